@@ -31,8 +31,8 @@ format: $(VENV)/.installed-test
 
 # The parts of the documents and of the chart that follow from the code.
 docs: $(VENV)/.installed-test
-	$(BIN)/python -m deploy.reference
-	$(BIN)/python -m deploy.chart
+	$(BIN)/python -m sluice.deploy.reference
+	$(BIN)/python -m sluice.deploy.chart
 
 # The exact versions with hashes, for the Python and the platform of the images. test.txt holds what
 # comes on top of cpu.txt, deploy/ray/requirements.txt what comes on top of the images. They are installed without resolving, so the CPU build can go without

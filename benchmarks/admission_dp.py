@@ -1,8 +1,9 @@
 """Cost of SLOs-Serve's admission in one process.
 
-Run with ``python -m benchmarks.admission_dp [--json]``. The cases are seeded: new requests of a few
-TPOT tiers beside guaranteed requests, a tenth of which still prefill, under a load at which some
-but not all new requests fit. ``memory``: KV blocks are scarce too, which adds the memory axis.
+Run with ``python -m sluice.benchmarks.admission_dp [--json]``. The cases are seeded: new requests
+of a few TPOT tiers beside guaranteed requests, a tenth of which still prefill, under a load at
+which some but not all new requests fit. ``memory``: KV blocks are scarce too, which adds the memory
+axis.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.planning import measure
-from scheduling.admission.slos_serve_selection import Demand, Supply, admissible
-from scheduling.kernels import Floats
-from scheduling.objective import Anchor
+from sluice.benchmarks.planning import measure
+from sluice.scheduling.admission.slos_serve_selection import Demand, Supply, admissible
+from sluice.scheduling.kernels import Floats
+from sluice.scheduling.objective import Anchor
 
 TPOTS_S = (0.05, 0.1, 0.08, 0.2)
 PREFILLING = 0.1

@@ -1,11 +1,11 @@
 """Simulated-annealing priority mapping (002 §5.2): time to decide, and quality of the mapping.
 
-Run with ``python -m benchmarks.annealing [--json]``. The setting follows the paper where it states
-one: half of the requests are chat (TTFT 10 s, TPOT 50 ms), half code (end to end 30 s), all arrive
-at once, and times are predicted with Table 2. Lengths are seeded lognormal ones, cut at 2,000
-tokens, as the data sets are not part of this project. ``--tighten`` divides the TTFT and end-to-end
-objectives; the TPOT depends on the batch size alone. G over that of FCFS is a mean over the cases
-in which FCFS meets any objective, as its G is 0 in the others.
+Run with ``python -m sluice.benchmarks.annealing [--json]``. The setting follows the paper where it
+states one: half of the requests are chat (TTFT 10 s, TPOT 50 ms), half code (end to end 30 s), all
+arrive at once, and times are predicted with Table 2. Lengths are seeded lognormal ones, cut at
+2,000 tokens, as the data sets are not part of this project. ``--tighten`` divides the TTFT and
+end-to-end objectives; the TPOT depends on the batch size alone. G over that of FCFS is a mean over
+the cases in which FCFS meets any objective, as its G is 0 in the others.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from scheduling.batching.annealing import AnnealingOptions
-from scheduling.batching.priority_mapping import Jobs, Schedule, anneal, predict
-from scheduling.latency_request import InteractionLatency
-from scheduling.objective import SLO
-from scheduling.request import row_of
+from sluice.scheduling.batching.annealing import AnnealingOptions
+from sluice.scheduling.batching.priority_mapping import Jobs, Schedule, anneal, predict
+from sluice.scheduling.latency_request import InteractionLatency
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.request import row_of
 
 REQUESTS = (10, 20, 40)
 BATCH_SIZES = (1, 2, 4, 32)

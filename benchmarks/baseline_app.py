@@ -16,10 +16,10 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 
-from deploy.config import SluiceConfig
-from replica.deployment import ReplicaServer
-from replica.engine import EngineRequest, ResponseChunk
-from scheduling.objective import SLO
+from sluice.deploy.config import SluiceConfig
+from sluice.replica.deployment import ReplicaServer
+from sluice.replica.engine import EngineRequest, ResponseChunk
+from sluice.scheduling.objective import SLO
 
 _api = FastAPI()
 

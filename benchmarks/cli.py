@@ -11,22 +11,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from benchmarks import planning
-from benchmarks.decision import decision
-from benchmarks.experiments import EXPERIMENTS
-from benchmarks.experiments.base import Experiment, Plan, Row, Scale, measured
-from benchmarks.gateway import gateway
-from benchmarks.overload import overload
-from benchmarks.preemption import preemption
-from benchmarks.preemption_replay import preemption_replay
-from benchmarks.promises_real import with_real
-from benchmarks.replay import replay
-from benchmarks.soak import soak
-from benchmarks.speculation import speculation
-from deploy.tables import print_table
-from simulation.estimate import METHOD
-from simulation.planning.plots import Report, ReportError, require_matplotlib
-from simulation.workloads.traces import TraceError
+from sluice.benchmarks import planning
+from sluice.benchmarks.decision import decision
+from sluice.benchmarks.experiments import EXPERIMENTS
+from sluice.benchmarks.experiments.base import Experiment, Plan, Row, Scale, measured
+from sluice.benchmarks.gateway import gateway
+from sluice.benchmarks.overload import overload
+from sluice.benchmarks.preemption import preemption
+from sluice.benchmarks.preemption_replay import preemption_replay
+from sluice.benchmarks.promises_real import with_real
+from sluice.benchmarks.replay import replay
+from sluice.benchmarks.soak import soak
+from sluice.benchmarks.speculation import speculation
+from sluice.deploy.tables import print_table
+from sluice.simulation.estimate import METHOD
+from sluice.simulation.planning.plots import Report, ReportError, require_matplotlib
+from sluice.simulation.workloads.traces import TraceError
 
 MOST_SEEDS = 1_000
 MOST_JOBS = 256

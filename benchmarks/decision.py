@@ -29,11 +29,11 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.decision_figures import figures
-from benchmarks.decision_fleet import Voices
-from controller.config import NO_ADMISSION, ControllerConfig
-from deploy.tables import print_table
-from scheduling.routing import POLICIES
+from sluice.benchmarks.decision_figures import figures
+from sluice.benchmarks.decision_fleet import Voices
+from sluice.controller.config import NO_ADMISSION, ControllerConfig
+from sluice.deploy.tables import print_table
+from sluice.scheduling.routing import POLICIES
 
 FLEETS = {"64": (64, False), "512": (512, False), "64 + 64": (64, True)}
 """Number of replicas, and whether there are this many prefill and this many decode replicas."""
@@ -83,7 +83,7 @@ class Inside:
 
     def __init__(self, config: ControllerConfig, replicas: int, split: bool = False) -> None:
         # It imports Ray, which must not happen before `sluice serve` has set Ray's environment.
-        from controller.actor import Controller
+        from sluice.controller.actor import Controller
 
         self._rng = random.Random(replicas)
         self._voices = Voices(replicas, split=split)
@@ -190,7 +190,7 @@ def measure_actor(
     """Add the figures of a real actor's callers to the cells of :data:`ACTOR_REPLICAS` replicas."""
     import asyncio
 
-    from benchmarks.decision_actor import Session, own_ray
+    from sluice.benchmarks.decision_actor import Session, own_ray
 
     with redirect_stdout(sys.stderr), own_ray():
         for label, config in configs.items():

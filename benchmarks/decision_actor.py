@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 import ray
 
-from benchmarks.decision_figures import Figures, figures
-from benchmarks.decision_fleet import Voices
-from benchmarks.resources import Meter
-from controller.client import ControllerClient, ensure_controller, stop_controller
-from controller.config import ControllerConfig
-from controller.messages import RouteDecision, RouteQuery, RouteReply
-from deploy.ray_start import start_ray
+from sluice.benchmarks.decision_figures import Figures, figures
+from sluice.benchmarks.decision_fleet import Voices
+from sluice.benchmarks.resources import Meter
+from sluice.controller.client import ControllerClient, ensure_controller, stop_controller
+from sluice.controller.config import ControllerConfig
+from sluice.controller.messages import RouteDecision, RouteQuery, RouteReply
+from sluice.deploy.ray_start import start_ray
 
 REPORTS_PER_S = 50
 """Of each replica."""
@@ -183,7 +183,6 @@ class Session:
 @contextmanager
 def own_ray() -> Iterator[None]:
     """A Ray instance on this machine until the block ends."""
-    root = str(Path(__file__).parent.parent)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
         start_ray(
@@ -192,7 +191,6 @@ def own_ray() -> Iterator[None]:
             object_store_memory=80 << 20,
             include_dashboard=False,
             log_to_driver=False,
-            runtime_env={"env_vars": {"PYTHONPATH": root}},
         )
         try:
             yield

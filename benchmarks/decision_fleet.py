@@ -12,13 +12,13 @@ from typing import Final
 
 import numpy as np
 
-from controller.messages import ReplicaDelta, ReplicaHello, RouteQuery
-from scheduling.latency import LinearLatency
-from scheduling.latency_profile import LatencyProfile
-from scheduling.objective import SLO
-from scheduling.prefix import HELD
-from scheduling.roles import Role
-from scheduling.state import ROW, RUNNING, SUMMARY, WAITING
+from sluice.controller.messages import ReplicaDelta, ReplicaHello, RouteQuery
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.latency_profile import LatencyProfile
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.prefix import HELD
+from sluice.scheduling.roles import Role
+from sluice.scheduling.state import ROW, RUNNING, SUMMARY, WAITING
 
 QUEUED: Final = 64
 """Requests in each replica's queue."""

@@ -1,12 +1,12 @@
 """Every batch policy inside real vLLM, under a mixed load for a stated time: does the engine run
 the planned batches, is its greedy text that of stock vLLM, and does every request end?
 
-Run with ``python -m benchmarks.engine_mix [--policy NAME] [--seconds 60] [--json]``. Clients in a
-closed loop send chats, long prompts, code with an end-to-end objective, and batch work without any,
-at several priorities, and abort some of them. The KV cache is too small for all, so that requests
-are preempted. Prefix caching is off: with it, vLLM may find more in its cache than was known when
-the batch was planned, and then rightly runs fewer tokens. The model computes in 32 bits: in 16,
-stock vLLM itself gives other texts for other batches.
+Run with ``python -m sluice.benchmarks.engine_mix [--policy NAME] [--seconds 60] [--json]``. Clients
+in a closed loop send chats, long prompts, code with an end-to-end objective, and batch work without
+any, at several priorities, and abort some of them. The KV cache is too small for all, so that
+requests are preempted. Prefix caching is off: with it, vLLM may find more in its cache than was
+known when the batch was planned, and then rightly runs fewer tokens. The model computes in 32 bits:
+in 16, stock vLLM itself gives other texts for other batches.
 
 The exit status is 1 if a batch differs from its plan, a text differs, a request is lost, or KV
 blocks are not freed. Latencies are those of this machine, which may be busy with other processes
@@ -29,13 +29,13 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from replica.config import EngineConfig
-from replica.engine import EngineRequest, ResponseChunk, ResponseTail
-from replica.vllm.engine import VllmEngine
-from replica.vllm.local_model import local_model
-from replica.vllm.setup import prepare_environment
-from scheduling.batching import POLICIES
-from scheduling.objective import SLO
+from sluice.replica.config import EngineConfig
+from sluice.replica.engine import EngineRequest, ResponseChunk, ResponseTail
+from sluice.replica.vllm.engine import VllmEngine
+from sluice.replica.vllm.local_model import local_model
+from sluice.replica.vllm.setup import prepare_environment
+from sluice.scheduling.batching import POLICIES
+from sluice.scheduling.objective import SLO
 
 VLLM_ARGS: dict[str, Any] = {
     "max-model-len": 2048,

@@ -1,9 +1,9 @@
 """The simulator against real vLLM: the same requests through the engine and through the simulation
 of its profile, compared by median time to first token and median time per output token.
 
-Run with ``python -m benchmarks.engine_vs_simulator [--windows 3] [--seconds 30] [--json]``. The
-engine profiles itself first. Two times are not part of a step as the scheduler measures it. They
-are measured under a separate load before the comparison, never fitted to it:
+Run with ``python -m sluice.benchmarks.engine_vs_simulator [--windows 3] [--seconds 30] [--json]``.
+The engine profiles itself first. Two times are not part of a step as the scheduler measures it.
+They are measured under a separate load before the comparison, never fitted to it:
 
 - ``request_overhead_s``: a request's time in vLLM's serving layer until its first step, from single
   requests on an idle engine, plus the time from the end of its step to its first token at the
@@ -36,17 +36,17 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from replica.config import EngineConfig
-from replica.engine import EngineInfo, EngineRequest, ResponseTail
-from replica.vllm.engine import VllmEngine
-from scheduling.batching import POLICIES, make_policy
-from scheduling.latency import LatencyModel, LinearLatency, StepSample
-from scheduling.objective import SLO
-from simulation.config import EngineConfig as SimulatedConfig
-from simulation.run import simulate
-from simulation.summary import summarise
-from simulation.truth import Belief, Truth
-from simulation.workload import Arrival, Workload
+from sluice.replica.config import EngineConfig
+from sluice.replica.engine import EngineInfo, EngineRequest, ResponseTail
+from sluice.replica.vllm.engine import VllmEngine
+from sluice.scheduling.batching import POLICIES, make_policy
+from sluice.scheduling.latency import LatencyModel, LinearLatency, StepSample
+from sluice.scheduling.objective import SLO
+from sluice.simulation.config import EngineConfig as SimulatedConfig
+from sluice.simulation.run import simulate
+from sluice.simulation.summary import summarise
+from sluice.simulation.truth import Belief, Truth
+from sluice.simulation.workload import Arrival, Workload
 
 VLLM_ARGS: dict[str, Any] = {
     "max-model-len": 2048,

@@ -1,9 +1,9 @@
 """Sends hostile requests to a running router and reports the responses.
 
-Run with ``python -m benchmarks.fuzz --url http://127.0.0.1:8000 --requests 10000``. It fails if the
-server answers any of them with a 5xx (except a 503 with Retry-After), lets a connection hang, or
-does not serve a valid request afterwards. The same seed sends the same bytes;
-:mod:`benchmarks.fuzz_requests` has the kinds.
+Run with ``python -m sluice.benchmarks.fuzz --url http://127.0.0.1:8000 --requests 10000``. It fails
+if the server answers any of them with a 5xx (except a 503 with Retry-After), lets a connection
+hang, or does not serve a valid request afterwards. The same seed sends the same bytes;
+:mod:`sluice.benchmarks.fuzz_requests` has the kinds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.fuzz_requests import Raw, Target, requests
+from sluice.benchmarks.fuzz_requests import Raw, Target, requests
 
 PATIENCE_S = 0.3
 """Silence of the server after which the client half-closes its connection, seconds: many of the
@@ -251,7 +251,7 @@ def main(url: str, key: str | None, count: int, seed: int, at_once: int, pids: t
 
     \b
     Example:
-      python -m benchmarks.fuzz --url http://127.0.0.1:8000 --requests 1000
+      python -m sluice.benchmarks.fuzz --url http://127.0.0.1:8000 --requests 1000
     """
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname:

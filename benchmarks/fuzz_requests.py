@@ -11,8 +11,8 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from router import wire
-from router.request.arrival import INFERENCE_PATHS
+from sluice.router import wire
+from sluice.router.request.arrival import INFERENCE_PATHS
 
 PATHS = (*INFERENCE_PATHS, "/v1/models", "/health", "/v1/files", "/v1/batches", "/v1/responses/x")
 

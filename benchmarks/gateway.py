@@ -22,12 +22,19 @@ from typing import Any
 import click
 from rich.console import Console
 
-from benchmarks.gateway_client import LoadError, load
-from benchmarks.gateway_processes import LeftOutError, processor_seconds, used
-from benchmarks.gateway_report import costs, figures, further_tokens, speeds, summary, token_costs
-from benchmarks.gateway_systems import REAL, SYSTEMS, Bench, Start, System, engines, sluice
-from deploy.local import StoppedError, stop_signals
-from deploy.tables import print_table
+from sluice.benchmarks.gateway_client import LoadError, load
+from sluice.benchmarks.gateway_processes import LeftOutError, processor_seconds, used
+from sluice.benchmarks.gateway_report import (
+    costs,
+    figures,
+    further_tokens,
+    speeds,
+    summary,
+    token_costs,
+)
+from sluice.benchmarks.gateway_systems import REAL, SYSTEMS, Bench, Start, System, engines, sluice
+from sluice.deploy.local import StoppedError, stop_signals
+from sluice.deploy.tables import print_table
 
 WARM_UP_S = 1.0
 IDLE_S = 2.0

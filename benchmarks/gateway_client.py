@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from benchmarks.gateway_engine import MODEL
+from sluice.benchmarks.gateway_engine import MODEL
 
 ANSWER_LIMIT_S = 120.0
 """Timeout of an answer, seconds."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from benchmarks.gateway_processes import LeftOutError
+from sluice.benchmarks.gateway_processes import LeftOutError
 
 INSTALL_LIMIT_S = 600.0
 _SHOWN = 300

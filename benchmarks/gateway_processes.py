@@ -22,9 +22,9 @@ from pathlib import Path
 import click
 import psutil
 
-from benchmarks.gateway_client import chat_body
-from benchmarks.resources import kind_of
-from deploy.local import StoppedError
+from sluice.benchmarks.gateway_client import chat_body
+from sluice.benchmarks.resources import kind_of
+from sluice.deploy.local import StoppedError
 
 POLL_S = 0.1
 _END_LIMIT_S = 90.0

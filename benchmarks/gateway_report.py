@@ -10,9 +10,9 @@ from typing import Any, Final
 import numpy as np
 from rich.table import Table
 
-from benchmarks.gateway_client import Load
-from benchmarks.gateway_systems import ENGINES
-from benchmarks.resources import CORES, OWN
+from sluice.benchmarks.gateway_client import Load
+from sluice.benchmarks.gateway_systems import ENGINES
+from sluice.benchmarks.resources import CORES, OWN
 
 DIRECT: Final = "direct"
 REFERENCES: Final = (DIRECT, "vllm-router", "other sluice")

@@ -16,10 +16,10 @@ from typing import Any
 
 import click
 
-from benchmarks.gateway_engine import MODEL, events
-from deploy import ray_settings
-from deploy.leftovers import Cleaner
-from deploy.local import stop_signals
+from sluice.benchmarks.gateway_engine import MODEL, events
+from sluice.deploy import ray_settings
+from sluice.deploy.leftovers import Cleaner
+from sluice.deploy.local import stop_signals
 
 
 class Engine:
@@ -68,7 +68,7 @@ def _serve(local_dir: Path, port: int, replicas: int, step_s: float) -> None:
     from ray import serve
     from ray.serve.llm import LLMConfig, LLMServer, build_openai_app
 
-    from deploy.ray_start import start_ray
+    from sluice.deploy.ray_start import start_ray
 
     class Server(LLMServer):  # type: ignore[misc]
         _default_engine_cls = Engine

@@ -13,22 +13,22 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from benchmarks.gateway_client import STATED
-from benchmarks.gateway_engine import MODEL
-from benchmarks.gateway_peers import ROUTERS, Router, environment
-from benchmarks.gateway_processes import serving
-from benchmarks.stock_server import server_command, server_environment
-from deploy.haproxy import DIRECT_VARIABLE
-from deploy.ray_settings import free_port
-from replica.config import EngineConfig
-from replica.vllm.local_model import local_model
+from sluice.benchmarks.gateway_client import STATED
+from sluice.benchmarks.gateway_engine import MODEL
+from sluice.benchmarks.gateway_peers import ROUTERS, Router, environment
+from sluice.benchmarks.gateway_processes import serving
+from sluice.benchmarks.stock_server import server_command, server_environment
+from sluice.deploy.haproxy import DIRECT_VARIABLE
+from sluice.deploy.ray_settings import free_port
+from sluice.replica.config import EngineConfig
+from sluice.replica.vllm.local_model import local_model
 
 REPLICAS = 2
 """Engines behind each gateway, and replicas of Sluice."""
 
 ENGINES = "replicas"
-"""The kind of engine processes; everything but them, :data:`benchmarks.resources.CORES` and the
-client is the gateway's."""
+"""The kind of engine processes; everything but them, :data:`sluice.benchmarks.resources.CORES` and
+the client is the gateway's."""
 
 _START_LIMIT_S = 120.0
 _RAY_START_LIMIT_S = 900.0
@@ -41,7 +41,7 @@ class System(NamedTuple):
         urls: of its servers, without ``/v1``; clients take them in turn.
         processes: processes, and the kind of each and of all processes below it; empty where it
             follows from their titles. See
-            :func:`benchmarks.gateway_processes.processor_seconds`.
+            :func:`sluice.benchmarks.gateway_processes.processor_seconds`.
         also: further fields of each request to it.
     """
 
@@ -84,7 +84,13 @@ def engines(folder: Path, stop: threading.Event, step_ms: float) -> Iterator[dic
         for number in range(REPLICAS):
             port = free_port()
             url = f"http://127.0.0.1:{port}"
-            command = [sys.executable, "-m", "benchmarks.gateway_engine", "--port", str(port)]
+            command = [
+                sys.executable,
+                "-m",
+                "sluice.benchmarks.gateway_engine",
+                "--port",
+                str(port),
+            ]
             command += ["--step-ms", str(step_ms)]
             log = folder / f"engine-{number}.log"
             found[stack.enter_context(serving(command, url, log, _START_LIMIT_S, stop))] = url
@@ -179,7 +185,7 @@ def _serve_llm(bench: Bench) -> Iterator[System]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     options = ["--port", str(port), "--replicas", str(REPLICAS), "--step-ms", str(bench.step_ms)]
-    command = [sys.executable, "-m", "benchmarks.gateway_serve_llm", *options]
+    command = [sys.executable, "-m", "sluice.benchmarks.gateway_serve_llm", *options]
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), extra)))
     log = bench.folder / "ray-serve-llm.log"
     with serving(

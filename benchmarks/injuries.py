@@ -20,9 +20,9 @@ import ray
 from ray.serve._private.common import DeploymentID
 from ray.serve.context import _get_global_client
 
-from controller.lookup import NAMESPACE, controller_actor_name
-from deploy.app import REPLICA_DEPLOYMENTS, ROUTER_DEPLOYMENT
-from scheduling.roles import Role
+from sluice.controller.lookup import NAMESPACE, controller_actor_name
+from sluice.deploy.app import REPLICA_DEPLOYMENTS, ROUTER_DEPLOYMENT
+from sluice.scheduling.roles import Role
 
 _SERVE_CONTROLLER = "SERVE_CONTROLLER_ACTOR"
 _PROXY_MANAGER = "HAProxyManager"

@@ -28,17 +28,17 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.replay_client import End, Outcome, replay
-from benchmarks.replay_load import LIGHT_ENGINE
-from benchmarks.replay_report import GUARANTEED
-from benchmarks.resources import Meter, Usage, held
-from deploy.config import SluiceConfig, parse_config
-from deploy.local import base_url, running, stop_signals
-from deploy.ray_settings import free_port
-from deploy.tables import print_table
-from router.config import RouterConfig
-from scheduling.objective import SLO
-from simulation.workload import Arrival, Workload, window
+from sluice.benchmarks.replay_client import End, Outcome, replay
+from sluice.benchmarks.replay_load import LIGHT_ENGINE
+from sluice.benchmarks.replay_report import GUARANTEED
+from sluice.benchmarks.resources import Meter, Usage, held
+from sluice.deploy.config import SluiceConfig, parse_config
+from sluice.deploy.local import base_url, running, stop_signals
+from sluice.deploy.ray_settings import free_port
+from sluice.deploy.tables import print_table
+from sluice.router.config import RouterConfig
+from sluice.scheduling.objective import SLO
+from sluice.simulation.workload import Arrival, Workload, window
 
 SLO_OF: Final = SLO(ttft_s=1.5, tpot_s=0.15, priority=2, service_class="strict")
 CLASS: Final = {"ttft_ms": 1_500, "tpot_ms": 150, "priority": 2, "when_unattainable": "reject"}

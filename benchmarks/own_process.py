@@ -14,7 +14,7 @@ from typing import ParamSpec, TypeVar
 
 import click
 
-from deploy.local import stop_signals
+from sluice.deploy.local import stop_signals
 
 _LOOK_EVERY_S = 0.2
 

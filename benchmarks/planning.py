@@ -19,12 +19,12 @@ import click
 import numpy as np
 from rich.table import Table
 
-from deploy.tables import print_table
-from scheduling import batching
-from scheduling.batching.base import BatchBudget
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO
-from scheduling.request import QueueView, RequestView
+from sluice.deploy.tables import print_table
+from sluice.scheduling import batching
+from sluice.scheduling.batching.base import BatchBudget
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.request import QueueView, RequestView
 
 QUEUE_SIZES = (32, 128, 512)
 NOW_S = 1_000.0

@@ -25,14 +25,14 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine_process import EngineProcess
-from benchmarks.one_engine import Result, Work
-from benchmarks.preemption_engine import PreemptiveEngine
-from benchmarks.preemption_trials import WHOLE, all_trials, random_prompt
-from benchmarks.stock_engine import StockEngine
-from deploy.tables import print_table
-from replica.preemption.checks import Granularity
-from replica.vllm.local_model import local_model
+from sluice.benchmarks.engine_process import EngineProcess
+from sluice.benchmarks.one_engine import Result, Work
+from sluice.benchmarks.preemption_engine import PreemptiveEngine
+from sluice.benchmarks.preemption_trials import WHOLE, all_trials, random_prompt
+from sluice.benchmarks.stock_engine import StockEngine
+from sluice.deploy.tables import print_table
+from sluice.replica.preemption.checks import Granularity
+from sluice.replica.vllm.local_model import local_model
 
 WAYS: dict[str, tuple[Granularity | None, int]] = {
     "operator": ("operator", WHOLE),

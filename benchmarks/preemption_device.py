@@ -1,4 +1,4 @@
-"""The measurements of :mod:`benchmarks.preemption_gpu` that run in the engine's process."""
+"""The measurements of :mod:`sluice.benchmarks.preemption_gpu` that run in the engine's process."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from benchmarks.one_engine import Result, Work
-from benchmarks.preemption import alone, moment
-from benchmarks.preemption_engine import PreemptiveEngine
-from benchmarks.preemption_trials import WHOLE, random_prompt
-from benchmarks.stock_engine import StockEngine
-from replica.preemption.checks import Granularity
-from replica.preemption.pacing import Pacer
-from scheduling.fit import fit
-from scheduling.latency import LatencyModel, StepSample
+from sluice.benchmarks.one_engine import Result, Work
+from sluice.benchmarks.preemption import alone, moment
+from sluice.benchmarks.preemption_engine import PreemptiveEngine
+from sluice.benchmarks.preemption_trials import WHOLE, random_prompt
+from sluice.benchmarks.stock_engine import StockEngine
+from sluice.replica.preemption.checks import Granularity
+from sluice.replica.preemption.pacing import Pacer
+from sluice.scheduling.fit import fit
+from sluice.scheduling.latency import LatencyModel, StepSample
 
 UNPACED = 1 << 12
 """More checks than any model has: launches run ahead as far as they can."""

@@ -10,16 +10,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.one_engine import OneEngine, Result, Work, result_of
-from replica.preemption.checks import Granularity
-from replica.preemption.pacing import Pacer, pacer_for
-from replica.preemption.words import MAX_CHECKS
-from replica.preemption_config import PreemptionConfig
-from replica.scheduler.state_table import StateTable
-from replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xargs
-from replica.vllm.setup import survive_module_scan
-from scheduling.objective import SLO
-from scheduling.preemption import Options
+from sluice.benchmarks.one_engine import OneEngine, Result, Work, result_of
+from sluice.replica.preemption.checks import Granularity
+from sluice.replica.preemption.pacing import Pacer, pacer_for
+from sluice.replica.preemption.words import MAX_CHECKS
+from sluice.replica.preemption_config import PreemptionConfig
+from sluice.replica.scheduler.state_table import StateTable
+from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xargs
+from sluice.replica.vllm.setup import survive_module_scan
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.preemption import Options
 
 _STOP_LIMIT_S = 60.0
 
@@ -33,7 +33,7 @@ class PreemptiveEngine(OneEngine):
     Args:
         model: the model's directory.
         directory: its state table is made there.
-        options: of :class:`~replica.preemption_config.PreemptionConfig`.
+        options: of :class:`~sluice.replica.preemption_config.PreemptionConfig`.
         ranks: how many workers compute it; with several, each has a process of its own.
         args: vLLM's engine arguments.
     """
@@ -55,8 +55,8 @@ class PreemptiveEngine(OneEngine):
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(each)
         from vllm import LLM
 
-        from replica.preemption.support import executor
-        from replica.preemption.variant import FACTORY
+        from sluice.replica.preemption.support import executor
+        from sluice.replica.preemption.variant import FACTORY
 
         survive_module_scan()
         path = directory / "state"
@@ -230,7 +230,7 @@ class PreemptiveEngine(OneEngine):
         self._checks.pacer = pacer
 
     def bound(self, **bounds: int) -> None:
-        """Set other bounds of tasks, see :class:`~scheduling.preemption.Options`."""
+        """Set other bounds of tasks, see :class:`~sluice.scheduling.preemption.Options`."""
         given = {"chunk": 8192, "late_chunk": 512, "together": 0, "most": 1024}
         self.scheduler.options = Options(**(given | bounds))
 

@@ -1,7 +1,7 @@
 """Preemption of prefills on a GPU: all figures that a CPU cannot show, in one run and one table.
 
-Run with ``python -m benchmarks.preemption_gpu``. One real vLLM engine at a time, in a process of
-its own, with a model of random weights that is written here, so nothing is downloaded:
+Run with ``python -m sluice.benchmarks.preemption_gpu``. One real vLLM engine at a time, in a
+process of its own, with a model of random weights that is written here, so nothing is downloaded:
 
 - blocking: how long a long prefill takes to stop, and what its checks cost, by how far launches may
   run ahead of the device, and by where the checks are;
@@ -27,14 +27,14 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import preemption_device as device
-from benchmarks.engine_process import EngineProcess
-from benchmarks.one_engine import Work
-from benchmarks.preemption_device import UNPACED, Blocking, Held, Way
-from benchmarks.preemption_trials import random_prompt
-from benchmarks.stock_engine import StockEngine
-from scheduling.latency import LatencyModel
-from simulation.workloads.settings import flowprefill
+from sluice.benchmarks import preemption_device as device
+from sluice.benchmarks.engine_process import EngineProcess
+from sluice.benchmarks.one_engine import Work
+from sluice.benchmarks.preemption_device import UNPACED, Blocking, Held, Way
+from sluice.benchmarks.preemption_trials import random_prompt
+from sluice.benchmarks.stock_engine import StockEngine
+from sluice.scheduling.latency import LatencyModel
+from sluice.simulation.workloads.settings import flowprefill
 
 
 class Size(NamedTuple):

@@ -36,25 +36,25 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.experiments.engines import SETUPS
-from benchmarks.preemption_trials import random_prompt
-from benchmarks.replay_client import End, Outcome
-from benchmarks.replay_client import replay as replay_workload
-from benchmarks.replay_report import of_class
-from benchmarks.resources import Meter
-from benchmarks.stock_server import stock_server
-from controller.config import NO_ADMISSION
-from deploy.config import SluiceConfig
-from deploy.local import base_url, running, stop_signals
-from deploy.ray_settings import free_port
-from deploy.tables import print_table
-from replica.vllm.local_model import local_model
-from scheduling.fit import fit
-from scheduling.latency import StepSample
-from scheduling.latency_request import PolynomialTTFT
-from scheduling.objective import SLO
-from simulation.workload import Arrival, Workload, stretched, window
-from simulation.workloads.settings import (
+from sluice.benchmarks.experiments.engines import SETUPS
+from sluice.benchmarks.preemption_trials import random_prompt
+from sluice.benchmarks.replay_client import End, Outcome
+from sluice.benchmarks.replay_client import replay as replay_workload
+from sluice.benchmarks.replay_report import of_class
+from sluice.benchmarks.resources import Meter
+from sluice.benchmarks.stock_server import stock_server
+from sluice.controller.config import NO_ADMISSION
+from sluice.deploy.config import SluiceConfig
+from sluice.deploy.local import base_url, running, stop_signals
+from sluice.deploy.ray_settings import free_port
+from sluice.deploy.tables import print_table
+from sluice.replica.vllm.local_model import local_model
+from sluice.scheduling.fit import fit
+from sluice.scheduling.latency import StepSample
+from sluice.scheduling.latency_request import PolynomialTTFT
+from sluice.scheduling.objective import SLO
+from sluice.simulation.workload import Arrival, Workload, stretched, window
+from sluice.simulation.workloads.settings import (
     FLOWPREFILL_PROMPTS,
     FLOWPREFILL_SHARES,
     FLOWPREFILL_TTFT_S,

@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine_process import EngineProcess
-from benchmarks.one_engine import Result, Work
-from benchmarks.preemption_engine import PreemptiveEngine
-from replica.preemption.checks import Granularity
-from replica.vllm.local_model import local_model
+from sluice.benchmarks.engine_process import EngineProcess
+from sluice.benchmarks.one_engine import Result, Work
+from sluice.benchmarks.preemption_engine import PreemptiveEngine
+from sluice.replica.preemption.checks import Granularity
+from sluice.replica.vllm.local_model import local_model
 
 WHOLE = 1 << 20
 """More tokens than any prompt has."""

@@ -1,8 +1,8 @@
 """The cost of prefix affinity (how much of a prompt each replica has cached), in one process.
 
-Run with ``python -m benchmarks.prefixes``. It has three parts: the router hashes a prompt's prefix;
-the controller looks it up; and vLLM's block pool reports evictions, here of vLLM 0.32 with a full
-cache, where every new block replaces a cached one.
+Run with ``python -m sluice.benchmarks.prefixes``. It has three parts: the router hashes a prompt's
+prefix; the controller looks it up; and vLLM's block pool reports evictions, here of vLLM 0.32 with
+a full cache, where every new block replaces a cached one.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.planning import BLOCK_TOKENS, measure
-from replica.scheduler.prefix_index import HeldPrefixes
-from replica.scheduler.state_table import StateTable
-from replica.vllm.kv_events import PooledBlocks
-from router.request.prompt_prefix import prefix_of
-from scheduling.prefix import CHUNK_ENDS, TOKEN_UNITS, PrefixIndex, PromptPrefix
+from sluice.benchmarks.planning import BLOCK_TOKENS, measure
+from sluice.replica.scheduler.prefix_index import HeldPrefixes
+from sluice.replica.scheduler.state_table import StateTable
+from sluice.replica.vllm.kv_events import PooledBlocks
+from sluice.router.request.prompt_prefix import prefix_of
+from sluice.scheduling.prefix import CHUNK_ENDS, TOKEN_UNITS, PrefixIndex, PromptPrefix
 
 CHARACTERS = (1_000, 10_000, 100_000, 1_000_000)
 REPLICAS = (64, 512)

@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from benchmarks.replay_load import objectives
-from router.config import ServiceClass
-from simulation.workload import Arrival, Workload
+from sluice.benchmarks.replay_load import objectives
+from sluice.router.config import ServiceClass
+from sluice.simulation.workload import Arrival, Workload
 
 Json = dict[str, Any]
 

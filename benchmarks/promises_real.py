@@ -14,8 +14,8 @@ of a run. In place of the busy loop one random replica process after another is 
 
 The client, the cluster and the busy loop are children of one process, so that the kernel shares the
 cores between them and not between sessions. The loop has normal priority, as the engines have
-(:mod:`deploy.ray_settings`). Check the client's lateness, the routers' count of the same guarantees
-and the cores that other processes used, before you trust a figure.
+(:mod:`sluice.deploy.ray_settings`). Check the client's lateness, the routers' count of the same
+guarantees and the cores that other processes used, before you trust a figure.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ import click
 import psutil
 from rich.console import Console
 
-from benchmarks.experiments.promises import LEVEL, MARGINS, NONE
-from benchmarks.own_process import in_own_process
-from benchmarks.promises_load import CLASSES, NO_OBJECTIVE, SLOS, body_of, draw, make_load
-from benchmarks.promises_report import Json, cells, counts, tables
-from benchmarks.replay_client import End, Outcome, replay
-from benchmarks.replay_load import LIGHT_ENGINE
-from benchmarks.resources import Meter, Usage, held
-from controller.config import ControllerConfig
-from deploy.config import SluiceConfig, parse_config
-from deploy.local import base_url, running, stop_signals
-from deploy.ray_settings import free_port
-from deploy.tables import print_table
-from scheduling.latency import LinearLatency
-from scheduling.latency_profile import LatencyProfile
-from simulation.workload import Workload
+from sluice.benchmarks.experiments.promises import LEVEL, MARGINS, NONE
+from sluice.benchmarks.own_process import in_own_process
+from sluice.benchmarks.promises_load import CLASSES, NO_OBJECTIVE, SLOS, body_of, draw, make_load
+from sluice.benchmarks.promises_report import Json, cells, counts, tables
+from sluice.benchmarks.replay_client import End, Outcome, replay
+from sluice.benchmarks.replay_load import LIGHT_ENGINE
+from sluice.benchmarks.resources import Meter, Usage, held
+from sluice.controller.config import ControllerConfig
+from sluice.deploy.config import SluiceConfig, parse_config
+from sluice.deploy.local import base_url, running, stop_signals
+from sluice.deploy.ray_settings import free_port
+from sluice.deploy.tables import print_table
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.latency_profile import LatencyProfile
+from sluice.simulation.workload import Workload
 
 LOADS: Final = (0.7, 1.0, 1.4)
 QUIET, BUSY, PAUSES = "quiet", "busy", "pauses"
@@ -212,7 +212,7 @@ def _wait_for_replicas(config: SluiceConfig, replicas: int) -> None:
     # They import Ray, whose settings come first.
     import ray
 
-    from controller.client import ensure_controller
+    from sluice.controller.client import ensure_controller
 
     handle = ensure_controller(config.name, config.controller)
     deadline_s = time.monotonic() + _STARTED_S

@@ -9,9 +9,9 @@ from typing import Any, Final
 import numpy as np
 from rich.table import Table
 
-from benchmarks.experiments.promises import MARGINS, NONE
-from benchmarks.replay_client import End, Outcome
-from benchmarks.replay_report import GUARANTEED
+from sluice.benchmarks.experiments.promises import MARGINS, NONE
+from sluice.benchmarks.replay_client import End, Outcome
+from sluice.benchmarks.replay_report import GUARANTEED
 
 Json = dict[str, Any]
 

@@ -6,7 +6,7 @@ import random
 import shutil
 from pathlib import Path
 
-from replica.vllm.local_model import local_model
+from sluice.replica.vllm.local_model import local_model
 
 _WORDS = 12
 

@@ -1,10 +1,10 @@
 """A recorded trace replayed over real HTTP on real Ray and Serve, with simulated engines: is every
 request served as guaranteed and predicted, under the default controller and under plain ones?
 
-Run with ``sluice bench replay`` or ``python -m benchmarks.replay``. Each setting of the controller
-gets a Ray instance of its own and the same requests at the same times, one setting after the other.
-The client, the cluster and the engines share this machine: check how busy it was and how late the
-client was before you trust a figure.
+Run with ``sluice bench replay`` or ``python -m sluice.benchmarks.replay``. Each setting of the
+controller gets a Ray instance of its own and the same requests at the same times, one setting after
+the other. The client, the cluster and the engines share this machine: check how busy it was and how
+late the client was before you trust a figure.
 
 The exit status is 1 if an answer was lost: the request was accepted, and its answer is neither
 complete nor ends in an error, or its connection was cut.
@@ -24,19 +24,19 @@ from typing import Any, Final
 import click
 from rich.console import Console
 
-from benchmarks.own_process import in_own_process
-from benchmarks.replay_client import replay as replay_workload
-from benchmarks.replay_load import CLASSES, ENGINE, make_load
-from benchmarks.replay_report import summary
-from benchmarks.resources import Meter
-from controller.config import NO_ADMISSION
-from deploy.config import SluiceConfig
-from deploy.local import base_url, running, stop_signals
-from deploy.ray_settings import free_port
-from deploy.tables import print_table
-from scheduling.routing import POLICIES
-from simulation.workload import Workload, window
-from simulation.workloads.traces import TraceError
+from sluice.benchmarks.own_process import in_own_process
+from sluice.benchmarks.replay_client import replay as replay_workload
+from sluice.benchmarks.replay_load import CLASSES, ENGINE, make_load
+from sluice.benchmarks.replay_report import summary
+from sluice.benchmarks.resources import Meter
+from sluice.controller.config import NO_ADMISSION
+from sluice.deploy.config import SluiceConfig
+from sluice.deploy.local import base_url, running, stop_signals
+from sluice.deploy.ray_settings import free_port
+from sluice.deploy.tables import print_table
+from sluice.scheduling.routing import POLICIES
+from sluice.simulation.workload import Workload, window
+from sluice.simulation.workloads.traces import TraceError
 
 PLAIN: Final = ("round_robin", "min_load")
 """Routing policies that the default is compared with, without admission."""
@@ -91,7 +91,7 @@ def replay(
     """
     say = Console(stderr=True).print
     try:
-        from benchmarks.replay_report import tables
+        from sluice.benchmarks.replay_report import tables
 
         workload = make_load(traces, rate * replicas, 60 * minutes, seed)
     except TraceError as error:

@@ -1,9 +1,9 @@
 """Checks that an answer is the requested one, complete and without duplicates.
 
 A simulated engine's text is a function of the prompt and the position in the answer
-(:mod:`replica.openai_format`), so a token that is missing, duplicated or of another answer is
-detected, also in resumed streams. A real engine's text is not known beforehand; there the frame is
-checked: the ids, the finish reasons, the usage and the end mark.
+(:mod:`sluice.replica.openai_format`), so a token that is missing, duplicated or of another answer
+is detected, also in resumed streams. A real engine's text is not known beforehand; there the frame
+is checked: the ids, the finish reasons, the usage and the end mark.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from replica.engine import Endpoint
-from replica.openai_format import Call, output_text, parse_call
+from sluice.replica.engine import Endpoint
+from sluice.replica.openai_format import Call, output_text, parse_call
 
 MAX_EVENT_BYTES = 1 << 20
 """Maximum length of an event of a stream."""

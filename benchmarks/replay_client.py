@@ -2,7 +2,7 @@
 
 A request is sent at its own time, independent of the requests before it. The client's own lateness
 is measured too: figures of a late client describe the client more than the server. Every answer is
-checked against its request (:mod:`benchmarks.replay_answer`).
+checked against its request (:mod:`sluice.benchmarks.replay_answer`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.replay_answer import (
+from sluice.benchmarks.replay_answer import (
     AnswerCheck,
     Expected,
     ToldError,
@@ -27,10 +27,10 @@ from benchmarks.replay_answer import (
     of_any_engine,
     simulated,
 )
-from router import wire
-from scheduling.objective import SLO
-from scheduling.tpot import TPOTMeter
-from simulation.workload import Arrival, Workload
+from sluice.router import wire
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.tpot import TPOTMeter
+from sluice.simulation.workload import Arrival, Workload
 
 GRACE_S = 300.0
 """How long after the last arrival the client waits for requests to end, seconds."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from benchmarks.replay_client import prompt_text
-from simulation.workload import Arrival
+from sluice.benchmarks.replay_client import prompt_text
+from sluice.simulation.workload import Arrival
 
 _TOOL = {
     "type": "function",

@@ -14,12 +14,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from router.config import ServiceClass
-from scheduling.objective import SLO
-from simulation.workload import Workload, merged, stretched, with_objectives
-from simulation.workloads.arrivals import Poisson
-from simulation.workloads.settings import fairbatching
-from simulation.workloads.traces import TraceError, load
+from sluice.router.config import ServiceClass
+from sluice.scheduling.objective import SLO
+from sluice.simulation.workload import Workload, merged, stretched, with_objectives
+from sluice.simulation.workloads.arrivals import Poisson
+from sluice.simulation.workloads.settings import fairbatching
+from sluice.simulation.workloads.traces import TraceError, load
 
 ENGINE: Final[dict[str, Any]] = {
     "step_s": 0.06,

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from benchmarks.replay_client import End, Outcome
-from benchmarks.resources import Usage
+from sluice.benchmarks.replay_client import End, Outcome
+from sluice.benchmarks.resources import Usage
 
 GUARANTEED, BEST_EFFORT = "guaranteed", "best-effort"
 DECILES = 10

@@ -1,7 +1,7 @@
 """How many batches a minute the simulator runs, on one core.
 
-Run with ``python -m benchmarks.simulator_speed [--json]``. The workload is ProServe's ShareGPT
-setting (lengths of SLOs-Serve Table 4, Poisson arrivals, TTFT 0.8 s, TPOT 80 ms), on an
+Run with ``python -m sluice.benchmarks.simulator_speed [--json]``. The workload is ProServe's
+ShareGPT setting (lengths of SLOs-Serve Table 4, Poisson arrivals, TTFT 0.8 s, TPOT 80 ms), on an
 engine about as fast as one A100 with an 8B model, at rates that keep some tens of requests and
 about a hundred alive. A run is timed whole, from the workload to the last token, in CPU seconds of
 its one thread; the compiled loops are warmed by a short run before. ``live`` is the mean number of
@@ -19,15 +19,15 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from scheduling import batching, routing
-from scheduling.latency import LinearLatency
-from simulation.cluster import simulate_cluster
-from simulation.config import ClusterConfig
-from simulation.metrics import stages
-from simulation.run import Result, simulate
-from simulation.truth import Truth
-from simulation.workload import Workload, window
-from simulation.workloads.settings import proserve
+from sluice.scheduling import batching, routing
+from sluice.scheduling.latency import LinearLatency
+from sluice.simulation.cluster import simulate_cluster
+from sluice.simulation.config import ClusterConfig
+from sluice.simulation.metrics import stages
+from sluice.simulation.run import Result, simulate
+from sluice.simulation.truth import Truth
+from sluice.simulation.workload import Workload, window
+from sluice.simulation.workloads.settings import proserve
 
 LATENCY = LinearLatency(a=0.008, b=0.000_04, c=0.000_000_1, d=0.000_000_001)
 TRUTH = Truth(LATENCY, noise=0.03)

@@ -3,11 +3,11 @@ With ``--faults``: while parts of it are killed, frozen and drained at random.
 
 Run with ``sluice bench soak``. Every answer is checked against its request: with simulated engines
 its whole text, so that missing and duplicated tokens are detected. Every :data:`SAMPLE_S` seconds
-each process is sampled; :mod:`benchmarks.soak_watch` says what counts as growth. In the end, when
-the application is idle, nothing may be left: no request, no reservation, no byte of a body.
+each process is sampled; :mod:`sluice.benchmarks.soak_watch` says what counts as growth. In the end,
+when the application is idle, nothing may be left: no request, no reservation, no byte of a body.
 
 If the program ``prometheus`` is installed, it scrapes during the run, and its counters are compared
-with the client's own counts (:mod:`benchmarks.soak_prometheus`).
+with the client's own counts (:mod:`sluice.benchmarks.soak_prometheus`).
 
 The exit status is 1 if a request was lost, something grows or is left over, or counters differ.
 """
@@ -31,21 +31,28 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import click
 from rich.console import Console
 
-from benchmarks.replay_client import Outcome, replay
-from benchmarks.soak_batches import Batches
-from benchmarks.soak_load import LOAD, LOAD_WITH_FAULTS, Load, capacity, configuration, make_load
-from benchmarks.soak_prometheus import PROGRAM, SCRAPE_S, comparison, scraping
-from benchmarks.soak_report import is_well, summary, tables
-from benchmarks.soak_trends import Sample
-from deploy.config import SluiceConfig
-from deploy.local import base_url, running, stop_signals
-from deploy.ray_settings import free_port
-from deploy.tables import print_table
-from scheduling.roles import Role
+from sluice.benchmarks.replay_client import Outcome, replay
+from sluice.benchmarks.soak_batches import Batches
+from sluice.benchmarks.soak_load import (
+    LOAD,
+    LOAD_WITH_FAULTS,
+    Load,
+    capacity,
+    configuration,
+    make_load,
+)
+from sluice.benchmarks.soak_prometheus import PROGRAM, SCRAPE_S, comparison, scraping
+from sluice.benchmarks.soak_report import is_well, summary, tables
+from sluice.benchmarks.soak_trends import Sample
+from sluice.deploy.config import SluiceConfig
+from sluice.deploy.local import base_url, running, stop_signals
+from sluice.deploy.ray_settings import free_port
+from sluice.deploy.tables import print_table
+from sluice.scheduling.roles import Role
 
 if TYPE_CHECKING:
-    from benchmarks.soak_faults import Chaos
-    from benchmarks.soak_watch import Watch
+    from sluice.benchmarks.soak_faults import Chaos
+    from sluice.benchmarks.soak_watch import Watch
 
 SAMPLE_S: Final = 10.0
 WARM_UP_S: Final = 60.0
@@ -131,8 +138,8 @@ def soak(
 
 
 def _model() -> Path:
-    from replica.config import EngineConfig
-    from replica.vllm.local_model import local_model
+    from sluice.replica.config import EngineConfig
+    from sluice.replica.vllm.local_model import local_model
 
     return local_model(EngineConfig().cache_dir.expanduser(), layers=1, hidden=64)
 
@@ -156,8 +163,8 @@ def measure(
             every_s = min(SCRAPE_S, load.workload.duration_s / 10)
             scraper = stack.enter_context(scraping(base_url(config), Path(folder), every_s))
         # Ray reads its environment on import, and these import Ray.
-        from benchmarks.soak_faults import Chaos
-        from benchmarks.soak_watch import Watch
+        from sluice.benchmarks.soak_faults import Chaos
+        from sluice.benchmarks.soak_watch import Watch
 
         run = _Run(config, load, Watch(base_url(config), config.name), stop, say)
         if faults_seed is not None:

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import aiohttp
 
-from benchmarks.replay_answer import AnswerCheck, WrongAnswerError, of_any_engine, simulated
-from benchmarks.replay_client import prompt_text
+from sluice.benchmarks.replay_answer import AnswerCheck, WrongAnswerError, of_any_engine, simulated
+from sluice.benchmarks.replay_client import prompt_text
 
 LINES: Final = 20
 LINE_TOKENS: Final = 12

@@ -10,10 +10,10 @@ from typing import Final
 import ray
 from ray import serve
 
-from benchmarks import injuries
-from benchmarks.soak_report import Injury
-from deploy.app import REPLICA_DEPLOYMENTS, ROUTER_DEPLOYMENT
-from scheduling.roles import Role
+from sluice.benchmarks import injuries
+from sluice.benchmarks.soak_report import Injury
+from sluice.deploy.app import REPLICA_DEPLOYMENTS, ROUTER_DEPLOYMENT
+from sluice.scheduling.roles import Role
 
 PAUSE_S: Final = (10.0, 20.0)
 """Shortest and longest time between the beginnings of two faults, seconds."""

@@ -12,11 +12,11 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from benchmarks.replay_kinds import KINDS, Kind
-from benchmarks.replay_load import CLASSES, LIGHT_ENGINE, SHARES, objectives
-from deploy.config import SluiceConfig, parse_config
-from router.config import ServiceClass
-from simulation.workload import Arrival, Workload
+from sluice.benchmarks.replay_kinds import KINDS, Kind
+from sluice.benchmarks.replay_load import CLASSES, LIGHT_ENGINE, SHARES, objectives
+from sluice.deploy.config import SluiceConfig, parse_config
+from sluice.router.config import ServiceClass
+from sluice.simulation.workload import Arrival, Workload
 
 ALL_CLASSES: Final = {
     **CLASSES,

@@ -19,10 +19,10 @@ from typing import Any, Final, NamedTuple
 
 import yaml
 
-from benchmarks.replay_client import End, Outcome
-from benchmarks.replay_kinds import Kind
-from benchmarks.soak_batches import LINE_TOKENS
-from deploy.ray_settings import free_port
+from sluice.benchmarks.replay_client import End, Outcome
+from sluice.benchmarks.replay_kinds import Kind
+from sluice.benchmarks.soak_batches import LINE_TOKENS
+from sluice.deploy.ray_settings import free_port
 
 PROGRAM: Final = "prometheus"
 SCRAPE_S: Final = 5.0

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from benchmarks.replay_client import End, Outcome
-from benchmarks.replay_kinds import Kind
-from benchmarks.replay_report import of_class
-from benchmarks.soak_batches import lost_lines
-from benchmarks.soak_prometheus import agrees
-from benchmarks.soak_trends import Sample, Series, Trend, trends
+from sluice.benchmarks.replay_client import End, Outcome
+from sluice.benchmarks.replay_kinds import Kind
+from sluice.benchmarks.replay_report import of_class
+from sluice.benchmarks.soak_batches import lost_lines
+from sluice.benchmarks.soak_prometheus import agrees
+from sluice.benchmarks.soak_trends import Sample, Series, Trend, trends
 
 Json = dict[str, Any]
 
@@ -71,7 +71,8 @@ def summary(
         samples: after the warm-up.
         left: figures that were not 0 when the application was idle at the end.
         batches: number of batch lines by how they ended.
-        scraped: see :func:`benchmarks.soak_prometheus.comparison`; ``None``: without Prometheus.
+        scraped: see :func:`sluice.benchmarks.soak_prometheus.comparison`; ``None``: without
+            Prometheus.
     """
     gone = lost(outcomes, injuries)
     grown = trends(samples)

@@ -10,9 +10,9 @@ from typing import Any, Final
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.resources import held
-from benchmarks.soak_trends import APPLICATION, Sample, Series
-from controller.lookup import NAMESPACE, controller_actor_name
+from sluice.benchmarks.resources import held
+from sluice.benchmarks.soak_trends import APPLICATION, Sample, Series
+from sluice.controller.lookup import NAMESPACE, controller_actor_name
 
 GAUGES: Final = (
     "sluice_in_flight_requests",

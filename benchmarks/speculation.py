@@ -1,8 +1,8 @@
 """The benefit of planned speculation lengths in a real engine, against fixed ones.
 
 Run with ``sluice bench speculation``. One real vLLM engine on this machine's CPU, one thread, a
-small model whose greedy text repeats (:mod:`benchmarks.repeating_model`) and that computes in 32
-bits, and n-grams of the text as drafts.
+small model whose greedy text repeats (:mod:`sluice.benchmarks.repeating_model`) and that computes
+in 32 bits, and n-grams of the text as drafts.
 Requests of three kinds arrive at random; objectives and rates are multiples of this machine's
 times, measured first. The same arrivals run under each way of choosing lengths, one way after the
 other in turn, so that all see the same machine. Each round gives, for each way, the rate at which
@@ -24,11 +24,11 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.repeating_model import repeating_model
-from benchmarks.speculation_engine import Asked, Run, SpeculatingEngine
-from deploy.tables import print_table
-from scheduling.batching import POLICIES
-from scheduling.objective import SLO
+from sluice.benchmarks.repeating_model import repeating_model
+from sluice.benchmarks.speculation_engine import Asked, Run, SpeculatingEngine
+from sluice.deploy.tables import print_table
+from sluice.scheduling.batching import POLICIES
+from sluice.scheduling.objective import SLO
 
 ADAPTIVE = "adaptive"
 WAYS: dict[str, int | None] = {ADAPTIVE: None, "fixed 0": 0, "fixed 3": 3, "fixed 5": 5}

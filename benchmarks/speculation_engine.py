@@ -11,16 +11,16 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from benchmarks.one_engine import OneEngine
-from replica.scheduler.speculation import with_all_lengths
-from replica.scheduler.state_table import StateTable
-from replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xargs
-from replica.vllm.setup import survive_module_scan
-from scheduling.batching import make_policy
-from scheduling.fit import fit
-from scheduling.kernels import Ints
-from scheduling.objective import SLO, TokenClock
-from scheduling.speculation import AdaptiveLengths, Speculation
+from sluice.benchmarks.one_engine import OneEngine
+from sluice.replica.scheduler.speculation import with_all_lengths
+from sluice.replica.scheduler.state_table import StateTable
+from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xargs
+from sluice.replica.vllm.setup import survive_module_scan
+from sluice.scheduling.batching import make_policy
+from sluice.scheduling.fit import fit
+from sluice.scheduling.kernels import Ints
+from sluice.scheduling.objective import SLO, TokenClock
+from sluice.scheduling.speculation import AdaptiveLengths, Speculation
 
 _MOST_LIVE = 4096
 _NAP_S = 0.001
@@ -130,13 +130,13 @@ class SpeculatingEngine(OneEngine):
             "enable_prefix_caching": False,
             "enforce_eager": True,
             "distributed_executor_backend": "uni",
-            "worker_cls": "replica.vllm.cpu_worker.PatchedCpuWorker",
+            "worker_cls": "sluice.replica.vllm.cpu_worker.PatchedCpuWorker",
         }
         self._llm = LLM(
             model=str(model),
             disable_log_stats=True,
             speculative_config=with_all_lengths(ngrams),
-            scheduler_cls="replica.vllm.scheduler.make_scheduler",
+            scheduler_cls="sluice.replica.vllm.scheduler.make_scheduler",
             additional_config=settings.to_additional_config(),
             **(defaults | args),
         )

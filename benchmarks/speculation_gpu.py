@@ -1,10 +1,10 @@
 """The cost of checking drafted tokens in a step, on this machine's device.
 
-Run with ``python -m benchmarks.speculation_gpu --model PATH``, on a GPU or on CPUs. Some decodes
-run together, with n-grams of their repetitive text as drafts, and each checks as many as it has up
-to a length that is fixed for the run. Reported are the median times of those steps, and how well
-the latency model of replicas describes them: plans with speculation assume that a checked token
-costs as much as a prefill token.
+Run with ``python -m sluice.benchmarks.speculation_gpu --model PATH``, on a GPU or on CPUs. Some
+decodes run together, with n-grams of their repetitive text as drafts, and each checks as many as it
+has up to a length that is fixed for the run. Reported are the median times of those steps, and how
+well the latency model of replicas describes them: plans with speculation assume that a checked
+token costs as much as a prefill token.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.speculation import Arrival
-from benchmarks.speculation_engine import Asked, SpeculatingEngine
-from replica.vllm.local_model import local_model
-from scheduling.fit import fit
-from scheduling.latency import StepSample
-from scheduling.objective import SLO
+from sluice.benchmarks.speculation import Arrival
+from sluice.benchmarks.speculation_engine import Asked, SpeculatingEngine
+from sluice.replica.vllm.local_model import local_model
+from sluice.scheduling.fit import fit
+from sluice.scheduling.latency import StepSample
+from sluice.scheduling.objective import SLO
 
 _OUTPUT = 48
 _PHRASE_TOKENS = 6

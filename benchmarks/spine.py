@@ -3,7 +3,7 @@
 Both applications run in one Ray instance with simulated engines that answer at once, so that only
 the path is measured. Rounds alternate between the two, so that a drift of the machine hits both.
 
-Run it with ``python -m benchmarks.spine``.
+Run it with ``python -m sluice.benchmarks.spine``.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from deploy.config import SluiceConfig
-from deploy.local import base_url, running, stop_signals
-from deploy.ray_settings import free_port
+from sluice.deploy.config import SluiceConfig
+from sluice.deploy.local import base_url, running, stop_signals
+from sluice.deploy.ray_settings import free_port
 
 _TOKENS = 20
 _FIRST_TOKEN = re.compile(rb'"content": ?"[^"]')
@@ -91,7 +91,7 @@ def _config(replicas: int) -> SluiceConfig:
 def _deploy_baseline(config: SluiceConfig) -> None:
     from ray import serve
 
-    from benchmarks.baseline_app import build_baseline
+    from sluice.benchmarks.baseline_app import build_baseline
 
     # As a separate application it has a controller of its own.
     serve.run(build_baseline(config), name="baseline", route_prefix=_PATHS["serve"])

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.one_engine import OneEngine, Result, Work, result_of
-from replica.vllm.setup import survive_module_scan
+from sluice.benchmarks.one_engine import OneEngine, Result, Work, result_of
+from sluice.replica.vllm.setup import survive_module_scan
 
 
 class StockEngine(OneEngine):

@@ -1,8 +1,8 @@
 """The central actor: it tracks every replica's queue and decides where each request goes.
 
-:class:`Controller` is a plain class; :mod:`controller.detached` is the Ray actor. Its methods do
-not await while they change state, so two decisions never interleave. It keeps no prompt, no tokens
-and no state on disk; after a restart the replicas restore the state with their hellos.
+:class:`Controller` is a plain class; :mod:`sluice.controller.detached` is the Ray actor. Its
+methods do not await while they change state, so two decisions never interleave. It keeps no prompt,
+no tokens and no state on disk; after a restart the replicas restore the state with their hellos.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 import ray.util
 
-from controller.channel import Endpoint, RouteServer
-from controller.checks import (
+from sluice.controller.channel import Endpoint, RouteServer
+from sluice.controller.checks import (
     check_ids,
     check_keys,
     check_notices,
@@ -28,13 +28,13 @@ from controller.checks import (
     check_text,
     short,
 )
-from controller.config import ControllerConfig
-from controller.decision_log import DECISIONS, DecisionLog
-from controller.drains import Drains
-from controller.endings import check_endings, check_late
-from controller.history import History
-from controller.instruments import Instruments
-from controller.messages import (
+from sluice.controller.config import ControllerConfig
+from sluice.controller.decision_log import DECISIONS, DecisionLog
+from sluice.controller.drains import Drains
+from sluice.controller.endings import check_endings, check_late
+from sluice.controller.history import History
+from sluice.controller.instruments import Instruments
+from sluice.controller.messages import (
     FirstTokenWait,
     LateNotice,
     MetricsPush,
@@ -49,22 +49,22 @@ from controller.messages import (
     RouteReply,
     TroubleNotice,
 )
-from controller.metrics import families_of, text_of
-from controller.metrics_hub import MetricsHub
-from controller.mirror import Mirror
-from controller.moves import check_waits, late_of
-from controller.overview import describe, drain_of, left_at
-from controller.promises import PromiseLog
-from controller.quarantine import Quarantine
-from controller.quotas import Quotas
-from controller.request_classes import RequestClasses
-from controller.version import version
-from scheduling.autoscaling import Load
-from scheduling.calibration import Calibration
-from scheduling.fleet import Fleet, FleetSettings
-from scheduling.job import INVALID_QUERY, STAYS
-from scheduling.placement import Placer
-from scheduling.roles import Role
+from sluice.controller.metrics import families_of, text_of
+from sluice.controller.metrics_hub import MetricsHub
+from sluice.controller.mirror import Mirror
+from sluice.controller.moves import check_waits, late_of
+from sluice.controller.overview import describe, drain_of, left_at
+from sluice.controller.promises import PromiseLog
+from sluice.controller.quarantine import Quarantine
+from sluice.controller.quotas import Quotas
+from sluice.controller.request_classes import RequestClasses
+from sluice.controller.version import version
+from sluice.scheduling.autoscaling import Load
+from sluice.scheduling.calibration import Calibration
+from sluice.scheduling.fleet import Fleet, FleetSettings
+from sluice.scheduling.job import INVALID_QUERY, STAYS
+from sluice.scheduling.placement import Placer
+from sluice.scheduling.roles import Role
 
 MAX_QUERIES = 1024
 """Most queries in one call."""
@@ -152,7 +152,7 @@ class Controller:
 
     async def endpoint(self) -> Endpoint:
         """Address at which :meth:`route` and :meth:`report` are served over a plain connection; see
-        :mod:`controller.channel`."""
+        :mod:`sluice.controller.channel`."""
         self._hear()
         return await self._server.endpoint(ray.util.get_node_ip_address())
 
@@ -342,7 +342,7 @@ class Controller:
 
         The setting belongs to the replica's id and lasts until the replica says goodbye. It
         survives a restart of this controller: the replica remembers it. See
-        :mod:`controller.drains`.
+        :mod:`sluice.controller.drains`.
 
         Args:
             spare_last: do not close the last replica that takes requests.

@@ -8,14 +8,14 @@ token, answered by ``ok``, then JSON:
 ``[number, [query, ...], sent_s, left_s]``, answered, in the order of the questions, by
 ``[number, epoch, [[decision, ...], closed, quarantined]]``; or
 ``[number, {"report": ...}, sent_s, left_s]``, answered by ``[number, epoch, [resync, closed]]``;
-either may be answered by ``[number, null, "what was wrong"]``. :mod:`controller.messages` defines
-``closed`` and ``quarantined``.
+either may be answered by ``[number, null, "what was wrong"]``. :mod:`sluice.controller.messages`
+defines ``closed`` and ``quarantined``.
 
 ``sent_s`` is the client's monotonic clock, ``left_s`` how long it waits for the answer. A message
 that arrives later than that, because the controller or the network stalled, is not handled: its
 sender has stopped waiting and would not use what it reserves. It is answered by
 ``[number, null, null]``. Right after the greeting a client sends an empty list of queries,
-``[number, [], ...]``, which shows how the clocks differ (:mod:`controller.clock_offset`).
+``[number, [], ...]``, which shows how the clocks differ (:mod:`sluice.controller.clock_offset`).
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from controller import query_wire, report_wire
-from controller.clock_offset import ClockOffset
-from controller.dead_hosts import notice_dead_host
-from controller.failure import NoAnswerError
-from controller.messages import (
+from sluice.controller import query_wire, report_wire
+from sluice.controller.clock_offset import ClockOffset
+from sluice.controller.dead_hosts import notice_dead_host
+from sluice.controller.failure import NoAnswerError
+from sluice.controller.messages import (
     ReplicaDelta,
     ReportReply,
     RouteDecision,
     RouteQuery,
     RouteReply,
 )
-from controller.wire_format import FORMAT
+from sluice.controller.wire_format import FORMAT
 
 MAX_LINE = 1 << 20
 """Longest message, bytes."""
@@ -414,7 +414,7 @@ class RouteChannel:
         )
 
     async def report(self, delta: ReplicaDelta, timeout_s: float) -> ReportReply:
-        """The answer to a report; the report must fit (:func:`controller.report_wire.fits`).
+        """The answer to a report; the report must fit (:func:`sluice.controller.report_wire.fits`).
 
         Raises:
             NoAnswerError: the connection broke, or no answer came in time.

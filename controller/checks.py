@@ -14,24 +14,24 @@ from typing import Any
 
 import numpy as np
 
-from controller.messages import (
+from sluice.controller.messages import (
     ReplicaDelta,
     ReplicaHello,
     RouteQuery,
     Trouble,
     TroubleNotice,
 )
-from controller.report_rows import are_sound
-from scheduling.fair_shares import MAX_WEIGHT
-from scheduling.latency_profile import LatencyProfile
-from scheduling.objective import SLO
-from scheduling.prefix import HELD, HELD_SLOTS, MAX_CHUNKS
-from scheduling.roles import ROLES
-from scheduling.routing.base import Tier
-from scheduling.stages import MOST_STAGES, Stage, check_stages
-from scheduling.state import ROW, RUNNING, SUMMARY
-from scheduling.step_correction import MAX_SPREAD
-from scheduling.tpot import TPOTAnchor
+from sluice.controller.report_rows import are_sound
+from sluice.scheduling.fair_shares import MAX_WEIGHT
+from sluice.scheduling.latency_profile import LatencyProfile
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.prefix import HELD, HELD_SLOTS, MAX_CHUNKS
+from sluice.scheduling.roles import ROLES
+from sluice.scheduling.routing.base import Tier
+from sluice.scheduling.stages import MOST_STAGES, Stage, check_stages
+from sluice.scheduling.state import ROW, RUNNING, SUMMARY
+from sluice.scheduling.step_correction import MAX_SPREAD
+from sluice.scheduling.tpot import TPOTAnchor
 
 MAX_TEXT = 256
 """Longest id or name, characters."""

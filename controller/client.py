@@ -14,19 +14,19 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from controller.channel import Endpoint, RouteChannel
-from controller.checks import MAX_KEYS
-from controller.coalesce import Coalescer
-from controller.config import ControllerConfig
-from controller.failure import NoAnswerError
-from controller.link import Link
-from controller.lookup import (
+from sluice.controller.channel import Endpoint, RouteChannel
+from sluice.controller.checks import MAX_KEYS
+from sluice.controller.coalesce import Coalescer
+from sluice.controller.config import ControllerConfig
+from sluice.controller.failure import NoAnswerError
+from sluice.controller.link import Link
+from sluice.controller.lookup import (
     controller_actor_name,
     ensure_controller,
     fleet_name,
     stop_controller,
 )
-from controller.messages import (
+from sluice.controller.messages import (
     MAX_ENDINGS,
     FirstTokenWait,
     LateNotice,
@@ -43,9 +43,9 @@ from controller.messages import (
     Trouble,
     TroubleNotice,
 )
-from controller.report_wire import fits
-from scheduling.autoscaling import Load
-from scheduling.roles import Role
+from sluice.controller.report_wire import fits
+from sluice.scheduling.autoscaling import Load
+from sluice.scheduling.roles import Role
 
 __all__ = [
     "ControllerClient",
@@ -159,8 +159,8 @@ class ControllerClient:
         """The decision on ``query``, or ``None`` if the controller did not answer in time.
 
         A single timeout affects only its own question. The controller counts as hung after
-        ``MAX_TIMEOUTS`` in a row (:mod:`controller.channel`); its death is detected at once. While
-        there is no connection and decisions are actor calls, one timeout is enough.
+        ``MAX_TIMEOUTS`` in a row (:mod:`sluice.controller.channel`); its death is detected at once.
+        While there is no connection and decisions are actor calls, one timeout is enough.
         """
         try:
             self._link.check()
@@ -241,7 +241,7 @@ class ControllerClient:
 
     async def share_quotas(self, uses: list[QuotaUse]) -> list[float] | None:
         """Report the rate-limit use of a router's clients. Returns how full these buckets are over
-        all routers; see :mod:`controller.quotas`.
+        all routers; see :mod:`sluice.controller.quotas`.
 
         Raises:
             ValueError: the controller refused the message, and says why.
@@ -274,7 +274,7 @@ class ControllerClient:
         self, replica_id: str, drain: bool, spare_last: bool = False
     ) -> dict[str, Any] | None:
         """Close a replica to new requests, or open it again. Returns the requests left there;
-        ``None`` for an unknown replica. See :meth:`controller.actor.Controller.drain`.
+        ``None`` for an unknown replica. See :meth:`sluice.controller.actor.Controller.drain`.
 
         Raises:
             NoAnswerError: the controller did not answer; the change may have been made or not.

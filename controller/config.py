@@ -6,11 +6,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from scheduling.admission import AdmissionPolicy
-from scheduling.admission import make_policy as make_admission_policy
-from scheduling.length import LengthRange
-from scheduling.output_lengths import OutputLengths
-from scheduling.routing import RoutingPolicy, make_policy
+from sluice.scheduling.admission import AdmissionPolicy
+from sluice.scheduling.admission import make_policy as make_admission_policy
+from sluice.scheduling.length import LengthRange
+from sluice.scheduling.output_lengths import OutputLengths
+from sluice.scheduling.routing import RoutingPolicy, make_policy
 
 NO_ADMISSION = "none"
 

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from controller.endings import Endings
-from scheduling.admission.base import Promises
-from scheduling.admission.constraint import Constraint
-from scheduling.job import NO_REPLICA, UNATTAINABLE, RouteDecision, RouteQuery, Tier
-from scheduling.pairs import DecodeChoice
-from scheduling.placement import DecisionInputs
-from scheduling.routing.base import RoutingPolicy
+from sluice.controller.endings import Endings
+from sluice.scheduling.admission.base import Promises
+from sluice.scheduling.admission.constraint import Constraint
+from sluice.scheduling.job import NO_REPLICA, UNATTAINABLE, RouteDecision, RouteQuery, Tier
+from sluice.scheduling.pairs import DecodeChoice
+from sluice.scheduling.placement import DecisionInputs
+from sluice.scheduling.routing.base import RoutingPolicy
 
 DECISIONS = 256
 """Decisions kept."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import ray
 
-from controller import report_rows
-from controller.actor import Controller
-from controller.config import ControllerConfig
-from scheduling.placement_warm_up import warm_up_placement
+from sluice.controller import report_rows
+from sluice.controller.actor import Controller
+from sluice.controller.config import ControllerConfig
+from sluice.scheduling.placement_warm_up import warm_up_placement
 
 END_AFTER_S = 600.0
 """Silence of all replicas and clients after which the controller ends, seconds. Replicas report and

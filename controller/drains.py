@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from scheduling.fleet import Fleet
+from sluice.scheduling.fleet import Fleet
 
 KEPT_S = 3600.0
 """How long the setting of a silent replica is kept after the mirror forgot the replica, seconds.

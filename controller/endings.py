@@ -1,7 +1,7 @@
 """How the latest requests ended, as their routers saw it, for the decision log.
 
-Routers send endings with their metrics (:meth:`controller.client.ControllerClient.ended`), so an
-ending needs no message of its own.
+Routers send endings with their metrics (:meth:`sluice.controller.client.ControllerClient.ended`),
+so an ending needs no message of its own.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from itertools import islice
 from math import inf
 from typing import Any
 
-from controller.checks import check_text, listed, short
-from controller.messages import MAX_ENDINGS, OBJECTIVES, LateNotice, RequestEnding
+from sluice.controller.checks import check_text, listed, short
+from sluice.controller.messages import MAX_ENDINGS, OBJECTIVES, LateNotice, RequestEnding
 
 LIMIT = 1_024
 """Most endings kept. The log holds 256 decisions, and an ending arrives about a second late."""

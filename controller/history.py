@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
-from controller.messages import MetricSample
+from sluice.controller.messages import MetricSample
 
 PERIOD_S = 10.0
 """Time between two entries of the ring, seconds."""

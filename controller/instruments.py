@@ -11,17 +11,17 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from controller.mirror import Mirror
-from controller.quarantine import Quarantine
-from scheduling import fleet_rows as figure
-from scheduling.autoscaling import Demand
-from scheduling.breaker import Trouble
-from scheduling.calibration import Calibration
-from scheduling.fleet import CONDITIONS, Fleet
-from scheduling.job import INVALID_QUERY, NO_REPLICA, PLACED, STAYS, UNATTAINABLE
-from scheduling.kernels import Floats
-from scheduling.retry_after import RetryAfter
-from scheduling.roles import ROLES
+from sluice.controller.mirror import Mirror
+from sluice.controller.quarantine import Quarantine
+from sluice.scheduling import fleet_rows as figure
+from sluice.scheduling.autoscaling import Demand
+from sluice.scheduling.breaker import Trouble
+from sluice.scheduling.calibration import Calibration
+from sluice.scheduling.fleet import CONDITIONS, Fleet
+from sluice.scheduling.job import INVALID_QUERY, NO_REPLICA, PLACED, STAYS, UNATTAINABLE
+from sluice.scheduling.kernels import Floats
+from sluice.scheduling.retry_after import RetryAfter
+from sluice.scheduling.roles import ROLES
 
 DECISION_BUCKETS_S = (
     0.00001,

@@ -12,9 +12,9 @@ from typing import Any
 
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
-from controller.config import ControllerConfig
-from controller.failure import NoAnswerError
-from controller.lookup import ensure_controller, find_or_start
+from sluice.controller.config import ControllerConfig
+from sluice.controller.failure import NoAnswerError
+from sluice.controller.lookup import ensure_controller, find_or_start
 
 _PROBE_TIMEOUTS_S = (0.25, 0.25, 0.25, 0.25, 0.5, 0.5, 1.0)
 """Timeouts of successive probes; short at first, because a probe in flight when the actor's process

@@ -9,9 +9,9 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
-from controller.actor import fingerprint_of
-from controller.config import ControllerConfig
-from controller.detached import DetachedController
+from sluice.controller.actor import fingerprint_of
+from sluice.controller.config import ControllerConfig
+from sluice.controller.detached import DetachedController
 
 NAMESPACE = "sluice"
 """Ray namespace of the controller actors."""

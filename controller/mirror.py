@@ -16,15 +16,15 @@ from types import MappingProxyType
 
 import numpy as np
 
-from controller import report_rows
-from controller.checks import check_delta_body, check_delta_header, check_hello
-from controller.clock_offset import ClockOffset
-from controller.messages import ReplicaDelta, ReplicaHello
-from scheduling.fleet import Fleet, Report
-from scheduling.prefix import NO_HELD, NO_HELD_SLOTS
-from scheduling.state import ROW, SUMMARY
-from scheduling.step_correction import caution
-from scheduling.transfer import NO_TRANSFERS, Transfers
+from sluice.controller import report_rows
+from sluice.controller.checks import check_delta_body, check_delta_header, check_hello
+from sluice.controller.clock_offset import ClockOffset
+from sluice.controller.messages import ReplicaDelta, ReplicaHello
+from sluice.scheduling.fleet import Fleet, Report
+from sluice.scheduling.prefix import NO_HELD, NO_HELD_SLOTS
+from sluice.scheduling.state import ROW, SUMMARY
+from sluice.scheduling.step_correction import caution
+from sluice.scheduling.transfer import NO_TRANSFERS, Transfers
 
 MAX_REPLICAS = 4096
 
@@ -141,8 +141,8 @@ class Mirror:
     a replica under the same name, and a replica that was marked by mistake is included again
     afterwards. A replica that is silent for ``forget_after_s`` is dropped.
 
-    A report costs what :meth:`Fleet.report <scheduling.fleet.Fleet.report>` costs, with the slots
-    in use for requests; everything else is ``O(replicas)``.
+    A report costs what :meth:`Fleet.report <sluice.scheduling.fleet.Fleet.report>` costs, with the
+    slots in use for requests; everything else is ``O(replicas)``.
 
     Args:
         epoch: number of this start of the controller; deltas must carry it.

@@ -1,10 +1,10 @@
 """Which guaranteed requests are predicted to miss their TTFT where they are, and should move.
 
 With each push of metrics a router names its guaranteed requests that wait for their first tokens.
-The answer names those predicted to miss their TTFT (:mod:`scheduling.late_first_tokens`). The
-router then asks for another replica as for any request; the request leaves the first replica only
-if another one guarantees what is left of the objective (:attr:`RouteQuery.moves_from
-<scheduling.job.RouteQuery.moves_from>`).
+The answer names those predicted to miss their TTFT (:mod:`sluice.scheduling.late_first_tokens`).
+The router then asks for another replica as for any request; the request leaves the first replica
+only if another one guarantees what is left of the objective (:attr:`RouteQuery.moves_from
+<sluice.scheduling.job.RouteQuery.moves_from>`).
 
 No state is kept between pushes, and decisions do no work for this.
 """
@@ -18,11 +18,11 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from controller.checks import check_keys, check_text, listed, short
-from controller.messages import MAX_WAITS, FirstTokenWait
-from controller.mirror import Mirror, MirroredReplica
-from scheduling.fleet import Fleet
-from scheduling.late_first_tokens import late
+from sluice.controller.checks import check_keys, check_text, listed, short
+from sluice.controller.messages import MAX_WAITS, FirstTokenWait
+from sluice.controller.mirror import Mirror, MirroredReplica
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.late_first_tokens import late
 
 MOST_LATE: Final = 16
 """Most requests that one answer names: each of them causes another decision."""

@@ -9,13 +9,13 @@ from collections import Counter
 from math import isfinite
 from typing import Any
 
-from controller.mirror import Mirror, MirroredReplica
-from controller.quarantine import Quarantine
-from controller.request_classes import RequestClasses
-from scheduling import fleet_rows as figure
-from scheduling.fleet import Fleet
-from scheduling.job import Tier
-from scheduling.state import RUNNING, WAITING
+from sluice.controller.mirror import Mirror, MirroredReplica
+from sluice.controller.quarantine import Quarantine
+from sluice.controller.request_classes import RequestClasses
+from sluice.scheduling import fleet_rows as figure
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.job import Tier
+from sluice.scheduling.state import RUNNING, WAITING
 
 OPERATOR = "operator"
 REPLICA = "replica"

@@ -1,8 +1,8 @@
 """The log of guarantees, their outcomes, and a summary of both.
 
 Between a decision and its request's end this remembers the replica of each guarantee and the TTFT
-forecast. Routers judge the guarantees (:mod:`router.metrics.admission`), so this summary agrees
-with the metrics.
+forecast. Routers judge the guarantees (:mod:`sluice.router.metrics.admission`), so this summary
+agrees with the metrics.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Mapping
 from typing import Any, Final, NamedTuple
 
-from controller.messages import RequestEnding, RouteDecision, RouteQuery, Tier
-from scheduling.objective import Objective
-from scheduling.reliability import QUANTILES, Curve, Forecast, Reliability
+from sluice.controller.messages import RequestEnding, RouteDecision, RouteQuery, Tier
+from sluice.scheduling.objective import Objective
+from sluice.scheduling.reliability import QUANTILES, Curve, Forecast, Reliability
 
 MOST_OPEN: Final = 65_536
 """Most guarantees in progress that are remembered; of more, the oldest are forgotten."""

@@ -1,6 +1,6 @@
 """Which replicas get no requests for a while because they fail or hang, and why.
 
-Each replica with recent trouble has a circuit breaker (:mod:`scheduling.breaker`); the fleet
+Each replica with recent trouble has a circuit breaker (:mod:`sluice.scheduling.breaker`); the fleet
 excludes replicas whose breaker is not closed. The breakers' inputs are the routers' notices, the
 replicas' own reports of a hang, and the progress of probes in those reports. All of it is lost with
 the controller: after a restart the breakers are closed, and the replicas' hellos state which of
@@ -15,13 +15,13 @@ from collections.abc import Iterable, Sequence
 from math import inf
 from typing import NamedTuple
 
-from controller.messages import ReplicaDelta, ReplicaHello, TroubleNotice
-from controller.mirror import Mirror, MirroredReplica
-from scheduling.breaker import Breaker, State, Trouble
-from scheduling.fleet import Fleet
-from scheduling.job import RouteDecision, RouteQuery
-from scheduling.roles import ROLES, Role
-from scheduling.state import WAITING
+from sluice.controller.messages import ReplicaDelta, ReplicaHello, TroubleNotice
+from sluice.controller.mirror import Mirror, MirroredReplica
+from sluice.scheduling.breaker import Breaker, State, Trouble
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.job import RouteDecision, RouteQuery
+from sluice.scheduling.roles import ROLES, Role
+from sluice.scheduling.state import WAITING
 
 STEPPING_S = 1.0
 """An engine counts as making steps if its last step ended at most this long ago, seconds."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from controller.messages import RouteDecision, RouteQuery, Tier
-from scheduling.objective import SLO
-from scheduling.stages import Stage
+from sluice.controller.messages import RouteDecision, RouteQuery, Tier
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.stages import Stage
 
 _objective = lru_cache(maxsize=1024, typed=True)(SLO)
 """Most requests have the objective of their class, and checking one takes as long as the rest."""

@@ -9,9 +9,9 @@ still counts: the fleet's bucket holds it, and drains it at the same rate.
 
 from __future__ import annotations
 
-from controller.checks import check_text, short
-from controller.messages import MAX_USES, QuotaUse
-from scheduling.leaky_bucket import Bucket
+from sluice.controller.checks import check_text, short
+from sluice.controller.messages import MAX_USES, QuotaUse
+from sluice.scheduling.leaky_bucket import Bucket
 
 MAX_ACCOUNTS = 1 << 16
 """Most buckets. Empty ones are not kept."""

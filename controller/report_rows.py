@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from scheduling.kernels import Ints, compiled
-from scheduling.state import ROW, RUNNING, WAITING
+from sluice.scheduling.kernels import Ints, compiled
+from sluice.scheduling.state import ROW, RUNNING, WAITING
 
 
 def are_sound(slots: np.ndarray, rows: np.ndarray, capacity: int) -> bool:
     """Whether rows (one per slot, of the row type) may be written into a table of ``capacity``
-    slots. ``O(n log n)``; :mod:`controller.checks` reports what is wrong with invalid rows."""
+    slots. ``O(n log n)``; :mod:`sluice.controller.checks` reports what is wrong with invalid
+    rows."""
     return not len(slots) or bool(_sound(_integers(slots), np.array(rows), capacity))
 
 

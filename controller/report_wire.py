@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from controller.messages import ReplicaDelta
-from scheduling.prefix import HELD
-from scheduling.state import ROW, SUMMARY
+from sluice.controller.messages import ReplicaDelta
+from sluice.scheduling.prefix import HELD
+from sluice.scheduling.state import ROW, SUMMARY
 
 MAX_BYTES = 512 << 10
 """Most bytes of arrays in one message; base64 adds a third."""

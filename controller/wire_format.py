@@ -5,11 +5,17 @@ from __future__ import annotations
 import hashlib
 from typing import Final
 
-from controller.messages import ReplicaDelta, ReportReply, RouteDecision, RouteQuery, RouteReply
-from scheduling.objective import SLO
-from scheduling.prefix import HELD
-from scheduling.stages import Stage
-from scheduling.state import ROW, SUMMARY
+from sluice.controller.messages import (
+    ReplicaDelta,
+    ReportReply,
+    RouteDecision,
+    RouteQuery,
+    RouteReply,
+)
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.prefix import HELD
+from sluice.scheduling.stages import Stage
+from sluice.scheduling.state import ROW, SUMMARY
 
 _ENVELOPE: Final = 2
 """To be incremented if messages change in anything but the fields of their contents."""

@@ -6,8 +6,8 @@ import secrets
 
 from pydantic import SecretStr
 
-from deploy.config import SluiceConfig
-from router.admin_config import AdminConfig
+from sluice.deploy.config import SluiceConfig
+from sluice.router.admin_config import AdminConfig
 
 
 def with_admin_key(config: SluiceConfig) -> tuple[SluiceConfig, str | None]:

@@ -1,6 +1,7 @@
 """The Serve application: router and every model's replicas, from one configuration.
 
-``serve deploy`` uses it as ``import_path: deploy.app:build`` with the configuration as ``args``.
+``serve deploy`` uses it as ``import_path: sluice.deploy.app:build`` with the configuration as
+``args``.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
-from deploy.autoscaling import serve_autoscaling
-from deploy.config import SluiceConfig, parse_config
-from deploy.models import ModelFleet
-from replica.deployment import ReplicaServer
-from replica.pools import Pool
-from router.app import Router, ServedModel
-from scheduling.roles import Role
-from telemetry.config import TelemetryConfig
+from sluice.deploy.autoscaling import serve_autoscaling
+from sluice.deploy.config import SluiceConfig, parse_config
+from sluice.deploy.models import ModelFleet
+from sluice.replica.deployment import ReplicaServer
+from sluice.replica.pools import Pool
+from sluice.router.app import Router, ServedModel
+from sluice.scheduling.roles import Role
+from sluice.telemetry.config import TelemetryConfig
 
 REPLICA_DEPLOYMENTS: dict[Role, str] = {
     "mixed": "Replica",
@@ -32,10 +33,11 @@ ROUTER_DEPLOYMENT = "Router"
 
 OTHER_POOL_WAIT_S = 0.25
 """How long a request waits for the first replica of a pool if it may use another pool, seconds. If
-all pools are empty they are tried again, see :mod:`router.dispatch.dispatcher`."""
+all pools are empty they are tried again, see :mod:`sluice.router.dispatch.dispatcher`."""
 
 _LOGGING = LoggingConfig(enable_access_log=False)
-"""Serve's access log is off: Sluice logs each request itself (:mod:`router.metrics.telemetry`)."""
+"""Serve's access log is off: Sluice logs each request itself
+(:mod:`sluice.router.metrics.telemetry`)."""
 
 _ADMITTED_BY_CONTROLLER = 1_000_000
 """Serve must not queue: the router and the replica limit their requests and refuse the rest."""
@@ -85,7 +87,7 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
 
 def deployment_name(key: str | None, role: Role = "mixed") -> str:
     """Name of the deployment of a pool of a model's replicas; see
-    :class:`~deploy.models.ModelFleet`."""
+    :class:`~sluice.deploy.models.ModelFleet`."""
     name = REPLICA_DEPLOYMENTS[role]
     return name if key is None else f"{name}-{key}"
 
@@ -116,7 +118,7 @@ def _replicas(fleet: ModelFleet, pool: Pool, telemetry: TelemetryConfig) -> Appl
         graceful_shutdown_wait_loop_s=0.1,
         max_surge_percent=replica.surge_percent,
         request_router_config=RequestRouterConfig(
-            request_router_class="router.serve.request_router:HintRouter",
+            request_router_class="sluice.router.serve.request_router:HintRouter",
             request_router_kwargs=hints,
         ),
     )

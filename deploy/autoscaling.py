@@ -1,4 +1,4 @@
-"""The bridge from Serve's autoscaler to :mod:`scheduling.autoscaling`.
+"""The bridge from Serve's autoscaler to :mod:`sluice.scheduling.autoscaling`.
 
 Serve calls its policy ten times a second. The policy decides whenever a replica has reported a
 newer load, and otherwise keeps the number of replicas: without a new load from the controller
@@ -18,8 +18,8 @@ from ray.serve.config import AutoscalingConfig as ServeAutoscalingConfig
 from ray.serve.config import AutoscalingContext
 from ray.serve.config import AutoscalingPolicy as ServePolicy
 
-from replica.config import AutoscalingConfig
-from scheduling.autoscaling import Load, Pool, make_policy
+from sluice.replica.config import AutoscalingConfig
+from sluice.scheduling.autoscaling import Load, Pool, make_policy
 
 LOOK_BACK_LOOKS = 5
 """Serve records metrics five times per look-back period, and keeps them for that period."""
@@ -126,7 +126,7 @@ def serve_autoscaling(config: AutoscalingConfig) -> ServeAutoscalingConfig:
         upscale_delay_s=0.0,
         downscale_delay_s=0.0,
         policy=ServePolicy(
-            policy_function="deploy.autoscaling:ObjectivePolicy",
+            policy_function="sluice.deploy.autoscaling:ObjectivePolicy",
             policy_kwargs={"policy": config.policy, "options": config.policy_options},
         ),
     )

@@ -1,7 +1,8 @@
 """The parts of the Helm chart that follow from the code: the configuration in the values' schema,
 Ray's environment, the alert rules, the dashboards, and the table of values in its README.
 
-``python -m deploy.chart`` writes them into ``helm/sluice``; a test fails if they are outdated.
+``python -m sluice.deploy.chart`` writes them into ``helm/sluice``; a test fails if they are
+outdated.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Any, Final
 import click
 import yaml
 
-from deploy import ray_settings
-from deploy.config import SluiceConfig
-from deploy.haproxy import BINARY_VARIABLE, COMMAND
+from sluice.deploy import ray_settings
+from sluice.deploy.config import SluiceConfig
+from sluice.deploy.haproxy import BINARY_VARIABLE, COMMAND
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "helm" / "sluice"
 IMAGE_ENVIRONMENT: Final = "/opt/sluice"
 """Where the images have their Python environment; see ``deploy/Dockerfile``."""
@@ -44,7 +45,7 @@ def contents() -> dict[Path, str]:
 
 
 def ray_environment() -> dict[str, str]:
-    """:data:`deploy.ray_settings.TUNED` as it is in the images."""
+    """:data:`sluice.deploy.ray_settings.TUNED` as it is in the images."""
     return {**ray_settings.TUNED, BINARY_VARIABLE: f"{IMAGE_ENVIRONMENT}/bin/{COMMAND}"}
 
 

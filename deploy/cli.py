@@ -1,12 +1,11 @@
-"""The command line: ``sluice`` and its commands: files in :mod:`deploy.commands`, and what packages
-above register."""
+"""The command line: ``sluice`` and its commands: files in :mod:`sluice.deploy.commands`, and what
+packages above register."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-if __name__ == "__main__" and Path(sys.path[0]) != Path(__file__).resolve().parents[1]:
+if __name__ == "__main__" and not sys.flags.safe_path:
     # `python -m` puts the working folder first: a file there must not stand in for our modules.
     del sys.path[0]
 
@@ -15,16 +14,16 @@ from importlib.metadata import EntryPoint, entry_points
 
 import click
 
-from deploy.commands.config import config
-from deploy.commands.deploy import deploy
-from deploy.commands.drain import drain
-from deploy.commands.keys import keys
-from deploy.commands.options import CONTEXT
-from deploy.commands.policies import policies
-from deploy.commands.profile import profile
-from deploy.commands.serve import serve
-from deploy.commands.status import status
-from deploy.commands.top import top
+from sluice.deploy.commands.config import config
+from sluice.deploy.commands.deploy import deploy
+from sluice.deploy.commands.drain import drain
+from sluice.deploy.commands.keys import keys
+from sluice.deploy.commands.options import CONTEXT
+from sluice.deploy.commands.policies import policies
+from sluice.deploy.commands.profile import profile
+from sluice.deploy.commands.serve import serve
+from sluice.deploy.commands.status import status
+from sluice.deploy.commands.top import top
 
 _REGISTERED = "sluice.commands"
 """The group of entry points that name commands."""

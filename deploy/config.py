@@ -11,11 +11,11 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from controller.config import ControllerConfig
-from deploy.models import MAX_MODELS, ModelConfig, ModelFleet, ModelName, key_of, with_shared
-from replica.config import EngineConfig, ReplicaConfig
-from router.config import RouterConfig
-from telemetry.config import TelemetryConfig
+from sluice.controller.config import ControllerConfig
+from sluice.deploy.models import MAX_MODELS, ModelConfig, ModelFleet, ModelName, key_of, with_shared
+from sluice.replica.config import EngineConfig, ReplicaConfig
+from sluice.router.config import RouterConfig
+from sluice.telemetry.config import TelemetryConfig
 
 _FIELD = re.compile(r"[a-z_]{0,40}[0-9]?[a-z_]{0,40}")
 """Pattern of field names. A mistyped name matches it, a secret key hardly ever."""

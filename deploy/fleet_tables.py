@@ -10,8 +10,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from deploy.json_http import printable
-from deploy.tables import compact, fit
+from sluice.deploy.json_http import printable
+from sluice.deploy.tables import compact, fit
 
 FRESH, AGED, QUARANTINED = "fresh", "aged", "quarantined"
 """Conditions of a replica that takes new requests. Aged replicas take them only if none is fresh;

@@ -18,13 +18,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from deploy import ray_settings
-from deploy.config import SluiceConfig
-from deploy.haproxy import TLS_BIND_VARIABLE, TLS_CERTIFICATE_VARIABLE, tls_addresses
-from deploy.leftovers import Cleaner
-from deploy.model_check import check_model
-from replica.engine import ConfigurationError
-from router.ingress.access import Access
+from sluice.deploy import ray_settings
+from sluice.deploy.config import SluiceConfig
+from sluice.deploy.haproxy import TLS_BIND_VARIABLE, TLS_CERTIFICATE_VARIABLE, tls_addresses
+from sluice.deploy.leftovers import Cleaner
+from sluice.deploy.model_check import check_model
+from sluice.replica.engine import ConfigurationError
+from sluice.router.ingress.access import Access
 
 KEY_VARIABLE = "SLUICE_KEY"
 """Holds an API key of the reader's in the command that is shown at the start."""
@@ -154,7 +154,7 @@ def start_serve(host: str, port: int, report: Callable[[str], None]) -> None:
 @contextmanager
 def _stop_when_ray_ends(stop: threading.Event) -> Iterator[None]:
     """Set ``stop`` once Ray has ended without being asked to."""
-    from deploy.ray_start import dead_process
+    from sluice.deploy.ray_start import dead_process
 
     done = threading.Event()
 
@@ -182,7 +182,7 @@ def _end_ray(cleaner: Cleaner, report: Callable[[str], None]) -> None:
     import ray
     from ray import serve
 
-    from deploy.ray_start import dead_process
+    from sluice.deploy.ray_start import dead_process
 
     dead = dead_process()
     if dead is not None:
@@ -205,7 +205,7 @@ def _end_ray(cleaner: Cleaner, report: Callable[[str], None]) -> None:
 def _start_ray(config: SluiceConfig, local_dir: Path) -> None:
     import ray
 
-    from deploy.ray_start import start_ray
+    from sluice.deploy.ray_start import start_ray
 
     # Ray's CPUs only place actors. A small machine must still place every replica; the engines pin
     # themselves.
@@ -259,7 +259,7 @@ def _check_keys(config: SluiceConfig) -> None:
 def _check_gpus(config: SluiceConfig) -> None:
     import ray
 
-    from deploy.app import gpus_per_replica
+    from sluice.deploy.app import gpus_per_replica
 
     pools = [pool for fleet in config.fleets for pool in fleet.pools]
     replicas = sum(pool.replica.first for pool in pools)
@@ -280,7 +280,7 @@ def deploy(config: SluiceConfig, stop: threading.Event, report: Callable[[str], 
     """
     from ray.serve.api import RunTarget, run_many
 
-    from deploy.app import build
+    from sluice.deploy.app import build
 
     # Waiting is left to _wait_ready, which says what it waits for. Without autoscaling the number
     # of replicas can be set from outside (Serve's scale call); Serve allows one or the other.

@@ -8,9 +8,9 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from controller.config import ControllerConfig
-from replica.config import EngineConfig, ReplicaConfig
-from replica.pools import Pool, pools_of
+from sluice.controller.config import ControllerConfig
+from sluice.replica.config import EngineConfig, ReplicaConfig
+from sluice.replica.pools import Pool, pools_of
 
 MAX_MODELS = 64
 """Most models of an application: each labels metrics and has replicas and a controller."""

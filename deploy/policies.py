@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from scheduling import admission, autoscaling, batching, routing
-from scheduling.policy import Policy
+from sluice.scheduling import admission, autoscaling, batching, routing
+from sluice.scheduling.policy import Policy
 
 
 class Listed(NamedTuple):

@@ -1,7 +1,7 @@
 """Ray settings that Sluice runs with. They are environment variables that Ray reads on import, so
 :func:`apply` comes before the first ``import ray`` of the process that starts the cluster.
 
-``eval "$(python -m deploy.ray_settings)"`` sets them in a shell, for `ray start`.
+``eval "$(python -m sluice.deploy.ray_settings)"`` sets them in a shell, for `ray start`.
 
 HAProxy in front and Serve's gRPC data plane behind it cost the edge a fraction of the CPU time that
 Serve's default Python proxy and actor calls do.
@@ -20,8 +20,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from deploy.haproxy import BINARY_VARIABLE, COMMAND
-from replica.private_dir import SOCKETS_VARIABLE, make_private_dir
+from sluice.deploy.haproxy import BINARY_VARIABLE, COMMAND
+from sluice.replica.private_dir import SOCKETS_VARIABLE, make_private_dir
 
 TUNED: Mapping[str, str] = {
     # HAProxy takes the HTTP connections and talks to the router replicas directly.
@@ -134,7 +134,7 @@ _free_ports = _ports()
 
 def make_local_dir() -> Path:
     """A new private directory for a local instance. It is the caller's to remove, or the next
-    instance's if this process is killed; see :mod:`replica.private_dir`."""
+    instance's if this process is killed; see :mod:`sluice.replica.private_dir`."""
     return make_private_dir()
 
 

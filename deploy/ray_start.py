@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.job_config import JobConfig
 
-from deploy.leftovers import end_processes
+from sluice.deploy.leftovers import end_processes
 
 TRIES = 3
 """How often Ray is started. It gives its node 30 s, a time that cannot be set; the next try finds

@@ -1,7 +1,7 @@
 """The parts of the documents that follow from the code: every configuration field, and every
 policy's options.
 
-``python -m deploy.reference`` writes them into ``docs/``; a test says when that is due.
+``python -m sluice.deploy.reference`` writes them into ``docs/``; a test says when that is due.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import click
 
-from deploy.config import SluiceConfig
-from scheduling import admission, autoscaling, batching, routing
-from scheduling.policy import Policy
+from sluice.deploy.config import SluiceConfig
+from sluice.scheduling import admission, autoscaling, batching, routing
+from sluice.scheduling.policy import Policy
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 CONFIGURATION = ROOT / "docs" / "configuration.md"
 POLICIES = ROOT / "docs" / "policies"
 
@@ -28,8 +28,8 @@ _HEAD = """\
 # Configuration
 
 Every field of the configuration file, with its type, its default and its bounds. This page is
-written from the code by `python -m deploy.reference`; `sluice config schema` prints the same for
-editors and scripts.
+written from the code by `python -m sluice.deploy.reference`; `sluice config schema` prints the same
+for editors and scripts.
 
 A file holds only what differs from the defaults. Unknown fields are refused, and so is every value
 that is out of bounds. `sluice config check FILE` says what is wrong with a file, and
@@ -122,7 +122,7 @@ def policy_facts(kind: str, name: str) -> str:
     policy = about.registered[name]
     schema = policy.Options.model_json_schema(by_alias=True)
     reader = _Reader(schema.get("$defs", {}))
-    file = f"{policy.__module__.replace('.', '/')}.py"
+    file = f"{policy.__module__.removeprefix('sluice.').replace('.', '/')}.py"
     lines = [f"Set with `{about.setting}: {name}`.", ""]
     if schema.get("properties"):
         lines += [

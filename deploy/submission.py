@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
-from deploy.config import SluiceConfig, parse_config
-from deploy.json_http import AnswerError, JsonServer, printable
+from sluice.deploy.config import SluiceConfig, parse_config
+from sluice.deploy.json_http import AnswerError, JsonServer, printable
 
 PATH = "/api/serve/applications/"
 HANDING_OVER_S = 90.0
@@ -136,7 +136,7 @@ def application_of(data: Mapping[str, Any], name: str, route_prefix: str) -> dic
     Raises:
         ValueError: ``data`` is not a valid configuration, or holds a secret that Serve would show.
     """
-    from deploy.app import deployment_name  # imports Ray
+    from sluice.deploy.app import deployment_name  # imports Ray
 
     config = parse_config(data)
     if config.telemetry.tracing.headers:
@@ -165,7 +165,7 @@ def application_of(data: Mapping[str, Any], name: str, route_prefix: str) -> dic
     return {
         "name": name,
         "route_prefix": route_prefix,
-        "import_path": "deploy.app:build",
+        "import_path": "sluice.deploy.app:build",
         "args": args,
         "deployments": [
             {"name": deployment_name(fleet.key, pool.role), "num_replicas": pool.replica.count}

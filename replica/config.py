@@ -15,13 +15,13 @@ from pydantic import (
     model_validator,
 )
 
-from replica.adapters import adapter_names
-from replica.preemption_config import PreemptionConfig
-from replica.transfer_config import TransferConfig
-from scheduling.autoscaling import AutoscalingPolicy
-from scheduling.autoscaling import make_policy as make_autoscaling_policy
-from scheduling.batching import BestEffortOptions, make_policy
-from scheduling.roles import Role
+from sluice.replica.adapters import adapter_names
+from sluice.replica.preemption_config import PreemptionConfig
+from sluice.replica.transfer_config import TransferConfig
+from sluice.scheduling.autoscaling import AutoscalingPolicy
+from sluice.scheduling.autoscaling import make_policy as make_autoscaling_policy
+from sluice.scheduling.batching import BestEffortOptions, make_policy
+from sluice.scheduling.roles import Role
 
 LabelName = Annotated[
     str,
@@ -409,7 +409,7 @@ class ReplicaConfig(BaseModel):
 
     @property
     def first(self) -> int:
-        """Replicas at the start. Of a pool: see :func:`replica.pools.pools_of`."""
+        """Replicas at the start. Of a pool: see :func:`sluice.replica.pools.pools_of`."""
         return self.count if self.autoscaling is None else self.autoscaling.first
 
     @property

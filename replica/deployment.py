@@ -1,4 +1,5 @@
-"""The Serve deployment of a replica: Ray's names and lifecycle around :mod:`replica.server`."""
+"""The Serve deployment of a replica: Ray's names and lifecycle around
+:mod:`sluice.replica.server`."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ import ray
 from prometheus_client import CollectorRegistry
 from ray import serve
 
-from controller.client import ControllerClient, fleet_name
-from controller.config import ControllerConfig
-from controller.metrics import MetricsPusher
-from replica.config import EngineConfig, ReplicaConfig
-from replica.configured import ConfiguredReplicas
-from replica.engine import (
+from sluice.controller.client import ControllerClient, fleet_name
+from sluice.controller.config import ControllerConfig
+from sluice.controller.metrics import MetricsPusher
+from sluice.replica.config import EngineConfig, ReplicaConfig
+from sluice.replica.configured import ConfiguredReplicas
+from sluice.replica.engine import (
     ConfigurationError,
     Engine,
     EngineRequest,
@@ -25,17 +26,17 @@ from replica.engine import (
     ResponseItem,
     ResponseTaken,
 )
-from replica.metrics import ReplicaCollector
-from replica.server import Replica
-from replica.simulated.engine import SimulatedEngine
-from replica.streams.direct import DirectPort
-from replica.streams.server import StreamServer
-from replica.streams.wire import StreamEndpoint
-from scheduling.batching.warm_up import warm_up
-from scheduling.roles import Role
-from telemetry.config import TelemetryConfig
-from telemetry.logs import configure_logs
-from telemetry.tracing import make_tracer
+from sluice.replica.metrics import ReplicaCollector
+from sluice.replica.server import Replica
+from sluice.replica.simulated.engine import SimulatedEngine
+from sluice.replica.streams.direct import DirectPort
+from sluice.replica.streams.server import StreamServer
+from sluice.replica.streams.wire import StreamEndpoint
+from sluice.scheduling.batching.warm_up import warm_up
+from sluice.scheduling.roles import Role
+from sluice.telemetry.config import TelemetryConfig
+from sluice.telemetry.logs import configure_logs
+from sluice.telemetry.tracing import make_tracer
 
 _PLAIN = TelemetryConfig()
 
@@ -126,7 +127,7 @@ class ReplicaServer:
     async def generate(
         self, request: EngineRequest, _target: str | None = None
     ) -> AsyncGenerator[list[ResponseItem], None]:
-        """Serve one request; see :meth:`replica.server.Replica.generate`.
+        """Serve one request; see :meth:`sluice.replica.server.Replica.generate`.
 
         ``_target`` is the request router's hint. If it names another replica or none, or if the
         request asks for it, the first item names this replica.
@@ -144,11 +145,11 @@ class ReplicaServer:
 
     async def stream_endpoint(self, _target: str | None = None) -> StreamEndpoint:
         """The endpoint that serves requests over a plain connection; see
-        :mod:`replica.streams.server`. ``_target`` as in :meth:`generate`."""
+        :mod:`sluice.replica.streams.server`. ``_target`` as in :meth:`generate`."""
         return await self._streams.endpoint(ray.util.get_node_ip_address())
 
     async def progress(self, request_ids: Sequence[str], _target: str | None = None) -> Progress:
-        """Whether this replica makes progress; see :meth:`replica.server.Replica.progress`.
+        """Whether this replica makes progress; see :meth:`sluice.replica.server.Replica.progress`.
         ``_target`` is the request router's hint."""
         return self._replica.progress(request_ids)
 
@@ -162,8 +163,8 @@ class ReplicaServer:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The total load of all replicas of this one's role, as the controller knows it: the fields
-        of :class:`~scheduling.autoscaling.Load`. With autoscaling, Serve calls this periodically
-        and passes it to the policy.
+        of :class:`~sluice.scheduling.autoscaling.Load`. With autoscaling, Serve calls this
+        periodically and passes it to the policy.
 
         Only the first few replicas report it, as all would report the same. While the controller
         does not answer no replica does, and the number of replicas stays unchanged.
@@ -175,7 +176,7 @@ class ReplicaServer:
         return {} if load is None else load._asdict()
 
     async def engine_snapshot(self) -> dict[str, Any]:
-        """The replica's state as plain data; see :meth:`replica.server.Replica.snapshot`."""
+        """The replica's state as plain data; see :meth:`sluice.replica.server.Replica.snapshot`."""
         return self._replica.snapshot()
 
     async def check_health(self) -> None:
@@ -222,10 +223,10 @@ def make_engine(
     if config.kind == "simulated":
         return SimulatedEngine(config, replica_id, max_live_requests)
     # Imported only where it runs: the import takes seconds, and simulated engines do not need vLLM.
-    from replica.vllm.engine import VllmEngine
+    from sluice.replica.vllm.engine import VllmEngine
 
     if config.preemption.granularity != "off":
-        import replica.preemption.variant  # noqa: F401 - the import registers it
+        import sluice.replica.preemption.variant  # noqa: F401 - the import registers it
     core = _core(rank) if config.pin_cpu else None
     return VllmEngine(config, replica_id, max_live_requests, core, traced)
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal, NamedTuple, Protocol
 
-from scheduling.latency_profile import LatencyProfile
-from scheduling.objective import SLO
-from scheduling.prefix import NO_PREFIX, PromptPrefix
-from scheduling.state import EngineState
+from sluice.scheduling.latency_profile import LatencyProfile
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.prefix import NO_PREFIX, PromptPrefix
+from sluice.scheduling.state import EngineState
 
 Endpoint = Literal["chat", "completions", "responses", "embeddings", "tokenize", "detokenize"]
 
@@ -302,7 +302,7 @@ class Engine(Protocol):
 
     async def check_health(self) -> None:
         """Return if the engine is alive. A stalled engine is alive: see
-        :class:`~replica.watchdog.Watchdog`.
+        :class:`~sluice.replica.watchdog.Watchdog`.
 
         Raises:
             EngineDeadError: it is dead.

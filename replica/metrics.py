@@ -20,8 +20,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from scheduling.roles import Role
-from scheduling.state import (
+from sluice.scheduling.roles import Role
+from sluice.scheduling.state import (
     DRAFT_LENGTHS,
     PLAN_BUCKETS_S,
     STEP_RATIO_BUCKETS,

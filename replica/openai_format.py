@@ -18,7 +18,7 @@ from zlib import crc32
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from replica.engine import Endpoint
+from sluice.replica.engine import Endpoint
 
 MAX_CHOICES = 16
 """Most choices (prompts times ``n``) of one request."""

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from replica.config import EngineConfig, ReplicaConfig
-from scheduling.roles import ROLES, Role
+from sluice.replica.config import EngineConfig, ReplicaConfig
+from sluice.scheduling.roles import ROLES, Role
 
 _SAME_FIELDS = ("cache_dir", "kind", "model", "served_model_name", "transfer")
 """Engine settings that a pool cannot override: a request that begins in one pool ends in

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from scheduling.preemption import (
+from sluice.scheduling.preemption import (
     BATCH_TOKENS,
     CHUNK_TOKENS,
     DEPTH,

@@ -16,12 +16,12 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from controller.messages import ReplicaDelta, ReplicaHello, ReportReply
-from replica.config import ReplicaConfig
-from replica.engine import EngineInfo
-from scheduling.prefix import HELD, HELD_SLOTS
-from scheduling.roles import Role
-from scheduling.state import ROW, EngineState
+from sluice.controller.messages import ReplicaDelta, ReplicaHello, ReportReply
+from sluice.replica.config import ReplicaConfig
+from sluice.replica.engine import EngineInfo
+from sluice.scheduling.prefix import HELD, HELD_SLOTS
+from sluice.scheduling.roles import Role
+from sluice.scheduling.state import ROW, EngineState
 
 logger = logging.getLogger(__name__)
 

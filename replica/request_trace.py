@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from replica.engine import (
+from sluice.replica.engine import (
     EngineRequest,
     ResponseChunk,
     ResponseHead,
     ResponseItem,
     ResponseTail,
 )
-from telemetry.tracing import Span, Tracer, attribute_of
+from sluice.telemetry.tracing import Span, Tracer, attribute_of
 
 
 class RequestTrace:

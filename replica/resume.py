@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from replica.engine import EngineRequest
-from replica.openai_format import RequestError
+from sluice.replica.engine import EngineRequest
+from sluice.replica.openai_format import RequestError
 
 
 def check_resume(request: EngineRequest) -> None:

@@ -14,8 +14,8 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from replica.config import ReplicaConfig
-from replica.engine import (
+from sluice.replica.config import ReplicaConfig
+from sluice.replica.engine import (
     UNSCHEDULED,
     Engine,
     EngineInfo,
@@ -28,17 +28,17 @@ from replica.engine import (
     request_key,
     table_capacity,
 )
-from replica.openai_format import error_body
-from replica.reporter import Membership, Reporter, ReportTarget
-from replica.request_trace import RequestTrace
-from replica.response import Response
-from replica.streams.direct import DirectPort, sent_directly
-from replica.watchdog import Watchdog
-from scheduling.fair_shares import PLACES_PART, has_room
-from scheduling.roles import Role
-from scheduling.state import SUMMARY
-from telemetry.logs import of_request
-from telemetry.tracing import Tracer
+from sluice.replica.openai_format import error_body
+from sluice.replica.reporter import Membership, Reporter, ReportTarget
+from sluice.replica.request_trace import RequestTrace
+from sluice.replica.response import Response
+from sluice.replica.streams.direct import DirectPort, sent_directly
+from sluice.replica.watchdog import Watchdog
+from sluice.scheduling.fair_shares import PLACES_PART, has_room
+from sluice.scheduling.roles import Role
+from sluice.scheduling.state import SUMMARY
+from sluice.telemetry.logs import of_request
+from sluice.telemetry.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 

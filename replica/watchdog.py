@@ -13,9 +13,9 @@ import logging
 import time
 from collections.abc import Callable
 
-from replica.engine import Engine, EngineDeadError, EngineInfo
-from scheduling.latency import StepSample
-from scheduling.state import EngineState
+from sluice.replica.engine import Engine, EngineDeadError, EngineInfo
+from sluice.scheduling.latency import StepSample
+from sluice.scheduling.state import EngineState
 
 logger = logging.getLogger(__name__)
 

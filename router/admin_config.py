@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from router.tenancy.keys import KeyEntry, KeyFile, check_bare, check_entries
+from sluice.router.tenancy.keys import KeyEntry, KeyFile, check_bare, check_entries
 
 
 def is_loopback(host: str) -> bool:

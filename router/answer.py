@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from replica.engine import (
+from sluice.replica.engine import (
     EVENT_STREAM,
     ResponseChunk,
     ResponseHead,
@@ -16,10 +16,10 @@ from replica.engine import (
     ResponseTail,
     ResponseTaken,
 )
-from router.errors import Reason
-from scheduling.roles import Role
-from scheduling.routing.base import Tier
-from telemetry.tracing import Span
+from sluice.router.errors import Reason
+from sluice.scheduling.roles import Role
+from sluice.scheduling.routing.base import Tier
+from sluice.telemetry.tracing import Span
 
 
 class ReplicaFailedError(Exception):

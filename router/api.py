@@ -18,31 +18,31 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Route
 
-from replica.engine import Endpoint
-from router import wire
-from router.admin.api import admin_routes
-from router.admin.page import page_routes
-from router.admin.service import AdminService
-from router.batches.service import batch_routes
-from router.config import RouterConfig
-from router.dispatch.models import ModelRegistry
-from router.dispatch.response import CallResponse
-from router.errors import ApiError, Reason, shown
-from router.ingress.access import METRICS_PATH, OPEN_PATH, ROOT_PATH, Access
-from router.ingress.admin_access import PAGE_PATH
-from router.ingress.cors import Cors
-from router.ingress.load_shedding import Pause, Shedder
-from router.ingress.middleware import IngressMiddleware
-from router.metrics.page import Page
-from router.metrics.telemetry import Telemetry
-from router.openapi import PATH, document
-from router.request.arrival import INFERENCE_PATHS, Arrival
-from router.request.call import CallReader
-from router.request.token_limits import output_to_expect
-from router.serve.direct import EDGE_HEADER, DirectAnswer, DirectAnswers
-from router.tenancy.auth import KeyMetrics
-from router.tenancy.rate_limits import NO_CHARGE, RateLimiter, Share
-from router.wire import BROKEN_PATH
+from sluice.replica.engine import Endpoint
+from sluice.router import wire
+from sluice.router.admin.api import admin_routes
+from sluice.router.admin.page import page_routes
+from sluice.router.admin.service import AdminService
+from sluice.router.batches.service import batch_routes
+from sluice.router.config import RouterConfig
+from sluice.router.dispatch.models import ModelRegistry
+from sluice.router.dispatch.response import CallResponse
+from sluice.router.errors import ApiError, Reason, shown
+from sluice.router.ingress.access import METRICS_PATH, OPEN_PATH, ROOT_PATH, Access
+from sluice.router.ingress.admin_access import PAGE_PATH
+from sluice.router.ingress.cors import Cors
+from sluice.router.ingress.load_shedding import Pause, Shedder
+from sluice.router.ingress.middleware import IngressMiddleware
+from sluice.router.metrics.page import Page
+from sluice.router.metrics.telemetry import Telemetry
+from sluice.router.openapi import PATH, document
+from sluice.router.request.arrival import INFERENCE_PATHS, Arrival
+from sluice.router.request.call import CallReader
+from sluice.router.request.token_limits import output_to_expect
+from sluice.router.serve.direct import EDGE_HEADER, DirectAnswer, DirectAnswers
+from sluice.router.tenancy.auth import KeyMetrics
+from sluice.router.tenancy.rate_limits import NO_CHARGE, RateLimiter, Share
+from sluice.router.wire import BROKEN_PATH
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 

@@ -11,24 +11,24 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from controller.client import ControllerClient, fleet_name
-from controller.config import ControllerConfig
-from controller.metrics import MetricsPusher
-from router.admin.service import AdminService
-from router.api import make_api
-from router.config import RouterConfig
-from router.dispatch.catalog import Catalog
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.models import Model, ModelRegistry
-from router.metrics.instruments import RouterMetrics
-from router.metrics.page import NO_MODEL, ControllerMetricsPage, MetricsOfModels
-from router.metrics.telemetry import Telemetry
-from router.request.http_head import use_strict_heads
-from router.serve.replicas import ServeReplicas
-from scheduling.roles import Role
-from telemetry.config import TelemetryConfig
-from telemetry.logs import configure_logs
-from telemetry.tracing import make_tracer
+from sluice.controller.client import ControllerClient, fleet_name
+from sluice.controller.config import ControllerConfig
+from sluice.controller.metrics import MetricsPusher
+from sluice.router.admin.service import AdminService
+from sluice.router.api import make_api
+from sluice.router.config import RouterConfig
+from sluice.router.dispatch.catalog import Catalog
+from sluice.router.dispatch.dispatcher import Dispatcher
+from sluice.router.dispatch.models import Model, ModelRegistry
+from sluice.router.metrics.instruments import RouterMetrics
+from sluice.router.metrics.page import NO_MODEL, ControllerMetricsPage, MetricsOfModels
+from sluice.router.metrics.telemetry import Telemetry
+from sluice.router.request.http_head import use_strict_heads
+from sluice.router.serve.replicas import ServeReplicas
+from sluice.scheduling.roles import Role
+from sluice.telemetry.config import TelemetryConfig
+from sluice.telemetry.logs import configure_logs
+from sluice.telemetry.tracing import make_tracer
 
 
 class ServedModel(NamedTuple):

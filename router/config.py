@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from router.admin_config import AdminConfig, is_loopback
-from router.batches_config import BatchesConfig
-from router.tenancy.keys import KeyEntry, KeyFile, check_bare, check_entries, digest_of
-from router.tenancy.limits import OutputLimit, PromptLimit
-from router.wire import LABEL, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
-from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY, SLO
-from scheduling.tpot import TPOTAnchor
+from sluice.router.admin_config import AdminConfig, is_loopback
+from sluice.router.batches_config import BatchesConfig
+from sluice.router.tenancy.keys import KeyEntry, KeyFile, check_bare, check_entries, digest_of
+from sluice.router.tenancy.limits import OutputLimit, PromptLimit
+from sluice.router.wire import LABEL, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
+from sluice.scheduling.objective import MAX_PRIORITY, MIN_PRIORITY, SLO
+from sluice.scheduling.tpot import TPOTAnchor
 
 Origin = Annotated[
     str,

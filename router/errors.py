@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from starlette.responses import JSONResponse
 
-from router import wire
+from sluice.router import wire
 
 INVALID_REQUEST = "invalid_request_error"
 PERMISSION_ERROR = "permission_error"

@@ -9,20 +9,20 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Any, Final
 
-from controller.version import version
-from replica.engine import UNSCHEDULED, Endpoint
-from router import wire
-from router.batches import batches_api, files_api
-from router.batches.expiry import MAX_S, MIN_S
-from router.config import RouterConfig
-from router.errors import RULES
-from router.request.arrival import BATCH_PATHS, INFERENCE_PATHS
-from router.request.engine_bounds import MAX_ENTRIES
-from router.request.session import MAX_SESSION_CHARACTERS
-from router.request.validation import MAX_CHOICES, MAX_INPUTS, MAX_MESSAGES, MAX_PROMPTS
-from router.wire import MAX_TOKENS
-from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY
-from scheduling.stages import MOST_STAGE_TOKENS, MOST_STAGES
+from sluice.controller.version import version
+from sluice.replica.engine import UNSCHEDULED, Endpoint
+from sluice.router import wire
+from sluice.router.batches import batches_api, files_api
+from sluice.router.batches.expiry import MAX_S, MIN_S
+from sluice.router.config import RouterConfig
+from sluice.router.errors import RULES
+from sluice.router.request.arrival import BATCH_PATHS, INFERENCE_PATHS
+from sluice.router.request.engine_bounds import MAX_ENTRIES
+from sluice.router.request.session import MAX_SESSION_CHARACTERS
+from sluice.router.request.validation import MAX_CHOICES, MAX_INPUTS, MAX_MESSAGES, MAX_PROMPTS
+from sluice.router.wire import MAX_TOKENS
+from sluice.scheduling.objective import MAX_PRIORITY, MIN_PRIORITY
+from sluice.scheduling.stages import MOST_STAGE_TOKENS, MOST_STAGES
 
 Schema = dict[str, Any]
 

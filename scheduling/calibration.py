@@ -16,10 +16,10 @@ which meets the level in the long run for any scores.
 
 Our reading: an engine that schedules by deadlines uses the time that it has, so under load scores
 are close to the plan, and without load far below it. Only the scores under load matter to the
-quantile, and a margin learned under load stays until :data:`~scheduling.margins.MEMORY` newer
-guarantees, or :data:`~scheduling.margins.MEMORY_S`, have passed.
+quantile, and a margin learned under load stays until :data:`~sluice.scheduling.margins.MEMORY`
+newer guarantees, or :data:`~sluice.scheduling.margins.MEMORY_S`, have passed.
 
-Before any observation, a few prior scores are assumed (:data:`~scheduling.margins.PRIOR`). A
+Before any observation, a few prior scores are assumed (:data:`~sluice.scheduling.margins.PRIOR`). A
 guarantee that is already missed counts before its request ends (:meth:`Calibration.behind`), as an
 output may take longer than it takes to make a hundred more guarantees.
 
@@ -35,9 +35,9 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from typing import Final, NamedTuple
 
-from scheduling.margins import APART, PRIOR, Margins, score_of
-from scheduling.objective import OBJECTIVES, SLO, Objective, Times
-from scheduling.tpot import TPOTAnchor
+from sluice.scheduling.margins import APART, PRIOR, Margins, score_of
+from sluice.scheduling.objective import OBJECTIVES, SLO, Objective, Times
+from sluice.scheduling.tpot import TPOTAnchor
 
 MOST_PROMISES: Final = 65_536
 """Guarantees under way that are known at a time; of more, the oldest teach nothing."""

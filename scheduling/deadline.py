@@ -1,8 +1,8 @@
 """When the next token of a request is due, and whether it needs a prefill: one rule each.
 
 Plans, reports, gains and the clocks of the edge all follow it. The functions are plain Python on
-numbers, and :mod:`scheduling.kernels` compiles them for its loops. An objective that is not stated
-is infinite, a time that is not known yet is nan.
+numbers, and :mod:`sluice.scheduling.kernels` compiles them for its loops. An objective that is not
+stated is infinite, a time that is not known yet is nan.
 
 Sources: FairBatching §3.1 and ProServe Eq. 3; the second anchor is ProServe's footnote 2.
 """
@@ -15,7 +15,8 @@ from typing import Final
 ENVELOPE: Final = 0
 FIRST: Final = 1
 LAST: Final = 2
-"""The numbers of :class:`scheduling.objective.Anchor`, as compiled loops know no enumerations."""
+"""The numbers of :class:`sluice.scheduling.objective.Anchor`, as compiled loops know no
+enumerations."""
 
 
 def next_due_s(

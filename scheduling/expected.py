@@ -12,7 +12,7 @@ from math import ceil, inf
 
 import numpy as np
 
-from scheduling.kernels import (
+from sluice.scheduling.kernels import (
     E2E,
     EMITTED,
     KV_BLOCKS,

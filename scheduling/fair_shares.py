@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduling.job import RouteQuery
-from scheduling.kernels import Floats
+from sluice.scheduling.job import RouteQuery
+from sluice.scheduling.kernels import Floats
 
 WINDOW_S = 10.0
 """Time constant of the counters of tokens asked and guaranteed, seconds: they forget ``1 -

@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple, overload
 
 import numpy as np
 
-from scheduling.kernels import COEFFICIENTS, Floats
-from scheduling.latency import (
+from sluice.scheduling.kernels import COEFFICIENTS, Floats
+from sluice.scheduling.latency import (
     FAMILIES,
     LatencyModel,
     LinearLatency,
@@ -23,8 +23,8 @@ from scheduling.latency import (
     RooflineLatency,
     StepSample,
 )
-from scheduling.latency_profile import FitReport
-from scheduling.latency_request import Interaction, InteractionLatency, PolynomialTTFT
+from sluice.scheduling.latency_profile import FitReport
+from sluice.scheduling.latency_request import Interaction, InteractionLatency, PolynomialTTFT
 
 MIN_FIT_SAMPLES = 8
 """Fewest samples of a fit; one with more than four coefficients needs twice their number."""

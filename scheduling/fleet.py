@@ -13,10 +13,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduling import fleet_rows as figure
-from scheduling.expected import claim
-from scheduling.fleet_report import fold
-from scheduling.fleet_rows import (
+from sluice.scheduling import fleet_rows as figure
+from sluice.scheduling.expected import claim
+from sluice.scheduling.fleet_report import fold
+from sluice.scheduling.fleet_rows import (
     FIGURES,
     LOAD_FIELDS,
     PREFILL_FIELDS,
@@ -25,12 +25,12 @@ from scheduling.fleet_rows import (
     settle,
     take,
 )
-from scheduling.kernels import COEFFICIENTS, Floats, Ints, most_work_s
-from scheduling.latency import LatencyModel
-from scheduling.ledger import Ledger, Reservation
-from scheduling.prefix import PrefixIndex
-from scheduling.roles import ROLES, Role
-from scheduling.transfer import NO_TRANSFERS, Transfers, TransferTime
+from sluice.scheduling.kernels import COEFFICIENTS, Floats, Ints, most_work_s
+from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.ledger import Ledger, Reservation
+from sluice.scheduling.prefix import PrefixIndex
+from sluice.scheduling.roles import ROLES, Role
+from sluice.scheduling.transfer import NO_TRANSFERS, Transfers, TransferTime
 
 MOST_PIECES = 4
 """Most pieces of a latency model."""
@@ -70,7 +70,7 @@ class Report(NamedTuple):
     """The state of a replica as of ``made_s``. Its times are on the replica's own clock.
 
     Attributes:
-        rows: its table, :data:`scheduling.state.ROW`; rows of phase 0 are free slots.
+        rows: its table, :data:`sluice.scheduling.state.ROW`; rows of phase 0 are free slots.
         made_s: when the report was made.
         offset_s: what to add to the replica's times to have them on the fleet's clock.
         stepped_s: when its last step ended and the next one began: what the rows' tokens are as of.
@@ -80,7 +80,7 @@ class Report(NamedTuple):
         places: most running sequences.
         draining: it wants no more requests.
         preempts: a prefill there does not wait for the end of the step under way, unless what runs
-            is more urgent (:mod:`scheduling.preemption`).
+            is more urgent (:mod:`sluice.scheduling.preemption`).
         role: what it does of requests.
         transfers: what KV it has taken over since its start.
     """
@@ -106,7 +106,7 @@ class Fleet:
     A replica keeps its row while it is known; rows are given again. Policies read the arrays and
     change none.
 
-    - ``figures``: ``float64[rows, FIGURES]``, sums, see :mod:`scheduling.fleet_rows`;
+    - ``figures``: ``float64[rows, FIGURES]``, sums, see :mod:`sluice.scheduling.fleet_rows`;
     - ``pieces``: ``float64[rows, MOST_PIECES, COEFFICIENTS]``, the corrected latency models;
     - ``prefills``: ``float64[room, PREFILL_FIELDS]``, the guaranteed prefills of all replicas;
       those of a replica are by deadline, with prefix sums of their work, ``figures[row, QUEUED]``
@@ -324,8 +324,8 @@ class Fleet:
         self, replica_id: str, slots: NDArray[np.integer], held: np.ndarray, renew: bool = False
     ) -> None:
         """Store which prompt chunks a known replica reports: the changed ``slots`` of its table,
-        see :meth:`PrefixIndex.write <scheduling.prefix.PrefixIndex.write>`, or, with ``anew``, the
-        whole table."""
+        see :meth:`PrefixIndex.write <sluice.scheduling.prefix.PrefixIndex.write>`, or, with
+        ``anew``, the whole table."""
         row = self.row_of[replica_id]
         if renew:
             self.prefixes.clear(row)

@@ -1,4 +1,5 @@
-"""Folding a replica's report into what a fleet knows of it, see :mod:`scheduling.fleet_rows`."""
+"""Folding a replica's report into what a fleet knows of it, see
+:mod:`sluice.scheduling.fleet_rows`."""
 
 # numpy's scalars are "Any" to the type checker.
 # mypy: disable-error-code="no-any-return"
@@ -10,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from scheduling.assumptions import LEAST_STEPS, TTFT_SHARE, UNKNOWN_OUTPUT_TOKENS
-from scheduling.deadline import FIRST
-from scheduling.expected import claim, paced
-from scheduling.fleet_rows import (
+from sluice.scheduling.assumptions import LEAST_STEPS, TTFT_SHARE, UNKNOWN_OUTPUT_TOKENS
+from sluice.scheduling.deadline import FIRST
+from sluice.scheduling.expected import claim, paced
+from sluice.scheduling.fleet_rows import (
     BATCH_S,
     BEGUN_S,
     BEST_EFFORT_S,
@@ -54,7 +55,7 @@ from scheduling.fleet_rows import (
     room_s,
     take,
 )
-from scheduling.kernels import (
+from sluice.scheduling.kernels import (
     DECODE_CONTEXT,
     DECODE_SEQUENCE,
     FIXED,
@@ -224,8 +225,8 @@ def fold(
 
     Args:
         figures: ``FREE_BLOCKS``, ``TOTAL_BLOCKS``, ``BLOCK_TOKENS`` and ``PLACES`` are set already.
-        rows: :data:`scheduling.state.ROW` of the replica; those of phase 0 are skipped.
-        made_s, stepped_s: see :class:`scheduling.fleet.Report`.
+        rows: :data:`sluice.scheduling.state.ROW` of the replica; those of phase 0 are skipped.
+        made_s, stepped_s: see :class:`sluice.scheduling.fleet.Report`.
         offset_s: what to add to the replica's times.
         horizon_s, unpaced_s: the reference TTFT and TPOT of the prefill admission budget.
         preempts: nothing waits for the step under way.

@@ -1,8 +1,8 @@
 """Compiled loops over what a fleet knows of one replica: taking requests in, and summing them up.
 
-A replica is a row of three arrays, see :class:`scheduling.fleet.Fleet`: its figures, its guaranteed
-prefills by deadline, and its loads, which are the guaranteed decodes of now and of those prefills
-later, by the time from which they cost. All times are seconds on the fleet's clock.
+A replica is a row of three arrays, see :class:`sluice.scheduling.fleet.Fleet`: its figures, its
+guaranteed prefills by deadline, and its loads, which are the guaranteed decodes of now and of those
+prefills later, by the time from which they cost. All times are seconds on the fleet's clock.
 
 The prefill capacity until ``t`` is what is left of the time since the report if each decode is
 delayed to its slack and then keeps its pace (FairBatching appendix A, steps 1 to 4)::
@@ -25,7 +25,7 @@ from math import inf
 
 import numpy as np
 
-from scheduling.kernels import (
+from sluice.scheduling.kernels import (
     Floats,
     Ints,
     compiled,

@@ -15,8 +15,8 @@ from typing import Protocol
 
 import numpy as np
 
-from scheduling.kernels import Floats, compiled, next_due_s
-from scheduling.objective import SLO, Anchor, GainWeights
+from sluice.scheduling.kernels import Floats, compiled, next_due_s
+from sluice.scheduling.objective import SLO, Anchor, GainWeights
 
 PLAIN = GainWeights()
 
@@ -107,7 +107,8 @@ def tdg(
 def deadlines_s(
     slo: SLO, arrival_s: float, emitted_s: Floats, anchor: Anchor = Anchor.ENVELOPE
 ) -> Floats:
-    """Deadline of each token, :meth:`~scheduling.objective.SLO.deadline_s` of all at once."""
+    """Deadline of each token, :meth:`~sluice.scheduling.objective.SLO.deadline_s` of all at
+    once."""
     ttft_s, tpot_s, e2e_s, _ = slo.columns
     return _deadlines_s(arrival_s, ttft_s, tpot_s, e2e_s, np.asarray(emitted_s, float), anchor.code)
 

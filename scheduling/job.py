@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduling.expected import paced
-from scheduling.kernels import Floats, Ints
-from scheduling.objective import SLO, Times
-from scheduling.roles import Role
+from sluice.scheduling.expected import paced
+from sluice.scheduling.kernels import Floats, Ints
+from sluice.scheduling.objective import SLO, Times
+from sluice.scheduling.roles import Role
 
 PLACED = "placed"
 UNATTAINABLE = "unattainable"
@@ -44,7 +44,7 @@ class RouteQuery(NamedTuple):
         output_tokens: maximum output length; 0 if unknown.
         session: 63-bit hash of its session, such as a conversation; 0 for none.
         prefix: 63-bit hashes of its prompt's first chunks, each covering all chunks before it, see
-            :mod:`scheduling.prefix`.
+            :mod:`sluice.scheduling.prefix`.
         request_id: its id as its client knows it, for tracing by people; no policy reads it.
         prefill_key: 63-bit key of its prefill, if another replica than the decode replica may
             compute it; 0: one replica must serve it whole.
@@ -54,7 +54,7 @@ class RouteQuery(NamedTuple):
         weight: of the tenant's share, > 0.
         client_request_id: the client's own id of it, for tracing by people.
         moves_from: the replica that has this guaranteed request already and is predicted to miss
-            its first token (:mod:`controller.moves`): it moves to another replica that can
+            its first token (:mod:`sluice.controller.moves`): it moves to another replica that can
             guarantee the rest of its objective, or stays. Empty for any other request.
     """
 
@@ -98,7 +98,7 @@ class Job(NamedTuple):
         splits: ``bool[n]``, whether each would compute only its prompt.
         moved: whether another replica computes its prompt and transfers the KV.
         reserve_tokens: a guarantee must leave capacity for one more request with a prompt of this
-            length, see :mod:`scheduling.fair_shares`.
+            length, see :mod:`sluice.scheduling.fair_shares`.
     """
 
     query: RouteQuery
@@ -153,9 +153,9 @@ class RouteDecision(NamedTuple):
             request, but nothing is guaranteed.
         predicted_ttft_s: from the decision to its first token, if that is guaranteed. It is
             admission's prediction; the median by observed errors is in
-            :mod:`scheduling.reliability`.
+            :mod:`sluice.scheduling.reliability`.
         retry_after_s: if ``unattainable``: time until it should retry, see
-            :mod:`scheduling.retry_after`; ``None`` if there will never be capacity.
+            :mod:`sluice.scheduling.retry_after`; ``None`` if there will never be capacity.
         role: of the replica ``replica_id``.
         prefill_id: the replica that computes its prompt first and transfers the KV to
             ``replica_id``; ``None``: ``replica_id`` serves it whole.
@@ -165,8 +165,8 @@ class RouteDecision(NamedTuple):
             must leave that capacity to others.
         planned: if guaranteed: the TTFT, TPOT and end-to-end time for which it is planned, seconds;
             ``None`` for a time that is not stated. The replica schedules by them, see
-            :mod:`scheduling.calibration`; instead of an end-to-end time by its shares, see
-            :mod:`scheduling.pacing`.
+            :mod:`sluice.scheduling.calibration`; instead of an end-to-end time by its shares, see
+            :mod:`sluice.scheduling.pacing`.
         room_s: if ``unattainable``: the predicted time until there is capacity, without new
             arrivals. A request that waits at the edge asks again by it.
     """

@@ -1,8 +1,9 @@
 """Compiled loops over the rows of a queue, shared by the policies.
 
-A queue is one ``float64[requests, FIELDS]`` array, see :class:`scheduling.request.QueueView`. Token
-and block counts are whole numbers far below 2**53, so they are exact in it. The loops are compiled
-once per machine and kept on disk; :func:`compiled` says how.
+A queue is one ``float64[requests, FIELDS]`` array, see
+:class:`sluice.scheduling.request.QueueView`. Token and block counts are whole numbers far below
+2**53, so they are exact in it. The loops are compiled once per machine and kept on disk;
+:func:`compiled` says how.
 """
 
 # numpy's scalars are "Any" to the type checker.
@@ -18,7 +19,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from scheduling import deadline
+from sluice.scheduling import deadline
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -46,7 +47,7 @@ WEIGHT = 18  # of the tenant's share
 PROMISED = 19  # 1 where the objective was guaranteed, else 0
 FIELDS = 20
 
-# A latency model's coefficients, see :class:`scheduling.latency.LatencyModel`.
+# A latency model's coefficients, see :class:`sluice.scheduling.latency.LatencyModel`.
 FIXED = 0
 PREFILL_TOKENS = 1
 PREFILL_SQUARE = 2

@@ -1,9 +1,9 @@
 """Which guaranteed first tokens a replica will miss, by its current state.
 
-The test is that of their admission (:mod:`scheduling.admission.moore_hodgson`): a prefill is late
-if the work up to and including it, by deadline, exceeds the capacity until its first token is due.
-At admission it did not. It may since, because the replica's steps take longer than predicted, its
-correction has grown, or its engine has stalled.
+The test is that of their admission (:mod:`sluice.scheduling.admission.moore_hodgson`): a prefill is
+late if the work up to and including it, by deadline, exceeds the capacity until its first token is
+due. At admission it did not. It may since, because the replica's steps take longer than predicted,
+its correction has grown, or its engine has stalled.
 
 A stalled engine does not report when it will recover. Our reading: an overdue step is expected to
 take as long again as it is overdue by now, which is the median of the remaining time if its scale
@@ -19,9 +19,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduling.admission.first_token import place_of
-from scheduling.fleet import Fleet
-from scheduling.fleet_rows import (
+from sluice.scheduling.admission.first_token import place_of
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.fleet_rows import (
     BEGUN_S,
     BEST_EFFORT_S,
     DECODE_S,
@@ -31,7 +31,7 @@ from scheduling.fleet_rows import (
     PREFILL_S,
     capacity_s,
 )
-from scheduling.kernels import Floats, compiled, most_work_s
+from sluice.scheduling.kernels import Floats, compiled, most_work_s
 
 
 def late(

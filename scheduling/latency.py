@@ -4,8 +4,8 @@ A step is a batch of sequences, each with ``n`` new tokens on ``k`` computed one
 models predicts its time as the largest of one or more sums ("pieces") over the sequences, so that
 policies and compiled loops need to know one form only. The families differ in which coefficients
 they have: :class:`LinearLatency`, :class:`PrefillDecodeLatency` and :class:`RooflineLatency`.
-:mod:`scheduling.fit` fits them to measured steps and
-:mod:`scheduling.latency_profile` stores them. All times are seconds.
+:mod:`sluice.scheduling.fit` fits them to measured steps and
+:mod:`sluice.scheduling.latency_profile` stores them. All times are seconds.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from scheduling import kernels
-from scheduling.kernels import Floats, compiled
+from sluice.scheduling import kernels
+from sluice.scheduling.kernels import Floats, compiled
 
 UNBOUNDED_TOKENS = 1 << 30
 """More tokens than any sequence has: what fits where no term of a model limits it."""
@@ -29,8 +29,8 @@ class StepSample(NamedTuple):
     """The work of one engine step and the time that it took.
 
     The work is in sums over the batch's sequences, in the order of the coefficients of
-    :mod:`scheduling.kernels`; every family's prediction can be made of them. A sequence with one
-    new token counts as a decode, whatever it is part of, as an engine computes it so.
+    :mod:`sluice.scheduling.kernels`; every family's prediction can be made of them. A sequence with
+    one new token counts as a decode, whatever it is part of, as an engine computes it so.
 
     Attributes:
         prefill_tokens: sum of ``n`` over the prefills, the sequences with ``n > 1``.
@@ -146,13 +146,13 @@ class LatencyModel(ABC):
     Args:
         correction: learned factor on the work of the sequences.
         fixed_correction: learned factor on what a step costs before any token is counted. For both
-            see :class:`~scheduling.step_correction.StepCorrection`.
+            see :class:`~sluice.scheduling.step_correction.StepCorrection`.
         headroom: factor on every prediction that is wanted, at least 1: a planner that believes in
             steps 5 % longer than they are meets objectives where an exact one would miss half.
 
     Attributes:
-        pieces: ``float64[pieces, COEFFICIENTS]`` of :mod:`scheduling.kernels`, with the factors.
-            Of a sequence with ``n`` new tokens on ``k`` computed ones, the part is
+        pieces: ``float64[pieces, COEFFICIENTS]`` of :mod:`sluice.scheduling.kernels`, with the
+            factors. Of a sequence with ``n`` new tokens on ``k`` computed ones, the part is
             ``PREFILL_TOKENS n + PREFILL_SQUARE n**2 + PREFILL_CROSS n k + PREFILL_CONTEXT k +
             PREFILL_SEQUENCE`` for ``n > 1`` and ``DECODE_SEQUENCE + DECODE_CONTEXT k`` for
             ``n = 1``. Not to be written to.

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from scheduling.latency import FAMILIES, LatencyModel, LinearLatency
+from sluice.scheduling.latency import FAMILIES, LatencyModel, LinearLatency
 
 
 @dataclass(frozen=True, slots=True)

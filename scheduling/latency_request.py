@@ -2,8 +2,8 @@
 fill batches by time.
 
 :class:`InteractionLatency` is the predictor of the simulated-annealing paper (002 §4.2),
-:class:`PolynomialTTFT` that of FlowPrefill (003 §6.4). :mod:`scheduling.fit` fits both to measured
-steps. All times are seconds.
+:class:`PolynomialTTFT` that of FlowPrefill (003 §6.4). :mod:`sluice.scheduling.fit` fits both to
+measured steps. All times are seconds.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from scheduling import kernels
-from scheduling.kernels import Floats
-from scheduling.latency import LatencyModel, check_factors
+from sluice.scheduling import kernels
+from sluice.scheduling.kernels import Floats
+from sluice.scheduling.latency import LatencyModel, check_factors
 
 
 class Interaction(NamedTuple):

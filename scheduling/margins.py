@@ -1,4 +1,5 @@
-"""The margins of guarantees, by objective and how long it is; see :mod:`scheduling.calibration`."""
+"""The margins of guarantees, by objective and how long it is; see
+:mod:`sluice.scheduling.calibration`."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from functools import partial
 from math import ceil, inf, log2
 from typing import Final, NamedTuple
 
-from scheduling.objective import OBJECTIVES, Objective
-from scheduling.recent import used
-from scheduling.tpot import TPOTAnchor
+from sluice.scheduling.objective import OBJECTIVES, Objective
+from sluice.scheduling.recent import used
+from sluice.scheduling.tpot import TPOTAnchor
 
 MEMORY: Final = 400
 """Scores that count: at a level of 0.99 the quantile lies at the fourth of them, so no single one

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from math import inf, nan
 from typing import Final, Literal, Self
 
-from scheduling.deadline import ENVELOPE, FIRST, LAST, next_due_s
-from scheduling.stages import Stage, check_stages, strictest
-from scheduling.tpot import LEAST_PACE_TOKENS, TPOTAnchor, TPOTMeter
+from sluice.scheduling.deadline import ENVELOPE, FIRST, LAST, next_due_s
+from sluice.scheduling.stages import Stage, check_stages, strictest
+from sluice.scheduling.tpot import LEAST_PACE_TOKENS, TPOTAnchor, TPOTMeter
 
 Objective = Literal["ttft", "tpot", "e2e"]
 OBJECTIVES: Final[tuple[Objective, ...]] = ("ttft", "tpot", "e2e")
@@ -51,7 +51,7 @@ class Anchor(enum.StrEnum):
 
     @property
     def code(self) -> int:
-        """Its number in compiled loops, see :mod:`scheduling.deadline`."""
+        """Its number in compiled loops, see :mod:`sluice.scheduling.deadline`."""
         return _ANCHOR_CODES[self]
 
 
@@ -117,8 +117,8 @@ class SLO:
         tpot_anchor: TPOTAnchor = TPOTAnchor.MEAN,
     ) -> Self:
         """The objective of a request of stages, at least one: its own times are what it counts with
-        before it begins (:func:`~scheduling.stages.strictest`). ``e2e_s`` is stated for the whole
-        request, if anything is.
+        before it begins (:func:`~sluice.scheduling.stages.strictest`). ``e2e_s`` is stated for the
+        whole request, if anything is.
 
         Raises:
             ValueError: see :class:`SLO`.
@@ -200,7 +200,7 @@ class SLO:
         last_token_s: float | None = None,
     ) -> float:
         """Deadline of output token ``token`` (1-based), on the clock of ``arrival_s``. See
-        :func:`scheduling.deadline.next_due_s`.
+        :func:`sluice.scheduling.deadline.next_due_s`.
         """
         ttft_s, tpot_s, e2e_s, _ = self.columns
         first_s = nan if first_token_s is None else first_token_s
@@ -262,7 +262,7 @@ class TokenClock:
     def emit(self, tokens: int, now_s: float, reasoned: int = 0) -> None:
         """Count ``tokens`` (>= 0) that left at ``now_s``; after ``reasoned`` of them the reasoning
         ended, 0: it did not. Only a request of stages takes notice of that
-        (:class:`~scheduling.stage_clock.StageClock`).
+        (:class:`~sluice.scheduling.stage_clock.StageClock`).
 
         Several tokens at once, as from speculation, each have the deadline of their position in the
         output; with :attr:`Anchor.LAST_TOKEN`, which has no positions, a group has one TPOT for

@@ -19,9 +19,9 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
-from scheduling.length import MAX_TASK_NAME, LengthDistribution
-from scheduling.recent import used
+from sluice.scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
+from sluice.scheduling.length import MAX_TASK_NAME, LengthDistribution
+from sluice.scheduling.recent import used
 
 MEMORY: Final = 256
 """Latest outputs that count: at a level of 0.99 the quantile is the second longest of them."""
@@ -110,7 +110,7 @@ class OutputLengths:
 
         Args:
             service_class: of the request.
-            tenant: as in :class:`~scheduling.job.RouteQuery`; 0: no tenant is known.
+            tenant: as in :class:`~sluice.scheduling.job.RouteQuery`; 0: no tenant is known.
             most_tokens: maximum output length; 0 if unknown.
         """
         found = self._stated.get(service_class)

@@ -11,7 +11,7 @@ others' time, as each step of a decode has a fixed part, so slack is worth more 
 
 This is for guaranteed requests, where the length is a bound and the replicas' work is known. Code
 that only expects a length, for requests without a guarantee, converts an end-to-end time by
-:func:`scheduling.expected.paced`.
+:func:`sluice.scheduling.expected.paced`.
 """
 
 # numpy's scalars are "Any" to the type checker.
@@ -21,11 +21,11 @@ from __future__ import annotations
 
 from math import inf
 
-from scheduling.fleet import Fleet
-from scheduling.fleet_rows import DECODE_S, FIXED_S, PREFILL_S
-from scheduling.job import RouteQuery
-from scheduling.kernels import Floats, Ints, compiled, most_work_s
-from scheduling.objective import SLO
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.fleet_rows import DECODE_S, FIXED_S, PREFILL_S
+from sluice.scheduling.job import RouteQuery
+from sluice.scheduling.kernels import Floats, Ints, compiled, most_work_s
+from sluice.scheduling.objective import SLO
 
 LEAST_SPARE = 1.25
 """The shares follow a replica's current load if it would end this many times sooner than required.

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduling.admission.base import Promises
-from scheduling.job import Job
+from sluice.scheduling.admission.base import Promises
+from sluice.scheduling.job import Job
 
 HANDOVER_STEPS = 2.0
 """Steps of the decode replica between the arrival of the KV and the first token, at most: the one

@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduling.admission import AdmissionPolicy, Promises
-from scheduling.admission.room import LEAST_WAIT_S
-from scheduling.autoscaling.load import Demand
-from scheduling.calibration import Calibration
-from scheduling.expected import paced
-from scheduling.fair_shares import FairShares
-from scheduling.fleet import Fleet
-from scheduling.fleet_rows import BEST_EFFORT_S, DECODE_S, FIXED_S, PREFILL_S, work_on
-from scheduling.job import (
+from sluice.scheduling.admission import AdmissionPolicy, Promises
+from sluice.scheduling.admission.room import LEAST_WAIT_S
+from sluice.scheduling.autoscaling.load import Demand
+from sluice.scheduling.calibration import Calibration
+from sluice.scheduling.expected import paced
+from sluice.scheduling.fair_shares import FairShares
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.fleet_rows import BEST_EFFORT_S, DECODE_S, FIXED_S, PREFILL_S, work_on
+from sluice.scheduling.job import (
     NO_REPLICA,
     PLACED,
     STAYS,
@@ -29,16 +29,16 @@ from scheduling.job import (
     RouteQuery,
     Tier,
 )
-from scheduling.kernels import Floats, Ints
-from scheduling.ledger import Reservation
-from scheduling.objective import SLO
-from scheduling.output_lengths import OutputLength, OutputLengths
-from scheduling.pacing import shared_out
-from scheduling.pairs import HANDOVER_STEPS, DecodeChoice, together
-from scheduling.retry_after import RetryAfter
-from scheduling.roles import ROLES
-from scheduling.routing.base import RoutingPolicy
-from scheduling.stages import later_of
+from sluice.scheduling.kernels import Floats, Ints
+from sluice.scheduling.ledger import Reservation
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.output_lengths import OutputLength, OutputLengths
+from sluice.scheduling.pacing import shared_out
+from sluice.scheduling.pairs import HANDOVER_STEPS, DecodeChoice, together
+from sluice.scheduling.retry_after import RetryAfter
+from sluice.scheduling.roles import ROLES
+from sluice.scheduling.routing.base import RoutingPolicy
+from sluice.scheduling.stages import later_of
 
 MOST_AWAITED_S = 600.0
 """Longest time for which a reservation waits for another replica to compute the prompt, seconds."""
@@ -83,18 +83,19 @@ class Placer:
     by :meth:`RoutingPolicy.choose_decode`. Then mixed and prefill replicas are compared in one
     decision, each by its part. A prefill replica can guarantee the request if the decode replica
     can, and if its prefill ends before the first token is due by the time of the KV transfer and of
-    :data:`~scheduling.pairs.HANDOVER_STEPS`. The routing policy chooses among all replicas that can
-    guarantee the request.
+    :data:`~sluice.scheduling.pairs.HANDOVER_STEPS`. The routing policy chooses among all replicas
+    that can guarantee the request.
 
-    An end-to-end time is guaranteed as a TTFT and a pace (:mod:`scheduling.pacing`), by the
+    An end-to-end time is guaranteed as a TTFT and a pace (:mod:`sluice.scheduling.pacing`), by the
     observed lengths of outputs.
 
     Where not every request can be guaranteed, tenants have fair shares of the capacity
-    (:mod:`scheduling.fair_shares`): a tenant over its share gets a guarantee only if it leaves
-    capacity for the others; otherwise its request is handled as if no replica could guarantee it.
+    (:mod:`sluice.scheduling.fair_shares`): a tenant over its share gets a guarantee only if it
+    leaves capacity for the others; otherwise its request is handled as if no replica could
+    guarantee it.
 
     A refused request gets a retry time, and new requests of the same tenant leave capacity for its
-    retry (:mod:`scheduling.retry_after`).
+    retry (:mod:`sluice.scheduling.retry_after`).
 
     A request that must be served whole goes to a mixed replica; without mixed replicas, to a decode
     replica; without either, to any.
@@ -418,7 +419,7 @@ class Placer:
         moved: bool = False,
     ) -> Job:
         """The query on ``rows``. Prefill replicas among them would compute its prompt for
-        ``second``, if given; ``moved``: see :class:`~scheduling.job.Job`."""
+        ``second``, if given; ``moved``: see :class:`~sluice.scheduling.job.Job`."""
         fleet = self._fleet
         if moved:
             cached = np.full(len(rows), max(0.0, query.prompt_tokens - 1.0))

@@ -7,15 +7,15 @@ from math import inf, nan
 
 import numpy as np
 
-from scheduling.admission import AdmissionPolicy
-from scheduling.fleet import Fleet, Report
-from scheduling.late_first_tokens import late
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO
-from scheduling.placement import Placer
-from scheduling.routing import RouteQuery, RoutingPolicy, Tier
-from scheduling.stages import Stage
-from scheduling.state import ROW, RUNNING, WAITING
+from sluice.scheduling.admission import AdmissionPolicy
+from sluice.scheduling.fleet import Fleet, Report
+from sluice.scheduling.late_first_tokens import late
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.placement import Placer
+from sluice.scheduling.routing import RouteQuery, RoutingPolicy, Tier
+from sluice.scheduling.stages import Stage
+from sluice.scheduling.state import ROW, RUNNING, WAITING
 
 _MODEL = LinearLatency(a=0.005, b=0.0002, c=0.000001)
 _PROMISED, _BEST_EFFORT = frozenset({Tier.GUARANTEED}), frozenset({Tier.BEST_EFFORT})

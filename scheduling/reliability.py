@@ -18,9 +18,9 @@ their own, sizes in steps of four. Where a replica has too few, those of all rep
 are taken; where these are too few as well, the prediction as it is.
 
 These forecasts are for clients that receive a predicted time, and for monitoring. The guarantee is
-the stated bound, and its margin is learned separately (:mod:`scheduling.calibration`): an engine
-that schedules by deadlines uses the time that it has, so ratios grow with the bound and say little
-about it.
+the stated bound, and its margin is learned separately (:mod:`sluice.scheduling.calibration`): an
+engine that schedules by deadlines uses the time that it has, so ratios grow with the bound and say
+little about it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections import OrderedDict, deque
 from math import ceil, inf, log2
 from typing import Final, NamedTuple
 
-from scheduling.recent import used
+from sluice.scheduling.recent import used
 
 QUANTILES: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 """The quantiles that are forecast and checked."""

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduling import kernels
-from scheduling.deadline import needs_prefill
-from scheduling.kernels import (
+from sluice.scheduling import kernels
+from sluice.scheduling.deadline import needs_prefill
+from sluice.scheduling.kernels import (
     ACCEPTANCE,
     DRAFTED,
     FIELDS,
@@ -29,7 +29,7 @@ from scheduling.kernels import (
     Floats,
     Ints,
 )
-from scheduling.objective import SLO, Anchor
+from sluice.scheduling.objective import SLO, Anchor
 
 
 class RequestView(NamedTuple):
@@ -81,7 +81,7 @@ class RequestView(NamedTuple):
 
     @property
     def is_prefill(self) -> bool:
-        """See :func:`scheduling.deadline.needs_prefill`."""
+        """See :func:`sluice.scheduling.deadline.needs_prefill`."""
         return needs_prefill(self.emitted_tokens, self.pending_tokens)
 
     def next_deadline_s(self, anchor: Anchor) -> float:
@@ -118,7 +118,8 @@ class QueueView:
 
     @classmethod
     def of_table(cls, keys: Ints, table: Floats, slos: Sequence[SLO]) -> QueueView:
-        """The queue of ``table``, ``float64[n, FIELDS]`` of :mod:`scheduling.kernels`, C-ordered.
+        """The queue of ``table``, ``float64[n, FIELDS]`` of :mod:`sluice.scheduling.kernels`,
+        C-ordered.
 
         Args:
             keys: ``int64[n]``, a number per request that it keeps while it lives; its text is the
@@ -251,7 +252,8 @@ def row_of(
     tenant: int = 0,
     weight: float = 1.0,
 ) -> list[float]:
-    """The row of a request that has just arrived, :data:`~scheduling.kernels.FIELDS` numbers."""
+    """The row of a request that has just arrived, :data:`~sluice.scheduling.kernels.FIELDS`
+    numbers."""
     row = [0.0] * FIELDS
     row[kernels.ARRIVAL] = arrival_s
     row[kernels.TTFT : kernels.PRIORITY + 1] = slo.columns

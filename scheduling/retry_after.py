@@ -31,9 +31,9 @@ from functools import partial
 from math import ceil, exp
 from typing import Final, NamedTuple
 
-from scheduling.admission.room import LEAST_WAIT_S
-from scheduling.job import RouteQuery
-from scheduling.recent import used
+from sluice.scheduling.admission.room import LEAST_WAIT_S
+from sluice.scheduling.job import RouteQuery
+from sluice.scheduling.recent import used
 
 LEVEL: Final = 0.9
 """Target share of retries at their time that are guaranteed: above the wanted four fifths, as the

@@ -2,8 +2,8 @@
 
 Source: SLOs-Serve §3.2.3 and appendix D. More tokens per decode step let a batch take longer within
 the decodes' TPOT, so that more of it is prefill, at the price of tokens that are not accepted.
-:mod:`scheduling.speculation_solver` finds the lengths; which batches they are for, and what becomes
-of requests that fell behind, is here.
+:mod:`sluice.scheduling.speculation_solver` finds the lengths; which batches they are for, and what
+becomes of requests that fell behind, is here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduling.kernels import (
+from sluice.scheduling.kernels import (
     ACCEPTANCE,
     BEST_EFFORT,
     COMPUTED,
@@ -30,10 +30,10 @@ from scheduling.kernels import (
     deadlines_s,
     is_prefill,
 )
-from scheduling.latency import LatencyModel
-from scheduling.objective import Anchor
-from scheduling.request import QueueView
-from scheduling.speculation_solver import (
+from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.objective import Anchor
+from sluice.scheduling.request import QueueView
+from sluice.scheduling.speculation_solver import (
     MOST_LENGTH,
     accepted_all,
     for_decodes,
@@ -274,16 +274,17 @@ class AdaptiveLengths(Speculation):
     """The lengths that leave most to prefill, or where none waits, that give most output.
 
     - While prefill waits, the solver of SLOs-Serve
-      (:func:`~scheduling.speculation_solver.for_prefills`) finds the batch time and the lengths
-      that keep the pace of those whose TPOT counts. One that is behind has less time left, so it
-      binds the batch earlier or takes a longer length: that is its tighter objective. One that
-      could not be held with its longest length, or states a TPOT that no useful batch could hold,
-      binds nothing; it takes a length that catches up if there is one.
+      (:func:`~sluice.scheduling.speculation_solver.for_prefills`) finds the batch time and the
+      lengths that keep the pace of those whose TPOT counts. One that is behind has less time left,
+      so it binds the batch earlier or takes a longer length: that is its tighter objective. One
+      that could not be held with its longest length, or states a TPOT that no useful batch could
+      hold, binds nothing; it takes a length that catches up if there is one.
     - A decode without a pace, and every one under a policy that goes by none, takes the length that
       costs the least per expected token. That is often no draft at all: a drafted token costs what
       another's prompt token does, and only the reading of the context is saved.
     - While no prefill waits, all get the lengths of most output per second
-      (:func:`~scheduling.speculation_solver.for_decodes`), or longer ones where a pace needs it.
+      (:func:`~sluice.scheduling.speculation_solver.for_decodes`), or longer ones where a pace needs
+      it.
     """
 
     def _lengths(

@@ -18,7 +18,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduling.kernels import (
+from sluice.scheduling.kernels import (
     FIXED,
     PREFILL_TOKENS,
     Floats,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduling.objective import OBJECTIVES, SLO, Times, TokenClock
+from sluice.scheduling.objective import OBJECTIVES, SLO, Times, TokenClock
 
 
 def clock_of(slo: SLO, arrival_s: float) -> TokenClock:

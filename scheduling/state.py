@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduling.prefix import NO_HELD
+from sluice.scheduling.prefix import NO_HELD
 
 WAITING = 1
 RUNNING = 2
@@ -112,8 +112,8 @@ class EngineState(NamedTuple):
         slots: ``int32[n]``, the table slot of each row; a request keeps its slot while it lives.
         rows: ``ROW[n]``, the live requests.
         summary: ``SUMMARY`` scalar (a ``numpy.void``).
-        held: :data:`scheduling.prefix.HELD` by slot, the chunks of prompts whose KV the engine
-            holds; empty for an engine that does not tell.
+        held: :data:`sluice.scheduling.prefix.HELD` by slot, the chunks of prompts whose KV the
+            engine holds; empty for an engine that does not tell.
     """
 
     now_s: float

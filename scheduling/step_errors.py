@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduling.latency import LatencyModel, StepSample
+from sluice.scheduling.latency import LatencyModel, StepSample
 
 KINDS = ("prefill", "decode", "mixed")
 """Kinds of steps, as :func:`kind_of` names them."""

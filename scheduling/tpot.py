@@ -2,7 +2,7 @@
 
 The papers mean different things by it, so a service class says which. The edge, the simulator and
 the replay client all judge by :class:`TPOTMeter`, or by the same rule in whole arrays
-(:mod:`simulation.metrics`). ``t_i`` is when token ``i`` (1-based) left, seconds.
+(:mod:`sluice.simulation.metrics`). ``t_i`` is when token ``i`` (1-based) left, seconds.
 
 Tokens that leave at one time, as with speculation or where several come in one chunk, are a
 *group*. Each keeps its own place ``i``. So the running maximum is set by the first token of a

@@ -1,5 +1,5 @@
 """A virtual-time engine and cluster that run the same policies as production.
 
-:mod:`simulation.run` runs a workload through one engine and :mod:`simulation.cluster` through
-several behind a router; :mod:`simulation.summary` says what came of it.
+:mod:`sluice.simulation.run` runs a workload through one engine and :mod:`sluice.simulation.cluster`
+through several behind a router; :mod:`sluice.simulation.summary` says what came of it.
 """

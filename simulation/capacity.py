@@ -6,13 +6,13 @@ from collections.abc import Callable
 from math import ceil
 from typing import NamedTuple
 
-from scheduling.latency import LatencyModel
-from scheduling.pool_ratio import PoolDemand, demand_of_work
-from simulation.config import EngineConfig
-from simulation.workload import Arrival, Workload
+from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.pool_ratio import PoolDemand, demand_of_work
+from sluice.simulation.config import EngineConfig
+from sluice.simulation.workload import Arrival, Workload
 
 MOST_REPLICAS = 4096
-"""Most replicas of a simulated cluster, see :class:`~simulation.config.ClusterConfig`."""
+"""Most replicas of a simulated cluster, see :class:`~sluice.simulation.config.ClusterConfig`."""
 
 _MOST_FIXED = 0.9
 """Share of the pace that steps without tokens may take, as far as the formula goes."""

@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduling.admission import AdmissionPolicy
-from scheduling.batching import BatchPolicy
-from scheduling.job import UNATTAINABLE
-from scheduling.kernels import ARRIVAL
-from scheduling.latency import LatencyModel
-from scheduling.length import LengthPredictor
-from scheduling.roles import Role
-from scheduling.routing import RouteQuery, RoutingPolicy, Tier
-from simulation.config import (
+from sluice.scheduling.admission import AdmissionPolicy
+from sluice.scheduling.batching import BatchPolicy
+from sluice.scheduling.job import UNATTAINABLE
+from sluice.scheduling.kernels import ARRIVAL
+from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.length import LengthPredictor
+from sluice.scheduling.roles import Role
+from sluice.scheduling.routing import RouteQuery, RoutingPolicy, Tier
+from sluice.simulation.config import (
     Autoscaling,
     ClusterConfig,
     EngineConfig,
@@ -26,16 +26,16 @@ from simulation.config import (
     Slowdown,
     WhenUnattainable,
 )
-from simulation.engine import Engine
-from simulation.events import Events
-from simulation.judged import Judged, late, observed
-from simulation.mirror import PREFILL_KEYS, Mirror
-from simulation.replica import Replica
-from simulation.requests import Requests, Return
-from simulation.run import TOO_LONG, Result, Size, result_of, sides
-from simulation.scaling import Scaler
-from simulation.truth import Belief, Truth
-from simulation.workload import Workload
+from sluice.simulation.engine import Engine
+from sluice.simulation.events import Events
+from sluice.simulation.judged import Judged, late, observed
+from sluice.simulation.mirror import PREFILL_KEYS, Mirror
+from sluice.simulation.replica import Replica
+from sluice.simulation.requests import Requests, Return
+from sluice.simulation.run import TOO_LONG, Result, Size, result_of, sides
+from sluice.simulation.scaling import Scaler
+from sluice.simulation.truth import Belief, Truth
+from sluice.simulation.workload import Workload
 
 NO_ATTEMPT_LEFT = "the last replica that it was given failed"
 NO_REPLICA = "no replica was there for too long"
@@ -437,8 +437,8 @@ def simulate_cluster(
 ) -> Result:
     """Run ``workload`` through a cluster until every request has ended.
 
-    Arguments that :func:`~simulation.run.simulate` has mean what they mean there. Equal arguments
-    give equal results, if the policies are new and those that draw are given a seed.
+    Arguments that :func:`~sluice.simulation.run.simulate` has mean what they mean there. Equal
+    arguments give equal results, if the policies are new and those that draw are given a seed.
 
     Args:
         workload: what arrives.

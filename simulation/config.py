@@ -7,8 +7,8 @@ from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from scheduling.autoscaling import AutoscalingPolicy
-from scheduling.roles import Role
+from sluice.scheduling.autoscaling import AutoscalingPolicy
+from sluice.scheduling.roles import Role
 
 
 class Speculation(BaseModel):

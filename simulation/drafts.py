@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from scheduling.kernels import ACCEPTANCE, DRAFTED, Floats, Ints
-from scheduling.speculation import AcceptanceRates
-from simulation.config import Speculation
-from simulation.requests import Requests
+from sluice.scheduling.kernels import ACCEPTANCE, DRAFTED, Floats, Ints
+from sluice.scheduling.speculation import AcceptanceRates
+from sluice.simulation.config import Speculation
+from sluice.simulation.requests import Requests
 
 
 class Drafts:

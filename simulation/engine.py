@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from scheduling.batching import BatchBudget, BatchPlan, BatchPolicy, make_policy
-from scheduling.kernels import (
+from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy, make_policy
+from sluice.scheduling.kernels import (
     COMPUTED,
     EXPECTED,
     KV_BLOCKS,
@@ -14,14 +14,14 @@ from scheduling.kernels import (
     Floats,
     Ints,
 )
-from scheduling.request import QueueView
-from simulation import steps
-from simulation.config import EngineConfig
-from simulation.drafts import Drafts
-from simulation.prefix_cache import PrefixCache
-from simulation.requests import Requests
-from simulation.rows import Rows
-from simulation.truth import Belief, Noise, Planner, Truth
+from sluice.scheduling.request import QueueView
+from sluice.simulation import steps
+from sluice.simulation.config import EngineConfig
+from sluice.simulation.drafts import Drafts
+from sluice.simulation.prefix_cache import PrefixCache
+from sluice.simulation.requests import Requests
+from sluice.simulation.rows import Rows
+from sluice.simulation.truth import Belief, Noise, Planner, Truth
 
 LEAST_SHARE = 0.1
 """Least part of a request's TTFT that the computation of its prompt for another engine has, however
@@ -37,10 +37,10 @@ class Engine:
 
     The caller owns the clock: :meth:`begin` says how long the step takes, :meth:`complete` ends it.
     Between the two, requests may be submitted. The engine does what stock vLLM does around a plan
-    (:class:`~scheduling.batching.batch.BatchBuilder`): a running request that lacks blocks preempts
-    others by recompute. Requests that the plan evicts lose their KV before the step. If no entry of
-    a plan can run, the step is planned first come, first served, as in production, and counted in
-    ``fallbacks``.
+    (:class:`~sluice.scheduling.batching.batch.BatchBuilder`): a running request that lacks blocks
+    preempts others by recompute. Requests that the plan evicts lose their KV before the step. If no
+    entry of a plan can run, the step is planned first come, first served, as in production, and
+    counted in ``fallbacks``.
 
     It differs from vLLM in this: a preempted request computes everything again that the workload
     has no hashes for, while vLLM's own hashes may still find some of it.

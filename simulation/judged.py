@@ -7,9 +7,9 @@ from math import isnan
 
 import numpy as np
 
-from scheduling.objective import Times
-from scheduling.tpot import tpot_s
-from simulation.requests import Requests
+from sluice.scheduling.objective import Times
+from sluice.scheduling.tpot import tpot_s
+from sluice.simulation.requests import Requests
 
 Seen = tuple[float, float, float]
 """TTFT, TPOT and time to the last token of a stage, seconds; nan where it got not so far."""

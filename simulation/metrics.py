@@ -17,10 +17,10 @@ from math import nan
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduling.kernels import Floats, Ints
-from scheduling.objective import SLO, Anchor, GainWeights
-from scheduling.tpot import WINDOW_TOKENS, TPOTAnchor
-from simulation.requests import Requests
+from sluice.scheduling.kernels import Floats, Ints
+from sluice.scheduling.objective import SLO, Anchor, GainWeights
+from sluice.scheduling.tpot import WINDOW_TOKENS, TPOTAnchor
+from sluice.simulation.requests import Requests
 
 Flags = NDArray[np.bool_]
 
@@ -28,7 +28,7 @@ Flags = NDArray[np.bool_]
 class TPOTMetric(enum.StrEnum):
     """How the time per output token of a stage is measured. ``t_i`` is when token ``i`` left.
 
-    ``MEAN``, ``RUNNING_MAX``, ``WINDOW``: those of :class:`~scheduling.tpot.TPOTAnchor`.
+    ``MEAN``, ``RUNNING_MAX``, ``WINDOW``: those of :class:`~sluice.scheduling.tpot.TPOTAnchor`.
 
     ``ENVELOPE``: the largest ``(t_i - a - TTFT) / (i - 1)``, at least 0: the TPOT under which every
     token would have been within ``a + TTFT + (i - 1) TPOT``, the deadlines of TDG. It counts from
@@ -146,7 +146,7 @@ def _windows(times: Floats, index: Ints, last: Ints) -> Floats:
 
 
 def column(requests: Requests, index: int) -> Floats:
-    """One of :attr:`SLO.columns <scheduling.objective.SLO.columns>` per stage."""
+    """One of :attr:`SLO.columns <sluice.scheduling.objective.SLO.columns>` per stage."""
     return np.array([slo.columns[index] for slo in requests.stage_slos])
 
 
@@ -176,7 +176,7 @@ def attained(requests: Requests, measured: Stages, metric: TPOTMetric | None = N
     :func:`judged_tpot_s`.
 
     Meeting is ``<=``, as in :meth:`TokenClock.attained
-    <scheduling.objective.TokenClock.attained>`.
+    <sluice.scheduling.objective.TokenClock.attained>`.
     """
     tpot_s = judged_tpot_s(requests, measured, metric)
     met = measured.complete & (measured.ttft_s <= column(requests, 0))
@@ -250,7 +250,7 @@ def deadline_gain(
 
 def _due_s(requests: Requests, measured: Stages, anchor: Anchor) -> Floats:
     """Deadline of every token, by the rule of :meth:`SLO.deadline_s
-    <scheduling.objective.SLO.deadline_s>`."""
+    <sluice.scheduling.objective.SLO.deadline_s>`."""
     times, offsets = requests.emitted_s, requests.offsets
     first = offsets[:-1]
     stage = np.repeat(np.arange(len(first)), requests.stage_tokens)

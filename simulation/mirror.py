@@ -1,5 +1,5 @@
 """What the simulated router knows of its replicas: the fleet and the decisions of production
-(:mod:`scheduling.placement`), fed with simulated reports.
+(:mod:`sluice.scheduling.placement`), fed with simulated reports.
 
 The rules are the controller's: a replica that is silent for too long, is draining, or was seen to
 fail gets nothing; a reservation counts until its replica reports the request, or until it expires.
@@ -13,21 +13,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduling import kernels
-from scheduling.admission import AdmissionPolicy
-from scheduling.autoscaling import Load
-from scheduling.calibration import Calibration
-from scheduling.fleet import Fleet, FleetSettings, Report
-from scheduling.job import NO_REPLICA, PLACED, RouteDecision
-from scheduling.kernels import Floats
-from scheduling.objective import Times
-from scheduling.output_lengths import OutputLengths
-from scheduling.placement import Placer
-from scheduling.roles import Role
-from scheduling.routing import RouteQuery, RoutingPolicy
-from scheduling.state import ROW, RUNNING, WAITING
-from simulation.config import ClusterConfig
-from simulation.judged import Judged
+from sluice.scheduling import kernels
+from sluice.scheduling.admission import AdmissionPolicy
+from sluice.scheduling.autoscaling import Load
+from sluice.scheduling.calibration import Calibration
+from sluice.scheduling.fleet import Fleet, FleetSettings, Report
+from sluice.scheduling.job import NO_REPLICA, PLACED, RouteDecision
+from sluice.scheduling.kernels import Floats
+from sluice.scheduling.objective import Times
+from sluice.scheduling.output_lengths import OutputLengths
+from sluice.scheduling.placement import Placer
+from sluice.scheduling.roles import Role
+from sluice.scheduling.routing import RouteQuery, RoutingPolicy
+from sluice.scheduling.state import ROW, RUNNING, WAITING
+from sluice.simulation.config import ClusterConfig
+from sluice.simulation.judged import Judged
 
 _WHOLE: tuple[Role, ...] = ("mixed", "decode", "prefill")
 """Roles that serve a whole request if there is no decision, in order of preference."""
@@ -44,7 +44,7 @@ class Sent(NamedTuple):
         report: the rest of it, without rows.
         received: how many keys the replica had been given until then.
         held: hashes of the blocks of prompts in its prefix cache.
-        later: see :meth:`simulation.requests.Requests.later`.
+        later: see :meth:`sluice.simulation.requests.Requests.later`.
     """
 
     table: Floats
@@ -155,7 +155,7 @@ class Mirror:
             self.calibration.behind(key, ttft_s, tpot_s, now_s)
 
     def place(self, query: RouteQuery, now_s: float) -> RouteDecision:
-        """The decision on a request, see :meth:`scheduling.placement.Placer.place`.
+        """The decision on a request, see :meth:`sluice.scheduling.placement.Placer.place`.
 
         Where no replica has been heard of lately, those that are merely silent take turns, as
         Serve's own routing would take over there: of the ones that do both phases, or that decode.
@@ -200,8 +200,8 @@ class Mirror:
 
 
 def state_rows(table: Floats, later: Floats | None = None) -> np.ndarray:
-    """An engine's rows as a replica reports them, of dtype :data:`scheduling.state.ROW`, with what
-    is to come of their stages."""
+    """An engine's rows as a replica reports them, of dtype :data:`sluice.scheduling.state.ROW`,
+    with what is to come of their stages."""
     rows = np.zeros(len(table), ROW)
     for name, column in (
         ("arrival_s", kernels.ARRIVAL),

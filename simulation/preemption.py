@@ -1,8 +1,8 @@
 """One simulated engine that only prefills, and can suspend a running prefill for another.
 
-What runs is decided by the policy of production, :func:`scheduling.preemption.decide`, and when it
-is asked is what production does: at an arrival and at the end of a task. Tasks in flight are a
-stack, of which the last one computes; it resumes in the opposite order.
+What runs is decided by the policy of production, :func:`sluice.scheduling.preemption.decide`, and
+when it is asked is what production does: at an arrival and at the end of a task. Tasks in flight
+are a stack, of which the last one computes; it resumes in the opposite order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from scheduling.kernels import (
+from sluice.scheduling.kernels import (
     COMPUTED,
     FIELDS,
     KV_BLOCKS,
@@ -23,8 +23,8 @@ from scheduling.kernels import (
     RUNNING,
     Floats,
 )
-from scheduling.latency import LatencyModel, StepSample
-from scheduling.preemption import (
+from sluice.scheduling.latency import LatencyModel, StepSample
+from sluice.scheduling.preemption import (
     BATCH_TOKENS,
     CHUNK_TOKENS,
     DEPTH,
@@ -35,9 +35,9 @@ from scheduling.preemption import (
     Prefill,
     decide,
 )
-from simulation.forward import Granularity, Model, Pass
-from simulation.requests import Requests
-from simulation.truth import Noise, Truth
+from sluice.simulation.forward import Granularity, Model, Pass
+from sluice.simulation.requests import Requests
+from sluice.simulation.truth import Noise, Truth
 
 WHOLE = 1 << 30
 """A chunk that no prompt fills."""

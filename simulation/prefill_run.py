@@ -7,22 +7,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduling.admission import AdmissionPolicy
-from scheduling.fleet import Report
-from scheduling.job import Tier
-from scheduling.kernels import BEST_EFFORT, FIELDS, KV_BLOCKS, TTFT, Floats
-from scheduling.latency import LatencyModel
-from scheduling.routing import RouteQuery
-from scheduling.routing import make_policy as make_routing
-from scheduling.state import ROW
-from simulation.config import ClusterConfig
-from simulation.forward import LLAMA3_8B, Model
-from simulation.mirror import Mirror, Sent
-from simulation.preemption import BLOCK_TOKENS, Counts, PreemptionConfig, PrefillEngine
-from simulation.requests import Requests
-from simulation.run import HEADROOM
-from simulation.truth import Truth
-from simulation.workload import Workload
+from sluice.scheduling.admission import AdmissionPolicy
+from sluice.scheduling.fleet import Report
+from sluice.scheduling.job import Tier
+from sluice.scheduling.kernels import BEST_EFFORT, FIELDS, KV_BLOCKS, TTFT, Floats
+from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.routing import RouteQuery
+from sluice.scheduling.routing import make_policy as make_routing
+from sluice.scheduling.state import ROW
+from sluice.simulation.config import ClusterConfig
+from sluice.simulation.forward import LLAMA3_8B, Model
+from sluice.simulation.mirror import Mirror, Sent
+from sluice.simulation.preemption import BLOCK_TOKENS, Counts, PreemptionConfig, PrefillEngine
+from sluice.simulation.requests import Requests
+from sluice.simulation.run import HEADROOM
+from sluice.simulation.truth import Truth
+from sluice.simulation.workload import Workload
 
 REFUSED = "no replica can meet its SLO"
 

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from scheduling.kernels import COMPUTED, EMITTED, KV_BLOCKS, PENDING, PROMPT, RUNNING, Ints
-from simulation.rows import Rows
-from simulation.steps import FREE_BLOCKS, SHARED, SOLE, VICTIMS
-from simulation.workload import Arrival
+from sluice.scheduling.kernels import COMPUTED, EMITTED, KV_BLOCKS, PENDING, PROMPT, RUNNING, Ints
+from sluice.simulation.rows import Rows
+from sluice.simulation.steps import FREE_BLOCKS, SHARED, SOLE, VICTIMS
+from sluice.simulation.workload import Arrival
 
 _REFRESHED = 32
 """Waiting requests at the head of the queue whose hits are kept fresh, as in the replica."""

@@ -7,14 +7,14 @@ from functools import partial
 
 import numpy as np
 
-from scheduling.fleet import Report
-from scheduling.roles import Role
-from scheduling.state import ROW
-from scheduling.transfer import NO_TRANSFERS, Transfers
-from simulation.config import ClusterConfig
-from simulation.engine import Engine, StuckError
-from simulation.events import Events
-from simulation.mirror import PREFILL_KEYS, Mirror, Sent
+from sluice.scheduling.fleet import Report
+from sluice.scheduling.roles import Role
+from sluice.scheduling.state import ROW
+from sluice.scheduling.transfer import NO_TRANSFERS, Transfers
+from sluice.simulation.config import ClusterConfig
+from sluice.simulation.engine import Engine, StuckError
+from sluice.simulation.events import Events
+from sluice.simulation.mirror import PREFILL_KEYS, Mirror, Sent
 
 _NO_ROWS = np.zeros(0, ROW)
 _NOTHING_HELD: frozenset[int] = frozenset()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduling.kernels import (
+from sluice.scheduling.kernels import (
     ARRIVAL,
     BEST_EFFORT,
     COMPUTED,
@@ -31,12 +31,12 @@ from scheduling.kernels import (
     Floats,
     Ints,
 )
-from scheduling.length import LengthPredictor, TaskLengths
-from scheduling.objective import SLO, Times
-from scheduling.request import row_of
-from scheduling.stages import later_of
-from simulation.steps import ADMISSION, OFFSET, PRIVATE, STAGES_LEFT, TARGET
-from simulation.workload import Stage, Workload
+from sluice.scheduling.length import LengthPredictor, TaskLengths
+from sluice.scheduling.objective import SLO, Times
+from sluice.scheduling.request import row_of
+from sluice.scheduling.stages import later_of
+from sluice.simulation.steps import ADMISSION, OFFSET, PRIVATE, STAGES_LEFT, TARGET
+from sluice.simulation.workload import Stage, Workload
 
 _LEAST_STEP = 1 / 16
 """A request that outgrows a prediction is expected to have at least this share more."""
@@ -64,7 +64,7 @@ class Requests:
     A stage is one prefill-and-decode pair; most requests have one. When a stage ends, the next one
     begins at that moment, and the policy sees it as a fresh request that has its context computed:
     output counts from 0, times from the stage's start, and the objective is the stage's
-    (:meth:`~scheduling.objective.SLO.at_stage`).
+    (:meth:`~sluice.scheduling.objective.SLO.at_stage`).
 
     Args:
         workload: what arrives.
@@ -174,7 +174,7 @@ class Requests:
         """Write the fields of a placed request that its engine receives; ``promised_s`` is nan
         without a guarantee. The predicted time of a first token that has left stays. The engine
         plans by ``planned``, or by ``stated`` if that is ``None``; see
-        :meth:`~scheduling.objective.SLO.with_times` for later stages."""
+        :meth:`~sluice.scheduling.objective.SLO.with_times` for later stages."""
         row = self.rows[key]
         row[BEST_EFFORT] = best_effort
         row[PROMISED] = not isnan(promised_s)
@@ -243,7 +243,8 @@ class Requests:
 
     def later(self, keys: Ints, private: Ints) -> Floats | None:
         """What a replica reports of the stages to come of its requests, one row each
-        (:func:`scheduling.stages.later_of`); ``None`` where no request of the run has several."""
+        (:func:`sluice.scheduling.stages.later_of`); ``None`` where no request of the run has
+        several."""
         if self.whole_stages:
             return None
         found = np.zeros((len(keys), 3))

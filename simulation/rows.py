@@ -7,8 +7,8 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduling.kernels import FIELDS, Floats, Ints
-from simulation.steps import COUNTERS, LIVE, PRIVATE
+from sluice.scheduling.kernels import FIELDS, Floats, Ints
+from sluice.simulation.steps import COUNTERS, LIVE, PRIVATE
 
 _CAPACITY = 256
 
@@ -19,8 +19,9 @@ class Rows:
     """Arrays of one length, the first ``live`` rows of which are in use, in order of arrival.
 
     Attributes:
-        table: what policies see, ``float64[capacity, FIELDS]`` of :mod:`scheduling.kernels`.
-        private: what they do not see, ``int64[capacity, PRIVATE]`` of :mod:`simulation.steps`.
+        table: what policies see, ``float64[capacity, FIELDS]`` of :mod:`sluice.scheduling.kernels`.
+        private: what they do not see, ``int64[capacity, PRIVATE]`` of
+            :mod:`sluice.simulation.steps`.
         keys: which requests these are.
         counters: the engine's, ``int64[COUNTERS]``.
         ran: of the step under way, its rows and their tokens, ``int64[capacity, 2]``.

@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduling.batching import BatchPolicy
-from scheduling.latency import LatencyModel
-from scheduling.length import LengthPredictor
-from simulation.config import EngineConfig
-from simulation.engine import Engine
-from simulation.requests import Requests
-from simulation.truth import Belief, Truth
-from simulation.workload import Workload
+from sluice.scheduling.batching import BatchPolicy
+from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.length import LengthPredictor
+from sluice.simulation.config import EngineConfig
+from sluice.simulation.engine import Engine
+from sluice.simulation.requests import Requests
+from sluice.simulation.truth import Belief, Truth
+from sluice.simulation.workload import Workload
 
 HEADROOM = 1.05
 TOO_LONG = "longer than the KV cache"
@@ -37,7 +37,7 @@ class Result:
         computed_tokens: tokens that went through steps.
         recomputed_tokens: of these, those that had been computed before, or were cached, and lost.
         hit_tokens: tokens that prefix caches had.
-        fallbacks: steps that the policy left empty, see :class:`~simulation.engine.Engine`.
+        fallbacks: steps that the policy left empty, see :class:`~sluice.simulation.engine.Engine`.
         dropped: planned entries that the engine could not run.
         correction: mean of the engines' learnt corrections at the end.
         moved: times that a request was placed again after a replica failed.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from scheduling.autoscaling import Load, Pool, State
-from scheduling.roles import Role
-from simulation.config import Autoscaling
-from simulation.events import Events
-from simulation.run import Size
+from sluice.scheduling.autoscaling import Load, Pool, State
+from sluice.scheduling.roles import Role
+from sluice.simulation.config import Autoscaling
+from sluice.simulation.events import Events
+from sluice.simulation.run import Size
 
 
 class Scaler:

@@ -7,9 +7,9 @@ from math import nan
 
 import numpy as np
 
-from scheduling.kernels import Floats
-from scheduling.objective import Anchor, GainWeights
-from simulation.metrics import (
+from sluice.scheduling.kernels import Floats
+from sluice.scheduling.objective import Anchor, GainWeights
+from sluice.simulation.metrics import (
     TPOTMetric,
     attained,
     deadline_gain,
@@ -18,7 +18,7 @@ from simulation.metrics import (
     stages,
     worst_by_request,
 )
-from simulation.run import Result
+from sluice.simulation.run import Result
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class Summary:
 
     Attributes:
         workload, scaling: what arrived, and how its rate was changed.
-        tpot_metric: which TPOT is meant, see :class:`~simulation.metrics.TPOTMetric`; ``stated``
-            where objectives state several.
+        tpot_metric: which TPOT is meant, see :class:`~sluice.simulation.metrics.TPOTMetric`;
+            ``stated`` where objectives state several.
         requests, finished, failed: all that arrived; they ended with all their output, or not.
         offered_rate: requests per second between the first and the last arrival.
         attainment: share of all requests that met every objective.

@@ -11,9 +11,9 @@ from math import inf
 
 import numpy as np
 
-from scheduling.kernels import Floats
-from scheduling.latency import LatencyModel
-from scheduling.step_correction import StepCorrection, caution
+from sluice.scheduling.kernels import Floats
+from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.step_correction import StepCorrection, caution
 
 _DRAWS = 4096
 
@@ -63,7 +63,7 @@ class Belief:
     Attributes:
         model: latency model, head-room included.
         online: whether real times correct it, by
-            :class:`~scheduling.step_correction.StepCorrection`.
+            :class:`~sluice.scheduling.step_correction.StepCorrection`.
     """
 
     model: LatencyModel

@@ -12,9 +12,9 @@ from contextvars import ContextVar, Token
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 
-from telemetry.config import LogsConfig
+from sluice.telemetry.config import LogsConfig
 
-PACKAGES = ("router", "replica", "controller", "scheduling", "telemetry", "opentelemetry")
+PACKAGES = ("sluice", "opentelemetry")
 """The loggers that are set up: those of this project's processes, and the exporter of spans."""
 
 MAX_FILE_BYTES = 16 << 20

@@ -13,9 +13,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from controller.config import ControllerConfig
-from deploy import ray_settings
-from scheduling.placement_warm_up import warm_up_placement
+from sluice.controller.config import ControllerConfig
+from sluice.deploy import ray_settings
+from sluice.scheduling.placement_warm_up import warm_up_placement
 
 _TEST_SETTINGS = {
     # The address of the machine, as on a cluster: some tests start several nodes.

@@ -18,7 +18,7 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-from replica.private_dir import SOCKETS_VARIABLE
+from sluice.replica.private_dir import SOCKETS_VARIABLE
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry
 
-from controller.actor import Controller
-from controller.client import CallMetrics
-from controller.config import ControllerConfig
-from replica.config import EngineConfig
-from replica.metrics import ReplicaCollector
-from replica.simulated.engine import SimulatedEngine
-from router.batches.metrics import BatchMetrics
-from router.metrics.instruments import RouterMetrics
-from router.metrics.page import ControllerMetricsPage
-from router.tenancy.auth import KeyMetrics
+from sluice.controller.actor import Controller
+from sluice.controller.client import CallMetrics
+from sluice.controller.config import ControllerConfig
+from sluice.replica.config import EngineConfig
+from sluice.replica.metrics import ReplicaCollector
+from sluice.replica.simulated.engine import SimulatedEngine
+from sluice.router.batches.metrics import BatchMetrics
+from sluice.router.metrics.instruments import RouterMetrics
+from sluice.router.metrics.page import ControllerMetricsPage
+from sluice.router.tenancy.auth import KeyMetrics
 
 
 class Family(NamedTuple):

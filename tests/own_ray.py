@@ -12,10 +12,10 @@ from pathlib import Path
 import ray
 from ray import serve
 
-from controller.lookup import NAMESPACE
-from deploy.local import start_serve
-from deploy.ray_settings import free_port
-from deploy.ray_start import start_ray
+from sluice.controller.lookup import NAMESPACE
+from sluice.deploy.local import start_serve
+from sluice.deploy.ray_settings import free_port
+from sluice.deploy.ray_start import start_ray
 from tests.deploy.certificate import TlsPort, tls_port
 
 

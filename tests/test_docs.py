@@ -13,18 +13,18 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from deploy.cli import main
-from deploy.config import SluiceConfig
-from deploy.policies import policies
-from deploy.reference import KINDS, pages
-from deploy.reference import POLICIES as POLICY_PAGES
-from replica.config import AutoscalingConfig
-from scheduling.batching import POLICIES, BatchPolicy
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO
-from scheduling.request import QueueView
-from simulation.run import simulate
-from simulation.workload import Arrival, Workload
+from sluice.deploy.cli import main
+from sluice.deploy.config import SluiceConfig
+from sluice.deploy.policies import policies
+from sluice.deploy.reference import KINDS, pages
+from sluice.deploy.reference import POLICIES as POLICY_PAGES
+from sluice.replica.config import AutoscalingConfig
+from sluice.scheduling.batching import POLICIES, BatchPolicy
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.request import QueueView
+from sluice.simulation.run import simulate
+from sluice.simulation.workload import Arrival, Workload
 from tests.documents import DOCUMENTS, README, ROOT, blocks, marked, rows, section, shell
 from tests.scheduling.views import ROOMY, decode, prefill
 
@@ -288,5 +288,5 @@ def test_the_configurations_of_the_documents_are_accepted(text: str) -> None:
 def test_the_configurations_for_serve_are_accepted(text: str) -> None:
     schema = ServeDeploySchema.model_validate(yaml.safe_load(text))
     for application in schema.applications:
-        assert application.import_path == "deploy.app:build"
+        assert application.import_path == "sluice.deploy.app:build"
         SluiceConfig.model_validate(application.args)

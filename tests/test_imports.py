@@ -1,5 +1,5 @@
 """Imports run downward only: ``deploy -> router -> controller -> scheduling`` and
-``deploy -> replica -> scheduling``."""
+``deploy -> replica -> scheduling``. Modules are named without ``sluice.`` here, the root of all."""
 
 import ast
 import sys
@@ -73,7 +73,8 @@ def imported(module: str, source: str, is_package: bool) -> list[tuple[int, str]
             base = node.module or ""
             if node.level:
                 drop = node.level - 1 if is_package else node.level
-                parts = module.split(".")[: len(module.split(".")) - drop]
+                parts = ["sluice", *module.split(".")]
+                parts = parts[: len(parts) - drop]
                 base = ".".join([*parts, base] if base else parts)
             names += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
     return names
@@ -85,9 +86,12 @@ def violations(module: str, source: str, is_package: bool = False) -> list[str]:
     found = []
     for line, name in imported(module, source, is_package):
         top = name.split(".")[0]
+        ours = name.removeprefix("sluice.")
         if top in ALLOWED:
-            if not any(f"{name}.".startswith(f"{base}.") for base in ALLOWED[package]):
-                found.append(f"{module}:{line}: {package} must not import {name}")
+            found.append(f"{module}:{line}: {name} must be imported as sluice.{name}")
+        elif top == "sluice":
+            if not any(f"{ours}.".startswith(f"{base}.") for base in ALLOWED[package]):
+                found.append(f"{module}:{line}: {package} must not import {ours}")
         elif top == "tests":
             found.append(f"{module}:{line}: {package} must not import tests")
         elif package == "scheduling" and top not in SCHEDULING_LIBRARIES:
@@ -128,7 +132,7 @@ def arrows() -> dict[str, set[str]]:
         named[".".join(parts[:-1] if is_package else parts)] = path.read_text(), is_package
     found = {}
     for module, (source, is_package) in named.items():
-        names = [name for _, name in imported(module, source, is_package)]
+        names = [name.removeprefix("sluice.") for _, name in imported(module, source, is_package)]
         found[module] = {
             name if name in named else name.rpartition(".")[0] for name in names
         } & named.keys() - {module}
@@ -155,23 +159,24 @@ def test_no_import_goes_in_a_circle_between_modules_or_sub_packages() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("scheduling.x", "import controller.messages"),
+        ("scheduling.x", "import sluice.controller.messages"),
         ("scheduling.x", "from ray import serve"),
+        ("router.x", "from scheduling.objective import SLO"),
         ("scheduling.x", "def f():\n    import vllm"),
-        ("controller.x", "from router.app import build"),
-        ("controller.x", "import replica"),
-        ("replica.x", "from controller.actor import Controller"),
-        ("replica.x", "from controller import actor"),
-        ("replica.x", "import controller"),
-        ("router.x", "from replica.engine_vllm import VLLMEngine"),
-        ("router.x", "from replica.config import ReplicaConfig"),
-        ("router.x", "from deploy.config import Config"),
+        ("controller.x", "from sluice.router.app import build"),
+        ("controller.x", "import sluice.replica"),
+        ("replica.x", "from sluice.controller.actor import Controller"),
+        ("replica.x", "from sluice.controller import actor"),
+        ("replica.x", "import sluice.controller"),
+        ("router.x", "from sluice.replica.engine_vllm import VLLMEngine"),
+        ("router.x", "from sluice.replica.config import ReplicaConfig"),
+        ("router.x", "from sluice.deploy.config import Config"),
         ("router.sub.x", "from ...deploy import config"),
-        ("simulation.x", "from replica.engine import Engine"),
-        ("simulation.x", "from deploy.config import load_config"),
-        ("simulation.planning.x", "from benchmarks import planning"),
-        ("deploy.x", "from simulation.planning import simulate"),
-        ("deploy.x", "from benchmarks import planning"),
+        ("simulation.x", "from sluice.replica.engine import Engine"),
+        ("simulation.x", "from sluice.deploy.config import load_config"),
+        ("simulation.planning.x", "from sluice.benchmarks import planning"),
+        ("deploy.x", "from sluice.simulation.planning import simulate"),
+        ("deploy.x", "from sluice.benchmarks import planning"),
         ("deploy.x", "from tests.scheduling import views"),
     ],
 )
@@ -183,15 +188,20 @@ def test_the_check_sees_a_violation(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("scheduling.x", "import math\nimport numpy as np\nfrom pydantic import Field"),
-        ("scheduling.x", "from scheduling.objective import SLO"),
+        ("scheduling.x", "from sluice.scheduling.objective import SLO"),
         ("scheduling.batching.x", "from . import base\nfrom ..objective import SLO"),
-        ("controller.x", "import ray\nfrom scheduling.routing import make_policy"),
+        ("controller.x", "import ray\nfrom sluice.scheduling.routing import make_policy"),
         (
             "replica.x",
-            "from controller.client import ControllerClient\nfrom controller import config",
+            "from sluice.controller.client import ControllerClient\n"
+            "from sluice.controller import config",
         ),
-        ("router.x", "from replica.engine import Engine\nimport controller.messages"),
-        ("deploy.x", "import router.app\nimport replica.vllm.engine\nimport controller.actor"),
+        ("router.x", "from sluice.replica.engine import Engine\nimport sluice.controller.messages"),
+        (
+            "deploy.x",
+            "import sluice.router.app\nimport sluice.replica.vllm.engine\n"
+            "import sluice.controller.actor",
+        ),
     ],
 )
 def test_the_check_lets_what_is_allowed_pass(module: str, source: str) -> None:

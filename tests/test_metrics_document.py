@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-from scheduling.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS
+from sluice.scheduling.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS
 from tests.documents import ROOT
 from tests.metrics_catalogue import Family, catalogue
 
@@ -35,7 +35,7 @@ def test_only_counters_end_in_total() -> None:
 
 def test_the_buckets_of_times_span_what_is_measured() -> None:
     """From a fraction of what is usual to beyond what an alert or an objective may ask for."""
-    from router.metrics.instruments import DECISION_BUCKETS_S, TPOT_BUCKETS_S, TTFT_BUCKETS_S
+    from sluice.router.metrics.instruments import DECISION_BUCKETS_S, TPOT_BUCKETS_S, TTFT_BUCKETS_S
 
     # The default classes' objectives are bounds of buckets, so their attainment can be read off.
     assert {0.5, 2} <= set(TTFT_BUCKETS_S) and {0.05, 0.1} <= set(TPOT_BUCKETS_S)

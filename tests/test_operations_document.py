@@ -8,7 +8,7 @@ import shlex
 
 import yaml
 
-from deploy.config import SluiceConfig, parse_config
+from sluice.deploy.config import SluiceConfig, parse_config
 from tests.deploy.prometheus.test_prometheus import promtool
 from tests.documents import ROOT, marked
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.ray_settings import free_port
+from sluice.deploy.ray_settings import free_port
 from tests.documents import README, ROOT, marked, newcomer, shell
 from tests.e2e.conftest import wait_until
 
@@ -85,7 +85,7 @@ def test_the_commands_work() -> None:
 
 
 BENCHMARKS = [line for block in marked(README, "run: bench") for line in block.splitlines()]
-ON_RAY = "python -m benchmarks.spine"
+ON_RAY = "python -m sluice.benchmarks.spine"
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ import re
 
 import pytest
 
-from deploy.haproxy import TLS_CERTIFICATE_VARIABLE, TLS_CONFIG
-from router.config import RouterConfig
-from router.request.token_limits import CHARACTERS_PER_TOKEN, UNSTATED_OUTPUT_TOKENS
-from router.tenancy.auth import POLL_S
-from router.tenancy.keys import WEAK_CHARACTERS, ApiKey, client_of, parse_keys
-from router.tenancy.limits import Client, TenantLimits
-from router.tenancy.rate_limits import EXCHANGE_S, RateLimiter
+from sluice.deploy.haproxy import TLS_CERTIFICATE_VARIABLE, TLS_CONFIG
+from sluice.router.config import RouterConfig
+from sluice.router.request.token_limits import CHARACTERS_PER_TOKEN, UNSTATED_OUTPUT_TOKENS
+from sluice.router.tenancy.auth import POLL_S
+from sluice.router.tenancy.keys import WEAK_CHARACTERS, ApiKey, client_of, parse_keys
+from sluice.router.tenancy.limits import Client, TenantLimits
+from sluice.router.tenancy.rate_limits import EXCHANGE_S, RateLimiter
 from tests.documents import ROOT, marked, section
 
 PAGE = ROOT / "docs" / "security.md"

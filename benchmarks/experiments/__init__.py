@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.experiments import (
+from sluice.benchmarks.experiments import (
     admission,
     annealing,
     autoscaling,
@@ -24,7 +24,7 @@ from benchmarks.experiments import (
     speculation,
     uneven,
 )
-from benchmarks.experiments.base import Experiment
+from sluice.benchmarks.experiments.base import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment

@@ -5,14 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.experiments.base import Cell, Experiment, Findings, Plan, Row, Value, pivot
-from benchmarks.experiments.clusters import DEFAULT, METRICS, System, cluster_cells, colocated
-from benchmarks.experiments.default_policy import DEFAULT as LOCAL
-from benchmarks.experiments.engines import SETUPS, Contender
-from benchmarks.experiments.loads import GENERATED, Span
-from benchmarks.experiments.routers import GENERATED_NORMAL, SETTING
-from scheduling.admission import POLICIES
-from simulation.config import WhenUnattainable
+from sluice.benchmarks.experiments.base import Cell, Experiment, Findings, Plan, Row, Value, pivot
+from sluice.benchmarks.experiments.clusters import (
+    DEFAULT,
+    METRICS,
+    System,
+    cluster_cells,
+    colocated,
+)
+from sluice.benchmarks.experiments.default_policy import DEFAULT as LOCAL
+from sluice.benchmarks.experiments.engines import SETUPS, Contender
+from sluice.benchmarks.experiments.loads import GENERATED, Span
+from sluice.benchmarks.experiments.routers import GENERATED_NORMAL, SETTING
+from sluice.scheduling.admission import POLICIES
+from sluice.simulation.config import WhenUnattainable
 
 FIGURES = {
     **METRICS,

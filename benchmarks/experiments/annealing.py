@@ -9,13 +9,22 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.annealing import exhaustive, in_order, make_jobs, score
-from benchmarks.experiments.base import Cell, Experiment, Findings, Plan, Row, Value, grouped, pivot
-from benchmarks.experiments.engines import SETUPS, Contender, Setup, run
-from scheduling.batching.annealing import AnnealingOptions
-from scheduling.batching.priority_mapping import Schedule, anneal
-from simulation.metrics import TPOTMetric, attained, stages
-from simulation.workloads.settings import chat_and_code
+from sluice.benchmarks.annealing import exhaustive, in_order, make_jobs, score
+from sluice.benchmarks.experiments.base import (
+    Cell,
+    Experiment,
+    Findings,
+    Plan,
+    Row,
+    Value,
+    grouped,
+    pivot,
+)
+from sluice.benchmarks.experiments.engines import SETUPS, Contender, Setup, run
+from sluice.scheduling.batching.annealing import AnnealingOptions
+from sluice.scheduling.batching.priority_mapping import Schedule, anneal
+from sluice.simulation.metrics import TPOTMetric, attained, stages
+from sluice.simulation.workloads.settings import chat_and_code
 
 REPEATS = 5
 MOST_EXHAUSTIVE = 6

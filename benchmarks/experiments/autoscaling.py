@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.experiments.base import (
+from sluice.benchmarks.experiments.base import (
     Cell,
     Experiment,
     Findings,
@@ -19,18 +19,30 @@ from benchmarks.experiments.base import (
     estimate,
     grouped,
 )
-from benchmarks.experiments.clusters import ADMISSION, System, cluster_figures, colocated, run
-from benchmarks.experiments.clusters import DEFAULT as ROUTER
-from benchmarks.experiments.default_policy import DEFAULT as LOCAL
-from benchmarks.experiments.engines import SETUPS, Contender, Setup
-from benchmarks.experiments.loads import GENERATED, LOAD_WORDS, Make, full_load_rate, recorded
-from scheduling import autoscaling
-from scheduling.roles import Role
-from simulation.config import Autoscaling
-from simulation.planning.plots import Table
-from simulation.workload import Workload, merged, with_objectives
-from simulation.workloads.arrivals import Diurnal, Surges
-from simulation.workloads.settings import proserve
+from sluice.benchmarks.experiments.clusters import (
+    ADMISSION,
+    System,
+    cluster_figures,
+    colocated,
+    run,
+)
+from sluice.benchmarks.experiments.clusters import DEFAULT as ROUTER
+from sluice.benchmarks.experiments.default_policy import DEFAULT as LOCAL
+from sluice.benchmarks.experiments.engines import SETUPS, Contender, Setup
+from sluice.benchmarks.experiments.loads import (
+    GENERATED,
+    LOAD_WORDS,
+    Make,
+    full_load_rate,
+    recorded,
+)
+from sluice.scheduling import autoscaling
+from sluice.scheduling.roles import Role
+from sluice.simulation.config import Autoscaling
+from sluice.simulation.planning.plots import Table
+from sluice.simulation.workload import Workload, merged, with_objectives
+from sluice.simulation.workloads.arrivals import Diurnal, Surges
+from sluice.simulation.workloads.settings import proserve
 
 SETUP = SETUPS["70b"]
 STARTUP_S = 30.0

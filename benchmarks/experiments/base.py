@@ -9,8 +9,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
-from simulation.estimate import Estimate
-from simulation.planning.plots import Chart, Point, Table
+from sluice.simulation.estimate import Estimate
+from sluice.simulation.planning.plots import Chart, Point, Table
 
 Scale = Literal["quick", "normal", "full"]
 """How much to run: seconds (a smoke test whose figures mean nothing), minutes, or longer."""

@@ -7,17 +7,17 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.experiments.base import Cell, Experiment, Findings, Plan, Row, pivot
-from benchmarks.experiments.engines import NOISE, SETUPS
-from benchmarks.experiments.loads import GENERATED, LOAD_WORDS, full_load_rate
-from scheduling.batching import make_policy
-from scheduling.objective import SLO
-from simulation.engine import Engine
-from simulation.metrics import TPOTMetric, attained, stages
-from simulation.requests import Requests
-from simulation.run import HEADROOM, drive
-from simulation.truth import Belief, Truth
-from simulation.workload import Workload, merged, with_objectives
+from sluice.benchmarks.experiments.base import Cell, Experiment, Findings, Plan, Row, pivot
+from sluice.benchmarks.experiments.engines import NOISE, SETUPS
+from sluice.benchmarks.experiments.loads import GENERATED, LOAD_WORDS, full_load_rate
+from sluice.scheduling.batching import make_policy
+from sluice.scheduling.objective import SLO
+from sluice.simulation.engine import Engine
+from sluice.simulation.metrics import TPOTMetric, attained, stages
+from sluice.simulation.requests import Requests
+from sluice.simulation.run import HEADROOM, drive
+from sluice.simulation.truth import Belief, Truth
+from sluice.simulation.workload import Workload, merged, with_objectives
 
 SETUP = SETUPS["8b-short"]
 WORKLOAD = "proserve sharegpt"

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.experiments.base import Cell, Row, Value, difference, estimate, grouped
-from benchmarks.experiments.default_policy import STATIC
-from benchmarks.experiments.engines import NOISE, Contender, Run, Setup, figures
-from benchmarks.experiments.loads import (
+from sluice.benchmarks.experiments.base import Cell, Row, Value, difference, estimate, grouped
+from sluice.benchmarks.experiments.default_policy import STATIC
+from sluice.benchmarks.experiments.engines import NOISE, Contender, Run, Setup, figures
+from sluice.benchmarks.experiments.loads import (
     SAMPLE,
     Make,
     Span,
@@ -20,19 +20,19 @@ from benchmarks.experiments.loads import (
     least_tpot_s,
     profiled_budget,
 )
-from controller.config import ControllerConfig
-from scheduling import admission as admissions
-from scheduling import batching, routing
-from scheduling.length import OracleLengths, TaskLengths
-from scheduling.objective import SLO, GainWeights
-from scheduling.roles import Role
-from simulation.cluster import REFUSED, Incident, Node, simulate_cluster
-from simulation.config import Autoscaling, ClusterConfig, WhenUnattainable
-from simulation.metrics import TPOTMetric, attained, deadline_gain, stages
-from simulation.planning.plots import Table
-from simulation.run import HEADROOM
-from simulation.truth import Belief, Truth
-from simulation.workload import Workload
+from sluice.controller.config import ControllerConfig
+from sluice.scheduling import admission as admissions
+from sluice.scheduling import batching, routing
+from sluice.scheduling.length import OracleLengths, TaskLengths
+from sluice.scheduling.objective import SLO, GainWeights
+from sluice.scheduling.roles import Role
+from sluice.simulation.cluster import REFUSED, Incident, Node, simulate_cluster
+from sluice.simulation.config import Autoscaling, ClusterConfig, WhenUnattainable
+from sluice.simulation.metrics import TPOTMetric, attained, deadline_gain, stages
+from sluice.simulation.planning.plots import Table
+from sluice.simulation.run import HEADROOM
+from sluice.simulation.truth import Belief, Truth
+from sluice.simulation.workload import Workload
 
 DEFAULT = ControllerConfig().policy
 """The router that a controller has by default"""
@@ -140,7 +140,7 @@ def run(
         setup: of the replicas that ``layout`` does not name.
         layout: the replicas.
         seed: of the noise, of lost reports and of randomized routers.
-        oracle: see :func:`benchmarks.experiments.engines.run`.
+        oracle: see :func:`sluice.benchmarks.experiments.engines.run`.
         autoscaling: changes the numbers of replicas that ``layout`` begins with; ``None``: they
             are fixed.
     """
@@ -174,9 +174,9 @@ def run(
 
 
 def cluster_figures(done: Run) -> dict[str, float]:
-    """The figures of one engine (:func:`benchmarks.experiments.engines.figures`), the TDG ratio of
-    first tokens alone, the requests in time per second of a replica, the KV transfers per request,
-    and the figures of admission.
+    """The figures of one engine (:func:`sluice.benchmarks.experiments.engines.figures`), the TDG
+    ratio of first tokens alone, the requests in time per second of a replica, the KV transfers per
+    request, and the figures of admission.
 
     ``promised``, ``best_effort``: shares of all requests; ``kept``, ``best_effort_met``: of these,
     the shares that attained; ``ttft_over_p50``, ``ttft_over_p90``: quantiles of the TTFT over the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.experiments.base import (
+from sluice.benchmarks.experiments.base import (
     Cell,
     Experiment,
     Findings,
@@ -15,8 +15,8 @@ from benchmarks.experiments.base import (
     estimate,
     grouped,
 )
-from benchmarks.experiments.engines import SETUPS, Contender, Setup
-from benchmarks.experiments.loads import (
+from sluice.benchmarks.experiments.engines import SETUPS, Contender, Setup
+from sluice.benchmarks.experiments.loads import (
     GENERATED,
     LOAD_WORDS,
     SAMPLE,
@@ -27,8 +27,8 @@ from benchmarks.experiments.loads import (
     profiled_budget,
     recorded,
 )
-from scheduling.batching import POLICIES
-from simulation.planning.plots import Table
+from sluice.scheduling.batching import POLICIES
+from sluice.simulation.planning.plots import Table
 
 DEFAULT = "deadline_triage"
 CELL = ("workload", "setup", "load")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from benchmarks.experiments.base import (
+from sluice.benchmarks.experiments.base import (
     Cell,
     Experiment,
     Findings,
@@ -19,8 +19,8 @@ from benchmarks.experiments.base import (
     grouped,
     pivot,
 )
-from benchmarks.experiments.capacity import Loads, greatest_loads
-from benchmarks.experiments.clusters import (
+from sluice.benchmarks.experiments.capacity import Loads, greatest_loads
+from sluice.benchmarks.experiments.clusters import (
     DEFAULT,
     LOAD_WORDS,
     Layout,
@@ -30,15 +30,15 @@ from benchmarks.experiments.clusters import (
     of_roles,
     run,
 )
-from benchmarks.experiments.default_policy import DEFAULT as LOCAL
-from benchmarks.experiments.engines import SETUPS, Contender, Setup, figures
-from benchmarks.experiments.loads import SAMPLE, Make, Span, alone_s, full_load_rate
-from scheduling.pool_ratio import PoolDemand
-from simulation.capacity import pool_demand
-from simulation.planning.plots import Table
-from simulation.workload import Workload, with_objectives
-from simulation.workloads.arrivals import Poisson
-from simulation.workloads.settings import slos_serve
+from sluice.benchmarks.experiments.default_policy import DEFAULT as LOCAL
+from sluice.benchmarks.experiments.engines import SETUPS, Contender, Setup, figures
+from sluice.benchmarks.experiments.loads import SAMPLE, Make, Span, alone_s, full_load_rate
+from sluice.scheduling.pool_ratio import PoolDemand
+from sluice.simulation.capacity import pool_demand
+from sluice.simulation.planning.plots import Table
+from sluice.simulation.workload import Workload, with_objectives
+from sluice.simulation.workloads.arrivals import Poisson
+from sluice.simulation.workloads.settings import slos_serve
 
 SETUP = SETUPS["8b"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from benchmarks.experiments.base import Cell, Experiment, Findings, Plan, Row, chart, pivot
-from benchmarks.experiments.engines import SETUPS, Contender
-from benchmarks.experiments.loads import GENERATED, LOAD_WORDS, full_load_rate, measure
+from sluice.benchmarks.experiments.base import Cell, Experiment, Findings, Plan, Row, chart, pivot
+from sluice.benchmarks.experiments.engines import SETUPS, Contender
+from sluice.benchmarks.experiments.loads import GENERATED, LOAD_WORDS, full_load_rate, measure
 
 OURS = Contender("deadline_triage", "deadline_triage")
 DAY_S = 86_400.0

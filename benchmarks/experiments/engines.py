@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.experiments.pab_admission import Rejecting
-from scheduling.batching import make_policy
-from scheduling.latency import LatencyModel, LinearLatency
-from scheduling.length import OracleLengths, TaskLengths
-from scheduling.speculation import AllDrafts
-from simulation.config import EngineConfig
-from simulation.metrics import (
+from sluice.benchmarks.experiments.pab_admission import Rejecting
+from sluice.scheduling.batching import make_policy
+from sluice.scheduling.latency import LatencyModel, LinearLatency
+from sluice.scheduling.length import OracleLengths, TaskLengths
+from sluice.scheduling.speculation import AllDrafts
+from sluice.simulation.config import EngineConfig
+from sluice.simulation.metrics import (
     Flags,
     Stages,
     TPOTMetric,
@@ -30,9 +30,9 @@ from simulation.metrics import (
     stages,
     worst_by_request,
 )
-from simulation.run import HEADROOM, Result, simulate
-from simulation.truth import Belief, Truth
-from simulation.workload import Workload
+from sluice.simulation.run import HEADROOM, Result, simulate
+from sluice.simulation.truth import Belief, Truth
+from sluice.simulation.workload import Workload
 
 NOISE = 0.03
 

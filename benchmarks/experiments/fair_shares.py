@@ -9,8 +9,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.experiments.base import Cell, Experiment, Findings, Plan, Row, estimate, grouped
-from benchmarks.experiments.clusters import (
+from sluice.benchmarks.experiments.base import (
+    Cell,
+    Experiment,
+    Findings,
+    Plan,
+    Row,
+    estimate,
+    grouped,
+)
+from sluice.benchmarks.experiments.clusters import (
     ADMISSION,
     DEFAULT,
     System,
@@ -18,15 +26,15 @@ from benchmarks.experiments.clusters import (
     colocated,
     run,
 )
-from benchmarks.experiments.default_policy import DEFAULT as LOCAL
-from benchmarks.experiments.engines import SETUPS, Contender
-from benchmarks.experiments.loads import GENERATED, LOAD_WORDS
-from scheduling.fair_shares import water_level
-from scheduling.kernels import Floats
-from simulation.config import WhenUnattainable
-from simulation.metrics import TPOTMetric, attained, stages
-from simulation.planning.plots import Table
-from simulation.workload import Workload, merged
+from sluice.benchmarks.experiments.default_policy import DEFAULT as LOCAL
+from sluice.benchmarks.experiments.engines import SETUPS, Contender
+from sluice.benchmarks.experiments.loads import GENERATED, LOAD_WORDS
+from sluice.scheduling.fair_shares import water_level
+from sluice.scheduling.kernels import Floats
+from sluice.simulation.config import WhenUnattainable
+from sluice.simulation.metrics import TPOTMetric, attained, stages
+from sluice.simulation.planning.plots import Table
+from sluice.simulation.workload import Workload, merged
 
 OVERLOAD = 3.0
 WINDOW_S = 30.0

@@ -8,7 +8,7 @@ from functools import partial
 from math import exp, log
 from statistics import fmean
 
-from benchmarks.experiments.base import (
+from sluice.benchmarks.experiments.base import (
     Cell,
     Experiment,
     Findings,
@@ -20,14 +20,14 @@ from benchmarks.experiments.base import (
     grouped,
     pivot,
 )
-from benchmarks.experiments.engines import SETUPS, Contender, Setup
-from benchmarks.experiments.loads import LOAD_WORDS, Make, Span, load_cells
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO
-from simulation.estimate import Estimate
-from simulation.planning.plots import Table
-from simulation.workload import Workload, with_objectives
-from simulation.workloads.settings import FAIRBATCHING, fairbatching
+from sluice.benchmarks.experiments.engines import SETUPS, Contender, Setup
+from sluice.benchmarks.experiments.loads import LOAD_WORDS, Make, Span, load_cells
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO
+from sluice.simulation.estimate import Estimate
+from sluice.simulation.planning.plots import Table
+from sluice.simulation.workload import Workload, with_objectives
+from sluice.simulation.workloads.settings import FAIRBATCHING, fairbatching
 
 FIGURE = "attainment_running_max"
 

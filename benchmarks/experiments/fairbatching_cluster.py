@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from benchmarks.experiments.base import (
+from sluice.benchmarks.experiments.base import (
     Cell,
     Experiment,
     Findings,
@@ -16,7 +16,7 @@ from benchmarks.experiments.base import (
     grouped,
     pivot,
 )
-from benchmarks.experiments.clusters import (
+from sluice.benchmarks.experiments.clusters import (
     ADMISSION,
     DEFAULT,
     LOAD_WORDS,
@@ -24,14 +24,22 @@ from benchmarks.experiments.clusters import (
     cluster_cells,
     colocated,
 )
-from benchmarks.experiments.default_policy import DEFAULT as LOCAL
-from benchmarks.experiments.engines import SETUPS, Contender
-from benchmarks.experiments.fairbatching import FAIR, FCFS, FIGURE, OURS, SARATHI, of_dataset, peaks
-from benchmarks.experiments.fairbatching import SETTING as ONE_NODE
-from benchmarks.experiments.loads import Span
-from simulation.estimate import Estimate
-from simulation.planning.plots import Table
-from simulation.workloads.settings import FAIRBATCHING
+from sluice.benchmarks.experiments.default_policy import DEFAULT as LOCAL
+from sluice.benchmarks.experiments.engines import SETUPS, Contender
+from sluice.benchmarks.experiments.fairbatching import (
+    FAIR,
+    FCFS,
+    FIGURE,
+    OURS,
+    SARATHI,
+    of_dataset,
+    peaks,
+)
+from sluice.benchmarks.experiments.fairbatching import SETTING as ONE_NODE
+from sluice.benchmarks.experiments.loads import Span
+from sluice.simulation.estimate import Estimate
+from sluice.simulation.planning.plots import Table
+from sluice.simulation.workloads.settings import FAIRBATCHING
 
 VLLM = "vllm"
 """vLLM's own balancer: waiting requests count four times, running ones once."""

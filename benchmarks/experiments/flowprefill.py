@@ -6,11 +6,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from benchmarks.experiments.base import Cell, Experiment, Findings, Plan, Row, Value, chart, pivot
-from benchmarks.experiments.capacity import CAPACITY_WORDS
-from benchmarks.experiments.engines import Contender
-from benchmarks.experiments.loads import Make
-from benchmarks.experiments.prefills import (
+from sluice.benchmarks.experiments.base import (
+    Cell,
+    Experiment,
+    Findings,
+    Plan,
+    Row,
+    Value,
+    chart,
+    pivot,
+)
+from sluice.benchmarks.experiments.capacity import CAPACITY_WORDS
+from sluice.benchmarks.experiments.engines import Contender
+from sluice.benchmarks.experiments.loads import Make
+from sluice.benchmarks.experiments.prefills import (
     FIGURE,
     MODELS,
     SETTING,
@@ -26,7 +35,7 @@ from benchmarks.experiments.prefills import (
     tightest,
     workloads,
 )
-from simulation.preemption import WHOLE
+from sluice.simulation.preemption import WHOLE
 
 DISTSERVE = Contender("distserve", "fcfs", batch_tokens=8_192)
 CP2K = Contender("distserve-cp2k", "edf", {"token_budget": 2_048}, batch_tokens=2_048)

@@ -5,8 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.experiments.base import Cell, Experiment, Findings, Plan, Row, Value, chart, pivot
-from benchmarks.experiments.prefills import (
+from sluice.benchmarks.experiments.base import (
+    Cell,
+    Experiment,
+    Findings,
+    Plan,
+    Row,
+    Value,
+    chart,
+    pivot,
+)
+from sluice.benchmarks.experiments.prefills import (
     FIGURE,
     SETTING,
     Kind,
@@ -16,7 +25,7 @@ from benchmarks.experiments.prefills import (
     span,
     workloads,
 )
-from simulation.preemption import PreemptionConfig
+from sluice.simulation.preemption import PreemptionConfig
 
 MODEL = "llama3-8b"
 

@@ -11,14 +11,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.experiments.base import Cell, Value
-from benchmarks.experiments.engines import Contender, Setup, figures, run
-from scheduling.latency import LatencyModel
-from simulation.workload import Workload, stretched, thinned, with_objectives, with_priorities
-from simulation.workloads.arrivals import OnOff
-from simulation.workloads.generators import Slowdown
-from simulation.workloads.lengths import LengthDistribution
-from simulation.workloads.settings import (
+from sluice.benchmarks.experiments.base import Cell, Value
+from sluice.benchmarks.experiments.engines import Contender, Setup, figures, run
+from sluice.scheduling.latency import LatencyModel
+from sluice.simulation.workload import (
+    Workload,
+    stretched,
+    thinned,
+    with_objectives,
+    with_priorities,
+)
+from sluice.simulation.workloads.arrivals import OnOff
+from sluice.simulation.workloads.generators import Slowdown
+from sluice.simulation.workloads.lengths import LengthDistribution
+from sluice.simulation.workloads.settings import (
     chat_and_code,
     fairbatching,
     flowprefill,
@@ -26,7 +32,7 @@ from simulation.workloads.settings import (
     proserve_objectives,
     slos_serve,
 )
-from simulation.workloads.traces import TraceError, load
+from sluice.simulation.workloads.traces import TraceError, load
 
 Make = Callable[[Setup, float, int, int], Workload]
 """A workload for a setup: its rate, the number of requests, and the seed."""
@@ -82,8 +88,8 @@ GENERATED: dict[str, Make] = {
     "flowprefill": _flowprefill,
     "chat and code": _chat_and_code,
 }
-"""The papers' settings (:mod:`simulation.workloads.settings`), one without a TPOT objective and one
-in bursts of 8 s on average with 12 s of silence between them."""
+"""The papers' settings (:mod:`sluice.simulation.workloads.settings`), one without a TPOT objective
+and one in bursts of 8 s on average with 12 s of silence between them."""
 
 
 @lru_cache(maxsize=8)
@@ -179,7 +185,7 @@ def measure(
     oracle: bool,
     seed: int,
 ) -> Mapping[str, float]:
-    """The figures of one run of a cell, see :func:`benchmarks.experiments.engines.run`."""
+    """The figures of one run of a cell, see :func:`sluice.benchmarks.experiments.engines.run`."""
     return figures(run(make(setup, rate, requests, seed), contender, setup, seed, oracle))
 
 

@@ -6,13 +6,13 @@ from math import inf
 
 import numpy as np
 
-from scheduling.admission.pab import replica_pab_tokens
-from scheduling.batching import BatchBudget, BatchPlan, BatchPolicy, make_policy
-from scheduling.batching.base import BatchBuilder
-from scheduling.kernels import ARRIVAL, PENDING, RUNNING, TTFT
-from scheduling.latency import LatencyModel
-from scheduling.request import QueueView
-from simulation.mirror import state_rows
+from sluice.scheduling.admission.pab import replica_pab_tokens
+from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy, make_policy
+from sluice.scheduling.batching.base import BatchBuilder
+from sluice.scheduling.kernels import ARRIVAL, PENDING, RUNNING, TTFT
+from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.request import QueueView
+from sluice.simulation.mirror import state_rows
 
 REFERENCE_TPOT_S = 0.1
 """TPOT that the budget assumes for decodes without a TPOT objective."""

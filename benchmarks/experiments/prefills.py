@@ -11,20 +11,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.experiments.base import Cell, Plan, Value
-from benchmarks.experiments.capacity import greatest_loads
-from benchmarks.experiments.engines import NOISE, SETUPS, Contender, Setup, figures, run
-from benchmarks.experiments.loads import Make, Span, full_load_rate, recorded
-from scheduling.admission import make_policy as make_admission
-from scheduling.objective import SLO
-from simulation.config import EngineConfig
-from simulation.forward import LLAMA3_8B, LLAMA3_70B
-from simulation.metrics import TPOTMetric, attained, stages
-from simulation.preemption import WHOLE, PreemptionConfig
-from simulation.prefill_run import PrefillRun, simulate_prefills
-from simulation.truth import Truth
-from simulation.workload import Arrival, Workload, with_objectives
-from simulation.workloads.settings import FLOWPREFILL_TTFT_S, flowprefill, flowprefill_single
+from sluice.benchmarks.experiments.base import Cell, Plan, Value
+from sluice.benchmarks.experiments.capacity import greatest_loads
+from sluice.benchmarks.experiments.engines import NOISE, SETUPS, Contender, Setup, figures, run
+from sluice.benchmarks.experiments.loads import Make, Span, full_load_rate, recorded
+from sluice.scheduling.admission import make_policy as make_admission
+from sluice.scheduling.objective import SLO
+from sluice.simulation.config import EngineConfig
+from sluice.simulation.forward import LLAMA3_8B, LLAMA3_70B
+from sluice.simulation.metrics import TPOTMetric, attained, stages
+from sluice.simulation.preemption import WHOLE, PreemptionConfig
+from sluice.simulation.prefill_run import PrefillRun, simulate_prefills
+from sluice.simulation.truth import Truth
+from sluice.simulation.workload import Arrival, Workload, with_objectives
+from sluice.simulation.workloads.settings import FLOWPREFILL_TTFT_S, flowprefill, flowprefill_single
 
 FIGURE = "attainment_mean"
 

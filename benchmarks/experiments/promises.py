@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.experiments.base import Cell, Experiment, Findings, Plan, Row, Value, grouped
-from benchmarks.experiments.clusters import ADMISSION, DEFAULT, make_router
-from benchmarks.experiments.default_policy import DEFAULT as LOCAL
-from benchmarks.experiments.default_policy import QUICK_WORKLOADS
-from benchmarks.experiments.engines import NOISE, SETUPS, Setup
-from benchmarks.experiments.loads import (
+from sluice.benchmarks.experiments.base import Cell, Experiment, Findings, Plan, Row, Value, grouped
+from sluice.benchmarks.experiments.clusters import ADMISSION, DEFAULT, make_router
+from sluice.benchmarks.experiments.default_policy import DEFAULT as LOCAL
+from sluice.benchmarks.experiments.default_policy import QUICK_WORKLOADS
+from sluice.benchmarks.experiments.engines import NOISE, SETUPS, Setup
+from sluice.benchmarks.experiments.loads import (
     GENERATED,
     LOAD_WORDS,
     Make,
@@ -22,16 +22,16 @@ from benchmarks.experiments.loads import (
     full_load_rate,
     recorded,
 )
-from scheduling import admission, batching
-from scheduling.latency import LatencyModel
-from scheduling.length import OracleLengths, TaskLengths
-from scheduling.objective import OBJECTIVES
-from simulation.cluster import simulate_cluster
-from simulation.config import ClusterConfig, Slowdown
-from simulation.metrics import TPOTMetric, attained, column, stages
-from simulation.planning.plots import Table
-from simulation.run import HEADROOM, Result
-from simulation.truth import Belief, Truth
+from sluice.scheduling import admission, batching
+from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.length import OracleLengths, TaskLengths
+from sluice.scheduling.objective import OBJECTIVES
+from sluice.simulation.cluster import simulate_cluster
+from sluice.simulation.config import ClusterConfig, Slowdown
+from sluice.simulation.metrics import TPOTMetric, attained, column, stages
+from sluice.simulation.planning.plots import Table
+from sluice.simulation.run import HEADROOM, Result
+from sluice.simulation.truth import Belief, Truth
 
 LEVEL = ClusterConfig().promise_level or 0.99
 CELL = ("workload", "setup", "load", "model")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from benchmarks.experiments.base import (
+from sluice.benchmarks.experiments.base import (
     Cell,
     Experiment,
     Findings,
@@ -16,11 +16,11 @@ from benchmarks.experiments.base import (
     grouped,
     pivot,
 )
-from benchmarks.experiments.engines import SETUPS, Contender, Setup
-from benchmarks.experiments.loads import LOAD_WORDS, Make, Span, load_cells, profiled_budget
-from simulation.planning.plots import Table
-from simulation.workload import Workload
-from simulation.workloads.settings import PROSERVE_DATASETS, PROSERVE_SLO, proserve
+from sluice.benchmarks.experiments.engines import SETUPS, Contender, Setup
+from sluice.benchmarks.experiments.loads import LOAD_WORDS, Make, Span, load_cells, profiled_budget
+from sluice.simulation.planning.plots import Table
+from sluice.simulation.workload import Workload
+from sluice.simulation.workloads.settings import PROSERVE_DATASETS, PROSERVE_SLO, proserve
 
 OURS = Contender("deadline_triage", "deadline_triage")
 SLIDE = Contender("slidebatching", "slidebatching")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from benchmarks.experiments.base import (
+from sluice.benchmarks.experiments.base import (
     Cell,
     Experiment,
     Findings,
@@ -16,7 +16,7 @@ from benchmarks.experiments.base import (
     grouped,
     pivot,
 )
-from benchmarks.experiments.clusters import (
+from sluice.benchmarks.experiments.clusters import (
     DEFAULT,
     LOAD_WORDS,
     Layout,
@@ -26,12 +26,12 @@ from benchmarks.experiments.clusters import (
     disaggregated,
     local_policies,
 )
-from benchmarks.experiments.default_policy import DEFAULT as LOCAL
-from benchmarks.experiments.engines import SETUPS
-from benchmarks.experiments.loads import Make, Span
-from benchmarks.experiments.proserve import SETTING as ONE_NODE
-from benchmarks.experiments.proserve import of_dataset
-from simulation.workloads.settings import PROSERVE_DATASETS
+from sluice.benchmarks.experiments.default_policy import DEFAULT as LOCAL
+from sluice.benchmarks.experiments.engines import SETUPS
+from sluice.benchmarks.experiments.loads import Make, Span
+from sluice.benchmarks.experiments.proserve import SETTING as ONE_NODE
+from sluice.benchmarks.experiments.proserve import of_dataset
+from sluice.simulation.workloads.settings import PROSERVE_DATASETS
 
 MIN_LOAD, GO_ROUTING = "min_load", "go_routing"
 

@@ -9,15 +9,30 @@ from math import nan
 
 import numpy as np
 
-from benchmarks.experiments.base import Cell, Experiment, Findings, Plan, Row, estimate, grouped
-from benchmarks.experiments.clusters import ADMISSION, DEFAULT, System, cluster_rate, colocated, run
-from benchmarks.experiments.default_policy import DEFAULT as LOCAL
-from benchmarks.experiments.engines import SETUPS, Contender
-from benchmarks.experiments.loads import GENERATED, Make, Span
-from benchmarks.experiments.routers import SETTING
-from simulation.metrics import TPOTMetric, attained, stages
-from simulation.planning.plots import Table
-from simulation.requests import Requests
+from sluice.benchmarks.experiments.base import (
+    Cell,
+    Experiment,
+    Findings,
+    Plan,
+    Row,
+    estimate,
+    grouped,
+)
+from sluice.benchmarks.experiments.clusters import (
+    ADMISSION,
+    DEFAULT,
+    System,
+    cluster_rate,
+    colocated,
+    run,
+)
+from sluice.benchmarks.experiments.default_policy import DEFAULT as LOCAL
+from sluice.benchmarks.experiments.engines import SETUPS, Contender
+from sluice.benchmarks.experiments.loads import GENERATED, Make, Span
+from sluice.benchmarks.experiments.routers import SETTING
+from sluice.simulation.metrics import TPOTMetric, attained, stages
+from sluice.simulation.planning.plots import Table
+from sluice.simulation.requests import Requests
 
 SETUP = SETUPS["8b"]
 REPLICAS = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.experiments.base import (
+from sluice.benchmarks.experiments.base import (
     Cell,
     Experiment,
     Findings,
@@ -15,7 +15,7 @@ from benchmarks.experiments.base import (
     grouped,
     pivot,
 )
-from benchmarks.experiments.clusters import (
+from sluice.benchmarks.experiments.clusters import (
     DEFAULT,
     LOAD_WORDS,
     METRICS,
@@ -29,12 +29,12 @@ from benchmarks.experiments.clusters import (
     disaggregated,
     local_policies,
 )
-from benchmarks.experiments.default_policy import DEFAULT as LOCAL
-from benchmarks.experiments.engines import SETUPS
-from benchmarks.experiments.loads import GENERATED, Make, Span, recorded
-from benchmarks.experiments.loads import LOAD_WORDS as ENGINE_LOAD_WORDS
-from scheduling.batching import POLICIES as LOCAL_POLICIES
-from scheduling.routing import POLICIES as ROUTERS
+from sluice.benchmarks.experiments.default_policy import DEFAULT as LOCAL
+from sluice.benchmarks.experiments.engines import SETUPS
+from sluice.benchmarks.experiments.loads import GENERATED, Make, Span, recorded
+from sluice.benchmarks.experiments.loads import LOAD_WORDS as ENGINE_LOAD_WORDS
+from sluice.scheduling.batching import POLICIES as LOCAL_POLICIES
+from sluice.scheduling.routing import POLICIES as ROUTERS
 
 CELL = ("workload", "layout", "replicas", "load", "policy")
 QUICK_ROUTERS = tuple(dict.fromkeys(("round_robin", "least_tokens", "pab", DEFAULT)))

@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from benchmarks.experiments.base import Cell, Experiment, Findings, Plan, Row, grouped, pivot
-from benchmarks.experiments.capacity import CAPACITY_WORDS, greatest_loads
-from benchmarks.experiments.engines import NOISE, SETUPS, Contender, Run, Setup, figures
-from benchmarks.experiments.engines import run as run_engine
-from benchmarks.experiments.loads import (
+from sluice.benchmarks.experiments.base import Cell, Experiment, Findings, Plan, Row, grouped, pivot
+from sluice.benchmarks.experiments.capacity import CAPACITY_WORDS, greatest_loads
+from sluice.benchmarks.experiments.engines import NOISE, SETUPS, Contender, Run, Setup, figures
+from sluice.benchmarks.experiments.engines import run as run_engine
+from sluice.benchmarks.experiments.loads import (
     Span,
     alone_s,
     full_load_rate,
     profiled_budget,
 )
-from scheduling.batching import BatchPolicy, make_policy
-from scheduling.length import OracleLengths
-from scheduling.roles import Role
-from scheduling.routing import make_policy as make_router
-from simulation.cluster import simulate_cluster
-from simulation.config import ClusterConfig, Speculation
-from simulation.run import HEADROOM
-from simulation.truth import Belief, Truth
-from simulation.workload import Workload
-from simulation.workloads.settings import SLOS_SERVE_SCENARIOS, TIGHT_TPOT_S, slos_serve
+from sluice.scheduling.batching import BatchPolicy, make_policy
+from sluice.scheduling.length import OracleLengths
+from sluice.scheduling.roles import Role
+from sluice.scheduling.routing import make_policy as make_router
+from sluice.simulation.cluster import simulate_cluster
+from sluice.simulation.config import ClusterConfig, Speculation
+from sluice.simulation.run import HEADROOM
+from sluice.simulation.truth import Belief, Truth
+from sluice.simulation.workload import Workload
+from sluice.simulation.workloads.settings import SLOS_SERVE_SCENARIOS, TIGHT_TPOT_S, slos_serve
 
 SHARES = (0.9, 0.98)
 FIGURE = "attainment_window"

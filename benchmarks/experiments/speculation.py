@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from benchmarks.experiments.base import Cell, Experiment, Findings, Plan, Row, pivot
-from benchmarks.experiments.capacity import Loads, greatest_loads
-from benchmarks.experiments.engines import SETUPS, Contender, Setup, figures, run
-from benchmarks.experiments.loads import Make, Span, alone_s, full_load_rate
-from benchmarks.experiments.slos_serve import drafting
-from simulation.workload import Workload
-from simulation.workloads.settings import slos_serve
+from sluice.benchmarks.experiments.base import Cell, Experiment, Findings, Plan, Row, pivot
+from sluice.benchmarks.experiments.capacity import Loads, greatest_loads
+from sluice.benchmarks.experiments.engines import SETUPS, Contender, Setup, figures, run
+from sluice.benchmarks.experiments.loads import Make, Span, alone_s, full_load_rate
+from sluice.benchmarks.experiments.slos_serve import drafting
+from sluice.simulation.workload import Workload
+from sluice.simulation.workloads.settings import slos_serve
 
 SHARE = 0.9
 LOADS = Loads(0.5, 1.8, 5)

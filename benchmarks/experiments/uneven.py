@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.experiments.base import Cell, Experiment, Findings, Plan, Row, pivot
-from benchmarks.experiments.clusters import (
+from sluice.benchmarks.experiments.base import Cell, Experiment, Findings, Plan, Row, pivot
+from sluice.benchmarks.experiments.clusters import (
     DEFAULT,
     METRICS,
     Layout,
@@ -14,12 +14,12 @@ from benchmarks.experiments.clusters import (
     cluster_cells,
     colocated,
 )
-from benchmarks.experiments.default_policy import DEFAULT as LOCAL
-from benchmarks.experiments.engines import SETUPS, Contender
-from benchmarks.experiments.loads import GENERATED, Span
-from benchmarks.experiments.routers import GENERATED_NORMAL, QUICK_ROUTERS, SETTING
-from scheduling.routing import POLICIES as ROUTERS
-from simulation.config import Slowdown
+from sluice.benchmarks.experiments.default_policy import DEFAULT as LOCAL
+from sluice.benchmarks.experiments.engines import SETUPS, Contender
+from sluice.benchmarks.experiments.loads import GENERATED, Span
+from sluice.benchmarks.experiments.routers import GENERATED_NORMAL, QUICK_ROUTERS, SETTING
+from sluice.scheduling.routing import POLICIES as ROUTERS
+from sluice.simulation.config import Slowdown
 
 CELL = ("workload", "cluster", "load")
 REPLICAS = 8

@@ -10,10 +10,10 @@ from urllib.parse import quote
 import click
 from pydantic import BaseModel, Field, ValidationError
 
-from deploy.commands.exits import Exit, Failure
-from deploy.commands.options import address_option, talking
-from deploy.json_http import AnswerError, JsonServer
-from deploy.local_runs import local_runs
+from sluice.deploy.commands.exits import Exit, Failure
+from sluice.deploy.commands.options import address_option, talking
+from sluice.deploy.json_http import AnswerError, JsonServer
+from sluice.deploy.local_runs import local_runs
 
 
 class _Decision(BaseModel):

@@ -8,10 +8,10 @@ from pathlib import Path
 import click
 import yaml
 
-from deploy.commands.exits import Exit
-from deploy.commands.options import CONFIG_FILE, CONTEXT, load
-from deploy.commands.options import as_json as json_option
-from deploy.config import SluiceConfig, load_config
+from sluice.deploy.commands.exits import Exit
+from sluice.deploy.commands.options import CONFIG_FILE, CONTEXT, load
+from sluice.deploy.commands.options import as_json as json_option
+from sluice.deploy.config import SluiceConfig, load_config
 
 
 @click.group(context_settings=CONTEXT)

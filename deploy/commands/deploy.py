@@ -10,12 +10,12 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from deploy.commands.exits import Exit, Failure
-from deploy.commands.options import CONFIG_FILE, address_option, load, talking
-from deploy.commands.options import as_json as json_option
-from deploy.config import read_mapping
-from deploy.json_http import JsonServer
-from deploy.submission import (
+from sluice.deploy.commands.exits import Exit, Failure
+from sluice.deploy.commands.options import CONFIG_FILE, address_option, load, talking
+from sluice.deploy.commands.options import as_json as json_option
+from sluice.deploy.config import read_mapping
+from sluice.deploy.json_http import JsonServer
+from sluice.deploy.submission import (
     FAILED,
     RUNNING,
     State,

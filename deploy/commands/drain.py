@@ -10,9 +10,9 @@ from typing import Any
 import click
 from rich.console import Console
 
-from deploy.commands.admin import AdminApi, LastReplicaError, admin_options
-from deploy.commands.exits import Exit, Failure
-from deploy.commands.options import as_json as json_option
+from sluice.deploy.commands.admin import AdminApi, LastReplicaError, admin_options
+from sluice.deploy.commands.exits import Exit, Failure
+from sluice.deploy.commands.options import as_json as json_option
 
 POLL_S = 0.5
 GONE_AFTER_S = 5.0

@@ -11,13 +11,13 @@ from pathlib import Path
 import click
 from pydantic import SecretStr, ValidationError
 
-from deploy.commands.exits import Exit, Failure
-from deploy.commands.options import CONFIG_FILE, CONTEXT
-from deploy.commands.options import as_json as json_option
-from deploy.config import load_config
-from router.config import RouterConfig
-from router.tenancy.auth import KeyRing
-from router.tenancy.keys import ApiKey, check_entries, digest_of, is_weak
+from sluice.deploy.commands.exits import Exit, Failure
+from sluice.deploy.commands.options import CONFIG_FILE, CONTEXT
+from sluice.deploy.commands.options import as_json as json_option
+from sluice.deploy.config import load_config
+from sluice.router.config import RouterConfig
+from sluice.router.tenancy.auth import KeyRing
+from sluice.router.tenancy.keys import ApiKey, check_entries, digest_of, is_weak
 
 KEY_BYTES = 32
 """Random bytes of a new key."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from deploy.commands.exits import Exit, Failure
-from deploy.config import SluiceConfig, load_config
-from deploy.json_http import AnswerError, UnreachableError, checked_address
+from sluice.deploy.commands.exits import Exit, Failure
+from sluice.deploy.config import SluiceConfig, load_config
+from sluice.deploy.json_http import AnswerError, UnreachableError, checked_address
 
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 """Settings of every group; commands inherit them."""

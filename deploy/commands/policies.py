@@ -8,9 +8,9 @@ from itertools import groupby
 import click
 from rich.table import Table
 
-from deploy.commands.options import as_json as json_option
-from deploy.policies import policies as all_policies
-from deploy.tables import print_table
+from sluice.deploy.commands.options import as_json as json_option
+from sluice.deploy.policies import policies as all_policies
+from sluice.deploy.tables import print_table
 
 
 @click.command()

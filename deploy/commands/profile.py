@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, get_args
 
 import click
 
-from deploy.commands.exits import Exit, Failure
-from deploy.commands.options import CONFIG_FILE, load
-from deploy.commands.options import as_json as json_option
-from deploy.commands.profile_report import Fitted, Measured
-from deploy.config import SluiceConfig
-from replica.vllm.setup import survive_module_scan
-from scheduling.fit import BatchFamily, fit
-from scheduling.latency_profile import LatencyProfile
-from scheduling.step_errors import errors_by_kind, step_errors
+from sluice.deploy.commands.exits import Exit, Failure
+from sluice.deploy.commands.options import CONFIG_FILE, load
+from sluice.deploy.commands.options import as_json as json_option
+from sluice.deploy.commands.profile_report import Fitted, Measured
+from sluice.deploy.config import SluiceConfig
+from sluice.replica.vllm.setup import survive_module_scan
+from sluice.scheduling.fit import BatchFamily, fit
+from sluice.scheduling.latency_profile import LatencyProfile
+from sluice.scheduling.step_errors import errors_by_kind, step_errors
 
 if TYPE_CHECKING:
-    from replica.config import EngineConfig
-    from replica.engine import Engine, EngineInfo
-    from replica.profiling.sweep import Load
+    from sluice.replica.config import EngineConfig
+    from sluice.replica.engine import Engine, EngineInfo
+    from sluice.replica.profiling.sweep import Load
 
 FAMILIES: tuple[BatchFamily, ...] = get_args(BatchFamily)
 
@@ -95,7 +95,7 @@ def profile(
       sluice profile --config sluice.yaml --rounds 5 --out h100.json
       sluice profile --engine simulated --rounds 1 --json
     """
-    from deploy.commands import profile_report
+    from sluice.deploy.commands import profile_report
 
     flags = {"model": model, "kind": engine, "policy": policy}
     given = {name: value for name, value in flags.items() if value is not None}
@@ -131,7 +131,7 @@ async def measure(
         SweepError, EngineDeadError: the sweep could not be run to its end.
         ValueError, OSError, RuntimeError: the engine did not start.
     """
-    from replica.profiling.sweep import Sweep, grid, random_loads
+    from sluice.replica.profiling.sweep import Sweep, grid, random_loads
 
     named = config.latency_profile
     start = None
@@ -193,9 +193,9 @@ def fit_sweep(measured: Measured, family: BatchFamily) -> Fitted:
 def _measure(
     config: EngineConfig, rounds: int, report: Callable[[str, int, int], None]
 ) -> Measured:
-    from replica.engine import EngineDeadError
-    from replica.profiling.sweep import SweepError
-    from replica.simulated.virtual_loop import VirtualLoop
+    from sluice.replica.engine import EngineDeadError
+    from sluice.replica.profiling.sweep import SweepError
+    from sluice.replica.simulated.virtual_loop import VirtualLoop
 
     # Standard output is the report's, and lines would run through the progress bar.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
@@ -214,11 +214,11 @@ def _measure(
 def _engine(config: EngineConfig) -> Engine:
     """The engine to measure, on the time of the running loop where it is simulated."""
     if config.kind == "simulated":
-        from replica.simulated.engine import SimulatedEngine
+        from sluice.replica.simulated.engine import SimulatedEngine
 
         clock = asyncio.get_running_loop().time
         return SimulatedEngine(config, _NAME, _REQUESTS, clock)
-    from replica.deployment import make_engine
+    from sluice.replica.deployment import make_engine
 
     return make_engine(config, _NAME, _REQUESTS, 0)
 
@@ -244,7 +244,7 @@ def _check_place(path: Path | None) -> None:
 
 def _keep(config: EngineConfig, found: LatencyProfile, out: Path | None) -> Path | None:
     """Write the profile. Returns its path; ``None`` if no replica would look for it."""
-    from replica.profiling.profiler import profile_path, save_profile
+    from sluice.replica.profiling.profiler import profile_path, save_profile
 
     if out is None:
         if config.kind == "simulated":

@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from deploy.commands.exits import Exit, Failure
-from deploy.tables import print_table
-from scheduling.latency_profile import LatencyProfile
-from scheduling.step_errors import KINDS, StepErrors, kind_of
+from sluice.deploy.commands.exits import Exit, Failure
+from sluice.deploy.tables import print_table
+from sluice.scheduling.latency_profile import LatencyProfile
+from sluice.scheduling.step_errors import KINDS, StepErrors, kind_of
 
 if TYPE_CHECKING:
-    from scheduling.latency import StepSample
+    from sluice.scheduling.latency import StepSample
 
 _FORMATS = (".png", ".pdf", ".svg")
 _COLOURS = dict(zip(KINDS, ("#2a6fbb", "#d1742f", "#3f9457"), strict=True))

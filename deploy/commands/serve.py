@@ -8,11 +8,11 @@ from typing import Any
 import click
 from rich.console import Console
 
-from deploy.admin_key import page_address, with_admin_key
-from deploy.commands.exits import Exit, Failure
-from deploy.commands.options import CONFIG_FILE, load
-from deploy.config import SluiceConfig
-from deploy.local import (
+from sluice.deploy.admin_key import page_address, with_admin_key
+from sluice.deploy.commands.exits import Exit, Failure
+from sluice.deploy.commands.options import CONFIG_FILE, load
+from sluice.deploy.config import SluiceConfig
+from sluice.deploy.local import (
     KEY_VARIABLE,
     RayEndedError,
     StartError,
@@ -23,7 +23,7 @@ from deploy.local import (
     running,
     stop_signals,
 )
-from deploy.local_runs import LocalRun, noted
+from sluice.deploy.local_runs import LocalRun, noted
 
 _PLACES = {
     "model": ("engine", "model"),

@@ -7,10 +7,10 @@ import json
 import click
 from rich.table import Table
 
-from deploy.commands.admin import AdminApi, admin_options
-from deploy.commands.exits import Exit, Failure
-from deploy.commands.options import as_json as json_option
-from deploy.fleet_tables import (
+from sluice.deploy.commands.admin import AdminApi, admin_options
+from sluice.deploy.commands.exits import Exit, Failure
+from sluice.deploy.commands.options import as_json as json_option
+from sluice.deploy.fleet_tables import (
     class_tables,
     headline,
     notes,
@@ -18,7 +18,7 @@ from deploy.fleet_tables import (
     promise_tables,
     replica_tables,
 )
-from deploy.tables import print_table
+from sluice.deploy.tables import print_table
 
 
 @click.command()

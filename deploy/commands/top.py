@@ -11,10 +11,10 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from deploy.commands.admin import AdminApi, admin_options
-from deploy.commands.exits import Exit, Failure
-from deploy.commands.options import as_json as json_option
-from deploy.fleet_tables import overview
+from sluice.deploy.commands.admin import AdminApi, admin_options
+from sluice.deploy.commands.exits import Exit, Failure
+from sluice.deploy.commands.options import as_json as json_option
+from sluice.deploy.fleet_tables import overview
 
 
 @click.command()

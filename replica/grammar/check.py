@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from replica.grammar.process import (
+from sluice.replica.grammar.process import (
     UNKNOWN,
     WALL_FACTOR,
     Constraint,
@@ -26,7 +26,7 @@ from replica.grammar.process import (
     constraint_key,
     serve,
 )
-from replica.openai_format import RequestError
+from sluice.replica.openai_format import RequestError
 
 logger = logging.getLogger(__name__)
 

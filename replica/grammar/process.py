@@ -5,8 +5,8 @@ that takes too long is ended with its process, the next one starts within millis
 memory is freed. The limit is on CPU time, and the system enforces it: compiled code that never
 returns to Python is stopped, too, and a busy machine causes no refusals.
 
-A walk of a few hundred tokens cannot prove a grammar harmless. :mod:`replica.grammar.bound` stops
-costly grammars that it misses in the engine.
+A walk of a few hundred tokens cannot prove a grammar harmless. :mod:`sluice.replica.grammar.bound`
+stops costly grammars that it misses in the engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from replica.parent_watch import end_with_parent
+from sluice.replica.parent_watch import end_with_parent
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ class Trial:
         """Generate texts that the grammar allows, in the ways that have revealed costly grammars:
         with the longest tokens (most characters a step), with one token again and again (most ways
         to read the same text), and at random."""
-        from replica.grammar.bound import BURST_S, TOKEN_S, BoundedGrammar
+        from sluice.replica.grammar.bound import BURST_S, TOKEN_S, BoundedGrammar
 
         mask = backend.allocate_token_bitmask(1)
         rng = np.random.default_rng(random.Random(0).randrange(1 << 32))

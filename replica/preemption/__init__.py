@@ -4,10 +4,10 @@ A check before each operator of a prefill tests whether the prefill must stop. I
 that computes it serves other tasks from inside the check, and resumes the prefill later. So the
 suspended state is a call stack, and nothing has to be saved or restored. In the order of a request:
 
-- :mod:`replica.preemption.scheduler` builds the batch of a task with vLLM's own scheduler;
-- :mod:`replica.preemption.engine_loop` decides on events, and sends tasks to the worker;
-- :mod:`replica.preemption.executor` holds the worker's thread;
-- :mod:`replica.preemption.worker` runs tasks, nested where they preempt;
-- :mod:`replica.preemption.lanes` gives every nesting depth a model runner of its own;
-- :mod:`replica.preemption.checks` puts the checks into the model.
+- :mod:`sluice.replica.preemption.scheduler` builds the batch of a task with vLLM's own scheduler;
+- :mod:`sluice.replica.preemption.engine_loop` decides on events, and sends tasks to the worker;
+- :mod:`sluice.replica.preemption.executor` holds the worker's thread;
+- :mod:`sluice.replica.preemption.worker` runs tasks, nested where they preempt;
+- :mod:`sluice.replica.preemption.lanes` gives every nesting depth a model runner of its own;
+- :mod:`sluice.replica.preemption.checks` puts the checks into the model.
 """

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Literal
 
-from replica.preemption.pacing import Immediate, Pacer
-from replica.preemption.words import (
+from sluice.replica.preemption.pacing import Immediate, Pacer
+from sluice.replica.preemption.words import (
     ANY_TASK,
     MAX_CHECKS,
     REACHED,

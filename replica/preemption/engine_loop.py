@@ -26,11 +26,11 @@ from vllm.v1.engine import (
 )
 from vllm.v1.engine.core import EngineCore
 
-from replica.preemption.messages import Answer, Died, Discard, Done, Failed, Resume, Run
-from replica.preemption.scheduler import PreemptiveScheduler, Task
-from replica.preemption.stats import Stats
-from replica.preemption.watchdog import Watchdog
-from replica.preemption.words import MAX_CHECKS
+from sluice.replica.preemption.messages import Answer, Died, Discard, Done, Failed, Resume, Run
+from sluice.replica.preemption.scheduler import PreemptiveScheduler, Task
+from sluice.replica.preemption.stats import Stats
+from sluice.replica.preemption.watchdog import Watchdog
+from sluice.replica.preemption.words import MAX_CHECKS
 
 logger = logging.getLogger(__name__)
 

@@ -16,14 +16,14 @@ from typing import Any
 
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from replica.preemption.messages import Answer, Call, Command, Died, Exit
-from replica.preemption.reserve import Reserve, keep
-from replica.preemption.words import ControlWords
-from replica.preemption.worker import TaskRunner
-from replica.preemption_config import PreemptionConfig
-from replica.scheduler.xargs import SchedulerSettings
-from replica.vllm.scheduler import pin_thread
-from replica.vllm.setup import survive_module_scan
+from sluice.replica.preemption.messages import Answer, Call, Command, Died, Exit
+from sluice.replica.preemption.reserve import Reserve, keep
+from sluice.replica.preemption.words import ControlWords
+from sluice.replica.preemption.worker import TaskRunner
+from sluice.replica.preemption_config import PreemptionConfig
+from sluice.replica.scheduler.xargs import SchedulerSettings
+from sluice.replica.vllm.scheduler import pin_thread
+from sluice.replica.vllm.setup import survive_module_scan
 
 logger = logging.getLogger(__name__)
 

@@ -20,14 +20,14 @@ from typing import Any
 
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from replica.parent_watch import end_with_parent
-from replica.preemption.executor import nothing
-from replica.preemption.messages import Answer, Command, Died, Exit, Failed
-from replica.preemption.reserve import Reserve, keep
-from replica.preemption.words import ControlWords
-from replica.preemption.worker import TaskRunner
-from replica.preemption_config import PreemptionConfig
-from replica.scheduler.xargs import SchedulerSettings
+from sluice.replica.parent_watch import end_with_parent
+from sluice.replica.preemption.executor import nothing
+from sluice.replica.preemption.messages import Answer, Command, Died, Exit, Failed
+from sluice.replica.preemption.reserve import Reserve, keep
+from sluice.replica.preemption.words import ControlWords
+from sluice.replica.preemption.worker import TaskRunner
+from sluice.replica.preemption_config import PreemptionConfig
+from sluice.replica.scheduler.xargs import SchedulerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -169,5 +169,5 @@ def _attach(wrapper: Any, words: Path, address: str, options: PreemptionConfig, 
 
 
 def _serve(wrapper: Any) -> None:
-    """Carry out tasks until :class:`~replica.preemption.messages.Exit`."""
+    """Carry out tasks until :class:`~sluice.replica.preemption.messages.Exit`."""
     wrapper.worker.sluice_tasks.serve()

@@ -1,5 +1,5 @@
-"""Names of vLLM that preemption uses, beyond those in :mod:`replica.vllm.support`. Versions that it
-does not support may lack even the modules that are imported here."""
+"""Names of vLLM that preemption uses, beyond those in :mod:`sluice.replica.vllm.support`. Versions
+that it does not support may lack even the modules that are imported here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
-from replica.preemption.lanes import SHARED_NAMES
+from sluice.replica.preemption.lanes import SHARED_NAMES
 
 _NAMES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (EngineCore, ("step", "_process_aborts_queue")),

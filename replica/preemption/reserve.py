@@ -28,12 +28,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from replica.preemption.checks import Checks, Granularity
-from replica.preemption.lanes import new_runner, without_compiled_code
-from replica.preemption.pacing import Immediate
-from replica.preemption.words import ControlWords
-from replica.preemption_config import PreemptionConfig
-from replica.scheduler.xargs import SchedulerSettings
+from sluice.replica.preemption.checks import Checks, Granularity
+from sluice.replica.preemption.lanes import new_runner, without_compiled_code
+from sluice.replica.preemption.pacing import Immediate
+from sluice.replica.preemption.words import ControlWords
+from sluice.replica.preemption_config import PreemptionConfig
+from sluice.replica.scheduler.xargs import SchedulerSettings
 
 logger = logging.getLogger(__name__)
 

@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 from vllm.v1.request import RequestStatus
 
-from replica.preemption.messages import Timing
-from replica.scheduler.xargs import SchedulerSettings
-from replica.vllm.scheduler import SloScheduler
-from scheduling.batching import BatchPlan
-from scheduling.deadline import ENVELOPE
-from scheduling.kernels import ARRIVAL, BEST_EFFORT, deadlines_s, is_prefill
-from scheduling.latency import StepSample
-from scheduling.preemption import AgedShare, InFlight, Options, Prefill, decide
-from scheduling.request import QueueView, RequestView
+from sluice.replica.preemption.messages import Timing
+from sluice.replica.scheduler.xargs import SchedulerSettings
+from sluice.replica.vllm.scheduler import SloScheduler
+from sluice.scheduling.batching import BatchPlan
+from sluice.scheduling.deadline import ENVELOPE
+from sluice.scheduling.kernels import ARRIVAL, BEST_EFFORT, deadlines_s, is_prefill
+from sluice.scheduling.latency import StepSample
+from sluice.scheduling.preemption import AgedShare, InFlight, Options, Prefill, decide
+from sluice.scheduling.request import QueueView, RequestView
 
 
 @dataclass(slots=True)

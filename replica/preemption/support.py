@@ -1,4 +1,4 @@
-"""Requirements of preemption on vLLM, beyond :mod:`replica.vllm.support`: names, and a
+"""Requirements of preemption on vLLM, beyond :mod:`sluice.replica.vllm.support`: names, and a
 configuration in which a forward pass can be suspended and resumed."""
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from typing import Any
 import vllm
 from vllm.config import CompilationMode
 
-from replica.preemption.words import MAX_RANKS
-from replica.vllm.support import WITH_PREEMPTION, UnsupportedVllmError, check_version
+from sluice.replica.preemption.words import MAX_RANKS
+from sluice.replica.vllm.support import WITH_PREEMPTION, UnsupportedVllmError, check_version
 
 
 def executor(ranks: int) -> str:
     """vLLM's name of the executor for ``ranks`` workers."""
     if ranks == 1:
-        return "replica.preemption.executor.PreemptiveExecutor"
-    return "replica.preemption.group_executor.PreemptiveGroupExecutor"
+        return "sluice.replica.preemption.executor.PreemptiveExecutor"
+    return "sluice.replica.preemption.group_executor.PreemptiveGroupExecutor"
 
 
 def check_preemption(vllm_config: Any, version: str = vllm.__version__) -> None:
@@ -27,7 +27,7 @@ def check_preemption(vllm_config: Any, version: str = vllm.__version__) -> None:
     """
     check_version(version, WITH_PREEMPTION, "preemption")
     try:
-        from replica.preemption.names import missing_names
+        from sluice.replica.preemption.names import missing_names
     except ImportError as error:
         raise UnsupportedVllmError(
             f"vLLM {version} lacks what preemption needs: {error}"

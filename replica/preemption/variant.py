@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from replica.scheduler.xargs import SchedulerSettings
-from replica.vllm.variants import register
+from sluice.replica.scheduler.xargs import SchedulerSettings
+from sluice.replica.vllm.variants import register
 
 if TYPE_CHECKING:
-    from replica.preemption.scheduler import PreemptiveScheduler
+    from sluice.replica.preemption.scheduler import PreemptiveScheduler
 
-FACTORY = "replica.preemption.variant.make_scheduler"
+FACTORY = "sluice.replica.preemption.variant.make_scheduler"
 """vLLM's name of :func:`make_scheduler`."""
 
 
 class PreemptionVariant:
-    """See :class:`~replica.vllm.variants.Variant`."""
+    """See :class:`~sluice.replica.vllm.variants.Variant`."""
 
     name = "preemption"
 
@@ -25,7 +25,7 @@ class PreemptionVariant:
 
     def arguments(self, ranks: int) -> dict[str, Any]:
         """The arguments that preemption of a running prefill requires."""
-        from replica.preemption.support import executor
+        from sluice.replica.preemption.support import executor
 
         return {
             "distributed-executor-backend": executor(ranks),
@@ -37,10 +37,10 @@ class PreemptionVariant:
         """Check that running prefills can be preempted.
 
         Raises:
-            replica.vllm.support.UnsupportedVllmError: they cannot; the message says why.
+            sluice.replica.vllm.support.UnsupportedVllmError: they cannot; the message says why.
         """
         # Imported here, as it imports vLLM, which then reads its settings from the environment.
-        from replica.preemption.support import check_preemption
+        from sluice.replica.preemption.support import check_preemption
 
         check_preemption(vllm_config)
 
@@ -52,17 +52,18 @@ def make_scheduler(vllm_config: Any, **kwargs: Any) -> PreemptiveScheduler:
     """The scheduler for ``vllm_config``, in an engine core that runs rounds from now on.
 
     Raises:
-        replica.vllm.support.UnsupportedVllmError: this vLLM or its configuration cannot preempt.
+        sluice.replica.vllm.support.UnsupportedVllmError: this vLLM or its configuration cannot
+            preempt.
         ValueError: ``additional_config["sluice"]`` is missing or wrong.
     """
-    from replica.preemption.support import check_preemption
-    from replica.vllm.scheduler import prepare
+    from sluice.replica.preemption.support import check_preemption
+    from sluice.replica.vllm.scheduler import prepare
 
     prepare(vllm_config)
     check_preemption(vllm_config)
     # These rely on names of vLLM that were checked above.
-    from replica.preemption import engine_loop
-    from replica.preemption.scheduler import PreemptiveScheduler
+    from sluice.replica.preemption import engine_loop
+    from sluice.replica.preemption.scheduler import PreemptiveScheduler
 
     engine_loop.install()
     return PreemptiveScheduler(vllm_config=vllm_config, **kwargs)

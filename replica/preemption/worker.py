@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from replica.preemption.checks import Checks
-from replica.preemption.lanes import Lanes
-from replica.preemption.messages import (
+from sluice.replica.preemption.checks import Checks
+from sluice.replica.preemption.lanes import Lanes
+from sluice.replica.preemption.messages import (
     Answer,
     Call,
     Command,
@@ -24,9 +24,9 @@ from replica.preemption.messages import (
     Run,
     Timing,
 )
-from replica.preemption.pacing import Immediate, pacer_for
-from replica.preemption.words import ControlWords
-from replica.preemption_config import PreemptionConfig
+from sluice.replica.preemption.pacing import Immediate, pacer_for
+from sluice.replica.preemption.words import ControlWords
+from sluice.replica.preemption_config import PreemptionConfig
 
 
 class _GivenUpError(BaseException):
@@ -102,7 +102,7 @@ class TaskRunner:
 
     def attach(self, worker: Any, lanes: Any) -> None:
         """Take vLLM's worker, complete with its KV cache, and its
-        :class:`~replica.preemption.lanes.Lanes`."""
+        :class:`~sluice.replica.preemption.lanes.Lanes`."""
         self._worker = worker
         self._lanes = lanes
 

@@ -18,13 +18,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from replica.config import EngineConfig
-from replica.scheduler.local_scheduler import DEFAULT_MODEL
-from replica.scheduler.state_table import StateTable
-from replica.scheduler.xargs import RequestArgs, to_xargs
-from scheduling.fit import fit
-from scheduling.latency_profile import LatencyProfile
-from scheduling.objective import SLO
+from sluice.replica.config import EngineConfig
+from sluice.replica.scheduler.local_scheduler import DEFAULT_MODEL
+from sluice.replica.scheduler.state_table import StateTable
+from sluice.replica.scheduler.xargs import RequestArgs, to_xargs
+from sluice.scheduling.fit import fit
+from sluice.scheduling.latency_profile import LatencyProfile
+from sluice.scheduling.objective import SLO
 
 logger = logging.getLogger(__name__)
 

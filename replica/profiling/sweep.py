@@ -16,9 +16,9 @@ from math import exp, log
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from replica.engine import Engine, EngineInfo, EngineRequest, ResponseChunk, ResponseHead
-from scheduling.latency import StepSample
-from scheduling.objective import SLO
+from sluice.replica.engine import Engine, EngineInfo, EngineRequest, ResponseChunk, ResponseHead
+from sluice.scheduling.latency import StepSample
+from sluice.scheduling.objective import SLO
 
 MOST_SEQUENCES = 256
 """Max sequences of one load; the engine's own limit may be lower."""

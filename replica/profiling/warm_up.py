@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from replica.engine import (
+from sluice.replica.engine import (
     Endpoint,
     Engine,
     EngineDeadError,
@@ -21,7 +21,7 @@ from replica.engine import (
     ResponseChunk,
     ResponseHead,
 )
-from scheduling.objective import SLO
+from sluice.scheduling.objective import SLO
 
 logger = logging.getLogger(__name__)
 

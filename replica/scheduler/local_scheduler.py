@@ -14,17 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from replica.scheduler.speculation import DraftCounts, DraftTime
-from replica.scheduler.state_table import RowUpdate, StateTable, TableFullError
-from replica.transfer.counts import TransferCounts
-from scheduling.batching import BatchBudget, BatchPlan, BatchPolicy
-from scheduling.batching.best_effort import longest_wait_s
-from scheduling.latency import LatencyModel, LinearLatency, StepSample
-from scheduling.length import TaskLengths
-from scheduling.objective import SLO
-from scheduling.request import QueueView
-from scheduling.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS
-from scheduling.step_correction import StepCorrection
+from sluice.replica.scheduler.speculation import DraftCounts, DraftTime
+from sluice.replica.scheduler.state_table import RowUpdate, StateTable, TableFullError
+from sluice.replica.transfer.counts import TransferCounts
+from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy
+from sluice.scheduling.batching.best_effort import longest_wait_s
+from sluice.scheduling.latency import LatencyModel, LinearLatency, StepSample
+from sluice.scheduling.length import TaskLengths
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.request import QueueView
+from sluice.scheduling.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS
+from sluice.scheduling.step_correction import StepCorrection
 
 DEFAULT_MODEL = LinearLatency(a=0.005, b=0.0002, c=0.000001)
 """Used for plans until a profile is known."""

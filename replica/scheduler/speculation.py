@@ -1,7 +1,8 @@
 """Speculative decoding in an engine: its configuration, the number of tokens to draft for the next
 step, the time of drafting, and the counts of accepted drafts.
 
-The plan decides how many of the drafted tokens a step checks, see :mod:`scheduling.speculation`.
+The plan decides how many of the drafted tokens a step checks, see
+:mod:`sluice.scheduling.speculation`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from scheduling.speculation import AcceptanceRates
-from scheduling.state import DRAFT_LENGTHS
+from sluice.scheduling.speculation import AcceptanceRates
+from sluice.scheduling.state import DRAFT_LENGTHS
 
 MOST_DRAFTED = 32
 """Max tokens that an engine may draft for one step of a request."""
@@ -146,7 +147,7 @@ class DraftCounts:
         checked: drafted tokens that were checked.
         accepted: checked tokens that were accepted.
         lengths: decode steps for which something was drafted, by how many tokens they checked; in
-            the buckets of :data:`scheduling.state.DRAFT_LENGTHS`.
+            the buckets of :data:`sluice.scheduling.state.DRAFT_LENGTHS`.
     """
 
     def __init__(self) -> None:

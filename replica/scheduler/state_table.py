@@ -4,10 +4,10 @@ It holds a row per live request, a summary, and the chunks of prompts whose KV t
 
 One writer (the process that schedules) and any number of readers on the same host, without locks: a
 sequence number is odd while a write is under way, and a reader copies again if it changed, with a
-fence on either side of the copy (:mod:`replica.scheduler.memory_fence`). Writing takes microseconds
-and never waits; a call into the engine between two steps could not guarantee that. The table also
-carries the latency model that the scheduler should plan with, which readers write, and the latest
-step samples for fitting it.
+fence on either side of the copy (:mod:`sluice.replica.scheduler.memory_fence`). Writing takes
+microseconds and never waits; a call into the engine between two steps could not guarantee that. The
+table also carries the latency model that the scheduler should plan with, which readers write, and
+the latest step samples for fitting it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from replica.scheduler.memory_fence import reader_fence
-from scheduling.latency import FAMILIES, LatencyModel, StepSample
-from scheduling.objective import SLO
-from scheduling.prefix import HELD, HELD_SLOTS
-from scheduling.stages import later_of
-from scheduling.state import ROW, RUNNING, SUMMARY, WAITING, EngineState
+from sluice.replica.scheduler.memory_fence import reader_fence
+from sluice.scheduling.latency import FAMILIES, LatencyModel, StepSample
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.prefix import HELD, HELD_SLOTS
+from sluice.scheduling.stages import later_of
+from sluice.scheduling.state import ROW, RUNNING, SUMMARY, WAITING, EngineState
 
 SAMPLE_RING = 2048
 _MAGIC = 0x534C5549_43450007
@@ -55,7 +55,7 @@ _HEADER = np.dtype(
 
 
 class RowUpdate(NamedTuple):
-    """The changing part of a live request's row; see :data:`scheduling.state.ROW`."""
+    """The changing part of a live request's row; see :data:`sluice.scheduling.state.ROW`."""
 
     slot: int
     computed_tokens: int

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from replica.preemption_config import PreemptionConfig
-from scheduling.batching import BestEffortOptions
-from scheduling.objective import SLO
-from scheduling.prefix import CHUNK_ENDS, MAX_CHUNKS, NO_PREFIX, PromptPrefix
+from sluice.replica.preemption_config import PreemptionConfig
+from sluice.scheduling.batching import BestEffortOptions
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.prefix import CHUNK_ENDS, MAX_CHUNKS, NO_PREFIX, PromptPrefix
 
 CONFIG_KEY = "sluice"
 KEY_PREFIX = "sluice_"

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any, NamedTuple
 
-from replica.config import SimulatedEngineConfig
-from replica.scheduler.local_scheduler import LocalScheduler, StepInFlight, TrackedRequest
-from replica.scheduler.state_table import RowUpdate, StateTable
-from scheduling.batching import BatchBudget, BatchPlan, make_policy
-from scheduling.objective import SLO
-from scheduling.request import QueueView, RequestView
+from sluice.replica.config import SimulatedEngineConfig
+from sluice.replica.scheduler.local_scheduler import LocalScheduler, StepInFlight, TrackedRequest
+from sluice.replica.scheduler.state_table import RowUpdate, StateTable
+from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.request import QueueView, RequestView
 
 
 class SimulatedSequence:

@@ -2,7 +2,7 @@
 
 It runs the same policies on the same snapshots as the vLLM engine, through the same local
 scheduler, and speaks the same API. Only the length of prompts is used, and outputs are made up
-(:mod:`replica.openai_format`); only the time of steps is modelled.
+(:mod:`sluice.replica.openai_format`); only the time of steps is modelled.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from replica.config import EngineConfig, SimulatedEngineConfig
-from replica.engine import (
+from sluice.replica.config import EngineConfig, SimulatedEngineConfig
+from sluice.replica.engine import (
     EVENT_STREAM,
     EngineDeadError,
     EngineInfo,
@@ -28,16 +28,16 @@ from replica.engine import (
     request_key,
     table_capacity,
 )
-from replica.openai_format import Call, RequestError, ResponseWriter, models_body, parse_call
-from replica.resume import check_resume
-from replica.scheduler.local_scheduler import BatchLog, LocalScheduler
-from replica.scheduler.state_table import StateTable
-from replica.simulated.core import SimulatedCore, SimulatedSequence, Transfer
-from replica.transfer.requests import check_transfer
-from scheduling.batching import make_policy
-from scheduling.latency import LinearLatency
-from scheduling.latency_profile import LatencyProfile
-from scheduling.state import EngineState
+from sluice.replica.openai_format import Call, RequestError, ResponseWriter, models_body, parse_call
+from sluice.replica.resume import check_resume
+from sluice.replica.scheduler.local_scheduler import BatchLog, LocalScheduler
+from sluice.replica.scheduler.state_table import StateTable
+from sluice.replica.simulated.core import SimulatedCore, SimulatedSequence, Transfer
+from sluice.replica.transfer.requests import check_transfer
+from sluice.scheduling.batching import make_policy
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.latency_profile import LatencyProfile
+from sluice.scheduling.state import EngineState
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class _LiveCall:
 
 
 class SimulatedEngine:
-    """An engine without a model; see :class:`replica.engine.Engine`.
+    """An engine without a model; see :class:`sluice.replica.engine.Engine`.
 
     Sequences share no KV, also not those of one prompt. The model is at most as long as the KV
     holds. Transferred KV is only a name of the prompt, and takes time to arrive; KV of another

@@ -1,9 +1,9 @@
 """Streams that leave this replica for their client without passing through a router's process.
 
-A router asks for one (:attr:`~replica.engine.EngineRequest.direct_patience_s`). The router gets the
-address of the stream (:attr:`~replica.engine.ResponseHead.fetch`) and, in place of the bytes,
-reports of the chunks that were sent. HAProxy fetches it here with the ticket, once. It sends the
-ticket and a line break; then records come, each a line with what follows it:
+A router asks for one (:attr:`~sluice.replica.engine.EngineRequest.direct_patience_s`). The router
+gets the address of the stream (:attr:`~sluice.replica.engine.ResponseHead.fetch`) and, in place of
+the bytes, reports of the chunks that were sent. HAProxy fetches it here with the ticket, once. It
+sends the ticket and a line break; then records come, each a line with what follows it:
 
     ``LENGTH CHUNKS``, and ``LENGTH`` bytes; ``0``: the replica lives; ``end``
 
@@ -23,8 +23,8 @@ from contextlib import aclosing
 from math import inf
 from typing import Final, cast
 
-from controller.dead_hosts import notice_dead_host
-from replica.engine import (
+from sluice.controller.dead_hosts import notice_dead_host
+from sluice.replica.engine import (
     EVENT_STREAM,
     ClientLeftError,
     ClientStalledError,

@@ -4,7 +4,7 @@ Through Serve, each chunk costs a gRPC message, a pickle and several tasks on ei
 ready data for one router leaves in one write, once per turn of the event loop; the only task of a
 response is the one that reads the engine. The replica listens on its node's address, on a port that
 the system chooses. Requests need the token, which the replica gives away through Serve only;
-:mod:`replica.streams.wire` has the messages.
+:mod:`sluice.replica.streams.wire` has the messages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from replica.engine import (
+from sluice.replica.engine import (
     ClientLeftError,
     ClientStalledError,
     EngineDeadError,
@@ -29,9 +29,9 @@ from replica.engine import (
     ResponseTail,
     ResponseTaken,
 )
-from replica.response import Response
-from replica.streams.frames import Frames
-from replica.streams.wire import (
+from sluice.replica.response import Response
+from sluice.replica.streams.frames import Frames
+from sluice.replica.streams.wire import (
     BATCH_BYTES,
     FORMAT,
     GOODBYE,
@@ -66,7 +66,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _log = logging.getLogger(__name__)
 
 Serve = Callable[[EngineRequest, Callable[[], None]], Response]
-"""Begins to serve a request; see :meth:`replica.server.Replica.open`."""
+"""Begins to serve a request; see :meth:`sluice.replica.server.Replica.open`."""
 
 
 class _Outgoing:

@@ -1,9 +1,10 @@
 """The messages between a router and a replica on their connection.
 
-Both sides send frames (:mod:`replica.streams.frames`) of MessagePack, decoded into these types
-only. The router begins with the token, answered by :data:`WELCOME`; then it sends one :data:`Asked`
-per frame, and gets frames that are lists of :class:`Delivery`. An empty frame announces that the
-replica is about to leave: its open requests continue, new requests go to other replicas.
+Both sides send frames (:mod:`sluice.replica.streams.frames`) of MessagePack, decoded into these
+types only. The router begins with the token, answered by :data:`WELCOME`; then it sends one
+:data:`Asked` per frame, and gets frames that are lists of :class:`Delivery`. An empty frame
+announces that the replica is about to leave: its open requests continue, new requests go to other
+replicas.
 
 A response may be ahead of its reader by :data:`WINDOW_BYTES`; the router reports what was read.
 """
@@ -18,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from replica.engine import (
+from sluice.replica.engine import (
     EngineRequest,
     Handoff,
     ResponseChunk,
@@ -28,10 +29,10 @@ from replica.engine import (
     ResponseTaken,
     Resume,
 )
-from replica.request_body import RequestBody
-from scheduling.objective import SLO
-from scheduling.prefix import PromptPrefix
-from scheduling.stages import Stage
+from sluice.replica.request_body import RequestBody
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.prefix import PromptPrefix
+from sluice.scheduling.stages import Stage
 
 WELCOME: Final = b"ok"
 GOODBYE: Final = b""

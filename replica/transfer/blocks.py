@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from replica.transfer.wire import LAYOUT_BYTES
+from sluice.replica.transfer.wire import LAYOUT_BYTES
 
 
 class UnsupportedLayoutError(RuntimeError):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from replica.transfer.wire import (
+from sluice.replica.transfer.wire import (
     ANSWER,
     MAGIC,
     OK,

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from replica.transfer.counts import TransferCounts
+from sluice.replica.transfer.counts import TransferCounts
 
 _FLAGS = frozenset(("do_remote_prefill", "do_remote_decode"))
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from ipaddress import ip_address
 from typing import Any, NamedTuple
 
-from replica.transfer.client import Source
-from replica.transfer.wire import LAYOUT_BYTES, Handle
+from sluice.replica.transfer.client import Source
+from sluice.replica.transfer.wire import LAYOUT_BYTES, Handle
 
 DIGEST_BYTES = 16
 _MOST_RANKS = 1024

@@ -8,8 +8,8 @@ import threading
 import time
 from contextlib import suppress
 
-from replica.transfer.store import Kept, KeptPrompts
-from replica.transfer.wire import (
+from sluice.replica.transfer.store import Kept, KeptPrompts
+from sluice.replica.transfer.wire import (
     ANSWER,
     LAYOUT_BYTES,
     MAGIC,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from hmac import compare_digest
 from typing import NamedTuple
 
-from replica.transfer.wire import Handle
+from sluice.replica.transfer.wire import Handle
 
 
 class Kept(NamedTuple):

@@ -20,13 +20,13 @@ from typing import Any
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from replica.engine import ResponseChunk, Resume
-from replica.grammar.bound import TOO_COSTLY
-from replica.grammar.check import GrammarCheck, structural_tags
-from replica.openai_format import RequestError
-from replica.scheduler.xargs import ID
-from replica.vllm.reasoning import end_among
-from replica.vllm.resume import AT_ONCE, may_go_on, repeat, rest_of
+from sluice.replica.engine import ResponseChunk, Resume
+from sluice.replica.grammar.bound import TOO_COSTLY
+from sluice.replica.grammar.check import GrammarCheck, structural_tags
+from sluice.replica.openai_format import RequestError
+from sluice.replica.scheduler.xargs import ID
+from sluice.replica.vllm.reasoning import end_among
+from sluice.replica.vllm.resume import AT_ONCE, may_go_on, repeat, rest_of
 
 CURRENT_CALL: ContextVar[ApiCall | None] = ContextVar("CURRENT_CALL", default=None)
 """The API call that this task serves, for places where vLLM's requests do not carry it."""

@@ -26,7 +26,7 @@ import torch
 from vllm.v1.sample import rejection_sampler, sampler
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from replica.vllm.support import UnsupportedVllmError
+from sluice.replica.vllm.support import UnsupportedVllmError
 
 _CONSTRAIN = getattr(rejection_sampler, "apply_sampling_constraints", None)
 

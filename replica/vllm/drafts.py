@@ -4,16 +4,16 @@ are drafted next.
 vLLM drafts behind a step and checks the drafts in the request's next one: ``1 + d`` tokens of a
 decode are its next one and ``d`` drafts, of which it drops what a cap leaves out. vLLM takes the
 number of tokens to draft from a table by batch size, which this module replaces by
-:class:`~replica.scheduler.speculation.DraftLength`."""
+:class:`~sluice.replica.scheduler.speculation.DraftLength`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from replica.scheduler.local_scheduler import LocalScheduler
-from replica.scheduler.speculation import DraftLength
-from scheduling.batching import PlannedTokens
+from sluice.replica.scheduler.local_scheduler import LocalScheduler
+from sluice.replica.scheduler.speculation import DraftLength
+from sluice.scheduling.batching import PlannedTokens
 
 
 class PlannedDrafts:

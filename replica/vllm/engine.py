@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from replica.config import EngineConfig
-from replica.engine import (
+from sluice.replica.config import EngineConfig
+from sluice.replica.engine import (
     EVENT_STREAM,
     UNSCHEDULED,
     Endpoint,
@@ -32,18 +32,18 @@ from replica.engine import (
     chunks_of,
     table_capacity,
 )
-from replica.openai_format import RequestError
-from replica.private_dir import private_dir
-from replica.profiling.profiler import latency_profile
-from replica.profiling.warm_up import warm_up
-from replica.resume import check_resume
-from replica.scheduler.state_table import StateTable
-from replica.scheduler.xargs import RequestArgs, SchedulerSettings, reserved_keys, to_xargs
-from replica.transfer.requests import check_transfer, refuse_transfer_fields
-from replica.vllm.local_model import local_model
-from replica.vllm.reasoning import reasoning_ends
-from replica.vllm.serving import Serving, event_bytes, response_bytes
-from replica.vllm.setup import (
+from sluice.replica.openai_format import RequestError
+from sluice.replica.private_dir import private_dir
+from sluice.replica.profiling.profiler import latency_profile
+from sluice.replica.profiling.warm_up import warm_up
+from sluice.replica.resume import check_resume
+from sluice.replica.scheduler.state_table import StateTable
+from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, reserved_keys, to_xargs
+from sluice.replica.transfer.requests import check_transfer, refuse_transfer_fields
+from sluice.replica.vllm.local_model import local_model
+from sluice.replica.vllm.reasoning import reasoning_ends
+from sluice.replica.vllm.serving import Serving, event_bytes, response_bytes
+from sluice.replica.vllm.setup import (
     Launched,
     client_error_types,
     launch,
@@ -51,11 +51,11 @@ from replica.vllm.setup import (
     parse_arguments,
     prepare_environment,
 )
-from scheduling.latency_profile import LatencyProfile
-from scheduling.state import EngineState
+from sluice.scheduling.latency_profile import LatencyProfile
+from sluice.scheduling.state import EngineState
 
 if TYPE_CHECKING:
-    from replica.vllm.client import ApiCall
+    from sluice.replica.vllm.client import ApiCall
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ _NOT_STARTED = "the vLLM engine is not running"
 
 
 class VllmEngine:
-    """See :class:`replica.engine.Engine`.
+    """See :class:`sluice.replica.engine.Engine`.
 
     Args:
         config: which model, policy and vLLM arguments.
@@ -182,7 +182,7 @@ class VllmEngine:
         """
         if self._llm is None:
             raise EngineDeadError(_NOT_STARTED)
-        from replica.vllm.client import ApiCall
+        from sluice.replica.vllm.client import ApiCall
 
         call = ApiCall(
             time.monotonic(),
@@ -293,7 +293,7 @@ class VllmEngine:
     async def _respond(
         self, serving: Serving, body: Any, call: ApiCall
     ) -> AsyncIterator[ResponseItem]:
-        from replica.vllm.client import CURRENT_CALL
+        from sluice.replica.vllm.client import CURRENT_CALL
 
         CURRENT_CALL.set(call)
         response = await self._create(serving.layer, serving.create(body, None), call)

@@ -32,14 +32,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.utils.network_utils import get_ip
 
-from replica.transfer.blocks import BlockLayers, UnsupportedLayoutError
-from replica.transfer.client import MemoryLimit, fetch
-from replica.transfer.offer import Offer, prompt_digest
-from replica.transfer.server import TransferServer
-from replica.transfer.store import KeptPrompts
-from replica.transfer.wire import Handle, TransferError
-from replica.transfer_config import TransferConfig
-from replica.vllm.support import WITH_TRANSFER, check_version
+from sluice.replica.transfer.blocks import BlockLayers, UnsupportedLayoutError
+from sluice.replica.transfer.client import MemoryLimit, fetch
+from sluice.replica.transfer.offer import Offer, prompt_digest
+from sluice.replica.transfer.server import TransferServer
+from sluice.replica.transfer.store import KeptPrompts
+from sluice.replica.transfer.wire import Handle, TransferError
+from sluice.replica.transfer_config import TransferConfig
+from sluice.replica.vllm.support import WITH_TRANSFER, check_version
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,8 @@ class StepTransfers(KVConnectorMetadata):
 
 
 class TcpConnector(KVConnectorBase_V1):
-    """See :mod:`replica.vllm.kv_connector`. One object is either the scheduler's or a worker's."""
+    """See :mod:`sluice.replica.vllm.kv_connector`. One object is either the scheduler's or a
+    worker's."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -17,8 +17,8 @@ from typing import Any
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.metrics.stats import IterationStats
 
-from replica.engine import Resume
-from replica.scheduler.xargs import KEY_PREFIX
+from sluice.replica.engine import Resume
+from sluice.replica.scheduler.xargs import KEY_PREFIX
 
 AT_ONCE = 32
 """Outputs that are repeated before the event loop gets a turn: some milliseconds."""

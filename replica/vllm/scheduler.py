@@ -6,8 +6,8 @@ of the waiting queues, and caps each request's tokens through one small hook. So
 of stock vLLM; only their order and chunks differ.
 
 It relies on internal names of vLLM, which may change. They are listed and checked at start, in
-:mod:`replica.vllm.support`. The engine runs this module in its core process, named by
-``scheduler_cls="replica.vllm.scheduler.make_scheduler"``.
+:mod:`sluice.replica.vllm.support`. The engine runs this module in its core process, named by
+``scheduler_cls="sluice.replica.vllm.scheduler.make_scheduler"``.
 """
 
 # vLLM's classes are untyped here, so their subclasses are, too.
@@ -25,30 +25,30 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from replica.engine import request_key
-from replica.grammar.bound import bound_grammars
-from replica.parent_watch import end_with_parent
-from replica.scheduler.local_scheduler import BatchLog, LocalScheduler, StepInFlight
-from replica.scheduler.prefix_index import HeldPrefixes
-from replica.scheduler.state_table import RowUpdate, StateTable
-from replica.scheduler.xargs import RequestArgs, SchedulerSettings, from_xargs
-from replica.transfer.incoming import IncomingKv, hands_over
-from replica.vllm.drafts import PlannedDrafts
-from replica.vllm.gc_control import GarbageCollector
-from replica.vllm.kv_events import PooledBlocks
-from replica.vllm.prefix_lookup import PrefixHits
-from replica.vllm.support import (
+from sluice.replica.engine import request_key
+from sluice.replica.grammar.bound import bound_grammars
+from sluice.replica.parent_watch import end_with_parent
+from sluice.replica.scheduler.local_scheduler import BatchLog, LocalScheduler, StepInFlight
+from sluice.replica.scheduler.prefix_index import HeldPrefixes
+from sluice.replica.scheduler.state_table import RowUpdate, StateTable
+from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, from_xargs
+from sluice.replica.transfer.incoming import IncomingKv, hands_over
+from sluice.replica.vllm.drafts import PlannedDrafts
+from sluice.replica.vllm.gc_control import GarbageCollector
+from sluice.replica.vllm.kv_events import PooledBlocks
+from sluice.replica.vllm.prefix_lookup import PrefixHits
+from sluice.replica.vllm.support import (
     UnsupportedVllmError,
     check_config,
     check_vllm,
     hook_name,
     second_queue_name,
 )
-from replica.vllm.views import RequestViews
-from scheduling.batching import BatchBudget, BatchPlan, make_policy
-from scheduling.batching.warm_up import warm_up
-from scheduling.objective import SLO
-from scheduling.request import QueueView, RequestView
+from sluice.replica.vllm.views import RequestViews
+from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
+from sluice.scheduling.batching.warm_up import warm_up
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.request import QueueView, RequestView
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
-from replica.engine import Endpoint
+from sluice.replica.engine import Endpoint
 
 
 class Serving(NamedTuple):

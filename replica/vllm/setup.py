@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 from llvmlite.binding import ffi  # type: ignore[import-untyped]
 
-from replica.engine import Endpoint
-from replica.private_dir import SOCKETS_VARIABLE, make_private_dir
-from replica.scheduler.speculation import with_all_lengths
-from replica.scheduler.xargs import SchedulerSettings
-from replica.transfer_config import TransferConfig
-from replica.vllm.serving import Serving, servings
-from replica.vllm.variants import STOCK_SCHEDULER, variant_of
+from sluice.replica.engine import Endpoint
+from sluice.replica.private_dir import SOCKETS_VARIABLE, make_private_dir
+from sluice.replica.scheduler.speculation import with_all_lengths
+from sluice.replica.scheduler.xargs import SchedulerSettings
+from sluice.replica.transfer_config import TransferConfig
+from sluice.replica.vllm.serving import Serving, servings
+from sluice.replica.vllm.variants import STOCK_SCHEDULER, variant_of
 
 RESERVED_ARGUMENTS = frozenset(
     {
@@ -179,8 +179,8 @@ async def launch(arguments: Any, grammar_check_s: float = 0.0) -> Launched:
         grammar_check_s: CPU time limit of each phase of a grammar check, seconds; 0: no check.
 
     Raises:
-        replica.vllm.support.UnsupportedVllmError: this vLLM, or its configuration, cannot carry
-            out batch plans.
+        sluice.replica.vllm.support.UnsupportedVllmError: this vLLM, or its configuration, cannot
+            carry out batch plans.
         ValueError: an impossible configuration.
         RuntimeError: the engine process did not start.
     """
@@ -188,10 +188,10 @@ async def launch(arguments: Any, grammar_check_s: float = 0.0) -> Launched:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    from replica.grammar.check import GrammarCheck
-    from replica.vllm.client import WatchedLLM
-    from replica.vllm.kv_connector import check_model
-    from replica.vllm.support import check_config, check_vllm
+    from sluice.replica.grammar.check import GrammarCheck
+    from sluice.replica.vllm.client import WatchedLLM
+    from sluice.replica.vllm.kv_connector import check_model
+    from sluice.replica.vllm.support import check_config, check_vllm
 
     try:
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -297,7 +297,7 @@ def transfer_argument(transfer: TransferConfig) -> dict[str, Any]:
         return {"kv_connector": "NixlConnector", **shared}
     return {
         "kv_connector": "TcpConnector",
-        "kv_connector_module_path": "replica.vllm.kv_connector",
+        "kv_connector_module_path": "sluice.replica.vllm.kv_connector",
         "kv_connector_extra_config": {"sluice": transfer.model_dump(mode="json")},
         **shared,
     }
@@ -320,7 +320,7 @@ def _cpu_defaults(given: dict[str, Any]) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "enforce-eager": True,
         "kv-cache-memory-bytes": _CPU_KV_BYTES,
-        "worker-cls": "replica.vllm.cpu_worker.PatchedCpuWorker",
+        "worker-cls": "sluice.replica.vllm.cpu_worker.PatchedCpuWorker",
     }
     if _ranks(given) == 1:
         defaults["distributed-executor-backend"] = "uni"

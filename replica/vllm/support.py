@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from replica.engine import ConfigurationError
+from sluice.replica.engine import ConfigurationError
 
 Versions = tuple[tuple[int, int], tuple[int, int]]
 """First and last minor version of vLLM."""

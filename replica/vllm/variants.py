@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from replica.scheduler.xargs import SchedulerSettings
+from sluice.replica.scheduler.xargs import SchedulerSettings
 
-STOCK_SCHEDULER = "replica.vllm.scheduler.make_scheduler"
+STOCK_SCHEDULER = "sluice.replica.vllm.scheduler.make_scheduler"
 """vLLM's name of the scheduler factory, unless a variant has its own."""
 
 
@@ -29,7 +29,7 @@ class Variant(Protocol):
         """Check that it can run under ``vllm_config``.
 
         Raises:
-            replica.vllm.support.UnsupportedVllmError: it cannot run; the message says why.
+            sluice.replica.vllm.support.UnsupportedVllmError: it cannot run; the message says why.
         """
 
 
@@ -51,5 +51,7 @@ def variant_of(settings: SchedulerSettings) -> Variant | None:
         if variant.wanted(settings):
             return variant
     if settings.preemption.granularity != "off":
-        raise RuntimeError("preemption is configured, but replica.preemption.variant not imported")
+        raise RuntimeError(
+            "preemption is configured, but sluice.replica.preemption.variant not imported"
+        )
     return None

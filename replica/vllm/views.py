@@ -7,11 +7,11 @@ from typing import Any
 
 from vllm.v1.request import Request, RequestStatus
 
-from replica.scheduler.local_scheduler import LocalScheduler, TrackedRequest
-from replica.transfer.incoming import IncomingKv
-from replica.vllm.drafts import PlannedDrafts
-from replica.vllm.prefix_lookup import PrefixHits
-from scheduling.request import RequestView
+from sluice.replica.scheduler.local_scheduler import LocalScheduler, TrackedRequest
+from sluice.replica.transfer.incoming import IncomingKv
+from sluice.replica.vllm.drafts import PlannedDrafts
+from sluice.replica.vllm.prefix_lookup import PrefixHits
+from sluice.scheduling.request import RequestView
 
 _COULD_RUN = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 

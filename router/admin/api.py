@@ -1,6 +1,6 @@
 """The admin API: the state of the fleet, explained routing decisions, and draining replicas.
 
-Access is checked before, see :mod:`router.ingress.access`.
+Access is checked before, see :mod:`sluice.router.ingress.access`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse
 
-from router.admin.service import FEW_DECISIONS, FORCE, MAX_DECISIONS, AdminService
-from router.errors import invalid, shown
-from router.ingress.admin_access import ADMIN_PREFIX
-from router.request.arrival import Arrival
-from router.request.client_request_id import noted
+from sluice.router.admin.service import FEW_DECISIONS, FORCE, MAX_DECISIONS, AdminService
+from sluice.router.errors import invalid, shown
+from sluice.router.ingress.admin_access import ADMIN_PREFIX
+from sluice.router.request.arrival import Arrival
+from sluice.router.request.client_request_id import noted
 
 _DIGITS = re.compile(r"[0-9]{1,9}")
 _log = logging.getLogger(__name__)

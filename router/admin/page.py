@@ -8,7 +8,7 @@ from typing import Final
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from router.ingress.admin_access import PAGE_PATH
+from sluice.router.ingress.admin_access import PAGE_PATH
 
 _FOLDER = Path(__file__).with_name("static")
 

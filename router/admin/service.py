@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from controller.client import NoAnswerError
-from router.dispatch.recent import Recent
-from router.errors import ApiError, Reason, shown
+from sluice.controller.client import NoAnswerError
+from sluice.router.dispatch.recent import Recent
+from sluice.router.errors import ApiError, Reason, shown
 
 TTL_S = 1.0
 """How long a controller's answer is reused, seconds."""

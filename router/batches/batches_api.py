@@ -8,17 +8,17 @@ from fastapi import APIRouter, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from router.batches.expiry import expiry_s
-from router.batches.files_api import owner_of
-from router.batches.paging import page
-from router.batches.records import BatchRecord, Status, new_batch_id
-from router.batches.run import Resources
-from router.batches.runner import Runner
-from router.batches.store import file_not_found, full_disk_told
-from router.batches_config import window_s
-from router.errors import ApiError, Reason, invalid, shown
-from router.request.arrival import BATCH_PATHS
-from router.request.body import parse_object, read_body
+from sluice.router.batches.expiry import expiry_s
+from sluice.router.batches.files_api import owner_of
+from sluice.router.batches.paging import page
+from sluice.router.batches.records import BatchRecord, Status, new_batch_id
+from sluice.router.batches.run import Resources
+from sluice.router.batches.runner import Runner
+from sluice.router.batches.store import file_not_found, full_disk_told
+from sluice.router.batches_config import window_s
+from sluice.router.errors import ApiError, Reason, invalid, shown
+from sluice.router.request.arrival import BATCH_PATHS
+from sluice.router.request.body import parse_object, read_body
 
 MAX_BODY_BYTES = 64 << 10
 """Maximum body of a request to create a batch, bytes."""

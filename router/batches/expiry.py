@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from router.batches_config import DAY_S, HOUR_S
-from router.errors import invalid, shown
+from sluice.router.batches_config import DAY_S, HOUR_S
+from sluice.router.errors import invalid, shown
 
 MIN_S = HOUR_S
 MAX_S = 30 * DAY_S

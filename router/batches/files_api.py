@@ -10,14 +10,14 @@ from fastapi import APIRouter, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from router.batches.expiry import expiry_s
-from router.batches.paging import page
-from router.batches.records import FileRecord
-from router.batches.run import Resources
-from router.batches.store import file_not_found, full_disk_told
-from router.batches.upload import Form, receive
-from router.errors import ApiError, Reason, invalid, shown
-from router.tenancy.limits import ANYONE
+from sluice.router.batches.expiry import expiry_s
+from sluice.router.batches.paging import page
+from sluice.router.batches.records import FileRecord
+from sluice.router.batches.run import Resources
+from sluice.router.batches.store import file_not_found, full_disk_told
+from sluice.router.batches.upload import Form, receive
+from sluice.router.errors import ApiError, Reason, invalid, shown
+from sluice.router.tenancy.limits import ANYONE
 
 MAX_PAGE = 10_000
 """Maximum and default number of files in one page of the list."""

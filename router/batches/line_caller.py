@@ -11,27 +11,27 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-from replica.engine import Endpoint
-from replica.request_body import RequestBody
-from router.answer import Answer
-from router.batches.lines import BatchRequest
-from router.batches.metrics import BatchMetrics
-from router.batches.results import Reply
-from router.config import RouterConfig
-from router.dispatch.models import Model, ModelRegistry
-from router.dispatch.service_tier import with_tier
-from router.errors import ApiError, Reason, invalid
-from router.metrics.instruments import Outcome
-from router.metrics.telemetry import Telemetry
-from router.request.arrival import INFERENCE_PATHS, Arrival
-from router.request.call import MAX_INLINE_BYTES, Call, CallReader
-from router.request.client_request_id import noted
-from router.request.token_limits import output_to_expect
-from router.tenancy.limits import Client
-from router.tenancy.rate_limits import RateLimiter
-from scheduling.objective import TokenClock
-from scheduling.stage_clock import clock_of
-from telemetry.logs import of_request
+from sluice.replica.engine import Endpoint
+from sluice.replica.request_body import RequestBody
+from sluice.router.answer import Answer
+from sluice.router.batches.lines import BatchRequest
+from sluice.router.batches.metrics import BatchMetrics
+from sluice.router.batches.results import Reply
+from sluice.router.config import RouterConfig
+from sluice.router.dispatch.models import Model, ModelRegistry
+from sluice.router.dispatch.service_tier import with_tier
+from sluice.router.errors import ApiError, Reason, invalid
+from sluice.router.metrics.instruments import Outcome
+from sluice.router.metrics.telemetry import Telemetry
+from sluice.router.request.arrival import INFERENCE_PATHS, Arrival
+from sluice.router.request.call import MAX_INLINE_BYTES, Call, CallReader
+from sluice.router.request.client_request_id import noted
+from sluice.router.request.token_limits import output_to_expect
+from sluice.router.tenancy.limits import Client
+from sluice.router.tenancy.rate_limits import RateLimiter
+from sluice.scheduling.objective import TokenClock
+from sluice.scheduling.stage_clock import clock_of
+from sluice.telemetry.logs import of_request
 
 FIRST_PAUSE_S = 0.5
 """Approximate pause before a line without capacity is retried, seconds; doubled each time."""

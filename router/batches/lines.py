@@ -6,9 +6,9 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
-from router.batches.records import LineFault
-from router.errors import ApiError, shown
-from router.request.body import parse_object
+from sluice.router.batches.records import LineFault
+from sluice.router.errors import ApiError, shown
+from sluice.router.request.body import parse_object
 
 MAX_CUSTOM_ID: Final = 512
 """Maximum length of ``custom_id``, characters."""

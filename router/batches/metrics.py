@@ -6,7 +6,7 @@ import enum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from router.batches.records import Status
+from sluice.router.batches.records import Status
 
 
 class LineOutcome(enum.StrEnum):

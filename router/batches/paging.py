@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from router.batches.records import BatchRecord, FileRecord
-from router.errors import ApiError, Reason, invalid, shown
+from sluice.router.batches.records import BatchRecord, FileRecord
+from sluice.router.errors import ApiError, Reason, invalid, shown
 
 _DIGITS = re.compile(r"[0-9]{1,9}")
 

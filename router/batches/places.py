@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from router.tenancy.limits import Client
+from sluice.router.tenancy.limits import Client
 
 
 class _Waiting(NamedTuple):

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from router.batches.disk import open_private, write_all
-from router.batches.lines import BatchRequest
+from sluice.router.batches.disk import open_private, write_all
+from sluice.router.batches.lines import BatchRequest
 
 
 class Reply(NamedTuple):

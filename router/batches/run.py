@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from itertools import chain
 from math import inf
 
-from router.batches.disk import DiskThreads, Lock
-from router.batches.line_caller import Admitted, LineCaller
-from router.batches.lines import BatchRequest, check_lines, slices
-from router.batches.metrics import BatchMetrics, LineOutcome
-from router.batches.places import LinePlaces
-from router.batches.records import BatchRecord, Status
-from router.batches.results import Reply, ResultLog, answered, not_run
-from router.batches.store import ERRORS, INPUT, OUTPUT, Store
-from router.batches_config import BatchesConfig
-from router.tenancy.limits import Client
+from sluice.router.batches.disk import DiskThreads, Lock
+from sluice.router.batches.line_caller import Admitted, LineCaller
+from sluice.router.batches.lines import BatchRequest, check_lines, slices
+from sluice.router.batches.metrics import BatchMetrics, LineOutcome
+from sluice.router.batches.places import LinePlaces
+from sluice.router.batches.records import BatchRecord, Status
+from sluice.router.batches.results import Reply, ResultLog, answered, not_run
+from sluice.router.batches.store import ERRORS, INPUT, OUTPUT, Store
+from sluice.router.batches_config import BatchesConfig
+from sluice.router.tenancy.limits import Client
 
 SAVE_S = 1.0
 """Interval at which the progress of a batch is written to disk and its storage quota is checked,

@@ -10,10 +10,10 @@ from functools import partial
 from math import inf
 from typing import NamedTuple
 
-from router.batches.records import BatchRecord
-from router.batches.run import BatchRun, Resources
-from router.tenancy.auth import KeyRing
-from router.tenancy.limits import ANYONE
+from sluice.router.batches.records import BatchRecord
+from sluice.router.batches.run import BatchRun, Resources
+from sluice.router.tenancy.auth import KeyRing
+from sluice.router.tenancy.limits import ANYONE
 
 SWEEP_S = 60.0
 """Interval at which expired files and batches are deleted, seconds."""

@@ -9,21 +9,21 @@ from contextlib import asynccontextmanager
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
-from router.batches.batches_api import BatchesApi
-from router.batches.disk import DiskThreads
-from router.batches.files_api import FilesApi
-from router.batches.line_caller import LineCaller
-from router.batches.metrics import BatchMetrics
-from router.batches.places import LinePlaces
-from router.batches.run import Resources
-from router.batches.runner import Runner
-from router.batches.store import Store
-from router.config import RouterConfig
-from router.dispatch.models import ModelRegistry
-from router.errors import ApiError, Reason
-from router.metrics.telemetry import Telemetry
-from router.tenancy.auth import KeyRing
-from router.tenancy.rate_limits import RateLimiter
+from sluice.router.batches.batches_api import BatchesApi
+from sluice.router.batches.disk import DiskThreads
+from sluice.router.batches.files_api import FilesApi
+from sluice.router.batches.line_caller import LineCaller
+from sluice.router.batches.metrics import BatchMetrics
+from sluice.router.batches.places import LinePlaces
+from sluice.router.batches.run import Resources
+from sluice.router.batches.runner import Runner
+from sluice.router.batches.store import Store
+from sluice.router.config import RouterConfig
+from sluice.router.dispatch.models import ModelRegistry
+from sluice.router.errors import ApiError, Reason
+from sluice.router.metrics.telemetry import Telemetry
+from sluice.router.tenancy.auth import KeyRing
+from sluice.router.tenancy.rate_limits import RateLimiter
 
 _METHODS = ["GET", "POST", "DELETE"]
 

@@ -32,7 +32,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from router.batches.disk import (
+from sluice.router.batches.disk import (
     TEMPORARY,
     Lock,
     locked,
@@ -41,7 +41,7 @@ from router.batches.disk import (
     used_bytes,
     write_whole,
 )
-from router.batches.records import (
+from sluice.router.batches.records import (
     BATCH_ID,
     FILE_ID,
     BatchRecord,
@@ -50,8 +50,8 @@ from router.batches.records import (
     new_file_id,
     result_file_id,
 )
-from router.batches_config import BatchesConfig
-from router.errors import ApiError, Reason, shown
+from sluice.router.batches_config import BatchesConfig
+from sluice.router.errors import ApiError, Reason, shown
 
 ORPHAN_S = 3_600.0
 """Minimum age, in seconds, at which an unreferenced file or folder counts as left over by a crash.

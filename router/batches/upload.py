@@ -14,9 +14,9 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
-from router.batches.disk import DiskThreads, open_private, write_all
-from router.errors import ApiError, Reason, invalid, shown
-from router.request.body import announces_more, check_plain
+from sluice.router.batches.disk import DiskThreads, open_private, write_all
+from sluice.router.errors import ApiError, Reason, invalid, shown
+from sluice.router.request.body import announces_more, check_plain
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks

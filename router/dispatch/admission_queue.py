@@ -11,13 +11,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from itertools import chain, islice, zip_longest
 
-from controller.messages import RouteDecision
-from router.config import ServiceClass
-from router.errors import ApiError, Reason
-from router.metrics.admission import AdmissionMetrics
-from router.tenancy.limits import ANYONE, Client
-from scheduling.fair_shares import PLACES_PART
-from scheduling.job import UNATTAINABLE
+from sluice.controller.messages import RouteDecision
+from sluice.router.config import ServiceClass
+from sluice.router.errors import ApiError, Reason
+from sluice.router.metrics.admission import AdmissionMetrics
+from sluice.router.tenancy.limits import ANYONE, Client
+from sluice.scheduling.fair_shares import PLACES_PART
+from sluice.scheduling.job import UNATTAINABLE
 
 ASKERS = 4
 """Requests of a queue that ask: enough that one request which no replica can guarantee does not

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-from controller.messages import Tier, Trouble
-from replica.engine import EVENT_STREAM, EngineRequest, Progress, ResponseChunk, request_key
-from router.answer import (
+from sluice.controller.messages import Tier, Trouble
+from sluice.replica.engine import EVENT_STREAM, EngineRequest, Progress, ResponseChunk, request_key
+from sluice.router.answer import (
     Attempt,
     MovedError,
     NobodyTakesError,
@@ -18,20 +18,20 @@ from router.answer import (
     ReplicaFailedError,
     ReplicaStream,
 )
-from router.dispatch.moves import Moves
-from router.dispatch.placement import Controller, Placement, PlacementClient
-from router.dispatch.resumable import may_split, prompt_slo, rest_of
-from router.dispatch.stall_detector import StallDetector
-from router.dispatch.suspicion import Case, Suspicion
-from router.dispatch.transcript import Transcript
-from router.errors import ApiError, Reason
-from router.metrics.instruments import Fallback, Phase, RouterMetrics
-from router.request.call import Call
-from router.serve.choices import CHOICES
-from router.serve.direct import DirectAnswer
-from scheduling.prefix import NO_PREFIX
-from scheduling.roles import Role
-from telemetry.tracing import Kind, Span
+from sluice.router.dispatch.moves import Moves
+from sluice.router.dispatch.placement import Controller, Placement, PlacementClient
+from sluice.router.dispatch.resumable import may_split, prompt_slo, rest_of
+from sluice.router.dispatch.stall_detector import StallDetector
+from sluice.router.dispatch.suspicion import Case, Suspicion
+from sluice.router.dispatch.transcript import Transcript
+from sluice.router.errors import ApiError, Reason
+from sluice.router.metrics.instruments import Fallback, Phase, RouterMetrics
+from sluice.router.request.call import Call
+from sluice.router.serve.choices import CHOICES
+from sluice.router.serve.direct import DirectAnswer
+from sluice.scheduling.prefix import NO_PREFIX
+from sluice.scheduling.roles import Role
+from sluice.telemetry.tracing import Kind, Span
 
 _BUSY = 503
 _NOT_RESUMED = (Reason.INTERNAL, "Another replica could not resume the stream.")
@@ -59,7 +59,7 @@ class Replicas(Protocol):
     async def progress(
         self, request_ids: Sequence[str], target: str | None, avoid: Sequence[str], role: Role
     ) -> Progress:
-        """See :class:`~router.dispatch.stall_detector.Askable`."""
+        """See :class:`~sluice.router.dispatch.stall_detector.Askable`."""
 
     async def models(self) -> dict[str, Any]:
         """The OpenAI list-models body of any replica, drained ones included.
@@ -128,7 +128,7 @@ class Attempts:
         stalls: detects attempts at unresponsive replicas.
         suspicion: tracks calls that may be the cause of lost replicas.
         leave: whether an attempt may be abandoned for another one, which is then granted.
-        clock: monotonic seconds; the one of :attr:`~router.request.call.Call.received_s`.
+        clock: monotonic seconds; the one of :attr:`~sluice.router.request.call.Call.received_s`.
     """
 
     def __init__(

@@ -9,10 +9,10 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from router.answer import ReplicaFailedError
-from router.dispatch.attempt import Replicas
-from router.dispatch.recent import Answer, Recent
-from router.errors import ApiError, Reason
+from sluice.router.answer import ReplicaFailedError
+from sluice.router.dispatch.attempt import Replicas
+from sluice.router.dispatch.recent import Answer, Recent
+from sluice.router.errors import ApiError, Reason
 
 TTL_S = 1.0
 """How long an answer, or its failure, is kept, seconds."""

@@ -14,25 +14,25 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 
-from controller.messages import LateNotice, RequestEnding
-from replica.engine import EVENT_STREAM
-from router.answer import Answer, Attempt, MovedError, NobodyTakesError, ReplicaFailedError
-from router.config import RouterConfig
-from router.dispatch.attempt import Attempts, CallState, Replicas
-from router.dispatch.placement import Controller, PlacementClient
-from router.dispatch.resumable import NOT_RESUMABLE, may_resume
-from router.dispatch.retry_budget import RetryBudget
-from router.dispatch.stall_detector import StallDetector
-from router.dispatch.suspicion import Suspicion
-from router.dispatch.transcript import Transcript
-from router.errors import ApiError, Reason
-from router.ingress.slow_readers import StalledReaderError
-from router.metrics.instruments import Outcome, RouterMetrics, StreamWay
-from router.request.call import Call
-from router.request.prompt_size import TokenEstimator, outputs_of
-from router.serve.direct import DirectAnswer
-from router.serve.hint import NO_REPLICA_WAIT_S
-from scheduling.objective import TokenClock
+from sluice.controller.messages import LateNotice, RequestEnding
+from sluice.replica.engine import EVENT_STREAM
+from sluice.router.answer import Answer, Attempt, MovedError, NobodyTakesError, ReplicaFailedError
+from sluice.router.config import RouterConfig
+from sluice.router.dispatch.attempt import Attempts, CallState, Replicas
+from sluice.router.dispatch.placement import Controller, PlacementClient
+from sluice.router.dispatch.resumable import NOT_RESUMABLE, may_resume
+from sluice.router.dispatch.retry_budget import RetryBudget
+from sluice.router.dispatch.stall_detector import StallDetector
+from sluice.router.dispatch.suspicion import Suspicion
+from sluice.router.dispatch.transcript import Transcript
+from sluice.router.errors import ApiError, Reason
+from sluice.router.ingress.slow_readers import StalledReaderError
+from sluice.router.metrics.instruments import Outcome, RouterMetrics, StreamWay
+from sluice.router.request.call import Call
+from sluice.router.request.prompt_size import TokenEstimator, outputs_of
+from sluice.router.serve.direct import DirectAnswer
+from sluice.router.serve.hint import NO_REPLICA_WAIT_S
+from sluice.scheduling.objective import TokenClock
 
 RETRY_PAUSE_S = 0.02
 """Pause before the second attempt, doubled before each later one, seconds: time for the report of a

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from router.dispatch.catalog import Catalog
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.recent import Answer
-from router.errors import ApiError, Reason, shown
-from router.metrics.instruments import RouterMetrics
+from sluice.router.dispatch.catalog import Catalog
+from sluice.router.dispatch.dispatcher import Dispatcher
+from sluice.router.dispatch.recent import Answer
+from sluice.router.errors import ApiError, Reason, shown
+from sluice.router.metrics.instruments import RouterMetrics
 
 
 class Model(NamedTuple):

@@ -1,9 +1,9 @@
 """Guaranteed requests that wait for their first tokens, and may move to an earlier replica.
 
 The router asks the controller about them with each push of metrics. The controller answers which of
-them are going to miss their TTFT at their replica (:mod:`controller.moves`). The client of such a
-request has received nothing, so the request can be retried: it moves, at most once, if another
-replica guarantees what is left of its SLO. Until then it stays where it is.
+them are going to miss their TTFT at their replica (:mod:`sluice.controller.moves`). The client of
+such a request has received nothing, so the request can be retried: it moves, at most once, if
+another replica guarantees what is left of its SLO. Until then it stays where it is.
 
 The cost per attempt is a dictionary entry.
 """
@@ -15,8 +15,8 @@ import heapq
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-from controller.messages import MAX_WAITS, FirstTokenWait
-from router.request.call import Call
+from sluice.controller.messages import MAX_WAITS, FirstTokenWait
+from sluice.router.request.call import Call
 
 
 class _Waiting(NamedTuple):
@@ -29,7 +29,7 @@ class Moves:
     """Waiting requests of one router process and model. Runs on its event loop.
 
     Args:
-        clock: monotonic seconds; the one of :attr:`~router.request.call.Call.received_s`.
+        clock: monotonic seconds; the one of :attr:`~sluice.router.request.call.Call.received_s`.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

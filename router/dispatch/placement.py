@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from math import inf
 from typing import NamedTuple, Protocol
 
-from controller.messages import (
+from sluice.controller.messages import (
     FirstTokenWait,
     LateNotice,
     RequestEnding,
@@ -16,15 +16,15 @@ from controller.messages import (
     Tier,
     Trouble,
 )
-from router.config import RouterConfig
-from router.dispatch.admission_queue import AdmissionQueue, may_wait
-from router.errors import ApiError, Reason
-from router.metrics.instruments import Fallback, RouterMetrics
-from router.request.call import Call
-from router.request.prompt_size import TokenEstimator
-from scheduling.job import UNATTAINABLE
-from scheduling.objective import Times
-from scheduling.roles import Role
+from sluice.router.config import RouterConfig
+from sluice.router.dispatch.admission_queue import AdmissionQueue, may_wait
+from sluice.router.errors import ApiError, Reason
+from sluice.router.metrics.instruments import Fallback, RouterMetrics
+from sluice.router.request.call import Call
+from sluice.router.request.prompt_size import TokenEstimator
+from sluice.scheduling.job import UNATTAINABLE
+from sluice.scheduling.objective import Times
+from sluice.scheduling.roles import Role
 
 _ANY_TIER = frozenset(Tier)
 _GUARANTEED_ONLY = frozenset({Tier.GUARANTEED})
@@ -78,7 +78,7 @@ class Placement(NamedTuple):
         prefill_id: the prefill replica; ``None``: the replica that answers computes the prompt.
         handover_s: predicted time from the end of the prefill to the first token.
         planned: TTFT, TPOT and end-to-end time that the replica schedules for, if the SLO is
-            guaranteed; see :class:`~scheduling.job.RouteDecision`.
+            guaranteed; see :class:`~sluice.scheduling.job.RouteDecision`.
     """
 
     replica_id: str | None = None
@@ -107,7 +107,7 @@ class PlacementClient:
     """Asks the controller for placements. One per router process.
 
     Args:
-        clock: monotonic seconds; the one of :attr:`~router.request.call.Call.received_s`.
+        clock: monotonic seconds; the one of :attr:`~sluice.router.request.call.Call.received_s`.
         pause: sleeps for the given number of seconds.
     """
 

@@ -8,19 +8,19 @@ from types import TracebackType
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from replica.engine import EVENT_STREAM
-from router import wire
-from router.answer import Answer, Piece, ReplicaFailedError
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.service_tier import with_tier
-from router.errors import ApiError, Reason
-from router.ingress.slow_readers import StalledReaderError, TimeoutSend
-from router.metrics.instruments import Outcome, RouterMetrics
-from router.metrics.telemetry import Telemetry
-from router.request.call import Call
-from router.serve.direct import STREAM_HEADER, DirectAnswer, NotReportedError
-from scheduling.job import Tier
-from scheduling.stage_clock import clock_of
+from sluice.replica.engine import EVENT_STREAM
+from sluice.router import wire
+from sluice.router.answer import Answer, Piece, ReplicaFailedError
+from sluice.router.dispatch.dispatcher import Dispatcher
+from sluice.router.dispatch.service_tier import with_tier
+from sluice.router.errors import ApiError, Reason
+from sluice.router.ingress.slow_readers import StalledReaderError, TimeoutSend
+from sluice.router.metrics.instruments import Outcome, RouterMetrics
+from sluice.router.metrics.telemetry import Telemetry
+from sluice.router.request.call import Call
+from sluice.router.serve.direct import STREAM_HEADER, DirectAnswer, NotReportedError
+from sluice.scheduling.job import Tier
+from sluice.scheduling.stage_clock import clock_of
 
 _NOTHING = Piece(b"", 0)
 

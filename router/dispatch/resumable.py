@@ -1,16 +1,16 @@
 """Which calls more than one replica may serve: as a P/D pair, or by resuming after a failure.
 
 Conditions that only the engine knows are not checked here: if its output cannot be resumed, it does
-not report the tokens (:attr:`~replica.engine.EngineRequest.resumable`).
+not report the tokens (:attr:`~sluice.replica.engine.EngineRequest.resumable`).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from router.request.call import Call
-from router.request.prompt_size import PromptSize
-from scheduling.objective import SLO
+from sluice.router.request.call import Call
+from sluice.router.request.prompt_size import PromptSize
+from sluice.scheduling.objective import SLO
 
 _WHOLE = ("echo", "prompt_logprobs", "prompt_embeds")
 _TEXT = ("text", "input_text", "output_text", "refusal")

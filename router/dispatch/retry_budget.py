@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from router.config import RetryBudgetConfig
+from sluice.router.config import RetryBudgetConfig
 
 _SLOTS: Final = 20
 """Parts of the sliding window: counts expire one part at a time."""

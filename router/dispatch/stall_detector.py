@@ -17,12 +17,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from controller.messages import Trouble
-from replica.engine import Progress
-from router.answer import Attempt, ReplicaFailedError
-from router.errors import Reason
-from router.metrics.instruments import RouterMetrics
-from scheduling.roles import Role
+from sluice.controller.messages import Trouble
+from sluice.replica.engine import Progress
+from sluice.router.answer import Attempt, ReplicaFailedError
+from sluice.router.errors import Reason
+from sluice.router.metrics.instruments import RouterMetrics
+from sluice.scheduling.roles import Role
 
 SWEEP_S = 0.25
 """Interval between two checks of all attempts, seconds."""

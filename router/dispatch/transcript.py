@@ -1,8 +1,8 @@
 """Record of the part of a stream that the client has, so that another replica can resume it.
 
 The resuming replica produces the whole stream again, without computing the known tokens
-(:class:`~replica.engine.Resume`). The repeated part is dropped here and compared with what was
-sent: a stream that differs is not forwarded.
+(:class:`~sluice.replica.engine.Resume`). The repeated part is dropped here and compared with what
+was sent: a stream that differs is not forwarded.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import re
 from array import array
 from collections.abc import Sequence
 
-from replica.engine import ResponseChunk, Resume
-from router.answer import Piece, ReplicaFailedError
-from router.errors import Reason
+from sluice.replica.engine import ResponseChunk, Resume
+from sluice.router.answer import Piece, ReplicaFailedError
+from sluice.router.errors import Reason
 
 _CREATED = re.compile(rb'"created": ?\d+')
 """The date of an event; it precedes all generated text."""

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Iterable
 from typing import Final
 
-from router.config import RouterConfig
-from router.errors import ApiError, Reason
-from router.ingress.admin_access import ADMIN_PREFIX, AdminAccess, is_page
-from router.tenancy.auth import KeyMetrics, KeyRing
-from router.tenancy.limits import ANYONE, Client
-from router.wire import BROKEN_PATH
+from sluice.router.config import RouterConfig
+from sluice.router.errors import ApiError, Reason
+from sluice.router.ingress.admin_access import ADMIN_PREFIX, AdminAccess, is_page
+from sluice.router.tenancy.auth import KeyMetrics, KeyRing
+from sluice.router.tenancy.limits import ANYONE, Client
+from sluice.router.wire import BROKEN_PATH
 
 OPEN_PATH: Final = "/health"
 """Needs no key: load balancers probe it."""
@@ -33,8 +33,8 @@ class Access:
     - The API needs an API key; if none is configured, it is open.
     - ``/metrics`` shows the names and counts of all clients. If there are API keys, it needs a
       separate metrics key, unless it is open by configuration.
-    - The admin API needs an admin key, see :mod:`router.ingress.admin_access`. The live page holds
-      no data and needs no key.
+    - The admin API needs an admin key, see :mod:`sluice.router.ingress.admin_access`. The live page
+      holds no data and needs no key.
 
     Args:
         metrics: counts the loads of key files.

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
-from router.admin_config import AdminConfig, is_loopback
-from router.errors import ApiError, Reason
-from router.tenancy.auth import KeyMetrics, KeyRing
-from router.tenancy.limits import ANYONE, Client
+from sluice.router.admin_config import AdminConfig, is_loopback
+from sluice.router.errors import ApiError, Reason
+from sluice.router.tenancy.auth import KeyMetrics, KeyRing
+from sluice.router.tenancy.limits import ANYONE, Client
 
 ADMIN_PREFIX: Final = "/admin/"
 """Path prefix of the admin API."""

@@ -8,8 +8,8 @@ from starlette._utils import get_route_path
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router import wire
-from router.ingress.access import is_for_operators
+from sluice.router import wire
+from sluice.router.ingress.access import is_for_operators
 
 
 class Cors:

@@ -12,20 +12,20 @@ from collections.abc import Callable
 from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router import wire
-from router.config import RouterConfig
-from router.errors import ApiError, Reason
-from router.ingress.access import OPEN_PATH, Access
-from router.ingress.load_shedding import Pace, Pause, Shedder
-from router.metrics.instruments import RouterMetrics
-from router.metrics.telemetry import Telemetry
-from router.request.arrival import INFERENCE_PATHS, Arrival
-from router.request.body import BodyBudget, HeldBytes
-from router.request.client_request_id import client_request_id
-from router.tenancy.limits import Client
-from router.tenancy.rate_limits import RateLimiter
-from scheduling.fair_shares import PLACES_PART
-from telemetry.logs import of_request
+from sluice.router import wire
+from sluice.router.config import RouterConfig
+from sluice.router.errors import ApiError, Reason
+from sluice.router.ingress.access import OPEN_PATH, Access
+from sluice.router.ingress.load_shedding import Pace, Pause, Shedder
+from sluice.router.metrics.instruments import RouterMetrics
+from sluice.router.metrics.telemetry import Telemetry
+from sluice.router.request.arrival import INFERENCE_PATHS, Arrival
+from sluice.router.request.body import BodyBudget, HeldBytes
+from sluice.router.request.client_request_id import client_request_id
+from sluice.router.tenancy.limits import Client
+from sluice.router.tenancy.rate_limits import RateLimiter
+from sluice.scheduling.fair_shares import PLACES_PART
+from sluice.telemetry.logs import of_request
 
 _COUNTED_PATHS = frozenset((*INFERENCE_PATHS, "/v1/files", "/v1/batches"))
 """Paths whose POST counts towards request rate limits. The others cost little, and the requests of
@@ -40,15 +40,15 @@ class IngressMiddleware:
 
     - Every request gets an id from the router, which is returned in every response; a client's
       ``x-request-id`` is not trusted as one.
-    - Access to paths is checked by :mod:`router.ingress.access`.
+    - Access to paths is checked by :mod:`sluice.router.ingress.access`.
     - At most ``max_in_flight`` inference requests are in flight. A client has at most as many of
       them as its key allows, and as leave slots for other clients. Further requests are refused
       before their body is read.
     - Requests, uploads and new batches beyond the rate limits of a key are refused in the same way,
       as are some requests while the router is overloaded.
-    - Refusals are sent no faster than ``refusals_per_s``; see :mod:`router.ingress.load_shedding`.
-      Refusals of requests without a valid key have a separate rate, so that they do not delay
-      others. Health probes are answered at once.
+    - Refusals are sent no faster than ``refusals_per_s``; see
+      :mod:`sluice.router.ingress.load_shedding`. Refusals of requests without a valid key have a
+      separate rate, so that they do not delay others. Health probes are answered at once.
     - The bodies of all requests in flight have at most ``max_held_bytes`` together.
 
     Paths exclude Serve's route prefix, as for routing.

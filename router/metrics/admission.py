@@ -7,11 +7,11 @@ from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from router.errors import RULES, Reason
-from router.metrics.client_names import ClientNames
-from router.wire import NO_CLASS
-from scheduling.objective import TokenClock
-from scheduling.routing.base import Tier
+from sluice.router.errors import RULES, Reason
+from sluice.router.metrics.client_names import ClientNames
+from sluice.router.wire import NO_CLASS
+from sluice.scheduling.objective import TokenClock
+from sluice.scheduling.routing.base import Tier
 
 RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2, 3, 5, 10)
 WAIT_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 10, 30, 60, 300)
@@ -139,7 +139,7 @@ class AdmissionMetrics:
         It was met if the answer did not fail and every stated objective was met: TTFT, TPOT and end
         to end. If the client left, the tokens until then count; if it left without a token and
         before its deadlines, the outcome is unknown. ``moved``: see
-        :class:`~router.answer.Answer`.
+        :class:`~sluice.router.answer.Answer`.
         """
         slo, ttft_s = clock.slo, clock.ttft_s
         service_class = slo.service_class

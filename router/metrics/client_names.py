@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from router.tenancy.limits import UNNAMED
+from sluice.router.tenancy.limits import UNNAMED
 
 MAX_NAMES: Final = 1_000
 """Most names that label the metrics of a router process."""

@@ -1,7 +1,7 @@
 """Metrics of the router.
 
 Every label is bounded: classes by configuration, priorities 1 to 10, clients by
-:mod:`router.metrics.client_names`.
+:mod:`sluice.router.metrics.client_names`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from functools import cache
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.registry import Collector
 
-from replica.engine import Endpoint
-from router.errors import RULES, Reason
-from router.metrics.admission import AdmissionMetrics
-from router.metrics.client_names import ClientNames
-from router.metrics.usage import UsageMetrics
-from router.tenancy.limits import ANYONE, Client
-from router.wire import NO_CLASS
-from scheduling.objective import TokenClock
+from sluice.replica.engine import Endpoint
+from sluice.router.errors import RULES, Reason
+from sluice.router.metrics.admission import AdmissionMetrics
+from sluice.router.metrics.client_names import ClientNames
+from sluice.router.metrics.usage import UsageMetrics
+from sluice.router.tenancy.limits import ANYONE, Client
+from sluice.router.wire import NO_CLASS
+from sluice.scheduling.objective import TokenClock
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 10, 30, 60, 300)
 TPOT_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 5)
@@ -99,9 +99,9 @@ class Phase(enum.StrEnum):
 class RouterMetrics:
     """The router's metrics, in their own registry.
 
-    The latency metrics are those of :class:`~scheduling.objective.TokenClock`: tokens of the first
-    choice, when their bytes are written to the socket; for a plain response, when they left the
-    engine. A cancelled request counts in none of the attainment metrics, and one without an SLO
+    The latency metrics are those of :class:`~sluice.scheduling.objective.TokenClock`: tokens of the
+    first choice, when their bytes are written to the socket; for a plain response, when they left
+    the engine. A cancelled request counts in none of the attainment metrics, and one without an SLO
     does not count in ``sluice_slo_requests``.
     """
 

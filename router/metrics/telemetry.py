@@ -10,18 +10,18 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from replica.engine import Endpoint
-from router.errors import RULES, Reason
-from router.metrics.instruments import Outcome
-from router.metrics.usage import OPERATIONS, PROVIDER
-from scheduling.objective import TokenClock
-from telemetry.config import LogsConfig
-from telemetry.tracing import CONTEXT_HEADERS, Attribute, Span, Tracer, attribute_of
+from sluice.replica.engine import Endpoint
+from sluice.router.errors import RULES, Reason
+from sluice.router.metrics.instruments import Outcome
+from sluice.router.metrics.usage import OPERATIONS, PROVIDER
+from sluice.scheduling.objective import TokenClock
+from sluice.telemetry.config import LogsConfig
+from sluice.telemetry.tracing import CONTEXT_HEADERS, Attribute, Span, Tracer, attribute_of
 
 if TYPE_CHECKING:
-    from router.answer import Answer
-    from router.request.arrival import Arrival
-    from router.request.call import Call
+    from sluice.router.answer import Answer
+    from sluice.router.request.arrival import Arrival
+    from sluice.router.request.call import Call
 
 _log = logging.getLogger(__name__)
 

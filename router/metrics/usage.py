@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from replica.engine import Endpoint
-from router.metrics.client_names import ClientNames
-from scheduling.objective import TokenClock
+from sluice.replica.engine import Endpoint
+from sluice.router.metrics.client_names import ClientNames
+from sluice.scheduling.objective import TokenClock
 
 if TYPE_CHECKING:
-    from router.answer import Answer
-    from router.request.call import Call
+    from sluice.router.answer import Answer
+    from sluice.router.request.call import Call
 
 E2E_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 10, 20, 30, 60, 120, 300, 600)
 QUEUE_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 300)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from replica.engine import Endpoint
-from router.request.body import HeldBytes
-from router.tenancy.limits import ANYONE, Client
+from sluice.replica.engine import Endpoint
+from sluice.router.request.body import HeldBytes
+from sluice.router.tenancy.limits import ANYONE, Client
 
 INFERENCE_PATHS: dict[str, Endpoint] = {
     "/v1/chat/completions": "chat",
@@ -24,7 +24,7 @@ class Arrival(NamedTuple):
     """The ingress middleware's record of a request, in the scope's state as ``arrival``.
 
     ``held`` counts the bytes of its body while it is in flight. ``client_request_id`` is the
-    client's own request id, see :mod:`router.request.client_request_id`.
+    client's own request id, see :mod:`sluice.router.request.client_request_id`.
     """
 
     request_id: str

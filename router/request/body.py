@@ -10,10 +10,10 @@ import msgspec
 from prometheus_client import Gauge
 from starlette.requests import Request
 
-from replica.request_body import RequestBody
-from router.errors import ApiError, Reason, invalid
-from router.request.large_body import PIECE_BYTES, parse_in_pieces
-from router.tenancy.limits import Client
+from sluice.replica.request_body import RequestBody
+from sluice.router.errors import ApiError, Reason, invalid
+from sluice.router.request.large_body import PIECE_BYTES, parse_in_pieces
+from sluice.router.tenancy.limits import Client
 
 MAX_DEPTH = 64
 """Maximum nesting depth of a body."""

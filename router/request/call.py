@@ -10,26 +10,26 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from replica.engine import UNSCHEDULED, Endpoint
-from replica.request_body import RequestBody
-from router import wire
-from router.config import RouterConfig
-from router.errors import invalid
-from router.request.arrival import Arrival
-from router.request.body import parse_object, read_body
-from router.request.engine_bounds import refuse_structured
-from router.request.prompt_prefix import prefix_of, salted
-from router.request.prompt_size import PromptSize, longest_ids, measure, output_limit
-from router.request.session import session_of
-from router.request.slo import SloReader
-from router.request.token_limits import TokenLimits
-from router.request.validation import check_body, engine_body
-from router.tenancy.limits import ANYONE, Client
-from router.tenancy.rate_limits import NO_CHARGE, Charge
-from router.wire import NO_CLASS
-from scheduling.objective import SLO
-from scheduling.prefix import NO_PREFIX, PromptPrefix
-from telemetry.tracing import Span
+from sluice.replica.engine import UNSCHEDULED, Endpoint
+from sluice.replica.request_body import RequestBody
+from sluice.router import wire
+from sluice.router.config import RouterConfig
+from sluice.router.errors import invalid
+from sluice.router.request.arrival import Arrival
+from sluice.router.request.body import parse_object, read_body
+from sluice.router.request.engine_bounds import refuse_structured
+from sluice.router.request.prompt_prefix import prefix_of, salted
+from sluice.router.request.prompt_size import PromptSize, longest_ids, measure, output_limit
+from sluice.router.request.session import session_of
+from sluice.router.request.slo import SloReader
+from sluice.router.request.token_limits import TokenLimits
+from sluice.router.request.validation import check_body, engine_body
+from sluice.router.tenancy.limits import ANYONE, Client
+from sluice.router.tenancy.rate_limits import NO_CHARGE, Charge
+from sluice.router.wire import NO_CLASS
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.prefix import NO_PREFIX, PromptPrefix
+from sluice.telemetry.tracing import Span
 
 _UNCHANGED: Mapping[str, str] = {}
 
@@ -98,7 +98,7 @@ class CallReader:
 
     A body over :data:`MAX_INLINE_BYTES` is parsed and checked in a thread, so that the event loop
     can run meanwhile. Python's global interpreter lock limits the gain: the JSON parser holds it
-    while it parses a piece (:mod:`router.request.large_body`). One such body at a time: more
+    while it parses a piece (:mod:`sluice.router.request.large_body`). One such body at a time: more
     threads would only compete with the loop for the lock.
 
     Args:

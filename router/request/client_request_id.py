@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Final
 
-from router import wire
+from sluice.router import wire
 
 MAX_CHARACTERS: Final = 128
 """Maximum recorded characters of an id."""

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, Final
 
-from router.errors import ApiError, Reason, invalid, shown
+from sluice.router.errors import ApiError, Reason, invalid, shown
 
 MAX_ENTRIES: Final = {
     "allowed_token_ids": 65_536,

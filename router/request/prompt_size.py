@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from replica.engine import Endpoint
+from sluice.replica.engine import Endpoint
 
 MIN_RATIO = 1.0
 MAX_RATIO = 16.0

@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from router import wire
-from router.errors import invalid, shown
+from sluice.router import wire
+from sluice.router.errors import invalid, shown
 
 MAX_SESSION_CHARACTERS = 512
 """Longest name of a session."""
@@ -18,8 +18,8 @@ _HEADER = wire.SESSION_HEADER.encode()
 def session_of(body: Mapping[str, Any], headers: Iterable[tuple[bytes, bytes]], owner: str) -> int:
     """A 63-bit hash of the session's name; 0 if none is given.
 
-    The name is the header's, else that of the first of :data:`~router.wire.SESSION_FIELDS` in the
-    body. Sessions of different owners are distinct, even with the same name.
+    The name is the header's, else that of the first of :data:`~sluice.router.wire.SESSION_FIELDS`
+    in the body. Sessions of different owners are distinct, even with the same name.
 
     Raises:
         ApiError: 400; a name is not a string or too long, or the header is given twice.

@@ -9,7 +9,7 @@ the same body is a contradiction.
 
 Every stated value is checked, even if another overrides it. JSON ``null`` is the same as leaving
 the field out. The key's limits apply to the resulting values, see
-:class:`~router.tenancy.limits.LimitCheck`."""
+:class:`~sluice.router.tenancy.limits.LimitCheck`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from router import wire
-from router.config import RouterConfig
-from router.errors import ApiError, invalid, shown
-from router.request.stages import FIELD as STAGES_FIELD
-from router.request.stages import StatedStage, read_stages
-from router.tenancy.limits import NO_CAPS, LimitCheck, TenantLimits
-from router.wire import MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
-from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY, SLO
+from sluice.router import wire
+from sluice.router.config import RouterConfig
+from sluice.router.errors import ApiError, invalid, shown
+from sluice.router.request.stages import FIELD as STAGES_FIELD
+from sluice.router.request.stages import StatedStage, read_stages
+from sluice.router.tenancy.limits import NO_CAPS, LimitCheck, TenantLimits
+from sluice.router.wire import MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
+from sluice.scheduling.objective import MAX_PRIORITY, MIN_PRIORITY, SLO
 
 # As many digits as floats of that range are printed with, so that clients may send any such value.
 _NUMBER = re.compile(r"[0-9]{1,12}(\.[0-9]{1,20})?")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from math import ceil
 from typing import Any, Final
 
-from replica.engine import Endpoint
-from router.config import RouterConfig
-from router.errors import ApiError, Reason, invalid, shown
-from router.request.prompt_size import MEDIA_TOKENS, output_limit
-from router.tenancy.limits import TenantLimits
+from sluice.replica.engine import Endpoint
+from sluice.router.config import RouterConfig
+from sluice.router.errors import ApiError, Reason, invalid, shown
+from sluice.router.request.prompt_size import MEDIA_TOKENS, output_limit
+from sluice.router.tenancy.limits import TenantLimits
 
 CHARACTERS_PER_TOKEN: Final = 4
 """Characters that count as a token, whatever the tokenizer: a client can compute it beforehand."""

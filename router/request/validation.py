@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from replica.engine import Endpoint
-from router import wire
-from router.errors import ApiError, invalid, shown
-from router.request.engine_bounds import check_media, check_options
-from router.wire import MAX_TOKENS
+from sluice.replica.engine import Endpoint
+from sluice.router import wire
+from sluice.router.errors import ApiError, invalid, shown
+from sluice.router.request.engine_bounds import check_media, check_options
+from sluice.router.wire import MAX_TOKENS
 
 MAX_CHOICES = 16
 """Maximum number of choices (``n``) of a prompt."""

@@ -22,8 +22,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.answer import Attempt, NobodyTakesError
-from router.errors import ApiError, Reason
+from sluice.router.answer import Attempt, NobodyTakesError
+from sluice.router.errors import ApiError, Reason
 
 EDGE_HEADER: Final = "x-sluice-edge"
 """Request: ``direct`` if the sender can fetch a stream. Clients cannot send it through HAProxy; a
@@ -60,7 +60,8 @@ class Got(NamedTuple):
         counts: the output tokens of each chunk.
         token_ids: of all chunks, as far as the replica reports them.
         sent_bytes: bytes of all chunks.
-        created: the date in them, as :class:`~router.dispatch.transcript.Transcript` finds it.
+        created: the date in them, as :class:`~sluice.router.dispatch.transcript.Transcript` finds
+            it.
     """
 
     counts: tuple[int, ...]

@@ -19,7 +19,7 @@ from ray.exceptions import (
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from replica.engine import (
+from sluice.replica.engine import (
     ClientLeftError,
     ClientStalledError,
     EngineDeadError,
@@ -27,14 +27,14 @@ from replica.engine import (
     Progress,
     ResponseItem,
 )
-from replica.streams.wire import StreamEndpoint
-from router import wire
-from router.answer import NobodyTakesError, ReplicaFailedError, ReplicaStream
-from router.errors import Reason
-from router.metrics.instruments import Way
-from router.serve.hint import DrainedError, Hint, NoReplicaError
-from router.serve.streams import Channels
-from scheduling.roles import Role
+from sluice.replica.streams.wire import StreamEndpoint
+from sluice.router import wire
+from sluice.router.answer import NobodyTakesError, ReplicaFailedError, ReplicaStream
+from sluice.router.errors import Reason
+from sluice.router.metrics.instruments import Way
+from sluice.router.serve.hint import DrainedError, Hint, NoReplicaError
+from sluice.router.serve.streams import Channels
+from sluice.scheduling.roles import Role
 
 WHOLE: tuple[Role, ...] = ("mixed", "decode", "prefill")
 """Pools in the order in which they are asked to serve a whole request."""
@@ -92,7 +92,7 @@ class ServeStream:
 
 class ServeReplicas:
     """Calls replicas over handles whose deployments use
-    :class:`~router.serve.request_router.HintRouter`.
+    :class:`~sluice.router.serve.request_router.HintRouter`.
 
     Must be constructed on the event loop that calls it.
 
@@ -132,8 +132,8 @@ class ServeReplicas:
     def generate(
         self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role
     ) -> ReplicaStream:
-        """Send a request; see :class:`~router.dispatch.attempt.Replicas`. It uses the router's own
-        connection to the target, if there is one."""
+        """Send a request; see :class:`~sluice.router.dispatch.attempt.Replicas`. It uses the
+        router's own connection to the target, if there is one."""
 
         def by_serve() -> ServeStream:
             # Without a target (an empty hint), the replica that gets the request confirms it.
@@ -164,7 +164,7 @@ class ServeReplicas:
         self, request_ids: Sequence[str], target: str | None, avoid: Sequence[str], role: Role
     ) -> Progress:
         """Ask a replica whether its engine runs; see
-        :class:`~router.dispatch.stall_detector.Askable`.
+        :class:`~sluice.router.dispatch.stall_detector.Askable`.
 
         Raises:
             ReplicaFailedError: it could not be asked, or the probe failed there.
@@ -180,7 +180,7 @@ class ServeReplicas:
 
     async def models(self) -> dict[str, Any]:
         """The OpenAI list-models body of any replica; see
-        :class:`~router.dispatch.attempt.Replicas`.
+        :class:`~sluice.router.dispatch.attempt.Replicas`.
 
         Raises:
             ReplicaFailedError: no pool answered; it is the failure of the last one.

@@ -20,12 +20,12 @@ from ray.serve._private.request_router.common import PendingRequest
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
 from ray.serve._private.request_router.replica_wrapper import RunningReplica
 
-from controller.client import ControllerClient, fleet_name
-from controller.config import ControllerConfig
-from replica.engine import EngineRequest
-from router import wire
-from router.serve import choices
-from router.serve.hint import NO_REPLICA_WAIT_S, DrainedError, Hint, NoReplicaError
+from sluice.controller.client import ControllerClient, fleet_name
+from sluice.controller.config import ControllerConfig
+from sluice.replica.engine import EngineRequest
+from sluice.router import wire
+from sluice.router.serve import choices
+from sluice.router.serve.hint import NO_REPLICA_WAIT_S, DrainedError, Hint, NoReplicaError
 
 _log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ a replica that Serve no longer lists is not found. Until the connection is estab
 fails, calls use Serve's handle.
 
 There is one connection to each replica. What arrives in one turn of the event loop wakes each
-reader once, however many chunks it has; see :mod:`replica.streams.wire`.
+reader once, however many chunks it has; see :mod:`sluice.replica.streams.wire`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Final
 
 import msgspec
 
-from replica.engine import EngineRequest, ResponseItem
-from replica.streams.frames import Frames
-from replica.streams.wire import (
+from sluice.replica.engine import EngineRequest, ResponseItem
+from sluice.replica.streams.frames import Frames
+from sluice.replica.streams.wire import (
     FORMAT,
     MAX_ASKED_BYTES,
     MAX_DELIVERED_BYTES,
@@ -36,9 +36,9 @@ from replica.streams.wire import (
     StreamEndpoint,
     cost,
 )
-from router.answer import NobodyTakesError, ReplicaFailedError, ReplicaStream
-from router.errors import Reason
-from scheduling.roles import Role
+from sluice.router.answer import NobodyTakesError, ReplicaFailedError, ReplicaStream
+from sluice.router.errors import Reason
+from sluice.scheduling.roles import Role
 
 _CONNECT_TIMEOUT_S: Final = 5.0
 _PAUSE_S: Final = 1.0

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from pydantic import SecretStr
 
-from router.errors import ApiError, Reason
-from router.tenancy.keys import (
+from sluice.router.errors import ApiError, Reason
+from sluice.router.tenancy.keys import (
     WEAK_CHARACTERS,
     ApiKey,
     check_entries,
@@ -24,7 +24,7 @@ from router.tenancy.keys import (
     is_weak,
     parse_keys,
 )
-from router.tenancy.limits import ANYONE, Client
+from sluice.router.tenancy.limits import ANYONE, Client
 
 POLL_S = 2.0
 """Interval between reads of a key file, seconds. A removed key may be accepted for as long."""
@@ -142,8 +142,8 @@ class KeyRing:
         return client
 
     def holder(self, owner: str) -> Client | None:
-        """The client with this :attr:`~router.tenancy.limits.Client.owner`; ``None`` if it no
-        longer has a key."""
+        """The client with this :attr:`~sluice.router.tenancy.limits.Client.owner`; ``None`` if it
+        no longer has a key."""
         if self.accepts_anyone:
             return ANYONE if owner == ANYONE.owner else None
         return self._keys.clients.get(owner)

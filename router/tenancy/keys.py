@@ -21,8 +21,8 @@ from pydantic import (
     model_validator,
 )
 
-from router.tenancy.limits import UNNAMED, Client, TenantLimits
-from router.wire import LABEL
+from sluice.router.tenancy.limits import UNNAMED, Client, TenantLimits
+from sluice.router.wire import LABEL
 
 MAX_FILE_KEYS: Final = 10_000
 """Maximum number of keys in one file."""

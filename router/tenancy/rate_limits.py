@@ -1,7 +1,7 @@
 """Rate limits of API keys: requests and tokens per minute, over all routers.
 
-The buckets are those of :mod:`controller.quotas`. A request is charged to both before it is sent
-anywhere. It reserves as many tokens as it may need, and returns unused ones at its end.
+The buckets are those of :mod:`sluice.controller.quotas`. A request is charged to both before it is
+sent anywhere. It reserves as many tokens as it may need, and returns unused ones at its end.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Final, Literal, NamedTuple
 
-from controller.messages import MAX_USES, QuotaUse
-from router.answer import Answer
-from router.errors import ApiError, Reason
-from router.tenancy.limits import Client, TenantLimits
-from scheduling.leaky_bucket import Bucket
+from sluice.controller.messages import MAX_USES, QuotaUse
+from sluice.router.answer import Answer
+from sluice.router.errors import ApiError, Reason
+from sluice.router.tenancy.limits import Client, TenantLimits
+from sluice.scheduling.leaky_bucket import Bucket
 
 EXCHANGE_S = 1.0
 """Interval at which the routers' use is added up, seconds."""

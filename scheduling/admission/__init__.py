@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from scheduling.admission.base import AdmissionPolicy, Promises
-from scheduling.admission.moore_hodgson import MooreHodgson
-from scheduling.admission.pab import PABAdmission
-from scheduling.admission.slos_serve import VirtualReplica
-from scheduling.policy import Registry
+from sluice.scheduling.admission.base import AdmissionPolicy, Promises
+from sluice.scheduling.admission.moore_hodgson import MooreHodgson
+from sluice.scheduling.admission.pab import PABAdmission
+from sluice.scheduling.admission.slos_serve import VirtualReplica
+from sluice.scheduling.policy import Registry
 
 __all__ = ["POLICIES", "AdmissionPolicy", "Promises", "make_policy"]
 

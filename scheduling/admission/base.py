@@ -8,10 +8,10 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduling.fleet import Fleet
-from scheduling.job import Job
-from scheduling.kernels import Floats
-from scheduling.policy import PolicyOptions
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.job import Job
+from sluice.scheduling.kernels import Floats
+from sluice.scheduling.policy import PolicyOptions
 
 
 class Promises(NamedTuple):
@@ -24,8 +24,8 @@ class Promises(NamedTuple):
             replica computes only the prompt, to the end of the prefill.
         wait_s: ``float64[n]``, where ``holds`` is false: the predicted time until it could be true,
             seconds; infinite where it never can.
-        binds: ``int8[n]``, the :class:`~scheduling.admission.constraint.Constraint` that prevents
-            the guarantee; 0 where ``holds`` is true.
+        binds: ``int8[n]``, the :class:`~sluice.scheduling.admission.constraint.Constraint` that
+            prevents the guarantee; 0 where ``holds`` is true.
     """
 
     holds: NDArray[np.bool_]

@@ -9,7 +9,7 @@ from math import ceil, floor, inf
 
 import numpy as np
 
-from scheduling.fleet_rows import (
+from sluice.scheduling.fleet_rows import (
     AHEAD_S,
     DECODE_S,
     DECODES,
@@ -21,7 +21,7 @@ from scheduling.fleet_rows import (
     STEP_WORK_S,
     room_s,
 )
-from scheduling.kernels import Floats, Ints, compiled
+from sluice.scheduling.kernels import Floats, Ints, compiled
 
 
 @compiled

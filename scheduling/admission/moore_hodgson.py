@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from scheduling.admission.base import AdmissionPolicy, Promises
-from scheduling.admission.constraint import Constraint
-from scheduling.admission.first_token import first_token_s, place_of
-from scheduling.admission.later_stages import later_late_by, later_work_s
-from scheduling.admission.room import (
+from sluice.scheduling.admission.base import AdmissionPolicy, Promises
+from sluice.scheduling.admission.constraint import Constraint
+from sluice.scheduling.admission.first_token import first_token_s, place_of
+from sluice.scheduling.admission.later_stages import later_late_by, later_work_s
+from sluice.scheduling.admission.room import (
     LEAST_WAIT_S,
     alone_constraint,
     fits_alone,
@@ -24,8 +24,8 @@ from scheduling.admission.room import (
     room_constraint,
     room_wait_s,
 )
-from scheduling.fleet import Fleet
-from scheduling.fleet_rows import (
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.fleet_rows import (
     FIXED_S,
     LEAST_RATE,
     LEFT_AHEAD_S,
@@ -40,9 +40,9 @@ from scheduling.fleet_rows import (
     capacity_s,
     pace_of,
 )
-from scheduling.job import Job
-from scheduling.kernels import Floats, Ints, compiled, most_work_s
-from scheduling.policy import PolicyOptions
+from sluice.scheduling.job import Job
+from sluice.scheduling.kernels import Floats, Ints, compiled, most_work_s
+from sluice.scheduling.policy import PolicyOptions
 
 
 class MooreHodgsonOptions(PolicyOptions):
@@ -60,17 +60,17 @@ class MooreHodgsonOptions(PolicyOptions):
 class MooreHodgson(AdmissionPolicy):
     """Guarantees an objective that a replica can meet together with all its earlier guarantees.
 
-    Moore-Hodgson's walk (:mod:`scheduling.batching.deadline_triage.selection`) sums the prefills by
-    deadline and drops some where the sum exceeds the capacity until a deadline; this capacity is
-    the one of the prefill admission budget (:mod:`scheduling.fleet_rows`). A guaranteed prefill may
-    not be
+    Moore-Hodgson's walk (:mod:`sluice.scheduling.batching.deadline_triage.selection`) sums the
+    prefills by deadline and drops some where the sum exceeds the capacity until a deadline; this
+    capacity is the one of the prefill admission budget (:mod:`sluice.scheduling.fleet_rows`). A
+    guaranteed prefill may not be
     dropped, so for one new request the walk is a test: at its own deadline, and at every later one,
     the sum including it must fit. In addition, once it decodes, all decodes together must keep
     their pace, and there must be KV blocks and a sequence slot for it. Blocks and slots of
     best-effort requests count as free.
 
     Capacity is reserved for the later stages of guaranteed requests, and the later stages of the
-    new request are tested too (:mod:`scheduling.admission.later_stages`).
+    new request are tested too (:mod:`sluice.scheduling.admission.later_stages`).
 
     The policy assumes that engines serve guaranteed prefills by deadline, as ``deadline_triage``
     does.
@@ -140,7 +140,8 @@ def promises(
     reserve_tokens: float,
     later: Floats,
 ) -> tuple[NDArray[np.bool_], Floats, Floats, NDArray[np.int8]]:
-    """Test each of ``rows``; return the fields of :class:`~scheduling.admission.base.Promises`."""
+    """Test each of ``rows``; return the fields of
+    :class:`~sluice.scheduling.admission.base.Promises`."""
     holds = np.empty(rows.shape[0], np.bool_)
     ttft_s = np.empty(rows.shape[0])
     wait_s = np.empty(rows.shape[0])

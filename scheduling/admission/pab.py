@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduling.admission.base import AdmissionPolicy, Promises
-from scheduling.admission.constraint import Constraint
-from scheduling.admission.first_token import first_tokens_s
-from scheduling.fleet import Fleet
-from scheduling.fleet_rows import PAB, PROMISED
-from scheduling.job import Job
-from scheduling.kernels import (
+from sluice.scheduling.admission.base import AdmissionPolicy, Promises
+from sluice.scheduling.admission.constraint import Constraint
+from sluice.scheduling.admission.first_token import first_tokens_s
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.fleet_rows import PAB, PROMISED
+from sluice.scheduling.job import Job
+from sluice.scheduling.kernels import (
     DECODE_CONTEXT,
     DECODE_SEQUENCE,
     FIXED,
@@ -27,16 +27,16 @@ from scheduling.kernels import (
     needs_prefill,
     next_due_s,
 )
-from scheduling.latency import LatencyModel
-from scheduling.objective import Anchor
+from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.objective import Anchor
 
 
 class PABAdmission(AdmissionPolicy):
     """Guarantees a request whose prompt fits the prefill admission budget. ``O(replicas)``.
 
     The paper predicts no time. The predicted TTFT is that of all policies here
-    (:mod:`scheduling.admission.first_token`). The wait until the prompt fits is the time to prefill
-    the tokens above the budget.
+    (:mod:`sluice.scheduling.admission.first_token`). The wait until the prompt fits is the time to
+    prefill the tokens above the budget.
     """
 
     name = "pab"
@@ -108,8 +108,8 @@ def _decode_s(piece: Floats, context_tokens: Floats) -> Floats:
 
 @compiled
 def rows_due_s(rows: Any, anchor: int) -> tuple[NDArray[np.bool_], Floats]:
-    """Of each of ``rows``, of dtype :data:`scheduling.state.ROW`, whether it is a prefill and when
-    its next token is due. Rows do not hold when the last token left."""
+    """Of each of ``rows``, of dtype :data:`sluice.scheduling.state.ROW`, whether it is a prefill
+    and when its next token is due. Rows do not hold when the last token left."""
     prefill, due_s = np.empty(rows.shape[0], np.bool_), np.empty(rows.shape[0])
     for place in range(rows.shape[0]):
         row = rows[place]
@@ -146,7 +146,7 @@ def replica_pab_tokens(
       interval.
 
     Args:
-        rows: live requests, of dtype :data:`scheduling.state.ROW`.
+        rows: live requests, of dtype :data:`sluice.scheduling.state.ROW`.
         now_s: the time on the rows' clock.
         latency: the replica's model, corrected.
         reference_ttft_s: the horizon, seconds.

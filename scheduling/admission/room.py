@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from math import ceil, inf
 
-from scheduling.admission.constraint import Constraint
-from scheduling.assumptions import GROWTH_TOKENS
-from scheduling.expected import claim
-from scheduling.fleet_rows import (
+from sluice.scheduling.admission.constraint import Constraint
+from sluice.scheduling.assumptions import GROWTH_TOKENS
+from sluice.scheduling.expected import claim
+from sluice.scheduling.fleet_rows import (
     BLOCK_TOKENS,
     BLOCKS_PER_S,
     CLAIMED_BLOCKS,
@@ -26,7 +26,7 @@ from scheduling.fleet_rows import (
     SHARES,
     TOTAL_BLOCKS,
 )
-from scheduling.kernels import Floats, compiled
+from sluice.scheduling.kernels import Floats, compiled
 
 LEAST_WAIT_S = 0.05
 """Minimum predicted wait of a request that cannot be guaranteed now, seconds."""

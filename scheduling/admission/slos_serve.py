@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from scheduling.admission.base import AdmissionPolicy, Promises
-from scheduling.admission.constraint import Constraint
-from scheduling.admission.first_token import first_token_s
-from scheduling.admission.room import (
+from sluice.scheduling.admission.base import AdmissionPolicy, Promises
+from sluice.scheduling.admission.constraint import Constraint
+from sluice.scheduling.admission.first_token import first_token_s
+from sluice.scheduling.admission.room import (
     LEAST_WAIT_S,
     alone_constraint,
     claims_wait_s,
@@ -24,11 +24,11 @@ from scheduling.admission.room import (
     reserve_at,
     room_constraint,
 )
-from scheduling.admission.slos_serve_dp import SLIP_S
-from scheduling.admission.slos_serve_selection import HORIZON_S, LEAST_STEP_S
-from scheduling.assumptions import PREFILL_SHARE
-from scheduling.fleet import Fleet
-from scheduling.fleet_rows import (
+from sluice.scheduling.admission.slos_serve_dp import SLIP_S
+from sluice.scheduling.admission.slos_serve_selection import HORIZON_S, LEAST_STEP_S
+from sluice.scheduling.assumptions import PREFILL_SHARE
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.fleet_rows import (
     DECODE_PACE_S,
     DECODE_SHARES,
     FIXED_S,
@@ -42,10 +42,10 @@ from scheduling.fleet_rows import (
     SPENT_UNTIL_S,
     STEP_SHARE,
 )
-from scheduling.job import Job
-from scheduling.kernels import Floats, Ints, compiled, most_work_s
-from scheduling.objective import Anchor
-from scheduling.policy import PolicyOptions
+from sluice.scheduling.job import Job
+from sluice.scheduling.kernels import Floats, Ints, compiled, most_work_s
+from sluice.scheduling.objective import Anchor
+from sluice.scheduling.policy import PolicyOptions
 
 
 class VirtualReplicaOptions(PolicyOptions):
@@ -72,12 +72,12 @@ class VirtualReplicaOptions(PolicyOptions):
 class VirtualReplica(AdmissionPolicy):
     """Guarantees what SLOs-Serve's scheduler on a replica's mirrored state would admit (§4.2).
 
-    For one new request the program (:mod:`scheduling.admission.slos_serve_selection`) has two
-    states, without
+    For one new request the program (:mod:`sluice.scheduling.admission.slos_serve_selection`) has
+    two states, without
     it and with it, and so is one walk over the guaranteed prefills by deadline: with the request
     inserted by deadline, all prefills must end in time, beside decodes that begin as their prefills
-    end. It admits what :func:`~scheduling.admission.slos_serve_selection.admissible` admits. The
-    readings stated there apply, and these:
+    end. It admits what :func:`~sluice.scheduling.admission.slos_serve_selection.admissible` admits.
+    The readings stated there apply, and these:
 
     - All guarantees of a replica, and those of requests on their way to it, are forced in.
     - The virtual replica is the reported one advanced to now: the time since the report was spent
@@ -88,12 +88,13 @@ class VirtualReplica(AdmissionPolicy):
     - All TPOT objectives are distinct: a sum over the decodes needs no tiers. Deadlines of later
       tokens start with the first token.
     - KV blocks are claimed for the whole expected output, as on the replica
-      (:func:`~scheduling.expected.claim`). Blocks of best-effort requests count as free (§4.1).
+      (:func:`~sluice.scheduling.expected.claim`). Blocks of best-effort requests count as free
+      (§4.1).
     - A TPOT that leaves prefill no useful share of a batch is not guaranteed, as on the replica.
 
     With a latency model of one piece it guarantees what the replicas' policy
-    (:mod:`scheduling.batching.slos_serve`) would admit on the same state; with several pieces, at
-    most that.
+    (:mod:`sluice.scheduling.batching.slos_serve`) would admit on the same state; with several
+    pieces, at most that.
 
     For a replica with ``n`` guaranteed requests: ``O(n)``; under ``last_token``, times the number
     of paces that shorten the batches.
@@ -159,7 +160,8 @@ def promises(
     splits: NDArray[np.bool_],
     reserve_tokens: float,
 ) -> tuple[NDArray[np.bool_], Floats, Floats, NDArray[np.int8]]:
-    """Walk each of ``rows``; return the fields of :class:`~scheduling.admission.base.Promises`."""
+    """Walk each of ``rows``; return the fields of
+    :class:`~sluice.scheduling.admission.base.Promises`."""
     holds = np.empty(rows.shape[0], np.bool_)
     ttft_s = np.empty(rows.shape[0])
     wait_s = np.empty(rows.shape[0])

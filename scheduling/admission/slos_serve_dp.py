@@ -1,5 +1,5 @@
-"""The compiled recurrence of :mod:`scheduling.admission.slos_serve_selection`, with the readings
-stated there.
+"""The compiled recurrence of :mod:`sluice.scheduling.admission.slos_serve_selection`, with the
+readings stated there.
 
 A state is a count per class of new requests, as one number in mixed radix, and a level of memory.
 Its score is the best value over the sets with these counts: the prefill budget left at the current
@@ -14,7 +14,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduling.kernels import Floats, Ints, compiled
+from sluice.scheduling.kernels import Floats, Ints, compiled
 
 SLIP_S = 1e-9
 """Rounding tolerance of sums of times, seconds."""

@@ -37,9 +37,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduling.admission.slos_serve_dp import solve
-from scheduling.kernels import Floats
-from scheduling.objective import Anchor
+from sluice.scheduling.admission.slos_serve_dp import solve
+from sluice.scheduling.kernels import Floats
+from sluice.scheduling.objective import Anchor
 
 MOST_NEW = 10
 """Maximum number of new requests decided together, the paper's "zero to ten": more are decided in

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from scheduling.autoscaling.base import AutoscalingPolicy, Decision, Pool, State
-from scheduling.autoscaling.head_room import HeadRoom
-from scheduling.autoscaling.load import Demand, Load
-from scheduling.autoscaling.ongoing_requests import OngoingRequests
-from scheduling.policy import Registry
+from sluice.scheduling.autoscaling.base import AutoscalingPolicy, Decision, Pool, State
+from sluice.scheduling.autoscaling.head_room import HeadRoom
+from sluice.scheduling.autoscaling.load import Demand, Load
+from sluice.scheduling.autoscaling.ongoing_requests import OngoingRequests
+from sluice.scheduling.policy import Registry
 
 __all__ = [
     "POLICIES",

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
-from scheduling.autoscaling.load import Load
-from scheduling.policy import PolicyOptions
+from sluice.scheduling.autoscaling.load import Load
+from sluice.scheduling.policy import PolicyOptions
 
 State = Mapping[str, Any]
 """A policy's state between two decisions: small plain data of its own format."""

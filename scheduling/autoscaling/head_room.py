@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from pydantic import Field
 
-from scheduling.autoscaling.base import AutoscalingPolicy, Decision, Pool, State
-from scheduling.autoscaling.load import Load
-from scheduling.policy import PolicyOptions
+from sluice.scheduling.autoscaling.base import AutoscalingPolicy, Decision, Pool, State
+from sluice.scheduling.autoscaling.load import Load
+from sluice.scheduling.policy import PolicyOptions
 
 SLOWER = 4.0
 """Ratio of the two averaging times of demand: the slow mean is over this many times

@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduling import fleet_rows as figure
-from scheduling.fleet import Fleet
-from scheduling.job import Job, RouteDecision, Tier
-from scheduling.kernels import FIXED, PREFILL_TOKENS
-from scheduling.pairs import DecodeChoice
-from scheduling.roles import ROLES, Role
+from sluice.scheduling import fleet_rows as figure
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.job import Job, RouteDecision, Tier
+from sluice.scheduling.kernels import FIXED, PREFILL_TOKENS
+from sluice.scheduling.pairs import DecodeChoice
+from sluice.scheduling.roles import ROLES, Role
 
 MAX_UNPLACED = 4096
 """Maximum number of unplaced requests tracked, so that their retries do not count as new

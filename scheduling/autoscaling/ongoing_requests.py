@@ -6,9 +6,9 @@ from math import ceil
 
 from pydantic import Field
 
-from scheduling.autoscaling.base import AutoscalingPolicy, Decision, Pool, State
-from scheduling.autoscaling.load import Load
-from scheduling.policy import PolicyOptions
+from sluice.scheduling.autoscaling.base import AutoscalingPolicy, Decision, Pool, State
+from sluice.scheduling.autoscaling.load import Load
+from sluice.scheduling.policy import PolicyOptions
 
 MOST_SAMPLES = 256
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from scheduling.batching.annealing import Annealing
-from scheduling.batching.base import (
+from sluice.scheduling.batching.annealing import Annealing
+from sluice.scheduling.batching.base import (
     BatchBudget,
     BatchBuilder,
     BatchPlan,
@@ -14,20 +14,20 @@ from scheduling.batching.base import (
     PlannedTokens,
     PolicyOptions,
 )
-from scheduling.batching.best_effort import BestEffort, BestEffortOptions
-from scheduling.batching.d_edf import DEDF
-from scheduling.batching.deadline_triage.policy import DeadlineTriage
-from scheduling.batching.edf import EDF
-from scheduling.batching.fairbatching import FairBatching
-from scheduling.batching.fcfs import FCFS
-from scheduling.batching.s_edf import SEDF
-from scheduling.batching.sarathi import Sarathi
-from scheduling.batching.sarathi_priority import SarathiPriority
-from scheduling.batching.sjf import SJF
-from scheduling.batching.slidebatching import SlideBatching
-from scheduling.batching.slos_serve import SLOsServe
-from scheduling.batching.weighted_vtc import WeightedVTC
-from scheduling.policy import Registry
+from sluice.scheduling.batching.best_effort import BestEffort, BestEffortOptions
+from sluice.scheduling.batching.d_edf import DEDF
+from sluice.scheduling.batching.deadline_triage.policy import DeadlineTriage
+from sluice.scheduling.batching.edf import EDF
+from sluice.scheduling.batching.fairbatching import FairBatching
+from sluice.scheduling.batching.fcfs import FCFS
+from sluice.scheduling.batching.s_edf import SEDF
+from sluice.scheduling.batching.sarathi import Sarathi
+from sluice.scheduling.batching.sarathi_priority import SarathiPriority
+from sluice.scheduling.batching.sjf import SJF
+from sluice.scheduling.batching.slidebatching import SlideBatching
+from sluice.scheduling.batching.slos_serve import SLOsServe
+from sluice.scheduling.batching.weighted_vtc import WeightedVTC
+from sluice.scheduling.policy import Registry
 
 __all__ = [
     "POLICIES",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduling.batching.batch import BatchBuilder
-from scheduling.batching.deadline_triage.rows import blocks_needed
-from scheduling.batching.deadline_triage.selection import fitting
-from scheduling.earned_time import EarnedTime
-from scheduling.kernels import ARRIVAL, COMPUTED, PENDING, Floats, Ints
-from scheduling.latency import LatencyModel
+from sluice.scheduling.batching.batch import BatchBuilder
+from sluice.scheduling.batching.deadline_triage.rows import blocks_needed
+from sluice.scheduling.batching.deadline_triage.selection import fitting
+from sluice.scheduling.earned_time import EarnedTime
+from sluice.scheduling.kernels import ARRIVAL, COMPUTED, PENDING, Floats, Ints
+from sluice.scheduling.latency import LatencyModel
 
 AGED_CHUNK_TOKENS = 64
 """Smallest chunk of an aged prompt. Each chunk reads all of the context before it, so tiny chunks

@@ -8,14 +8,21 @@ from typing import Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from scheduling import kernels
-from scheduling.batching.base import BatchBuilder, BatchPolicy
-from scheduling.batching.priority_mapping import Jobs, Schedule, Times, anneal, levels, predict
-from scheduling.kernels import Floats, Ints
-from scheduling.latency import LatencyModel
-from scheduling.latency_request import Interaction, InteractionLatency
-from scheduling.policy import PolicyOptions
-from scheduling.request import QueueView
+from sluice.scheduling import kernels
+from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
+from sluice.scheduling.batching.priority_mapping import (
+    Jobs,
+    Schedule,
+    Times,
+    anneal,
+    levels,
+    predict,
+)
+from sluice.scheduling.kernels import Floats, Ints
+from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.latency_request import Interaction, InteractionLatency
+from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.request import QueueView
 
 MOST_STEPS = 50_000
 """Most steps of one search, about ten milliseconds at 40 requests."""
@@ -91,9 +98,9 @@ class AnnealingOptions(PolicyOptions):
 class Annealing(BatchPolicy):
     """Admits waiting requests by a priority mapping that maximises attainment over mean latency.
 
-    The mapping (:mod:`scheduling.batching.priority_mapping`) puts the waiting requests into a
-    sequence of batches. The paper runs these batches one after the other; an engine with continuous
-    batching does not have to. Our readings:
+    The mapping (:mod:`sluice.scheduling.batching.priority_mapping`) puts the waiting requests into
+    a sequence of batches. The paper runs these batches one after the other; an engine with
+    continuous batching does not have to. Our readings:
 
     - Running requests continue, decodes before prefills. They belong to the mapping's first batch,
       with their remaining work and their lateness so far.

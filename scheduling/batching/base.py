@@ -5,15 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from scheduling.batching.batch import BatchBudget, BatchBuilder, BatchPlan, PlannedTokens
-from scheduling.batching.best_effort import BestEffort
-from scheduling.batching.prefill_share import least_useful_s
-from scheduling.kernels import BEST_EFFORT, DRAFTED
-from scheduling.latency import LatencyModel
-from scheduling.objective import Anchor
-from scheduling.policy import PolicyOptions
-from scheduling.request import QueueView
-from scheduling.speculation import AdaptiveLengths, Lengths, Mask, Speculation
+from sluice.scheduling.batching.batch import BatchBudget, BatchBuilder, BatchPlan, PlannedTokens
+from sluice.scheduling.batching.best_effort import BestEffort
+from sluice.scheduling.batching.prefill_share import least_useful_s
+from sluice.scheduling.kernels import BEST_EFFORT, DRAFTED
+from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.objective import Anchor
+from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.request import QueueView
+from sluice.scheduling.speculation import AdaptiveLengths, Lengths, Mask, Speculation
 
 __all__ = [
     "BatchBudget",

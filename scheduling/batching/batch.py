@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduling.batching import builder
-from scheduling.kernels import COMPUTED, Floats, Ints
-from scheduling.latency import UNBOUNDED_TOKENS, LatencyModel
-from scheduling.request import QueueView
-from scheduling.speculation import Lengths
+from sluice.scheduling.batching import builder
+from sluice.scheduling.kernels import COMPUTED, Floats, Ints
+from sluice.scheduling.latency import UNBOUNDED_TOKENS, LatencyModel
+from sluice.scheduling.request import QueueView
+from sluice.scheduling.speculation import Lengths
 
 _NONE: Ints = np.empty(0, np.int64)
 
@@ -166,8 +166,8 @@ class BatchBuilder:
         queue: the requests to plan.
         budget: the limits.
         latency: predicts the batch's time.
-        tiers: order of the rows by :mod:`scheduling.batching.best_effort`. If given, rows are
-            numbered by this order, and the budget is that of the guaranteed requests.
+        tiers: order of the rows by :mod:`sluice.scheduling.batching.best_effort`. If given, rows
+            are numbered by this order, and the budget is that of the guaranteed requests.
         lengths: drafts that decodes may verify, by row of ``queue``; default: nothing is drafted.
     """
 

@@ -11,13 +11,13 @@ from math import ceil, inf
 import numpy as np
 from pydantic import Field
 
-from scheduling.batching.aged_lane import LONGEST_STEPS, AgedLane
-from scheduling.batching.batch import BatchBudget, BatchBuilder, BatchPlan, Tiers
-from scheduling.batching.deadline_triage.rows import expected_tokens
-from scheduling.batching.deadline_triage.selection import fitting
-from scheduling.batching.prefill_share import least_useful_s
-from scheduling.deadline import FIRST
-from scheduling.kernels import (
+from sluice.scheduling.batching.aged_lane import LONGEST_STEPS, AgedLane
+from sluice.scheduling.batching.batch import BatchBudget, BatchBuilder, BatchPlan, Tiers
+from sluice.scheduling.batching.deadline_triage.rows import expected_tokens
+from sluice.scheduling.batching.deadline_triage.selection import fitting
+from sluice.scheduling.batching.prefill_share import least_useful_s
+from sluice.scheduling.deadline import FIRST
+from sluice.scheduling.kernels import (
     ARRIVAL,
     BEST_EFFORT,
     COMPUTED,
@@ -38,10 +38,10 @@ from scheduling.kernels import (
     is_prefill,
     pending_work_s,
 )
-from scheduling.latency import LatencyModel
-from scheduling.policy import PolicyOptions
-from scheduling.request import QueueView
-from scheduling.speculation import Lengths
+from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.request import QueueView
+from sluice.scheduling.speculation import Lengths
 
 Fill = Callable[[BatchBuilder, QueueView, float, LatencyModel], None]
 """A policy's plan of the guaranteed requests."""
@@ -107,13 +107,13 @@ class BestEffort:
        all running requests with a reserve to spare. Evicted work closes admission for a time
        (``lost_share``). So recomputed work takes at most that share of the time, plus the evictions
        of one burst of guaranteed work.
-    4. *Ageing* (:class:`~scheduling.batching.aged_lane.AgedLane`): the oldest requests that have
-       waited longer than ``patience_s``, ``max(1, aged_share * running)`` at once, get a share of
-       the time whatever is guaranteed, and are not evicted; their decodes are in every batch. Let
-       ``W`` be the prefill time, seconds, of a request and of the aged requests before it. It gets
-       its first token at most ``patience_s + W / aged_share`` after its arrival, plus the decode
-       time of the aged requests before it, plus the time for which other requests hold all memory.
-       From twice the patience on, no best-effort request behind it starts until it fits.
+    4. *Ageing* (:class:`~sluice.scheduling.batching.aged_lane.AgedLane`): the oldest requests that
+       have waited longer than ``patience_s``, ``max(1, aged_share * running)`` at once, get a share
+       of the time whatever is guaranteed, and are not evicted; their decodes are in every batch.
+       Let ``W`` be the prefill time, seconds, of a request and of the aged requests before it. It
+       gets its first token at most ``patience_s + W / aged_share`` after its arrival, plus the
+       decode time of the aged requests before it, plus the time for which other requests hold all
+       memory. From twice the patience on, no best-effort request behind it starts until it fits.
 
     Tenants take turns in the orders of step 3, by tokens and by weight: the next request is the one
     whose tenant has the fewest tokens per weight running or ahead of it. So a tenant with thousands

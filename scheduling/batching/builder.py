@@ -1,4 +1,5 @@
-"""The compiled loops of :class:`scheduling.batching.batch.BatchBuilder`, which states their rules.
+"""The compiled loops of :class:`sluice.scheduling.batching.batch.BatchBuilder`, which states their
+rules.
 
 The state between calls is four arrays: the counters, the predicted time by each piece of the
 latency model, the tokens granted per row, and the planned rows in order.
@@ -13,7 +14,7 @@ from math import inf
 
 import numpy as np
 
-from scheduling.kernels import (
+from sluice.scheduling.kernels import (
     COMPUTED,
     FIXED,
     KV_BLOCKS,
@@ -24,7 +25,7 @@ from scheduling.kernels import (
     compiled,
     work_s,
 )
-from scheduling.latency import tokens_within
+from sluice.scheduling.latency import tokens_within
 
 # The counters.
 COUNT = 0  # planned rows

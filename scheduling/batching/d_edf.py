@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from scheduling.batching.s_edf import SEDF, SEDFOptions
-from scheduling.kernels import Floats
+from sluice.scheduling.batching.s_edf import SEDF, SEDFOptions
+from sluice.scheduling.kernels import Floats
 
 
 class DEDFOptions(SEDFOptions):
@@ -23,7 +23,8 @@ class DEDFOptions(SEDFOptions):
 
 
 class DEDF(SEDF):
-    """As :class:`~scheduling.batching.s_edf.SEDF`, but only a deadline that has passed ranks last.
+    """As :class:`~sluice.scheduling.batching.s_edf.SEDF`, but only a deadline that has passed ranks
+    last.
 
     The numerator of Eq. 3 is ``sgn(deadline - now)``: the policy does not check whether a deadline
     can still be met. ``O(n log n)``.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
-from scheduling.batching.base import BatchBuilder, BatchPolicy
-from scheduling.kernels import by_deadline, deadlines_s
-from scheduling.latency import LatencyModel
-from scheduling.objective import Anchor
-from scheduling.policy import PolicyOptions
-from scheduling.request import QueueView
+from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
+from sluice.scheduling.kernels import by_deadline, deadlines_s
+from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.objective import Anchor
+from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.request import QueueView
 
 
 class EDFOptions(PolicyOptions):

@@ -7,12 +7,12 @@ from math import inf
 import numpy as np
 from pydantic import Field
 
-from scheduling.batching.base import BatchBuilder, BatchPolicy
-from scheduling.batching.prefill_share import PrefillShareOptions, least_useful_s
-from scheduling.kernels import COMPUTED, TPOT, by_deadline, deadlines_s, is_prefill
-from scheduling.latency import LatencyModel
-from scheduling.objective import Anchor
-from scheduling.request import QueueView
+from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
+from sluice.scheduling.batching.prefill_share import PrefillShareOptions, least_useful_s
+from sluice.scheduling.kernels import COMPUTED, TPOT, by_deadline, deadlines_s, is_prefill
+from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.objective import Anchor
+from sluice.scheduling.request import QueueView
 
 
 class FairBatchingOptions(PrefillShareOptions):
@@ -44,9 +44,9 @@ class FairBatching(BatchPolicy):
     - The first group is not cut by the time budget: §3.3 says that urgent decodes are always
       included and that the policy falls back to Sarathi's behaviour under extreme load.
     - Only decodes that state a TPOT set the budget, and only if a batch with a useful share of
-      prefill can meet that TPOT (:mod:`scheduling.batching.prefill_share`). With urgent decodes in
-      the batch, prefills with a deadline keep that share. A ``prefill_share`` of 0 is the paper's
-      text.
+      prefill can meet that TPOT (:mod:`sluice.scheduling.batching.prefill_share`). With urgent
+      decodes in the batch, prefills with a deadline keep that share. A ``prefill_share`` of 0 is
+      the paper's text.
     - Requests without a deadline have infinite slack and come after all others, decodes before
       prefills, so that prompts do not delay outputs that have begun. They starve while the other
       requests fill every batch.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from scheduling.batching.base import BatchBuilder, BatchPolicy
-from scheduling.kernels import RUNNING
-from scheduling.latency import LatencyModel
-from scheduling.request import QueueView
+from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
+from sluice.scheduling.kernels import RUNNING
+from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.request import QueueView
 
 
 class FCFS(BatchPolicy):

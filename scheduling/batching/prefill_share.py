@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from scheduling.assumptions import PREFILL_SHARE
-from scheduling.latency import LatencyModel
-from scheduling.policy import PolicyOptions
+from sluice.scheduling.assumptions import PREFILL_SHARE
+from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.policy import PolicyOptions
 
 
 class PrefillShareOptions(PolicyOptions):

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduling import kernels
-from scheduling.batching.priority_search import (
+from sluice.scheduling import kernels
+from sluice.scheduling.batching.priority_search import (
     COLUMNS,
     LATENCY,
     MET,
@@ -27,8 +27,8 @@ from scheduling.batching.priority_search import (
     objective,
     search,
 )
-from scheduling.kernels import Floats, Ints
-from scheduling.latency_request import InteractionLatency
+from sluice.scheduling.kernels import Floats, Ints
+from sluice.scheduling.latency_request import InteractionLatency
 
 
 class Times(NamedTuple):
@@ -133,7 +133,7 @@ def predict(
     time decide.
 
     Args:
-        table: rows of :mod:`scheduling.kernels`.
+        table: rows of :mod:`sluice.scheduling.kernels`.
         model: predictor of prefill and decode time.
         most: largest batch size.
         expected_tokens: output length of a request without a prediction.
@@ -187,7 +187,8 @@ def times_of(
 
 @kernels.compiled
 def interaction_s(coefficients: Floats, batch: float, length: float) -> float:
-    """:meth:`~scheduling.latency_request.Interaction.seconds` of ``float64[4]`` coefficients."""
+    """:meth:`~sluice.scheduling.latency_request.Interaction.seconds` of ``float64[4]``
+    coefficients."""
     return (coefficients[0] * length + coefficients[1]) * batch + (
         coefficients[2] * length + coefficients[3]
     )

@@ -1,4 +1,5 @@
-"""Compiled loops of :mod:`scheduling.batching.priority_mapping`: objective, moves and annealing.
+"""Compiled loops of :mod:`sluice.scheduling.batching.priority_mapping`: objective, moves and
+annealing.
 
 A mapping is the order of the waiting requests and the sizes of the batches. A further array has one
 row per batch with the state at its start. So a move is evaluated from the first batch that it
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduling.kernels import Floats, Ints, compiled
+from sluice.scheduling.kernels import Floats, Ints, compiled
 
 LOSS_SCALE = 500.0
 """Temperature at which a loss of one request's share of G is accepted with probability 1/e. It is
@@ -38,7 +39,7 @@ COLUMNS = 4
 
 
 class Problem(NamedTuple):
-    """The requests to map, see :class:`scheduling.batching.priority_mapping.Jobs`.
+    """The requests to map, see :class:`sluice.scheduling.batching.priority_mapping.Jobs`.
 
     Attributes:
         exec_s: ``float64[2, most, waiting]``: execution time in the first batch, and in any other;

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
-from scheduling.batching.base import BatchBuilder, BatchPolicy
-from scheduling.deadline import ENVELOPE
-from scheduling.kernels import (
+from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
+from sluice.scheduling.deadline import ENVELOPE
+from sluice.scheduling.kernels import (
     COMPUTED,
     FIXED,
     PENDING,
@@ -25,10 +25,10 @@ from scheduling.kernels import (
     deadlines_s,
     is_prefill,
 )
-from scheduling.latency import LatencyModel
-from scheduling.latency_request import PolynomialTTFT
-from scheduling.policy import PolicyOptions
-from scheduling.request import QueueView
+from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.latency_request import PolynomialTTFT
+from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.request import QueueView
 
 
 class SEDFOptions(PolicyOptions):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
-from scheduling.batching.base import BatchBuilder, BatchPolicy
-from scheduling.kernels import RUNNING, is_prefill
-from scheduling.latency import LatencyModel
-from scheduling.policy import PolicyOptions
-from scheduling.request import QueueView
+from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
+from sluice.scheduling.kernels import RUNNING, is_prefill
+from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.request import QueueView
 
 
 class SarathiOptions(PolicyOptions):

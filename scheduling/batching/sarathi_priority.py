@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from scheduling.batching.base import BatchBuilder
-from scheduling.batching.sarathi import Sarathi
-from scheduling.kernels import PRIORITY, is_prefill
-from scheduling.latency import LatencyModel
-from scheduling.request import QueueView
+from sluice.scheduling.batching.base import BatchBuilder
+from sluice.scheduling.batching.sarathi import Sarathi
+from sluice.scheduling.kernels import PRIORITY, is_prefill
+from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.request import QueueView
 
 
 class SarathiPriority(Sarathi):

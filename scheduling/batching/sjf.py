@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
-from scheduling.batching.base import BatchBuilder, BatchPolicy
-from scheduling.kernels import (
+from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
+from sluice.scheduling.kernels import (
     COMPUTED,
     DECODE_CONTEXT,
     DECODE_SEQUENCE,
@@ -16,9 +16,9 @@ from scheduling.kernels import (
     Floats,
     pending_work_s,
 )
-from scheduling.latency import LatencyModel
-from scheduling.policy import PolicyOptions
-from scheduling.request import QueueView
+from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.request import QueueView
 
 
 class SJFOptions(PolicyOptions):

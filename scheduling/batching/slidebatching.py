@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from scheduling.batching.base import BatchBuilder, BatchPolicy
-from scheduling.batching.prefill_share import PrefillShareOptions, least_useful_s
-from scheduling.kernels import (
+from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
+from sluice.scheduling.batching.prefill_share import PrefillShareOptions, least_useful_s
+from sluice.scheduling.kernels import (
     COMPUTED,
     EMITTED,
     PENDING,
@@ -23,9 +23,9 @@ from scheduling.kernels import (
     is_prefill,
     pending_work_s,
 )
-from scheduling.latency import LatencyModel
-from scheduling.objective import Anchor
-from scheduling.request import QueueView
+from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.objective import Anchor
+from sluice.scheduling.request import QueueView
 
 LEAST_WORK_S = 1e-12
 """Work counts as at least this much, seconds: by some models it takes no time."""
@@ -109,11 +109,11 @@ class SlideBatching(BatchPolicy):
       budget is eta. They stay in the queue, mostly urgent, and compete by density.
     - An eta above a TPOT objective would make every minimal batch late. So eta is capped by the
       minimum stated TPOT that a batch with a useful share of prefill can meet
-      (:mod:`scheduling.batching.prefill_share`). An eta not above ``t_c`` is replaced by twice
-      ``t_c``. Urgent decodes are mostly denser than prefills, so the budget leaves urgent prefills
-      that share beside the decodes due within two budgets, as a decode left out now can run in the
-      next batch at the earliest. Decodes due later are ahead of their pace and cannot stay so for
-      long. A ``prefill_share`` of 0 is Algorithm 1 without this.
+      (:mod:`sluice.scheduling.batching.prefill_share`). An eta not above ``t_c`` is replaced by
+      twice ``t_c``. Urgent decodes are mostly denser than prefills, so the budget leaves urgent
+      prefills that share beside the decodes due within two budgets, as a decode left out now can
+      run in the next batch at the earliest. Decodes due later are ahead of their pace and cannot
+      stay so for long. A ``prefill_share`` of 0 is Algorithm 1 without this.
     - §5.4 does not say how its variant without the estimator ranks. Without predicted times the
       load is unknown, so ``phi`` is 0, and the density uses tokens instead of times.
     - Requests without a deadline come after all others, decodes before prefills, and do not delay

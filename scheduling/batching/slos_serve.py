@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from scheduling import expected
-from scheduling.admission.slos_serve_selection import MOST_NEW, Demand, Supply, admissible
-from scheduling.batching.base import BatchBudget, BatchBuilder, BatchPolicy
-from scheduling.batching.prefill_share import least_useful_s
-from scheduling.kernels import (
+from sluice.scheduling import expected
+from sluice.scheduling.admission.slos_serve_selection import MOST_NEW, Demand, Supply, admissible
+from sluice.scheduling.batching.base import BatchBudget, BatchBuilder, BatchPolicy
+from sluice.scheduling.batching.prefill_share import least_useful_s
+from sluice.scheduling.kernels import (
     COMPUTED,
     DECODE_CONTEXT,
     DECODE_SEQUENCE,
@@ -35,10 +35,10 @@ from scheduling.kernels import (
     is_prefill,
     pending_work_s,
 )
-from scheduling.latency import LatencyModel
-from scheduling.objective import Anchor
-from scheduling.policy import PolicyOptions
-from scheduling.request import QueueView
+from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.objective import Anchor
+from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.request import QueueView
 
 Mask = NDArray[np.bool_]
 
@@ -77,10 +77,11 @@ class SLOsServe(BatchPolicy):
     """Soft admission by dynamic programming, batches as long as the tightest TPOT. ``O(n log n)``.
 
     Admission (§3.1, §3.2.1): when a request arrives, ends or changes its objectives, the policy
-    decides which new requests are guaranteed (:mod:`scheduling.admission.slos_serve_selection`).
-    Between these events no decision changes. The state of requests that left the queue is dropped.
-    Of a burst of arrivals, a call decides the :data:`MOST_DECIDED` earliest; the others are best
-    effort until a later call decides them.
+    decides which new requests are guaranteed
+    (:mod:`sluice.scheduling.admission.slos_serve_selection`). Between these events no decision
+    changes. The state of requests that left the queue is dropped. Of a burst of arrivals, a call
+    decides the :data:`MOST_DECIDED` earliest; the others are best effort until a later call decides
+    them.
 
     Batches (§3.2.2, Alg. 2), with ``t0`` the minimum TPOT of the guaranteed decodes: each batch
     takes the time ``t0``; decodes enter by schedule deadline; the rest goes to guaranteed prefills
@@ -91,8 +92,8 @@ class SLOsServe(BatchPolicy):
     requests starve: like the paper, this policy has no rule against that.
 
     Speculation (§3.2.3, appendix D): where tokens are drafted, ``t0`` is the batch time of the
-    solver (:class:`~scheduling.speculation.AdaptiveLengths`), and a decode is due when the last of
-    the expected tokens of its step is due.
+    solver (:class:`~sluice.scheduling.speculation.AdaptiveLengths`), and a decode is due when the
+    last of the expected tokens of its step is due.
 
     Our readings:
 
@@ -111,9 +112,9 @@ class SLOsServe(BatchPolicy):
     - The tightest stage of a request counts while its row states it; when the row's objective
       changes with the stage, the request is decided again. A guarantee is kept in later stages.
     - A request whose TPOT no batch with a useful share of prefill can meet
-      (:mod:`scheduling.batching.prefill_share`) is not guaranteed, nor is a request without any
-      objective. An end-to-end objective becomes a TTFT and a pace, by the expected output
-      (:func:`~scheduling.expected.paced`).
+      (:mod:`sluice.scheduling.batching.prefill_share`) is not guaranteed, nor is a request without
+      any objective. An end-to-end objective becomes a TTFT and a pace, by the expected output
+      (:func:`~sluice.scheduling.expected.paced`).
     - Requests that the controller has guaranteed are forced in, whatever this program decides.
       Their prefills go before prefills that only this policy has guaranteed, if one of them might
       otherwise be late. If their TPOT is too short for a useful batch, it counts as the shortest

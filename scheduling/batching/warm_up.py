@@ -11,11 +11,11 @@ from itertools import product
 from math import nan
 from typing import Any
 
-from scheduling.batching import make_policy
-from scheduling.batching.base import BatchBudget
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO
-from scheduling.request import QueueView, RequestView
+from sluice.scheduling.batching import make_policy
+from sluice.scheduling.batching.base import BatchBudget
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.request import QueueView, RequestView
 
 _LATENCY = LinearLatency(a=0.005, b=0.0002, c=0.000001, d=0.0000001)
 _NOW_S = 1000.0

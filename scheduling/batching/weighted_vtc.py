@@ -6,12 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from scheduling.batching.base import BatchBuilder, BatchPolicy
-from scheduling.kernels import EMITTED, PENDING, PRIORITY, PROMPT, RUNNING, Floats, Ints
-from scheduling.latency import LatencyModel
-from scheduling.objective import MAX_PRIORITY
-from scheduling.policy import PolicyOptions
-from scheduling.request import QueueView
+from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
+from sluice.scheduling.kernels import EMITTED, PENDING, PRIORITY, PROMPT, RUNNING, Floats, Ints
+from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.objective import MAX_PRIORITY
+from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.request import QueueView
 
 Mask = NDArray[np.bool_]
 

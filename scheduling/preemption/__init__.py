@@ -1,7 +1,7 @@
 """Which prefill runs, and which one gives way, where a running prefill can be suspended."""
 
-from scheduling.preemption.aged_share import AgedShare
-from scheduling.preemption.s_edf import (
+from sluice.scheduling.preemption.aged_share import AgedShare
+from sluice.scheduling.preemption.s_edf import (
     BATCH_TOKENS,
     CHUNK_TOKENS,
     DEPTH,

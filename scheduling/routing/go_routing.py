@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from scheduling.fleet import Fleet
-from scheduling.fleet_rows import (
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.fleet_rows import (
     BEGUN_S,
     DECODE_S,
     FIXED_S,
@@ -27,9 +27,9 @@ from scheduling.fleet_rows import (
     WAITING,
     WORK_S,
 )
-from scheduling.kernels import Floats, Ints, compiled
-from scheduling.policy import PolicyOptions
-from scheduling.routing.base import Job, RoutingPolicy
+from sluice.scheduling.kernels import Floats, Ints, compiled
+from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.routing.base import Job, RoutingPolicy
 
 LEAST_WORK_S = 1e-12
 """Work counts as at least this much, seconds: by some models it takes no time."""
@@ -106,8 +106,9 @@ class GoRouting(RoutingPolicy):
     Our readings:
 
     - Only prefills that could be on time if they were next count in the budget: a late one would
-      pin it, as in :mod:`scheduling.batching.slidebatching`. The budget is at least twice the fixed
-      time of a step. The minimum TPOT is over the request and the decodes whose TPOT can be met.
+      pin it, as in :mod:`sluice.scheduling.batching.slidebatching`. The budget is at least twice
+      the fixed time of a step. The minimum TPOT is over the request and the decodes whose TPOT can
+      be met.
     - Work on requests that the replica has not reported yet has not begun: if a replica has only
       reservations, nothing is subtracted.
     - The weight of a first token is the same for all requests, so it is left out; an infinite

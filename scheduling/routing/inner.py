@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from scheduling.routing.base import RoutingPolicy
-from scheduling.routing.least_tokens import LeastTokens
-from scheduling.routing.least_work import LeastWork
-from scheduling.routing.min_load import MinLoad
-from scheduling.routing.pab import PABBalancing
+from sluice.scheduling.routing.base import RoutingPolicy
+from sluice.scheduling.routing.least_tokens import LeastTokens
+from sluice.scheduling.routing.least_work import LeastWork
+from sluice.scheduling.routing.min_load import MinLoad
+from sluice.scheduling.routing.pab import PABBalancing
 
 Inner = Literal["least_tokens", "least_work", "min_load", "pab"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from scheduling.fleet import Fleet
-from scheduling.fleet_rows import BLOCK_TOKENS, EXPECTED_BLOCKS, FREE_BLOCKS, TOTAL_BLOCKS
-from scheduling.policy import PolicyOptions
-from scheduling.routing.base import Job, RoutingPolicy
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.fleet_rows import BLOCK_TOKENS, EXPECTED_BLOCKS, FREE_BLOCKS, TOTAL_BLOCKS
+from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.routing.base import Job, RoutingPolicy
 
 
 class LeastMemory(RoutingPolicy):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduling.fleet import Fleet
-from scheduling.fleet_rows import (
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.fleet_rows import (
     BEGUN_S,
     DECODE_S,
     FIXED_S,
@@ -16,8 +16,8 @@ from scheduling.fleet_rows import (
     WAITING,
     requests_at,
 )
-from scheduling.kernels import Floats
-from scheduling.routing.base import Job, RoutingPolicy
+from sluice.scheduling.kernels import Floats
+from sluice.scheduling.routing.base import Job, RoutingPolicy
 
 LEAST_SHARE = 0.05
 """Minimum share of a replica's time that counts as left for prefill."""

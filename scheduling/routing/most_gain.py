@@ -7,10 +7,10 @@ from math import inf
 import numpy as np
 from pydantic import Field
 
-from scheduling.fleet import Fleet
-from scheduling.policy import PolicyOptions
-from scheduling.routing.base import Job, RoutingPolicy
-from scheduling.routing.go_routing import gains_of
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.routing.base import Job, RoutingPolicy
+from sluice.scheduling.routing.go_routing import gains_of
 
 
 class MostGainOptions(PolicyOptions):
@@ -28,11 +28,11 @@ class MostGain(RoutingPolicy):
     """Among the replicas with about the maximum gain, takes the one whose queue, with the request,
     is done first; if no replica gains, the first done among all replicas.
 
-    Gain and time are GoRouting's (:mod:`scheduling.routing.go_routing`): the priorities of the
-    prefills that end in time with the request in the queue, minus the same without it. So a replica
-    where the request would be late, or would make requests of greater worth late, is chosen only if
-    there is no better one. GoRouting's packing, which keeps idle replicas free for later requests,
-    is left out.
+    Gain and time are GoRouting's (:mod:`sluice.scheduling.routing.go_routing`): the priorities of
+    the prefills that end in time with the request in the queue, minus the same without it. So a
+    replica where the request would be late, or would make requests of greater worth late, is chosen
+    only if there is no better one. GoRouting's packing, which keeps idle replicas free for later
+    requests, is left out.
 
     The time is in seconds and includes the request itself. So a faster replica takes more requests,
     one that has become slow takes fewer, and one with the prompt's prefix in its cache is chosen

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from scheduling.fleet import Fleet
-from scheduling.fleet_rows import PAB, requests_at
-from scheduling.routing.base import Job, RoutingPolicy
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.fleet_rows import PAB, requests_at
+from sluice.scheduling.routing.base import Job, RoutingPolicy
 
 
 class PABBalancing(RoutingPolicy):

@@ -6,10 +6,10 @@ import random
 
 from pydantic import Field
 
-from scheduling.fleet import Fleet
-from scheduling.fleet_rows import requests_at
-from scheduling.policy import PolicyOptions
-from scheduling.routing.base import Job, RoutingPolicy
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.fleet_rows import requests_at
+from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.routing.base import Job, RoutingPolicy
 
 
 class PowerOfTwoOptions(PolicyOptions):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from scheduling.fleet import Fleet
-from scheduling.policy import PolicyOptions
-from scheduling.routing.base import Job, RoutingPolicy
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.routing.base import Job, RoutingPolicy
 
 
 class RoundRobin(RoutingPolicy):

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from scheduling.fleet import Fleet
-from scheduling.fleet_rows import requests_at
-from scheduling.policy import PolicyOptions
-from scheduling.routing.base import Job, RoutingPolicy
-from scheduling.routing.inner import Inner, make_inner
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.fleet_rows import requests_at
+from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.routing.base import Job, RoutingPolicy
+from sluice.scheduling.routing.inner import Inner, make_inner
 
 
 class SessionAffinityOptions(PolicyOptions):

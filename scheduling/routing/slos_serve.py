@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field, field_validator
 
-from scheduling.admission import POLICIES as ADMISSION
-from scheduling.fleet import Fleet
-from scheduling.policy import PolicyOptions
-from scheduling.routing.base import Job, RoutingPolicy
-from scheduling.routing.inner import Inner, make_inner
-from scheduling.routing.round_robin import RoundRobin
+from sluice.scheduling.admission import POLICIES as ADMISSION
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.routing.base import Job, RoutingPolicy
+from sluice.scheduling.routing.inner import Inner, make_inner
+from sluice.scheduling.routing.round_robin import RoundRobin
 
 
 class SLOsServeOptions(PolicyOptions):
@@ -43,11 +43,11 @@ class SLOsServeOptions(PolicyOptions):
 class SLOsServe(RoutingPolicy):
     """Tests one replica after the other for whether it can meet the request's objective.
 
-    The first replica is the next in turn (:mod:`scheduling.routing.round_robin`). If its scheduler,
-    run on its mirrored state (the paper's virtual execution), declines, the next one in the list is
-    tested, up to ``hops`` replicas; then the backup policy decides among all of them. The paper's
-    backup declines the request or moves it to a lower tier: here admission does that, and a request
-    that reaches routing is served.
+    The first replica is the next in turn (:mod:`sluice.scheduling.routing.round_robin`). If its
+    scheduler, run on its mirrored state (the paper's virtual execution), declines, the next one in
+    the list is tested, up to ``hops`` replicas; then the backup policy decides among all of them.
+    The paper's backup declines the request or moves it to a lower tier: here admission does that,
+    and a request that reaches routing is served.
 
     ``O(log replicas)`` and at most ``hops`` tests.
     """

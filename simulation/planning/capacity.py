@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from scheduling import batching, routing
-from scheduling.batching import BatchBudget, BatchBuilder, BatchPlan, BatchPolicy
-from scheduling.kernels import Floats
-from scheduling.latency import LatencyModel
-from scheduling.objective import SLO
-from scheduling.request import QueueView
-from scheduling.roles import Role
-from simulation.cluster import simulate_cluster
-from simulation.config import ClusterConfig, EngineConfig
-from simulation.metrics import (
+from sluice.scheduling import batching, routing
+from sluice.scheduling.batching import BatchBudget, BatchBuilder, BatchPlan, BatchPolicy
+from sluice.scheduling.kernels import Floats
+from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.request import QueueView
+from sluice.scheduling.roles import Role
+from sluice.simulation.cluster import simulate_cluster
+from sluice.simulation.config import ClusterConfig, EngineConfig
+from sluice.simulation.metrics import (
     Flags,
     TPOTMetric,
     attained,
@@ -33,8 +33,8 @@ from simulation.metrics import (
     stages,
     worst_by_request,
 )
-from simulation.truth import Belief, Truth
-from simulation.workload import (
+from sluice.simulation.truth import Belief, Truth
+from sluice.simulation.workload import (
     AS_RECORDED,
     Arrival,
     Workload,
@@ -43,7 +43,7 @@ from simulation.workload import (
     thinned,
     with_objectives,
 )
-from simulation.workloads.traces import MAX_REQUESTS, load
+from sluice.simulation.workloads.traces import MAX_REQUESTS, load
 
 NOISE = 0.03
 """Standard deviation of the logarithm of a step's time around the profile."""
@@ -127,7 +127,8 @@ def scaled(workload: Workload, factor: float, seed: int) -> Workload:
     copies share no prefixes with each other.
 
     Raises:
-        ValueError: the result has more than :data:`~simulation.workloads.traces.MAX_REQUESTS`.
+        ValueError: the result has more than
+            :data:`~sluice.simulation.workloads.traces.MAX_REQUESTS`.
     """
     if factor == 1 or not len(workload):
         return workload

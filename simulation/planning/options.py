@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from deploy.config import SluiceConfig
-from replica.config import EngineConfig as ReplicaEngine
-from router.config import RouterConfig, ServiceClass
-from scheduling import batching, routing
-from scheduling.latency import FAMILIES, LatencyModel, LinearLatency
-from scheduling.latency_profile import LatencyProfile
-from simulation.config import ClusterConfig, EngineConfig
-from simulation.planning.capacity import Fleet, SharedClass
+from sluice.deploy.config import SluiceConfig
+from sluice.replica.config import EngineConfig as ReplicaEngine
+from sluice.router.config import RouterConfig, ServiceClass
+from sluice.scheduling import batching, routing
+from sluice.scheduling.latency import FAMILIES, LatencyModel, LinearLatency
+from sluice.scheduling.latency_profile import LatencyProfile
+from sluice.simulation.config import ClusterConfig, EngineConfig
+from sluice.simulation.planning.capacity import Fleet, SharedClass
 
 MOST_CLASSES = 16
 MAX_SHARE = 1e6
@@ -207,7 +207,8 @@ def fleet(
         model: of step times.
         policy, router: names of policies.
         policy_options: a JSON object, options of the batch policy.
-        limits: fields of :class:`~simulation.config.EngineConfig`; ``None`` leaves one as it is.
+        limits: fields of :class:`~sluice.simulation.config.EngineConfig`; ``None`` leaves one as it
+            is.
 
     Raises:
         OptionError: options that the policy has not, or limits that contradict each other.

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from rich import table as rich_table
 from rich.console import Console
 
-from deploy.tables import print_table
+from sluice.deploy.tables import print_table
 
 MATPLOTLIB_MISSING = (
     "plots need matplotlib, which is not installed: pip install 'sluice[bench]', or leave them out "

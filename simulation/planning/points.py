@@ -8,9 +8,9 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from simulation.capacity import Pools
-from simulation.estimate import Estimate
-from simulation.planning.capacity import Measured
+from sluice.simulation.capacity import Pools
+from sluice.simulation.estimate import Estimate
+from sluice.simulation.planning.capacity import Measured
 
 Status = Literal["reached", "not_reachable", "out_of_time"]
 

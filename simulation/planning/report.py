@@ -10,14 +10,14 @@ from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
-from deploy.tables import print_table
-from scheduling.tpot import TPOTAnchor
-from simulation.config import EngineConfig
-from simulation.estimate import METHOD
-from simulation.planning.capacity import LATENCIES, NOISE, Fleet, SharedClass
-from simulation.planning.plots import WIDE, Chart, Point, ReportError, draw
-from simulation.planning.points import CapacityPoint, Group, Part, PoolAnswer, Status
-from simulation.workload import Workload
+from sluice.deploy.tables import print_table
+from sluice.scheduling.tpot import TPOTAnchor
+from sluice.simulation.config import EngineConfig
+from sluice.simulation.estimate import METHOD
+from sluice.simulation.planning.capacity import LATENCIES, NOISE, Fleet, SharedClass
+from sluice.simulation.planning.plots import WIDE, Chart, Point, ReportError, draw
+from sluice.simulation.planning.points import CapacityPoint, Group, Part, PoolAnswer, Status
+from sluice.simulation.workload import Workload
 
 NOT_MODELLED = (
     "other traffic than this trace: the ranges are over drawn classes, scaling and step times only",

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from rich.progress import Progress
 
-from simulation.capacity import (
+from sluice.simulation.capacity import (
     MOST_REPLICAS,
     Pools,
     least_busy,
@@ -17,8 +17,8 @@ from simulation.capacity import (
     search,
     search_pools,
 )
-from simulation.metrics import TPOTMetric, metric_name
-from simulation.planning.capacity import (
+from sluice.simulation.metrics import TPOTMetric, metric_name
+from sluice.simulation.planning.capacity import (
     Fleet,
     Measure,
     Measured,
@@ -28,9 +28,9 @@ from simulation.planning.capacity import (
     Traffic,
     measuring,
 )
-from simulation.planning.points import CapacityPoint, PoolAnswer, PoolPoint, Range, Status
-from simulation.planning.report import CapacityReport, ClassFacts, FleetFacts, TrafficFacts
-from simulation.workload import Workload
+from sluice.simulation.planning.points import CapacityPoint, PoolAnswer, PoolPoint, Range, Status
+from sluice.simulation.planning.report import CapacityReport, ClassFacts, FleetFacts, TrafficFacts
+from sluice.simulation.workload import Workload
 
 
 class Question(NamedTuple):

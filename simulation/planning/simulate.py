@@ -13,18 +13,18 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from deploy.config import load_config
-from scheduling import batching, routing
-from simulation.capacity import MOST_REPLICAS
-from simulation.config import ClusterConfig
-from simulation.engine import StuckError
-from simulation.metrics import TPOTMetric
-from simulation.planning import options
-from simulation.planning.capacity import Traffic
-from simulation.planning.options import OptionError
-from simulation.planning.plots import ReportError, require_matplotlib
-from simulation.planning.search import Question, answered
-from simulation.workloads.traces import MAX_REQUESTS, TraceError
+from sluice.deploy.config import load_config
+from sluice.scheduling import batching, routing
+from sluice.simulation.capacity import MOST_REPLICAS
+from sluice.simulation.config import ClusterConfig
+from sluice.simulation.engine import StuckError
+from sluice.simulation.metrics import TPOTMetric
+from sluice.simulation.planning import options
+from sluice.simulation.planning.capacity import Traffic
+from sluice.simulation.planning.options import OptionError
+from sluice.simulation.planning.plots import ReportError, require_matplotlib
+from sluice.simulation.planning.search import Question, answered
+from sluice.simulation.workloads.traces import MAX_REQUESTS, TraceError
 
 NO_ANSWER = 3
 """Exit code where no count of replicas was found that holds the target."""

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from simulation.workload import Workload
+from sluice.simulation.workload import Workload
 
 Times = NDArray[np.float64]
 

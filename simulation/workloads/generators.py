@@ -8,10 +8,10 @@ from typing import Protocol
 
 import numpy as np
 
-from scheduling.objective import SLO
-from simulation.workload import Arrival, Stage, Workload
-from simulation.workloads.arrivals import ArrivalProcess
-from simulation.workloads.lengths import LengthDistribution
+from sluice.scheduling.objective import SLO
+from sluice.simulation.workload import Arrival, Stage, Workload
+from sluice.simulation.workloads.arrivals import ArrivalProcess
+from sluice.simulation.workloads.lengths import LengthDistribution
 
 Objective = Callable[[int], SLO]
 """The objective of a request, or of a stage, by its new prompt tokens."""

@@ -2,9 +2,9 @@
 
 Each function takes the mean rate, the number of requests and a seed, and states in the workload's
 description what comes from the paper and what is ours. Lengths follow the printed tables, see
-:mod:`simulation.workloads.lengths`; prompt and output lengths are independent, which the tables
-neither say nor rule out. The papers replay recorded arrival times; where the default here is a
-Poisson process, ``arrivals`` takes another one, such as ``partial(Recorded, trace=...)``.
+:mod:`sluice.simulation.workloads.lengths`; prompt and output lengths are independent, which the
+tables neither say nor rule out. The papers replay recorded arrival times; where the default here is
+a Poisson process, ``arrivals`` takes another one, such as ``partial(Recorded, trace=...)``.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from scheduling.objective import SLO
-from simulation.workload import Workload, merged, with_objectives, with_priorities
-from simulation.workloads.arrivals import AtOnce, MakeArrivals, OnOff, Poisson
-from simulation.workloads.generators import (
+from sluice.scheduling.objective import SLO
+from sluice.simulation.workload import Workload, merged, with_objectives, with_priorities
+from sluice.simulation.workloads.arrivals import AtOnce, MakeArrivals, OnOff, Poisson
+from sluice.simulation.workloads.generators import (
     Reasoning,
     Slowdown,
     Task,
@@ -25,7 +25,7 @@ from simulation.workloads.generators import (
     always,
     generate,
 )
-from simulation.workloads.lengths import LengthDistribution
+from sluice.simulation.workloads.lengths import LengthDistribution
 
 
 class Column(NamedTuple):
@@ -131,7 +131,7 @@ def slos_serve(
     """A scenario of SLOs-Serve §6 (Tables 1 to 4).
 
     Chatbot, summarizer and reasoning arrive by Poisson for "Azure-Chatting", which the paper calls
-    stable; coder and tools by :class:`~simulation.workloads.arrivals.OnOff` for the bursty
+    stable; coder and tools by :class:`~sluice.simulation.workloads.arrivals.OnOff` for the bursty
     "Azure-Coding". Our reading of Table 4: its tool row describes one of the prefill-decode pairs.
 
     Args:

@@ -3,7 +3,7 @@
 The format is recognised by its columns. Further columns are ignored, times are counted from the
 first request that is kept, and a request without any prompt or output token is left out, as
 nothing can be run of it. No trace states objectives or priorities: assign them afterwards, see
-:func:`simulation.workload.with_objectives`.
+:func:`sluice.simulation.workload.with_objectives`.
 
 ==================  =====================================================================
 Azure 2023, 2024    CSV of ``TIMESTAMP,ContextTokens,GeneratedTokens`` (AzurePublicDataset,
@@ -30,8 +30,8 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import IO, Any
 
-from scheduling.objective import SLO
-from simulation.workload import Arrival, Workload
+from sluice.scheduling.objective import SLO
+from sluice.simulation.workload import Arrival, Workload
 
 MAX_REQUESTS = 200_000
 """Requests read where the caller sets no limit; the whole Azure trace of 2024 has 44 million."""

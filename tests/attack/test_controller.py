@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from controller import report_wire
-from controller.actor import Controller
-from controller.channel import RouteServer, _Served
-from controller.config import ControllerConfig
-from controller.messages import (
+from sluice.controller import report_wire
+from sluice.controller.actor import Controller
+from sluice.controller.channel import RouteServer, _Served
+from sluice.controller.config import ControllerConfig
+from sluice.controller.messages import (
     FirstTokenWait,
     LateNotice,
     MetricSample,
@@ -30,12 +30,12 @@ from controller.messages import (
     Trouble,
     TroubleNotice,
 )
-from controller.query_wire import to_row
-from scheduling.job import INVALID_QUERY
-from scheduling.objective import SLO
-from scheduling.prefix import HELD
-from scheduling.stages import Stage
-from scheduling.state import ROW, SUMMARY
+from sluice.controller.query_wire import to_row
+from sluice.scheduling.job import INVALID_QUERY
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.prefix import HELD
+from sluice.scheduling.stages import Stage
+from sluice.scheduling.state import ROW, SUMMARY
 from tests.controller.fleet import Clock, decode_row, delta, hello, query, waiting_row
 
 CLOCK = Clock()

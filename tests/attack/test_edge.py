@@ -1,6 +1,6 @@
 """A thousand hostile requests to a real HTTP server with the real router: nothing breaks or stays.
 
-``python -m benchmarks.fuzz`` sends the same, and many more, to a whole system.
+``python -m sluice.benchmarks.fuzz`` sends the same, and many more, to a whole system.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import pytest
 from pydantic import SecretStr
 from uvicorn.server import ServerState
 
-from benchmarks.fuzz import Answer, attack, good_request, responses, send
-from benchmarks.fuzz_requests import Raw, Target, requests
-from router.batches_config import BatchesConfig
-from router.config import RouterConfig
-from router.errors import Reason
-from router.metrics.client_names import UNNAMED
-from router.metrics.usage import OPERATIONS, PROVIDER
-from router.request.arrival import INFERENCE_PATHS
-from router.request.body import BODY_TIMEOUT_S
-from router.tenancy.keys import ApiKey
-from router.wire import NO_CLASS
+from sluice.benchmarks.fuzz import Answer, attack, good_request, responses, send
+from sluice.benchmarks.fuzz_requests import Raw, Target, requests
+from sluice.router.batches_config import BatchesConfig
+from sluice.router.config import RouterConfig
+from sluice.router.errors import Reason
+from sluice.router.metrics.client_names import UNNAMED
+from sluice.router.metrics.usage import OPERATIONS, PROVIDER
+from sluice.router.request.arrival import INFERENCE_PATHS
+from sluice.router.request.body import BODY_TIMEOUT_S
+from sluice.router.tenancy.keys import ApiKey
+from sluice.router.wire import NO_CLASS
 from tests.router.far_side import Edge, FarSide, serve
 from tests.router.listening import listening
 
@@ -167,7 +167,7 @@ def test_answers_are_told_apart(raw: bytes, told: list[int]) -> None:
 
 
 async def test_a_server_that_takes_nothing_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.fuzz.HANG_S", 0.1)
+    monkeypatch.setattr("sluice.benchmarks.fuzz.HANG_S", 0.1)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1)

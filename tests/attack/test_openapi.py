@@ -19,11 +19,11 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 from starlette.routing import Route
 
-from router.batches_config import BatchesConfig
-from router.config import RouterConfig
-from router.openapi import PATH, document
-from router.tenancy.keys import ApiKey
-from router.wire import BROKEN_PATH
+from sluice.router.batches_config import BatchesConfig
+from sluice.router.config import RouterConfig
+from sluice.router.openapi import PATH, document
+from sluice.router.tenancy.keys import ApiKey
+from sluice.router.wire import BROKEN_PATH
 from tests.router.far_side import Edge, FarSide, serve
 
 KEY = "user-key"

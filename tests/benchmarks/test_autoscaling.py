@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.experiments.autoscaling import (
+from sluice.benchmarks.experiments.autoscaling import (
     OURS,
     SETUP,
     Scaling,
@@ -15,10 +15,10 @@ from benchmarks.experiments.autoscaling import (
     serve,
     surges,
 )
-from benchmarks.experiments.base import Row
-from benchmarks.experiments.loads import GENERATED, full_load_rate
-from scheduling.objective import SLO
-from simulation.workload import Arrival, Workload
+from sluice.benchmarks.experiments.base import Row
+from sluice.benchmarks.experiments.loads import GENERATED, full_load_rate
+from sluice.scheduling.objective import SLO
+from sluice.simulation.workload import Arrival, Workload
 
 CHAT_RATE = full_load_rate(GENERATED["proserve sharegpt"], SETUP)
 

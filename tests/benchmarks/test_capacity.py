@@ -8,11 +8,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO
-from simulation.config import ClusterConfig, EngineConfig
-from simulation.metrics import TPOTMetric
-from simulation.planning.capacity import (
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO
+from sluice.simulation.config import ClusterConfig, EngineConfig
+from sluice.simulation.metrics import TPOTMetric
+from sluice.simulation.planning.capacity import (
     MOST_TOKENS,
     Fleet,
     OutOfTimeError,
@@ -24,8 +24,8 @@ from simulation.planning.capacity import (
     measuring,
     scaled,
 )
-from simulation.workload import AS_RECORDED, Arrival, Workload
-from simulation.workloads.traces import MAX_REQUESTS
+from sluice.simulation.workload import AS_RECORDED, Arrival, Workload
+from sluice.simulation.workloads.traces import MAX_REQUESTS
 
 CHAT = SLO(ttft_s=0.115, priority=2, service_class="chat")
 BATCH = SLO(service_class="batch")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.experiments import EXPERIMENTS
-from deploy.cli import main
-from scheduling import batching
+from sluice.benchmarks.experiments import EXPERIMENTS
+from sluice.deploy.cli import main
+from sluice.scheduling import batching
 
 QUICK = ["--scale", "quick", "--seeds", "1", "--jobs", "1"]
 SMALL = "proserve_ablation"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.experiments.base import Row
-from benchmarks.experiments.clusters import (
+from sluice.benchmarks.experiments.base import Row
+from sluice.benchmarks.experiments.clusters import (
     DEFAULT,
     Layout,
     System,
@@ -20,11 +20,11 @@ from benchmarks.experiments.clusters import (
     make_router,
     run,
 )
-from benchmarks.experiments.engines import SETUPS, Contender
-from benchmarks.experiments.loads import GENERATED, Span, full_load_rate
-from scheduling.objective import SLO
-from simulation.config import Slowdown
-from simulation.workload import Arrival, Workload
+from sluice.benchmarks.experiments.engines import SETUPS, Contender
+from sluice.benchmarks.experiments.loads import GENERATED, Span, full_load_rate
+from sluice.scheduling.objective import SLO
+from sluice.simulation.config import Slowdown
+from sluice.simulation.workload import Arrival, Workload
 
 SETUP = SETUPS["8b"]
 AZURE = GENERATED["proserve azure"]

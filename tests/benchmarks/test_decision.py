@@ -5,13 +5,13 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.decision import FLEETS, Inside, contenders, finish
-from benchmarks.decision_figures import figures
-from benchmarks.decision_fleet import CHANGED, QUEUED, Voices
-from controller.actor import Controller
-from controller.config import ControllerConfig
-from deploy.cli import main
-from scheduling.routing import POLICIES
+from sluice.benchmarks.decision import FLEETS, Inside, contenders, finish
+from sluice.benchmarks.decision_figures import figures
+from sluice.benchmarks.decision_fleet import CHANGED, QUEUED, Voices
+from sluice.controller.actor import Controller
+from sluice.controller.config import ControllerConfig
+from sluice.deploy.cli import main
+from sluice.scheduling.routing import POLICIES
 
 
 def run(*options: str) -> dict[str, dict[str, dict[str, float]]]:

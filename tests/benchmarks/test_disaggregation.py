@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.experiments.base import Row
-from benchmarks.experiments.disaggregation import (
+from sluice.benchmarks.experiments.base import Row
+from sluice.benchmarks.experiments.disaggregation import (
     SETUP,
     demand_of,
     of_scenario,
     ratio_findings,
     split_in,
 )
-from benchmarks.experiments.loads import full_load_rate
+from sluice.benchmarks.experiments.loads import full_load_rate
 
 
 def row(workload: str, layout: str, rate: float) -> Row:

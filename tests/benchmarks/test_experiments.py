@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.experiments import EXPERIMENTS
-from benchmarks.experiments.base import (
+from sluice.benchmarks.experiments import EXPERIMENTS
+from sluice.benchmarks.experiments.base import (
     Cell,
     Plan,
     Row,
@@ -23,18 +23,24 @@ from benchmarks.experiments.base import (
     measured,
     pivot,
 )
-from benchmarks.experiments.capacity import LEAST_LOAD, MOST_LOAD, greatest_loads
-from benchmarks.experiments.default_policy import DEFAULT, best_single, findings
-from benchmarks.experiments.engines import SETUPS, Contender, figures, run
-from benchmarks.experiments.fairbatching import peaks
-from benchmarks.experiments.loads import GENERATED, Span, full_load_rate, profiled_budget, recorded
-from scheduling.objective import SLO
-from simulation.estimate import Estimate
-from simulation.planning.plots import Chart, Point, Report, Table, markdown
-from simulation.workload import Arrival, Workload
-from simulation.workloads.arrivals import Poisson
-from simulation.workloads.generators import fixed
-from simulation.workloads.traces import TraceError
+from sluice.benchmarks.experiments.capacity import LEAST_LOAD, MOST_LOAD, greatest_loads
+from sluice.benchmarks.experiments.default_policy import DEFAULT, best_single, findings
+from sluice.benchmarks.experiments.engines import SETUPS, Contender, figures, run
+from sluice.benchmarks.experiments.fairbatching import peaks
+from sluice.benchmarks.experiments.loads import (
+    GENERATED,
+    Span,
+    full_load_rate,
+    profiled_budget,
+    recorded,
+)
+from sluice.scheduling.objective import SLO
+from sluice.simulation.estimate import Estimate
+from sluice.simulation.planning.plots import Chart, Point, Report, Table, markdown
+from sluice.simulation.workload import Arrival, Workload
+from sluice.simulation.workloads.arrivals import Poisson
+from sluice.simulation.workloads.generators import fixed
+from sluice.simulation.workloads.traces import TraceError
 
 QUICK = Plan("quick", (7,))
 

@@ -9,10 +9,19 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from benchmarks.overload import RATE, SLO_OF, WARM_UP_S, cost, figures, make_load, served, summary
-from benchmarks.replay_client import End, Outcome, replay
-from benchmarks.resources import Usage, Used
-from simulation.workload import Arrival, Workload
+from sluice.benchmarks.overload import (
+    RATE,
+    SLO_OF,
+    WARM_UP_S,
+    cost,
+    figures,
+    make_load,
+    served,
+    summary,
+)
+from sluice.benchmarks.replay_client import End, Outcome, replay
+from sluice.benchmarks.resources import Usage, Used
+from sluice.simulation.workload import Arrival, Workload
 
 SECONDS = 25.0
 BUSY = Usage({"routers": Used(0.4, 200.0), "client": Used(0.2, 100.0)}, 0.5)

@@ -9,8 +9,8 @@ import threading
 import click
 import pytest
 
-from benchmarks.own_process import in_own_process
-from deploy.local import stop_signals
+from sluice.benchmarks.own_process import in_own_process
+from sluice.deploy.local import stop_signals
 
 _VARIABLE = "SLUICE_TEST_OWN_PROCESS"
 

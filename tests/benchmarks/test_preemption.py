@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.preemption import spread
-from benchmarks.preemption_replay import (
+from sluice.benchmarks.preemption import spread
+from sluice.benchmarks.preemption_replay import (
     Load,
     Sizes,
     config_of,
@@ -20,10 +20,10 @@ from benchmarks.preemption_replay import (
     summary,
     tokens_body,
 )
-from benchmarks.replay_client import End, Outcome
-from scheduling.latency_request import PolynomialTTFT
-from scheduling.objective import SLO
-from simulation.workloads.settings import FLOWPREFILL_SHARES, FLOWPREFILL_TTFT_S
+from sluice.benchmarks.replay_client import End, Outcome
+from sluice.scheduling.latency_request import PolynomialTTFT
+from sluice.scheduling.objective import SLO
+from sluice.simulation.workloads.settings import FLOWPREFILL_SHARES, FLOWPREFILL_TTFT_S
 
 ALONE = PolynomialTTFT((0.004, 3e-4, 1e-8))
 

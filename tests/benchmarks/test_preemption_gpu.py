@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.preemption_gpu import SIZES, measure, table, ways
+from sluice.benchmarks.preemption_gpu import SIZES, measure, table, ways
 
 pytestmark = pytest.mark.vllm
 

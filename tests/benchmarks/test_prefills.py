@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.experiments.base import Plan
-from benchmarks.experiments.flowprefill_bounds import admission_cells
-from benchmarks.experiments.loads import Span
-from benchmarks.experiments.prefills import (
+from sluice.benchmarks.experiments.base import Plan
+from sluice.benchmarks.experiments.flowprefill_bounds import admission_cells
+from sluice.benchmarks.experiments.loads import Span
+from sluice.benchmarks.experiments.prefills import (
     bounded,
     goodput,
     measure,

@@ -7,7 +7,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import prefixes
+from sluice.benchmarks import prefixes
 
 pytestmark = pytest.mark.vllm
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.experiments.base import Row
-from benchmarks.experiments.promises import (
+from sluice.benchmarks.experiments.base import Row
+from sluice.benchmarks.experiments.promises import (
     MARGINS,
     NONE,
     ORACLE,
@@ -16,10 +16,10 @@ from benchmarks.experiments.promises import (
     sums_of,
     targets,
 )
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO
-from simulation.run import simulate
-from simulation.truth import Truth
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO
+from sluice.simulation.run import simulate
+from sluice.simulation.truth import Truth
 from tests.simulation.clusters import batch
 from tests.simulation.loads import MODEL, workload
 

@@ -19,16 +19,16 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import promises_real
-from benchmarks.cli import bench
-from benchmarks.experiments.promises import MARGINS, NONE
-from benchmarks.promises_load import KINDS, NO_OBJECTIVE, SLOS, body_of, draw, make_load
-from benchmarks.promises_report import ALL, cells, counts, interval, tables
-from benchmarks.replay_client import End, Outcome
-from benchmarks.resources import Usage, Used
-from controller.config import ControllerConfig
-from scheduling.calibration import Calibration
-from scheduling.objective import SLO
+from sluice.benchmarks import promises_real
+from sluice.benchmarks.cli import bench
+from sluice.benchmarks.experiments.promises import MARGINS, NONE
+from sluice.benchmarks.promises_load import KINDS, NO_OBJECTIVE, SLOS, body_of, draw, make_load
+from sluice.benchmarks.promises_report import ALL, cells, counts, interval, tables
+from sluice.benchmarks.replay_client import End, Outcome
+from sluice.benchmarks.resources import Usage, Used
+from sluice.controller.config import ControllerConfig
+from sluice.scheduling.calibration import Calibration
+from sluice.scheduling.objective import SLO
 from tests.replica.waiting import until
 
 
@@ -83,7 +83,7 @@ def test_without_margins_what_is_late_teaches_nothing(factor: float) -> None:
 
 
 def test_the_command_line_leaves_ray_for_after_its_settings() -> None:
-    code = "import sys, benchmarks.cli; sys.exit('ray' in sys.modules)"
+    code = "import sys, sluice.benchmarks.cli; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

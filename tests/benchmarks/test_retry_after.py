@@ -6,12 +6,12 @@ from math import nan
 
 import pytest
 
-from benchmarks.experiments.base import Row
-from benchmarks.experiments.retry_after import AGAIN, GONE, NO_ROOM, counts, findings
-from scheduling.objective import SLO
-from simulation.requests import Requests, Return
-from simulation.run import simulate
-from simulation.truth import Truth
+from sluice.benchmarks.experiments.base import Row
+from sluice.benchmarks.experiments.retry_after import AGAIN, GONE, NO_ROOM, counts, findings
+from sluice.scheduling.objective import SLO
+from sluice.simulation.requests import Requests, Return
+from sluice.simulation.run import simulate
+from sluice.simulation.truth import Truth
 from tests.simulation.clusters import batch
 from tests.simulation.loads import MODEL, workload
 

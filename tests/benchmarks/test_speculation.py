@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.repeating_model import repeating_model
-from benchmarks.speculation import KINDS, WAYS, Bench, arrivals, rate_at
-from benchmarks.speculation_engine import FixedLengths, SpeculatingEngine
-from benchmarks.speculation_gpu import step_times
-from scheduling.fit import fit
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO, Anchor
-from scheduling.request import QueueView, RequestView
+from sluice.benchmarks.repeating_model import repeating_model
+from sluice.benchmarks.speculation import KINDS, WAYS, Bench, arrivals, rate_at
+from sluice.benchmarks.speculation_engine import FixedLengths, SpeculatingEngine
+from sluice.benchmarks.speculation_gpu import step_times
+from sluice.scheduling.fit import fit
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO, Anchor
+from sluice.scheduling.request import QueueView, RequestView
 
 
 @given(rate=st.floats(0.5, 50), step_s=st.floats(0.001, 0.1), seed=st.text(max_size=5))

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduling.objective import SLO
-from simulation.workload import (
+from sluice.scheduling.objective import SLO
+from sluice.simulation.workload import (
     Arrival,
     Stage,
     Workload,

@@ -10,10 +10,10 @@ from functools import partial
 import numpy as np
 import pytest
 
-from scheduling.objective import SLO
-from simulation.workload import Arrival, Workload
-from simulation.workloads import settings
-from simulation.workloads.arrivals import (
+from sluice.scheduling.objective import SLO
+from sluice.simulation.workload import Arrival, Workload
+from sluice.simulation.workloads import settings
+from sluice.simulation.workloads.arrivals import (
     ArrivalProcess,
     AtOnce,
     Diurnal,
@@ -25,8 +25,8 @@ from simulation.workloads.arrivals import (
     Recorded,
     Surges,
 )
-from simulation.workloads.generators import Slowdown, Task, always, fixed, generate
-from simulation.workloads.lengths import LengthDistribution
+from sluice.simulation.workloads.generators import Slowdown, Task, always, fixed, generate
+from sluice.simulation.workloads.lengths import LengthDistribution
 
 DRAWN = 200_000
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from scheduling.objective import SLO
-from simulation.workloads import traces
-from simulation.workloads.traces import TraceError, load
+from sluice.scheduling.objective import SLO
+from sluice.simulation.workloads import traces
+from sluice.simulation.workloads.traces import TraceError, load
 
 AZURE_2023 = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.9799600,4808,10

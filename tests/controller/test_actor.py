@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from controller.actor import MAX_QUERIES, SETTLING_S, Controller, fingerprint_of
-from controller.config import ControllerConfig
-from controller.messages import LateNotice, MetricSample, RequestEnding, RouteDecision, Tier
-from controller.metrics import MAX_PUSH_SAMPLES
-from controller.mirror import MAX_REPLICAS
-from scheduling.margins import PRIOR
-from scheduling.objective import SLO
-from scheduling.routing import POLICIES
-from scheduling.stages import Stage
+from sluice.controller.actor import MAX_QUERIES, SETTLING_S, Controller, fingerprint_of
+from sluice.controller.config import ControllerConfig
+from sluice.controller.messages import LateNotice, MetricSample, RequestEnding, RouteDecision, Tier
+from sluice.controller.metrics import MAX_PUSH_SAMPLES
+from sluice.controller.mirror import MAX_REPLICAS
+from sluice.scheduling.margins import PRIOR
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.routing import POLICIES
+from sluice.scheduling.stages import Stage
 from tests.controller.fleet import Clock, decode_row, delta, hello, query, waiting_row
 from tests.controller.pushes import newer_push
 

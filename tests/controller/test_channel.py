@@ -12,9 +12,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from controller import channel as channel_module
-from controller import report_wire
-from controller.channel import (
+from sluice.controller import channel as channel_module
+from sluice.controller import report_wire
+from sluice.controller.channel import (
     MAX_LINE,
     MAX_STRANGERS,
     MAX_TIMEOUTS,
@@ -22,17 +22,17 @@ from controller.channel import (
     RouteChannel,
     RouteServer,
 )
-from controller.failure import NoAnswerError
-from controller.messages import (
+from sluice.controller.failure import NoAnswerError
+from sluice.controller.messages import (
     ReplicaDelta,
     ReportReply,
     RouteDecision,
     RouteQuery,
     RouteReply,
 )
-from controller.query_wire import to_row
-from controller.wire_format import FORMAT
-from scheduling.objective import SLO
+from sluice.controller.query_wire import to_row
+from sluice.controller.wire_format import FORMAT
+from sluice.scheduling.objective import SLO
 from tests.controller.fleet import Clock, delta, waiting_row
 
 QUERY = RouteQuery(

@@ -14,19 +14,19 @@ import pytest
 import ray
 from prometheus_client import CollectorRegistry
 
-from controller.actor import MAX_QUERIES
-from controller.channel import MAX_TIMEOUTS
-from controller.client import (
+from sluice.controller.actor import MAX_QUERIES
+from sluice.controller.channel import MAX_TIMEOUTS
+from sluice.controller.client import (
     QUARANTINE_KEPT_S,
     ControllerClient,
     controller_actor_name,
     ensure_controller,
     stop_controller,
 )
-from controller.config import ControllerConfig
-from controller.detached import DetachedController
-from controller.lookup import NAMESPACE
-from controller.messages import FirstTokenWait, RequestEnding, RouteDecision, Trouble
+from sluice.controller.config import ControllerConfig
+from sluice.controller.detached import DetachedController
+from sluice.controller.lookup import NAMESPACE
+from sluice.controller.messages import FirstTokenWait, RequestEnding, RouteDecision, Trouble
 from tests.controller.fleet import Clock, delta, hello, query, waiting_row
 from tests.controller.pushes import newer_push
 from tests.own_ray import own_ray
@@ -112,7 +112,7 @@ def test_a_controller_of_another_configuration_is_replaced(app: str) -> None:
 def test_a_controller_that_never_matches_is_not_replaced_for_ever(
     app: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("controller.lookup.fingerprint_of", lambda _: "another version")
+    monkeypatch.setattr("sluice.controller.lookup.fingerprint_of", lambda _: "another version")
     with pytest.raises(RuntimeError, match="not another version, although it was replaced 3 times"):
         ensure_controller(app, CONFIG, 120)
 

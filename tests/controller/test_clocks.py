@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.actor import Controller
-from controller.config import ControllerConfig
-from controller.messages import RouteDecision, RouteQuery
-from scheduling.objective import SLO
+from sluice.controller.actor import Controller
+from sluice.controller.config import ControllerConfig
+from sluice.controller.messages import RouteDecision, RouteQuery
+from sluice.scheduling.objective import SLO
 from tests.controller.fleet import Clock, decode_row, delta, free_row, hello, waiting_row
 
 CONFIG = ControllerConfig()

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from controller.coalesce import Coalescer
-from controller.failure import NoAnswerError
+from sluice.controller.coalesce import Coalescer
+from sluice.controller.failure import NoAnswerError
 
 
 class FarSide:

@@ -16,17 +16,23 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from controller.actor import Controller
-from controller.config import ControllerConfig
-from controller.messages import ReplicaDelta, ReplicaHello, ReportReply, RouteDecision, RouteQuery
-from replica.config import ReplicaConfig
-from replica.engine import EngineInfo
-from replica.reporter import Membership, Reporter
-from scheduling import fleet_rows
-from scheduling.objective import SLO
-from scheduling.placement import MOST_AWAITED_S
-from scheduling.roles import Role
-from scheduling.state import ROW, EngineState
+from sluice.controller.actor import Controller
+from sluice.controller.config import ControllerConfig
+from sluice.controller.messages import (
+    ReplicaDelta,
+    ReplicaHello,
+    ReportReply,
+    RouteDecision,
+    RouteQuery,
+)
+from sluice.replica.config import ReplicaConfig
+from sluice.replica.engine import EngineInfo
+from sluice.replica.reporter import Membership, Reporter
+from sluice.scheduling import fleet_rows
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.placement import MOST_AWAITED_S
+from sluice.scheduling.roles import Role
+from sluice.scheduling.state import ROW, EngineState
 from tests.controller.fleet import PROFILE, Clock, summary, waiting_row
 
 CONFIG = ControllerConfig(aged_after_s=20, stale_after_s=40, forget_after_s=80)

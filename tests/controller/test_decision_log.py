@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from controller.actor import Controller
-from controller.config import ControllerConfig
-from controller.decision_log import DECISIONS, OTHERS
-from controller.messages import RequestEnding, RouteQuery, Tier
-from scheduling.margins import PRIOR
-from scheduling.objective import SLO
-from scheduling.routing import POLICIES
+from sluice.controller.actor import Controller
+from sluice.controller.config import ControllerConfig
+from sluice.controller.decision_log import DECISIONS, OTHERS
+from sluice.controller.messages import RequestEnding, RouteQuery, Tier
+from sluice.scheduling.margins import PRIOR
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.routing import POLICIES
 from tests.controller.fleet import Clock, hello, query, waiting_row
 from tests.controller.pushes import newer_push
 

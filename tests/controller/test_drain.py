@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.actor import SETTLING_S, Controller
-from controller.config import ControllerConfig
-from controller.drains import KEPT_S, Drains
-from controller.messages import RouteReply
-from scheduling.fleet import Fleet
+from sluice.controller.actor import SETTLING_S, Controller
+from sluice.controller.config import ControllerConfig
+from sluice.controller.drains import KEPT_S, Drains
+from sluice.controller.messages import RouteReply
+from sluice.scheduling.fleet import Fleet
 from tests.controller.fleet import Clock, decode_row, delta, hello, query, waiting_row
 from tests.controller.pushes import newer_push
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.actor import Controller
-from controller.config import ControllerConfig
-from controller.endings import Endings
-from controller.messages import MAX_ENDINGS, LateNotice, RequestEnding
-from scheduling.objective import SLO
+from sluice.controller.actor import Controller
+from sluice.controller.config import ControllerConfig
+from sluice.controller.endings import Endings
+from sluice.controller.messages import MAX_ENDINGS, LateNotice, RequestEnding
+from sluice.scheduling.objective import SLO
 from tests.controller.fleet import Clock, hello, query
 from tests.controller.pushes import newer_push
 from tests.controller.test_decision_log import told

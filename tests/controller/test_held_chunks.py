@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.checks import check_delta_body, check_hello
-from controller.mirror import Mirror
-from scheduling.fleet import Fleet
-from scheduling.prefix import HELD, HELD_SLOTS
+from sluice.controller.checks import check_delta_body, check_hello
+from sluice.controller.mirror import Mirror
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.prefix import HELD, HELD_SLOTS
 
 from .fleet import delta, hello
 

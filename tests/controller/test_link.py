@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from controller import link as link_module
-from controller.config import ControllerConfig
-from controller.failure import NoAnswerError
-from controller.link import Link
+from sluice.controller import link as link_module
+from sluice.controller.config import ControllerConfig
+from sluice.controller.failure import NoAnswerError
+from sluice.controller.link import Link
 
 
 class Method:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from controller.actor import Controller
-from controller.config import ControllerConfig
-from controller.messages import MetricSample, MetricsPush
+from sluice.controller.actor import Controller
+from sluice.controller.config import ControllerConfig
+from sluice.controller.messages import MetricSample, MetricsPush
 from tests.controller.fleet import PROFILE, Clock, decode_row, delta, hello, query
 from tests.controller.pushes import newer_push
 

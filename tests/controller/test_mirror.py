@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.mirror import Mirror
-from scheduling import fleet_report, fleet_rows
-from scheduling.fleet import Fleet, FleetSettings
-from scheduling.prefix import HELD
-from scheduling.state import ROW
+from sluice.controller.mirror import Mirror
+from sluice.scheduling import fleet_report, fleet_rows
+from sluice.scheduling.fleet import Fleet, FleetSettings
+from sluice.scheduling.prefix import HELD
+from sluice.scheduling.state import ROW
 from tests.controller.fleet import decode_row, delta, free_row, hello, waiting_row
 
 EPOCH = 7

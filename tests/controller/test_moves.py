@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from controller.actor import Controller
-from controller.config import ControllerConfig
-from controller.messages import (
+from sluice.controller.actor import Controller
+from sluice.controller.config import ControllerConfig
+from sluice.controller.messages import (
     MAX_WAITS,
     FirstTokenWait,
     RequestEnding,
@@ -18,9 +18,9 @@ from controller.messages import (
     RouteQuery,
     Tier,
 )
-from controller.moves import MOST_LATE
-from scheduling.job import STAYS
-from scheduling.objective import SLO
+from sluice.controller.moves import MOST_LATE
+from sluice.scheduling.job import STAYS
+from sluice.scheduling.objective import SLO
 from tests.controller.fleet import Clock, decode_row, delta, hello, summary, waiting_row
 from tests.controller.pushes import newer_push
 

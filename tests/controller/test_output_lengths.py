@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from controller.actor import Controller
-from controller.config import ControllerConfig
-from controller.messages import RequestEnding, RouteDecision, Tier
-from scheduling.margins import PRIOR
-from scheduling.objective import SLO
+from sluice.controller.actor import Controller
+from sluice.controller.config import ControllerConfig
+from sluice.controller.messages import RequestEnding, RouteDecision, Tier
+from sluice.scheduling.margins import PRIOR
+from sluice.scheduling.objective import SLO
 from tests.controller.fleet import Clock, hello, query
 from tests.controller.pushes import newer_push
 

@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from controller.actor import Controller
-from controller.channel import MAX_TIMEOUTS, Endpoint, RouteChannel
-from controller.config import ControllerConfig
-from controller.failure import NoAnswerError
-from controller.messages import RouteDecision, RouteQuery
-from scheduling.job import NO_REPLICA
+from sluice.controller.actor import Controller
+from sluice.controller.channel import MAX_TIMEOUTS, Endpoint, RouteChannel
+from sluice.controller.config import ControllerConfig
+from sluice.controller.failure import NoAnswerError
+from sluice.controller.messages import RouteDecision, RouteQuery
+from sluice.scheduling.job import NO_REPLICA
 from tests.controller.fleet import Clock, delta, hello, query, waiting_row
 
 CONFIG = ControllerConfig(admission="none")

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from controller.actor import Controller
-from controller.config import ControllerConfig
-from controller.messages import RequestEnding, RouteDecision, RouteQuery, Tier
-from controller.promises import RECENT, RECENT_S, PromiseLog
-from scheduling.objective import SLO
-from scheduling.reliability import CHECKED, FEW, QUANTILES
+from sluice.controller.actor import Controller
+from sluice.controller.config import ControllerConfig
+from sluice.controller.messages import RequestEnding, RouteDecision, RouteQuery, Tier
+from sluice.controller.promises import RECENT, RECENT_S, PromiseLog
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.reliability import CHECKED, FEW, QUANTILES
 from tests.controller.fleet import Clock, hello
 from tests.controller.pushes import newer_push
 

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.actor import Controller
-from controller.checks import MAX_AVOIDED
-from controller.config import ControllerConfig
-from controller.messages import RouteDecision, Tier, Trouble, TroubleNotice
-from controller.quarantine import ACCUSED_S, MOST_ROUTERS
-from scheduling.breaker import ENDED_PROBE_S, LEAST_OPEN_S, MOST_OPEN_S, PROBE_S
-from scheduling.roles import Role
+from sluice.controller.actor import Controller
+from sluice.controller.checks import MAX_AVOIDED
+from sluice.controller.config import ControllerConfig
+from sluice.controller.messages import RouteDecision, Tier, Trouble, TroubleNotice
+from sluice.controller.quarantine import ACCUSED_S, MOST_ROUTERS
+from sluice.scheduling.breaker import ENDED_PROBE_S, LEAST_OPEN_S, MOST_OPEN_S, PROBE_S
+from sluice.scheduling.roles import Role
 from tests.controller.fleet import Clock, delta, free_row, hello, query, summary, waiting_row
 from tests.controller.pushes import newer_push
 

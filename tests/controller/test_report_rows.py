@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller import report_rows
-from controller.checks import _check_live_rows, _check_slots
-from scheduling.state import ROW, WAITING
+from sluice.controller import report_rows
+from sluice.controller.checks import _check_live_rows, _check_slots
+from sluice.scheduling.state import ROW, WAITING
 
 _CAPACITY = 5
 _COUNTS = st.sampled_from((-1, 0, 1, 2, 3))

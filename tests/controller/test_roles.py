@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.actor import Controller
-from controller.config import ControllerConfig
-from controller.messages import RouteDecision, RouteQuery
-from controller.query_wire import decisions, of_row, to_row
-from scheduling.objective import SLO
-from scheduling.stages import Stage
-from scheduling.tpot import TPOTAnchor
+from sluice.controller.actor import Controller
+from sluice.controller.config import ControllerConfig
+from sluice.controller.messages import RouteDecision, RouteQuery
+from sluice.controller.query_wire import decisions, of_row, to_row
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.stages import Stage
+from sluice.scheduling.tpot import TPOTAnchor
 from tests.controller.fleet import Clock, decode_row, delta, hello, query, summary, waiting_row
 
 MODES = {

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from pydantic import SecretStr
 
-from controller.actor import Controller
-from controller.config import ControllerConfig
-from controller.messages import RouteQuery, Tier
-from router.tenancy.keys import ApiKey, client_of
-from router.tenancy.limits import ANYONE, Client
-from scheduling.objective import SLO
+from sluice.controller.actor import Controller
+from sluice.controller.config import ControllerConfig
+from sluice.controller.messages import RouteQuery, Tier
+from sluice.router.tenancy.keys import ApiKey, client_of
+from sluice.router.tenancy.limits import ANYONE, Client
+from sluice.scheduling.objective import SLO
 from tests.controller.fleet import Clock, delta, free_row, hello, waiting_row
 
 STEP_S = 0.01

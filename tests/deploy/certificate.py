@@ -16,8 +16,8 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from deploy.haproxy import TLS_BIND_VARIABLE, TLS_CERTIFICATE_VARIABLE
-from deploy.ray_settings import free_port
+from sluice.deploy.haproxy import TLS_BIND_VARIABLE, TLS_CERTIFICATE_VARIABLE
+from sluice.deploy.ray_settings import free_port
 
 
 @dataclass(frozen=True)

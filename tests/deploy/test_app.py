@@ -6,8 +6,8 @@ from typing import Any
 
 from ray.serve.schema import RayActorOptionsSchema
 
-from deploy.app import OTHER_POOL_WAIT_S, build
-from deploy.config import parse_config
+from sluice.deploy.app import OTHER_POOL_WAIT_S, build
+from sluice.deploy.config import parse_config
 
 
 def deployments(data: dict[str, Any]) -> dict[str, Any]:

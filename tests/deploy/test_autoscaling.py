@@ -13,12 +13,12 @@ from ray.serve._private.common import DeploymentID, TimeStampedValue
 from ray.serve.autoscaling_policy import _apply_autoscaling_config
 from ray.serve.config import AutoscalingContext
 
-from deploy.app import build
-from deploy.autoscaling import latest_load, serve_autoscaling
-from deploy.config import parse_config
-from deploy.submission import application_of
-from replica.config import AutoscalingConfig, ReplicaConfig
-from scheduling.autoscaling import Load
+from sluice.deploy.app import build
+from sluice.deploy.autoscaling import latest_load, serve_autoscaling
+from sluice.deploy.config import parse_config
+from sluice.deploy.submission import application_of
+from sluice.replica.config import AutoscalingConfig, ReplicaConfig
+from sluice.scheduling.autoscaling import Load
 
 OPTIONS = {"smoothing_s": 1.0, "startup_s": 5.0, "down_after_s": 10.0}
 CONFIG = AutoscalingConfig(min_replicas=1, max_replicas=6, policy_options=OPTIONS)

@@ -11,16 +11,16 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from deploy.cli import main
-from deploy.commands.exits import Exit, Failure
-from deploy.config import SluiceConfig
-from deploy.local import StartError, curl_line, running, stop_signals
-from deploy.ray_settings import free_port
-from scheduling import admission, autoscaling, batching, routing
+from sluice.deploy.cli import main
+from sluice.deploy.commands.exits import Exit, Failure
+from sluice.deploy.config import SluiceConfig
+from sluice.deploy.local import StartError, curl_line, running, stop_signals
+from sluice.deploy.ray_settings import free_port
+from sluice.scheduling import admission, autoscaling, batching, routing
 
 
 def test_the_command_line_leaves_ray_alone_until_it_has_set_its_environment() -> None:
-    code = "import sys, deploy.cli; sys.exit('ray' in sys.modules)"
+    code = "import sys, sluice.deploy.cli; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -118,7 +118,9 @@ def test_the_shown_command_takes_a_key_from_the_shell_where_one_is_needed(
 def test_a_key_file_that_cannot_be_used_is_found_before_ray_starts(
     ring: str, text: str | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deploy.ray_settings.make_local_dir", lambda: pytest.fail("it went on"))
+    monkeypatch.setattr(
+        "sluice.deploy.ray_settings.make_local_dir", lambda: pytest.fail("it went on")
+    )
     path = tmp_path / "keys.yaml"
     if text is not None:
         path.write_text(text)

@@ -9,8 +9,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from deploy.cli import main
-from deploy.commands.exits import Exit
+from sluice.deploy.cli import main
+from sluice.deploy.commands.exits import Exit
 from tests.documents import ROOT, rows, section
 
 CLI = ROOT / "docs" / "cli.md"

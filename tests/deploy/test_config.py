@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from yaml.constructor import SafeConstructor
 
-from deploy.app import build
-from deploy.config import SluiceConfig, load_config
+from sluice.deploy.app import build
+from sluice.deploy.config import SluiceConfig, load_config
 
 
 def test_defaults_are_the_documented_system() -> None:

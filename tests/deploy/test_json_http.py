@@ -14,8 +14,8 @@ from typing import ClassVar
 
 import pytest
 
-from deploy.json_http import AnswerError, JsonServer, UnreachableError, checked_address
-from deploy.ray_settings import free_port
+from sluice.deploy.json_http import AnswerError, JsonServer, UnreachableError, checked_address
+from sluice.deploy.ray_settings import free_port
 from tests.deploy.certificate import make_certificate
 
 ANSWERS: dict[str, tuple[int, dict[str, str], bytes]] = {

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from deploy.cli import main
-from deploy.commands.exits import Exit
-from router.tenancy.auth import KeyRing
+from sluice.deploy.cli import main
+from sluice.deploy.commands.exits import Exit
+from sluice.router.tenancy.auth import KeyRing
 
 
 def accepts(path: Path, key: str) -> str:

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from deploy.cli import main
-from deploy.commands import admin
-from deploy.commands.exits import Exit
-from deploy.local_runs import LocalRun, local_runs, noted
+from sluice.deploy.cli import main
+from sluice.deploy.commands import admin
+from sluice.deploy.commands.exits import Exit
+from sluice.deploy.local_runs import LocalRun, local_runs, noted
 
 KEPT = LocalRun(address="http://127.0.0.1:8123", key="a-key")
 KILLED = """
 import os, signal
-from deploy.local_runs import LocalRun, noted
+from sluice.deploy.local_runs import LocalRun, noted
 with noted(LocalRun(address="http://127.0.0.1:8124", key="old")):
     os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -12,10 +12,10 @@ import huggingface_hub.constants
 import pytest
 from click.testing import CliRunner
 
-from deploy.cli import main
-from deploy.model_check import check_model
-from deploy.ray_settings import free_port
-from replica.config import EngineConfig
+from sluice.deploy.cli import main
+from sluice.deploy.model_check import check_model
+from sluice.deploy.ray_settings import free_port
+from sluice.replica.config import EngineConfig
 
 
 def checked(model: str | Path, **more: Any) -> None:
@@ -135,7 +135,7 @@ def test_sluice_serve_says_so_before_it_starts_ray(
     def no_ray(*_: object) -> None:
         raise AssertionError("Ray was started")
 
-    monkeypatch.setattr("deploy.local._start_ray", no_ray)
+    monkeypatch.setattr("sluice.deploy.local._start_ray", no_ray)
     config = tmp_path / "sluice.yaml"
     config.write_text(
         "models:\n  one: {engine: {kind: simulated}}\n  two: {engine: {model: /no/such}}\n"

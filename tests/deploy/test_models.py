@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from deploy.app import deployment_name
-from deploy.config import SluiceConfig, parse_config
-from deploy.models import ModelConfig
-from replica.config import EngineConfig
+from sluice.deploy.app import deployment_name
+from sluice.deploy.config import SluiceConfig, parse_config
+from sluice.deploy.models import ModelConfig
+from sluice.replica.config import EngineConfig
 
 SHARED = {
     "engine": {

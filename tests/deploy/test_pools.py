@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from deploy.config import parse_config
-from deploy.local import StartError, running
-from deploy.ray_settings import free_port
-from replica.transfer_config import TransferConfig
+from sluice.deploy.config import parse_config
+from sluice.deploy.local import StartError, running
+from sluice.deploy.ray_settings import free_port
+from sluice.replica.transfer_config import TransferConfig
 
 PAIR: dict[str, Any] = {"prefill": {}, "decode": {}}
 

@@ -11,11 +11,11 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from deploy.cli import main
-from deploy.commands.exits import Exit
-from replica.profiling.profiler import profile_path
-from scheduling.latency import FAMILIES
-from scheduling.latency_profile import LatencyProfile
+from sluice.deploy.cli import main
+from sluice.deploy.commands.exits import Exit
+from sluice.replica.profiling.profiler import profile_path
+from sluice.scheduling.latency import FAMILIES
+from sluice.scheduling.latency_profile import LatencyProfile
 from tests.documents import newcomer
 
 BIN = Path(sys.executable).parent

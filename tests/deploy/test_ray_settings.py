@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from deploy import ray_settings
+from sluice.deploy import ray_settings
 from tests.own_ray import shared_ray
 
 
@@ -82,7 +82,7 @@ def test_vllm_s_sockets_are_in_the_folder_of_the_instance(monkeypatch: pytest.Mo
 CHOICE = """
 import os
 import shutil
-from deploy import ray_settings
+from sluice.deploy import ray_settings
 
 def routers():
     for end in ("MIN", "MAX"):

@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
-from deploy.ray_start import TRIES, start_ray
+from sluice.deploy.ray_start import TRIES, start_ray
 
 SLOW = "The current node timed out during startup. This could happen because"
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from pydantic import BaseModel
 
-from deploy.config import SluiceConfig
-from deploy.reference import CONFIGURATION, configuration, policy_facts, with_facts
+from sluice.deploy.config import SluiceConfig
+from sluice.deploy.reference import CONFIGURATION, configuration, policy_facts, with_facts
 from tests.documents import rows, section
 
 

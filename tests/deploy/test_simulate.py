@@ -9,13 +9,13 @@ import yaml
 from click.testing import CliRunner, Result
 from rich.progress import Progress
 
-from deploy.cli import main
-from scheduling.latency import LinearLatency
-from scheduling.latency_profile import LatencyProfile
-from simulation.planning.points import Range
-from simulation.planning.report import NOT_MODELLED, CapacityReport
-from simulation.planning.search import Question, answered
-from simulation.planning.simulate import NO_ANSWER
+from sluice.deploy.cli import main
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.latency_profile import LatencyProfile
+from sluice.simulation.planning.points import Range
+from sluice.simulation.planning.report import NOT_MODELLED, CapacityReport
+from sluice.simulation.planning.search import Question, answered
+from sluice.simulation.planning.simulate import NO_ANSWER
 from tests.benchmarks.test_capacity import run as one_run
 
 ONE_EACH = ["--latency", "a=0.05,b=5e-5", "--max-sequences", "1", "--routing", "round_robin"]

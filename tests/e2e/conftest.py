@@ -15,9 +15,9 @@ import ray
 from ray.serve._private.common import DeploymentID
 from ray.serve.context import _get_global_client
 
-from deploy.config import SluiceConfig
-from deploy.local import base_url, deploy, running
-from deploy.ray_settings import free_port
+from sluice.deploy.config import SluiceConfig
+from sluice.deploy.local import base_url, deploy, running
+from sluice.deploy.ray_settings import free_port
 from tests.deploy.certificate import TlsPort, tls_port
 from tests.own_ray import shared_ray
 
@@ -91,8 +91,8 @@ def system(fields: dict[str, Any]) -> Iterator[System]:
 
 @contextmanager
 def on_the_shared_ray(config: SluiceConfig, *_: object) -> Iterator[None]:
-    """What `deploy.local.running` does, on the Ray that tests share, where Serve's port must be
-    that of ``config``."""
+    """What `sluice.deploy.local.running` does, on the Ray that tests share, where Serve's port must
+    be that of ``config``."""
     try:
         deploy(config, threading.Event(), report=print)
         yield

@@ -19,8 +19,8 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from replica.config import EngineConfig
-from replica.vllm.local_model import local_model
+from sluice.replica.config import EngineConfig
+from sluice.replica.vllm.local_model import local_model
 from tests.documents import ROOT, marked
 from tests.e2e.conftest import ASKING, PATIENT, System, system, wait_until
 from tests.lora_adapter import write_adapter

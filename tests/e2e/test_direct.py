@@ -11,9 +11,9 @@ import httpx
 import psutil
 import pytest
 
-from benchmarks.replay_answer import AnswerCheck, simulated
-from deploy.haproxy import DIRECT_VARIABLE
-from deploy.ray_settings import free_port
+from sluice.benchmarks.replay_answer import AnswerCheck, simulated
+from sluice.deploy.haproxy import DIRECT_VARIABLE
+from sluice.deploy.ray_settings import free_port
 from tests.e2e.command import ServeCommand
 from tests.e2e.conftest import ASKING, LENIENT, wait_until
 from tests.processes import title_of

@@ -13,8 +13,8 @@ import pytest
 from openai import OpenAI
 from openai.types import Batch
 
-from benchmarks.replay_answer import AnswerCheck, simulated
-from deploy.ray_settings import free_port
+from sluice.benchmarks.replay_answer import AnswerCheck, simulated
+from sluice.deploy.ray_settings import free_port
 from tests.e2e.command import ServeCommand
 from tests.e2e.conftest import wait_until
 

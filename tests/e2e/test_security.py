@@ -9,7 +9,7 @@ import httpx
 import pytest
 import ray
 
-from controller.messages import QuotaUse
+from sluice.controller.messages import QuotaUse
 from tests.e2e.conftest import system, wait_until
 
 pytestmark = pytest.mark.ray

@@ -16,8 +16,8 @@ import httpx
 import psutil
 import pytest
 
-from deploy.commands.exits import Exit
-from deploy.ray_settings import free_port
+from sluice.deploy.commands.exits import Exit
+from sluice.deploy.ray_settings import free_port
 from tests.documents import ROOT, section
 from tests.e2e.conftest import wait_until
 from tests.processes import the_one
@@ -115,7 +115,7 @@ SHADOWS = ("telemetry.py", "scheduling.py", "random.py", "router/__init__.py", "
 """Files that stand in for modules of ours, of Ray's and of Python's where their folder is on the
 path. A folder with such files is as good as any."""
 
-AS_MODULE = (sys.executable, "-m", "deploy.cli")
+AS_MODULE = (sys.executable, "-m", "sluice.deploy.cli")
 
 
 @contextmanager

@@ -14,9 +14,9 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from deploy.commands.admin import AdminApi
-from deploy.commands.exits import Exit, Failure
-from deploy.ray_settings import free_port
+from sluice.deploy.commands.admin import AdminApi
+from sluice.deploy.commands.exits import Exit, Failure
+from sluice.deploy.ray_settings import free_port
 from tests.e2e.cluster import HEAD, START_S, Cluster
 from tests.e2e.conftest import LENIENT
 

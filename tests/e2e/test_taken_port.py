@@ -7,8 +7,8 @@ import socket
 import pytest
 from ray import serve
 
-from deploy.local import StartError, start_serve
-from deploy.ray_settings import free_port
+from sluice.deploy.local import StartError, start_serve
+from sluice.deploy.ray_settings import free_port
 from tests.own_ray import own_ray
 
 pytestmark = [pytest.mark.ray, pytest.mark.own_ray]

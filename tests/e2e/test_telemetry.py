@@ -17,7 +17,7 @@ import pytest
 import ray
 import yaml
 
-from deploy.ray_settings import free_port
+from sluice.deploy.ray_settings import free_port
 from tests.documents import ROOT
 from tests.e2e.conftest import ASKING, PATIENT, System, system, wait_until
 from tests.otlp_collector import Collector, collector

@@ -19,13 +19,13 @@ import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.preemption_replay import tokens_body
-from benchmarks.replay_client import End, replay
-from replica.config import EngineConfig
-from replica.vllm.local_model import local_model
-from router.config import RouterConfig
-from scheduling.objective import SLO
-from simulation.workload import Arrival, Workload
+from sluice.benchmarks.preemption_replay import tokens_body
+from sluice.benchmarks.replay_client import End, replay
+from sluice.replica.config import EngineConfig
+from sluice.replica.vllm.local_model import local_model
+from sluice.router.config import RouterConfig
+from sluice.scheduling.objective import SLO
+from sluice.simulation.workload import Arrival, Workload
 from tests.e2e.conftest import ASKING, PATIENT, System, system, wait_until
 from tests.e2e.poisoned import check_poison
 from tests.known_profile import known_profile

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local import StartError
+from sluice.deploy.local import StartError
 from tests.e2e.conftest import system
 
 pytestmark = pytest.mark.ray

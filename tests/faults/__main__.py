@@ -20,7 +20,7 @@ import click
 import pytest
 from rich.console import Console
 
-from deploy import ray_settings
+from sluice.deploy import ray_settings
 
 if TYPE_CHECKING:
     from tests.faults.scenario import Row, Scenario, Setting

@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import ray
 
-from benchmarks import injuries
-from controller.lookup import stop_controller
+from sluice.benchmarks import injuries
+from sluice.controller.lookup import stop_controller
 from tests.e2e.conftest import wait_until
 from tests.faults.replicas import FLEET
 from tests.faults.scenario import Scenario, Trial

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from benchmarks.replay_load import SHARES, objectives
-from simulation.workload import Arrival, Workload
+from sluice.benchmarks.replay_load import SHARES, objectives
+from sluice.simulation.workload import Arrival, Workload
 
 
 @dataclass(frozen=True)

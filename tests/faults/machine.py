@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from deploy.ray_settings import free_port
+from sluice.deploy.ray_settings import free_port
 from tests.e2e.command import ServeCommand
 from tests.e2e.conftest import wait_until
 from tests.faults.operators import ADMIN, OperatorTrial

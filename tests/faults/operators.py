@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from deploy.commands.admin import AdminApi
-from deploy.commands.exits import Failure
-from deploy.config import parse_config
+from sluice.deploy.commands.admin import AdminApi
+from sluice.deploy.commands.exits import Failure
+from sluice.deploy.config import parse_config
 from tests.faults.scenario import Trial
 
 _KEY = "an-admin-key-of-the-faults"

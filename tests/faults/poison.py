@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks import injuries
-from benchmarks.replay_client import prompt_text
+from sluice.benchmarks import injuries
+from sluice.benchmarks.replay_client import prompt_text
 from tests.e2e.conftest import wait_until
 from tests.faults.load import Load
 from tests.faults.replicas import FLEET

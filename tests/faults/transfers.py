@@ -14,14 +14,14 @@ import pytest
 from ray import serve
 from ray.serve.context import _get_global_client
 
-from deploy.app import REPLICA_DEPLOYMENTS
-from replica.engine import EngineRequest, Handoff, ResponseChunk, ResponseHead, ResponseTail
-from replica.transfer.client import fetch
-from replica.transfer.offer import Offer
-from replica.transfer.wire import TransferError
-from router.serve.replicas import ServeReplicas
-from scheduling.objective import SLO
-from scheduling.roles import Role
+from sluice.deploy.app import REPLICA_DEPLOYMENTS
+from sluice.replica.engine import EngineRequest, Handoff, ResponseChunk, ResponseHead, ResponseTail
+from sluice.replica.transfer.client import fetch
+from sluice.replica.transfer.offer import Offer
+from sluice.replica.transfer.wire import TransferError
+from sluice.router.serve.replicas import ServeReplicas
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.roles import Role
 from tests.e2e.conftest import wait_until
 from tests.faults.engines import ENGINES, STREAMS
 from tests.faults.scenario import Scenario, Setting, Trial

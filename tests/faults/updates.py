@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks import injuries
-from deploy.config import SluiceConfig
-from deploy.local import StartError, deploy
+from sluice.benchmarks import injuries
+from sluice.deploy.config import SluiceConfig
+from sluice.deploy.local import StartError, deploy
 from tests.e2e.conftest import wait_until
 from tests.faults.load import Load
 from tests.faults.replicas import FLEET

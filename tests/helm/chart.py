@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from deploy.chart import CHART
+from sluice.deploy.chart import CHART
 from tests.documents import ROOT
 
 Document = dict[str, Any]

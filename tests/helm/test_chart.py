@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from ray.scripts.scripts import start
 from ray.serve.schema import ServeDeploySchema
 
-from deploy import ray_settings
-from deploy.chart import CHART, contents
-from deploy.config import parse_config
-from router.tenancy.keys import parse_keys
+from sluice.deploy import ray_settings
+from sluice.deploy.chart import CHART, contents
+from sluice.deploy.config import parse_config
+from sluice.router.tenancy.keys import parse_keys
 from tests.documents import ROOT
 from tests.helm.chart import CUSTOM_RESOURCES, Document, Release, parsed, read, render, values_with
 from tests.helm.schemas import NATIVE, check_native, check_ray_service

@@ -6,7 +6,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from replica.vllm.local_model import local_model
+from sluice.replica.vllm.local_model import local_model
 
 _FACTORS = {"q_proj": 8.0, "k_proj": 8.0, "v_proj": 6.0, "o_proj": 6.0}
 

@@ -8,7 +8,7 @@ import torch
 from numba.core import event
 from vllm.v1.sample import sampler
 
-from replica.vllm.cpu_worker import PatchedCpuWorker, token_ranks
+from sluice.replica.vllm.cpu_worker import PatchedCpuWorker, token_ranks
 
 
 class CompilingWorker(PatchedCpuWorker):

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from controller.messages import ReplicaDelta, ReplicaHello, ReportReply
-from scheduling.prefix import HELD, HELD_SLOTS
-from scheduling.state import ROW, EngineState
+from sluice.controller.messages import ReplicaDelta, ReplicaHello, ReportReply
+from sluice.scheduling.prefix import HELD, HELD_SLOTS
+from sluice.scheduling.state import ROW, EngineState
 
 
 class MirrorOfOne:

@@ -19,11 +19,11 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
 )
 
-from replica.scheduler.state_table import StateTable
-from replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xargs
-from replica.vllm.setup import survive_module_scan
-from scheduling.batching import make_policy
-from scheduling.objective import SLO
+from sluice.replica.scheduler.state_table import StateTable
+from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xargs
+from sluice.replica.vllm.setup import survive_module_scan
+from sluice.scheduling.batching import make_policy
+from sluice.scheduling.objective import SLO
 
 Requests = list[tuple[list[int], int, SLO | None]]
 """Prompt tokens, number of output tokens, objective."""
@@ -61,7 +61,7 @@ class InProcess:
                 policy_options=options or {},
                 batch_log=self._log,
             )
-            args["scheduler_cls"] = "replica.vllm.scheduler.make_scheduler"
+            args["scheduler_cls"] = "sluice.replica.vllm.scheduler.make_scheduler"
             args["additional_config"] = settings.to_additional_config()
         defaults: dict[str, Any] = {
             "max_model_len": 1024,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from ray.serve._private.config import DeploymentConfig
 
-from deploy.autoscaling import serve_autoscaling
-from replica.config import AutoscalingConfig
-from replica.configured import ConfiguredReplicas
+from sluice.deploy.autoscaling import serve_autoscaling
+from sluice.replica.config import AutoscalingConfig
+from sluice.replica.configured import ConfiguredReplicas
 
 
 @pytest.mark.parametrize("count", [1, 5])

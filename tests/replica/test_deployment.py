@@ -12,13 +12,13 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
-from controller.client import ControllerClient, controller_actor_name, stop_controller
-from controller.config import ControllerConfig
-from controller.lookup import NAMESPACE
-from controller.messages import RouteQuery
-from replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
-from replica.deployment import ReplicaServer, _core
-from replica.engine import (
+from sluice.controller.client import ControllerClient, controller_actor_name, stop_controller
+from sluice.controller.config import ControllerConfig
+from sluice.controller.lookup import NAMESPACE
+from sluice.controller.messages import RouteQuery
+from sluice.replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
+from sluice.replica.deployment import ReplicaServer, _core
+from sluice.replica.engine import (
     EngineRequest,
     ResponseChunk,
     ResponseHead,
@@ -26,8 +26,8 @@ from replica.engine import (
     ResponseTail,
     request_key,
 )
-from scheduling.batching.builder import begin
-from scheduling.objective import SLO
+from sluice.scheduling.batching.builder import begin
+from sluice.scheduling.objective import SLO
 from tests.e2e.conftest import PATIENT
 from tests.own_ray import own_ray
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
-from replica.engine import (
+from sluice.replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
+from sluice.replica.engine import (
     EVENT_STREAM,
     ClientLeftError,
     ClientStalledError,
@@ -22,10 +22,10 @@ from replica.engine import (
     ResponseSent,
     ResponseTail,
 )
-from replica.server import Replica
-from replica.simulated.engine import SimulatedEngine
-from replica.streams.direct import DirectPort, sent_directly
-from scheduling.objective import SLO
+from sluice.replica.server import Replica
+from sluice.replica.simulated.engine import SimulatedEngine
+from sluice.replica.streams.direct import DirectPort, sent_directly
+from sluice.scheduling.objective import SLO
 from tests.replica.controller_side import MirrorOfOne
 from tests.replica.waiting import until
 
@@ -146,7 +146,7 @@ async def test_the_work_ends_when_the_reader_leaves() -> None:
 
 
 async def test_the_work_ends_when_nobody_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replica.streams.direct.FETCH_S", 0.05)
+    monkeypatch.setattr("sluice.replica.streams.direct.FETCH_S", 0.05)
     async with running(step_s=0.01) as replica:
         with pytest.raises(ClientLeftError):
             async for _ in replica.generate(request(500)):
@@ -202,7 +202,7 @@ async def test_chunks_of_any_size_arrive(tokens: int) -> None:
 
 
 async def test_who_leaves_stops_nobody_elses_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replica.streams.direct.BEAT_S", 0.01)
+    monkeypatch.setattr("sluice.replica.streams.direct.BEAT_S", 0.01)
     port = DirectPort("127.0.0.1")
     await port.start()
     lines: list[bytes] = []

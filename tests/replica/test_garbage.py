@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replica.vllm.gc_control import (
+from sluice.replica.vllm.gc_control import (
     LEAST_INTERVAL_S,
     MOST_INTERVAL_S,
     CollectionRule,
     GarbageCollector,
 )
-from scheduling.objective import SLO
-from scheduling.request import QueueView
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.request import QueueView
 from tests.scheduling.views import decode, prefill, queue_of, queues
 
 PACED = SLO(ttft_s=1.0, tpot_s=0.1)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from replica.grammar import check
-from replica.grammar.check import GrammarCheck
-from replica.grammar.process import MALFORMED, UNKNOWN, Constraint, Verdict
+from sluice.replica.grammar import check
+from sluice.replica.grammar.check import GrammarCheck
+from sluice.replica.grammar.process import MALFORMED, UNKNOWN, Constraint, Verdict
 
 CONSTRAINT = Constraint(SimpleNamespace(json_object=None), frozenset())
 

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replica.scheduler.prefix_index import HeldPrefixes
-from replica.scheduler.state_table import StateTable
-from scheduling.prefix import CHUNK_ENDS, TOKEN_UNITS, PromptPrefix
+from sluice.replica.scheduler.prefix_index import HeldPrefixes
+from sluice.replica.scheduler.state_table import StateTable
+from sluice.scheduling.prefix import CHUNK_ENDS, TOKEN_UNITS, PromptPrefix
 
 BLOCK = 16
 

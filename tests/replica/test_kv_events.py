@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from replica.scheduler.xargs import RequestArgs, to_xargs
-from replica.vllm.local_model import local_model
-from scheduling.objective import SLO
-from scheduling.prefix import CHUNK_ENDS, NO_PREFIX, TOKEN_UNITS, PromptPrefix
+from sluice.replica.scheduler.xargs import RequestArgs, to_xargs
+from sluice.replica.vllm.local_model import local_model
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.prefix import CHUNK_ENDS, NO_PREFIX, TOKEN_UNITS, PromptPrefix
 
 from .in_process import InProcess
 

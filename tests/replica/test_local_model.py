@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from replica.vllm.local_model import local_model
+from sluice.replica.vllm.local_model import local_model
 
 
 @pytest.fixture(scope="module")

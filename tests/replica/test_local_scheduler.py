@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replica.scheduler.local_scheduler import BatchLog, LocalScheduler
-from replica.scheduler.state_table import RowUpdate, StateTable
-from scheduling.batching import BatchBudget, BatchPlan, make_policy
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO
-from scheduling.request import QueueView, RequestView
+from sluice.replica.scheduler.local_scheduler import BatchLog, LocalScheduler
+from sluice.replica.scheduler.state_table import RowUpdate, StateTable
+from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.request import QueueView, RequestView
 
 MODEL = LinearLatency(a=0.010, b=0.001)
 BUDGET = BatchBudget(tokens=100, sequences=8, kv_blocks=1000, block_tokens=16)

@@ -14,11 +14,11 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from replica.config import EngineConfig, SimulatedEngineConfig
-from replica.engine import Endpoint, EngineRequest, ResponseChunk, ResponseHead
-from replica.openai_format import RequestError, output_text, parse_call
-from replica.simulated.engine import SimulatedEngine
-from scheduling.objective import SLO
+from sluice.replica.config import EngineConfig, SimulatedEngineConfig
+from sluice.replica.engine import Endpoint, EngineRequest, ResponseChunk, ResponseHead
+from sluice.replica.openai_format import RequestError, output_text, parse_call
+from sluice.replica.simulated.engine import SimulatedEngine
+from sluice.scheduling.objective import SLO
 from tests.replica.waiting import until
 
 

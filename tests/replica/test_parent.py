@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from replica.vllm.local_model import local_model
+from sluice.replica.vllm.local_model import local_model
 from tests.replica.waiting import until
 
 CHILD = """
 import multiprocessing, signal, time
-from replica.parent_watch import end_with_parent
+from sluice.replica.parent_watch import end_with_parent
 
 def child(ready):
     end_with_parent()
@@ -36,8 +36,8 @@ if __name__ == "__main__":
 ENGINE = """
 import asyncio, sys
 import psutil
-from replica.config import EngineConfig
-from replica.vllm.engine import VllmEngine
+from sluice.replica.config import EngineConfig
+from sluice.replica.vllm.engine import VllmEngine
 
 async def main():
     model, folder = sys.argv[1:]

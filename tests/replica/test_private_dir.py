@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from replica.private_dir import LOCK, make_private_dir, private_dir
+from sluice.replica.private_dir import LOCK, make_private_dir, private_dir
 
 _OTHER = """
 import pathlib, sys
-from replica.private_dir import make_private_dir
+from sluice.replica.private_dir import make_private_dir
 made = make_private_dir(pathlib.Path(sys.argv[1]))
 (made / "ray" / "sockets").mkdir(parents=True)
 (made / "ray" / "sockets" / "raylet").write_text("x")

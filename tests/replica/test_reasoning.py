@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from replica.engine import ResponseChunk
-from replica.vllm.reasoning import end_among, reasoning_ends
+from sluice.replica.engine import ResponseChunk
+from sluice.replica.vllm.reasoning import end_among, reasoning_ends
 
 THINK, END = 7, 9
 
@@ -56,14 +56,14 @@ def outputs(*groups: tuple[int, ...], plain: bool) -> list[Any]:
 
 
 def call_of(resumable: bool = False, ends: frozenset[int] = frozenset({END})) -> Any:
-    from replica.vllm.client import ApiCall
+    from sluice.replica.vllm.client import ApiCall
 
     return ApiCall(0.0, resumable=resumable, ends=ends)
 
 
 @pytest.mark.parametrize("resumable", [False, True])
 def test_a_chunk_says_with_which_of_its_tokens_reasoning_ended(resumable: bool) -> None:
-    from replica.vllm.client import _count
+    from sluice.replica.vllm.client import _count
 
     call, counted = call_of(resumable), dict[int, int]()
     chunks: list[ResponseChunk] = []
@@ -78,7 +78,7 @@ def test_a_chunk_says_with_which_of_its_tokens_reasoning_ended(resumable: bool) 
 
 
 def test_a_plain_response_says_with_which_of_all_tokens() -> None:
-    from replica.vllm.client import _count
+    from sluice.replica.vllm.client import _count
 
     call, counted = call_of(), dict[int, int]()
     for output in outputs((1, 2), (3,), (END, 4), plain=True):

@@ -6,18 +6,18 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from replica.config import SimulatedEngineConfig
-from replica.metrics import ReplicaCollector
-from replica.preemption.messages import Timing
-from replica.preemption.stats import Stats
-from replica.scheduler.local_scheduler import LocalScheduler
-from replica.scheduler.speculation import DraftCounts
-from replica.scheduler.state_table import StateTable
-from replica.simulated.core import SimulatedCore
-from scheduling.batching import make_policy
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO
-from scheduling.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS, EngineState
+from sluice.replica.config import SimulatedEngineConfig
+from sluice.replica.metrics import ReplicaCollector
+from sluice.replica.preemption.messages import Timing
+from sluice.replica.preemption.stats import Stats
+from sluice.replica.scheduler.local_scheduler import LocalScheduler
+from sluice.replica.scheduler.speculation import DraftCounts
+from sluice.replica.scheduler.state_table import StateTable
+from sluice.replica.simulated.core import SimulatedCore
+from sluice.scheduling.batching import make_policy
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS, EngineState
 
 
 def scrape(registry: CollectorRegistry) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:

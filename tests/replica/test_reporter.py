@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.messages import ReplicaDelta, ReplicaHello, ReportReply
-from replica.config import ReplicaConfig
-from replica.engine import EngineInfo
-from replica.reporter import MAX_FINISHED, AcknowledgedState, Membership, Reporter
-from replica.scheduler.state_table import RowUpdate, StateTable
-from scheduling.latency import LinearLatency
-from scheduling.latency_profile import LatencyProfile
-from scheduling.objective import SLO
-from scheduling.prefix import HELD
-from scheduling.state import EngineState
+from sluice.controller.messages import ReplicaDelta, ReplicaHello, ReportReply
+from sluice.replica.config import ReplicaConfig
+from sluice.replica.engine import EngineInfo
+from sluice.replica.reporter import MAX_FINISHED, AcknowledgedState, Membership, Reporter
+from sluice.replica.scheduler.state_table import RowUpdate, StateTable
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.latency_profile import LatencyProfile
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.prefix import HELD
+from sluice.scheduling.state import EngineState
 from tests.replica.controller_side import MirrorOfOne
 from tests.replica.waiting import until
 

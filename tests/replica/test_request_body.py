@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replica.request_body import RequestBody
+from sluice.replica.request_body import RequestBody
 
 JSON = st.recursive(
     st.none()

@@ -11,13 +11,13 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
-from replica.engine import EngineRequest
-from replica.server import Replica
-from replica.simulated.engine import SimulatedEngine
-from scheduling.objective import SLO
-from telemetry.config import TracingConfig
-from telemetry.tracing import Tracer
+from sluice.replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
+from sluice.replica.engine import EngineRequest
+from sluice.replica.server import Replica
+from sluice.replica.simulated.engine import SimulatedEngine
+from sluice.scheduling.objective import SLO
+from sluice.telemetry.config import TracingConfig
+from sluice.telemetry.tracing import Tracer
 from tests.replica.controller_side import MirrorOfOne
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from replica.engine import EngineRequest, ResponseChunk, ResponseItem, ResponseTail, Resume
-from replica.openai_format import RequestError
-from replica.resume import check_resume
-from scheduling.objective import SLO
+from sluice.replica.engine import EngineRequest, ResponseChunk, ResponseItem, ResponseTail, Resume
+from sluice.replica.openai_format import RequestError
+from sluice.replica.resume import check_resume
+from sluice.scheduling.objective import SLO
 from tests.replica.test_simulated_engine import collect, running
 
 PROMPTS: dict[str, dict[str, Any]] = {

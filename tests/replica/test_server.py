@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
-from replica.engine import (
+from sluice.replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
+from sluice.replica.engine import (
     EVENT_STREAM,
     EngineDeadError,
     EngineRequest,
@@ -26,10 +26,10 @@ from replica.engine import (
     chunks_of,
     request_key,
 )
-from replica.response import MAX_BATCH_BYTES, MAX_BUFFERED_ITEMS
-from replica.server import Replica
-from replica.simulated.engine import SimulatedEngine
-from scheduling.objective import SLO
+from sluice.replica.response import MAX_BATCH_BYTES, MAX_BUFFERED_ITEMS
+from sluice.replica.server import Replica
+from sluice.replica.simulated.engine import SimulatedEngine
+from sluice.scheduling.objective import SLO
 from tests.replica.controller_side import MirrorOfOne
 from tests.replica.waiting import until
 
@@ -141,7 +141,7 @@ async def test_a_long_answer_is_several_messages() -> None:
 @given(st.binary(max_size=50), st.integers(1, 20))
 def test_the_chunks_of_an_answer_are_the_answer(data: bytes, most: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("replica.engine.MAX_CHUNK_BYTES", most)
+        patch.setattr("sluice.replica.engine.MAX_CHUNK_BYTES", most)
         chunks = list(chunks_of(data, tokens=3))
     assert b"".join(chunk.data for chunk in chunks) == data
     assert all(len(chunk.data) <= most for chunk in chunks)

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replica.config import SimulatedEngineConfig
-from replica.scheduler.local_scheduler import LocalScheduler
-from replica.scheduler.state_table import StateTable
-from replica.simulated.core import SimulatedCore, SimulatedSequence
-from scheduling.batching import POLICIES, BatchBuilder, BatchPolicy, make_policy
-from scheduling.latency import LatencyModel, LinearLatency
-from scheduling.objective import SLO
-from scheduling.request import QueueView
+from sluice.replica.config import SimulatedEngineConfig
+from sluice.replica.scheduler.local_scheduler import LocalScheduler
+from sluice.replica.scheduler.state_table import StateTable
+from sluice.replica.simulated.core import SimulatedCore, SimulatedSequence
+from sluice.scheduling.batching import POLICIES, BatchBuilder, BatchPolicy, make_policy
+from sluice.scheduling.latency import LatencyModel, LinearLatency
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.request import QueueView
 
 TRUTH = {"step_s": 0.01, "token_s": 0.001, "context_token_s": 0.0001}
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from replica.config import EngineConfig, SimulatedEngineConfig
-from replica.engine import (
+from sluice.replica.config import EngineConfig, SimulatedEngineConfig
+from sluice.replica.engine import (
     EVENT_STREAM,
     EngineDeadError,
     EngineRequest,
@@ -22,11 +22,11 @@ from replica.engine import (
     ResponseTail,
     request_key,
 )
-from replica.simulated.engine import SimulatedEngine
-from scheduling.batching import POLICIES
-from scheduling.latency import LinearLatency
-from scheduling.latency_profile import LatencyProfile
-from scheduling.objective import SLO
+from sluice.replica.simulated.engine import SimulatedEngine
+from sluice.scheduling.batching import POLICIES
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.latency_profile import LatencyProfile
+from sluice.scheduling.objective import SLO
 from tests.replica.waiting import until
 
 INSTANT = {"step_s": 0.0, "token_s": 0.0, "context_token_s": 0.0}

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replica.engine import EngineRequest, Handoff, ResponseHead, ResponseTail
-from replica.simulated.core import Transfer
-from replica.simulated.engine import SimulatedEngine
-from scheduling.objective import SLO
+from sluice.replica.engine import EngineRequest, Handoff, ResponseHead, ResponseTail
+from sluice.replica.simulated.core import Transfer
+from sluice.replica.simulated.engine import SimulatedEngine
+from sluice.scheduling.objective import SLO
 from tests.replica.test_simulated_core import Bench
 from tests.replica.test_simulated_engine import (
     INSTANT,

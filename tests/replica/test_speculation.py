@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replica.config import EngineConfig
-from replica.scheduler.local_scheduler import LocalScheduler
-from replica.scheduler.speculation import (
+from sluice.replica.config import EngineConfig
+from sluice.replica.scheduler.local_scheduler import LocalScheduler
+from sluice.replica.scheduler.speculation import (
     BY_BATCH_SIZE,
     FREE_METHODS,
     MOST_DRAFTED,
@@ -21,12 +21,12 @@ from replica.scheduler.speculation import (
     DraftTime,
     with_all_lengths,
 )
-from replica.scheduler.state_table import StateTable
-from scheduling.batching import BatchBudget, make_policy
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO
-from scheduling.request import QueueView, RequestView
-from scheduling.state import DRAFT_LENGTHS
+from sluice.replica.scheduler.state_table import StateTable
+from sluice.scheduling.batching import BatchBudget, make_policy
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.request import QueueView, RequestView
+from sluice.scheduling.state import DRAFT_LENGTHS
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 

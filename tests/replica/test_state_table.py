@@ -10,17 +10,17 @@ from math import nan
 import numpy as np
 import pytest
 
-from replica.scheduler.memory_fence import membarrier, reader_fence
-from replica.scheduler.state_table import RowUpdate, StateTable, TableFullError
-from scheduling.latency import (
+from sluice.replica.scheduler.memory_fence import membarrier, reader_fence
+from sluice.replica.scheduler.state_table import RowUpdate, StateTable, TableFullError
+from sluice.scheduling.latency import (
     LinearLatency,
     PrefillDecodeLatency,
     RooflineLatency,
     StepSample,
 )
-from scheduling.objective import SLO
-from scheduling.prefix import HELD, HELD_SLOTS
-from scheduling.state import RUNNING, WAITING
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.prefix import HELD, HELD_SLOTS
+from sluice.scheduling.state import RUNNING, WAITING
 
 
 def _write_steps(path, stop):
@@ -38,7 +38,7 @@ def _write_steps(path, stop):
 
 @pytest.mark.parametrize("fence", [reader_fence, lambda: membarrier(platform.machine())])
 def test_readers_see_only_whole_steps_of_a_writer_in_another_process(tmp_path, monkeypatch, fence):
-    monkeypatch.setattr("replica.scheduler.state_table.reader_fence", fence)
+    monkeypatch.setattr("sluice.replica.scheduler.state_table.reader_fence", fence)
     path = tmp_path / "state"
     reader = StateTable.create(16, path)
     context = multiprocessing.get_context("spawn")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replica.engine import (
+from sluice.replica.engine import (
     EngineRequest,
     Handoff,
     ResponseChunk,
@@ -20,12 +20,12 @@ from replica.engine import (
     ResponseTail,
     Resume,
 )
-from replica.request_body import RequestBody
-from replica.response import Response
-from replica.streams import server as server_module
-from replica.streams.frames import Frames
-from replica.streams.server import MAX_STRANGERS, StreamServer
-from replica.streams.wire import (
+from sluice.replica.request_body import RequestBody
+from sluice.replica.response import Response
+from sluice.replica.streams import server as server_module
+from sluice.replica.streams.frames import Frames
+from sluice.replica.streams.server import MAX_STRANGERS, StreamServer
+from sluice.replica.streams.wire import (
     MAX_ASKED_BYTES,
     WELCOME,
     WINDOW_BYTES,
@@ -36,8 +36,8 @@ from replica.streams.wire import (
     Open,
     cost,
 )
-from scheduling.objective import SLO
-from scheduling.prefix import PromptPrefix
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.prefix import PromptPrefix
 from tests.replica.waiting import until
 
 REQUEST = EngineRequest("r", "chat", RequestBody.of({"messages": []}), SLO())

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replica.config import EngineConfig, SimulatedEngineConfig
-from replica.engine import EngineInfo
-from replica.profiling.sweep import Group, Sweep, SweepError, grid, random_loads
-from replica.simulated.engine import SimulatedEngine
-from replica.simulated.virtual_loop import VirtualLoop
-from scheduling.latency import LinearLatency
-from scheduling.latency_profile import LatencyProfile
-from scheduling.step_errors import kind_of
+from sluice.replica.config import EngineConfig, SimulatedEngineConfig
+from sluice.replica.engine import EngineInfo
+from sluice.replica.profiling.sweep import Group, Sweep, SweepError, grid, random_loads
+from sluice.replica.simulated.engine import SimulatedEngine
+from sluice.replica.simulated.virtual_loop import VirtualLoop
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.latency_profile import LatencyProfile
+from sluice.scheduling.step_errors import kind_of
 
 PROFILE = LatencyProfile.of("k", LinearLatency(1.0, 1.0))
 

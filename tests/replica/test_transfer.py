@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from replica.engine import EngineRequest
-from replica.openai_format import RequestError
-from replica.transfer.client import MemoryLimit, Source, fetch
-from replica.transfer.offer import Offer, prompt_digest
-from replica.transfer.requests import check_transfer
-from replica.transfer.server import TransferServer
-from replica.transfer.store import KeptPrompts
-from replica.transfer.wire import (
+from sluice.replica.engine import EngineRequest
+from sluice.replica.openai_format import RequestError
+from sluice.replica.transfer.client import MemoryLimit, Source, fetch
+from sluice.replica.transfer.offer import Offer, prompt_digest
+from sluice.replica.transfer.requests import check_transfer
+from sluice.replica.transfer.server import TransferServer
+from sluice.replica.transfer.store import KeptPrompts
+from sluice.replica.transfer.wire import (
     ANSWER,
     HANDLE_BYTES,
     MAGIC,
@@ -34,8 +34,8 @@ from replica.transfer.wire import (
     Handle,
     TransferError,
 )
-from replica.transfer_config import TransferConfig
-from scheduling.objective import SLO
+from sluice.replica.transfer_config import TransferConfig
+from sluice.scheduling.objective import SLO
 
 LAYOUT = b"a model's layout"
 SIZES = [6, 10]

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replica.scheduler.xargs import SchedulerSettings
-from replica.transfer_config import TransferConfig
-from replica.vllm.setup import parse_arguments, transfer_argument
+from sluice.replica.scheduler.xargs import SchedulerSettings
+from sluice.replica.transfer_config import TransferConfig
+from sluice.replica.vllm.setup import parse_arguments, transfer_argument
 
 pytestmark = pytest.mark.vllm
 
@@ -41,7 +41,7 @@ def test_blocks_arrive_as_they_were_and_touch_no_other(
 ) -> None:
     import torch
 
-    from replica.transfer.blocks import BlockLayers
+    from sluice.replica.transfer.blocks import BlockLayers
 
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]))
     here, there = data.draw(st.integers(5, 12)), data.draw(st.integers(5, 12))
@@ -67,7 +67,7 @@ def test_blocks_arrive_as_they_were_and_touch_no_other(
 def test_layers_that_share_a_cache_are_moved_once() -> None:
     import torch
 
-    from replica.transfer.blocks import BlockLayers
+    from sluice.replica.transfer.blocks import BlockLayers
 
     cache = torch.zeros(7, 4)
     assert len(BlockLayers({"a": cache, "b": cache}, 7).block_bytes) == 1
@@ -77,7 +77,7 @@ def test_layers_that_share_a_cache_are_moved_once() -> None:
 def test_a_cache_without_a_dimension_of_blocks_is_refused(size: Any, what: str) -> None:
     import torch
 
-    from replica.transfer.blocks import BlockLayers, UnsupportedLayoutError
+    from sluice.replica.transfer.blocks import BlockLayers, UnsupportedLayoutError
 
     with pytest.raises(UnsupportedLayoutError, match=f"layer a has the shape .* {what} dimension"):
         BlockLayers({"a": torch.zeros(size)}, 7)
@@ -93,8 +93,8 @@ def test_a_cache_without_a_dimension_of_blocks_is_refused(size: Any, what: str) 
     ],
 )
 def test_models_whose_kv_cannot_be_moved_are_refused(own: dict[str, Any], reason: str) -> None:
-    from replica.transfer.blocks import UnsupportedLayoutError
-    from replica.vllm.kv_connector import check_model
+    from sluice.replica.transfer.blocks import UnsupportedLayoutError
+    from sluice.replica.vllm.kv_connector import check_model
 
     plain = {
         "runner_type": "generate",
@@ -115,8 +115,8 @@ def test_models_whose_kv_cannot_be_moved_are_refused(own: dict[str, Any], reason
 
 
 def test_a_cache_of_several_groups_or_kinds_is_refused() -> None:
-    from replica.transfer.blocks import UnsupportedLayoutError
-    from replica.vllm.kv_connector import check_kv_cache
+    from sluice.replica.transfer.blocks import UnsupportedLayoutError
+    from sluice.replica.vllm.kv_connector import check_kv_cache
 
     class SlidingWindowSpec:
         """By its name, as vLLM has one."""
@@ -154,7 +154,7 @@ def test_nixl_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nixl_is_taken_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr("replica.vllm.setup._on_cpu", lambda: False)
+    monkeypatch.setattr("sluice.replica.vllm.setup._on_cpu", lambda: False)
     monkeypatch.delenv("VLLM_NIXL_SIDE_CHANNEL_HOST", raising=False)
     monkeypatch.delenv("VLLM_NIXL_SIDE_CHANNEL_PORT", raising=False)
     for connector, expected in (("auto", "NixlConnector"), ("tcp", "TcpConnector")):

@@ -14,15 +14,15 @@ from functools import cache
 
 import pytest
 
-from replica.scheduler.state_table import StateTable
-from replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xargs
-from replica.transfer.offer import Offer, prompt_digest
-from replica.transfer.wire import Handle
-from replica.transfer_config import TransferConfig
-from replica.vllm.local_model import local_model
-from replica.vllm.setup import transfer_argument
-from scheduling.batching import POLICIES
-from scheduling.objective import SLO
+from sluice.replica.scheduler.state_table import StateTable
+from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xargs
+from sluice.replica.transfer.offer import Offer, prompt_digest
+from sluice.replica.transfer.wire import Handle
+from sluice.replica.transfer_config import TransferConfig
+from sluice.replica.vllm.local_model import local_model
+from sluice.replica.vllm.setup import transfer_argument
+from sluice.scheduling.batching import POLICIES
+from sluice.scheduling.objective import SLO
 
 from .in_process import OBJECTIVES
 
@@ -92,7 +92,7 @@ def make(model, directory, policy, blocks, in_flight, **args):
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from replica.vllm.scheduler import make_scheduler
+    from sluice.replica.vllm.scheduler import make_scheduler
 
     path = directory / "state"
     table = StateTable.create(64, path)
@@ -270,7 +270,7 @@ class ModelWithTransfers(KnownModel):
 def test_kv_of_other_engines_is_read_when_it_is_there(model, tmp_path, policy, in_flight, blocks):
     from vllm.config import KVTransferConfig
 
-    from replica.vllm.kv_connector import WorkerAddress
+    from sluice.replica.vllm.kv_connector import WorkerAddress
 
     transfer = KVTransferConfig(**transfer_argument(TransferConfig(connector="tcp")))
     scheduler, table = make(model, tmp_path, policy, blocks, in_flight, kv_transfer_config=transfer)

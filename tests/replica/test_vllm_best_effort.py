@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from replica.scheduler.xargs import RequestArgs, to_xargs
-from replica.vllm.local_model import local_model
-from scheduling.batching import POLICIES
-from scheduling.objective import SLO
+from sluice.replica.scheduler.xargs import RequestArgs, to_xargs
+from sluice.replica.vllm.local_model import local_model
+from sluice.scheduling.batching import POLICIES
+from sluice.scheduling.objective import SLO
 
 from .in_process import InProcess
 
@@ -24,7 +24,7 @@ ARGS = {
     "max_num_batched_tokens": 256,
     # A sampled token may hang on less than 16 bits tell.
     "dtype": "float32",
-    "worker_cls": "replica.vllm.cpu_worker.PatchedCpuWorker",
+    "worker_cls": "sluice.replica.vllm.cpu_worker.PatchedCpuWorker",
 }
 CHAT = SLO(ttft_s=30.0, tpot_s=5.0, priority=2)
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from replica.config import EngineConfig
-from replica.engine import (
+from sluice.replica.config import EngineConfig
+from sluice.replica.engine import (
     EVENT_STREAM,
     MAX_CHUNK_BYTES,
     EngineDeadError,
@@ -25,14 +25,14 @@ from replica.engine import (
     Resume,
     request_key,
 )
-from replica.scheduler.xargs import SchedulerSettings
-from replica.vllm.engine import VllmEngine
-from replica.vllm.local_model import local_model
-from replica.vllm.setup import parse_arguments, prepare_environment
-from replica.watchdog import FIRST_STEPS, Watchdog
-from router.request.prompt_prefix import prefix_of
-from scheduling.objective import SLO
-from scheduling.prefix import HELD_SLOTS, PrefixIndex
+from sluice.replica.scheduler.xargs import SchedulerSettings
+from sluice.replica.vllm.engine import VllmEngine
+from sluice.replica.vllm.local_model import local_model
+from sluice.replica.vllm.setup import parse_arguments, prepare_environment
+from sluice.replica.watchdog import FIRST_STEPS, Watchdog
+from sluice.router.request.prompt_prefix import prefix_of
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.prefix import HELD_SLOTS, PrefixIndex
 from tests.known_profile import known_profile
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]

@@ -9,14 +9,14 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from replica.config import EngineConfig
-from replica.engine import EngineRequest
-from replica.vllm.engine import VllmEngine
-from replica.vllm.local_model import local_model
-from scheduling.objective import SLO, TokenClock
-from simulation.metrics import TPOTMetric, stages
-from simulation.requests import Requests
-from simulation.workload import Arrival
+from sluice.replica.config import EngineConfig
+from sluice.replica.engine import EngineRequest
+from sluice.replica.vllm.engine import VllmEngine
+from sluice.replica.vllm.local_model import local_model
+from sluice.scheduling.objective import SLO, TokenClock
+from sluice.simulation.metrics import TPOTMetric, stages
+from sluice.simulation.requests import Requests
+from sluice.simulation.workload import Arrival
 from tests.known_profile import known_profile
 from tests.simulation.loads import of
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
-from replica.config import EngineConfig
-from replica.engine import (
+from sluice.replica.config import EngineConfig
+from sluice.replica.engine import (
     EVENT_STREAM,
     EngineDeadError,
     EngineRequest,
@@ -23,9 +23,9 @@ from replica.engine import (
     ResponseTail,
     Resume,
 )
-from replica.transfer_config import TransferConfig
-from replica.vllm.engine import VllmEngine
-from scheduling.objective import SLO
+from sluice.replica.transfer_config import TransferConfig
+from sluice.replica.vllm.engine import VllmEngine
+from sluice.scheduling.objective import SLO
 from tests.known_profile import known_profile
 from tests.replica.attentive import attentive_model
 

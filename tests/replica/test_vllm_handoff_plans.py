@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from replica.transfer_config import TransferConfig
-from replica.vllm.setup import transfer_argument
-from scheduling.batching import POLICIES
+from sluice.replica.transfer_config import TransferConfig
+from sluice.replica.vllm.setup import transfer_argument
+from sluice.scheduling.batching import POLICIES
 
 from .attentive import attentive_model
 from .in_process import InProcess, mixed_requests

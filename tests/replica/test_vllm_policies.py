@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from replica.vllm.local_model import local_model
-from scheduling.batching import POLICIES
-from scheduling.objective import SLO
+from sluice.replica.vllm.local_model import local_model
+from sluice.scheduling.batching import POLICIES
+from sluice.scheduling.objective import SLO
 
 from .in_process import InProcess, mixed_requests
 

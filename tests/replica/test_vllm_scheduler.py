@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from replica.vllm.local_model import local_model
-from scheduling.batching import POLICIES, BatchPolicy
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO
+from sluice.replica.vllm.local_model import local_model
+from sluice.scheduling.batching import POLICIES, BatchPolicy
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO
 
 from .in_process import InProcess, mixed_requests
 
@@ -152,7 +152,7 @@ def test_a_tight_deadline_passes_long_prefills(run):
 
 
 def test_only_the_calling_thread_is_pinned_and_only_to_an_allowed_core(caplog):
-    from replica.vllm.scheduler import pin_thread
+    from sluice.replica.vllm.scheduler import pin_thread
 
     allowed = os.sched_getaffinity(0)
     core = max(allowed)
@@ -170,7 +170,7 @@ def test_only_the_calling_thread_is_pinned_and_only_to_an_allowed_core(caplog):
 
 
 def test_versions_outside_the_tested_range_are_refused():
-    from replica.vllm.support import UnsupportedVllmError, check_vllm
+    from sluice.replica.vllm.support import UnsupportedVllmError, check_vllm
 
     check_vllm()
     for version in ("0.25.1", "0.33.0", "1.0", "unknown"):
@@ -181,7 +181,7 @@ def test_versions_outside_the_tested_range_are_refused():
 def test_a_missing_internal_name_is_reported(monkeypatch):
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from replica.vllm.support import UnsupportedVllmError, check_vllm
+    from sluice.replica.vllm.support import UnsupportedVllmError, check_vllm
 
     monkeypatch.delattr(Scheduler, "_is_blocked_waiting_status")
     with pytest.raises(UnsupportedVllmError, match=r"lacks Scheduler\._is_blocked_waiting_status"):
@@ -199,7 +199,7 @@ def test_a_missing_internal_name_is_reported(monkeypatch):
     ],
 )
 def test_configurations_that_cannot_carry_plans_are_refused(part, field, value, rule):
-    from replica.vllm.support import UnsupportedVllmError, check_config
+    from sluice.replica.vllm.support import UnsupportedVllmError, check_config
 
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(

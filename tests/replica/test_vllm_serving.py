@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse
 
-from replica.vllm.serving import event_bytes, response_bytes, servings
+from sluice.replica.vllm.serving import event_bytes, response_bytes, servings
 
 pytestmark = pytest.mark.vllm
 

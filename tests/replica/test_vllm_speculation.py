@@ -11,14 +11,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from replica.scheduler.speculation import BY_BATCH_SIZE, with_all_lengths
-from replica.scheduler.xargs import RequestArgs, to_xargs
-from replica.vllm.local_model import local_model
-from scheduling.batching import POLICIES, BatchPolicy
-from scheduling.kernels import DRAFTED
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO
-from scheduling.speculation import AdaptiveLengths, Speculation
+from sluice.replica.scheduler.speculation import BY_BATCH_SIZE, with_all_lengths
+from sluice.replica.scheduler.xargs import RequestArgs, to_xargs
+from sluice.replica.vllm.local_model import local_model
+from sluice.scheduling.batching import POLICIES, BatchPolicy
+from sluice.scheduling.kernels import DRAFTED
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.speculation import AdaptiveLengths, Speculation
 
 from .in_process import InProcess
 
@@ -141,7 +141,7 @@ def stock(model, tmp_path_factory):
 def ngrams(model, stock, tmp_path_factory):
     config = with_all_lengths(NGRAM)
     directory = tmp_path_factory.mktemp("ngrams")
-    args = ARGS | {"worker_cls": "replica.vllm.cpu_worker.PatchedCpuWorker"}
+    args = ARGS | {"worker_cls": "sluice.replica.vllm.cpu_worker.PatchedCpuWorker"}
     engine = InProcess(model, directory, "fcfs", speculative_config=config, **args)
     yield engine
     engine.close()
@@ -316,7 +316,7 @@ def as_predicted(ngrams, monkeypatch):
     monkeypatch.setattr(scheduler, "_busy_until_s", 0.0)
     monkeypatch.setattr(scheduler._local, "_last_end_s", 0.0)
     clock = SimpleNamespace(monotonic=lambda: scheduler._busy_until_s)
-    monkeypatch.setattr("replica.vllm.scheduler.time", clock)
+    monkeypatch.setattr("sluice.replica.vllm.scheduler.time", clock)
     return clock
 
 
@@ -412,7 +412,7 @@ def speculative(**changes):
     ],
 )
 def test_speculation_that_no_plan_can_carry_out_is_refused(changes, rule):
-    from replica.vllm.support import UnsupportedVllmError, check_config
+    from sluice.replica.vllm.support import UnsupportedVllmError, check_config
 
     check_config(speculative())
     with pytest.raises(UnsupportedVllmError, match=rule):
@@ -428,8 +428,8 @@ def test_speculation_that_no_plan_can_carry_out_is_refused(changes, rule):
     ],
 )
 def test_arguments_that_contradict_speculation_are_refused(given, reason, tmp_path):
-    from replica.scheduler.xargs import SchedulerSettings
-    from replica.vllm.setup import parse_arguments
+    from sluice.replica.scheduler.xargs import SchedulerSettings
+    from sluice.replica.vllm.setup import parse_arguments
 
     settings = SchedulerSettings(state_table=tmp_path / "table", policy="fcfs")
     with pytest.raises(ValueError, match=reason):
@@ -439,8 +439,8 @@ def test_arguments_that_contradict_speculation_are_refused(given, reason, tmp_pa
 def test_vllm_is_started_with_every_length(tmp_path):
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-    from replica.scheduler.xargs import SchedulerSettings
-    from replica.vllm.setup import parse_arguments
+    from sluice.replica.scheduler.xargs import SchedulerSettings
+    from sluice.replica.vllm.setup import parse_arguments
 
     settings = SchedulerSettings(state_table=tmp_path / "table", policy="fcfs")
     parsed = parse_arguments({"speculative-config": NGRAM}, "model", "name", settings)

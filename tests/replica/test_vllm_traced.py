@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
-from replica.config import EngineConfig, ReplicaConfig
-from replica.engine import EngineRequest, ResponseTail
-from replica.server import Replica
-from replica.vllm.engine import VllmEngine
-from replica.vllm.local_model import local_model
-from scheduling.objective import SLO
-from telemetry.config import TracingConfig
-from telemetry.tracing import Tracer
+from sluice.replica.config import EngineConfig, ReplicaConfig
+from sluice.replica.engine import EngineRequest, ResponseTail
+from sluice.replica.server import Replica
+from sluice.replica.vllm.engine import VllmEngine
+from sluice.replica.vllm.local_model import local_model
+from sluice.scheduling.objective import SLO
+from sluice.telemetry.config import TracingConfig
+from sluice.telemetry.tracing import Tracer
 from tests.known_profile import known_profile
 from tests.otlp_collector import collector
 from tests.replica.controller_side import MirrorOfOne

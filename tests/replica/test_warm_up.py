@@ -9,11 +9,17 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from replica.config import EngineConfig
-from replica.engine import EngineDeadError, EngineRequest, ResponseChunk, ResponseHead, ResponseItem
-from replica.profiling.warm_up import SAMPLING_FEATURES, STRUCTURED_FEATURES, warm_up
-from replica.vllm.local_model import local_model
-from scheduling.objective import SLO
+from sluice.replica.config import EngineConfig
+from sluice.replica.engine import (
+    EngineDeadError,
+    EngineRequest,
+    ResponseChunk,
+    ResponseHead,
+    ResponseItem,
+)
+from sluice.replica.profiling.warm_up import SAMPLING_FEATURES, STRUCTURED_FEATURES, warm_up
+from sluice.replica.vllm.local_model import local_model
+from sluice.scheduling.objective import SLO
 
 MESSAGES = [{"role": "user", "content": "Please write a short story"}]
 CHAT_FEATURES = {
@@ -29,7 +35,7 @@ CHAT_FEATURES = {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tmp_path_factory):
-    from replica.vllm.engine import VllmEngine
+    from sluice.replica.vllm.engine import VllmEngine
 
     directory = tmp_path_factory.mktemp("engine")
     config = EngineConfig(
@@ -100,7 +106,7 @@ def test_ranks_are_those_of_stock_vllm_without_a_compiler():
     from vllm.v1.sample import sampler
     from vllm.v1.sample.ops.logprobs import batched_count_greater_than
 
-    from replica.vllm.cpu_worker import mend_token_ranks
+    from sluice.replica.vllm.cpu_worker import mend_token_ranks
 
     mend_token_ranks()
     ranks = sampler.batched_count_greater_than

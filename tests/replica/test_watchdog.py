@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replica.engine import EngineDeadError, EngineInfo
-from replica.scheduler.state_table import StateTable
-from replica.watchdog import (
+from sluice.replica.engine import EngineDeadError, EngineInfo
+from sluice.replica.scheduler.state_table import StateTable
+from sluice.replica.watchdog import (
     FIRST_STEPS,
     LONGEST_STEPS,
     OWN_GAP_S,
@@ -20,9 +20,9 @@ from replica.watchdog import (
     Watchdog,
     longest_step_s,
 )
-from scheduling.latency import LinearLatency
-from scheduling.latency_profile import LatencyProfile
-from scheduling.state import EngineState
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.latency_profile import LatencyProfile
+from sluice.scheduling.state import EngineState
 
 HUNG_AFTER_S = 5.0
 LOOK_S = 0.5

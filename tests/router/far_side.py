@@ -16,7 +16,7 @@ import httpx
 from fastapi import FastAPI
 from prometheus_client import generate_latest
 
-from controller.messages import (
+from sluice.controller.messages import (
     FirstTokenWait,
     LateNotice,
     RequestEnding,
@@ -24,7 +24,7 @@ from controller.messages import (
     RouteQuery,
     Trouble,
 )
-from replica.engine import (
+from sluice.replica.engine import (
     EngineRequest,
     Progress,
     ResponseChunk,
@@ -33,19 +33,19 @@ from replica.engine import (
     ResponseTail,
     ResponseTaken,
 )
-from router.admin.service import AdminService
-from router.answer import ReplicaFailedError
-from router.api import make_api
-from router.config import RouterConfig
-from router.dispatch.catalog import Catalog
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.models import Model, ModelRegistry
-from router.errors import Reason
-from router.ingress.load_shedding import Shedder
-from router.metrics.instruments import RouterMetrics
-from router.metrics.telemetry import Telemetry
-from router.serve.choices import CHOICES
-from scheduling.roles import Role
+from sluice.router.admin.service import AdminService
+from sluice.router.answer import ReplicaFailedError
+from sluice.router.api import make_api
+from sluice.router.config import RouterConfig
+from sluice.router.dispatch.catalog import Catalog
+from sluice.router.dispatch.dispatcher import Dispatcher
+from sluice.router.dispatch.models import Model, ModelRegistry
+from sluice.router.errors import Reason
+from sluice.router.ingress.load_shedding import Shedder
+from sluice.router.metrics.instruments import RouterMetrics
+from sluice.router.metrics.telemetry import Telemetry
+from sluice.router.serve.choices import CHOICES
+from sluice.scheduling.roles import Role
 from tests.router.virtual_time import VirtualTime
 
 Behaviour = Callable[["FarSide", str, EngineRequest], AsyncIterator[ResponseItem]]

@@ -12,7 +12,7 @@ import uvicorn
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.request.http_head import use_strict_heads
+from sluice.router.request.http_head import use_strict_heads
 from tests.router.far_side import Edge
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from controller.actor import Controller
-from controller.client import NoAnswerError
-from controller.config import ControllerConfig
-from controller.messages import (
+from sluice.controller.actor import Controller
+from sluice.controller.client import NoAnswerError
+from sluice.controller.config import ControllerConfig
+from sluice.controller.messages import (
     FirstTokenWait,
     LateNotice,
     RequestEnding,
@@ -16,8 +16,8 @@ from controller.messages import (
     RouteQuery,
     Trouble,
 )
-from controller.metrics import samples_of
-from router.metrics.instruments import RouterMetrics
+from sluice.controller.metrics import samples_of
+from sluice.router.metrics.instruments import RouterMetrics
 from tests.controller.pushes import newer_push
 
 

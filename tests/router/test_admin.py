@@ -11,11 +11,11 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from deploy.admin_key import page_address, with_admin_key
-from deploy.app import build
-from deploy.config import SluiceConfig, parse_config
-from router.admin.service import FEW_DECISIONS, MAX_DECISIONS, TTL_S, AdminService
-from router.config import RouterConfig
+from sluice.deploy.admin_key import page_address, with_admin_key
+from sluice.deploy.app import build
+from sluice.deploy.config import SluiceConfig, parse_config
+from sluice.router.admin.service import FEW_DECISIONS, MAX_DECISIONS, TTL_S, AdminService
+from sluice.router.config import RouterConfig
 from tests.controller.fleet import decode_row, hello
 from tests.router.far_side import CHAT_BODY, Clock, Edge, FarSide, serve
 from tests.router.local_controller import LocalController

@@ -10,13 +10,13 @@ import httpx
 import openai
 import pytest
 
-from controller.messages import RouteDecision, Tier
-from replica.engine import EngineRequest, ResponseItem
-from router.answer import ReplicaFailedError
-from router.config import RouterConfig, ServiceClass
-from router.errors import RULES, ApiError, Reason
-from router.request.prompt_size import MAX_OUTPUT_TOKENS, output_limit
-from router.request.session import MAX_SESSION_CHARACTERS, session_of
+from sluice.controller.messages import RouteDecision, Tier
+from sluice.replica.engine import EngineRequest, ResponseItem
+from sluice.router.answer import ReplicaFailedError
+from sluice.router.config import RouterConfig, ServiceClass
+from sluice.router.errors import RULES, ApiError, Reason
+from sluice.router.request.prompt_size import MAX_OUTPUT_TOKENS, output_limit
+from sluice.router.request.session import MAX_SESSION_CHARACTERS, session_of
 from tests.router.far_side import (
     CHAT_BODY,
     COMPLETION_BODY,

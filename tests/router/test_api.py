@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr, ValidationError
 
-from router.answer import ReplicaFailedError
-from router.config import MetricsConfig, RouterConfig
-from router.errors import RULES, Reason
-from router.request.call import MAX_INLINE_BYTES
-from router.request.validation import check_body
-from scheduling.objective import SLO
+from sluice.router.answer import ReplicaFailedError
+from sluice.router.config import MetricsConfig, RouterConfig
+from sluice.router.errors import RULES, Reason
+from sluice.router.request.call import MAX_INLINE_BYTES
+from sluice.router.request.validation import check_body
+from sluice.scheduling.objective import SLO
 from tests.router.far_side import (
     CHAT_BODY,
     COMPLETION_BODY,
@@ -202,7 +202,7 @@ async def test_large_bodies_are_read_off_the_event_loop_one_at_a_time(
             inside.release()
         check_body(*args)
 
-    monkeypatch.setattr("router.request.call.check_body", held_up)
+    monkeypatch.setattr("sluice.router.request.call.check_body", held_up)
     large = {**COMPLETION_BODY, "prompt": "x" * MAX_INLINE_BYTES}
     async with edge.client() as client:
         calls = [asyncio.create_task(client.post("/v1/completions", json=large)) for _ in range(8)]
@@ -350,7 +350,7 @@ async def test_models_and_health_come_from_a_replica() -> None:
 
 
 async def test_without_a_replica_health_is_503(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.dispatch.catalog.TIMEOUT_S", 0.01)
+    monkeypatch.setattr("sluice.router.dispatch.catalog.TIMEOUT_S", 0.01)
     async with Edge(FarSide()).client() as client:
         for path in ("/health", "/v1/models"):
             response = await client.get(path)

@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 import pytest
 from pydantic import SecretStr
 
-from router.admin_config import AdminConfig
-from router.config import MetricsConfig, RouterConfig
-from router.tenancy.keys import ApiKey
+from sluice.router.admin_config import AdminConfig
+from sluice.router.config import MetricsConfig, RouterConfig
+from sluice.router.tenancy.keys import ApiKey
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, serve
 from tests.router.listening import listening
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replica.engine import Endpoint
-from router.errors import ApiError
-from router.request.body import MAX_DEPTH, MAX_PARTS, parse_object
-from router.request.prompt_size import (
+from sluice.replica.engine import Endpoint
+from sluice.router.errors import ApiError
+from sluice.router.request.body import MAX_DEPTH, MAX_PARTS, parse_object
+from sluice.router.request.prompt_size import (
     MAX_RATIO,
     MESSAGE_TOKENS,
     MIN_RATIO,
@@ -20,7 +20,12 @@ from router.request.prompt_size import (
     TokenEstimator,
     measure,
 )
-from router.request.validation import MAX_CONTENT_PARTS, MAX_MESSAGES, check_body, engine_body
+from sluice.router.request.validation import (
+    MAX_CONTENT_PARTS,
+    MAX_MESSAGES,
+    check_body,
+    engine_body,
+)
 from tests.router.far_side import CHAT_BODY, COMPLETION_BODY
 
 
@@ -114,9 +119,9 @@ _TEXT = st.text(st.sampled_from('"\\[]{}:,a'), max_size=6)
 def test_parts_are_counted_exactly(body: dict[str, Any]) -> None:
     raw = json.dumps(body).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("router.request.body.MAX_PARTS", parts_of(body))
+        patch.setattr("sluice.router.request.body.MAX_PARTS", parts_of(body))
         assert parse_object(raw) == body
-        patch.setattr("router.request.body.MAX_PARTS", parts_of(body) - 1)
+        patch.setattr("sluice.router.request.body.MAX_PARTS", parts_of(body) - 1)
         with pytest.raises(ApiError, match="too many"):
             parse_object(raw)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from router.config import RouterConfig
+from sluice.router.config import RouterConfig
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, serve
 from tests.router.test_admin import ADMIN, KEYS, USER, operated
 

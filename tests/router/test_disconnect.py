@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from starlette.types import Send
 
-from controller.messages import RouteDecision, RouteQuery
-from router.dispatch.response import DisconnectGuard
+from sluice.controller.messages import RouteDecision, RouteQuery
+from sluice.router.dispatch.response import DisconnectGuard
 from tests.router.far_side import CHAT_BODY, Edge, FarController, FarSide, hang, serve, stall
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from controller.messages import RouteQuery
-from replica.engine import (
+from sluice.controller.messages import RouteQuery
+from sluice.replica.engine import (
     EngineRequest,
     ResponseChunk,
     ResponseHead,
@@ -17,11 +17,11 @@ from replica.engine import (
     ResponseTail,
     request_key,
 )
-from router.answer import Answer, ReplicaFailedError
-from router.errors import ApiError, Reason
-from router.request.call import Call
-from router.request.prompt_size import PromptSize
-from scheduling.objective import SLO
+from sluice.router.answer import Answer, ReplicaFailedError
+from sluice.router.errors import ApiError, Reason
+from sluice.router.request.call import Call
+from sluice.router.request.prompt_size import PromptSize
+from sluice.scheduling.objective import SLO
 from tests.router.far_side import (
     CHAT_BODY,
     Clock,

@@ -9,15 +9,21 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from controller.messages import RouteDecision
-from replica.engine import EngineRequest, ResponseChunk, ResponseHead, ResponseItem, ResponseTail
-from router.batches.line_caller import Admitted, LineCaller
-from router.batches.lines import BatchRequest
-from router.batches.metrics import BatchMetrics
-from router.config import RouterConfig
-from router.metrics.telemetry import Telemetry
-from router.tenancy.limits import ANYONE
-from router.tenancy.rate_limits import RateLimiter
+from sluice.controller.messages import RouteDecision
+from sluice.replica.engine import (
+    EngineRequest,
+    ResponseChunk,
+    ResponseHead,
+    ResponseItem,
+    ResponseTail,
+)
+from sluice.router.batches.line_caller import Admitted, LineCaller
+from sluice.router.batches.lines import BatchRequest
+from sluice.router.batches.metrics import BatchMetrics
+from sluice.router.config import RouterConfig
+from sluice.router.metrics.telemetry import Telemetry
+from sluice.router.tenancy.limits import ANYONE
+from sluice.router.tenancy.rate_limits import RateLimiter
 from tests.router.far_side import (
     CHAT_BODY,
     Behaviour,

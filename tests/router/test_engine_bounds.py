@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from router.config import RouterConfig
-from router.errors import ApiError
-from router.request.engine_bounds import (
+from sluice.router.config import RouterConfig
+from sluice.router.errors import ApiError
+from sluice.router.request.engine_bounds import (
     MAX_ENTRIES,
     MAX_GRAMMAR_CHARACTERS,
     MAX_PATTERN_CHARACTERS,
     MAX_SCHEMA_CHARACTERS,
     MAX_STOP_CHARACTERS,
 )
-from router.request.validation import check_body
+from sluice.router.request.validation import check_body
 from tests.router.far_side import CHAT_BODY, COMPLETION_BODY, Edge, FarSide, serve
 
 PATTERN = "a" * (MAX_PATTERN_CHARACTERS // 2)

@@ -11,24 +11,24 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from controller.messages import MetricsPush
-from controller.metrics import MetricsPusher
-from replica.engine import (
+from sluice.controller.messages import MetricsPush
+from sluice.controller.metrics import MetricsPusher
+from sluice.replica.engine import (
     EngineRequest,
     ResponseChunk,
     ResponseHead,
     ResponseItem,
     ResponseTail,
 )
-from router.answer import ReplicaFailedError
-from router.api import make_api
-from router.config import RouterConfig
-from router.dispatch.catalog import Catalog
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.models import Model, ModelRegistry
-from router.errors import Reason
-from router.metrics.instruments import RouterMetrics
-from router.metrics.page import merged
+from sluice.router.answer import ReplicaFailedError
+from sluice.router.api import make_api
+from sluice.router.config import RouterConfig
+from sluice.router.dispatch.catalog import Catalog
+from sluice.router.dispatch.dispatcher import Dispatcher
+from sluice.router.dispatch.models import Model, ModelRegistry
+from sluice.router.errors import Reason
+from sluice.router.metrics.instruments import RouterMetrics
+from sluice.router.metrics.page import merged
 from tests.router.far_side import CHAT_BODY, Edge, FarController, FarSide, LocalPage, serve
 
 

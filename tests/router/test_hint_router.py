@@ -21,23 +21,23 @@ from ray.serve._private.common import (
 from ray.serve._private.request_router.common import PendingRequest
 from ray.serve.config import RequestRouterConfig
 
-from benchmarks.injuries import Process
-from controller.client import ControllerClient, stop_controller
-from controller.config import ControllerConfig
-from replica.engine import EngineRequest, Progress, ResponseChunk, ResponseHead
-from router import wire
-from router.answer import ReplicaFailedError
-from router.config import RouterConfig
-from router.dispatch.dispatcher import Dispatcher
-from router.errors import Reason
-from router.metrics.instruments import RouterMetrics
-from router.request.call import Call
-from router.request.prompt_size import PromptSize
-from router.serve.choices import CHOICES
-from router.serve.hint import Hint, NoReplicaError
-from router.serve.replicas import ServeReplicas, ServeStream
-from router.serve.request_router import HintRouter
-from scheduling.objective import SLO
+from sluice.benchmarks.injuries import Process
+from sluice.controller.client import ControllerClient, stop_controller
+from sluice.controller.config import ControllerConfig
+from sluice.replica.engine import EngineRequest, Progress, ResponseChunk, ResponseHead
+from sluice.router import wire
+from sluice.router.answer import ReplicaFailedError
+from sluice.router.config import RouterConfig
+from sluice.router.dispatch.dispatcher import Dispatcher
+from sluice.router.errors import Reason
+from sluice.router.metrics.instruments import RouterMetrics
+from sluice.router.request.call import Call
+from sluice.router.request.prompt_size import PromptSize
+from sluice.router.serve.choices import CHOICES
+from sluice.router.serve.hint import Hint, NoReplicaError
+from sluice.router.serve.replicas import ServeReplicas, ServeStream
+from sluice.router.serve.request_router import HintRouter
+from sluice.scheduling.objective import SLO
 from tests.controller.fleet import hello
 from tests.own_ray import own_ray
 from tests.router.far_side import FarController
@@ -77,7 +77,7 @@ def deploy() -> None:
         graceful_shutdown_timeout_s=1,
         graceful_shutdown_wait_loop_s=0.1,
         request_router_config=RequestRouterConfig(
-            request_router_class="router.serve.request_router:HintRouter",
+            request_router_class="sluice.router.serve.request_router:HintRouter",
             request_router_kwargs={
                 "controller": CONTROLLER.model_dump(mode="json"),
             },

@@ -14,8 +14,8 @@ import uvicorn
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from router.config import RouterConfig
-from router.request.http_head import use_strict_heads
+from sluice.router.config import RouterConfig
+from sluice.router.request.http_head import use_strict_heads
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, serve
 from tests.router.listening import listening
 

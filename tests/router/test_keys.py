@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 
-from deploy.config import parse_config
-from router.errors import ApiError
-from router.tenancy.auth import MAX_FILE_BYTES, KeyMetrics, KeyRing
-from router.tenancy.keys import ApiKey, client_of, parse_keys
-from router.tenancy.limits import Client
+from sluice.deploy.config import parse_config
+from sluice.router.errors import ApiError
+from sluice.router.tenancy.auth import MAX_FILE_BYTES, KeyMetrics, KeyRing
+from sluice.router.tenancy.keys import ApiKey, client_of, parse_keys
+from sluice.router.tenancy.limits import Client
 
 CLASSES = ("standard", "batch")
 
@@ -137,7 +137,7 @@ async def test_a_refused_file_is_looked_into_once(
         read.append((raw, in_the_loop))
         return parse_keys(raw, classes)
 
-    monkeypatch.setattr("router.tenancy.auth.parse_keys", parse)
+    monkeypatch.setattr("sluice.router.tenancy.auth.parse_keys", parse)
     for broken in ("- {", "- {"):
         path.write_text(broken)
         assert not await ring.reload()
@@ -159,7 +159,7 @@ async def test_hashing_the_keys_of_a_file_is_no_work_for_the_event_loop(
         threads.add(threading.get_ident())
         return client_of(entry)
 
-    monkeypatch.setattr("router.tenancy.auth.client_of", client_seen)
+    monkeypatch.setattr("sluice.router.tenancy.auth.client_of", client_seen)
     path.write_text("- good-key\n- new-key\n")
     assert await ring.reload()
     assert threads and threading.get_ident() not in threads
@@ -168,7 +168,7 @@ async def test_hashing_the_keys_of_a_file_is_no_work_for_the_event_loop(
 async def test_nothing_ends_the_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("router.tenancy.auth.POLL_S", 0.001)
+    monkeypatch.setattr("sluice.router.tenancy.auth.POLL_S", 0.001)
     path = tmp_path / "keys.yaml"
     path.write_text("- good-key\n")
     ring = KeyRing([], path, CLASSES)
@@ -180,7 +180,7 @@ async def test_nothing_ends_the_watch(
         raise RuntimeError("s3cret")
 
     with monkeypatch.context() as patched:
-        patched.setattr("router.tenancy.auth.parse_keys", fail)
+        patched.setattr("sluice.router.tenancy.auth.parse_keys", fail)
         path.write_text("- other-key\n")
         watch = asyncio.create_task(ring.watch())
         async with asyncio.timeout(120):

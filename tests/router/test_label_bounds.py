@@ -11,20 +11,20 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from controller.actor import Controller
-from controller.config import ControllerConfig
-from controller.metrics import MAX_PUSH_SAMPLES, samples_of
-from replica.config import EngineConfig
-from replica.metrics import ReplicaCollector
-from replica.simulated.engine import SimulatedEngine
-from router import wire
-from router.config import RouterConfig
-from router.metrics.client_names import MAX_NAMES, OTHERS
-from router.metrics.instruments import Outcome, RouterMetrics
-from router.metrics.usage import OPERATIONS, PROVIDER
-from router.request.arrival import INFERENCE_PATHS
-from router.tenancy.limits import UNNAMED, Client
-from scheduling.objective import MAX_PRIORITY, SLO, TokenClock
+from sluice.controller.actor import Controller
+from sluice.controller.config import ControllerConfig
+from sluice.controller.metrics import MAX_PUSH_SAMPLES, samples_of
+from sluice.replica.config import EngineConfig
+from sluice.replica.metrics import ReplicaCollector
+from sluice.replica.simulated.engine import SimulatedEngine
+from sluice.router import wire
+from sluice.router.config import RouterConfig
+from sluice.router.metrics.client_names import MAX_NAMES, OTHERS
+from sluice.router.metrics.instruments import Outcome, RouterMetrics
+from sluice.router.metrics.usage import OPERATIONS, PROVIDER
+from sluice.router.request.arrival import INFERENCE_PATHS
+from sluice.router.tenancy.limits import UNNAMED, Client
+from sluice.scheduling.objective import MAX_PRIORITY, SLO, TokenClock
 from tests.controller.fleet import Clock, hello
 from tests.controller.pushes import newer_push
 from tests.router.far_side import Edge, FarSide, answer, serve

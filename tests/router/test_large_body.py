@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.errors import ApiError
-from router.request import large_body
-from router.request.body import parse_object
-from router.request.large_body import parse_in_pieces
+from sluice.router.errors import ApiError
+from sluice.router.request import large_body
+from sluice.router.request.body import parse_object
+from sluice.router.request.large_body import parse_in_pieces
 
 _NUMBERS = st.one_of(
     st.integers(-(2**53), 2**53), st.floats(allow_nan=False, allow_infinity=False), st.booleans()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import grpc  # type: ignore[import-untyped]
 import pytest
 
-from deploy import ray_settings
-from router.errors import Reason
-from router.serve.replicas import failure_of
+from sluice.deploy import ray_settings
+from sluice.router.errors import Reason
+from sluice.router.serve.replicas import failure_of
 from tests.router.far_side import CHAT_BODY, Edge, FarController, FarSide, fail, serve
 
 _LIMIT = 64 << 10

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from controller.messages import RouteDecision, Tier
-from replica.engine import (
+from sluice.controller.messages import RouteDecision, Tier
+from sluice.replica.engine import (
     EngineRequest,
     Handoff,
     ResponseHead,
@@ -17,15 +17,15 @@ from replica.engine import (
     ResponseTail,
     request_key,
 )
-from router.answer import ReplicaFailedError
-from router.config import RouterConfig
-from router.dispatch.dispatcher import EMPTY_POOLS_PAUSE_S, RETRY_PAUSE_S
-from router.dispatch.resumable import may_split
-from router.errors import ApiError, Reason
-from router.request.call import Call
-from router.request.prompt_size import PromptSize
-from router.serve.hint import NO_REPLICA_WAIT_S
-from scheduling.objective import SLO
+from sluice.router.answer import ReplicaFailedError
+from sluice.router.config import RouterConfig
+from sluice.router.dispatch.dispatcher import EMPTY_POOLS_PAUSE_S, RETRY_PAUSE_S
+from sluice.router.dispatch.resumable import may_split
+from sluice.router.errors import ApiError, Reason
+from sluice.router.request.call import Call
+from sluice.router.request.prompt_size import PromptSize
+from sluice.router.serve.hint import NO_REPLICA_WAIT_S
+from sluice.scheduling.objective import SLO
 from tests.router.far_side import (
     CHAT_BODY,
     COMPLETION_BODY,

@@ -11,11 +11,11 @@ import httpx
 import pytest
 from pydantic import SecretStr, ValidationError
 
-from router.config import MetricsConfig, RouterConfig
-from router.errors import ApiError, Reason
-from router.request.body import BodyBudget, HeldBytes
-from router.tenancy.keys import ApiKey
-from router.tenancy.limits import ANYONE, Client, TenantLimits
+from sluice.router.config import MetricsConfig, RouterConfig
+from sluice.router.errors import ApiError, Reason
+from sluice.router.request.body import BodyBudget, HeldBytes
+from sluice.router.tenancy.keys import ApiKey
+from sluice.router.tenancy.limits import ANYONE, Client, TenantLimits
 from tests.router.far_side import (
     CHAT_BODY,
     COMPLETION_BODY,
@@ -327,7 +327,7 @@ def test_one_key_cannot_open_both() -> None:
 async def test_a_running_router_takes_in_a_new_key_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.tenancy.auth.POLL_S", 0.01)
+    monkeypatch.setattr("sluice.router.tenancy.auth.POLL_S", 0.01)
     path = tmp_path / "keys.yaml"
     path.write_text("- old-key\n")
     edge = Edge(FarSide(a=serve), config=RouterConfig(api_keys_file=path))

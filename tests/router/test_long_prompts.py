@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from router.dispatch.catalog import TTL_S, Catalog
-from router.request.call import MAX_INLINE_BYTES
+from sluice.router.dispatch.catalog import TTL_S, Catalog
+from sluice.router.request.call import MAX_INLINE_BYTES
 from tests.router.far_side import COMPLETION_BODY, Clock, Edge, FarSide, serve
 
 LONGEST = 50_000

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from controller.messages import MAX_WAITS, FirstTokenWait, RouteDecision, RouteQuery, Tier
-from replica.engine import request_key
-from router.answer import ReplicaFailedError
-from router.config import RouterConfig
-from router.dispatch.moves import Moves
-from router.errors import Reason
-from router.request.call import Call
-from router.request.prompt_size import PromptSize
-from scheduling.job import STAYS
-from scheduling.objective import SLO
+from sluice.controller.messages import MAX_WAITS, FirstTokenWait, RouteDecision, RouteQuery, Tier
+from sluice.replica.engine import request_key
+from sluice.router.answer import ReplicaFailedError
+from sluice.router.config import RouterConfig
+from sluice.router.dispatch.moves import Moves
+from sluice.router.errors import Reason
+from sluice.router.request.call import Call
+from sluice.router.request.prompt_size import PromptSize
+from sluice.scheduling.job import STAYS
+from sluice.scheduling.objective import SLO
 from tests.router.far_side import Behaviour, Edge, FarController, FarSide, answer, fail
 from tests.router.test_resume import simulated, text, without_time_and_name
 from tests.router.test_stalls import CHAT, COMPLETIONS, LoopClock, asked, freezing, virtual

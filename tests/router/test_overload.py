@@ -16,12 +16,12 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram
 from pydantic import SecretStr
 from starlette.types import Message
 
-from controller.messages import RouteDecision, RouteQuery, Tier
-from router.answer import ReplicaFailedError
-from router.config import RouterConfig, ServiceClass
-from router.dispatch.placement import FULL_FOR_S
-from router.errors import Reason
-from router.ingress.load_shedding import (
+from sluice.controller.messages import RouteDecision, RouteQuery, Tier
+from sluice.router.answer import ReplicaFailedError
+from sluice.router.config import RouterConfig, ServiceClass
+from sluice.router.dispatch.placement import FULL_FOR_S
+from sluice.router.errors import Reason
+from sluice.router.ingress.load_shedding import (
     ALWAYS_PER_S,
     MAX_DELAY_S,
     MAX_HOLD_S,
@@ -30,8 +30,8 @@ from router.ingress.load_shedding import (
     Pace,
     Shedder,
 )
-from router.tenancy.keys import ApiKey
-from scheduling.job import UNATTAINABLE
+from sluice.router.tenancy.keys import ApiKey
+from sluice.scheduling.job import UNATTAINABLE
 from tests.router.far_side import CHAT_BODY, Clock, Edge, FarController, FarSide, serve
 from tests.router.virtual_time import VirtualTime, settle
 

@@ -12,16 +12,16 @@ from typing import Any, TypeVar
 import pytest
 import uvicorn
 
-from controller.config import ControllerConfig
-from controller.messages import RequestEnding, RouteQuery, Tier, Trouble, TroubleNotice
-from deploy.ray_settings import free_port
-from router.admin.service import AdminService
-from router.config import RouterConfig
-from router.metrics.instruments import Outcome
-from router.request.call import Call
-from router.request.prompt_size import PromptSize
-from scheduling.breaker import FAILURES
-from scheduling.objective import SLO, TokenClock
+from sluice.controller.config import ControllerConfig
+from sluice.controller.messages import RequestEnding, RouteQuery, Tier, Trouble, TroubleNotice
+from sluice.deploy.ray_settings import free_port
+from sluice.router.admin.service import AdminService
+from sluice.router.config import RouterConfig
+from sluice.router.metrics.instruments import Outcome
+from sluice.router.request.call import Call
+from sluice.router.request.prompt_size import PromptSize
+from sluice.scheduling.breaker import FAILURES
+from sluice.scheduling.objective import SLO, TokenClock
 from tests.controller.fleet import decode_row, delta, hello, waiting_row
 from tests.router.browser import Browser, Tab, browser
 from tests.router.far_side import Edge, FarSide, serve

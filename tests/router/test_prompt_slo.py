@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.dispatch.resumable import prompt_slo
-from scheduling.objective import SLO
+from sluice.router.dispatch.resumable import prompt_slo
+from sluice.scheduling.objective import SLO
 
 
 def test_it_is_due_earlier_by_the_handover() -> None:

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.messages import QuotaUse
-from controller.quotas import Quotas
-from replica.engine import ResponseItem, ResponseTail
-from router.answer import Answer, Attempt, ReplicaFailedError
-from router.errors import ApiError, Reason
-from router.tenancy.limits import ANYONE, Client, TenantLimits
-from router.tenancy.rate_limits import NO_CHARGE, RateLimiter
+from sluice.controller.messages import QuotaUse
+from sluice.controller.quotas import Quotas
+from sluice.replica.engine import ResponseItem, ResponseTail
+from sluice.router.answer import Answer, Attempt, ReplicaFailedError
+from sluice.router.errors import ApiError, Reason
+from sluice.router.tenancy.limits import ANYONE, Client, TenantLimits
+from sluice.router.tenancy.rate_limits import NO_CHARGE, RateLimiter
 from tests.router.far_side import Clock
 
 

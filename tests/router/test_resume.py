@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.messages import RouteDecision, Tier
-from replica.config import EngineConfig, SimulatedEngineConfig
-from replica.engine import (
+from sluice.controller.messages import RouteDecision, Tier
+from sluice.replica.config import EngineConfig, SimulatedEngineConfig
+from sluice.replica.engine import (
     EngineRequest,
     ResponseChunk,
     ResponseHead,
@@ -24,17 +24,17 @@ from replica.engine import (
     ResponseTail,
     request_key,
 )
-from replica.simulated.engine import SimulatedEngine
-from replica.simulated.virtual_loop import VirtualLoop
-from router.answer import Piece, ReplicaFailedError
-from router.config import RetryBudgetConfig, RouterConfig
-from router.dispatch.resumable import rest_of
-from router.dispatch.suspicion import CLEARED_S
-from router.dispatch.transcript import Transcript
-from router.errors import Reason
-from router.request.call import Call
-from router.request.prompt_size import PromptSize
-from scheduling.objective import SLO
+from sluice.replica.simulated.engine import SimulatedEngine
+from sluice.replica.simulated.virtual_loop import VirtualLoop
+from sluice.router.answer import Piece, ReplicaFailedError
+from sluice.router.config import RetryBudgetConfig, RouterConfig
+from sluice.router.dispatch.resumable import rest_of
+from sluice.router.dispatch.suspicion import CLEARED_S
+from sluice.router.dispatch.transcript import Transcript
+from sluice.router.errors import Reason
+from sluice.router.request.call import Call
+from sluice.router.request.prompt_size import PromptSize
+from sluice.scheduling.objective import SLO
 from tests.router.far_side import (
     CHAT_BODY,
     COMPLETION_BODY,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.config import RetryBudgetConfig
-from router.dispatch.retry_budget import RetryBudget
+from sluice.router.config import RetryBudgetConfig
+from sluice.router.dispatch.retry_budget import RetryBudget
 from tests.router.far_side import Clock
 
 

@@ -11,11 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from router.config import RouterConfig, ServiceClass
-from router.errors import ApiError, Reason
-from router.request.slo import SloReader
-from router.wire import MAX_OBJECTIVE_MS
-from scheduling.objective import SLO
+from sluice.router.config import RouterConfig, ServiceClass
+from sluice.router.errors import ApiError, Reason
+from sluice.router.request.slo import SloReader
+from sluice.router.wire import MAX_OBJECTIVE_MS
+from sluice.scheduling.objective import SLO
 
 CONFIG = RouterConfig(
     classes={

@@ -7,13 +7,13 @@ import re
 
 import yaml
 
-from deploy.config import parse_config
-from router.config import RouterConfig
-from router.dispatch.admission_queue import ASKERS, MAX_PAUSE_S, MIN_PAUSE_S
-from router.errors import RULES, Reason
-from router.request.slo import SloReader
-from scheduling.stages import MOST_STAGES, Stage
-from scheduling.tpot import TPOTAnchor
+from sluice.deploy.config import parse_config
+from sluice.router.config import RouterConfig
+from sluice.router.dispatch.admission_queue import ASKERS, MAX_PAUSE_S, MIN_PAUSE_S
+from sluice.router.errors import RULES, Reason
+from sluice.router.request.slo import SloReader
+from sluice.scheduling.stages import MOST_STAGES, Stage
+from sluice.scheduling.tpot import TPOTAnchor
 from tests.documents import ROOT, marked, section
 from tests.router.far_side import Edge, FarSide, serve
 

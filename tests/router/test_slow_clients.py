@@ -15,11 +15,17 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 from starlette.types import Message
 
-from replica.engine import EngineRequest, ResponseChunk, ResponseHead, ResponseItem, ResponseTail
-from replica.simulated.virtual_loop import VirtualLoop
-from router.config import RouterConfig
-from router.ingress.slow_readers import StalledReaderError, TimeoutSend
-from router.tenancy.keys import ApiKey
+from sluice.replica.engine import (
+    EngineRequest,
+    ResponseChunk,
+    ResponseHead,
+    ResponseItem,
+    ResponseTail,
+)
+from sluice.replica.simulated.virtual_loop import VirtualLoop
+from sluice.router.config import RouterConfig
+from sluice.router.ingress.slow_readers import StalledReaderError, TimeoutSend
+from sluice.router.tenancy.keys import ApiKey
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, event, stall
 from tests.router.virtual_time import VirtualTime, settle
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from replica.engine import (
+from sluice.replica.engine import (
     EngineRequest,
     ResponseChunk,
     ResponseHead,
@@ -15,7 +15,7 @@ from replica.engine import (
     ResponseSent,
     ResponseTail,
 )
-from scheduling.stages import Stage
+from sluice.scheduling.stages import Stage
 from tests.router.far_side import Clock, Edge, FarController, FarSide
 from tests.router.test_admission import guaranteed, post, promises
 from tests.router.virtual_time import settle

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.messages import RouteDecision, Trouble
-from replica.engine import (
+from sluice.controller.messages import RouteDecision, Trouble
+from sluice.replica.engine import (
     EngineRequest,
     Progress,
     ResponseHead,
@@ -22,12 +22,18 @@ from replica.engine import (
     ResponseTaken,
     request_key,
 )
-from router.answer import Attempt, ReplicaFailedError
-from router.config import RetryBudgetConfig, RouterConfig
-from router.dispatch.stall_detector import ANSWER_S, ASK_EVERY_S, MAX_NAMES, SWEEP_S, StallDetector
-from router.errors import Reason
-from router.metrics.instruments import RouterMetrics
-from scheduling.roles import Role
+from sluice.router.answer import Attempt, ReplicaFailedError
+from sluice.router.config import RetryBudgetConfig, RouterConfig
+from sluice.router.dispatch.stall_detector import (
+    ANSWER_S,
+    ASK_EVERY_S,
+    MAX_NAMES,
+    SWEEP_S,
+    StallDetector,
+)
+from sluice.router.errors import Reason
+from sluice.router.metrics.instruments import RouterMetrics
+from sluice.scheduling.roles import Role
 from tests.router.far_side import Behaviour, Edge, FarController, FarSide
 from tests.router.test_resume import TOKENS, simulated, text, without_time_and_name
 from tests.router.test_resume import virtual as in_virtual_time

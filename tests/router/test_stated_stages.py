@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from router.config import RouterConfig, ServiceClass
-from router.errors import ApiError
-from router.request.slo import SloReader
-from router.tenancy.limits import TenantLimits
-from scheduling.objective import SLO
-from scheduling.stages import Stage
+from sluice.router.config import RouterConfig, ServiceClass
+from sluice.router.errors import ApiError
+from sluice.router.request.slo import SloReader
+from sluice.router.tenancy.limits import TenantLimits
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.stages import Stage
 
 READER = SloReader(
     RouterConfig(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from replica.engine import (
+from sluice.replica.engine import (
     EngineDeadError,
     EngineRequest,
     ResponseChunk,
@@ -20,19 +20,19 @@ from replica.engine import (
     ResponseTail,
     ResponseTaken,
 )
-from replica.request_body import RequestBody
-from replica.response import MAX_BUFFERED_ITEMS
-from replica.server import Replica
-from replica.simulated.engine import SimulatedEngine
-from replica.streams import server as server_module
-from replica.streams import wire
-from replica.streams.server import StreamServer
-from replica.streams.wire import WINDOW_BYTES, StreamEndpoint, cost
-from router.answer import ReplicaFailedError, ReplicaStream
-from router.errors import Reason
-from router.serve.streams import Channels, ChannelStream
-from scheduling.objective import SLO
-from scheduling.roles import Role
+from sluice.replica.request_body import RequestBody
+from sluice.replica.response import MAX_BUFFERED_ITEMS
+from sluice.replica.server import Replica
+from sluice.replica.simulated.engine import SimulatedEngine
+from sluice.replica.streams import server as server_module
+from sluice.replica.streams import wire
+from sluice.replica.streams.server import StreamServer
+from sluice.replica.streams.wire import WINDOW_BYTES, StreamEndpoint, cost
+from sluice.router.answer import ReplicaFailedError, ReplicaStream
+from sluice.router.errors import Reason
+from sluice.router.serve.streams import Channels, ChannelStream
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.roles import Role
 from tests.replica.test_server import running
 from tests.replica.waiting import until
 

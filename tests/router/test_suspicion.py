@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replica.engine import EngineRequest, ResponseHead, ResponseItem
-from router.answer import Attempt, ReplicaFailedError
-from router.config import RetryBudgetConfig, RouterConfig
-from router.dispatch.suspicion import (
+from sluice.replica.engine import EngineRequest, ResponseHead, ResponseItem
+from sluice.router.answer import Attempt, ReplicaFailedError
+from sluice.router.config import RetryBudgetConfig, RouterConfig
+from sluice.router.dispatch.suspicion import (
     CLEARED_S,
     FEW,
     QUARANTINED_S,
@@ -23,14 +23,14 @@ from router.dispatch.suspicion import (
     Case,
     Suspicion,
 )
-from router.errors import ApiError, Reason
-from router.metrics.instruments import RouterMetrics
-from router.request.call import Call
-from router.request.engine_bounds import is_structured
-from router.request.prompt_size import PromptSize
-from router.serve.replicas import failure_of
-from router.tenancy.limits import Client
-from scheduling.objective import SLO
+from sluice.router.errors import ApiError, Reason
+from sluice.router.metrics.instruments import RouterMetrics
+from sluice.router.request.call import Call
+from sluice.router.request.engine_bounds import is_structured
+from sluice.router.request.prompt_size import PromptSize
+from sluice.router.serve.replicas import failure_of
+from sluice.router.tenancy.limits import Client
+from sluice.scheduling.objective import SLO
 from tests.router.far_side import Behaviour, Clock, FarSide, serve
 from tests.router.test_resume import DIED
 from tests.router.test_stalls import CHAT, edge, says_so, virtual

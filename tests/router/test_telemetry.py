@@ -12,20 +12,20 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 from prometheus_client import CollectorRegistry
 
-from controller.messages import RouteDecision, Tier
-from router.answer import ReplicaFailedError
-from router.batches.line_caller import Admitted, LineCaller
-from router.batches.lines import BatchRequest
-from router.batches.metrics import BatchMetrics
-from router.config import RouterConfig
-from router.errors import Reason
-from router.metrics.telemetry import Telemetry
-from router.tenancy.limits import ANYONE
-from router.tenancy.rate_limits import RateLimiter
-from scheduling.job import UNATTAINABLE
-from telemetry.config import LogsConfig, TracingConfig
-from telemetry.logs import JsonLines
-from telemetry.tracing import Tracer
+from sluice.controller.messages import RouteDecision, Tier
+from sluice.router.answer import ReplicaFailedError
+from sluice.router.batches.line_caller import Admitted, LineCaller
+from sluice.router.batches.lines import BatchRequest
+from sluice.router.batches.metrics import BatchMetrics
+from sluice.router.config import RouterConfig
+from sluice.router.errors import Reason
+from sluice.router.metrics.telemetry import Telemetry
+from sluice.router.tenancy.limits import ANYONE
+from sluice.router.tenancy.rate_limits import RateLimiter
+from sluice.scheduling.job import UNATTAINABLE
+from sluice.telemetry.config import LogsConfig, TracingConfig
+from sluice.telemetry.logs import JsonLines
+from sluice.telemetry.tracing import Tracer
 from tests.router.far_side import (
     CHAT_BODY,
     Clock,
@@ -65,7 +65,7 @@ class Lines(logging.Handler):
 
 @pytest.fixture
 def lines() -> Iterator[Lines]:
-    handler, logger = Lines(), logging.getLogger("router")
+    handler, logger = Lines(), logging.getLogger("sluice.router")
     before = logger.level
     logger.addHandler(handler)
     logger.setLevel("INFO")

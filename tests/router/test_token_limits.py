@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replica.engine import Endpoint
-from router.config import RouterConfig
-from router.errors import ApiError
-from router.request.prompt_size import output_limit
-from router.request.token_limits import TokenLimits, output_to_expect
-from router.tenancy.limits import NO_CAPS, TenantLimits
+from sluice.replica.engine import Endpoint
+from sluice.router.config import RouterConfig
+from sluice.router.errors import ApiError
+from sluice.router.request.prompt_size import output_limit
+from sluice.router.request.token_limits import TokenLimits, output_to_expect
+from sluice.router.tenancy.limits import NO_CAPS, TenantLimits
 from tests.router.far_side import CHAT_BODY, COMPLETION_BODY
 
 BODIES: dict[Endpoint, dict[str, Any]] = {"chat": CHAT_BODY, "completions": COMPLETION_BODY}

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from replica.engine import (
+from sluice.replica.engine import (
     EngineRequest,
     ResponseChunk,
     ResponseHead,
@@ -14,8 +14,8 @@ from replica.engine import (
     ResponseSent,
     ResponseTail,
 )
-from router.config import RouterConfig, ServiceClass
-from scheduling.tpot import TPOTAnchor
+from sluice.router.config import RouterConfig, ServiceClass
+from sluice.scheduling.tpot import TPOTAnchor
 from tests.router.far_side import Clock, Edge, FarController, FarSide, serve
 from tests.router.test_admission import guaranteed, post, promises
 from tests.router.virtual_time import settle

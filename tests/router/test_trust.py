@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
-from deploy.config import SluiceConfig, parse_config
-from router.config import RouterConfig, ServiceClass
-from router.errors import ApiError, Reason
-from router.request.slo import Objective, SloReader
-from router.tenancy.auth import KeyRing
-from router.tenancy.keys import ApiKey, client_of
-from router.tenancy.limits import ANYONE, Client, TenantLimits
-from scheduling.objective import SLO
+from sluice.deploy.config import SluiceConfig, parse_config
+from sluice.router.config import RouterConfig, ServiceClass
+from sluice.router.errors import ApiError, Reason
+from sluice.router.request.slo import Objective, SloReader
+from sluice.router.tenancy.auth import KeyRing
+from sluice.router.tenancy.keys import ApiKey, client_of
+from sluice.router.tenancy.limits import ANYONE, Client, TenantLimits
+from sluice.scheduling.objective import SLO
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, hang, serve
 
 CLASSES = {

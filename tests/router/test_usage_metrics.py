@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from controller.messages import RouteDecision, Tier
-from replica.engine import (
+from sluice.controller.messages import RouteDecision, Tier
+from sluice.replica.engine import (
     EngineRequest,
     Handoff,
     ResponseChunk,
@@ -17,9 +17,9 @@ from replica.engine import (
     ResponseItem,
     ResponseTail,
 )
-from router.answer import ReplicaFailedError
-from router.config import RouterConfig
-from router.errors import Reason
+from sluice.router.answer import ReplicaFailedError
+from sluice.router.config import RouterConfig
+from sluice.router.errors import Reason
 from tests.router.far_side import (
     CHAT_BODY,
     WORDS,

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.messages import RouteDecision, Tier
-from router.config import ServiceClass
-from router.dispatch.admission_queue import ASKERS, MAX_PAUSE_S, MIN_PAUSE_S, AdmissionQueue
-from router.errors import ApiError, Reason
-from router.metrics.instruments import RouterMetrics
-from router.tenancy.limits import ANYONE, Client
+from sluice.controller.messages import RouteDecision, Tier
+from sluice.router.config import ServiceClass
+from sluice.router.dispatch.admission_queue import ASKERS, MAX_PAUSE_S, MIN_PAUSE_S, AdmissionQueue
+from sluice.router.errors import ApiError, Reason
+from sluice.router.metrics.instruments import RouterMetrics
+from sluice.router.tenancy.limits import ANYONE, Client
 from tests.router.virtual_time import VirtualTime, settle
 
 PLACED = RouteDecision("a", "placed", Tier.GUARANTEED, 0.1)

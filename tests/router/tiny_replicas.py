@@ -10,7 +10,7 @@ from typing import Any
 
 from ray import serve
 
-from replica.engine import (
+from sluice.replica.engine import (
     EngineDeadError,
     EngineRequest,
     Progress,

@@ -6,14 +6,14 @@ from math import inf, nan
 
 import numpy as np
 
-from scheduling import fleet_rows
-from scheduling.fleet import Fleet, FleetSettings, Report
-from scheduling.latency import LatencyModel, LinearLatency
-from scheduling.objective import SLO
-from scheduling.roles import Role
-from scheduling.routing import Job, RouteQuery
-from scheduling.state import ROW, RUNNING, WAITING
-from scheduling.transfer import NO_TRANSFERS, Transfers
+from sluice.scheduling import fleet_rows
+from sluice.scheduling.fleet import Fleet, FleetSettings, Report
+from sluice.scheduling.latency import LatencyModel, LinearLatency
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.roles import Role
+from sluice.scheduling.routing import Job, RouteQuery
+from sluice.scheduling.state import ROW, RUNNING, WAITING
+from sluice.scheduling.transfer import NO_TRANSFERS, Transfers
 
 MODEL = LinearLatency(a=0.010, b=0.000_1, c=0.000_001)
 PLAIN = SLO(ttft_s=1.0, tpot_s=0.1)
@@ -78,7 +78,7 @@ def fleet_of(*reports: Report, now_s: float = 0.0, settings: FleetSettings | Non
 
 def figures_of(*replicas: dict[str, float]) -> Fleet:
     """A fleet of idle replicas but for these figures, by their names in
-    :mod:`scheduling.fleet_rows`."""
+    :mod:`sluice.scheduling.fleet_rows`."""
     fleet = fleet_of(*[report() for _ in replicas])
     for index, figures in enumerate(replicas):
         for name, value in figures.items():

@@ -4,9 +4,9 @@ as the latency model says."""
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scheduling.batching import BatchBudget, BatchPolicy, PlannedTokens
-from scheduling.latency import LatencyModel
-from scheduling.request import QueueView, RequestView
+from sluice.scheduling.batching import BatchBudget, BatchPolicy, PlannedTokens
+from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.request import QueueView, RequestView
 from tests.scheduling.views import ROOMY
 
 MOST_STEPS = 10_000

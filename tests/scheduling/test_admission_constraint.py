@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduling.admission import POLICIES, make_policy
-from scheduling.admission.constraint import Constraint
-from scheduling.fleet import Fleet
-from scheduling.job import RouteQuery
-from scheduling.objective import SLO
+from sluice.scheduling.admission import POLICIES, make_policy
+from sluice.scheduling.admission.constraint import Constraint
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.job import RouteQuery
+from sluice.scheduling.objective import SLO
 from tests.scheduling.fleets import fleet_of, job, report, row
 
 WALKS = ("moore_hodgson", "slos_serve")

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from scheduling import fleet_rows as figure
-from scheduling.admission import Promises, make_policy
-from scheduling.fleet import Fleet, FleetSettings
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO
-from scheduling.placement import Placer
-from scheduling.routing import RouteQuery, Tier
-from scheduling.routing import make_policy as make_routing
+from sluice.scheduling import fleet_rows as figure
+from sluice.scheduling.admission import Promises, make_policy
+from sluice.scheduling.fleet import Fleet, FleetSettings
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.placement import Placer
+from sluice.scheduling.routing import RouteQuery, Tier
+from sluice.scheduling.routing import make_policy as make_routing
 from tests.scheduling.fleets import fleet_of, job, report, row
 
 MODEL = LinearLatency(a=0.010, b=0.000_1, c=0.000_001)

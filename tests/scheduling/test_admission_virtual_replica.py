@@ -6,15 +6,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduling import fleet_rows as figure
-from scheduling.admission.slos_serve import VirtualReplica, VirtualReplicaOptions
-from scheduling.admission.slos_serve_selection import Demand, Supply, admissible
-from scheduling.fleet import Fleet
-from scheduling.kernels import most_work_s
-from scheduling.latency import LinearLatency
-from scheduling.ledger import Reservation
-from scheduling.objective import SLO, Anchor
-from scheduling.routing import Job, RouteQuery
+from sluice.scheduling import fleet_rows as figure
+from sluice.scheduling.admission.slos_serve import VirtualReplica, VirtualReplicaOptions
+from sluice.scheduling.admission.slos_serve_selection import Demand, Supply, admissible
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.kernels import most_work_s
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.ledger import Reservation
+from sluice.scheduling.objective import SLO, Anchor
+from sluice.scheduling.routing import Job, RouteQuery
 from tests.scheduling.fleets import fleet_of, job, report, row
 
 MODEL = LinearLatency(a=0.010, b=0.000_1, c=0.000_001)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from scheduling.batching import BatchBudget, BatchPlan
-from scheduling.batching.annealing import Annealing, AnnealingOptions
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO
-from scheduling.request import RequestView
+from sluice.scheduling.batching import BatchBudget, BatchPlan
+from sluice.scheduling.batching.annealing import Annealing, AnnealingOptions
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.request import RequestView
 from tests.scheduling.test_progress import Job, run
 from tests.scheduling.views import ROOMY, decode, prefill, queue_of
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.annealing import all_mappings, exhaustive, make_jobs, score
-from scheduling.batching.priority_mapping import (
+from sluice.benchmarks.annealing import all_mappings, exhaustive, make_jobs, score
+from sluice.scheduling.batching.priority_mapping import (
     Jobs,
     Mapping,
     Schedule,
@@ -21,11 +21,11 @@ from scheduling.batching.priority_mapping import (
     levels,
     predict,
 )
-from scheduling.batching.priority_search import acceptance
-from scheduling.kernels import COMPUTED, EMITTED, FIRST_TOKEN, PENDING, RUNNING
-from scheduling.latency_request import InteractionLatency
-from scheduling.objective import SLO
-from scheduling.request import row_of
+from sluice.scheduling.batching.priority_search import acceptance
+from sluice.scheduling.kernels import COMPUTED, EMITTED, FIRST_TOKEN, PENDING, RUNNING
+from sluice.scheduling.latency_request import InteractionLatency
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.request import row_of
 
 PAPER = Schedule.of(500.0, 20.0, 100, 0.95, seed=0)
 TABLE_2 = InteractionLatency.paper()

@@ -14,8 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from scheduling.autoscaling import POLICIES, AutoscalingPolicy, Load, Pool, State, make_policy
-from scheduling.autoscaling.head_room import LEAST_LIMIT
+from sluice.scheduling.autoscaling import (
+    POLICIES,
+    AutoscalingPolicy,
+    Load,
+    Pool,
+    State,
+    make_policy,
+)
+from sluice.scheduling.autoscaling.head_room import LEAST_LIMIT
 
 INTERVAL_S = 2.0
 ASKED = 10.0

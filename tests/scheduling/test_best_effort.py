@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduling.batching import (
+from sluice.scheduling.batching import (
     POLICIES,
     BatchBudget,
     BatchBuilder,
@@ -15,12 +15,12 @@ from scheduling.batching import (
     BestEffortOptions,
     make_policy,
 )
-from scheduling.batching.best_effort import in_turns, longest_wait_s, tokens_ahead, victims
-from scheduling.batching.fcfs import FCFS
-from scheduling.kernels import TENANT
-from scheduling.latency import LatencyModel, LinearLatency
-from scheduling.objective import SLO
-from scheduling.request import QueueView, RequestView
+from sluice.scheduling.batching.best_effort import in_turns, longest_wait_s, tokens_ahead, victims
+from sluice.scheduling.batching.fcfs import FCFS
+from sluice.scheduling.kernels import TENANT
+from sluice.scheduling.latency import LatencyModel, LinearLatency
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.request import QueueView, RequestView
 from tests.scheduling.test_plan_invariants import VARIANTS, run_as_engine
 from tests.scheduling.views import ROOMY, budgets, decode, latencies, prefill, queue_of, queues
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from scheduling.batching import BatchBudget, BatchPlan, make_policy
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO
-from scheduling.request import RequestView
+from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.request import RequestView
 from tests.scheduling.views import ROOMY, decode, prefill, queue_of
 
 MODEL = LinearLatency(a=0.010, b=0.001)

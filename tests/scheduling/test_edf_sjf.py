@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduling.batching import BatchPlan, make_policy
-from scheduling.batching.sjf import later_work_s
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO
-from scheduling.request import RequestView
+from sluice.scheduling.batching import BatchPlan, make_policy
+from sluice.scheduling.batching.sjf import later_work_s
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.request import RequestView
 from tests.scheduling.views import ROOMY, decode, prefill, queue_of
 
 NOW_S = 10.0

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduling.expected import claim, paced
+from sluice.scheduling.expected import claim, paced
 
 times = st.one_of(st.just(inf), st.floats(0.01, 60))
 

@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from scheduling.batching import BatchPlan, make_policy
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO, Anchor, TokenClock
-from scheduling.request import RequestView
+from sluice.scheduling.batching import BatchPlan, make_policy
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO, Anchor, TokenClock
+from sluice.scheduling.request import RequestView
 from tests.scheduling.steps import Run, run
 from tests.scheduling.views import ROOMY, decode, prefill, queue_of
 

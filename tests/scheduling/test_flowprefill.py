@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduling.batching import BatchBudget, BatchPlan, make_policy
-from scheduling.batching.s_edf import chunked_work_s
-from scheduling.kernels import COMPUTED, PENDING
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO
-from scheduling.request import QueueView, RequestView
+from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
+from sluice.scheduling.batching.s_edf import chunked_work_s
+from sluice.scheduling.kernels import COMPUTED, PENDING
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.request import QueueView, RequestView
 from tests.scheduling.steps import run
 from tests.scheduling.views import ROOMY, decode, prefill, queue_of
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from scheduling.gain import (
+from sluice.scheduling.gain import (
     GAINS,
     GainFunction,
     deadlines_s,
@@ -22,8 +22,8 @@ from scheduling.gain import (
     tempo,
     weighted_slo,
 )
-from scheduling.kernels import Floats
-from scheduling.objective import SLO, Anchor, GainWeights, TokenClock
+from sluice.scheduling.kernels import Floats
+from sluice.scheduling.objective import SLO, Anchor, GainWeights, TokenClock
 from tests.scheduling.views import slos
 
 WEIGHTS = GainWeights(first=30.0, later=1.0)

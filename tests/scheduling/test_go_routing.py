@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduling import fleet_rows as figure
-from scheduling.fleet import Fleet
-from scheduling.latency import LinearLatency
-from scheduling.ledger import Reservation
-from scheduling.objective import SLO
-from scheduling.routing import POLICIES, RouteQuery, make_policy
-from scheduling.routing.base import Job
-from scheduling.routing.go_routing import gains_of
+from sluice.scheduling import fleet_rows as figure
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.ledger import Reservation
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.routing import POLICIES, RouteQuery, make_policy
+from sluice.scheduling.routing.base import Job
+from sluice.scheduling.routing.go_routing import gains_of
 from tests.scheduling.fleets import fleet_of, job, report, row
 
 SOON = SLO(ttft_s=0.5)

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduling.admission import make_policy as make_admission
-from scheduling.fleet import Fleet
-from scheduling.late_first_tokens import late
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO
-from scheduling.placement import Placer
-from scheduling.routing import RouteQuery, Tier
-from scheduling.routing import make_policy as make_routing
+from sluice.scheduling.admission import make_policy as make_admission
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.late_first_tokens import late
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.placement import Placer
+from sluice.scheduling.routing import RouteQuery, Tier
+from sluice.scheduling.routing import make_policy as make_routing
 from tests.scheduling.fleets import fleet_of, report, row
 
 MODEL = LinearLatency(a=0.010, b=0.000_1, c=0.0)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduling import kernels
-from scheduling.batching import BatchBuilder
-from scheduling.latency import (
+from sluice.scheduling import kernels
+from sluice.scheduling.batching import BatchBuilder
+from sluice.scheduling.latency import (
     FAMILIES,
     UNBOUNDED_TOKENS,
     LatencyModel,
@@ -19,7 +19,7 @@ from scheduling.latency import (
     StepSample,
     tokens_within,
 )
-from scheduling.request import QueueView
+from sluice.scheduling.request import QueueView
 from tests.scheduling.views import ROOMY, latencies, queues
 
 LINEAR = LinearLatency(a=0.004, b=1.8e-4, c=8e-7, d=2e-8)

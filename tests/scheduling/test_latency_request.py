@@ -8,8 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduling.latency import LinearLatency, PrefillDecodeLatency, RooflineLatency, StepSample
-from scheduling.latency_request import Interaction, InteractionLatency, PolynomialTTFT
+from sluice.scheduling.latency import (
+    LinearLatency,
+    PrefillDecodeLatency,
+    RooflineLatency,
+    StepSample,
+)
+from sluice.scheduling.latency_request import Interaction, InteractionLatency, PolynomialTTFT
 
 PAPER = InteractionLatency.paper()
 STEPS = LinearLatency(a=0.010, b=0.001, c=0.000_01)

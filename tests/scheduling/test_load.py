@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from scheduling.admission import make_policy as make_admission
-from scheduling.autoscaling import Demand, Load
-from scheduling.autoscaling.load import MAX_UNPLACED
-from scheduling.fleet import Fleet
-from scheduling.job import UNATTAINABLE, RouteDecision, RouteQuery, Tier
-from scheduling.objective import SLO
-from scheduling.placement import Placer
-from scheduling.routing import make_policy
+from sluice.scheduling.admission import make_policy as make_admission
+from sluice.scheduling.autoscaling import Demand, Load
+from sluice.scheduling.autoscaling.load import MAX_UNPLACED
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.job import UNATTAINABLE, RouteDecision, RouteQuery, Tier
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.placement import Placer
+from sluice.scheduling.routing import make_policy
 from tests.scheduling.fleets import MODEL, PLAIN, fleet_of, job, report, row
 
 PROMISED = frozenset({Tier.GUARANTEED})

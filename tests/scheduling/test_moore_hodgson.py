@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduling.batching.deadline_triage.selection import before, fitting, keep
+from sluice.scheduling.batching.deadline_triage.selection import before, fitting, keep
 
 jobs = st.lists(
     st.tuples(st.integers(1, 20), st.integers(1, 5), st.integers(0, 40)), min_size=0, max_size=8

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduling import kernels
-from scheduling.objective import SLO, Anchor, GainWeights, TokenClock
-from scheduling.request import QueueView
+from sluice.scheduling import kernels
+from sluice.scheduling.objective import SLO, Anchor, GainWeights, TokenClock
+from sluice.scheduling.request import QueueView
 from tests.scheduling.views import decode, queues, slos
 
 times = st.floats(0, 1_000)

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduling.admission.pab import pab_tokens, replica_pab_tokens, rows_due_s
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO, Anchor
-from scheduling.request import QueueView, RequestView
-from scheduling.state import ROW, RUNNING, WAITING
+from sluice.scheduling.admission.pab import pab_tokens, replica_pab_tokens, rows_due_s
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO, Anchor
+from sluice.scheduling.request import QueueView, RequestView
+from sluice.scheduling.state import ROW, RUNNING, WAITING
 from tests.scheduling.views import decode, latencies, prefill, queues
 
 MODEL = LinearLatency(a=0.010, b=0.001, c=0.000_01)

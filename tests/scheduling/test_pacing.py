@@ -6,19 +6,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduling import fleet_rows as figure
-from scheduling.admission import make_policy as make_admission
-from scheduling.calibration import Calibration
-from scheduling.fleet import Fleet
-from scheduling.job import UNATTAINABLE, RouteDecision, RouteQuery, Tier
-from scheduling.latency import LinearLatency
-from scheduling.length import LengthRange
-from scheduling.margins import PRIOR
-from scheduling.objective import SLO
-from scheduling.output_lengths import OutputLengths
-from scheduling.pacing import shared_out
-from scheduling.placement import DecisionInputs, Placer
-from scheduling.routing import make_policy as make_routing
+from sluice.scheduling import fleet_rows as figure
+from sluice.scheduling.admission import make_policy as make_admission
+from sluice.scheduling.calibration import Calibration
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.job import UNATTAINABLE, RouteDecision, RouteQuery, Tier
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.length import LengthRange
+from sluice.scheduling.margins import PRIOR
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.output_lengths import OutputLengths
+from sluice.scheduling.pacing import shared_out
+from sluice.scheduling.placement import DecisionInputs, Placer
+from sluice.scheduling.routing import make_policy as make_routing
 from tests.scheduling.fleets import MODEL, fleet_of, report, row
 
 PROMISE_ONLY = frozenset({Tier.GUARANTEED})

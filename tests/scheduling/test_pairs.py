@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduling import fleet_rows as figure
-from scheduling.admission import POLICIES as ADMISSIONS
-from scheduling.admission import make_policy as make_admission
-from scheduling.fleet import Fleet, Report
-from scheduling.job import PLACED, UNATTAINABLE, RouteDecision
-from scheduling.ledger import Reservation
-from scheduling.objective import SLO
-from scheduling.pairs import HANDOVER_STEPS
-from scheduling.placement import DecisionInputs, Placer
-from scheduling.roles import ROLES, Role
-from scheduling.routing import POLICIES as ROUTERS
-from scheduling.routing import RouteQuery, Tier
-from scheduling.routing import make_policy as make_routing
+from sluice.scheduling import fleet_rows as figure
+from sluice.scheduling.admission import POLICIES as ADMISSIONS
+from sluice.scheduling.admission import make_policy as make_admission
+from sluice.scheduling.fleet import Fleet, Report
+from sluice.scheduling.job import PLACED, UNATTAINABLE, RouteDecision
+from sluice.scheduling.ledger import Reservation
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.pairs import HANDOVER_STEPS
+from sluice.scheduling.placement import DecisionInputs, Placer
+from sluice.scheduling.roles import ROLES, Role
+from sluice.scheduling.routing import POLICIES as ROUTERS
+from sluice.scheduling.routing import RouteQuery, Tier
+from sluice.scheduling.routing import make_policy as make_routing
 from tests.scheduling.fleets import MODEL, fleet_of, report, row
 
 PROMISED, BEST_EFFORT = frozenset({Tier.GUARANTEED}), frozenset({Tier.BEST_EFFORT})

@@ -4,17 +4,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduling import fleet_rows as figure
-from scheduling.admission import make_policy as make_admission
-from scheduling.calibration import Calibration
-from scheduling.fleet import Fleet
-from scheduling.job import NO_REPLICA, PLACED, UNATTAINABLE, RouteDecision
-from scheduling.margins import PRIOR
-from scheduling.objective import SLO
-from scheduling.placement import DecisionInputs, Placer
-from scheduling.roles import Role
-from scheduling.routing import RouteQuery, Tier
-from scheduling.routing import make_policy as make_routing
+from sluice.scheduling import fleet_rows as figure
+from sluice.scheduling.admission import make_policy as make_admission
+from sluice.scheduling.calibration import Calibration
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.job import NO_REPLICA, PLACED, UNATTAINABLE, RouteDecision
+from sluice.scheduling.margins import PRIOR
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.placement import DecisionInputs, Placer
+from sluice.scheduling.roles import Role
+from sluice.scheduling.routing import RouteQuery, Tier
+from sluice.scheduling.routing import make_policy as make_routing
 from tests.scheduling.fleets import MODEL, fleet_of, report, row
 
 ADMISSIONS = ("moore_hodgson", "pab", "slos_serve")

@@ -2,9 +2,9 @@
 
 import pytest
 
-from scheduling import admission, fleet_report, fleet_rows, routing
-from scheduling.admission import moore_hodgson
-from scheduling.placement_warm_up import warm_up_placement
+from sluice.scheduling import admission, fleet_report, fleet_rows, routing
+from sluice.scheduling.admission import moore_hodgson
+from sluice.scheduling.placement_warm_up import warm_up_placement
 
 
 @pytest.mark.parametrize("name", routing.POLICIES)

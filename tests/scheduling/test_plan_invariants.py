@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduling.batching import (
+from sluice.scheduling.batching import (
     POLICIES,
     BatchBudget,
     BatchBuilder,
@@ -16,18 +16,18 @@ from scheduling.batching import (
     BatchPolicy,
     make_policy,
 )
-from scheduling.batching.fairbatching import FairBatchingOptions
-from scheduling.batching.slidebatching import SlideBatchingOptions
-from scheduling.latency import (
+from sluice.scheduling.batching.fairbatching import FairBatchingOptions
+from sluice.scheduling.batching.slidebatching import SlideBatchingOptions
+from sluice.scheduling.latency import (
     LatencyModel,
     LinearLatency,
     PrefillDecodeLatency,
     RooflineLatency,
     StepSample,
 )
-from scheduling.objective import SLO
-from scheduling.request import QueueView, RequestView
-from scheduling.speculation_solver import MOST_LENGTH
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.request import QueueView, RequestView
+from sluice.scheduling.speculation_solver import MOST_LENGTH
 from tests.scheduling.steps import run
 from tests.scheduling.views import (
     ROOMY,

@@ -12,7 +12,7 @@ from textwrap import dedent
 import pytest
 from pydantic import Field
 
-from scheduling.policy import PolicyOptions, Registry
+from sluice.scheduling.policy import PolicyOptions, Registry
 from tests.documents import ROOT, marked
 
 _PROJECT = """
@@ -106,14 +106,20 @@ def test_the_documents_package_brings_a_policy_along(tmp_path: Path) -> None:
     _run([*pip, "--no-index", "--target", str(target), str(source)], target)
     listed = json.loads(
         _run(
-            [sys.executable, "-c", "from deploy.cli import main; main()", "policies", "--json"],
+            [
+                sys.executable,
+                "-c",
+                "from sluice.deploy.cli import main; main()",
+                "policies",
+                "--json",
+            ],
             target,
         )
     )
     assert ("batch", "priority_first") in {(each["kind"], each["name"]) for each in listed}
     made = dedent("""
-        from replica.config import EngineConfig
-        from scheduling.batching import make_policy
+        from sluice.replica.config import EngineConfig
+        from sluice.scheduling.batching import make_policy
         print(type(make_policy(EngineConfig(policy="priority_first").policy)).__module__)
     """)
     assert _run([sys.executable, "-c", made], target).strip() == "our_policies"

@@ -3,7 +3,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduling.preemption import AgedShare, InFlight, Options, Prefill, decide
+from sluice.scheduling.preemption import AgedShare, InFlight, Options, Prefill, decide
 
 OPTIONS = Options(chunk=1000, late_chunk=100, together=400, most=2000)
 S_PER_TOKEN = 0.001

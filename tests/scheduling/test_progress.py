@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduling.batching import POLICIES, BatchBudget, BatchPolicy, make_policy
-from scheduling.latency import LinearLatency, StepSample
-from scheduling.objective import SLO
-from scheduling.request import QueueView, RequestView
+from sluice.scheduling.batching import POLICIES, BatchBudget, BatchPolicy, make_policy
+from sluice.scheduling.latency import LinearLatency, StepSample
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.request import QueueView, RequestView
 from tests.scheduling.views import slos
 
 BLOCK = 16

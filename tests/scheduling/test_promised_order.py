@@ -2,9 +2,9 @@
 
 import pytest
 
-from scheduling.batching import POLICIES, BatchBudget, make_policy
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO
+from sluice.scheduling.batching import POLICIES, BatchBudget, make_policy
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO
 from tests.scheduling.steps import run
 from tests.scheduling.views import prefill
 

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduling.reliability import CHECKED, FEW, QUANTILES, WINDOW, Curve, Forecast, Reliability
+from sluice.scheduling.reliability import (
+    CHECKED,
+    FEW,
+    QUANTILES,
+    WINDOW,
+    Curve,
+    Forecast,
+    Reliability,
+)
 
 SHARES = pytest.approx(QUANTILES, abs=0.05)
 

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduling import batching, routing
-from scheduling.admission import make_policy as make_admission
-from scheduling.admission.room import LEAST_WAIT_S
-from scheduling.job import RouteQuery, Tier
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO
-from scheduling.placement import Placer
-from scheduling.retry_after import (
+from sluice.scheduling import batching, routing
+from sluice.scheduling.admission import make_policy as make_admission
+from sluice.scheduling.admission.room import LEAST_WAIT_S
+from sluice.scheduling.job import RouteQuery, Tier
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.placement import Placer
+from sluice.scheduling.retry_after import (
     GRACE_S,
     HORIZON_S,
     LEAST_FACTOR,
@@ -25,10 +25,10 @@ from scheduling.retry_after import (
     Line,
     RetryAfter,
 )
-from simulation.cluster import simulate_cluster
-from simulation.config import ClusterConfig
-from simulation.requests import Requests
-from simulation.workload import Arrival, Workload
+from sluice.simulation.cluster import simulate_cluster
+from sluice.simulation.config import ClusterConfig
+from sluice.simulation.requests import Requests
+from sluice.simulation.workload import Arrival, Workload
 from tests.scheduling.fleets import fleet_of, report, row
 
 SLOW = SLO(ttft_s=1.0, tpot_s=0.1)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduling.fleet import Fleet
-from scheduling.fleet_rows import EXPECTED_BLOCKS, PAB, work_on
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO
-from scheduling.routing import POLICIES, make_policy
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.fleet_rows import EXPECTED_BLOCKS, PAB, work_on
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.routing import POLICIES, make_policy
 from tests.scheduling.fleets import QUERY, figures_of, fleet_of, job, report, row
 
 replicas = st.fixed_dictionaries(

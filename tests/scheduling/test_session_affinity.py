@@ -7,10 +7,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduling.fleet import Fleet
-from scheduling.fleet_rows import RUNNING
-from scheduling.routing import make_policy
-from scheduling.routing.base import Job
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.fleet_rows import RUNNING
+from sluice.scheduling.routing import make_policy
+from sluice.scheduling.routing.base import Job
 from tests.scheduling.fleets import figures_of, fleet_of, job, report
 
 sessions = st.integers(1, 2**63 - 1)

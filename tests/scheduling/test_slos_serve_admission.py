@@ -7,15 +7,15 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduling.admission.slos_serve_selection import (
+from sluice.scheduling.admission.slos_serve_selection import (
     HORIZON_S,
     MOST_NEW,
     Demand,
     Supply,
     admissible,
 )
-from scheduling.kernels import Floats
-from scheduling.objective import Anchor
+from sluice.scheduling.kernels import Floats
+from sluice.scheduling.objective import Anchor
 
 SLIP_S = 1e-9
 

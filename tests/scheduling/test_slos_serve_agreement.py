@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduling.admission.slos_serve import VirtualReplica, VirtualReplicaOptions
-from scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
-from scheduling.batching import BatchBudget
-from scheduling.batching.slos_serve import SLOsServe, SLOsServeOptions
-from scheduling.expected import paced
-from scheduling.fleet import Fleet, Report
-from scheduling.job import RouteQuery, Tier
-from scheduling.latency import LatencyModel, LinearLatency, RooflineLatency
-from scheduling.objective import SLO, Anchor
-from scheduling.pacing import shared_out
-from scheduling.placement import Placer
-from scheduling.request import QueueView, RequestView
-from scheduling.routing import make_policy
-from simulation.mirror import state_rows
+from sluice.scheduling.admission.slos_serve import VirtualReplica, VirtualReplicaOptions
+from sluice.scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
+from sluice.scheduling.batching import BatchBudget
+from sluice.scheduling.batching.slos_serve import SLOsServe, SLOsServeOptions
+from sluice.scheduling.expected import paced
+from sluice.scheduling.fleet import Fleet, Report
+from sluice.scheduling.job import RouteQuery, Tier
+from sluice.scheduling.latency import LatencyModel, LinearLatency, RooflineLatency
+from sluice.scheduling.objective import SLO, Anchor
+from sluice.scheduling.pacing import shared_out
+from sluice.scheduling.placement import Placer
+from sluice.scheduling.request import QueueView, RequestView
+from sluice.scheduling.routing import make_policy
+from sluice.simulation.mirror import state_rows
 from tests.scheduling.steps import run
 from tests.scheduling.views import prefill, queues
 

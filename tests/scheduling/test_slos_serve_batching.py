@@ -3,19 +3,19 @@
 import numpy as np
 import pytest
 
-from scheduling.batching import BatchBudget, BatchPlan
-from scheduling.batching.sarathi import Sarathi, SarathiOptions
-from scheduling.batching.slos_serve import MOST_DECIDED, SLOsServe, SLOsServeOptions
-from scheduling.kernels import TTFT
-from scheduling.latency import LatencyModel, LinearLatency, RooflineLatency
-from scheduling.objective import SLO
-from scheduling.request import QueueView, RequestView
-from simulation import metrics
-from simulation.config import EngineConfig
-from simulation.metrics import TPOTMetric
-from simulation.run import simulate
-from simulation.truth import Truth
-from simulation.workload import Arrival, Stage, Workload
+from sluice.scheduling.batching import BatchBudget, BatchPlan
+from sluice.scheduling.batching.sarathi import Sarathi, SarathiOptions
+from sluice.scheduling.batching.slos_serve import MOST_DECIDED, SLOsServe, SLOsServeOptions
+from sluice.scheduling.kernels import TTFT
+from sluice.scheduling.latency import LatencyModel, LinearLatency, RooflineLatency
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.request import QueueView, RequestView
+from sluice.simulation import metrics
+from sluice.simulation.config import EngineConfig
+from sluice.simulation.metrics import TPOTMetric
+from sluice.simulation.run import simulate
+from sluice.simulation.truth import Truth
+from sluice.simulation.workload import Arrival, Stage, Workload
 from tests.scheduling.test_progress import Job, run
 from tests.scheduling.views import ROOMY, decode, prefill, queue_of
 

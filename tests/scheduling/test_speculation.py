@@ -10,12 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduling.batching import BatchBudget, BatchPlan, make_policy
-from scheduling.kernels import FIXED, PREFILL_TOKENS, work_s
-from scheduling.latency import LatencyModel, LinearLatency, PrefillDecodeLatency, RooflineLatency
-from scheduling.objective import SLO, Anchor
-from scheduling.request import RequestView
-from scheduling.speculation import (
+from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
+from sluice.scheduling.kernels import FIXED, PREFILL_TOKENS, work_s
+from sluice.scheduling.latency import (
+    LatencyModel,
+    LinearLatency,
+    PrefillDecodeLatency,
+    RooflineLatency,
+)
+from sluice.scheduling.objective import SLO, Anchor
+from sluice.scheduling.request import RequestView
+from sluice.scheduling.speculation import (
     CREDIT,
     MAX_CLASSES,
     MEMORY_TRIALS,
@@ -25,7 +30,7 @@ from scheduling.speculation import (
     AllDrafts,
     Lengths,
 )
-from scheduling.speculation_solver import (
+from sluice.scheduling.speculation_solver import (
     MOST_LENGTH,
     accepted_tokens,
     for_decodes,

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from scheduling.batching.warm_up import warm_up
+from sluice.scheduling.batching.warm_up import warm_up
 
 # Each policy in a process of its own, as one would load the loops of the next: children of one that
 # has imported everything and called nothing, which spares each the imports.
@@ -18,14 +18,14 @@ import sys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba.core.registry import CPUDispatcher
-from scheduling.batching import POLICIES, make_policy
-from scheduling.batching.warm_up import warm_up
+from sluice.scheduling.batching import POLICIES, make_policy
+from sluice.scheduling.batching.warm_up import warm_up
 from tests.scheduling.views import budgets, latencies, queues
 
 def loaded():
     return {
         f"{module}.{key}": len(value.signatures)
-        for module, holder in list(sys.modules.items()) if module.startswith("scheduling")
+        for module, holder in list(sys.modules.items()) if module.startswith("sluice.scheduling")
         for key, value in vars(holder).items() if isinstance(value, CPUDispatcher)
     }
 
@@ -67,7 +67,7 @@ def test_without_a_place_for_compiled_loops_they_are_compiled_anew():
 import numba.core.caching as caching
 import numpy as np
 caching.CompileResultCacheImpl._locator_classes = []
-from scheduling import kernels
+from sluice.scheduling import kernels
 assert kernels.work_s(np.ones(kernels.COEFFICIENTS), 1.0, 2.0) == 3.0
 assert kernels.work_s.signatures and not kernels.work_s.stats.cache_hits
 """

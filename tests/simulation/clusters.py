@@ -5,17 +5,17 @@ from typing import Any
 
 import numpy as np
 
-from scheduling import routing
-from scheduling.batching import BatchPolicy, make_policy
-from scheduling.roles import Role
-from scheduling.routing import RoutingPolicy
-from simulation.config import (
+from sluice.scheduling import routing
+from sluice.scheduling.batching import BatchPolicy, make_policy
+from sluice.scheduling.roles import Role
+from sluice.scheduling.routing import RoutingPolicy
+from sluice.simulation.config import (
     ClusterConfig,
 )
-from simulation.metrics import stages
-from simulation.run import Result
-from simulation.truth import Truth
-from simulation.workload import Workload
+from sluice.simulation.metrics import stages
+from sluice.simulation.run import Result
+from sluice.simulation.truth import Truth
+from sluice.simulation.workload import Workload
 from tests.simulation.loads import MODEL, workload
 
 EXACT = Truth(MODEL, noise=0)

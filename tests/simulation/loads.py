@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 from hypothesis import strategies as st
 
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO
-from simulation.config import EngineConfig
-from simulation.workload import Arrival, Stage, Workload
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO
+from sluice.simulation.config import EngineConfig
+from sluice.simulation.workload import Arrival, Stage, Workload
 
 MODEL = LinearLatency(a=0.004, b=5e-5, c=2e-7, d=1e-9)
 OBJECTIVE = SLO(ttft_s=0.5, tpot_s=0.05)

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduling.batching import BatchBudget, BatchPlan, BatchPolicy, make_policy
-from scheduling.batching.base import BatchBuilder
-from scheduling.latency import LatencyModel, LinearLatency
-from scheduling.objective import SLO
-from scheduling.request import QueueView
-from simulation.config import EngineConfig
-from simulation.run import TOO_LONG, simulate
-from simulation.truth import Truth
-from simulation.workload import Arrival, Workload
+from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy, make_policy
+from sluice.scheduling.batching.base import BatchBuilder
+from sluice.scheduling.latency import LatencyModel, LinearLatency
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.request import QueueView
+from sluice.simulation.config import EngineConfig
+from sluice.simulation.run import TOO_LONG, simulate
+from sluice.simulation.truth import Truth
+from sluice.simulation.workload import Arrival, Workload
 from tests.simulation.loads import of
 
 # Powers of two, so that a step's time is exact in whatever order it is summed.

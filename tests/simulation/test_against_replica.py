@@ -4,17 +4,17 @@ one policy, one model and one workload, every token must leave at the same time.
 import numpy as np
 import pytest
 
-from replica.config import SimulatedEngineConfig
-from replica.scheduler.local_scheduler import LocalScheduler
-from replica.scheduler.state_table import StateTable
-from replica.simulated.core import SimulatedCore, SimulatedSequence
-from scheduling.batching import POLICIES, make_policy
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO
-from simulation.config import EngineConfig
-from simulation.run import simulate
-from simulation.truth import Belief, Truth
-from simulation.workload import Arrival, Workload
+from sluice.replica.config import SimulatedEngineConfig
+from sluice.replica.scheduler.local_scheduler import LocalScheduler
+from sluice.replica.scheduler.state_table import StateTable
+from sluice.replica.simulated.core import SimulatedCore, SimulatedSequence
+from sluice.scheduling.batching import POLICIES, make_policy
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO
+from sluice.simulation.config import EngineConfig
+from sluice.simulation.run import simulate
+from sluice.simulation.truth import Belief, Truth
+from sluice.simulation.workload import Arrival, Workload
 from tests.simulation.loads import of
 
 # Powers of two, so that a step's time is exact in whatever order it is summed: a search by

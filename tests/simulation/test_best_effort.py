@@ -5,15 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduling.batching import POLICIES, BatchPolicy, BestEffortOptions, make_policy
-from scheduling.objective import SLO
-from simulation.config import EngineConfig
-from simulation.engine import Engine
-from simulation.metrics import TPOTMetric, attained, stages
-from simulation.requests import Requests
-from simulation.run import drive
-from simulation.truth import Belief, Truth
-from simulation.workload import Arrival, Workload
+from sluice.scheduling.batching import POLICIES, BatchPolicy, BestEffortOptions, make_policy
+from sluice.scheduling.objective import SLO
+from sluice.simulation.config import EngineConfig
+from sluice.simulation.engine import Engine
+from sluice.simulation.metrics import TPOTMetric, attained, stages
+from sluice.simulation.requests import Requests
+from sluice.simulation.run import drive
+from sluice.simulation.truth import Belief, Truth
+from sluice.simulation.workload import Arrival, Workload
 from tests.simulation.loads import MODEL, configs, families, of, workloads
 
 CHAT = SLO(ttft_s=0.5, tpot_s=0.05)

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduling import batching, routing
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO
-from scheduling.pool_ratio import PoolDemand
-from simulation.capacity import (
+from sluice.scheduling import batching, routing
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.pool_ratio import PoolDemand
+from sluice.simulation.capacity import (
     MOST_REPLICAS,
     Pools,
     Search,
@@ -20,11 +20,11 @@ from simulation.capacity import (
     search,
     search_pools,
 )
-from simulation.cluster import simulate_cluster
-from simulation.config import ClusterConfig, EngineConfig
-from simulation.metrics import TPOTMetric, attained, stages
-from simulation.truth import Truth
-from simulation.workload import Arrival, Stage, Workload
+from sluice.simulation.cluster import simulate_cluster
+from sluice.simulation.config import ClusterConfig, EngineConfig
+from sluice.simulation.metrics import TPOTMetric, attained, stages
+from sluice.simulation.truth import Truth
+from sluice.simulation.workload import Arrival, Stage, Workload
 from tests.simulation.loads import workload
 
 SERVICE = LinearLatency(a=0.05, b=5e-5)

@@ -7,19 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.config import ControllerConfig
-from replica.config import ReplicaConfig
-from router.config import RouterConfig
-from router.dispatch import resumable as handover
-from router.dispatch.dispatcher import RETRY_PAUSE_S
-from router.serve.request_router import NO_REPLICA_WAIT_S
-from scheduling import routing
-from scheduling.admission import POLICIES as ADMISSIONS
-from scheduling.admission import make_policy as make_admission
-from scheduling.batching import make_policy
-from scheduling.latency import LinearLatency
-from scheduling.roles import Role
-from simulation.cluster import (
+from sluice.controller.config import ControllerConfig
+from sluice.replica.config import ReplicaConfig
+from sluice.router.config import RouterConfig
+from sluice.router.dispatch import resumable as handover
+from sluice.router.dispatch.dispatcher import RETRY_PAUSE_S
+from sluice.router.serve.request_router import NO_REPLICA_WAIT_S
+from sluice.scheduling import routing
+from sluice.scheduling.admission import POLICIES as ADMISSIONS
+from sluice.scheduling.admission import make_policy as make_admission
+from sluice.scheduling.batching import make_policy
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.roles import Role
+from sluice.simulation.cluster import (
     NO_ATTEMPT_LEFT,
     NO_REPLICA,
     REFUSED,
@@ -27,7 +27,7 @@ from simulation.cluster import (
     Node,
     simulate_cluster,
 )
-from simulation.config import (
+from sluice.simulation.config import (
     ClusterConfig,
     EngineConfig,
     Failure,
@@ -35,12 +35,12 @@ from simulation.config import (
     Slowdown,
     WhenUnattainable,
 )
-from simulation.engine import LEAST_SHARE, Engine
-from simulation.metrics import TPOTMetric, attained, stages
-from simulation.requests import Requests
-from simulation.run import TOO_LONG, Result, simulate
-from simulation.truth import Belief, Truth
-from simulation.workload import Workload
+from sluice.simulation.engine import LEAST_SHARE, Engine
+from sluice.simulation.metrics import TPOTMetric, attained, stages
+from sluice.simulation.requests import Requests
+from sluice.simulation.run import TOO_LONG, Result, simulate
+from sluice.simulation.truth import Belief, Truth
+from sluice.simulation.workload import Workload
 from tests.simulation.clusters import EXACT, batch, ended_well, pools, route, steady
 from tests.simulation.loads import MODEL, families, workload, workloads
 

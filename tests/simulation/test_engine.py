@@ -5,20 +5,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduling.batching import POLICIES, BatchBuilder, BatchPolicy, make_policy
-from scheduling.kernels import EXPECTED
-from scheduling.latency import LatencyModel, LinearLatency
-from scheduling.length import OracleLengths
-from scheduling.objective import SLO
-from scheduling.request import QueueView
-from scheduling.speculation import AllDrafts
-from simulation import steps
-from simulation.config import EngineConfig, Speculation
-from simulation.engine import Engine, StuckError
-from simulation.requests import Requests
-from simulation.run import TOO_LONG, Result, drive, simulate
-from simulation.truth import Belief, Truth
-from simulation.workload import Arrival, Stage, Workload
+from sluice.scheduling.batching import POLICIES, BatchBuilder, BatchPolicy, make_policy
+from sluice.scheduling.kernels import EXPECTED
+from sluice.scheduling.latency import LatencyModel, LinearLatency
+from sluice.scheduling.length import OracleLengths
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.request import QueueView
+from sluice.scheduling.speculation import AllDrafts
+from sluice.simulation import steps
+from sluice.simulation.config import EngineConfig, Speculation
+from sluice.simulation.engine import Engine, StuckError
+from sluice.simulation.requests import Requests
+from sluice.simulation.run import TOO_LONG, Result, drive, simulate
+from sluice.simulation.truth import Belief, Truth
+from sluice.simulation.workload import Arrival, Stage, Workload
 from tests.simulation.loads import MODEL, OBJECTIVE, configs, of, workload, workloads
 
 EXACT = Truth(MODEL, noise=0)

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduling.batching import make_policy
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO, Anchor, GainWeights, TokenClock
-from scheduling.tpot import TPOTAnchor
-from simulation.config import EngineConfig
-from simulation.judged import Judged
-from simulation.metrics import (
+from sluice.scheduling.batching import make_policy
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO, Anchor, GainWeights, TokenClock
+from sluice.scheduling.tpot import TPOTAnchor
+from sluice.simulation.config import EngineConfig
+from sluice.simulation.judged import Judged
+from sluice.simulation.metrics import (
     TPOTMetric,
     attained,
     deadline_gain,
@@ -22,10 +22,10 @@ from simulation.metrics import (
     stages,
     worst_by_request,
 )
-from simulation.requests import Requests
-from simulation.run import simulate
-from simulation.summary import summarise
-from simulation.workload import Arrival, Stage, Workload
+from sluice.simulation.requests import Requests
+from sluice.simulation.run import simulate
+from sluice.simulation.summary import summarise
+from sluice.simulation.workload import Arrival, Stage, Workload
 from tests.simulation.loads import MODEL, of, workload, workloads
 
 # Token times of one request that arrived at 1.0.

@@ -3,21 +3,21 @@
 import numpy as np
 import pytest
 
-from controller.mirror import Mirror as RealMirror
-from scheduling import fleet_rows as figure
-from scheduling.batching import make_policy
-from scheduling.fleet import Fleet, FleetSettings, Report
-from scheduling.latency import LinearLatency
-from scheduling.latency_profile import LatencyProfile
-from scheduling.objective import SLO
-from scheduling.routing import RouteQuery
-from scheduling.routing import make_policy as make_routing
-from scheduling.state import ROW
-from simulation.config import ClusterConfig, EngineConfig
-from simulation.engine import Engine
-from simulation.mirror import Mirror, Sent, state_rows
-from simulation.requests import Requests
-from simulation.truth import Belief, Truth
+from sluice.controller.mirror import Mirror as RealMirror
+from sluice.scheduling import fleet_rows as figure
+from sluice.scheduling.batching import make_policy
+from sluice.scheduling.fleet import Fleet, FleetSettings, Report
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.latency_profile import LatencyProfile
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.routing import RouteQuery
+from sluice.scheduling.routing import make_policy as make_routing
+from sluice.scheduling.state import ROW
+from sluice.simulation.config import ClusterConfig, EngineConfig
+from sluice.simulation.engine import Engine
+from sluice.simulation.mirror import Mirror, Sent, state_rows
+from sluice.simulation.requests import Requests
+from sluice.simulation.truth import Belief, Truth
 from tests.controller.fleet import hello, summary
 from tests.simulation.loads import MODEL, workload
 

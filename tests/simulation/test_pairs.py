@@ -3,20 +3,20 @@
 import numpy as np
 import pytest
 
-from scheduling.admission import make_policy as make_admission
-from scheduling.batching import make_policy
-from scheduling.kernels import TTFT
-from scheduling.objective import SLO
-from simulation.cluster import (
+from sluice.scheduling.admission import make_policy as make_admission
+from sluice.scheduling.batching import make_policy
+from sluice.scheduling.kernels import TTFT
+from sluice.scheduling.objective import SLO
+from sluice.simulation.cluster import (
     simulate_cluster,
 )
-from simulation.config import (
+from sluice.simulation.config import (
     ClusterConfig,
     EngineConfig,
     Failure,
     Resize,
 )
-from simulation.run import simulate
+from sluice.simulation.run import simulate
 from tests.simulation.clusters import EXACT, batch, ended_well, pools, route, steady
 from tests.simulation.loads import MODEL, workload
 

@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.experiments.engines import SETUPS
-from scheduling.admission import make_policy
-from scheduling.latency import LinearLatency, StepSample
-from scheduling.objective import SLO
-from simulation.forward import LLAMA3_8B, LLAMA3_70B, Pass
-from simulation.preemption import WHOLE, PreemptionConfig
-from simulation.prefill_run import REFUSED, simulate_prefills
-from simulation.truth import Truth
-from simulation.workload import Arrival, Workload
-from simulation.workloads.settings import flowprefill
+from sluice.benchmarks.experiments.engines import SETUPS
+from sluice.scheduling.admission import make_policy
+from sluice.scheduling.latency import LinearLatency, StepSample
+from sluice.scheduling.objective import SLO
+from sluice.simulation.forward import LLAMA3_8B, LLAMA3_70B, Pass
+from sluice.simulation.preemption import WHOLE, PreemptionConfig
+from sluice.simulation.prefill_run import REFUSED, simulate_prefills
+from sluice.simulation.truth import Truth
+from sluice.simulation.workload import Arrival, Workload
+from sluice.simulation.workloads.settings import flowprefill
 
 MODEL = LinearLatency(a=0.01, b=1e-4, c=1e-7, d=4e-9)
 EXACT = Truth(MODEL, 0.0)

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduling.batching import POLICIES, make_policy
-from simulation.config import EngineConfig, Speculation
-from simulation.engine import Engine
-from simulation.requests import Requests
-from simulation.run import TOO_LONG, drive, simulate
-from simulation.truth import Belief, Truth
-from simulation.workload import Arrival, Workload
+from sluice.scheduling.batching import POLICIES, make_policy
+from sluice.simulation.config import EngineConfig, Speculation
+from sluice.simulation.engine import Engine
+from sluice.simulation.requests import Requests
+from sluice.simulation.run import TOO_LONG, drive, simulate
+from sluice.simulation.truth import Belief, Truth
+from sluice.simulation.workload import Arrival, Workload
 from tests.simulation.loads import HASHED, MODEL, OBJECTIVE, families
 
 EXACT = Truth(MODEL, noise=0)

@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from scheduling.admission import make_policy as make_admission
-from scheduling.kernels import E2E, TPOT, TTFT
-from scheduling.objective import SLO
-from simulation.cluster import simulate_cluster
-from simulation.config import ClusterConfig
-from simulation.judged import Judged, late, observed
-from simulation.metrics import TPOTMetric, attained, stages
-from simulation.requests import Requests
-from simulation.run import Result, simulate
-from simulation.truth import Belief, Truth
-from simulation.workload import Arrival, Stage, Workload
+from sluice.scheduling.admission import make_policy as make_admission
+from sluice.scheduling.kernels import E2E, TPOT, TTFT
+from sluice.scheduling.objective import SLO
+from sluice.simulation.cluster import simulate_cluster
+from sluice.simulation.config import ClusterConfig
+from sluice.simulation.judged import Judged, late, observed
+from sluice.simulation.metrics import TPOTMetric, attained, stages
+from sluice.simulation.requests import Requests
+from sluice.simulation.run import Result, simulate
+from sluice.simulation.truth import Belief, Truth
+from sluice.simulation.workload import Arrival, Stage, Workload
 from tests.simulation.clusters import EXACT, batch, route
 from tests.simulation.loads import MODEL, of, workload, workloads
 

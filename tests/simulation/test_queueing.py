@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from scheduling.batching import make_policy
-from scheduling.latency import LinearLatency
-from simulation.config import EngineConfig
-from simulation.metrics import stages
-from simulation.run import simulate
-from simulation.truth import Truth
-from simulation.workload import Arrival, Workload
+from sluice.scheduling.batching import make_policy
+from sluice.scheduling.latency import LinearLatency
+from sluice.simulation.config import EngineConfig
+from sluice.simulation.metrics import stages
+from sluice.simulation.run import simulate
+from sluice.simulation.truth import Truth
+from sluice.simulation.workload import Arrival, Workload
 from tests.simulation.loads import OBJECTIVE
 
 MODEL = LinearLatency(a=0.02, b=1e-4)

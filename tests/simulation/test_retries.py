@@ -9,21 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.overload import PATIENCE_S, RATE, SLO_OF, WARM_UP_S, make_load
-from benchmarks.replay_load import LIGHT_ENGINE
-from controller.config import ControllerConfig
-from replica.config import EngineConfig as ReplicaEngineConfig
-from router.config import RouterConfig
-from scheduling.batching import make_policy
-from scheduling.job import RouteQuery
-from scheduling.kernels import ARRIVAL
-from scheduling.latency import LinearLatency
-from scheduling.roles import Role
-from simulation.cluster import Cluster
-from simulation.config import ClusterConfig, EngineConfig
-from simulation.engine import Engine
-from simulation.requests import Requests
-from simulation.truth import Belief, Truth
+from sluice.benchmarks.overload import PATIENCE_S, RATE, SLO_OF, WARM_UP_S, make_load
+from sluice.benchmarks.replay_load import LIGHT_ENGINE
+from sluice.controller.config import ControllerConfig
+from sluice.replica.config import EngineConfig as ReplicaEngineConfig
+from sluice.router.config import RouterConfig
+from sluice.scheduling.batching import make_policy
+from sluice.scheduling.job import RouteQuery
+from sluice.scheduling.kernels import ARRIVAL
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.roles import Role
+from sluice.simulation.cluster import Cluster
+from sluice.simulation.config import ClusterConfig, EngineConfig
+from sluice.simulation.engine import Engine
+from sluice.simulation.requests import Requests
+from sluice.simulation.truth import Belief, Truth
 
 REPLICAS = 2
 SECONDS = 35.0

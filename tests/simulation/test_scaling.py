@@ -7,19 +7,26 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
-from scheduling import batching, routing
-from scheduling.autoscaling import AutoscalingPolicy, Decision, Load, Pool, State, make_policy
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO
-from simulation.cluster import simulate_cluster
-from simulation.config import Autoscaling, ClusterConfig
-from simulation.events import Events
-from simulation.judged import Judged
-from simulation.metrics import TPOTMetric, attained, stages
-from simulation.requests import Requests
-from simulation.run import Result
-from simulation.scaling import Scaler
-from simulation.workload import Arrival, Stage, Workload
+from sluice.scheduling import batching, routing
+from sluice.scheduling.autoscaling import (
+    AutoscalingPolicy,
+    Decision,
+    Load,
+    Pool,
+    State,
+    make_policy,
+)
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.objective import SLO
+from sluice.simulation.cluster import simulate_cluster
+from sluice.simulation.config import Autoscaling, ClusterConfig
+from sluice.simulation.events import Events
+from sluice.simulation.judged import Judged
+from sluice.simulation.metrics import TPOTMetric, attained, stages
+from sluice.simulation.requests import Requests
+from sluice.simulation.run import Result
+from sluice.simulation.scaling import Scaler
+from sluice.simulation.workload import Arrival, Stage, Workload
 
 MODEL = LinearLatency(a=0.01, b=0.001)
 OBJECTIVE = SLO(ttft_s=1.0, tpot_s=0.1)

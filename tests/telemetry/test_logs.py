@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.config import LogsConfig
-from telemetry.logs import (
+from sluice.telemetry.config import LogsConfig
+from sluice.telemetry.logs import (
     PACKAGES,
     REPEAT_PERIOD_S,
     REPEATS,
@@ -26,7 +26,7 @@ from telemetry.logs import (
 
 @pytest.fixture
 def log() -> logging.Logger:
-    return logging.Logger("router.dispatch.dispatcher")
+    return logging.Logger("sluice.router.dispatch.dispatcher")
 
 
 def lines(logger: logging.Logger, formatter: logging.Formatter) -> io.StringIO:
@@ -51,7 +51,7 @@ def test_a_json_line_holds_the_request_its_fields_and_the_exception(log: logging
     assert entry == {
         "level": "error",
         "process": "router-1",
-        "logger": "router.dispatch.dispatcher",
+        "logger": "sluice.router.dispatch.dispatcher",
         "request_id": "abc",
         "message": "it failed",
         "ttft_ms": 1.5,
@@ -144,6 +144,6 @@ def test_a_folder_gets_a_file_of_the_process_with_what_the_level_allows(
     for level in ("debug", "warning"):
         config = LogsConfig(format="json", level=level, directory=folder)
         configure_logs(config, "replica-7")
-        logging.getLogger("replica.server").info("at %s", level)
+        logging.getLogger("sluice.replica.server").info("at %s", level)
     entries = [json.loads(line) for line in (folder / "replica-7.log").read_text().splitlines()]
     assert [entry["message"] for entry in entries] == ["at debug"]

@@ -9,8 +9,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 from pydantic import SecretStr, ValidationError
 
-from telemetry.config import TelemetryConfig, TracingConfig
-from telemetry.tracing import Kind, Tracer, make_tracer
+from sluice.telemetry.config import TelemetryConfig, TracingConfig
+from sluice.telemetry.tracing import Kind, Tracer, make_tracer
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 SAMPLED = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01", "tracestate": "vendor=1"}

@@ -100,7 +100,7 @@ http_options:
 applications:
   - name: sluice
     route_prefix: /
-    import_path: deploy.app:build
+    import_path: sluice.deploy.app:build
     args:
       {{- include "sluice.config" . | nindent 6 }}
 {{- end -}}

@@ -9,16 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from scheduling.assumptions import (
+from sluice.scheduling.assumptions import (
     GROWTH_TOKENS,
     LEAST_STEPS,
     PREFILL_SHARE,
     TTFT_SHARE,
     UNKNOWN_OUTPUT_TOKENS,
 )
-from scheduling.batching.aged_lane import LONGEST_STEPS, AgedLane
-from scheduling.batching.base import BatchBuilder, BatchPolicy
-from scheduling.batching.deadline_triage.rows import (
+from sluice.scheduling.batching.aged_lane import LONGEST_STEPS, AgedLane
+from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
+from sluice.scheduling.batching.deadline_triage.rows import (
     UNPACED_S,
     blocks_needed,
     can_catch_up,
@@ -28,9 +28,9 @@ from scheduling.batching.deadline_triage.rows import (
     mean_prompt_s,
     worth,
 )
-from scheduling.batching.deadline_triage.selection import before, fitting, keep
-from scheduling.batching.prefill_share import least_useful_s
-from scheduling.kernels import (
+from sluice.scheduling.batching.deadline_triage.selection import before, fitting, keep
+from sluice.scheduling.batching.prefill_share import least_useful_s
+from sluice.scheduling.kernels import (
     ARRIVAL,
     COMPUTED,
     E2E,
@@ -49,10 +49,10 @@ from scheduling.kernels import (
     is_prefill,
     pending_work_s,
 )
-from scheduling.latency import LatencyModel
-from scheduling.objective import Anchor
-from scheduling.policy import PolicyOptions
-from scheduling.request import QueueView
+from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.objective import Anchor
+from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.request import QueueView
 
 Mask = NDArray[np.bool_]
 
@@ -146,13 +146,13 @@ class DeadlineTriage(BatchPolicy):
        minimum TPOT, minus the head-room (FairBatching §3.2). Late decodes do not shrink it, except
        guaranteed ones that can be on time again when their expected output ends.
     2. *Triage*: prefills by deadline, kept by weighted Moore-Hodgson
-       (:mod:`scheduling.batching.deadline_triage.selection`) against the time that is left for
-       prefill until each deadline if decodes are delayed until their slack is spent (the prefill
-       admission budget of FairBatching §3.4, from prefix sums over decodes by slack), then against
-       the free sequences and KV blocks. A kept prefill without free blocks or a sequence waits for
-       them; prefills whose deadline cannot be met are shed. Each batch decides again, so a shed
-       request is kept once its deadline can be met. A late guaranteed prefill is not shed: it goes
-       as far to the front as makes no kept prefill miss its deadline.
+       (:mod:`sluice.scheduling.batching.deadline_triage.selection`) against the time that is left
+       for prefill until each deadline if decodes are delayed until their slack is spent (the
+       prefill admission budget of FairBatching §3.4, from prefix sums over decodes by slack), then
+       against the free sequences and KV blocks. A kept prefill without free blocks or a sequence
+       waits for them; prefills whose deadline cannot be met are shed. Each batch decides again, so
+       a shed request is kept once its deadline can be met. A late guaranteed prefill is not shed:
+       it goes as far to the front as makes no kept prefill miss its deadline.
     3. *Order*: decodes that would be late if left out; the aged lane; kept prefills by deadline;
        the other decodes; the tail. The batch ends before the first kept prefill that it completes
        is due, and soon enough for a request that arrives in the meantime. While the kept prefills
@@ -165,8 +165,8 @@ class DeadlineTriage(BatchPolicy):
        decodes leave time for new prompts.
     5. *Ageing*: requests that are not kept and older than ``patience_s`` get ``aged_share`` of the
        time and of the running sequences, in order of arrival.
-       :class:`~scheduling.batching.aged_lane.AgedLane` states the starvation bound. A decode that
-       has been late for longer than ``patience_s`` is in every batch.
+       :class:`~sluice.scheduling.batching.aged_lane.AgedLane` states the starvation bound. A decode
+       that has been late for longer than ``patience_s`` is in every batch.
 
     Speculation (SLOs-Serve §3.2.3): a decode step that verifies drafts is due when the last of its
     expected tokens is due, takes the time of all verified tokens, and runs less often. So the time

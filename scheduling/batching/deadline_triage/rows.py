@@ -1,4 +1,4 @@
-"""Compiled per-row computations of :mod:`scheduling.batching.deadline_triage.policy`."""
+"""Compiled per-row computations of :mod:`sluice.scheduling.batching.deadline_triage.policy`."""
 
 # numpy's scalars are "Any" to the type checker.
 # mypy: disable-error-code="no-any-return"
@@ -10,8 +10,8 @@ from math import ceil, inf, isnan
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
-from scheduling.kernels import (
+from sluice.scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
+from sluice.scheduling.kernels import (
     ARRIVAL,
     COMPUTED,
     E2E,

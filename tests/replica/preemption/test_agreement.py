@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replica.preemption.checks import Checks, NoChecksError, distance
-from replica.preemption.words import ControlWords, mark
+from sluice.replica.preemption.checks import Checks, NoChecksError, distance
+from sluice.replica.preemption.words import ControlWords, mark
 
 LAYERS = 6
 

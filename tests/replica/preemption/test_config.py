@@ -2,7 +2,7 @@
 
 import pytest
 
-from replica.config import EngineConfig
+from sluice.replica.config import EngineConfig
 
 OPERATOR = {"granularity": "operator"}
 

@@ -9,16 +9,16 @@ import psutil
 import pytest
 import pytest_asyncio
 
-import replica.preemption.variant  # noqa: F401 - it registers itself
-from replica.config import EngineConfig
-from replica.engine import EngineDeadError, EngineRequest, ResponseChunk, ResponseTail
-from replica.preemption.support import check_preemption
-from replica.scheduler.xargs import SchedulerSettings
-from replica.vllm.engine import VllmEngine
-from replica.vllm.local_model import local_model
-from replica.vllm.setup import parse_arguments
-from replica.vllm.support import UnsupportedVllmError
-from scheduling.objective import SLO
+import sluice.replica.preemption.variant  # noqa: F401 - it registers itself
+from sluice.replica.config import EngineConfig
+from sluice.replica.engine import EngineDeadError, EngineRequest, ResponseChunk, ResponseTail
+from sluice.replica.preemption.support import check_preemption
+from sluice.replica.scheduler.xargs import SchedulerSettings
+from sluice.replica.vllm.engine import VllmEngine
+from sluice.replica.vllm.local_model import local_model
+from sluice.replica.vllm.setup import parse_arguments
+from sluice.replica.vllm.support import UnsupportedVllmError
+from sluice.scheduling.objective import SLO
 from tests.known_profile import known_profile
 from tests.replica.waiting import until
 
@@ -169,7 +169,7 @@ async def test_missing_names_are_told(vllm_config, monkeypatch):
 
 
 async def test_a_missing_module_is_told(vllm_config, monkeypatch):
-    monkeypatch.delitem(sys.modules, "replica.preemption.names", raising=False)
+    monkeypatch.delitem(sys.modules, "sluice.replica.preemption.names", raising=False)
     monkeypatch.setitem(sys.modules, "vllm.v1.cudagraph_dispatcher", None)
     with pytest.raises(UnsupportedVllmError, match=r"lacks .*vllm\.v1\.cudagraph_dispatcher"):
         check_preemption(vllm_config)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from benchmarks.preemption_engine import PreemptiveEngine
-from benchmarks.preemption_trials import random_trials
-from replica.vllm.local_model import local_model
+from sluice.benchmarks.preemption_engine import PreemptiveEngine
+from sluice.benchmarks.preemption_trials import random_trials
+from sluice.replica.vllm.local_model import local_model
 
 pytestmark = pytest.mark.vllm
 

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replica.preemption.checks import Checks, distance
-from replica.preemption.messages import Done, Exit, Resume, Run
-from replica.preemption.pacing import Immediate, Paced, pacer_for
-from replica.preemption.words import ControlWords
-from replica.preemption.worker import TaskRunner
+from sluice.replica.preemption.checks import Checks, distance
+from sluice.replica.preemption.messages import Done, Exit, Resume, Run
+from sluice.replica.preemption.pacing import Immediate, Paced, pacer_for
+from sluice.replica.preemption.words import ControlWords
+from sluice.replica.preemption.worker import TaskRunner
 
 
 class Device:

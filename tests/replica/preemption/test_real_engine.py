@@ -6,14 +6,14 @@ from functools import partial
 
 import pytest
 
-from benchmarks.engine_process import EngineProcess
-from benchmarks.one_engine import Work
-from benchmarks.preemption import STOCK, WAYS, Bench, Prompts
-from benchmarks.preemption_engine import PreemptiveEngine
-from benchmarks.preemption_trials import nested_work, random_prompt, random_trials
-from benchmarks.stock_engine import StockEngine
-from replica.vllm.local_model import local_model
-from scheduling.preemption import AgedShare
+from sluice.benchmarks.engine_process import EngineProcess
+from sluice.benchmarks.one_engine import Work
+from sluice.benchmarks.preemption import STOCK, WAYS, Bench, Prompts
+from sluice.benchmarks.preemption_engine import PreemptiveEngine
+from sluice.benchmarks.preemption_trials import nested_work, random_prompt, random_trials
+from sluice.benchmarks.stock_engine import StockEngine
+from sluice.replica.vllm.local_model import local_model
+from sluice.scheduling.preemption import AgedShare
 
 pytestmark = pytest.mark.vllm
 
@@ -71,7 +71,7 @@ def test_every_operator_and_every_layer_has_a_check(engine):
 
 
 def test_memory_is_kept_for_what_a_layer_of_this_model_holds(engine):
-    """As :mod:`replica.preemption.reserve` has it: heads of 64, half as many of keys."""
+    """As :mod:`sluice.replica.preemption.reserve` has it: heads of 64, half as many of keys."""
     width, intermediate, queries, keys = 128, 320, 128, 64
     elements = 4 * width + max(intermediate, 2 * queries + 2 * keys)
     reserve = engine.executor.reserve

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replica.preemption.lanes import share_workspace
-from replica.preemption.reserve import (
+from sluice.replica.preemption.lanes import share_workspace
+from sluice.replica.preemption.reserve import (
     Need,
     NoMemoryError,
     Reserve,
@@ -18,8 +18,8 @@ from replica.preemption.reserve import (
     left_for_cache,
     reserve_of,
 )
-from replica.preemption_config import PreemptionConfig
-from replica.scheduler.xargs import SchedulerSettings
+from sluice.replica.preemption_config import PreemptionConfig
+from sluice.replica.scheduler.xargs import SchedulerSettings
 
 pytestmark = pytest.mark.vllm
 

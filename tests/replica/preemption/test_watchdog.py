@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replica.preemption.watchdog import StalledError, Watchdog
+from sluice.replica.preemption.watchdog import StalledError, Watchdog
 
 LIMIT_S = 10.0
 

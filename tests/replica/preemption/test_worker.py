@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replica.preemption.checks import Checks
-from replica.preemption.messages import Discard, Discarded, Done, Exit, Failed, Resume, Run
-from replica.preemption.words import ControlWords, mark
-from replica.preemption.worker import TaskRunner
+from sluice.replica.preemption.checks import Checks
+from sluice.replica.preemption.messages import Discard, Discarded, Done, Exit, Failed, Resume, Run
+from sluice.replica.preemption.words import ControlWords, mark
+from sluice.replica.preemption.worker import TaskRunner
 
 
 class Step(NamedTuple):

@@ -13,9 +13,9 @@ import openai
 from openai.types import Batch
 from pydantic import SecretStr
 
-from replica.engine import EngineRequest, ResponseItem
-from router.batches_config import BatchesConfig
-from router.config import RouterConfig
+from sluice.replica.engine import EngineRequest, ResponseItem
+from sluice.router.batches_config import BatchesConfig
+from sluice.router.config import RouterConfig
 from tests.router.far_side import Edge, FarSide, serve
 from tests.router.listening import listening
 

@@ -11,14 +11,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 
-from router.batches.line_caller import LONGEST_PAUSE_S, LineCaller
-from router.batches.lines import BatchRequest
-from router.batches.metrics import BatchMetrics
-from router.batches.places import LinePlaces
-from router.batches.results import Reply
-from router.tenancy.keys import ApiKey
-from router.tenancy.limits import Client, TenantLimits
-from router.tenancy.rate_limits import RateLimiter
+from sluice.router.batches.line_caller import LONGEST_PAUSE_S, LineCaller
+from sluice.router.batches.lines import BatchRequest
+from sluice.router.batches.metrics import BatchMetrics
+from sluice.router.batches.places import LinePlaces
+from sluice.router.batches.results import Reply
+from sluice.router.tenancy.keys import ApiKey
+from sluice.router.tenancy.limits import Client, TenantLimits
+from sluice.router.tenancy.rate_limits import RateLimiter
 from tests.router.batches.routers import (
     KEY,
     OTHER_KEY,
@@ -177,9 +177,9 @@ async def test_lines_that_wait_for_their_rate_hold_up_no_other_client(tmp_path: 
 async def test_a_running_batch_follows_the_caps_of_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.tenancy.auth.POLL_S", 0.01)
+    monkeypatch.setattr("sluice.router.tenancy.auth.POLL_S", 0.01)
     folder, path = tmp_path / "batches", tmp_path / "keys.yaml"
-    monkeypatch.setattr("router.batches.line_caller.LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr("sluice.router.batches.line_caller.LONGEST_PAUSE_S", 0.01)
     path.write_text(f"- {{key: {KEY}, name: acme, tokens_per_minute: 0.001}}\n")
     side = FarSide(a=serve)
     settings = config(folder).model_copy(update={"api_keys_file": path})
@@ -196,7 +196,7 @@ async def test_a_running_batch_follows_the_caps_of_its_key(
 async def test_the_batches_of_a_key_that_is_taken_away_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.tenancy.auth.POLL_S", 0.01)
+    monkeypatch.setattr("sluice.router.tenancy.auth.POLL_S", 0.01)
     folder, path = tmp_path / "batches", tmp_path / "keys.yaml"
     path.write_text(f"- {{key: {KEY}, name: acme}}\n- other-key\n")
     side = FarSide(a=Held(1))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import yaml
 
-from deploy.config import SluiceConfig
-from router.batches.records import Status
-from router.batches_config import BatchesConfig
+from sluice.deploy.config import SluiceConfig
+from sluice.router.batches.records import Status
+from sluice.router.batches_config import BatchesConfig
 from tests.documents import ROOT, marked, rows, section
 from tests.router.batches.routers import config, serving
 

@@ -13,8 +13,8 @@ import openai
 import pytest
 from pydantic import ValidationError
 
-from router.batches_config import DAY_S, BatchesConfig
-from router.config import RouterConfig
+from sluice.router.batches_config import DAY_S, BatchesConfig
+from sluice.router.config import RouterConfig
 from tests.router.batches.routers import (
     KEY,
     OTHER_KEY,

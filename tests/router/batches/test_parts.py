@@ -15,10 +15,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from router.answer import ReplicaFailedError
-from router.batches.disk import DiskThreads, try_lock, used_bytes, write_whole
-from router.batches.line_caller import FAILED_PAUSE_S, FIRST_PAUSE_S, LONGEST_PAUSE_S, LineCaller
-from router.batches.lines import (
+from sluice.router.answer import ReplicaFailedError
+from sluice.router.batches.disk import DiskThreads, try_lock, used_bytes, write_whole
+from sluice.router.batches.line_caller import (
+    FAILED_PAUSE_S,
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    LineCaller,
+)
+from sluice.router.batches.lines import (
     MAX_CUSTOM_ID,
     MAX_FAULTS,
     SLICE_LINES,
@@ -28,18 +33,18 @@ from router.batches.lines import (
     parse_line,
     slices,
 )
-from router.batches.metrics import BatchMetrics
-from router.batches.places import LinePlaces
-from router.batches.records import BatchRecord, FileRecord, Status, new_batch_id
-from router.batches.results import Reply, ResultLog, answered
-from router.batches.run import BatchRun, Resources
-from router.batches.runner import Runner, _Running
-from router.batches.store import ERRORS, INPUT, OUTPUT, Store
-from router.batches_config import BatchesConfig
-from router.errors import ApiError, Reason
-from router.tenancy.auth import KeyRing
-from router.tenancy.limits import ANYONE
-from router.tenancy.rate_limits import RateLimiter
+from sluice.router.batches.metrics import BatchMetrics
+from sluice.router.batches.places import LinePlaces
+from sluice.router.batches.records import BatchRecord, FileRecord, Status, new_batch_id
+from sluice.router.batches.results import Reply, ResultLog, answered
+from sluice.router.batches.run import BatchRun, Resources
+from sluice.router.batches.runner import Runner, _Running
+from sluice.router.batches.store import ERRORS, INPUT, OUTPUT, Store
+from sluice.router.batches_config import BatchesConfig
+from sluice.router.errors import ApiError, Reason
+from sluice.router.tenancy.auth import KeyRing
+from sluice.router.tenancy.limits import ANYONE
+from sluice.router.tenancy.rate_limits import RateLimiter
 from tests.router.batches.routers import URL, UnixClock, config, jsonl, line, serving, until
 from tests.router.far_side import Clock, Edge, FarSide, answer, fail, hang, serve
 
@@ -653,10 +658,10 @@ class DyingDisk(DiskThreads):
 KILLED = """
 import sys
 from pathlib import Path
-from router.batches_config import BatchesConfig
-from router.batches.lines import BatchRequest
-from router.batches.results import Reply, ResultLog, answered
-from router.batches.store import ERRORS, OUTPUT, Store
+from sluice.router.batches_config import BatchesConfig
+from sluice.router.batches.lines import BatchRequest
+from sluice.router.batches.results import Reply, ResultLog, answered
+from sluice.router.batches.store import ERRORS, OUTPUT, Store
 
 directory = Path(sys.argv[1])
 store = Store(BatchesConfig(directory=directory), directory, lambda: 1.7e9)

@@ -13,10 +13,10 @@ import openai
 import pytest
 from pydantic import SecretStr
 
-from controller.messages import Tier
-from router.batches_config import DAY_S
-from router.tenancy.keys import ApiKey
-from scheduling.objective import SLO
+from sluice.controller.messages import Tier
+from sluice.router.batches_config import DAY_S
+from sluice.router.tenancy.keys import ApiKey
+from sluice.scheduling.objective import SLO
 from tests.router.batches.routers import (
     KEY,
     OTHER_KEY,
