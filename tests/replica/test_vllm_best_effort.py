@@ -34,8 +34,8 @@ def prompt(seed, length):
     return [chance.randrange(300, 1000) for _ in range(length)]
 
 
-LONG = ("long", prompt(1, 200), 200, None, True)
-PROMISED = [(f"chat{n}", prompt(10 + n, 400), 20, CHAT, False) for n in range(4)]
+LONG = ("long", prompt(1, 340), 70, None, True)
+PROMISED = [(f"chat{n}", prompt(10 + n, 425), 8, CHAT, False) for n in range(2)]
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["prefix-cache", "no-cache"])
@@ -94,7 +94,7 @@ def test_a_preempted_stream_is_that_of_an_undisturbed_run(engine, alone, policy)
     engine.use(policy)
     before = engine.table.read().summary
     batches = len(engine.batches())
-    arrivals = [(0, LONG), *((20 + 60 * n, each) for n, each in enumerate(PROMISED))]
+    arrivals = [(0, LONG), *((20 + 30 * n, each) for n, each in enumerate(PROMISED))]
     assert serve(engine, arrivals) == alone
     after = engine.table.read().summary
     evictions = after["evictions"] - before["evictions"]
@@ -120,7 +120,7 @@ def test_a_preempted_stream_goes_on_with_its_own_random_numbers(engine):
     (chat, *_) = PROMISED
     alone |= serve(engine, [(0, chat)], **seeded)
     batches = len(engine.batches())
-    assert serve(engine, [(0, LONG), (60, chat)], **seeded) == alone
+    assert serve(engine, [(0, LONG), (40, chat)], **seeded) == alone
     log = engine.batches()[batches:]
     (lost,) = [number for number, batch in enumerate(log) if "long" in batch["preempted"]]
     again = [
