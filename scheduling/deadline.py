@@ -1,6 +1,7 @@
-"""When the next token of a request is due, and whether it needs a prefill: one rule each.
+"""When the next token of a request is due, what pace an end-to-end time sets, and whether a request
+needs a prefill: one rule each.
 
-Plans, reports, gains and the clocks of the edge all follow it. The functions are plain Python on
+Plans, reports, gains and the clocks of the edge all follow them. The functions are plain Python on
 numbers, and :mod:`sluice.scheduling.kernels` compiles them for its loops. An objective that is not
 stated is infinite, a time that is not known yet is nan.
 
@@ -46,6 +47,23 @@ def next_due_s(
                 due_s = first_token_s
             due_s += emitted * tpot_s
     return min(due_s, arrival_s + e2e_s)
+
+
+def paced(ttft_s: float, tpot_s: float, e2e_s: float, tokens: float) -> tuple[float, float]:
+    """The TTFT and the TPOT, seconds, that hold an end-to-end objective, too, with an output of
+    ``tokens``; those stated where none is stated.
+
+    The first token comes as much earlier than its TTFT as the others need at their TPOT, but it has
+    half of the whole time at least. What is left is for the others.
+    """
+    later = tokens - 1.0
+    if e2e_s == inf:
+        return ttft_s, tpot_s
+    if later <= 0.0:
+        return min(ttft_s, e2e_s), tpot_s
+    latest_s = e2e_s - later * tpot_s
+    first_s = min(ttft_s, max(e2e_s / 2.0, latest_s))
+    return first_s, tpot_s if first_s <= latest_s else (e2e_s - first_s) / later
 
 
 def needs_prefill(emitted: float, pending: float) -> bool:

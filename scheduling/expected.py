@@ -1,4 +1,4 @@
-"""What the expected length of an output makes of a request: a pace, and a claim on memory.
+"""What the expected lengths of outputs make of requests: paces, and claims on memory.
 
 Admission and the replicas must read both in the same way: what one guarantees the other is to hold.
 """
@@ -8,7 +8,7 @@ Admission and the replicas must read both in the same way: what one guarantees t
 
 from __future__ import annotations
 
-from math import ceil, inf
+from math import ceil
 
 import numpy as np
 
@@ -21,25 +21,8 @@ from sluice.scheduling.kernels import (
     TTFT,
     Floats,
     compiled,
+    paced,
 )
-
-
-@compiled
-def paced(ttft_s: float, tpot_s: float, e2e_s: float, tokens: float) -> tuple[float, float]:
-    """The TTFT and the TPOT, seconds, that hold an end-to-end objective, too, with an output of
-    ``tokens``; those stated where none is stated.
-
-    The first token comes as much earlier than its TTFT as the others need at their TPOT, but it has
-    half of the whole time at least. What is left is for the others.
-    """
-    later = tokens - 1.0
-    if e2e_s == inf:
-        return ttft_s, tpot_s
-    if later <= 0.0:
-        return min(ttft_s, e2e_s), tpot_s
-    latest_s = e2e_s - later * tpot_s
-    first_s = min(ttft_s, max(e2e_s / 2.0, latest_s))
-    return first_s, tpot_s if first_s <= latest_s else (e2e_s - first_s) / later
 
 
 @compiled
@@ -63,8 +46,8 @@ def claim(
 
 @compiled
 def pace_rows(table: Floats, tokens: Floats) -> None:
-    """Give the rows of a queue the TTFT and the TPOT that :func:`paced` says, their outputs having
-    ``tokens``, or one more than have left."""
+    """Give the rows of a queue the TTFT and the TPOT that :func:`~sluice.scheduling.deadline.paced`
+    says, their outputs having ``tokens``, or one more than have left."""
     for row in range(table.shape[0]):
         table[row, TTFT], table[row, TPOT] = paced(
             table[row, TTFT],

@@ -13,7 +13,7 @@ import numpy as np
 
 from sluice.scheduling.assumptions import LEAST_STEPS, TTFT_SHARE, UNKNOWN_OUTPUT_TOKENS
 from sluice.scheduling.deadline import FIRST
-from sluice.scheduling.expected import claim, paced
+from sluice.scheduling.expected import claim
 from sluice.scheduling.fleet_rows import (
     BATCH_S,
     BEGUN_S,
@@ -65,6 +65,7 @@ from sluice.scheduling.kernels import (
     most_work_s,
     needs_prefill,
     next_due_s,
+    paced,
 )
 
 BATCH_USABLE = 0.9

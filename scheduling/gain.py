@@ -110,13 +110,16 @@ def deadlines_s(
     """Deadline of each token, :meth:`~sluice.scheduling.objective.SLO.deadline_s` of all at
     once."""
     ttft_s, tpot_s, e2e_s, _ = slo.columns
-    return _deadlines_s(arrival_s, ttft_s, tpot_s, e2e_s, np.asarray(emitted_s, float), anchor.code)
+    return token_deadlines_s(
+        arrival_s, ttft_s, tpot_s, e2e_s, np.asarray(emitted_s, float), anchor.code
+    )
 
 
 @compiled
-def _deadlines_s(
+def token_deadlines_s(
     arrival_s: float, ttft_s: float, tpot_s: float, e2e_s: float, emitted_s: Floats, anchor: int
 ) -> Floats:
+    """The same with the objectives as numbers: infinite where none is stated."""
     due_s = np.empty(emitted_s.shape[0])
     for token in range(emitted_s.shape[0]):
         first_s = emitted_s[0] if token > 0 else nan

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sluice.scheduling.expected import paced
+from sluice.scheduling.deadline import paced
 from sluice.scheduling.kernels import Floats, Ints
 from sluice.scheduling.objective import SLO, Times
 from sluice.scheduling.roles import Role

@@ -115,6 +115,7 @@ def pending_work_s(table: Floats, pieces: Floats) -> Floats:
 
 
 next_due_s = compiled(deadline.next_due_s)
+paced = compiled(deadline.paced)
 needs_prefill = compiled(deadline.needs_prefill)
 
 

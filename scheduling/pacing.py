@@ -11,7 +11,7 @@ others' time, as each step of a decode has a fixed part, so slack is worth more 
 
 This is for guaranteed requests, where the length is a bound and the replicas' work is known. Code
 that only expects a length, for requests without a guarantee, converts an end-to-end time by
-:func:`sluice.scheduling.expected.paced`.
+:func:`sluice.scheduling.deadline.paced`.
 """
 
 # numpy's scalars are "Any" to the type checker.

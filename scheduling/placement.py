@@ -15,7 +15,7 @@ from sluice.scheduling.admission import AdmissionPolicy, Promises
 from sluice.scheduling.admission.room import LEAST_WAIT_S
 from sluice.scheduling.autoscaling.load import Demand
 from sluice.scheduling.calibration import Calibration
-from sluice.scheduling.expected import paced
+from sluice.scheduling.deadline import paced
 from sluice.scheduling.fair_shares import FairShares
 from sluice.scheduling.fleet import Fleet
 from sluice.scheduling.fleet_rows import BEST_EFFORT_S, DECODE_S, FIXED_S, PREFILL_S, work_on

@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from math import inf
 from typing import Final, NamedTuple
 
+from sluice.scheduling.deadline import paced
+
 MOST_STAGES: Final = 8
 """Most stages of a request."""
 
 MOST_STAGE_TOKENS: Final = 1 << 30
-
-_MOST_FIRST: Final = 0.5
-"""Of a stage's end-to-end time, the most that its first token has."""
 
 
 class Stage(NamedTuple):
@@ -62,10 +61,7 @@ class Stage(NamedTuple):
         tpot_s = inf if self.tpot_s is None else self.tpot_s
         if self.e2e_s is None or self.tokens == 0:
             return ttft_s, tpot_s
-        if self.tokens == 1:
-            return min(ttft_s, self.e2e_s), tpot_s
-        ttft_s = min(ttft_s, _MOST_FIRST * self.e2e_s)
-        return ttft_s, min(tpot_s, (self.e2e_s - ttft_s) / (self.tokens - 1))
+        return paced(ttft_s, tpot_s, self.e2e_s, self.tokens)
 
 
 def check_stages(stages: Sequence[Stage]) -> None:

@@ -17,7 +17,8 @@ from math import nan
 import numpy as np
 from numpy.typing import NDArray
 
-from sluice.scheduling.kernels import Floats, Ints
+from sluice.scheduling.gain import token_deadlines_s
+from sluice.scheduling.kernels import Floats, Ints, compiled
 from sluice.scheduling.objective import SLO, Anchor, GainWeights
 from sluice.scheduling.tpot import WINDOW_TOKENS, TPOTAnchor
 from sluice.simulation.requests import Requests
@@ -238,7 +239,15 @@ def deadline_gain(
     index = np.arange(len(times)) - first[stage]
     priority = column(requests, 3)
     worth = np.where(index == 0, weights.first, weights.later) * priority[stage]
-    due_s = _due_s(requests, measured, anchor)
+    due_s = _due_s(
+        measured.start_s,
+        column(requests, 0),
+        column(requests, 1),
+        column(requests, 2),
+        offsets,
+        times,
+        anchor.code,
+    )
     # A token that did not leave is nan, which compares as false.
     won = np.where(times < due_s, worth, 0.0)
     owner = requests.stage_request[stage]
@@ -248,23 +257,24 @@ def deadline_gain(
     return Gain(gain, ideal)
 
 
-def _due_s(requests: Requests, measured: Stages, anchor: Anchor) -> Floats:
-    """Deadline of every token, by the rule of :meth:`SLO.deadline_s
-    <sluice.scheduling.objective.SLO.deadline_s>`."""
-    times, offsets = requests.emitted_s, requests.offsets
-    first = offsets[:-1]
-    stage = np.repeat(np.arange(len(first)), requests.stage_tokens)
-    index = np.arange(len(times)) - first[stage]
-    ttft_s, tpot_s, e2e_s = (column(requests, place) for place in range(3))
-    begun_s = measured.start_s + ttft_s
-    base_s = np.where(np.isinf(ttft_s), times[first], begun_s)
-    if anchor is Anchor.FIRST_TOKEN:
-        base_s = np.fmin(times[first], begun_s)
-    with np.errstate(invalid="ignore"):
-        later_s = base_s[stage] + index * tpot_s[stage]
-    due_s = np.where(index == 0, begun_s[stage], later_s)
-    capped: Floats = np.fmin(due_s, (measured.start_s + e2e_s)[stage])
-    return capped
+@compiled
+def _due_s(
+    start_s: Floats,
+    ttft_s: Floats,
+    tpot_s: Floats,
+    e2e_s: Floats,
+    offsets: Ints,
+    emitted_s: Floats,
+    anchor: int,
+) -> Floats:
+    """Deadline of every token, by stage."""
+    due_s = np.empty(emitted_s.shape[0])
+    for stage in range(start_s.shape[0]):
+        own = slice(offsets[stage], offsets[stage + 1])
+        due_s[own] = token_deadlines_s(
+            start_s[stage], ttft_s[stage], tpot_s[stage], e2e_s[stage], emitted_s[own], anchor
+        )
+    return due_s
 
 
 def worst_by_request(requests: Requests, measured: Stages, values: Floats) -> Floats:

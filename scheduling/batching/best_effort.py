@@ -36,6 +36,7 @@ from sluice.scheduling.kernels import (
     compiled,
     deadlines_s,
     is_prefill,
+    needs_prefill,
     pending_work_s,
 )
 from sluice.scheduling.latency import LatencyModel
@@ -420,7 +421,7 @@ def leftover_s(
     waits = False
     next_s = fixed_s
     for row in range(promised):
-        if table[row, EMITTED] > 0.0 and table[row, PENDING] <= 1.0:
+        if not needs_prefill(table[row, EMITTED], table[row, PENDING]):
             next_s += work_s[row]
     for row in range(promised):
         pending = table[row, PENDING]
@@ -429,7 +430,7 @@ def leftover_s(
             blocks = ceil((table[row, COMPUTED] + pending) / block_tokens) - table[row, KV_BLOCKS]
             if places > 0 and blocks <= free_blocks:
                 until_s = 0.0
-        elif granted[row] < pending and (table[row, EMITTED] == 0.0 or pending > 1.0):
+        elif granted[row] < pending and needs_prefill(table[row, EMITTED], pending):
             until_s = 0.0
         else:
             spare_s = left_s[row] if granted[row] > 0 else left_s[row] - next_s

@@ -167,7 +167,7 @@ def times_of(
         first_s = row[kernels.FIRST_TOKEN]
         for place in range(most):
             prefill_s = 0.0
-            if emitted == 0.0 or pending > 1.0:
+            if kernels.needs_prefill(emitted, pending):
                 joining = max(place + 1.0 - decoding, 0.0)
                 prefill_s = interaction_s(coefficients[0], joining, pending)
             decode_s = left * interaction_s(coefficients[1], place + 1.0, context)

@@ -114,7 +114,7 @@ class SLOsServe(BatchPolicy):
     - A request whose TPOT no batch with a useful share of prefill can meet
       (:mod:`sluice.scheduling.batching.prefill_share`) is not guaranteed, nor is a request without
       any objective. An end-to-end objective becomes a TTFT and a pace, by the expected output
-      (:func:`~sluice.scheduling.expected.paced`).
+      (:func:`~sluice.scheduling.deadline.paced`).
     - Requests that the controller has guaranteed are forced in, whatever this program decides.
       Their prefills go before prefills that only this policy has guaranteed, if one of them might
       otherwise be late. If their TPOT is too short for a useful batch, it counts as the shortest

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sluice.scheduling import fleet_rows as figure
 from sluice.scheduling.admission.pab import replica_pab_tokens
 from sluice.scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
-from sluice.scheduling.expected import paced
+from sluice.scheduling.deadline import paced
 from sluice.scheduling.fleet import Fleet, FleetSettings
 from sluice.scheduling.latency import LatencyModel, LinearLatency, RooflineLatency
 from sluice.scheduling.ledger import Reservation

@@ -12,7 +12,7 @@ from sluice.scheduling.admission.slos_serve import VirtualReplica, VirtualReplic
 from sluice.scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
 from sluice.scheduling.batching import BatchBudget
 from sluice.scheduling.batching.slos_serve import SLOsServe, SLOsServeOptions
-from sluice.scheduling.expected import paced
+from sluice.scheduling.deadline import paced
 from sluice.scheduling.fleet import Fleet, Report
 from sluice.scheduling.job import RouteQuery, Tier
 from sluice.scheduling.latency import LatencyModel, LinearLatency, RooflineLatency

@@ -26,6 +26,9 @@ def test_a_request_counts_with_its_first_ttft_and_its_tightest_pace() -> None:
 def test_the_time_of_a_stage_of_known_length_is_a_pace() -> None:
     slo = SLO.of_stages((Stage(e2e_s=3.0, tokens=11), Stage(tpot_s=0.2)))
     assert slo.times_s == (1.5, pytest.approx(0.15), None)
+    # Its first token has what the others do not need at the stated pace.
+    quick = SLO.of_stages((Stage(tpot_s=0.1, e2e_s=3.0, tokens=11), Stage()))
+    assert quick.times_s == (pytest.approx(2.0), 0.1, None)
     one = SLO.of_stages((Stage(2.0, e2e_s=1.0, tokens=1), Stage()))
     assert one.times_s == (1.0, None, None)
 
