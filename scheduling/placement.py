@@ -36,7 +36,7 @@ from sluice.scheduling.output_lengths import OutputLength, OutputLengths
 from sluice.scheduling.pacing import shared_out
 from sluice.scheduling.pairs import HANDOVER_STEPS, DecodeChoice, together
 from sluice.scheduling.retry_after import RetryAfter
-from sluice.scheduling.roles import ROLES
+from sluice.scheduling.roles import WHOLE
 from sluice.scheduling.routing.base import RoutingPolicy
 from sluice.scheduling.stages import later_of
 
@@ -209,10 +209,10 @@ class Placer:
         """The ``rows`` where the request may start, and, if it may be split, the rows of decode
         replicas."""
         fleet = self._fleet
-        mixed, prefill, decode = (fleet.of_role(rows, role) for role in ROLES)
-        if query.prefill_key and len(prefill) and len(decode):
-            return np.sort(np.concatenate((mixed, prefill))), decode
-        return next(own for own in (mixed, decode, prefill) if len(own)), None
+        of = {role: fleet.of_role(rows, role) for role in WHOLE}
+        if query.prefill_key and len(of["prefill"]) and len(of["decode"]):
+            return np.sort(np.concatenate((of["mixed"], of["prefill"]))), of["decode"]
+        return next(own for own in of.values() if len(own)), None
 
     def _second(
         self, query: RouteQuery, rows: Ints, now_s: float, admission: AdmissionPolicy | None

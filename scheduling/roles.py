@@ -9,3 +9,6 @@ Role = Literal["mixed", "prefill", "decode"]
 request whole where no other is left."""
 
 ROLES: tuple[Role, ...] = get_args(Role)
+
+WHOLE: tuple[Role, ...] = ("mixed", "decode", "prefill")
+"""Roles that serve a whole request where no P/D pair does, in order of preference."""

@@ -1,4 +1,5 @@
-"""How long the KV of a prompt takes from the replica that computed it to the one that decodes."""
+"""How long the KV of a prompt takes from the replica that computed it to the one that decodes, and
+what TTFT that leaves to the first of them."""
 
 from __future__ import annotations
 
@@ -19,6 +20,16 @@ PRIOR_TOKENS = 1_000.0
 
 MEMORY = 200.0
 """Transfers after which what was seen counts ``1/e`` of what it did."""
+
+
+LEAST_SHARE = 0.1
+"""Minimum share of the TTFT objective that is left for the prefill of a P/D pair."""
+
+
+def prompt_ttft_s(ttft_s: float, handover_s: float) -> float:
+    """The TTFT objective of the prefill, if the request's first token comes ``handover_s`` after
+    it, seconds."""
+    return max(ttft_s - handover_s, LEAST_SHARE * ttft_s)
 
 
 class Transfers(NamedTuple):

@@ -15,6 +15,7 @@ from sluice.scheduling.kernels import (
     Ints,
 )
 from sluice.scheduling.request import QueueView
+from sluice.scheduling.transfer import prompt_ttft_s
 from sluice.simulation import steps
 from sluice.simulation.config import EngineConfig
 from sluice.simulation.drafts import Drafts
@@ -22,10 +23,6 @@ from sluice.simulation.prefix_cache import PrefixCache
 from sluice.simulation.requests import Requests
 from sluice.simulation.rows import Rows
 from sluice.simulation.truth import Belief, Noise, Planner, Truth
-
-LEAST_SHARE = 0.1
-"""Least part of a request's TTFT that the computation of its prompt for another engine has, however
-long the way there is; the router's."""
 
 
 class StuckError(RuntimeError):
@@ -178,7 +175,7 @@ class Engine:
             return False
         row, private = requests.rows[key].copy(), requests.private[key].copy()
         private[steps.TARGET] = row[EXPECTED] = 1
-        row[TTFT] = max(row[TTFT] - handover_s, LEAST_SHARE * row[TTFT])
+        row[TTFT] = prompt_ttft_s(row[TTFT], handover_s)
         private[steps.STAGES_LEFT] = 0
         private[steps.OFFSET] = len(requests.emitted_s)
         self._prefills.add(key)

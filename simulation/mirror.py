@@ -23,14 +23,11 @@ from sluice.scheduling.kernels import Floats
 from sluice.scheduling.objective import Times
 from sluice.scheduling.output_lengths import OutputLengths
 from sluice.scheduling.placement import Placer
-from sluice.scheduling.roles import Role
+from sluice.scheduling.roles import WHOLE, Role
 from sluice.scheduling.routing import RouteQuery, RoutingPolicy
 from sluice.scheduling.state import ROW, RUNNING, WAITING
 from sluice.simulation.config import ClusterConfig
 from sluice.simulation.judged import Judged
-
-_WHOLE: tuple[Role, ...] = ("mixed", "decode", "prefill")
-"""Roles that serve a whole request if there is no decision, in order of preference."""
 
 PREFILL_KEYS = 1 << 40
 """Added to the key of a request: that of the computation of its prompt for another replica."""
@@ -163,7 +160,7 @@ class Mirror:
         self._take_in()
         placement = self._placer.place(query, now_s)
         if placement.reason == NO_REPLICA:
-            for role in _WHOLE:
+            for role in WHOLE:
                 willing = [
                     name
                     for name, known in self._known.items()

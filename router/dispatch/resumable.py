@@ -11,6 +11,7 @@ from dataclasses import replace
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
 from sluice.scheduling.objective import SLO
+from sluice.scheduling.transfer import LEAST_SHARE
 
 _WHOLE = ("echo", "prompt_logprobs", "prompt_embeds")
 _TEXT = ("text", "input_text", "output_text", "refusal")
@@ -20,9 +21,6 @@ NOT_RESUMABLE = (
     "output, penalties or the like depend on more than the tokens that were sent."
 )
 """Error message for a stream that cannot be resumed after its replica failed."""
-
-LEAST_SHARE = 0.1
-"""Minimum share of the TTFT objective that is left for the prefill."""
 
 
 def may_split(call: Call) -> bool:

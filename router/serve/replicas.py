@@ -34,10 +34,7 @@ from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import Way
 from sluice.router.serve.hint import DrainedError, Hint, NoReplicaError
 from sluice.router.serve.streams import Channels
-from sluice.scheduling.roles import Role
-
-WHOLE: tuple[Role, ...] = ("mixed", "decode", "prefill")
-"""Pools in the order in which they are asked to serve a whole request."""
+from sluice.scheduling.roles import WHOLE, Role
 
 _TOO_LARGE = grpc.StatusCode.RESOURCE_EXHAUSTED
 """How gRPC refuses a message above its limit."""

@@ -48,8 +48,8 @@ from sluice.scheduling.objective import Anchor
 from sluice.scheduling.policy import PolicyOptions
 
 
-class VirtualReplicaOptions(PolicyOptions):
-    """Options of :class:`VirtualReplica`."""
+class SLOsServeAdmissionOptions(PolicyOptions):
+    """Options of :class:`SLOsServeAdmission`."""
 
     headroom: float = Field(
         default=0.05,
@@ -69,7 +69,7 @@ class VirtualReplicaOptions(PolicyOptions):
     )
 
 
-class VirtualReplica(AdmissionPolicy):
+class SLOsServeAdmission(AdmissionPolicy):
     """Guarantees what SLOs-Serve's scheduler on a replica's mirrored state would admit (§4.2).
 
     For one new request the program (:mod:`sluice.scheduling.admission.slos_serve_selection`) has
@@ -102,10 +102,10 @@ class VirtualReplica(AdmissionPolicy):
 
     name = "slos_serve"
     source = "SLOs-Serve §3.2.1 and §4.2"
-    Options = VirtualReplicaOptions
+    Options = SLOsServeAdmissionOptions
 
-    def __init__(self, options: VirtualReplicaOptions | None = None) -> None:
-        options = options or VirtualReplicaOptions()
+    def __init__(self, options: SLOsServeAdmissionOptions | None = None) -> None:
+        options = options or SLOsServeAdmissionOptions()
         super().__init__(options)
         self._headroom = options.headroom
         self._batch_tokens = float(options.batch_tokens)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from sluice.scheduling.autoscaling.base import AutoscalingPolicy, Decision, Pool, State
 from sluice.scheduling.autoscaling.head_room import HeadRoom
 from sluice.scheduling.autoscaling.load import Demand, Load
@@ -28,11 +25,4 @@ POLICIES: Registry[AutoscalingPolicy] = Registry(
     (HeadRoom, OngoingRequests),
 )
 
-
-def make_policy(name: str, options: Mapping[str, Any] | None = None) -> AutoscalingPolicy:
-    """Build the autoscaling policy called ``name`` with its options.
-
-    Raises:
-        ValueError: no such policy, or an option that is unknown or out of range.
-    """
-    return POLICIES.make(name, options)
+make_policy = POLICIES.make

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from sluice.scheduling.policy import Registry
 from sluice.scheduling.routing.base import Job, RouteQuery, RoutingPolicy, Tier
 from sluice.scheduling.routing.go_routing import GoRouting
@@ -48,11 +45,4 @@ POLICIES: Registry[RoutingPolicy] = Registry(
     ),
 )
 
-
-def make_policy(name: str, options: Mapping[str, Any] | None = None) -> RoutingPolicy:
-    """Build the routing policy called ``name`` with its options.
-
-    Raises:
-        ValueError: no such policy, or an option that is unknown or out of range.
-    """
-    return POLICIES.make(name, options)
+make_policy = POLICIES.make

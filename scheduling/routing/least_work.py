@@ -10,6 +10,7 @@ from sluice.scheduling.fleet_rows import (
     BEGUN_S,
     DECODE_S,
     FIXED_S,
+    LEAST_RATE,
     PACE_S,
     PREFILL_S,
     RUNNING,
@@ -18,9 +19,6 @@ from sluice.scheduling.fleet_rows import (
 )
 from sluice.scheduling.kernels import Floats
 from sluice.scheduling.routing.base import Job, RoutingPolicy
-
-LEAST_SHARE = 0.05
-"""Minimum share of a replica's time that counts as left for prefill."""
 
 
 class LeastWork(RoutingPolicy):
@@ -55,7 +53,7 @@ def prefill_share(figures: Floats) -> Floats:
     step per shortest TPOT; ``figures`` is ``float64[n, FIGURES]``."""
     step_s = figures[:, FIXED_S] + figures[:, DECODE_S]
     # An infinite pace: no decode limits the share.
-    return np.clip(1.0 - step_s / figures[:, PACE_S], LEAST_SHARE, 1.0)
+    return np.clip(1.0 - step_s / figures[:, PACE_S], LEAST_RATE, 1.0)
 
 
 def done_s(figures: Floats, now_s: float) -> Floats:

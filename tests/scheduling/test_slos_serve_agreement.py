@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.scheduling.admission.slos_serve import VirtualReplica, VirtualReplicaOptions
+from sluice.scheduling.admission.slos_serve import SLOsServeAdmission, SLOsServeAdmissionOptions
 from sluice.scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
 from sluice.scheduling.batching import BatchBudget
 from sluice.scheduling.batching.slos_serve import SLOsServe, SLOsServeOptions
@@ -113,10 +113,10 @@ class Case:
 
     def promised(self, anchor: Anchor = Anchor.LAST_TOKEN) -> bool:
         """Whether the controller promises the new request its objective."""
-        options = VirtualReplicaOptions.model_validate(
+        options = SLOsServeAdmissionOptions.model_validate(
             {"batch_tokens": BATCH_TOKENS, "anchor": anchor}
         )
-        placer = Placer(self.fleet(), make_policy("least_work"), VirtualReplica(options))
+        placer = Placer(self.fleet(), make_policy("least_work"), SLOsServeAdmission(options))
         query = RouteQuery(7, self.new.slo, self.new.prompt_tokens)
         return placer.place(query, 0.0).tier is Tier.GUARANTEED
 

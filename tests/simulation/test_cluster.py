@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from sluice.controller.config import ControllerConfig
 from sluice.replica.config import ReplicaConfig
 from sluice.router.config import RouterConfig
-from sluice.router.dispatch import resumable as handover
 from sluice.router.dispatch.dispatcher import RETRY_PAUSE_S
 from sluice.router.serve.request_router import NO_REPLICA_WAIT_S
 from sluice.scheduling import routing
@@ -35,7 +34,7 @@ from sluice.simulation.config import (
     Slowdown,
     WhenUnattainable,
 )
-from sluice.simulation.engine import LEAST_SHARE, Engine
+from sluice.simulation.engine import Engine
 from sluice.simulation.metrics import TPOTMetric, attained, stages
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import TOO_LONG, Result, simulate
@@ -393,7 +392,6 @@ def test_defaults_are_those_of_production() -> None:
     assert cluster.max_attempts == RouterConfig().max_attempts
     assert cluster.retry_s == RETRY_PAUSE_S
     assert cluster.edge_wait_s == NO_REPLICA_WAIT_S
-    assert LEAST_SHARE == handover.LEAST_SHARE
 
 
 def test_a_failure_of_a_replica_that_is_not_there_is_left_alone() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.scheduling import fleet_rows as figure
-from sluice.scheduling.admission.slos_serve import VirtualReplica, VirtualReplicaOptions
+from sluice.scheduling.admission.slos_serve import SLOsServeAdmission, SLOsServeAdmissionOptions
 from sluice.scheduling.admission.slos_serve_selection import Demand, Supply, admissible
 from sluice.scheduling.fleet import Fleet
 from sluice.scheduling.kernels import most_work_s
@@ -22,10 +22,10 @@ BATCH_TOKENS = 2_000
 
 
 def decided(fleet: Fleet, query: RouteQuery, now_s: float, headroom: float, anchor: Anchor) -> bool:
-    options = VirtualReplicaOptions.model_validate(
+    options = SLOsServeAdmissionOptions.model_validate(
         {"headroom": headroom, "batch_tokens": BATCH_TOKENS, "anchor": anchor}
     )
-    return bool(VirtualReplica(options).promises(job(fleet, query, now_s), fleet).holds[0])
+    return bool(SLOsServeAdmission(options).promises(job(fleet, query, now_s), fleet).holds[0])
 
 
 Columns = tuple[float, float, float, float]
