@@ -17,23 +17,7 @@ from typing import Any
 
 import ray.util
 
-from sluice.controller.channel import Endpoint, RouteServer
-from sluice.controller.checks import (
-    check_ids,
-    check_keys,
-    check_notices,
-    check_query,
-    check_role,
-    check_source,
-    check_text,
-    short,
-)
 from sluice.controller.config import ControllerConfig
-from sluice.controller.decision_log import DECISIONS, DecisionLog
-from sluice.controller.drains import Drains
-from sluice.controller.endings import check_endings, check_late
-from sluice.controller.history import History
-from sluice.controller.instruments import Instruments
 from sluice.controller.messages import (
     FirstTokenWait,
     LateNotice,
@@ -49,15 +33,31 @@ from sluice.controller.messages import (
     RouteReply,
     TroubleNotice,
 )
-from sluice.controller.metrics import families_of, text_of
-from sluice.controller.metrics_hub import MetricsHub
-from sluice.controller.mirror import Mirror
-from sluice.controller.moves import check_waits, late_of
-from sluice.controller.overview import describe, drain_of, left_at
-from sluice.controller.promises import PromiseLog
-from sluice.controller.quarantine import Quarantine
-from sluice.controller.quotas import Quotas
-from sluice.controller.request_classes import RequestClasses
+from sluice.controller.observability.decision_log import DECISIONS, DecisionLog
+from sluice.controller.observability.endings import check_endings, check_late
+from sluice.controller.observability.history import History
+from sluice.controller.observability.instruments import Instruments
+from sluice.controller.observability.metrics import families_of, text_of
+from sluice.controller.observability.metrics_hub import MetricsHub
+from sluice.controller.observability.overview import describe, drain_of, left_at
+from sluice.controller.state.drains import Drains
+from sluice.controller.state.mirror import Mirror
+from sluice.controller.state.moves import check_waits, late_of
+from sluice.controller.state.promises import PromiseLog
+from sluice.controller.state.quarantine import Quarantine
+from sluice.controller.state.quotas import Quotas
+from sluice.controller.state.request_classes import RequestClasses
+from sluice.controller.transport.channel import Endpoint, RouteServer
+from sluice.controller.transport.checks import (
+    check_ids,
+    check_keys,
+    check_notices,
+    check_query,
+    check_role,
+    check_source,
+    check_text,
+    short,
+)
 from sluice.controller.version import version
 from sluice.scheduling.autoscaling import Load
 from sluice.scheduling.calibration import Calibration
@@ -152,7 +152,7 @@ class Controller:
 
     async def endpoint(self) -> Endpoint:
         """Address at which :meth:`route` and :meth:`report` are served over a plain connection; see
-        :mod:`sluice.controller.channel`."""
+        :mod:`sluice.controller.transport.channel`."""
         self._hear()
         return await self._server.endpoint(ray.util.get_node_ip_address())
 
@@ -342,7 +342,7 @@ class Controller:
 
         The setting belongs to the replica's id and lasts until the replica says goodbye. It
         survives a restart of this controller: the replica remembers it. See
-        :mod:`sluice.controller.drains`.
+        :mod:`sluice.controller.state.drains`.
 
         Args:
             spare_last: do not close the last replica that takes requests.

@@ -14,11 +14,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from sluice.controller.channel import Endpoint, RouteChannel
-from sluice.controller.checks import MAX_KEYS
-from sluice.controller.coalesce import Coalescer
 from sluice.controller.config import ControllerConfig
-from sluice.controller.failure import NoAnswerError
 from sluice.controller.link import Link
 from sluice.controller.lookup import (
     controller_actor_name,
@@ -43,7 +39,11 @@ from sluice.controller.messages import (
     Trouble,
     TroubleNotice,
 )
-from sluice.controller.report_wire import fits
+from sluice.controller.transport.channel import Endpoint, RouteChannel
+from sluice.controller.transport.checks import MAX_KEYS
+from sluice.controller.transport.coalesce import Coalescer
+from sluice.controller.transport.failure import NoAnswerError
+from sluice.controller.transport.report_wire import fits
 from sluice.scheduling.autoscaling import Load
 from sluice.scheduling.roles import Role
 
@@ -159,8 +159,9 @@ class ControllerClient:
         """The decision on ``query``, or ``None`` if the controller did not answer in time.
 
         A single timeout affects only its own question. The controller counts as hung after
-        ``MAX_TIMEOUTS`` in a row (:mod:`sluice.controller.channel`); its death is detected at once.
-        While there is no connection and decisions are actor calls, one timeout is enough.
+        ``MAX_TIMEOUTS`` in a row (:mod:`sluice.controller.transport.channel`); its death is
+        detected at once. While there is no connection and decisions are actor calls, one timeout is
+        enough.
         """
         try:
             self._link.check()
@@ -241,7 +242,7 @@ class ControllerClient:
 
     async def share_quotas(self, uses: list[QuotaUse]) -> list[float] | None:
         """Report the rate-limit use of a router's clients. Returns how full these buckets are over
-        all routers; see :mod:`sluice.controller.quotas`.
+        all routers; see :mod:`sluice.controller.state.quotas`.
 
         Raises:
             ValueError: the controller refused the message, and says why.

@@ -8,9 +8,9 @@ from typing import Any
 
 import ray
 
-from sluice.controller import report_rows
 from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
+from sluice.controller.transport import report_rows
 from sluice.scheduling.placement_warm_up import warm_up_placement
 
 END_AFTER_S = 600.0

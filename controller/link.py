@@ -13,8 +13,8 @@ from typing import Any
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from sluice.controller.config import ControllerConfig
-from sluice.controller.failure import NoAnswerError
 from sluice.controller.lookup import ensure_controller, find_or_start
+from sluice.controller.transport.failure import NoAnswerError
 
 _PROBE_TIMEOUTS_S = (0.25, 0.25, 0.25, 0.25, 0.5, 0.5, 1.0)
 """Timeouts of successive probes; short at first, because a probe in flight when the actor's process

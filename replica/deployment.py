@@ -15,7 +15,7 @@ from ray import serve
 
 from sluice.controller.client import ControllerClient, fleet_name
 from sluice.controller.config import ControllerConfig
-from sluice.controller.metrics import MetricsPusher
+from sluice.controller.observability.metrics import MetricsPusher
 from sluice.replica.config import EngineConfig, ReplicaConfig
 from sluice.replica.configured import ConfiguredReplicas
 from sluice.replica.engine import (

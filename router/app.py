@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 
 from sluice.controller.client import ControllerClient, fleet_name
 from sluice.controller.config import ControllerConfig
-from sluice.controller.metrics import MetricsPusher
+from sluice.controller.observability.metrics import MetricsPusher
 from sluice.router.admin.service import AdminService
 from sluice.router.api import make_api
 from sluice.router.config import RouterConfig

@@ -54,8 +54,8 @@ class RouteQuery(NamedTuple):
         weight: of the tenant's share, > 0.
         client_request_id: the client's own id of it, for tracing by people.
         moves_from: the replica that has this guaranteed request already and is predicted to miss
-            its first token (:mod:`sluice.controller.moves`): it moves to another replica that can
-            guarantee the rest of its objective, or stays. Empty for any other request.
+            its first token (:mod:`sluice.controller.state.moves`): it moves to another replica that
+            can guarantee the rest of its objective, or stays. Empty for any other request.
     """
 
     key: int

@@ -14,9 +14,9 @@ CONTROLLER_SURFACE = (
     "controller.client",
     "controller.messages",
     "controller.config",
-    "controller.metrics",
+    "controller.observability.metrics",
     "controller.version",
-    "controller.dead_hosts",
+    "controller.transport.dead_hosts",
 )
 
 REPLICA_SURFACE = (

@@ -23,7 +23,7 @@ from contextlib import aclosing
 from math import inf
 from typing import Final, cast
 
-from sluice.controller.dead_hosts import notice_dead_host
+from sluice.controller.transport.dead_hosts import notice_dead_host
 from sluice.replica.engine import (
     EVENT_STREAM,
     ClientLeftError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final, cast
 
-from sluice.controller.dead_hosts import notice_dead_host
+from sluice.controller.transport.dead_hosts import notice_dead_host
 
 _LENGTH: Final = 4
 

@@ -1,9 +1,9 @@
 """Guaranteed requests that wait for their first tokens, and may move to an earlier replica.
 
 The router asks the controller about them with each push of metrics. The controller answers which of
-them are going to miss their TTFT at their replica (:mod:`sluice.controller.moves`). The client of
-such a request has received nothing, so the request can be retried: it moves, at most once, if
-another replica guarantees what is left of its SLO. Until then it stays where it is.
+them are going to miss their TTFT at their replica (:mod:`sluice.controller.state.moves`). The
+client of such a request has received nothing, so the request can be retried: it moves, at most
+once, if another replica guarantees what is left of its SLO. Until then it stays where it is.
 
 The cost per attempt is a dictionary entry.
 """

@@ -13,7 +13,7 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from sluice.controller.client import ControllerClient
-from sluice.controller.metrics import MetricsPusher, families_of, text_of
+from sluice.controller.observability.metrics import MetricsPusher, families_of, text_of
 
 NO_MODEL = "none"
 """Model label of what is counted before a request's model is known."""

@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sluice.controller import report_wire
 from sluice.controller.actor import Controller
-from sluice.controller.channel import RouteServer, _Served
 from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import (
     FirstTokenWait,
@@ -30,7 +28,9 @@ from sluice.controller.messages import (
     Trouble,
     TroubleNotice,
 )
-from sluice.controller.query_wire import to_row
+from sluice.controller.transport import report_wire
+from sluice.controller.transport.channel import RouteServer, _Served
+from sluice.controller.transport.query_wire import to_row
 from sluice.scheduling.job import INVALID_QUERY
 from sluice.scheduling.objective import SLO
 from sluice.scheduling.prefix import HELD

@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from sluice.controller.actor import MAX_QUERIES, SETTLING_S, Controller, fingerprint_of
 from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import LateNotice, MetricSample, RequestEnding, RouteDecision, Tier
-from sluice.controller.metrics import MAX_PUSH_SAMPLES
-from sluice.controller.mirror import MAX_REPLICAS
+from sluice.controller.observability.metrics import MAX_PUSH_SAMPLES
+from sluice.controller.state.mirror import MAX_REPLICAS
 from sluice.scheduling.margins import PRIOR
 from sluice.scheduling.objective import SLO
 from sluice.scheduling.routing import POLICIES

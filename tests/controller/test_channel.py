@@ -12,17 +12,6 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from sluice.controller import channel as channel_module
-from sluice.controller import report_wire
-from sluice.controller.channel import (
-    MAX_LINE,
-    MAX_STRANGERS,
-    MAX_TIMEOUTS,
-    Endpoint,
-    RouteChannel,
-    RouteServer,
-)
-from sluice.controller.failure import NoAnswerError
 from sluice.controller.messages import (
     ReplicaDelta,
     ReportReply,
@@ -30,8 +19,19 @@ from sluice.controller.messages import (
     RouteQuery,
     RouteReply,
 )
-from sluice.controller.query_wire import to_row
-from sluice.controller.wire_format import FORMAT
+from sluice.controller.transport import channel as channel_module
+from sluice.controller.transport import report_wire
+from sluice.controller.transport.channel import (
+    MAX_LINE,
+    MAX_STRANGERS,
+    MAX_TIMEOUTS,
+    Endpoint,
+    RouteChannel,
+    RouteServer,
+)
+from sluice.controller.transport.failure import NoAnswerError
+from sluice.controller.transport.query_wire import to_row
+from sluice.controller.transport.wire_format import FORMAT
 from sluice.scheduling.objective import SLO
 from tests.controller.fleet import Clock, delta, waiting_row
 

@@ -15,7 +15,6 @@ import ray
 from prometheus_client import CollectorRegistry
 
 from sluice.controller.actor import MAX_QUERIES
-from sluice.controller.channel import MAX_TIMEOUTS
 from sluice.controller.client import (
     QUARANTINE_KEPT_S,
     ControllerClient,
@@ -27,6 +26,7 @@ from sluice.controller.config import ControllerConfig
 from sluice.controller.detached import DetachedController
 from sluice.controller.lookup import NAMESPACE
 from sluice.controller.messages import FirstTokenWait, RequestEnding, RouteDecision, Trouble
+from sluice.controller.transport.channel import MAX_TIMEOUTS
 from tests.controller.fleet import Clock, delta, hello, query, waiting_row
 from tests.controller.pushes import newer_push
 from tests.own_ray import own_ray

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from sluice.controller.coalesce import Coalescer
-from sluice.controller.failure import NoAnswerError
+from sluice.controller.transport.coalesce import Coalescer
+from sluice.controller.transport.failure import NoAnswerError
 
 
 class FarSide:

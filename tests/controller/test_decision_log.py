@@ -9,8 +9,8 @@ import pytest
 
 from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
-from sluice.controller.decision_log import DECISIONS, OTHERS
 from sluice.controller.messages import RequestEnding, RouteQuery, Tier
+from sluice.controller.observability.decision_log import DECISIONS, OTHERS
 from sluice.scheduling.margins import PRIOR
 from sluice.scheduling.objective import SLO
 from sluice.scheduling.routing import POLICIES

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
-from sluice.controller.endings import Endings
 from sluice.controller.messages import MAX_ENDINGS, LateNotice, RequestEnding
+from sluice.controller.observability.endings import Endings
 from sluice.scheduling.objective import SLO
 from tests.controller.fleet import Clock, hello, query
 from tests.controller.pushes import newer_push

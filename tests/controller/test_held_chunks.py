@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.controller.checks import check_delta_body, check_hello
-from sluice.controller.mirror import Mirror
+from sluice.controller.state.mirror import Mirror
+from sluice.controller.transport.checks import check_delta_body, check_hello
 from sluice.scheduling.fleet import Fleet
 from sluice.scheduling.prefix import HELD, HELD_SLOTS
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from sluice.controller.history import History
-from sluice.controller.metrics import samples_of
-from sluice.controller.metrics_hub import MetricsHub
+from sluice.controller.observability.history import History
+from sluice.controller.observability.metrics import samples_of
+from sluice.controller.observability.metrics_hub import MetricsHub
 from tests.controller.pushes import newer_push
 
 BUCKETS = (0.1, 0.2, 0.4)

@@ -10,8 +10,8 @@ import pytest
 
 from sluice.controller import link as link_module
 from sluice.controller.config import ControllerConfig
-from sluice.controller.failure import NoAnswerError
 from sluice.controller.link import Link
+from sluice.controller.transport.failure import NoAnswerError
 
 
 class Method:

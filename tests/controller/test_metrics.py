@@ -11,8 +11,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.controller.messages import MetricSample, MetricsPush
-from sluice.controller.metrics import MAX_PUSH_SAMPLES, MetricsPusher, samples_of, text_of
-from sluice.controller.metrics_hub import MetricsHub
+from sluice.controller.observability.metrics import (
+    MAX_PUSH_SAMPLES,
+    MetricsPusher,
+    samples_of,
+    text_of,
+)
+from sluice.controller.observability.metrics_hub import MetricsHub
 from tests.controller.pushes import newer_push
 
 Page = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -125,7 +130,7 @@ def test_counts_go_on_after_the_longest_silence() -> None:
 
 
 def test_counts_that_were_forgotten_are_not_added_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sluice.controller.metrics_hub.MAX_SILENT_SAMPLES", 0)
+    monkeypatch.setattr("sluice.controller.observability.metrics_hub.MAX_SILENT_SAMPLES", 0)
     hub = MetricsHub(gauge_ttl_s=10, source_ttl_s=100)
     process = Process("r1", incarnation=5)
     process.requests.labels("interactive").inc(10)
@@ -224,7 +229,7 @@ def test_a_small_memory_never_counts_twice(
     """No push is under way for as long as it takes until its source is forgotten."""
     newest: dict[tuple[str, int], tuple[float, MetricsPush]] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sluice.controller.metrics_hub.MAX_SILENT_SAMPLES", most)
+        patch.setattr("sluice.controller.observability.metrics_hub.MAX_SILENT_SAMPLES", most)
         hub, counted = MetricsHub(gauge_ttl_s=10, source_ttl_s=100), 0.0
         for now_s, push in arriving:
             at_s, last = newest.get((push.source, push.incarnation), (now_s, None))
@@ -356,14 +361,14 @@ def test_pushes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         hub.push(newer_push("r1", (GOOD,) * (MAX_PUSH_SAMPLES + 1)), 0)
     with pytest.raises(ValueError, match="source"):
         hub.push(newer_push("", (GOOD,)), 0)
-    monkeypatch.setattr("sluice.controller.metrics_hub.MAX_SOURCES", 1)
+    monkeypatch.setattr("sluice.controller.observability.metrics_hub.MAX_SOURCES", 1)
     hub.push(newer_push("r1", (GOOD,)), 0)
     with pytest.raises(ValueError, match="1 sources are known"):
         hub.push(newer_push("r2", (GOOD,)), 1)
     # Once the first is silent for long there is room again, and nothing of it was lost.
     hub.push(newer_push("r2", (GOOD,)), 1_000)
     assert page_of(hub, 1_000)["sluice_x_total", (("a", "b"),)] == 2
-    monkeypatch.setattr("sluice.controller.metrics_hub.MAX_SERIES", 1)
+    monkeypatch.setattr("sluice.controller.observability.metrics_hub.MAX_SERIES", 1)
     with pytest.raises(ValueError, match="over 1 series"):
         hub.push(newer_push("r2", (GOOD, GOOD._replace(labels=()))), 1_000)
 
@@ -372,7 +377,7 @@ def test_a_process_that_is_known_needs_no_more_room(monkeypatch: pytest.MonkeyPa
     hub = MetricsHub()
     for source in ("r1", "r2"):
         hub.push(newer_push(source, (GOOD,)), 0)
-    monkeypatch.setattr("sluice.controller.metrics_hub.MAX_HELD_SAMPLES", 2)
+    monkeypatch.setattr("sluice.controller.observability.metrics_hub.MAX_HELD_SAMPLES", 2)
     hub.push(newer_push("r2", (GOOD._replace(value=5.0),)), 1)
     assert page_of(hub, 1)["sluice_x_total", (("a", "b"),)] == GOOD.value + 5
     with pytest.raises(ValueError, match="2 samples held"):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.controller.mirror import Mirror
+from sluice.controller.state.mirror import Mirror
 from sluice.scheduling import fleet_report, fleet_rows
 from sluice.scheduling.fleet import Fleet, FleetSettings
 from sluice.scheduling.prefix import HELD

@@ -18,7 +18,7 @@ from sluice.controller.messages import (
     RouteQuery,
     Tier,
 )
-from sluice.controller.moves import MOST_LATE
+from sluice.controller.state.moves import MOST_LATE
 from sluice.scheduling.job import STAYS
 from sluice.scheduling.objective import SLO
 from tests.controller.fleet import Clock, decode_row, delta, hello, summary, waiting_row

@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from sluice.controller.actor import Controller
-from sluice.controller.channel import MAX_TIMEOUTS, Endpoint, RouteChannel
 from sluice.controller.config import ControllerConfig
-from sluice.controller.failure import NoAnswerError
 from sluice.controller.messages import RouteDecision, RouteQuery
+from sluice.controller.transport.channel import MAX_TIMEOUTS, Endpoint, RouteChannel
+from sluice.controller.transport.failure import NoAnswerError
 from sluice.scheduling.job import NO_REPLICA
 from tests.controller.fleet import Clock, delta, hello, query, waiting_row
 

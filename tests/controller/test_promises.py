@@ -10,7 +10,7 @@ import pytest
 from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import RequestEnding, RouteDecision, RouteQuery, Tier
-from sluice.controller.promises import RECENT, RECENT_S, PromiseLog
+from sluice.controller.state.promises import RECENT, RECENT_S, PromiseLog
 from sluice.scheduling.objective import SLO
 from sluice.scheduling.reliability import CHECKED, FEW, QUANTILES
 from tests.controller.fleet import Clock, hello

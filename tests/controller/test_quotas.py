@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from sluice.controller import quotas
 from sluice.controller.messages import MAX_USES, QuotaUse
-from sluice.controller.quotas import MAX_AMOUNT, Quotas
+from sluice.controller.state import quotas
+from sluice.controller.state.quotas import MAX_AMOUNT, Quotas
 
 
 def use(account: str = "a", used: float = 1, level: float = 1, per_s: float = 1) -> QuotaUse:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.controller import report_rows
-from sluice.controller.checks import _check_live_rows, _check_slots
+from sluice.controller.transport import report_rows
+from sluice.controller.transport.checks import _check_live_rows, _check_slots
 from sluice.scheduling.state import ROW, WAITING
 
 _CAPACITY = 5

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.controller import report_wire
-from sluice.controller.checks import check_delta_body, check_delta_header
 from sluice.controller.messages import ReplicaDelta
+from sluice.controller.transport import report_wire
+from sluice.controller.transport.checks import check_delta_body, check_delta_header
 from sluice.scheduling.prefix import HELD
 from sluice.scheduling.state import ROW
 from tests.controller.fleet import decode_row, delta, waiting_row
@@ -63,7 +63,7 @@ def test_a_report_that_is_too_large_for_a_message_is_told_apart() -> None:
 
 
 def test_the_largest_report_that_fits_fits_a_line() -> None:
-    from sluice.controller.channel import MAX_LINE
+    from sluice.controller.transport.channel import MAX_LINE
 
     rows = report_wire.MAX_BYTES // (ROW.itemsize + 4)
     largest = delta("a" * 256, 2**63 - 1, 2**63 - 1, {})._replace(

@@ -11,7 +11,7 @@ import pytest
 from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import RouteDecision, RouteQuery
-from sluice.controller.query_wire import decisions, of_row, to_row
+from sluice.controller.transport.query_wire import decisions, of_row, to_row
 from sluice.scheduling.objective import SLO
 from sluice.scheduling.stages import Stage
 from sluice.scheduling.tpot import TPOTAnchor

@@ -16,7 +16,7 @@ from sluice.controller.messages import (
     RouteQuery,
     Trouble,
 )
-from sluice.controller.metrics import samples_of
+from sluice.controller.observability.metrics import samples_of
 from sluice.router.metrics.instruments import RouterMetrics
 from tests.controller.pushes import newer_push
 

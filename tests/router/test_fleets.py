@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.controller.messages import MetricsPush
-from sluice.controller.metrics import MetricsPusher
+from sluice.controller.observability.metrics import MetricsPusher
 from sluice.replica.engine import (
     EngineRequest,
     ResponseChunk,

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
-from sluice.controller.metrics import MAX_PUSH_SAMPLES, samples_of
+from sluice.controller.observability.metrics import MAX_PUSH_SAMPLES, samples_of
 from sluice.replica.config import EngineConfig
 from sluice.replica.metrics import ReplicaCollector
 from sluice.replica.simulated.engine import SimulatedEngine

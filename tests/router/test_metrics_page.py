@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.controller.messages import MetricsPush
-from sluice.controller.metrics import MetricsPusher, text_of
-from sluice.controller.metrics_hub import MetricsHub
+from sluice.controller.observability.metrics import MetricsPusher, text_of
+from sluice.controller.observability.metrics_hub import MetricsHub
 from sluice.router.metrics.instruments import Fallback, RouterMetrics
 from sluice.router.metrics.page import PAGE_PERIOD_S, ControllerMetricsPage, merged
 from tests.router.far_side import Clock

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.controller.messages import QuotaUse
-from sluice.controller.quotas import Quotas
+from sluice.controller.state.quotas import Quotas
 from sluice.replica.engine import ResponseItem, ResponseTail
 from sluice.router.answer import Answer, Attempt, ReplicaFailedError
 from sluice.router.errors import ApiError, Reason

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sluice.controller.mirror import Mirror as RealMirror
+from sluice.controller.state.mirror import Mirror as RealMirror
 from sluice.scheduling import fleet_rows as figure
 from sluice.scheduling.batching import make_policy
 from sluice.scheduling.fleet import Fleet, FleetSettings, Report

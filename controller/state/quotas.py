@@ -9,8 +9,8 @@ still counts: the fleet's bucket holds it, and drains it at the same rate.
 
 from __future__ import annotations
 
-from sluice.controller.checks import check_text, short
 from sluice.controller.messages import MAX_USES, QuotaUse
+from sluice.controller.transport.checks import check_text, short
 from sluice.scheduling.leaky_bucket import Bucket
 
 MAX_ACCOUNTS = 1 << 16

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sluice.controller.endings import Endings
+from sluice.controller.observability.endings import Endings
 from sluice.scheduling.admission.base import Promises
 from sluice.scheduling.admission.constraint import Constraint
 from sluice.scheduling.job import NO_REPLICA, UNATTAINABLE, RouteDecision, RouteQuery, Tier

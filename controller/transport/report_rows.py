@@ -18,8 +18,8 @@ from sluice.scheduling.state import ROW, RUNNING, WAITING
 
 def are_sound(slots: np.ndarray, rows: np.ndarray, capacity: int) -> bool:
     """Whether rows (one per slot, of the row type) may be written into a table of ``capacity``
-    slots. ``O(n log n)``; :mod:`sluice.controller.checks` reports what is wrong with invalid
-    rows."""
+    slots. ``O(n log n)``; The checks of :mod:`sluice.controller.transport.checks`
+    report what is wrong with invalid rows."""
     return not len(slots) or bool(_sound(_integers(slots), np.array(rows), capacity))
 
 

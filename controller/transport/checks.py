@@ -21,7 +21,7 @@ from sluice.controller.messages import (
     Trouble,
     TroubleNotice,
 )
-from sluice.controller.report_rows import are_sound
+from sluice.controller.transport.report_rows import are_sound
 from sluice.scheduling.fair_shares import MAX_WEIGHT
 from sluice.scheduling.latency_profile import LatencyProfile
 from sluice.scheduling.objective import SLO

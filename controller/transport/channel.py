@@ -15,7 +15,8 @@ defines ``closed`` and ``quarantined``.
 that arrives later than that, because the controller or the network stalled, is not handled: its
 sender has stopped waiting and would not use what it reserves. It is answered by
 ``[number, null, null]``. Right after the greeting a client sends an empty list of queries,
-``[number, [], ...]``, which shows how the clocks differ (:mod:`sluice.controller.clock_offset`).
+``[number, [], ...]``, which shows how the clocks differ
+(:mod:`sluice.controller.transport.clock_offset`).
 """
 
 from __future__ import annotations
@@ -32,10 +33,6 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from sluice.controller import query_wire, report_wire
-from sluice.controller.clock_offset import ClockOffset
-from sluice.controller.dead_hosts import notice_dead_host
-from sluice.controller.failure import NoAnswerError
 from sluice.controller.messages import (
     ReplicaDelta,
     ReportReply,
@@ -43,7 +40,11 @@ from sluice.controller.messages import (
     RouteQuery,
     RouteReply,
 )
-from sluice.controller.wire_format import FORMAT
+from sluice.controller.transport import query_wire, report_wire
+from sluice.controller.transport.clock_offset import ClockOffset
+from sluice.controller.transport.dead_hosts import notice_dead_host
+from sluice.controller.transport.failure import NoAnswerError
+from sluice.controller.transport.wire_format import FORMAT
 
 MAX_LINE = 1 << 20
 """Longest message, bytes."""
@@ -414,7 +415,8 @@ class RouteChannel:
         )
 
     async def report(self, delta: ReplicaDelta, timeout_s: float) -> ReportReply:
-        """The answer to a report; the report must fit (:func:`sluice.controller.report_wire.fits`).
+        """The answer to a report; it must fit
+        (:func:`sluice.controller.transport.report_wire.fits`).
 
         Raises:
             NoAnswerError: the connection broke, or no answer came in time.

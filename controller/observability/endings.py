@@ -11,8 +11,8 @@ from itertools import islice
 from math import inf
 from typing import Any
 
-from sluice.controller.checks import check_text, listed, short
 from sluice.controller.messages import MAX_ENDINGS, OBJECTIVES, LateNotice, RequestEnding
+from sluice.controller.transport.checks import check_text, listed, short
 
 LIMIT = 1_024
 """Most endings kept. The log holds 256 decisions, and an ending arrives about a second late."""

@@ -1,8 +1,8 @@
 """How a process collects its metrics and pushes them to the controller.
 
 Each process keeps its own ``prometheus_client`` registry and pushes all of it, cumulative, about
-once a second; a lost push loses nothing. :mod:`sluice.controller.metrics_hub` adds the pushes up,
-so a scrape of any router shows the whole application.
+once a second; a lost push loses nothing. :mod:`sluice.controller.observability.metrics_hub` adds
+the pushes up, so a scrape of any router shows the whole application.
 """
 
 from __future__ import annotations

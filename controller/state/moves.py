@@ -18,9 +18,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from sluice.controller.checks import check_keys, check_text, listed, short
 from sluice.controller.messages import MAX_WAITS, FirstTokenWait
-from sluice.controller.mirror import Mirror, MirroredReplica
+from sluice.controller.state.mirror import Mirror, MirroredReplica
+from sluice.controller.transport.checks import check_keys, check_text, listed, short
 from sluice.scheduling.fleet import Fleet
 from sluice.scheduling.late_first_tokens import late
 

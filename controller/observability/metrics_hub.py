@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from prometheus_client import Metric
 
-from sluice.controller.checks import check_serial, check_text, has_bytes, short
 from sluice.controller.messages import MetricSample, MetricsPush
-from sluice.controller.metrics import MAX_PUSH_SAMPLES, SUFFIXES
+from sluice.controller.observability.metrics import MAX_PUSH_SAMPLES, SUFFIXES
+from sluice.controller.transport.checks import check_serial, check_text, has_bytes, short
 
 MAX_SOURCES = 4096
 MAX_SERIES = 200_000

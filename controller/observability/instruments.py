@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from sluice.controller.mirror import Mirror
-from sluice.controller.quarantine import Quarantine
+from sluice.controller.state.mirror import Mirror
+from sluice.controller.state.quarantine import Quarantine
 from sluice.scheduling import fleet_rows as figure
 from sluice.scheduling.autoscaling import Demand
 from sluice.scheduling.breaker import Trouble

@@ -16,10 +16,10 @@ from types import MappingProxyType
 
 import numpy as np
 
-from sluice.controller import report_rows
-from sluice.controller.checks import check_delta_body, check_delta_header, check_hello
-from sluice.controller.clock_offset import ClockOffset
 from sluice.controller.messages import ReplicaDelta, ReplicaHello
+from sluice.controller.transport import report_rows
+from sluice.controller.transport.checks import check_delta_body, check_delta_header, check_hello
+from sluice.controller.transport.clock_offset import ClockOffset
 from sluice.scheduling.fleet import Fleet, Report
 from sluice.scheduling.prefix import NO_HELD, NO_HELD_SLOTS
 from sluice.scheduling.state import ROW, SUMMARY

@@ -16,7 +16,7 @@ from math import inf
 from typing import NamedTuple
 
 from sluice.controller.messages import ReplicaDelta, ReplicaHello, TroubleNotice
-from sluice.controller.mirror import Mirror, MirroredReplica
+from sluice.controller.state.mirror import Mirror, MirroredReplica
 from sluice.scheduling.breaker import Breaker, State, Trouble
 from sluice.scheduling.fleet import Fleet
 from sluice.scheduling.job import RouteDecision, RouteQuery

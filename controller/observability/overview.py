@@ -9,9 +9,9 @@ from collections import Counter
 from math import isfinite
 from typing import Any
 
-from sluice.controller.mirror import Mirror, MirroredReplica
-from sluice.controller.quarantine import Quarantine
-from sluice.controller.request_classes import RequestClasses
+from sluice.controller.state.mirror import Mirror, MirroredReplica
+from sluice.controller.state.quarantine import Quarantine
+from sluice.controller.state.request_classes import RequestClasses
 from sluice.scheduling import fleet_rows as figure
 from sluice.scheduling.fleet import Fleet
 from sluice.scheduling.job import Tier

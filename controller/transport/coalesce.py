@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from sluice.controller.failure import NoAnswerError
+from sluice.controller.transport.failure import NoAnswerError
 
 Question = TypeVar("Question")
 Answer = TypeVar("Answer")

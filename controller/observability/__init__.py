@@ -1,0 +1,1 @@
+"""What people and Prometheus see: metrics, history, decision log, state of replicas."""
