@@ -12,7 +12,6 @@ from typing import Any
 
 from sluice.benchmarks.one_engine import OneEngine, Result, Work, result_of
 from sluice.replica.preemption.checks import Granularity
-from sluice.replica.preemption.pacing import Pacer, pacer_for
 from sluice.replica.preemption.words import MAX_CHECKS
 from sluice.replica.preemption_config import PreemptionConfig
 from sluice.replica.scheduler.state_table import StateTable
@@ -214,20 +213,6 @@ class PreemptiveEngine(OneEngine):
             self.executor.checks = self._checks.install(model, granularity)
         self.bound(**bounds)
         return int(self.executor.checks)
-
-    def pace(self, ahead: int) -> None:
-        """Let launches run at most ``ahead`` checks ahead of a GPU. Nothing may be live."""
-        self.pacer = pacer_for(self.executor.driver_worker.worker.device, ahead)
-
-    @property
-    def pacer(self) -> Pacer:
-        """The pacer, which bounds how far launches run ahead of the device."""
-        pacer: Pacer = self._checks.pacer
-        return pacer
-
-    @pacer.setter
-    def pacer(self, pacer: Pacer) -> None:
-        self._checks.pacer = pacer
 
     def bound(self, **bounds: int) -> None:
         """Set other bounds of tasks, see :class:`~sluice.scheduling.preemption.Options`."""

@@ -4,12 +4,12 @@ decide, and what the policy does inside an engine."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import combinations
 
 import numpy as np
 
-from sluice.benchmarks.annealing import exhaustive, in_order, make_jobs, score
 from sluice.benchmarks.experiments.base import (
     Cell,
     Experiment,
@@ -22,13 +22,80 @@ from sluice.benchmarks.experiments.base import (
 )
 from sluice.benchmarks.experiments.engines import SETUPS, Contender, Setup, run
 from sluice.scheduling.batching.annealing import AnnealingOptions
-from sluice.scheduling.batching.priority_mapping import Schedule, anneal
+from sluice.scheduling.batching.priority_mapping import Jobs, Schedule, anneal, predict
+from sluice.scheduling.latency_request import InteractionLatency
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.request import row_of
 from sluice.simulation.metrics import TPOTMetric, attained, stages
 from sluice.simulation.workloads.settings import chat_and_code
 
 REPEATS = 5
 MOST_EXHAUSTIVE = 6
 """Requests for which an exhaustive search takes a second."""
+
+
+Batches = Sequence[Sequence[int]]
+
+
+def make_jobs(requests: int, most: int, seed: int, tighten: float = 1.0) -> Jobs:
+    """``requests`` in random order, for batches of up to ``most``."""
+    rng = np.random.default_rng((seed, requests))
+    code = SLO(e2e_s=30.0 / tighten)
+    chat = SLO(ttft_s=10.0 / tighten, tpot_s=0.05)
+    lengths = np.minimum(rng.lognormal(np.log(200), 0.9, (requests, 2)).round() + 1, 2_000)
+    rows = [
+        row_of((code, chat)[kind % 2], 0.0, int(prompt), float(output))
+        for kind, (prompt, output) in zip(rng.permutation(requests), lengths, strict=True)
+    ]
+    return Jobs(predict(np.array(rows), 0.0, InteractionLatency.paper(), most, 256.0))
+
+
+def score(jobs: Jobs, batches: Batches) -> tuple[int, float]:
+    """Met requests and summed latency of ``batches`` of waiting requests, in plain Python. Running
+    requests are part of the first batch."""
+    met, latency_s, wait_s = 0, jobs.waited_s, 0.0
+    for index, batch in enumerate(batches):
+        members = [(jobs.waiting, job) for job in batch]
+        if index == 0:
+            members = [(jobs.joining or jobs.waiting, job) for job in batch]
+            if jobs.running is not None:
+                members += [(jobs.running, job) for job in range(len(jobs.running.exec_s))]
+        column = len(members) - 1
+        longest_s = 0.0
+        for times, job in members:
+            exec_s = float(times.exec_s[job, column])
+            met += bool(wait_s <= times.latest_s[job, column])
+            latency_s += wait_s + exec_s
+            longest_s = max(longest_s, exec_s)
+        wait_s += longest_s
+    return met, latency_s
+
+
+def all_mappings(jobs: Jobs) -> Iterator[Batches]:
+    """Every sequence of batches of the waiting requests. Exponential."""
+    running = 0 if jobs.running is None else len(jobs.running.exec_s)
+    waiting, most = jobs.waiting.exec_s.shape
+
+    def split(left: tuple[int, ...], least: int, room: int) -> Iterator[list[tuple[int, ...]]]:
+        for size in range(least, min(len(left), room) + 1):
+            for batch in combinations(left, size):
+                others = tuple(job for job in left if job not in batch)
+                if not others:
+                    yield [batch]
+                for later in split(others, 1, most):
+                    yield [batch, *later]
+
+    yield from split(tuple(range(waiting)), 0 if running else 1, most - running)
+
+
+def exhaustive(jobs: Jobs) -> float:
+    """The greatest G of all mappings."""
+    return max(met / latency_s for met, latency_s in (score(jobs, m) for m in all_mappings(jobs)))
+
+
+def in_order(requests: int, most: int) -> Batches:
+    """Full batches in order of arrival, as FCFS has them."""
+    return [range(start, min(start + most, requests)) for start in range(0, requests, most)]
 
 
 def _schedule() -> Schedule:

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from sluice.benchmarks.repeating_model import repeating_model
 from sluice.benchmarks.speculation import KINDS, WAYS, Bench, arrivals, rate_at
 from sluice.benchmarks.speculation_engine import FixedLengths, SpeculatingEngine
-from sluice.benchmarks.speculation_gpu import step_times
-from sluice.scheduling.fit import fit
 from sluice.scheduling.latency import LinearLatency
 from sluice.scheduling.objective import SLO, Anchor
 from sluice.scheduling.request import QueueView, RequestView
@@ -75,14 +73,6 @@ def test_a_small_run_measures_what_it_says(tmp_path):
     model = repeating_model(tmp_path, 2, 128)
     engine = SpeculatingEngine(model, tmp_path, "deadline_triage", 5)
     try:
-        times, steps = step_times(engine, (1, 4), (0, 4), 64)
-        assert [(row.decodes, row.most) for row in times] == [(1, 0), (1, 4), (4, 0), (4, 4)]
-        for row in times:
-            assert row.steps > 5 and row.median_ms > 0
-            assert 0 < row.checked <= 4 if row.most else row.checked == 0
-        _, report = fit(steps)
-        assert report.samples <= len(steps)
-
         bench = Bench(engine, 6, [4.0], 0, calibrated=6)
         assert bench.step_s > 0 and bench.full_rate > 0
         rows = {row.way: row for row in bench.run(1)}

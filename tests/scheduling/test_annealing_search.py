@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.benchmarks.annealing import all_mappings, exhaustive, make_jobs, score
+from sluice.benchmarks.experiments.annealing import all_mappings, exhaustive, make_jobs, score
 from sluice.scheduling.batching.priority_mapping import (
     Jobs,
     Mapping,
