@@ -11,18 +11,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from sluice.benchmarks import planning
-from sluice.benchmarks.decision import decision
 from sluice.benchmarks.experiments import EXPERIMENTS
 from sluice.benchmarks.experiments.base import Experiment, Plan, Row, Scale, measured
-from sluice.benchmarks.gateway import gateway
-from sluice.benchmarks.overload import overload
-from sluice.benchmarks.preemption import preemption
-from sluice.benchmarks.preemption_replay import preemption_replay
-from sluice.benchmarks.promises_real import with_real
-from sluice.benchmarks.replay import replay
-from sluice.benchmarks.soak import soak
-from sluice.benchmarks.speculation import speculation
+from sluice.benchmarks.live.gateway.command import gateway
+from sluice.benchmarks.live.overload import overload
+from sluice.benchmarks.live.preemption.command import preemption
+from sluice.benchmarks.live.preemption.whole_stack import preemption_replay
+from sluice.benchmarks.live.promises.command import with_real
+from sluice.benchmarks.live.replay.command import replay
+from sluice.benchmarks.live.soak.command import soak
+from sluice.benchmarks.live.speculation.command import speculation
+from sluice.benchmarks.micro import planning
+from sluice.benchmarks.micro.decision import decision
 from sluice.deploy.tables import print_table
 from sluice.simulation.estimate import METHOD
 from sluice.simulation.planning.plots import Report, ReportError, require_matplotlib

@@ -3,9 +3,9 @@ which are removed.
 
 vLLM can keep a queue of KV events for every block that enters or leaves its prefix cache. Keeping
 it makes the allocation of a prompt's blocks several times as expensive (``python -m
-sluice.benchmarks.prefixes``), mostly for the blocks that enter, with copies of their tokens. So the
-queue stays as the operator has configured it, and this module hooks the one place where all events
-of removed blocks are made.
+sluice.benchmarks.micro.prefixes``), mostly for the blocks that enter, with copies of their tokens.
+So the queue stays as the operator has configured it, and this module hooks the one place where all
+events of removed blocks are made.
 """
 
 from __future__ import annotations

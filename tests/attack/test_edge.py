@@ -1,6 +1,6 @@
 """A thousand hostile requests to a real HTTP server with the real router: nothing breaks or stays.
 
-``python -m sluice.benchmarks.fuzz`` sends the same, and many more, to a whole system.
+``python -m sluice.benchmarks.live.fuzz`` sends the same, and many more, to a whole system.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import pytest
 from pydantic import SecretStr
 from uvicorn.server import ServerState
 
-from sluice.benchmarks.fuzz import Answer, attack, good_request, responses, send
-from sluice.benchmarks.fuzz_requests import Raw, Target, requests
+from sluice.benchmarks.live.fuzz import Answer, attack, good_request, responses, send
+from sluice.benchmarks.live.fuzz_requests import Raw, Target, requests
 from sluice.router.batches_config import BatchesConfig
 from sluice.router.config import RouterConfig
 from sluice.router.errors import Reason
@@ -167,7 +167,7 @@ def test_answers_are_told_apart(raw: bytes, told: list[int]) -> None:
 
 
 async def test_a_server_that_takes_nothing_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sluice.benchmarks.fuzz.HANG_S", 0.1)
+    monkeypatch.setattr("sluice.benchmarks.live.fuzz.HANG_S", 0.1)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1)

@@ -5,9 +5,8 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from sluice.benchmarks.decision import FLEETS, Inside, contenders, finish
-from sluice.benchmarks.decision_figures import figures
-from sluice.benchmarks.decision_fleet import CHANGED, QUEUED, Voices
+from sluice.benchmarks.micro.decision import FLEETS, Inside, contenders, finish
+from sluice.benchmarks.micro.decision_fleet import CHANGED, QUEUED, Voices, figures
 from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
 from sluice.deploy.cli import main

@@ -18,11 +18,11 @@ import pytest
 from aiohttp import web
 from click.testing import CliRunner, Result
 
-from sluice.benchmarks.gateway_client import Load, LoadError, load
-from sluice.benchmarks.gateway_engine import events
-from sluice.benchmarks.gateway_peers import ROUTERS, environment
-from sluice.benchmarks.gateway_processes import LeftOutError, processor_seconds, serving, used
-from sluice.benchmarks.gateway_report import (
+from sluice.benchmarks.live.gateway.client import Load, LoadError, load
+from sluice.benchmarks.live.gateway.engine import events
+from sluice.benchmarks.live.gateway.peers import ROUTERS, environment
+from sluice.benchmarks.live.gateway.processes import LeftOutError, processor_seconds, serving, used
+from sluice.benchmarks.live.gateway.report import (
     costs,
     figures,
     further_tokens,
@@ -30,7 +30,7 @@ from sluice.benchmarks.gateway_report import (
     summary,
     token_costs,
 )
-from sluice.benchmarks.gateway_systems import REAL, SYSTEMS, engines, vllm_config
+from sluice.benchmarks.live.gateway.systems import REAL, SYSTEMS, engines, vllm_config
 from sluice.deploy.cli import main
 from sluice.deploy.config import SluiceConfig
 from sluice.deploy.ray_settings import free_port
@@ -172,7 +172,7 @@ def test_a_server_that_does_not_start_is_left_out_with_what_it_said(tmp_path: Pa
         pass
 
 
-ENGINE = [sys.executable, "-m", "sluice.benchmarks.gateway_engine", "--port"]
+ENGINE = [sys.executable, "-m", "sluice.benchmarks.live.gateway.engine", "--port"]
 
 
 def test_all_processes_below_a_server_end_with_the_block(tmp_path: Path) -> None:
@@ -190,9 +190,9 @@ def test_all_processes_below_a_server_end_with_the_block(tmp_path: Path) -> None
 KILLED = """
 import sys, threading
 from pathlib import Path
-from sluice.benchmarks.gateway_processes import serving
+from sluice.benchmarks.live.gateway.processes import serving
 port, log = sys.argv[1:]
-command = [sys.executable, "-m", "sluice.benchmarks.gateway_engine", "--port", port]
+command = [sys.executable, "-m", "sluice.benchmarks.live.gateway.engine", "--port", port]
 with serving(command, f"http://127.0.0.1:{port}", Path(log), 120, threading.Event()) as pid:
     print(pid, flush=True)
     sys.stdin.read()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from sluice.benchmarks.overload import (
+from sluice.benchmarks.live.overload import (
     RATE,
     SLO_OF,
     WARM_UP_S,
@@ -19,8 +19,8 @@ from sluice.benchmarks.overload import (
     served,
     summary,
 )
-from sluice.benchmarks.replay_client import End, Outcome, replay
-from sluice.benchmarks.resources import Usage, Used
+from sluice.benchmarks.live.replay.client import End, Outcome, replay
+from sluice.benchmarks.live.resources import Usage, Used
 from sluice.simulation.workload import Arrival, Workload
 
 SECONDS = 25.0

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.benchmarks.preemption import spread
-from sluice.benchmarks.preemption_replay import (
+from sluice.benchmarks.live.preemption.command import spread
+from sluice.benchmarks.live.preemption.whole_stack import (
     Load,
     Sizes,
     config_of,
@@ -20,7 +20,7 @@ from sluice.benchmarks.preemption_replay import (
     summary,
     tokens_body,
 )
-from sluice.benchmarks.replay_client import End, Outcome
+from sluice.benchmarks.live.replay.client import End, Outcome
 from sluice.scheduling.latency_request import PolynomialTTFT
 from sluice.scheduling.objective import SLO
 from sluice.simulation.workloads.settings import FLOWPREFILL_SHARES, FLOWPREFILL_TTFT_S

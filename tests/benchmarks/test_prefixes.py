@@ -7,7 +7,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from sluice.benchmarks import prefixes
+from sluice.benchmarks.micro import prefixes
 
 pytestmark = pytest.mark.vllm
 

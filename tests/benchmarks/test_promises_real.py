@@ -19,13 +19,13 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.benchmarks import promises_real
 from sluice.benchmarks.cli import bench
 from sluice.benchmarks.experiments.promises import MARGINS, NONE
-from sluice.benchmarks.promises_load import KINDS, NO_OBJECTIVE, SLOS, body_of, draw, make_load
-from sluice.benchmarks.promises_report import ALL, cells, counts, interval, tables
-from sluice.benchmarks.replay_client import End, Outcome
-from sluice.benchmarks.resources import Usage, Used
+from sluice.benchmarks.live.promises import command as promises_real
+from sluice.benchmarks.live.promises.load import KINDS, NO_OBJECTIVE, SLOS, body_of, draw, make_load
+from sluice.benchmarks.live.promises.report import ALL, cells, counts, interval, tables
+from sluice.benchmarks.live.replay.client import End, Outcome
+from sluice.benchmarks.live.resources import Usage, Used
 from sluice.controller.config import ControllerConfig
 from sluice.scheduling.calibration import Calibration
 from sluice.scheduling.objective import SLO

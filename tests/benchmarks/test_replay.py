@@ -14,14 +14,14 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.benchmarks.replay import PLAIN, _config, _settings
-from sluice.benchmarks.replay import replay as replay_command
-from sluice.benchmarks.replay_answer import AnswerCheck, WrongAnswerError, simulated
-from sluice.benchmarks.replay_client import End, Outcome, replay
-from sluice.benchmarks.replay_kinds import KINDS
-from sluice.benchmarks.replay_load import CLASSES, ENGINE, SHARES, make_load, objectives
-from sluice.benchmarks.replay_report import of_class, predictions, summary, tables
-from sluice.benchmarks.resources import Meter, Usage, Used
+from sluice.benchmarks.live.replay.answer import AnswerCheck, WrongAnswerError, simulated
+from sluice.benchmarks.live.replay.client import End, Outcome, replay
+from sluice.benchmarks.live.replay.command import PLAIN, _config, _settings
+from sluice.benchmarks.live.replay.command import replay as replay_command
+from sluice.benchmarks.live.replay.kinds import KINDS
+from sluice.benchmarks.live.replay.load import CLASSES, ENGINE, SHARES, make_load, objectives
+from sluice.benchmarks.live.replay.report import of_class, predictions, summary, tables
+from sluice.benchmarks.live.resources import Meter, Usage, Used
 from sluice.controller.config import NO_ADMISSION
 from sluice.replica.engine import Endpoint
 from sluice.replica.openai_format import ResponseWriter, parse_call
@@ -369,12 +369,13 @@ def test_the_default_is_compared_with_plain_controllers() -> None:
 def test_a_short_replay_serves_every_request_on_real_ray(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("sluice.benchmarks.replay.PLAIN", ())
+    monkeypatch.setattr("sluice.benchmarks.live.replay.command.PLAIN", ())
     monkeypatch.setattr(
-        "sluice.benchmarks.replay.in_own_process", lambda measure, *args: measure(*args)
+        "sluice.benchmarks.live.replay.command.in_own_process",
+        lambda measure, *args: measure(*args),
     )
-    monkeypatch.setattr("sluice.benchmarks.replay.running", on_the_shared_ray)
-    monkeypatch.setattr("sluice.benchmarks.replay.free_port", shared_ray.serve_port)
+    monkeypatch.setattr("sluice.benchmarks.live.replay.command.running", on_the_shared_ray)
+    monkeypatch.setattr("sluice.benchmarks.live.replay.command.free_port", shared_ray.serve_port)
     traces = ["--traces", str(write_trace(tmp_path / "trace.csv", 100))]
     command = ["--json", "--minutes", "0.05", "--rate", "2", "--replicas", "2", "--routers", "1"]
     done = CliRunner().invoke(replay_command, [*traces, *command])

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
-from sluice.benchmarks.replay_client import End, Outcome
-from sluice.benchmarks.replay_kinds import KINDS
-from sluice.benchmarks.replay_load import LIGHT_ENGINE
-from sluice.benchmarks.soak import soak
-from sluice.benchmarks.soak_batches import LINE_TOKENS, LINES
-from sluice.benchmarks.soak_load import (
+from sluice.benchmarks.live.replay.client import End, Outcome
+from sluice.benchmarks.live.replay.kinds import KINDS
+from sluice.benchmarks.live.replay.load import LIGHT_ENGINE
+from sluice.benchmarks.live.soak.batches import LINE_TOKENS, LINES
+from sluice.benchmarks.live.soak.command import soak
+from sluice.benchmarks.live.soak.load import (
     ALL_CLASSES,
     BURST,
     BURST_EVERY_S,
@@ -30,9 +30,9 @@ from sluice.benchmarks.soak_load import (
     configuration,
     make_load,
 )
-from sluice.benchmarks.soak_prometheus import PROGRAM, agrees, comparison, expected, scraping
-from sluice.benchmarks.soak_report import Injury, is_well, lost, summary, tables
-from sluice.benchmarks.soak_trends import APPLICATION, LEAST_S, Sample, Series, trend, trends
+from sluice.benchmarks.live.soak.prometheus import PROGRAM, agrees, comparison, expected, scraping
+from sluice.benchmarks.live.soak.report import Injury, is_well, lost, summary, tables
+from sluice.benchmarks.live.soak.trends import APPLICATION, LEAST_S, Sample, Series, trend, trends
 from sluice.scheduling.objective import SLO
 from tests.e2e.conftest import on_the_shared_ray
 from tests.own_ray import shared_ray
@@ -290,8 +290,8 @@ def test_prometheus_counts_what_the_clients_of_a_short_soak_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     needs_prometheus()
-    monkeypatch.setattr("sluice.benchmarks.soak.running", on_the_shared_ray)
-    monkeypatch.setattr("sluice.benchmarks.soak.free_port", shared_ray.serve_port)
+    monkeypatch.setattr("sluice.benchmarks.live.soak.command.running", on_the_shared_ray)
+    monkeypatch.setattr("sluice.benchmarks.live.soak.command.free_port", shared_ray.serve_port)
     command = ["--minutes", "0.2", "--scrape", "--seed", "3", "--rate", "4", "--json"]
     done = CliRunner().invoke(soak, command)
     assert done.exception is None or isinstance(done.exception, SystemExit), done.output
@@ -306,9 +306,9 @@ def test_prometheus_counts_what_the_clients_of_a_short_soak_count(
 
 @pytest.mark.ray
 def test_a_short_soak_with_faults_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sluice.benchmarks.soak.running", on_the_shared_ray)
-    monkeypatch.setattr("sluice.benchmarks.soak.free_port", shared_ray.serve_port)
-    monkeypatch.setattr("sluice.benchmarks.soak_faults.PAUSE_S", (2.0, 4.0))
+    monkeypatch.setattr("sluice.benchmarks.live.soak.command.running", on_the_shared_ray)
+    monkeypatch.setattr("sluice.benchmarks.live.soak.command.free_port", shared_ray.serve_port)
+    monkeypatch.setattr("sluice.benchmarks.live.soak.faults.PAUSE_S", (2.0, 4.0))
     command = ["--minutes", "0.2", "--faults", "--seed", "3", "--rate", "4", "--json"]
     done = CliRunner().invoke(soak, command)
     assert done.exception is None or isinstance(done.exception, SystemExit), done.output

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.benchmarks.repeating_model import repeating_model
-from sluice.benchmarks.speculation import KINDS, WAYS, Bench, arrivals, rate_at
-from sluice.benchmarks.speculation_engine import FixedLengths, SpeculatingEngine
+from sluice.benchmarks.live.speculation.command import KINDS, WAYS, Bench, arrivals, rate_at
+from sluice.benchmarks.live.speculation.engine import FixedLengths, SpeculatingEngine
+from sluice.benchmarks.live.speculation.repeating_model import repeating_model
 from sluice.scheduling.latency import LinearLatency
 from sluice.scheduling.objective import SLO, Anchor
 from sluice.scheduling.request import QueueView, RequestView

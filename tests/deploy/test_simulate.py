@@ -16,7 +16,7 @@ from sluice.simulation.planning.points import Range
 from sluice.simulation.planning.report import NOT_MODELLED, CapacityReport
 from sluice.simulation.planning.search import Question, answered
 from sluice.simulation.planning.simulate import NO_ANSWER
-from tests.benchmarks.test_capacity import run as one_run
+from tests.simulation.test_planning_capacity import run as one_run
 
 ONE_EACH = ["--latency", "a=0.05,b=5e-5", "--max-sequences", "1", "--routing", "round_robin"]
 """Replicas that take 0.1 s for each request of the trace, one at a time."""

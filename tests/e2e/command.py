@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import yaml
 
-from sluice.benchmarks.injuries import Process
+from sluice.benchmarks.live.injuries import Process
 from tests.documents import newcomer
 from tests.processes import title_of
 

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import pytest
 
-from sluice.benchmarks.injuries import Process, replica
+from sluice.benchmarks.live.injuries import Process, replica
 from tests.e2e.conftest import ASKING, LENIENT, System, system, wait_until
 from tests.e2e.pools import (
     Streamed,

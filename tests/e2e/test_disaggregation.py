@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from sluice.benchmarks.injuries import replica
+from sluice.benchmarks.live.injuries import replica
 from tests.e2e.conftest import ASKING, LENIENT, System, system, wait_until
 from tests.e2e.pools import Streamed, fresh, only, roles, stream, value, wait_until_busy
 

@@ -13,7 +13,7 @@ import pytest
 from openai import OpenAI
 from openai.types import Batch
 
-from sluice.benchmarks.replay_answer import AnswerCheck, simulated
+from sluice.benchmarks.live.replay.answer import AnswerCheck, simulated
 from sluice.deploy.ray_settings import free_port
 from tests.e2e.command import ServeCommand
 from tests.e2e.conftest import wait_until

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import ray
 
-from sluice.benchmarks import injuries
+from sluice.benchmarks.live import injuries
 from sluice.controller.lookup import stop_controller
 from tests.e2e.conftest import wait_until
 from tests.faults.replicas import FLEET

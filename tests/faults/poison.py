@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 
-from sluice.benchmarks import injuries
-from sluice.benchmarks.replay_client import prompt_text
+from sluice.benchmarks.live import injuries
+from sluice.benchmarks.live.replay.client import prompt_text
 from tests.e2e.conftest import wait_until
 from tests.faults.load import Load
 from tests.faults.replicas import FLEET

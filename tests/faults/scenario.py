@@ -1,8 +1,8 @@
 """One fault under load: what was offered, what became of it, and how long it took to be well again.
 
 The load is open: requests come when they come, also while nobody can serve them. Whether an answer
-is whole the client of the replays says (:mod:`sluice.benchmarks.replay_client`): with simulated
-engines it knows each text beforehand.
+is whole the client of the replays says (:mod:`sluice.benchmarks.live.replay.client`): with
+simulated engines it knows each text beforehand.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import httpx
 import ray
 from ray.exceptions import RayError
 
-from sluice.benchmarks import injuries
-from sluice.benchmarks.replay_client import End, Outcome, replay, text_body
+from sluice.benchmarks.live import injuries
+from sluice.benchmarks.live.replay.client import End, Outcome, replay, text_body
 from sluice.controller.lookup import NAMESPACE, controller_actor_name
 from sluice.deploy.config import SluiceConfig
 from sluice.simulation.workload import Arrival, Workload

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from sluice.benchmarks import injuries
+from sluice.benchmarks.live import injuries
 from sluice.deploy.config import SluiceConfig
 from sluice.deploy.local import StartError, deploy
 from tests.e2e.conftest import wait_until

@@ -21,7 +21,7 @@ from ray.serve._private.common import (
 from ray.serve._private.request_router.common import PendingRequest
 from ray.serve.config import RequestRouterConfig
 
-from sluice.benchmarks.injuries import Process
+from sluice.benchmarks.live.injuries import Process
 from sluice.controller.client import ControllerClient, stop_controller
 from sluice.controller.config import ControllerConfig
 from sluice.replica.engine import EngineRequest, Progress, ResponseChunk, ResponseHead

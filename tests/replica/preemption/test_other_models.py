@@ -2,8 +2,8 @@
 
 import pytest
 
-from sluice.benchmarks.preemption_engine import PreemptiveEngine
-from sluice.benchmarks.preemption_trials import random_trials
+from sluice.benchmarks.live.preemption.engine import PreemptiveEngine
+from sluice.benchmarks.live.preemption.trials import random_trials
 from sluice.replica.vllm.local_model import local_model
 
 pytestmark = pytest.mark.vllm

@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 
-from sluice.benchmarks.engine_process import EngineProcess
-from sluice.benchmarks.one_engine import Work
-from sluice.benchmarks.preemption import STOCK, WAYS, Bench, Prompts
-from sluice.benchmarks.preemption_engine import PreemptiveEngine
-from sluice.benchmarks.preemption_trials import nested_work, random_prompt, random_trials
-from sluice.benchmarks.stock_engine import StockEngine
+from sluice.benchmarks.live.engines.base import Work
+from sluice.benchmarks.live.engines.process import EngineProcess
+from sluice.benchmarks.live.engines.stock import StockEngine
+from sluice.benchmarks.live.preemption.command import STOCK, WAYS, Bench, Prompts
+from sluice.benchmarks.live.preemption.engine import PreemptiveEngine
+from sluice.benchmarks.live.preemption.trials import nested_work, random_prompt, random_trials
 from sluice.replica.vllm.local_model import local_model
 from sluice.scheduling.preemption import AgedShare
 

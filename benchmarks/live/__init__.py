@@ -1,0 +1,1 @@
+"""Benchmarks of running systems: real processes, real HTTP, real engines."""

@@ -1,0 +1,1 @@
+"""The cost of a gateway in front of engines: ``sluice bench gateway``."""

@@ -1,0 +1,104 @@
+"""Ray Serve LLM with its own ingress, in front of engines that answer at once, for ``sluice bench
+gateway``: a separate program, since it imports packages that Sluice does not need.
+
+Everything but the engine is Serve LLM's. Its settings are the defaults; Serve's settings are those
+of Sluice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sluice.benchmarks.live.gateway.engine import MODEL, events
+from sluice.deploy import ray_settings
+from sluice.deploy.leftovers import Cleaner
+from sluice.deploy.local import stop_signals
+
+
+class Engine:
+    """An engine for Serve LLM's server that computes nothing."""
+
+    def __init__(self, llm_config: Any) -> None:
+        self._step_s = llm_config.experimental_configs["step_s"]
+
+    async def start(self) -> None:
+        """Do nothing: there is nothing to start."""
+
+    async def check_health(self) -> None:
+        """Do nothing: the engine is always healthy."""
+
+    def routing_stats(self) -> dict[str, Any]:
+        """Nothing: the engine has no statistics."""
+        return {}
+
+    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[str]:
+        """The events of a chat completion."""
+        tokens = request.max_completion_tokens or request.max_tokens
+        for event in events(tokens, f"{id(request):x}"):
+            yield event.decode()
+            await asyncio.sleep(self._step_s)
+
+
+@click.command()
+@click.option("--port", required=True, type=click.IntRange(1, 65_535))
+@click.option("--replicas", required=True, type=click.IntRange(1, 64))
+@click.option("--step-ms", default=0.0, type=click.FloatRange(0, 10_000))
+def main(port: int, replicas: int, step_ms: float) -> None:
+    """Serve on this machine, in its own Ray instance, until the process is terminated."""
+    local_dir = ray_settings.make_local_dir()
+    cleaner = Cleaner(local_dir)
+    try:
+        with stop_signals() as stop:
+            ray_settings.apply(local_dir)
+            _serve(local_dir, port, replicas, step_ms / 1e3)
+            stop.wait()
+    finally:
+        cleaner.clean()
+
+
+def _serve(local_dir: Path, port: int, replicas: int, step_s: float) -> None:
+    # Ray reads its environment on import.
+    from ray import serve
+    from ray.serve.llm import LLMConfig, LLMServer, build_openai_app
+
+    from sluice.deploy.ray_start import start_ray
+
+    class Server(LLMServer):  # type: ignore[misc]
+        _default_engine_cls = Engine
+
+        @classmethod
+        def get_deployment_options(cls, llm_config: Any) -> dict[str, Any]:
+            """Without GPUs in the placement group."""
+            return dict(llm_config.deployment_config)
+
+    start_ray(
+        local_dir / "ray",
+        num_cpus=max(os.cpu_count() or 1, 4),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+    )
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    fixed = {"num_replicas": replicas, "ray_actor_options": {"num_cpus": 0.1}}
+    model = LLMConfig(
+        model_loading_config={"model_id": MODEL},
+        deployment_config=fixed,
+        server_cls=Server,
+        experimental_configs={"step_s": step_s},
+    )
+    ingress = {"autoscaling_config": None, "num_replicas": 1}
+    serve.run(
+        build_openai_app({"llm_configs": [model], "ingress_deployment_config": ingress}),
+        name="serve-llm",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""Overload over real HTTP on real Ray and Serve, with simulated engines: does goodput stay the same
+when clients send far more than the engines can serve, and retry at once when they are refused?
+
+Run with ``sluice bench overload``. The classes refuse requests that cannot be guaranteed, so every
+served request was guaranteed. The runs take turns on one cluster: in each round the same requests
+at the same times with and without retries, each of the two first in every other round. Which
+requests are guaranteed is random, so one run has little meaning: see the error beside the ratio.
+The client and the cluster share this machine: check the client's lateness and the machine's load
+before you trust a figure.
+
+The exit status is 1 if an answer was lost, or if the goodput with retries is below
+:data:`LEAST_RATIO` of the goodput without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from math import sqrt
+from statistics import fmean, stdev
+from typing import Any, Final
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from sluice.benchmarks.live.replay.client import End, Outcome, replay
+from sluice.benchmarks.live.replay.load import LIGHT_ENGINE
+from sluice.benchmarks.live.replay.report import GUARANTEED
+from sluice.benchmarks.live.resources import Meter, Usage, held
+from sluice.deploy.config import SluiceConfig, parse_config
+from sluice.deploy.local import base_url, running, stop_signals
+from sluice.deploy.ray_settings import free_port
+from sluice.deploy.tables import print_table
+from sluice.router.config import RouterConfig
+from sluice.scheduling.objective import SLO
+from sluice.simulation.workload import Arrival, Workload, window
+
+SLO_OF: Final = SLO(ttft_s=1.5, tpot_s=0.15, priority=2, service_class="strict")
+CLASS: Final = {"ttft_ms": 1_500, "tpot_ms": 150, "priority": 2, "when_unattainable": "reject"}
+
+RATE: Final = 3.6
+"""About the rate that one engine can guarantee, requests a second: 1x."""
+
+PATIENCE_S: Final = 5.0
+"""A client that retries at once gives up after this time, seconds."""
+
+LEAST_RATIO: Final = 0.95
+
+WARM_UP_S: Final = 5.0
+"""Requests that end in the first seconds of a run do not count: the engines begin it empty."""
+
+_PROMPT_TOKENS, _OUTPUT_TOKENS = 300, 40
+_SHAPE = 8.0  # of the lengths' distribution: the more they vary, the noisier are the results
+_SETTINGS: Final = {"none": 0.0, "at once": PATIENCE_S}
+_DEFAULT = RouterConfig()
+
+Json = dict[str, Any]
+
+
+@click.command(name="overload")
+@click.option("--seconds", default=30.0, show_default=True, type=click.FloatRange(6, 3_600))
+@click.option("--rounds", default=4, show_default=True, type=click.IntRange(1, 100))
+@click.option(
+    "--load",
+    "loads",
+    multiple=True,
+    type=click.FloatRange(0.1, 100),
+    help="Multiple of the engines' capacity; repeatable.  [default: 3, 10]",
+)
+@click.option("--replicas", default=2, show_default=True, type=click.IntRange(1, 64))
+@click.option(
+    "--refusals-per-s",
+    default=_DEFAULT.refusals_per_s,
+    show_default=True,
+    type=click.FloatRange(1, 1e6),
+    help="router.refusals_per_s; a million in effect disables the pacing of refusals.",
+)
+@click.option("--seed", default=1, show_default=True, type=click.IntRange(0, 2**31))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def overload(
+    seconds: float,
+    rounds: int,
+    loads: tuple[float, ...],
+    replicas: int,
+    refusals_per_s: float,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Overload real clusters, by clients that retry at once and by clients that do not.
+
+    \b
+    Example:
+      sluice bench overload --load 3 --load 10
+    """
+    say = Console(stderr=True).print
+    config = _config(replicas, refusals_per_s)
+    runs: list[Json] = []
+    # Ray's own messages must not stand between the lines of the JSON.
+    with redirect_stdout(sys.stderr), stop_signals() as stop, running(config, stop, say):
+        url = f"{base_url(config)}/v1/completions"
+        # Of the heaviest kind, so that memory that grows once in a storm has grown.
+        _run(url, window(make_load(10 * RATE * replicas, 60.0, seed), 0.0, WARM_UP_S), PATIENCE_S)
+        for number in range(rounds):
+            for load in loads or (3.0, 10.0):
+                workload = make_load(load * RATE * replicas, seconds, seed + number)
+                for retries in list(_SETTINGS)[:: -1 if number % 2 else 1]:
+                    outcomes, usage, memory = _run(url, workload, _SETTINGS[retries])
+                    row = figures(outcomes, usage, memory, seconds)
+                    say(f"{load:g}x, retries {retries}: {row['goodput']:.2f}/s in time")
+                    runs.append({"load": load, "retries": retries, "round": number, **row})
+    rows = summary(runs)
+    if as_json:
+        click.echo(json.dumps({"summary": rows, "runs": runs}, indent=2))
+    else:
+        print_table(served(rows))
+        print_table(cost(rows))
+    missed = any(row["ratio"] < LEAST_RATIO for row in rows)
+    raise SystemExit(missed or any(row["lost"] for row in rows))
+
+
+def make_load(rate: float, seconds: float, seed: int) -> Workload:
+    """Poisson arrivals for ``seconds``, with lengths drawn from gamma distributions."""
+    chance = np.random.default_rng(seed)
+    times = np.cumsum(chance.exponential(1 / rate, size=round(2 * rate * seconds) + 50))
+    times = times[times < seconds]
+    most = LIGHT_ENGINE["max_model_tokens"] // 2
+    prompts = np.clip(chance.gamma(_SHAPE, _PROMPT_TOKENS / _SHAPE, len(times)), 8, most)
+    outputs = np.clip(chance.gamma(_SHAPE, _OUTPUT_TOKENS / _SHAPE, len(times)), 2, most)
+    return Workload(
+        "overload",
+        tuple(
+            Arrival(float(time_s), int(prompt), int(output), SLO_OF)
+            for time_s, prompt, output in zip(times, prompts, outputs, strict=True)
+        ),
+    )
+
+
+def _config(replicas: int, refusals_per_s: float) -> SluiceConfig:
+    return parse_config(
+        {
+            "engine": {"kind": "simulated", "model": "simulated", "simulated": LIGHT_ENGINE},
+            "replica": {"count": replicas, "num_cpus": 0.1},
+            "router": {
+                "port": free_port(),
+                "refusals_per_s": refusals_per_s,
+                "classes": {SLO_OF.service_class: CLASS},
+                "default_class": SLO_OF.service_class,
+            },
+        }
+    )
+
+
+def _run(
+    url: str, workload: Workload, patience_s: float
+) -> tuple[list[Outcome], Usage, dict[str, list[float]]]:
+    """The outcomes, the usage, and the memory before and after, MiB, by kind of process."""
+    before = _memory()
+    meter = Meter()
+    outcomes = asyncio.run(
+        replay(url, "simulated", workload, on_sent=meter.stop, patience_s=patience_s)
+    )
+    after = _memory()
+    return outcomes, meter.usage, {kind: [before.get(kind, 0.0), after[kind]] for kind in after}
+
+
+def _memory() -> dict[str, float]:
+    memory: dict[str, float] = {}
+    for each in held().values():
+        memory[each.kind] = memory.get(each.kind, 0.0) + each.memory_mib
+    return {kind: round(size, 1) for kind, size in sorted(memory.items())}
+
+
+def figures(
+    outcomes: Sequence[Outcome], usage: Usage, memory: dict[str, list[float]], seconds: float
+) -> Json:
+    """The report of one run, as plain data.
+
+    ``goodput`` counts requests answered within their objective, per second, and
+    ``goodput_tokens`` their output tokens. Both count requests that ended between
+    :data:`WARM_UP_S` and the time of the last arrival: retries that succeed later are outside the
+    interval. The TTFT of a retried request is that of its accepted attempt.
+    """
+    in_time = [
+        each
+        for each in outcomes
+        if each.attained and each.ended_s and WARM_UP_S <= each.ended_s <= seconds
+    ]
+    span_s = seconds - WARM_UP_S
+    refusals_ms = [1e3 * each.refused_s / each.refusals for each in outcomes if each.refusals]
+    ttfts_ms = [1e3 * each.ttft_s for each in outcomes if each.ttft_s is not None]
+    return {
+        "sent": len(outcomes),
+        "goodput": round(len(in_time) / span_s, 3),
+        "goodput_tokens": round(sum(each.output_tokens for each in in_time) / span_s, 2),
+        "attained": sum(each.attained for each in outcomes),
+        "answered": sum(each.end is End.ANSWERED for each in outcomes),
+        "promised": sum(each.admission == GUARANTEED for each in outcomes),
+        "ttft_ms": _quantiles(ttfts_ms),
+        "refusals": sum(each.refusals for each in outcomes),
+        "refusal_ms": _quantiles(refusals_ms),
+        "lost": sum(each.end in (End.SILENT, End.CUT) for each in outcomes),
+        "failed": sum(each.end is End.FAILED for each in outcomes),
+        "late_ms": round(1e3 * float(np.quantile([each.late_s for each in outcomes], 0.99)), 1),
+        "busy": usage.machine_busy,
+        "cores": {kind: used.cores for kind, used in usage.kinds.items()},
+        "memory_mib": memory,
+    }
+
+
+def _quantiles(values: Sequence[float]) -> list[float]:
+    """Median and 99th percentile; zeros without values."""
+    return [round(float(value), 1) for value in np.quantile(values or [0.0], (0.5, 0.99))]
+
+
+def summary(runs: Sequence[Json]) -> list[Json]:
+    """Each load and retry behaviour over all rounds, in the order of ``runs``.
+
+    ``ratio`` is the goodput over that of the same rounds without retries, and ``error`` its
+    standard error by the scatter of the rounds' own ratios; ``None`` with one round.
+    """
+    groups: dict[tuple[float, str], list[Json]] = {}
+    for run in runs:
+        groups.setdefault((run["load"], run["retries"]), []).append(run)
+    rows = []
+    for (load, retries), own in groups.items():
+        ratio, error = _ratio(own, groups[load, "none"], "goodput")
+        of_tokens, _ = _ratio(own, groups[load, "none"], "goodput_tokens")
+        answered = sum(run["answered"] for run in own)
+        memory = {
+            kind: [own[0]["memory_mib"].get(kind, [0.0])[0], after]
+            for kind, (_, after) in own[-1]["memory_mib"].items()
+        }
+        rows.append(
+            {
+                "load": load,
+                "retries": retries,
+                "rounds": len(own),
+                **{
+                    name: sum(run[name] for run in own)
+                    for name in ("sent", "answered", "refusals", "lost", "failed")
+                },
+                "goodput": round(fmean(run["goodput"] for run in own), 3),
+                "ratio": ratio,
+                "error": error,
+                "ratio_tokens": of_tokens,
+                "kept": round(sum(run["attained"] for run in own) / max(1, answered), 4),
+                "refusal_ms": np.mean([run["refusal_ms"] for run in own], axis=0).round(1).tolist(),
+                "late_ms": max(run["late_ms"] for run in own),
+                "busy": round(fmean(run["busy"] for run in own), 3),
+                "cores": {
+                    kind: round(fmean(run["cores"].get(kind, 0.0) for run in own), 3)
+                    for kind in own[0]["cores"]
+                },
+                "memory_mib": memory,
+            }
+        )
+    return rows
+
+
+def _ratio(runs: Sequence[Json], bases: Sequence[Json], name: str) -> tuple[float, float | None]:
+    """Ratio of the sums, and its standard error. 1 where nothing was served without retries."""
+    pairs = [(run[name], base[name]) for run, base in zip(runs, bases, strict=True) if base[name]]
+    if not pairs:
+        return 1.0, None
+    each = [above / below for above, below in pairs]
+    error = round(stdev(each) / sqrt(len(each)), 3) if len(each) > 1 else None
+    return round(sum(above for above, _ in pairs) / sum(below for _, below in pairs), 3), error
+
+
+def served(rows: Sequence[Json]) -> Table:
+    """The summary's figures of requests, as a table."""
+    shown = Table(
+        *("load", "retries", "sent", "in time /s", "to none", "in tokens", "kept", "lost"),
+        title=f"served in time, mean of {rows[0]['rounds']} rounds",
+    )
+    for row in rows:
+        error = "" if row["error"] is None else f" ± {row['error']:.3f}"
+        shown.add_row(
+            *(f"{row['load']:g}x", row["retries"], str(row["sent"]), f"{row['goodput']:.2f}"),
+            *(f"{row['ratio']:.3f}{error}", f"{row['ratio_tokens']:.3f}"),
+            *(f"{100 * row['kept']:.1f} %", str(row["lost"])),
+        )
+    return shown
+
+
+def cost(rows: Sequence[Json]) -> Table:
+    """The summary's figures of processes, as a table."""
+    shown = Table(
+        *("load", "retries", "refusals", "each p50 / p99 ms", "late ms", "busy"),
+        *("cores: router, client", "MiB: router", "HAProxy"),
+        title="resources: memory before the first and after the last round",
+    )
+    for row in rows:
+        cores, memory = row["cores"], row["memory_mib"]
+        shown.add_row(
+            *(f"{row['load']:g}x", row["retries"], str(row["refusals"])),
+            "{:.0f} / {:.0f}".format(*row["refusal_ms"]),
+            *(f"{row['late_ms']:.0f}", f"{100 * row['busy']:.0f} %"),
+            f"{cores.get('routers', 0):.2f}, {cores.get('client', 0):.2f}",
+            "{:.0f} → {:.0f}".format(*memory.get("routers", (0, 0))),
+            "{:.0f} → {:.0f}".format(*memory.get("HAProxy", (0, 0))),
+        )
+    return shown
+
+
+if __name__ == "__main__":
+    overload()

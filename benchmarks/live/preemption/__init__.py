@@ -1,0 +1,1 @@
+"""Preemption of prefills on real engines: ``sluice bench preemption`` and ``preemption_replay``."""

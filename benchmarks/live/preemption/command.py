@@ -1,0 +1,429 @@
+"""The delay of a short, urgent request by a long prefill, by where the prefill can be preempted.
+
+Run with ``sluice bench preemption``. Real vLLM engines on the CPU, one thread, a small model with
+random weights. While a long prompt is computed, a short one arrives at a random moment. Every way
+of preemption gets the same moments, one way after the other, so that all see the same machine.
+Stock vLLM with priorities runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from math import comb
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from sluice.benchmarks.live.engines.base import Result, Work
+from sluice.benchmarks.live.engines.process import EngineProcess
+from sluice.benchmarks.live.engines.stock import StockEngine
+from sluice.benchmarks.live.preemption.engine import PreemptiveEngine
+from sluice.benchmarks.live.preemption.trials import WHOLE, all_trials, random_prompt
+from sluice.deploy.tables import print_table
+from sluice.replica.preemption.checks import Granularity
+from sluice.replica.vllm.local_model import local_model
+
+WAYS: dict[str, tuple[Granularity | None, int]] = {
+    "operator": ("operator", WHOLE),
+    "layer": ("layer", WHOLE),
+    "512-token chunks": (None, 512),
+    "none": (None, WHOLE),
+}
+"""Granularity of checks, and max tokens of a task; requests by S-EDF."""
+
+STOCK: dict[str, tuple[int, int]] = {
+    "stock, 2048": (2048, 0),
+    "stock, 512": (512, 0),
+    "stock, 256": (256, 0),
+    "stock, 512, threshold 256": (512, 256),
+}
+"""Stock vLLM with priorities: max tokens of a step, and its long-prefill threshold. Stock vLLM
+serves running before waiting requests, so only the threshold leaves tokens for a more urgent
+prompt."""
+
+_LATE = 1000.0
+_URGENT = 100.0
+_OVERHEAD_TOKENS = 512
+_DECODED = 32
+_ALONE = 5
+_LEAST_PAIRS = 6
+"""With fewer pairs, no interval of their median has 95 % confidence."""
+
+
+class Row(NamedTuple):
+    """All arrivals under one way of preemption. Times are milliseconds.
+
+    Attributes:
+        stops: how often the long prefill stopped.
+        blocked: from the signal to the stop, median and max; None where no prefill stopped.
+        waited: how much longer the short request's TTFT was than alone, median.
+        short, short_most, long: TTFT, median and max.
+        short_ratio: median TTFT of the short request over that of the first row.
+        same: share of runs whose tokens are those of runs alone on the same engine.
+    """
+
+    way: str
+    stops: int
+    blocked: float | None
+    blocked_most: float | None
+    waited: float
+    short: float
+    short_most: float
+    long: float
+    short_ratio: float
+    same: float
+
+
+class Spread(NamedTuple):
+    """Ratios of pairs, less 1.
+
+    Attributes:
+        pairs: how many.
+        median: their median.
+        low, high: its interval of at least 95 % confidence, whatever the distribution.
+        quarter, three_quarters: their quartiles.
+        one_ms, other_ms: medians of the times that the ratios are of.
+    """
+
+    pairs: int
+    median: float
+    low: float
+    high: float
+    quarter: float
+    three_quarters: float
+    one_ms: float
+    other_ms: float
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--long", "long_tokens", default=2048, type=click.IntRange(64, 8000))
+@click.option("--short", "short_tokens", default=64, type=click.IntRange(2, 4000))
+@click.option("--repeats", default=10, type=click.IntRange(1, 1000))
+@click.option("--pairs", default=40, type=click.IntRange(_LEAST_PAIRS, 10_000))
+@click.option("--trials", default=0, type=click.IntRange(0, 100_000))
+@click.option("--layers", default=8, type=click.IntRange(1, 64))
+@click.option("--hidden", default=512, type=click.IntRange(64, 8192))
+@click.option("--seed", default=0)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def preemption(
+    long_tokens: int,
+    short_tokens: int,
+    repeats: int,
+    pairs: int,
+    trials: int,
+    layers: int,
+    hidden: int,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Measure how long a short request waits for a long prefill, by where that can be preempted.
+
+    With --trials, prefills are also stopped at random checks, and their tokens are compared with
+    those of undisturbed runs: this many times in each of several engines, among them a compiled
+    one and one of two workers.
+
+    \b
+    Example:
+      sluice bench preemption --repeats 10 --json
+    """
+    # Read when torch is imported, here and in the other processes.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # vLLM's lines must not stand between those of the JSON.
+    os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as name:
+        directory = Path(name)
+        found = measure(
+            directory,
+            local_model(directory, layers=layers, hidden=hidden),
+            Prompts.draw(long_tokens, short_tokens, seed),
+            repeats,
+            pairs,
+        )
+        found["trials"] = all_trials(trials, seed, directory) if trials else {}
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        _show(found)
+
+
+class Prompts(NamedTuple):
+    """The two requests, and the random generator of the short one's arrivals."""
+
+    long: Work
+    short: Work
+    chance: random.Random
+
+    @classmethod
+    def draw(cls, long_tokens: int, short_tokens: int, seed: int) -> Prompts:
+        """Random ones of these lengths."""
+        chance = random.Random(seed)
+        long = Work("long", random_prompt(chance, long_tokens), 1, _LATE)
+        return cls(long, Work("short", random_prompt(chance, short_tokens), 1, _URGENT), chance)
+
+
+def measure(
+    directory: Path, model: Path, prompts: Prompts, repeats: int, pairs: int
+) -> dict[str, Any]:
+    """Everything but the trials, as plain data."""
+    args = {
+        "max_model_len": len(prompts.long.prompt) + 64,
+        "max_num_batched_tokens": max(2048, len(prompts.long.prompt)),
+        "max_num_seqs": 16,
+        "kv_cache_memory_bytes": 256 << 20,
+        "block_size": 32,
+        "enforce_eager": True,
+    }
+    options = {"granularity": "operator", "depth": 3, "least_tokens": 1}
+    stock = EngineProcess(partial(StockEngine, model, **args))
+    try:
+        engine = PreemptiveEngine(model, directory, options, **args)
+        try:
+            return Bench(engine, stock, prompts).all(repeats, pairs)
+        finally:
+            engine.close()
+    finally:
+        stock.close()
+
+
+def moment(
+    engine: PreemptiveEngine | StockEngine, long: Work, short: Work, after_s: float
+) -> dict[str, Result]:
+    """Let ``short`` arrive ``after_s`` after ``long``."""
+
+    def arrive() -> None:
+        arrived_s = time.monotonic()
+        engine.post(lambda: engine.add(short, arrived_s))
+
+    engine.reset()
+    engine.add(long)
+    arrival = threading.Timer(after_s, arrive)
+    arrival.start()
+    results = engine.run()
+    arrival.join()
+    if short.name not in results:  # the long one ended before it arrived
+        results |= engine.run()
+    return results
+
+
+def alone(engine: PreemptiveEngine | StockEngine, work: Work) -> tuple[Result, float]:
+    """``work`` alone, and its whole duration, seconds."""
+    engine.reset()
+    engine.add(work)
+    began_s = time.perf_counter()
+    result = engine.run()[work.name]
+    return result, time.perf_counter() - began_s
+
+
+class Bench:
+    """Runs on one engine with preemption, and on a stock one.
+
+    Args:
+        engine: the first.
+        stock: a :class:`StockEngine` in another process.
+        prompts: what they compute.
+    """
+
+    def __init__(self, engine: PreemptiveEngine, stock: EngineProcess, prompts: Prompts) -> None:
+        self._engine = engine
+        self._stock = stock
+        self._prompts = prompts
+        self._most = max(2048, len(prompts.long.prompt))
+        self._use("operator")
+        self._expected: list[dict[str, Result]] = []
+        self._alone_s: list[dict[str, float]] = []
+        for run in (partial(alone, engine), partial(stock.call, alone)):
+            results: dict[str, Result] = {}
+            times_s: dict[str, float] = {}
+            for work in (prompts.long, prompts.short):
+                run(work)  # the first one warms up
+                several = [run(work)[0] for _ in range(_ALONE)]
+                results[work.name] = several[0]
+                times_s[work.name] = median(each.ttft_s for each in several)
+            self._expected.append(results)
+            self._alone_s.append(times_s)
+
+    def all(self, repeats: int, pairs: int) -> dict[str, Any]:
+        """Rows and overheads, as plain data."""
+        rows = self.rows(repeats)
+        ours, stock = self._alone_s
+        return {
+            "rows": [row._asdict() for row in rows],
+            "alone_ms": {name: round(1e3 * each, 2) for name, each in ours.items()},
+            "stock_alone_ms": {name: round(1e3 * each, 2) for name, each in stock.items()},
+            "overhead": {name: each._asdict() for name, each in self.overheads(pairs).items()},
+        }
+
+    def rows(self, repeats: int) -> list[Row]:
+        """One row for each way."""
+        long, short, chance = self._prompts
+        longest_s = self._alone_s[0][long.name]
+        moments = [chance.uniform(0.05, 0.8) * longest_s for _ in range(repeats)]
+        ways = (*WAYS, *STOCK)
+        runs: dict[str, list[dict[str, Result]]] = {way: [] for way in ways}
+        blocked_s: dict[str, list[float]] = {way: [] for way in ways}
+        for after_s in moments:
+            for way in ways:
+                if way in STOCK:
+                    self._stock.call(StockEngine.use, *STOCK[way])
+                    runs[way].append(self._stock.call(moment, long, short, after_s))
+                else:
+                    self._use(way)
+                    self._engine.stats.latest_stop_s.clear()
+                    runs[way].append(moment(self._engine, long, short, after_s))
+                    blocked_s[way] += self._engine.stats.latest_stop_s
+        rows: list[Row] = []
+        for way in ways:
+            rows.append(self._row(way, runs[way], blocked_s[way], rows[0] if rows else None))
+        return rows
+
+    def overheads(self, pairs: int) -> dict[str, Spread]:
+        """Costs without preemption: of the checks alone, by the processor time of a prefill with
+        and without them; of the engine, by the time of a prefill or decode request on it and on
+        the stock engine."""
+        prefill = self._prompts.long
+        prefill = prefill._replace(prompt=prefill.prompt[:_OVERHEAD_TOKENS])
+        decode = self._prompts.short._replace(output=_DECODED)
+        engine = self._engine
+        self._stock.call(StockEngine.use, self._most)
+
+        def checked_s(way: str) -> float:
+            self._use(way)
+            began_s = time.process_time()
+            engine.alone(prefill)
+            return time.process_time() - began_s
+
+        def ours_s(work: Work) -> float:
+            return alone(engine, work)[1]
+
+        def stock_s(work: Work) -> float:
+            seconds: float = self._stock.call(alone, work)[1]
+            return seconds
+
+        checks = spread(pairs, partial(checked_s, "operator"), partial(checked_s, "none"))
+        self._use("operator")
+        return {
+            "checks": checks,
+            "prefill": spread(pairs, partial(ours_s, prefill), partial(stock_s, prefill)),
+            "decode": spread(pairs, partial(ours_s, decode), partial(stock_s, decode)),
+        }
+
+    def _use(self, way: str) -> None:
+        granularity, chunk = WAYS[way]
+        self._engine.use(granularity, chunk=chunk, most=self._most)
+
+    def _row(
+        self, way: str, runs: list[dict[str, Result]], blocked_s: list[float], first: Row | None
+    ) -> Row:
+        expected, alone_s = self._expected[way in STOCK], self._alone_s[way in STOCK]
+        short_s = [run["short"].ttft_s for run in runs]
+        same = [
+            all(run[name].tokens == result.tokens for name, result in expected.items())
+            for run in runs
+        ]
+        short = 1e3 * median(short_s)
+        waited = short - 1e3 * alone_s["short"]
+        return Row(
+            way,
+            len(blocked_s),
+            round(1e3 * median(blocked_s), 2) if blocked_s else None,
+            round(1e3 * max(blocked_s), 2) if blocked_s else None,
+            round(waited, 2),
+            round(short, 2),
+            round(1e3 * max(short_s), 2),
+            round(1e3 * median(run["long"].ttft_s for run in runs), 2),
+            1.0 if first is None else round(short / first.short, 2),
+            mean(same),
+        )
+
+
+def spread(pairs: int, one_s: Callable[[], float], other_s: Callable[[], float]) -> Spread:
+    """Ratios of the time of ``one_s`` to that of ``other_s``, each first in every second pair."""
+    one_s(), other_s()
+    times_s: list[tuple[float, float]] = []
+    for pair in range(pairs):
+        if pair % 2:
+            other = other_s()
+            times_s.append((one_s(), other))
+        else:
+            one = one_s()
+            times_s.append((one, other_s()))
+    ratios = sorted(one / other - 1 for one, other in times_s)
+    outside, quarter = _outside(pairs), pairs // 4
+    found = (
+        median(ratios),
+        ratios[outside],
+        ratios[pairs - 1 - outside],
+        ratios[quarter],
+        ratios[pairs - 1 - quarter],
+    )
+    medians_ms = (1e3 * median(several_s) for several_s in zip(*times_s, strict=True))
+    return Spread(
+        pairs, *(round(each, 5) for each in found), *(round(each, 3) for each in medians_ms)
+    )
+
+
+def _outside(values: int, doubt: float = 0.05) -> int:
+    """How many of ``values`` sorted values, at each end, are outside the confidence interval of
+    their distribution's median: by the sign test."""
+    outside, tail = 0, 0.5**values
+    while 2 * (tail + comb(values, outside + 1) * 0.5**values) <= doubt:
+        outside += 1
+        tail += comb(values, outside) * 0.5**values
+    return outside
+
+
+def _show(found: dict[str, Any]) -> None:
+    table = Table(
+        "preempted at", "stops", "blocked ms", "most", "waited ms", "short TTFT ms", "long TTFT ms"
+    )
+    for row in (Row(**each) for each in found["rows"]):
+        table.add_row(
+            row.way,
+            str(row.stops),
+            "" if row.blocked is None else f"{row.blocked:.1f}",
+            "" if row.blocked_most is None else f"{row.blocked_most:.1f}",
+            f"{row.waited:.1f}",
+            f"{row.short:.1f} ({row.short_ratio:.1f}x)",
+            f"{row.long:.1f}",
+        )
+    console = Console()
+    print_table(table, console)
+    for name in ("alone_ms", "stock_alone_ms"):
+        console.print(f"{name}: long {found[name]['long']}, short {found[name]['short']}")
+    costs = Table(
+        "overhead without preemption",
+        "median %",
+        "95 % sure",
+        "quartiles",
+        "ms",
+        "without",
+        "pairs",
+    )
+    for name, each in found["overhead"].items():
+        costs.add_row(
+            name,
+            f"{100 * each['median']:.2f}",
+            f"{100 * each['low']:.2f} to {100 * each['high']:.2f}",
+            f"{100 * each['quarter']:.2f} to {100 * each['three_quarters']:.2f}",
+            f"{each['one_ms']:.1f}",
+            f"{each['other_ms']:.1f}",
+            str(each["pairs"]),
+        )
+    print_table(costs, console)
+    if found["trials"]:
+        places = Table("random places", "trials", "stops", "same tokens")
+        for name, each in found["trials"].items():
+            places.add_row(name, *(str(each[key]) for key in ("trials", "stops", "same")))
+        print_table(places, console)

@@ -1,0 +1,466 @@
+"""Prompts of very different lengths through the whole stack, with and without preemption.
+
+Run with ``sluice bench preemption_replay``. The mix is that of FlowPrefill's Table 1, its lengths
+divided so that a small model on one core of this machine computes them. Each way gets a Ray
+instance, a router and one real vLLM replica of its own, and the same requests at the same times,
+one way after the other. Stock vLLM runs as its own server, to which the client sends directly. All
+of it shares this machine with the client: check how busy it was before you trust a figure.
+
+The load is a share of the engine's capacity: prompts of several lengths are timed alone, on stock
+vLLM, and requests arrive at the rate at which their predicted times fill that share of the time.
+Objectives are those of the paper's Table 2, times the ratio of the mean predicted time to that of
+its model on its GPU.
+
+The exit status is 1 if a request was not answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Final, NamedTuple
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from sluice.benchmarks.experiments.engines import SETUPS
+from sluice.benchmarks.live.preemption.trials import random_prompt
+from sluice.benchmarks.live.replay.client import End, Outcome
+from sluice.benchmarks.live.replay.client import replay as replay_workload
+from sluice.benchmarks.live.replay.report import of_class
+from sluice.benchmarks.live.resources import Meter
+from sluice.benchmarks.live.stock_server import stock_server
+from sluice.controller.config import NO_ADMISSION
+from sluice.deploy.config import SluiceConfig
+from sluice.deploy.local import base_url, running, stop_signals
+from sluice.deploy.ray_settings import free_port
+from sluice.deploy.tables import print_table
+from sluice.replica.vllm.local_model import local_model
+from sluice.scheduling.fit import fit
+from sluice.scheduling.latency import StepSample
+from sluice.scheduling.latency_request import PolynomialTTFT
+from sluice.scheduling.objective import SLO
+from sluice.simulation.workload import Arrival, Workload, stretched, window
+from sluice.simulation.workloads.settings import (
+    FLOWPREFILL_PROMPTS,
+    FLOWPREFILL_SHARES,
+    FLOWPREFILL_TTFT_S,
+    flowprefill,
+)
+
+PAPER_MODEL: Final = "llama3-8b"
+PAPER_SETUP: Final = SETUPS["8b"]
+"""The paper's smallest model. The paper has no times of it: those of the simulator are used."""
+
+PAPER_CHUNKS: Final = (2_048, 8_192)
+"""Tokens of its two baselines with chunks and EDF; here they are divided like the lengths."""
+
+NAME: Final = "small"
+_WARM_UP_S = 5.0
+_PROFILE_S = 10.0
+_TIMED_SHARES = (1 / 32, 1 / 8, 1 / 4, 1 / 2, 1.0)
+_TIMED = 3
+_SAMPLE = 4_000
+_METRIC = re.compile(
+    r"^(sluice_prefill_suspensions_total|sluice_prefill_stop_seconds_(?:sum|count))"
+    r"(?:\{[^}]*\})? (\S+)$",
+    re.MULTILINE,
+)
+
+Json = dict[str, Any]
+Say = Callable[[str], None]
+
+
+class Way(NamedTuple):
+    """How prefills are scheduled.
+
+    Attributes:
+        engine: fields of the engine's configuration; None for stock vLLM's own server.
+        vllm_args: vLLM's arguments, in addition to those of all ways.
+    """
+
+    engine: Mapping[str, Any] | None
+    vllm_args: Mapping[str, Any]
+
+
+class Sizes(NamedTuple):
+    """Model and prompt lengths.
+
+    Attributes:
+        model: the model's directory.
+        shrink: divisor of the paper's lengths.
+        most: longest prompt, tokens.
+    """
+
+    model: Path
+    shrink: float
+    most: int
+
+    def ways(self) -> dict[str, Way]:
+        """All ways by name. Without chunks a step holds the longest prompt."""
+        whole = {"max-num-batched-tokens": self.most}
+        small, large = (round(tokens / self.shrink) for tokens in PAPER_CHUNKS)
+        chunks = {
+            f"EDF, chunks of {tokens}": Way(
+                {"policy": "edf", "policy_options": {"token_budget": tokens}},
+                {"max-num-batched-tokens": tokens},
+            )
+            for tokens in (large, small)
+        }
+        stock = {
+            "max-num-batched-tokens": small,
+            "long-prefill-token-threshold": small // 2,
+            "scheduling-policy": "priority",
+        }
+        return {
+            "operator": Way({"preemption": {"granularity": "operator"}}, whole),
+            "layer": Way({"preemption": {"granularity": "layer"}}, whole),
+            "FCFS": Way({"policy": "fcfs"}, whole),
+            **chunks,
+            "default policy": Way({}, {"max-num-batched-tokens": large}),
+            f"stock, threshold {small // 2}": Way(None, stock),
+        }
+
+    def args_of(self, way: Way) -> dict[str, Any]:
+        """vLLM's arguments of a way."""
+        return {
+            "max-model-len": self.most + 16,
+            "kv-cache-memory-bytes": 512 << 20,
+            "block-size": 32,
+            "max-num-seqs": 64,
+            "enforce-eager": True,
+            "enable-prefix-caching": False,  # the warm-up has the same prompts
+            **way.vllm_args,
+        }
+
+
+class Load(NamedTuple):
+    """The offered load.
+
+    Attributes:
+        share: of the engine's time that predicted prefills fill.
+        alone: coefficients of the time of a prefill alone, see :class:`PolynomialTTFT`.
+        mean_s: mean predicted time of a prefill, alone.
+        slo_scale: factor on the paper's objectives.
+        rate: requests per second.
+    """
+
+    share: float
+    alone: tuple[float, ...]
+    mean_s: float
+    slo_scale: float
+    rate: float
+
+
+@click.command(name="preemption_replay", context_settings={"show_default": True})
+@click.option("--minutes", default=1.0, type=click.FloatRange(0.02, 600))
+@click.option(
+    "--load",
+    "share",
+    default=0.9,
+    type=click.FloatRange(0.01, 10),
+    help="Share of the engine's time that the prefills fill, as predicted.",
+)
+@click.option(
+    "--alone",
+    multiple=True,
+    type=float,
+    help="Time of a prompt alone, from an earlier run: the coefficients of its powers, the "
+    "constant first, seconds; one option for each.  [default: measured]",
+)
+@click.option("--way", "names", multiple=True, help="Only these ways, by name.  [default: all]")
+@click.option(
+    "--shrink",
+    default=4.0,
+    type=click.FloatRange(1, 1_000),
+    help="Divisor of the paper's lengths.",
+)
+@click.option("--layers", default=8, type=click.IntRange(1, 64))
+@click.option("--hidden", default=512, type=click.IntRange(64, 8192))
+@click.option("--seed", default=1, type=click.IntRange(0, 2**31))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def preemption_replay(
+    minutes: float,
+    share: float,
+    alone: tuple[float, ...],
+    names: tuple[str, ...],
+    shrink: float,
+    layers: int,
+    hidden: int,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Replay FlowPrefill's mix of prompts on real Ray and vLLM, with and without preemption.
+
+    \b
+    Example:
+      sluice bench preemption_replay --minutes 1 --json
+    """
+    say = Console(stderr=True).print
+    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
+        directory = Path(folder)
+        most = longest_prompt(shrink)
+        model = local_model(directory, layers, hidden, max_positions=most + 16)
+        sizes = Sizes(model, shrink, most)
+        ways = sizes.ways()
+        unknown = sorted(set(names) - set(ways))
+        if unknown:
+            raise click.ClickException(f"no way {unknown[0]!r}; there are: {', '.join(ways)}")
+        if alone:
+            prefill = PolynomialTTFT(alone)
+        else:
+            say("timing prompts alone")
+            prefill = timed(sizes, directory)
+        load, workload = make_load(share, prefill, 60 * minutes, shrink, seed)
+        results = {}
+        for name in names or ways:
+            say(f"{name}: starting")
+            # Ray's own messages must not stand between the lines of the JSON.
+            with redirect_stdout(sys.stderr):
+                results[name] = measure(ways[name], sizes, load, workload, directory, say)
+            done = results[name]["all"]
+            say(f"{name}: {done['answered']} of {done['sent']} answered")
+    if as_json:
+        words = f"{workload.description} {workload.scaling}"
+        found = {"workload": words, "load": load._asdict(), "ways": results}
+        click.echo(json.dumps(found, indent=2))
+    else:
+        _show(load, results)
+    raise SystemExit(
+        any(each["all"]["answered"] < each["all"]["sent"] for each in results.values())
+    )
+
+
+# The load.
+
+
+def longest_prompt(shrink: float) -> int:
+    """Length that no prompt exceeds, tokens."""
+    columns = (column.lengths for column in FLOWPREFILL_PROMPTS.values())
+    return ceil(max(each.cap * each.reach for each in columns) / shrink)
+
+
+def make_load(
+    share: float, alone: PolynomialTTFT, seconds: float, shrink: float, seed: int
+) -> tuple[Load, Workload]:
+    """Poisson arrivals for about this long, with the mix's lengths and objectives, at the rate at
+    which their prefills fill ``share`` of the time if each takes as long as ``alone``."""
+    sample = flowprefill(PAPER_MODEL, 1.0, _SAMPLE, seed)
+    count = max(2, round(share * seconds / _mean_s(sample, alone, shrink)))
+    drawn = flowprefill(PAPER_MODEL, 1.0, count, seed)
+    # Of the requests drawn: a few long ones more or less change the load.
+    mean_s = _mean_s(drawn, alone, shrink)
+    slo_scale = mean_s / _mean_s(drawn, PolynomialTTFT.of_steps(PAPER_SETUP.truth), 1.0)
+    arrivals = tuple(
+        each._replace(
+            prompt_tokens=_shrunk(each, shrink),
+            slo=SLO(
+                ttft_s=FLOWPREFILL_TTFT_S[PAPER_MODEL][each.task] * slo_scale,
+                service_class=each.task,
+            ),
+        )
+        for each in drawn.arrivals
+    )
+    words = (
+        f"Tasks and prompt lengths of FlowPrefill Table 1, divided by {shrink:g}; TTFT of Table 2 "
+        f"for {PAPER_MODEL} times {slo_scale:.4g}."
+    )
+    rate = share / mean_s
+    workload = stretched(replace(drawn, arrivals=arrivals, description=words), drawn.rate / rate)
+    return Load(share, alone.coefficients, mean_s, slo_scale, rate), workload
+
+
+def _shrunk(arrival: Arrival, shrink: float) -> int:
+    return max(1, round(arrival.prompt_tokens / shrink))
+
+
+def _mean_s(workload: Workload, alone: PolynomialTTFT, shrink: float) -> float:
+    """Mean predicted time of the prefills."""
+    return fmean(alone.seconds(_shrunk(each, shrink)) for each in workload.arrivals)
+
+
+def timed(sizes: Sizes, directory: Path) -> PolynomialTTFT:
+    """Times of prompts alone on stock vLLM, by length: as its client sees them, one at a time."""
+    args = sizes.args_of(Way(None, {"max-num-batched-tokens": sizes.most}))
+    lengths = [max(2, round(sizes.most * part)) for part in _TIMED_SHARES]
+    with stock_server(sizes.model, NAME, free_port(), args, directory / "timed.log") as url:
+        _one_by_one(url, lengths[:2])
+        outcomes = _one_by_one(url, lengths * _TIMED)
+    samples = [
+        StepSample.of([(each.prompt_tokens, 0)], seconds=each.ttft_s)
+        for each in outcomes
+        if each.ttft_s is not None
+    ]
+    return fit(samples, "polynomial_ttft")[0]
+
+
+def _one_by_one(url: str, lengths: Sequence[int]) -> list[Outcome]:
+    slo = SLO(ttft_s=1.0)
+
+    async def all_of_them() -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for length in lengths:
+            one = Workload("one", (Arrival(0.0, length, 1, slo),))
+            outcomes += await _send(f"{url}/v1/completions", one, tokens_body)
+        return outcomes
+
+    return asyncio.run(all_of_them())
+
+
+async def _send(
+    url: str,
+    workload: Workload,
+    body: Callable[[str, int, Arrival], Json],
+    on_sent: Callable[[], None] = lambda: None,
+) -> list[Outcome]:
+    return await replay_workload(url, NAME, workload, on_sent=on_sent, body=body, exact=False)
+
+
+def tokens_body(model: str, number: int, arrival: Arrival) -> Json:
+    """A completion whose prompt has exactly the tokens of ``arrival``, at random. Stock vLLM ranks
+    it by its objective."""
+    chance = random.Random(f"{number}/{arrival.prompt_tokens}")
+    return {
+        "model": model,
+        "prompt": random_prompt(chance, arrival.prompt_tokens),
+        "max_tokens": arrival.output_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def _with_priority(model: str, number: int, arrival: Arrival) -> Json:
+    due_s = arrival.slo.ttft_s or 0.0
+    return {**tokens_body(model, number, arrival), "priority": round(1e3 * due_s)}
+
+
+# The ways.
+
+
+def measure(
+    way: Way, sizes: Sizes, load: Load, workload: Workload, directory: Path, say: Say
+) -> Json:
+    """Serve by ``way``, replay the workload's first seconds to warm up, and then all of it."""
+    body = tokens_body if way.engine is not None else _with_priority
+    with _served(way, sizes, load, directory, say) as url:
+        completions = f"{url}/v1/completions"
+        asyncio.run(_send(completions, window(workload, 0.0, _WARM_UP_S), body))
+        before = _stops(url) if way.engine is not None else {}
+        meter = Meter()
+        outcomes = asyncio.run(_send(completions, workload, body, meter.stop))
+        after = _stops(url) if way.engine is not None else {}
+    stops = {name: after[name] - before[name] for name in after}
+    return {**summary(outcomes, stops), "machine_busy": meter.usage.machine_busy}
+
+
+@contextmanager
+def _served(way: Way, sizes: Sizes, load: Load, directory: Path, say: Say) -> Iterator[str]:
+    """The address of the server."""
+    if way.engine is None:
+        args = sizes.args_of(way)
+        with stock_server(sizes.model, NAME, free_port(), args, directory / "stock.log") as url:
+            yield url
+        return
+    config = config_of(way, sizes, load, directory)
+    with stop_signals() as stop, running(config, stop, say):
+        yield base_url(config)
+
+
+def config_of(way: Way, sizes: Sizes, load: Load, directory: Path) -> SluiceConfig:
+    """One replica that schedules by ``way``, without admission: no request is guaranteed."""
+    assert way.engine is not None
+    return SluiceConfig.model_validate(
+        {
+            "engine": {
+                "model": str(sizes.model),
+                "served_model_name": NAME,
+                "cache_dir": directory,
+                "profile_budget_s": _PROFILE_S,
+                "vllm_args": sizes.args_of(way),
+                **way.engine,
+            },
+            "replica": {"count": 1},
+            "controller": {"admission": NO_ADMISSION},
+            "router": {
+                "port": free_port(),
+                "classes": {
+                    name: {"ttft_ms": 1e3 * ttft_s * load.slo_scale}
+                    for name, ttft_s in FLOWPREFILL_TTFT_S[PAPER_MODEL].items()
+                },
+                "default_class": next(iter(FLOWPREFILL_SHARES)),
+            },
+        }
+    )
+
+
+def _stops(url: str) -> dict[str, float]:
+    """Counts of the replica's suspensions."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        page = answer.read().decode()
+    return {name: float(value) for name, value in _METRIC.findall(page)}
+
+
+def summary(outcomes: Sequence[Outcome], stops: Mapping[str, float]) -> Json:
+    """The report of one way, as plain data.
+
+    Args:
+        outcomes: of every request that was sent.
+        stops: increase of the replica's metrics during the replay.
+    """
+    by_class = {
+        name: of_class([each for each in outcomes if each.slo.service_class == name])
+        for name in FLOWPREFILL_SHARES
+    }
+    count = stops.get("sluice_prefill_stop_seconds_count", 0.0)
+    total_s = stops.get("sluice_prefill_stop_seconds_sum", 0.0)
+    unanswered = sorted({each.reason for each in outcomes if each.end is not End.ANSWERED})
+    return {
+        "classes": by_class,
+        "all": of_class(outcomes),
+        "unanswered": unanswered,
+        "late_ms": round(1e3 * float(np.quantile([each.late_s for each in outcomes], 0.99)), 1),
+        "suspensions": int(stops.get("sluice_prefill_suspensions_total", 0)),
+        "blocked_ms": round(1e3 * total_s / count, 2) if count else None,
+    }
+
+
+def _show(load: Load, results: Mapping[str, Json]) -> None:
+    table = Table(
+        *("", "all", *FLOWPREFILL_SHARES, "text TTFT p50 / p99 ms", "suspended", "blocked ms"),
+        "machine busy",
+        title=f"TTFT within the objective, of all that were sent, at {load.rate:.2f} requests/s",
+        caption=f"{load.share:.0%} of the time filled by prefills of {1e3 * load.mean_s:.0f} ms in "
+        f"the mean; objectives of the paper times {load.slo_scale:.2f}",
+    )
+    for name, each in results.items():
+        rows = (each["all"], *(each["classes"][task] for task in FLOWPREFILL_SHARES))
+        shares = ("" if row["attained"] is None else f"{row['attained']:.1%}" for row in rows)
+        ttft_ms = each["classes"]["text"]["ttft_ms"] or ()
+        table.add_row(
+            name,
+            *shares,
+            " / ".join(f"{value:.0f}" for value in ttft_ms),
+            str(each["suspensions"]),
+            "" if each["blocked_ms"] is None else f"{each['blocked_ms']:.1f}",
+            f"{each['machine_busy']:.0%}",
+        )
+    print_table(table)
+
+
+if __name__ == "__main__":
+    preemption_replay()

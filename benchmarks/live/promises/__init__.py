@@ -1,0 +1,1 @@
+"""Guarantees on real replicas: ``sluice bench promises --real``."""

@@ -1,0 +1,414 @@
+"""Guarantees on two real vLLM replicas on this machine's CPUs, as their client sees them.
+
+Run with ``sluice bench promises --real``. An open load in bursts of three classes passes through
+all of Sluice, at shares of the replicas' capacity, on a quiet machine and beside a busy loop on one
+core that begins in the middle; first without margins and then with those of production. The two
+systems have equal engines and get the same requests at the same times, but each is a new cluster,
+which has learned nothing. It first serves requests without objectives: so the step models are
+corrected when the first run begins, and no margin is learned. From then on it keeps what it has
+learned, as it would for an operator.
+
+With ``--simulated N`` there are N simulated engines in place of vLLM. Their steps take 1.3 times as
+long as their profile predicts, and drift from there to 1.5 times as much and back, once in the time
+of a run. In place of the busy loop one random replica process after another is stopped for 300 ms.
+
+The client, the cluster and the busy loop are children of one process, so that the kernel shares the
+cores between them and not between sessions. The loop has normal priority, as the engines have
+(:mod:`sluice.deploy.ray_settings`). Check the client's lateness, the routers' count of the same
+guarantees and the cores that other processes used, before you trust a figure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from itertools import count, product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final, NamedTuple
+
+import click
+import psutil
+from rich.console import Console
+
+from sluice.benchmarks.experiments.promises import LEVEL, MARGINS, NONE
+from sluice.benchmarks.live.own_process import in_own_process
+from sluice.benchmarks.live.promises.load import (
+    CLASSES,
+    NO_OBJECTIVE,
+    SLOS,
+    body_of,
+    draw,
+    make_load,
+)
+from sluice.benchmarks.live.promises.report import Json, cells, counts, tables
+from sluice.benchmarks.live.replay.client import End, Outcome, replay
+from sluice.benchmarks.live.replay.load import LIGHT_ENGINE
+from sluice.benchmarks.live.resources import Meter, Usage, held
+from sluice.controller.config import ControllerConfig
+from sluice.deploy.config import SluiceConfig, parse_config
+from sluice.deploy.local import base_url, running, stop_signals
+from sluice.deploy.ray_settings import free_port
+from sluice.deploy.tables import print_table
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.latency_profile import LatencyProfile
+from sluice.simulation.workload import Workload
+
+LOADS: Final = (0.7, 1.0, 1.4)
+QUIET, BUSY, PAUSES = "quiet", "busy", "pauses"
+REPLICAS: Final = 2
+SLOWER: Final = 1.3
+"""Real over believed time of a simulated engine's steps, before it drifts."""
+
+DRIFT: Final = 1.5
+"""Factor on that time in the middle of a drift."""
+
+PAUSE_S, PAUSE_EVERY_S = 0.3, 2.0
+"""How long one replica process is stopped, and the mean time between two such pauses."""
+
+CONTROLLERS: Final = {
+    NONE: ControllerConfig(promise_level=1e-9),
+    MARGINS: ControllerConfig(promise_level=LEVEL),
+}
+"""By system. At the first system's level the margin is the lowest score so far, so no margin."""
+
+IN_FLIGHT: Final = 16
+"""Concurrent requests that saturate a replica."""
+
+WARM_UP_S: Final = 15.0
+"""How long it is saturated before finished requests count for its capacity."""
+
+_PROMISES = re.compile(
+    r'^sluice_promises_total\{[^}]*outcome="(kept|missed)"[^}]*\} (\S+)$', re.MULTILINE
+)
+_REPORTED_S = 3.0  # until a router's metrics page counts a finished request
+_STARTED_S = 300.0
+
+
+def with_real(command: click.Command) -> click.Command:
+    """The command of the simulated experiment, with the real one behind ``--real``."""
+    simulated = command.callback
+    assert simulated is not None
+
+    def callback(
+        real: bool, engines: int, rate: float | None, seconds: float, **options: Any
+    ) -> None:
+        if real:
+            seeds = range(options["first_seed"], options["first_seed"] + options["seeds"])
+            measure(engines, rate, seconds, seeds, options["as_json"])
+        else:
+            simulated(**options)
+
+    command.callback = callback
+    command.params += [
+        click.Option(
+            ["--real"],
+            is_flag=True,
+            help="Two vLLM replicas here, no simulation: twelve runs for each seed, after two "
+            "warm-ups. With --seeds 1 that takes about 8 minutes; for 200 guarantees "
+            "in every run add --seconds 120, which takes 30.",
+        ),
+        click.Option(
+            ["--simulated", "engines"],
+            default=0,
+            type=click.IntRange(0, 64),
+            help="With --real: number of simulated engines with wrong profiles in place of vLLM. "
+            "With 8, --seeds 1 and --seconds 25 it takes about 8 minutes and sends at least 200 "
+            "requests in every run.",
+        ),
+        click.Option(
+            ["--rate"],
+            type=click.FloatRange(0.01, 1_000),
+            help="With --real: requests a second that are load 1.  [default: the replicas' "
+            "throughput with 16 requests in flight for each]",
+        ),
+        click.Option(
+            ["--seconds"],
+            default=20.0,
+            show_default=True,
+            type=click.FloatRange(2, 3_600),
+            help="With --real: how long the arrivals of a run last.",
+        ),
+    ]
+    return command
+
+
+class Cluster(NamedTuple):
+    """The cluster under test, as its client sees it."""
+
+    base_url: str
+    model: str
+
+    @property
+    def url(self) -> str:
+        """Of its completions endpoint."""
+        return f"{self.base_url}/v1/completions"
+
+
+def measure(
+    engines: int, rate: float | None, seconds: float, seeds: Sequence[int], as_json: bool
+) -> None:
+    """Serve, run every load under each system, and show the results."""
+    capacities: dict[str, float] = {}
+    runs: list[Json] = []
+    for system in CONTROLLERS:
+        load = _Load(engines, rate, seconds, seeds)
+        capacities[system], found_runs, stopped = in_own_process(_measure, system, load)
+        rate = rate or capacities[system]
+        runs += found_runs
+        if stopped:
+            break
+    found = cells(runs)
+    if as_json:
+        rates = {"load_1": rate, "capacities": capacities}
+        click.echo(json.dumps({**rates, "seeds": list(seeds), "cells": found, "runs": runs}))
+    else:
+        for table in tables(found, rate or 0.0):
+            print_table(table)
+
+
+class _Load(NamedTuple):
+    """The load of a system's measurement; see :func:`measure`."""
+
+    engines: int
+    rate: float | None
+    seconds: float
+    seeds: Sequence[int]
+
+
+def _measure(system: str, load: _Load) -> tuple[float, list[Json], bool]:
+    """Serve with the controller of a system and run every load: its capacity, the runs, and whether
+    they were stopped early."""
+    runs: list[Json] = []
+    # Ray's own messages must not stand between the lines of the JSON.
+    with ExitStack() as stack:
+        stack.enter_context(redirect_stdout(sys.stderr))
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        config = make_config(system, load.engines, load.seconds, folder)
+        stop = stack.enter_context(stop_signals())
+        stack.enter_context(running(config, stop, Console(stderr=True).print))
+        cluster = Cluster(base_url(config), config.engine.model)
+        replicas = load.engines or REPLICAS
+        _wait_for_replicas(config, replicas)
+        capacity = _capacity(cluster, IN_FLIGHT * replicas, load.seconds, load.seeds[0])
+        click.echo(f"{system}: capacity {capacity:.2f} requests/s", err=True)
+        disturbed = PAUSES if load.engines else BUSY
+        rate = load.rate or capacity
+        for run in _runs(cluster, rate, load.seconds, load.seeds, disturbed, stop):
+            runs.append({"system": system, **run})
+            shown = {name: value for name, value in runs[-1].items() if name != "late"}
+            click.echo(json.dumps(shown), err=True)
+        return capacity, runs, stop.is_set()
+
+
+def _wait_for_replicas(config: SluiceConfig, replicas: int) -> None:
+    """Return once all have started and have said hello.
+
+    Raises:
+        ClickException: they have not within the time limit.
+    """
+    # They import Ray, whose settings come first.
+    import ray
+
+    from sluice.controller.client import ensure_controller
+
+    handle = ensure_controller(config.name, config.controller)
+    deadline_s = time.monotonic() + _STARTED_S
+    while len(ray.get(handle.snapshot.remote())["replicas"]) < replicas:
+        if time.monotonic() > deadline_s:
+            raise click.ClickException(f"{replicas} replicas had not started in {_STARTED_S:g} s")
+        time.sleep(0.5)
+
+
+def make_config(system: str, engines: int, seconds: float, folder: Path) -> SluiceConfig:
+    """Two vLLM replicas, or ``engines`` simulated ones, whose profile is written to ``folder``,
+    under the controller of a system."""
+    controller = CONTROLLERS[system].model_dump()
+    classes = {name: entry.model_dump() for name, entry in CLASSES.items()}
+    router = {"port": free_port(), "classes": classes, "default_class": next(iter(classes))}
+    if not engines:
+        replica = {"count": REPLICAS}
+        return parse_config({"replica": replica, "router": router, "controller": controller})
+    fixed, tokens, context = (
+        LIGHT_ENGINE[name] / SLOWER for name in ("step_s", "token_s", "context_token_s")
+    )
+    profile = folder / "profile.json"
+    believed = LatencyProfile.of("simulated", LinearLatency(fixed, tokens, context))
+    profile.write_text(believed.to_json(), encoding="utf-8")
+    return parse_config(
+        {
+            "engine": {
+                "kind": "simulated",
+                "model": "simulated",
+                "simulated": {**LIGHT_ENGINE, "drift": DRIFT, "drift_period_s": seconds},
+                "latency_profile": str(profile),
+            },
+            "replica": {"count": engines, "num_cpus": 0.1},
+            "router": router,
+            "controller": controller,
+        }
+    )
+
+
+def _capacity(cluster: Cluster, in_flight: int, seconds: float, seed: int) -> float:
+    """Requests a second with ``in_flight`` requests always in flight, without objectives.
+
+    Raises:
+        ClickException: a request was not answered.
+    """
+    chance, numbers, ended_s = random.Random(f"capacity {seed}"), count(), list[float]()
+    begun_s = time.monotonic()
+    end_s = WARM_UP_S + seconds
+
+    async def one_by_one() -> None:
+        while time.monotonic() - begun_s < end_s:
+            one = draw(chance, 0.0)._replace(slo=SLOS[NO_OBJECTIVE])
+            body = body_of(f"capacity {next(numbers)}")
+            (outcome,) = await replay(
+                cluster.url, cluster.model, Workload("one", (one,)), body=body, exact=False
+            )
+            if outcome.end is not End.ANSWERED:
+                raise click.ClickException(f"a request was not answered: {outcome.reason}")
+            ended_s.append(time.monotonic() - begun_s)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(one_by_one() for _ in range(in_flight)))
+
+    asyncio.run(all_of_them())
+    ended = sum(WARM_UP_S < each <= end_s for each in ended_s)
+    if not ended:
+        raise click.ClickException(f"no request ended in {seconds:g} s: take more --seconds")
+    return ended / seconds
+
+
+def _runs(
+    cluster: Cluster,
+    rate: float,
+    seconds: float,
+    seeds: Sequence[int],
+    disturbed: str,
+    stop: threading.Event,
+) -> Iterator[Json]:
+    """Every run of one system, those on a quiet machine first: what is learned on a busy machine
+    persists for a while. Ends early once ``stop`` is set."""
+    for machine, seed, load in product((QUIET, disturbed), seeds, LOADS):
+        if stop.is_set():
+            return
+        workload = make_load(load * rate, seconds, seed)
+        kept, missed = _router_promises(cluster)
+        outcomes, usage = _run(cluster, workload, seconds, machine, seed)
+        found = counts(outcomes, seconds)
+        kept_now, missed_now = _settled(cluster, kept + missed + found["promised"])
+        yield {
+            **{"seed": seed, "machine": machine, "load": load},
+            **found,
+            "router_promised": kept_now + missed_now - kept - missed,
+            "router_kept": kept_now - kept,
+            "others_cores": others_cores(usage),
+        }
+
+
+def others_cores(usage: Usage) -> float:
+    """Cores that processes of others kept busy."""
+    own = sum(each.cores for each in usage.kinds.values())
+    return round(max(0.0, usage.machine_busy * (psutil.cpu_count() or 1) - own), 2)
+
+
+def _settled(cluster: Cluster, wanted: int) -> tuple[int, int]:
+    """The routers' count once it has reached ``wanted``, or after a timeout."""
+    begun_s = time.monotonic()
+    while True:
+        found = _router_promises(cluster)
+        if sum(found) >= wanted or time.monotonic() - begun_s > _REPORTED_S:
+            return found
+        time.sleep(0.2)
+
+
+def _router_promises(cluster: Cluster) -> tuple[int, int]:
+    """Guarantees kept and missed so far, by the routers' clocks."""
+    with urllib.request.urlopen(f"{cluster.base_url}/metrics", timeout=10) as answer:
+        return promises_on(answer.read().decode())
+
+
+def promises_on(page: str) -> tuple[int, int]:
+    """Guarantees kept and missed, of all classes, on a page of metrics."""
+    found = {"kept": 0, "missed": 0}
+    for outcome, value in _PROMISES.findall(page):
+        found[outcome] += int(float(value))
+    return found["kept"], found["missed"]
+
+
+def _run(
+    cluster: Cluster, workload: Workload, seconds: float, machine: str, seed: int
+) -> tuple[list[Outcome], Usage]:
+    """The outcome of each request, and the usage during the run."""
+    body = body_of(f"{machine} {seed} {workload.rate}")
+    # Listing processes takes a while, in which the client would read nothing.
+    disturbance = _disturbance(machine, seconds, seed)
+
+    async def both() -> tuple[list[Outcome], Usage]:
+        beside = asyncio.create_task(disturbance)
+        try:
+            outcomes = await replay(cluster.url, cluster.model, workload, body=body, exact=False)
+            meter.stop()
+        finally:
+            beside.cancel()
+            (ended,) = await asyncio.gather(beside, return_exceptions=True)
+        if isinstance(ended, Exception):
+            raise ended
+        return outcomes, meter.usage
+
+    meter = Meter()
+    return asyncio.run(both())
+
+
+def _disturbance(machine: str, seconds: float, seed: int) -> Coroutine[Any, Any, None]:
+    """The disturbance during a run, until it is cancelled."""
+    if machine == BUSY:
+        return _busy_from(seconds / 2)
+    if machine == PAUSES:
+        kinds = {pid: each.kind for pid, each in held().items()}
+        replicas = [psutil.Process(pid) for pid, kind in kinds.items() if kind == "replicas"]
+        return _pauses(replicas, random.Random(seed))
+    return asyncio.sleep(0.0)
+
+
+async def _pauses(replicas: Sequence[psutil.Process], chance: random.Random) -> None:
+    """Stop one replica process after the other for a moment."""
+    while True:
+        await asyncio.sleep(chance.expovariate(1 / PAUSE_EVERY_S))
+        process = chance.choice(replicas)
+        process.suspend()
+        try:
+            await asyncio.sleep(PAUSE_S)
+        finally:
+            process.resume()
+
+
+async def _busy_from(seconds: float) -> None:
+    """Keep one core busy, after ``seconds``."""
+    await asyncio.sleep(seconds)
+    with busy_loop():
+        await asyncio.Event().wait()
+
+
+@contextmanager
+def busy_loop() -> Iterator[psutil.Process]:
+    """A process that keeps one core busy."""
+    loop = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        process = psutil.Process(loop.pid)
+        process.cpu_affinity(process.cpu_affinity()[:1])
+        yield process
+    finally:
+        loop.kill()
+        loop.wait()

@@ -1,0 +1,1 @@
+"""A workload over real HTTP: ``sluice bench replay``, and the client of all live benchmarks."""

@@ -1,0 +1,312 @@
+"""The client of a replay: an open loop over HTTP, one answer to each request.
+
+A request is sent at its own time, independent of the requests before it. The client's own lateness
+is measured too: figures of a late client describe the client more than the server. Every answer is
+checked against its request (:mod:`sluice.benchmarks.live.replay.answer`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import re
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import aiohttp
+
+from sluice.benchmarks.live.replay.answer import (
+    AnswerCheck,
+    Expected,
+    ToldError,
+    WrongAnswerError,
+    of_any_engine,
+    simulated,
+)
+from sluice.router import wire
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.tpot import TPOTMeter
+from sluice.simulation.workload import Arrival, Workload
+
+GRACE_S = 300.0
+"""How long after the last arrival the client waits for requests to end, seconds."""
+
+_CHARACTERS_PER_TOKEN = 4
+_ERROR_CODE = re.compile(rb'"error": ?\{.*?"code": ?"?([a-z_0-9]+)', re.DOTALL)
+_ERROR_BYTES = 2048
+
+
+class End(enum.StrEnum):
+    """How a request ended."""
+
+    ANSWERED = "answered"
+    """Complete and without duplicates."""
+    REFUSED = "refused"
+    """A 4xx or a 503 with a reason, without output."""
+    FAILED = "failed"
+    """Another explicit error, in the status or in the stream."""
+    CUT = "cut"
+    """The connection ended in the middle of an answer. An HTTP client reports that as an error."""
+    LEFT = "left"
+    """The client disconnected, as planned."""
+    SILENT = "silent"
+    """Anything else is lost: an answer that never ended, or that ended without an error but with
+    missing, duplicated or wrong tokens."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One request, as its client saw it. Durations count from its last attempt, seconds.
+
+    Attributes:
+        slo: its objective.
+        prompt_tokens, output_tokens: as requested.
+        sent_s: from the replay's start.
+        late_s: how much later than planned it was sent.
+        ended_s: when it ended, from the replay's start; ``None`` while it has not.
+        end: how it ended.
+        reason: the error's code, or the failure; empty for an answer.
+        admission: the header with its admission tier; empty without one.
+        predicted_ttft_s: the predicted median, where the request was guaranteed.
+        ttft_s: until its first token; ``None`` if none arrived. An answer that is not streamed has
+            only an end: then this is the end minus the time that its objective allows for the
+            tokens after the first.
+        tpot_s: time per token after the first, by the objective's anchor; 0 for a single one. A
+            piece of text counts as one token: if an engine sends several in one piece, the running
+            maximum and the windows are above the real ones.
+        gap_s: longest time between two pieces of its stream.
+        refusals: how often it was refused.
+        refused_s: total time of these refusals.
+    """
+
+    slo: SLO
+    prompt_tokens: int
+    output_tokens: int
+    sent_s: float
+    late_s: float
+    end: End = End.SILENT
+    reason: str = "unfinished"
+    ended_s: float | None = None
+    admission: str = ""
+    predicted_ttft_s: float | None = None
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    gap_s: float = 0.0
+    refusals: int = 0
+    refused_s: float = 0.0
+
+    @property
+    def attained(self) -> bool:
+        """Whether it was answered within every objective that it states."""
+        if self.end is not End.ANSWERED or self.ttft_s is None or self.tpot_s is None:
+            return False
+        ended_s = inf if self.ended_s is None else self.ended_s
+        e2e_s = ended_s - self.sent_s - self.refused_s
+        observed = (self.ttft_s, self.tpot_s, e2e_s)
+        pairs = zip(observed, self.slo.times_s, strict=True)
+        return all(limit is None or value <= limit for value, limit in pairs)
+
+
+def text_body(model: str, number: int, arrival: Arrival) -> dict[str, Any]:
+    """A completion whose prompt has about the tokens of ``arrival``, by the count of a simulated
+    engine, and is unique."""
+    return {
+        "model": model,
+        "prompt": prompt_text(number, arrival.prompt_tokens),
+        "max_tokens": arrival.output_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def prompt_text(number: int, tokens: int) -> str:
+    """A prompt of ``tokens`` by the count of a simulated engine, unlike that of other numbers."""
+    characters = tokens * _CHARACTERS_PER_TOKEN
+    return f"{number} ".ljust(characters, "x")[:characters]
+
+
+def _stays(_number: int) -> int | None:
+    return None
+
+
+async def replay(
+    url: str,
+    model: str,
+    workload: Workload,
+    grace_s: float = GRACE_S,
+    on_sent: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.monotonic,
+    body: Callable[[str, int, Arrival], dict[str, Any]] = text_body,
+    leaves_after: Callable[[int], int | None] = _stays,
+    exact: bool = True,
+    patience_s: float = 0.0,
+    trust: ssl.SSLContext | None = None,
+) -> list[Outcome]:
+    """Send ``workload`` to an application; the outcomes in order of arrival.
+
+    Ends when every request has ended, or ``grace_s`` after the last arrival; requests that still
+    run then are silent.
+
+    Args:
+        url: of the completions endpoint; chats go to the one beside it.
+        on_sent: called after the last arrival.
+        body: makes the request of an arrival, from the model's name and the arrival's number; with
+            ``messages`` it is a chat.
+        leaves_after: the pieces of text of its stream after which the client of an arrival's
+            number disconnects, if it does.
+        exact: whether the engines are simulated ones, whose text is known.
+        patience_s: how long a refused request is retried at once, ignoring Retry-After.
+        trust: trusted certificates of an ``https`` URL; by default those of the system.
+    """
+    outcomes: list[Outcome] = []
+    tasks: set[asyncio.Task[None]] = set()
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
+    connector = aiohttp.TCPConnector(limit=0, ssl=trust or True)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        started_s = clock()
+        for number, arrival in enumerate(workload.arrivals):
+            await asyncio.sleep(started_s + arrival.arrival_s - clock())
+            now_s = clock() - started_s
+            outcome = Outcome(
+                arrival.slo,
+                arrival.prompt_tokens,
+                arrival.output_tokens,
+                now_s,
+                now_s - arrival.arrival_s,
+            )
+            outcomes.append(outcome)
+            asked = body(model, number, arrival)
+            request = _Request(session, url, outcome, clock, leaves_after(number))
+            task = asyncio.create_task(request.run(asked, exact, patience_s))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        on_sent()
+        if tasks:
+            _, unfinished = await asyncio.wait(tasks, timeout=grace_s)
+            for task in unfinished:
+                task.cancel()
+            await asyncio.gather(*unfinished, return_exceptions=True)
+    return outcomes
+
+
+class _Request:
+    """One running request. Of a stream it keeps only the incomplete event."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        outcome: Outcome,
+        clock: Callable[[], float],
+        leaves_after: int | None,
+    ) -> None:
+        self._session = session
+        self._url = url
+        self._outcome = outcome
+        self._clock = clock
+        self._leaves_after = leaves_after
+
+    async def run(self, body: dict[str, Any], exact: bool, patience_s: float) -> None:
+        """Send it, read the answer to its end, and record the outcome."""
+        outcome = self._outcome
+        sent_s = begun_s = self._clock()
+        while True:
+            await self._send(body, exact)
+            if outcome.end is not End.REFUSED:
+                break
+            now_s = self._clock()
+            outcome.refusals += 1
+            outcome.refused_s += now_s - sent_s
+            sent_s = now_s
+            if now_s >= begun_s + patience_s:
+                break
+            outcome.end, outcome.reason = End.SILENT, "unfinished"
+        outcome.ended_s = outcome.sent_s + self._clock() - begun_s
+
+    async def _send(self, body: dict[str, Any], exact: bool) -> None:
+        outcome = self._outcome
+        chat = "messages" in body
+        url = self._url.replace("/completions", "/chat/completions") if chat else self._url
+        expected = (
+            simulated("chat" if chat else "completions", body)
+            if exact
+            else of_any_engine(body, outcome.output_tokens)
+        )
+        headers = {wire.SLO_HEADERS[wire.CLASS]: outcome.slo.service_class}
+        begun = False
+        try:
+            sent_s = self._clock()
+            async with self._session.post(url, json=body, headers=headers) as response:
+                begun = True
+                _read_head(outcome, response)
+                if response.status != 200:
+                    _refused(outcome, response.status, await response.content.read(_ERROR_BYTES))
+                elif body.get("stream"):
+                    await self._stream(response, expected, sent_s)
+                else:
+                    await self._whole(response, expected, sent_s)
+        except ToldError as error:
+            outcome.end, outcome.reason = End.FAILED, str(error)
+        except WrongAnswerError as error:
+            outcome.end, outcome.reason = End.SILENT, str(error)
+        except (aiohttp.ClientError, OSError) as error:
+            # Before the response's head, no server has accepted the request.
+            outcome.end = End.CUT if begun else End.FAILED
+            outcome.reason = type(error).__name__
+
+    async def _stream(
+        self, response: aiohttp.ClientResponse, expected: Expected, sent_s: float
+    ) -> None:
+        outcome, check = self._outcome, AnswerCheck(expected)
+        meter, last_s = TPOTMeter(outcome.slo.tpot_anchor), sent_s
+        async for data in response.content.iter_any():
+            before_s, last_s = last_s, self._clock()
+            if outcome.ttft_s is not None:
+                outcome.gap_s = max(outcome.gap_s, last_s - before_s)
+            check.feed(data)
+            meter.emit(check.first_chunks - meter.tokens, last_s)
+            if outcome.ttft_s is None and check.chunks:
+                outcome.ttft_s = last_s - sent_s
+            if self._leaves_after is not None and check.chunks >= self._leaves_after:
+                outcome.end, outcome.reason = End.LEFT, ""
+                response.close()
+                return
+        check.end_stream()
+        if outcome.ttft_s is None:
+            raise WrongAnswerError("no text")
+        # Tokens without text of their own count as arrived with the last piece of text.
+        meter.emit(outcome.output_tokens - meter.tokens, meter.last_s or last_s)
+        self._answered(outcome.ttft_s, meter.tpot_s or 0.0)
+
+    async def _whole(
+        self, response: aiohttp.ClientResponse, expected: Expected, sent_s: float
+    ) -> None:
+        AnswerCheck(expected).whole(await response.read())
+        took_s = self._clock() - sent_s
+        gaps = self._outcome.output_tokens - 1
+        tpot_s = min(self._outcome.slo.tpot_s or 0.0, took_s / (gaps + 1))
+        self._answered(took_s - gaps * tpot_s, tpot_s)
+
+    def _answered(self, ttft_s: float, tpot_s: float) -> None:
+        outcome = self._outcome
+        outcome.end, outcome.reason = End.ANSWERED, ""
+        outcome.ttft_s, outcome.tpot_s = ttft_s, tpot_s
+
+
+def _read_head(outcome: Outcome, response: aiohttp.ClientResponse) -> None:
+    outcome.admission = response.headers.get(wire.ADMISSION_HEADER, "")
+    predicted_ms = response.headers.get(wire.PREDICTED_TTFT_HEADER)
+    if predicted_ms is not None:
+        outcome.predicted_ttft_s = float(predicted_ms) / 1e3
+
+
+def _refused(outcome: Outcome, status: int, body: bytes) -> None:
+    """An error status. One without a reason in its body is a failure."""
+    code = _ERROR_CODE.search(body)
+    refused = code is not None and (status < 500 or status == 503)
+    outcome.end = End.REFUSED if refused else End.FAILED
+    outcome.reason = code[1].decode() if code is not None else f"status {status}"

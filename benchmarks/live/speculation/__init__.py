@@ -1,0 +1,1 @@
+"""Speculation lengths on a real engine: ``sluice bench speculation``."""

@@ -1,0 +1,293 @@
+"""Cost of the controller's decisions, for every routing policy: inside the actor's code, and over
+the connection to a real actor.
+
+Run with ``sluice bench decision``. Every replica has 64 requests in the mirror. In the fleet with
+roles each decode replica has 64, and each prefill replica its prefill backlog; there every request
+is split, and its decision chooses and reserves two replicas. The floor is round robin without
+admission through the same code: checks, mirror, ledger, counters, and next to no policy. All other
+policies run with the default admission.
+
+Inside, the code runs as fast as it can, and a time line is computed afterwards: queries arrive by a
+Poisson process and reports at a steady rate, and each takes its measured processor time, one after
+the other. This shows how long a decision waits behind reports, and other processes on the machine
+hardly affect it.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import random
+import sys
+import time
+from collections.abc import Coroutine, Sequence
+from contextlib import redirect_stdout
+from typing import Any, NamedTuple, TypeVar
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from sluice.benchmarks.micro.decision_fleet import Voices, figures
+from sluice.controller.config import NO_ADMISSION, ControllerConfig
+from sluice.deploy.tables import print_table
+from sluice.scheduling.routing import POLICIES
+
+FLEETS = {"64": (64, False), "512": (512, False), "64 + 64": (64, True)}
+"""Number of replicas, and whether there are this many prefill and this many decode replicas."""
+
+ACTOR_REPLICAS = 64
+QUERIES_PER_S = 500.0
+REPORTS_PER_S = 64 * 50.0
+"""Of all replicas together."""
+
+FLOOR = "floor"
+
+BATCH = 64
+"""Queries in a call, where they are batched."""
+
+_FIRST_KEY = 1 << 50
+_LIVE: dict[str, Any] = {
+    "aged_after_s": 3_600.0,
+    "stale_after_s": 3_600.0,
+    "forget_after_s": 7_200.0,
+}
+"""A benchmark's fleet may say hello only once, and must not go stale during the measurement."""
+
+Result = TypeVar("Result")
+Cell = dict[str, Any]
+
+
+def finish(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """The result of a coroutine that never suspends; no coroutine of the controller does."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        result: Result = stop.value
+        return result
+    raise RuntimeError("the controller waited in the middle of a call")
+
+
+class Times(NamedTuple):
+    """Nanoseconds: of decisions, from a query's arrival to its answer, and of reports."""
+
+    decision_ns: list[int]
+    answer_ns: list[int]
+    report_ns: list[int]
+
+
+class Inside:
+    """A controller with a fleet in its mirror, called in this process."""
+
+    def __init__(self, config: ControllerConfig, replicas: int, split: bool = False) -> None:
+        # It imports Ray, which must not happen before `sluice serve` has set Ray's environment.
+        from sluice.controller.actor import Controller
+
+        self._rng = random.Random(replicas)
+        self._voices = Voices(replicas, split=split)
+        self._controller = Controller(config)
+        self._keys = itertools.count(_FIRST_KEY)
+        self._placed: list[int] = []
+        for index in range(self._voices.replicas):
+            reply = finish(self._controller.hello(self._voices.hello(index)))
+        self._epoch = reply.epoch
+
+    def decide(self, queries: int = 1) -> int:
+        """Nanoseconds of processor time of one call with ``queries`` queries."""
+        asked = [self._voices.query(key) for key in itertools.islice(self._keys, queries)]
+        started = time.thread_time_ns()
+        reply = finish(self._controller.route(asked))
+        took = time.thread_time_ns() - started
+        for query, decision in zip(asked, reply.decisions, strict=True):
+            if decision.replica_id is None:
+                raise RuntimeError(f"no replica was chosen: {decision.reason}")
+            self._placed.append(query.key)
+            if decision.prefill_id is not None:
+                self._placed.append(query.prefill_key)
+        return took
+
+    def report(self) -> int:
+        """Nanoseconds of processor time of one report; it ends all requests placed until now."""
+        ended, self._placed = tuple(self._placed), []
+        index = self._rng.randrange(self._voices.replicas)
+        delta = self._voices.delta(index, self._epoch, ended)
+        started = time.thread_time_ns()
+        reply = finish(self._controller.report(delta))
+        took = time.thread_time_ns() - started
+        if reply.resync:
+            raise RuntimeError("a report of the benchmark was out of step")
+        return took
+
+    def release(self) -> None:
+        """Release all requests placed until now, as routers do."""
+        placed, self._placed = self._placed, []
+        finish(self._controller.release(placed))
+
+    def reservations(self) -> int:
+        """Decisions that no replica has confirmed and no router has released."""
+        return int(finish(self._controller.snapshot())["reservations"])
+
+    def line(self, decisions: int, reports: bool) -> Times:
+        """Decisions, and reports if ``reports``, on the module's time line."""
+        query_s, report_s, free_s = 0.0, 0.0, 0.0
+        times = Times([], [], [])
+        while len(times.decision_ns) < decisions:
+            if reports and report_s < query_s:
+                took = self.report()
+                times.report_ns.append(took)
+                free_s = max(free_s, report_s) + took / 1e9
+                report_s += 1 / REPORTS_PER_S
+                continue
+            took = self.decide()
+            times.decision_ns.append(took)
+            free_s = max(free_s, query_s) + took / 1e9
+            times.answer_ns.append(round((free_s - query_s) * 1e9))
+            query_s += self._rng.expovariate(QUERIES_PER_S)
+            if not reports:
+                self.release()
+        return times
+
+
+def measure_inside(
+    config: ControllerConfig, replicas: int, decisions: int, split: bool = False
+) -> Cell:
+    """The cell of one policy and fleet."""
+    fleet = Inside(config, replicas, split)
+    fleet.line(200, reports=True)
+    gc.collect()
+    # The collector stays on, as in the actor.
+    alone = figures(fleet.line(decisions, reports=False).decision_ns)
+    busy = fleet.line(decisions, reports=True)
+    calls = max(1, decisions // BATCH)
+    batches_ns = []
+    for _ in range(calls):
+        batches_ns.append(fleet.decide(BATCH))
+        fleet.release()
+    return {
+        "p50_ms": alone["p50_ms"],
+        "p99_ms": alone["p99_ms"],
+        "per_second": round(calls * BATCH * 1e9 / sum(batches_ns)),
+        "with_reports": {
+            **figures(busy.decision_ns),
+            "answer_p99_ms": figures(busy.answer_ns)["p99_ms"],
+        },
+        "report": figures(busy.report_ns),
+    }
+
+
+def contenders(names: Sequence[str]) -> dict[str, ControllerConfig]:
+    """Label -> configuration; the floor first."""
+    floor = ControllerConfig(policy="round_robin", admission=NO_ADMISSION, **_LIVE)
+    listed = list(names) or sorted(POLICIES)
+    return {FLOOR: floor} | {name: ControllerConfig(policy=name, **_LIVE) for name in listed}
+
+
+def measure_actor(
+    configs: dict[str, ControllerConfig], results: dict[str, dict[str, Cell]], seconds: float
+) -> None:
+    """Add the figures of a real actor's callers to the cells of :data:`ACTOR_REPLICAS` replicas."""
+    import asyncio
+
+    from sluice.benchmarks.micro.decision_actor import Session, own_ray
+
+    with redirect_stdout(sys.stderr), own_ray():
+        for label, config in configs.items():
+            session = Session(label, config, ACTOR_REPLICAS)
+            measured = asyncio.run(session.measure(seconds))
+            results[label][str(ACTOR_REPLICAS)]["connection"] = measured._asdict()
+
+
+@click.command(name="decision")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@click.option("--decisions", default=3_000, show_default=True, type=click.IntRange(100, 1_000_000))
+@click.option(
+    "--actor/--no-actor", default=True, help="Also query a real actor, in its own Ray instance."
+)
+@click.option(
+    "--seconds",
+    default=2.0,
+    show_default=True,
+    type=click.FloatRange(0.1, 60),
+    help="Duration of each measurement of the real actor.",
+)
+@click.option(
+    "--policy",
+    "names",
+    multiple=True,
+    type=click.Choice(sorted(POLICIES)),
+    help="Routing policies to measure.  [default: all]",
+)
+def decision(
+    as_json: bool, decisions: int, actor: bool, seconds: float, names: tuple[str, ...]
+) -> None:
+    """Time the controller's decisions, with 64 requests in each replica.
+
+    64 + 64: 64 prefill and 64 decode replicas, and each request gets one of both.
+
+    The JSON maps policy -> replicas -> p50_ms and p99_ms of a decision, per_second of batched
+    decisions; the same with reports from the fleet, and over the connection to a real actor.
+
+    \b
+    Example:
+      sluice bench decision --no-actor
+    """
+    configs = contenders(names)
+    results: dict[str, dict[str, Cell]] = {
+        label: {
+            name: measure_inside(config, size, decisions, split)
+            for name, (size, split) in FLEETS.items()
+        }
+        for label, config in configs.items()
+    }
+    if actor:
+        measure_actor(configs, results, seconds)
+    if as_json:
+        click.echo(json.dumps(results, indent=2))
+        return
+    console = Console()
+    print_table(_inside_table(results), console)
+    if actor:
+        print_table(_actor_table(results), console)
+
+
+def _times(cell: Cell) -> str:
+    return f"{cell['p50_ms']:.3f} / {cell['p99_ms']:.3f}"
+
+
+def _inside_table(results: dict[str, dict[str, Cell]]) -> Table:
+    table = Table(
+        *("policy", "replicas", "alone", "with reports", "with its wait, p99", "batched, per s"),
+        "a report",
+        title=f"inside the actor: p50 / p99 ms; {REPORTS_PER_S:,.0f} reports/s",
+    )
+    for label, cells in results.items():
+        for size, cell in cells.items():
+            table.add_row(
+                label,
+                size,
+                _times(cell),
+                _times(cell["with_reports"]),
+                f"{cell['with_reports']['answer_p99_ms']:.3f}",
+                f"{cell['per_second']:,}",
+                _times(cell["report"]),
+            )
+    return table
+
+
+def _actor_table(results: dict[str, dict[str, Cell]]) -> Table:
+    table = Table(
+        *("policy", "alone", "with reports", "by actor calls", "batched, per s", "reports/s"),
+        *("cores", "MiB"),
+        title=f"over the connection, {ACTOR_REPLICAS} replicas: p50 / p99 ms of one caller",
+    )
+    for label, cells in results.items():
+        cell = cells[str(ACTOR_REPLICAS)]["connection"]
+        table.add_row(
+            label,
+            *(_times(cell[way]) for way in ("alone", "with_reports", "actor_calls")),
+            f"{cell['batched']['per_second']:,}",
+            f"{cell['reports_per_s']:,}",
+            *(f"{cell['cores']:.2f}", f"{cell['memory_mib']:.0f}"),
+        )
+    return table

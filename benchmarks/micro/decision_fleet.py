@@ -1,0 +1,174 @@
+"""The fleet of the decision benchmark: the messages of its replicas, the routers' queries, and the
+figures of their times.
+
+Every replica has a full queue of guaranteed and other requests, some with a larger backlog than
+others, and holds prefixes of some conversations. All of it is drawn by a seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from math import ceil, inf, nan
+from typing import Final
+
+import numpy as np
+
+from sluice.controller.messages import ReplicaDelta, ReplicaHello, RouteQuery
+from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.latency_profile import LatencyProfile
+from sluice.scheduling.objective import SLO
+from sluice.scheduling.prefix import HELD
+from sluice.scheduling.roles import Role
+from sluice.scheduling.state import ROW, RUNNING, SUMMARY, WAITING
+
+QUEUED: Final = 64
+"""Requests in each replica's queue."""
+
+CHANGED: Final = 32
+"""Requests that change in a report: a step changes every decode."""
+
+_CONVERSATIONS = 256
+_CHUNKS = 12
+_HELD = 200
+_PROFILE = LatencyProfile.of("benchmark", LinearLatency(a=0.004, b=0.000_02, c=0.000_000_02))
+
+
+class Voices:
+    """Messages of ``replicas`` co-located replicas, or with ``split`` of this many prefill and as
+    many decode replicas; and queries. All drawn by ``seed``."""
+
+    def __init__(self, replicas: int, seed: int = 1, split: bool = False) -> None:
+        self.replicas = 2 * replicas if split else replicas
+        roles: tuple[Role, ...] = ("prefill", "decode") if split else ("mixed",)
+        self._roles = [role for role in roles for _ in range(replicas)]
+        self._split = split
+        self._rng = random.Random(seed)
+        self._conversations = [
+            tuple(self._rng.getrandbits(62) + 1 for _ in range(_CHUNKS))
+            for _ in range(_CONVERSATIONS)
+        ]
+        self._seq = [0] * self.replicas
+        # Backlog of a replica: the share of its queue that has no token yet.
+        self._behind = [self._rng.uniform(0.02, 0.6) for _ in self._roles]
+        self._changed_slots = np.arange(CHANGED, dtype=np.int32)
+        # Made once for each replica: the receiver sees no difference, and making them is slow.
+        self._changed_rows = [self._rows(index, CHANGED) for index in range(self.replicas)]
+
+    def hello(self, index: int) -> ReplicaHello:
+        """Replica ``index`` registers with a full queue."""
+        held, rows = self._held(), self._rows(index, QUEUED)
+        return ReplicaHello(
+            replica_id=f"replica-{index}",
+            node_id="node",
+            model="model",
+            policy="deadline_triage",
+            role=self._roles[index],
+            max_batch_tokens=8_192,
+            max_sequences=256,
+            block_tokens=16,
+            capacity=2_048,
+            profile=_PROFILE,
+            seq=self._seq[index],
+            now_s=0.0,
+            slots=np.arange(len(rows), dtype=np.int32),
+            rows=rows,
+            summary=_summary(),
+            held_slots=np.arange(len(held), dtype=np.int32),
+            held=held,
+        )
+
+    def delta(self, index: int, epoch: int, finished: tuple[int, ...] = ()) -> ReplicaDelta:
+        """Replica ``index`` reports a step, and that requests with these keys have ended."""
+        self._seq[index] += 1
+        return ReplicaDelta(
+            replica_id=f"replica-{index}",
+            epoch=epoch,
+            seq=self._seq[index],
+            now_s=0.0,
+            slots=self._changed_slots[: len(self._changed_rows[index])],
+            rows=self._changed_rows[index],
+            summary=_summary(),
+            finished=finished,
+            draining=False,
+        )
+
+    def query(self, key: int) -> RouteQuery:
+        """A request with objectives; every second one continues a conversation."""
+        rng = self._rng
+        conversation = rng.randrange(2 * _CONVERSATIONS)
+        known = conversation < _CONVERSATIONS
+        return RouteQuery(
+            key,
+            SLO(ttft_s=rng.choice((0.5, 1.0, 5.0)), tpot_s=0.05),
+            rng.randint(32, 4_096),
+            waited_s=0.002,
+            output_tokens=rng.randint(1, 512),
+            session=conversation + 1 if known else 0,
+            prefix=self._conversations[conversation] if known else (),
+            prefill_key=(1 << 51) + key if self._split else 0,
+        )
+
+    def _rows(self, index: int, count: int) -> np.ndarray:
+        """The first rows of a replica's table. A prefill replica has the prefill backlog, and a
+        decode replica has none."""
+        rng, role, behind = self._rng, self._roles[index], self._behind[index]
+        if role == "prefill":
+            count = ceil(count * behind)
+        rows = np.zeros(count, ROW)
+        for slot, row in enumerate(rows):
+            decoding = role == "decode" or (role == "mixed" and slot >= count * behind)
+            prompt = rng.randint(32, 4_096)
+            row["key"] = (1 << 40) + index * QUEUED + slot
+            row["arrival_s"] = -rng.uniform(0, 2)
+            row["first_token_s"] = row["last_token_s"] = -rng.uniform(0, 1) if decoding else nan
+            row["ttft_s"] = rng.choice((0.5, 1.0, 5.0))
+            row["tpot_s"] = rng.choice((0.03, 0.05, inf))
+            row["e2e_s"] = inf
+            row["priority"] = rng.randint(1, 3)
+            row["prompt_tokens"] = prompt
+            row["computed_tokens"] = prompt if decoding else 0
+            row["pending_tokens"] = 1 if decoding else prompt
+            row["emitted_tokens"] = rng.randint(1, 400) if decoding else 0
+            row["kv_blocks"] = -(-prompt // 16) if decoding else 0
+            row["expected_tokens"] = 1 if role == "prefill" else 500
+            row["best_effort"] = rng.random() < 0.2
+            row["phase"] = RUNNING if decoding else WAITING
+        return rows
+
+    def _held(self) -> np.ndarray:
+        """Chunks of conversations, each with all chunks before it."""
+        held = np.zeros(_HELD, HELD)
+        place = 0
+        for conversation in self._rng.sample(self._conversations, _HELD // _CHUNKS):
+            for number, chunk in enumerate(conversation):
+                held[place] = (chunk, 128 * (number + 1))
+                place += 1
+        return held[:place]
+
+
+def _summary() -> np.void:
+    """An engine's summary in the middle of its work."""
+    summary = np.zeros(1, SUMMARY)
+    summary["correction"] = summary["fixed_correction"] = 1.0
+    summary["free_kv_blocks"], summary["total_kv_blocks"] = 5_000, 10_000
+    summary["last_step_s"] = summary["predicted_step_s"] = 0.02
+    summary["steps"] = 1_000
+    record: np.void = summary[0]
+    return record
+
+
+Figures = dict[str, float]
+"""``p50_ms``, ``p99_ms``, ``per_second``."""
+
+
+def figures(times_ns: Sequence[int], elapsed_s: float | None = None) -> Figures:
+    """Median and 99th percentile, and the rate over ``elapsed_s`` seconds; by default, how many of
+    them fit a second."""
+    p50, p99 = np.quantile(np.array(times_ns) / 1e6, (0.5, 0.99))
+    seconds = sum(times_ns) / 1e9 if elapsed_s is None else elapsed_s
+    return {
+        "p50_ms": round(float(p50), 4),
+        "p99_ms": round(float(p99), 4),
+        "per_second": round(len(times_ns) / seconds),
+    }
