@@ -36,8 +36,8 @@ OTHER_POOL_WAIT_S = 0.25
 all pools are empty they are tried again, see :mod:`sluice.router.dispatch.dispatcher`."""
 
 _LOGGING = LoggingConfig(enable_access_log=False)
-"""Serve's access log is off: Sluice logs each request itself
-(:mod:`sluice.router.metrics.telemetry`)."""
+"""Serve's access log is off: Sluice logs each request
+(:mod:`sluice.router.dispatch.access_log`)."""
 
 _ADMITTED_BY_CONTROLLER = 1_000_000
 """Serve must not queue: the router and the replica limit their requests and refuse the rest."""

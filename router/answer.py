@@ -1,11 +1,11 @@
-"""Answers that replicas send, and the failures of attempts."""
+"""Answers that replicas send."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from sluice.replica.engine import (
     EVENT_STREAM,
@@ -17,74 +17,15 @@ from sluice.replica.engine import (
     ResponseTaken,
 )
 from sluice.router.errors import Reason
+from sluice.router.serve.contract import ReplicaFailedError, ReplicaStream
 from sluice.scheduling.roles import Role
 from sluice.scheduling.routing.base import Tier
 from sluice.telemetry.tracing import Span
 
 
-class ReplicaFailedError(Exception):
-    """A replica did not serve an attempt.
-
-    Args:
-        reason: of the client's error if this was the last attempt.
-        message: what happened, without internal details.
-        dead: the replica is known to serve no more requests.
-        retry: another replica may succeed.
-        hung: the replica is unresponsive, and the controller has been notified.
-        lost: the replica's requests are lost, as when it is dead or hung.
-    """
-
-    def __init__(
-        self,
-        reason: Reason,
-        message: str,
-        *,
-        dead: bool = False,
-        retry: bool = True,
-        hung: bool = False,
-        lost: bool = False,
-    ) -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.dead = dead
-        self.retry = retry
-        self.hung = hung
-        self.lost = lost or dead or hung
-
-
 class MovedError(Exception):
     """An attempt is abandoned for one at another replica that can meet its SLO. Its own replica has
     not failed."""
-
-
-class NobodyTakesError(ReplicaFailedError):
-    """A stream's reader is gone, which is not the replica's fault: the client left, or the
-    connection between HAProxy and the replica broke.
-
-    Args:
-        stalled: the client is connected, but has read nothing for too long.
-    """
-
-    def __init__(self, stalled: bool = False) -> None:
-        super().__init__(
-            Reason.REPLICA_FAILED, "The connection from the replica to the client broke."
-        )
-        self.stalled = stalled
-
-
-class ReplicaStream(Protocol):
-    """The incoming answer of one attempt."""
-
-    def __aiter__(self) -> AsyncIterator[Sequence[ResponseItem]]:
-        """Yield items as they arrive: a head, chunks, a tail. Before the head, the replica that has
-        the request may confirm it.
-
-        Raises:
-            ReplicaFailedError: the replica or the connection to it failed.
-        """
-
-    def cancel(self) -> None:
-        """Stop the replica's work. Never blocks; harmless after the end."""
 
 
 class Piece(NamedTuple):

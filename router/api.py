@@ -25,6 +25,8 @@ from sluice.router.admin.page import page_routes
 from sluice.router.admin.service import AdminService
 from sluice.router.batches.service import batch_routes
 from sluice.router.config import RouterConfig
+from sluice.router.dispatch.access_log import Telemetry
+from sluice.router.dispatch.direct import EDGE_HEADER, DirectAnswer, DirectAnswers
 from sluice.router.dispatch.models import ModelRegistry
 from sluice.router.dispatch.response import CallResponse
 from sluice.router.errors import ApiError, Reason, shown
@@ -34,12 +36,10 @@ from sluice.router.ingress.cors import Cors
 from sluice.router.ingress.load_shedding import Pause, Shedder
 from sluice.router.ingress.middleware import IngressMiddleware
 from sluice.router.metrics.page import Page
-from sluice.router.metrics.telemetry import Telemetry
 from sluice.router.openapi import PATH, document
 from sluice.router.request.arrival import INFERENCE_PATHS, Arrival
 from sluice.router.request.call import CallReader
 from sluice.router.request.token_limits import output_to_expect
-from sluice.router.serve.direct import EDGE_HEADER, DirectAnswer, DirectAnswers
 from sluice.router.tenancy.auth import KeyMetrics
 from sluice.router.tenancy.rate_limits import NO_CHARGE, RateLimiter, Share
 from sluice.router.wire import BROKEN_PATH

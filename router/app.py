@@ -17,12 +17,12 @@ from sluice.controller.observability.metrics import MetricsPusher
 from sluice.router.admin.service import AdminService
 from sluice.router.api import make_api
 from sluice.router.config import RouterConfig
+from sluice.router.dispatch.access_log import Telemetry
 from sluice.router.dispatch.catalog import Catalog
 from sluice.router.dispatch.dispatcher import Dispatcher
 from sluice.router.dispatch.models import Model, ModelRegistry
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.metrics.page import NO_MODEL, ControllerMetricsPage, MetricsOfModels
-from sluice.router.metrics.telemetry import Telemetry
 from sluice.router.request.http_head import use_strict_heads
 from sluice.router.serve.replicas import ServeReplicas
 from sluice.scheduling.roles import Role

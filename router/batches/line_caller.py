@@ -18,11 +18,11 @@ from sluice.router.batches.lines import BatchRequest
 from sluice.router.batches.metrics import BatchMetrics
 from sluice.router.batches.results import Reply
 from sluice.router.config import RouterConfig
+from sluice.router.dispatch.access_log import Telemetry
 from sluice.router.dispatch.models import Model, ModelRegistry
 from sluice.router.dispatch.service_tier import with_tier
 from sluice.router.errors import ApiError, Reason, invalid
 from sluice.router.metrics.instruments import Outcome
-from sluice.router.metrics.telemetry import Telemetry
 from sluice.router.request.arrival import INFERENCE_PATHS, Arrival
 from sluice.router.request.call import MAX_INLINE_BYTES, Call, CallReader
 from sluice.router.request.client_request_id import noted
@@ -65,7 +65,7 @@ class Admitted(NamedTuple):
 
     def drop(self) -> None:
         """The line will not be run, or has ended: return its unused reserved tokens."""
-        self.call.charge.close(None, None)
+        self.call.charge.close()
 
 
 class LineCaller:
@@ -218,7 +218,7 @@ class LineCaller:
             no_room = status == _TOO_MANY
             outcome = None if no_room else Outcome.of_status(status)
             if status < 500 and not no_room:
-                call.charge.close(answer, None)
+                call.charge.close(answer.head, answer.tail)
             if status < 400:
                 _time(answer, call, clock)
                 if clock.ttft_s is not None:
@@ -231,7 +231,7 @@ class LineCaller:
             raise
         except asyncio.CancelledError:
             outcome = Outcome.CANCELLED
-            call.charge.close(answer, None, left=True)
+            call.charge.close(left=True)
             raise
         finally:
             if answer is not None:
@@ -243,7 +243,11 @@ class LineCaller:
             else:
                 self._telemetry.ended(call, clock, outcome, reason, answer, now_s)
                 fleet.metrics.ended(call.endpoint, clock, outcome, now_s, call.client)
-                fleet.metrics.usage.ended(call, clock, outcome.error, answer, now_s)
+                if answer is None:
+                    fleet.metrics.usage.ended(call, clock, outcome.error, now_s)
+                else:
+                    used = (answer.tail, answer.cached_tokens, answer.queued_s)
+                    fleet.metrics.usage.ended(call, clock, outcome.error, now_s, *used)
                 fleet.metrics.admission.clamped(call.client.name, call.clamped)
 
 

@@ -19,9 +19,9 @@ from sluice.router.batches.run import Resources
 from sluice.router.batches.runner import Runner
 from sluice.router.batches.store import Store
 from sluice.router.config import RouterConfig
+from sluice.router.dispatch.access_log import Telemetry
 from sluice.router.dispatch.models import ModelRegistry
 from sluice.router.errors import ApiError, Reason
-from sluice.router.metrics.telemetry import Telemetry
 from sluice.router.tenancy.auth import KeyRing
 from sluice.router.tenancy.rate_limits import RateLimiter
 

@@ -3,21 +3,14 @@ and the replica that answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
 
 from sluice.controller.messages import Tier, Trouble
-from sluice.replica.engine import EVENT_STREAM, EngineRequest, Progress, ResponseChunk, request_key
-from sluice.router.answer import (
-    Attempt,
-    MovedError,
-    NobodyTakesError,
-    Piece,
-    ReplicaFailedError,
-    ReplicaStream,
-)
+from sluice.replica.engine import EVENT_STREAM, EngineRequest, ResponseChunk, request_key
+from sluice.router.answer import Attempt, MovedError, Piece
+from sluice.router.dispatch.direct import DirectAnswer
 from sluice.router.dispatch.moves import Moves
 from sluice.router.dispatch.placement import Controller, Placement, PlacementClient
 from sluice.router.dispatch.resumable import may_split, prompt_slo, rest_of
@@ -28,7 +21,7 @@ from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import Fallback, Phase, RouterMetrics
 from sluice.router.request.call import Call
 from sluice.router.serve.choices import CHOICES
-from sluice.router.serve.direct import DirectAnswer
+from sluice.router.serve.contract import NobodyTakesError, ReplicaFailedError, Replicas
 from sluice.scheduling.prefix import NO_PREFIX
 from sluice.scheduling.roles import Role
 from sluice.telemetry.tracing import Kind, Span
@@ -36,44 +29,6 @@ from sluice.telemetry.tracing import Kind, Span
 _BUSY = 503
 _NOT_RESUMED = (Reason.INTERNAL, "Another replica could not resume the stream.")
 _UNTRACED: Mapping[str, str] = {}
-
-
-class Replicas(Protocol):
-    """Access to the replicas, in pools by their roles."""
-
-    @property
-    def roles(self) -> Sequence[Role]:
-        """The existing pools, in the order in which they are asked to serve a whole request
-        (prefill and decode): mixed, decode, prefill. At least one."""
-
-    def generate(
-        self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role
-    ) -> ReplicaStream:
-        """Send a request to ``target`` in the pool of ``role``, one of :attr:`roles`. If ``target``
-        is ``None`` or unknown, send it to any replica of that pool, if possible to none of
-        ``avoid``.
-
-        The stream fails with ``NO_REPLICA`` if the pool is empty; another pool is asked next.
-        """
-
-    async def progress(
-        self, request_ids: Sequence[str], target: str | None, avoid: Sequence[str], role: Role
-    ) -> Progress:
-        """See :class:`~sluice.router.dispatch.stall_detector.Askable`."""
-
-    async def models(self) -> dict[str, Any]:
-        """The OpenAI list-models body of any replica, drained ones included.
-
-        Raises:
-            ReplicaFailedError: none answered.
-        """
-
-    async def check(self) -> None:
-        """Return if a replica that takes requests answers.
-
-        Raises:
-            ReplicaFailedError: none does.
-        """
 
 
 @dataclass(slots=True)

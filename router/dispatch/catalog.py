@@ -9,10 +9,9 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from sluice.router.answer import ReplicaFailedError
-from sluice.router.dispatch.attempt import Replicas
 from sluice.router.dispatch.recent import Answer, Recent
 from sluice.router.errors import ApiError, Reason
+from sluice.router.serve.contract import ReplicaFailedError, Replicas
 
 TTL_S = 1.0
 """How long an answer, or its failure, is kept, seconds."""

@@ -16,9 +16,11 @@ from functools import partial
 
 from sluice.controller.messages import LateNotice, RequestEnding
 from sluice.replica.engine import EVENT_STREAM
-from sluice.router.answer import Answer, Attempt, MovedError, NobodyTakesError, ReplicaFailedError
+from sluice.router.answer import Answer, Attempt, MovedError
 from sluice.router.config import RouterConfig
-from sluice.router.dispatch.attempt import Attempts, CallState, Replicas
+from sluice.router.dispatch.attempt import Attempts, CallState
+from sluice.router.dispatch.client_watch import StalledReaderError
+from sluice.router.dispatch.direct import DirectAnswer
 from sluice.router.dispatch.placement import Controller, PlacementClient
 from sluice.router.dispatch.resumable import NOT_RESUMABLE, may_resume
 from sluice.router.dispatch.retry_budget import RetryBudget
@@ -26,11 +28,10 @@ from sluice.router.dispatch.stall_detector import StallDetector
 from sluice.router.dispatch.suspicion import Suspicion
 from sluice.router.dispatch.transcript import Transcript
 from sluice.router.errors import ApiError, Reason
-from sluice.router.ingress.slow_readers import StalledReaderError
 from sluice.router.metrics.instruments import Outcome, RouterMetrics, StreamWay
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import TokenEstimator, outputs_of
-from sluice.router.serve.direct import DirectAnswer
+from sluice.router.serve.contract import NobodyTakesError, ReplicaFailedError, Replicas
 from sluice.router.serve.hint import NO_REPLICA_WAIT_S
 from sluice.scheduling.objective import TokenClock
 

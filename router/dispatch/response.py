@@ -3,65 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from sluice.replica.engine import EVENT_STREAM
 from sluice.router import wire
-from sluice.router.answer import Answer, Piece, ReplicaFailedError
+from sluice.router.answer import Answer, Piece
+from sluice.router.dispatch.access_log import Telemetry
+from sluice.router.dispatch.client_watch import DisconnectGuard, StalledReaderError, TimeoutSend
+from sluice.router.dispatch.direct import STREAM_HEADER, DirectAnswer, NotReportedError
 from sluice.router.dispatch.dispatcher import Dispatcher
 from sluice.router.dispatch.service_tier import with_tier
 from sluice.router.errors import ApiError, Reason
-from sluice.router.ingress.slow_readers import StalledReaderError, TimeoutSend
 from sluice.router.metrics.instruments import Outcome, RouterMetrics
-from sluice.router.metrics.telemetry import Telemetry
 from sluice.router.request.call import Call
-from sluice.router.serve.direct import STREAM_HEADER, DirectAnswer, NotReportedError
+from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.job import Tier
 from sluice.scheduling.stage_clock import clock_of
 
 _NOTHING = Piece(b"", 0)
-
-
-class DisconnectGuard:
-    """Cancels the block inside it when the client leaves, and then ends it without an exception.
-
-    Serve's tuned mode and plain ASGI servers differ in whether they cancel a handler whose client
-    left. The guard covers every phase, including the wait for the first token. ``receive`` must
-    belong to a request whose body was read.
-    """
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self.disconnected = False
-
-    async def __aenter__(self) -> DisconnectGuard:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._cancelling = task.cancelling()
-        self._watch = asyncio.create_task(self._wait())
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        self._watch.cancel()
-        if not self.disconnected:
-            return False
-        ours_alone = self._task.uncancel() <= self._cancelling
-        return ours_alone and kind is asyncio.CancelledError
-
-    async def _wait(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self.disconnected = True
-        self._task.cancel()
 
 
 class CallResponse(Response):
@@ -232,13 +193,19 @@ class CallResponse(Response):
         call, metrics, answer = self._call, self._metrics, self._answer
         now_s = self._dispatcher.clock()
         metrics.ended(call.endpoint, self._clock, outcome, now_s, call.client)
-        metrics.usage.ended(call, self._clock, outcome.error, answer, now_s)
+        head = tail = None
+        if answer is None:
+            metrics.usage.ended(call, self._clock, outcome.error, now_s)
+        else:
+            head, tail = answer.head, answer.tail
+            used = (tail, answer.cached_tokens, answer.queued_s)
+            metrics.usage.ended(call, self._clock, outcome.error, now_s, *used)
         reason = self._error.reason if self._error is not None else None
         self._telemetry.ended(call, self._clock, outcome, reason, answer, now_s)
         metrics.admission.clamped(call.client.name, call.clamped)
         streams = bool(call.body.get("stream"))
         sent = self._clock.tokens * (call.body.get("n") or 1) if streams else None
-        call.charge.close(answer, sent, left=outcome is Outcome.CANCELLED)
+        call.charge.close(head, tail, sent, left=outcome is Outcome.CANCELLED)
         kept = None
         if answer is not None and answer.promised and outcome is not Outcome.CLIENT_ERROR:
             failed = outcome not in (Outcome.OK, Outcome.CANCELLED)

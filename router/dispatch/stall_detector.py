@@ -14,14 +14,15 @@ a few times a second, and a replica gets one probe for all of its silent attempt
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from sluice.controller.messages import Trouble
 from sluice.replica.engine import Progress
-from sluice.router.answer import Attempt, ReplicaFailedError
+from sluice.router.answer import Attempt
 from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import RouterMetrics
+from sluice.router.serve.contract import ReplicaFailedError, Replicas
 from sluice.scheduling.roles import Role
 
 SWEEP_S = 0.25
@@ -51,24 +52,6 @@ _NOBODY = Progress("", hung=False)
 
 _STANDS_STILL = "The replica is unresponsive."
 _LOST = "The replica has lost the request."
-
-
-class Askable(Protocol):
-    """The part of the replicas that the detector uses."""
-
-    @property
-    def roles(self) -> Sequence[Role]:
-        """The existing pools."""
-
-    async def progress(
-        self, request_ids: Sequence[str], target: str | None, avoid: Sequence[str], role: Role
-    ) -> Progress:
-        """Ask ``target`` whether its engine runs. If ``target`` is ``None`` or has left the pool,
-        ask any replica of the pool, if possible none of ``avoid``.
-
-        Raises:
-            ReplicaFailedError: it could not be asked, or the probe failed there.
-        """
 
 
 class Informed(Protocol):
@@ -114,7 +97,7 @@ class StallDetector:
 
     def __init__(
         self,
-        replicas: Askable,
+        replicas: Replicas,
         controller: Informed,
         metrics: RouterMetrics,
         after_s: float,

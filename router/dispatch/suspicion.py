@@ -37,11 +37,12 @@ from dataclasses import dataclass
 from typing import Final
 from weakref import WeakKeyDictionary
 
-from sluice.router.answer import Attempt, ReplicaFailedError
+from sluice.router.answer import Attempt
 from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.request.call import Call
 from sluice.router.request.engine_bounds import is_structured
+from sluice.router.serve.contract import ReplicaFailedError
 
 CLEARED_S: Final = 10.0
 """Minimum time at the next replica after which a suspect is cleared, seconds."""

@@ -12,8 +12,9 @@ from array import array
 from collections.abc import Sequence
 
 from sluice.replica.engine import ResponseChunk, Resume
-from sluice.router.answer import Piece, ReplicaFailedError
+from sluice.router.answer import Piece
 from sluice.router.errors import Reason
+from sluice.router.serve.contract import ReplicaFailedError
 
 _CREATED = re.compile(rb'"created": ?\d+')
 """The date of an event; it precedes all generated text."""

@@ -14,11 +14,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sluice.router import wire
 from sluice.router.config import RouterConfig
+from sluice.router.dispatch.access_log import Telemetry
 from sluice.router.errors import ApiError, Reason
 from sluice.router.ingress.access import OPEN_PATH, Access
 from sluice.router.ingress.load_shedding import Pace, Pause, Shedder
 from sluice.router.metrics.instruments import RouterMetrics
-from sluice.router.metrics.telemetry import Telemetry
 from sluice.router.request.arrival import INFERENCE_PATHS, Arrival
 from sluice.router.request.body import BodyBudget, HeldBytes
 from sluice.router.request.client_request_id import client_request_id

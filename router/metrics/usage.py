@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from sluice.replica.engine import Endpoint
+from sluice.replica.engine import Endpoint, ResponseTail
 from sluice.router.metrics.client_names import ClientNames
 from sluice.scheduling.objective import TokenClock
 
 if TYPE_CHECKING:
-    from sluice.router.answer import Answer
     from sluice.router.request.call import Call
 
 E2E_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 10, 20, 30, 60, 120, 300, 600)
@@ -139,7 +138,14 @@ class UsageMetrics:
         return observe
 
     def ended(
-        self, call: Call, clock: TokenClock, error: str, answer: Answer | None, now_s: float
+        self,
+        call: Call,
+        clock: TokenClock,
+        error: str,
+        now_s: float,
+        tail: ResponseTail | None = None,
+        cached_tokens: int = 0,
+        queued_s: float | None = None,
     ) -> None:
         """Count a request that ended.
 
@@ -149,19 +155,21 @@ class UsageMetrics:
         Args:
             clock: what was seen of its tokens.
             error: name of its outcome, from a bounded set; empty where it was served.
-            answer: of the replica that served it.
+            tail: of its response, if that ended by itself.
+            cached_tokens: of its prompt.
+            queued_s: from its arrival to its first batch, if the engine reports it.
         """
         if not call.scheduled:
             return
-        service_class, tail = call.slo.service_class, answer.tail if answer is not None else None
+        service_class = call.slo.service_class
         generated = clock.tokens if tail is None else tail.output_tokens
         if call.endpoint == "embeddings":
             generated = 0  # the engine counts a vector as a token
         counts = {"generated": generated}
-        if answer is not None and tail is not None:
-            counts |= {"prompt": tail.prompt_tokens, "cached": answer.cached_tokens}
-            if answer.queued_s is not None:
-                self._queue_s(service_class).observe(answer.queued_s)
+        if tail is not None:
+            counts |= {"prompt": tail.prompt_tokens, "cached": cached_tokens}
+            if queued_s is not None:
+                self._queue_s(service_class).observe(queued_s)
         client = self._clients.label(call.client.name)
         for name, count in counts.items():
             if count:

@@ -29,9 +29,9 @@ from sluice.replica.engine import (
 )
 from sluice.replica.streams.wire import StreamEndpoint
 from sluice.router import wire
-from sluice.router.answer import NobodyTakesError, ReplicaFailedError, ReplicaStream
 from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import Way
+from sluice.router.serve.contract import NobodyTakesError, ReplicaFailedError, ReplicaStream
 from sluice.router.serve.hint import DrainedError, Hint, NoReplicaError
 from sluice.router.serve.streams import Channels
 from sluice.scheduling.roles import WHOLE, Role
@@ -129,8 +129,8 @@ class ServeReplicas:
     def generate(
         self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role
     ) -> ReplicaStream:
-        """Send a request; see :class:`~sluice.router.dispatch.attempt.Replicas`. It uses the
-        router's own connection to the target, if there is one."""
+        """Send a request; see :class:`~sluice.router.serve.contract.Replicas`. It uses the router's
+        own connection to the target, if there is one."""
 
         def by_serve() -> ServeStream:
             # Without a target (an empty hint), the replica that gets the request confirms it.
@@ -161,7 +161,7 @@ class ServeReplicas:
         self, request_ids: Sequence[str], target: str | None, avoid: Sequence[str], role: Role
     ) -> Progress:
         """Ask a replica whether its engine runs; see
-        :class:`~sluice.router.dispatch.stall_detector.Askable`.
+        :class:`~sluice.router.serve.contract.Replicas`.
 
         Raises:
             ReplicaFailedError: it could not be asked, or the probe failed there.
@@ -177,7 +177,7 @@ class ServeReplicas:
 
     async def models(self) -> dict[str, Any]:
         """The OpenAI list-models body of any replica; see
-        :class:`~sluice.router.dispatch.attempt.Replicas`.
+        :class:`~sluice.router.serve.contract.Replicas`.
 
         Raises:
             ReplicaFailedError: no pool answered; it is the failure of the last one.

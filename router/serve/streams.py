@@ -36,8 +36,8 @@ from sluice.replica.streams.wire import (
     StreamEndpoint,
     cost,
 )
-from sluice.router.answer import NobodyTakesError, ReplicaFailedError, ReplicaStream
 from sluice.router.errors import Reason
+from sluice.router.serve.contract import NobodyTakesError, ReplicaFailedError, ReplicaStream
 from sluice.scheduling.roles import Role
 
 _CONNECT_TIMEOUT_S: Final = 5.0

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final, Literal, NamedTuple
 
 from sluice.controller.messages import MAX_USES, QuotaUse
-from sluice.router.answer import Answer
+from sluice.replica.engine import ResponseHead, ResponseTail
 from sluice.router.errors import ApiError, Reason
 from sluice.router.tenancy.limits import Client, TenantLimits
 from sluice.scheduling.leaky_bucket import Bucket
@@ -78,11 +78,18 @@ class Charge:
         """The request is sent to a replica, which may compute tokens for it from now on."""
         self._sent = True
 
-    def close(self, answer: Answer | None, output_tokens: int | None, left: bool = False) -> None:
+    def close(
+        self,
+        head: ResponseHead | None = None,
+        tail: ResponseTail | None = None,
+        output_tokens: int | None = None,
+        left: bool = False,
+    ) -> None:
         """The request is over: return unused tokens. Only the first call has an effect.
 
         Args:
-            answer: the replica's, if one has answered.
+            head: of the response, if a replica has answered.
+            tail: of the response, if it has ended by itself.
             output_tokens: sent output tokens, used if the engine has not reported its count;
                 ``None`` if the sent tokens do not show how many were generated, as with a response
                 that is sent whole: then the whole reservation counts.
@@ -91,12 +98,12 @@ class Charge:
         settle, self._settle = self._settle, None
         if settle is None:
             return
-        if answer is not None and answer.tail is not None:
-            used = answer.tail.prompt_tokens + answer.tail.output_tokens
-            if used == 0 and answer.head.status < 400:
+        if tail is not None:
+            used = tail.prompt_tokens + tail.output_tokens
+            if used == 0 and (head is None or head.status < 400):
                 # Engines do not count tokens that they only tokenise or detokenise.
                 used = self._prompt_tokens
-        elif answer is None and not (left and self._sent):
+        elif head is None and not (left and self._sent):
             used = 0
         elif output_tokens is None:
             used = self._tokens

@@ -22,16 +22,16 @@ from sluice.replica.engine import EngineRequest, ResponseItem
 from sluice.replica.server import Replica
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.replica.streams.direct import DirectPort
-from sluice.router.answer import ReplicaFailedError
 from sluice.router.config import RouterConfig
-from sluice.router.errors import ApiError, Reason
-from sluice.router.serve.direct import (
+from sluice.router.dispatch.direct import (
     BYTES_HEADER,
     CREATED_HEADER,
     EDGE_HEADER,
     TICKET_HEADER,
     parse_report,
 )
+from sluice.router.errors import ApiError, Reason
+from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.wire import BROKEN_PATH
 from tests.deploy.haproxy_process import answering
 from tests.replica.controller_side import MirrorOfOne

@@ -34,17 +34,17 @@ from sluice.replica.engine import (
     ResponseTaken,
 )
 from sluice.router.admin.service import AdminService
-from sluice.router.answer import ReplicaFailedError
 from sluice.router.api import make_api
 from sluice.router.config import RouterConfig
+from sluice.router.dispatch.access_log import Telemetry
 from sluice.router.dispatch.catalog import Catalog
 from sluice.router.dispatch.dispatcher import Dispatcher
 from sluice.router.dispatch.models import Model, ModelRegistry
 from sluice.router.errors import Reason
 from sluice.router.ingress.load_shedding import Shedder
 from sluice.router.metrics.instruments import RouterMetrics
-from sluice.router.metrics.telemetry import Telemetry
 from sluice.router.serve.choices import CHOICES
+from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.roles import Role
 from tests.router.virtual_time import VirtualTime
 

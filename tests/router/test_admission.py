@@ -12,11 +12,11 @@ import pytest
 
 from sluice.controller.messages import RouteDecision, Tier
 from sluice.replica.engine import EngineRequest, ResponseItem
-from sluice.router.answer import ReplicaFailedError
 from sluice.router.config import RouterConfig, ServiceClass
 from sluice.router.errors import RULES, ApiError, Reason
 from sluice.router.request.prompt_size import MAX_OUTPUT_TOKENS, output_limit
 from sluice.router.request.session import MAX_SESSION_CHARACTERS, session_of
+from sluice.router.serve.contract import ReplicaFailedError
 from tests.router.far_side import (
     CHAT_BODY,
     COMPLETION_BODY,

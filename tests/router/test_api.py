@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr, ValidationError
 
-from sluice.router.answer import ReplicaFailedError
 from sluice.router.config import MetricsConfig, RouterConfig
 from sluice.router.errors import RULES, Reason
 from sluice.router.request.call import MAX_INLINE_BYTES
 from sluice.router.request.validation import check_body
+from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.objective import SLO
 from tests.router.far_side import (
     CHAT_BODY,

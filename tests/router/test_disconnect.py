@@ -11,7 +11,7 @@ import pytest
 from starlette.types import Send
 
 from sluice.controller.messages import RouteDecision, RouteQuery
-from sluice.router.dispatch.response import DisconnectGuard
+from sluice.router.dispatch.client_watch import DisconnectGuard
 from tests.router.far_side import CHAT_BODY, Edge, FarController, FarSide, hang, serve, stall
 
 

@@ -17,10 +17,11 @@ from sluice.replica.engine import (
     ResponseTail,
     request_key,
 )
-from sluice.router.answer import Answer, ReplicaFailedError
+from sluice.router.answer import Answer
 from sluice.router.errors import ApiError, Reason
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
+from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.objective import SLO
 from tests.router.far_side import (
     CHAT_BODY,

@@ -21,7 +21,7 @@ from sluice.router.batches.line_caller import Admitted, LineCaller
 from sluice.router.batches.lines import BatchRequest
 from sluice.router.batches.metrics import BatchMetrics
 from sluice.router.config import RouterConfig
-from sluice.router.metrics.telemetry import Telemetry
+from sluice.router.dispatch.access_log import Telemetry
 from sluice.router.tenancy.limits import ANYONE
 from sluice.router.tenancy.rate_limits import RateLimiter
 from tests.router.far_side import (

@@ -20,7 +20,6 @@ from sluice.replica.engine import (
     ResponseItem,
     ResponseTail,
 )
-from sluice.router.answer import ReplicaFailedError
 from sluice.router.api import make_api
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.catalog import Catalog
@@ -29,6 +28,7 @@ from sluice.router.dispatch.models import Model, ModelRegistry
 from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.metrics.page import merged
+from sluice.router.serve.contract import ReplicaFailedError
 from tests.router.far_side import CHAT_BODY, Edge, FarController, FarSide, LocalPage, serve
 
 

@@ -26,7 +26,6 @@ from sluice.controller.client import ControllerClient, stop_controller
 from sluice.controller.config import ControllerConfig
 from sluice.replica.engine import EngineRequest, Progress, ResponseChunk, ResponseHead
 from sluice.router import wire
-from sluice.router.answer import ReplicaFailedError
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.dispatcher import Dispatcher
 from sluice.router.errors import Reason
@@ -34,6 +33,7 @@ from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
 from sluice.router.serve.choices import CHOICES
+from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.serve.hint import Hint, NoReplicaError
 from sluice.router.serve.replicas import ServeReplicas, ServeStream
 from sluice.router.serve.request_router import HintRouter

@@ -17,13 +17,13 @@ from sluice.replica.engine import (
     ResponseTail,
     request_key,
 )
-from sluice.router.answer import ReplicaFailedError
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.dispatcher import EMPTY_POOLS_PAUSE_S, RETRY_PAUSE_S
 from sluice.router.dispatch.resumable import may_split
 from sluice.router.errors import ApiError, Reason
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
+from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.serve.hint import NO_REPLICA_WAIT_S
 from sluice.scheduling.objective import SLO
 from tests.router.far_side import (

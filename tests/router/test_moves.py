@@ -9,12 +9,12 @@ import pytest
 
 from sluice.controller.messages import MAX_WAITS, FirstTokenWait, RouteDecision, RouteQuery, Tier
 from sluice.replica.engine import request_key
-from sluice.router.answer import ReplicaFailedError
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.moves import Moves
 from sluice.router.errors import Reason
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
+from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.job import STAYS
 from sluice.scheduling.objective import SLO
 from tests.router.far_side import Behaviour, Edge, FarController, FarSide, answer, fail

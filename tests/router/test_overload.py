@@ -17,7 +17,6 @@ from pydantic import SecretStr
 from starlette.types import Message
 
 from sluice.controller.messages import RouteDecision, RouteQuery, Tier
-from sluice.router.answer import ReplicaFailedError
 from sluice.router.config import RouterConfig, ServiceClass
 from sluice.router.dispatch.placement import FULL_FOR_S
 from sluice.router.errors import Reason
@@ -30,6 +29,7 @@ from sluice.router.ingress.load_shedding import (
     Pace,
     Shedder,
 )
+from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.tenancy.keys import ApiKey
 from sluice.scheduling.job import UNATTAINABLE
 from tests.router.far_side import CHAT_BODY, Clock, Edge, FarController, FarSide, serve

@@ -149,7 +149,7 @@ class Site:
         metrics.ended("chat", clock, Outcome.OK, first_s + 0.1)
         metrics.admission.ended(clock, 0.2, failed=False, now_s=first_s + 0.1)
         call = Call("", "chat", {"model": "m"}, slo, PromptSize(), 0.0)
-        metrics.usage.ended(call, clock, "", None, first_s + 0.1)
+        metrics.usage.ended(call, clock, "", first_s + 0.1)
 
 
 @pytest.fixture(scope="module")

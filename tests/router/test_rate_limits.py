@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +10,7 @@ from hypothesis import strategies as st
 
 from sluice.controller.messages import QuotaUse
 from sluice.controller.state.quotas import Quotas
-from sluice.replica.engine import ResponseItem, ResponseTail
-from sluice.router.answer import Answer, Attempt, ReplicaFailedError
+from sluice.replica.engine import ResponseHead, ResponseTail
 from sluice.router.errors import ApiError, Reason
 from sluice.router.tenancy.limits import ANYONE, Client, TenantLimits
 from sluice.router.tenancy.rate_limits import NO_CHARGE, RateLimiter
@@ -62,9 +60,9 @@ def test_tokens_are_set_aside_and_what_was_not_needed_comes_back() -> None:
         limiter.reserve(acme, 600, 401)
     assert caught.value.reason is Reason.TOKEN_RATE
     assert caught.value.body["error"]["retry_after_ms"] == 10
-    charge.close(answered(1_000, 500), 3)
-    charge.close(None, 0)  # only the first end counts
-    limiter.reserve(acme, 500, 4_000).close(answered(500, 4_100), 1)  # more than was foreseen
+    charge.close(*answered(1_000, 500), 3)
+    charge.close(output_tokens=0)  # only the first end counts
+    limiter.reserve(acme, 500, 4_000).close(*answered(500, 4_100), 1)  # more than was foreseen
     assert headers(limiter, acme)["x-ratelimit-remaining-tokens"] == "0"
     clock.now_s += 1
     assert headers(limiter, acme)["x-ratelimit-remaining-tokens"] == "0"
@@ -77,7 +75,7 @@ def test_a_request_larger_than_the_bucket_waits_for_an_empty_one_and_is_paid_for
     clock = Clock()
     limiter = RateLimiter(clock=clock)
     acme = client(tokens_per_minute=600)
-    limiter.reserve(acme, 5_000, 1_000).close(answered(5_000, 1_000), 1_000)
+    limiter.reserve(acme, 5_000, 1_000).close(*answered(5_000, 1_000), 1_000)
     for wait_s in (0, 300, 230):
         clock.now_s += wait_s
         with pytest.raises(ApiError):
@@ -86,24 +84,8 @@ def test_a_request_larger_than_the_bucket_waits_for_an_empty_one_and_is_paid_for
     limiter.reserve(acme, 700, 0)
 
 
-class NoStream:
-    """Of an answer that nobody reads."""
-
-    async def __aiter__(self) -> AsyncIterator[Sequence[ResponseItem]]:
-        yield ()
-
-    def cancel(self) -> None:
-        raise AssertionError("nobody reads it")
-
-
-def answered(*tokens: int) -> Answer:
-    attempt = Attempt("r", NoStream(), None, "mixed", 0.0, lambda: None)
-    attempt.tail = ResponseTail(*tokens) if tokens else None
-    return Answer(attempt, nobody_resumes)
-
-
-async def nobody_resumes(attempt: Attempt, failure: ReplicaFailedError) -> Attempt:
-    raise failure
+def answered(*tokens: int) -> tuple[ResponseHead, ResponseTail | None]:
+    return ResponseHead(200, "application/json"), ResponseTail(*tokens) if tokens else None
 
 
 @pytest.mark.parametrize(
@@ -125,13 +107,13 @@ def test_what_a_request_has_used_however_it_ended(
     limiter, acme = RateLimiter(clock=Clock()), client(tokens_per_minute=1_000)
     charge = limiter.reserve(acme, 100, 500)
     charge.sent()
-    charge.close(None if answer is None else answered(*answer), seen, left)
+    charge.close(*((None, None) if answer is None else answered(*answer)), seen, left)
     assert headers(limiter, acme)["x-ratelimit-remaining-tokens"] == str(1_000 - used)
 
 
 def test_who_leaves_before_a_replica_was_asked_has_used_nothing() -> None:
     limiter, acme = RateLimiter(clock=Clock()), client(tokens_per_minute=1_000)
-    limiter.reserve(acme, 100, 500).close(None, None, left=True)
+    limiter.reserve(acme, 100, 500).close(left=True)
     assert headers(limiter, acme)["x-ratelimit-remaining-tokens"] == "1000"
 
 
@@ -140,12 +122,12 @@ def test_what_comes_back_forgives_nothing_that_others_have_used() -> None:
     limiter, acme = RateLimiter(clock=clock), client(tokens_per_minute=6_000)
     waiting = limiter.reserve(acme, 0, 6_000)
     clock.now_s += 60  # all of it has drained
-    limiter.reserve(acme, 3_000, 0).close(answered(3_000, 0), 0)
-    waiting.close(None, None)
+    limiter.reserve(acme, 3_000, 0).close(*answered(3_000, 0), 0)
+    waiting.close()
     assert headers(limiter, acme)["x-ratelimit-remaining-tokens"] == "3000"
     # Nor where the bucket was forgotten meanwhile.
     waiting = limiter.reserve(acme, 0, 3_000)
-    waiting.close(None, None)
+    waiting.close()
     assert headers(limiter, acme)["x-ratelimit-remaining-tokens"] == "3000"
 
 
@@ -278,7 +260,7 @@ async def test_what_was_given_back_is_told_once(arrived: bool) -> None:
     kept = fleet.quotas
     first, other = (router.reserve(who, 0, 20_000) for _ in range(2))
     await router.exchange()
-    first.close(None, None)
+    first.close()
 
     async def lost(uses: list[QuotaUse]) -> list[float] | None:
         if arrived:
@@ -292,4 +274,4 @@ async def test_what_was_given_back_is_told_once(arrived: bool) -> None:
     left = int(headers(router, who)["x-ratelimit-remaining-tokens"])
     # Told twice it would have forgiven what the other one holds.
     assert left == (40_000 if arrived else 20_000)
-    other.close(None, None)
+    other.close()

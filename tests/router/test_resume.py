@@ -26,7 +26,7 @@ from sluice.replica.engine import (
 )
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.replica.simulated.virtual_loop import VirtualLoop
-from sluice.router.answer import Piece, ReplicaFailedError
+from sluice.router.answer import Piece
 from sluice.router.config import RetryBudgetConfig, RouterConfig
 from sluice.router.dispatch.resumable import rest_of
 from sluice.router.dispatch.suspicion import CLEARED_S
@@ -34,6 +34,7 @@ from sluice.router.dispatch.transcript import Transcript
 from sluice.router.errors import Reason
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
+from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.objective import SLO
 from tests.router.far_side import (
     CHAT_BODY,

@@ -24,7 +24,7 @@ from sluice.replica.engine import (
 )
 from sluice.replica.simulated.virtual_loop import VirtualLoop
 from sluice.router.config import RouterConfig
-from sluice.router.ingress.slow_readers import StalledReaderError, TimeoutSend
+from sluice.router.dispatch.client_watch import StalledReaderError, TimeoutSend
 from sluice.router.tenancy.keys import ApiKey
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, event, stall
 from tests.router.virtual_time import VirtualTime, settle

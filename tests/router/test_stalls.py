@@ -22,7 +22,7 @@ from sluice.replica.engine import (
     ResponseTaken,
     request_key,
 )
-from sluice.router.answer import Attempt, ReplicaFailedError
+from sluice.router.answer import Attempt
 from sluice.router.config import RetryBudgetConfig, RouterConfig
 from sluice.router.dispatch.stall_detector import (
     ANSWER_S,
@@ -33,6 +33,7 @@ from sluice.router.dispatch.stall_detector import (
 )
 from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import RouterMetrics
+from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.roles import Role
 from tests.router.far_side import Behaviour, Edge, FarController, FarSide
 from tests.router.test_resume import TOKENS, simulated, text, without_time_and_name

@@ -28,8 +28,8 @@ from sluice.replica.streams import server as server_module
 from sluice.replica.streams import wire
 from sluice.replica.streams.server import StreamServer
 from sluice.replica.streams.wire import WINDOW_BYTES, StreamEndpoint, cost
-from sluice.router.answer import ReplicaFailedError, ReplicaStream
 from sluice.router.errors import Reason
+from sluice.router.serve.contract import ReplicaFailedError, ReplicaStream
 from sluice.router.serve.streams import Channels, ChannelStream
 from sluice.scheduling.objective import SLO
 from sluice.scheduling.roles import Role

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.replica.engine import EngineRequest, ResponseHead, ResponseItem
-from sluice.router.answer import Attempt, ReplicaFailedError
+from sluice.router.answer import Attempt
 from sluice.router.config import RetryBudgetConfig, RouterConfig
 from sluice.router.dispatch.suspicion import (
     CLEARED_S,
@@ -28,6 +28,7 @@ from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.request.call import Call
 from sluice.router.request.engine_bounds import is_structured
 from sluice.router.request.prompt_size import PromptSize
+from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.serve.replicas import failure_of
 from sluice.router.tenancy.limits import Client
 from sluice.scheduling.objective import SLO

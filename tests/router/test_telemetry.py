@@ -13,13 +13,13 @@ from opentelemetry.trace import StatusCode
 from prometheus_client import CollectorRegistry
 
 from sluice.controller.messages import RouteDecision, Tier
-from sluice.router.answer import ReplicaFailedError
 from sluice.router.batches.line_caller import Admitted, LineCaller
 from sluice.router.batches.lines import BatchRequest
 from sluice.router.batches.metrics import BatchMetrics
 from sluice.router.config import RouterConfig
+from sluice.router.dispatch.access_log import Telemetry
 from sluice.router.errors import Reason
-from sluice.router.metrics.telemetry import Telemetry
+from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.tenancy.limits import ANYONE
 from sluice.router.tenancy.rate_limits import RateLimiter
 from sluice.scheduling.job import UNATTAINABLE

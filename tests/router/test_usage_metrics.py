@@ -17,9 +17,9 @@ from sluice.replica.engine import (
     ResponseItem,
     ResponseTail,
 )
-from sluice.router.answer import ReplicaFailedError
 from sluice.router.config import RouterConfig
 from sluice.router.errors import Reason
+from sluice.router.serve.contract import ReplicaFailedError
 from tests.router.far_side import (
     CHAT_BODY,
     WORDS,

@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from sluice.router.answer import ReplicaFailedError
 from sluice.router.batches.disk import DiskThreads, try_lock, used_bytes, write_whole
 from sluice.router.batches.line_caller import (
     FAILED_PAUSE_S,
@@ -42,6 +41,7 @@ from sluice.router.batches.runner import Runner, _Running
 from sluice.router.batches.store import ERRORS, INPUT, OUTPUT, Store
 from sluice.router.batches_config import BatchesConfig
 from sluice.router.errors import ApiError, Reason
+from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.tenancy.auth import KeyRing
 from sluice.router.tenancy.limits import ANYONE
 from sluice.router.tenancy.rate_limits import RateLimiter

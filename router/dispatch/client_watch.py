@@ -1,4 +1,4 @@
-"""Sending to a client that may stop reading."""
+"""Watches the client of a response: it may leave, or stop reading."""
 
 from __future__ import annotations
 
@@ -8,9 +8,48 @@ from math import inf
 from types import TracebackType
 from typing import Final
 
-from starlette.types import Message, Send
+from starlette.types import Message, Receive, Send
 
 _RESOLUTION_S: Final = 1e-3
+
+
+class DisconnectGuard:
+    """Cancels the block inside it when the client leaves, and then ends it without an exception.
+
+    Serve's tuned mode and plain ASGI servers differ in whether they cancel a handler whose client
+    left. The guard covers every phase, including the wait for the first token. ``receive`` must
+    belong to a request whose body was read.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self.disconnected = False
+
+    async def __aenter__(self) -> DisconnectGuard:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._cancelling = task.cancelling()
+        self._watch = asyncio.create_task(self._wait())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        self._watch.cancel()
+        if not self.disconnected:
+            return False
+        ours_alone = self._task.uncancel() <= self._cancelling
+        return ours_alone and kind is asyncio.CancelledError
+
+    async def _wait(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.disconnected = True
+        self._task.cancel()
 
 
 class StalledReaderError(OSError):

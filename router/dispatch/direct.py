@@ -22,8 +22,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from sluice.router.answer import Attempt, NobodyTakesError
+from sluice.router.answer import Attempt
 from sluice.router.errors import ApiError, Reason
+from sluice.router.serve.contract import NobodyTakesError
 
 EDGE_HEADER: Final = "x-sluice-edge"
 """Request: ``direct`` if the sender can fetch a stream. Clients cannot send it through HAProxy; a

@@ -1,0 +1,113 @@
+"""What the dispatcher needs of the replicas: calls, their streams, and how they fail."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+from sluice.replica.engine import EngineRequest, Progress, ResponseItem
+from sluice.router.errors import Reason
+from sluice.scheduling.roles import Role
+
+
+class ReplicaFailedError(Exception):
+    """A replica did not serve an attempt.
+
+    Args:
+        reason: of the client's error if this was the last attempt.
+        message: what happened, without internal details.
+        dead: the replica is known to serve no more requests.
+        retry: another replica may succeed.
+        hung: the replica is unresponsive, and the controller has been notified.
+        lost: the replica's requests are lost, as when it is dead or hung.
+    """
+
+    def __init__(
+        self,
+        reason: Reason,
+        message: str,
+        *,
+        dead: bool = False,
+        retry: bool = True,
+        hung: bool = False,
+        lost: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.dead = dead
+        self.retry = retry
+        self.hung = hung
+        self.lost = lost or dead or hung
+
+
+class NobodyTakesError(ReplicaFailedError):
+    """A stream's reader is gone, which is not the replica's fault: the client left, or the
+    connection between HAProxy and the replica broke.
+
+    Args:
+        stalled: the client is connected, but has read nothing for too long.
+    """
+
+    def __init__(self, stalled: bool = False) -> None:
+        super().__init__(
+            Reason.REPLICA_FAILED, "The connection from the replica to the client broke."
+        )
+        self.stalled = stalled
+
+
+class ReplicaStream(Protocol):
+    """The incoming answer to one request."""
+
+    def __aiter__(self) -> AsyncIterator[Sequence[ResponseItem]]:
+        """Yield items as they arrive: a head, chunks, a tail. Before the head, the replica that has
+        the request may confirm it.
+
+        Raises:
+            ReplicaFailedError: the replica or the connection to it failed.
+        """
+
+    def cancel(self) -> None:
+        """Stop the replica's work. Never blocks; harmless after the end."""
+
+
+class Replicas(Protocol):
+    """Access to the replicas of one model, in pools by their roles."""
+
+    @property
+    def roles(self) -> Sequence[Role]:
+        """The existing pools, in the order in which they are asked to serve a whole request
+        (prefill and decode): mixed, decode, prefill. At least one."""
+
+    def generate(
+        self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role
+    ) -> ReplicaStream:
+        """Send a request to ``target`` in the pool of ``role``, one of :attr:`roles`. If ``target``
+        is ``None`` or unknown, send it to any replica of that pool, if possible to none of
+        ``avoid``.
+
+        The stream fails with ``NO_REPLICA`` if the pool is empty; another pool is asked next.
+        """
+
+    async def progress(
+        self, request_ids: Sequence[str], target: str | None, avoid: Sequence[str], role: Role
+    ) -> Progress:
+        """Ask ``target`` whether its engine runs. If ``target`` is ``None`` or has left the pool,
+        ask any replica of the pool, if possible none of ``avoid``.
+
+        Raises:
+            ReplicaFailedError: it could not be asked, or the probe failed there.
+        """
+
+    async def models(self) -> dict[str, Any]:
+        """The OpenAI list-models body of any replica, drained ones included.
+
+        Raises:
+            ReplicaFailedError: none answered.
+        """
+
+    async def check(self) -> None:
+        """Return if a replica that takes requests answers.
+
+        Raises:
+            ReplicaFailedError: none does.
+        """
