@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from sluice.replica.engine import Endpoint
 from sluice.replica.request_body import RequestBody
-from sluice.router.answer import Answer
 from sluice.router.batches.lines import BatchRequest
 from sluice.router.batches.metrics import BatchMetrics
 from sluice.router.batches.results import Reply
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.access_log import Telemetry
+from sluice.router.dispatch.answer import Answer
 from sluice.router.dispatch.models import Model, ModelRegistry
 from sluice.router.dispatch.service_tier import with_tier
 from sluice.router.errors import ApiError, Reason, invalid
@@ -213,7 +213,8 @@ class LineCaller:
         try:
             answer = await fleet.dispatcher.open(call)
             # A plain response is complete once it is open.
-            body = b"".join([piece.data async for piece in answer])
+            pieces = fleet.dispatcher.pieces(answer)
+            body = b"".join([piece.data async for piece in pieces])
             status = answer.head.status
             no_room = status == _TOO_MANY
             outcome = None if no_room else Outcome.of_status(status)
@@ -235,9 +236,9 @@ class LineCaller:
             raise
         finally:
             if answer is not None:
-                answer.close()
+                fleet.dispatcher.close(answer)
             now_s = self._fleets.clock()
-            fleet.dispatcher.ended(call, clock, outcome or Outcome.REFUSED, reason, now_s)
+            fleet.dispatcher.endings.ended(call, clock, outcome or Outcome.REFUSED, reason, now_s)
             if outcome is None:
                 self._telemetry.put_off(call, reason)
             else:

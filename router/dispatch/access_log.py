@@ -19,7 +19,7 @@ from sluice.telemetry.config import LogsConfig
 from sluice.telemetry.tracing import CONTEXT_HEADERS, Attribute, Span, Tracer, attribute_of
 
 if TYPE_CHECKING:
-    from sluice.router.answer import Answer
+    from sluice.router.dispatch.answer import Answer
     from sluice.router.request.arrival import Arrival
     from sluice.router.request.call import Call
 
@@ -144,6 +144,7 @@ def _figures(
     call: Call, clock: TokenClock, answer: Answer | None, now_s: float
 ) -> dict[str, Attribute | None]:
     slo = call.slo
+    decision = answer.decision if answer is not None else None
     tail = answer.tail if answer is not None else None
     return {
         "model": call.model,
@@ -151,9 +152,9 @@ def _figures(
         "priority": slo.priority,
         "admission": answer.tier.value if answer is not None else None,
         "replica": (answer.head.replica_id or None) if answer is not None else None,
-        "prefill_replica": answer.prefill_id if answer is not None else None,
+        "prefill_replica": decision.prefill_id if decision is not None else None,
         "resumes": (answer.resumes or None) if answer is not None else None,
-        "predicted_ttft_ms": _ms(answer.predicted_ttft_s if answer is not None else None),
+        "predicted_ttft_ms": _ms(decision.predicted_ttft_s if decision is not None else None),
         "ttft_ms": _ms(clock.ttft_s),
         "tpot_ms": _ms(clock.tpot_s),
         "e2e_ms": _ms(clock.e2e_s(now_s)),

@@ -8,7 +8,8 @@ SLO or length is easier to guarantee. The clients in a queue take turns, and non
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain, islice, zip_longest
 
 from sluice.controller.messages import RouteDecision
@@ -28,34 +29,58 @@ MAX_PAUSE_S = 1.0
 """Between two rounds of asking, seconds: half of the time after which there should be capacity,
 within these bounds."""
 
-Ask = Callable[[], Awaitable[RouteDecision | None]]
-
 
 def may_wait(decision: RouteDecision) -> bool:
     """Whether no replica can guarantee the request's SLO now, but one will be able to."""
     return decision.reason == UNATTAINABLE and decision.retry_after_s is not None
 
 
-class _Place:
-    """A request's slot in a queue. ``called`` is set when the request should ask or has no time
-    left, ``answered`` when it has asked or has left. ``refused`` is its last refusal, or the last
-    one of any request in the queue before it joined."""
+class Slot:
+    """A request's slot in a queue.
 
-    def __init__(self, refused: RouteDecision | None) -> None:
+    Attributes:
+        called: set when the request should ask, or has no time left.
+        answered: set when it has asked, or has left.
+        refused: its last refusal, or the last one of any request in the queue before it joined.
+        late: its deadline passes before it has waited for as long as the class allows.
+    """
+
+    def __init__(self, queue: AdmissionQueue, refused: RouteDecision | None) -> None:
+        self._queue = queue
+        self._expired = False
         self.called = asyncio.Event()
         self.answered = asyncio.Event()
-        self.expired = False
         self.refused = refused
+        self.late = False
+
+    async def turn(self) -> None:
+        """Return when the request should ask the controller.
+
+        Raises:
+            ApiError: 429; its deadline has passed, or it has waited for too long.
+        """
+        await self.called.wait()
+        if self._expired:
+            raise self._queue.timeout(self)
+        self.called.clear()
+
+    def refuse(self, decision: RouteDecision) -> None:
+        """The controller has refused the request once more: it waits on."""
+        self.refused = self._queue.refused = decision
+        self.answered.set()
 
     async def expire(self, pause: Callable[[float], Awaitable[object]], left_s: float) -> None:
         """Run out of time after ``left_s`` seconds."""
         await pause(max(0.0, left_s))
-        self.expired = True
+        self._expired = True
         self.called.set()
 
 
 class AdmissionQueue:
     """The waiting requests of one class: each client's in order of arrival, and clients in turns.
+
+    Attributes:
+        refused: the last refusal of any request in it, or sent to it.
 
     Args:
         name: of the class. entry: its configuration.
@@ -80,135 +105,120 @@ class AdmissionQueue:
         self._pause = pause
         self._length_now = 0
         # By client; the client that was served last is last.
-        self._places: dict[str, dict[_Place, None]] = {}
+        self._slots: dict[str, dict[Slot, None]] = {}
         self._front_changed = asyncio.Event()
         self._caller: asyncio.Task[None] | None = None
-        self._refused: RouteDecision | None = None
+        self.refused: RouteDecision | None = None
 
     def __len__(self) -> int:
         """Requests in it."""
         return self._length_now
 
-    async def wait(
-        self,
-        ask: Ask,
-        due_s: float,
-        refused: RouteDecision | None = None,
-        client: Client = ANYONE,
-    ) -> RouteDecision | None:
-        """Wait at the end of the queue until ``ask`` returns anything but a decision for which
-        :func:`may_wait` is true, and return that.
-
-        Cancelling it leaves the queue at once.
+    @contextmanager
+    def slot(
+        self, due_s: float, refused: RouteDecision | None = None, client: Client = ANYONE
+    ) -> Iterator[Slot]:
+        """A slot at the end of the queue, within the block. The request waits for its turn, asks
+        the controller, and leaves the block unless it :func:`may_wait` on.
 
         Args:
-            ask: asks the controller.
             due_s: the request's deadline, on the clock; may be infinite.
             refused: the decision that sent the request here, if it has asked.
             client: of the request.
 
         Raises:
-            ApiError: 429; the queue is full, the deadline has passed, or the request has waited
-                for too long.
+            ApiError: 429; the queue is full.
         """
         self._check_room(client)
         joined_s = self._clock()
-        place, served = self._join(refused, client.owner), False
-        expiry = asyncio.create_task(
-            place.expire(self._pause, min(self._limit_s, due_s - joined_s))
-        )
+        left_s = due_s - joined_s
+        slot, served = self._join(refused, client.owner), False
+        slot.late = left_s <= self._limit_s
+        expiry = asyncio.create_task(slot.expire(self._pause, min(self._limit_s, left_s)))
         try:
-            while True:
-                await place.called.wait()
-                if place.expired:
-                    raise self._too_late(place, late=due_s - joined_s <= self._limit_s)
-                place.called.clear()
-                decision = await ask()
-                if decision is None or not may_wait(decision):
-                    served = True
-                    return decision
-                place.refused = self._refused = decision
-                place.answered.set()
+            yield slot
+            served = True
         finally:
             expiry.cancel()
-            self._leave(place, client.owner, served)
+            self._leave(slot, client.owner, served)
             self._wait_s.observe(self._clock() - joined_s)
 
-    def _too_late(self, place: _Place, late: bool) -> ApiError:
-        if late:
+    def timeout(self, slot: Slot) -> ApiError:
+        """The error of a request whose time has run out."""
+        if slot.late:
             reason = Reason.DEADLINE_PASSED
             message = "The SLO's deadline passed before a replica could guarantee it."
         else:
             reason = Reason.QUEUE_TIMEOUT
             message = f"No replica could guarantee this SLO within {self._limit_s:g} seconds."
-        return ApiError(reason, message, retry_after_s=_told_s(place.refused))
+        return ApiError(reason, message, retry_after_s=_told_s(slot.refused))
 
     def _check_room(self, client: Client) -> None:
         message = f"The queue of this class is full: it holds at most {self._most} requests."
         free = self._most - self._length_now
         if free > 0:
-            own = len(self._places.get(client.owner, ()))
+            own = len(self._slots.get(client.owner, ()))
             if client.may_hold(own, free, PLACES_PART):
                 return
             message = (
                 f"This API key has {own} requests in the queue of this class already; more would "
                 "leave too few slots for other keys."
             )
-        raise ApiError(Reason.QUEUE_FULL, message, retry_after_s=_told_s(self._refused))
+        raise ApiError(Reason.QUEUE_FULL, message, retry_after_s=_told_s(self.refused))
 
-    def _join(self, refused: RouteDecision | None, owner: str) -> _Place:
+    def _join(self, refused: RouteDecision | None, owner: str) -> Slot:
         if refused is not None:
-            self._refused = refused
-        place = _Place(self._refused)
-        self._places.setdefault(owner, {})[place] = None
+            self.refused = refused
+        slot = Slot(self, self.refused)
+        self._slots.setdefault(owner, {})[slot] = None
         self._length_now += 1
         self._length.inc()
-        if refused is None and place in self._front():
+        if refused is None and slot in self._front():
             self._front_changed.set()
         if self._caller is None or self._caller.done():
             self._caller = asyncio.create_task(self._call())
-        return place
+        return slot
 
-    def _leave(self, place: _Place, owner: str, served: bool) -> None:
+    def _leave(self, slot: Slot, owner: str, served: bool) -> None:
         """The wait is over. A client whose request leaves before it could ask keeps its turn:
         otherwise a client with tight deadlines would never come to the front."""
-        in_front = place in self._front()
+        in_front = slot in self._front()
         if in_front:
             self._front_changed.set()
-        own = self._places[owner]
-        del own[place]
+        own = self._slots[owner]
+        del own[slot]
         if served or in_front or not own:
-            del self._places[owner]
+            del self._slots[owner]
             if own:
-                self._places[owner] = own
+                self._slots[owner] = own
         self._length_now -= 1
         self._length.dec()
-        place.answered.set()
+        slot.answered.set()
 
-    def _front(self) -> list[_Place]:
+    def _front(self) -> list[Slot]:
         """The first :data:`ASKERS` requests: one of each client, then another one of each."""
-        columns = [islice(own, ASKERS) for own in islice(self._places.values(), ASKERS)]
+        columns = [islice(own, ASKERS) for own in islice(self._slots.values(), ASKERS)]
         rounds = chain.from_iterable(zip_longest(*columns))
-        return list(islice((place for place in rounds if place is not None), ASKERS))
+        return list(islice((slot for slot in rounds if slot is not None), ASKERS))
 
     async def _call(self) -> None:
         """Call the first few requests to ask, in order and in one turn of the event loop, so that
         they ask in that order. Repeat at once when the front has changed, else after a pause. Ends
         when the queue is empty."""
-        while self._places:
+        while self._slots:
             if not self._front_changed.is_set():
                 await self._rest()
             self._front_changed.clear()
             first = self._front()
-            for place in first:
-                place.answered.clear()
-                place.called.set()
-            for place in first:
-                await place.answered.wait()
+            for slot in first:
+                slot.answered.clear()
+                slot.called.set()
+            for slot in first:
+                await slot.answered.wait()
 
     async def _rest(self) -> None:
         """Pause between two rounds, or until the front of the queue changes."""
-        refused = [place.refused for place in self._front()]
+        refused = [slot.refused for slot in self._front()]
         known = [0.0 if each is None else each.room_s or 0.0 for each in refused]
         pause_s = min(max(min(known) / 2, MIN_PAUSE_S), MAX_PAUSE_S)
         ends = [

@@ -1,448 +1,228 @@
-"""One attempt at a call: the controller's decision, the prefill replica if it is a separate one,
-and the replica that answers."""
+"""One try at a replica: the controller's decision, the request as sent, and the answer to it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
-from sluice.controller.messages import Tier, Trouble
-from sluice.replica.engine import EVENT_STREAM, EngineRequest, ResponseChunk, request_key
-from sluice.router.answer import Attempt, MovedError, Piece
-from sluice.router.dispatch.direct import DirectAnswer
-from sluice.router.dispatch.moves import Moves
-from sluice.router.dispatch.placement import Controller, Placement, PlacementClient
-from sluice.router.dispatch.resumable import may_split, prompt_slo, rest_of
-from sluice.router.dispatch.stall_detector import StallDetector
-from sluice.router.dispatch.suspicion import Case, Suspicion
-from sluice.router.dispatch.transcript import Transcript
-from sluice.router.errors import ApiError, Reason
-from sluice.router.metrics.instruments import Fallback, Phase, RouterMetrics
-from sluice.router.request.call import Call
-from sluice.router.serve.choices import CHOICES
-from sluice.router.serve.contract import NobodyTakesError, ReplicaFailedError, Replicas
-from sluice.scheduling.prefix import NO_PREFIX
+from sluice.controller.messages import RouteDecision, Tier
+from sluice.replica.engine import (
+    EVENT_STREAM,
+    EngineRequest,
+    ResponseChunk,
+    ResponseHead,
+    ResponseItem,
+    ResponseSent,
+    ResponseTail,
+    ResponseTaken,
+    request_key,
+)
+from sluice.router.dispatch.transcript import Piece, Transcript, whole_chunk
+from sluice.router.errors import Reason
+from sluice.router.serve.contract import ReplicaFailedError, ReplicaStream
 from sluice.scheduling.roles import Role
-from sluice.telemetry.tracing import Kind, Span
-
-_BUSY = 503
-_NOT_RESUMED = (Reason.INTERNAL, "Another replica could not resume the stream.")
-_UNTRACED: Mapping[str, str] = {}
+from sluice.telemetry.tracing import Span
 
 
-@dataclass(slots=True)
-class CallState:
-    """State of a call over its attempts.
+class MovedError(Exception):
+    """An attempt is abandoned for one at another replica that can meet its SLO. Its own replica has
+    not failed."""
+
+
+class Attempt:
+    """One replica's answer. Iterate over it for the pieces; then :attr:`tail` is set.
 
     Attributes:
-        transcript: what its client has received of the stream; ``None`` if the stream cannot be
-            resumed.
-        attempts: made so far, the current one included.
-        failed: replicas that have failed the call.
-        empty: pools that had no replica for the call when they were last asked.
-        in_vain: attempts that found a pool empty or were moved: neither counts as a failed one.
-        promises: attempts whose SLO was guaranteed at the replica that they were sent to.
-        granted: the current attempt is abandoned for another one, which the retry budget allows.
-        case: the call's part in lost replicas.
-        verdict: the failure that ends the call, if it is blamed for lost replicas.
-        direct: tells HAProxy where to fetch the stream; ``None``: the router relays the stream.
-        moved: the call has left a replica that was going to miss its TTFT; it does so at most once.
-        moves_to: the placement of the next attempt after such a move.
-    """
-
-    call: Call
-    transcript: Transcript | None
-    attempts: int = 0
-    failed: list[str] = field(default_factory=list)
-    empty: set[Role] = field(default_factory=set)
-    granted: bool = False
-    in_vain: int = 0
-    promises: int = 0
-    case: Case = field(default_factory=Case)
-    verdict: ReplicaFailedError | None = None
-    direct: DirectAnswer | None = None
-    moved: bool = False
-    moves_to: Placement | None = None
-
-    @property
-    def moved_id(self) -> str:
-        """The id of the attempt at the replica that the call moves to."""
-        return f"{self.call.request_id}-moved"
-
-    @property
-    def made(self) -> int:
-        """The attempts that reached a replica and were not moved."""
-        return self.attempts - self.in_vain
-
-
-class Attempts:
-    """Makes attempts. One per router process.
+        request: as sent to the replica.
+        decision: the controller's, which it follows. It has a guarantee only as long as the chosen
+            replica is the one that serves it.
+        key: of its reservation at the controller.
+        stream: from the replica.
+        role: of the pool that it was sent to.
+        place: the replica that has it, as far as is known.
+        span: of this attempt, if the request is traced; :meth:`end_span` ends it.
+        head: of the response; until it arrives, a status of 500.
+        tail: set once the response has ended by itself.
+        prefill: the finished attempt at the prefill replica, if that is a separate one.
+        opened: :meth:`begin` has returned.
+        closed: it has been stopped, or has ended.
+        told: HAProxy knows the tokens of what the replica has sent to the client itself.
+        heard: the replica has sent anything.
+        made_s: when it was made.
+        heard_s: when something arrived last; before that, when it was made.
 
     Args:
-        stalls: detects attempts at unresponsive replicas.
-        suspicion: tracks calls that may be the cause of lost replicas.
-        leave: whether an attempt may be abandoned for another one, which is then granted.
-        clock: monotonic seconds; the one of :attr:`~sluice.router.request.call.Call.received_s`.
+        transcript: of the stream that it is part of; it selects what of a chunk is forwarded.
+        clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        controller: Controller,
-        replicas: Replicas,
-        placements: PlacementClient,
-        metrics: RouterMetrics,
-        stalls: StallDetector,
-        suspicion: Suspicion,
-        leave: Callable[[CallState, Attempt], bool],
-        clock: Callable[[], float],
+        request: EngineRequest,
+        decision: RouteDecision,
+        role: Role,
+        stream: ReplicaStream,
+        span: Span | None = None,
+        transcript: Transcript | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._moves = Moves(clock)
-        controller.on_push(self._moves.waits, self._moves.missing)
-        self._controller = controller
-        self._replicas = replicas
-        self._placements = placements
-        self._metrics = metrics
-        self._stalls = stalls
-        self._suspicion = suspicion
-        self._leave = leave
+        self.request = request
+        self.decision = decision
+        self.key = request_key(request.request_id)
+        self.stream = stream
+        self.role = role
+        self.place = decision.replica_id
+        self.span = span
+        self.head = ResponseHead(500, "application/json")
+        self.tail: ResponseTail | None = None
+        self.prefill: Attempt | None = None
+        self.opened = False
+        self.closed = False
+        self.told = True
+        self.heard = False
         self._clock = clock
-        self._splits = {"prefill", "decode"} <= set(replicas.roles)
+        self.heard_s = self.made_s = clock()
+        self._waiter: asyncio.Task[Any] | None = None
+        self._given_up: ReplicaFailedError | MovedError | None = None
+        self._items = stream.__aiter__()
+        self._ready: list[Piece] = []
+        self._taken = whole_chunk if transcript is None else transcript.take
+        self._untold_tokens = self._untold_reasoned = 0
 
     @property
-    def has_pools(self) -> bool:
-        """Whether there are several pools."""
-        return len(self._replicas.roles) > 1
+    def guaranteed(self) -> bool:
+        """Whether its SLO is guaranteed at the replica that serves it."""
+        return self.decision.tier is Tier.GUARANTEED
 
-    def whole(self, state: CallState) -> list[Role]:
-        """The pools that may still serve the whole call, in their order."""
-        return [role for role in self._replicas.roles if role not in state.empty]
+    @property
+    def moved(self) -> bool:
+        """Whether another replica serves it than the chosen one: then no replica will confirm the
+        reservation, and the guarantee does not hold."""
+        chosen = self.decision.replica_id
+        return chosen is not None and self.head.replica_id not in ("", chosen)
 
-    async def attempt(self, state: CallState) -> Attempt:
-        """Make the next attempt. When this returns, an event stream has sent its first new bytes,
-        and any other response is complete. The response may be a refusal of the engine.
+    @property
+    def waits(self) -> bool:
+        """Whether a read of its next items is pending. There is none while the client is slow."""
+        return self._waiter is not None and self._given_up is None
 
-        Each attempt has its own id: an engine may still hold the last attempt, and the ledger could
-        mistake the release of the last attempt for a release of this one. Cancelling stops the
-        whole attempt.
+    def sent_to(self, replica_id: str) -> None:
+        """Serve has sent it to this replica: its place, until the answer names the replica."""
+        if not self.heard:
+            self.place = replica_id
+
+    def give_up(self, failure: ReplicaFailedError | MovedError) -> bool:
+        """Fail the pending read with ``failure``, if there is one. Returns whether it did."""
+        if self._waiter is None or not self.waits:
+            return False
+        self._given_up = failure
+        return self._waiter.cancel()
+
+    async def begin(self) -> None:
+        """Wait for the first bytes of an event stream, or for all of any other response.
 
         Raises:
-            ReplicaFailedError: the attempt failed. The replica that failed it is recorded.
-            MovedError: it was abandoned for one at :attr:`CallState.moves_to`.
-            ApiError: the SLO cannot be guaranteed, and the class does not allow best effort.
+            ReplicaFailedError: it failed, or ended without a head or a tail.
+            MovedError: it was abandoned for another one.
         """
-        state.attempts += 1
-        call, transcript = state.call, state.transcript
-        request_id = call.request_id
-        moves_to, state.moves_to = state.moves_to, None
-        if moves_to is not None:
-            request_id = state.moved_id
-        elif state.attempts > 1:
-            request_id += f"-{state.attempts}"
-        resume = transcript.begin(request_id) if transcript is not None else None
-        if resume is not None:
-            call = rest_of(call, len(resume.token_ids), self._clock() - call.received_s)
-        placement = moves_to or await self._find(state, call, request_id, resume is not None)
-        if placement.tier is Tier.GUARANTEED:
-            state.promises += 1
-        span = None
-        if call.span is not None:
-            span = call.span.child("attempt", Kind.CLIENT)
-            span.set(sluice__attempt=state.attempts, sluice__hint=placement.replica_id)
-        request = EngineRequest(
-            request_id,
-            call.endpoint,
-            call.body,
-            call.slo if placement.planned is None else call.slo.with_times(placement.planned),
-            self._clock() - call.received_s,
-            call.best_effort or placement.tier is Tier.BEST_EFFORT,
-            call.prefix if resume is None else NO_PREFIX,
-            _UNTRACED if span is None else span.context,
-            resume=resume,
-            resumable=transcript is not None,
-            confirm=state.case.suspected,
-            tenant=call.client.tenant,
-            weight=call.client.caps.weight,
-            direct_patience_s=_patience_s(state, placement.replica_id),
-            promised=placement.tier is Tier.GUARANTEED,
-        )
-        call.charge.sent()
-        if placement.prefill_id is None:
-            return await self._answer(state, request, placement, span)
-        first = await self._prefill(state, request, placement, span)
-        if first.head.status >= 400:
-            if resume is not None:
-                raise ReplicaFailedError(*_NOT_RESUMED, retry=False)
-            return first
-        if first.head.replica_id not in ("", placement.prefill_id):
-            # The guarantee was for a P/D pair with the other prefill replica.
-            if placement.tier is Tier.GUARANTEED:
-                state.promises -= 1
-            placement = placement._replace(
-                prefill_id=first.head.replica_id, tier=None, predicted_ttft_s=None
-            )
-        handoff = first.tail.handoff if first.tail is not None else None
-        waited_s = self._clock() - call.received_s
-        request = replace(request, waited_s=waited_s, handoff=handoff)
-        answer = await self._answer(state, request, placement, span)
-        answer.prefill = first
-        return answer
+        head = None
+        while self.tail is None:
+            items = await self._next_items()
+            if items and isinstance(items[0], ResponseTaken):
+                self.place = items[0].replica_id
+                items = items[1:]
+            if head is None and items:
+                head = self.head = self._head_of(items)
+            piece = self._take(items)
+            if piece.data or piece.sent:
+                self._ready.append(piece)
+                if head is not None and head.media_type == EVENT_STREAM:
+                    break
+        self.opened = True
 
-    async def _find(self, state: CallState, call: Call, request_id: str, begun: bool) -> Placement:
-        """See :meth:`PlacementClient.find`; with its own span, which includes the time queued."""
-        key, prefill_key = request_key(request_id), 0
-        if self._splits and not state.empty & {"prefill", "decode"} and may_split(call):
-            prefill_key = request_key(_prefill_id(request_id))
-        if call.span is None:
-            return await self._placements.find(call, key, state.failed, prefill_key, begun)
-        span = call.span.child("decision")
-        try:
-            found = await self._placements.find(call, key, state.failed, prefill_key, begun)
-            predicted_s = found.predicted_ttft_s
-            span.set(
-                sluice__replica=found.replica_id,
-                sluice__prefill_replica=found.prefill_id,
-                sluice__tier=found.tier and found.tier.value,
-                sluice__predicted_ttft_ms=None if predicted_s is None else 1000 * predicted_s,
+    def _head_of(self, items: Sequence[ResponseItem]) -> ResponseHead:
+        """The head, which is the first of all items.
+
+        Raises:
+            ReplicaFailedError: it is something else.
+        """
+        head = items[0]
+        if not isinstance(head, ResponseHead):
+            raise ReplicaFailedError(
+                Reason.INTERNAL, "A replica's response had no head.", retry=False
             )
-            return found
-        except ApiError as error:
-            span.set(error__type=error.reason.value)
-            raise
-        finally:
+        self.place = head.replica_id or self.place
+        return head
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        """The pieces that :meth:`begin` read, then the following ones.
+
+        Raises:
+            ReplicaFailedError: it failed, or ended without a tail.
+        """
+        for piece in self._ready:
+            yield piece
+        self._ready.clear()
+        while self.tail is None:
+            piece = self._take(await self._next_items())
+            if piece.data or piece.sent:
+                yield piece
+
+    def end_span(self, error: str | None = None) -> None:
+        """The attempt is over; ``error`` names what ended it early. Idempotent."""
+        span, self.span = self.span, None
+        if span is not None:
+            span.set(sluice__replica=self.head.replica_id or None)
+            if error is not None:
+                span.fail(error)
             span.end()
 
-    async def _prefill(
-        self, state: CallState, request: EngineRequest, placement: Placement, span: Span | None
-    ) -> Attempt:
-        """Compute the prompt on the chosen prefill replica.
-
-        Raises:
-            ReplicaFailedError: it failed.
-        """
-        started_s = self._clock()
-        own_id = _prefill_id(request.request_id)
-        slo = prompt_slo(request.slo, placement.handover_s)
-        leg = replace(
-            request,
-            request_id=own_id,
-            slo=slo,
-            prefill_only=True,
-            resumable=False,
-            direct_patience_s=None,
-        )
-        own_span = None
-        if span is not None:
-            own_span = span.child("prefill", Kind.CLIENT)
-            own_span.set(sluice__hint=placement.prefill_id)
-            leg = replace(leg, trace=own_span.context)
+    async def _next_items(self) -> Sequence[ResponseItem]:
+        task = self._waiter = asyncio.current_task()
+        assert task is not None
+        cancelling = task.cancelling()
         try:
-            first = await self._send(state, leg, placement.prefill_id, "prefill", own_span)
-        except BaseException as error:
-            self._controller.release(request_key(request.request_id))
-            _end(span, error)
-            raise
-        first.close()
-        refused = first.head.status >= 400
-        if refused:
-            self._controller.release(request_key(own_id))
-            self._controller.release(request_key(request.request_id))
-            _end(span, None)
-        else:
-            self._metrics.leg(Phase.PREFILL, self._clock() - started_s)
-            if self._has_moved(first, placement.prefill_id):
-                self._controller.release(request_key(own_id))
-        return first
+            items = await anext(self._items)
+        except StopAsyncIteration:
+            raise ReplicaFailedError(
+                Reason.REPLICA_FAILED, "The replica's response ended too early."
+            ) from None
+        except asyncio.CancelledError:
+            # Our own cancellation, unless another one came, too.
+            if self._given_up is None or task.uncancel() > cancelling:
+                raise
+            raise self._given_up from None
+        finally:
+            self._waiter = None
+        self.heard_s = self._clock()
+        self.heard = True
+        return items
 
-    async def _answer(
-        self, state: CallState, request: EngineRequest, placement: Placement, span: Span | None
-    ) -> Attempt:
-        """Have the call answered by the chosen replica, or by any if none was chosen.
-
-        Raises:
-            ReplicaFailedError: it failed.
-        """
-        started_s = self._clock()
-        target, key = placement.replica_id, request_key(request.request_id)
-        rest = self.whole(state) or list(self._replicas.roles)
-        role = placement.role if target is not None and placement.role in rest else rest[0]
-        take = state.transcript.take if state.transcript is not None else None
-        attempt = await self._send(state, request, target, role, span, take)
-        if placement.prefill_id is not None:
-            self._note_handover(attempt, self._clock() - started_s)
-            attempt.prefill_id = placement.prefill_id
-        if self._has_moved(attempt, target):
-            self._controller.release(key)
-            if placement.tier is Tier.GUARANTEED:
-                state.promises -= 1
-            return attempt
-        if attempt.head.status >= 400:
-            self._controller.release(key)
-        if placement.tier is Tier.GUARANTEED:
-            attempt.tier = Tier.GUARANTEED
-            attempt.predicted_ttft_s = placement.predicted_ttft_s
-        return attempt
-
-    async def _send(
-        self,
-        state: CallState,
-        request: EngineRequest,
-        target: str | None,
-        role: Role,
-        span: Span | None,
-        take: Callable[[ResponseChunk], Piece] | None = None,
-    ) -> Attempt:
-        """Send a request to one replica, and wait until its answer has begun.
-
-        Raises:
-            ReplicaFailedError: it failed. Its reservation is released, and the replica that failed
-                is recorded.
-        """
-        async with self._suspicion.trial(state.case, target):
-            return await self._begin(state, request, target, role, span, take)
-
-    async def _begin(
-        self,
-        state: CallState,
-        request: EngineRequest,
-        target: str | None,
-        role: Role,
-        span: Span | None,
-        take: Callable[[ResponseChunk], Piece] | None,
-    ) -> Attempt:
-        """See :meth:`_send`."""
-        stream = self._replicas.generate(request, target, state.failed, role)
-
-        key = request_key(request.request_id)
-
-        def close() -> None:
-            stream.cancel()
-            self._moves.forget(key)
-            CHOICES.forget(request.request_id)
-            self._stalls.forget(attempt)
-            self._suspicion.ended(attempt)
-            self._controller.release(key)
-
-        attempt = Attempt(
-            request.request_id,
-            stream,
-            target,
-            role,
-            request.waited_s,
-            close,
-            span,
-            take,
-            self._clock,
-        )
-        self._stalls.watch(attempt, partial(self._leave, state, attempt))
-        self._suspicion.sent(state.case, attempt)
-        CHOICES.expect(request.request_id, attempt.sent_to)
-        if target is not None and _may_move(state, request):
-            move = partial(self._move, state, attempt, target)
-            self._moves.watch(key, target, state.call, move)
-        try:
-            await attempt.begin()
-            CHOICES.forget(request.request_id)
-            self._moves.forget(key)
-            if attempt.head.status == _BUSY:
-                raise ReplicaFailedError(Reason.REPLICAS_FULL, "Every replica tried is full.")
-            if request.resume is not None and not request.prefill_only:
-                _check_resumed(state, attempt)
-        except BaseException as error:
-            if isinstance(error, ReplicaFailedError):
-                if error.reason is Reason.NO_REPLICA:
-                    state.empty.add(role)
-                    state.in_vain += 1
-                self.note_failure(state, attempt, error)
-            close()
-            attempt.end_span(_name_of(error))
-            raise
-        return attempt
-
-    async def _move(self, state: CallState, attempt: Attempt, replica_id: str) -> None:
-        """Abandon an attempt that is going to miss its TTFT at ``replica_id``, if another replica
-        can guarantee what is left of the SLO and the attempt has produced nothing meanwhile."""
-        call, key = state.call, request_key(state.moved_id)
-        found = await self._placements.elsewhere(call, key, state.failed, replica_id)
-        if found is None:
-            return
-        if attempt.opened or not attempt.give_up(MovedError()):
-            self._controller.release(key)
-            return
-        state.moved, state.moves_to = True, found
-        state.in_vain += 1
-
-    def drop(self, state: CallState) -> None:
-        """A call ended: release the reservation of a move that was not made."""
-        if state.moves_to is not None:
-            self._controller.release(request_key(state.moved_id))
-
-    def note_failure(self, state: CallState, attempt: Attempt, failure: ReplicaFailedError) -> None:
-        """Record that a replica has failed a call. Call this before the attempt is closed."""
-        state.verdict = self._suspicion.judge(state.call, state.case, attempt, failure)
-        replica_id = attempt.place
-        if replica_id is None:
-            return
-        state.failed.append(replica_id)
-        if failure.dead:
-            self._controller.replica_gone([replica_id])
-        elif isinstance(failure, NobodyTakesError):
-            return
-        elif failure.reason is Reason.REPLICA_FAILED and not failure.hung:
-            self._controller.troubled(replica_id, Trouble.FAILED)
-
-    def _has_moved(self, attempt: Attempt, target: str | None) -> bool:
-        """Whether another replica serves than the chosen one: then no replica will confirm the
-        reservation, and the chosen replica's guarantee does not hold here."""
-        moved = target is not None and attempt.head.replica_id not in ("", target)
-        if moved:
-            self._metrics.fallback(Fallback.MOVED)
-        return moved
-
-    def _note_handover(self, attempt: Attempt, seconds: float) -> None:
-        """Record the time from the prompt's end to the first token, or to its bytes if streamed."""
-        if attempt.tail is not None and attempt.tail.token_offsets_s:
-            seconds = attempt.tail.token_offsets_s[0]
-        elif attempt.tail is not None and attempt.head.media_type != EVENT_STREAM:
-            return
-        self._metrics.leg(Phase.HANDOVER, seconds)
-
-
-def _may_move(state: CallState, request: EngineRequest) -> bool:
-    """Whether an attempt may be abandoned for one at a replica that is earlier. At most once per
-    call; not for a phase of a P/D pair, and not for a call suspected of losing replicas."""
-    whole = not request.prefill_only and request.handoff is None and request.resume is None
-    stated = state.call.slo.ttft_s is not None
-    return request.promised and stated and whole and not (state.moved or state.case.suspected)
-
-
-def _patience_s(state: CallState, replica_id: str | None) -> float | None:
-    return None if state.direct is None else state.direct.patience_s(replica_id)
-
-
-def _prefill_id(request_id: str) -> str:
-    return f"{request_id}.prefill"
-
-
-def _check_resumed(state: CallState, attempt: Attempt) -> None:
-    """Check that an answer continues the stream that the client has received.
-
-    Raises:
-        ReplicaFailedError: it does not.
-    """
-    repeated = state.transcript is not None and state.transcript.repeated
-    if attempt.head.status != 200 or attempt.head.media_type != EVENT_STREAM or not repeated:
-        raise ReplicaFailedError(*_NOT_RESUMED, retry=False)
-
-
-def _name_of(error: BaseException) -> str:
-    if isinstance(error, MovedError):
-        return "moved"
-    return error.reason.value if isinstance(error, ReplicaFailedError) else "cancelled"
-
-
-def _end(span: Span | None, error: BaseException | None) -> None:
-    if span is not None:
-        if error is not None:
-            span.fail(_name_of(error))
-        span.end()
+    def _take(self, items: Sequence[ResponseItem]) -> Piece:
+        """Join the chunks of one delivery, so that they cost one send."""
+        data, tokens, reasoned = [], self._untold_tokens, self._untold_reasoned
+        sent: tuple[tuple[int, float], ...] = ()
+        # A response that is not a stream (a refusal, say) is forwarded unchanged.
+        take = self._taken if self.head.media_type == EVENT_STREAM else whole_chunk
+        for item in items:
+            if isinstance(item, ResponseChunk):
+                piece = take(item)
+                data.append(piece.data)
+                if piece.reasoned:
+                    reasoned = tokens + piece.reasoned
+                tokens += piece.tokens
+            elif isinstance(item, ResponseTail):
+                self.tail = item
+            elif isinstance(item, ResponseSent):
+                self.told = self.told and item.told
+                at_s = [self.made_s + offset_s for offset_s in item.offsets_s]
+                if item.reasoned:
+                    reasoned = sum(count for count, _ in sent) + item.reasoned
+                sent += tuple(zip(item.tokens, at_s, strict=True))
+        joined = b"".join(data)
+        # Tokens without text yet are counted with the next bytes.
+        self._untold_tokens = 0 if joined else tokens
+        self._untold_reasoned = 0 if joined or sent else reasoned
+        return Piece(joined, tokens, sent, reasoned)

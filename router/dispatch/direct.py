@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from sluice.router.answer import Attempt
+from sluice.router.dispatch.attempt import Attempt
 from sluice.router.errors import ApiError, Reason
 from sluice.router.serve.contract import NobodyTakesError
 

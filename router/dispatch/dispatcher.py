@@ -1,4 +1,7 @@
-"""From a validated call to an open response and to its end: makes attempts while they fail.
+"""From a validated call to the last byte of its answer: makes attempts while they fail.
+
+An attempt follows a decision of the controller. It goes to one replica, or to a P/D pair: then the
+prefill replica computes the prompt first.
 
 The client's state decides what follows a failure. If the client has received nothing, the call is
 retried on another replica; if it has received part of a stream, another replica resumes the stream
@@ -10,30 +13,42 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
-from functools import partial
 
-from sluice.controller.messages import LateNotice, RequestEnding
-from sluice.replica.engine import EVENT_STREAM
-from sluice.router.answer import Answer, Attempt, MovedError
+from sluice.controller.messages import RouteDecision, Tier, Trouble
+from sluice.replica.engine import EVENT_STREAM, EngineRequest, Resume, request_key
 from sluice.router.config import RouterConfig
-from sluice.router.dispatch.attempt import Attempts, CallState
+from sluice.router.dispatch.answer import Answer
+from sluice.router.dispatch.attempt import Attempt, MovedError
 from sluice.router.dispatch.client_watch import StalledReaderError
 from sluice.router.dispatch.direct import DirectAnswer
-from sluice.router.dispatch.placement import Controller, PlacementClient
-from sluice.router.dispatch.resumable import NOT_RESUMABLE, may_resume
+from sluice.router.dispatch.endings import Endings
+from sluice.router.dispatch.moves import Moves
+from sluice.router.dispatch.placement import Controller, PlacementClient, unguaranteed
+from sluice.router.dispatch.resumable import (
+    NOT_RESUMABLE,
+    may_resume,
+    may_split,
+    prefill_id_of,
+    prefill_of,
+    rest_of,
+)
 from sluice.router.dispatch.retry_budget import RetryBudget
 from sluice.router.dispatch.stall_detector import StallDetector
 from sluice.router.dispatch.suspicion import Suspicion
-from sluice.router.dispatch.transcript import Transcript
+from sluice.router.dispatch.transcript import Piece, Transcript
 from sluice.router.errors import ApiError, Reason
-from sluice.router.metrics.instruments import Outcome, RouterMetrics, StreamWay
+from sluice.router.metrics.instruments import Fallback, Phase, RouterMetrics, StreamWay
 from sluice.router.request.call import Call
-from sluice.router.request.prompt_size import TokenEstimator, outputs_of
+from sluice.router.request.prompt_size import TokenEstimator
+from sluice.router.serve.choices import CHOICES
 from sluice.router.serve.contract import NobodyTakesError, ReplicaFailedError, Replicas
 from sluice.router.serve.hint import NO_REPLICA_WAIT_S
 from sluice.scheduling.objective import TokenClock
+from sluice.scheduling.prefix import NO_PREFIX
+from sluice.scheduling.roles import Role
+from sluice.telemetry.tracing import Kind, Span
 
 RETRY_PAUSE_S = 0.02
 """Pause before the second attempt, doubled before each later one, seconds: time for the report of a
@@ -42,9 +57,13 @@ dead replica to arrive, and a backoff for a failure that hits every replica."""
 EMPTY_POOLS_PAUSE_S = 0.25
 """Pause before pools that were all found empty are asked again, seconds."""
 
+_BUSY = 503
+_NOT_RESUMED = (Reason.INTERNAL, "Another replica could not resume the stream.")
+_UNTRACED: Mapping[str, str] = {}
+
 
 class Dispatcher:
-    """Opens responses. One per router process.
+    """Opens responses, and resumes them. One per router process and model.
 
     Args:
         clock: monotonic seconds; the one of :attr:`Call.received_s`.
@@ -61,24 +80,20 @@ class Dispatcher:
         pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         self.clock = clock
-        self._placements = PlacementClient(controller, metrics, config, clock, pause)
-        stalls = StallDetector(replicas, controller, metrics, config.stall_after_s, clock)
-        self._suspicion = Suspicion(metrics, clock)
-        self._legs = Attempts(
-            controller,
-            replicas,
-            self._placements,
-            metrics,
-            stalls,
-            self._suspicion,
-            self._leave,
-            clock,
-        )
+        self.endings = Endings(controller, clock)
         self._controller = controller
-        self._budget = RetryBudget(config.retry_budget, clock)
+        self._replicas = replicas
         self._metrics = metrics
-        self._max_attempts = config.max_attempts
         self._pause = pause
+        self._max_attempts = config.max_attempts
+        self._placements = PlacementClient(controller, metrics, config, clock, pause)
+        self._budget = RetryBudget(config.retry_budget, clock)
+        self._suspicion = Suspicion(metrics, clock)
+        self._moves = Moves(controller, self._placements, clock)
+        self._stalls = StallDetector(
+            replicas, controller, self._budget, metrics, config.stall_after_s, clock
+        )
+        self._splits = {"prefill", "decode"} <= set(replicas.roles)
         # When all pools were first and last found empty, with no answer in between.
         self._empty_since_s = self._last_empty_s = float("-inf")
 
@@ -89,7 +104,8 @@ class Dispatcher:
 
     async def open(self, call: Call, direct: DirectAnswer | None = None) -> Answer:
         """Send ``call`` to a replica, and to another while attempts fail. If the answer is a stream
-        that HAProxy can fetch from the replica, ``direct`` is notified.
+        that HAProxy can fetch from the replica, ``direct`` is notified. :meth:`close` the answer in
+        any case.
 
         Cancelling it stops the current attempt.
 
@@ -99,87 +115,48 @@ class Dispatcher:
         """
         case = self._suspicion.open(call)
         transcript = Transcript() if may_resume(call) else None
-        state = CallState(call, transcript, case=case, direct=direct)
+        answer = Answer(call, case, transcript, self._max_attempts, direct)
         try:
-            attempt = await self._attempts(state)
+            attempt = await self._next(answer)
         except BaseException as error:
-            self._legs.drop(state)
-            self._count_unanswered(state, isinstance(error, asyncio.CancelledError))
+            if answer.moves_to is not None:
+                self._controller.release(request_key(answer.moved_id))
+            self._count_unanswered(answer, isinstance(error, asyncio.CancelledError))
             if isinstance(error, ReplicaFailedError):
                 raise ApiError(error.reason, str(error)) from error
             raise
         if direct is not None and attempt.head.fetch:
             direct.began(attempt)
         else:
-            state.direct = None
+            answer.direct = None
         if attempt.head.media_type == EVENT_STREAM:
-            fetched = state.direct is not None
+            fetched = answer.direct is not None
             self._metrics.stream(StreamWay.DIRECT if fetched else StreamWay.ROUTER)
         if call.scheduled:
-            self._metrics.admission.admitted(call.slo.service_class, attempt.tier)
-        resume = partial(self._resume, state)
-        return Answer(attempt, resume, promised=state.promises > 0, moved=state.moved)
+            self._metrics.admission.admitted(call.slo.service_class, answer.tier)
+        return answer
 
-    def _count_unanswered(self, state: CallState, left: bool) -> None:
-        """Count a call that ended before its answer began; ``left``: its client left."""
-        if state.promises:
-            call = state.call
-            slo = call.slo
-            if left and not call.body.get("stream"):
-                # Its first token may have left the engine in time: only the whole answer is sent.
-                slo = replace(slo, ttft_s=None)
-            clock = TokenClock(slo, call.received_s)
-            self._metrics.admission.ended(clock, None, not left, self.clock(), state.moved)
+    async def pieces(self, answer: Answer) -> AsyncIterator[Piece]:
+        """The pieces of an answer, in order; where it breaks off, another replica resumes it.
 
-    def ended(
-        self,
-        call: Call,
-        seen: TokenClock,
-        outcome: Outcome,
-        reason: Reason | None,
-        now_s: float,
-        replica_id: str = "",
-        kept: bool | None = None,
-    ) -> None:
-        """Tell the controller how a call ended. Does not wait.
-
-        Args:
-            seen: the times of its tokens.
-            reason: of its error, if it failed.
-            replica_id, kept: see :class:`RequestEnding`.
+        Raises:
+            ReplicaFailedError: it broke off, and no replica can resume it.
+            NotReportedError, StalledReaderError: the client no longer reads the stream.
         """
-        if not call.scheduled:
-            return
-        missed = seen.missed(now_s) if outcome is Outcome.OK else ()
-        self._controller.ended(
-            RequestEnding(
-                call.request_id,
-                outcome.value,
-                missed,
-                seen.tokens,
-                seen.ttft_s,
-                seen.tpot_s,
-                seen.e2e_s(now_s),
-                "" if reason is None else reason.value,
-                call.slo.service_class,
-                call.client.tenant,
-                call.output_tokens // outputs_of(call.endpoint, call.body),
-                replica_id,
-                kept,
-                seen.judged_s(now_s) if call.slo.stages else None,
-            )
-        )
+        while True:
+            try:
+                async for piece in answer.opened[-1]:
+                    yield piece
+                return
+            except ReplicaFailedError as failure:
+                await self._resume(answer, failure)
 
-    def progressed(self, call: Call, seen: TokenClock) -> None:
-        """Report to the controller the objectives that a guaranteed call misses while it still
-        runs. ``seen``: the times of its tokens so far. Does not wait."""
-        ttft_s, tpot_s, _ = seen.judged_s(self.clock())
-        late = call.slo.late(ttft_s, tpot_s, seen.tokens)
-        if late != (None, None):
-            self._controller.late(LateNotice(call.request_id, *late))
+    def close(self, answer: Answer) -> None:
+        """Stop the work on an answer that has not ended by itself. Idempotent."""
+        self._end(answer.opened[-1])
 
-    async def _attempts(self, state: CallState) -> Attempt:
-        """The first attempt that does not fail.
+    async def _next(self, answer: Answer) -> Attempt:
+        """Make attempts until one opens.
 
         Raises:
             ReplicaFailedError: no attempt is left; it is the last one's failure.
@@ -187,37 +164,38 @@ class Dispatcher:
         """
         while True:
             try:
-                attempt = await self._legs.attempt(state)
+                attempt = await self._attempt(answer)
             except MovedError:
-                self._count_first(state)
+                self._count_first(answer)
             except ReplicaFailedError as failure:
-                self._count_first(state)
-                await self._before_the_next(state, failure)
+                self._count_first(answer)
+                await self._before_the_next(answer, failure)
             else:
                 self._last_empty_s = float("-inf")
-                self._count_first(state)
+                self._count_first(answer)
+                answer.opened.append(attempt)
                 return attempt
 
-    def _count_first(self, state: CallState) -> None:
+    def _count_first(self, answer: Answer) -> None:
         """Count the first attempt for the retry budget. A call that was refused before it reached a
         replica does not count."""
-        if state.attempts == 1:
+        if answer.attempts == 1:
             self._budget.count_request()
 
-    async def _before_the_next(self, state: CallState, failure: ReplicaFailedError) -> None:
+    async def _before_the_next(self, answer: Answer, failure: ReplicaFailedError) -> None:
         """Return when another attempt may be made.
 
         Raises:
             ReplicaFailedError: no further attempt may be made.
         """
-        if state.verdict is not None:
-            raise state.verdict from failure
+        if answer.verdict is not None:
+            raise answer.verdict from failure
         if failure.reason is Reason.NO_REPLICA:
-            if not self._legs.whole(state):
-                await self._wait_for_pools(state, failure)
+            if not self._pools(answer):
+                await self._wait_for_pools(answer, failure)
             return
-        granted, state.granted = state.granted, False
-        if not granted and self._spent(state):
+        granted, answer.granted = answer.granted, False
+        if not granted and answer.spent:
             raise failure
         if not failure.retry:
             raise failure
@@ -225,9 +203,9 @@ class Dispatcher:
             self._metrics.retries_refused.inc()
             raise failure
         self._metrics.retries.inc()
-        await self._pause(RETRY_PAUSE_S * 2 ** (state.made - 1))
+        await self._pause(RETRY_PAUSE_S * 2 ** (answer.made - 1))
 
-    async def _wait_for_pools(self, state: CallState, failure: ReplicaFailedError) -> None:
+    async def _wait_for_pools(self, answer: Answer, failure: ReplicaFailedError) -> None:
         """Return when pools that were all empty may be asked again. Together they get the time for
         which a single pool keeps requests waiting, counted from when all were first found empty.
 
@@ -238,59 +216,306 @@ class Dispatcher:
         if now_s - self._last_empty_s > NO_REPLICA_WAIT_S:
             self._empty_since_s = now_s
         self._last_empty_s = now_s
-        if not self._legs.has_pools or now_s - self._empty_since_s >= NO_REPLICA_WAIT_S:
+        several = len(self._replicas.roles) > 1
+        if not several or now_s - self._empty_since_s >= NO_REPLICA_WAIT_S:
             raise failure
         await self._pause(EMPTY_POOLS_PAUSE_S)
-        state.empty.clear()
+        answer.empty.clear()
 
-    def _spent(self, state: CallState) -> bool:
-        """Whether the call has used all of its attempts."""
-        return state.made >= self._max_attempts
+    def _pools(self, answer: Answer) -> list[Role]:
+        """The pools that may still serve the whole call, in their order."""
+        return [role for role in self._replicas.roles if role not in answer.empty]
 
-    def _leave(self, state: CallState, attempt: Attempt) -> bool:
-        """Whether ``attempt``, whose replica hangs, is to be abandoned: for another one, which is
-        then granted, or finally if it may be the cause. A call that cannot be resumed on another
-        replica waits: its replica may recover."""
-        if self._suspicion.ends_when_hung(state.call):
-            return True
-        transcript = state.transcript
-        begun = attempt.opened or (transcript is not None and transcript.begun)
-        if begun and not (transcript is not None and transcript.resumable and attempt.told):
-            return False
-        if self._spent(state) or not self._budget.take():
-            return False
-        state.granted = True
-        return True
-
-    async def _resume(
-        self, state: CallState, broken: Attempt, failure: ReplicaFailedError
-    ) -> Attempt:
-        """An attempt that resumes a stream that broke off.
+    async def _resume(self, answer: Answer, failure: ReplicaFailedError) -> None:
+        """Open an attempt that resumes a stream that broke off.
 
         Raises:
             ReplicaFailedError: no attempt can resume it.
             NotReportedError, StalledReaderError: the client no longer reads the stream.
         """
+        broken = answer.opened[-1]
         broken.end_span(failure.reason.value)
-        self._legs.note_failure(state, broken, failure)
-        broken.close()
+        self._note_failure(answer, broken, failure)
+        self._end(broken)
         if isinstance(failure, NobodyTakesError) and failure.stalled:
             raise StalledReaderError from failure
-        direct, state.direct = state.direct, None
+        direct, answer.direct = answer.direct, None
         if direct is not None:
             got = await direct.broken()
             if not got.counts:
                 self._metrics.stream(StreamWay.UNFETCHED)
-            if state.transcript is not None:
-                state.transcript.told(*got)
-        if state.verdict is not None:
-            raise state.verdict from failure
-        if state.transcript is None or not state.transcript.resumable:
+            if answer.transcript is not None:
+                answer.transcript.told(*got)
+        if answer.verdict is not None:
+            raise answer.verdict from failure
+        if answer.transcript is None or not answer.transcript.resumable:
             raise ReplicaFailedError(failure.reason, f"{failure} {NOT_RESUMABLE}") from failure
-        await self._before_the_next(state, failure)
+        await self._before_the_next(answer, failure)
         try:
-            attempt = await self._attempts(state)
+            await self._next(answer)
         except ApiError:  # the controller admits it nowhere
             raise failure from None
         self._metrics.resumes.inc()
+
+    async def _attempt(self, answer: Answer) -> Attempt:
+        """Make the next attempt. When this returns, an event stream has sent its first new bytes,
+        and any other response is complete. The response may be a refusal of the engine.
+
+        Each attempt has its own id: an engine may still hold the last attempt, and the ledger could
+        mistake the release of the last attempt for a release of this one. Cancelling stops the
+        whole attempt.
+
+        Raises:
+            ReplicaFailedError: the attempt failed. The replica that failed it is recorded.
+            MovedError: it was abandoned for one at :attr:`Answer.moves_to`.
+            ApiError: the SLO cannot be guaranteed, and the class does not allow best effort.
+        """
+        answer.attempts += 1
+        call, transcript, decision = answer.call, answer.transcript, answer.moves_to
+        request_id, answer.moves_to = answer.next_id, None
+        resume = transcript.begin(request_id) if transcript is not None else None
+        if resume is not None:
+            call = rest_of(call, len(resume.token_ids), self.clock() - call.received_s)
+        if decision is None:
+            key, prefill_key = request_key(request_id), 0
+            if self._splits and not answer.empty & {"prefill", "decode"} and may_split(call):
+                prefill_key = request_key(prefill_id_of(request_id))
+            decision = await self._placements.find(
+                call, key, answer.failed, prefill_key, resume is not None
+            )
+        if decision.tier is Tier.GUARANTEED:
+            answer.promises += 1
+        span = None
+        if call.span is not None:
+            span = call.span.child("attempt", Kind.CLIENT)
+            span.set(sluice__attempt=answer.attempts, sluice__hint=decision.replica_id)
+        request = self._request(answer, call, request_id, decision, resume, span)
+        call.charge.sent()
+        if decision.prefill_id is None:
+            return await self._send(answer, request, decision, span)
+        return await self._send_to_pair(answer, request, decision, span)
+
+    def _request(
+        self,
+        answer: Answer,
+        call: Call,
+        request_id: str,
+        decision: RouteDecision,
+        resume: Resume | None,
+        span: Span | None,
+    ) -> EngineRequest:
+        """What a replica that serves the whole call gets."""
+        direct = answer.direct
+        return EngineRequest(
+            request_id,
+            call.endpoint,
+            call.body,
+            call.slo if decision.planned is None else call.slo.with_times(decision.planned),
+            self.clock() - call.received_s,
+            call.best_effort or decision.tier is Tier.BEST_EFFORT,
+            call.prefix if resume is None else NO_PREFIX,
+            _UNTRACED if span is None else span.context,
+            resume=resume,
+            resumable=answer.transcript is not None,
+            confirm=answer.case.suspected,
+            tenant=call.client.tenant,
+            weight=call.client.caps.weight,
+            direct_patience_s=None if direct is None else direct.patience_s(decision.replica_id),
+            promised=decision.tier is Tier.GUARANTEED,
+        )
+
+    async def _send_to_pair(
+        self, answer: Answer, request: EngineRequest, decision: RouteDecision, span: Span | None
+    ) -> Attempt:
+        """Have the prompt computed by the prefill replica, and the call answered by the decode
+        replica. Returns the prefill replica's attempt if that refuses the call.
+
+        Raises:
+            ReplicaFailedError: one of them failed.
+        """
+        prefill = await self._prefill(answer, request, decision, span)
+        if prefill.head.status >= 400:
+            if request.resume is not None:
+                raise ReplicaFailedError(*_NOT_RESUMED, retry=False)
+            return prefill
+        if prefill.moved:
+            # The guarantee was for a P/D pair with the other prefill replica.
+            decision = self._void(answer, decision)._replace(prefill_id=prefill.head.replica_id)
+        handoff = prefill.tail.handoff if prefill.tail is not None else None
+        waited_s = self.clock() - answer.call.received_s
+        request = replace(request, waited_s=waited_s, handoff=handoff)
+        attempt = await self._send(answer, request, decision, span)
+        attempt.prefill = prefill
         return attempt
+
+    async def _prefill(
+        self, answer: Answer, whole: EngineRequest, decision: RouteDecision, span: Span | None
+    ) -> Attempt:
+        """Compute the prompt of a request on the chosen prefill replica.
+
+        Raises:
+            ReplicaFailedError: it failed.
+        """
+        started_s = self.clock()
+        own_span = None
+        if span is not None:
+            own_span = span.child("prefill", Kind.CLIENT)
+            own_span.set(sluice__hint=decision.prefill_id)
+        trace = _UNTRACED if own_span is None else own_span.context
+        request = prefill_of(whole, decision.handover_s, trace)
+        of_prefill = RouteDecision(decision.prefill_id, decision.reason, role="prefill")
+        try:
+            attempt = await self._begin(answer, request, of_prefill, "prefill", own_span)
+        except BaseException as error:
+            self._controller.release(request_key(whole.request_id))
+            if span is not None:
+                span.fail(_name_of(error))
+                span.end()
+            raise
+        self._end(attempt)
+        if attempt.head.status >= 400:
+            self._controller.release(attempt.key)
+            self._controller.release(request_key(whole.request_id))
+            if span is not None:
+                span.end()
+            return attempt
+        self._metrics.leg(Phase.PREFILL, self.clock() - started_s)
+        if attempt.moved:
+            self._metrics.fallback(Fallback.MOVED)
+            self._controller.release(attempt.key)
+        return attempt
+
+    async def _send(
+        self, answer: Answer, request: EngineRequest, decision: RouteDecision, span: Span | None
+    ) -> Attempt:
+        """Have the call answered by the chosen replica, or by any if none was chosen.
+
+        Raises:
+            ReplicaFailedError: it failed.
+        """
+        started_s = self.clock()
+        pools = self._pools(answer) or list(self._replicas.roles)
+        chosen = decision.replica_id is not None and decision.role in pools
+        role = decision.role if chosen else pools[0]
+        attempt = await self._begin(answer, request, decision, role, span, answer.transcript)
+        if decision.prefill_id is not None:
+            self._note_transfer(attempt, self.clock() - started_s)
+        if attempt.moved:
+            self._metrics.fallback(Fallback.MOVED)
+            self._controller.release(attempt.key)
+            attempt.decision = self._void(answer, decision)
+        elif attempt.head.status >= 400:
+            self._controller.release(attempt.key)
+        return attempt
+
+    async def _begin(
+        self,
+        answer: Answer,
+        request: EngineRequest,
+        decision: RouteDecision,
+        role: Role,
+        span: Span | None,
+        transcript: Transcript | None = None,
+    ) -> Attempt:
+        """Send a request to one replica, and wait until its answer has begun.
+
+        Raises:
+            ReplicaFailedError: it failed. Its reservation is released, and the replica that failed
+                is recorded.
+        """
+        async with self._suspicion.trial(answer.case, decision.replica_id):
+            stream = self._replicas.generate(request, decision.replica_id, answer.failed, role)
+            attempt = Attempt(request, decision, role, stream, span, transcript, self.clock)
+            self._stalls.watch(attempt, answer)
+            self._suspicion.sent(answer.case, attempt)
+            self._moves.watch(attempt, answer)
+            CHOICES.expect(request.request_id, attempt.sent_to)
+            try:
+                await attempt.begin()
+                if attempt.head.status == _BUSY:
+                    raise ReplicaFailedError(Reason.REPLICAS_FULL, "Every replica tried is full.")
+                if request.resume is not None and not request.prefill_only:
+                    _check_resumed(answer, attempt)
+            except BaseException as error:
+                if isinstance(error, ReplicaFailedError):
+                    if error.reason is Reason.NO_REPLICA:
+                        answer.empty.add(role)
+                        answer.in_vain += 1
+                    self._note_failure(answer, attempt, error)
+                self._stop(attempt)
+                attempt.end_span(_name_of(error))
+                raise
+        CHOICES.forget(request.request_id)
+        self._moves.forget(attempt)
+        return attempt
+
+    def _end(self, attempt: Attempt) -> None:
+        """Stop an attempt that has not ended by itself. Idempotent."""
+        if not attempt.closed and attempt.tail is None:
+            self._stop(attempt)
+        attempt.closed = True
+        attempt.end_span()
+
+    def _stop(self, attempt: Attempt) -> None:
+        """Stop the replica's work on an attempt, and end its reservation."""
+        attempt.stream.cancel()
+        self._moves.forget(attempt)
+        CHOICES.forget(attempt.request.request_id)
+        self._stalls.forget(attempt)
+        self._suspicion.ended(attempt)
+        self._controller.release(attempt.key)
+
+    def _note_failure(self, answer: Answer, attempt: Attempt, failure: ReplicaFailedError) -> None:
+        """Record that a replica has failed a call. Call this before the attempt is stopped."""
+        answer.verdict = self._suspicion.judge(answer.call, answer.case, attempt, failure)
+        replica_id = attempt.place
+        if replica_id is None:
+            return
+        answer.failed.append(replica_id)
+        if failure.dead:
+            self._controller.replica_gone([replica_id])
+        elif isinstance(failure, NobodyTakesError):
+            return
+        elif failure.reason is Reason.REPLICA_FAILED and not failure.hung:
+            self._controller.troubled(replica_id, Trouble.FAILED)
+
+    def _void(self, answer: Answer, decision: RouteDecision) -> RouteDecision:
+        """A decision that another replica than the chosen one serves."""
+        if decision.tier is Tier.GUARANTEED:
+            answer.promises -= 1
+        return unguaranteed(decision)
+
+    def _note_transfer(self, attempt: Attempt, seconds: float) -> None:
+        """Record the time from the prompt's end to the first token, or to its bytes if streamed."""
+        if attempt.tail is not None and attempt.tail.token_offsets_s:
+            seconds = attempt.tail.token_offsets_s[0]
+        elif attempt.tail is not None and attempt.head.media_type != EVENT_STREAM:
+            return
+        self._metrics.leg(Phase.HANDOVER, seconds)
+
+    def _count_unanswered(self, answer: Answer, left: bool) -> None:
+        """Count a call that ended before its answer began; ``left``: its client left."""
+        if answer.promised:
+            slo = answer.call.slo
+            if left and not answer.call.body.get("stream"):
+                # Its first token may have left the engine in time: only the whole answer is sent.
+                slo = replace(slo, ttft_s=None)
+            clock = TokenClock(slo, answer.call.received_s)
+            self._metrics.admission.ended(clock, None, not left, self.clock(), answer.moved)
+
+
+def _check_resumed(answer: Answer, attempt: Attempt) -> None:
+    """Check that an attempt continues the stream that the client has received.
+
+    Raises:
+        ReplicaFailedError: it does not.
+    """
+    repeated = answer.transcript is not None and answer.transcript.repeated
+    if attempt.head.status != 200 or attempt.head.media_type != EVENT_STREAM or not repeated:
+        raise ReplicaFailedError(*_NOT_RESUMED, retry=False)
+
+
+def _name_of(error: BaseException) -> str:
+    if isinstance(error, MovedError):
+        return "moved"
+    return error.reason.value if isinstance(error, ReplicaFailedError) else "cancelled"

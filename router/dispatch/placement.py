@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import Final, Protocol
 
 from sluice.controller.messages import (
     FirstTokenWait,
@@ -23,8 +23,6 @@ from sluice.router.metrics.instruments import Fallback, RouterMetrics
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import TokenEstimator
 from sluice.scheduling.job import UNATTAINABLE
-from sluice.scheduling.objective import Times
-from sluice.scheduling.roles import Role
 
 _ANY_TIER = frozenset(Tier)
 _GUARANTEED_ONLY = frozenset({Tier.GUARANTEED})
@@ -66,41 +64,16 @@ class Controller(Protocol):
         the keys of the ones that are going to miss their TTFT to ``missing``."""
 
 
-class Placement(NamedTuple):
-    """Where a call goes.
+UNDECIDED: Final = RouteDecision(None, "undecided")
+"""No decision, because the controller is unreachable or the call needs none: Serve's own balancing
+chooses the replica, and nothing is guaranteed."""
 
-    Attributes:
-        replica_id: the controller's choice; ``None``: Serve chooses.
-        tier: the controller's decision. ``None``: it decided nothing, because it is unreachable or
-            admission is off; then the call is served like a guaranteed one, without a guarantee.
-        predicted_ttft_s: from the call's arrival to its first token, if the SLO is guaranteed.
-        role: of that replica.
-        prefill_id: the prefill replica; ``None``: the replica that answers computes the prompt.
-        handover_s: predicted time from the end of the prefill to the first token.
-        planned: TTFT, TPOT and end-to-end time that the replica schedules for, if the SLO is
-            guaranteed; see :class:`~sluice.scheduling.job.RouteDecision`.
-    """
 
-    replica_id: str | None = None
-    tier: Tier | None = None
-    predicted_ttft_s: float | None = None
-    role: Role = "mixed"
-    prefill_id: str | None = None
-    handover_s: float = 0.0
-    planned: Times | None = None
-
-    @classmethod
-    def of(cls, decision: RouteDecision) -> Placement:
-        """The placement that the controller decided."""
-        return cls(
-            decision.replica_id,
-            decision.tier,
-            decision.predicted_ttft_s,
-            decision.role,
-            decision.prefill_id,
-            decision.handover_s,
-            decision.planned,
-        )
+def unguaranteed(decision: RouteDecision) -> RouteDecision:
+    """The decision for other replicas than the chosen ones: a guarantee does not hold there."""
+    if decision.tier is not Tier.GUARANTEED:
+        return decision
+    return decision._replace(tier=None, predicted_ttft_s=None, planned=None)
 
 
 class PlacementClient:
@@ -128,7 +101,7 @@ class PlacementClient:
             name for name, entry in classes if entry.when_unattainable != "best_effort"
         }
         self._full_until_s: dict[str, float] = {}
-        self._lines = {
+        self._queues = {
             name: AdmissionQueue(name, entry, metrics.admission, clock, pause)
             for name, entry in classes
             if entry.when_unattainable == "queue"
@@ -141,9 +114,9 @@ class PlacementClient:
         failed: Sequence[str],
         prefill_key: int = 0,
         begun: bool = False,
-    ) -> Placement:
-        """The placement of ``call`` under this key. The controller does not choose any of
-        ``failed``.
+    ) -> RouteDecision:
+        """The decision on ``call`` under this key. It names none of ``failed``. A traced call gets
+        a span, which includes the time in the admission queue.
 
         Args:
             prefill_key: the key of its prefill, where a separate replica may compute that.
@@ -153,30 +126,51 @@ class PlacementClient:
             ApiError: 429; no replica can guarantee its SLO, and its class does not allow best
                 effort.
         """
+        if call.span is None:
+            return await self._find(call, key, failed, prefill_key, begun)
+        span = call.span.child("decision")
+        try:
+            found = await self._find(call, key, failed, prefill_key, begun)
+            predicted_s = found.predicted_ttft_s
+            span.set(
+                sluice__replica=found.replica_id,
+                sluice__prefill_replica=found.prefill_id,
+                sluice__tier=found.tier and found.tier.value,
+                sluice__predicted_ttft_ms=None if predicted_s is None else 1000 * predicted_s,
+            )
+            return found
+        except ApiError as error:
+            span.set(error__type=error.reason.value)
+            raise
+        finally:
+            span.end()
+
+    async def _find(
+        self, call: Call, key: int, failed: Sequence[str], prefill_key: int, begun: bool
+    ) -> RouteDecision:
         if not call.scheduled:
-            return Placement()
+            return UNDECIDED
         decision = await self._decide(call, key, failed, prefill_key, begun)
         if decision is None:
             self._metrics.fallback(Fallback.NO_ANSWER)
-            return Placement(tier=Tier.BEST_EFFORT if self._full_s(call) > 0 else None)
+            full = self._full_s(call) > 0
+            return UNDECIDED._replace(tier=Tier.BEST_EFFORT) if full else UNDECIDED
         if decision.over_share:
             self._metrics.admission.over_share(call.client.name)
         if decision.reason == UNATTAINABLE:
             raise _refusal(call, decision)
         if decision.replica_id is None:
             self._metrics.fallback(Fallback.NO_DECISION)
-            return Placement()
+            return UNDECIDED
         return self._but_failed(decision, key, prefill_key, failed)
 
     async def elsewhere(
         self, call: Call, key: int, failed: Sequence[str], replica_id: str
-    ) -> Placement | None:
-        """Another placement, under this key, of a guaranteed call that is going to miss its TTFT at
+    ) -> RouteDecision | None:
+        """Another decision, under this key, on a guaranteed call that is going to miss its TTFT at
         ``replica_id``: one that guarantees what is left of its SLO. ``None``: the call stays."""
         decision = await self._ask(call, key, failed, 0, _GUARANTEED_ONLY, replica_id)
-        if decision is None or decision.tier is not Tier.GUARANTEED:
-            return None
-        return Placement.of(decision)
+        return decision if decision is not None and decision.tier is Tier.GUARANTEED else None
 
     def _note(self, call: Call, decision: RouteDecision) -> None:
         """Remember that the class has no guaranteed capacity left.
@@ -196,20 +190,18 @@ class PlacementClient:
 
     def _but_failed(
         self, decision: RouteDecision, key: int, prefill_key: int, failed: Sequence[str]
-    ) -> Placement:
+    ) -> RouteDecision:
         """The decision without the replicas that have failed the call."""
         replica_id, prefill_id = decision.replica_id, decision.prefill_id
         if replica_id not in failed and prefill_id not in failed:
-            return Placement.of(decision)
+            return decision
         self._metrics.fallback(Fallback.REPEATED)
-        # The guarantee holds only at the chosen replicas.
-        tier = None if decision.tier is Tier.GUARANTEED else decision.tier
         if prefill_id is not None:
             self._controller.release(prefill_key)
-        if replica_id not in failed:
-            return Placement(replica_id, tier, role=decision.role)
-        self._controller.release(key)
-        return Placement(tier=tier)
+        if replica_id in failed:
+            self._controller.release(key)
+            replica_id = None
+        return unguaranteed(decision)._replace(replica_id=replica_id, prefill_id=None)
 
     async def _decide(
         self, call: Call, key: int, failed: Sequence[str], prefill_key: int, begun: bool
@@ -221,29 +213,41 @@ class PlacementClient:
         """
         tiers = self._tiers(call, begun)
 
-        async def ask() -> RouteDecision | None:
-            decision = await self._ask(call, key, failed, prefill_key, tiers)
-            if decision is not None:
-                self._note(call, decision)
-                return decision
-            # If the controller has just reported that there is no capacity, a missing answer does
-            # not admit the request: a client that asks often would get in by a late answer.
-            left_s = self._full_s(call)
-            if left_s > 0 and tiers == _GUARANTEED_ONLY:
-                return RouteDecision(None, UNATTAINABLE, retry_after_s=left_s, room_s=left_s)
-            return None
-
-        line = self._lines.get(call.slo.service_class) if tiers == _GUARANTEED_ONLY else None
-        if line is None:
-            return await ask()
+        queue = self._queues.get(call.slo.service_class) if tiers == _GUARANTEED_ONLY else None
         refused = None
         # A request that arrives while others wait queues behind them, before it asks.
-        if len(line) == 0:
-            refused = await ask()
-            if refused is None or not may_wait(refused):
+        if queue is None or len(queue) == 0:
+            refused = await self._answered(call, key, failed, prefill_key, tiers)
+            if queue is None or refused is None or not may_wait(refused):
                 return refused
         ttft_s, _, e2e_s, _ = call.slo.columns
-        return await line.wait(ask, call.received_s + min(ttft_s, e2e_s), refused, call.client)
+        with queue.slot(call.received_s + min(ttft_s, e2e_s), refused, call.client) as slot:
+            while True:
+                await slot.turn()
+                decision = await self._answered(call, key, failed, prefill_key, tiers)
+                if decision is None or not may_wait(decision):
+                    return decision
+                slot.refuse(decision)
+
+    async def _answered(
+        self,
+        call: Call,
+        key: int,
+        failed: Sequence[str],
+        prefill_key: int,
+        tiers: frozenset[Tier],
+    ) -> RouteDecision | None:
+        """The controller's decision now. If it does not answer, and has just reported that there is
+        no capacity, a call that needs a guarantee is refused: a client that asks often would get in
+        by a late answer."""
+        decision = await self._ask(call, key, failed, prefill_key, tiers)
+        if decision is not None:
+            self._note(call, decision)
+            return decision
+        left_s = self._full_s(call)
+        if left_s > 0 and tiers == _GUARANTEED_ONLY:
+            return RouteDecision(None, UNATTAINABLE, retry_after_s=left_s, room_s=left_s)
+        return None
 
     def _tiers(self, call: Call, begun: bool) -> frozenset[Tier]:
         if call.best_effort:

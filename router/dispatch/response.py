@@ -9,20 +9,19 @@ from starlette.types import Receive, Scope, Send
 
 from sluice.replica.engine import EVENT_STREAM
 from sluice.router import wire
-from sluice.router.answer import Answer, Piece
 from sluice.router.dispatch.access_log import Telemetry
+from sluice.router.dispatch.answer import Answer
 from sluice.router.dispatch.client_watch import DisconnectGuard, StalledReaderError, TimeoutSend
 from sluice.router.dispatch.direct import STREAM_HEADER, DirectAnswer, NotReportedError
 from sluice.router.dispatch.dispatcher import Dispatcher
 from sluice.router.dispatch.service_tier import with_tier
+from sluice.router.dispatch.transcript import NOTHING, Piece
 from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import Outcome, RouterMetrics
 from sluice.router.request.call import Call
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.job import Tier
 from sluice.scheduling.stage_clock import clock_of
-
-_NOTHING = Piece(b"", 0)
 
 
 class CallResponse(Response):
@@ -70,7 +69,7 @@ class CallResponse(Response):
             raise
         finally:
             if self._answer is not None:
-                self._answer.close()
+                self._dispatcher.close(self._answer)
             if self._direct is not None:
                 self._direct.close()
             self._count(outcome)
@@ -120,7 +119,7 @@ class CallResponse(Response):
         observe_gap = self._metrics.usage.gap(self._call.slo.service_class)
         tier = (self._call.endpoint, self._call.service_tier)
         try:
-            async for piece in answer:
+            async for piece in self._dispatcher.pieces(answer):
                 reasoned = piece.reasoned
                 for tokens, at_s in piece.sent or ((self._tokens_in(piece), None),):
                     gap_s = self._emit(tokens, at_s, reasoned)
@@ -135,7 +134,7 @@ class CallResponse(Response):
                 data = with_tier(piece.data, *tier, streams=True)
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except ReplicaFailedError as failure:
-            self._emit(self._tokens_in(_NOTHING))
+            self._emit(self._tokens_in(NOTHING))
             reason = Reason.STREAM_BROKEN
             if failure.reason is Reason.REQUEST_SUSPECTED:
                 reason = failure.reason
@@ -144,7 +143,7 @@ class CallResponse(Response):
 
     async def _whole(self, answer: Answer, scope: Scope, receive: Receive, send: Send) -> Outcome:
         """Send a complete response."""
-        body = b"".join([piece.data async for piece in answer])
+        body = b"".join([piece.data async for piece in self._dispatcher.pieces(answer)])
         tail = answer.tail
         if tail is not None and answer.head.status < 400:
             reached_s = self._call.received_s + answer.waited_s
@@ -169,10 +168,10 @@ class CallResponse(Response):
         at_s = self._dispatcher.clock() if now_s is None else now_s
         told = clock.tokens.bit_length()
         clock.emit(tokens, at_s, reasoned)
-        promised = self._answer is not None and self._answer.promised
-        if promised and clock.tokens.bit_length() > told:
-            # At the first token, and then each time that the count has doubled.
-            self._dispatcher.progressed(self._call, clock)
+        # At the first token, and then each time that the count has doubled.
+        doubled = clock.tokens.bit_length() > told
+        if doubled and self._answer is not None and self._answer.promised:
+            self._dispatcher.endings.progressed(self._call, clock)
         if last_s is None and clock.ttft_s is not None:
             self._metrics.first_token(self._call.slo.service_class, clock.ttft_s)
         return at_s - last_s if tokens and last_s is not None else None
@@ -209,11 +208,10 @@ class CallResponse(Response):
         kept = None
         if answer is not None and answer.promised and outcome is not Outcome.CLIENT_ERROR:
             failed = outcome not in (Outcome.OK, Outcome.CANCELLED)
-            kept = metrics.admission.ended(
-                self._clock, answer.predicted_ttft_s, failed, now_s, answer.moved
-            )
+            predicted_s = answer.decision.predicted_ttft_s
+            kept = metrics.admission.ended(self._clock, predicted_s, failed, now_s, answer.moved)
         replica_id = "" if answer is None else answer.head.replica_id
-        self._dispatcher.ended(call, self._clock, outcome, reason, now_s, replica_id, kept)
+        self._dispatcher.endings.ended(call, self._clock, outcome, reason, now_s, replica_id, kept)
 
     def _own_headers(self) -> dict[str, str]:
         call, answer = self._call, self._answer
@@ -225,12 +223,13 @@ class CallResponse(Response):
             return headers
         if answer.head.replica_id:
             headers[wire.REPLICA_HEADER] = answer.head.replica_id
-        if answer.prefill_id is not None:
-            headers[wire.PREFILL_REPLICA_HEADER] = answer.prefill_id
+        decision = answer.decision
+        if decision.prefill_id is not None:
+            headers[wire.PREFILL_REPLICA_HEADER] = decision.prefill_id
         if call.scheduled:
             headers[wire.ADMISSION_HEADER] = answer.tier.value
-        if answer.predicted_ttft_s is not None:
-            headers[wire.PREDICTED_TTFT_HEADER] = f"{answer.predicted_ttft_s * 1000:.1f}"
+        if decision.predicted_ttft_s is not None:
+            headers[wire.PREDICTED_TTFT_HEADER] = f"{decision.predicted_ttft_s * 1000:.1f}"
         ttft_s = call.slo.of_stage(0).ttft_s
         if answer.tier is Tier.GUARANTEED and ttft_s is not None:
             headers[wire.PROMISED_TTFT_HEADER] = f"{ttft_s * 1000:.1f}"

@@ -6,8 +6,10 @@ not report the tokens (:attr:`~sluice.replica.engine.EngineRequest.resumable`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
+from sluice.replica.engine import EngineRequest
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
 from sluice.scheduling.objective import SLO
@@ -37,6 +39,25 @@ def may_split(call: Call) -> bool:
 def may_resume(call: Call) -> bool:
     """Whether another replica may resume its stream. ``O(1)``."""
     return bool(call.body.get("stream")) and not call.body.get("echo") and _is_single(call)
+
+
+def prefill_id_of(request_id: str) -> str:
+    """The id of the prefill of a request that a P/D pair serves."""
+    return f"{request_id}.prefill"
+
+
+def prefill_of(whole: EngineRequest, handover_s: float, trace: Mapping[str, str]) -> EngineRequest:
+    """The prefill phase of a request whose first token comes ``handover_s`` after it. ``trace``:
+    its own trace context."""
+    return replace(
+        whole,
+        request_id=prefill_id_of(whole.request_id),
+        slo=prompt_slo(whole.slo, handover_s),
+        trace=trace,
+        prefill_only=True,
+        resumable=False,
+        direct_patience_s=None,
+    )
 
 
 def prompt_slo(slo: SLO, handover_s: float) -> SLO:

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
 
 from sluice.controller.messages import Trouble
 from sluice.replica.engine import Progress
-from sluice.router.answer import Attempt
+from sluice.router.dispatch.answer import Answer
+from sluice.router.dispatch.attempt import Attempt
+from sluice.router.dispatch.placement import Controller
+from sluice.router.dispatch.retry_budget import RetryBudget
+from sluice.router.dispatch.suspicion import ends_when_hung
 from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.serve.contract import ReplicaFailedError, Replicas
@@ -54,13 +57,6 @@ _STANDS_STILL = "The replica is unresponsive."
 _LOST = "The replica has lost the request."
 
 
-class Informed(Protocol):
-    """The part of the controller's client that the detector uses."""
-
-    def troubled(self, replica_id: str, trouble: Trouble) -> None:
-        """Report that a replica failed or hangs. Returns at once."""
-
-
 class _Suspect:
     """A replica with silent attempts."""
 
@@ -91,6 +87,7 @@ class StallDetector:
     """Watches the open attempts. One per router process and model, on its event loop.
 
     Args:
+        budget: of retries.
         after_s: silence after which a replica is probed, seconds.
         clock: monotonic seconds; that of the attempts.
     """
@@ -98,30 +95,28 @@ class StallDetector:
     def __init__(
         self,
         replicas: Replicas,
-        controller: Informed,
+        controller: Controller,
+        budget: RetryBudget,
         metrics: RouterMetrics,
         after_s: float,
         clock: Callable[[], float],
     ) -> None:
         self._replicas = replicas
         self._controller = controller
+        self._budget = budget
         self._metrics = metrics
         self._after_s = after_s
         self._clock = clock
         # In the order in which they were made; the one that waits longest leaves first.
-        self._open: dict[Attempt, Callable[[], bool]] = {}
+        self._open: dict[Attempt, Answer] = {}
         self._suspects: dict[str, _Suspect] = {}
         # When each replica was last found to be unresponsive.
         self._hung: dict[str, float] = {}
         self._task: asyncio.Task[None] | None = None
 
-    def watch(self, attempt: Attempt, leave: Callable[[], bool]) -> None:
-        """Watch an attempt until it has ended or is forgotten. ``O(1)``.
-
-        Args:
-            leave: whether it may be abandoned for another one, which is then granted.
-        """
-        self._open[attempt] = leave
+    def watch(self, attempt: Attempt, answer: Answer) -> None:
+        """Watch an attempt at a call until it has ended or is forgotten. ``O(1)``."""
+        self._open[attempt] = answer
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="stalls")
 
@@ -168,8 +163,8 @@ class StallDetector:
         """Probe a replica, and handle its attempts according to the answer."""
         # Before its first item a request may still be on its way there.
         begun = [each for each in here if each.heard and self._is_silent(each, asked_s)]
-        named = {each.request_id: each for each in suspect.next_of(begun)}
-        suspect.unknown = suspect.unknown.intersection(each.request_id for each in begun)
+        named = {each.request.request_id: each for each in suspect.next_of(begun)}
+        suspect.unknown = suspect.unknown.intersection(each.request.request_id for each in begun)
         told = await self._ask(tuple(named), suspect.replica_id, (), suspect.role)
         if told is not None and told.replica_id != suspect.replica_id:
             await self._leave_replaced(suspect, here, asked_s)
@@ -219,9 +214,24 @@ class StallDetector:
         if not any(map(stuck, here)) or not await self._elsewhere(suspect):
             return
         for attempt in filter(stuck, here):
-            if self._open[attempt]():
+            if self._may_leave(attempt, self._open[attempt]):
                 failure = ReplicaFailedError(Reason.REPLICA_FAILED, _STANDS_STILL, hung=True)
                 self._give_up(attempt, failure)
+
+    def _may_leave(self, attempt: Attempt, answer: Answer) -> bool:
+        """Whether an attempt at a replica that hangs is abandoned: for another one, which is then
+        granted, or finally if it may be the cause. A call that cannot be resumed on another replica
+        waits: its replica may recover."""
+        if ends_when_hung(answer.call):
+            return True
+        transcript = answer.transcript
+        begun = attempt.opened or (transcript is not None and transcript.begun)
+        if begun and not (transcript is not None and transcript.resumable and attempt.told):
+            return False
+        if answer.spent or not self._budget.take():
+            return False
+        answer.granted = True
+        return True
 
     def _give_up(self, attempt: Attempt, failure: ReplicaFailedError) -> None:
         if attempt.give_up(failure):

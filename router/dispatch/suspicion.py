@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from typing import Final
 from weakref import WeakKeyDictionary
 
-from sluice.router.answer import Attempt
+from sluice.router.dispatch.attempt import Attempt
 from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.request.call import Call
@@ -167,10 +167,6 @@ class Suspicion:
         """The attempt is over, or closed. Idempotent."""
         self._open.pop(attempt, None)
 
-    def ends_when_hung(self, call: Call) -> bool:
-        """Whether a call must end once its replica hangs."""
-        return is_structured(call.body)
-
     def judge(
         self, call: Call, case: Case, attempt: Attempt, failure: ReplicaFailedError
     ) -> ReplicaFailedError | None:
@@ -180,7 +176,7 @@ class Suspicion:
         if attempt.place in (None, case.place) or not failure.lost:
             return None
         lasted_s = self._clock() - attempt.made_s
-        if failure.hung and self.ends_when_hung(call):
+        if failure.hung and ends_when_hung(call):
             known = self._find(call)
             self._remember(call, 1 if known is None else known.losses + 1, lasted_s)
             return ReplicaFailedError(Reason.REQUEST_SUSPECTED, _HUNG, retry=False, hung=True)
@@ -239,6 +235,11 @@ class Suspicion:
             self._contents.popitem(last=False)
         if losses > 1:
             self._metrics.quarantined_requests.inc()
+
+
+def ends_when_hung(call: Call) -> bool:
+    """Whether a call must end once its replica hangs."""
+    return is_structured(call.body)
 
 
 def _size(call: Call) -> tuple[int, int]:

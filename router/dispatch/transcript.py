@@ -10,16 +10,34 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from sluice.replica.engine import ResponseChunk, Resume
-from sluice.router.answer import Piece
 from sluice.router.errors import Reason
 from sluice.router.serve.contract import ReplicaFailedError
 
 _CREATED = re.compile(rb'"created": ?\d+')
 """The date of an event; it precedes all generated text."""
 
-_NOTHING = Piece(b"", 0)
+
+class Piece(NamedTuple):
+    """Bytes to forward, and the output tokens (of the first choice) in them. ``sent`` are the
+    chunks that the replica has sent to the client itself: their token counts and send times, on the
+    clock of the attempt. ``reasoned``: the reasoning ended with this many of all these tokens; 0:
+    it did not end."""
+
+    data: bytes
+    tokens: int
+    sent: tuple[tuple[int, float], ...] = ()
+    reasoned: int = 0
+
+
+NOTHING = Piece(b"", 0)
+
+
+def whole_chunk(chunk: ResponseChunk) -> Piece:
+    """All of a chunk."""
+    return Piece(chunk.data, chunk.tokens, reasoned=chunk.reasoned)
 
 
 class Transcript:
@@ -115,7 +133,7 @@ class Transcript:
             raise ReplicaFailedError(
                 Reason.INTERNAL, "Another replica produced a different stream.", retry=False
             )
-        return _NOTHING
+        return NOTHING
 
 
 def _created_in(data: bytes) -> bytes:

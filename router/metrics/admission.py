@@ -138,8 +138,8 @@ class AdmissionMetrics:
 
         It was met if the answer did not fail and every stated objective was met: TTFT, TPOT and end
         to end. If the client left, the tokens until then count; if it left without a token and
-        before its deadlines, the outcome is unknown. ``moved``: see
-        :class:`~sluice.router.answer.Answer`.
+        before its deadlines, the outcome is unknown. ``moved``: it
+        has left a replica that was going to miss its TTFT.
         """
         slo, ttft_s = clock.slo, clock.ttft_s
         service_class = slo.service_class

@@ -37,14 +37,20 @@ from sluice.router.admin.service import AdminService
 from sluice.router.api import make_api
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.access_log import Telemetry
+from sluice.router.dispatch.answer import Answer
+from sluice.router.dispatch.attempt import Attempt
 from sluice.router.dispatch.catalog import Catalog
 from sluice.router.dispatch.dispatcher import Dispatcher
 from sluice.router.dispatch.models import Model, ModelRegistry
+from sluice.router.dispatch.suspicion import Case
 from sluice.router.errors import Reason
 from sluice.router.ingress.load_shedding import Shedder
 from sluice.router.metrics.instruments import RouterMetrics
+from sluice.router.request.call import Call
+from sluice.router.request.prompt_size import PromptSize
 from sluice.router.serve.choices import CHOICES
-from sluice.router.serve.contract import ReplicaFailedError
+from sluice.router.serve.contract import ReplicaFailedError, ReplicaStream
+from sluice.scheduling.objective import SLO
 from sluice.scheduling.roles import Role
 from tests.router.virtual_time import VirtualTime
 
@@ -279,6 +285,34 @@ class FarSide:
             while not condition():
                 self.changed.clear()
                 await self.changed.wait()
+
+
+class NoItems:
+    """A stream without items."""
+
+    async def __aiter__(self) -> AsyncIterator[Sequence[ResponseItem]]:
+        for items in ():
+            yield items
+
+    def cancel(self) -> None:
+        pass
+
+
+def attempt_at(
+    place: str | None,
+    stream: ReplicaStream,
+    clock: Callable[[], float] = time.monotonic,
+    request_id: str = "r",
+) -> Attempt:
+    """An attempt by itself."""
+    request = EngineRequest(request_id, "chat", {}, SLO())
+    return Attempt(request, RouteDecision(place, "test"), "mixed", stream, clock=clock)
+
+
+def waiting_call() -> Answer:
+    """A call that waits for an answer, and may be tried again."""
+    call = Call("r", "chat", {}, SLO(), PromptSize(1, 1), 0.0)
+    return Answer(call, Case(), max_attempts=2)
 
 
 class FarController:

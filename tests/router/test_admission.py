@@ -294,6 +294,21 @@ async def test_who_comes_later_stands_behind_who_waits() -> None:
     assert {(await first).status_code, (await second).status_code} == {200}
 
 
+async def test_without_an_answer_the_wait_is_over() -> None:
+    """Once the last refusal is too old to tell of the capacity."""
+    time = VirtualTime()
+    edge = edge_of(unattainable(0.5), clock=time)
+    answered = asyncio.create_task(post(edge, "patient"))
+    await settle()
+    edge.controller.silent = True
+    await time.advance(0.9)
+    assert not answered.done()
+    await time.advance(0.5)
+    response = await answered
+    assert (response.status_code, response.headers["x-sluice-admission"]) == (200, "best-effort")
+    assert edge.sample("sluice_fallback_total", reason="no_answer") == 1
+
+
 @pytest.mark.parametrize(
     ("slo", "wait_s", "reason"),
     [

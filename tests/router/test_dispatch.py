@@ -17,7 +17,7 @@ from sluice.replica.engine import (
     ResponseTail,
     request_key,
 )
-from sluice.router.answer import Answer
+from sluice.router.dispatch.answer import Answer
 from sluice.router.errors import ApiError, Reason
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
@@ -50,8 +50,8 @@ def edge(side: FarSide, *decisions: str | None, clock: Clock | None = None) -> t
     return Edge(side, FarController(*decisions), clock=clock), clock
 
 
-async def read(answer: Answer) -> bytes:
-    return b"".join([piece.data async for piece in answer])
+async def read(router: Edge, answer: Answer) -> bytes:
+    return b"".join([piece.data async for piece in router.dispatcher.pieces(answer)])
 
 
 async def test_a_request_goes_where_the_controller_says() -> None:
@@ -61,14 +61,14 @@ async def test_a_request_goes_where_the_controller_says() -> None:
     clock.now_s += 0.25
     opened = await router.dispatcher.open(asked)
     assert opened.head.replica_id == "b"
-    assert b"one two three" in await read(opened)
+    assert b"one two three" in await read(router, opened)
     (name, request), *rest = far.calls
     assert (name, rest) == ("b", [])
     assert request == EngineRequest("r", "chat", CHAT_BODY, SLO(ttft_s=1), waited_s=0.25)
     assert router.controller.queries[0] == RouteQuery(
         request_key("r"), SLO(ttft_s=1), 14, 0.25, request_id="r"
     )
-    opened.close()
+    router.dispatcher.close(opened)
     assert router.controller.released == []
     assert far.cancelled == []
 
@@ -108,7 +108,7 @@ async def test_a_plain_response_that_breaks_in_the_middle_is_made_again() -> Non
     far.behaviours["a"] = half
     router, clock = edge(far, "a", "b")
     opened = await router.dispatcher.open(call(clock))
-    assert b"half" not in await read(opened)
+    assert b"half" not in await read(router, opened)
 
 
 async def test_a_response_without_a_tail_is_a_failure() -> None:

@@ -433,7 +433,7 @@ async def test_a_question_goes_where_it_is_sent_and_a_frozen_replica_owes_nobody
         call = Call("r", "chat", {"do": "serve"}, SLO(), PromptSize(1), time.monotonic())
         answer = await router.open(call)
         assert answer.head.replica_id == names[1]
-        answer.close()
+        router.close(answer)
     assert (await ask(replicas, names[0]))["replica"] == names[0]
     await until(lambda: nobody_at(replicas, names[0]))
 

@@ -87,9 +87,9 @@ async def test_the_prompt_goes_to_one_replica_and_its_kv_to_another(stream: bool
     assert leg.body == rest.body
     (query,) = router.controller.queries
     assert (query.key, query.prefill_key) == (FIRST, SECOND)
-    assert (opened.tier, opened.predicted_ttft_s) == (Tier.GUARANTEED, 0.5)
-    assert [piece async for piece in opened]
-    opened.close()
+    assert (opened.tier, opened.decision.predicted_ttft_s) == (Tier.GUARANTEED, 0.5)
+    assert [piece async for piece in router.dispatcher.pieces(opened)]
+    router.dispatcher.close(opened)
     assert router.controller.released == []
 
 
@@ -234,7 +234,7 @@ async def test_a_mistake_that_shows_with_the_prompt_is_the_clients() -> None:
     router, side = edge(p=answer(400, b'{"error": {"message": "too long"}}'))
     opened = await router.dispatcher.open(call(stream=True))
     assert opened.head.status == 400
-    assert b"too long" in b"".join([piece.data async for piece in opened])
+    assert b"too long" in b"".join([piece.data async for piece in router.dispatcher.pieces(opened)])
     assert [name for name, _ in side.calls] == ["p"]
     assert sorted(router.controller.released) == sorted([FIRST, SECOND])
 

@@ -8,16 +8,19 @@ from typing import Any
 import pytest
 
 from sluice.controller.messages import MAX_WAITS, FirstTokenWait, RouteDecision, RouteQuery, Tier
-from sluice.replica.engine import request_key
+from sluice.replica.engine import EngineRequest, request_key
 from sluice.router.config import RouterConfig
+from sluice.router.dispatch.answer import Answer
+from sluice.router.dispatch.attempt import Attempt
 from sluice.router.dispatch.moves import Moves
+from sluice.router.dispatch.suspicion import Case
 from sluice.router.errors import Reason
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.job import STAYS
 from sluice.scheduling.objective import SLO
-from tests.router.far_side import Behaviour, Edge, FarController, FarSide, answer, fail
+from tests.router.far_side import Behaviour, Edge, FarController, FarSide, NoItems, answer, fail
 from tests.router.test_resume import simulated, text, without_time_and_name
 from tests.router.test_stalls import CHAT, COMPLETIONS, LoopClock, asked, freezing, virtual
 
@@ -218,21 +221,22 @@ async def test_others_than_promised_first_tokens_of_one_replica_do_not_move(
 
 
 def test_a_bounded_number_is_asked_about_those_due_soonest_first() -> None:
-    moves = Moves(lambda: 10.0)
+    moves = Moves(FarController(), None, lambda: 10.0)  # type: ignore[arg-type]
 
-    async def move() -> None:
-        raise AssertionError
+    def watched(name: str, ttft_s: float) -> Attempt:
+        slo = SLO(ttft_s)
+        call = Call(name, "chat", {}, slo, PromptSize(1, 1), 7.0)
+        request = EngineRequest(name, "chat", {}, slo, promised=True)
+        attempt = Attempt(request, promise("r0"), "mixed", NoItems())
+        moves.watch(attempt, Answer(call, Case()))
+        return attempt
 
-    for key in range(MAX_WAITS + 10):
-        ttft_s = 5.0 + (key % 300)
-        call = Call("id", "chat", {}, SLO(ttft_s), PromptSize(1, 1), 7.0)
-        moves.watch(key, "r0", call, move)
-    late = Call("id", "chat", {}, SLO(2.0), PromptSize(1, 1), 7.0)
-    moves.watch(-1, "r0", late, move)
+    attempts = [watched(str(number), 5.0 + number % 300) for number in range(MAX_WAITS + 10)]
+    watched("late", 2.0)
     found = moves.waits()
     assert len(found) == MAX_WAITS
-    assert found[0] == FirstTokenWait(0, "r0", 5.0, 3.0)
+    assert found[0] == FirstTokenWait(attempts[0].key, "r0", 5.0, 3.0)
     assert [wait.ttft_s for wait in found] == sorted(wait.ttft_s for wait in found)
-    for key in range(MAX_WAITS + 10):
-        moves.forget(key)
+    for attempt in attempts:
+        moves.forget(attempt)
     assert moves.waits() == ()

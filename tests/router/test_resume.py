@@ -26,11 +26,10 @@ from sluice.replica.engine import (
 )
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.replica.simulated.virtual_loop import VirtualLoop
-from sluice.router.answer import Piece
 from sluice.router.config import RetryBudgetConfig, RouterConfig
 from sluice.router.dispatch.resumable import rest_of
 from sluice.router.dispatch.suspicion import CLEARED_S
-from sluice.router.dispatch.transcript import Transcript
+from sluice.router.dispatch.transcript import Piece, Transcript
 from sluice.router.errors import Reason
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
@@ -332,14 +331,14 @@ async def test_a_client_that_leaves_while_its_stream_is_resumed_stops_that() -> 
     answer = await router.dispatcher.open(call)
 
     async def read() -> list[Piece]:
-        return [piece async for piece in answer]
+        return [piece async for piece in router.dispatcher.pieces(answer)]
 
     task = asyncio.create_task(read())
     await router.side.until(lambda: router.side.live == {"r-2"})
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    answer.close()
+    router.dispatcher.close(answer)
     await router.side.until(lambda: not router.side.live)
     assert {request_key("r"), request_key("r-2")} == set(router.controller.released)
 

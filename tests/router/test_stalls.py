@@ -22,8 +22,9 @@ from sluice.replica.engine import (
     ResponseTaken,
     request_key,
 )
-from sluice.router.answer import Attempt
 from sluice.router.config import RetryBudgetConfig, RouterConfig
+from sluice.router.dispatch.attempt import Attempt
+from sluice.router.dispatch.retry_budget import RetryBudget
 from sluice.router.dispatch.stall_detector import (
     ANSWER_S,
     ASK_EVERY_S,
@@ -33,9 +34,9 @@ from sluice.router.dispatch.stall_detector import (
 )
 from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import RouterMetrics
-from sluice.router.serve.contract import ReplicaFailedError
+from sluice.router.serve.contract import ReplicaFailedError, ReplicaStream
 from sluice.scheduling.roles import Role
-from tests.router.far_side import Behaviour, Edge, FarController, FarSide
+from tests.router.far_side import Behaviour, Edge, FarController, FarSide, attempt_at, waiting_call
 from tests.router.test_resume import TOKENS, simulated, text, without_time_and_name
 from tests.router.test_resume import virtual as in_virtual_time
 
@@ -341,9 +342,14 @@ class Silence:
         pass
 
 
-def attempt_at(place: str, number: int = 0) -> Attempt:
+def detector(script: Script) -> StallDetector:
     clock = asyncio.get_running_loop().time
-    return Attempt(f"r{number}", Silence(), place, "mixed", 0.0, lambda: None, clock=clock)
+    budget = RetryBudget(RetryBudgetConfig(floor=1_000), clock)
+    return StallDetector(script, script, budget, RouterMetrics(), AFTER_S, clock)  # type: ignore[arg-type]
+
+
+def silent_at(place: str | None, stream: ReplicaStream | None = None, name: str = "r") -> Attempt:
+    return attempt_at(place, stream or Silence(), asyncio.get_running_loop().time, name)
 
 
 @given(
@@ -358,9 +364,9 @@ def attempt_at(place: str, number: int = 0) -> Attempt:
 async def test_given_up_if_and_only_if_it_stands_still(turns: list[tuple[str, float]]) -> None:
     script = Script(turns)
     clock = asyncio.get_running_loop().time
-    stalls = StallDetector(script, script, RouterMetrics(), AFTER_S, clock)
-    attempt = attempt_at("a")
-    stalls.watch(attempt, lambda: True)
+    stalls = detector(script)
+    attempt = silent_at("a")
+    stalls.watch(attempt, waiting_call())
     with pytest.raises((TimeoutError, ReplicaFailedError)) as ended:
         async with asyncio.timeout(script.ends_s - clock()):
             await attempt.begin()
@@ -386,10 +392,9 @@ async def test_who_has_taken_what_was_sent_to_anybody_is_asked() -> None:
             await asyncio.Event().wait()
 
     script = Script([("frozen", 3600.0)])
-    clock = asyncio.get_running_loop().time
-    stalls = StallDetector(script, script, RouterMetrics(), AFTER_S, clock)
-    attempt = Attempt("r", Taken(), None, "mixed", 0.0, lambda: None, clock=clock)
-    stalls.watch(attempt, lambda: True)
+    stalls = detector(script)
+    attempt = silent_at(None, Taken())
+    stalls.watch(attempt, waiting_call())
     with pytest.raises(ReplicaFailedError):
         await attempt.begin()
     assert attempt.place == "a"
@@ -413,13 +418,12 @@ async def test_what_waits_at_a_replica_that_serve_has_replaced_goes_to_the_new_o
             return Progress("a", hung=stood_still)
 
     script = Replaced([("hung", 3600.0)])
-    clock = asyncio.get_running_loop().time
-    stalls = StallDetector(script, script, RouterMetrics(), AFTER_S, clock)
+    stalls = detector(script)
     script.told.append("hung")
     waiting = []
     for after_s in (100.0, 0.1):  # the second comes between two questions
-        attempt = attempt_at("a")
-        stalls.watch(attempt, lambda: True)
+        attempt = silent_at("a")
+        stalls.watch(attempt, waiting_call())
         waiting.append(asyncio.create_task(attempt.begin()))
         await asyncio.sleep(after_s)
     assert not any(each.done() for each in waiting), "there is nobody else"
@@ -450,11 +454,10 @@ async def test_a_word_while_a_question_is_open_is_an_answer() -> None:
                 yield ()
 
     busy = Busy([("lives", 1.0)])
-    clock = asyncio.get_running_loop().time
-    stalls = StallDetector(busy, busy, RouterMetrics(), AFTER_S, clock)
-    slow = Attempt("r", Slow(), "a", "mixed", 0.0, lambda: None, clock=clock)
-    for attempt in (slow, attempt_at("a")):
-        stalls.watch(attempt, lambda: True)
+    stalls = detector(busy)
+    slow = silent_at("a", Slow())
+    for attempt in (slow, silent_at("a")):
+        stalls.watch(attempt, waiting_call())
     begun = asyncio.gather(slow.begin(), return_exceptions=True)
     await asyncio.sleep(100)
     assert not begun.done()
@@ -477,13 +480,12 @@ async def test_a_question_names_a_bounded_number_of_requests_and_all_get_their_t
             await asyncio.Event().wait()
 
     counting = Counting([("lives", 1.0)])
-    clock = asyncio.get_running_loop().time
-    stalls = StallDetector(counting, counting, RouterMetrics(), AFTER_S, clock)
+    stalls = detector(counting)
     names = [f"r{number}" for number in range(2 * MAX_NAMES + 3)]
     tasks = []
     for name in names:
-        attempt = Attempt(name, Begun(), "a", "mixed", 0.0, lambda: None, clock=clock)
-        stalls.watch(attempt, lambda: True)
+        attempt = silent_at("a", Begun(), name)
+        stalls.watch(attempt, waiting_call())
         tasks.append(asyncio.create_task(attempt.begin()))
     await asyncio.sleep(30)
     assert max(map(len, questions)) == MAX_NAMES
@@ -494,7 +496,7 @@ async def test_a_question_names_a_bounded_number_of_requests_and_all_get_their_t
 
 @virtual
 async def test_who_is_given_up_and_cancelled_at_once_is_cancelled() -> None:
-    attempt = attempt_at("a")
+    attempt = silent_at("a")
     assert not attempt.give_up(ReplicaFailedError(Reason.REPLICA_FAILED, "too early"))
     task = asyncio.create_task(attempt.begin())
     await asyncio.sleep(1)

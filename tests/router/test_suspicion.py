@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.replica.engine import EngineRequest, ResponseHead, ResponseItem
-from sluice.router.answer import Attempt
 from sluice.router.config import RetryBudgetConfig, RouterConfig
+from sluice.router.dispatch.attempt import Attempt
 from sluice.router.dispatch.suspicion import (
     CLEARED_S,
     FEW,
@@ -32,7 +32,7 @@ from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.serve.replicas import failure_of
 from sluice.router.tenancy.limits import Client
 from sluice.scheduling.objective import SLO
-from tests.router.far_side import Behaviour, Clock, FarSide, serve
+from tests.router.far_side import Behaviour, Clock, FarSide, NoItems, attempt_at, serve
 from tests.router.test_resume import DIED
 from tests.router.test_stalls import CHAT, edge, says_so, virtual
 
@@ -49,11 +49,6 @@ def call(number: int = 0, owner: str = "me", **body: Any) -> Call:
     return Call("id", "completions", given, SLO(), PromptSize(len(text)), 0.0, client=client)
 
 
-async def _nothing() -> AsyncIterator[list[ResponseItem]]:
-    for items in ():
-        yield items
-
-
 class Fleet:
     """Attempts at replicas, and what a router makes of their failures."""
 
@@ -62,7 +57,7 @@ class Fleet:
         self.suspicion = Suspicion(RouterMetrics(), self.clock)
 
     def send(self, case: Case, place: str, heard: bool = True, opened: bool = False) -> Attempt:
-        attempt = Attempt("id", _nothing(), place, "mixed", 0.0, lambda: None, clock=self.clock)
+        attempt = attempt_at(place, NoItems(), self.clock)
         attempt.heard, attempt.opened = heard, opened
         self.suspicion.sent(case, attempt)
         return attempt

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from sluice.controller.messages import RouteDecision, Tier
 from sluice.router.config import ServiceClass
-from sluice.router.dispatch.admission_queue import ASKERS, MAX_PAUSE_S, MIN_PAUSE_S, AdmissionQueue
+from sluice.router.dispatch.admission_queue import (
+    ASKERS,
+    MAX_PAUSE_S,
+    MIN_PAUSE_S,
+    AdmissionQueue,
+    may_wait,
+)
 from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.tenancy.limits import ANYONE, Client
@@ -32,7 +38,7 @@ class Fleet:
         self.retry_after_s = retry_after_s
         self.asked: list[int] = []
 
-    async def ask(self, number: int) -> RouteDecision | None:
+    async def ask(self, number: int) -> RouteDecision:
         self.asked.append(number)
         await asyncio.sleep(0)
         if self.room <= 0:
@@ -64,9 +70,11 @@ class Queue:
 
         async def wait() -> None:
             try:
-                decision = await self.line.wait(
-                    lambda: self.fleet.ask(number), self.time.now_s + due_s, refused, client
-                )
+                with self.line.slot(self.time.now_s + due_s, refused, client) as slot:
+                    await slot.turn()
+                    while may_wait(decision := await self.fleet.ask(number)):
+                        slot.refuse(decision)
+                        await slot.turn()
             except ApiError as error:
                 self.errors[number] = error
             else:
@@ -227,15 +235,6 @@ async def test_who_leaves_is_gone_at_once_also_while_it_asks() -> None:
     queue.fleet.room = 1
     await queue.join()
     assert queue.served == [1]
-
-
-async def test_without_an_answer_the_wait_is_over() -> None:
-    queue = Queue(Fleet())
-
-    async def silent() -> None:
-        return None
-
-    assert await queue.line.wait(silent, inf) is None
 
 
 _STEPS = st.lists(
