@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from sluice.scheduling import fleet_rows as figure
 from sluice.scheduling.expected import claim
-from sluice.scheduling.fleet_report import fold
+from sluice.scheduling.fleet_report import Report, fold
 from sluice.scheduling.fleet_rows import (
     FIGURES,
     LOAD_FIELDS,
@@ -26,11 +26,10 @@ from sluice.scheduling.fleet_rows import (
     take,
 )
 from sluice.scheduling.kernels import COEFFICIENTS, Floats, Ints, most_work_s
-from sluice.scheduling.latency import LatencyModel
 from sluice.scheduling.ledger import Ledger, Reservation
 from sluice.scheduling.prefix import PrefixIndex
 from sluice.scheduling.roles import ROLES, Role
-from sluice.scheduling.transfer import NO_TRANSFERS, Transfers, TransferTime
+from sluice.scheduling.transfer import NO_TRANSFERS, TransferTime
 
 MOST_PIECES = 4
 """Most pieces of a latency model."""
@@ -64,40 +63,6 @@ class FleetSettings(NamedTuple):
     reservation_ttl_s: float = 5.0
     reference_ttft_s: float = 1.0
     reference_tpot_s: float = 0.1
-
-
-class Report(NamedTuple):
-    """The state of a replica as of ``made_s``. Its times are on the replica's own clock.
-
-    Attributes:
-        rows: its table, :data:`sluice.scheduling.state.ROW`; rows of phase 0 are free slots.
-        made_s: when the report was made.
-        offset_s: what to add to the replica's times to have them on the fleet's clock.
-        stepped_s: when its last step ended and the next one began: what the rows' tokens are as of.
-        latency: the replica's model, corrected.
-        free_blocks, total_blocks: of KV.
-        block_tokens: tokens per KV block.
-        places: most running sequences.
-        draining: it wants no more requests.
-        preempts: a prefill there does not wait for the end of the step under way, unless what runs
-            is more urgent (:mod:`sluice.scheduling.preemption`).
-        role: what it does of requests.
-        transfers: what KV it has taken over since its start.
-    """
-
-    rows: np.ndarray
-    made_s: float
-    offset_s: float
-    stepped_s: float
-    latency: LatencyModel
-    free_blocks: int
-    total_blocks: int
-    block_tokens: int
-    places: int
-    draining: bool = False
-    preempts: bool = False
-    role: Role = "mixed"
-    transfers: Transfers = NO_TRANSFERS
 
 
 class Fleet:

@@ -1,5 +1,4 @@
-"""Folding a replica's report into what a fleet knows of it, see
-:mod:`sluice.scheduling.fleet_rows`."""
+"""A report of a replica, and how a fleet takes it in, see :mod:`sluice.scheduling.fleet_rows`."""
 
 # numpy's scalars are "Any" to the type checker.
 # mypy: disable-error-code="no-any-return"
@@ -7,7 +6,7 @@
 from __future__ import annotations
 
 from math import ceil, inf, nan
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -67,6 +66,9 @@ from sluice.scheduling.kernels import (
     next_due_s,
     paced,
 )
+from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.roles import Role
+from sluice.scheduling.transfer import NO_TRANSFERS, Transfers
 
 BATCH_USABLE = 0.9
 """The share of the decodes' least slack or pace that a batch of ``deadline_triage`` takes, as its
@@ -74,6 +76,40 @@ default head-room leaves it."""
 
 MOST_STEP_S = 1.0
 """A replica counts as having worked for at most so long without the end of a step."""
+
+
+class Report(NamedTuple):
+    """The state of a replica as of ``made_s``. Its times are on the replica's own clock.
+
+    Attributes:
+        rows: its table, :data:`sluice.scheduling.state.ROW`; rows of phase 0 are free slots.
+        made_s: when the report was made.
+        offset_s: what to add to the replica's times to have them on the fleet's clock.
+        stepped_s: when its last step ended and the next one began: what the rows' tokens are as of.
+        latency: the replica's model, corrected.
+        free_blocks, total_blocks: of KV.
+        block_tokens: tokens per KV block.
+        places: most running sequences.
+        draining: it wants no more requests.
+        preempts: a prefill there does not wait for the end of the step under way, unless what runs
+            is more urgent (:mod:`sluice.scheduling.preemption`).
+        role: what it does of requests.
+        transfers: what KV it has taken over since its start.
+    """
+
+    rows: np.ndarray
+    made_s: float
+    offset_s: float
+    stepped_s: float
+    latency: LatencyModel
+    free_blocks: int
+    total_blocks: int
+    block_tokens: int
+    places: int
+    draining: bool = False
+    preempts: bool = False
+    role: Role = "mixed"
+    transfers: Transfers = NO_TRANSFERS
 
 
 @compiled
@@ -227,7 +263,7 @@ def fold(
     Args:
         figures: ``FREE_BLOCKS``, ``TOTAL_BLOCKS``, ``BLOCK_TOKENS`` and ``PLACES`` are set already.
         rows: :data:`sluice.scheduling.state.ROW` of the replica; those of phase 0 are skipped.
-        made_s, stepped_s: see :class:`sluice.scheduling.fleet.Report`.
+        made_s, stepped_s: see :class:`Report`.
         offset_s: what to add to the replica's times.
         horizon_s, unpaced_s: the reference TTFT and TPOT of the prefill admission budget.
         preempts: nothing waits for the step under way.

@@ -8,7 +8,8 @@ from math import inf, nan
 import numpy as np
 
 from sluice.scheduling.admission import AdmissionPolicy
-from sluice.scheduling.fleet import Fleet, Report
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.fleet_report import Report
 from sluice.scheduling.late_first_tokens import late
 from sluice.scheduling.latency import LinearLatency
 from sluice.scheduling.objective import SLO

@@ -17,7 +17,8 @@ from sluice.scheduling import kernels
 from sluice.scheduling.admission import AdmissionPolicy
 from sluice.scheduling.autoscaling import Load
 from sluice.scheduling.calibration import Calibration
-from sluice.scheduling.fleet import Fleet, FleetSettings, Report
+from sluice.scheduling.fleet import Fleet, FleetSettings
+from sluice.scheduling.fleet_report import Report
 from sluice.scheduling.job import NO_REPLICA, PLACED, RouteDecision
 from sluice.scheduling.kernels import Floats
 from sluice.scheduling.objective import Times

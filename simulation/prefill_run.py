@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sluice.scheduling.admission import AdmissionPolicy
-from sluice.scheduling.fleet import Report
+from sluice.scheduling.fleet_report import Report
 from sluice.scheduling.job import Tier
 from sluice.scheduling.kernels import BEST_EFFORT, FIELDS, KV_BLOCKS, TTFT, Floats
 from sluice.scheduling.latency import LatencyModel

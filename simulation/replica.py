@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from sluice.scheduling.fleet import Report
+from sluice.scheduling.fleet_report import Report
 from sluice.scheduling.roles import Role
 from sluice.scheduling.state import ROW
 from sluice.scheduling.transfer import NO_TRANSFERS, Transfers

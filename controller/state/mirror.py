@@ -20,7 +20,8 @@ from sluice.controller.messages import ReplicaDelta, ReplicaHello
 from sluice.controller.transport import report_rows
 from sluice.controller.transport.checks import check_delta_body, check_delta_header, check_hello
 from sluice.controller.transport.clock_offset import ClockOffset
-from sluice.scheduling.fleet import Fleet, Report
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.fleet_report import Report
 from sluice.scheduling.prefix import NO_HELD, NO_HELD_SLOTS
 from sluice.scheduling.state import ROW, SUMMARY
 from sluice.scheduling.step_correction import caution

@@ -7,7 +7,8 @@ from math import inf, nan
 import numpy as np
 
 from sluice.scheduling import fleet_rows
-from sluice.scheduling.fleet import Fleet, FleetSettings, Report
+from sluice.scheduling.fleet import Fleet, FleetSettings
+from sluice.scheduling.fleet_report import Report
 from sluice.scheduling.latency import LatencyModel, LinearLatency
 from sluice.scheduling.objective import SLO
 from sluice.scheduling.roles import Role

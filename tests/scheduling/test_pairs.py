@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from sluice.scheduling import fleet_rows as figure
 from sluice.scheduling.admission import POLICIES as ADMISSIONS
 from sluice.scheduling.admission import make_policy as make_admission
-from sluice.scheduling.fleet import Fleet, Report
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.fleet_report import Report
 from sluice.scheduling.job import PLACED, UNATTAINABLE, RouteDecision
 from sluice.scheduling.ledger import Reservation
 from sluice.scheduling.objective import SLO

@@ -13,7 +13,8 @@ from sluice.scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
 from sluice.scheduling.batching import BatchBudget
 from sluice.scheduling.batching.slos_serve import SLOsServe, SLOsServeOptions
 from sluice.scheduling.deadline import paced
-from sluice.scheduling.fleet import Fleet, Report
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.fleet_report import Report
 from sluice.scheduling.job import RouteQuery, Tier
 from sluice.scheduling.latency import LatencyModel, LinearLatency, RooflineLatency
 from sluice.scheduling.objective import SLO, Anchor

@@ -6,7 +6,8 @@ import pytest
 from sluice.controller.state.mirror import Mirror as RealMirror
 from sluice.scheduling import fleet_rows as figure
 from sluice.scheduling.batching import make_policy
-from sluice.scheduling.fleet import Fleet, FleetSettings, Report
+from sluice.scheduling.fleet import Fleet, FleetSettings
+from sluice.scheduling.fleet_report import Report
 from sluice.scheduling.latency import LinearLatency
 from sluice.scheduling.latency_profile import LatencyProfile
 from sluice.scheduling.objective import SLO
