@@ -7,7 +7,7 @@ prediction.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from math import nan
 from operator import attrgetter
@@ -114,10 +114,12 @@ class QueueView:
         self._requests: Sequence[RequestView] | None = requests
         self._table: Floats | None = None
         self._keys: Ints | None = None
-        self._slos: Sequence[SLO] = ()
+        self._slos: Sequence[SLO] | Mapping[int, SLO] = ()
 
     @classmethod
-    def of_table(cls, keys: Ints, table: Floats, slos: Sequence[SLO]) -> QueueView:
+    def of_table(
+        cls, keys: Ints, table: Floats, slos: Sequence[SLO] | Mapping[int, SLO]
+    ) -> QueueView:
         """The queue of ``table``, ``float64[n, FIELDS]`` of :mod:`sluice.scheduling.kernels`,
         C-ordered.
 
@@ -125,7 +127,7 @@ class QueueView:
             keys: ``int64[n]``, a number per request that it keeps while it lives; its text is the
                 request's id.
             table: the rows, in order of arrival at the engine.
-            slos: objective of the request with key ``k`` at index ``k``.
+            slos: by key, the requests' objectives.
         """
         queue = cls.__new__(cls)
         queue._requests = None

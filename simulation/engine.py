@@ -33,11 +33,9 @@ class Engine:
     """Runs a batch policy over its live requests, one step at a time.
 
     The caller owns the clock: :meth:`begin` says how long the step takes, :meth:`complete` ends it.
-    Between the two, requests may be submitted. The engine does what stock vLLM does around a plan
-    (:class:`~sluice.scheduling.batching.batch.BatchBuilder`): a running request that lacks blocks
-    preempts others by recompute. Requests that the plan evicts lose their KV before the step. If no
-    entry of a plan can run, the step is planned first come, first served, as in production, and
-    counted in ``fallbacks``.
+    Between the two, requests may be submitted. :class:`~sluice.simulation.rows.Rows` carries plans
+    out. If no entry of a plan can run, the step is planned first come, first served, as in
+    production, and counted in ``fallbacks``.
 
     It differs from vLLM in this: a preempted request computes everything again that the workload
     has no hashes for, while vLLM's own hashes may still find some of it.
@@ -83,12 +81,10 @@ class Engine:
         # Requests of which only the context is computed here.
         self._prefills: set[int] = set()
         self._fallback = make_policy("fcfs")
-        self._rows = Rows()
+        self._rows = Rows(config.kv_blocks, config.block_tokens, config.max_sequences)
         self._counters = self._rows.counters
-        self._counters[steps.FREE_BLOCKS] = config.kv_blocks
         self._shown_keys: Ints = self._rows.keys[:0]
         self._seconds: Floats = np.zeros(steps.TIMES)
-        self._ran_count = 0
         self._begun_s = 0.0
         self.drafts: Drafts | None = None
         if config.speculation is not None:
@@ -100,17 +96,17 @@ class Engine:
     @property
     def live(self) -> int:
         """Requests that it has."""
-        return int(self._counters[steps.LIVE])
+        return self._rows.live
 
     @property
     def running(self) -> int:
         """Requests that hold a slot and KV."""
-        return int(self._counters[steps.SEQUENCES])
+        return self._rows.sequences
 
     @property
     def free_blocks(self) -> int:
         """KV blocks that a plan may use."""
-        return int(self._counters[steps.FREE_BLOCKS])
+        return self._rows.free_blocks
 
     @property
     def held_blocks(self) -> int:
@@ -226,7 +222,7 @@ class Engine:
         budget = BatchBudget(
             config.max_batch_tokens,
             config.max_sequences,
-            int(self._counters[steps.FREE_BLOCKS]),
+            self.free_blocks,
             config.block_tokens,
             config.reserve_prompt,
             draft_s=self.drafts.config.draft_s if self.drafts is not None else 0.0,
@@ -237,68 +233,49 @@ class Engine:
 
     def _start(self, plan: BatchPlan) -> int:
         """Carry a plan out; return how many of its entries run."""
-        rows, config = self._rows, self.config
+        rows = self._rows
         admitted: list[int] = []
         if self.cache is not None:
             admitted = self.cache.admit(rows, plan.rows, plan.tokens, len(plan.evicted) > 0)
-        self._ran_count = steps.begin(
+        count = rows.begin(plan)
+        steps.times_s(
             rows.table,
-            rows.private,
-            rows.counters,
-            plan.rows,
-            plan.tokens,
-            plan.evicted,
-            plan.kept,
-            config.block_tokens,
-            config.max_sequences,
+            rows.ran,
+            count,
             self._truth_pieces,
             self.planner.pieces,
             self.planner.latency.fixed_correction,
             self.planner.latency.correction,
-            rows.ran,
-            rows.victims,
             self._seconds,
         )
         if self.cache is not None:
             self.cache.settle(rows, admitted)
         self.dropped += int(rows.counters[steps.DROPPED])
         if self.drafts is not None:
-            ran = rows.ran[: self._ran_count]
-            accepted = rows.accepted[: self._ran_count]
-            drafting_s = self.drafts.check(rows.table, rows.keys, ran, accepted)
+            drafting_s = self.drafts.check(
+                rows.table, rows.keys, rows.ran[:count], rows.accepted[:count]
+            )
             self._seconds[steps.TRUE_S] += drafting_s
             self._seconds[steps.BELIEVED_WORK_S] += drafting_s
-        return self._ran_count
+        return count
 
     def complete(self, now_s: float) -> list[int]:
         """End the step; return the keys of the requests that have all their output."""
-        rows, counters = self._rows, self._counters
+        rows = self._rows
         fixed_s = float(self._seconds[steps.BELIEVED_FIXED_S])
         work_s = float(self._seconds[steps.BELIEVED_WORK_S])
         self.planner.observe(fixed_s, work_s, now_s - self._begun_s)
         if self.cache is not None:
-            self.cache.fill(rows, rows.ran[: self._ran_count])
-        steps.complete(
-            rows.table,
-            rows.private,
-            rows.keys,
-            counters,
-            rows.ran,
-            self._ran_count,
-            rows.accepted,
-            self.drafts.config.length if self.drafts is not None else 0,
-            now_s,
-            self._requests.times,
-            rows.turns,
-        )
-        self._ran_count = 0
-        if not counters[steps.TURNS]:
+            self.cache.fill(rows, rows.ran[: rows.ran_count])
+        drafts = self.drafts.config.length if self.drafts is not None else 0
+        turns = rows.complete(now_s, drafts, self._requests.times)
+        if not len(turns):
             return []
-        finished = self._take_turns(rows.turns[: counters[steps.TURNS]].tolist(), now_s)
+        finished = self._take_turns(turns.tolist(), now_s)
         if finished:
             if self.cache is not None:
                 self.cache.leave(rows, finished)
-            self._shown_keys = rows.keys[: counters[steps.LIVE]].copy()
+            self._shown_keys = rows.keys[: rows.live].copy()
         return finished
 
     def _take_turns(self, turns: list[list[int]], now_s: float) -> list[int]:

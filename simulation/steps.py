@@ -1,5 +1,4 @@
-"""The compiled side of :class:`sluice.simulation.engine.Engine`: one step over the rows of its
-table.
+"""The compiled side of :class:`sluice.simulation.rows.Rows`: one step over the rows of its table.
 
 Besides the policies' table (:mod:`sluice.scheduling.kernels`) a request has a row of numbers that
 no policy may see, ``int64[capacity, PRIVATE]``, and the engine has its counters.
@@ -100,13 +99,8 @@ def begin(
     kept: Ints,
     block_tokens: int,
     max_sequences: int,
-    truth: Floats,
-    belief: Floats,
-    fixed_factor: float,
-    work_factor: float,
     ran: Ints,
     victims: Ints,
-    seconds: Floats,
 ) -> int:
     """Start a step that runs ``rows`` with ``tokens`` each; return how many of them run.
 
@@ -115,9 +109,8 @@ def begin(
     ``kept`` never, and then from those that the plan has behind it. Waiting requests are admitted
     only in a step that itself preempts nothing.
 
-    Written are ``ran`` (rows, then their tokens), ``victims`` (rows) and ``seconds`` (time by the
-    truth; fixed part and work by the belief). ``O(live + planned * pieces)``, and ``O(live)`` more
-    per preemption.
+    Written are ``ran`` (rows, then their tokens) and ``victims`` (rows). ``O(live + planned)``, and
+    ``O(live)`` more per preemption.
     """
     live = counters[LIVE]
     planned = np.zeros(live, np.int64)
@@ -170,12 +163,26 @@ def begin(
             count += 1
     counters[VICTIMS] = len(evicted) + preempted
     counters[DROPPED] = len(rows) - count
+    return count
+
+
+@compiled
+def times_s(
+    table: Floats,
+    ran: Ints,
+    count: int,
+    truth: Floats,
+    belief: Floats,
+    fixed_factor: float,
+    work_factor: float,
+    seconds: Floats,
+) -> None:
+    """Write the times of a step that has begun: ``float64[TIMES]``. ``O(ran * pieces)``."""
     fixed_s, work_s = parts_s(table, ran, count, truth, 1.0, 1.0)
     seconds[TRUE_S] = fixed_s + work_s
     seconds[BELIEVED_FIXED_S], seconds[BELIEVED_WORK_S] = parts_s(
         table, ran, count, belief, fixed_factor, work_factor
     )
-    return count
 
 
 @compiled
@@ -213,9 +220,11 @@ def complete(
 
     ``accepted`` says, per place of ``ran``, how many of the drafted tokens that were checked are
     right; the others have no effect. For each request that continues decoding, ``drafts`` more
-    tokens are drafted. The keys of the requests that finished, continue with another stage or have
-    outgrown their expected length are written to ``turns``, with the kind of change, in the order
-    of ``ran``. ``O(ran)``, and ``O(live)`` if a request finished.
+    tokens are drafted. Where ``emitted_s`` is empty, no times are written. A row whose target is 0
+    was dropped while the step ran: it stays for :func:`remove_ended`. The keys of the requests that
+    finished, continue with another stage or have outgrown their expected length are written to
+    ``turns``, with the kind of change, in the order of ``ran``. ``O(ran)``, and ``O(live)`` if a
+    request finished.
     """
     ended = False
     counters[TURNS] = 0
@@ -223,6 +232,8 @@ def complete(
         row, new = ran[place, 0], ran[place, 1]
         emitted = int(table[row, EMITTED])
         target = private[row, TARGET]
+        if target == 0:
+            continue
         leave = 1
         if table[row, DRAFTED] > 0.0:
             leave += min(accepted[place], target - emitted - 1)
@@ -232,9 +243,10 @@ def complete(
         table[row, PENDING] -= new
         if table[row, PENDING] > 0.0:
             continue
-        first = private[row, OFFSET] + emitted
-        for token in range(first, first + leave):
-            emitted_s[token] = now_s
+        if emitted_s.shape[0] > 0:
+            first = private[row, OFFSET] + emitted
+            for token in range(first, first + leave):
+                emitted_s[token] = now_s
         if emitted == 0:
             table[row, FIRST_TOKEN] = now_s
         table[row, LAST_TOKEN] = now_s

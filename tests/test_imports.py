@@ -26,11 +26,14 @@ REPLICA_SURFACE = (
     "replica.streams.wire",
 )
 
+STEP_CORE = ("sluice.simulation.rows", "sluice.simulation.steps")
+"""Continuous batching, which the simulated engine of a replica and the simulator share."""
+
 ALLOWED: dict[str, tuple[str, ...]] = {
     "telemetry": ("telemetry",),
     "scheduling": ("scheduling",),
     "controller": ("controller", "scheduling"),
-    "replica": ("replica", "scheduling", "telemetry", *CONTROLLER_SURFACE),
+    "replica": ("replica", "scheduling", "telemetry", *STEP_CORE, *CONTROLLER_SURFACE),
     "router": ("router", "scheduling", "telemetry", *REPLICA_SURFACE, *CONTROLLER_SURFACE),
     "simulation": ("simulation", "scheduling"),
     "deploy": (

@@ -1,5 +1,5 @@
-"""The simulated engine without a clock of its own: continuous batching, chunked prefill and paged
-KV with preemption by recompute, one step at a time.
+"""The simulated engine without a clock of its own: the simulator's continuous batching
+(:mod:`sluice.simulation.rows`) with a replica's local scheduler, one step at a time.
 
 The caller says when a step begins and when it ended, so the same code runs in real time and in
 virtual time. Times are seconds on the caller's monotonic clock.
@@ -11,104 +11,85 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from sluice.replica.config import SimulatedEngineConfig
 from sluice.replica.scheduler.local_scheduler import LocalScheduler, StepInFlight, TrackedRequest
 from sluice.replica.scheduler.state_table import RowUpdate, StateTable
 from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
+from sluice.scheduling.kernels import (
+    COMPUTED,
+    EMITTED,
+    EXPECTED,
+    FIRST_TOKEN,
+    KV_BLOCKS,
+    LAST_TOKEN,
+    PENDING,
+    PROMISED,
+    RUNNING,
+    Floats,
+    Ints,
+)
 from sluice.scheduling.objective import SLO
-from sluice.scheduling.request import QueueView, RequestView
+from sluice.scheduling.request import QueueView, row_of
+from sluice.simulation.rows import Rows
+from sluice.simulation.steps import OUTGROWN, PRIVATE, TARGET, VICTIMS
 
 
 class SimulatedSequence:
     """One sequence: a prompt, and the number of tokens that it will produce.
 
-    ``owner`` and ``choice`` belong to the submitter and are not used here. ``live`` ends when the
-    sequence has produced ``output_tokens`` or was aborted. ``prefill_only``: it ends with its
-    prompt, and is not used to predict output lengths.
+    ``owner`` and ``choice`` belong to the submitter and are not used here. ``emitted`` counts its
+    tokens so far. ``live`` ends when it has produced ``output_tokens`` or was aborted.
+    ``prefill_only``: it ends with its prompt, and is not used to predict output lengths.
     """
 
     __slots__ = (
-        "blocks",
         "choice",
-        "computed",
         "emitted",
-        "engine_id",
+        "key",
         "live",
         "output_tokens",
         "owner",
         "prefill_only",
-        "prompt_tokens",
-        "running",
         "tracked",
-        "view",
     )
 
     def __init__(
         self,
-        engine_id: str,
+        key: int,
         tracked: TrackedRequest,
-        prompt_tokens: int,
         output_tokens: int,
         owner: Any,
         choice: int,
-        computed: int = 0,
         prefill_only: bool = False,
     ) -> None:
-        self.engine_id = engine_id
+        self.key = key
         self.tracked = tracked
-        self.prompt_tokens = prompt_tokens
         self.output_tokens = output_tokens
         self.owner = owner
         self.choice = choice
         self.prefill_only = prefill_only
-        self.computed = computed
         self.emitted = 0
-        self.blocks = 0
-        self.running = False
         self.live = True
-        self.view = self._make_view()
 
     @property
-    def pending(self) -> int:
-        """Tokens that could be computed now: the rest of the prefill, or one in decode."""
-        return self.prompt_tokens + self.emitted - self.computed
+    def engine_id(self) -> str:
+        """Its id in the engine, as plans name it."""
+        return str(self.key)
 
-    def refresh(self) -> None:
-        """Rebuild :attr:`view` after a change. Unchanged requests keep theirs between steps."""
-        self.view = self._make_view()
-
-    def _make_view(self) -> RequestView:
-        return RequestView(
-            self.engine_id,
-            self.tracked.slo,
-            self.tracked.arrival_s,
-            self.prompt_tokens,
-            self.computed,
-            self.prompt_tokens + self.emitted - self.computed,
-            self.emitted,
-            self.tracked.first_token_s,
-            self.blocks,
-            self.running,
-            self.tracked.last_token_s,
-            self.tracked.expected_tokens,
-            self.tracked.best_effort,
-            tenant=self.tracked.tenant,
-            weight=self.tracked.weight,
-            promised=self.tracked.promised,
-        )
-
-    def row(self) -> RowUpdate:
-        """The changing part of its row in the state table."""
+    def update(self, row: Floats) -> RowUpdate:
+        """The changing part of its row in the state table, from its row here."""
         return RowUpdate(
             self.tracked.slot,
-            self.computed,
-            self.prompt_tokens + self.emitted - self.computed,
-            self.emitted,
-            self.blocks,
-            self.running,
-            self.tracked.first_token_s,
-            self.tracked.last_token_s,
-            self.tracked.expected_tokens,
+            int(row[COMPUTED]),
+            int(row[PENDING]),
+            int(row[EMITTED]),
+            int(row[KV_BLOCKS]),
+            row[RUNNING] > 0,
+            float(row[FIRST_TOKEN]),
+            float(row[LAST_TOKEN]),
+            float(row[EXPECTED]),
         )
 
 
@@ -136,7 +117,8 @@ def drift(config: SimulatedEngineConfig, now_s: float) -> float:
 
 
 class SimulatedCore:
-    """Queue, KV blocks and batches of a simulated engine.
+    """Queue, KV blocks and batches of a simulated engine: :class:`~sluice.simulation.rows.Rows`
+    with a local scheduler and a state table.
 
     At most one step is in flight: :meth:`begin`, then :meth:`complete`. Requests may be submitted
     and aborted at any time, also in between. Not thread-safe.
@@ -147,21 +129,21 @@ class SimulatedCore:
     def __init__(
         self, config: SimulatedEngineConfig, scheduler: LocalScheduler, table: StateTable
     ) -> None:
-        self.live: dict[str, SimulatedSequence] = {}
-        """Sequences that could run, by engine id."""
-        self._awaited: dict[str, tuple[Transfer, SimulatedSequence]] = {}
-        # Sequences whose KV is being transferred, by engine id.
-        self.free_blocks = config.kv_blocks
+        self.live: dict[int, SimulatedSequence] = {}
+        """Sequences that could run, by key."""
+        self.rows = Rows(config.kv_blocks, config.block_tokens, config.max_sequences)
+        """The rows of :attr:`live`."""
+        # Sequences whose KV is being transferred, by key, and the rows that they will have.
+        self._awaited: dict[int, tuple[Transfer, SimulatedSequence, Floats]] = {}
         self.max_model_tokens = min(config.max_model_tokens, config.kv_blocks * config.block_tokens)
         self._config = config
         self._scheduler = scheduler
         self._table = table
-        # In order of admission; the last one is preempted first, as in vLLM.
-        self._running: dict[str, SimulatedSequence] = {}
-        self._ids = count()
+        self._slos: dict[int, SLO] = {}
+        self._keys = count()
         self._fallback = make_policy("fcfs")
         self._stepping = False
-        table.idle(self.free_blocks, config.kv_blocks)
+        table.idle(config.kv_blocks, config.kv_blocks)
 
     def submit(
         self,
@@ -194,10 +176,10 @@ class SimulatedCore:
                 f"{prompt_tokens} prompt and {output_tokens} output tokens are more than "
                 f"the {self.max_model_tokens} tokens of the model"
             )
-        engine_id = str(next(self._ids))
+        own = next(self._keys)
         # Outputs always have their max length here.
         self._scheduler.track(
-            engine_id,
+            str(own),
             name,
             key,
             slo,
@@ -209,23 +191,29 @@ class SimulatedCore:
             weight,
             promised,
         )
-        sequence = SimulatedSequence(
-            engine_id,
-            self._scheduler.requests[engine_id],
-            prompt_tokens,
-            output_tokens,
-            owner,
-            choice,
-            # The last token is always computed here, for the next token.
-            0 if transfer is None else prompt_tokens - 1,
-            prefill_only,
+        tracked = self._scheduler.requests[str(own)]
+        sequence = SimulatedSequence(own, tracked, output_tokens, owner, choice, prefill_only)
+        row = np.array(
+            row_of(
+                slo, arrival_s, prompt_tokens, tracked.expected_tokens, best_effort, tenant, weight
+            )
         )
+        row[PROMISED] = promised
+        self._slos[own] = slo
         if transfer is None:
-            self.live[engine_id] = sequence
+            self._enter(sequence, row)
         else:
-            self._awaited[engine_id] = transfer, sequence
-            self._scheduler.update([sequence.row()])
+            # The last token is always computed here, for the next token.
+            row[COMPUTED], row[PENDING] = prompt_tokens - 1, 1.0
+            self._awaited[own] = transfer, sequence, row
+            self._scheduler.update([sequence.update(row)])
         return sequence
+
+    def _enter(self, sequence: SimulatedSequence, row: Floats) -> None:
+        private = np.zeros(PRIVATE, np.int64)
+        private[TARGET] = sequence.output_tokens
+        self.live[sequence.key] = sequence
+        self.rows.append(sequence.key, row, private)
 
     @property
     def queued(self) -> int:
@@ -234,30 +222,32 @@ class SimulatedCore:
 
     def next_arrival_s(self) -> float | None:
         """When the next KV transfer from another engine ends; ``None``: none is in progress."""
-        return min((transfer.ready_s for transfer, _ in self._awaited.values()), default=None)
+        return min((transfer.ready_s for transfer, _, _ in self._awaited.values()), default=None)
 
     def abort(self, sequence: SimulatedSequence, now_s: float) -> None:
         """Drop a sequence and free its blocks. A sequence that has ended is ignored."""
         if not sequence.live:
             return
+        if self._awaited.pop(sequence.key, None) is None:
+            self.rows.drop(sequence.key)
         self._end(sequence)
         if not self._stepping:
             # No step will end soon to publish the shorter queue.
             self._table.write(
                 (),
                 updated_s=now_s,
-                waiting=self.queued - len(self._running),
-                running=len(self._running),
-                free_kv_blocks=self.free_blocks,
+                waiting=self.queued - self.rows.sequences,
+                running=self.rows.sequences,
+                free_kv_blocks=self.rows.free_blocks,
                 total_kv_blocks=self._config.kv_blocks,
             )
 
     def _admit_arrived(self, now_s: float) -> None:
         arrived = [each for each in self._awaited.values() if each[0].ready_s <= now_s]
-        for transfer, sequence in arrived:
-            del self._awaited[sequence.engine_id]
-            self.live[sequence.engine_id] = sequence
-            self._scheduler.transfers.arrived(now_s - transfer.asked_s, sequence.computed, 0)
+        for transfer, sequence, row in arrived:
+            del self._awaited[sequence.key]
+            self._enter(sequence, row)
+            self._scheduler.transfers.arrived(now_s - transfer.asked_s, int(row[COMPUTED]), 0)
 
     def begin(self, now_s: float) -> SimulatedStep | None:
         """Plan and start the next batch; ``None`` if no request could run.
@@ -268,28 +258,32 @@ class SimulatedCore:
         self._admit_arrived(now_s)
         if not self.live:
             return None
-        config = self._config
-        queue = QueueView([sequence.view for sequence in self.live.values()])
-        budget = BatchBudget(
-            config.max_batch_tokens, config.max_sequences, self.free_blocks, config.block_tokens
-        )
-        plan = self._scheduler.plan(queue, now_s, budget)
-        # A policy that plans nothing must not stop the engine: run requests in order, as stock vLLM
-        # would. This counts as a plan mismatch.
-        runnable = plan
-        if not plan.entries:
-            runnable = self._fallback.plan(queue, now_s, self._scheduler.model, budget)
-        ran, preempted = self._allocate(runnable)
-        if not ran:
+        plan = self._scheduler.plan(self._queue(), now_s, self._budget())
+        self._scheduler.count_evictions(plan)
+        preempted = self._start(plan)
+        if not self.rows.ran_count:
+            # A policy that plans nothing must not stop the engine: run requests in order, as stock
+            # vLLM would. This counts as a plan mismatch.
+            model = self._scheduler.model
+            preempted += self._start(
+                self._fallback.plan(self._queue(), now_s, model, self._budget())
+            )
+        if not self.rows.ran_count:
             raise RuntimeError(f"no batch could be made of {len(self.live)} live requests")
+        rows, tokens = self.rows.ran[: self.rows.ran_count].T
+        ran = list(zip(self._sequences(rows), tokens.tolist(), strict=True))
+        computed = self.rows.table[rows, COMPUTED].astype(np.int64).tolist()
         in_flight = self._scheduler.begin_step(
             plan,
-            [(sequence.engine_id, tokens, sequence.computed) for sequence, tokens in ran],
+            [
+                (sequence.engine_id, new, before)
+                for (sequence, new), before in zip(ran, computed, strict=True)
+            ],
             now_s,
             [sequence.engine_id for sequence in preempted],
         )
         self._stepping = True
-        work = in_flight.work
+        config, work = self._config, in_flight.work
         seconds = (
             config.step_s
             + config.token_s * work.new_tokens
@@ -298,42 +292,26 @@ class SimulatedCore:
         )
         return SimulatedStep(seconds * drift(config, now_s), ran, preempted, in_flight)
 
-    def _allocate(
-        self, plan: BatchPlan
-    ) -> tuple[list[tuple[SimulatedSequence, int]], list[SimulatedSequence]]:
-        """Preempt what the plan evicts, then give every planned request its blocks, preempting
-        running ones outside the plan."""
-        block = self._config.block_tokens
-        spared = {entry.request_id for entry in plan.entries}.union(plan.kept_ids)
-        ran: list[tuple[SimulatedSequence, int]] = []
-        preempted = [self.live[engine_id] for engine_id in plan.evicted_ids]
-        for victim in preempted:
-            self._preempt(victim)
-        self._scheduler.count_evictions(plan)
-        for engine_id, tokens in plan.entries:
-            sequence = self.live[engine_id]
-            if not sequence.running and len(self._running) >= self._config.max_sequences:
-                continue
-            needed = -(-(sequence.computed + tokens) // block) - sequence.blocks
-            while needed > self.free_blocks:
-                loser = next(
-                    (other for key, other in reversed(self._running.items()) if key not in spared),
-                    None,
-                )
-                if loser is None:
-                    break
-                self._preempt(loser)
-                preempted.append(loser)
-            if needed > self.free_blocks:
-                continue
-            if needed > 0:
-                self.free_blocks -= needed
-                sequence.blocks += needed
-            if not sequence.running:
-                sequence.running = True
-                self._running[engine_id] = sequence
-            ran.append((sequence, tokens))
-        return ran, preempted
+    def _queue(self) -> QueueView:
+        live = self.rows.live
+        return QueueView.of_table(self.rows.keys[:live].copy(), self.rows.table[:live], self._slos)
+
+    def _budget(self) -> BatchBudget:
+        config = self._config
+        return BatchBudget(
+            config.max_batch_tokens,
+            config.max_sequences,
+            self.rows.free_blocks,
+            config.block_tokens,
+        )
+
+    def _start(self, plan: BatchPlan) -> list[SimulatedSequence]:
+        """Carry a plan out; return the sequences that lost their KV."""
+        self.rows.begin(plan)
+        return self._sequences(self.rows.victims[: self.rows.counters[VICTIMS]])
+
+    def _sequences(self, rows: Ints) -> list[SimulatedSequence]:
+        return [self.live[key] for key in self.rows.keys[rows].tolist()]
 
     def complete(
         self,
@@ -346,55 +324,47 @@ class SimulatedCore:
         ``emit`` is called for each sequence that produced a token, after its counts changed and
         before the state is published; ``live`` is then false if it was the sequence's last token.
         """
+        rows = self.rows
+        outgrown = {key for key, turn in rows.complete(now_s).tolist() if turn == OUTGROWN}
         self._stepping = False
+        keys = rows.keys[: rows.live].tolist()
+        place_of = {key: place for place, key in enumerate(keys)}
         updates: list[RowUpdate] = []
-        for sequence, tokens in step.ran:
+        for sequence, _ in step.ran:
             if not sequence.live:
                 continue
-            sequence.computed += tokens
-            if sequence.computed == sequence.prompt_tokens + sequence.emitted:
-                sequence.emitted += 1
-                tracked = sequence.tracked
-                tracked.emitted(now_s)
-                if sequence.emitted >= tracked.expected_tokens:
-                    self._scheduler.prolong(tracked, sequence.emitted)
-                if sequence.emitted == sequence.output_tokens:
+            place = place_of.get(sequence.key)
+            emitted = sequence.output_tokens
+            if place is not None:
+                row = rows.table[place]
+                emitted = int(row[EMITTED])
+                if sequence.key in outgrown:
+                    self._scheduler.prolong(sequence.tracked, emitted)
+                    row[EXPECTED] = sequence.tracked.expected_tokens
+                updates.append(sequence.update(row))
+            if emitted > sequence.emitted:
+                sequence.emitted = emitted
+                if place is None:
                     self._end(sequence)
-                    emit(sequence)
-                    continue
                 emit(sequence)
-            sequence.refresh()
-            updates.append(sequence.row())
-        updates.extend(sequence.row() for sequence in step.preempted if sequence.live)
-        running = len(self._running)
+        updates.extend(
+            sequence.update(rows.table[place_of[sequence.key]])
+            for sequence in step.preempted
+            if sequence.live
+        )
         self._scheduler.end_step(
             step.in_flight,
             now_s,
             updates,
-            self.queued - len(self._running),
-            running,
-            self.free_blocks,
+            self.queued - rows.sequences,
+            rows.sequences,
+            rows.free_blocks,
             self._config.kv_blocks,
         )
 
-    def _preempt(self, sequence: SimulatedSequence) -> None:
-        """Return a sequence to the queue without KV; its generated tokens are kept and count as
-        prefill."""
-        del self._running[sequence.engine_id]
-        sequence.running = False
-        sequence.computed = 0
-        self._release(sequence)
-        sequence.refresh()
-
     def _end(self, sequence: SimulatedSequence) -> None:
         sequence.live = False
-        self.live.pop(sequence.engine_id, None)
-        self._awaited.pop(sequence.engine_id, None)
-        self._running.pop(sequence.engine_id, None)
-        self._release(sequence)
+        self.live.pop(sequence.key, None)
+        del self._slos[sequence.key]
         ended = sequence.emitted == sequence.output_tokens and not sequence.prefill_only
         self._scheduler.forget(sequence.engine_id, sequence.emitted if ended else None)
-
-    def _release(self, sequence: SimulatedSequence) -> None:
-        self.free_blocks += sequence.blocks
-        sequence.blocks = 0

@@ -14,6 +14,7 @@ from sluice.replica.scheduler.local_scheduler import LocalScheduler
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.simulated.core import SimulatedCore, SimulatedSequence
 from sluice.scheduling.batching import POLICIES, BatchBuilder, BatchPolicy, make_policy
+from sluice.scheduling.kernels import COMPUTED, KV_BLOCKS, PENDING, RUNNING
 from sluice.scheduling.latency import LatencyModel, LinearLatency
 from sluice.scheduling.objective import SLO
 from sluice.scheduling.request import QueueView
@@ -69,14 +70,15 @@ class Bench:
 
     def check_blocks(self) -> None:
         core, config = self.core, self.config
-        held = sum(sequence.blocks for sequence in core.live.values())
-        assert core.free_blocks >= 0
-        assert core.free_blocks + held == config.kv_blocks
-        for sequence in core.live.values():
-            assert sequence.blocks * config.block_tokens >= sequence.computed
-            assert sequence.running or (sequence.blocks == 0 and sequence.computed == 0)
-            assert sequence.pending >= 1
-        assert sum(s.running for s in core.live.values()) <= config.max_sequences
+        table = core.rows.table[: core.rows.live]
+        blocks, computed, running = table[:, KV_BLOCKS], table[:, COMPUTED], table[:, RUNNING] > 0
+        assert set(core.rows.keys[: len(table)].tolist()) == core.live.keys()
+        assert core.rows.free_blocks >= 0
+        assert core.rows.free_blocks + blocks.sum() == config.kv_blocks
+        assert (blocks * config.block_tokens >= computed).all()
+        assert (running | ((blocks == 0) & (computed == 0))).all()
+        assert (table[:, PENDING] >= 1).all()
+        assert running.sum() == core.rows.sequences <= config.max_sequences
 
 
 def test_times_are_those_of_the_latency_model() -> None:
@@ -281,7 +283,7 @@ def play(load: Load) -> tuple[list[tuple[float, Any]], list[Any]]:
         assert emitted == sequence.emitted
     state = bench.table.read()
     assert len(state.rows) == 0
-    assert bench.core.free_blocks == bench.config.kv_blocks
+    assert bench.core.rows.free_blocks == bench.config.kv_blocks
     assert state.summary["steps"] == len(ran)
     assert state.summary["plan_mismatches"] == 0
     unfinished = {n for n, s in submitted.items() if s.emitted < s.output_tokens}

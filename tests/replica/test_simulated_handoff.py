@@ -157,7 +157,7 @@ def test_kv_is_used_when_it_is_here_and_never_before(
     for owner, (prompt, output, _, moved) in enumerate(asked):
         # The last token of a prompt and all of the output but its last.
         assert computed[owner] == (1 if moved else prompt) + output - 1
-    assert core.free_blocks == 256
+    assert core.rows.free_blocks == 256
     moved_tokens = sum(prompt - 1 for prompt, _, _, moved in asked if moved)
     assert bench.table.read().summary["transfer_tokens"] == moved_tokens
 

@@ -1,5 +1,7 @@
-"""The simulator against the replica's own simulated engine, which was written apart from it: with
-one policy, one model and one workload, every token must leave at the same time."""
+"""The simulator against a replica's simulated engine, which share how a step runs and nothing
+around it: with one policy, one model and one workload, every token must leave at the same time."""
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,21 +30,9 @@ class Unlimited(LocalScheduler):
     """Its requests state no most tokens, as those of a workload do not; the replica's engine takes
     the real length for that, and would cap predictions by it."""
 
-    def track(
-        self,
-        engine_id: str,
-        name: str,
-        key: int,
-        slo: SLO,
-        arrival_s: float,
-        prompt_tokens: int,
-        most_tokens: int,
-        best_effort: bool = False,
-        tenant: int = 0,
-        weight: float = 1.0,
-        promised: bool = False,
-    ) -> None:
-        super().track(engine_id, name, key, slo, arrival_s, prompt_tokens, 1 << 30, best_effort)
+    def track(self, *given: Any, **named: Any) -> None:
+        *ahead, _ = given[:7]
+        super().track(*ahead, 1 << 30, *given[7:], **named)
 
 
 def busy(seed: int) -> Workload:
