@@ -26,7 +26,7 @@ REPLICA_SURFACE = (
     "replica.streams.wire",
 )
 
-STEP_CORE = ("sluice.simulation.rows", "sluice.simulation.steps")
+STEP_CORE = ("simulation.rows", "simulation.steps")
 """Continuous batching, which the simulated engine of a replica and the simulator share."""
 
 ALLOWED: dict[str, tuple[str, ...]] = {
