@@ -25,8 +25,8 @@ class Answer:
             resumed.
         max_attempts: at most, of those that count.
         direct: tells HAProxy where to fetch the stream; ``None``: the router relays the stream.
-        opened: the attempts whose response has begun, in order. The client was told of the first;
-            each later one resumes the stream of the one before.
+        opened: the attempts whose response has begun, in order. The client has the head of the
+            first; each later one resumes the stream of the one before.
         attempts: made so far, the current one included.
         failed: replicas that have failed the call.
         empty: pools that had no replica for the call when they were last asked.
@@ -85,13 +85,13 @@ class Answer:
 
     @property
     def decision(self) -> RouteDecision:
-        """The decision that the client was told of."""
+        """The decision that the response headers name."""
         return self.opened[0].decision
 
     @property
     def tier(self) -> Tier:
-        """The tier that the client was told of. Without admission control there is no guarantee, so
-        it is best effort, too."""
+        """The tier that the response headers name. Without admission control there is no guarantee,
+        so it is best effort, too."""
         return Tier.GUARANTEED if self.opened[0].guaranteed else Tier.BEST_EFFORT
 
     @property

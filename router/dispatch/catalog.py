@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from sluice.router.dispatch.recent import Answer, Recent
+from sluice.router.dispatch.recent import Recent, Value
 from sluice.router.errors import ApiError, Reason
 from sluice.router.serve.contract import ReplicaFailedError, Replicas
 
@@ -55,7 +55,7 @@ class Catalog:
         return self._longest if self._longest is not None and tokens > self._longest else None
 
 
-async def _asked(question: Awaitable[Answer]) -> Answer:
+async def _asked(question: Awaitable[Value]) -> Value:
     """A replica's answer.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from sluice.router.dispatch.catalog import Catalog
 from sluice.router.dispatch.dispatcher import Dispatcher
-from sluice.router.dispatch.recent import Answer
+from sluice.router.dispatch.recent import Value
 from sluice.router.errors import ApiError, Reason, shown
 from sluice.router.metrics.instruments import RouterMetrics
 
@@ -131,8 +131,8 @@ class ModelRegistry:
         return {"status": "degraded", "unavailable": list(failed)} if failed else {"status": "ok"}
 
     async def _ask(
-        self, question: Callable[[Model], Coroutine[Any, Any, Answer]]
-    ) -> tuple[dict[str, Answer], dict[str, ApiError]]:
+        self, question: Callable[[Model], Coroutine[Any, Any, Value]]
+    ) -> tuple[dict[str, Value], dict[str, ApiError]]:
         """Each fleet's answer, or its error, by its model's name. All are asked concurrently, so
         that the timeouts of unreachable fleets do not add up.
 
@@ -140,7 +140,7 @@ class ModelRegistry:
             Exception: what a question raises besides ``ApiError``.
         """
         answers = await asyncio.gather(*map(question, self._fleets), return_exceptions=True)
-        found: dict[str, Answer] = {}
+        found: dict[str, Value] = {}
         failed: dict[str, ApiError] = {}
         for fleet, answer in zip(self._fleets, answers, strict=True):
             if isinstance(answer, ApiError):

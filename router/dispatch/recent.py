@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable
 from math import inf
 from typing import Generic, TypeVar
 
-Answer = TypeVar("Answer")
+Value = TypeVar("Value")
 
 
-class Recent(Generic[Answer]):
+class Recent(Generic[Value]):
     """Computes an answer at most once in ``ttl_s`` and one at a time, however many callers ask.
 
     A cancelled caller does not cancel the computation: otherwise callers that come and leave would
@@ -23,15 +23,15 @@ class Recent(Generic[Answer]):
     """
 
     def __init__(
-        self, make: Callable[[], Awaitable[Answer]], ttl_s: float, clock: Callable[[], float]
+        self, make: Callable[[], Awaitable[Value]], ttl_s: float, clock: Callable[[], float]
     ) -> None:
         self._make = make
         self._ttl_s = ttl_s
         self._clock = clock
-        self._task: asyncio.Task[Answer] | None = None
+        self._task: asyncio.Task[Value] | None = None
         self._made_s = -inf
 
-    async def get(self) -> Answer:
+    async def get(self) -> Value:
         """An answer that is at most ``ttl_s`` old."""
         task = self._task
         if task is None or (task.done() and self._clock() - self._made_s >= self._ttl_s):
@@ -43,14 +43,14 @@ class Recent(Generic[Answer]):
         """Something changed: later calls get a new answer."""
         self._task = None
 
-    async def _run(self) -> Answer:
+    async def _run(self) -> Value:
         try:
             return await self._make()
         finally:
             self._made_s = self._clock()
 
 
-def _noted(task: asyncio.Task[Answer]) -> None:
+def _noted(task: asyncio.Task[Value]) -> None:
     """Mark a failure as retrieved: the waiting callers get it, and without any it is not logged."""
     if not task.cancelled():
         task.exception()

@@ -13,13 +13,10 @@ import pytest
 from sluice.controller.messages import RouteDecision, Tier
 from sluice.replica.engine import EngineRequest, ResponseItem
 from sluice.router.config import RouterConfig, ServiceClass
-from sluice.router.errors import RULES, ApiError, Reason
-from sluice.router.request.prompt_size import MAX_OUTPUT_TOKENS, output_limit
-from sluice.router.request.session import MAX_SESSION_CHARACTERS, session_of
+from sluice.router.errors import RULES, Reason
 from sluice.router.serve.contract import ReplicaFailedError
 from tests.router.far_side import (
     CHAT_BODY,
-    COMPLETION_BODY,
     Clock,
     Edge,
     FarController,
@@ -32,7 +29,7 @@ from tests.router.far_side import (
 )
 from tests.router.test_disconnect import Client, content
 from tests.router.test_openai_client import KEY, served
-from tests.router.virtual_time import VirtualTime, settle
+from tests.router.virtual_time import settle
 
 CONFIG = RouterConfig(
     classes={
@@ -262,90 +259,6 @@ async def test_the_official_client_repeats_only_what_may_be_promised_later(
     assert headers.get("x-should-retry") == (None if asked > 1 else "false")
 
 
-async def test_who_queues_is_served_when_its_objective_can_be_promised() -> None:
-    time = VirtualTime()
-    edge = edge_of(unattainable(1.0), unattainable(1.0), guaranteed(ttft_s=0.5), clock=time)
-    answered = asyncio.create_task(post(edge, "patient"))
-    await settle()
-    waiting = {"class": "patient"}
-    assert edge.sample("sluice_line_requests", **waiting) == 1
-    await time.advance(1.2)
-    response = await answered
-    assert response.headers["x-sluice-admission"] == "guaranteed"
-    # Asked at 0, 0.5 and 1 s.
-    assert [query.waited_s for query in edge.controller.queries] == [0.0, 0.5, 1.0]
-    assert response.headers["x-sluice-predicted-ttft-ms"] == "1500.0"
-    assert edge.side.calls[0][1].waited_s == 1.0
-    assert edge.sample("sluice_line_requests", **waiting) == 0
-    assert edge.sample("sluice_line_wait_seconds_sum", **waiting) == 1.0
-
-
-async def test_who_comes_later_stands_behind_who_waits() -> None:
-    time = VirtualTime()
-    edge = edge_of(unattainable(1.0), unattainable(1.0), guaranteed(), clock=time)
-    first = asyncio.create_task(post(edge, "patient"))
-    await settle()
-    second = asyncio.create_task(post(edge, "patient"))
-    await settle()
-    # The newcomer makes the front ask at once, itself last.
-    keys = [query.key for query in edge.controller.queries]
-    assert keys[0] == keys[1] != keys[2]
-    await time.advance(1.0)
-    assert {(await first).status_code, (await second).status_code} == {200}
-
-
-async def test_without_an_answer_the_wait_is_over() -> None:
-    """Once the last refusal is too old to tell of the capacity."""
-    time = VirtualTime()
-    edge = edge_of(unattainable(0.5), clock=time)
-    answered = asyncio.create_task(post(edge, "patient"))
-    await settle()
-    edge.controller.silent = True
-    await time.advance(0.9)
-    assert not answered.done()
-    await time.advance(0.5)
-    response = await answered
-    assert (response.status_code, response.headers["x-sluice-admission"]) == (200, "best-effort")
-    assert edge.sample("sluice_fallback_total", reason="no_answer") == 1
-
-
-@pytest.mark.parametrize(
-    ("slo", "wait_s", "reason"),
-    [
-        ({"ttft_ms": 2_000}, 2.0, Reason.DEADLINE_PASSED),
-        ({"e2e_ms": 1_000}, 1.0, Reason.DEADLINE_PASSED),
-        ({}, 3.0, Reason.QUEUE_TIMEOUT),
-    ],
-)
-async def test_a_wait_that_is_too_long_ends_with_a_429_that_says_why(
-    slo: dict[str, Any], wait_s: float, reason: Reason
-) -> None:
-    time = VirtualTime()
-    edge = edge_of(unattainable(), clock=time)
-    answered = asyncio.create_task(post(edge, slo={"class": "patient", **slo}))
-    await time.advance(0.99 * wait_s)
-    assert not answered.done()
-    await time.advance(0.02 * wait_s)
-    response = await answered
-    assert response.status_code == 429
-    assert response.json()["error"]["code"] == reason
-    assert response.json()["error"]["retry_after_ms"] == 2250
-    assert edge.side.calls == []
-    labels = {"class": "patient", "reason": reason.value}
-    assert edge.sample("sluice_refusals_total", **labels) == 1
-
-
-async def test_a_full_line_refuses() -> None:
-    time = VirtualTime()
-    edge = edge_of(unattainable(), clock=time)
-    calls = [asyncio.create_task(post(edge, "patient")) for _ in range(3)]
-    await settle()
-    (full,) = [await call for call in calls if call.done()]
-    assert full.json()["error"]["code"] == "queue_full"
-    await time.advance(3.0)
-    assert {(await call).status_code for call in calls} == {429}
-
-
 def promises(edge: Edge, outcome: str) -> float:
     return edge.sample("sluice_promises_total", **{"class": "standard", "outcome": outcome})
 
@@ -474,70 +387,6 @@ async def test_a_promise_is_kept_where_the_client_leaves_after_its_first_token()
     client.leave()
     await client.task
     assert (promises(edge, "kept"), promises(edge, "missed")) == (1, 0)
-
-
-async def test_a_query_carries_what_placing_needs() -> None:
-    edge = edge_of(guaranteed())
-    long = "word " * 1_000
-    body = {"messages": [{"role": "user", "content": long}], "max_tokens": 7, "n": 3}
-    await post(edge, **body, user="someone")
-    query = edge.controller.queries[0]
-    request: EngineRequest = edge.side.calls[0][1]
-    assert query.output_tokens == 21
-    assert query.session > 0
-    assert query.prefix
-    assert request.prefix.hashes == query.prefix
-    await post(edge, **body, user="someone")
-    assert edge.controller.queries[1].session == query.session
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "body", "expected"),
-    [
-        ("chat", {}, 0),
-        ("chat", {"max_tokens": 5}, 5),
-        ("chat", {"max_tokens": 5, "max_completion_tokens": 9, "n": 2}, 18),
-        ("completions", {}, 16),
-        ("completions", {"max_tokens": None, "n": 2}, 32),
-        ("completions", {"max_tokens": 3, "prompt": ["a", "b"], "n": 2}, 12),
-        ("completions", {"max_tokens": 3, "prompt": [1, 2, 3]}, 3),
-        ("completions", {"max_tokens": 2**31 - 1, "n": 16}, MAX_OUTPUT_TOKENS),
-    ],
-)
-def test_the_most_that_a_call_may_generate(
-    endpoint: Any, body: dict[str, Any], expected: int
-) -> None:
-    assert output_limit(endpoint, {**COMPLETION_BODY, **body}) == expected
-
-
-def session(body: dict[str, Any], *headers: str, owner: str = "o") -> int:
-    return session_of(body, [(b"x-sluice-session", value.encode()) for value in headers], owner)
-
-
-def test_a_session_is_the_headers_then_the_cache_keys_then_the_users() -> None:
-    body = {"prompt_cache_key": "cache", "user": "user"}
-    assert session(body, "header") == session({}, "header") == session({"user": "header"})
-    assert session(body) == session({"user": "cache"}) != session({"user": "user"})
-    assert session({}) == session({"user": None}) == session({"user": ""}) == 0
-    assert session(body) != session(body, owner="other")
-    assert 0 < session(body) < 2**63
-
-
-@pytest.mark.parametrize(
-    ("body", "headers", "param"),
-    [
-        ({"user": 5}, (), "user"),
-        ({"user": "x" * (MAX_SESSION_CHARACTERS + 1)}, ("x",), "user"),
-        ({"prompt_cache_key": ["x"]}, (), "prompt_cache_key"),
-        ({}, ("x" * (MAX_SESSION_CHARACTERS + 1),), "x-sluice-session"),
-        ({}, ("x", "x"), "x-sluice-session"),
-    ],
-)
-def test_a_bad_session_is_named(body: dict[str, Any], headers: tuple[str, ...], param: str) -> None:
-    with pytest.raises(ApiError) as caught:
-        session(body, *headers)
-    assert caught.value.param == param
-    assert len(caught.value.message) < 300
 
 
 def test_every_reason_has_a_rule_and_none_is_a_408() -> None:

@@ -22,7 +22,7 @@ from sluice.scheduling.job import STAYS
 from sluice.scheduling.objective import SLO
 from tests.router.far_side import Behaviour, Edge, FarController, FarSide, NoItems, answer, fail
 from tests.router.test_resume import simulated, text, without_time_and_name
-from tests.router.test_stalls import CHAT, COMPLETIONS, LoopClock, asked, freezing, virtual
+from tests.router.test_stall_detector import CHAT, COMPLETIONS, LoopClock, asked, freezing, virtual
 
 STATED: dict[str, Any] = {"slo": {"ttft_ms": 4_000, "tpot_ms": 500}}
 STAY = RouteDecision(None, STAYS)

@@ -34,7 +34,7 @@ from sluice.router.tenancy.limits import Client
 from sluice.scheduling.objective import SLO
 from tests.router.far_side import Behaviour, Clock, FarSide, NoItems, attempt_at, serve
 from tests.router.test_resume import DIED
-from tests.router.test_stalls import CHAT, edge, says_so, virtual
+from tests.router.test_stall_detector import CHAT, edge, says_so, virtual
 
 HUNG = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica is unresponsive.", hung=True)
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}

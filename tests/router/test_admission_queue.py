@@ -1,9 +1,10 @@
-"""Lines of waiting requests, in virtual time."""
+"""Admission queues, alone and at the edge, in virtual time."""
 
 from __future__ import annotations
 
 import asyncio
 from math import inf
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,13 +22,10 @@ from sluice.router.dispatch.admission_queue import (
 from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.tenancy.limits import ANYONE, Client
+from tests.router.test_admission import edge_of, guaranteed, post, unattainable
 from tests.router.virtual_time import VirtualTime, settle
 
 PLACED = RouteDecision("a", "placed", Tier.GUARANTEED, 0.1)
-
-
-def unattainable(retry_after_s: float = 0.4) -> RouteDecision:
-    return RouteDecision(None, "unattainable", retry_after_s=retry_after_s, room_s=retry_after_s)
 
 
 class Fleet:
@@ -273,3 +271,87 @@ async def test_whatever_happens_the_line_is_bounded_in_order_and_ends(
     assert all(task.done() for task in queue.tasks)
     reasons = {error.reason for error in queue.errors.values()}
     assert reasons <= {Reason.QUEUE_FULL, Reason.QUEUE_TIMEOUT, Reason.DEADLINE_PASSED}
+
+
+async def test_who_queues_is_served_when_its_objective_can_be_promised() -> None:
+    time = VirtualTime()
+    edge = edge_of(unattainable(1.0), unattainable(1.0), guaranteed(ttft_s=0.5), clock=time)
+    answered = asyncio.create_task(post(edge, "patient"))
+    await settle()
+    waiting = {"class": "patient"}
+    assert edge.sample("sluice_line_requests", **waiting) == 1
+    await time.advance(1.2)
+    response = await answered
+    assert response.headers["x-sluice-admission"] == "guaranteed"
+    # Asked at 0, 0.5 and 1 s.
+    assert [query.waited_s for query in edge.controller.queries] == [0.0, 0.5, 1.0]
+    assert response.headers["x-sluice-predicted-ttft-ms"] == "1500.0"
+    assert edge.side.calls[0][1].waited_s == 1.0
+    assert edge.sample("sluice_line_requests", **waiting) == 0
+    assert edge.sample("sluice_line_wait_seconds_sum", **waiting) == 1.0
+
+
+async def test_who_comes_later_stands_behind_who_waits() -> None:
+    time = VirtualTime()
+    edge = edge_of(unattainable(1.0), unattainable(1.0), guaranteed(), clock=time)
+    first = asyncio.create_task(post(edge, "patient"))
+    await settle()
+    second = asyncio.create_task(post(edge, "patient"))
+    await settle()
+    # The newcomer makes the front ask at once, itself last.
+    keys = [query.key for query in edge.controller.queries]
+    assert keys[0] == keys[1] != keys[2]
+    await time.advance(1.0)
+    assert {(await first).status_code, (await second).status_code} == {200}
+
+
+async def test_without_an_answer_the_wait_is_over() -> None:
+    """Once the last refusal is too old to tell of the capacity."""
+    time = VirtualTime()
+    edge = edge_of(unattainable(0.5), clock=time)
+    answered = asyncio.create_task(post(edge, "patient"))
+    await settle()
+    edge.controller.silent = True
+    await time.advance(0.9)
+    assert not answered.done()
+    await time.advance(0.5)
+    response = await answered
+    assert (response.status_code, response.headers["x-sluice-admission"]) == (200, "best-effort")
+    assert edge.sample("sluice_fallback_total", reason="no_answer") == 1
+
+
+@pytest.mark.parametrize(
+    ("slo", "wait_s", "reason"),
+    [
+        ({"ttft_ms": 2_000}, 2.0, Reason.DEADLINE_PASSED),
+        ({"e2e_ms": 1_000}, 1.0, Reason.DEADLINE_PASSED),
+        ({}, 3.0, Reason.QUEUE_TIMEOUT),
+    ],
+)
+async def test_a_wait_that_is_too_long_ends_with_a_429_that_says_why(
+    slo: dict[str, Any], wait_s: float, reason: Reason
+) -> None:
+    time = VirtualTime()
+    edge = edge_of(unattainable(), clock=time)
+    answered = asyncio.create_task(post(edge, slo={"class": "patient", **slo}))
+    await time.advance(0.99 * wait_s)
+    assert not answered.done()
+    await time.advance(0.02 * wait_s)
+    response = await answered
+    assert response.status_code == 429
+    assert response.json()["error"]["code"] == reason
+    assert response.json()["error"]["retry_after_ms"] == 2250
+    assert edge.side.calls == []
+    labels = {"class": "patient", "reason": reason.value}
+    assert edge.sample("sluice_refusals_total", **labels) == 1
+
+
+async def test_a_full_line_refuses() -> None:
+    time = VirtualTime()
+    edge = edge_of(unattainable(), clock=time)
+    calls = [asyncio.create_task(post(edge, "patient")) for _ in range(3)]
+    await settle()
+    (full,) = [await call for call in calls if call.done()]
+    assert full.json()["error"]["code"] == "queue_full"
+    await time.advance(3.0)
+    assert {(await call).status_code for call in calls} == {429}

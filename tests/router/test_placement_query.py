@@ -1,0 +1,78 @@
+"""What the controller is asked about a call: its output limit, its session, its prefix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sluice.replica.engine import EngineRequest
+from sluice.router.errors import ApiError
+from sluice.router.request.prompt_size import MAX_OUTPUT_TOKENS, output_limit
+from sluice.router.request.session import MAX_SESSION_CHARACTERS, session_of
+from tests.router.far_side import COMPLETION_BODY
+from tests.router.test_admission import edge_of, guaranteed, post
+
+
+async def test_a_query_carries_what_placing_needs() -> None:
+    edge = edge_of(guaranteed())
+    long = "word " * 1_000
+    body = {"messages": [{"role": "user", "content": long}], "max_tokens": 7, "n": 3}
+    await post(edge, **body, user="someone")
+    query = edge.controller.queries[0]
+    request: EngineRequest = edge.side.calls[0][1]
+    assert query.output_tokens == 21
+    assert query.session > 0
+    assert query.prefix
+    assert request.prefix.hashes == query.prefix
+    await post(edge, **body, user="someone")
+    assert edge.controller.queries[1].session == query.session
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "expected"),
+    [
+        ("chat", {}, 0),
+        ("chat", {"max_tokens": 5}, 5),
+        ("chat", {"max_tokens": 5, "max_completion_tokens": 9, "n": 2}, 18),
+        ("completions", {}, 16),
+        ("completions", {"max_tokens": None, "n": 2}, 32),
+        ("completions", {"max_tokens": 3, "prompt": ["a", "b"], "n": 2}, 12),
+        ("completions", {"max_tokens": 3, "prompt": [1, 2, 3]}, 3),
+        ("completions", {"max_tokens": 2**31 - 1, "n": 16}, MAX_OUTPUT_TOKENS),
+    ],
+)
+def test_the_most_that_a_call_may_generate(
+    endpoint: Any, body: dict[str, Any], expected: int
+) -> None:
+    assert output_limit(endpoint, {**COMPLETION_BODY, **body}) == expected
+
+
+def session(body: dict[str, Any], *headers: str, owner: str = "o") -> int:
+    return session_of(body, [(b"x-sluice-session", value.encode()) for value in headers], owner)
+
+
+def test_a_session_is_the_headers_then_the_cache_keys_then_the_users() -> None:
+    body = {"prompt_cache_key": "cache", "user": "user"}
+    assert session(body, "header") == session({}, "header") == session({"user": "header"})
+    assert session(body) == session({"user": "cache"}) != session({"user": "user"})
+    assert session({}) == session({"user": None}) == session({"user": ""}) == 0
+    assert session(body) != session(body, owner="other")
+    assert 0 < session(body) < 2**63
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "param"),
+    [
+        ({"user": 5}, (), "user"),
+        ({"user": "x" * (MAX_SESSION_CHARACTERS + 1)}, ("x",), "user"),
+        ({"prompt_cache_key": ["x"]}, (), "prompt_cache_key"),
+        ({}, ("x" * (MAX_SESSION_CHARACTERS + 1),), "x-sluice-session"),
+        ({}, ("x", "x"), "x-sluice-session"),
+    ],
+)
+def test_a_bad_session_is_named(body: dict[str, Any], headers: tuple[str, ...], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        session(body, *headers)
+    assert caught.value.param == param
+    assert len(caught.value.message) < 300
