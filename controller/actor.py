@@ -15,11 +15,14 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
+import msgspec
 import ray.util
 
 from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import (
     FirstTokenWait,
+    Id,
+    Key,
     LateNotice,
     MetricsPush,
     PushReply,
@@ -34,7 +37,6 @@ from sluice.controller.messages import (
     TroubleNotice,
 )
 from sluice.controller.observability.decision_log import DECISIONS, DecisionLog
-from sluice.controller.observability.endings import check_endings, check_late
 from sluice.controller.observability.history import History
 from sluice.controller.observability.instruments import Instruments
 from sluice.controller.observability.metrics import families_of, text_of
@@ -42,22 +44,27 @@ from sluice.controller.observability.metrics_hub import MetricsHub
 from sluice.controller.observability.overview import describe, drain_of, left_at
 from sluice.controller.state.drains import Drains
 from sluice.controller.state.mirror import Mirror
-from sluice.controller.state.moves import check_waits, late_of
+from sluice.controller.state.moves import late_of
 from sluice.controller.state.promises import PromiseLog
 from sluice.controller.state.quarantine import Quarantine
 from sluice.controller.state.quotas import Quotas
 from sluice.controller.state.request_classes import RequestClasses
+from sluice.controller.transport import report_wire
 from sluice.controller.transport.channel import Endpoint, RouteServer
 from sluice.controller.transport.checks import (
-    check_ids,
-    check_keys,
-    check_notices,
-    check_query,
-    check_role,
-    check_source,
-    check_text,
+    Ids,
+    Keys,
+    LateNotices,
+    Notices,
+    RequestEndings,
+    Uses,
+    Waits,
+    checked,
+    checked_delta,
+    checked_query,
     short,
 )
+from sluice.controller.transport.wire_format import MAX_QUERIES
 from sluice.controller.version import version
 from sluice.scheduling.autoscaling import Load
 from sluice.scheduling.calibration import Calibration
@@ -65,9 +72,6 @@ from sluice.scheduling.fleet import Fleet, FleetSettings
 from sluice.scheduling.job import INVALID_QUERY, STAYS
 from sluice.scheduling.placement import Placer
 from sluice.scheduling.roles import Role
-
-MAX_QUERIES = 1024
-"""Most queries in one call."""
 
 SETTLING_S = 5.0
 """Time after a start in which the replicas of an earlier run register again, and all processes push
@@ -118,7 +122,7 @@ class Controller:
         self._quarantine = Quarantine(self._mirror, self._fleet)
         self._classes = RequestClasses()
         self._quotas = Quotas()
-        self._server = RouteServer(self._route, self._report, clock)
+        self._server = RouteServer(self._route, self._read_report, clock)
         self._instruments = Instruments(
             config.policy,
             self._mirror,
@@ -148,7 +152,9 @@ class Controller:
         Raises:
             ValueError: not a list, or more than ``MAX_QUERIES``.
         """
-        return self._route(queries)
+        if not isinstance(queries, list) or len(queries) > MAX_QUERIES:
+            raise ValueError(f"queries must be a list of at most {MAX_QUERIES}")
+        return self._route([_checked_or_none(query) for query in queries])
 
     async def endpoint(self) -> Endpoint:
         """Address at which :meth:`route` and :meth:`report` are served over a plain connection; see
@@ -178,11 +184,13 @@ class Controller:
         Raises:
             ValueError: the message is malformed.
         """
+        with self._instruments.refusals():
+            delta = checked_delta(delta)
         return self._report(delta)
 
     async def goodbye(self, replica_id: str) -> None:
         """A replica has drained and ends: forget it."""
-        check_text("replica_id", replica_id)
+        checked("replica_id", replica_id, Id)
         self._hear()
         self._mirror.forget(replica_id)
         self._drains.forget(replica_id)
@@ -194,7 +202,7 @@ class Controller:
         Raises:
             ValueError: not a list of ids.
         """
-        check_ids("replica_ids", replica_ids)
+        replica_ids = checked("replica_ids", replica_ids, Ids)
         self._mirror.mark_gone(replica_ids, self._hear())
 
     async def troubled(self, source: int, notices: Sequence[TroubleNotice]) -> None:
@@ -203,8 +211,8 @@ class Controller:
         Raises:
             ValueError: not a list of notices, or no source.
         """
-        check_source(source)
-        check_notices(notices)
+        checked("source", source, Key)
+        notices = checked("notices", notices, Notices)
         self._quarantine.troubled(source, notices, self._hear())
 
     async def release(self, keys: Sequence[int]) -> None:
@@ -213,7 +221,7 @@ class Controller:
         Raises:
             ValueError: not a list of keys.
         """
-        check_keys("keys", keys)
+        keys = checked("keys", keys, Keys)
         self._quarantine.released(keys, self._hear())
         self._fleet.release(keys)
         self._classes.ended(keys)
@@ -226,7 +234,7 @@ class Controller:
             ValueError: malformed, or over a limit.
         """
         with self._instruments.refusals():
-            return self._quotas.share(uses, self._hear())
+            return self._quotas.share(checked("uses", uses, Uses), self._hear())
 
     async def push_metrics(
         self,
@@ -243,9 +251,9 @@ class Controller:
         """
         now_s = self._hear()
         with self._instruments.refusals():
-            check_endings(endings)
-            check_late(late)
-            check_waits(waits)
+            endings = checked("endings", endings, RequestEndings)
+            late = checked("late", late, LateNotices)
+            waits = checked("waits", waits, Waits)
             new = self._hub.push(push, now_s)
         if new:
             self._history.joined(push.samples)
@@ -284,7 +292,7 @@ class Controller:
             ValueError: no such role.
         """
         if role is not None:
-            check_role(role)
+            checked("role", role, Role)
         now_s = self._hear()
         self._forget_silent(now_s)
         self._fleet.expire(now_s)
@@ -354,7 +362,7 @@ class Controller:
         Raises:
             ValueError: ``replica_id`` is no id, or ``drain`` is no flag.
         """
-        check_text("replica_id", replica_id)
+        checked("replica_id", replica_id, Id)
         if not isinstance(drain, bool):
             raise ValueError(f"drain must be true or false, got {short(drain)}")
         now_s = self._hear()
@@ -404,9 +412,8 @@ class Controller:
             self._quarantine.forget(replica_id)
         self._quarantine.advance(now_s)
 
-    def _route(self, queries: list[RouteQuery]) -> RouteReply:
-        if not isinstance(queries, list) or len(queries) > MAX_QUERIES:
-            raise ValueError(f"queries must be a list of at most {MAX_QUERIES}")
+    def _route(self, queries: list[RouteQuery | None]) -> RouteReply:
+        """Decide on each query; ``None``: a malformed one."""
         self._hear()
         decisions = tuple([self._decide(query) for query in queries])
         return RouteReply(self._epoch, decisions, self._closed(), self._quarantine.names)
@@ -433,6 +440,11 @@ class Controller:
             return None
         return self._fleet.closed
 
+    def _read_report(self, data: msgspec.Raw) -> ReportReply:
+        with self._instruments.refusals():
+            delta = report_wire.decode(data)
+        return self._report(delta)
+
     def _report(self, delta: ReplicaDelta) -> ReportReply:
         now_s = self._hear()
         with self._instruments.refusals():
@@ -444,11 +456,9 @@ class Controller:
         closed = self._fleet.is_closed(delta.replica_id)
         return ReportReply(self._epoch, resync=not applied, closed=closed)
 
-    def _decide(self, query: RouteQuery) -> RouteDecision:
+    def _decide(self, query: RouteQuery | None) -> RouteDecision:
         started_s = self._clock()
-        try:
-            check_query(query)
-        except ValueError:
+        if query is None:
             decision = RouteDecision(None, INVALID_QUERY)
             self._instruments.count_decision(decision.reason, self._clock() - started_s)
             return decision
@@ -466,6 +476,13 @@ class Controller:
             self._instruments.count_pair()
             self._classes.note(query.prefill_key, query.slo.service_class)
         return decision
+
+
+def _checked_or_none(query: Any) -> RouteQuery | None:
+    try:
+        return checked_query(query)
+    except ValueError:
+        return None
 
 
 def fingerprint_of(config: ControllerConfig) -> str:

@@ -24,6 +24,7 @@ from sluice.controller.lookup import (
 )
 from sluice.controller.messages import (
     MAX_ENDINGS,
+    MAX_KEYS,
     FirstTokenWait,
     LateNotice,
     MetricsPush,
@@ -40,7 +41,6 @@ from sluice.controller.messages import (
     TroubleNotice,
 )
 from sluice.controller.transport.channel import Endpoint, RouteChannel
-from sluice.controller.transport.checks import MAX_KEYS
 from sluice.controller.transport.coalesce import Coalescer
 from sluice.controller.transport.failure import NoAnswerError
 from sluice.controller.transport.report_wire import fits

@@ -1,19 +1,21 @@
 """Messages between the controller and its clients (routers and replicas).
 
 All of them are plain data. Times are ages, or times of the sender's monotonic clock together with
-the sender's ``now_s``, so clocks of different hosts are never compared.
+the sender's ``now_s``, so clocks of different hosts are never compared. The types of the fields
+have the bounds; :mod:`sluice.controller.transport.checks` decodes messages by them.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import numpy as np
+from msgspec import Meta
 
 from sluice.scheduling.breaker import Trouble
 from sluice.scheduling.job import RouteDecision, RouteQuery, Tier
 from sluice.scheduling.latency_profile import LatencyProfile
-from sluice.scheduling.objective import OBJECTIVES, Times
+from sluice.scheduling.objective import OBJECTIVES
 from sluice.scheduling.prefix import NO_HELD, NO_HELD_SLOTS
 from sluice.scheduling.roles import Role
 
@@ -39,6 +41,37 @@ __all__ = [
     "TroubleNotice",
 ]
 
+
+MAX_TEXT: Final = 256
+"""Longest id or name, characters."""
+
+MAX_KEY: Final = (1 << 63) - 1
+MAX_TOKENS: Final = 1 << 31
+
+MAX_NUMBER: Final = 1e15
+"""Largest absolute value of a time or other number."""
+
+MAX_CAPACITY: Final = 1 << 18
+"""Most request slots of one replica."""
+
+MAX_FINISHED: Final = 1 << 18
+"""Most finished requests in one delta."""
+
+MAX_KEYS: Final = 1 << 16
+"""Most keys or replica ids in one call."""
+
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Id = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT)]
+Key = Annotated[int, Meta(ge=0, le=MAX_KEY)]
+Size = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+Number = Annotated[float, Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
+"""Finite, like the two below."""
+Age = Annotated[float, Meta(ge=0, le=MAX_NUMBER)]
+Rate = Annotated[float, Meta(gt=0, le=MAX_NUMBER)]
+Ages = tuple[Age | None, Age | None, Age | None]
+"""TTFT, TPOT and end-to-end time, seconds; ``None`` where there is none."""
+
+_Objective = Annotated[str, Meta(pattern=rf"\A({'|'.join(OBJECTIVES)})\Z")]
 
 MAX_USES = 1_024
 """Most entries of one call about rate limits."""
@@ -71,18 +104,18 @@ class ReplicaHello(NamedTuple):
     prefill for a more urgent one. ``hung`` as in a delta.
     """
 
-    replica_id: str
-    node_id: str
-    model: str
-    policy: str
+    replica_id: Id
+    node_id: Text
+    model: Text
+    policy: Text
     role: Role
-    max_batch_tokens: int
-    max_sequences: int
-    block_tokens: int
-    capacity: int
+    max_batch_tokens: Size
+    max_sequences: Size
+    block_tokens: Size
+    capacity: Annotated[int, Meta(ge=1, le=MAX_CAPACITY)]
     profile: LatencyProfile
-    seq: int
-    now_s: float
+    seq: Key
+    now_s: Number
     slots: np.ndarray
     rows: np.ndarray
     summary: np.void
@@ -104,14 +137,14 @@ class ReplicaDelta(NamedTuple):
     as the replica knows it. ``hung``: its own watchdog reports that its engine makes no progress.
     """
 
-    replica_id: str
-    epoch: int
-    seq: int
-    now_s: float
+    replica_id: Id
+    epoch: Key
+    seq: Key
+    now_s: Number
     slots: np.ndarray
     rows: np.ndarray
     summary: np.void
-    finished: tuple[int, ...]
+    finished: Annotated[tuple[Key, ...], Meta(max_length=MAX_FINISHED)]
     draining: bool
     held_slots: np.ndarray = NO_HELD_SLOTS
     held: np.ndarray = NO_HELD
@@ -194,20 +227,20 @@ class RequestEnding(NamedTuple):
             apply.
     """
 
-    request_id: str
-    outcome: str
-    missed: tuple[str, ...]
-    tokens: int
-    ttft_s: float | None
-    tpot_s: float | None
-    e2e_s: float | None
-    error: str = ""
-    service_class: str = ""
-    tenant: int = 0
-    most_tokens: int = 0
-    replica_id: str = ""
+    request_id: Id
+    outcome: Id
+    missed: Annotated[tuple[_Objective, ...], Meta(max_length=len(OBJECTIVES))]
+    tokens: Key
+    ttft_s: Age | None
+    tpot_s: Age | None
+    e2e_s: Age | None
+    error: Text = ""
+    service_class: Text = ""
+    tenant: Key = 0
+    most_tokens: Key = 0
+    replica_id: Text = ""
     kept: bool | None = None
-    judged_s: Times | None = None
+    judged_s: Ages | None = None
 
 
 class LateNotice(NamedTuple):
@@ -221,9 +254,9 @@ class LateNotice(NamedTuple):
     For a request with stages both are those of its worst stage.
     """
 
-    request_id: str
-    ttft_s: float | None
-    tpot_s: float | None
+    request_id: Id
+    ttft_s: Age | None
+    tpot_s: Age | None
 
 
 MAX_WAITS = 256
@@ -240,16 +273,16 @@ class FirstTokenWait(NamedTuple):
         waited_s: its age.
     """
 
-    key: int
-    replica_id: str
-    ttft_s: float
-    waited_s: float
+    key: Key
+    replica_id: Id
+    ttft_s: Age
+    waited_s: Age
 
 
 class TroubleNotice(NamedTuple):
     """One failure of a replica that a router observed."""
 
-    replica_id: str
+    replica_id: Id
     trouble: Trouble
 
 
@@ -265,7 +298,7 @@ class QuotaUse(NamedTuple):
         per_s: amount that drains from it each second.
     """
 
-    account: str
-    used: float
-    level: float
-    per_s: float
+    account: Id
+    used: Number
+    level: Age
+    per_s: Rate

@@ -17,12 +17,12 @@ CONTROLLER_SURFACE = (
     "controller.observability.metrics",
     "controller.version",
     "controller.transport.dead_hosts",
+    "controller.transport.frames",
 )
 
 REPLICA_SURFACE = (
     "replica.engine",
     "replica.request_body",
-    "replica.streams.frames",
     "replica.streams.wire",
 )
 

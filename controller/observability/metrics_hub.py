@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from prometheus_client import Metric
 
-from sluice.controller.messages import MetricSample, MetricsPush
+from sluice.controller.messages import Id, Key, MetricSample, MetricsPush
 from sluice.controller.observability.metrics import MAX_PUSH_SAMPLES, SUFFIXES
-from sluice.controller.transport.checks import check_serial, check_text, has_bytes, short
+from sluice.controller.transport.checks import checked, has_bytes, short
 
 MAX_SOURCES = 4096
 MAX_SERIES = 200_000
@@ -289,10 +289,10 @@ class MetricsHub:
 def _checked_key(push: Any) -> tuple[str, int]:
     if not isinstance(push, MetricsPush):
         raise ValueError(f"expected a MetricsPush, got {type(push).__name__}")
-    check_text("source", push.source)
-    check_serial("incarnation", push.incarnation)
-    check_serial("number", push.number)
-    return push.source, push.incarnation
+    source: str = checked("source", push.source, Id)
+    incarnation: int = checked("incarnation", push.incarnation, Key)
+    checked("number", push.number, Key)
+    return source, incarnation
 
 
 def _is_known(families: dict[str, _Family], sample: Any) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 
 from sluice.controller.messages import ReplicaDelta, ReplicaHello
 from sluice.controller.transport import report_rows
-from sluice.controller.transport.checks import check_delta_body, check_delta_header, check_hello
+from sluice.controller.transport.checks import check_changes, checked_hello
 from sluice.controller.transport.clock_offset import ClockOffset
 from sluice.scheduling.fleet import Fleet
 from sluice.scheduling.fleet_report import Report
@@ -178,7 +178,7 @@ class Mirror:
             ValueError: the message is malformed, or ``limit`` replicas are known. The mirror is
                 unchanged.
         """
-        check_hello(hello)
+        hello = checked_hello(hello)
         replica = self._replicas.get(hello.replica_id)
         if replica is None:
             if len(self._replicas) >= self._limit:
@@ -193,16 +193,16 @@ class Mirror:
         self._take_in(replica, hello, (), now_s)
 
     def delta(self, delta: ReplicaDelta, now_s: float) -> bool:
-        """Apply a report. ``False``: it cannot be applied, and the replica must send a new hello.
+        """Apply a report that was decoded by its type. ``False``: it cannot be applied, and the
+        replica must send a new hello.
 
         Raises:
-            ValueError: the message is malformed. The mirror is unchanged.
+            ValueError: an array is malformed. The mirror is unchanged.
         """
-        check_delta_header(delta)
         replica = self._replicas.get(delta.replica_id)
         if replica is None or delta.epoch != self.epoch or delta.seq != replica.seq + 1:
             return False
-        check_delta_body(delta, replica.hello.capacity)
+        check_changes(delta, replica.hello.capacity)
         ended = self._take_in(replica, delta, delta.finished, now_s)
         if delta.finished and self._ended is not None:
             for key, tokens in ended:

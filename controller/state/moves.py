@@ -14,13 +14,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 from math import inf
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from sluice.controller.messages import MAX_WAITS, FirstTokenWait
+from sluice.controller.messages import FirstTokenWait
 from sluice.controller.state.mirror import Mirror, MirroredReplica
-from sluice.controller.transport.checks import check_keys, check_text, listed, short
 from sluice.scheduling.fleet import Fleet
 from sluice.scheduling.late_first_tokens import late
 
@@ -38,23 +37,6 @@ class _Due(NamedTuple):
     planned_s: float
     stated_s: float
     key: int
-
-
-def check_waits(waits: Any) -> None:
-    """Check a router's list of requests that wait for their first tokens.
-
-    Raises:
-        ValueError: it is no sequence of waits, too long, or a field is out of range.
-    """
-    for wait in listed("waits", waits, "waits", MAX_WAITS):
-        if not isinstance(wait, FirstTokenWait):
-            raise ValueError(f"expected a FirstTokenWait, got {short(wait)}")
-        check_keys("key", (wait.key,))
-        check_text("replica_id", wait.replica_id)
-        for name in ("ttft_s", "waited_s"):
-            value = getattr(wait, name)
-            if not (type(value) is float and 0 <= value < inf):
-                raise ValueError(f"{name} must be a finite float >= 0, got {short(value)}")
 
 
 def late_of(

@@ -3,19 +3,13 @@
 A decision is on the path of every request, and every replica reports many times a second. So
 neither is sent as an actor call while this connection is open; ``sluice bench decision`` measures
 both ways. The actor listens on its node's address, on a port that the system chooses, and serves
-clients that present the token from :meth:`RouteServer.endpoint`. Messages are lines: first the
-token, answered by ``ok``, then JSON:
-``[number, [query, ...], sent_s, left_s]``, answered, in the order of the questions, by
-``[number, epoch, [[decision, ...], closed, quarantined]]``; or
-``[number, {"report": ...}, sent_s, left_s]``, answered by ``[number, epoch, [resync, closed]]``;
-either may be answered by ``[number, null, "what was wrong"]``. :mod:`sluice.controller.messages`
-defines ``closed`` and ``quarantined``.
+clients that present the token from :meth:`RouteServer.endpoint`.
+:mod:`sluice.controller.transport.wire_format` has the messages; answers come in the order of the
+questions.
 
-``sent_s`` is the client's monotonic clock, ``left_s`` how long it waits for the answer. A message
-that arrives later than that, because the controller or the network stalled, is not handled: its
-sender has stopped waiting and would not use what it reserves. It is answered by
-``[number, null, null]``. Right after the greeting a client sends an empty list of queries,
-``[number, [], ...]``, which shows how the clocks differ
+A message that arrives later than its sender waits for the answer, because the controller or the
+network stalled, is not handled: its sender would not use what it reserves. Right after the greeting
+a client asks for no decisions, which shows how the clocks differ
 (:mod:`sluice.controller.transport.clock_offset`).
 """
 
@@ -29,7 +23,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from math import inf
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -42,12 +36,22 @@ from sluice.controller.messages import (
 )
 from sluice.controller.transport import query_wire, report_wire
 from sluice.controller.transport.clock_offset import ClockOffset
-from sluice.controller.transport.dead_hosts import notice_dead_host
 from sluice.controller.transport.failure import NoAnswerError
-from sluice.controller.transport.wire_format import FORMAT
-
-MAX_LINE = 1 << 20
-"""Longest message, bytes."""
+from sluice.controller.transport.frames import Frames
+from sluice.controller.transport.wire_format import (
+    FORMAT,
+    MAX_FRAME,
+    WELCOME,
+    Question,
+    Refused,
+    Report,
+    Reported,
+    Route,
+    Routed,
+    decode_answer,
+    decode_question,
+    encode,
+)
 
 MAX_CONNECTIONS = 8192
 """Most connections that have shown the token."""
@@ -65,15 +69,11 @@ GREETING_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 2.0
 _CONNECT_PAUSE_S = 1.0
 _GREETING_LEFT_S = 60.0
-_MOST_S = 1e12
-_WELCOME = b"ok"
 
 _log = logging.getLogger(__name__)
-_encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder().decode
 
-Route = Callable[[list[RouteQuery]], RouteReply]
-TakeReport = Callable[[ReplicaDelta], ReportReply]
+Decide = Callable[[list[RouteQuery | None]], RouteReply]
+TakeReport = Callable[[msgspec.Raw], ReportReply]
 OnLate = Callable[[RouteQuery, RouteDecision], None]
 
 
@@ -86,54 +86,7 @@ class Endpoint(NamedTuple):
     format: str = ""
 
 
-class _Lines(asyncio.Protocol):
-    """Splits what arrives into lines, and closes on one longer than ``limit`` bytes."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.closed = False
-        self._transport: asyncio.Transport | None = None
-        self._rest = b""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # A cast without a check: uvloop's transports are not instances of asyncio's classes.
-        self._transport = cast(asyncio.Transport, transport)
-        notice_dead_host(transport.get_extra_info("socket"))
-
-    def data_received(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data if self._rest else data).split(b"\n")
-        for line in lines:
-            if self.closed:
-                return
-            self.line_received(line)
-        if len(self._rest) > self.limit:
-            self.close()
-
-    def connection_lost(self, _error: Exception | None) -> None:
-        self.closed = True
-
-    def line_received(self, line: bytes) -> None:
-        """Handle one message."""
-        raise NotImplementedError
-
-    def send(self, message: Any) -> None:
-        """Write one message."""
-        self.write(_encode(message))
-
-    def write(self, line: bytes) -> None:
-        """Write one line; nothing on a closed connection."""
-        if self._transport is not None and not self.closed and not self._transport.is_closing():
-            self._transport.write(line + b"\n")
-
-    def close(self) -> None:
-        """Drop the connection at once, and what was not sent or handled yet. Idempotent."""
-        self.closed = True
-        self._rest = b""
-        if self._transport is not None:
-            self._transport.abort()
-
-
-class _Served(_Lines):
+class _Served(Frames):
     """One client's connection, at the controller."""
 
     def __init__(self, server: RouteServer) -> None:
@@ -155,62 +108,65 @@ class _Served(_Lines):
         if self._greeting is not None:
             self._greeting.cancel()
 
-    def line_received(self, line: bytes) -> None:
+    def frame_received(self, frame: bytes | bytearray) -> None:
         if not self._trusted:
-            self._greeted(line)
+            self._greeted(frame)
             return
         try:
-            number, asked, sent_s, left_s = _decode(line)
-            late = self._is_late(sent_s, left_s)
-            if isinstance(asked, dict):
-                delta, queries = report_wire.of_json(asked["report"]), []
-            else:
-                delta, queries = None, [query_wire.of_row(row) for row in asked]
-        except (KeyError, TypeError, ValueError, RecursionError):
-            self.close()
+            question = decode_question(frame)
+        except (ValueError, RecursionError):
+            self.abort()
             return
+        self.send(encode(self._answer(question)))
+
+    def _answer(self, question: Route | Report) -> Routed | Reported | Refused:
+        number = question.number
+        if self._is_late(question):
+            return Refused(number, None)
         try:
-            if late:
-                self.send((number, None, None))
-            elif delta is not None:
-                told = self._server.report(delta)
-                self.send((number, told.epoch, (told.resync, told.closed)))
-            else:
-                reply = self._server.route(queries)
-                self.send((number, reply.epoch, (reply.decisions, reply.closed, reply.quarantined)))
+            if isinstance(question, Report):
+                return Reported(number, self._server.report(question.report))
+            return Routed(number, self._server.route(list(map(_query, question.queries))))
         except ValueError as error:
-            self.send((number, None, str(error)))
+            return Refused(number, str(error))
 
-    def _is_late(self, sent_s: float, left_s: float) -> bool:
-        """Whether the sender of a message has stopped waiting for its answer.
+    def _is_late(self, question: Question) -> bool:
+        """Whether the sender has stopped waiting for the answer."""
+        age_s = self._offset.hear(question.sent_s, self._server.clock())
+        return age_s > question.left_s
 
-        Raises:
-            TypeError, ValueError: the arguments are not valid times.
-        """
-        if not (abs(sent_s) < _MOST_S and abs(left_s) < _MOST_S):
-            raise ValueError("a message says when it was sent and how long its sender waits")
-        return self._offset.hear(float(sent_s), self._server.clock()) > left_s
-
-    def _greeted(self, line: bytes) -> None:
-        known = hmac.compare_digest(line, self._server.token.encode())
+    def _greeted(self, token: bytes | bytearray) -> None:
+        known = hmac.compare_digest(token, self._server.token.encode())
         if not known or not self._server.trust(self):
-            self.close()
+            self.abort()
             return
         self._trusted = True
-        self.limit = MAX_LINE
-        self.write(_WELCOME)
+        self.limit = MAX_FRAME
+        self.send(WELCOME)
 
     def _check_greeted(self) -> None:
         if not self._trusted:
-            self.close()
+            self.abort()
+
+
+def _query(data: msgspec.Raw) -> RouteQuery | None:
+    try:
+        return query_wire.decode(data)
+    except (ValueError, RecursionError):
+        return None
 
 
 class RouteServer:
-    """The controller's side. ``route`` or ``report`` is called for each message, on the event
-    loop; ``clock``: monotonic seconds."""
+    """The controller's side.
+
+    Args:
+        route: called on the event loop with the queries of a message; ``None``: a malformed one.
+        report: called on the event loop with the bytes of a report.
+        clock: monotonic seconds.
+    """
 
     def __init__(
-        self, route: Route, report: TakeReport, clock: Callable[[], float] = time.monotonic
+        self, route: Decide, report: TakeReport, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.route = route
         self.report = report
@@ -235,7 +191,7 @@ class RouteServer:
         if len(self._strangers) >= MAX_STRANGERS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
-            oldest.close()
+            oldest.abort()
         self._strangers[connection] = None
 
     def trust(self, connection: _Served) -> bool:
@@ -255,15 +211,15 @@ class RouteServer:
 class _Waiting(NamedTuple):
     """A pending question: the future for its answer, and its deadline."""
 
-    answer: asyncio.Future[tuple[int, Any]]
+    answer: asyncio.Future[Any]
     due_s: float
 
 
-class _Asking(_Lines):
+class _Asking(Frames):
     """The connection, at a client."""
 
     def __init__(self, token: str, on_lost: Callable[[], None], on_late: OnLate) -> None:
-        super().__init__(MAX_LINE)
+        super().__init__(MAX_FRAME)
         self._token = token
         self._on_lost = on_lost
         self._on_late = on_late
@@ -279,7 +235,7 @@ class _Asking(_Lines):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.write(self._token.encode())
+        self.send(self._token.encode())
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
@@ -290,28 +246,33 @@ class _Asking(_Lines):
             self.greeted.set_result(False)
         self._on_lost()
 
-    def line_received(self, line: bytes) -> None:
+    def frame_received(self, frame: bytes | bytearray) -> None:
         if not self.greeted.done():
-            self.greeted.set_result(line == _WELCOME)
-            self._ask((), _GREETING_LEFT_S)
+            self.greeted.set_result(frame == WELCOME)
+            self._send_question(Route, [], _GREETING_LEFT_S)
             return
-        number, epoch, answer = _decode(line)
+        try:
+            answer = decode_answer(frame)
+        except (ValueError, RecursionError) as error:
+            _log.error("the controller's answer is malformed: %s", error)
+            self.abort()
+            return
         self._timeouts = 0
+        number = answer.number
         waiting = self._waiting.get(number)
         if waiting is not None and waiting.answer.done():
             waiting = None
         late = self._late.get(number)
         if self._late:
             self._late = {asked: of for asked, of in self._late.items() if asked > number}
-        if epoch is None:
+        if isinstance(answer, Refused):
             if waiting is not None:
-                self._refused(waiting, answer)
-            return
-        if late:
-            for query, decision in zip(late, query_wire.decisions(answer[0]), strict=True):
+                self._refused(waiting, answer.why)
+        elif late and isinstance(answer, Routed):
+            for query, decision in zip(late, answer.reply.decisions, strict=True):
                 self._on_late(query, decision)
         elif waiting is not None:
-            waiting.answer.set_result((epoch, answer))
+            waiting.answer.set_result(answer.reply)
 
     def _refused(self, waiting: _Waiting, why: str | None) -> None:
         if why is not None:
@@ -322,17 +283,21 @@ class _Asking(_Lines):
         # stalled, and the controller misjudges the age of this client's messages: a new connection
         # learns the clock offset from scratch.
         if asyncio.get_running_loop().time() < waiting.due_s:
-            self.close()
+            self.abort()
 
-    def _ask(self, message: Any, left_s: float) -> int:
+    def _send_question(self, kind: type[Route] | type[Report], content: Any, left_s: float) -> int:
         number = next(self._numbers)
-        self.send((number, message, asyncio.get_running_loop().time(), left_s))
+        self.send(encode(kind(number, asyncio.get_running_loop().time(), left_s, content)))
         return number
 
     async def ask(
-        self, message: Any, timeout_s: float, queries: Sequence[RouteQuery] = ()
-    ) -> tuple[int, Any]:
-        """The controller's epoch and its answer to ``message``, which asks ``queries`` if any.
+        self,
+        kind: type[Route] | type[Report],
+        content: Any,
+        timeout_s: float,
+        queries: Sequence[RouteQuery] = (),
+    ) -> Any:
+        """The controller's reply to a question of this kind, which asks ``queries`` if any.
 
         Raises:
             NoAnswerError: the connection broke.
@@ -341,8 +306,8 @@ class _Asking(_Lines):
         """
         loop = asyncio.get_running_loop()
         asked_s = loop.time()
-        number = self._ask(message, timeout_s)
-        future: asyncio.Future[tuple[int, Any]] = loop.create_future()
+        number = self._send_question(kind, content, timeout_s)
+        future: asyncio.Future[Any] = loop.create_future()
         self._waiting[number] = _Waiting(future, asked_s + timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
@@ -363,7 +328,7 @@ class _Asking(_Lines):
         self._last_timeout_s = asyncio.get_running_loop().time()
         self._timeouts += 1
         if self._timeouts >= MAX_TIMEOUTS:
-            self.close()
+            self.abort()
 
 
 class RouteChannel:
@@ -405,14 +370,9 @@ class RouteChannel:
             NoAnswerError: the connection broke, or no answer came in time.
             ValueError: the controller refused the queries.
         """
-        rows = [query_wire.to_row(query) for query in queries]
-        epoch, (decisions, closed, quarantined) = await self._ask(rows, timeout_s, queries)
-        return RouteReply(
-            epoch,
-            query_wire.decisions(decisions),
-            None if closed is None else tuple(closed),
-            tuple(quarantined),
-        )
+        content = [msgspec.Raw(query_wire.encode(query)) for query in queries]
+        reply: RouteReply = await self._ask(Route, content, timeout_s, queries)
+        return reply
 
     async def report(self, delta: ReplicaDelta, timeout_s: float) -> ReportReply:
         """The answer to a report; it must fit
@@ -422,17 +382,22 @@ class RouteChannel:
             NoAnswerError: the connection broke, or no answer came in time.
             ValueError: the controller refused the report.
         """
-        epoch, (resync, closed) = await self._ask({"report": report_wire.to_json(delta)}, timeout_s)
-        return ReportReply(epoch, resync, closed)
+        content = msgspec.Raw(report_wire.encode(delta))
+        reply: ReportReply = await self._ask(Report, content, timeout_s)
+        return reply
 
     async def _ask(
-        self, message: Any, timeout_s: float, queries: Sequence[RouteQuery] = ()
-    ) -> tuple[int, Any]:
+        self,
+        kind: type[Route] | type[Report],
+        content: Any,
+        timeout_s: float,
+        queries: Sequence[RouteQuery] = (),
+    ) -> Any:
         connection = self._connection
         if connection is None:
             raise NoAnswerError("unavailable")
         try:
-            return await connection.ask(message, timeout_s, queries)
+            return await connection.ask(kind, content, timeout_s, queries)
         except TimeoutError:
             raise NoAnswerError("timeout") from None
 
@@ -444,7 +409,7 @@ class RouteChannel:
             await asyncio.gather(connecting, return_exceptions=True)
         connection, self._connection = self._connection, None
         if connection is not None:
-            connection.close()
+            connection.abort()
 
     async def _connect(self) -> None:
         """One attempt and a pause. A success is followed by a pause too: connections that end right
@@ -475,7 +440,7 @@ class RouteChannel:
             _log.exception("connecting to the controller for decisions failed")
         finally:
             if connection is not None and connection is not self._connection:
-                connection.close()
+                connection.abort()
 
     def _lost(self, connection: _Asking) -> None:
         if self._connection is connection:

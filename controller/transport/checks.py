@@ -1,63 +1,60 @@
 """Validation of messages: malformed, impossible or out-of-range messages are refused.
 
 A faulty or an older client must not be able to corrupt the mirror, so every message is checked
-whole before any of it is applied. Each check raises ``ValueError`` with the bad value and what is
-allowed.
+whole before any of it is applied. The types of :mod:`sluice.controller.messages` have the bounds of
+plain fields: what arrives over the plain connection is decoded by them, and what arrives by an
+actor call is encoded and decoded again (:func:`checked`). The content of arrays is checked here.
+All of it raises ``ValueError`` with what is wrong and what is allowed.
 """
 
 from __future__ import annotations
 
+import enum
+import re
 from collections.abc import Sequence
+from functools import lru_cache
 from math import inf
 from operator import itemgetter
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+import msgspec
 import numpy as np
 
 from sluice.controller.messages import (
+    MAX_ENDINGS,
+    MAX_KEYS,
+    MAX_NUMBER,
+    MAX_TOKENS,
+    MAX_USES,
+    MAX_WAITS,
+    FirstTokenWait,
+    Id,
+    Key,
+    LateNotice,
+    QuotaUse,
     ReplicaDelta,
     ReplicaHello,
+    RequestEnding,
     RouteQuery,
-    Trouble,
     TroubleNotice,
 )
+from sluice.controller.transport import query_wire, report_wire
 from sluice.controller.transport.report_rows import are_sound
-from sluice.scheduling.fair_shares import MAX_WEIGHT
-from sluice.scheduling.latency_profile import LatencyProfile
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.prefix import HELD, HELD_SLOTS, MAX_CHUNKS
-from sluice.scheduling.roles import ROLES
-from sluice.scheduling.routing.base import Tier
-from sluice.scheduling.stages import MOST_STAGES, Stage, check_stages
+from sluice.scheduling.prefix import HELD, HELD_SLOTS
 from sluice.scheduling.state import ROW, RUNNING, SUMMARY
 from sluice.scheduling.step_correction import MAX_SPREAD
-from sluice.scheduling.tpot import TPOTAnchor
-
-MAX_TEXT = 256
-"""Longest id or name, characters."""
-
-MAX_CAPACITY = 1 << 18
-"""Most request slots of one replica."""
-
-MAX_FINISHED = 1 << 18
-"""Most finished requests in one delta."""
-
-MAX_KEYS = 1 << 16
-"""Most keys or replica ids in one call."""
-
-MAX_AVOIDED = 64
-"""Most replicas that have failed one request."""
-
-MAX_PROMPT_TOKENS = 1 << 31
-MAX_KEY = (1 << 63) - 1
-
-MAX_NUMBER = 1e15
-"""Largest absolute value of a time or other number."""
 
 MAX_CORRECTION = 1_000.0
 """Largest factor between predicted and real step time, and the inverse of the smallest."""
 
-_TIERS = frozenset(Tier)
+Ids = Annotated[tuple[Id, ...], msgspec.Meta(max_length=MAX_KEYS)]
+Keys = Annotated[tuple[Key, ...], msgspec.Meta(max_length=MAX_KEYS)]
+Notices = Annotated[tuple[TroubleNotice, ...], msgspec.Meta(max_length=MAX_KEYS)]
+RequestEndings = Annotated[tuple[RequestEnding, ...], msgspec.Meta(max_length=MAX_ENDINGS)]
+LateNotices = Annotated[tuple[LateNotice, ...], msgspec.Meta(max_length=MAX_ENDINGS)]
+Waits = Annotated[tuple[FirstTokenWait, ...], msgspec.Meta(max_length=MAX_WAITS)]
+Uses = Annotated[tuple[QuotaUse, ...], msgspec.Meta(max_length=MAX_USES)]
+"""The arguments of actor calls."""
 
 # The counts of a row are its last fields, all int32: one matrix view checks them all.
 _COUNTS_FROM = ROW.fields["priority"][1] // 4 if ROW.fields else 0
@@ -74,178 +71,71 @@ _SUMMARY_CHECKED = itemgetter(
 _SUMMARY_TRANSFERS = ("transfers", "transfer_seconds", "transfer_tokens")
 
 
-def check_hello(hello: ReplicaHello) -> None:
-    """Check a registration. ``O(rows)``.
+def checked(name: str, value: Any, kind: Any) -> Any:
+    """``value``, the argument ``name``, as ``kind``: a type whose annotations have the bounds.
 
     Raises:
-        ValueError: it is no ``ReplicaHello``, or a field is out of range.
+        ValueError: it is something else, or out of range.
     """
-    if not isinstance(hello, ReplicaHello):
-        raise ValueError(f"expected a ReplicaHello, got {type(hello).__name__}")
-    for name in ("replica_id", "node_id", "model", "policy"):
-        check_text(name, getattr(hello, name), empty=name != "replica_id")
-    check_role(hello.role)
-    for name in ("max_batch_tokens", "max_sequences", "block_tokens"):
-        _check_integer(name, getattr(hello, name), 1, MAX_PROMPT_TOKENS)
-    _check_integer("capacity", hello.capacity, 1, MAX_CAPACITY)
-    _check_integer("seq", hello.seq, 0, MAX_KEY)
-    _check_number("now_s", hello.now_s)
-    if not isinstance(hello.profile, LatencyProfile):
-        raise ValueError(f"profile must be a LatencyProfile, got {type(hello.profile).__name__}")
-    _ = hello.profile.model
-    _check_flag("draining", hello.draining)
-    _check_flag("closed", hello.closed)
-    _check_flag("preempts", hello.preempts)
-    _check_flag("hung", hello.hung)
-    _check_rows(hello.slots, hello.rows, hello.capacity)
-    _check_summary(hello.summary)
-    _check_held(hello.held_slots, hello.held)
+    try:
+        return _decoder(kind).decode(report_wire.encode(value))
+    except msgspec.ValidationError as error:
+        raise ValueError(_named(name, value, kind, str(error))) from None
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{name} is malformed: {error}") from None
 
 
-def check_delta_header(delta: ReplicaDelta) -> None:
-    """Check the fields of a report that can be checked before its sender is looked up.
-
-    Raises:
-        ValueError: it is no delta, or its id, epoch, number or clock is impossible.
-    """
-    if not isinstance(delta, ReplicaDelta):
-        raise ValueError(f"expected a ReplicaDelta, got {type(delta).__name__}")
-    check_text("replica_id", delta.replica_id)
-    _check_integer("epoch", delta.epoch, 0, MAX_KEY)
-    _check_integer("seq", delta.seq, 0, MAX_KEY)
-    _check_number("now_s", delta.now_s)
-
-
-def check_delta_body(delta: ReplicaDelta, capacity: int) -> None:
-    """Check the changes against the sender's table of ``capacity`` slots. ``O(rows)``.
-
-    Raises:
-        ValueError: slots, rows, summary, held chunks or finished keys are malformed or out of
-            range.
-    """
-    _check_flag("draining", delta.draining)
-    _check_flag("hung", delta.hung)
-    _check_rows(delta.slots, delta.rows, capacity)
-    _check_summary(delta.summary)
-    _check_held(delta.held_slots, delta.held)
-    check_keys("finished", delta.finished, MAX_FINISHED)
-
-
-def check_query(query: RouteQuery) -> None:
-    """Check a request to place.
+def checked_query(query: Any) -> RouteQuery:
+    """A query that came by an actor call.
 
     Raises:
         ValueError: it is no query, or a field is out of range.
     """
     if not isinstance(query, RouteQuery):
         raise ValueError(f"expected a RouteQuery, got {type(query).__name__}")
-    _check_integer("key", query.key, 0, MAX_KEY)
-    _check_objective(query.slo)
-    _check_integer("prompt_tokens", query.prompt_tokens, 0, MAX_PROMPT_TOKENS)
-    _check_number("waited_s", query.waited_s)
-    if query.waited_s < 0:
-        raise ValueError(f"waited_s must be at least 0, got {query.waited_s}")
-    if not isinstance(query.tiers, frozenset) or not query.tiers or query.tiers - _TIERS:
-        raise ValueError(f"tiers must be any of {short(_TIERS)}, got {short(query.tiers)}")
-    _check_integer("output_tokens", query.output_tokens, 0, MAX_PROMPT_TOKENS)
-    _check_integer("session", query.session, 0, MAX_KEY)
-    _check_integer("prefill_key", query.prefill_key, 0, MAX_KEY)
-    if query.prefill_key and query.prefill_key == query.key:
-        raise ValueError("prefill_key must differ from key")
-    check_text("request_id", query.request_id, empty=True)
-    check_text("client_request_id", query.client_request_id, empty=True)
-    check_text("moves_from", query.moves_from, empty=True)
-    check_keys("prefix", query.prefix, MAX_CHUNKS)
-    check_ids("avoid", query.avoid, MAX_AVOIDED)
-    _check_integer("tenant", query.tenant, 0, MAX_KEY)
-    _check_number("weight", query.weight)
-    if not 1 / MAX_WEIGHT <= query.weight <= MAX_WEIGHT:
-        raise ValueError(
-            f"weight must be from {1 / MAX_WEIGHT} to {MAX_WEIGHT}, got {query.weight}"
-        )
-
-
-def _check_objective(slo: Any) -> None:
-    """Unpickled objects skip the checks of their constructors."""
-    if not isinstance(slo, SLO):
-        raise ValueError(f"slo must be an SLO, got {type(slo).__name__}")
     try:
-        columns = slo.columns
-        anchor, stages = slo.tpot_anchor, slo.stages
-        check_text("service_class", slo.service_class)
-    except AttributeError as error:
-        raise ValueError(f"slo is incomplete: {error}") from None
-    if type(anchor) is not TPOTAnchor:
-        raise ValueError(f"tpot_anchor must be a TPOTAnchor, got {short(anchor)}")
-    sound = isinstance(columns, tuple) and len(columns) == 4
-    if not sound or not all(type(value) is float and value > 0 for value in columns):
-        raise ValueError(f"slo must be of positive times and a priority, got {short(columns)}")
-    _check_stages(stages)
+        return query_wire.decode(query_wire.encode(query))
+    except (AttributeError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"a query is malformed: {error}") from None
 
 
-def _check_stages(stages: Any) -> None:
-    if not isinstance(stages, tuple) or not all(type(stage) is Stage for stage in stages):
-        raise ValueError(f"stages must be stages, got {short(stages)}")
-    for stage in stages[:MOST_STAGES]:
-        if not all(time_s is None or type(time_s) is float for time_s in stage.times_s):
-            raise ValueError(f"a stage's times must be floats, got {short(stage)}")
-    check_stages(stages)
-
-
-def check_text(name: str, value: Any, empty: bool = False) -> None:
-    """Check an id or a name.
+def checked_hello(hello: Any) -> ReplicaHello:
+    """A registration. ``O(rows)``.
 
     Raises:
-        ValueError: it is no string, too long, or empty where that is not allowed.
+        ValueError: it is no ``ReplicaHello``, or a field is out of range.
     """
-    least = 0 if empty else 1
-    sound = isinstance(value, str) and least <= len(value) <= MAX_TEXT and has_bytes(value)
-    if not sound:
-        raise ValueError(
-            f"{name} must be a string of {least} to {MAX_TEXT} characters, got {short(value)}"
-        )
+    if not isinstance(hello, ReplicaHello):
+        raise ValueError(f"expected a ReplicaHello, got {type(hello).__name__}")
+    found: ReplicaHello = checked("hello", hello, ReplicaHello)
+    _ = found.profile.model
+    check_changes(found, found.capacity)
+    return found
 
 
-def check_ids(name: str, ids: Any, limit: int = MAX_KEYS) -> None:
-    """Check a sequence of ids of replicas.
+def checked_delta(delta: Any) -> ReplicaDelta:
+    """A report that came by an actor call; its arrays are not checked yet, see
+    :func:`check_changes`.
 
     Raises:
-        ValueError: it is no sequence, too long, or holds something that is no id.
+        ValueError: it is no ``ReplicaDelta``, or a field is out of range.
     """
-    for each in listed(name, ids, "ids", limit):
-        check_text(name, each)
+    if not isinstance(delta, ReplicaDelta):
+        raise ValueError(f"expected a ReplicaDelta, got {type(delta).__name__}")
+    found: ReplicaDelta = checked("report", delta, ReplicaDelta)
+    return found
 
 
-def check_notices(notices: Any) -> None:
-    """Check a router's notices about replicas.
+def check_changes(message: ReplicaHello | ReplicaDelta, capacity: int) -> None:
+    """Check the arrays of a decoded message against its sender's table of ``capacity`` slots.
+    ``O(rows)``.
 
     Raises:
-        ValueError: it is no sequence of notices, too long, or one of them is malformed.
+        ValueError: slots, rows, summary or held chunks are malformed or out of range.
     """
-    for notice in listed("notices", notices, "notices", MAX_KEYS):
-        if not isinstance(notice, TroubleNotice):
-            raise ValueError(f"expected a TroubleNotice, got {short(notice)}")
-        check_text("replica_id", notice.replica_id)
-        if not isinstance(notice.trouble, Trouble):
-            raise ValueError(f"trouble must be any of {short(list(Trouble))}, got {short(notice)}")
-
-
-def check_source(source: Any) -> None:
-    """Check the number that identifies a router.
-
-    Raises:
-        ValueError: it is no integer from 0 to :data:`MAX_KEY`.
-    """
-    _check_integer("source", source, 0, MAX_KEY)
-
-
-def check_serial(name: str, value: Any) -> None:
-    """Check a serial number, such as that of a push.
-
-    Raises:
-        ValueError: it is no integer from 0 to :data:`MAX_KEY`.
-    """
-    _check_integer(name, value, 0, MAX_KEY)
+    _check_rows(message.slots, message.rows, capacity)
+    _check_summary(message.summary)
+    _check_held(message.held_slots, message.held)
 
 
 def has_bytes(text: str) -> bool:
@@ -260,62 +150,9 @@ def has_bytes(text: str) -> bool:
     return True
 
 
-def check_role(role: Any) -> None:
-    """Check the role of a replica.
-
-    Raises:
-        ValueError: there is no role of that name.
-    """
-    if not isinstance(role, str) or role not in ROLES:
-        raise ValueError(f"role must be any of {', '.join(ROLES)}, got {short(role)}")
-
-
-def check_keys(name: str, keys: Any, limit: int = MAX_KEYS) -> None:
-    """Check a sequence of request keys.
-
-    Raises:
-        ValueError: it is no sequence, too long, or holds something that is no key.
-    """
-    for key in listed(name, keys, "keys", limit):
-        _check_integer(name, key, 0, MAX_KEY)
-
-
-def listed(name: str, values: Any, what: str, limit: int) -> Sequence[Any]:
-    """``values``, the argument ``name``, if it is a sequence of at most ``limit`` of ``what``.
-
-    Raises:
-        ValueError: it is no sequence, or too long.
-    """
-    if not isinstance(values, list | tuple) or len(values) > limit:
-        raise ValueError(f"{name} must be a list of at most {limit} {what}, got {short(values)}")
-    return values
-
-
-def _check_integer(name: str, value: Any, least: int, most: int) -> None:
-    if type(value) is int and least <= value <= most:
-        return
-    if (
-        not isinstance(value, int | np.integer)
-        or isinstance(value, bool)
-        or not least <= value <= most
-    ):
-        raise ValueError(f"{name} must be an integer from {least} to {most}, got {short(value)}")
-
-
-def _check_number(name: str, value: Any) -> None:
-    if type(value) is float and -MAX_NUMBER <= value <= MAX_NUMBER:
-        return
-    if (
-        not isinstance(value, float | int | np.floating)
-        or isinstance(value, bool)
-        or not -MAX_NUMBER <= value <= MAX_NUMBER
-    ):
-        raise ValueError(f"{name} must be a number within +-{MAX_NUMBER:g}, got {short(value)}")
-
-
-def _check_flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, got {short(value)}")
+def _check_number(name: str, value: float) -> None:
+    if not -MAX_NUMBER <= value <= MAX_NUMBER:
+        raise ValueError(f"{name} must be a number within +-{MAX_NUMBER:g}, got {value}")
 
 
 def _check_array(name: str, slots: Any) -> None:
@@ -344,8 +181,8 @@ def _check_held(slots: Any, held: Any) -> None:
         return
     if held["hash"].min() < 0:
         raise ValueError("the hash of a held chunk must be at least 0")
-    if held["tokens"].min() < 0 or held["tokens"].max() > MAX_PROMPT_TOKENS:
-        raise ValueError(f"the tokens of a held chunk must be from 0 to {MAX_PROMPT_TOKENS}")
+    if held["tokens"].min() < 0 or held["tokens"].max() > MAX_TOKENS:
+        raise ValueError(f"the tokens of a held chunk must be from 0 to {MAX_TOKENS}")
 
 
 def _check_rows(slots: Any, rows: Any, capacity: int) -> None:
@@ -410,6 +247,32 @@ def _check_transfers(summary: np.void) -> None:
     for name in _SUMMARY_TRANSFERS:
         if not 0 <= summary[name].item() < inf:
             raise ValueError(f"{name} must be finite and at least 0, got {summary[name]}")
+
+
+@lru_cache(maxsize=32)
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind, ext_hook=report_wire.of_extension)
+
+
+def _named(name: str, value: Any, kind: Any, problem: str) -> str:
+    """A decoding error with the names of fields in place of their positions in ``value``."""
+    what, _, path = problem.partition(" - at ")
+    hint = kind
+    for place in map(int, re.findall(r"\[(\d+)\]", path)):
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            field = value._fields[place]
+            hint = get_type_hints(type(value))[field]
+            name = f"{name}.{field}"
+        else:
+            name = f"{name}[{place}]"
+        value = value[place] if isinstance(value, Sequence) else None
+    allowed = get_args(hint) if get_origin(hint) is Literal else ()
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        allowed = tuple(each.value for each in hint)
+    if allowed:
+        return f"{name} must be any of {', '.join(allowed)}, got {short(value)}"
+    expected = what.partition(", got ")[0]
+    return f"{name}: {expected[:1].lower()}{expected[1:]}, got {short(value)}"
 
 
 def short(value: Any) -> str:

@@ -1,80 +1,87 @@
-"""Queries and decisions as JSON, for the controller's plain connection."""
+"""Queries as MessagePack, with the bounds of their fields."""
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Final, NamedTuple
 
-from sluice.controller.messages import RouteDecision, RouteQuery, Tier
+import msgspec
+from msgspec import Meta
+
+from sluice.controller.messages import MAX_TOKENS, Age, Id, Key, RouteQuery, Text, Tier
+from sluice.scheduling.fair_shares import MAX_WEIGHT
 from sluice.scheduling.objective import SLO
-from sluice.scheduling.stages import Stage
+from sluice.scheduling.prefix import MAX_CHUNKS
+from sluice.scheduling.stages import MOST_STAGES, Stage
+from sluice.scheduling.tpot import TPOTAnchor
 
-_objective = lru_cache(maxsize=1024, typed=True)(SLO)
-"""Most requests have the objective of their class, and checking one takes as long as the rest."""
+MAX_AVOIDED: Final = 64
+"""Most replicas that have failed one request."""
 
-_tier = {tier.value: tier for tier in Tier}.__getitem__
+_MAX_OBJECTIVE_BYTES: Final = 4_096
+
+Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 
 
-def to_row(query: RouteQuery) -> tuple[object, ...]:
-    """The query as a row; :func:`of_row` is the inverse."""
+class QueryRow(NamedTuple):
+    """The fields of a :class:`RouteQuery`, in its order; ``slo`` as its own message."""
+
+    key: Key
+    slo: Annotated[bytes, Meta(max_length=_MAX_OBJECTIVE_BYTES)]
+    prompt_tokens: Tokens
+    waited_s: Age
+    tiers: Annotated[frozenset[Tier], Meta(min_length=1)]
+    output_tokens: Tokens
+    session: Key
+    prefix: Annotated[tuple[Key, ...], Meta(max_length=MAX_CHUNKS)]
+    request_id: Text
+    prefill_key: Key
+    avoid: Annotated[tuple[Id, ...], Meta(max_length=MAX_AVOIDED)]
+    tenant: Key
+    weight: Annotated[float, Meta(ge=1 / MAX_WEIGHT, le=MAX_WEIGHT)]
+    client_request_id: Text
+    moves_from: Text
+
+
+class ObjectiveRow(NamedTuple):
+    """The arguments of an :class:`SLO`, which checks their values."""
+
+    ttft_s: float | None
+    tpot_s: float | None
+    e2e_s: float | None
+    priority: int
+    service_class: Id
+    tpot_anchor: TPOTAnchor
+    stages: Annotated[tuple[Stage, ...], Meta(max_length=MOST_STAGES)]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(QueryRow).decode
+_decode_objective = msgspec.msgpack.Decoder(ObjectiveRow).decode
+
+
+def encode(query: RouteQuery) -> bytes:
+    """The query's bytes; :func:`decode` is the inverse."""
     slo = query.slo
-    return (
-        query.key,
-        query.prompt_tokens,
-        query.waited_s,
-        (*query.tiers,),
-        query.output_tokens,
-        query.session,
-        query.prefix,
-        query.request_id,
-        query.prefill_key,
-        query.avoid,
-        query.tenant,
-        query.weight,
-        query.client_request_id,
-        query.moves_from,
-        slo.ttft_s,
-        slo.tpot_s,
-        slo.e2e_s,
-        slo.priority,
-        slo.service_class,
-        slo.tpot_anchor,
-        slo.stages,
-    )
+    objective = (*slo.times_s, slo.priority, slo.service_class, slo.tpot_anchor, slo.stages)
+    return _encode((query.key, _encode(objective), *query[2:]))
 
 
-def of_row(row: Any) -> RouteQuery:
-    """The query in a row.
+def decode(data: bytes | msgspec.Raw) -> RouteQuery:
+    """The query in the bytes.
 
     Raises:
-        KeyError, TypeError, ValueError: the row is malformed.
+        ValueError: it is malformed, or a field is out of range.
     """
-    (key, prompt_tokens, waited_s, tiers, output_tokens, session, prefix, request_id, prefill_key,
-     avoid, tenant, weight, client_request_id, moves_from, *objective, stages) = row  # fmt: skip
-    return RouteQuery(
-        key,
-        _objective(*objective, tuple([Stage(*stage) for stage in stages])),
-        prompt_tokens,
-        waited_s,
-        frozenset(map(_tier, tiers)),
-        output_tokens,
-        session,
-        tuple(prefix),
-        request_id,
-        prefill_key,
-        tuple(avoid),
-        tenant,
-        weight,
-        client_request_id,
-        moves_from,
-    )
+    row = _decode(data)
+    query = RouteQuery._make((row.key, _objective(row.slo), *row[2:]))
+    if query.prefill_key and query.prefill_key == query.key:
+        raise ValueError("prefill_key must differ from key")
+    return query
 
 
-def decisions(rows: Any) -> tuple[RouteDecision, ...]:
-    """The decisions in ``rows``: named tuples are lists in JSON."""
-    return tuple([_decision(row) for row in rows])
-
-
-def _decision(row: Any) -> RouteDecision:
-    replica_id, reason, tier, *rest = row
-    return RouteDecision(replica_id, reason, None if tier is None else _tier(tier), *rest)
+@lru_cache(maxsize=1024)
+def _objective(data: bytes) -> SLO:
+    """Most requests have the objective of their class, and checking one takes as long as the
+    rest."""
+    return SLO(*_decode_objective(data))

@@ -1,27 +1,31 @@
-"""A replica's report as JSON, for the controller's plain connection.
+"""Messages with arrays as MessagePack: a replica's registration and reports.
 
-Arrays are sent as their bytes in memory, in base64: their types are little-endian on every host.
-The decoded report is checked like any other.
+An array travels as its bytes in memory, and the number of its type: the types are little-endian on
+every host. What is decoded has the types and bounds of :mod:`sluice.controller.messages`; the
+content of arrays is checked by :func:`sluice.controller.transport.checks.check_changes`.
 """
 
 from __future__ import annotations
 
-import base64
-from typing import Any
+from typing import Any, Final
 
+import msgspec
 import numpy as np
+from msgspec.msgpack import Ext
 
 from sluice.controller.messages import ReplicaDelta
 from sluice.scheduling.prefix import HELD
 from sluice.scheduling.state import ROW, SUMMARY
 
-MAX_BYTES = 512 << 10
-"""Most bytes of arrays in one message; base64 adds a third."""
+MAX_BYTES: Final = 512 << 10
+"""Most bytes of arrays in one message."""
 
-MAX_FINISHED = 8_192
+MAX_FINISHED: Final = 8_192
 """Most finished keys in one message."""
 
-_SLOT = np.dtype("<i4")
+_ARRAYS: Final = (np.dtype("<i4"), ROW, HELD, np.dtype("<i8"))
+_RECORD: Final = len(_ARRAYS)
+"""Number of one record of the summary type; before it, those of the arrays."""
 
 
 def fits(delta: ReplicaDelta) -> bool:
@@ -32,52 +36,35 @@ def fits(delta: ReplicaDelta) -> bool:
     )
 
 
-def to_json(delta: ReplicaDelta) -> list[Any]:
-    """The report as JSON data; :func:`of_json` is the inverse."""
-    return [
-        delta.replica_id,
-        delta.epoch,
-        delta.seq,
-        delta.now_s,
-        _text(delta.slots.astype(_SLOT, copy=False)),
-        _text(delta.rows),
-        _text(delta.summary),
-        delta.finished,
-        delta.draining,
-        _text(delta.held_slots.astype(_SLOT, copy=False)),
-        _text(delta.held),
-        delta.hung,
-    ]
-
-
-def of_json(row: Any) -> ReplicaDelta:
-    """The report in ``row``.
+def of_extension(code: int, data: memoryview) -> Any:
+    """The array or the record of an extension.
 
     Raises:
-        TypeError, ValueError: the row is malformed.
+        ValueError: there is no such type, or the bytes are not a number of its items.
     """
-    (replica_id, epoch, seq, now_s, slots, rows, summary, finished, draining, held_slots, held,
-     hung) = row  # fmt: skip
-    (record,) = _array(summary, SUMMARY)
-    return ReplicaDelta(
-        replica_id,
-        epoch,
-        seq,
-        now_s,
-        _array(slots, _SLOT),
-        _array(rows, ROW),
-        record,
-        tuple(finished),
-        draining,
-        _array(held_slots, _SLOT),
-        _array(held, HELD),
-        hung,
-    )
+    if code == _RECORD:
+        (record,) = np.frombuffer(data, SUMMARY)
+        return record
+    if not 0 <= code < _RECORD:
+        raise ValueError(f"there is no array type {code}")
+    return np.frombuffer(data, _ARRAYS[code])
 
 
-def _text(array: np.ndarray | np.void) -> str:
-    return base64.b64encode(array.tobytes()).decode()
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        for code, dtype in enumerate(_ARRAYS):
+            if value.dtype == dtype and value.ndim == 1:
+                return Ext(code, value.tobytes())
+        raise TypeError(f"no message has an array of {value.dtype!s:.60} and shape {value.shape}")
+    if isinstance(value, np.void) and value.dtype == SUMMARY:
+        return Ext(_RECORD, value.tobytes())
+    if isinstance(value, np.integer | np.floating):
+        return value.item()
+    raise TypeError(f"no message has a {type(value).__name__}")
 
 
-def _array(text: str, dtype: np.dtype[Any]) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(text, validate=True), dtype)
+encode: Final = msgspec.msgpack.Encoder(enc_hook=_to_plain).encode
+"""The bytes of a message; raises ``TypeError`` for values that no message has."""
+
+decode: Final = msgspec.msgpack.Decoder(ReplicaDelta, ext_hook=of_extension).decode
+"""The report in the bytes; raises ``ValueError`` if it is malformed."""

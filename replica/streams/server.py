@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from sluice.controller.transport.frames import Frames
 from sluice.replica.engine import (
     ClientLeftError,
     ClientStalledError,
@@ -30,7 +31,6 @@ from sluice.replica.engine import (
     ResponseTaken,
 )
 from sluice.replica.response import Response
-from sluice.replica.streams.frames import Frames
 from sluice.replica.streams.wire import (
     BATCH_BYTES,
     FORMAT,

@@ -1,7 +1,7 @@
 """The messages between a router and a replica on their connection.
 
-Both sides send frames (:mod:`sluice.replica.streams.frames`) of MessagePack, decoded into these
-types only. The router begins with the token, answered by :data:`WELCOME`; then it sends one
+Both sides send frames (:mod:`sluice.controller.transport.frames`) of MessagePack, decoded into
+these types only. The router begins with the token, answered by :data:`WELCOME`; then it sends one
 :data:`Asked` per frame, and gets frames that are lists of :class:`Delivery`. An empty frame
 announces that the replica is about to leave: its open requests continue, new requests go to other
 replicas.

@@ -20,8 +20,8 @@ from typing import Final
 
 import msgspec
 
+from sluice.controller.transport.frames import Frames
 from sluice.replica.engine import EngineRequest, ResponseItem
-from sluice.replica.streams.frames import Frames
 from sluice.replica.streams.wire import (
     FORMAT,
     MAX_ASKED_BYTES,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from math import inf, nan
+from typing import Any
 
+import msgspec
 import pytest
 
 from sluice.controller.messages import (
@@ -20,9 +22,8 @@ from sluice.controller.messages import (
     RouteReply,
 )
 from sluice.controller.transport import channel as channel_module
-from sluice.controller.transport import report_wire
+from sluice.controller.transport import query_wire, report_wire
 from sluice.controller.transport.channel import (
-    MAX_LINE,
     MAX_STRANGERS,
     MAX_TIMEOUTS,
     Endpoint,
@@ -30,8 +31,19 @@ from sluice.controller.transport.channel import (
     RouteServer,
 )
 from sluice.controller.transport.failure import NoAnswerError
-from sluice.controller.transport.query_wire import to_row
-from sluice.controller.transport.wire_format import FORMAT
+from sluice.controller.transport.wire_format import (
+    FORMAT,
+    MAX_FRAME,
+    MAX_QUERIES,
+    WELCOME,
+    Refused,
+    Report,
+    Route,
+    Routed,
+    decode_answer,
+    decode_question,
+    encode,
+)
 from sluice.scheduling.objective import SLO
 from tests.controller.fleet import Clock, delta, waiting_row
 
@@ -51,17 +63,18 @@ class Placed:
     """Notes what it is asked, and places everything on one replica."""
 
     def __init__(self) -> None:
-        self.asked: list[list[RouteQuery]] = []
+        self.asked: list[list[RouteQuery | None]] = []
         self.reports: list[ReplicaDelta] = []
 
-    def __call__(self, queries: list[RouteQuery]) -> RouteReply:
+    def __call__(self, queries: list[RouteQuery | None]) -> RouteReply:
         if queries:
             self.asked.append(queries)
         if len(queries) > 2:
             raise ValueError("at most 2 queries")
         return RouteReply(11, tuple(RouteDecision("a", "placed") for _ in queries))
 
-    def report(self, delta: ReplicaDelta) -> ReportReply:
+    def report(self, data: msgspec.Raw) -> ReportReply:
+        delta = report_wire.decode(data)
         self.reports.append(delta)
         if delta.draining:
             raise ValueError("no more reports")
@@ -98,16 +111,28 @@ async def connected(server: RouteServer) -> AsyncIterator[tuple[RouteChannel, as
         await channel.close()
 
 
-async def raw(server: RouteServer, *lines: bytes) -> bytes:
-    """The server's first answer after its greeting, if any, to ``lines`` that come in one packet;
+def framed(data: bytes) -> bytes:
+    return len(data).to_bytes(4, "big") + data
+
+
+async def received(reader: asyncio.StreamReader) -> bytes:
+    """The next frame; empty at the end."""
+    try:
+        return await reader.readexactly(int.from_bytes(await reader.readexactly(4), "big"))
+    except asyncio.IncompleteReadError:
+        return b""
+
+
+async def raw(server: RouteServer, *frames: bytes) -> bytes:
+    """The server's first answer after its greeting, if any, to ``frames`` that come in one packet;
     empty when it closes instead."""
     endpoint = await server.endpoint("127.0.0.1")
     reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
     try:
-        writer.write(b"".join(line + b"\n" for line in lines))
+        writer.write(b"".join(map(framed, frames)))
         async with asyncio.timeout(120):
-            answer = await reader.readline()
-            return await reader.readline() if answer == b"ok\n" else answer
+            answer = await received(reader)
+            return await received(reader) if answer == WELCOME else answer
     except (ConnectionResetError, BrokenPipeError):
         return b""
     finally:
@@ -168,73 +193,94 @@ async def test_a_refusal_carries_its_reason() -> None:
         assert not lost.is_set()
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [
-        [b"guess", b"[1, [], 0.0, 1.0]"],
-        [b"", b"[1, [], 0.0, 1.0]"],
-        [b"[1, [], 0.0, 1.0]"],
-    ],
-)
-async def test_without_the_token_nothing_is_answered(lines: list[bytes]) -> None:
+EMPTY = encode(Route(1, 0.0, 1.0, []))
+"""Asks for nothing."""
+
+
+@pytest.mark.parametrize("frames", [[b"guess", EMPTY], [b"", EMPTY], [EMPTY]])
+async def test_without_the_token_nothing_is_answered(frames: list[bytes]) -> None:
     placed = Placed()
-    assert await raw(serving(placed), *lines) == b""
+    assert await raw(serving(placed), *frames) == b""
     assert placed.asked == []
 
 
 @pytest.mark.parametrize(
-    "line",
+    "message",
     [
-        b"not json",
-        b"{}",
-        b"[1]",
-        b"[1, 5, 0.0, 1.0]",
-        b"[1, {}, 0.0, 1.0]",
-        b'[1, {"report": []}, 0.0, 1.0]',
-        b'[1, {"report": ["a", 1, 2, 0.0, "", "", "", [], false, "", ""]}, 0.0, 1.0]',
-        b"[1, [[1, 2]], 0.0, 1.0]",
-        b'[1, [[1, 2, 0.0, -1, null, null, 1, "x"]], 0.0, 1.0]',
-        b"[1, []]",
-        b"[1, [], null, 1.0]",
-        b'[1, [], "0", 1.0]',
-        b"[1, [], NaN, 1.0]",
-        b"[1, [], 0.0, Infinity]",
-        pytest.param(b"[1, [], 1" + 400 * b"0" + b", 1.0]", id="a huge number"),
-        pytest.param(b"[" * 100_000, id="deep"),
-        b"\xff\xfe",
+        pytest.param(b"\xc1", id="no MessagePack"),
+        pytest.param(b"", id="empty"),
+        {},
+        [1],
+        [3, 1, 0.0, 1.0, []],
+        [1, 1, 0.0, 1.0, 5],
+        [1, 1, 0.0, 1.0, {}],
+        [1, 1, 0.0, 1.0],
+        [1, -1, 0.0, 1.0, []],
+        [1, 1, None, 1.0, []],
+        [1, 1, "0", 1.0, []],
+        [1, 1, nan, 1.0, []],
+        [1, 1, 0.0, inf, []],
+        [1, 1, 1e300, 1.0, []],
+        [2, 1, 0.0, 1.0],
+        pytest.param([1, 1, 0.0, 1.0, [0] * (MAX_QUERIES + 1)], id="too many queries"),
+        pytest.param(b"\x91" * 100_000, id="deep"),
+        pytest.param(b"\x95\x01\x01\x00\x01\xdd\xff\xff\xff\xff", id="an array without items"),
     ],
 )
-async def test_a_malformed_message_closes_the_connection(line: bytes) -> None:
+async def test_a_malformed_message_closes_the_connection(message: Any) -> None:
     placed = Placed()
     server = serving(placed)
-    assert await raw(server, server.token.encode(), line) == b""
+    data = message if isinstance(message, bytes) else encode(message)
+    assert await raw(server, server.token.encode(), data) == b""
     assert placed.asked == placed.reports == []
-    good = json.loads(await raw(server, server.token.encode(), b"[1, [], 0.0, 1.0]"))
-    assert good == [1, 11, [[], None, []]], "the server itself goes on"
+    good = decode_answer(await raw(server, server.token.encode(), EMPTY))
+    assert good == Routed(1, RouteReply(11, ())), "the server itself goes on"
 
 
-async def test_a_line_without_end_is_bounded() -> None:
-    server = serving(Placed())
-    assert await raw(server, server.token.encode(), b"x" * (MAX_LINE + 1)) == b""
+@pytest.mark.parametrize(
+    "query", [[], {}, 5, [1, 2], [*range(15)], [[[[]]]], {"key": 1}, query_wire.encode(QUERY)]
+)
+async def test_a_malformed_query_spoils_no_other(query: Any) -> None:
+    placed = Placed()
+    server = serving(placed)
+    rows = [msgspec.Raw(encode(query)), msgspec.Raw(query_wire.encode(QUERY))]
+    answer = decode_answer(
+        await raw(server, server.token.encode(), encode(Route(1, 0.0, 1.0, rows)))
+    )
+    assert isinstance(answer, Routed) and len(answer.reply.decisions) == 2
+    assert placed.asked == [[None, QUERY]]
 
 
-async def test_a_stranger_gets_no_more_room_than_the_token_takes() -> None:
+@pytest.mark.parametrize("report", [[], {}, ["a", 1, 2, 0.0, "", "", "", [], False], None])
+async def test_a_malformed_report_is_refused_with_what_is_wrong(report: Any) -> None:
+    placed = Placed()
+    server = serving(placed)
+    data = encode(Report(1, 0.0, 1.0, msgspec.Raw(encode(report))))
+    answer = decode_answer(await raw(server, server.token.encode(), data))
+    assert isinstance(answer, Refused) and "Expected" in (answer.why or "")
+    assert placed.reports == []
+
+
+async def test_a_frame_is_bounded_by_its_head_alone() -> None:
     server = serving(Placed())
     endpoint = await server.endpoint("127.0.0.1")
-    reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
-    writer.write(b"x" * (len(server.token) + 1))  # no end of line
-    async with asyncio.timeout(2):
-        with contextlib.suppress(ConnectionResetError):
-            assert await reader.read() == b""
-    writer.close()
+    for sent in (
+        framed(server.token.encode()) + (MAX_FRAME + 1).to_bytes(4, "big"),
+        (len(server.token) + 1).to_bytes(4, "big"),  # a stranger has room for the token only
+    ):
+        reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+        writer.write(sent)
+        async with asyncio.timeout(120):
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() in (b"", framed(WELCOME))
+        writer.close()
 
 
-async def test_nothing_after_a_malformed_line_of_the_same_packet_is_handled() -> None:
+async def test_nothing_after_a_malformed_frame_of_the_same_packet_is_handled() -> None:
     placed = Placed()
     server = serving(placed)
-    row = json.dumps([7, 120, 0.25, 0.5, 0.05, None, 3, "fast"]).encode()
-    question = b"[1, [" + row + b"], 0.0, 1.0]"
-    assert await raw(server, server.token.encode(), b"not json", question) == b""
+    question = encode(Route(1, 0.0, 1.0, [msgspec.Raw(query_wire.encode(QUERY))]))
+    assert await raw(server, server.token.encode(), b"\xc1", question) == b""
     assert await raw(server, b"guess", server.token.encode(), question) == b""
     assert placed.asked == []
 
@@ -248,7 +294,7 @@ async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel_module, "MAX_CONNECTIONS", 1)
     server = serving(Placed())
     async with connected(server) as (channel, _):
-        assert await raw(server, server.token.encode(), b"[1, [], 0.0, 1.0]") == b""
+        assert await raw(server, server.token.encode(), EMPTY) == b""
         assert (await channel.route([QUERY], 5)).epoch == 11
 
 
@@ -344,7 +390,7 @@ async def test_attempts_to_connect_are_bounded_in_rate(monkeypatch: pytest.Monke
         await paused.wait()
         assert broken.open
         for connection in tuple(server._trusted):
-            connection.close()
+            connection.abort()
         while broken.open:
             await sleep(0)
     broken.connect_soon()
@@ -359,7 +405,7 @@ async def test_a_broken_connection_fails_what_waits_and_is_told() -> None:
     server = serving(answered)
     async with connected(server) as (channel, lost):
         for connection in tuple(server._trusted):
-            connection.close()
+            connection.abort()
         with pytest.raises(NoAnswerError, match="unavailable"):
             await channel.route([QUERY], 5)
         async with asyncio.timeout(120):
@@ -378,21 +424,25 @@ class Clocked:
     async def __aenter__(self) -> Clocked:
         endpoint = await self._server.endpoint("127.0.0.1")
         self._reader, self._writer = await asyncio.open_connection(endpoint.host, endpoint.port)
-        self._writer.write(endpoint.token.encode() + b"\n")
-        assert await self._reader.readline() == b"ok\n"
+        self._writer.write(framed(endpoint.token.encode()))
+        assert await received(self._reader) == WELCOME
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._writer.close()
 
-    async def handled(self, asked: object, sent_s: float, left_s: float = 0.25) -> bool:
-        """Whether a message that was sent then, and is read now, was handled."""
-        message = [next(self._numbers), asked, sent_s, left_s]
-        self._writer.write(json.dumps(message).encode() + b"\n")
-        number, epoch, answer = json.loads(await self._reader.readline())
-        assert number == message[0]
-        assert (epoch is None) == (answer is None)
-        return epoch is not None
+    async def handled(
+        self, kind: type[Route] | type[Report], content: Any, sent_s: float, left_s: float = 0.25
+    ) -> bool:
+        """Whether a question that was sent then, and is read now, was handled."""
+        question = kind(next(self._numbers), sent_s, left_s, content)
+        self._writer.write(framed(encode(question)))
+        answer = decode_answer(await received(self._reader))
+        assert answer.number == question.number
+        if isinstance(answer, Refused):
+            assert answer.why is None
+            return False
+        return True
 
 
 @pytest.mark.parametrize("skew_s", [0.0, -2.0, 2.0, 36_000.0])
@@ -400,16 +450,17 @@ async def test_what_comes_after_its_sender_gave_up_is_not_handled(skew_s: float)
     """Whatever the sender's clock says, as long as it goes."""
     placed = Placed()
     clock = Clock()
+    route = Route, [msgspec.Raw(query_wire.encode(QUERY))]
+    report = Report, msgspec.Raw(report_wire.encode(delta("a", 11, 3)))
     async with asyncio.timeout(120), Clocked(serving(placed, clock), clock) as client:
-        assert await client.handled([], clock() + skew_s)
+        assert await client.handled(Route, [], clock() + skew_s)
         clock.advance(10.0)
-        assert await client.handled([to_row(QUERY)], clock() + skew_s - 0.2)
+        assert await client.handled(*route, clock() + skew_s - 0.2)
         # The controller stood still for 5 s, or the network did, and these were under way.
-        report = {"report": report_wire.to_json(delta("a", 11, 3))}
-        for asked in ([to_row(QUERY)], report):
-            assert not await client.handled(asked, clock() + skew_s - 5.0)
-        assert await client.handled([to_row(QUERY)], clock() + skew_s)
-        assert await client.handled(report, clock() + skew_s)
+        for asked in (route, report):
+            assert not await client.handled(*asked, clock() + skew_s - 5.0)
+        assert await client.handled(*route, clock() + skew_s)
+        assert await client.handled(*report, clock() + skew_s)
     assert len(placed.asked) == 2
     assert [each.seq for each in placed.reports] == [3]
 
@@ -438,18 +489,19 @@ class Slow:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
-        self.greeting = await reader.readline()
-        writer.write(b"ok\n")
+        self.greeting = await received(reader)
+        writer.write(framed(WELCOME))
         with contextlib.suppress(ConnectionResetError):
-            assert json.loads(await reader.readline())[1] == [], "it asks nothing first"
-            while line := await reader.readline():
-                self.numbers.put_nowait(json.loads(line)[0])
+            first = decode_question(await received(reader))
+            assert isinstance(first, Route) and first.queries == [], "it asks nothing first"
+            while frame := await received(reader):
+                self.numbers.put_nowait(decode_question(frame).number)
         writer.close()
 
     def answer(self, number: int) -> None:
         assert self._writer is not None
-        decisions = [["a", "placed", None, None, None]]
-        self._writer.write(json.dumps([number, 11, [decisions, None, []]]).encode() + b"\n")
+        reply = RouteReply(11, (RouteDecision("a", "placed"),))
+        self._writer.write(framed(encode(Routed(number, reply))))
 
 
 @asynccontextmanager
@@ -480,7 +532,7 @@ async def slow() -> AsyncIterator[
 
 async def test_a_timeout_drops_its_question_alone_and_a_late_answer_is_given_back() -> None:
     async with slow() as (far, channel, lost, late), asyncio.timeout(120):
-        assert far.greeting == b"secret\n"
+        assert far.greeting == b"secret"
         # Never several in a row: each late answer shows that the controller lives.
         for key in range(2 * MAX_TIMEOUTS):
             with pytest.raises(NoAnswerError, match="timeout"):
@@ -506,7 +558,7 @@ async def test_what_is_late_costs_no_connection_though_the_client_was_too_busy_t
         later_s = loop.time() + 6.0
         with monkeypatch.context() as patched:
             patched.setattr(loop, "time", lambda: later_s)
-            connection.line_received(json.dumps([number, None, None]).encode())
+            connection.frame_received(encode(Refused(number, None)))
         with pytest.raises(NoAnswerError, match="timeout"):
             await asked
         asked = asyncio.create_task(channel.route([QUERY], 5))

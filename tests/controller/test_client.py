@@ -14,7 +14,6 @@ import pytest
 import ray
 from prometheus_client import CollectorRegistry
 
-from sluice.controller.actor import MAX_QUERIES
 from sluice.controller.client import (
     QUARANTINE_KEPT_S,
     ControllerClient,
@@ -27,6 +26,7 @@ from sluice.controller.detached import DetachedController
 from sluice.controller.lookup import NAMESPACE
 from sluice.controller.messages import FirstTokenWait, RequestEnding, RouteDecision, Trouble
 from sluice.controller.transport.channel import MAX_TIMEOUTS
+from sluice.controller.transport.wire_format import MAX_QUERIES
 from tests.controller.fleet import Clock, delta, hello, query, waiting_row
 from tests.controller.pushes import newer_push
 from tests.own_ray import own_ray
@@ -129,7 +129,7 @@ async def test_the_whole_conversation(app: str) -> None:
         assert gap is not None and gap.resync
         await client.hello(hello("b"))
         # A refusal reaches the caller in the controller's words, and is no failure of the link.
-        with pytest.raises(ValueError, match="capacity must be an integer from 1"):
+        with pytest.raises(ValueError, match="capacity: expected `int` >= 1, got 0"):
             await client.hello(hello("c", capacity=0))
         assert client.up
         for key in (10, 11):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.controller.state.mirror import Mirror
-from sluice.controller.transport.checks import check_delta_body, check_hello
+from sluice.controller.transport.checks import check_changes, checked_delta, checked_hello
 from sluice.scheduling.fleet import Fleet
 from sluice.scheduling.prefix import HELD, HELD_SLOTS
 
@@ -25,10 +25,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         f"held_slots must be from 0 to {HELD_SLOTS - 1}",
     ),
     "slot twice": ({"held_slots": np.array([4, 4, 5])}, "held_slots: a slot appears twice"),
-    "slots a list": ({"held_slots": [0, 1, 2]}, "held_slots must be a one-dimensional"),
+    "slots a list": ({"held_slots": [0, 1, 2]}, "held_slots: expected `numpy.ndarray`"),
     "fewer chunks": ({"held": CHUNKS[:2]}, "one per slot"),
-    "chunks of another type": ({"held": np.zeros(3)}, "type of held chunks"),
-    "no chunks": ({"held": None}, "type of held chunks"),
+    "chunks of another type": ({"held": np.zeros(3, np.int32)}, "type of held chunks"),
+    "no chunks": ({"held": None}, "held: expected `numpy.ndarray`, got None"),
     "negative hash": ({"held": np.array([(-1, 1)] * 3, HELD)}, "hash of a held chunk"),
     "negative tokens": ({"held": np.array([(1, -1)] * 3, HELD)}, "tokens of a held chunk"),
     "too many tokens": ({"held": np.array([(1, 2**40)] * 3, HELD)}, "tokens of a held chunk"),
@@ -40,16 +40,16 @@ def test_malformed_chunks_are_refused(case: str) -> None:
     fields, message = BAD[case]
     good = {"held_slots": SLOTS, "held": CHUNKS}
     with pytest.raises(ValueError, match=message):
-        check_hello(hello("a")._replace(**{**good, **fields}))
+        checked_hello(hello("a")._replace(**{**good, **fields}))
     with pytest.raises(ValueError, match=message):
-        check_delta_body(delta("a", 1, 1)._replace(**{**good, **fields}), 64)
+        check_changes(checked_delta(delta("a", 1, 1)._replace(**{**good, **fields})), 64)
 
 
 def test_chunks_in_bounds_are_taken() -> None:
-    check_hello(hello("a")._replace(held_slots=SLOTS, held=CHUNKS))
-    check_delta_body(delta("a", 1, 1)._replace(held_slots=SLOTS, held=CHUNKS), 64)
-    check_hello(hello("a"))
-    check_delta_body(delta("a", 1, 1), 64)
+    checked_hello(hello("a")._replace(held_slots=SLOTS, held=CHUNKS))
+    check_changes(delta("a", 1, 1)._replace(held_slots=SLOTS, held=CHUNKS), 64)
+    checked_hello(hello("a"))
+    check_changes(delta("a", 1, 1), 64)
 
 
 EPOCH = 3

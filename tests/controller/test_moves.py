@@ -250,7 +250,6 @@ async def test_a_lone_replica_keeps_what_it_has() -> None:
         [wait(1, "")],
         [wait(1)._replace(ttft_s=inf)],
         [wait(1)._replace(waited_s=-1.0)],
-        [wait(1)._replace(waited_s=1)],
     ],
 )
 async def test_wrong_questions_are_refused_whole(wrong: Any) -> None:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from sluice.controller.messages import MAX_USES, QuotaUse
+from sluice.controller.actor import Controller
+from sluice.controller.config import ControllerConfig
+from sluice.controller.messages import MAX_NUMBER, MAX_USES, QuotaUse
 from sluice.controller.state import quotas
-from sluice.controller.state.quotas import MAX_AMOUNT, Quotas
+from sluice.controller.state.quotas import Quotas
 
 
 def use(account: str = "a", used: float = 1, level: float = 1, per_s: float = 1) -> QuotaUse:
@@ -51,22 +53,21 @@ def test_empty_buckets_make_room_and_full_ones_are_kept(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "uses",
     [
-        (use(),),
         [use()] * (MAX_USES + 1),
-        [("a", 1, 1, 1)],
+        [("a", 1, 1)],
         [use(account="")],
         [use(account="a" * 300)],
         [use(account=5)],  # type: ignore[arg-type]
         [use(used=nan)],
-        [use(used=2 * MAX_AMOUNT)],
+        [use(used=2 * MAX_NUMBER)],
         [use(level=-1)],
         [use(level=inf)],
         [use(per_s=0)],
         [use(per_s="1")],  # type: ignore[arg-type]
     ],
 )
-def test_a_malformed_message_changes_nothing(uses: Any) -> None:
-    fleet = Quotas()
-    with pytest.raises(ValueError, match=r"must be|expected|out of range|account"):
-        fleet.share(uses, 0)
-    assert fleet.share([use(used=1, level=1)], 0) == [1]
+async def test_a_malformed_message_changes_nothing(uses: Any) -> None:
+    controller = Controller(ControllerConfig())
+    with pytest.raises(ValueError, match=r"uses.*: expected"):
+        await controller.share_quotas(uses)
+    assert await controller.share_quotas([use(used=1, level=1)]) == [pytest.approx(1)]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
 import pytest
 
 from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
-from sluice.controller.messages import RouteDecision, RouteQuery
-from sluice.controller.transport.query_wire import decisions, of_row, to_row
+from sluice.controller.messages import RouteDecision, RouteQuery, RouteReply
+from sluice.controller.transport import query_wire
+from sluice.controller.transport.wire_format import Routed, decode_answer, encode
 from sluice.scheduling.objective import SLO
 from sluice.scheduling.stages import Stage
 from sluice.scheduling.tpot import TPOTAnchor
@@ -155,6 +155,7 @@ def test_pairs_travel_over_the_connection() -> None:
     slo = SLO(tpot_s=0.1, tpot_anchor=TPOTAnchor.WINDOW)
     staged = SLO.of_stages((Stage(0.5, 0.1, tokens=20), Stage(0.2, None, 9.0, prompt_tokens=7)))
     for asked in (split(1), split(1)._replace(slo=slo), split(1)._replace(slo=staged)):
-        assert of_row(msgspec.json.decode(msgspec.json.encode(to_row(asked)))) == asked
+        assert query_wire.decode(query_wire.encode(asked)) == asked
     made = RouteDecision("d", "placed", None, 0.2, None, "decode", "p", 0.05)
-    assert decisions([json.loads(json.dumps(made))]) == (made,)
+    answer = Routed(1, RouteReply(2, (made,)))
+    assert decode_answer(encode(answer)) == answer

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice.controller.transport.frames import Frames
 from sluice.replica.engine import (
     EngineRequest,
     Handoff,
@@ -23,7 +24,6 @@ from sluice.replica.engine import (
 from sluice.replica.request_body import RequestBody
 from sluice.replica.response import Response
 from sluice.replica.streams import server as server_module
-from sluice.replica.streams.frames import Frames
 from sluice.replica.streams.server import MAX_STRANGERS, StreamServer
 from sluice.replica.streams.wire import (
     MAX_ASKED_BYTES,
