@@ -26,6 +26,7 @@ from sluice.router.dispatch.direct import DirectAnswer
 from sluice.router.dispatch.endings import Endings
 from sluice.router.dispatch.moves import Moves
 from sluice.router.dispatch.placement import Controller, PlacementClient, unguaranteed
+from sluice.router.dispatch.pools import Pools
 from sluice.router.dispatch.resumable import (
     NOT_RESUMABLE,
     may_resume,
@@ -44,7 +45,6 @@ from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import TokenEstimator
 from sluice.router.serve.choices import CHOICES
 from sluice.router.serve.contract import NobodyTakesError, ReplicaFailedError, Replicas
-from sluice.router.serve.hint import NO_REPLICA_WAIT_S
 from sluice.scheduling.objective import TokenClock
 from sluice.scheduling.prefix import NO_PREFIX
 from sluice.scheduling.roles import Role
@@ -53,9 +53,6 @@ from sluice.telemetry.tracing import Kind, Span
 RETRY_PAUSE_S = 0.02
 """Pause before the second attempt, doubled before each later one, seconds: time for the report of a
 dead replica to arrive, and a backoff for a failure that hits every replica."""
-
-EMPTY_POOLS_PAUSE_S = 0.25
-"""Pause before pools that were all found empty are asked again, seconds."""
 
 _BUSY = 503
 _NOT_RESUMED = (Reason.INTERNAL, "Another replica could not resume the stream.")
@@ -93,9 +90,7 @@ class Dispatcher:
         self._stalls = StallDetector(
             replicas, controller, self._budget, metrics, config.stall_after_s, clock
         )
-        self._splits = {"prefill", "decode"} <= set(replicas.roles)
-        # When all pools were first and last found empty, with no answer in between.
-        self._empty_since_s = self._last_empty_s = float("-inf")
+        self._pools = Pools(replicas.roles, clock, pause)
 
     @property
     def estimator(self) -> TokenEstimator:
@@ -171,7 +166,7 @@ class Dispatcher:
                 self._count_first(answer)
                 await self._before_the_next(answer, failure)
             else:
-                self._last_empty_s = float("-inf")
+                self._pools.answered()
                 self._count_first(answer)
                 answer.opened.append(attempt)
                 return attempt
@@ -191,9 +186,7 @@ class Dispatcher:
         if answer.verdict is not None:
             raise answer.verdict from failure
         if failure.reason is Reason.NO_REPLICA:
-            if not self._pools(answer):
-                await self._wait_for_pools(answer, failure)
-            return
+            return await self._pools.wait(answer, failure)
         granted, answer.granted = answer.granted, False
         if not granted and answer.spent:
             raise failure
@@ -204,27 +197,6 @@ class Dispatcher:
             raise failure
         self._metrics.retries.inc()
         await self._pause(RETRY_PAUSE_S * 2 ** (answer.made - 1))
-
-    async def _wait_for_pools(self, answer: Answer, failure: ReplicaFailedError) -> None:
-        """Return when pools that were all empty may be asked again. Together they get the time for
-        which a single pool keeps requests waiting, counted from when all were first found empty.
-
-        Raises:
-            ReplicaFailedError: they have been empty for too long.
-        """
-        now_s = self.clock()
-        if now_s - self._last_empty_s > NO_REPLICA_WAIT_S:
-            self._empty_since_s = now_s
-        self._last_empty_s = now_s
-        several = len(self._replicas.roles) > 1
-        if not several or now_s - self._empty_since_s >= NO_REPLICA_WAIT_S:
-            raise failure
-        await self._pause(EMPTY_POOLS_PAUSE_S)
-        answer.empty.clear()
-
-    def _pools(self, answer: Answer) -> list[Role]:
-        """The pools that may still serve the whole call, in their order."""
-        return [role for role in self._replicas.roles if role not in answer.empty]
 
     async def _resume(self, answer: Answer, failure: ReplicaFailedError) -> None:
         """Open an attempt that resumes a stream that broke off.
@@ -278,7 +250,7 @@ class Dispatcher:
             call = rest_of(call, len(resume.token_ids), self.clock() - call.received_s)
         if decision is None:
             key, prefill_key = request_key(request_id), 0
-            if self._splits and not answer.empty & {"prefill", "decode"} and may_split(call):
+            if self._pools.may_split(answer) and may_split(call):
                 prefill_key = request_key(prefill_id_of(request_id))
             decision = await self._placements.find(
                 call, key, answer.failed, prefill_key, resume is not None
@@ -394,9 +366,8 @@ class Dispatcher:
             ReplicaFailedError: it failed.
         """
         started_s = self.clock()
-        pools = self._pools(answer) or list(self._replicas.roles)
-        chosen = decision.replica_id is not None and decision.role in pools
-        role = decision.role if chosen else pools[0]
+        wanted = None if decision.replica_id is None else decision.role
+        role = self._pools.role_for(answer, wanted)
         attempt = await self._begin(answer, request, decision, role, span, answer.transcript)
         if decision.prefill_id is not None:
             self._note_transfer(attempt, self.clock() - started_s)

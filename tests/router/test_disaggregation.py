@@ -18,7 +18,8 @@ from sluice.replica.engine import (
     request_key,
 )
 from sluice.router.config import RouterConfig
-from sluice.router.dispatch.dispatcher import EMPTY_POOLS_PAUSE_S, RETRY_PAUSE_S
+from sluice.router.dispatch.dispatcher import RETRY_PAUSE_S
+from sluice.router.dispatch.pools import EMPTY_POOLS_PAUSE_S
 from sluice.router.dispatch.resumable import may_split
 from sluice.router.errors import ApiError, Reason
 from sluice.router.request.call import Call
@@ -366,5 +367,6 @@ async def test_without_a_controller_any_replica_serves_it_whole() -> None:
     assert side.pools == ["mixed"]
     assert not side.calls[0][1].prefill_only
     side.roles = ("decode", "prefill")
+    router = Edge(side, FarController(None), clock=Clock())
     await router.dispatcher.open(call())
     assert side.pools[-1] == "decode"
