@@ -75,6 +75,34 @@ class RouteQuery(NamedTuple):
     moves_from: str = ""
 
 
+CANDIDATE = np.dtype(
+    [
+        ("row", "<i8"),
+        ("cached_tokens", "<f8"),
+        ("work_s", "<f8"),
+        ("lead_s", "<f8"),
+        ("splits", "?"),
+    ],
+    align=True,
+)
+"""A replica of a :class:`Job`, for compiled loops: its part of the job's arrays."""
+
+ASKED = np.dtype(
+    [
+        ("now_s", "<f8"),
+        ("due_s", "<f8"),
+        ("waited_s", "<f8"),
+        ("tpot_s", "<f8"),
+        ("priority", "<f8"),
+        ("prompt_tokens", "<f8"),
+        ("output_tokens", "<f8"),
+        ("reserve_tokens", "<f8"),
+        ("moved", "?"),
+    ],
+    align=True,
+)
+"""What a :class:`Job` and its query state, for compiled loops."""
+
 _NO_STAGES: Floats = np.empty((0, 2))
 
 
@@ -118,6 +146,31 @@ class Job(NamedTuple):
         """The pace at which its output also meets its end-to-end objective; infinite for none."""
         ttft_s, tpot_s, e2e_s, _ = self.query.slo.columns
         return paced(ttft_s, tpot_s, e2e_s, self.output_tokens)[1]
+
+    @property
+    def candidates(self) -> np.ndarray:
+        """Its replicas as records, :data:`CANDIDATE` ``[n]``."""
+        found = np.empty(len(self.rows), CANDIDATE)
+        found["row"], found["cached_tokens"] = self.rows, self.cached_tokens
+        found["work_s"], found["lead_s"], found["splits"] = self.work_s, self.lead_s, self.splits
+        return found
+
+    @property
+    def asked(self) -> np.ndarray:
+        """The rest of it as one record, :data:`ASKED` ``[1]``."""
+        query = self.query
+        asked = (
+            self.now_s,
+            self.due_s,
+            query.waited_s,
+            self.tpot_s,
+            query.slo.priority,
+            query.prompt_tokens,
+            self.output_tokens,
+            self.reserve_tokens,
+            self.moved,
+        )
+        return np.array([asked], ASKED)
 
     @property
     def later(self) -> Floats:

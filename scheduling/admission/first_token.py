@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from math import ceil, floor, inf
+from typing import Any
 
 import numpy as np
 
@@ -72,17 +73,15 @@ def first_tokens_s(
     figures: Floats,
     starts: Ints,
     prefills: Floats,
-    rows: Ints,
-    work_s: Floats,
-    now_s: float,
-    due_s: float,
-    lead_s: Floats,
+    candidates: Any,
+    asked: Any,
 ) -> Floats:
-    """The time to the end of its prefill on each of the replicas ``rows``, where that takes
-    ``work_s[i]`` and is due ``lead_s[i]`` before the first token."""
-    ttft_s = np.empty(rows.shape[0])
-    for place, row in enumerate(rows):
-        queue = prefills[starts[row] :]
-        own_due_s = due_s - lead_s[place]
-        ttft_s[place] = first_token_s(figures[row], queue, work_s[place], now_s, own_due_s)
+    """The time to the end of its prefill on each of a job's replicas."""
+    job = asked[0]
+    ttft_s = np.empty(candidates.shape[0])
+    for place in range(candidates.shape[0]):
+        at = candidates[place]
+        queue = prefills[starts[at.row] :]
+        due_s = job.due_s - at.lead_s
+        ttft_s[place] = first_token_s(figures[at.row], queue, at.work_s, job.now_s, due_s)
     return ttft_s

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from math import inf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,7 +91,6 @@ class MooreHodgson(AdmissionPolicy):
 
     def promises(self, job: Job, fleet: Fleet) -> Promises:
         """Test each replica."""
-        query = job.query
         return Promises(
             *promises(
                 fleet.figures,
@@ -98,21 +98,10 @@ class MooreHodgson(AdmissionPolicy):
                 fleet.starts,
                 fleet.prefills,
                 fleet.loads,
-                job.rows,
-                job.work_s,
-                job.cached_tokens,
-                job.now_s,
-                job.due_s,
-                query.waited_s,
-                job.tpot_s,
-                float(query.prompt_tokens),
-                job.output_tokens,
-                self._headroom,
-                job.lead_s,
-                job.splits,
-                job.moved,
-                job.reserve_tokens,
+                job.candidates,
+                job.asked,
                 job.later,
+                self._headroom,
             )
         )
 
@@ -124,41 +113,34 @@ def promises(
     starts: Ints,
     prefills: Floats,
     loads: Floats,
-    rows: Ints,
-    work_s: Floats,
-    cached_tokens: Floats,
-    now_s: float,
-    first_due_s: float,
-    waited_s: float,
-    asked_tpot_s: float,
-    prompt_tokens: float,
-    output_tokens: float,
-    headroom: float,
-    lead_s: Floats,
-    splits: NDArray[np.bool_],
-    moved: bool,
-    reserve_tokens: float,
+    candidates: Any,
+    asked: Any,
     later: Floats,
+    headroom: float,
 ) -> tuple[NDArray[np.bool_], Floats, Floats, NDArray[np.int8]]:
-    """Test each of ``rows``; return the fields of
+    """Test each of ``candidates``; return the fields of
     :class:`~sluice.scheduling.admission.base.Promises`."""
-    holds = np.empty(rows.shape[0], np.bool_)
-    ttft_s = np.empty(rows.shape[0])
-    wait_s = np.empty(rows.shape[0])
-    binds = np.zeros(rows.shape[0], np.int8)
-    for place, row in enumerate(rows):
+    count = candidates.shape[0]
+    holds = np.empty(count, np.bool_)
+    ttft_s, wait_s = np.empty(count), np.empty(count)
+    binds = np.zeros(count, np.int8)
+    job = asked[0]
+    now_s, prompt_tokens = job.now_s, job.prompt_tokens
+    for place in range(count):
+        at = candidates[place]
+        row, splits, work_s = at.row, at.splits, at.work_s
         of, queue, decodes = figures[row], prefills[starts[row] :], loads[starts[row] :]
         own_s = most_work_s(pieces[row], 1.0, prompt_tokens)
-        due_s = first_due_s - lead_s[place]
-        tpot_s = inf if splits[place] else asked_tpot_s
-        all_s, step_s = work_s[place], own_s
-        kept = reserve_at(of, reserve_tokens)
+        due_s = job.due_s - at.lead_s
+        tpot_s = inf if splits else job.tpot_s
+        all_s, step_s = work_s, own_s
+        kept = reserve_at(of, job.reserve_tokens)
         if kept > 0.0:
             all_s += most_work_s(pieces[row], kept, 0.0)
             step_s += most_work_s(pieces[row], 1.0, kept)
         all_s += later_work_s(of, due_s - now_s)
         own_late_s = late_by(of, queue, decodes, all_s, now_s, due_s, headroom)
-        if not splits[place]:
+        if not splits:
             later_s = later_late_by(of, pieces[row], decodes, later, prompt_tokens, headroom)
             own_late_s = max(own_late_s, later_s)
         others_late_s = others_late_by(
@@ -167,19 +149,19 @@ def promises(
         late_s = max(own_late_s, others_late_s)
         slow_s = 0.0
         if tpot_s < inf:
-            slow_s = pace_wait_s(of, decodes, step_s, tpot_s, output_tokens, headroom)
-        new_tokens = prompt_tokens if moved else max(1.0, prompt_tokens - cached_tokens[place])
-        room_s = room_wait_s(of, prompt_tokens, new_tokens, now_s, due_s - work_s[place], kept)
-        fresh_s = due_s - now_s + waited_s
-        alone = fits_alone(of, work_s[place], own_s, fresh_s, tpot_s, headroom)
+            slow_s = pace_wait_s(of, decodes, step_s, tpot_s, job.output_tokens, headroom)
+        new_tokens = prompt_tokens if job.moved else max(1.0, prompt_tokens - at.cached_tokens)
+        room_s = room_wait_s(of, prompt_tokens, new_tokens, now_s, due_s - work_s, kept)
+        fresh_s = due_s - now_s + job.waited_s
+        alone = fits_alone(of, work_s, own_s, fresh_s, tpot_s, headroom)
         holds[place] = alone and max(late_s, slow_s, room_s) <= 0.0
         wait_s[place] = 0.0
         if not alone:
             wait_s[place] = inf
-            binds[place] = alone_constraint(of, work_s[place], fresh_s, headroom)
+            binds[place] = alone_constraint(of, work_s, fresh_s, headroom)
         elif not holds[place]:
-            count = int(of[LOADS])
-            rate = 1.0 - decodes[count - 1, SHARES] if count > 0 else 1.0
+            loaded = int(of[LOADS])
+            rate = 1.0 - decodes[loaded - 1, SHARES] if loaded > 0 else 1.0
             late_s /= max(rate, LEAST_RATE)
             wait_s[place] = max(LEAST_WAIT_S, late_s, slow_s, room_s)
             # Of several constraints, the one with the longest wait binds.
@@ -191,7 +173,7 @@ def promises(
                 binds[place] = Constraint.TTFT
             else:
                 binds[place] = Constraint.GUARANTEES
-        ttft_s[place] = first_token_s(of, queue, work_s[place], now_s, due_s)
+        ttft_s[place] = first_token_s(of, queue, work_s, now_s, due_s)
     return holds, ttft_s, wait_s, binds
 
 

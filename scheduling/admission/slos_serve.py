@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from math import floor, inf
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,20 +120,11 @@ class SLOsServeAdmission(AdmissionPolicy):
                 fleet.starts,
                 fleet.prefills,
                 fleet.loads,
-                job.rows,
-                job.work_s,
-                job.now_s,
-                job.due_s,
-                job.query.waited_s,
-                job.tpot_s,
-                float(job.query.prompt_tokens),
-                job.output_tokens,
+                job.candidates,
+                job.asked,
                 self._headroom,
                 self._batch_tokens,
                 self._every_window,
-                job.lead_s,
-                job.splits,
-                job.reserve_tokens,
             )
         )
 
@@ -145,37 +136,32 @@ def promises(
     starts: Ints,
     prefills: Floats,
     loads: Floats,
-    rows: Ints,
-    work_s: Floats,
-    now_s: float,
-    first_due_s: float,
-    waited_s: float,
-    asked_tpot_s: float,
-    prompt_tokens: float,
-    output_tokens: float,
+    candidates: Any,
+    asked: Any,
     headroom: float,
     batch_tokens: float,
     every_window: bool,
-    lead_s: Floats,
-    splits: NDArray[np.bool_],
-    reserve_tokens: float,
 ) -> tuple[NDArray[np.bool_], Floats, Floats, NDArray[np.int8]]:
-    """Walk each of ``rows``; return the fields of
+    """Walk each of ``candidates``; return the fields of
     :class:`~sluice.scheduling.admission.base.Promises`."""
-    holds = np.empty(rows.shape[0], np.bool_)
-    ttft_s = np.empty(rows.shape[0])
-    wait_s = np.empty(rows.shape[0])
-    binds = np.zeros(rows.shape[0], np.int8)
-    for place, row in enumerate(rows):
+    count = candidates.shape[0]
+    holds = np.empty(count, np.bool_)
+    ttft_s, wait_s = np.empty(count), np.empty(count)
+    binds = np.zeros(count, np.int8)
+    job = asked[0]
+    now_s, prompt_tokens = job.now_s, job.prompt_tokens
+    for place in range(count):
+        at = candidates[place]
+        row, splits, work_s = at.row, at.splits, at.work_s
         of, model, queue = figures[row], pieces[row], prefills[starts[row] :]
         own_s = most_work_s(model, 1.0, prompt_tokens)
         decodes = loads[starts[row] :]
-        due_s = first_due_s - lead_s[place]
-        tpot_s = inf if splits[place] else asked_tpot_s
-        tokens = 1.0 if splits[place] else output_tokens
+        due_s = job.due_s - at.lead_s
+        tpot_s = inf if splits else job.tpot_s
+        tokens = 1.0 if splits else job.output_tokens
         longest_s = of[FIXED_S] + most_work_s(model, batch_tokens, 0.0)
-        all_s, step_s = work_s[place], own_s
-        kept = reserve_at(of, reserve_tokens)
+        all_s, step_s = work_s, own_s
+        kept = reserve_at(of, job.reserve_tokens)
         if kept > 0.0:
             all_s += most_work_s(model, kept, 0.0)
             step_s += most_work_s(model, 1.0, kept)
@@ -189,15 +175,15 @@ def promises(
         wait_s[place] = 0.0
         if not holds[place]:
             if late_s == inf:
-                late_s = pace_wait_s(of, decodes, step_s, tpot_s, output_tokens, headroom)
+                late_s = pace_wait_s(of, decodes, step_s, tpot_s, job.output_tokens, headroom)
             wait_s[place] = max(LEAST_WAIT_S, late_s, room_s)
             # Of several constraints, the one with the longest wait binds.
             binds[place] = room_constraint(of) if room_s > late_s else late_binds
-            fresh_s = due_s - now_s + waited_s
-            if not (useful and fits_alone(of, work_s[place], own_s, fresh_s, tpot_s, headroom)):
+            fresh_s = due_s - now_s + job.waited_s
+            if not (useful and fits_alone(of, work_s, own_s, fresh_s, tpot_s, headroom)):
                 wait_s[place] = inf
-                binds[place] = alone_constraint(of, work_s[place], fresh_s, headroom)
-        ttft_s[place] = first_token_s(of, queue, work_s[place], now_s, due_s)
+                binds[place] = alone_constraint(of, work_s, fresh_s, headroom)
+        ttft_s[place] = first_token_s(of, queue, work_s, now_s, due_s)
     return holds, ttft_s, wait_s, binds
 
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import random
 from math import inf
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from sluice.scheduling.fleet import Fleet
@@ -169,15 +168,9 @@ def gains_of(job: Job, fleet: Fleet, gamma: float = 1.0) -> tuple[Floats, Floats
         fleet.figures,
         fleet.starts,
         fleet.prefills,
-        job.rows,
-        job.work_s,
-        job.now_s,
-        job.due_s,
-        job.tpot_s,
-        float(job.query.slo.priority),
+        job.candidates,
+        job.asked,
         gamma,
-        job.lead_s,
-        job.splits,
     )
     return found
 
@@ -187,31 +180,26 @@ def gains(
     figures: Floats,
     starts: Ints,
     prefills: Floats,
-    rows: Ints,
-    work_s: Floats,
-    now_s: float,
-    first_due_s: float,
-    asked_tpot_s: float,
-    priority: float,
+    candidates: Any,
+    asked: Any,
     gamma: float,
-    lead_s: Floats,
-    splits: NDArray[np.bool_],
 ) -> tuple[Floats, Floats, Floats]:
-    """``exec(Q)``, ``exec(Q + r)`` and ``delta`` of each of ``rows``."""
-    exec_s = np.empty(rows.shape[0])
-    with_s = np.empty(rows.shape[0])
-    delta = np.empty(rows.shape[0])
-    for place, row in enumerate(rows):
-        of, queue = figures[row], prefills[starts[row] :]
-        due_s = first_due_s - lead_s[place]
-        tpot_s = inf if splits[place] else asked_tpot_s
-        alone = splits[place]
+    """``exec(Q)``, ``exec(Q + r)`` and ``delta`` of each of ``candidates``."""
+    count = candidates.shape[0]
+    exec_s, with_s, delta = np.empty(count), np.empty(count), np.empty(count)
+    job = asked[0]
+    now_s = job.now_s
+    for place in range(count):
+        at = candidates[place]
+        of, queue = figures[at.row], prefills[starts[at.row] :]
+        due_s, alone = job.due_s - at.lead_s, at.splits
+        tpot_s = inf if alone else job.tpot_s
         before = time_of_queue(of, queue, now_s, 0.0, inf, inf, 0.0, alone)
-        after = time_of_queue(of, queue, now_s, work_s[place], due_s, tpot_s, 1.0, alone)
+        after = time_of_queue(of, queue, now_s, at.work_s, due_s, tpot_s, 1.0, alone)
         exec_s[place] = max(0.0, before[0])
         with_s[place] = max(0.0, after[0])
         delta[place] = delta_of(
-            of, queue, work_s[place], now_s, due_s, priority, gamma, before, after
+            of, queue, at.work_s, now_s, due_s, job.priority, gamma, before, after
         )
     return exec_s, with_s, delta
 
