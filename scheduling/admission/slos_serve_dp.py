@@ -10,6 +10,7 @@ its prefills have ended.
 from __future__ import annotations
 
 from math import inf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,31 +21,45 @@ SLIP_S = 1e-9
 """Rounding tolerance of sums of times, seconds."""
 
 
+EVENT = np.dtype(
+    [("due_s", "<f8"), ("need_s", "<f8"), ("memory", "<i8"), ("kind", "<i8"), ("tier", "<i8")]
+)
+"""A pending prefill: when it is due, its time, its levels of memory, the class of a new request or
+-1 of a guaranteed one, and its TPOT tier."""
+
+CLASS = np.dtype([("members", "<i8"), ("tier", "<i8"), ("value", "<f8")])
+"""A class of new requests: how many they are, their TPOT tier and their value."""
+
+PIECE = np.dtype([("fixed_s", "<f8"), ("share", "<f8")])
+"""A piece of the latency model, see
+:class:`~sluice.scheduling.admission.slos_serve_selection.Supply`."""
+
+
 @compiled
-def rate_of(fixed_s: Floats, share: Floats, step_s: float, base: Floats, own: Floats) -> float:
+def rate_of(pieces: Any, step_s: float, base: Floats, own: Floats) -> float:
     """Seconds of prefill per second beside decodes that take ``base + own`` of each second, by
     piece; below zero where the decodes alone exceed the capacity."""
     least = inf
-    for piece in range(fixed_s.shape[0]):
-        left = 1.0 - fixed_s[piece] / step_s - base[piece] - own[piece]
+    for piece in range(pieces.shape[0]):
+        left = 1.0 - pieces[piece].fixed_s / step_s - base[piece] - own[piece]
         if left < 0.0:
             least = min(least, left)
-        elif share[piece] > 0.0:
-            least = min(least, left / share[piece])
+        elif pieces[piece].share > 0.0:
+            least = min(least, left / pieces[piece].share)
     return least
 
 
 @compiled
 def states_of(
-    sizes: Ints, class_tier: Ints, class_s: Floats, value: Floats, pace: Floats
+    classes: Any, class_s: Floats, pace: Floats
 ) -> tuple[Ints, Ints, Ints, Floats, Floats]:
     """The states: the stride of each class; per state its tightest tier, its number of requests,
     its worth, and, by tightest tier of all, the share of each second that its decodes take."""
-    classes, tiers = sizes.shape[0], pace.shape[0]
-    stride = np.ones(classes + 1, np.int64)
-    for kind in range(classes):
-        stride[kind + 1] = stride[kind] * (sizes[kind] + 1)
-    states = stride[classes]
+    tiers = pace.shape[0]
+    stride = np.ones(classes.shape[0] + 1, np.int64)
+    for kind in range(classes.shape[0]):
+        stride[kind + 1] = stride[kind] * (classes[kind].members + 1)
+    states = stride[-1]
     tightest = np.full(states, tiers - 1)
     count = np.zeros(states, np.int64)
     worth = np.zeros(states)
@@ -54,10 +69,10 @@ def states_of(
         while state >= stride[highest + 1]:
             highest += 1
         # The state with one request less of its last class has been computed already.
-        source, kind = state - stride[highest], class_tier[highest]
+        source, kind = state - stride[highest], classes[highest].tier
         tightest[state] = min(tightest[source], kind)
         count[state] = count[source] + 1
-        worth[state] = worth[source] + value[highest]
+        worth[state] = worth[source] + classes[highest].value
         for tier in range(tiers):
             taken[state, tier] = taken[source, tier] + pace[kind, tier] * class_s[highest]
     return stride, tightest, count, worth, taken
@@ -73,27 +88,26 @@ def set_rates(
     present: Ints,
     pace: Floats,
     step_s: Floats,
-    fixed_s: Floats,
-    share: Floats,
+    pieces: Any,
     tightest: Ints,
     taken: Floats,
 ) -> None:
     """Set the rate of each live state, or of ``every`` state, beside the guaranteed decodes
     ``decoding_s[tier, piece]``; and end states whose decodes can no longer keep their pace."""
-    tiers, pieces = decoding_s.shape
-    base = np.zeros((tiers, pieces))
+    tiers = decoding_s.shape[0]
+    base = np.zeros(decoding_s.shape)
     first = tiers - 1
     for tier in range(tiers - 1, -1, -1):
         if present[tier] > 0:
             first = min(first, tier)
         for other in range(tiers - 1):
-            for piece in range(pieces):
+            for piece in range(pieces.shape[0]):
                 base[tier, piece] += decoding_s[other, piece] * pace[other, tier]
     for state in range(rates.shape[0]):
         if not (every or alive[state]):
             continue
         tier = min(first, tightest[state])
-        rates[state] = rate_of(fixed_s, share, step_s[tier], base[tier], taken[state, tier])
+        rates[state] = rate_of(pieces, step_s[tier], base[tier], taken[state, tier])
         if rates[state] < min(0.0, rates[0]) - SLIP_S:
             score[state] = -inf
             alive[state] = False
@@ -164,72 +178,68 @@ def offer(
 
 @compiled
 def solve(
-    due_s: Floats,
-    need_s: Floats,
-    memory: Ints,
-    kind: Ints,
-    tier: Ints,
+    events: Any,
     decode_s: Floats,
     decoding_s: Floats,
     present: Ints,
     step_s: Floats,
     pace: Floats,
-    fixed_s: Floats,
-    share: Floats,
-    sizes: Ints,
-    class_tier: Ints,
+    pieces: Any,
+    classes: Any,
     class_s: Floats,
-    value: Floats,
     levels: int,
     places: int,
     at_due: bool,
 ) -> NDArray[np.bool_]:
-    """Which of the requests, by deadline ascending, to take; requests of ``kind`` -1 are forced.
+    """Which of the requests, ``events`` by deadline ascending, to take; guaranteed ones are forced.
 
+    Tables are :data:`EVENT`, :data:`PIECE` and :data:`CLASS`. ``decode_s`` has a row per event,
+    ``class_s`` one per class: the time of a decode step by each piece.
     ``decoding_s`` and ``present`` are overwritten. Among sets of equal worth, the one with the best
     score at the last deadline is taken.
     """
-    stride, tightest, count, worth, taken = states_of(sizes, class_tier, class_s, value, pace)
-    states, requests = worth.shape[0], due_s.shape[0]
-    mark = np.zeros((sizes.sum(), states, levels + 1), np.bool_)
+    stride, tightest, count, worth, taken = states_of(classes, class_s, pace)
+    states, requests = worth.shape[0], events.shape[0]
+    mark = np.zeros((classes["members"].sum(), states, levels + 1), np.bool_)
     offered = 0
     score = np.full((states, levels + 1), -inf)
-    score[0, 0] = -fixed_s.max()
+    score[0, 0] = -pieces["fixed_s"].max()
     alive = np.zeros(states, np.bool_)
     alive[0] = True
     rates = np.empty(states)
     stale = True
     time_s = 0.0
     for index in range(requests + 1):
-        own = kind[index] if index < requests else -1
+        own = events[index].kind if index < requests else -1
         if stale:
             # An offer also needs the rates of the states that it can reach.
             set_rates(
-                rates, score, alive, own >= 0, decoding_s, present, pace, step_s, fixed_s, share,
+                rates, score, alive, own >= 0, decoding_s, present, pace, step_s, pieces,
                 tightest, taken,
             )  # fmt: skip
             stale = own < 0
         if index == requests:
             break
-        limit = 0.0 if at_due else -due_s[index]
-        if at_due and due_s[index] > time_s:
+        event = events[index]
+        limit = 0.0 if at_due else -event.due_s
+        if at_due and event.due_s > time_s:
             for state in range(states):
                 if alive[state]:
-                    score[state] += (due_s[index] - time_s) * rates[state]
-            time_s = due_s[index]
+                    score[state] += (event.due_s - time_s) * rates[state]
+            time_s = event.due_s
         if own >= 0:
             offer(
-                score, alive, rates, mark[offered], count, stride[own], sizes[own],
-                memory[index], places, need_s[index], limit, at_due,
+                score, alive, rates, mark[offered], count, stride[own], classes[own].members,
+                event.memory, places, event.need_s, limit, at_due,
             )  # fmt: skip
             offered += 1
             continue
-        force(score, alive, rates, need_s[index], limit, at_due)
-        if tier[index] < step_s.shape[0] - 1:
-            decoding_s[tier[index]] += decode_s[index]
-            present[tier[index]] = 1
+        force(score, alive, rates, event.need_s, limit, at_due)
+        if event.tier < step_s.shape[0] - 1:
+            decoding_s[event.tier] += decode_s[index]
+            present[event.tier] = 1
             stale = True
-    return backtrack(score, mark, worth, kind, stride, memory)
+    return backtrack(score, mark, worth, events, stride)
 
 
 @compiled
@@ -237,9 +247,8 @@ def backtrack(
     score: Floats,
     mark: NDArray[np.bool_],
     worth: Floats,
-    kind: Ints,
+    events: Any,
     stride: Ints,
-    memory: Ints,
 ) -> NDArray[np.bool_]:
     """The requests on the path to the state of greatest worth, and among these of best score."""
     state, level = 0, 0
@@ -250,14 +259,14 @@ def backtrack(
             )
             if score[other, at] > -inf and better:
                 state, level = other, at
-    took = np.zeros(kind.shape[0], np.bool_)
+    took = np.zeros(events.shape[0], np.bool_)
     offered = mark.shape[0]
-    for index in range(kind.shape[0] - 1, -1, -1):
-        if kind[index] < 0:
+    for index in range(events.shape[0] - 1, -1, -1):
+        if events[index].kind < 0:
             continue
         offered -= 1
         if mark[offered, state, level]:
             took[index] = True
-            state -= stride[kind[index]]
-            level -= memory[index]
+            state -= stride[events[index].kind]
+            level -= events[index].memory
     return took

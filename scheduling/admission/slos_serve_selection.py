@@ -37,7 +37,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sluice.scheduling.admission.slos_serve_dp import solve
+from sluice.scheduling.admission.slos_serve_dp import CLASS, EVENT, PIECE, solve
 from sluice.scheduling.kernels import Floats
 from sluice.scheduling.objective import Anchor
 
@@ -147,8 +147,9 @@ def _weigh(new: Demand, promised: Demand, supply: Supply) -> NDArray[np.bool_]:
     decode_pace_s, pace_s = (np.maximum(each.tpot_s, LEAST_STEP_S) for each in (decodes, events))
     tiers = _tiers(np.concatenate((decode_pace_s, pace_s)))
     decode_tier, tier = _tier_of(tiers, decode_pace_s), _tier_of(tiers, pace_s)
-    pieces = len(supply.fixed_s)
-    decoding_s = np.zeros((len(tiers) + 1, pieces))
+    pieces = np.empty(len(supply.fixed_s), PIECE)
+    pieces["fixed_s"], pieces["share"] = supply.fixed_s, supply.share
+    decoding_s = np.zeros((len(tiers) + 1, len(pieces)))
     np.add.at(decoding_s, decode_tier, decodes.decode_s)
     present = np.zeros(len(tiers) + 1, dtype=np.int64)
     present[decode_tier] = 1
@@ -158,35 +159,31 @@ def _weigh(new: Demand, promised: Demand, supply: Supply) -> NDArray[np.bool_]:
     own = np.arange(len(pending.due_s), len(events.due_s))
     # Complex numbers sort by tier, then by value.
     named, kind[own] = np.unique(tier[own] + 1j * new.value, return_inverse=True)
-    sizes = np.bincount(kind[own], minlength=len(named)).astype(np.int64)
-    class_s = np.zeros((len(named), pieces))
+    classes = np.empty(len(named), CLASS)
+    classes["members"] = np.bincount(kind[own], minlength=len(named))
+    classes["tier"], classes["value"] = named.real, named.imag
+    class_s = np.zeros((len(named), len(pieces)))
     np.add.at(class_s, kind[own], new.decode_s)
-    class_s /= sizes[:, np.newaxis]
+    class_s /= classes["members"][:, np.newaxis]
 
     levels, units = _levels(new.blocks, supply.blocks)
-    memory = np.zeros(len(kind), dtype=np.int64)
-    memory[own] = units
-    due_s = np.clip(events.due_s, 0.0, HORIZON_S)
+    table = np.zeros(len(kind), EVENT)
+    table["due_s"] = np.clip(events.due_s, 0.0, HORIZON_S)
+    table["need_s"], table["kind"], table["tier"] = events.prefill_s, kind, tier
+    table["memory"][own] = units
     # On equal deadlines, guaranteed requests come first: they do not depend on the new ones.
-    order = np.lexsort((kind >= 0, due_s))
+    order = np.lexsort((kind >= 0, table["due_s"]))
     step_s = np.minimum(np.append(tiers, inf), max(LEAST_STEP_S, supply.longest_s))
     taken = solve(
-        due_s[order],
-        events.prefill_s[order],
-        memory[order],
-        kind[order],
-        tier[order],
+        table[order],
         np.ascontiguousarray(events.decode_s[order]),
         decoding_s,
         present,
         step_s,
         _pace(tiers, step_s, supply.anchor),
-        supply.fixed_s,
-        supply.share,
-        sizes,
-        named.real.astype(np.int64),
+        pieces,
+        classes,
         class_s,
-        np.ascontiguousarray(named.imag),
         levels,
         supply.places,
         supply.anchor is Anchor.ENVELOPE,
