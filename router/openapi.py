@@ -19,7 +19,7 @@ from sluice.router.errors import RULES
 from sluice.router.request.arrival import BATCH_PATHS, INFERENCE_PATHS
 from sluice.router.request.engine_bounds import MAX_ENTRIES
 from sluice.router.request.session import MAX_SESSION_CHARACTERS
-from sluice.router.request.validation import MAX_CHOICES, MAX_INPUTS, MAX_MESSAGES, MAX_PROMPTS
+from sluice.router.request.validation import MAX_INPUTS, MAX_MESSAGES, MAX_PROMPTS, field_schemas
 from sluice.router.wire import MAX_TOKENS
 from sluice.scheduling.objective import MAX_PRIORITY, MIN_PRIORITY
 from sluice.scheduling.stages import MOST_STAGE_TOKENS, MOST_STAGES
@@ -116,8 +116,7 @@ def _inference(endpoint: Endpoint, config: RouterConfig) -> Schema:
 
 
 def _body(endpoint: Endpoint, config: RouterConfig) -> Schema:
-    model = ["string", "null"] if endpoint in UNSCHEDULED else "string"
-    fields: dict[str, Schema] = {"model": {"type": model, "minLength": 1, "maxLength": 512}}
+    fields: dict[str, Schema] = dict(field_schemas(endpoint))
     fields |= {
         name: {"type": ["string", "null"], "maxLength": MAX_SESSION_CHARACTERS}
         for name in wire.SESSION_FIELDS
@@ -129,7 +128,6 @@ def _body(endpoint: Endpoint, config: RouterConfig) -> Schema:
         tiers = [tier for each in config.classes.values() for tier in each.service_tiers]
         fields[wire.SERVICE_TIER_FIELD] = {"enum": [*tiers, None]}
         fields[wire.SLO_FIELD] = _objective(config)
-        fields |= _COUNTS if endpoint != "embeddings" else {}
     # Those that are the server's own.
     fields |= {name: {"type": "null"} for name in ("request_id", "priority")}
     return {"type": "object", "required": sorted(required), "properties": fields}
@@ -197,19 +195,6 @@ _MS: Final[Schema] = {"minimum": wire.MIN_OBJECTIVE_MS, "maximum": wire.MAX_OBJE
 _PRIORITY: Final[Schema] = {"minimum": MIN_PRIORITY, "maximum": MAX_PRIORITY}
 
 
-def _count(most: int) -> Schema:
-    return {"type": ["integer", "null"], "minimum": 1, "maximum": most}
-
-
-_COUNTS: Final[dict[str, Schema]] = {
-    "stream": {"type": ["boolean", "null"]},
-    "n": _count(MAX_CHOICES),
-    **{
-        name: _count(MAX_TOKENS)
-        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")
-    },
-}
-
 _MESSAGES: Final[Schema] = {
     "type": "array",
     "minItems": 1,
@@ -239,10 +224,7 @@ _SHAPES: Final[dict[Endpoint, dict[str, Schema]]] = {
             ]
         },
     },
-    "embeddings": {
-        "input": _prompt(MAX_INPUTS),
-        "encoding_format": {"enum": ["float", "base64", None]},
-    },
+    "embeddings": {"input": _prompt(MAX_INPUTS)},
     "tokenize": {"prompt": _TEXT},
     "detokenize": {"tokens": _TOKEN_IDS},
 }

@@ -6,7 +6,8 @@ fields that the router uses. The engine checks the rest, and its 4xx answers pas
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -53,18 +54,6 @@ _ARGS_FIELD = "vllm_xargs"
 _RESERVED_ARGS_PREFIX = "sluice"
 
 _Count = Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None
-_COUNT = f"an integer from 1 to {MAX_TOKENS}"
-_ALLOWED = {
-    "model": "a string of 1 to 512 characters",
-    "stream": "true or false",
-    "n": f"an integer from 1 to {MAX_CHOICES}",
-    "max_tokens": _COUNT,
-    "max_completion_tokens": _COUNT,
-    "max_output_tokens": _COUNT,
-    "encoding_format": "float or base64",
-}
-
-
 _Name = Annotated[str, Field(min_length=1, max_length=512)]
 
 
@@ -92,6 +81,27 @@ class _Tokens(_Any):
     model: _Name | None = None  # type: ignore[assignment]
 
 
+_FIELDS: dict[Endpoint, type[_Any]] = {
+    "chat": _Generate,
+    "completions": _Generate,
+    "responses": _Generate,
+    "embeddings": _Embed,
+    "tokenize": _Tokens,
+    "detokenize": _Tokens,
+}
+
+
+@cache
+def field_schemas(endpoint: Endpoint) -> Mapping[str, Any]:
+    """JSON schemas of the fields that are checked by type and bound, by name."""
+    properties = _FIELDS[endpoint].model_json_schema()["properties"]
+    noise = ("title", "default")
+    return {
+        name: {key: value for key, value in schema.items() if key not in noise}
+        for name, schema in properties.items()
+    }
+
+
 def check_body(endpoint: Endpoint, body: dict[str, Any], fetch_media: bool = False) -> None:
     """Refuse a body that must not reach an engine.
 
@@ -105,9 +115,9 @@ def check_body(endpoint: Endpoint, body: dict[str, Any], fetch_media: bool = Fal
     """
     _check_internal(body)
     try:
-        _FIELDS.get(endpoint, _Generate).model_validate(body)
+        _FIELDS[endpoint].model_validate(body)
     except ValidationError as error:
-        raise _refusal(error, body) from None
+        raise _refusal(error, endpoint, body) from None
     _CHECKS[endpoint](body)
     check_options(body)
     if not fetch_media:
@@ -149,11 +159,25 @@ def _check_internal(body: dict[str, Any]) -> None:
             )
 
 
-def _refusal(error: ValidationError, body: dict[str, Any]) -> ApiError:
+def _refusal(error: ValidationError, endpoint: Endpoint, body: dict[str, Any]) -> ApiError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     name = str(first["loc"][0])
     got = shown(body[name]) if name in body else "nothing"
-    return invalid(f"{name} must be {_ALLOWED[name]}, got {got}", name)
+    return invalid(f"{name} must be {_allowed(field_schemas(endpoint)[name])}, got {got}", name)
+
+
+def _allowed(schema: dict[str, Any]) -> str:
+    """What a field's schema allows, in words; ``null`` is not named."""
+    stated = schema.get("anyOf", [schema])[0]
+    if "enum" in stated:
+        return " or ".join(stated["enum"])
+    match stated["type"]:
+        case "integer":
+            return f"an integer from {stated['minimum']} to {stated['maximum']}"
+        case "string":
+            return f"a string of {stated['minLength']} to {stated['maxLength']} characters"
+        case _:
+            return "true or false"
 
 
 def _check_messages(messages: Any) -> None:
@@ -222,11 +246,6 @@ def _check_detokenize(body: dict[str, Any]) -> None:
         )
 
 
-_FIELDS: dict[Endpoint, type[_Any]] = {
-    "embeddings": _Embed,
-    "tokenize": _Tokens,
-    "detokenize": _Tokens,
-}
 _CHECKS: dict[Endpoint, Callable[[dict[str, Any]], None]] = {
     "chat": lambda body: _check_messages(body.get("messages")),
     "completions": lambda body: _check_prompt(body.get("prompt"), "prompt", MAX_PROMPTS),
