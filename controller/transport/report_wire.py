@@ -7,6 +7,7 @@ content of arrays is checked by :func:`sluice.controller.transport.checks.check_
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import msgspec
@@ -66,5 +67,18 @@ def _to_plain(value: Any) -> Any:
 encode: Final = msgspec.msgpack.Encoder(enc_hook=_to_plain).encode
 """The bytes of a message; raises ``TypeError`` for values that no message has."""
 
-decode: Final = msgspec.msgpack.Decoder(ReplicaDelta, ext_hook=of_extension).decode
-"""The report in the bytes; raises ``ValueError`` if it is malformed."""
+_decode: Final = msgspec.msgpack.Decoder(ReplicaDelta, ext_hook=of_extension).decode
+
+
+def decode(data: bytes | msgspec.Raw) -> ReplicaDelta:
+    """The report in the bytes.
+
+    Raises:
+        ValueError: it is malformed, or a field is out of range.
+    """
+    try:
+        return _decode(data)
+    except msgspec.ValidationError as error:
+        place = re.search(r"\$\[(\d+)\]", str(error))
+        field = ReplicaDelta._fields[int(place[1])] if place else "all of it"
+        raise ValueError(f"a report is malformed in {field}: {error}") from None

@@ -111,6 +111,11 @@ def test_a_report_of_another_shape_is_refused(row: Any) -> None:
         carried(row)
 
 
+def test_an_error_names_the_field() -> None:
+    with pytest.raises(ValueError, match="malformed in seq: Expected `int` >= 0"):
+        carried(GOOD._replace(seq=-1))
+
+
 def test_a_report_without_the_latest_fields_has_their_defaults() -> None:
     assert same(carried(GOOD[:9]), GOOD)  # type: ignore[arg-type]
 
