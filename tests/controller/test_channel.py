@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -137,6 +138,12 @@ async def raw(server: RouteServer, *frames: bytes) -> bytes:
         return b""
     finally:
         writer.close()
+
+
+def test_rows_have_the_fields_of_what_they_carry() -> None:
+    assert query_wire.QueryRow._fields == RouteQuery._fields
+    arguments = tuple(each.name for each in dataclasses.fields(SLO) if each.init)
+    assert query_wire.ObjectiveRow._fields == arguments
 
 
 async def test_a_query_arrives_whole_and_its_decision_returns() -> None:
