@@ -10,23 +10,15 @@ from itertools import combinations
 
 import numpy as np
 
-from sluice.benchmarks.experiments.base import (
-    Cell,
-    Experiment,
-    Findings,
-    Plan,
-    Row,
-    Value,
-    grouped,
-    pivot,
-)
-from sluice.benchmarks.experiments.engines import SETUPS, Contender, Setup, run
+from sluice.benchmarks.experiments.grid import Cell, Experiment, Pivot, Plan, Rows, Value, having
+from sluice.benchmarks.experiments.systems import SETUPS, Contender, Setup, run
 from sluice.scheduling.batching.annealing import AnnealingOptions
 from sluice.scheduling.batching.priority_mapping import Jobs, Schedule, anneal, predict
 from sluice.scheduling.latency_request import InteractionLatency
 from sluice.scheduling.objective import SLO
 from sluice.scheduling.request import row_of
 from sluice.simulation.metrics import TPOTMetric, attained, stages
+from sluice.simulation.planning.plots import Table
 from sluice.simulation.workloads.settings import chat_and_code
 
 REPEATS = 5
@@ -154,18 +146,13 @@ def cells(plan: Plan) -> list[Cell]:
                     "objectives": "paper" if tighten == 1 else f"paper / {tighten:g}",
                 }
                 grid.append(Cell(labels, partial(mapping, requests, most, tighten)))
-    contenders = [
-        Contender("fcfs", "fcfs"),
-        Contender("annealing", "annealing"),
-        Contender("sjf", "sjf"),
-        Contender("deadline_triage", "deadline_triage"),
-    ]
+    names = ("fcfs", "annealing", "sjf", "deadline_triage")
     base = SETUPS["8b"]
     for requests in plan.pick([10], [40, 100], [40, 100, 300]):
         for most in plan.pick([4], [4, 16], [1, 4, 16, 64]):
             config = base.engine.model_copy(update={"max_sequences": most})
             setup = base._replace(engine=config)
-            for contender in contenders:
+            for contender in [Contender(name, name) for name in names]:
                 named: dict[str, Value] = {
                     "what": "engine",
                     "requests": float(requests),
@@ -176,66 +163,55 @@ def cells(plan: Plan) -> list[Cell]:
     return grid
 
 
-def findings(rows: Sequence[Row]) -> Findings:
-    """G and the time to decide."""
-    of_what = {str(what): own for (what,), own in grouped(rows, "what").items()}
-    mapped: list[Row] = [
-        {
-            **row,
-            "over_fcfs": float(row["g"]) / max(float(row["g_fcfs"]), 1e-12),
-            "batch size": f"{row['objectives']}, batch {row['batch']:g}",
-        }
-        for row in of_what["mapping"]
-        if float(row["g_fcfs"]) > 0
-    ]
-    compared: list[Row] = [
-        {**row, "share": float(row["g"]) / float(row["g_exhaustive"])}
-        for row in of_what["mapping"]
-        if float(row.get("g_exhaustive", 0.0)) > 0
-    ]
-    tables = [
-        pivot("G over that of FCFS", mapped, ["batch size"], "requests", "over_fcfs"),
-        pivot("Share of requests that attain", mapped, ["batch size"], "requests", "attained"),
-        pivot("The same by FCFS", mapped, ["batch size"], "requests", "attained_fcfs"),
-        pivot(
-            "Table 1: time to decide, ms",
-            mapped,
-            ["batch"],
-            "requests",
-            "decide_ms",
-            note="On a shared machine; measure with --jobs 1 on a quiet one.",
-        ),
-        pivot(
-            "G over that of an exhaustive search",
-            compared,
-            ["objectives", "batch"],
-            "requests",
-            "share",
-            4,
-            _worst(compared),
-        ),
-        pivot(
-            "In a simulated engine, all requests at once: met requests per second of latency",
-            of_what["engine"],
-            ["requests", "batch"],
-            "policy",
-            "g",
-            4,
-        ),
-        pivot(
-            "The same: attainment", of_what["engine"], ["requests", "batch"], "policy", "attained"
-        ),
-    ]
-    return Findings(tables)
+def compared(rows: Rows) -> Rows:
+    """G over that of FCFS, and over that of an exhaustive search where there is one."""
+    found = []
+    for row in rows:
+        row = {**row, "batch size": f"{row.get('objectives')}, batch {row['batch']:g}"}
+        if row["what"] == "mapping":
+            g, fcfs, best = (float(row.get(name, 0.0)) for name in ("g", "g_fcfs", "g_exhaustive"))
+            if fcfs > 0:
+                row |= {"over_fcfs": g / max(fcfs, 1e-12), "gains": "yes"}
+            if best > 0:
+                row |= {"share": g / best, "searched": "yes"}
+        found.append(row)
+    return found
 
 
-def _worst(compared: Sequence[Row]) -> str:
-    shares = [float(row["share"]) for row in compared]
-    if not shares:
-        return ""
+def against_exhaustive(rows: Rows) -> Table:
+    """G over that of an exhaustive search."""
+    shares = [float(row["share"]) for row in having(rows, {"searched": "yes"})]
     exact = sum(share > 1 - 1e-9 for share in shares)
-    return f"Worst case {min(shares):.4f}; the greatest G in {exact} of {len(shares)} cases."
+    note = ""
+    if shares:
+        note = f"Worst case {min(shares):.4f}; the greatest G in {exact} of {len(shares)} cases."
+    return Pivot(
+        "G over that of an exhaustive search",
+        *("share", ("objectives", "batch"), "requests", 4, note),
+        where={"searched": "yes"},
+    )(rows)
 
+
+MAPPED = {"gains": "yes"}
+ENGINE = {"what": "engine"}
+NOISY = "On a shared machine; measure with --jobs 1 on a quiet one."
+TABLES = (
+    Pivot("G over that of FCFS", "over_fcfs", ("batch size",), "requests", where=MAPPED),
+    Pivot("Share of requests that attain", "attained", ("batch size",), "requests", where=MAPPED),
+    Pivot("The same by FCFS", "attained_fcfs", ("batch size",), "requests", where=MAPPED),
+    Pivot(
+        "Table 1: time to decide, ms",
+        *("decide_ms", ("batch",), "requests", 3, NOISY),
+        where=MAPPED,
+    ),
+    against_exhaustive,
+    Pivot(
+        "In a simulated engine, all requests at once: met requests per second of latency",
+        *("g", ("requests", "batch"), "policy", 4),
+        where=ENGINE,
+    ),
+    Pivot("The same: attainment", "attained", ("requests", "batch"), "policy", where=ENGINE),
+)
 
 EXPERIMENT = Experiment(
     name="annealing",
@@ -249,10 +225,11 @@ EXPERIMENT = Experiment(
         "Objectives and priorities": "half chat (TTFT 10 s, TPOT 50 ms), half code (30 s end to "
         "end), in random order; divided by 4 where named (TPOT stays); one priority",
         "Latency": "mapping: the paper's Table 2 (2 V100, Qwen2.5-7B); engine: setup 8b of "
-        "benchmarks/experiments/engines.py, the policy's predictor derived from its step times",
+        "benchmarks/experiments/systems.py, the policy's predictor derived from its step times",
         "Output lengths": "known",
     },
     seeds=10,
     cells=cells,
-    findings=findings,
+    derive=compared,
+    tables=TABLES,
 )

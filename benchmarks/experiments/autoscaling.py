@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from math import ceil
@@ -10,31 +10,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sluice.benchmarks.experiments.base import (
-    Cell,
-    Experiment,
-    Findings,
-    Plan,
-    Row,
-    estimate,
-    grouped,
-)
-from sluice.benchmarks.experiments.clusters import (
-    ADMISSION,
-    System,
-    cluster_figures,
-    colocated,
-    run,
-)
-from sluice.benchmarks.experiments.clusters import DEFAULT as ROUTER
-from sluice.benchmarks.experiments.default_policy import DEFAULT as LOCAL
-from sluice.benchmarks.experiments.engines import SETUPS, Contender, Setup
+from sluice.benchmarks.experiments.grid import Cell, Experiment, Plan, Rows, estimate, grouped
 from sluice.benchmarks.experiments.loads import (
     GENERATED,
     LOAD_WORDS,
     Make,
     full_load_rate,
     recorded,
+)
+from sluice.benchmarks.experiments.systems import (
+    ADMISSION,
+    DEFAULT,
+    ROUTER,
+    SETUPS,
+    Setup,
+    System,
+    cluster_figures,
+    colocated,
+    run_cluster,
 )
 from sluice.scheduling import autoscaling
 from sluice.scheduling.roles import Role
@@ -150,8 +143,8 @@ def measure(
         most = 4 * ceil(peak / FIXED_LOAD)
         sizer = Autoscaling(make_policy, 1, most, INTERVAL_S, STARTUP_S)
         replicas = ceil(load / 2 / FIXED_LOAD)
-    system = System(ROUTER, Contender(LOCAL, LOCAL), ADMISSION)
-    done = run(workload, system, SETUP, colocated(replicas), seed, autoscaling=sizer)
+    system = System(ROUTER, DEFAULT, ADMISSION)
+    done = run_cluster(workload, system, SETUP, colocated(replicas), seed, autoscaling=sizer)
     sizes = [size.replicas for size in done.result.sizes.get("mixed", ())]
     return {
         **cluster_figures(done),
@@ -200,25 +193,23 @@ _SHOWN = {
 }
 
 
-def findings(rows: Sequence[Row]) -> Findings:
-    """Every system on every workload, and the default against Serve's rule tuned after the fact."""
-    table = Table(
+def overall(rows: Rows) -> Table:
+    """Every system on every workload."""
+    return Table(
         "Cost and attainment of each way to size the pool",
         ("workload", "system", *(words for words, _ in _SHOWN.values())),
         [
             (
-                str(workload),
-                str(system),
+                *map(str, labels),
                 *(estimate(own, figure).shown(digits) for figure, (_, digits) in _SHOWN.items()),
             )
-            for (workload, system), own in grouped(rows, "workload", "system").items()
+            for labels, own in grouped(rows, "workload", "system").items()
         ],
         "Replica-hours count from the request for a replica until it has drained.",
     )
-    return Findings([table, _after_the_fact(rows)])
 
 
-def _after_the_fact(rows: Sequence[Row]) -> Table:
+def after_the_fact(rows: Rows) -> Table:
     """By workload: the cheapest setting of Serve's rule that attains as much as the default; and
     the setting that does so on every workload at the lowest sum."""
     lines = []
@@ -270,12 +261,12 @@ EXPERIMENT = Experiment(
         "Latency": f"setup {SETUP.name}: {SETUP.words}",
         "Replicas": f"serve {STARTUP_S:g} s after they are requested; the load is sampled every "
         f"{INTERVAL_S:g} s",
-        "Policies": f"router {ROUTER}, admission {ADMISSION}, local {LOCAL}; head_room has its "
-        "defaults and knows the start-up time",
+        "Policies": f"router {ROUTER}, admission {ADMISSION}, local {DEFAULT.policy}; head_room "
+        "has its defaults and knows the start-up time",
         "Fixed": f"sized for a load of {FIXED_LOAD:g} each, of the mean load or of the largest "
         f"within {PEAK_OVER_S:g} s",
     },
     seeds=1,
     cells=cells,
-    findings=findings,
+    tables=(overall, after_the_fact),
 )

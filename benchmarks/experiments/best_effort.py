@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
 
-from sluice.benchmarks.experiments.base import Cell, Experiment, Findings, Plan, Row, pivot
-from sluice.benchmarks.experiments.engines import NOISE, SETUPS
+from sluice.benchmarks.experiments.grid import Cell, Experiment, Pivot, Plan
 from sluice.benchmarks.experiments.loads import GENERATED, LOAD_WORDS, full_load_rate
+from sluice.benchmarks.experiments.systems import SETUPS, node_of
 from sluice.scheduling.batching import make_policy
 from sluice.scheduling.objective import SLO
 from sluice.simulation.engine import Engine
 from sluice.simulation.metrics import TPOTMetric, attained, stages
 from sluice.simulation.requests import Requests
-from sluice.simulation.run import HEADROOM, drive
-from sluice.simulation.truth import Belief, Truth
+from sluice.simulation.run import drive
 from sluice.simulation.workload import Workload, merged, with_objectives
 
 SETUP = SETUPS["8b-short"]
@@ -73,11 +72,12 @@ def measure(
     requests = Requests(load)
     for key in np.flatnonzero(behind).tolist():
         requests.serve_as(key, tier == "two tiers")
+    node = node_of(SETUP)
     engine = Engine(
         SETUP.engine,
         make_policy(policy),
-        Belief(SETUP.believed.with_headroom(HEADROOM)),
-        Truth(SETUP.truth, NOISE),
+        node.belief,
+        node.truth,
         requests,
         np.random.default_rng(seed),
     )
@@ -94,21 +94,12 @@ def measure(
     }
 
 
-def findings(rows: Sequence[Row]) -> Findings:
-    """A table for each figure, by load."""
-    shown = {
-        "attainment": ("SLO attainment of the guaranteed requests", 3),
-        "behind_tokens_per_s": ("output tokens a second of the background work", 0),
-        "behind_longest_wait_s": ("longest wait of the background work for a first token, s", 0),
-        "evicted_share": ("share of the computed tokens that evictions discarded", 3),
-    }
-    return Findings(
-        [
-            pivot(f"{words}, by load", rows, ["policy", "served"], "load", figure, digits)
-            for figure, (words, digits) in shown.items()
-        ]
-    )
-
+FIGURES = (
+    ("SLO attainment of the guaranteed requests", "attainment", 3),
+    ("output tokens a second of the background work", "behind_tokens_per_s", 0),
+    ("longest wait of the background work for a first token, s", "behind_longest_wait_s", 0),
+    ("share of the computed tokens that evictions discarded", "evicted_share", 3),
+)
 
 EXPERIMENT = Experiment(
     name="best_effort",
@@ -123,9 +114,12 @@ EXPERIMENT = Experiment(
         "Objectives and priorities": "ProServe's, see simulation/workloads/settings.py; every "
         "request that states one counts as guaranteed, also above capacity, where a controller "
         "would guarantee fewer",
-        "Latency": "setup 8b-short of benchmarks/experiments/engines.py",
+        "Latency": "setup 8b-short of benchmarks/experiments/systems.py",
     },
     seeds=3,
     cells=cells,
-    findings=findings,
+    tables=[
+        Pivot(f"{words}, by load", figure, ("policy", "served"), digits=digits)
+        for words, figure, digits in FIGURES
+    ],
 )

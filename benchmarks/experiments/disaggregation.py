@@ -3,36 +3,44 @@ and appendix A)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from sluice.benchmarks.experiments.base import (
+from sluice.benchmarks.experiments.capacity import Loads
+from sluice.benchmarks.experiments.grid import (
     Cell,
+    Curves,
     Experiment,
-    Findings,
+    Pivot,
     Plan,
-    Row,
+    Rows,
     Value,
-    chart,
+    by_label,
     estimate,
     grouped,
-    pivot,
 )
-from sluice.benchmarks.experiments.capacity import Loads, greatest_loads
-from sluice.benchmarks.experiments.clusters import (
+from sluice.benchmarks.experiments.loads import (
+    CLUSTER_WORDS,
+    SAMPLE,
+    Make,
+    Span,
+    alone_s,
+    capacity,
+    full_load_rate,
+    sweep,
+)
+from sluice.benchmarks.experiments.systems import (
     DEFAULT,
-    LOAD_WORDS,
+    ROUTER,
+    SETUPS,
+    Contender,
     Layout,
+    Setup,
     System,
-    cluster_cells,
     colocated,
     of_roles,
-    run,
 )
-from sluice.benchmarks.experiments.default_policy import DEFAULT as LOCAL
-from sluice.benchmarks.experiments.engines import SETUPS, Contender, Setup, figures
-from sluice.benchmarks.experiments.loads import SAMPLE, Make, Span, alone_s, full_load_rate
 from sluice.scheduling.pool_ratio import PoolDemand
 from sluice.simulation.capacity import pool_demand
 from sluice.simulation.planning.plots import Table
@@ -42,7 +50,7 @@ from sluice.simulation.workloads.settings import slos_serve
 
 SETUP = SETUPS["8b"]
 
-OURS = Contender(LOCAL, LOCAL)
+LOCAL = DEFAULT.policy
 STRICT = Contender(f"{LOCAL}, last token", LOCAL, {"anchor": "last_token"})
 """Its pace counts from each token to the next, so that no window of tokens is late: shows what it
 attains at the same objectives when TPOT is judged by windows."""
@@ -68,10 +76,10 @@ LOADS = Loads(0.15, 1.35, 5)
 SETTING = {
     "TPOT": "as each table says",
     "Arrivals": "generated, Poisson for every workload, so that bursts do not hide the ratio; "
-    f"{LOAD_WORDS}",
+    f"{CLUSTER_WORDS}",
     "Objectives and priorities": "SLOs-Serve Tables 1 and 3: TTFT 3 or 5 times the idle engine's, "
     "at least 0.2 s; TPOT 50 or 100 ms; one priority",
-    "Latency": "setup 8b of benchmarks/experiments/engines.py; nothing ran on an accelerator",
+    "Latency": "setup 8b of benchmarks/experiments/systems.py; nothing ran on an accelerator",
     "Transfer": "2 ms to notify the decode replica, 1 ms and 5 us per prompt token to fetch the "
     "KV; the decode replica recomputes the last prompt token and generates every output token",
 }
@@ -124,9 +132,7 @@ def layout_cells(plan: Plan) -> list[Cell]:
     splits = [(size - own, own) for own in plan.pick((1,), (1, 2, 3), (1, 2, 3, 4, 5, 6))]
     layouts = [colocated(size), *(split_in(*own) for own in splits)]
     layouts.append(split_in(half - half // 2, half // 2, mixed=half))
-    systems = [
-        System(DEFAULT, local) for local in plan.pick((OURS,), (OURS, STRICT), (OURS, STRICT))
-    ]
+    systems = [System(ROUTER, local) for local in plan.pick((DEFAULT,), (DEFAULT, STRICT))]
     loads = plan.pick([0.6], [0.6, 0.9], [0.4, 0.6, 0.8, 1.0, 1.2])
     scenarios = plan.pick(
         ("chatbot",),
@@ -140,35 +146,20 @@ def layout_cells(plan: Plan) -> list[Cell]:
         own_loads = [*loads, 1.4] if scenario == TIGHT else loads
         for layout in layouts:
             labels: dict[str, Value] = {"workload": scenario, "layout": layout.name}
-            grid += cluster_cells(labels, make, SETUP, layout, own_loads, systems, span)
+            grid += sweep(labels, make, SETUP, own_loads, systems, span, layout)
     return grid
 
 
-def layout_findings(rows: Sequence[Row]) -> Findings:
-    """Every figure by workload and load, a column per layout; the formula's ratios."""
-    tables = []
-    for (policy,), own in grouped(rows, "policy").items():
-        for figure, words in METRICS.items():
-            title = f"{words}; {policy}"
-            tables.append(pivot(title, own, ["workload", "load"], "layout", figure))
-    first = grouped(rows, "policy").get((LOCAL,), [])
-    charts = [chart(words, first, "layout", "load", f, words) for f, words in METRICS.items()]
-    return Findings(
-        [*tables, _formula([str(name) for (name,) in grouped(rows, "workload")])], charts
-    )
-
-
-def _formula(scenarios: Sequence[str]) -> Table:
+def formula(rows: Rows) -> Table:
+    """The ratios by the formula."""
     lines = []
-    for scenario in scenarios:
-        demand = demand_of(of_scenario(scenario))
+    for (scenario,) in grouped(rows, "workload"):
+        make = of_scenario(str(scenario))
+        demand = demand_of(make)
         lines.append(
             (
-                scenario,
-                f"{demand.ratio:.2f}",
-                ratio_name(*demand.split(8)),
-                f"{demand.best_goodput:.2f}",
-                f"{full_load_rate(of_scenario(scenario), SETUP):.2f}",
+                *(str(scenario), f"{demand.ratio:.2f}", ratio_name(*demand.split(8))),
+                *(f"{demand.best_goodput:.2f}", f"{full_load_rate(make, SETUP):.2f}"),
             )
         )
     return Table(
@@ -179,23 +170,18 @@ def _formula(scenarios: Sequence[str]) -> Table:
 
 
 def _capacity(
-    make: Make, span: Span, layout: Layout, system: System, seed: int
-) -> Mapping[str, float]:
-    """The highest rate, per replica, at which enough requests attain."""
-    full = full_load_rate(make, SETUP)
-
-    def attainment(load: float) -> float:
-        requests = span.requests(load * full) * layout.size
-        workload = make(SETUP, load * full * layout.size, requests, seed)
-        return figures(run(workload, system, SETUP, layout, seed))["attainment_window"]
-
-    return {"rate": full * greatest_loads(attainment, (SHARE,), LOADS)[SHARE]}
+    plan: Plan, scenario: str, system: System, layout: Layout
+) -> Callable[[int], Mapping[str, float]]:
+    make, span = of_scenario(scenario), _span(plan, scenario)
+    return partial(
+        capacity, make, SETUP, system, span, "attainment_window", loads=LOADS, layout=layout
+    )
 
 
 def ratio_cells(plan: Plan) -> list[Cell]:
     """Workloads x ratios x systems."""
     layouts = [split_in(*own) for own in plan.pick(RATIOS[:1], RATIOS, RATIOS)]
-    systems = [DISTSERVE, System(DEFAULT, STRICT)]
+    systems = [DISTSERVE, System(ROUTER, STRICT)]
     return [
         Cell(
             {
@@ -203,7 +189,7 @@ def ratio_cells(plan: Plan) -> list[Cell]:
                 "policy": f"{system.local.label} + {system.router}",
                 "layout": layout.name,
             },
-            partial(_capacity, of_scenario(scenario), _span(plan, scenario), layout, system),
+            _capacity(plan, scenario, system, layout),
         )
         for scenario in plan.pick(SCENARIOS[:1], SCENARIOS[:3], SCENARIOS)
         for system in plan.pick(systems[:1], systems, systems)
@@ -216,12 +202,17 @@ SCENARIOS = ("chatbot", "coder", "reasoning", "summarizer")
 """The first two are those of the figure."""
 
 
-def ratio_findings(rows: Sequence[Row]) -> Findings:
-    """Fig. 4: capacity over that of an even split, measured and by the formula."""
-    relative: list[Row] = []
+def over_even(rows: Rows) -> Rows:
+    """Capacity over that of an even split."""
+    found = []
     for own in grouped(rows, "workload", "policy", "seed").values():
-        even = next((float(row["rate"]) for row in own if _is_even(str(row["layout"]))), 0.0)
-        relative += [{**row, "times": float(row["rate"]) / max(even, 1e-9)} for row in own]
+        even = next((float(row["rate_0.9"]) for row in own if _is_even(str(row["layout"]))), 0.0)
+        found += [{**row, "times": float(row["rate_0.9"]) / max(even, 1e-9)} for row in own]
+    return found
+
+
+def formula_goodput(rows: Rows) -> Table:
+    """The same by the formula, and the best that was measured."""
     layouts = [str(name) for (name,) in grouped(rows, "layout") if "P" in str(name)]
     lines = []
     for (scenario,), own in grouped(rows, "workload").items():
@@ -229,25 +220,15 @@ def ratio_findings(rows: Sequence[Row]) -> Findings:
         goodputs = {name: demand.goodput(*_counts(name)) for name in layouts}
         even = next(goodputs[name] for name in layouts if _is_even(name))
         rates = {
-            str(name): estimate(cell, "rate").mean
-            for (name,), cell in grouped(own, "layout").items()
+            name: estimate(cell, "rate_0.9").mean for name, cell in by_label(own, "layout").items()
         }
         best = max(layouts, key=lambda name: rates[name])
         shown = [f"{goodputs[name] / even:.2f}" for name in layouts]
         lines.append((str(scenario), f"{demand.ratio:.2f}", *shown, best))
-    down = ["workload", "policy"]
-    return Findings(
-        [
-            pivot(
-                "Fig. 4: capacity over that of an even split", relative, down, "layout", "times", 2
-            ),
-            pivot("Capacity per replica, requests/s", rows, down, "layout", "rate", 2),
-            Table(
-                "The same by the formula (SLOs-Serve appendix A), and the best that was measured",
-                ("workload", "prefill per decode", *layouts, "best measured"),
-                lines,
-            ),
-        ]
+    return Table(
+        "The same by the formula (SLOs-Serve appendix A), and the best that was measured",
+        ("workload", "prefill per decode", *layouts, "best measured"),
+        lines,
     )
 
 
@@ -271,7 +252,22 @@ LAYOUTS = Experiment(
     },
     seeds=2,
     cells=layout_cells,
-    findings=layout_findings,
+    tables=(
+        *(
+            Pivot(
+                f"{words}; {policy}",
+                *(figure, ("workload", "load"), "layout"),
+                where={"policy": policy},
+            )
+            for policy in (LOCAL, STRICT.label)
+            for figure, words in METRICS.items()
+        ),
+        formula,
+    ),
+    charts=[
+        Curves(words, figure, words, "layout", where={"policy": LOCAL})
+        for figure, words in METRICS.items()
+    ],
 )
 
 RATIO = Experiment(
@@ -288,5 +284,16 @@ RATIO = Experiment(
     },
     seeds=1,
     cells=ratio_cells,
-    findings=ratio_findings,
+    derive=over_even,
+    tables=(
+        Pivot(
+            "Fig. 4: capacity over that of an even split",
+            *("times", ("workload", "policy"), "layout", 2),
+        ),
+        Pivot(
+            "Capacity per replica, requests/s",
+            *("rate_0.9", ("workload", "policy"), "layout", 2),
+        ),
+        formula_goodput,
+    ),
 )

@@ -9,26 +9,25 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sluice.benchmarks.experiments.base import (
+from sluice.benchmarks.experiments.grid import (
     Cell,
     Experiment,
-    Findings,
     Plan,
-    Row,
+    Rows,
     estimate,
     grouped,
+    having,
 )
-from sluice.benchmarks.experiments.clusters import (
+from sluice.benchmarks.experiments.loads import GENERATED, LOAD_WORDS, cluster_rate
+from sluice.benchmarks.experiments.systems import (
     ADMISSION,
     DEFAULT,
+    ROUTER,
+    SETUPS,
     System,
-    cluster_rate,
     colocated,
-    run,
+    run_cluster,
 )
-from sluice.benchmarks.experiments.default_policy import DEFAULT as LOCAL
-from sluice.benchmarks.experiments.engines import SETUPS, Contender
-from sluice.benchmarks.experiments.loads import GENERATED, LOAD_WORDS
 from sluice.scheduling.fair_shares import water_level
 from sluice.scheduling.kernels import Floats
 from sluice.simulation.config import WhenUnattainable
@@ -163,8 +162,8 @@ def measure(
     asked = load
     if shares == "none":
         asked = replace(load, arrivals=tuple(a._replace(tenant=0) for a in load.arrivals))
-    system = System(DEFAULT, Contender(LOCAL, LOCAL), ADMISSION, outcome)
-    done = run(asked, system, one, layout, seed)
+    system = System(ROUTER, DEFAULT, ADMISSION, outcome)
+    done = run_cluster(asked, system, one, layout, seed)
     requests = done.result.requests
     arrival_s = np.array([arrival.arrival_s for arrival in load.arrivals])
     owner = np.array([arrival.tenant for arrival in load.arrivals]) - 1
@@ -210,33 +209,29 @@ FIGURES = {
 }
 
 
-def findings(rows: Sequence[Row]) -> Findings:
+def compared(rows: Rows) -> Table:
     """A line for each group: with fair shares and without, and what they cost."""
     labels = ("tenants", "lengths", "setup", "others")
     lines = []
     for names, own in grouped(rows, *labels).items():
-        of = {str(on): cells for (on,), cells in grouped(own, "shares").items()}
+        none, fair = (
+            {name: estimate(part, name).mean for name in (*FIGURES, "tokens_per_s", "goodput")}
+            for part in (having(own, {"shares": on}) for on in ("none", "fair"))
+        )
         shown = [
-            f"{estimate(of['none'], figure).mean:.{digits}f} -> "
-            f"{estimate(of['fair'], figure).mean:.{digits}f}"
-            for figure, (_, digits) in FIGURES.items()
+            f"{none[name]:.{digits}f} -> {fair[name]:.{digits}f}"
+            for name, (_, digits) in FIGURES.items()
         ]
         ratios = [
-            estimate(of["fair"], figure).mean / max(estimate(of["none"], figure).mean, 1e-9)
-            for figure in ("tokens_per_s", "goodput")
+            f"{fair[name] / max(none[name], 1e-9):.3f}" for name in ("tokens_per_s", "goodput")
         ]
-        lines.append((*map(str, names), *shown, *(f"{ratio:.3f}" for ratio in ratios)))
-    columns = (*labels, *FIGURES, "promised tokens", "goodput")
+        lines.append((*map(str, names), *shown, *ratios))
     words = "; ".join(f"{name}: {said}" for name, (said, _) in FIGURES.items())
-    return Findings(
-        [
-            Table(
-                "Without fair shares -> with them",
-                columns,
-                lines,
-                f"{words}; promised (guaranteed) tokens, goodput: with fair shares over without.",
-            )
-        ]
+    return Table(
+        "Without fair shares -> with them",
+        (*labels, *FIGURES, "promised tokens", "goodput"),
+        lines,
+        f"{words}; promised (guaranteed) tokens, goodput: with fair shares over without.",
     )
 
 
@@ -258,14 +253,14 @@ EXPERIMENT = Experiment(
         "Arrivals": f"generated, Poisson, at load {OVERLOAD:g}, to which the demands are scaled "
         f"together; {LOAD_WORDS}. Bursts: {BURST_S:g} s of every {BURST_S + SILENCE_S:g} s",
         "TPOT": "mean since the first token",
-        "Latency": "setup 8b of benchmarks/experiments/engines.py; in full scale 8b-short, too",
+        "Latency": "setup 8b of benchmarks/experiments/systems.py; in full scale 8b-short, too",
         "Shares": f"weighted max-min of the guaranteed tokens of prompt and output, in each window "
         f"of {WINDOW_S:g} s after the first {WARM_UP_S:g} s",
         "Objectives and priorities": "ProServe's, see simulation/workloads/settings.py. A request "
         "that no replica can guarantee is refused, or served as best effort, and is not retried",
-        "Local policy": LOCAL,
+        "Local policy": DEFAULT.policy,
     },
     seeds=2,
     cells=cells,
-    findings=findings,
+    tables=[compared],
 )

@@ -3,28 +3,22 @@ saturation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
-from sluice.benchmarks.experiments.base import (
-    Cell,
-    Experiment,
-    Findings,
-    Plan,
-    Row,
-    Value,
-    chart,
-    pivot,
-)
-from sluice.benchmarks.experiments.prefills import (
+from sluice.benchmarks.experiments.flowprefill import (
+    BY_POLICY,
     FIGURE,
     SETTING,
-    Kind,
-    Suspending,
+    TTFT,
     bounded,
-    grid,
+    setup_of,
     span,
     workloads,
 )
+from sluice.benchmarks.experiments.grid import Cell, Curves, Experiment, Pivot, Plan, Rows
+from sluice.benchmarks.experiments.loads import sweep
+from sluice.benchmarks.experiments.systems import Kind, Suspending
+from sluice.simulation.planning.plots import Table
 from sluice.simulation.preemption import PreemptionConfig
 
 MODEL = "llama3-8b"
@@ -70,49 +64,37 @@ def bounds_cells(plan: Plan) -> list[Cell]:
             ("points", below, _points()),
             ("costs", below, _costs()),
         ):
-            labels: dict[str, Value] = {"workload": name, "part": part}
-            cells += grid(labels, MODEL, make, loads, kinds, lasting)
+            labels = {"workload": name, "part": part}
+            cells += sweep(labels, make, setup_of(MODEL), loads, kinds, lasting)
     return cells
 
 
-def bounds_findings(rows: Sequence[Row]) -> Findings:
-    """Attainment by load; depth, memory and blocking."""
-    shown = {
-        "depth": (
-            (FIGURE, "TTFT attainment", 3),
-            ("deepest", "max suspended prefills", 1),
-            ("suspended_tokens", "max suspended tokens at a time", 0),
-            ("held_tokens", "max tokens with KV at a time", 0),
-        ),
-        "points": (
-            (FIGURE, "TTFT attainment", 3),
-            ("blocked_ms", "blocking, mean ms", 2),
-            ("blocked_p99_ms", "blocking, 99th percentile ms", 1),
-        ),
-        "costs": ((FIGURE, "TTFT attainment", 3), ("idle_share", "share of the time lost", 4)),
-    }
-    titles = {
-        "depth": "Bounds on the stack",
-        "points": "Points of preemption (Fig. 12)",
-        "costs": "Cost of a preemption",
-    }
-    tables, charts = [], []
-    for part, figures in shown.items():
-        own = [row for row in rows if row["part"] == part]
-        suspending = [row for row in own if not str(row["policy"]).startswith("chunks")]
-        tables += [
-            pivot(
-                f"{titles[part]}: {words}",
-                own if figure == FIGURE else suspending,
-                ["workload", "policy"],
-                "load",
-                figure,
-                digits,
-            )
-            for figure, words, digits in figures
-        ]
-        charts.append(chart(titles[part], own, "policy", "load", FIGURE, "TTFT attainment"))
-    return Findings(tables, charts)
+BOUNDS_TITLES = {
+    "depth": "Bounds on the stack",
+    "points": "Points of preemption (Fig. 12)",
+    "costs": "Cost of a preemption",
+}
+BOUNDS_FIGURES = {
+    "depth": (
+        (FIGURE, TTFT, 3),
+        ("deepest", "max suspended prefills", 1),
+        ("suspended_tokens", "max suspended tokens at a time", 0),
+        ("held_tokens", "max tokens with KV at a time", 0),
+    ),
+    "points": (
+        (FIGURE, TTFT, 3),
+        ("blocked_ms", "blocking, mean ms", 2),
+        ("blocked_p99_ms", "blocking, 99th percentile ms", 1),
+    ),
+    "costs": ((FIGURE, TTFT, 3), ("idle_share", "share of the time lost", 4)),
+}
+
+
+def _of_bounds(table: Pivot, rows: Rows) -> Table:
+    """Where nothing is suspended, only attainment says something."""
+    if table.figure != FIGURE:
+        rows = [row for row in rows if not str(row["policy"]).startswith("chunks")]
+    return table(rows)
 
 
 def admission_cells(plan: Plan) -> list[Cell]:
@@ -127,29 +109,16 @@ def admission_cells(plan: Plan) -> list[Cell]:
     loads = plan.pick([1.2], [0.6, 0.8, 1.0, 1.2, 1.4, 1.6], [0.5, 0.6, 0.8, 1.0, 1.2, 1.4, 1.6])
     cells = []
     for name, make in workloads(MODEL, 1.0, plan.traces).items():
-        cells += grid({"workload": name}, MODEL, make, loads, kinds, span(plan))
+        cells += sweep({"workload": name}, make, setup_of(MODEL), loads, kinds, span(plan))
     return cells
 
 
-def admission_findings(rows: Sequence[Row]) -> Findings:
-    """Attainment of all requests and of the guaranteed ones."""
-    titles = {
-        FIGURE: "TTFT attainment of all requests",
-        "promised": "share of the requests that were guaranteed",
-        "kept": "TTFT attainment of the guaranteed requests",
-        "attained_tokens": "share of the prompt tokens whose request attained",
-    }
-    tables = [
-        pivot(title, rows, ["workload", "policy"], "load", figure)
-        for figure, title in titles.items()
-    ]
-    charts = [
-        chart(title, rows, "policy", "load", figure, title)
-        for figure, title in titles.items()
-        if figure != "kept"
-    ]
-    return Findings(tables, charts)
-
+ADMITTED = {
+    FIGURE: f"{TTFT} of all requests",
+    "promised": "share of the requests that were guaranteed",
+    "kept": f"{TTFT} of the guaranteed requests",
+    "attained_tokens": "share of the prompt tokens whose request attained",
+}
 
 BOUNDS = Experiment(
     name="flowprefill_bounds",
@@ -163,7 +132,17 @@ BOUNDS = Experiment(
     },
     seeds=5,
     cells=bounds_cells,
-    findings=bounds_findings,
+    tables=[
+        partial(
+            _of_bounds,
+            Pivot(f"{title}: {words}", figure, BY_POLICY, digits=digits, where={"part": part}),
+        )
+        for part, title in BOUNDS_TITLES.items()
+        for figure, words, digits in BOUNDS_FIGURES[part]
+    ],
+    charts=[
+        Curves(title, FIGURE, TTFT, where={"part": part}) for part, title in BOUNDS_TITLES.items()
+    ],
 )
 
 ADMISSION = Experiment(
@@ -181,5 +160,6 @@ ADMISSION = Experiment(
     },
     seeds=5,
     cells=admission_cells,
-    findings=admission_findings,
+    tables=[Pivot(title, figure, BY_POLICY) for figure, title in ADMITTED.items()],
+    charts=[Curves(title, figure, title) for figure, title in ADMITTED.items() if figure != "kept"],
 )

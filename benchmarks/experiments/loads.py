@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from math import inf
@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sluice.benchmarks.experiments.base import Cell, Value
-from sluice.benchmarks.experiments.engines import Contender, Setup, figures, run
+from sluice.benchmarks.experiments.capacity import ALL_LOADS, Loads, greatest_loads
+from sluice.benchmarks.experiments.grid import Cell, Value
+from sluice.benchmarks.experiments.systems import Contender, Kind, Layout, Setup, served
 from sluice.scheduling.latency import LatencyModel
 from sluice.simulation.workload import (
     Workload,
@@ -21,6 +22,7 @@ from sluice.simulation.workload import (
     with_objectives,
     with_priorities,
 )
+from sluice.simulation.workloads import traces
 from sluice.simulation.workloads.arrivals import OnOff
 from sluice.simulation.workloads.generators import Slowdown
 from sluice.simulation.workloads.lengths import LengthDistribution
@@ -32,7 +34,7 @@ from sluice.simulation.workloads.settings import (
     proserve_objectives,
     slos_serve,
 )
-from sluice.simulation.workloads.traces import TraceError, load
+from sluice.simulation.workloads.traces import TraceError
 
 Make = Callable[[Setup, float, int, int], Workload]
 """A workload for a setup: its rate, the number of requests, and the seed."""
@@ -43,6 +45,10 @@ LOAD_WORDS = (
 )
 SAMPLE = 2_000
 """Requests over which the mean work is taken."""
+
+CLUSTER_WORDS = (
+    "the load is that of each replica; with separate prefill and decode, of all together"
+)
 
 
 def alone_s(model: LatencyModel) -> Callable[[int], float]:
@@ -94,7 +100,7 @@ and one in bursts of 8 s on average with 12 s of silence between them."""
 
 @lru_cache(maxsize=8)
 def _trace(path: Path) -> Workload:
-    return load(path)
+    return traces.load(path)
 
 
 def _recorded(
@@ -176,19 +182,6 @@ def least_tpot_s(workload: Workload) -> float:
     return min((arrival.slo.tpot_s or inf for arrival in workload.arrivals), default=inf)
 
 
-def measure(
-    make: Make,
-    setup: Setup,
-    rate: float,
-    requests: int,
-    contender: Contender,
-    oracle: bool,
-    seed: int,
-) -> Mapping[str, float]:
-    """The figures of one run of a cell, see :func:`sluice.benchmarks.experiments.engines.run`."""
-    return figures(run(make(setup, rate, requests, seed), contender, setup, seed, oracle))
-
-
 class Span(NamedTuple):
     """How long a run's arrivals last: ``seconds``, with at least ``least`` and at most ``most``
     requests."""
@@ -202,26 +195,113 @@ class Span(NamedTuple):
         return round(min(max(rate * self.seconds, self.least), self.most))
 
 
-def load_cells(
+def cluster_rate(make: Make, setup: Setup, layout: Layout) -> float:
+    """Requests per second that are load 1 of all replicas together."""
+    others = layout.size - len(layout.nodes)
+    of_node = {node.name: full_load_rate(make, node) for node in layout.nodes}
+    rate = others * full_load_rate(make, setup) if others else 0.0
+    return rate + sum(of_node[node.name] for node in layout.nodes)
+
+
+def measure(
+    make: Make,
+    setup: Setup,
+    rate: float,
+    requests: int,
+    kind: Kind,
+    layout: Layout | None,
+    oracle: bool,
+    seed: int,
+) -> Mapping[str, float]:
+    """The figures of one run of a cell."""
+    return served(make(setup, rate, requests, seed), kind, setup, layout, oracle, seed)
+
+
+def sweep(
     labels: Mapping[str, Value],
     make: Make,
     setup: Setup,
     loads: Sequence[float],
-    contenders: Sequence[Contender],
+    kinds: Sequence[Kind],
     span: Span,
+    layout: Layout | None = None,
     oracle: bool = False,
 ) -> list[Cell]:
-    """A cell per load and contender, with the labels ``load`` and ``policy`` added."""
-    full = full_load_rate(make, setup)
+    """A cell per load and kind, with the label ``load`` and the kind's labels added.
+
+    Args:
+        labels: of all cells.
+        make: the workload.
+        setup: of the engine, or of the replicas that ``layout`` does not name.
+        loads: see :data:`LOAD_WORDS`; of a cluster, of all replicas together.
+        kinds: to compare.
+        span: of the arrivals; its numbers of requests apply to each replica.
+        layout: the replicas of systems with a router.
+        oracle: whether output lengths are known.
+    """
+    size = 1 if layout is None else layout.size
+    full = full_load_rate(make, setup) if layout is None else cluster_rate(make, setup, layout)
+    cells = []
+    for load in loads:
+        rate = load * full
+        run = make, setup, rate, span.requests(rate / size) * size
+        for kind in kinds:
+            names = {**labels, "load": load, **kind.labels}
+            cells.append(Cell(names, partial(measure, *run, kind, layout, oracle)))
+    return cells
+
+
+def capacity(
+    make: Make,
+    setup: Setup,
+    kind: Kind,
+    span: Span,
+    figure: str,
+    seed: int,
+    shares: Sequence[float] = (0.9,),
+    loads: Loads = ALL_LOADS,
+    layout: Layout | None = None,
+    oracle: bool = False,
+) -> Mapping[str, float]:
+    """The highest rates, per replica, at which these shares of the requests attain:
+    ``rate_0.9``."""
+    full, size = full_load_rate(make, setup), 1 if layout is None else layout.size
+
+    def attainment(load: float) -> float:
+        rate, requests = load * full * size, span.requests(load * full) * size
+        return measure(make, setup, rate, requests, kind, layout, oracle, seed)[figure]
+
+    found = greatest_loads(attainment, shares, loads)
+    return {f"rate_{share:g}": load * full for share, load in found.items()}
+
+
+def tightest(
+    make: Callable[[float], Make], setup: Setup, load: float, kind: Kind, span: Span, seed: int
+) -> Mapping[str, float]:
+    """The lowest factor on the objectives at which 90 % attain; infinite if none up to 20 suffices.
+
+    Args:
+        make: the workload by the factor.
+    """
+    rate = load * full_load_rate(make(1.0), setup)
+
+    def attainment(strictness: float) -> float:
+        run = make(1.0 / strictness), setup, rate, span.requests(rate), kind, None, False
+        return measure(*run, seed)["attainment_mean"]
+
+    found = greatest_loads(attainment, (0.9,))[0.9]
+    return {"tightest": 1.0 / found if found else inf}
+
+
+STATIC = ("sarathi", "sarathi_priority", "edf", "sjf")
+"""Policies under a static token budget, which is profiled for each workload and setup."""
+
+
+def contenders(names: Iterable[str], make: Make, setup: Setup) -> list[Contender]:
+    """Local policies with their default options; a static token budget is profiled."""
+    budget = profiled_budget(setup, least_tpot_s(make(setup, 1.0, SAMPLE, 0)))
     return [
-        Cell(
-            {**labels, "load": load, "policy": contender.label},
-            partial(
-                measure, make, setup, load * full, span.requests(load * full), contender, oracle
-            ),
-        )
-        for load in loads
-        for contender in contenders
+        Contender(name, name, {"token_budget": budget} if name in STATIC else {}) for name in names
     ]
 
 

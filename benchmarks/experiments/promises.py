@@ -9,11 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sluice.benchmarks.experiments.base import Cell, Experiment, Findings, Plan, Row, Value, grouped
-from sluice.benchmarks.experiments.clusters import ADMISSION, DEFAULT, make_router
-from sluice.benchmarks.experiments.default_policy import DEFAULT as LOCAL
 from sluice.benchmarks.experiments.default_policy import QUICK_WORKLOADS
-from sluice.benchmarks.experiments.engines import NOISE, SETUPS, Setup
+from sluice.benchmarks.experiments.grid import Cell, Experiment, Plan, Rows, Value, grouped, shown
 from sluice.benchmarks.experiments.loads import (
     GENERATED,
     LOAD_WORDS,
@@ -21,6 +18,15 @@ from sluice.benchmarks.experiments.loads import (
     Span,
     full_load_rate,
     recorded,
+)
+from sluice.benchmarks.experiments.systems import (
+    ADMISSION,
+    DEFAULT,
+    NOISE,
+    ROUTER,
+    SETUPS,
+    Setup,
+    make_router,
 )
 from sluice.scheduling import admission, batching
 from sluice.scheduling.latency import LatencyModel
@@ -88,8 +94,8 @@ def measure(
     drift = [Slowdown(lasts_s / 3, 0, wrong.drift), Slowdown(lasts_s * 2 / 3, 0, 1.0)]
     result = simulate_cluster(
         workload,
-        lambda role: batching.make_policy(LOCAL),
-        make_router(DEFAULT, seed),
+        lambda role: batching.make_policy(DEFAULT.policy),
+        make_router(ROUTER, seed),
         Truth(setup.truth, wrong.noise),
         Belief(wrong.believed(setup.believed).with_headroom(HEADROOM)),
         setup.engine,
@@ -109,8 +115,8 @@ def oracle(make: Make, setup: Setup, rate: float, requests: int, seed: int) -> M
     def run(admitted: bool) -> float:
         result = simulate_cluster(
             workload,
-            lambda role: batching.make_policy(LOCAL),
-            make_router(DEFAULT, seed),
+            lambda role: batching.make_policy(DEFAULT.policy),
+            make_router(ROUTER, seed),
             Truth(setup.truth, 0.0),
             Belief(setup.truth, online=False),
             setup.engine,
@@ -185,7 +191,7 @@ class Sums(NamedTuple):
     """One cell over all seeds: the rows of each system."""
 
     labels: tuple[str, ...]
-    of: Mapping[str, Sequence[Row]]
+    of: Mapping[str, Rows]
 
     def sum(self, system: str, figure: str) -> float:
         """The sum of a count."""
@@ -200,45 +206,39 @@ class Sums(NamedTuple):
         return _of(self.sum(MARGINS, "kept"), self.sum(other, "kept"))
 
 
-def sums_of(rows: Sequence[Row]) -> list[Sums]:
+def sums_of(rows: Rows) -> list[Sums]:
     """Every cell of a wrong model, with the oracle of its workload."""
     oracles = grouped([row for row in rows if row["system"] == ORACLE], *CELL[:3])
     others = grouped([row for row in rows if row["system"] != ORACLE], *CELL)
     found = []
     for labels, own in others.items():
         systems = {str(name): list(part) for (name,), part in grouped(own, "system").items()}
-        words = tuple(label if isinstance(label, str) else f"{label:g}" for label in labels)
-        found.append(Sums(words, {**systems, ORACLE: oracles[labels[:3]]}))
+        found.append(Sums(tuple(map(shown, labels)), {**systems, ORACLE: oracles[labels[:3]]}))
     return found
 
 
-def findings(rows: Sequence[Row]) -> Findings:
-    """The targets, the means, and the cells with the lowest share kept."""
+TITLES = (
+    *("promised", "kept", *(f"kept {name}" for name in OBJECTIVES), "goodput", "attained"),
+    "late, P95",
+)
+
+
+def _by(place: int, title: str, name: str, note: str, rows: Rows) -> Table:
+    """Means over the cells with the same label in ``place``."""
     sums = sums_of(rows)
-    worst = sorted(sums, key=lambda each: each.share(MARGINS, "kept", "promised"))[:16]
+    lines = [
+        (label, system, *_line([each for each in sums if each.labels[place] == label], system))
+        for label in dict.fromkeys(each.labels[place] for each in sums)
+        for system in (NONE, MARGINS, ORACLE)
+    ]
+    return Table(title, (name, "system", *TITLES), lines, note)
+
+
+def _worst(rows: Rows) -> Table:
+    worst = sorted(sums_of(rows), key=lambda each: each.share(MARGINS, "kept", "promised"))[:16]
     lines = [(*each.labels, *_line([each], system)) for each in worst for system in (NONE, MARGINS)]
-    by_model = [
-        (name, system, *_line([each for each in sums if each.labels[3] == name], system))
-        for name in dict.fromkeys(each.labels[3] for each in sums)
-        for system in (NONE, MARGINS, ORACLE)
-    ]
-    by_workload = [
-        (name, system, *_line([each for each in sums if each.labels[0] == name], system))
-        for name in dict.fromkeys(each.labels[0] for each in sums)
-        for system in (NONE, MARGINS, ORACLE)
-    ]
-    titles = ("promised", "kept", *(f"kept {name}" for name in OBJECTIVES))
-    titles = (*titles, "goodput", "attained", "late, P95")
-    return Findings(
-        (
-            targets(sums),
-            Table("By model error, mean over cells", ("model", "system", *titles), by_model, _NOTE),
-            Table("By workload, mean over cells", ("workload", "system", *titles), by_workload),
-            Table(
-                "Lowest shares kept", (*CELL, *titles), lines, "Each without, then with margins."
-            ),
-        )
-    )
+    note = "Each without, then with margins."
+    return Table("Lowest shares kept", (*CELL, *TITLES), lines, note)
 
 
 _NOTE = (
@@ -316,9 +316,9 @@ EXPERIMENT = Experiment(
         "Goodput": "guaranteed and kept; all systems have the same arrivals, so ratios per request "
         "and per second are equal",
         "Arrivals": f"{LOAD_WORDS}; {REPLICAS} replicas behind the default router, admission "
-        f"{ADMISSION}, local policy {LOCAL}; other requests are served as best effort",
+        f"{ADMISSION}, local policy {DEFAULT.policy}; other requests are served as best effort",
         "Objectives and priorities": "each workload's own, as in default_policy",
-        "Latency": "setups of benchmarks/experiments/engines.py; all x 1.3: steps take 1.3 times "
+        "Latency": "setups of benchmarks/experiments/systems.py; all x 1.3: steps take 1.3 times "
         "the predicted time at the start; fixed x 1.5: their fixed part takes 1.5 times; noise, "
         "drift: 15 % noise on every step instead of 3 %, and one replica is 1.3 times slower in "
         "the middle third of the arrivals; the online correction of production learns",
@@ -330,5 +330,10 @@ EXPERIMENT = Experiment(
     },
     seeds=2,
     cells=cells,
-    findings=findings,
+    tables=(
+        lambda rows: targets(sums_of(rows)),
+        partial(_by, 3, "By model error, mean over cells", "model", _NOTE),
+        partial(_by, 0, "By workload, mean over cells", "workload", ""),
+        _worst,
+    ),
 )

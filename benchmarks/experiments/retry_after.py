@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from math import nan
 
 import numpy as np
 
-from sluice.benchmarks.experiments.base import (
+from sluice.benchmarks.experiments.grid import (
     Cell,
     Experiment,
-    Findings,
     Plan,
-    Row,
+    Rows,
     estimate,
     grouped,
+    having,
 )
-from sluice.benchmarks.experiments.clusters import (
+from sluice.benchmarks.experiments.loads import GENERATED, Make, Span, cluster_rate
+from sluice.benchmarks.experiments.routers import SETTING
+from sluice.benchmarks.experiments.systems import (
     ADMISSION,
     DEFAULT,
+    ROUTER,
+    SETUPS,
     System,
-    cluster_rate,
     colocated,
-    run,
+    run_cluster,
 )
-from sluice.benchmarks.experiments.default_policy import DEFAULT as LOCAL
-from sluice.benchmarks.experiments.engines import SETUPS, Contender
-from sluice.benchmarks.experiments.loads import GENERATED, Make, Span
-from sluice.benchmarks.experiments.routers import SETTING
 from sluice.simulation.metrics import TPOTMetric, attained, stages
 from sluice.simulation.planning.plots import Table
 from sluice.simulation.requests import Requests
@@ -60,9 +59,9 @@ def measure(make: Make, rate: float, requests: int, clients: str, seed: int) -> 
         # its own key.
         alone = tuple(each._replace(tenant=key) for key, each in enumerate(workload.arrivals))
         workload = replace(workload, arrivals=alone)
-    system = System(DEFAULT, Contender(LOCAL, LOCAL), ADMISSION, "reject")
+    system = System(ROUTER, DEFAULT, ADMISSION, "reject")
     layout = colocated(REPLICAS, come_backs=COME_BACKS[clients])
-    return counts(run(workload, system, SETUP, layout, seed).result.requests, lasts_s)
+    return counts(run_cluster(workload, system, SETUP, layout, seed).result.requests, lasts_s)
 
 
 def counts(requests: Requests, lasts_s: float) -> dict[str, float]:
@@ -101,26 +100,39 @@ def cells(plan: Plan) -> list[Cell]:
     return grid
 
 
-def findings(rows: Sequence[Row]) -> Findings:
-    """By cell: how good the retry times are, and what unused reservations cost."""
-    moments, costs = [], []
+def moments(rows: Rows) -> Table:
+    """How good the retry times are."""
+    lines = []
     for (name, load), own in grouped(rows, "workload", "load").items():
-        of = {str(clients): part for (clients,), part in grouped(own, "clients").items()}
-        returns, held = (sum(float(r[each]) for r in of[AGAIN]) for each in ("returns", "held"))
+        again = having(own, {"clients": AGAIN})
+        returns, held = (sum(float(row[each]) for row in again) for each in ("returns", "held"))
         verdict = "yes" if held >= WANTED * returns else "NO"
         share = f"{held / returns:.3f}" if returns else "-"
         line = [f"{returns:.0f}", share, verdict if returns >= LEAST_RETURNS else "-"]
-        line += [estimate(of[AGAIN], each).shown(2) for each in ("told_p95", "promised", "goodput")]
-        moments.append((str(name), f"{load:g}", *line))
-        kept, none = (estimate(of[each], "goodput").mean for each in (GONE, NO_ROOM))
+        line += [estimate(again, each).shown(2) for each in ("told_p95", "promised", "goodput")]
+        lines.append((str(name), f"{load:g}", *line))
+    return Table(
+        f"All clients retry, and {WANTED:g} of the retries are to be guaranteed",
+        (
+            *("workload", "load", "retries", "held", "holds", "retry-after, P95, s", "promised"),
+            "goodput, 1/s",
+        ),
+        lines,
+        f"-: fewer than {LEAST_RETURNS} retries. Promised: share of all requests, in the end.",
+    )
+
+
+def costs(rows: Rows) -> Table:
+    """What unused reservations cost."""
+    lines = []
+    for (name, load), own in grouped(rows, "workload", "load").items():
+        kept, none = (
+            estimate(having(own, {"clients": each}), "goodput").mean for each in (GONE, NO_ROOM)
+        )
         ratio = f"{kept / none:.3f}" if none else "-"
-        costs.append((str(name), f"{load:g}", f"{kept:.2f}", f"{none:.2f}", ratio))
-    title = f"All clients retry, and {WANTED:g} of the retries are to be guaranteed"
-    columns = ("workload", "load", "retries", "held", "holds", "retry-after, P95, s", "promised")
-    note = f"-: fewer than {LEAST_RETURNS} retries. Promised: share of all requests, in the end."
-    cost_columns = ("workload", "load", "reserved", "not reserved", "ratio")
-    costly = Table("No client retries: goodput, requests a second", cost_columns, costs)
-    return Findings((Table(title, (*columns, "goodput, 1/s"), moments, note), costly))
+        lines.append((str(name), f"{load:g}", f"{kept:.2f}", f"{none:.2f}", ratio))
+    columns = ("workload", "load", "reserved", "not reserved", "ratio")
+    return Table("No client retries: goodput, requests a second", columns, lines)
 
 
 EXPERIMENT = Experiment(
@@ -131,7 +143,8 @@ EXPERIMENT = Experiment(
     setting={
         **SETTING,
         "Admission": f"{ADMISSION}; requests that cannot be guaranteed are refused",
-        "Replicas": f"{REPLICAS}, co-located, behind the default router; local policy {LOCAL}",
+        "Replicas": f"{REPLICAS}, co-located, behind the default router; local policy "
+        f"{DEFAULT.policy}",
         "Clients": f"{AGAIN}: exactly at Retry-After, up to {COME_BACKS[AGAIN]} times, under one "
         f"id; {GONE}: never retry, which the controller has to learn; {NO_ROOM}: the same, each "
         "request with its own API key, so that no new request respects a reservation",
@@ -139,5 +152,5 @@ EXPERIMENT = Experiment(
     },
     seeds=2,
     cells=cells,
-    findings=findings,
+    tables=(moments, costs),
 )

@@ -29,6 +29,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from sluice.benchmarks.options import as_json, number_option, show
 from sluice.replica.config import EngineConfig
 from sluice.replica.engine import EngineRequest, ResponseChunk, ResponseTail
 from sluice.replica.vllm.engine import VllmEngine
@@ -108,10 +109,10 @@ class Run:
 
 @click.command()
 @click.option("--policy", "names", multiple=True, type=click.Choice(sorted(POLICIES)))
-@click.option("--seconds", default=60.0, show_default=True, type=click.FloatRange(1, 3600))
-@click.option("--clients", default=24, show_default=True, type=click.IntRange(1, 256))
+@number_option("--seconds", default=60.0, least=1, most=3600)
+@number_option("--clients", default=24, least=1, most=256)
 @click.option("--seed", default=0, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@as_json
 def main(names: tuple[str, ...], seconds: float, clients: int, seed: int, as_json: bool) -> None:
     """Run each policy (default: all) in a real vLLM engine on this machine's CPU."""
     say = Console(stderr=True).print
@@ -124,10 +125,7 @@ def main(names: tuple[str, ...], seconds: float, clients: int, seed: int, as_jso
         load = _Load(config.model_copy(update={"policy": name}), jobs, texts, seed)
         runs.append(asyncio.run(load.run(seconds, clients)))
         say(f"{name}: {'clean' if runs[-1].clean else 'NOT clean'}")
-    if as_json:
-        click.echo(json.dumps([asdict(run) for run in runs], indent=2))
-    else:
-        Console().print(_table(runs))
+    show([asdict(run) for run in runs], [_table(runs)], as_json)
     raise SystemExit(not all(run.clean for run in runs))
 
 

@@ -36,6 +36,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from sluice.benchmarks.options import as_json, number_option, show
 from sluice.replica.config import EngineConfig
 from sluice.replica.engine import EngineInfo, EngineRequest, ResponseTail
 from sluice.replica.vllm.engine import VllmEngine
@@ -94,11 +95,11 @@ class Window:
 
 @click.command()
 @click.option("--policy", default="slidebatching", type=click.Choice(sorted(POLICIES)))
-@click.option("--windows", default=3, show_default=True, type=click.IntRange(1, 100))
-@click.option("--seconds", default=30.0, show_default=True, type=click.FloatRange(5, 600))
-@click.option("--rate", default=4.0, show_default=True, type=click.FloatRange(0.1, 1000))
+@number_option("--windows", default=3, least=1, most=100)
+@number_option("--seconds", default=30.0, least=5, most=600)
+@number_option("--rate", default=4.0, least=0.1, most=1000)
 @click.option("--seed", default=0, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@as_json
 def main(policy: str, windows: int, seconds: float, rate: float, seed: int, as_json: bool) -> None:
     """Compare the two, in several windows of Poisson arrivals at RATE requests per second."""
     say = Console(stderr=True).print
@@ -113,10 +114,7 @@ def main(policy: str, windows: int, seconds: float, rate: float, seed: int, as_j
         )
         comparison = _Comparison(config, say)
         results = asyncio.run(comparison.run(windows, seconds, rate, seed))
-    if as_json:
-        click.echo(json.dumps(comparison.as_dict(results), indent=2))
-    else:
-        Console().print(_table(results))
+    show(comparison.as_dict(results), [_table(results)], as_json)
 
 
 class _Comparison:

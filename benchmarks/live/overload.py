@@ -15,10 +15,7 @@ The exit status is 1 if an answer was lost, or if the goodput with retries is be
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
 from math import sqrt
 from statistics import fmean, stdev
 from typing import Any, Final
@@ -28,20 +25,18 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from sluice.benchmarks.live.application import SIMULATED, application, simulated
 from sluice.benchmarks.live.replay.client import End, Outcome, replay
 from sluice.benchmarks.live.replay.load import LIGHT_ENGINE
 from sluice.benchmarks.live.replay.report import GUARANTEED
 from sluice.benchmarks.live.resources import Meter, Usage, held
-from sluice.deploy.config import SluiceConfig, parse_config
-from sluice.deploy.local import base_url, running, stop_signals
-from sluice.deploy.ray_settings import free_port
-from sluice.deploy.tables import print_table
-from sluice.router.config import RouterConfig
+from sluice.benchmarks.options import as_json, number_option, percent, seed, show, slashed
+from sluice.router.config import ServiceClass
 from sluice.scheduling.objective import SLO
 from sluice.simulation.workload import Arrival, Workload, window
 
 SLO_OF: Final = SLO(ttft_s=1.5, tpot_s=0.15, priority=2, service_class="strict")
-CLASS: Final = {"ttft_ms": 1_500, "tpot_ms": 150, "priority": 2, "when_unattainable": "reject"}
+CLASS: Final = ServiceClass(ttft_ms=1_500, tpot_ms=150, priority=2, when_unattainable="reject")
 
 RATE: Final = 3.6
 """About the rate that one engine can guarantee, requests a second: 1x."""
@@ -57,37 +52,29 @@ WARM_UP_S: Final = 5.0
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 300, 40
 _SHAPE = 8.0  # of the lengths' distribution: the more they vary, the noisier are the results
 _SETTINGS: Final = {"none": 0.0, "at once": PATIENCE_S}
-_DEFAULT = RouterConfig()
 
 Json = dict[str, Any]
 
 
 @click.command(name="overload")
-@click.option("--seconds", default=30.0, show_default=True, type=click.FloatRange(6, 3_600))
-@click.option("--rounds", default=4, show_default=True, type=click.IntRange(1, 100))
-@click.option(
-    "--load",
-    "loads",
+@number_option("--seconds", default=30.0, least=6, most=3_600)
+@number_option("--rounds", default=4, least=1, most=100)
+@number_option(
+    *("--load", "loads"),
+    default=(3.0, 10.0),
+    least=0.1,
+    most=100,
+    words="Multiple of the engines' capacity; repeatable.",
     multiple=True,
-    type=click.FloatRange(0.1, 100),
-    help="Multiple of the engines' capacity; repeatable.  [default: 3, 10]",
 )
-@click.option("--replicas", default=2, show_default=True, type=click.IntRange(1, 64))
-@click.option(
-    "--refusals-per-s",
-    default=_DEFAULT.refusals_per_s,
-    show_default=True,
-    type=click.FloatRange(1, 1e6),
-    help="router.refusals_per_s; a million in effect disables the pacing of refusals.",
-)
-@click.option("--seed", default=1, show_default=True, type=click.IntRange(0, 2**31))
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@number_option("--replicas", default=2, least=1, most=64)
+@seed
+@as_json
 def overload(
     seconds: float,
     rounds: int,
     loads: tuple[float, ...],
     replicas: int,
-    refusals_per_s: float,
     seed: int,
     as_json: bool,
 ) -> None:
@@ -98,27 +85,23 @@ def overload(
       sluice bench overload --load 3 --load 10
     """
     say = Console(stderr=True).print
-    config = _config(replicas, refusals_per_s)
+    name = SLO_OF.service_class
+    config = simulated(LIGHT_ENGINE, replicas, {name: CLASS}, {"default_class": name})
     runs: list[Json] = []
-    # Ray's own messages must not stand between the lines of the JSON.
-    with redirect_stdout(sys.stderr), stop_signals() as stop, running(config, stop, say):
-        url = f"{base_url(config)}/v1/completions"
+    with application(config) as running:
+        url = running.completions
         # Of the heaviest kind, so that memory that grows once in a storm has grown.
         _run(url, window(make_load(10 * RATE * replicas, 60.0, seed), 0.0, WARM_UP_S), PATIENCE_S)
-        for number in range(rounds):
-            for load in loads or (3.0, 10.0):
-                workload = make_load(load * RATE * replicas, seconds, seed + number)
-                for retries in list(_SETTINGS)[:: -1 if number % 2 else 1]:
+        for turn in range(rounds):
+            for load in loads:
+                workload = make_load(load * RATE * replicas, seconds, seed + turn)
+                for retries in list(_SETTINGS)[:: -1 if turn % 2 else 1]:
                     outcomes, usage, memory = _run(url, workload, _SETTINGS[retries])
                     row = figures(outcomes, usage, memory, seconds)
                     say(f"{load:g}x, retries {retries}: {row['goodput']:.2f}/s in time")
-                    runs.append({"load": load, "retries": retries, "round": number, **row})
+                    runs.append({"load": load, "retries": retries, "round": turn, **row})
     rows = summary(runs)
-    if as_json:
-        click.echo(json.dumps({"summary": rows, "runs": runs}, indent=2))
-    else:
-        print_table(served(rows))
-        print_table(cost(rows))
+    show({"summary": rows, "runs": runs}, [served(rows), cost(rows)], as_json)
     missed = any(row["ratio"] < LEAST_RATIO for row in rows)
     raise SystemExit(missed or any(row["lost"] for row in rows))
 
@@ -140,21 +123,6 @@ def make_load(rate: float, seconds: float, seed: int) -> Workload:
     )
 
 
-def _config(replicas: int, refusals_per_s: float) -> SluiceConfig:
-    return parse_config(
-        {
-            "engine": {"kind": "simulated", "model": "simulated", "simulated": LIGHT_ENGINE},
-            "replica": {"count": replicas, "num_cpus": 0.1},
-            "router": {
-                "port": free_port(),
-                "refusals_per_s": refusals_per_s,
-                "classes": {SLO_OF.service_class: CLASS},
-                "default_class": SLO_OF.service_class,
-            },
-        }
-    )
-
-
 def _run(
     url: str, workload: Workload, patience_s: float
 ) -> tuple[list[Outcome], Usage, dict[str, list[float]]]:
@@ -162,7 +130,7 @@ def _run(
     before = _memory()
     meter = Meter()
     outcomes = asyncio.run(
-        replay(url, "simulated", workload, on_sent=meter.stop, patience_s=patience_s)
+        replay(url, SIMULATED, workload, on_sent=meter.stop, patience_s=patience_s)
     )
     after = _memory()
     return outcomes, meter.usage, {kind: [before.get(kind, 0.0), after[kind]] for kind in after}
@@ -283,7 +251,7 @@ def served(rows: Sequence[Json]) -> Table:
         shown.add_row(
             *(f"{row['load']:g}x", row["retries"], str(row["sent"]), f"{row['goodput']:.2f}"),
             *(f"{row['ratio']:.3f}{error}", f"{row['ratio_tokens']:.3f}"),
-            *(f"{100 * row['kept']:.1f} %", str(row["lost"])),
+            *(percent(row["kept"]), str(row["lost"])),
         )
     return shown
 
@@ -299,14 +267,10 @@ def cost(rows: Sequence[Json]) -> Table:
         cores, memory = row["cores"], row["memory_mib"]
         shown.add_row(
             *(f"{row['load']:g}x", row["retries"], str(row["refusals"])),
-            "{:.0f} / {:.0f}".format(*row["refusal_ms"]),
+            slashed(row["refusal_ms"]),
             *(f"{row['late_ms']:.0f}", f"{100 * row['busy']:.0f} %"),
             f"{cores.get('routers', 0):.2f}, {cores.get('client', 0):.2f}",
             "{:.0f} → {:.0f}".format(*memory.get("routers", (0, 0))),
             "{:.0f} → {:.0f}".format(*memory.get("HAProxy", (0, 0))),
         )
     return shown
-
-
-if __name__ == "__main__":
-    overload()

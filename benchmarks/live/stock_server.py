@@ -3,50 +3,35 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sluice.benchmarks.live.processes import serving
+from sluice.deploy.ray_settings import free_port
+
 _START_LIMIT_S = 300.0
-_END_LIMIT_S = 30.0
-_POLL_S = 0.25
-_LOG_TAIL = 2_000
 
 
 @contextmanager
-def stock_server(
-    model: Path, name: str, port: int, args: Mapping[str, Any], log: Path
-) -> Iterator[str]:
+def stock_server(model: Path, name: str, args: Mapping[str, Any], log: Path) -> Iterator[str]:
     """The server's address, until the block ends.
 
     Args:
         model: the model's directory.
         name: the model's name in requests.
-        port: a free one.
         args: vLLM's arguments by command-line name without dashes.
         log: file for its output.
 
     Raises:
-        RuntimeError: the server did not start; the message has the end of its log.
+        LeftOutError: the server did not start; the message has the end of its log.
     """
-    command = server_command(model, name, port, args)
-    url = f"http://127.0.0.1:{port}"
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            command, env=server_environment(), stdout=output, stderr=output, start_new_session=True
-        )
-        try:
-            _wait(server, f"{url}/health", log)
-            yield url
-        finally:
-            _end(server)
+    port = free_port()
+    command, url = server_command(model, name, port, args), f"http://127.0.0.1:{port}"
+    with serving(command, url, log, _START_LIMIT_S, environment=server_environment()):
+        yield url
 
 
 def server_command(model: Path, name: str, port: int, args: Mapping[str, Any]) -> list[str]:
@@ -69,30 +54,3 @@ def server_environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-
-
-def _wait(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    limit_s = time.monotonic() + _START_LIMIT_S
-    while True:
-        try:
-            with urllib.request.urlopen(url, timeout=10):
-                return
-        except (urllib.error.URLError, OSError):
-            if server.poll() is not None or time.monotonic() > limit_s:
-                tail = log.read_text(errors="replace")[-_LOG_TAIL:]
-                raise RuntimeError(f"stock vLLM did not start:\n{tail}") from None
-        time.sleep(_POLL_S)
-
-
-def _end(server: subprocess.Popen[bytes]) -> None:
-    """End the server and all processes that it started."""
-    for number, limit_s in ((signal.SIGTERM, _END_LIMIT_S), (signal.SIGKILL, None)):
-        try:
-            os.killpg(server.pid, number)
-        except ProcessLookupError:
-            break
-        try:
-            server.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            continue
-    server.wait()

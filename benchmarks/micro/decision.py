@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import random
 import sys
 import time
@@ -26,12 +25,11 @@ from contextlib import redirect_stdout
 from typing import Any, NamedTuple, TypeVar
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from sluice.benchmarks.micro.decision_fleet import Voices, figures
+from sluice.benchmarks.options import as_json, number_option, show
 from sluice.controller.config import NO_ADMISSION, ControllerConfig
-from sluice.deploy.tables import print_table
 from sluice.scheduling.routing import POLICIES
 
 FLEETS = {"64": (64, False), "512": (512, False), "64 + 64": (64, True)}
@@ -199,8 +197,8 @@ def measure_actor(
 
 
 @click.command(name="decision")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-@click.option("--decisions", default=3_000, show_default=True, type=click.IntRange(100, 1_000_000))
+@as_json
+@number_option("--decisions", default=3_000, least=100, most=1_000_000)
 @click.option(
     "--actor/--no-actor", default=True, help="Also query a real actor, in its own Ray instance."
 )
@@ -242,13 +240,7 @@ def decision(
     }
     if actor:
         measure_actor(configs, results, seconds)
-    if as_json:
-        click.echo(json.dumps(results, indent=2))
-        return
-    console = Console()
-    print_table(_inside_table(results), console)
-    if actor:
-        print_table(_actor_table(results), console)
+    show(results, [_inside_table(results), *([_actor_table(results)] if actor else [])], as_json)
 
 
 def _times(cell: Cell) -> str:

@@ -7,7 +7,6 @@ prompt's prefix; the controller looks it up; and vLLM's block pool reports evict
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from functools import partial
@@ -16,10 +15,10 @@ from typing import Any
 
 import click
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from sluice.benchmarks.micro.planning import BLOCK_TOKENS, measure
+from sluice.benchmarks.options import as_json, number_option, show
 from sluice.replica.scheduler.prefix_index import HeldPrefixes
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.vllm.kv_events import PooledBlocks
@@ -144,18 +143,15 @@ def _request(number: int, hasher: Any) -> Any:
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-@click.option("--repeats", default=200, show_default=True, type=click.IntRange(1, 10_000))
+@as_json
+@number_option("--repeats", default=200, least=1, most=10_000)
 def main(as_json: bool, repeats: int) -> None:
     """Time the parts of prefix affinity. The JSON maps what -> median_ms and p99_ms."""
     results = naming_times(repeats) | lookup_times(repeats) | allocation_times(repeats)
-    if as_json:
-        click.echo(json.dumps(results, indent=2))
-        return
     table = Table("what", "median ms", "p99 ms", title="Prefix affinity, processor time")
     for name, row in results.items():
         table.add_row(name, f"{row['median_ms']:.4f}", f"{row['p99_ms']:.4f}")
-    Console().print(table)
+    show(results, [table], as_json)
 
 
 if __name__ == "__main__":

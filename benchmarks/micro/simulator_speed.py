@@ -10,15 +10,14 @@ live requests over time.
 
 from __future__ import annotations
 
-import json
 import time
 from typing import NamedTuple
 
 import click
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
+from sluice.benchmarks.options import as_json, number_option, show
 from sluice.scheduling import batching, routing
 from sluice.scheduling.latency import LinearLatency
 from sluice.simulation.cluster import simulate_cluster
@@ -86,8 +85,8 @@ def clustered(workload: Workload, policy: str, router: str) -> Speed:
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-@click.option("--requests", default=2_000, show_default=True, type=click.IntRange(10, 100_000))
+@as_json
+@number_option("--requests", default=2_000, least=10, most=100_000)
 @click.option(
     "--rates",
     default=(7.0, 10.0),
@@ -125,9 +124,6 @@ def main(
         workload = proserve("sharegpt", rates[0] * REPLICAS, requests, seed)
         name = f"{REPLICAS} x {rates[0]:g}/s"
         results[policy][name] = clustered(workload, policy, router).as_dict()
-    if as_json:
-        click.echo(json.dumps(results, indent=2))
-        return
     table = Table(title=f"simulated batches per minute, {requests} requests, seed {seed}")
     for heading in ("policy", "load", "live", "batches", "per minute", "us per batch"):
         table.add_column(heading, justify="left" if heading in ("policy", "load") else "right")
@@ -141,7 +137,7 @@ def main(
                 f"{row['batches_per_minute']:,.0f}",
                 f"{row['us_per_batch']:.0f}",
             )
-    Console().print(table)
+    show(results, [table], as_json)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,14 @@ from sluice.benchmarks.experiments.autoscaling import (
     OURS,
     SETUP,
     Scaling,
+    after_the_fact,
     changing,
-    findings,
     measure,
     peak_load,
     serve,
     surges,
 )
-from sluice.benchmarks.experiments.base import Row
+from sluice.benchmarks.experiments.grid import Row
 from sluice.benchmarks.experiments.loads import GENERATED, full_load_rate
 from sluice.scheduling.objective import SLO
 from sluice.simulation.workload import Arrival, Workload
@@ -69,7 +69,7 @@ def test_rivals_are_tuned_after_the_fact_and_only_where_they_hold_as_much() -> N
         row("b", low, 3.5, 0.99),
         row("b", high, 2.5, 0.9),
     ]
-    _, table = findings(rows).tables
+    table = after_the_fact(rows)
     assert [tuple(line) for line in table.rows] == [
         ("a", "2.00", f"1.50 ({high})", f"2.50 ({low})"),
         ("b", "3.00", f"3.50 ({low})", f"3.50 ({low})"),

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.benchmarks.experiments.base import Row
-from sluice.benchmarks.experiments.clusters import (
+from sluice.benchmarks.experiments.grid import Row
+from sluice.benchmarks.experiments.loads import (
+    GENERATED,
+    Span,
+    cluster_rate,
+    contenders,
+    full_load_rate,
+    sweep,
+)
+from sluice.benchmarks.experiments.routers import against_best, against_rivals
+from sluice.benchmarks.experiments.systems import (
     DEFAULT,
+    ROUTER,
+    SETUPS,
     Layout,
     System,
-    against_best,
-    against_rivals,
-    cluster_cells,
     cluster_figures,
-    cluster_rate,
     colocated,
     disaggregated,
-    local_policies,
     make_router,
-    run,
+    run_cluster,
 )
-from sluice.benchmarks.experiments.engines import SETUPS, Contender
-from sluice.benchmarks.experiments.loads import GENERATED, Span, full_load_rate
 from sluice.scheduling.objective import SLO
 from sluice.simulation.config import Slowdown
 from sluice.simulation.workload import Arrival, Workload
 
 SETUP = SETUPS["8b"]
 AZURE = GENERATED["proserve azure"]
-TRIAGE = Contender("deadline_triage", "deadline_triage")
 
 
 def outcome(router: str, value: float, load: float = 1.0, seed: int = 1) -> Row:
@@ -56,11 +59,9 @@ class TestLayouts:
 
     def test_arrivals_last_as_long_on_clusters_of_every_size(self) -> None:
         for layout in (colocated(2), colocated(8)):
-            (cell,) = cluster_cells(
-                {}, AZURE, SETUP, layout, [0.5], [System("pab", TRIAGE)], Span(10.0, 1, 1_000)
-            )
+            (cell,) = sweep({}, AZURE, SETUP, [0.5], [System("pab")], Span(10.0, 1, 1_000), layout)
             assert cell.labels == {"load": 0.5, "router": "pab", "policy": "deadline_triage"}
-            _, _, rate, requests, _, _ = cell.measure.args
+            _, _, rate, requests, *_ = cell.measure.args
             assert requests / rate == pytest.approx(10.0, rel=0.05)
 
 
@@ -68,26 +69,28 @@ class TestRuns:
     @pytest.mark.parametrize("layout", [colocated(3), disaggregated(3)])
     def test_idle_replicas_attain_everything(self, layout: Layout) -> None:
         load = spread(12, 1.0, SLO(ttft_s=0.5, tpot_s=0.05))
-        found = cluster_figures(run(load, System("least_tokens", TRIAGE), SETUP, layout, 1))
+        found = cluster_figures(
+            run_cluster(load, System("least_tokens", DEFAULT), SETUP, layout, 1)
+        )
         assert found["attainment_mean"] == found["tdg"] == found["tdg_first"] == 1.0
         assert found["refused"] == found["moved"] == 0
 
     def test_first_tokens_are_counted_alone(self) -> None:
         # The first token comes after a step of 17 ms, the last eight steps later.
         load = spread(5, 5.0, SLO(ttft_s=0.05, tpot_s=0.0001))
-        found = cluster_figures(run(load, System("pab", TRIAGE), SETUP, colocated(1), 1))
+        found = cluster_figures(run_cluster(load, System("pab", DEFAULT), SETUP, colocated(1), 1))
         assert found["tdg_first"] == 1.0
         assert found["tdg"] < 1.0
 
     def test_the_nodes_are_the_first_replicas_and_incidents_happen(self) -> None:
         # Two replicas in turn: one token each, a step of 100 prompt tokens.
         load = spread(40, 0.5, SLO(ttft_s=1.0))
-        turn = System("round_robin", TRIAGE)
+        turn = System("round_robin", DEFAULT)
         fast = colocated(2)._replace(nodes=(SETUPS["8b-fast"],))
         slow = colocated(2)._replace(incidents=(Slowdown(0.0, 1, 10.0),))
 
         def ttft_s(layout: Layout) -> list[float]:
-            requests = run(load, turn, SETUP, layout, 1).result.requests
+            requests = run_cluster(load, turn, SETUP, layout, 1).result.requests
             return [requests.first_token_s(key) - 0.5 * key for key in (0, 1)]
 
         plain = ttft_s(colocated(2))
@@ -102,25 +105,25 @@ class TestRuns:
     def test_what_nobody_can_promise_is_refused_where_that_is_said(self) -> None:
         # Ten prompts of 0.33 s each at once on one replica, each due after 0.9 s.
         load = Workload("burst", (Arrival(0.0, 4_000, 5, SLO(ttft_s=0.9, tpot_s=0.1)),) * 10)
-        refusing = System("pab", TRIAGE, "moore_hodgson", "reject")
-        found = cluster_figures(run(load, refusing, SETUP, colocated(1), 1))
+        refusing = System("pab", DEFAULT, "moore_hodgson", "reject")
+        found = cluster_figures(run_cluster(load, refusing, SETUP, colocated(1), 1))
         assert found["refused"] == 0.8
         assert found["attainment_mean"] == 0.2
-        serving = System("pab", TRIAGE, "moore_hodgson")
-        assert cluster_figures(run(load, serving, SETUP, colocated(1), 1))["refused"] == 0
+        serving = System("pab", DEFAULT, "moore_hodgson")
+        assert cluster_figures(run_cluster(load, serving, SETUP, colocated(1), 1))["refused"] == 0
 
     def test_static_budgets_are_profiled(self) -> None:
-        sarathi, fcfs = local_policies(("sarathi", "fcfs"), AZURE, SETUP)
+        sarathi, fcfs = contenders(("sarathi", "fcfs"), AZURE, SETUP)
         assert sarathi.options["token_budget"] > 64
         assert fcfs.options == {}
 
 
 class TestComparisons:
     ROWS = (
-        outcome(DEFAULT, 0.9),
+        outcome(ROUTER, 0.9),
         outcome("round_robin", 0.5),
         outcome("least_tokens", 0.95),
-        outcome(DEFAULT, 0.8, 2.0),
+        outcome(ROUTER, 0.8, 2.0),
         outcome("round_robin", 0.6, 2.0),
         outcome("least_tokens", 0.795, 2.0),
     )

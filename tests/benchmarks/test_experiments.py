@@ -14,19 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.benchmarks.experiments import EXPERIMENTS
-from sluice.benchmarks.experiments.base import (
+from sluice.benchmarks.experiments.capacity import LEAST_LOAD, MOST_LOAD, greatest_loads
+from sluice.benchmarks.experiments.default_policy import EXPERIMENT, best_single
+from sluice.benchmarks.experiments.fairbatching import peaks
+from sluice.benchmarks.experiments.grid import (
     Cell,
+    Pivot,
     Plan,
     Row,
     difference,
     grouped,
     measured,
-    pivot,
 )
-from sluice.benchmarks.experiments.capacity import LEAST_LOAD, MOST_LOAD, greatest_loads
-from sluice.benchmarks.experiments.default_policy import DEFAULT, best_single, findings
-from sluice.benchmarks.experiments.engines import SETUPS, Contender, figures, run
-from sluice.benchmarks.experiments.fairbatching import peaks
 from sluice.benchmarks.experiments.loads import (
     GENERATED,
     Span,
@@ -34,6 +33,7 @@ from sluice.benchmarks.experiments.loads import (
     profiled_budget,
     recorded,
 )
+from sluice.benchmarks.experiments.systems import DEFAULT, SETUPS, Contender, figures, run
 from sluice.scheduling.objective import SLO
 from sluice.simulation.estimate import Estimate
 from sluice.simulation.planning.plots import Chart, Point, Report, Table, markdown
@@ -105,7 +105,7 @@ class TestRows:
             for policy in ("a", "b")
             for load in (0.5, 1.0)
         ]
-        table = pivot("title", rows, ["policy"], "load", "x", 1)
+        table = Pivot("title", "x", ("policy",), digits=1)(rows)
         assert table.columns == ("policy", "0.5", "1")
         assert table.rows == [("a", "1.0", "2.0"), ("b", "1.0", "2.0")]
 
@@ -208,15 +208,15 @@ def outcome(policy: str, seed: int, value: float, load: float = 1.0) -> Row:
 class TestDefaultPolicy:
     def test_the_headline_counts_misses_and_cells(self) -> None:
         rows = [
-            *(outcome(DEFAULT, seed, 0.9) for seed in (1, 2)),
+            *(outcome(DEFAULT.policy, seed, 0.9) for seed in (1, 2)),
             *(outcome("edf", seed, 0.8) for seed in (1, 2)),
             *(outcome("fcfs", seed, 0.6) for seed in (1, 2)),
-            *(outcome(DEFAULT, seed, 0.7, 2.0) for seed in (1, 2)),
+            *(outcome(DEFAULT.policy, seed, 0.7, 2.0) for seed in (1, 2)),
             *(outcome("edf", seed, 0.4, 2.0) for seed in (1, 2)),
             *(outcome("fcfs", seed, 0.75, 2.0) for seed in (1, 2)),
         ]
         assert best_single(rows, "tdg") == "fcfs"
-        headline = findings(rows).tables[1].rows[0]
+        headline = EXPERIMENT.findings(rows).tables[1].rows[0]
         assert headline[1:] == (
             "fcfs",
             "20.00 %",

@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, redirect_stdout
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,9 @@ import pytest
 from aiohttp import web
 from click.testing import CliRunner, Result
 
+from sluice.benchmarks.live.gateway import command as gateway_command
 from sluice.benchmarks.live.gateway.client import Load, LoadError, load
-from sluice.benchmarks.live.gateway.engine import events
-from sluice.benchmarks.live.gateway.peers import ROUTERS, environment
-from sluice.benchmarks.live.gateway.processes import LeftOutError, processor_seconds, serving, used
+from sluice.benchmarks.live.gateway.engine import MODEL, events
 from sluice.benchmarks.live.gateway.report import (
     costs,
     figures,
@@ -30,11 +30,27 @@ from sluice.benchmarks.live.gateway.report import (
     summary,
     token_costs,
 )
-from sluice.benchmarks.live.gateway.systems import REAL, SYSTEMS, engines, vllm_config
+from sluice.benchmarks.live.gateway.systems import (
+    REAL,
+    ROUTERS,
+    SYSTEMS,
+    Bench,
+    System,
+    engines,
+    environment,
+    sluice,
+    sluice_config,
+    vllm_config,
+)
+from sluice.benchmarks.live.processes import LeftOutError, processor_seconds, serving, used
+from sluice.benchmarks.live.resources import CORES, kind_of
+from sluice.benchmarks.live.stock_server import server_command
 from sluice.deploy.cli import main
 from sluice.deploy.config import SluiceConfig
+from sluice.deploy.local import base_url
 from sluice.deploy.ray_settings import free_port
-from tests.documents import shell
+from tests.e2e.conftest import on_the_shared_ray
+from tests.own_ray import shared_ray
 
 START_S = 120.0
 
@@ -143,7 +159,8 @@ async def test_tokens_that_an_answer_states_count_before_its_words(
 async def test_the_engines_answer_with_as_many_tokens_as_asked_for_and_their_time_is_told(
     tmp_path: Path,
 ) -> None:
-    with engines(tmp_path, threading.Event(), 0.0) as found:
+    bench = Bench({}, tmp_path, print, threading.Event(), 0.0)
+    with engines(bench) as found:
         roots = dict.fromkeys(found, "replicas")
         before = processor_seconds(roots)
         # Longer than the clock of processor time ticks.
@@ -167,7 +184,7 @@ def test_a_server_that_does_not_start_is_left_out_with_what_it_said(tmp_path: Pa
     command = [sys.executable, "-c", "raise SystemExit('\\x1b[31mno such\\x1b[0m flag')"]
     with (
         pytest.raises(LeftOutError, match="has ended: no such flag"),
-        serving(command, "http://127.0.0.1:1", tmp_path / "log", START_S, threading.Event()),
+        serving(command, "http://127.0.0.1:1", tmp_path / "log", START_S),
     ):
         pass
 
@@ -188,12 +205,12 @@ def test_all_processes_below_a_server_end_with_the_block(tmp_path: Path) -> None
 
 
 KILLED = """
-import sys, threading
+import sys
 from pathlib import Path
-from sluice.benchmarks.live.gateway.processes import serving
+from sluice.benchmarks.live.processes import serving
 port, log = sys.argv[1:]
 command = [sys.executable, "-m", "sluice.benchmarks.live.gateway.engine", "--port", port]
-with serving(command, f"http://127.0.0.1:{port}", Path(log), 120, threading.Event()) as pid:
+with serving(command, f"http://127.0.0.1:{port}", Path(log), 120) as pid:
     print(pid, flush=True)
     sys.stdin.read()
 """
@@ -212,23 +229,22 @@ def test_a_server_ends_with_a_benchmark_that_is_killed(number: int, tmp_path: Pa
         assert alive == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("begun", ["starting direct", "round 1 of"])
+@pytest.mark.parametrize(
+    ("number", "begun"), [(signal.SIGINT, "starting direct"), (signal.SIGTERM, "round 1 of")]
+)
 def test_a_signal_ends_the_command_and_its_engines(number: int, begun: str) -> None:
-    """Whatever it does at that moment: more than one signal, so that one that is dropped shows."""
     options = ["--system", "direct", "--rounds", "100", "--seconds", "0.1", "--at-once", "4"]
     command = [Path(sys.executable).with_name("sluice"), "bench", "gateway", *options]
-    for _ in range(2):
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as benchmark:
-            assert benchmark.stderr is not None
-            assert any(begun in line for line in benchmark.stderr)
-            family = psutil.Process(benchmark.pid).children(recursive=True)
-            assert family
-            benchmark.send_signal(number)
-            benchmark.stderr.read()  # until it ends
-        assert benchmark.returncode == 1
-        _, alive = psutil.wait_procs(family, timeout=120)
-        assert alive == []
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as benchmark:
+        assert benchmark.stderr is not None
+        assert any(begun in line for line in benchmark.stderr)
+        family = psutil.Process(benchmark.pid).children(recursive=True)
+        assert family
+        benchmark.send_signal(number)
+        benchmark.stderr.read()  # until it ends
+    assert benchmark.returncode == 1
+    _, alive = psutil.wait_procs(family, timeout=120)
+    assert alive == []
 
 
 # Other gateways.
@@ -265,18 +281,24 @@ def test_an_environment_that_is_there_is_used_as_it_is(no_index: Path) -> None:
     assert said == []
 
 
-def bench(*options: str) -> Result:
+@pytest.fixture(autouse=True)
+def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times that make figures steadier, and nothing else."""
+    monkeypatch.setattr(gateway_command, "WARM_UP_S", 0.1)
+    monkeypatch.setattr(gateway_command, "IDLE_S", 0.2)
+
+
+def measure(*options: str) -> Result:
     return CliRunner().invoke(main, ["bench", "gateway", *options])
 
 
-SHORT = ["--rounds", "1", "--seconds", "0.2"]
+LEAST = ["--rounds", "1", "--seconds", "0.2", "--at-once", "2", "--tokens", "5"]
 
 
 def test_a_router_that_cannot_be_installed_is_left_out_and_the_rest_measured(
     no_index: Path,
 ) -> None:
-    one = ["--at-once", "2", "--tokens", "5"]
-    result = bench("--system", "direct", "--system", "vllm-router", "--json", *one, *SHORT)
+    result = measure("--system", "direct", "--system", "vllm-router", "--json", *LEAST)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert [row["system"] for row in found["summary"]] == ["direct"]
@@ -284,7 +306,7 @@ def test_a_router_that_cannot_be_installed_is_left_out_and_the_rest_measured(
     assert "vllm-router is left out" in result.stderr
     assert found["further_token"] == []
     assert list(no_index.iterdir()) == []  # nothing half-made stays
-    alone = bench("--system", "vllm-router", *one, *SHORT)
+    alone = measure("--system", "vllm-router", *LEAST)
     assert alone.exit_code == 1
     assert "no system could be started" in alone.stderr
 
@@ -364,21 +386,28 @@ def test_a_further_token_is_the_difference_of_long_and_short_streams() -> None:
 # Real ones.
 
 
+@contextmanager
+def sluice_here(bench: Bench) -> Iterator[System]:
+    """Sluice as the command configures it, on the Ray that tests share."""
+    config = SluiceConfig.model_validate(sluice_config(shared_ray.serve_port(), bench.step_ms))
+    with redirect_stdout(sys.stderr), on_the_shared_ray(config):
+        yield System((base_url(config),), {os.getpid(): ""})
+
+
 @pytest.mark.ray
-def test_sluice_is_measured_beside_engines_without_a_gateway() -> None:
+def test_sluice_is_measured_beside_engines_without_a_gateway(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert {"direct", "sluice", "sluice-direct", "ray-serve-llm", *ROUTERS, *REAL} == set(SYSTEMS)
-    chosen = "--system direct --system sluice --at-once 1 --at-once 4 --tokens 5 --tokens 25"
-    command = f"sluice bench gateway {chosen} {' '.join(SHORT)} --json"
-    found = json.loads(shell(command, timeout_s=1_200))
+    monkeypatch.setitem(SYSTEMS, "sluice", sluice_here)
+    names = ("direct", "sluice")
+    result = measure(*(f"--system={name}" for name in names), *LEAST, "--tokens", "25", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
     assert found["left_out"] == {}
-    assert set(found["idle_cores"]) == {"direct", "sluice"}
+    assert set(found["idle_cores"]) == set(names)
     cells = [(row["at_once"], row["tokens"], row["system"]) for row in found["summary"]]
-    assert cells == [
-        (at_once, tokens, name)
-        for at_once in (1, 4)
-        for tokens in (5, 25)
-        for name in ("direct", "sluice")
-    ]
+    assert cells == [(2, tokens, name) for tokens in (5, 25) for name in names]
     for row in found["summary"]:
         assert row["requests"] >= row["at_once"]
         parts = set(row["cpu_ms"])
@@ -387,9 +416,32 @@ def test_sluice_is_measured_beside_engines_without_a_gateway() -> None:
             assert row["ratio"]["direct"] > 0
         else:
             assert parts == {"replicas", "client", "gateway"}
-    assert [(row["at_once"], row["system"]) for row in found["further_token"]] == [
-        (at_once, name) for at_once in (1, 4) for name in ("direct", "sluice")
-    ]
+    assert [row["system"] for row in found["further_token"]] == list(names)
+
+
+STAND_IN = """#!{python}
+import json, os, sys
+from pathlib import Path
+from sluice.benchmarks.live.gateway.engine import main
+from sluice.deploy.config import SluiceConfig
+verb, option, path = sys.argv[1:]
+config = SluiceConfig.model_validate(json.loads(Path(path).read_text()))
+assert (verb, option) == ("serve", "--config") and os.environ["XDG_STATE_HOME"] == "{folder}"
+step_ms = 1e3 * config.engine.simulated.step_s
+main(["--port", str(config.router.port), "--step-ms", str(step_ms)])
+"""
+
+
+def test_a_version_of_sluice_is_started_by_its_program_apart_from_the_users(
+    tmp_path: Path,
+) -> None:
+    program = tmp_path / "sluice"
+    program.write_text(STAND_IN.format(python=sys.executable, folder=tmp_path))
+    program.chmod(0o755)
+    with sluice("other", program)(Bench({}, tmp_path, print, threading.Event(), 2.0)) as system:
+        (pid,) = system.processes
+        assert psutil.Process(pid).is_running() and len(system.urls) == 1
+    assert not psutil.pid_exists(pid)
 
 
 def test_options_are_bounded() -> None:
@@ -400,18 +452,36 @@ def test_options_are_bounded() -> None:
         (["--system", "nginx"], "'direct'"),
         (["--other", "nowhere"], "nowhere"),
     ):
-        result = bench(*options)
+        result = measure(*options)
         assert result.exit_code == 2
         assert says in result.output
 
 
+TITLED = """
+import sys
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.system_utils import set_process_title
+print(make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:]).served_model_name)
+set_process_title("EngineCore")
+print("titled", flush=True)
+sys.stdin.read()
+"""
+
+
 @pytest.mark.vllm
-def test_vllms_own_server_is_measured_without_its_engines_process() -> None:
-    chosen = "--system vllm --at-once 4 --tokens 20 --rounds 1 --seconds 1"
-    found = json.loads(shell(f"sluice bench gateway {chosen} --json", timeout_s=1_200))
-    assert found["left_out"] == {}
-    (row,) = found["summary"]
-    assert row["cpu_ms"]["gateway"] == 0.0
-    assert row["cpu_ms"]["engine cores"] > row["cpu_ms"]["replicas"] > 0.0
-    # The same engine behind Sluice.
+def test_vllms_server_takes_its_arguments_and_its_engines_process_is_told_by_its_title(
+    tmp_path: Path,
+) -> None:
+    engine = vllm_config(8000)["engine"]
     SluiceConfig.model_validate(vllm_config(8000))
+    command = server_command(tmp_path, MODEL, 8001, engine["vllm_args"])
+    assert kind_of(" ".join(command)) == "replicas"
+    run = [sys.executable, "-c", TITLED, *command[3:]]
+    with subprocess.Popen(run, stdin=-1, stdout=-1, text=True) as process:
+        assert process.stdout is not None
+        said = list(takewhile("titled\n".__ne__, process.stdout))
+        assert said[-1].strip() == f"['{MODEL}']"
+        assert set(processor_seconds({process.pid: ""})) == {process.pid}
+        ((kind, seconds),) = processor_seconds({process.pid: ""}).values()
+    assert kind == CORES and seconds > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sluice.benchmarks.experiments.base import Row
+from sluice.benchmarks.experiments.grid import Row
 from sluice.benchmarks.experiments.promises import (
     MARGINS,
     NONE,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from sluice.benchmarks.live.replay.answer import AnswerCheck, WrongAnswerError, simulated
 from sluice.benchmarks.live.replay.client import End, Outcome, replay
-from sluice.benchmarks.live.replay.command import PLAIN, _config, _settings
+from sluice.benchmarks.live.replay.command import PLAIN, config, settings
 from sluice.benchmarks.live.replay.command import replay as replay_command
 from sluice.benchmarks.live.replay.kinds import KINDS
 from sluice.benchmarks.live.replay.load import CLASSES, ENGINE, SHARES, make_load, objectives
@@ -357,12 +357,10 @@ def test_the_meter_sees_what_this_process_does() -> None:
 
 
 def test_the_default_is_compared_with_plain_controllers() -> None:
-    settings = _settings(())
-    assert list(settings) == ["default", *PLAIN] and settings["default"] == {}
-    assert list(_settings(("min_load",))) == ["default", "min_load"]
-    for name, controller in settings.items():
-        config = _config(controller, 2, 1).controller
-        assert (config.admission == NO_ADMISSION) == (name != "default")
+    assert list(settings()) == ["default", *PLAIN] and settings()["default"] == {}
+    for name, controller in settings().items():
+        made = config(controller, 2, 1).controller
+        assert (made.admission == NO_ADMISSION) == (name != "default")
 
 
 @pytest.mark.ray
@@ -374,8 +372,8 @@ def test_a_short_replay_serves_every_request_on_real_ray(
         "sluice.benchmarks.live.replay.command.in_own_process",
         lambda measure, *args: measure(*args),
     )
-    monkeypatch.setattr("sluice.benchmarks.live.replay.command.running", on_the_shared_ray)
-    monkeypatch.setattr("sluice.benchmarks.live.replay.command.free_port", shared_ray.serve_port)
+    monkeypatch.setattr("sluice.benchmarks.live.application.running", on_the_shared_ray)
+    monkeypatch.setattr("sluice.benchmarks.live.application.free_port", shared_ray.serve_port)
     traces = ["--traces", str(write_trace(tmp_path / "trace.csv", 100))]
     command = ["--json", "--minutes", "0.05", "--rate", "2", "--replicas", "2", "--routers", "1"]
     done = CliRunner().invoke(replay_command, [*traces, *command])

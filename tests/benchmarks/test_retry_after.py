@@ -6,8 +6,8 @@ from math import nan
 
 import pytest
 
-from sluice.benchmarks.experiments.base import Row
-from sluice.benchmarks.experiments.retry_after import AGAIN, GONE, NO_ROOM, counts, findings
+from sluice.benchmarks.experiments.grid import Row
+from sluice.benchmarks.experiments.retry_after import AGAIN, GONE, NO_ROOM, costs, counts, moments
 from sluice.scheduling.objective import SLO
 from sluice.simulation.requests import Requests, Return
 from sluice.simulation.run import simulate
@@ -59,6 +59,5 @@ def rows(returns: float, held: float) -> list[Row]:
 def test_a_cell_holds_where_four_fifths_are_promised(
     returns: float, held: float, verdict: str
 ) -> None:
-    moments, costs = findings(rows(returns, held)).tables
-    assert moments.rows[0][4] == verdict
-    assert costs.rows[0][-1] == "0.990"
+    assert moments(rows(returns, held)).rows[0][4] == verdict
+    assert costs(rows(returns, held)).rows[0][-1] == "0.990"

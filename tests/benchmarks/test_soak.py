@@ -26,7 +26,6 @@ from sluice.benchmarks.live.soak.load import (
     BURST_S,
     LEAVING,
     LOAD,
-    capacity,
     configuration,
     make_load,
 )
@@ -60,18 +59,10 @@ def test_the_load_has_every_kind_and_class_and_bursts_over_what_the_engines_can(
     assert longest <= LIGHT_ENGINE["max_model_tokens"]
 
 
-def test_a_real_engine_gets_less() -> None:
-    assert capacity(real=True) < capacity(real=False)
-    small, usual = make_load(60.0, 20.0, 1, real=True), make_load(60.0, 20.0, 1)
-    assert max(each.prompt_tokens for each in small.workload.arrivals) < 200
-    assert len(small.workload) == len(usual.workload)
-
-
-@pytest.mark.parametrize("pools", [False, True])
-def test_what_is_served(pools: bool) -> None:
-    (fleet,) = configuration(5, 2, pools, 8123, Path("/batches"), None).fleets
-    counts = {pool.role: pool.replica.count for pool in fleet.pools}
-    assert counts == ({"prefill": 2, "decode": 3} if pools else {"mixed": 5})
+def test_what_is_served() -> None:
+    config = configuration(5, 2, Path("/batches"))
+    assert (config.replica.count, config.router.replicas) == (5, 2)
+    assert set(config.router.classes) == set(ALL_CLASSES)
 
 
 # What is lost.
@@ -290,8 +281,8 @@ def test_prometheus_counts_what_the_clients_of_a_short_soak_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     needs_prometheus()
-    monkeypatch.setattr("sluice.benchmarks.live.soak.command.running", on_the_shared_ray)
-    monkeypatch.setattr("sluice.benchmarks.live.soak.command.free_port", shared_ray.serve_port)
+    monkeypatch.setattr("sluice.benchmarks.live.application.running", on_the_shared_ray)
+    monkeypatch.setattr("sluice.benchmarks.live.application.free_port", shared_ray.serve_port)
     command = ["--minutes", "0.2", "--scrape", "--seed", "3", "--rate", "4", "--json"]
     done = CliRunner().invoke(soak, command)
     assert done.exception is None or isinstance(done.exception, SystemExit), done.output
@@ -306,8 +297,8 @@ def test_prometheus_counts_what_the_clients_of_a_short_soak_count(
 
 @pytest.mark.ray
 def test_a_short_soak_with_faults_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sluice.benchmarks.live.soak.command.running", on_the_shared_ray)
-    monkeypatch.setattr("sluice.benchmarks.live.soak.command.free_port", shared_ray.serve_port)
+    monkeypatch.setattr("sluice.benchmarks.live.application.running", on_the_shared_ray)
+    monkeypatch.setattr("sluice.benchmarks.live.application.free_port", shared_ray.serve_port)
     monkeypatch.setattr("sluice.benchmarks.live.soak.faults.PAUSE_S", (2.0, 4.0))
     command = ["--minutes", "0.2", "--faults", "--seed", "3", "--rate", "4", "--json"]
     done = CliRunner().invoke(soak, command)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.benchmarks.experiments.engines import SETUPS
+from sluice.benchmarks.experiments.systems import SETUPS
 from sluice.scheduling.admission import make_policy
 from sluice.scheduling.latency import LinearLatency, StepSample
 from sluice.scheduling.objective import SLO

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import tempfile
 import threading
 import time
@@ -23,7 +22,6 @@ import click
 from rich.console import Console
 
 from sluice.benchmarks.live.gateway.client import LoadError, load
-from sluice.benchmarks.live.gateway.processes import LeftOutError, processor_seconds, used
 from sluice.benchmarks.live.gateway.report import (
     costs,
     figures,
@@ -41,8 +39,9 @@ from sluice.benchmarks.live.gateway.systems import (
     engines,
     sluice,
 )
+from sluice.benchmarks.live.processes import LeftOutError, processor_seconds, used
+from sluice.benchmarks.options import as_json, number_option, show
 from sluice.deploy.local import StoppedError, stop_signals
-from sluice.deploy.tables import print_table
 
 WARM_UP_S = 1.0
 IDLE_S = 2.0
@@ -54,38 +53,36 @@ Json = dict[str, Any]
 
 
 @click.command(name="gateway")
-@click.option("--rounds", default=3, show_default=True, type=click.IntRange(1, 100))
-@click.option(
+@number_option("--rounds", default=3, least=1, most=100)
+@number_option(
     "--seconds",
     default=1.5,
-    show_default=True,
-    type=click.FloatRange(0.1, 600),
-    help="Duration of each measurement; running requests end after it.",
+    least=0.1,
+    most=600,
+    words="Duration of each measurement; running requests end after it.",
 )
-@click.option(
-    "--at-once",
-    "at_onces",
-    multiple=True,
+@number_option(
+    *("--at-once", "at_onces"),
     default=(1, 16, 64),
-    show_default=True,
-    type=click.IntRange(1, 1_000),
-    help="Concurrent requests; repeatable.",
-)
-@click.option(
-    "--tokens",
-    "token_counts",
+    least=1,
+    most=1_000,
+    words="Concurrent requests; repeatable.",
     multiple=True,
-    default=(20, 200),
-    show_default=True,
-    type=click.IntRange(1, 4_000),
-    help="Tokens of a stream; repeatable.",
 )
-@click.option(
+@number_option(
+    *("--tokens", "token_counts"),
+    default=(20, 200),
+    least=1,
+    most=4_000,
+    words="Tokens of a stream; repeatable.",
+    multiple=True,
+)
+@number_option(
     "--step-ms",
     default=0.0,
-    show_default=True,
-    type=click.FloatRange(0, 1_000),
-    help="Time between two tokens of an engine; 0: engines answer at once.",
+    least=0,
+    most=1_000,
+    words="Time between two tokens of an engine; 0: engines answer at once.",
 )
 @click.option(
     "--system",
@@ -99,7 +96,7 @@ Json = dict[str, Any]
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="The `sluice` program of another version, to measure beside this one.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@as_json
 def gateway(
     rounds: int,
     seconds: float,
@@ -131,8 +128,8 @@ def gateway(
                 stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-gateway-"))
             )
             try:
-                found = stack.enter_context(engines(folder, stop, step_ms))
-                bench = Bench(found, folder, say, stop, step_ms)
+                bench = Bench({}, folder, say, stop, step_ms)
+                bench = bench._replace(engines=stack.enter_context(engines(bench)))
             except LeftOutError as error:
                 raise click.ClickException(f"the engines: {error}") from None
             systems, left_out = _started(starts, bench, stack)
@@ -148,28 +145,14 @@ def gateway(
         raise click.Abort from None
     rows = summary(runs)
     tokens = further_tokens(rows)
-    if as_json:
-        click.echo(
-            json.dumps(
-                {
-                    "summary": rows,
-                    "further_token": tokens,
-                    "idle_cores": idle_cores,
-                    "left_out": left_out,
-                    "runs": runs,
-                },
-                indent=2,
-            )
-        )
-        return
-    print_table(speeds(rows))
-    print_table(costs(rows))
-    if tokens:
-        print_table(token_costs(tokens))
-    for name, cores in idle_cores.items():
-        click.echo(f"{name} uses {cores:.3f} cores while nothing is sent")
-    for name, reason in left_out.items():
-        click.echo(f"{name} was left out: {reason}")
+    found = {"summary": rows, "further_token": tokens, "idle_cores": idle_cores}
+    tables = [speeds(rows), costs(rows), *([token_costs(tokens)] if tokens else [])]
+    show({**found, "left_out": left_out, "runs": runs}, tables, as_json)
+    if not as_json:
+        for name, cores in idle_cores.items():
+            click.echo(f"{name} uses {cores:.3f} cores while nothing is sent")
+        for name, reason in left_out.items():
+            click.echo(f"{name} was left out: {reason}")
 
 
 def _started(

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from sluice.benchmarks.live.gateway.client import STATED
+from sluice.benchmarks.live.gateway.client import STATED, chat_body
 from sluice.benchmarks.live.gateway.engine import MODEL
-from sluice.benchmarks.live.gateway.peers import ROUTERS, Router, environment
-from sluice.benchmarks.live.gateway.processes import serving
+from sluice.benchmarks.live.processes import LeftOutError, serving
 from sluice.benchmarks.live.stock_server import server_command, server_environment
 from sluice.deploy.haproxy import DIRECT_VARIABLE
 from sluice.deploy.ray_settings import free_port
@@ -41,7 +44,7 @@ class System(NamedTuple):
         urls: of its servers, without ``/v1``; clients take them in turn.
         processes: processes, and the kind of each and of all processes below it; empty where it
             follows from their titles. See
-            :func:`sluice.benchmarks.live.gateway.processes.processor_seconds`.
+            :func:`sluice.benchmarks.live.processes.processor_seconds`.
         also: further fields of each request to it.
     """
 
@@ -72,28 +75,47 @@ Start = Callable[[Bench], AbstractContextManager[System]]
 
 
 @contextmanager
-def engines(folder: Path, stop: threading.Event, step_ms: float) -> Iterator[dict[int, str]]:
+def _server(
+    bench: Bench,
+    name: str,
+    command_on: Callable[[int], Sequence[str | Path]],
+    limit_s: float = _START_LIMIT_S,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[tuple[str, int]]:
+    """The address and process id of a server, once it answers a chat completion: a router may
+    listen before it knows its engines.
+
+    Args:
+        command_on: the command that starts it on a port.
+    """
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    head = {"content-type": "application/json"}
+    asked = urllib.request.Request(f"{url}/v1/chat/completions", chat_body(1), head)
+    log = bench.folder / f"{name}.log"
+    with serving(command_on(port), url, log, limit_s, bench.stop, environment, asked) as pid:
+        yield url, pid
+
+
+@contextmanager
+def engines(bench: Bench) -> Iterator[dict[int, str]]:
     """Process id and address of :data:`REPLICAS` engines that compute nothing, until the
     block ends.
 
     Raises:
         LeftOutError: one does not start.
     """
+    program = [sys.executable, "-m", "sluice.benchmarks.live.gateway.engine", "--port"]
     with ExitStack() as stack:
         found = {}
         for number in range(REPLICAS):
-            port = free_port()
-            url = f"http://127.0.0.1:{port}"
-            command = [
-                sys.executable,
-                "-m",
-                "sluice.benchmarks.live.gateway.engine",
-                "--port",
-                str(port),
-            ]
-            command += ["--step-ms", str(step_ms)]
-            log = folder / f"engine-{number}.log"
-            found[stack.enter_context(serving(command, url, log, _START_LIMIT_S, stop))] = url
+            started = _server(
+                bench,
+                f"engine-{number}",
+                lambda port: [*program, str(port), "--step-ms", str(bench.step_ms)],
+            )
+            url, pid = stack.enter_context(started)
+            found[pid] = url
         yield found
 
 
@@ -102,19 +124,99 @@ def _direct(bench: Bench) -> Iterator[System]:
     yield System(tuple(bench.engines.values()), dict.fromkeys(bench.engines, ENGINES))
 
 
+# Routers from PyPI, each in a virtual environment in the user's cache, which is created if missing.
+
+INSTALL_LIMIT_S = 600.0
+_SHOWN = 300
+
+
+class Router(NamedTuple):
+    """A router in front of servers with vLLM's interface.
+
+    Attributes:
+        package: to install, with its version.
+        module: to run.
+    """
+
+    package: str
+    module: str
+
+    def command(
+        self, python: Path, port: int, metrics_port: int, workers: Sequence[str]
+    ) -> list[str]:
+        """The command that starts it on this machine in front of ``workers``."""
+        places = ["--host", "127.0.0.1", "--port", str(port)]
+        metrics = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
+        rest = ["--policy", "power_of_two", "--log-level", "error"]
+        return [
+            *(str(python), "-m", self.module, *places, *metrics, *rest),
+            *("--worker-urls", *workers),
+        ]
+
+
+ROUTERS: Final = {
+    "vllm-router": Router("vllm-router==0.1.17", "vllm_router.launch_router"),
+    "sglang-router": Router("sglang-router==0.3.2", "sglang_router.launch_router"),
+}
+
+
+def cache_folder() -> Path:
+    """Where the environments are."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "sluice" / "bench"
+
+
+def environment(package: str, say: Callable[[str], None]) -> Path:
+    """The Python of the environment with ``package``; created and filled if missing.
+
+    Raises:
+        LeftOutError: it could not be created, or the package could not be installed.
+    """
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    folder = cache_folder() / f"{package.replace('==', '-')}-python{version}"
+    if not folder.exists():
+        say(f"installing {package} into {folder}")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # Made beside it and renamed, so that an existing folder is complete.
+        draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix="."))
+        try:
+            _run([sys.executable, "-m", "venv", str(draft)])
+            pip = [str(draft / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
+            # Nothing is built here: that would take longer than all the rest.
+            _run([*pip, "install", "--quiet", "--only-binary", ":all:", package])
+            if not folder.exists():  # another run may have been faster
+                draft.rename(folder)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+    return folder / "bin" / "python"
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=INSTALL_LIMIT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LeftOutError(f"cannot install it: {error}") from None
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip())[-_SHOWN:]
+        raise LeftOutError(f"cannot install it: {said}")
+
+
 def _router(name: str, router: Router) -> Start:
     @contextmanager
     def start(bench: Bench) -> Iterator[System]:
         python = environment(router.package, bench.say)
-        port = free_port()
-        url = f"http://127.0.0.1:{port}"
         workers = tuple(bench.engines.values())
-        command = router.command(python, port, free_port(), workers)
-        log = bench.folder / f"{name}.log"
-        with serving(command, url, log, _START_LIMIT_S, bench.stop) as pid:
+        with _server(
+            bench, name, lambda port: router.command(python, port, free_port(), workers)
+        ) as (url, pid):
             yield System((url,), dict.fromkeys(bench.engines, ENGINES) | {pid: "routers"})
 
     return start
+
+
+# Sluice.
 
 
 def sluice_config(port: int, step_ms: float = 0.0) -> dict[str, Any]:
@@ -138,16 +240,16 @@ def sluice(name: str, program: Path, direct: bool = False, vllm: bool = False) -
 
     @contextmanager
     def start(bench: Bench) -> Iterator[System]:
-        port = free_port()
-        url = f"http://127.0.0.1:{port}"
         config = bench.folder / f"{name}.json"
-        asked = vllm_config(port) if vllm else sluice_config(port, bench.step_ms)
-        config.write_text(json.dumps(asked))
-        command: list[str | Path] = [program, "serve", "--config", config]
+
+        def command_on(port: int) -> list[str | Path]:
+            asked = vllm_config(port) if vllm else sluice_config(port, bench.step_ms)
+            config.write_text(json.dumps(asked))
+            return [program, "serve", "--config", config]
+
         # Other commands must not mistake it for the user's application.
         state = os.environ | {"XDG_STATE_HOME": str(bench.folder)} | variables
-        log = bench.folder / f"{name}.log"
-        with serving(command, url, log, _RAY_START_LIMIT_S, bench.stop, state) as pid:
+        with _server(bench, name, command_on, _RAY_START_LIMIT_S, state) as (url, pid):
             yield System((url,), {pid: ""}, STATED if vllm else {})
 
     return start
@@ -169,11 +271,12 @@ def vllm_config(port: int) -> dict[str, Any]:
 def _vllm(bench: Bench) -> Iterator[System]:
     """vLLM's own server, with the engine of :func:`vllm_config`."""
     model = local_model(EngineConfig().cache_dir)
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = server_command(model, MODEL, port, _VLLM_ARGS)
-    log = bench.folder / "vllm.log"
-    with serving(command, url, log, _START_LIMIT_S, bench.stop, server_environment()) as pid:
+    with _server(
+        bench,
+        "vllm",
+        lambda port: server_command(model, MODEL, port, _VLLM_ARGS),
+        environment=server_environment(),
+    ) as (url, pid):
         yield System((url,), {pid: ""}, STATED)
 
 
@@ -182,21 +285,22 @@ def _serve_llm(bench: Bench) -> Iterator[System]:
     """Ray Serve LLM with the installed Ray. One package that it imports is not installed here."""
     python = environment("pyarrow==26.0.1", bench.say)
     extra = sysconfig.get_path("purelib", vars={"base": str(python.parents[1])})
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    options = ["--port", str(port), "--replicas", str(REPLICAS), "--step-ms", str(bench.step_ms)]
-    command = [sys.executable, "-m", "sluice.benchmarks.live.gateway.serve_llm", *options]
+    program = [sys.executable, "-m", "sluice.benchmarks.live.gateway.serve_llm"]
+    options = ["--replicas", str(REPLICAS), "--step-ms", str(bench.step_ms)]
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), extra)))
-    log = bench.folder / "ray-serve-llm.log"
-    with serving(
-        command, url, log, _RAY_START_LIMIT_S, bench.stop, os.environ | {"PYTHONPATH": path}
-    ) as pid:
+    with _server(
+        bench,
+        "ray-serve-llm",
+        lambda port: [*program, "--port", str(port), *options],
+        _RAY_START_LIMIT_S,
+        os.environ | {"PYTHONPATH": path},
+    ) as (url, pid):
         yield System((url,), {pid: ""})
 
 
 _SLUICE: Final = Path(sys.executable).with_name("sluice")
 
-SYSTEMS: Final[Mapping[str, Start]] = {
+SYSTEMS: Final[dict[str, Start]] = {
     "direct": _direct,
     **{name: _router(name, router) for name, router in ROUTERS.items()},
     "ray-serve-llm": _serve_llm,

@@ -8,13 +8,12 @@ Stock vLLM with priorities runs in a process of its own.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from math import comb
 from pathlib import Path
@@ -22,7 +21,6 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from sluice.benchmarks.live.engines.base import Result, Work
@@ -30,7 +28,7 @@ from sluice.benchmarks.live.engines.process import EngineProcess
 from sluice.benchmarks.live.engines.stock import StockEngine
 from sluice.benchmarks.live.preemption.engine import PreemptiveEngine
 from sluice.benchmarks.live.preemption.trials import WHOLE, all_trials, random_prompt
-from sluice.deploy.tables import print_table
+from sluice.benchmarks.options import as_json, number_option, show
 from sluice.replica.preemption.checks import Granularity
 from sluice.replica.vllm.local_model import local_model
 
@@ -109,13 +107,13 @@ class Spread(NamedTuple):
 @click.command(context_settings={"show_default": True})
 @click.option("--long", "long_tokens", default=2048, type=click.IntRange(64, 8000))
 @click.option("--short", "short_tokens", default=64, type=click.IntRange(2, 4000))
-@click.option("--repeats", default=10, type=click.IntRange(1, 1000))
-@click.option("--pairs", default=40, type=click.IntRange(_LEAST_PAIRS, 10_000))
-@click.option("--trials", default=0, type=click.IntRange(0, 100_000))
-@click.option("--layers", default=8, type=click.IntRange(1, 64))
-@click.option("--hidden", default=512, type=click.IntRange(64, 8192))
+@number_option("--repeats", default=10, least=1, most=1000)
+@number_option("--pairs", default=40, least=_LEAST_PAIRS, most=10_000)
+@number_option("--trials", default=0, least=0, most=100_000)
+@number_option("--layers", default=8, least=1, most=64)
+@number_option("--hidden", default=512, least=64, most=8192)
 @click.option("--seed", default=0)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@as_json
 def preemption(
     long_tokens: int,
     short_tokens: int,
@@ -152,10 +150,11 @@ def preemption(
             pairs,
         )
         found["trials"] = all_trials(trials, seed, directory) if trials else {}
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-    else:
-        _show(found)
+    lines = [
+        f"{name}: long {found[name]['long']}, short {found[name]['short']}"
+        for name in ("alone_ms", "stock_alone_ms")
+    ]
+    show(found, tables(found), as_json, *lines)
 
 
 class Prompts(NamedTuple):
@@ -384,7 +383,8 @@ def _outside(values: int, doubt: float = 0.05) -> int:
     return outside
 
 
-def _show(found: dict[str, Any]) -> None:
+def tables(found: dict[str, Any]) -> Iterator[Table]:
+    """What was found, as tables."""
     table = Table(
         "preempted at", "stops", "blocked ms", "most", "waited ms", "short TTFT ms", "long TTFT ms"
     )
@@ -392,38 +392,26 @@ def _show(found: dict[str, Any]) -> None:
         table.add_row(
             row.way,
             str(row.stops),
-            "" if row.blocked is None else f"{row.blocked:.1f}",
-            "" if row.blocked_most is None else f"{row.blocked_most:.1f}",
+            *("" if each is None else f"{each:.1f}" for each in (row.blocked, row.blocked_most)),
             f"{row.waited:.1f}",
             f"{row.short:.1f} ({row.short_ratio:.1f}x)",
             f"{row.long:.1f}",
         )
-    console = Console()
-    print_table(table, console)
-    for name in ("alone_ms", "stock_alone_ms"):
-        console.print(f"{name}: long {found[name]['long']}, short {found[name]['short']}")
+    yield table
     costs = Table(
-        "overhead without preemption",
-        "median %",
-        "95 % sure",
-        "quartiles",
-        "ms",
-        "without",
+        *("overhead without preemption", "median %", "95 % sure", "quartiles", "ms", "without"),
         "pairs",
     )
     for name, each in found["overhead"].items():
+        share = {key: f"{100 * each[key]:.2f}" for key in ("low", "high", "quarter", "median")}
         costs.add_row(
-            name,
-            f"{100 * each['median']:.2f}",
-            f"{100 * each['low']:.2f} to {100 * each['high']:.2f}",
-            f"{100 * each['quarter']:.2f} to {100 * each['three_quarters']:.2f}",
-            f"{each['one_ms']:.1f}",
-            f"{each['other_ms']:.1f}",
-            str(each["pairs"]),
+            *(name, share["median"], f"{share['low']} to {share['high']}"),
+            f"{share['quarter']} to {100 * each['three_quarters']:.2f}",
+            *(f"{each['one_ms']:.1f}", f"{each['other_ms']:.1f}", str(each["pairs"])),
         )
-    print_table(costs, console)
+    yield costs
     if found["trials"]:
         places = Table("random places", "trials", "stops", "same tokens")
         for name, each in found["trials"].items():
             places.add_row(name, *(str(each[key]) for key in ("trials", "stops", "same")))
-        print_table(places, console)
+        yield places

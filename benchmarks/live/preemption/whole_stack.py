@@ -17,14 +17,10 @@ The exit status is 1 if a request was not answered.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import re
-import sys
 import tempfile
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
@@ -36,18 +32,18 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from sluice.benchmarks.experiments.engines import SETUPS
+from sluice.benchmarks.experiments.systems import SETUPS
+from sluice.benchmarks.live.application import application, metrics
 from sluice.benchmarks.live.preemption.trials import random_prompt
 from sluice.benchmarks.live.replay.client import End, Outcome
 from sluice.benchmarks.live.replay.client import replay as replay_workload
 from sluice.benchmarks.live.replay.report import of_class
 from sluice.benchmarks.live.resources import Meter
 from sluice.benchmarks.live.stock_server import stock_server
+from sluice.benchmarks.options import as_json, number_option, percent, seed, show, slashed
 from sluice.controller.config import NO_ADMISSION
 from sluice.deploy.config import SluiceConfig
-from sluice.deploy.local import base_url, running, stop_signals
 from sluice.deploy.ray_settings import free_port
-from sluice.deploy.tables import print_table
 from sluice.replica.vllm.local_model import local_model
 from sluice.scheduling.fit import fit
 from sluice.scheduling.latency import StepSample
@@ -74,14 +70,10 @@ _PROFILE_S = 10.0
 _TIMED_SHARES = (1 / 32, 1 / 8, 1 / 4, 1 / 2, 1.0)
 _TIMED = 3
 _SAMPLE = 4_000
-_METRIC = re.compile(
-    r"^(sluice_prefill_suspensions_total|sluice_prefill_stop_seconds_(?:sum|count))"
-    r"(?:\{[^}]*\})? (\S+)$",
-    re.MULTILINE,
-)
+SHRINK: Final = 4.0
+"""Divisor of the paper's lengths."""
 
 Json = dict[str, Any]
-Say = Callable[[str], None]
 
 
 class Way(NamedTuple):
@@ -166,40 +158,19 @@ class Load(NamedTuple):
 
 
 @click.command(name="preemption_replay", context_settings={"show_default": True})
-@click.option("--minutes", default=1.0, type=click.FloatRange(0.02, 600))
-@click.option(
-    "--load",
-    "share",
+@number_option("--minutes", default=1.0, least=0.02, most=600)
+@number_option(
+    *("--load", "share"),
     default=0.9,
-    type=click.FloatRange(0.01, 10),
-    help="Share of the engine's time that the prefills fill, as predicted.",
+    least=0.01,
+    most=10,
+    words="Share of the engine's time that the prefills fill, as predicted.",
 )
-@click.option(
-    "--alone",
-    multiple=True,
-    type=float,
-    help="Time of a prompt alone, from an earlier run: the coefficients of its powers, the "
-    "constant first, seconds; one option for each.  [default: measured]",
-)
-@click.option("--way", "names", multiple=True, help="Only these ways, by name.  [default: all]")
-@click.option(
-    "--shrink",
-    default=4.0,
-    type=click.FloatRange(1, 1_000),
-    help="Divisor of the paper's lengths.",
-)
-@click.option("--layers", default=8, type=click.IntRange(1, 64))
-@click.option("--hidden", default=512, type=click.IntRange(64, 8192))
-@click.option("--seed", default=1, type=click.IntRange(0, 2**31))
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@seed
+@as_json
 def preemption_replay(
     minutes: float,
     share: float,
-    alone: tuple[float, ...],
-    names: tuple[str, ...],
-    shrink: float,
-    layers: int,
-    hidden: int,
     seed: int,
     as_json: bool,
 ) -> None:
@@ -212,33 +183,20 @@ def preemption_replay(
     say = Console(stderr=True).print
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
         directory = Path(folder)
-        most = longest_prompt(shrink)
-        model = local_model(directory, layers, hidden, max_positions=most + 16)
-        sizes = Sizes(model, shrink, most)
-        ways = sizes.ways()
-        unknown = sorted(set(names) - set(ways))
-        if unknown:
-            raise click.ClickException(f"no way {unknown[0]!r}; there are: {', '.join(ways)}")
-        if alone:
-            prefill = PolynomialTTFT(alone)
-        else:
-            say("timing prompts alone")
-            prefill = timed(sizes, directory)
-        load, workload = make_load(share, prefill, 60 * minutes, shrink, seed)
+        most = longest_prompt(SHRINK)
+        sizes = Sizes(local_model(directory, max_positions=most + 16), SHRINK, most)
+        say("timing prompts alone")
+        prefill = timed(sizes, directory)
+        load, workload = make_load(share, prefill, 60 * minutes, SHRINK, seed)
         results = {}
-        for name in names or ways:
+        for name, way in sizes.ways().items():
             say(f"{name}: starting")
-            # Ray's own messages must not stand between the lines of the JSON.
-            with redirect_stdout(sys.stderr):
-                results[name] = measure(ways[name], sizes, load, workload, directory, say)
+            results[name] = measure(way, sizes, load, workload, directory)
             done = results[name]["all"]
             say(f"{name}: {done['answered']} of {done['sent']} answered")
-    if as_json:
-        words = f"{workload.description} {workload.scaling}"
-        found = {"workload": words, "load": load._asdict(), "ways": results}
-        click.echo(json.dumps(found, indent=2))
-    else:
-        _show(load, results)
+    words = f"{workload.description} {workload.scaling}"
+    found = {"workload": words, "load": load._asdict(), "ways": results}
+    show(found, [_table(load, results)], as_json)
     raise SystemExit(
         any(each["all"]["answered"] < each["all"]["sent"] for each in results.values())
     )
@@ -296,7 +254,7 @@ def timed(sizes: Sizes, directory: Path) -> PolynomialTTFT:
     """Times of prompts alone on stock vLLM, by length: as its client sees them, one at a time."""
     args = sizes.args_of(Way(None, {"max-num-batched-tokens": sizes.most}))
     lengths = [max(2, round(sizes.most * part)) for part in _TIMED_SHARES]
-    with stock_server(sizes.model, NAME, free_port(), args, directory / "timed.log") as url:
+    with stock_server(sizes.model, NAME, args, directory / "timed.log") as url:
         _one_by_one(url, lengths[:2])
         outcomes = _one_by_one(url, lengths * _TIMED)
     samples = [
@@ -352,33 +310,30 @@ def _with_priority(model: str, number: int, arrival: Arrival) -> Json:
 # The ways.
 
 
-def measure(
-    way: Way, sizes: Sizes, load: Load, workload: Workload, directory: Path, say: Say
-) -> Json:
+def measure(way: Way, sizes: Sizes, load: Load, workload: Workload, directory: Path) -> Json:
     """Serve by ``way``, replay the workload's first seconds to warm up, and then all of it."""
     body = tokens_body if way.engine is not None else _with_priority
-    with _served(way, sizes, load, directory, say) as url:
+    with _served(way, sizes, load, directory) as url:
         completions = f"{url}/v1/completions"
         asyncio.run(_send(completions, window(workload, 0.0, _WARM_UP_S), body))
-        before = _stops(url) if way.engine is not None else {}
+        before = metrics(url) if way.engine is not None else {}
         meter = Meter()
         outcomes = asyncio.run(_send(completions, workload, body, meter.stop))
-        after = _stops(url) if way.engine is not None else {}
-    stops = {name: after[name] - before[name] for name in after}
+        after = metrics(url) if way.engine is not None else {}
+    stops = {name: value - before.get(name, 0.0) for name, value in after.items()}
     return {**summary(outcomes, stops), "machine_busy": meter.usage.machine_busy}
 
 
 @contextmanager
-def _served(way: Way, sizes: Sizes, load: Load, directory: Path, say: Say) -> Iterator[str]:
+def _served(way: Way, sizes: Sizes, load: Load, directory: Path) -> Iterator[str]:
     """The address of the server."""
     if way.engine is None:
         args = sizes.args_of(way)
-        with stock_server(sizes.model, NAME, free_port(), args, directory / "stock.log") as url:
+        with stock_server(sizes.model, NAME, args, directory / "stock.log") as url:
             yield url
         return
-    config = config_of(way, sizes, load, directory)
-    with stop_signals() as stop, running(config, stop, say):
-        yield base_url(config)
+    with application(config_of(way, sizes, load, directory)) as served:
+        yield served.url
 
 
 def config_of(way: Way, sizes: Sizes, load: Load, directory: Path) -> SluiceConfig:
@@ -408,13 +363,6 @@ def config_of(way: Way, sizes: Sizes, load: Load, directory: Path) -> SluiceConf
     )
 
 
-def _stops(url: str) -> dict[str, float]:
-    """Counts of the replica's suspensions."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-        page = answer.read().decode()
-    return {name: float(value) for name, value in _METRIC.findall(page)}
-
-
 def summary(outcomes: Sequence[Outcome], stops: Mapping[str, float]) -> Json:
     """The report of one way, as plain data.
 
@@ -439,7 +387,7 @@ def summary(outcomes: Sequence[Outcome], stops: Mapping[str, float]) -> Json:
     }
 
 
-def _show(load: Load, results: Mapping[str, Json]) -> None:
+def _table(load: Load, results: Mapping[str, Json]) -> Table:
     table = Table(
         *("", "all", *FLOWPREFILL_SHARES, "text TTFT p50 / p99 ms", "suspended", "blocked ms"),
         "machine busy",
@@ -449,18 +397,12 @@ def _show(load: Load, results: Mapping[str, Json]) -> None:
     )
     for name, each in results.items():
         rows = (each["all"], *(each["classes"][task] for task in FLOWPREFILL_SHARES))
-        shares = ("" if row["attained"] is None else f"{row['attained']:.1%}" for row in rows)
-        ttft_ms = each["classes"]["text"]["ttft_ms"] or ()
         table.add_row(
             name,
-            *shares,
-            " / ".join(f"{value:.0f}" for value in ttft_ms),
+            *(percent(row["attained"]) for row in rows),
+            slashed(each["classes"]["text"]["ttft_ms"]),
             str(each["suspensions"]),
             "" if each["blocked_ms"] is None else f"{each['blocked_ms']:.1f}",
             f"{each['machine_busy']:.0%}",
         )
-    print_table(table)
-
-
-if __name__ == "__main__":
-    preemption_replay()
+    return table

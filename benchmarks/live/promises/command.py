@@ -23,14 +23,12 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import re
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import contextmanager
 from itertools import count, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,10 +36,10 @@ from typing import Any, Final, NamedTuple
 
 import click
 import psutil
-from rich.console import Console
 
 from sluice.benchmarks.experiments.promises import LEVEL, MARGINS, NONE
-from sluice.benchmarks.live.own_process import in_own_process
+from sluice.benchmarks.live.application import application, metrics, router_fields, simulated
+from sluice.benchmarks.live.processes import in_own_process
 from sluice.benchmarks.live.promises.load import (
     CLASSES,
     NO_OBJECTIVE,
@@ -54,11 +52,9 @@ from sluice.benchmarks.live.promises.report import Json, cells, counts, tables
 from sluice.benchmarks.live.replay.client import End, Outcome, replay
 from sluice.benchmarks.live.replay.load import LIGHT_ENGINE
 from sluice.benchmarks.live.resources import Meter, Usage, held
+from sluice.benchmarks.options import show
 from sluice.controller.config import ControllerConfig
 from sluice.deploy.config import SluiceConfig, parse_config
-from sluice.deploy.local import base_url, running, stop_signals
-from sluice.deploy.ray_settings import free_port
-from sluice.deploy.tables import print_table
 from sluice.scheduling.latency import LinearLatency
 from sluice.scheduling.latency_profile import LatencyProfile
 from sluice.simulation.workload import Workload
@@ -87,9 +83,6 @@ IN_FLIGHT: Final = 16
 WARM_UP_S: Final = 15.0
 """How long it is saturated before finished requests count for its capacity."""
 
-_PROMISES = re.compile(
-    r'^sluice_promises_total\{[^}]*outcome="(kept|missed)"[^}]*\} (\S+)$', re.MULTILINE
-)
 _REPORTED_S = 3.0  # until a router's metrics page counts a finished request
 _STARTED_S = 300.0
 
@@ -168,12 +161,9 @@ def measure(
         if stopped:
             break
     found = cells(runs)
-    if as_json:
-        rates = {"load_1": rate, "capacities": capacities}
-        click.echo(json.dumps({**rates, "seeds": list(seeds), "cells": found, "runs": runs}))
-    else:
-        for table in tables(found, rate or 0.0):
-            print_table(table)
+    rates = {"load_1": rate, "capacities": capacities}
+    whole = {**rates, "seeds": list(seeds), "cells": found, "runs": runs}
+    show(whole, tables(found, rate or 0.0), as_json)
 
 
 class _Load(NamedTuple):
@@ -188,26 +178,28 @@ class _Load(NamedTuple):
 def _measure(system: str, load: _Load) -> tuple[float, list[Json], bool]:
     """Serve with the controller of a system and run every load: its capacity, the runs, and whether
     they were stopped early."""
+    with TemporaryDirectory() as folder:
+        config = make_config(system, load.engines, load.seconds, Path(folder))
+        with application(config) as served:
+            cluster = Cluster(served.url, config.engine.model)
+            return _measured(system, load, config, cluster, served.stop)
+
+
+def _measured(
+    system: str, load: _Load, config: SluiceConfig, cluster: Cluster, stop: threading.Event
+) -> tuple[float, list[Json], bool]:
     runs: list[Json] = []
-    # Ray's own messages must not stand between the lines of the JSON.
-    with ExitStack() as stack:
-        stack.enter_context(redirect_stdout(sys.stderr))
-        folder = Path(stack.enter_context(TemporaryDirectory()))
-        config = make_config(system, load.engines, load.seconds, folder)
-        stop = stack.enter_context(stop_signals())
-        stack.enter_context(running(config, stop, Console(stderr=True).print))
-        cluster = Cluster(base_url(config), config.engine.model)
-        replicas = load.engines or REPLICAS
-        _wait_for_replicas(config, replicas)
-        capacity = _capacity(cluster, IN_FLIGHT * replicas, load.seconds, load.seeds[0])
-        click.echo(f"{system}: capacity {capacity:.2f} requests/s", err=True)
-        disturbed = PAUSES if load.engines else BUSY
-        rate = load.rate or capacity
-        for run in _runs(cluster, rate, load.seconds, load.seeds, disturbed, stop):
-            runs.append({"system": system, **run})
-            shown = {name: value for name, value in runs[-1].items() if name != "late"}
-            click.echo(json.dumps(shown), err=True)
-        return capacity, runs, stop.is_set()
+    replicas = load.engines or REPLICAS
+    _wait_for_replicas(config, replicas)
+    capacity = _capacity(cluster, IN_FLIGHT * replicas, load.seconds, load.seeds[0])
+    click.echo(f"{system}: capacity {capacity:.2f} requests/s", err=True)
+    disturbed = PAUSES if load.engines else BUSY
+    rate = load.rate or capacity
+    for run in _runs(cluster, rate, load.seconds, load.seeds, disturbed, stop):
+        runs.append({"system": system, **run})
+        shown = {name: value for name, value in runs[-1].items() if name != "late"}
+        click.echo(json.dumps(shown), err=True)
+    return capacity, runs, stop.is_set()
 
 
 def _wait_for_replicas(config: SluiceConfig, replicas: int) -> None:
@@ -233,8 +225,7 @@ def make_config(system: str, engines: int, seconds: float, folder: Path) -> Slui
     """Two vLLM replicas, or ``engines`` simulated ones, whose profile is written to ``folder``,
     under the controller of a system."""
     controller = CONTROLLERS[system].model_dump()
-    classes = {name: entry.model_dump() for name, entry in CLASSES.items()}
-    router = {"port": free_port(), "classes": classes, "default_class": next(iter(classes))}
+    router = router_fields(CLASSES) | {"default_class": next(iter(CLASSES))}
     if not engines:
         replica = {"count": REPLICAS}
         return parse_config({"replica": replica, "router": router, "controller": controller})
@@ -244,18 +235,9 @@ def make_config(system: str, engines: int, seconds: float, folder: Path) -> Slui
     profile = folder / "profile.json"
     believed = LatencyProfile.of("simulated", LinearLatency(fixed, tokens, context))
     profile.write_text(believed.to_json(), encoding="utf-8")
-    return parse_config(
-        {
-            "engine": {
-                "kind": "simulated",
-                "model": "simulated",
-                "simulated": {**LIGHT_ENGINE, "drift": DRIFT, "drift_period_s": seconds},
-                "latency_profile": str(profile),
-            },
-            "replica": {"count": engines, "num_cpus": 0.1},
-            "router": router,
-            "controller": controller,
-        }
+    drifting = {**LIGHT_ENGINE, "drift": DRIFT, "drift_period_s": seconds}
+    return simulated(
+        drifting, engines, router=router, latency_profile=profile, controller=controller
     )
 
 
@@ -334,17 +316,12 @@ def _settled(cluster: Cluster, wanted: int) -> tuple[int, int]:
 
 
 def _router_promises(cluster: Cluster) -> tuple[int, int]:
-    """Guarantees kept and missed so far, by the routers' clocks."""
-    with urllib.request.urlopen(f"{cluster.base_url}/metrics", timeout=10) as answer:
-        return promises_on(answer.read().decode())
-
-
-def promises_on(page: str) -> tuple[int, int]:
-    """Guarantees kept and missed, of all classes, on a page of metrics."""
-    found = {"kept": 0, "missed": 0}
-    for outcome, value in _PROMISES.findall(page):
-        found[outcome] += int(float(value))
-    return found["kept"], found["missed"]
+    """Guarantees kept and missed so far, of all classes, by the routers' clocks."""
+    kept, missed = (
+        int(metrics(cluster.base_url, outcome=outcome).get("sluice_promises_total", 0.0))
+        for outcome in ("kept", "missed")
+    )
+    return kept, missed
 
 
 def _run(

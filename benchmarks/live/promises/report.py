@@ -12,6 +12,7 @@ from rich.table import Table
 from sluice.benchmarks.experiments.promises import MARGINS, NONE
 from sluice.benchmarks.live.replay.client import End, Outcome
 from sluice.benchmarks.live.replay.report import GUARANTEED
+from sluice.benchmarks.options import percent, slashed
 
 Json = dict[str, Any]
 
@@ -172,16 +173,17 @@ def _promises(found: Sequence[Json], capacity: float) -> Table:
     )
     none = {(cell["machine"], cell["load"]): cell for cell in found if cell["system"] == NONE}
     for cell in found:
+        promised = percent(cell["promised_share"], "-")
         base = none.get((cell["machine"], cell["load"]))
         ratio = cell["goodput"] / base["goodput"] if base and base["goodput"] else None
         table.add_row(
             *_labels(cell),
-            *(str(cell["sent"]), f"{cell['promised']}, {_percent(cell['promised_share'])}"),
-            *(_percent(cell["kept_share"]), _percents(cell["kept_interval"])),
-            *(_percent(cell["kept_ttft_share"]), _percent(cell["kept_tpot_share"])),
-            *(_percent(cell["kept_late_share"]), f"{cell['goodput']:.2f}"),
+            *(str(cell["sent"]), f"{cell['promised']}, {promised}"),
+            *(percent(cell["kept_share"], "-"), _percents(cell["kept_interval"])),
+            *(percent(cell["kept_ttft_share"], "-"), percent(cell["kept_tpot_share"], "-")),
+            *(percent(cell["kept_late_share"], "-"), f"{cell['goodput']:.2f}"),
             "-" if ratio is None or cell["system"] != MARGINS else f"{ratio:.3f}",
-            _percent(cell["attained_share"]),
+            percent(cell["attained_share"], "-"),
         )
     return table
 
@@ -217,7 +219,7 @@ def _trust(found: Sequence[Json]) -> Table:
             *_labels(cell),
             *(str(cell["runs"]), f"{cell['seconds']:g}", str(cell["failed"])),
             *(f"{value:.0f}" for value in cell["client_late_ms"]),
-            *(_percent(cell["kept_share"]), _percent(cell["router_kept_share"])),
+            *(percent(cell["kept_share"], "-"), percent(cell["router_kept_share"], "-")),
             f"{cell['others_cores']:.2f}",
         )
     return table
@@ -231,12 +233,8 @@ def _labels(cell: Mapping[str, Any]) -> tuple[str, str, str]:
 def _late(late: Json | None, *names: str) -> list[str]:
     if late is None:
         return ["0", *("-" for _ in names)]
-    pairs = [" / ".join(f"{value:.2f}" for value in late[name]) for name in names]
+    pairs = [slashed(late[name], 2) for name in names]
     return [str(late["missed"]), *pairs]
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"
 
 
 def _percents(ends: Sequence[float] | None) -> str:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from sluice.benchmarks.live.replay.client import End, Outcome
 from sluice.benchmarks.live.resources import Usage
+from sluice.benchmarks.options import percent, slashed
 
 GUARANTEED, BEST_EFFORT = "guaranteed", "best-effort"
 DECILES = 10
@@ -129,7 +130,7 @@ def tables(settings: dict[str, Json]) -> list[Table]:
 def _attainment(settings: dict[str, Json]) -> Table:
     table = Table("class", *settings, title="answered within the objective, of all that were sent")
     for label, rows in _by_class(settings).items():
-        table.add_row(label, *(_percent(row["attained"]) for row in rows))
+        table.add_row(label, *(percent(row["attained"]) for row in rows))
     return table
 
 
@@ -155,9 +156,9 @@ def _details(name: str, entry: Json) -> Table:
     for label, row in [*entry["classes"].items(), ("all", entry["all"])]:
         table.add_row(
             *(label, str(row["sent"]), str(row["answered"]), str(row["guaranteed"])),
-            *(_percent(row["kept"]), str(row["best_effort"]), str(row["refused"])),
+            *(percent(row["kept"]), str(row["best_effort"]), str(row["refused"])),
             *(str(row["failed"]), str(row["cut"]), str(row["silent"])),
-            *(_pair(row["ttft_ms"]), _pair(row["tpot_ms"])),
+            *(slashed(row["ttft_ms"]), slashed(row["tpot_ms"])),
         )
     return table
 
@@ -165,8 +166,8 @@ def _details(name: str, entry: Json) -> Table:
 def _machine(settings: dict[str, Json]) -> Table:
     table = Table("", *settings, title="resources, until the last request was sent")
     entries = list(settings.values())
-    table.add_row("machine busy", *(_percent(entry["machine_busy"]) for entry in entries))
-    table.add_row("sent late, p50 / p99 / most ms", *(_pair(e["late_ms"], 1) for e in entries))
+    table.add_row("machine busy", *(percent(entry["machine_busy"]) for entry in entries))
+    table.add_row("sent late, p50 / p99 / most ms", *(slashed(e["late_ms"], 1) for e in entries))
     table.add_row("real / predicted step", *(f"{entry['step_ratio']:.3f}" for entry in entries))
     for kind in sorted({kind for entry in entries for kind in entry["processes"]}):
         used = [entry["processes"].get(kind) for entry in entries]
@@ -185,15 +186,7 @@ def _predictions(name: str, parts: list[Json]) -> Table:
         table.add_row(
             f"{low:.0f} to {high:.0f}",
             str(part["requests"]),
-            _pair(part["observed_ms"]),
+            slashed(part["observed_ms"]),
             " / ".join(f"{value:+.0f}" for value in part["error_ms"]),
         )
     return table
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.1f} %"
-
-
-def _pair(values: list[float] | None, digits: int = 0) -> str:
-    return "" if values is None else " / ".join(f"{value:.{digits}f}" for value in values)

@@ -11,12 +11,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from sluice.benchmarks.live.replay.answer import (
-    AnswerCheck,
-    WrongAnswerError,
-    of_any_engine,
-    simulated,
-)
+from sluice.benchmarks.live.replay.answer import AnswerCheck, WrongAnswerError, simulated
 from sluice.benchmarks.live.replay.client import prompt_text
 
 LINES: Final = 20
@@ -36,18 +31,17 @@ class Batches:
     Like OpenAI's clients, it retries calls that fail because a router is missing.
 
     Args:
-        url: of the application.
-        exact: whether the engines are simulated ones, whose text is known.
+        url: of an application of simulated engines, whose text is known.
+        model: its model's name.
 
     Attributes:
         ends: number of lines by how they ended.
     """
 
-    def __init__(self, url: str, model: str, exact: bool) -> None:
+    def __init__(self, url: str, model: str) -> None:
         self.ends: Counter[str] = Counter()
         self._url = url
         self._model = model
-        self._exact = exact
 
     async def run(self, over: asyncio.Event, grace_s: float) -> None:
         """Batch after batch until ``over``; the last one has ``grace_s`` from then to end."""
@@ -116,11 +110,7 @@ class Batches:
         response = result["response"]
         if response is None or response["status_code"] != 200:
             return "failed"
-        expected = (
-            simulated("completions", body)
-            if self._exact
-            else of_any_engine(body, body["max_tokens"])
-        )
+        expected = simulated("completions", body)
         try:
             AnswerCheck(expected).whole(json.dumps(response["body"]).encode())
         except WrongAnswerError as error:

@@ -17,39 +17,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import shutil
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 from rich.console import Console
 
+from sluice.benchmarks.live.application import application
 from sluice.benchmarks.live.replay.client import Outcome, replay
 from sluice.benchmarks.live.soak.batches import Batches
 from sluice.benchmarks.live.soak.load import (
+    CAPACITY,
     LOAD,
     LOAD_WITH_FAULTS,
     Load,
-    capacity,
     configuration,
     make_load,
 )
 from sluice.benchmarks.live.soak.prometheus import PROGRAM, SCRAPE_S, comparison, scraping
 from sluice.benchmarks.live.soak.report import is_well, summary, tables
 from sluice.benchmarks.live.soak.trends import Sample
+from sluice.benchmarks.options import as_json, number_option, seed, show
 from sluice.deploy.config import SluiceConfig
-from sluice.deploy.local import base_url, running, stop_signals
-from sluice.deploy.ray_settings import free_port
-from sluice.deploy.tables import print_table
-from sluice.scheduling.roles import Role
 
 if TYPE_CHECKING:
     from sluice.benchmarks.live.soak.faults import Chaos
@@ -67,23 +62,17 @@ _CALM_S = 15.0
 
 
 @click.command(name="soak")
-@click.option("--minutes", default=5.0, show_default=True, type=click.FloatRange(0.1, 10_000))
+@number_option("--minutes", default=5.0, least=0.1, most=10_000)
 @click.option("--faults", is_flag=True, help="Kill, freeze and drain parts at random.")
-@click.option("--seed", default=1, show_default=True, type=click.IntRange(0, 2**31))
-@click.option("--replicas", default=3, show_default=True, type=click.IntRange(2, 64))
-@click.option("--routers", default=2, show_default=True, type=click.IntRange(1, 16))
-@click.option("--pools", is_flag=True, help="Prefill and decode pools, half of the replicas each.")
-@click.option(
-    "--engine",
-    default="simulated",
-    show_default=True,
-    type=click.Choice(["simulated", "vllm"]),
-    help="vllm: a small model on CPUs. Its text is not known, so only the frame is checked.",
-)
-@click.option(
+@seed
+@number_option("--replicas", default=3, least=2, most=64)
+@number_option("--routers", default=2, least=1, most=16)
+@number_option(
     "--rate",
-    type=click.FloatRange(0.01, 1_000),
-    help="Requests a second in total, between bursts.  [default: about 80 % of the engines' "
+    default=None,
+    least=0.01,
+    most=1_000,
+    words="Requests a second in total, between bursts.  [default: about 80 % of the engines' "
     "capacity, with faults 50 %]",
 )
 @click.option(
@@ -92,15 +81,13 @@ _CALM_S = 15.0
     help="Compare the counters that Prometheus scraped with the clients' own counts. Needs the "
     "program `prometheus`.  [default: if it is on the path, and without faults]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@as_json
 def soak(
     minutes: float,
     faults: bool,
     seed: int,
     replicas: int,
     routers: int,
-    pools: bool,
-    engine: Literal["simulated", "vllm"],
     rate: float | None,
     scrape: bool | None,
     as_json: bool,
@@ -118,31 +105,13 @@ def soak(
         raise click.UsageError(f"--scrape: {PROGRAM} is not on the path.")
     if scrape is None:
         scrape = not faults and shutil.which(PROGRAM) is not None
-    real = engine == "vllm"
     share = LOAD_WITH_FAULTS if faults else LOAD
-    load = make_load(60 * minutes, rate or share * capacity(real) * replicas, seed, real)
+    load = make_load(60 * minutes, rate or share * CAPACITY * replicas, seed)
     with tempfile.TemporaryDirectory(prefix="sluice-soak-") as batches:
-        config = configuration(
-            replicas, routers, pools, free_port(), Path(batches), _model() if real else None
-        )
-        # Ray's own messages must not stand between the lines of the JSON.
-        with redirect_stdout(sys.stderr):
-            found = measure(config, load, seed if faults else None, scrape)
-    if as_json:
-        click.echo(json.dumps(found))
-    else:
-        console = Console()
-        for table in tables(found):
-            print_table(table, console)
-        console.print(f"left over: {found['left_over'] or 'nothing'}")
+        config = configuration(replicas, routers, Path(batches))
+        found = measure(config, load, seed if faults else None, scrape)
+    show(found, tables(found), as_json, f"left over: {found['left_over'] or 'nothing'}")
     raise SystemExit(not is_well(found))
-
-
-def _model() -> Path:
-    from sluice.replica.config import EngineConfig
-    from sluice.replica.vllm.local_model import local_model
-
-    return local_model(EngineConfig().cache_dir.expanduser(), layers=1, hidden=64)
 
 
 def measure(
@@ -156,23 +125,21 @@ def measure(
     """
     say = Console(stderr=True).print
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(stop_signals())
-        stack.enter_context(running(config, stop, say))
+        served = stack.enter_context(application(config))
         scraper = None
         if scrape:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-prometheus-"))
             every_s = min(SCRAPE_S, load.workload.duration_s / 10)
-            scraper = stack.enter_context(scraping(base_url(config), Path(folder), every_s))
+            scraper = stack.enter_context(scraping(served.url, Path(folder), every_s))
         # Ray reads its environment on import, and these import Ray.
         from sluice.benchmarks.live.soak.faults import Chaos
         from sluice.benchmarks.live.soak.watch import Watch
 
-        run = _Run(config, load, Watch(base_url(config), config.name), stop, say)
+        name, stop = config.name, served.stop
+        run = _Run(served.url, config.engine.model, load, Watch(served.url, name), stop, say)
         if faults_seed is not None:
-            (fleet,) = config.fleets
-            roles: dict[Role, int] = {pool.role: pool.replica.first for pool in fleet.pools}
-            routers = config.router.replicas
-            run.chaos = Chaos(faults_seed, config.name, roles, routers, run.now_s, stop)
+            counts = config.replica.first, config.router.replicas
+            run.chaos = Chaos(faults_seed, name, *counts, run.now_s, stop)
         outcomes = asyncio.run(run.drive())
         if run.chaos is not None:
             run.chaos.mend()
@@ -191,7 +158,8 @@ class _Run:
 
     def __init__(
         self,
-        config: SluiceConfig,
+        url: str,
+        model: str,
         load: Load,
         watch: Watch,
         stop: threading.Event,
@@ -199,9 +167,9 @@ class _Run:
     ) -> None:
         self.samples: list[Sample] = []
         self.chaos: Chaos | None = None
-        exact = config.engine.kind == "simulated"
-        self.batches = Batches(base_url(config), config.engine.served_name, exact)
-        self._config = config
+        self.batches = Batches(url, model)
+        self._url = url
+        self._model = model
         self._load = load
         self._watch = watch
         self._stop = stop
@@ -239,14 +207,13 @@ class _Run:
         """Send the load; ``None`` if a stop was requested."""
         replaying = asyncio.create_task(
             replay(
-                f"{base_url(self._config)}/v1/completions",
-                self._config.engine.served_name,
+                f"{self._url}/v1/completions",
+                self._model,
                 self._load.workload,
                 GRACE_S,
                 sent.set,
                 body=self._load.body,
                 leaves_after=self._load.leaves.__getitem__,
-                exact=self._config.engine.kind == "simulated",
             )
         )
         while not replaying.done():
@@ -285,7 +252,3 @@ class _Run:
             if not left or time.monotonic() > deadline_s or self._stop.is_set():
                 return left
             time.sleep(_POLL_S)
-
-
-if __name__ == "__main__":
-    soak()

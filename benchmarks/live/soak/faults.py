@@ -13,7 +13,6 @@ from ray import serve
 from sluice.benchmarks.live import injuries
 from sluice.benchmarks.live.soak.report import Injury
 from sluice.deploy.app import REPLICA_DEPLOYMENTS, ROUTER_DEPLOYMENT
-from sluice.scheduling.roles import Role
 
 PAUSE_S: Final = (10.0, 20.0)
 """Shortest and longest time between the beginnings of two faults, seconds."""
@@ -31,7 +30,7 @@ class Chaos:
     Args:
         seed: of the random faults.
         app: name of the application.
-        roles: its pools and how many replicas each has.
+        replicas: how many it has.
         routers: how many there are.
         clock: seconds from the load's start.
         stop: ends long faults early.
@@ -41,7 +40,7 @@ class Chaos:
         self,
         seed: int,
         app: str,
-        roles: dict[Role, int],
+        replicas: int,
         routers: int,
         clock: Callable[[], float],
         stop: threading.Event,
@@ -49,7 +48,7 @@ class Chaos:
         self.done: list[Injury] = []
         self._chance = random.Random(seed)
         self._app = app
-        self._roles = roles
+        self._replicas = replicas
         self._routers = routers
         self._clock = clock
         self._stop = stop
@@ -100,8 +99,7 @@ class Chaos:
         """
         for _ in range(round(_READY_S / _LOOK_S)):
             try:
-                for role, number in self._roles.items():
-                    injuries.scale(number, self._app, role)
+                injuries.scale(self._replicas, self._app)
                 for replica_id in injuries.replica_ids(self._app):
                     injuries.drain(replica_id, False, self._app)
                 return
@@ -117,8 +115,10 @@ class Chaos:
             name: sum(count for state, count in each.replica_states.items() if state == "RUNNING")
             for name, each in application.deployments.items()
         }
-        wanted = {REPLICA_DEPLOYMENTS[role]: count for role, count in self._roles.items()}
-        wanted[ROUTER_DEPLOYMENT] = self._routers
+        wanted = {
+            REPLICA_DEPLOYMENTS["mixed"]: self._replicas,
+            ROUTER_DEPLOYMENT: self._routers,
+        }
         return all(running.get(name, 0) >= count for name, count in wanted.items())
 
     def _replica(self) -> str:
@@ -164,8 +164,7 @@ class Chaos:
 
     def _scale(self) -> tuple[str, float]:
         """Add one replica, or remove it again."""
-        role = self._chance.choice(sorted(self._roles))
-        running = len(injuries.replica_ids(self._app, role))
-        number = self._roles[role] + (running <= self._roles[role])
-        injuries.scale(number, self._app, role)
-        return f"{role} to {number}", 0.0
+        running = len(injuries.replica_ids(self._app))
+        number = self._replicas + (running <= self._replicas)
+        injuries.scale(number, self._app)
+        return f"to {number}", 0.0

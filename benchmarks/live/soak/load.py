@@ -12,9 +12,10 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from sluice.benchmarks.live.application import simulated
 from sluice.benchmarks.live.replay.kinds import KINDS, Kind
 from sluice.benchmarks.live.replay.load import CLASSES, LIGHT_ENGINE, SHARES, objectives
-from sluice.deploy.config import SluiceConfig, parse_config
+from sluice.deploy.config import SluiceConfig
 from sluice.router.config import ServiceClass
 from sluice.simulation.workload import Arrival, Workload
 
@@ -48,11 +49,15 @@ BURST_S: Final = 8.0
 LEAVING: Final = 0.05
 """Share of the streams whose client disconnects midway."""
 
-_VLLM_RATE = 0.4
 _MEAN_PROMPT, _MOST_PROMPT = 300, 1_500
 _MEAN_OUTPUT, _MOST_OUTPUT = 40, 160
-_SMALL = 8
-"""Prompts and answers of a real engine on CPUs are shorter by this factor."""
+
+CAPACITY: Final = 1 / (
+    _MEAN_OUTPUT
+    * (LIGHT_ENGINE["step_s"] / LIGHT_ENGINE["max_sequences"] + LIGHT_ENGINE["token_s"])
+    + _MEAN_PROMPT * LIGHT_ENGINE["token_s"]
+)
+"""Approximate capacity of one replica with full batches, requests a second."""
 
 
 class Load(NamedTuple):
@@ -72,22 +77,13 @@ class Load(NamedTuple):
         return self.kinds[number].body(model, number, arrival)
 
 
-def capacity(real: bool) -> float:
-    """Approximate capacity of one replica, requests a second: of a simulated engine with full
-    batches by its step times; of a real one a guess, for a small model on one CPU."""
-    if real:
-        return _VLLM_RATE / LOAD
-    share_s = LIGHT_ENGINE["step_s"] / LIGHT_ENGINE["max_sequences"] + LIGHT_ENGINE["token_s"]
-    return float(1 / (_MEAN_OUTPUT * share_s + _MEAN_PROMPT * LIGHT_ENGINE["token_s"]))
-
-
-def make_load(seconds: float, rate: float, seed: int, real: bool = False) -> Load:
+def make_load(seconds: float, rate: float, seed: int) -> Load:
     """Requests for ``seconds``, at ``rate`` a second between bursts."""
     chance = np.random.default_rng(seed)
     times = _times(chance, seconds, rate)
-    count, shorter = len(times), _SMALL if real else 1
-    prompts = _lengths(chance, count, _MEAN_PROMPT // shorter, _MOST_PROMPT // shorter)
-    outputs = _lengths(chance, count, _MEAN_OUTPUT // shorter, _MOST_OUTPUT // shorter)
+    count = len(times)
+    prompts = _lengths(chance, count, _MEAN_PROMPT, _MOST_PROMPT)
+    outputs = _lengths(chance, count, _MEAN_OUTPUT, _MOST_OUTPUT)
     names = chance.choice(list(_SHARES), size=count, p=list(_SHARES.values()))
     objective_of = objectives(ALL_CLASSES)
     arrivals = tuple(
@@ -119,31 +115,7 @@ def _lengths(chance: np.random.Generator, count: int, mean: float, most: float) 
     return np.clip(np.ceil(chance.exponential(mean, size=count)), 1, most)
 
 
-def configuration(
-    replicas: int, routers: int, pools: bool, port: int, batches: Path, model: Path | None
-) -> SluiceConfig:
-    """The application's configuration.
-
-    Args:
-        pools: half of the replicas prefill, the others decode.
-        batches: folder of files and batches.
-        model: of a real engine on CPUs; ``None``: the engines are simulated.
-    """
-    engine: dict[str, Any] = {"kind": "simulated", "model": "soak", "simulated": LIGHT_ENGINE}
-    if model is not None:
-        args = {
-            "max-model-len": 2048,
-            "enable-auto-tool-choice": True,
-            "tool-call-parser": "hermes",
-        }
-        engine = {"model": str(model), "served_model_name": "soak", "vllm_args": args}
-    replica: dict[str, Any] = {"num_cpus": 0.1}
-    if pools:
-        first = {"prefill": {"count": replicas // 2}}
-        replica["pools"] = first | {"decode": {"count": replicas - replicas // 2}}
-    else:
-        replica["count"] = replicas
-    classes = {name: entry.model_dump() for name, entry in ALL_CLASSES.items()}
-    router = {"port": port, "replicas": routers, "classes": classes}
-    router["batches"] = {"directory": str(batches)}
-    return parse_config({"engine": engine, "replica": replica, "router": router})
+def configuration(replicas: int, routers: int, batches: Path) -> SluiceConfig:
+    """The application's configuration; ``batches`` is its folder of files and batches."""
+    router = {"replicas": routers, "batches": {"directory": str(batches)}}
+    return simulated(LIGHT_ENGINE, replicas, ALL_CLASSES, router)

@@ -14,6 +14,7 @@ from sluice.benchmarks.live.replay.report import of_class
 from sluice.benchmarks.live.soak.batches import lost_lines
 from sluice.benchmarks.live.soak.prometheus import agrees
 from sluice.benchmarks.live.soak.trends import Sample, Series, Trend, trends
+from sluice.benchmarks.options import percent
 
 Json = dict[str, Any]
 
@@ -162,8 +163,8 @@ def _requests(found: Json) -> Table:
     )
     for name, row in [*found["classes"].items(), ("all", found["all"])]:
         table.add_row(
-            *(name, str(row["sent"]), str(row["answered"]), _percent(row["attained"])),
-            *(str(row["guaranteed"]), _percent(row["kept"]), str(row["refused"])),
+            *(name, str(row["sent"]), str(row["answered"]), percent(row["attained"])),
+            *(str(row["guaranteed"]), percent(row["kept"]), str(row["refused"])),
             *(str(row["failed"]), str(row["left"]), str(row["cut"])),
         )
     return table
@@ -211,7 +212,3 @@ def _injuries(rows: list[Json]) -> Table:
         seconds = f"{row['seconds']:.1f}" if row["seconds"] else ""
         table.add_row(f"{row['at_s']:.0f}", row["what"], row["target"], seconds)
     return table
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.1f} %"

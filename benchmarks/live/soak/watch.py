@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import urllib.request
 from typing import Any, Final
 
 import ray
-from prometheus_client.parser import text_string_to_metric_families
 
+from sluice.benchmarks.live.application import metrics
 from sluice.benchmarks.live.resources import held
 from sluice.benchmarks.live.soak.trends import APPLICATION, Sample, Series
 from sluice.controller.lookup import NAMESPACE, controller_actor_name
@@ -77,21 +76,18 @@ class Watch:
 
     def figures(self) -> dict[str, float]:
         """The application's own figures; unavailable ones are missing."""
-        found: dict[str, float] = {}
         try:
-            with urllib.request.urlopen(f"{self._url}/metrics", timeout=_CALL_S) as answer:
-                page = answer.read().decode()
+            page = metrics(self._url, _CALL_S)
         except OSError:
-            return found
-        for family in text_string_to_metric_families(page):
-            for sample in family.samples:
-                if sample.name in (*GAUGES, *COUNTERS):
-                    found[sample.name] = found.get(sample.name, 0.0) + sample.value
-                elif sample.name == "sluice_replicas":
-                    state = f"{sample.labels['state']} replicas"
-                    found[state] = found.get(state, 0.0) + sample.value
+            return {}
+        found: dict[str, float] = {
+            name: page[name] for name in (*GAUGES, *COUNTERS) if name in page
+        }
         snapshot = self._snapshot()
         if snapshot is not None:
+            for each in snapshot["replicas"]:
+                state = f"{each['condition']} replicas"
+                found[state] = found.get(state, 0.0) + 1
             found["reservations_expired"] = snapshot["reservations_expired"]
             found[_USED_BLOCKS] = sum(
                 each["kv_blocks_total"] - each["kv_blocks_free"] for each in snapshot["replicas"]

@@ -11,7 +11,6 @@ meet their objective; the report has the ratios of each round, and their spread.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import tempfile
@@ -20,12 +19,11 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from sluice.benchmarks.live.speculation.engine import Asked, Run, SpeculatingEngine
 from sluice.benchmarks.live.speculation.repeating_model import repeating_model
-from sluice.deploy.tables import print_table
+from sluice.benchmarks.options import as_json, number_option, show
 from sluice.scheduling.batching import POLICIES
 from sluice.scheduling.objective import SLO
 
@@ -229,8 +227,8 @@ class Bench:
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--rounds", default=3, type=click.IntRange(1, 1000))
-@click.option("--requests", default=120, type=click.IntRange(1, 100_000), help="Of each run.")
+@number_option("--rounds", default=3, least=1, most=1000)
+@number_option("--requests", default=120, least=1, most=100_000, words="Of each run.")
 @click.option(
     "--load",
     "loads",
@@ -240,10 +238,10 @@ class Bench:
     help="A rate, as a multiple of the engine's throughput without speculation; repeatable.",
 )
 @click.option("--policy", default="deadline_triage", type=click.Choice(sorted(POLICIES)))
-@click.option("--layers", default=2, type=click.IntRange(1, 64))
-@click.option("--hidden", default=128, type=click.IntRange(64, 8192))
+@number_option("--layers", default=2, least=1, most=64)
+@number_option("--hidden", default=128, least=64, most=8192)
 @click.option("--seed", default=0)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@as_json
 def speculation(
     rounds: int,
     requests: int,
@@ -280,18 +278,14 @@ def speculation(
         "loads": sorted(loads),
         "rows": [row._asdict() for row in rows],
     }
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-    else:
-        _show(found)
-
-
-def _show(found: dict[str, Any]) -> None:
-    console = Console()
-    console.print(
+    line = (
         f"a decode alone {found['step_ms']} ms a token; all at once without speculation "
         f"{found['full_rate']} requests/s"
     )
+    show(found, [_table(found)], as_json, line)
+
+
+def _table(found: dict[str, Any]) -> Table:
     table = Table(
         "lengths",
         *(f"attained at {load}" for load in found["loads"]),
@@ -314,4 +308,4 @@ def _show(found: dict[str, Any]) -> None:
             f"{row['accepted']:.0%}",
             str(row["step_tokens"]),
         )
-    print_table(table, console)
+    return table

@@ -1,5 +1,4 @@
-"""The processes of ``sluice bench gateway``: started, ended whatever happens, and their processor
-time.
+"""Processes of servers: started, ended whatever happens, and their processor time.
 
 All of them stay in this process's session: Linux shares the processor between sessions first, so a
 client in another session would wait for the processor beside busy servers.
@@ -8,6 +7,7 @@ client in another session would wait for the processor beside busy servers.
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import signal
 import subprocess
 import sys
@@ -16,15 +16,17 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import click
 import psutil
 
-from sluice.benchmarks.live.gateway.client import chat_body
 from sluice.benchmarks.live.resources import kind_of
-from sluice.deploy.local import StoppedError
+from sluice.deploy.local import StoppedError, stop_signals
 
 POLL_S = 0.1
 _END_LIMIT_S = 90.0
@@ -44,17 +46,20 @@ def serving(
     url: str,
     log: Path,
     limit_s: float,
-    stop: threading.Event,
+    stop: threading.Event | None = None,
     environment: Mapping[str, str] | None = None,
+    ready: str | urllib.request.Request = "/health",
 ) -> Iterator[int]:
     """A server's process id, until the block ends; then it and every process below it end.
 
     Args:
         command: starts the server.
-        url: its address, without ``/v1``. It is ready once it answers a chat completion.
+        url: its root.
         log: file for its output.
         limit_s: how long it may take to start, seconds.
         stop: set when this process is to end.
+        environment: of the process; by default this one's.
+        ready: a request that it answers once it is ready; a path is asked for by GET.
 
     Raises:
         LeftOutError: the server did not start; the message has the end of its log.
@@ -65,7 +70,8 @@ def serving(
             command, env=environment, stdout=output, stderr=output, preexec_fn=_end_with_parent()
         )
     try:
-        _wait(server, url, log, limit_s, stop)
+        asked = f"{url}{ready}" if isinstance(ready, str) else ready
+        _wait(server, asked, log, limit_s, stop or threading.Event())
         yield server.pid
     finally:
         _end(server)
@@ -81,13 +87,14 @@ def _end_with_parent() -> Callable[[], object] | None:
 
 
 def _wait(
-    server: subprocess.Popen[bytes], url: str, log: Path, limit_s: float, stop: threading.Event
+    server: subprocess.Popen[bytes],
+    asked: str | urllib.request.Request,
+    log: Path,
+    limit_s: float,
+    stop: threading.Event,
 ) -> None:
     deadline_s = time.monotonic() + limit_s
-    head = {"content-type": "application/json"}
-    asked = urllib.request.Request(f"{url}/v1/chat/completions", chat_body(1), head)
     while True:
-        # A router may listen before it knows its engines.
         with suppress(urllib.error.URLError, OSError), urllib.request.urlopen(asked, timeout=5):
             return
         if server.poll() is not None or time.monotonic() > deadline_s:
@@ -144,3 +151,32 @@ def used(
         begun = before.get(pid, (kind, 0.0))[1]
         sums[kind] = sums.get(kind, 0.0) + seconds - begun
     return sums
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_own_process(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """The result of ``function`` in a new process, which gets SIGTERM when this one is stopped.
+
+    Ray and Serve read most of their settings once, when they are imported: a second cluster of the
+    same process would look for the token, the ports and the sockets of the first.
+
+    Function, arguments and result must be picklable. Exceptions of the function are raised here.
+
+    Raises:
+        Abort: the process was killed.
+    """
+    context = multiprocessing.get_context("spawn")
+    with stop_signals() as stop, ProcessPoolExecutor(1, mp_context=context) as pool:
+        future = pool.submit(function, *args, **kwargs)
+        while not future.done():
+            if stop.wait(POLL_S):
+                for process in multiprocessing.active_children():
+                    process.terminate()
+                break
+        try:
+            return future.result()
+        except BrokenProcessPool:
+            raise click.Abort from None

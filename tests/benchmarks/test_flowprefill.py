@@ -8,22 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from sluice.benchmarks.experiments.base import Plan
+from sluice.benchmarks.experiments.flowprefill import bounded, mix, setup_of, workloads
 from sluice.benchmarks.experiments.flowprefill_bounds import admission_cells
-from sluice.benchmarks.experiments.loads import Span
-from sluice.benchmarks.experiments.prefills import (
-    bounded,
-    goodput,
-    measure,
-    mix,
-    of_scale,
-    setup_of,
-    tightest,
-    workloads,
-)
+from sluice.benchmarks.experiments.grid import Plan
+from sluice.benchmarks.experiments.loads import Make, Span, capacity, measure, tightest
 
 LASTING = Span(40.0, 40, 120)
-MAKE = partial(mix, "llama3-8b", 1.0)
+SETUP = setup_of("llama3-8b")
+
+
+def mix_of(scale: float) -> Make:
+    return partial(mix, "llama3-8b", scale)
 
 
 @pytest.fixture
@@ -51,7 +46,7 @@ def traces(tmp_path: Path) -> Path:
 
 def test_recorded_prompts_are_judged_by_task_or_else_by_length(traces: Path) -> None:
     make = workloads("llama3-8b", 2.0, traces)["qwen (stretched)"]
-    workload = make(setup_of("llama3-8b"), 3.0, 100, 5)
+    workload = make(SETUP, 3.0, 100, 5)
     assert workload.rate == pytest.approx(3.0)
     found = {(a.task, a.prompt_tokens, a.slo.ttft_s) for a in workload.arrivals}
     assert found == {
@@ -62,7 +57,7 @@ def test_recorded_prompts_are_judged_by_task_or_else_by_length(traces: Path) -> 
     }
     # Single turns that only prefill.
     assert all(a.output_tokens == 1 and not a.block_hashes for a in workload.arrivals)
-    served = measure(make, "llama3-8b", 3.0, 100, bounded("ours"), 5)
+    served = measure(make, SETUP, 3.0, 100, bounded("ours"), None, False, 5)
     assert 0.8 < served["attainment_mean"] <= 1.0
 
 
@@ -74,8 +69,8 @@ def test_an_experiment_has_cells_for_each_recorded_workload(traces: Path) -> Non
 
 def test_the_goodput_and_the_tightest_objectives_are_at_90_percent() -> None:
     ours = bounded("ours")
-    rate = goodput(MAKE, "llama3-8b", ours, LASTING, 1)["goodput"]
-    requests = LASTING.requests(rate)
-    assert measure(MAKE, "llama3-8b", rate, requests, ours, 1)["attainment_mean"] >= 0.9
-    scale = tightest(of_scale("llama3-8b"), "llama3-8b", 0.5, ours, LASTING, 1)["tightest"]
+    rate = capacity(mix_of(1.0), SETUP, ours, LASTING, "attainment_mean", 1)["rate_0.9"]
+    run = mix_of(1.0), SETUP, rate, LASTING.requests(rate), ours, None, False
+    assert measure(*run, 1)["attainment_mean"] >= 0.9
+    scale = tightest(mix_of, SETUP, 0.5, ours, LASTING, 1)["tightest"]
     assert 0.25 <= scale < 1.0

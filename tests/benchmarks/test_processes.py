@@ -9,7 +9,7 @@ import threading
 import click
 import pytest
 
-from sluice.benchmarks.live.own_process import in_own_process
+from sluice.benchmarks.live.processes import in_own_process
 from sluice.deploy.local import stop_signals
 
 _VARIABLE = "SLUICE_TEST_OWN_PROCESS"

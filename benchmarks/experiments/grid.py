@@ -1,11 +1,12 @@
 """The frame of every experiment: a grid of cells, measured for every seed in parallel processes,
-and the tables and charts made of the rows."""
+and the tables and charts of the rows."""
 
 from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
@@ -19,6 +20,7 @@ Value = str | float
 Row = dict[str, Value]
 """The labels of a cell, the seed, and what was measured."""
 
+Rows = Sequence[Row]
 T = TypeVar("T")
 
 
@@ -35,9 +37,10 @@ class Plan(NamedTuple):
     seeds: tuple[int, ...]
     traces: Path | None = None
 
-    def pick(self, quick: T, normal: T, full: T) -> T:
-        """The value for the scale."""
-        return {"quick": quick, "normal": normal, "full": full}[self.scale]
+    def pick(self, quick: T, normal: T, full: T | None = None) -> T:
+        """The value for the scale; without ``full``, that is as ``normal``."""
+        larger = normal if full is None else full
+        return {"quick": quick, "normal": normal, "full": larger}[self.scale]
 
 
 class Cell(NamedTuple):
@@ -57,7 +60,72 @@ class Findings(NamedTuple):
     """What an experiment shows."""
 
     tables: Sequence[Table]
-    charts: Sequence[Chart] = ()
+    charts: Sequence[Chart]
+
+
+@dataclass(frozen=True, slots=True)
+class Pivot:
+    """A table of one figure: a line per value of the labels ``down``, a column per value of
+    ``across``.
+
+    Attributes:
+        title: of the table.
+        figure: mean over seeds and over all rows of a cell of the table.
+        down, across: labels.
+        digits: after the point.
+        note: below the table.
+        where: only rows with these labels.
+    """
+
+    title: str
+    figure: str
+    down: Sequence[str]
+    across: str = "load"
+    digits: int = 3
+    note: str = ""
+    where: Mapping[str, Value] = field(default_factory=dict)
+
+    def __call__(self, rows: Rows) -> Table:
+        """The table of ``rows``."""
+        rows = having(rows, self.where)
+        columns = [value for (value,) in grouped(rows, self.across)]
+        lines = []
+        for labels, own in grouped(rows, *self.down).items():
+            by = grouped(own, self.across)
+            means = [estimate(by.get((value,), []), self.figure) for value in columns]
+            lines.append((*map(shown, labels), *(mean.shown(self.digits) for mean in means)))
+        return Table(self.title, (*self.down, *map(shown, columns)), lines, self.note)
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """A chart of one figure over the label ``x``, with a line per value of the label ``line``.
+
+    Attributes:
+        title: of the chart.
+        figure: mean over seeds and over all rows of a point.
+        words: of the vertical axis.
+        line, x: labels.
+        where: only rows with these labels.
+    """
+
+    title: str
+    figure: str
+    words: str
+    line: str = "policy"
+    x: str = "load"
+    where: Mapping[str, Value] = field(default_factory=dict)
+
+    def __call__(self, rows: Rows) -> Chart:
+        """The chart of ``rows``."""
+        lines = {
+            str(name): [
+                Point(float(at), *estimate(cell, self.figure)[:2])
+                for (at,), cell in grouped(own, self.x).items()
+            ]
+            for (name,), own in grouped(having(rows, self.where), self.line).items()
+        }
+        return Chart(self.title, self.x, self.words, lines)
 
 
 class Experiment(NamedTuple):
@@ -71,7 +139,9 @@ class Experiment(NamedTuple):
             objectives and priorities are assigned, which latency constants apply.
         seeds: how many by default.
         cells: the grid.
-        findings: tables and charts of the rows of all cells and seeds, in the order of the cells.
+        tables, charts: made of the rows of all cells and seeds, in the order of the cells. A table
+            without lines is not shown.
+        derive: figures that follow from those of several cells; ``None``: there are none.
     """
 
     name: str
@@ -80,7 +150,15 @@ class Experiment(NamedTuple):
     setting: Mapping[str, str]
     seeds: int
     cells: Callable[[Plan], Sequence[Cell]]
-    findings: Callable[[Sequence[Row]], Findings]
+    tables: Sequence[Callable[[Rows], Table]]
+    charts: Sequence[Callable[[Rows], Chart]] = ()
+    derive: Callable[[Rows], Rows] | None = None
+
+    def findings(self, rows: Rows) -> Findings:
+        """What ``rows`` show."""
+        rows = rows if self.derive is None else self.derive(rows)
+        made = (table(rows) for table in self.tables)
+        return Findings([each for each in made if each.rows], [make(rows) for make in self.charts])
 
 
 def measured(cells: Sequence[Cell], seeds: Sequence[int], jobs: int) -> Iterator[Row]:
@@ -115,12 +193,22 @@ def _row(work: tuple[Cell, int]) -> Row:
         raise
 
 
+def having(rows: Rows, labels: Mapping[str, Value]) -> Rows:
+    """The rows that have these labels."""
+    return [row for row in rows if all(row.get(name) == value for name, value in labels.items())]
+
+
 def grouped(rows: Iterable[Row], *labels: str) -> dict[tuple[Value, ...], list[Row]]:
     """Rows by the values of ``labels``, in order of appearance."""
     groups: dict[tuple[Value, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[label] for label in labels), []).append(row)
     return groups
+
+
+def by_label(rows: Iterable[Row], label: str) -> dict[str, list[Row]]:
+    """Rows by the value of one label, in order of appearance."""
+    return {str(value): own for (value,), own in grouped(rows, label).items()}
 
 
 def by_seed(rows: Iterable[Row], figure: str) -> dict[Value, float]:
@@ -142,41 +230,6 @@ def difference(rows: Iterable[Row], others: Iterable[Row], figure: str) -> Estim
     return Estimate.of([ours[seed] - theirs[seed] for seed in ours])
 
 
-def pivot(
-    title: str,
-    rows: Sequence[Row],
-    down: Sequence[str],
-    across: str,
-    figure: str,
-    digits: int = 3,
-    note: str = "",
-) -> Table:
-    """A table of one figure: a line per value of the labels ``down``, a column per value of
-    ``across``."""
-    columns = [value for (value,) in grouped(rows, across)]
-    lines = []
-    for labels, own in grouped(rows, *down).items():
-        of_column = grouped(own, across)
-        shown = [estimate(of_column.get((value,), []), figure).shown(digits) for value in columns]
-        lines.append((*map(_shown, labels), *shown))
-    return Table(title, (*down, *map(_shown, columns)), lines, note)
-
-
-def _shown(label: Value) -> str:
+def shown(label: Value) -> str:
+    """A label as it stands in a table."""
     return label if isinstance(label, str) else f"{label:g}"
-
-
-def chart(title: str, rows: Sequence[Row], line: str, x: str, figure: str, words: str) -> Chart:
-    """A chart of one figure over the label ``x``, with a line per value of the label ``line``."""
-    return Chart(
-        title,
-        x,
-        words,
-        {
-            str(name): [
-                Point(float(at), *estimate(cell, figure)[:2])
-                for (at,), cell in grouped(own, x).items()
-            ]
-            for (name,), own in grouped(rows, line).items()
-        },
-    )

@@ -1,0 +1,109 @@
+"""An application that a benchmark serves on this machine: its configuration, its address, and the
+counters on its page of metrics."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+
+from sluice.deploy.config import SluiceConfig, parse_config
+from sluice.deploy.local import base_url, running, stop_signals
+from sluice.deploy.ray_settings import free_port
+from sluice.router.config import ServiceClass
+
+SIMULATED = "simulated"
+"""Name of the model of simulated engines."""
+
+
+class Application(NamedTuple):
+    """A running application.
+
+    Attributes:
+        url: its root.
+        stop: set when this process is to end.
+    """
+
+    url: str
+    stop: threading.Event
+
+    @property
+    def completions(self) -> str:
+        """URL of the completions endpoint."""
+        return f"{self.url}/v1/completions"
+
+
+@contextmanager
+def application(config: SluiceConfig) -> Iterator[Application]:
+    """Serve ``config`` until the block ends, whose standard output is standard error: Ray's own
+    messages must not stand between the lines of the JSON."""
+    say = Console(stderr=True).print
+    with redirect_stdout(sys.stderr), stop_signals() as stop, running(config, stop, say):
+        yield Application(base_url(config), stop)
+
+
+def simulated(
+    engine: Mapping[str, Any],
+    replicas: int,
+    classes: Mapping[str, ServiceClass] | None = None,
+    router: Mapping[str, Any] | None = None,
+    latency_profile: Path | None = None,
+    **parts: Any,
+) -> SluiceConfig:
+    """An application of simulated engines.
+
+    Args:
+        engine: fields of ``engine.simulated``.
+        replicas: how many.
+        classes: service classes by name.
+        router: further fields of the router.
+        latency_profile: file of the profile that planners believe; by default the real one.
+        parts: further parts of the configuration.
+    """
+    believed = {"latency_profile": str(latency_profile)} if latency_profile is not None else {}
+    return parse_config(
+        {
+            "engine": {"kind": "simulated", "model": SIMULATED, "simulated": engine, **believed},
+            "replica": {"count": replicas, "num_cpus": 0.1},
+            "router": router_fields(classes) | dict(router or {}),
+            **parts,
+        }
+    )
+
+
+def router_fields(classes: Mapping[str, ServiceClass] | None = None) -> dict[str, Any]:
+    """A router on a free port with these service classes."""
+    named = {name: entry.model_dump() for name, entry in (classes or {}).items()}
+    return {"port": free_port(), **({"classes": named} if named else {})}
+
+
+def metrics(url: str, timeout_s: float = 10.0, **labels: str) -> dict[str, float]:
+    """The sum of each metric on an application's page, by the name of its samples.
+
+    Args:
+        url: of the application.
+        timeout_s: for the page.
+        labels: only samples with these.
+
+    Raises:
+        OSError: there is no answer.
+    """
+    with urllib.request.urlopen(f"{url}/metrics", timeout=timeout_s) as answer:
+        return sums(answer.read().decode(), **labels)
+
+
+def sums(page: str, **labels: str) -> dict[str, float]:
+    """The same of a page."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if labels.items() <= sample.labels.items():
+                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found

@@ -1,0 +1,68 @@
+"""What the commands share: their options, and how they show what they found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from sluice.deploy.tables import print_table
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+Option = Callable[[Command], Command]
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+"""The option ``--json``; see :func:`show`."""
+
+
+def number_option(
+    *names: str, default: Any, least: Any, most: Any, words: str = "", **more: Any
+) -> Option[Any]:
+    """An option that takes a number from ``least`` to ``most``.
+
+    Args:
+        names: as on the command line, then that of the parameter if it differs.
+        default: whole numbers only are taken where it, and the bounds, are whole.
+        least, most: bounds, both allowed.
+        words: help.
+        more: further arguments of :func:`click.option`; ``multiple`` makes it repeatable.
+    """
+    sample = default[0] if isinstance(default, tuple) else default
+    whole = isinstance(least, int) and isinstance(sample, int | None)
+    kind: click.IntRange | click.FloatRange = (
+        click.IntRange(least, most) if whole else click.FloatRange(least, most)
+    )
+    shown = default is not None
+    return click.option(
+        *names, default=default, type=kind, help=words or None, show_default=shown, **more
+    )
+
+
+seed = number_option("--seed", default=1, least=0, most=2**31, words="Of everything that is drawn.")
+"""The option ``--seed``."""
+
+
+def show(found: Any, tables: Iterable[Table], json_wanted: bool, *lines: str) -> None:
+    """Print ``found`` as JSON, or else ``lines`` and ``tables``, which are made only then."""
+    if json_wanted:
+        click.echo(json.dumps(found, indent=2))
+        return
+    console = Console()
+    for line in lines:
+        console.print(line)
+    for table in tables:
+        print_table(table, console)
+
+
+def percent(share: float | None, none: str = "") -> str:
+    """A share in percent; ``none`` where there is none."""
+    return none if share is None else f"{100 * share:.1f} %"
+
+
+def slashed(values: Iterable[float] | None, digits: int = 0, none: str = "") -> str:
+    """Values with slashes between them."""
+    return none if values is None else " / ".join(f"{value:.{digits}f}" for value in values)
