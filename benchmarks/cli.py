@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import click
 from rich.console import Console
@@ -21,14 +21,14 @@ from sluice.benchmarks.live.promises.command import with_real
 from sluice.benchmarks.live.replay.command import replay
 from sluice.benchmarks.live.soak.command import soak
 from sluice.benchmarks.live.speculation.command import speculation
-from sluice.benchmarks.micro import planning
 from sluice.benchmarks.micro.decision import decision
+from sluice.benchmarks.micro.planning import planning
+from sluice.benchmarks.options import as_json, number_option
 from sluice.deploy.tables import print_table
 from sluice.simulation.estimate import METHOD
 from sluice.simulation.planning.plots import Report, ReportError, require_matplotlib
 from sluice.simulation.workloads.traces import TraceError
 
-MOST_SEEDS = 1_000
 MOST_JOBS = 256
 
 
@@ -51,129 +51,92 @@ def list_experiments() -> None:
     print_table(table)
 
 
-bench.add_command(planning.planning)
-bench.add_command(decision)
-bench.add_command(gateway)
-bench.add_command(overload)
-bench.add_command(preemption)
-bench.add_command(preemption_replay)
-bench.add_command(replay)
-bench.add_command(soak)
-bench.add_command(speculation)
+for _command in (
+    *(planning, decision, gateway, overload, preemption, preemption_replay, replay, soak),
+    speculation,
+):
+    bench.add_command(_command)
 
 
-def report_of(
-    experiment: Experiment, plan: Plan, jobs: int, progress: Progress, command: str
-) -> Report:
-    """Run an experiment."""
+def report_of(experiment: Experiment, plan: Plan, jobs: int, command: str) -> Report:
+    """Run an experiment, with its progress on standard error."""
     cells = experiment.cells(plan)
-    task = progress.add_task(experiment.name, total=len(cells) * len(plan.seeds))
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    console = Console(stderr=True)
     rows: list[Row] = []
-    for row in measured(cells, plan.seeds, jobs):
-        rows.append(row)
-        progress.advance(task)
-    tables, charts = experiment.findings(rows)
-    return Report(
-        experiment.name,
-        experiment.source,
-        experiment.question,
-        experiment.setting,
-        METHOD,
-        command,
-        tables,
-        charts,
-        rows,
-    )
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+        task = progress.add_task(experiment.name, total=len(cells) * len(plan.seeds))
+        for row in measured(cells, plan.seeds, jobs):
+            rows.append(row)
+            progress.advance(task)
+    said = experiment.name, experiment.source, experiment.question, experiment.setting
+    return Report(*said, METHOD, command, *experiment.findings(rows), rows)
 
 
-def _run(
-    experiment: Experiment,
-    seeds: int,
-    first_seed: int,
-    scale: Scale,
-    traces: Path | None,
-    out: Path | None,
-    as_json: bool,
-    plots: bool,
-    jobs: int,
-) -> None:
-    plan = Plan(scale, tuple(range(first_seed, first_seed + seeds)), traces)
-    command = f"sluice bench {experiment.name} --scale {scale} --seeds {seeds}"
-    command += f" --first-seed {first_seed}" + (" --traces DIR" if traces is not None else "")
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    try:
-        if out is not None and plots:
-            require_matplotlib()
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            report = report_of(experiment, plan, jobs, progress, command)
-        written = report.write(out, plots) if out is not None else []
-    except (ReportError, TraceError) as error:
-        raise click.ClickException(str(error)) from error
-    if as_json:
-        click.echo(report.as_json())
-        return
-    report.show()
-    for path in written:
-        click.echo(f"wrote {path}", err=True)
-
-
-def _command(experiment: Experiment) -> click.Command:
-    def callback(**options: Any) -> None:
-        _run(experiment, **options)
-
+def command_of(experiment: Experiment) -> click.Command:
+    """The command that runs an experiment."""
     folder = click.Path(file_okay=False, path_type=Path)
     existing = click.Path(file_okay=False, exists=True, path_type=Path)
-    options: list[click.Parameter] = [
-        click.Option(
-            ["--seeds"],
-            default=experiment.seeds,
-            show_default=True,
-            type=click.IntRange(1, MOST_SEEDS),
-            help="How often each cell runs.",
-        ),
-        click.Option(
-            ["--first-seed"],
-            default=1_000,
-            show_default=True,
-            type=click.IntRange(0, 2**31),
-            help="Seeds count up from here.",
-        ),
-        click.Option(
-            ["--scale"],
-            default="normal",
-            show_default=True,
-            type=click.Choice(get_args(Scale)),
-            help="quick: seconds, a smoke test; normal: minutes; full: longer.",
-        ),
-        click.Option(["--traces"], type=existing, help="Folder of recorded traces to add."),
-        click.Option(["--out"], type=folder, help="Folder for JSON, Markdown and plots."),
-        click.Option(["--json", "as_json"], is_flag=True, help="Print JSON instead of tables."),
-        click.Option(["--plots/--no-plots"], default=True, help="Draw plots into --out."),
-        click.Option(
-            ["--jobs"],
-            default=min(os.cpu_count() or 1, MOST_JOBS),
-            show_default="processors",
-            type=click.IntRange(1, MOST_JOBS),
-            help="Processes.",
-        ),
-    ]
     words = [experiment.question, f"Source: {experiment.source}."]
     words += [f"{what}: {text}." for what, text in experiment.setting.items()]
     words += [f"\b\nExample:\n  sluice bench {experiment.name} --scale quick"]
-    return click.Command(
-        experiment.name,
-        callback=callback,
-        params=options,
-        help="\n\n".join(words),
-        short_help=experiment.question,
+
+    @click.command(experiment.name, help="\n\n".join(words), short_help=experiment.question)
+    @number_option(
+        "--seeds", default=experiment.seeds, least=1, most=1_000, words="How often each cell runs."
     )
+    @number_option(
+        "--first-seed", default=1_000, least=0, most=2**31, words="Seeds count up from here."
+    )
+    @click.option(
+        "--scale",
+        default="normal",
+        show_default=True,
+        type=click.Choice(get_args(Scale)),
+        help="quick: seconds, a smoke test; normal: minutes; full: longer.",
+    )
+    @click.option("--traces", type=existing, help="Folder of recorded traces to add.")
+    @click.option("--out", type=folder, help="Folder for JSON, Markdown and plots.")
+    @as_json
+    @click.option("--plots/--no-plots", default=True, help="Draw plots into --out.")
+    @number_option(
+        "--jobs",
+        default=min(os.cpu_count() or 1, MOST_JOBS),
+        least=1,
+        most=MOST_JOBS,
+        words="Processes.",
+        show_default="processors",
+    )
+    def command(
+        seeds: int,
+        first_seed: int,
+        scale: Scale,
+        traces: Path | None,
+        out: Path | None,
+        as_json: bool,
+        plots: bool,
+        jobs: int,
+    ) -> None:
+        plan = Plan(scale, tuple(range(first_seed, first_seed + seeds)), traces)
+        repeats = f"sluice bench {experiment.name} --scale {scale} --seeds {seeds}"
+        repeats += f" --first-seed {first_seed}" + (" --traces DIR" if traces is not None else "")
+        try:
+            if out is not None and plots:
+                require_matplotlib()
+            report = report_of(experiment, plan, jobs, repeats)
+            written = report.write(out, plots) if out is not None else []
+        except (ReportError, TraceError) as error:
+            raise click.ClickException(str(error)) from error
+        if as_json:
+            click.echo(report.as_json())
+            return
+        report.show()
+        for path in written:
+            click.echo(f"wrote {path}", err=True)
+
+    return command
 
 
 for _experiment in EXPERIMENTS.values():
-    bench.add_command(_command(_experiment))
+    bench.add_command(command_of(_experiment))
 with_real(bench.commands["promises"])

@@ -36,10 +36,8 @@ def number_option(
     kind: click.IntRange | click.FloatRange = (
         click.IntRange(least, most) if whole else click.FloatRange(least, most)
     )
-    shown = default is not None
-    return click.option(
-        *names, default=default, type=kind, help=words or None, show_default=shown, **more
-    )
+    more = {"show_default": default is not None, **more}
+    return click.option(*names, default=default, type=kind, help=words or None, **more)
 
 
 seed = number_option("--seed", default=1, least=0, most=2**31, words="Of everything that is drawn.")

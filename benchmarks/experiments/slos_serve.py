@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from sluice.benchmarks.experiments.capacity import CAPACITY_WORDS, Loads, greatest_loads
+from sluice.benchmarks.experiments.capacity import ALL_LOADS, CAPACITY_WORDS, Loads, greatest_loads
 from sluice.benchmarks.experiments.grid import Cell, Experiment, Pivot, Plan, Rows, grouped
 from sluice.benchmarks.experiments.loads import (
     Make,
@@ -84,7 +84,8 @@ def _capacity(
 ) -> Callable[[int], Mapping[str, float]]:
     """The highest rates at which 90 % and 98 % of the requests attain, per replica."""
     run = of_scenario(scenario), setup, kind, _span(plan, scenario), FIGURE
-    return partial(capacity, *run, shares=SHARES, layout=layout, oracle=True)
+    loads = plan.pick(Loads(0.5, 1.0, 1), ALL_LOADS)
+    return partial(capacity, *run, shares=SHARES, loads=loads, layout=layout, oracle=True)
 
 
 def capacity_cells(plan: Plan) -> list[Cell]:

@@ -9,7 +9,6 @@ plan and the plan by request are.
 from __future__ import annotations
 
 import gc
-import json
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ import click
 import numpy as np
 from rich.table import Table
 
-from sluice.deploy.tables import print_table
+from sluice.benchmarks.options import as_json, number_option, show
 from sluice.scheduling import batching
 from sluice.scheduling.batching.base import BatchBudget
 from sluice.scheduling.latency import LinearLatency
@@ -116,15 +115,10 @@ def _table(results: dict[str, dict[str, dict[str, float]]]) -> Table:
     return table
 
 
-_REPEATS = click.option("--repeats", default=40, show_default=True, type=click.IntRange(1, 10_000))
-_SEEDS = click.option("--seeds", default=10, show_default=True, type=click.IntRange(1, 1_000))
-_AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-
-
 @click.command(name="planning")
-@_AS_JSON
-@_REPEATS
-@_SEEDS
+@as_json
+@number_option("--repeats", default=40, least=1, most=10_000)
+@number_option("--seeds", default=10, least=1, most=1_000)
 def planning(as_json: bool, repeats: int, seeds: int) -> None:
     """Time plan() of every batch policy.
 
@@ -134,11 +128,5 @@ def planning(as_json: bool, repeats: int, seeds: int) -> None:
     Example:
       sluice bench planning --json
     """
-    _show(plan_times(repeats, seeds), as_json)
-
-
-def _show(results: dict[str, dict[str, dict[str, float]]], as_json: bool) -> None:
-    if as_json:
-        click.echo(json.dumps(results, indent=2))
-    else:
-        print_table(_table(results))
+    results = plan_times(repeats, seeds)
+    show(results, [_table(results)], as_json)
