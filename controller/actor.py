@@ -8,7 +8,7 @@ no tokens and no state on disk; after a restart the replicas restore the state w
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import pickle
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -18,13 +18,12 @@ from typing import Any
 import msgspec
 import ray.util
 
-from sluice.controller.config import ControllerConfig
+from sluice.controller.config import ControllerConfig, fingerprint_of
 from sluice.controller.messages import (
     FirstTokenWait,
     Id,
     Key,
     LateNotice,
-    MetricsPush,
     PushReply,
     QuotaUse,
     ReplicaDelta,
@@ -36,13 +35,11 @@ from sluice.controller.messages import (
     RouteReply,
     TroubleNotice,
 )
-from sluice.controller.observability.decision_log import DECISIONS, DecisionLog
-from sluice.controller.observability.history import History
-from sluice.controller.observability.instruments import Instruments
-from sluice.controller.observability.metrics import families_of, text_of
-from sluice.controller.observability.metrics_hub import MetricsHub
-from sluice.controller.observability.overview import describe, drain_of, left_at
-from sluice.controller.state.drains import Drains
+from sluice.controller.observability.counters import Counters
+from sluice.controller.observability.readings import Readings
+from sluice.controller.observability.recent_decisions import LatestDecisions, RecentDecisions
+from sluice.controller.observability.records import Detail, Figures
+from sluice.controller.state.drains import Drains, drain_of, left_at
 from sluice.controller.state.mirror import Mirror
 from sluice.controller.state.moves import late_of
 from sluice.controller.state.promises import PromiseLog
@@ -65,7 +62,6 @@ from sluice.controller.transport.checks import (
     short,
 )
 from sluice.controller.transport.wire_format import MAX_QUERIES
-from sluice.controller.version import version
 from sluice.scheduling.autoscaling import Load
 from sluice.scheduling.calibration import Calibration
 from sluice.scheduling.fleet import Fleet, FleetSettings
@@ -74,12 +70,11 @@ from sluice.scheduling.placement import Placer
 from sluice.scheduling.roles import Role
 
 SETTLING_S = 5.0
-"""Time after a start in which the replicas of an earlier run register again, and all processes push
-their metrics, seconds."""
+"""Time after a start in which the replicas of an earlier run register again, seconds."""
 
 
 class Controller:
-    """Mirror, ledger, decisions, and the merged metrics.
+    """Mirror, ledger and decisions.
 
     Args:
         config: see :class:`ControllerConfig`.
@@ -103,7 +98,7 @@ class Controller:
             )
         )
         routing = config.make_routing()
-        self._log = DecisionLog(routing)
+        self._recent = RecentDecisions()
         self._calibration = Calibration(config.promise_level)
         self._lengths = config.make_lengths()
         self._promises = PromiseLog()
@@ -111,7 +106,7 @@ class Controller:
             self._fleet,
             routing,
             config.make_admission(),
-            self._log.weigh,
+            self._recent.weigh,
             self._calibration,
             self._lengths,
         )
@@ -123,19 +118,17 @@ class Controller:
         self._classes = RequestClasses()
         self._quotas = Quotas()
         self._server = RouteServer(self._route, self._read_report, clock)
-        self._instruments = Instruments(
-            config.policy,
+        self._counters = Counters()
+        self._readings = Readings(
+            self._counters,
             self._mirror,
             self._fleet,
-            self._placer.demand,
+            self._placer,
             self._quarantine,
             self._calibration,
-            self._placer.returns,
-            clock,
+            self._promises,
+            self._classes,
         )
-        own = families_of(self._instruments.registry)
-        self._hub = MetricsHub(reserved=[family.name for family in own])
-        self._history = History()
         self._started_s = clock()
 
     @property
@@ -170,11 +163,11 @@ class Controller:
         """
         now_s = self._hear()
         self._forget_silent(now_s)
-        with self._instruments.refusals():
+        with self._counters.refusals():
             self._mirror.hello(hello, now_s)
         self._drains.greet(hello.replica_id, hello.closed)
         self._quarantine.reported(hello, (), now_s)
-        self._instruments.count_report("hello")
+        self._counters.reported("hello")
         closed = self._fleet.is_closed(hello.replica_id)
         return ReportReply(self._epoch, resync=False, closed=closed)
 
@@ -184,7 +177,7 @@ class Controller:
         Raises:
             ValueError: the message is malformed.
         """
-        with self._instruments.refusals():
+        with self._counters.refusals():
             delta = checked_delta(delta)
         return self._report(delta)
 
@@ -233,32 +226,27 @@ class Controller:
         Raises:
             ValueError: malformed, or over a limit.
         """
-        with self._instruments.refusals():
+        with self._counters.refusals():
             return self._quotas.share(checked("uses", uses, Uses), self._hear())
 
-    async def push_metrics(
+    async def sync(
         self,
-        push: MetricsPush,
         endings: Sequence[RequestEnding] = (),
         late: Sequence[LateNotice] = (),
         waits: Sequence[FirstTokenWait] = (),
     ) -> PushReply:
-        """Take a process's metrics, and the endings and late notices since its last push. The reply
-        names the requests of ``waits`` that are predicted to miss their TTFT.
+        """Take a router's endings and late notices since its last call. The reply names the
+        requests of ``waits`` that are predicted to miss their TTFT.
 
         Raises:
-            ValueError: malformed, over a limit, or with a metric family of the controller's own.
+            ValueError: malformed, or over a limit.
         """
         now_s = self._hear()
-        with self._instruments.refusals():
+        with self._counters.refusals():
             endings = checked("endings", endings, RequestEndings)
             late = checked("late", late, LateNotices)
             waits = checked("waits", waits, Waits)
-            new = self._hub.push(push, now_s)
-        if new:
-            self._history.joined(push.samples)
-        self._history.note(self._hub, now_s)
-        self._log.endings.note(endings)
+        self._recent.endings.note(endings)
         for notice in late:
             self._calibration.behind(*notice, now_s)
         for ending in endings:
@@ -266,82 +254,30 @@ class Controller:
         missing = late_of(waits, self._mirror, self._fleet, now_s) if waits else ()
         return PushReply(self._closed(), self._quarantine.names, missing)
 
-    async def render_metrics(self) -> bytes:
-        """Every process's metrics, the controller's too, in Prometheus' text format.
+    async def demand(self, role: Role | None = None) -> Load:
+        """The load on all replicas together, or on the replicas of ``role``, without what routers
+        count. The observer adds that. ``O(replicas)``."""
+        now_s = self._look()
+        return self._placer.demand.load(self._fleet, now_s, role=role)
 
-        The values are gathered on the event loop, because decisions would change them meanwhile;
-        decisions wait for that, ``O(series)``. The text is written in a thread, which shares the
-        interpreter with the decisions.
-        """
+    async def figures(self) -> Figures:
+        """The numbers of its metrics, for the observer. ``O(replicas)``."""
+        return self._readings.figures(self._look())
+
+    async def detail(self) -> Detail:
+        """Its state, for the observer. ``O(live requests)``; decisions are made meanwhile."""
+        now_s = self._look()
+        up_s = now_s - self._started_s
+        return await self._readings.detail(now_s, up_s, self._recent.took_s())
+
+    async def latest_decisions(self, limit: int) -> LatestDecisions:
+        """The last decisions, at most ``limit``, for the observer."""
         now_s = self._hear()
-        self._forget_silent(now_s)
-        # The controller's own metrics bypass the hub, whose limits are for pushed metrics.
-        families = families_of(self._instruments.registry)
-        pushed = self._hub.families(now_s)
-        if now_s - self._started_s < SETTLING_S:
-            # Only some processes have pushed: a scraper would count the others' totals as new.
-            pushed = [family for family in pushed if family.type == "gauge"]
-        families += pushed
-        return await asyncio.to_thread(text_of, families)
-
-    async def load(self, role: Role | None = None) -> Load:
-        """The load on all replicas together, or on the replicas of ``role``; autoscaling reads it.
-        ``O(replicas + series of metrics by class)``.
-
-        Raises:
-            ValueError: no such role.
-        """
-        if role is not None:
-            checked("role", role, Role)
-        now_s = self._hear()
-        self._forget_silent(now_s)
-        self._fleet.expire(now_s)
-        judged, attained = self._history.objectives(self._hub)
-        return self._placer.demand.load(self._fleet, now_s, judged, attained, role)
-
-    async def snapshot(self) -> dict[str, Any]:
-        """The controller's state for an operator, as plain JSON data. ``O(live requests)``."""
-        now_s = self._hear()
-        self._forget_silent(now_s)
-        self._fleet.expire(now_s)
-        return {
-            "epoch": self._epoch,
-            "fingerprint": fingerprint_of(self._config),
-            "up_ms": round((now_s - self._started_s) * 1000),
-            "policy": self._config.policy,
-            "admission": self._config.admission,
-            "reservations": len(self._fleet.ledger),
-            "reservations_expired": self._fleet.ledger.expired,
-            "metric_sources": self._hub.sources,
-            "decision_ms": self._log.took_ms(),
-            "recent": self._history.recent(self._hub, now_s),
-            "calibration": self._promises.describe(
-                self._config.promise_level,
-                self._calibration.largest(now_s),
-                self._mirror.replicas,
-                now_s,
-            ),
-            "replicas": [
-                describe(
-                    self._mirror, self._fleet, self._classes, self._quarantine, replica_id, now_s
-                )
-                for replica_id in self._mirror.replicas
-            ],
-        }
-
-    async def decisions(self, limit: int) -> list[dict[str, Any]]:
-        """The last decisions, the latest first; see :class:`DecisionLog`.
-
-        Raises:
-            ValueError: ``limit`` is no number from 1 to ``DECISIONS``.
-        """
-        if not isinstance(limit, int) or not 1 <= limit <= DECISIONS:
-            raise ValueError(f"limit must be an integer from 1 to {DECISIONS}, got {short(limit)}")
-        found = []
-        for told in self._log.latest(limit, self._hear()):
-            found.append(told)
+        pickled = []
+        for record in self._recent.latest(limit):
+            pickled.append(pickle.dumps(record, pickle.HIGHEST_PROTOCOL))
             await asyncio.sleep(0)  # decisions have priority over this listing
-        return found
+        return LatestDecisions(now_s, pickled)
 
     async def drain(
         self, replica_id: str, drain: bool, spare_last: bool = False
@@ -365,9 +301,7 @@ class Controller:
         checked("replica_id", replica_id, Id)
         if not isinstance(drain, bool):
             raise ValueError(f"drain must be true or false, got {short(drain)}")
-        now_s = self._hear()
-        self._forget_silent(now_s)
-        self._fleet.expire(now_s)
+        now_s = self._look()
         reopened = not drain and self._drains.take_back(replica_id)
         known = replica_id in self._mirror.replicas
         if not known and not reopened:
@@ -398,6 +332,13 @@ class Controller:
             # reservations may still be in its sockets.
             self._fleet.ledger.postpone(now_s - self._heard_s)
         self._heard_s = now_s
+        return now_s
+
+    def _look(self) -> float:
+        """As :meth:`_hear`; also forget what is too old to be shown."""
+        now_s = self._hear()
+        self._forget_silent(now_s)
+        self._fleet.expire(now_s)
         return now_s
 
     def _is_last(self, replica_id: str, now_s: float) -> bool:
@@ -441,15 +382,15 @@ class Controller:
         return self._fleet.closed
 
     def _read_report(self, data: msgspec.Raw) -> ReportReply:
-        with self._instruments.refusals():
+        with self._counters.refusals():
             delta = report_wire.decode(data)
         return self._report(delta)
 
     def _report(self, delta: ReplicaDelta) -> ReportReply:
         now_s = self._hear()
-        with self._instruments.refusals():
+        with self._counters.refusals():
             applied = self._mirror.delta(delta, now_s)
-        self._instruments.count_report("applied" if applied else "resync")
+        self._counters.reported("applied" if applied else "resync")
         if applied:
             self._classes.ended(delta.finished)
             self._quarantine.reported(delta, delta.finished, now_s)
@@ -460,20 +401,20 @@ class Controller:
         started_s = self._clock()
         if query is None:
             decision = RouteDecision(None, INVALID_QUERY)
-            self._instruments.count_decision(decision.reason, self._clock() - started_s)
+            self._counters.decided(decision.reason, self._clock() - started_s)
             return decision
         self._quarantine.advance(started_s)
         decision = self._promises.made(query, self._placer.place(query, started_s))
         self._quarantine.placed(query, decision, started_s)
         took_s = self._clock() - started_s
-        self._instruments.count_decision(decision.reason, took_s)
+        self._counters.decided(decision.reason, took_s)
         if decision.reason == STAYS:
             return decision  # the log keeps why the request is where it is
-        self._log.note(query, decision, started_s, took_s)
+        self._recent.note(query, decision, started_s, took_s)
         if decision.replica_id is not None:
             self._classes.note(query.key, query.slo.service_class)
         if decision.prefill_id is not None:
-            self._instruments.count_pair()
+            self._counters.paired()
             self._classes.note(query.prefill_key, query.slo.service_class)
         return decision
 
@@ -483,10 +424,3 @@ def _checked_or_none(query: Any) -> RouteQuery | None:
         return checked_query(query)
     except ValueError:
         return None
-
-
-def fingerprint_of(config: ControllerConfig) -> str:
-    """Identifies version and configuration. A running controller with another fingerprint must be
-    replaced, because a detached actor keeps the code that it was started with."""
-    digest = hashlib.blake2b(config.model_dump_json().encode(), digest_size=8)
-    return f"{version()}-{digest.hexdigest()}"

@@ -20,6 +20,7 @@ from sluice.controller.lookup import (
     controller_actor_name,
     ensure_controller,
     fleet_name,
+    observer_actor_name,
     stop_controller,
 )
 from sluice.controller.messages import (
@@ -53,6 +54,7 @@ __all__ = [
     "controller_actor_name",
     "ensure_controller",
     "fleet_name",
+    "observer_actor_name",
     "stop_controller",
 ]
 
@@ -78,7 +80,8 @@ class CallMetrics:
     def __init__(self, registry: CollectorRegistry | None) -> None:
         self.outcomes = Counter(
             "sluice_controller_calls",
-            "Calls to the controller by method and outcome; each decision of a batch counts.",
+            "Calls to the controller and observer by method and outcome; each decision of a batch "
+            "counts.",
             ("method", "outcome"),
             registry=registry,
         )
@@ -91,11 +94,11 @@ class CallMetrics:
 
 
 class ControllerClient:
-    """One process's access to its application's controller.
+    """One process's access to its application's controller and observer.
 
     Create one per process and use it from one event loop. The constructor blocks, and finds, starts
-    or replaces the controller (:func:`ensure_controller`). Everything else is asynchronous and
-    returns ``None`` or ``False`` if the controller does not answer, at once while it is known to be
+    or replaces the two actors (:func:`ensure_controller`). Everything else is asynchronous and
+    returns ``None`` or ``False`` if the actor does not answer, at once while it is known to be
     unresponsive. No call is retried: a caller that gets ``None`` continues without the controller.
 
     Args:
@@ -130,8 +133,11 @@ class ControllerClient:
         self._late: deque[LateNotice] = deque(maxlen=MAX_ENDINGS)
         self._waits: Callable[[], Sequence[FirstTokenWait]] = tuple
         self._missing: Callable[[Sequence[int]], None] = _nothing
+        self._is_router = False
         self._notice_task: asyncio.Task[None] | None = None
+        self._sync_task: asyncio.Task[None] | None = None
         self._link = Link(app_name, config, self._queries.fail_queued)
+        self._observer = Link(app_name, config, _nothing, "observer")
         # The connection's end is the first sign of a dead controller.
         self._channel = RouteChannel(self._find_endpoint, self._link.lost, self._release_unwanted)
 
@@ -217,27 +223,18 @@ class ControllerClient:
         return await self._delivered("goodbye", replica_id)
 
     async def push_metrics(self, push: MetricsPush) -> bool:
-        """Deliver a process's metrics, and the request endings and late notices since the last
-        push.
+        """Deliver a process's metrics to the observer. In a router (:meth:`on_push`), also start to
+        send the controller the request endings and late notices since the last push.
 
         Raises:
-            ValueError: the controller refused them, and says why.
+            ValueError: the observer refused them, and says why.
         """
-        endings, late = tuple(self._ended), tuple(self._late)
-        self._ended.clear()
-        self._late.clear()
+        if self._is_router and self._sync_task is None:
+            self._sync_task = asyncio.get_running_loop().create_task(self._sync())
         try:
-            reply = await self._call(
-                "push_metrics", push, endings, late, self._waits(), timeout_s=NOTICE_TIMEOUT_S
-            )
+            await self._call("push_metrics", push, timeout_s=NOTICE_TIMEOUT_S, to=self._observer)
         except NoAnswerError:
-            # Endings are sent again with the next push, the latest MAX_ENDINGS of them. Late
-            # notices are dropped: a late request is reported again by its ending.
-            self._ended = deque((*endings, *self._ended), maxlen=MAX_ENDINGS)
             return False
-        self._note(reply)
-        if reply.late:
-            self._missing(reply.late)
         return True
 
     async def share_quotas(self, uses: list[QuotaUse]) -> list[float] | None:
@@ -252,23 +249,25 @@ class ControllerClient:
         return levels
 
     async def render_metrics(self, timeout_s: float = SCRAPE_TIMEOUT_S) -> bytes | None:
-        """The metrics of the whole application in Prometheus' text format."""
-        text: bytes | None = await self._answer("render_metrics", timeout_s=timeout_s)
+        """The metrics of the whole application in Prometheus' text format, from the observer."""
+        text: bytes | None
+        text = await self._answer("render_metrics", timeout_s=timeout_s, to=self._observer)
         return text
 
     async def snapshot(self, timeout_s: float = SCRAPE_TIMEOUT_S) -> dict[str, Any] | None:
-        """The controller's state, for an operator."""
-        view: dict[str, Any] | None = await self._answer("snapshot", timeout_s=timeout_s)
+        """The controller's state, for an operator, from the observer."""
+        view: dict[str, Any] | None
+        view = await self._answer("snapshot", timeout_s=timeout_s, to=self._observer)
         return view
 
     async def decisions(self, limit: int) -> list[dict[str, Any]] | None:
-        """The last decisions and their reasons, the latest first.
+        """The last decisions and their reasons, the latest first, from the observer.
 
         Raises:
             ValueError: ``limit`` is out of range.
         """
         told: list[dict[str, Any]] | None
-        told = await self._answer("decisions", limit, timeout_s=SCRAPE_TIMEOUT_S)
+        told = await self._answer("decisions", limit, timeout_s=SCRAPE_TIMEOUT_S, to=self._observer)
         return told
 
     async def drain(
@@ -286,12 +285,14 @@ class ControllerClient:
         return told
 
     async def load(self, role: Role | None = None) -> Load | None:
-        """The load on all replicas together, or on the replicas of ``role``; autoscaling reads it.
+        """The load on all replicas together, or on the replicas of ``role``, from the observer;
+        autoscaling reads it.
 
         Raises:
             ValueError: no such role.
         """
-        load: Load | None = await self._answer("load", role, timeout_s=REPORT_TIMEOUT_S)
+        load: Load | None
+        load = await self._answer("load", role, timeout_s=SCRAPE_TIMEOUT_S, to=self._observer)
         return load
 
     def release(self, key: int) -> None:
@@ -300,7 +301,7 @@ class ControllerClient:
         self._notice(self._released, key, "release")
 
     def ended(self, ending: RequestEnding) -> None:
-        """A request ended. Does not wait; the ending is sent with the next push of metrics. Of more
+        """A request ended. Does not wait; the ending is sent at the next push of metrics. Of more
         than ``MAX_ENDINGS`` between two pushes the latest are sent."""
         self._ended.append(ending)
 
@@ -313,10 +314,11 @@ class ControllerClient:
         waits: Callable[[], Sequence[FirstTokenWait]],
         missing: Callable[[Sequence[int]], None],
     ) -> None:
-        """From now on include the requests of ``waits``, at most ``MAX_WAITS``, in each push of
-        metrics, and call ``missing`` with the keys of those predicted to miss their TTFT. Neither
-        callback may block."""
+        """From now on, with each push of metrics, tell the controller how requests ended, ask it
+        about the requests of ``waits``, at most ``MAX_WAITS``, and call ``missing`` with the keys
+        of those predicted to miss their TTFT. Neither callback may block."""
         self._waits, self._missing = waits, missing
+        self._is_router = True
 
     def replica_gone(self, replica_ids: Iterable[str]) -> None:
         """These replicas left the application. Does not wait; if the message is lost, the replicas
@@ -334,12 +336,15 @@ class ControllerClient:
         self._send_notices_soon()
 
     async def close(self) -> None:
-        """Send pending notices, and stop. The controller keeps running."""
+        """Send pending notices, and stop. The actors keep running."""
         if self._notice_task is not None:
             await self._notice_task
+        if self._sync_task is not None:
+            await self._sync_task
         self._queries.fail_queued()
         await self._channel.close()
         await self._link.close()
+        await self._observer.close()
 
     async def _send_queries(self, queries: list[RouteQuery], left_s: float) -> list[RouteDecision]:
         self._metrics.batches.observe(len(queries))
@@ -375,20 +380,44 @@ class ControllerClient:
         if decision.prefill_id is not None:
             self.release(query.prefill_key)
 
-    async def _answer(self, method: str, *args: Any, timeout_s: float) -> Any:
+    async def _sync(self) -> None:
+        """Send the endings and late notices, and ask about the requests that wait."""
+        endings, late = tuple(self._ended), tuple(self._late)
+        self._ended.clear()
+        self._late.clear()
         try:
-            return await self._call(method, *args, timeout_s=timeout_s)
+            reply: PushReply = await self._call(
+                "sync", endings, late, self._waits(), timeout_s=NOTICE_TIMEOUT_S
+            )
+        except NoAnswerError:
+            # Endings are sent again with the next push, the latest MAX_ENDINGS of them. Late
+            # notices are dropped: a late request is reported again by its ending.
+            self._ended = deque((*endings, *self._ended), maxlen=MAX_ENDINGS)
+        except ValueError as error:
+            _log.warning("the controller refused sync: %s", error)
+        else:
+            self._note(reply)
+            if reply.late:
+                self._missing(reply.late)
+        finally:
+            self._sync_task = None
+
+    async def _answer(
+        self, method: str, *args: Any, timeout_s: float, to: Link | None = None
+    ) -> Any:
+        try:
+            return await self._call(method, *args, timeout_s=timeout_s, to=to)
         except NoAnswerError:
             return None
 
-    async def _call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Call and count.
+    async def _call(self, method: str, *args: Any, timeout_s: float, to: Link | None = None) -> Any:
+        """Call and count. ``to``: the controller if not given.
 
         Raises:
             NoAnswerError, ValueError: as :meth:`Link.call`.
         """
         try:
-            answer = await self._link.call(method, *args, timeout_s=timeout_s)
+            answer = await (to or self._link).call(method, *args, timeout_s=timeout_s)
         except NoAnswerError as error:
             self._count(method, error.reason)
             raise
@@ -442,5 +471,5 @@ class ControllerClient:
         self._metrics.outcomes.labels(method, outcome).inc()
 
 
-def _nothing(_: Sequence[int]) -> None:
-    """Default of ``missing``: without ``waits`` the controller names no requests."""
+def _nothing(*_: object) -> None:
+    """A callback that is not needed."""

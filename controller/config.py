@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from sluice.controller.version import version
 from sluice.scheduling.admission import AdmissionPolicy
 from sluice.scheduling.admission import make_policy as make_admission_policy
 from sluice.scheduling.length import LengthRange
@@ -120,3 +122,10 @@ class ControllerConfig(BaseModel):
         if self.admission_options:
             raise ValueError("admission_options are given, but admission is none")
         return None
+
+
+def fingerprint_of(config: ControllerConfig) -> str:
+    """Identifies version and configuration. A running actor with another fingerprint must be
+    replaced, because a detached actor keeps the code that it was started with."""
+    digest = hashlib.blake2b(config.model_dump_json().encode(), digest_size=8)
+    return f"{version()}-{digest.hexdigest()}"

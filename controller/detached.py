@@ -1,30 +1,30 @@
-"""The controller as a detached actor that belongs to no job and ends by itself when unused."""
+"""The controller and its observer as detached actors that belong to no job and end by themselves
+when unused."""
 
 from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
 
 import ray
 
 from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
+from sluice.controller.observability.controller_handle import ControllerHandle
+from sluice.controller.observability.observer import Observer
 from sluice.controller.transport import report_rows
 from sluice.scheduling.placement_warm_up import warm_up_placement
 
 END_AFTER_S = 600.0
-"""Silence of all replicas and clients after which the controller ends, seconds. Replicas report and
-routers push metrics every few seconds, so this silence means that the application is gone."""
+"""Silence of all replicas and clients after which an actor ends, seconds. Replicas report and
+processes push metrics every few seconds, so this silence means that the application is gone."""
 
 _CHECKS = 10
 
 
 class DetachedController(Controller):
-    """A :class:`Controller` that ends after a time without calls from replicas and clients.
-
-    It ends by a kill without restart, so Ray does not restart it. A client that still needs it
-    starts a new one, as after any other end of the actor.
+    """A :class:`Controller` that ends after a time without calls.
 
     Args:
         config: see :class:`ControllerConfig`.
@@ -36,13 +36,38 @@ class DetachedController(Controller):
         warm_up_placement(config.make_routing, config.make_admission)
         report_rows.compile_now()
         super().__init__(config)
-        self._end_after_s = end_after_s
-        this = ray.get_runtime_context().current_actor
-        # A thread, not a task: it depends on no event loop and on no first call.
-        threading.Thread(target=self._watch, args=(this,), name="silence", daemon=True).start()
+        _end_when_silent(lambda: self.silent_s, end_after_s)
 
-    def _watch(self, this: Any) -> None:
-        """Kill the actor without restart once it was silent for long enough."""
-        while self.silent_s < self._end_after_s:
-            time.sleep(self._end_after_s / _CHECKS)
+
+class DetachedObserver(Observer):
+    """An :class:`Observer` that ends after a time without calls.
+
+    Args:
+        config: the controller's configuration.
+        name, namespace: of the controller.
+        end_after_s: as of :class:`DetachedController`.
+    """
+
+    def __init__(
+        self,
+        config: ControllerConfig,
+        name: str,
+        namespace: str,
+        end_after_s: float = END_AFTER_S,
+    ) -> None:
+        super().__init__(ControllerHandle(name, namespace), config)
+        _end_when_silent(lambda: self.silent_s, end_after_s)
+
+
+def _end_when_silent(silent_s: Callable[[], float], end_after_s: float) -> None:
+    """Kill this actor without restart once it was silent for long enough: Ray does not start it
+    again, and a client that still needs it starts a new one, as after any other end."""
+    this = ray.get_runtime_context().current_actor
+
+    def watch() -> None:
+        while silent_s() < end_after_s:
+            time.sleep(end_after_s / _CHECKS)
         ray.kill(this, no_restart=True)
+
+    # A thread, not a task: it depends on no event loop and on no first call.
+    threading.Thread(target=watch, name="silence", daemon=True).start()

@@ -1,4 +1,4 @@
-"""A process's link to the controller actor: its handle, whether it answers, and its repair."""
+"""A process's link to the controller or observer: its handle, whether it answers, its repair."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from sluice.controller.config import ControllerConfig
-from sluice.controller.lookup import ensure_controller, find_or_start
+from sluice.controller.lookup import Part, ensure_controller, ensure_observer, find_or_start
 from sluice.controller.transport.failure import NoAnswerError
 
 _PROBE_TIMEOUTS_S = (0.25, 0.25, 0.25, 0.25, 0.5, 0.5, 1.0)
@@ -23,17 +23,17 @@ dies gets its error only about a second later."""
 _PROBE_PAUSE_S = 0.05
 
 _TELLING = frozenset(("route", "hello", "report"))
-"""Methods that the controller answers at once, so a timeout means that it is unresponsive. The
-others may take long, and a slow metrics page must not stop the decisions."""
+"""Methods that are answered at once, so a timeout means that the actor is unresponsive. The others
+may take long."""
 
 _log = logging.getLogger(__name__)
 
 
 class Link:
-    """Calls the controller with a deadline; after a failure, repairs itself in the background.
+    """Calls an actor with a deadline; after a failure, repairs itself in the background.
 
     A failure here is the actor's death, or a timeout of a call that it answers at once.
-    While the controller does not answer (:attr:`up` is false) every call fails at once, so that no
+    While the actor does not answer (:attr:`up` is false) every call fails at once, so that no
     request waits for a second timeout. A background task looks the actor up again if its handle is
     dead, starts an actor if the name is gone, and probes until there is an answer.
 
@@ -43,11 +43,18 @@ class Link:
         app_name: name of the application.
         config: the controller's configuration.
         on_down: called when calls begin to fail.
+        part: the actor to call.
     """
 
     def __init__(
-        self, app_name: str, config: ControllerConfig, on_down: Callable[[], None]
+        self,
+        app_name: str,
+        config: ControllerConfig,
+        on_down: Callable[[], None],
+        part: Part = "controller",
     ) -> None:
+        ensure = ensure_controller if part == "controller" else ensure_observer
+        self._part = part
         self._app_name = app_name
         self._config = config
         self._on_down = on_down
@@ -56,17 +63,17 @@ class Link:
         try:
             # In a thread, because Ray warns of blocking calls on an actor's event loop.
             with ThreadPoolExecutor(1) as executor:
-                self._handle = executor.submit(ensure_controller, app_name, config).result()
+                self._handle = executor.submit(ensure, app_name, config).result()
         except (RayError, TimeoutError, RuntimeError) as error:
-            _log.warning("the controller of %s is not reachable yet: %s", app_name, error)
+            _log.warning("the %s of %s is not reachable yet: %s", part, app_name, error)
         self.up = self._handle is not None
-        """Whether the controller answered when it was last called."""
+        """Whether the actor answered when it was last called."""
 
     def check(self) -> None:
         """Return if calls may be made; otherwise start a repair of the link.
 
         Raises:
-            NoAnswerError: the controller is known to be unresponsive.
+            NoAnswerError: the actor is known to be unresponsive.
         """
         if not self.up:
             self._repair()
@@ -79,12 +86,12 @@ class Link:
         timeout_s: float,
         on_late: Callable[[Any], None] | None = None,
     ) -> Any:
-        """The result of the actor's ``method``. A controller that stalled runs the queued calls
+        """The result of the actor's ``method``. An actor that stalled runs the queued calls
         when it recovers: ``on_late`` is called with a result that arrives after the timeout.
 
         Raises:
             NoAnswerError: it could not be called or did not answer in time.
-            ValueError: the controller refused the arguments.
+            ValueError: the actor refused the arguments.
         """
         self.check()
         try:
@@ -92,7 +99,7 @@ class Link:
         except RayTaskError as error:
             if isinstance(error.cause, ValueError):
                 raise ValueError(str(error.cause)) from None
-            _log.error("the controller failed in %s: %s", method, error)
+            _log.error("the %s failed in %s: %s", self._part, method, error)
             raise NoAnswerError("error") from None
         except TimeoutError:
             if method in _TELLING:
@@ -135,10 +142,10 @@ class Link:
         raise TimeoutError
 
     def lost(self) -> None:
-        """The controller was found unresponsive: fail calls until it answers again."""
+        """The actor was found unresponsive: fail calls until it answers again."""
         if self.up:
             self.up = False
-            _log.warning("the controller of %s does not answer", self._app_name)
+            _log.warning("the %s of %s does not answer", self._part, self._app_name)
             self._on_down()
         self._repair()
 
@@ -156,23 +163,25 @@ class Link:
             self.up = True
         finally:
             self._repair_task = None
-        _log.info("the controller of %s answers again", self._app_name)
+        _log.info("the %s of %s answers again", self._part, self._app_name)
 
     async def _probe(self, timeout_s: float) -> bool:
-        """Whether the controller answers an empty query."""
+        """Whether the actor answers."""
         try:
             if self._handle is None:
-                self._handle = await asyncio.to_thread(find_or_start, self._app_name, self._config)
-            await self._ask("route", [], timeout_s=timeout_s)
+                self._handle = await asyncio.to_thread(
+                    find_or_start, self._app_name, self._config, self._part
+                )
+            await self._ask("fingerprint", timeout_s=timeout_s)
         except ActorDiedError:
             self._handle = None
             return False
         except (RayError, TimeoutError, ValueError, RuntimeError, OSError) as error:
-            _log.debug("the controller of %s does not answer: %s", self._app_name, error)
+            _log.debug("the %s of %s does not answer: %s", self._part, self._app_name, error)
             return False
         except Exception:
-            # Requests need the controller back, so probing must continue after any error.
-            _log.exception("probing the controller of %s failed", self._app_name)
+            # The actor must come back, so probing must continue after any error.
+            _log.exception("probing the %s of %s failed", self._part, self._app_name)
             return False
         return True
 

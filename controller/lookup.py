@@ -1,30 +1,32 @@
-"""Finding, starting and stopping the controller actor of an application. All calls block."""
+"""Finding, starting and stopping the actors of an application: the controller and its observer. All
+calls block."""
 
 from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
-from sluice.controller.actor import fingerprint_of
-from sluice.controller.config import ControllerConfig
-from sluice.controller.detached import DetachedController
+from sluice.controller.config import ControllerConfig, fingerprint_of
+from sluice.controller.detached import DetachedController, DetachedObserver
 
 NAMESPACE = "sluice"
-"""Ray namespace of the controller actors."""
+"""Ray namespace of the actors."""
 
 _MAX_CONCURRENCY = 10_000
 _CPUS = 0.1
-"""Ray CPUs of a controller. With 0 CPUs Ray may start it on any node: on a head node without CPUs,
+"""Ray CPUs of each actor. With 0 CPUs Ray may start it on any node: on a head node without CPUs,
 where it ends with the head although the rest of the cluster can outlive that, or on a node that
 counts as idle and is removed."""
 
 _ASK_TIMEOUT_S = 10.0
 _RETRY_S = 0.1
 _MAX_REPLACED = 3
+
+Part = Literal["controller", "observer"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,18 +39,28 @@ def fleet_name(app_name: str, key: str | None) -> str:
 
 def controller_actor_name(app_name: str) -> str:
     """Name of an application's controller in :data:`NAMESPACE`."""
-    return f"{app_name}-controller"
+    return _actor_name(app_name, "controller")
 
 
-def find_or_start(app_name: str, config: ControllerConfig) -> Any:
-    """The handle of the application's controller, of any version and configuration; started if
-    there is none.
+def observer_actor_name(app_name: str) -> str:
+    """Name of an application's observer in :data:`NAMESPACE`."""
+    return _actor_name(app_name, "observer")
+
+
+def find_or_start(app_name: str, config: ControllerConfig, part: Part = "controller") -> Any:
+    """The handle of the application's controller or observer, of any version and configuration;
+    started if there is none.
 
     The actor belongs to no job, and Ray restarts it when its process dies. Ray never retries its
     calls: the caller's request would be placed twice.
     """
-    actor = ray.remote(DetachedController).options(
-        name=controller_actor_name(app_name),
+    actor: Any = DetachedController
+    args: tuple[Any, ...] = (config,)
+    if part == "observer":
+        actor = DetachedObserver
+        args = (config, controller_actor_name(app_name), NAMESPACE)
+    options = ray.remote(actor).options(
+        name=_actor_name(app_name, part),
         namespace=NAMESPACE,
         lifetime="detached",
         get_if_exists=True,
@@ -57,11 +69,12 @@ def find_or_start(app_name: str, config: ControllerConfig) -> Any:
         max_task_retries=0,
         max_concurrency=_MAX_CONCURRENCY,
     )
-    return actor.remote(config)
+    return options.remote(*args)
 
 
 def ensure_controller(app_name: str, config: ControllerConfig, wait_s: float = 180.0) -> Any:
-    """The handle of a controller of this version with this configuration.
+    """The handle of a controller of this version with this configuration. Its observer starts
+    beside it and is not waited for.
 
     A running controller with another fingerprint is stopped and replaced; the replicas restore its
     state. To be called when the application is deployed and by processes that start with it. A
@@ -75,38 +88,64 @@ def ensure_controller(app_name: str, config: ControllerConfig, wait_s: float = 1
         RuntimeError: every new controller has another fingerprint: the nodes run different
             versions, or another deployment uses the same name with another configuration.
     """
+    find_or_start(app_name, config, "observer")
+    return _ensure(app_name, config, "controller", wait_s)
+
+
+def ensure_observer(app_name: str, config: ControllerConfig, wait_s: float = 10.0) -> Any:
+    """The handle of an observer of this version with this configuration; otherwise as
+    :func:`ensure_controller`. The wait is short: the application works without it.
+
+    Raises:
+        TimeoutError, RuntimeError: as :func:`ensure_controller`.
+    """
+    return _ensure(app_name, config, "observer", wait_s)
+
+
+def stop_controller(app_name: str) -> bool:
+    """Stop an application's controller and observer without restart. Returns whether there was a
+    controller.
+
+    To be called once the application's routers and replicas are gone: their clients would start new
+    ones.
+    """
+    _stop(app_name, "observer")
+    return _stop(app_name, "controller")
+
+
+def _actor_name(app_name: str, part: Part) -> str:
+    return f"{app_name}-{part}"
+
+
+def _ensure(app_name: str, config: ControllerConfig, part: Part, wait_s: float) -> Any:
     wanted = fingerprint_of(config)
     deadline_s = time.monotonic() + wait_s
     replaced = 0
     while time.monotonic() < deadline_s:
-        handle = find_or_start(app_name, config)
+        handle = find_or_start(app_name, config, part)
+        left_s = max(_RETRY_S, deadline_s - time.monotonic())
         try:
-            found = ray.get(handle.fingerprint.remote(), timeout=_ASK_TIMEOUT_S)
+            found = ray.get(handle.fingerprint.remote(), timeout=min(left_s, _ASK_TIMEOUT_S))
         except (ActorDiedError, ActorUnavailableError, GetTimeoutError) as error:
-            _log.info("the controller of %s is not ready: %s", app_name, error)
+            _log.info("the %s of %s is not ready: %s", part, app_name, error)
         else:
             if found == wanted:
                 return handle
             if replaced == _MAX_REPLACED:
                 raise RuntimeError(
-                    f"the controller of {app_name!r} is {found} and not {wanted}, "
+                    f"the {part} of {app_name!r} is {found} and not {wanted}, "
                     f"although it was replaced {replaced} times"
                 )
-            _log.info("replacing the controller of %s: it is %s, not %s", app_name, found, wanted)
+            _log.info("replacing the %s of %s: it is %s, not %s", part, app_name, found, wanted)
             ray.kill(handle, no_restart=True)
             replaced += 1
         time.sleep(_RETRY_S)
-    raise TimeoutError(f"no controller for {app_name!r} was ready within {wait_s} s")
+    raise TimeoutError(f"no {part} of {app_name!r} was ready within {wait_s} s")
 
 
-def stop_controller(app_name: str) -> bool:
-    """Stop an application's controller without restart. Returns whether there was one.
-
-    To be called once the application's routers and replicas are gone: their clients would start a
-    new one.
-    """
+def _stop(app_name: str, part: Part) -> bool:
     try:
-        handle = ray.get_actor(controller_actor_name(app_name), namespace=NAMESPACE)
+        handle = ray.get_actor(_actor_name(app_name, part), namespace=NAMESPACE)
     except ValueError:
         return False
     ray.kill(handle, no_restart=True)

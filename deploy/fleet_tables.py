@@ -36,8 +36,8 @@ _SILENT = (AGED, "stale")
 def problems(fleet: Mapping[str, Any]) -> list[str]:
     """The problems that impair service, a sentence each; empty if there are none."""
     found = [
-        f"the controller of {model} does not answer: Serve places its requests, and nothing is "
-        "guaranteed"
+        f"the controller of {model} or its observer does not answer: without the controller "
+        "Serve places the requests, and nothing is guaranteed"
         for model in fleet["unavailable"]
     ]
     fresh = Counter(row["model"] for row in fleet["replicas"] if row["condition"] == FRESH)

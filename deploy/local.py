@@ -210,7 +210,7 @@ def _start_ray(config: SluiceConfig, local_dir: Path) -> None:
     # Ray's CPUs only place actors. A small machine must still place every replica; the engines pin
     # themselves.
     needed = config.router.replicas + sum(
-        sum(pool.replica.most * pool.replica.num_cpus for pool in fleet.pools) + 1  # its controller
+        sum(pool.replica.most * pool.replica.num_cpus for pool in fleet.pools) + 1  # two actors
         for fleet in config.fleets
     )
     start_ray(

@@ -9,6 +9,8 @@ from prometheus_client import CollectorRegistry
 from sluice.controller.actor import Controller
 from sluice.controller.client import CallMetrics
 from sluice.controller.config import ControllerConfig
+from sluice.controller.observability.instruments import families
+from sluice.controller.observability.metrics import controller_up
 from sluice.replica.config import EngineConfig
 from sluice.replica.metrics import ReplicaCollector
 from sluice.replica.simulated.engine import SimulatedEngine
@@ -34,26 +36,40 @@ def catalogue() -> dict[str, Family]:
     engine = SimulatedEngine(EngineConfig(kind="simulated"), "r", 8)
     replica = CollectorRegistry(auto_describe=False)
     replica.register(ReplicaCollector("r", engine.state, lambda: 0, lambda: 1))
-    controller = Controller(ControllerConfig())._instruments.registry
     page = ControllerMetricsPage(None, None, CollectorRegistry())  # type: ignore[arg-type]
-    families: dict[str, Family] = {}
-    for registry in (router, replica, controller, page._status):
-        for collector in registry._collector_to_names:
-            for name, family in _families(collector):
-                assert name not in families, f"two processes have {name}"
-                families[name] = family
-    return families
+    known: dict[str, Family] = {}
+    found = [
+        each
+        for registry in (router, replica, page._status)
+        for collector in registry._collector_to_names
+        for each in _families(collector)
+    ]
+    for name, family in [*found, *(_family(each) for each in _of_controller())]:
+        assert name not in known, f"two processes have {name}"
+        known[name] = family
+    return known
 
 
 def _families(collector: Any) -> list[tuple[str, Family]]:
     """What a collector has; one with labels but without a value shows them nowhere else."""
     own = getattr(collector, "_labelnames", None)
-    found = []
-    for metric in collector.collect():
-        labels = metric._labelnames if own is None else own
-        name = metric.name + "_total" if metric.type == "counter" else metric.name
-        found.append((name, Family(metric.type, frozenset(labels))))
-    return found
+    return [_family(metric, own) for metric in collector.collect()]
+
+
+def _family(metric: Any, labels: Any = None) -> tuple[str, Family]:
+    """``labels``: of the collector, where that has them and not the metric."""
+    name = metric.name + "_total" if metric.type == "counter" else metric.name
+    return name, Family(metric.type, frozenset(metric._labelnames if labels is None else labels))
+
+
+def _of_controller() -> list[Any]:
+    """The families that the observer writes of the controller."""
+    figures = Controller(ControllerConfig()).figures()
+    try:
+        figures.send(None)
+    except StopIteration as stop:
+        return [*families(stop.value, "p", 0), controller_up(up=True)]
+    raise AssertionError("the controller waited in the middle of a call")
 
 
 def series_of(families: dict[str, Family]) -> dict[str, frozenset[str]]:

@@ -25,6 +25,7 @@ _KINDS = (
     (":Router", "routers"),
     (":OpenAiIngress", "routers"),
     ("DetachedController", "controller"),
+    ("DetachedObserver", "observer"),
     ("haproxy", "HAProxy"),
     ("ServeController", "Serve"),
     ("ProxyActor", "Serve"),

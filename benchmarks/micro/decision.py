@@ -10,13 +10,15 @@ policies run with the default admission.
 Inside, the code runs as fast as it can, and a time line is computed afterwards: queries arrive by a
 Poisson process and reports at a steady rate, and each takes its measured processor time, one after
 the other. This shows how long a decision waits behind reports, and other processes on the machine
-hardly affect it.
+hardly affect it. The same shows what a scrape of /metrics each second costs decisions: the actor
+hands over its figures, which the observer, another process, writes.
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
+import pickle
 import random
 import sys
 import time
@@ -36,11 +38,18 @@ FLEETS = {"64": (64, False), "512": (512, False), "64 + 64": (64, True)}
 """Number of replicas, and whether there are this many prefill and this many decode replicas."""
 
 ACTOR_REPLICAS = 64
+SCRAPED_REPLICAS = 512
 QUERIES_PER_S = 500.0
 REPORTS_PER_S = 64 * 50.0
 """Of all replicas together."""
 
 FLOOR = "floor"
+
+SCRAPED_QUERIES_PER_S = 100.0
+"""Few, so that decisions hardly wait for each other: the waits for scrapes are to be seen."""
+
+SCRAPE_TURNS = 3
+"""Turns with a scrape of /metrics each second, and as many without."""
 
 BATCH = 64
 """Queries in a call, where they are batched."""
@@ -124,13 +133,31 @@ class Inside:
 
     def reservations(self) -> int:
         """Decisions that no replica has confirmed and no router has released."""
-        return int(finish(self._controller.snapshot())["reservations"])
+        return finish(self._controller.figures()).reservations
 
-    def line(self, decisions: int, reports: bool) -> Times:
-        """Decisions, and reports if ``reports``, on the module's time line."""
-        query_s, report_s, free_s = 0.0, 0.0, 0.0
+    def scrape(self) -> int:
+        """Nanoseconds of processor time that a scrape of /metrics takes of the actor, which hands
+        its figures over to the observer."""
+        started = time.thread_time_ns()
+        pickle.dumps(finish(self._controller.figures()))
+        return time.thread_time_ns() - started
+
+    def line(
+        self,
+        decisions: int,
+        reports: bool,
+        scrapes: bool = False,
+        queries_per_s: float = QUERIES_PER_S,
+    ) -> Times:
+        """Decisions, and reports if ``reports``, and a scrape each second if ``scrapes``, on the
+        module's time line."""
+        query_s, report_s, scrape_s, free_s = 0.0, 0.0, 0.0, 0.0
         times = Times([], [], [])
         while len(times.decision_ns) < decisions:
+            if scrapes and scrape_s < query_s:
+                free_s = max(free_s, scrape_s) + self.scrape() / 1e9
+                scrape_s += 1.0
+                continue
             if reports and report_s < query_s:
                 took = self.report()
                 times.report_ns.append(took)
@@ -141,7 +168,7 @@ class Inside:
             times.decision_ns.append(took)
             free_s = max(free_s, query_s) + took / 1e9
             times.answer_ns.append(round((free_s - query_s) * 1e9))
-            query_s += self._rng.expovariate(QUERIES_PER_S)
+            query_s += self._rng.expovariate(queries_per_s)
             if not reports:
                 self.release()
         return times
@@ -157,6 +184,12 @@ def measure_inside(
     # The collector stays on, as in the actor.
     alone = figures(fleet.line(decisions, reports=False).decision_ns)
     busy = fleet.line(decisions, reports=True)
+    turns: dict[bool, list[int]] = {False: [], True: []}
+    for turn in range(2 * SCRAPE_TURNS):
+        scraped = turn % 4 in (1, 2)
+        times = fleet.line(decisions, False, scraped, SCRAPED_QUERIES_PER_S)
+        turns[scraped] += times.answer_ns
+    without, with_scrapes = (figures(turns[on])["p99_ms"] for on in (False, True))
     calls = max(1, decisions // BATCH)
     batches_ns = []
     for _ in range(calls):
@@ -171,6 +204,11 @@ def measure_inside(
             "answer_p99_ms": figures(busy.answer_ns)["p99_ms"],
         },
         "report": figures(busy.report_ns),
+        "scrape": {
+            "without_p99_ms": without,
+            "answer_p99_ms": with_scrapes,
+            "ratio": round(with_scrapes / without, 3),
+        },
     }
 
 
@@ -188,12 +226,16 @@ def measure_actor(
     import asyncio
 
     from sluice.benchmarks.micro.decision_actor import Session, own_ray
+    from sluice.benchmarks.micro.decision_scrape import ScrapeSession
 
     with redirect_stdout(sys.stderr), own_ray():
         for label, config in configs.items():
             session = Session(label, config, ACTOR_REPLICAS)
             measured = asyncio.run(session.measure(seconds))
             results[label][str(ACTOR_REPLICAS)]["connection"] = measured._asdict()
+        label, config = next(reversed(configs.items()))
+        scraped = asyncio.run(ScrapeSession(config, SCRAPED_REPLICAS).measure_scrapes(seconds))
+        results[label][str(SCRAPED_REPLICAS)]["scraped"] = scraped._asdict()
 
 
 @click.command(name="decision")
@@ -224,7 +266,9 @@ def decision(
     64 + 64: 64 prefill and 64 decode replicas, and each request gets one of both.
 
     The JSON maps policy -> replicas -> p50_ms and p99_ms of a decision, per_second of batched
-    decisions; the same with reports from the fleet, and over the connection to a real actor.
+    decisions; the same with reports from the fleet, and over the connection to a real actor. The
+    last policy is also asked with 512 replicas and 32 routers that push metrics, in turns with and
+    without a scrape of /metrics each second.
 
     \b
     Example:
@@ -240,7 +284,10 @@ def decision(
     }
     if actor:
         measure_actor(configs, results, seconds)
-    show(results, [_inside_table(results), *([_actor_table(results)] if actor else [])], as_json)
+    tables = [_inside_table(results)]
+    if actor:
+        tables += [_actor_table(results), _scrape_table(results)]
+    show(results, tables, as_json)
 
 
 def _times(cell: Cell) -> str:
@@ -250,7 +297,7 @@ def _times(cell: Cell) -> str:
 def _inside_table(results: dict[str, dict[str, Cell]]) -> Table:
     table = Table(
         *("policy", "replicas", "alone", "with reports", "with its wait, p99", "batched, per s"),
-        "a report",
+        *("a report", "p99 with scrapes"),
         title=f"inside the actor: p50 / p99 ms; {REPORTS_PER_S:,.0f} reports/s",
     )
     for label, cells in results.items():
@@ -263,6 +310,7 @@ def _inside_table(results: dict[str, dict[str, Cell]]) -> Table:
                 f"{cell['with_reports']['answer_p99_ms']:.3f}",
                 f"{cell['per_second']:,}",
                 _times(cell["report"]),
+                f"x {cell['scrape']['ratio']:.2f}",
             )
     return table
 
@@ -282,4 +330,22 @@ def _actor_table(results: dict[str, dict[str, Cell]]) -> Table:
             f"{cell['reports_per_s']:,}",
             *(f"{cell['cores']:.2f}", f"{cell['memory_mib']:.0f}"),
         )
+    return table
+
+
+def _scrape_table(results: dict[str, dict[str, Cell]]) -> Table:
+    table = Table(
+        *("policy", "without", "a scrape each second", "p99 ratio", "pages", "MiB a page"),
+        title=f"over the connection, {SCRAPED_REPLICAS} replicas, 32 routers: p50 / p99 ms of one caller",
+    )
+    for label, cells in results.items():
+        cell = cells[str(SCRAPED_REPLICAS)].get("scraped")
+        if cell is not None:
+            table.add_row(
+                label,
+                *(_times(cell[way]) for way in ("without", "scraped")),
+                f"{cell['ratio']:.2f}",
+                str(cell["pages"]),
+                f"{cell['page_bytes'] / (1 << 20):.1f}",
+            )
     return table

@@ -112,7 +112,7 @@ class Session:
 
     def __init__(self, label: str, config: ControllerConfig, replicas: int) -> None:
         # No replica confirms a decision here, so each counts only until a report could arrive.
-        config = config.model_copy(update={"reservation_ttl_s": _RESERVED_S})
+        self._config = config = config.model_copy(update={"reservation_ttl_s": _RESERVED_S})
         self._app_name = f"benchmark-{label.replace('_', '-')}"
         self._client = ControllerClient(self._app_name, config, _TIMEOUT_S)
         self._actor = ensure_controller(self._app_name, config)
@@ -158,6 +158,14 @@ class Session:
         self, callers: int, seconds: float, per_s: float = inf, way: Ask | None = None
     ) -> Figures:
         """Figures of ``callers`` that each query ``per_s`` times a second, or without a pause."""
+        begun_s = time.monotonic()
+        times_ns = await self._times_ns(callers, seconds, per_s, way)
+        return figures(times_ns, time.monotonic() - begun_s)
+
+    async def _times_ns(
+        self, callers: int, seconds: float, per_s: float, way: Ask | None = None
+    ) -> list[int]:
+        """How long each of these decisions took, nanoseconds."""
         ask = way or self._client.route
         times_ns: list[int] = []
         begun_s = time.monotonic()
@@ -176,7 +184,7 @@ class Session:
                 await asyncio.sleep(due_s - time.monotonic())
 
         await asyncio.gather(*(caller() for _ in range(callers)))
-        return figures(times_ns, time.monotonic() - begun_s)
+        return times_ns
 
 
 @contextmanager

@@ -1,29 +1,26 @@
 """The latest decisions and their reasons: "why did my request go there?"
 
-To keep decisions fast, only their inputs are stored; the explanation is written when the log is
-read.
+To keep decisions fast, the deciding actor keeps only their inputs
+(:mod:`sluice.controller.observability.recent_decisions`); the explanation is written here when the
+log is read.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterator, Sequence
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from sluice.controller.observability.endings import Endings
+from sluice.controller.observability.recent_decisions import DecisionRecord
 from sluice.scheduling.admission.base import Promises
 from sluice.scheduling.admission.constraint import Constraint
-from sluice.scheduling.job import NO_REPLICA, UNATTAINABLE, RouteDecision, RouteQuery, Tier
+from sluice.scheduling.job import NO_REPLICA, UNATTAINABLE, RouteDecision, Tier
 from sluice.scheduling.pairs import DecodeChoice
 from sluice.scheduling.placement import DecisionInputs
 from sluice.scheduling.routing.base import RoutingPolicy
-
-DECISIONS = 256
-"""Decisions kept."""
 
 OTHERS = 3
 """Replicas shown besides the chosen one."""
@@ -45,97 +42,33 @@ _CONSTRAINTS = {
 _OVER_SHARE = "Its client has used its share of guaranteed capacity, and others request theirs"
 
 
-class Entry(NamedTuple):
-    """One decision.
-
-    Attributes:
-        query, decision: the question and its answer.
-        decided_s: time of the decision, seconds on the controller's clock. took_s: its duration.
-        asked: number of queries of this request, this one included: a waiting request asks again.
-        weighed: the inputs of the decision; ``None`` if no replica could be chosen.
-    """
-
-    query: RouteQuery
-    decision: RouteDecision
-    decided_s: float
-    took_s: float
-    asked: int
-    weighed: DecisionInputs | None
-
-
-_Fields = tuple[RouteQuery, RouteDecision, float, float, int, DecisionInputs | None]
-"""The fields of an :class:`Entry`."""
-
-
 class DecisionLog:
-    """The last decisions, one per request: a request that asks again replaces its last decision.
-
-    Adding a decision is ``O(1)``, amortised. Entries keep references to arrays with one number per
-    replica, so memory is proportional to ``limit`` times the number of replicas.
+    """Explains decisions.
 
     Args:
-        routing: the policy that chooses.
-        limit: most decisions.
+        routing: the policy that chose.
     """
 
-    def __init__(self, routing: RoutingPolicy, limit: int = DECISIONS) -> None:
+    def __init__(self, routing: RoutingPolicy) -> None:
         self._routing = routing
-        self._limit = limit
-        # The fields of entries by key, the latest last; up to twice the limit. Bare tuples and a
-        # bare dict, because decisions wait for this.
-        self._entries: dict[int, _Fields] = {}
-        self._weighed: DecisionInputs | None = None
-        self.endings = Endings()
-        """How the requests ended."""
 
-    def __len__(self) -> int:
-        return min(self._limit, len(self._entries))
+    def explained(
+        self, records: Sequence[DecisionRecord], now_s: float
+    ) -> Iterator[dict[str, Any]]:
+        """Decisions as of ``now_s``, in the same order, the latest first, as plain JSON data.
+        Producing each takes about 50 us.
 
-    def weigh(self, weighed: DecisionInputs) -> None:
-        """Take the inputs of the current decision; :meth:`note` follows."""
-        self._weighed = weighed
-
-    def note(
-        self, query: RouteQuery, decision: RouteDecision, decided_s: float, took_s: float
-    ) -> None:
-        """A decision was made on a valid query."""
-        weighed, self._weighed = self._weighed, None
-        # Keys are compared, because the query of the inputs may have an earlier plan than `query`.
-        if weighed is not None and weighed.job.query.key != query.key:
-            weighed = None  # left by a decision that failed halfway
-        entries = self._entries
-        earlier = entries.pop(query.key, None)
-        asked = 1 if earlier is None else Entry._make(earlier).asked + 1
-        entries[query.key] = (query, decision, decided_s, took_s, asked, weighed)
-        if len(entries) > 2 * self._limit:
-            self._entries = dict(islice(entries.items(), len(entries) - self._limit, None))
-
-    def latest(self, limit: int, now_s: float) -> Iterator[dict[str, Any]]:
-        """The last decisions as of now, the latest first, as plain JSON data. Producing each takes
-        about 50 us; decisions made during the iteration are not included."""
-        entries = list(islice(self._kept(), limit))
+        Args:
+            now_s: seconds on the deciding actor's clock.
+        """
         latest: dict[str, int] = {}
-        for entry in entries:
-            latest.setdefault(entry.query.request_id, entry.query.key)
-        return (
-            self._told(entry, now_s)
-            | self._ended(entry, tried_again=latest[entry.query.request_id] != entry.query.key)
-            for entry in entries
-        )
+        for record in records:
+            latest.setdefault(record.query.request_id, record.query.key)
+        for record in records:
+            again = latest[record.query.request_id] != record.query.key
+            yield self._told(record, now_s) | _ended(record, tried_again=again)
 
-    def took_ms(self) -> dict[str, float | int | None]:
-        """How long the decisions in the log took, milliseconds."""
-        took = np.array([entry.took_s for entry in self._kept()]) * 1000
-        if not len(took):
-            return {"count": 0, "p50": None, "p99": None, "max": None}
-        p50, p99 = np.percentile(took, (50, 99)).tolist()
-        return {"count": len(took), "p50": p50, "p99": p99, "max": float(took.max())}
-
-    def _kept(self) -> Iterator[Entry]:
-        """The latest first."""
-        return map(Entry._make, islice(reversed(self._entries.values()), self._limit))
-
-    def _told(self, entry: Entry, now_s: float) -> dict[str, Any]:
+    def _told(self, entry: DecisionRecord, now_s: float) -> dict[str, Any]:
         query, decision, weighed = entry.query, entry.decision, entry.weighed
         slo = query.slo
         ttft_s, tpot_s, e2e_s, priority = slo.columns
@@ -182,30 +115,7 @@ class DecisionLog:
                 told["second"] = self._second(weighed, weighed.second)
         return told
 
-    def _ended(self, entry: Entry, tried_again: bool) -> dict[str, Any]:
-        """How the request ended, if its router has reported that. The ending belongs to the
-        request's last decision: after the earlier ones it was retried."""
-        request_id = entry.query.request_id
-        tried_again = tried_again and request_id != ""
-        ending = None if tried_again else self.endings.of(request_id)
-        if ending is None:
-            return {"tried_again": tried_again, "ended": None}
-        judged = ending.outcome == "ok" and entry.query.slo.stated
-        return {
-            "tried_again": False,
-            "ended": {
-                "outcome": ending.outcome,
-                "error": ending.error or None,
-                "attained": not ending.missed if judged else None,
-                "missed": list(ending.missed),
-                "tokens": ending.tokens,
-                "ttft_ms": _ms(ending.ttft_s),
-                "tpot_ms": _ms(ending.tpot_s),
-                "e2e_ms": _ms(ending.e2e_s),
-            },
-        }
-
-    def _why(self, entry: Entry) -> str:
+    def _why(self, entry: DecisionRecord) -> str:
         """Why the request was placed as it was; of a P/D pair, the reasons for both replicas."""
         why, weighed = self._why_there(entry), entry.weighed
         if entry.decision.prefill_id is None or weighed is None or weighed.second is None:
@@ -214,7 +124,7 @@ class DecisionLog:
         able_words = "" if able is None else f", of which {able} can meet the rest of the SLO"
         return f"{why} It is the prefill replica; one of {of} others decodes{able_words}."
 
-    def _why_there(self, entry: Entry) -> str:
+    def _why_there(self, entry: DecisionRecord) -> str:
         decision, weighed = entry.decision, entry.weighed
         if decision.reason == NO_REPLICA or weighed is None:
             return "No replica is available: none has reported lately, or all are drained."
@@ -300,7 +210,31 @@ class DecisionLog:
         return self._routing.passed_over
 
 
-def _not_guaranteed(entry: Entry) -> str | None:
+def _ended(entry: DecisionRecord, tried_again: bool) -> dict[str, Any]:
+    """How the request ended, if its router has reported that. The ending belongs to the
+    request's last decision: after the earlier ones it was retried."""
+    request_id = entry.query.request_id
+    tried_again = tried_again and request_id != ""
+    ending = None if tried_again else entry.ending
+    if ending is None:
+        return {"tried_again": tried_again, "ended": None}
+    judged = ending.outcome == "ok" and entry.query.slo.stated
+    return {
+        "tried_again": False,
+        "ended": {
+            "outcome": ending.outcome,
+            "error": ending.error or None,
+            "attained": not ending.missed if judged else None,
+            "missed": list(ending.missed),
+            "tokens": ending.tokens,
+            "ttft_ms": _ms(ending.ttft_s),
+            "tpot_ms": _ms(ending.tpot_s),
+            "e2e_ms": _ms(ending.e2e_s),
+        },
+    }
+
+
+def _not_guaranteed(entry: DecisionRecord) -> str | None:
     """Machine-readable reason why the request was not guaranteed; ``None`` if it was. Of several
     constraints, the one that binds at the replica that could give a guarantee soonest."""
     query, decision, weighed = entry.query, entry.decision, entry.weighed

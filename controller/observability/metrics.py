@@ -1,4 +1,4 @@
-"""How a process collects its metrics and pushes them to the controller.
+"""How a process collects its metrics and pushes them to the observer.
 
 Each process keeps its own ``prometheus_client`` registry and pushes all of it, cumulative, about
 once a second; a lost push loses nothing. :mod:`sluice.controller.observability.metrics_hub` adds
@@ -16,6 +16,7 @@ from math import isfinite
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from sluice.controller.messages import MetricSample, MetricsPush
@@ -72,21 +73,21 @@ def samples_of(registry: CollectorRegistry) -> tuple[MetricSample, ...]:
 
 
 class PushTarget(Protocol):
-    """Where a process pushes its metrics: a controller's client."""
+    """Where a process pushes its metrics: a controller's client, which passes them on."""
 
     async def push_metrics(self, push: MetricsPush) -> bool:
-        """Deliver; ``False`` where the controller did not answer.
+        """Deliver; ``False`` where the observer did not answer.
 
         Raises:
-            ValueError: the controller refused the push.
+            ValueError: the observer refused the push.
         """
 
 
 class MetricsPusher:
-    """Pushes a registry to the controller periodically, for as long as it runs.
+    """Pushes a registry to the observer periodically, for as long as it runs.
 
-    If the controller does not answer, only the update is delayed: the next push holds everything.
-    A push that timed out may still arrive after a newer one; the controller drops it by its number.
+    If the observer does not answer, only the update is delayed: the next push holds everything.
+    A push that timed out may still arrive after a newer one; the observer drops it by its number.
 
     Args:
         target: the controller's client.
@@ -116,7 +117,7 @@ class MetricsPusher:
         self._number = 0
         self._pushing = asyncio.Lock()
         self.failed = 0
-        """Pushes that the controller did not answer or refused, since the start."""
+        """Pushes that the observer did not answer or refused, since the start."""
 
     def start(self) -> None:
         """Start pushing, on the running event loop. Idempotent."""
@@ -124,7 +125,7 @@ class MetricsPusher:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def push_now(self) -> bool:
-        """Push once. Returns whether the controller accepted it."""
+        """Push once. Returns whether the observer accepted it."""
         async with self._pushing:
             taken = await self._push()
         self.failed += not taken
@@ -148,7 +149,7 @@ class MetricsPusher:
         try:
             return await self._target.push_metrics(push)
         except ValueError as error:
-            _log.warning("the controller refused the metrics of %s: %s", self._source, error)
+            _log.warning("the observer refused the metrics of %s: %s", self._source, error)
             return False
 
     async def _run(self) -> None:
@@ -178,3 +179,12 @@ def text_of(families: list[Metric]) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Page(families))
     return generate_latest(registry)
+
+
+def controller_up(up: bool) -> Metric:
+    """The metric that says whether the controller answers."""
+    return GaugeMetricFamily(
+        "sluice_controller_up",
+        "Whether the controller answered when this page was made: 1 or 0.",
+        value=float(up),
+    )

@@ -1,57 +1,81 @@
-"""The state of each replica for an operator, as plain JSON data.
+"""The deciding actor's state for an operator, as plain JSON data.
 
 Durations are milliseconds, as everywhere on the wire.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-from sluice.controller.state.mirror import Mirror, MirroredReplica
-from sluice.controller.state.quarantine import Quarantine
-from sluice.controller.state.request_classes import RequestClasses
+import numpy as np
+
+from sluice.controller.config import ControllerConfig, fingerprint_of
+from sluice.controller.observability.promise_summary import promise_summary
+from sluice.controller.observability.records import Detail, ReplicaDetail
+from sluice.controller.state.quarantine import Quarantined
 from sluice.scheduling import fleet_rows as figure
-from sluice.scheduling.fleet import Fleet
 from sluice.scheduling.job import Tier
-from sluice.scheduling.state import RUNNING, WAITING
-
-OPERATOR = "operator"
-REPLICA = "replica"
-"""What drains a replica: an operator's request, or the replica's own shutdown."""
+from sluice.scheduling.state import RUNNING, SUMMARY, WAITING
 
 
-def describe(
-    mirror: Mirror,
-    fleet: Fleet,
-    classes: RequestClasses,
-    quarantine: Quarantine,
-    replica_id: str,
-    now_s: float,
-) -> dict[str, Any]:
-    """The state of one known replica. ``O(its live requests)``."""
-    replica = mirror.replicas[replica_id]
-    row = fleet.row_of[replica_id]
-    figures = fleet.figures[row].tolist()
+def overview(config: ControllerConfig, detail: Detail) -> dict[str, Any]:
+    """The state of the deciding actor and of its replicas. ``O(replicas)``."""
+    return {
+        "epoch": detail.epoch,
+        "fingerprint": fingerprint_of(config),
+        "up_ms": round(detail.up_s * 1000),
+        "policy": config.policy,
+        "admission": config.admission,
+        "reservations": detail.figures.reservations,
+        "reservations_expired": detail.expired,
+        "decision_ms": _took_ms(detail.took_s),
+        "calibration": promise_summary(
+            config.promise_level,
+            detail.figures.margins,
+            detail.promises,
+            detail.reliability,
+            {name: each.reliability for name, each in detail.replicas.items()},
+            detail.figures.now_s,
+        ),
+        "replicas": [
+            _replica(detail, place, name, detail.replicas[name])
+            for place, name in enumerate(detail.figures.replicas)
+            if name in detail.replicas
+        ],
+    }
+
+
+def _took_ms(took_s: Sequence[float]) -> dict[str, float | int | None]:
+    """How long decisions took, milliseconds."""
+    if not took_s:
+        return {"count": 0, "p50": None, "p99": None, "max": None}
+    p50, p99, longest = (np.percentile(took_s, (50, 99, 100)) * 1000).tolist()
+    return {"count": len(took_s), "p50": p50, "p99": p99, "max": longest}
+
+
+def _replica(detail: Detail, place: int, name: str, own: ReplicaDetail) -> dict[str, Any]:
+    """The state of one replica. ``place``: its index in the figures."""
+    found, summary = detail.figures, np.frombuffer(own.summary, SUMMARY)[0]
+    figures = found.figures[place].tolist()
     free, total = int(figures[figure.FREE_BLOCKS]), int(figures[figure.TOTAL_BLOCKS])
     pab_tokens = figures[figure.PAB]
-    summary = replica.summary
     return {
-        "replica_id": replica_id,
-        "node_id": replica.hello.node_id,
-        "model": replica.hello.model,
-        "policy": replica.hello.policy,
-        "role": replica.hello.role,
-        "condition": fleet.condition(row, now_s),
-        "drain": drain_of(mirror, fleet, replica_id),
-        "quarantine": _quarantine(quarantine, replica_id, now_s),
-        "report_age_ms": _ms(now_s - replica.received_s),
-        "reports": replica.seq,
+        "replica_id": name,
+        "node_id": own.node_id,
+        "model": own.model,
+        "policy": own.policy,
+        "role": found.roles[place],
+        "condition": found.conditions[place],
+        "drain": own.drain,
+        "quarantine": _quarantine(found.quarantined.get(name), found.now_s),
+        "report_age_ms": _ms(found.ages_s[place]),
+        "reports": own.reports,
         "waiting": int(figures[figure.WAITING]),
         "running": int(figures[figure.RUNNING]),
         "reserved": int(figures[figure.RESERVED]),
-        "queue": _queue(replica, classes),
+        "queue": _queue(own.queue),
         "prefill_tokens": int(figures[figure.TOKENS]),
         "prefill_ms": _ms(figures[figure.PREFILL_S]),
         "best_effort_prefill_ms": _ms(figures[figure.BEST_EFFORT_S]),
@@ -74,17 +98,9 @@ def describe(
     }
 
 
-def drain_of(mirror: Mirror, fleet: Fleet, replica_id: str) -> str | None:
-    """What drains a known replica: :data:`OPERATOR`, :data:`REPLICA`, or ``None``."""
-    if fleet.is_closed(replica_id):
-        return OPERATOR
-    return REPLICA if mirror.replicas[replica_id].draining else None
-
-
-def _quarantine(quarantine: Quarantine, replica_id: str, now_s: float) -> dict[str, Any] | None:
+def _quarantine(found: Quarantined | None, now_s: float) -> dict[str, Any] | None:
     """The quarantine of a replica, if it is in one: reason, breaker state, time since its start,
     and time until the replica is tried: ``None`` if it must first report that it works."""
-    found = quarantine.of(replica_id, now_s)
     if found is None:
         return None
     return {
@@ -95,38 +111,17 @@ def _quarantine(quarantine: Quarantine, replica_id: str, now_s: float) -> dict[s
     }
 
 
-def left_at(fleet: Fleet, replica_id: str) -> dict[str, int]:
-    """Requests that a replica has yet to finish; 0 for an unknown replica."""
-    row = fleet.row_of.get(replica_id)
-    waiting = running = reserved = 0
-    if row is not None:
-        figures = fleet.figures[row]
-        waiting, running = int(figures[figure.WAITING]), int(figures[figure.RUNNING])
-        reserved = int(figures[figure.RESERVED])
-    return {
-        "left": waiting + running + reserved,
-        "waiting": waiting,
-        "running": running,
-        "reserved": reserved,
-    }
-
-
-def _queue(replica: MirroredReplica, classes: RequestClasses) -> list[dict[str, Any]]:
+def _queue(counts: Mapping[tuple[str, int, int], int]) -> list[dict[str, Any]]:
     """The live requests by class and tier."""
-    rows = replica.table[: replica.used_slots]
-    rows = rows[rows["phase"] > 0]
-    names = classes.of(rows["key"].tolist())
-    lent, phases = rows["best_effort"].tolist(), rows["phase"].tolist()
-    counts = Counter(zip(names, lent, phases, strict=True))
-    groups = sorted({(name, tier) for name, tier, _ in counts})
+    groups = sorted({(name, best_effort) for name, best_effort, _ in counts})
     return [
         {
             "class": name or None,
-            "tier": (Tier.BEST_EFFORT if tier else Tier.GUARANTEED).value,
-            "waiting": counts[name, tier, WAITING],
-            "running": counts[name, tier, RUNNING],
+            "tier": (Tier.BEST_EFFORT if best_effort else Tier.GUARANTEED).value,
+            "waiting": counts.get((name, best_effort, WAITING), 0),
+            "running": counts.get((name, best_effort, RUNNING), 0),
         }
-        for name, tier in groups
+        for name, best_effort in groups
     ]
 
 

@@ -10,7 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from sluice.controller.state.mirror import Mirror
+from sluice.scheduling import fleet_rows as figure
 from sluice.scheduling.fleet import Fleet
+
+OPERATOR = "operator"
+REPLICA = "replica"
+"""What drains a replica: an operator's request, or the replica's own shutdown."""
 
 KEPT_S = 3600.0
 """How long the setting of a silent replica is kept after the mirror forgot the replica, seconds.
@@ -75,3 +81,26 @@ class Drains:
         self._words.pop(replica_id, None)
         self._silent_since_s.pop(replica_id, None)
         self._fleet.reopen(replica_id)
+
+
+def drain_of(mirror: Mirror, fleet: Fleet, replica_id: str) -> str | None:
+    """What drains a known replica: :data:`OPERATOR`, :data:`REPLICA`, or ``None``."""
+    if fleet.is_closed(replica_id):
+        return OPERATOR
+    return REPLICA if mirror.replicas[replica_id].draining else None
+
+
+def left_at(fleet: Fleet, replica_id: str) -> dict[str, int]:
+    """Requests that a replica has yet to finish; 0 for an unknown replica."""
+    row = fleet.row_of.get(replica_id)
+    waiting = running = reserved = 0
+    if row is not None:
+        figures = fleet.figures[row]
+        waiting, running = int(figures[figure.WAITING]), int(figures[figure.RUNNING])
+        reserved = int(figures[figure.RESERVED])
+    return {
+        "left": waiting + running + reserved,
+        "waiting": waiting,
+        "running": running,
+        "reserved": reserved,
+    }

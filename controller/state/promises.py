@@ -1,26 +1,24 @@
-"""The log of guarantees, their outcomes, and a summary of both.
+"""The guarantees in progress, and how the latest ones ended.
 
 Between a decision and its request's end this remembers the replica of each guarantee and the TTFT
-forecast. Routers judge the guarantees (:mod:`sluice.router.metrics.admission`), so this summary
-agrees with the metrics.
+forecast. Routers judge the guarantees (:mod:`sluice.router.metrics.admission`), so what is counted
+here agrees with the metrics. :mod:`sluice.controller.observability.promise_summary` sums it up.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Mapping
-from typing import Any, Final, NamedTuple
+from collections import OrderedDict, deque
+from typing import Final, NamedTuple
 
 from sluice.controller.messages import RequestEnding, RouteDecision, RouteQuery, Tier
-from sluice.scheduling.objective import Objective
-from sluice.scheduling.reliability import QUANTILES, Curve, Forecast, Reliability
+from sluice.scheduling.reliability import Curve, Forecast, Reliability
 
 MOST_OPEN: Final = 65_536
 """Most guarantees in progress that are remembered; of more, the oldest are forgotten."""
 
 RECENT: Final = 2_000
 RECENT_S: Final = 3_600.0
-"""The summary covers the latest ``RECENT`` guarantees, and none that ended more than ``RECENT_S``
+"""The latest ``RECENT`` ended guarantees are remembered, and none that ended more than ``RECENT_S``
 seconds ago. At a level of 0.99 the standard error of the share kept is 0.2 points."""
 
 
@@ -37,7 +35,16 @@ class _Promise(NamedTuple):
     moved: bool
 
 
-class _Ended(NamedTuple):
+class EndedPromise(NamedTuple):
+    """A guarantee whose request has ended.
+
+    Attributes:
+        at_s: when, seconds on the controller's clock.
+        replica_id: where the request was placed.
+        kept: whether the guarantee was kept.
+        moved: whether the request had left a replica where it was predicted to be late.
+    """
+
     at_s: float
     service_class: str
     replica_id: str
@@ -52,7 +59,7 @@ class PromiseLog:
     def __init__(self) -> None:
         self._reliability = Reliability()
         self._open: OrderedDict[str, _Promise] = OrderedDict()
-        self._ended: deque[_Ended] = deque(maxlen=RECENT)
+        self._ended: deque[EndedPromise] = deque(maxlen=RECENT)
 
     def made(self, query: RouteQuery, decision: RouteDecision) -> RouteDecision:
         """Note a decision. Returns it, if it is guaranteed, with the forecast's median as predicted
@@ -84,59 +91,19 @@ class PromiseLog:
             # Its first token may have come just before the move.
             moved = promise.moved and ending.replica_id in ("", promise.replica_id)
             self._ended.append(
-                _Ended(now_s, promise.service_class, promise.replica_id, kept, moved)
+                EndedPromise(now_s, promise.service_class, promise.replica_id, kept, moved)
             )
         if ending.ttft_s is not None and ending.replica_id == promise.replica_id:
             observed_s = ending.ttft_s - promise.waited_s
             self._reliability.observe(promise.begins_at, promise.forecast, observed_s)
 
-    def describe(
-        self, level: float, margins: Mapping[Objective, float], known: Collection[str], now_s: float
-    ) -> dict[str, Any]:
-        """How well guarantees are kept, as plain JSON data. ``O(RECENT + replicas)``.
-
-        Args:
-            level: target share of guarantees that are kept.
-            margins: safety margin of each objective, as a share of it.
-            known: replicas to describe one by one.
-        """
+    def ended_lately(self, now_s: float) -> tuple[EndedPromise, ...]:
+        """The latest guarantees that ended, the oldest first."""
         ended = self._ended
         while ended and ended[0].at_s < now_s - RECENT_S:
             ended.popleft()
-        classes = Counter((each.service_class, each.kept) for each in ended)
-        replicas = Counter((each.replica_id, each.kept) for each in ended)
-        kept = sum(each.kept for each in ended)
-        curve = self._reliability.curve()
-        return {
-            "level": level,
-            "margins": {name: round(margin, 4) for name, margin in margins.items()},
-            "window_ms": round((now_s - ended[0].at_s) * 1000) if ended else 0,
-            "promised": len(ended),
-            "kept": kept,
-            "moved": sum(each.moved for each in ended),
-            "moved_kept": sum(each.moved and each.kept for each in ended),
-            "quantiles": list(QUANTILES),
-            "reliability": _curve(curve),
-            "classes": [
-                {"class": name, **_counts(classes, name)}
-                for name in sorted({n for n, _ in classes})
-            ],
-            "replicas": [
-                {
-                    "replica_id": name,
-                    **_counts(replicas, name),
-                    "reliability": _curve(self._reliability.curve(name)),
-                }
-                for name in sorted(known)
-            ],
-        }
+        return tuple(ended)
 
-
-def _counts(found: Counter[tuple[str, bool]], name: str) -> dict[str, int]:
-    kept = found[name, True]
-    return {"promised": kept + found[name, False], "kept": kept}
-
-
-def _curve(curve: Curve) -> dict[str, Any]:
-    """Number of evaluated forecasts, and the share of observations at or below each quantile."""
-    return {"count": len(curve), "observed": [round(share, 4) for share in curve.shares]}
+    def curve(self, replica_id: str | None = None) -> Curve:
+        """The reliability curve of a replica's TTFT forecasts, or of all."""
+        return self._reliability.curve(replica_id)

@@ -90,10 +90,6 @@ class Quarantine:
         """The replicas in quarantine."""
         return self._names
 
-    def cause_of(self, replica_id: str) -> Trouble:
-        """The last failure seen of one of :attr:`names`."""
-        return self._breakers[replica_id].cause
-
     def of(self, replica_id: str, now_s: float) -> Quarantined | None:
         """Why a replica is in quarantine, if it is."""
         breaker = self._breakers.get(replica_id)

@@ -179,5 +179,6 @@ def _last(replica_id: str, model: str) -> ApiError:
 def _no_controller() -> ApiError:
     return ApiError(
         Reason.CONTROLLER_DOWN,
-        "The controller does not answer. Requests are still served, by Serve's own choice.",
+        "The controller or its observer does not answer. Requests are still served; without the "
+        "controller, by Serve's own choice.",
     )

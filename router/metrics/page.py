@@ -13,7 +13,12 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from sluice.controller.client import ControllerClient
-from sluice.controller.observability.metrics import MetricsPusher, families_of, text_of
+from sluice.controller.observability.metrics import (
+    MetricsPusher,
+    controller_up,
+    families_of,
+    text_of,
+)
 
 NO_MODEL = "none"
 """Model label of what is counted before a request's model is known."""
@@ -27,18 +32,18 @@ _OWN_LABEL = re.compile(rb"[{,]model=\"")
 
 
 class ControllerMetricsPage:
-    """The whole application's metrics from the controller, this router's own up to date in them.
+    """The whole application's metrics from the observer, this router's own up to date in them.
 
-    Where the controller does not answer, this router's gauges alone: its counters are lower than
+    Where the observer does not answer, this router's gauges alone: its counters are lower than
     those of the application, which a scraper would read as a reset, and count them on top once
-    the controller is back. ``sluice_controller_up`` tells which.
+    the observer is back. ``sluice_observer_up`` tells which.
 
     A scrape gets a page that was begun after the scrape. So whoever scrapes one router after the
     other, through HAProxy, never sees a counter fall, however long a router takes for its page.
 
     However many scrapers there are, one page is made at a time, at most one in
     :data:`PAGE_PERIOD_S`; all that wait for the next one get the same. A scraper that leaves does
-    not end the work, or coming and leaving would ask the controller ever again.
+    not end the work, or coming and leaving would ask the observer ever again.
     """
 
     def __init__(
@@ -59,8 +64,8 @@ class ControllerMetricsPage:
         self._begun_s = -inf
         self._status = CollectorRegistry()
         self._up = Gauge(
-            "sluice_controller_up",
-            "Whether the controller answered when this page was made: 1 or 0.",
+            "sluice_observer_up",
+            "Whether the observer answered when this page was made: 1 or 0.",
             registry=self._status,
         )
 
@@ -78,8 +83,8 @@ class ControllerMetricsPage:
             text = await self._of_fleet()
             self._up.set(text is not None)
             if text is None:
-                own = families_of(self._registry)
-                text = text_of([family for family in own if family.type == "gauge"])
+                own = [each for each in families_of(self._registry) if each.type == "gauge"]
+                text = text_of([*own, controller_up(self._client.up)])
             return text + generate_latest(self._status)
 
     async def _of_fleet(self) -> bytes | None:
@@ -89,7 +94,7 @@ class ControllerMetricsPage:
             return await self._client.render_metrics()
         except Exception:
             # Whatever is wrong over there, this router's own metrics can be shown.
-            _log.exception("the controller's metrics could not be had")
+            _log.exception("the observer's metrics could not be had")
             return None
 
 

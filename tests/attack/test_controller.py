@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import (
     FirstTokenWait,
@@ -45,32 +44,33 @@ from sluice.scheduling.prefix import HELD
 from sluice.scheduling.stages import Stage
 from sluice.scheduling.state import ROW, SUMMARY
 from tests.controller.fleet import Clock, decode_row, delta, hello, query, waiting_row
+from tests.controller.observed import ObservedController
 
 CLOCK = Clock()
 """Stands still, so that what changes is changed by messages."""
 
 
-async def fleet() -> Controller:
+async def fleet() -> ObservedController:
     """Two replicas, ``a`` and ``b``, with a queue each, and a reservation."""
-    controller = Controller(ControllerConfig(), CLOCK)
+    controller = ObservedController(ControllerConfig(), CLOCK)
     for name in ("a", "b"):
         await controller.hello(hello(name, [waiting_row(1, 100), decode_row(2, 50)]))
     await controller.route([query(77)])
     return controller
 
 
-def epoch_of(controller: Controller) -> int:
+def epoch_of(controller: ObservedController) -> int:
     return controller._epoch
 
 
-async def state(controller: Controller) -> str:
+async def state(controller: ObservedController) -> str:
     """All that an operator sees of replicas and reservations, as text."""
     seen = await controller.snapshot()
     kept = ("replicas", "reservations", "metric_sources")
     return json.dumps({name: seen[name] for name in kept}, allow_nan=False)
 
 
-async def check_sound(controller: Controller) -> None:
+async def check_sound(controller: ObservedController) -> None:
     """It places requests, shows itself, and writes its page."""
     (decision,) = (await controller.route([query(99)])).decisions
     assert decision.replica_id in (None, *controller._mirror.replicas)
@@ -119,7 +119,7 @@ WAIT = FirstTokenWait(1, "a", 1.0, 0.5)
 STAGED = SLO.of_stages((Stage(0.5, 0.1, tokens=20), Stage(0.2, 0.05, 9.0)))
 NOTICE = TroubleNotice("a", Trouble.FAILED)
 
-CALLS: dict[str, Callable[[Controller], tuple[Any, ...]]] = {
+CALLS: dict[str, Callable[[ObservedController], tuple[Any, ...]]] = {
     "hello": lambda _: (hello("c", [waiting_row(5, 10)]),),
     "report": lambda controller: (delta("a", epoch_of(controller), 1, {0: waiting_row(5, 10)}),),
     "route": lambda _: ([query(5), query(6)._replace(moves_from="a")],),
@@ -191,7 +191,7 @@ async def test_stages_that_no_constructor_has_seen_are_refused_or_checked_by_it(
     assert refused > len(JUNK) / 2
 
 
-async def taken(controller: Controller, method: str, arguments: tuple[Any, ...]) -> bool:
+async def taken(controller: ObservedController, method: str, arguments: tuple[Any, ...]) -> bool:
     """Whether a call is taken; it is refused with a reason, and fails in no other way."""
     try:
         told = await getattr(controller, method)(*arguments)

@@ -9,10 +9,10 @@ from click.testing import CliRunner
 
 from sluice.benchmarks.micro.decision import Inside, contenders, finish
 from sluice.benchmarks.micro.decision_fleet import CHANGED, QUEUED, Voices, figures
-from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
 from sluice.deploy.cli import main
 from sluice.scheduling.routing import POLICIES
+from tests.controller.observed import ObservedController
 from tests.own_ray import shared_ray
 
 DEFAULT = ControllerConfig().policy
@@ -46,6 +46,7 @@ def test_decisions_are_timed_inside_and_in_a_real_actor_while_its_fleet_reports(
     few = {"8": (8, False), "4 + 4": (4, True)}
     monkeypatch.setattr("sluice.benchmarks.micro.decision.FLEETS", few)
     monkeypatch.setattr("sluice.benchmarks.micro.decision.ACTOR_REPLICAS", 8)
+    monkeypatch.setattr("sluice.benchmarks.micro.decision.SCRAPED_REPLICAS", 8)
     found = run("--policy", "most_gain", "--decisions", "100", "--seconds", "0.5")
     assert list(found) == ["floor", "most_gain"]
     for cells in found.values():
@@ -53,16 +54,22 @@ def test_decisions_are_timed_inside_and_in_a_real_actor_while_its_fleet_reports(
         for cell in cells.values():
             assert 0 < cell["p50_ms"] <= cell["p99_ms"]
             assert cell["per_second"] > 0
+            assert isinstance(cell["scrape"], dict)
+            assert cell["scrape"]["without_p99_ms"] > 0
         connection = cells["8"]["connection"]
         assert isinstance(connection, dict)
         assert connection["reports_per_s"] > 0
         assert connection["memory_mib"] > 10
         for way in ("alone", "with_reports", "batched", "actor_calls"):
             assert connection[way]["per_second"] > 0
+    scraped = found["most_gain"]["8"]["scraped"]
+    assert isinstance(scraped, dict)
+    assert scraped["without"]["per_second"] > 0 and scraped["scraped"]["per_second"] > 0
+    assert scraped["ratio"] > 0 and scraped["pages"] > 0
 
 
 def test_the_controller_believes_the_fleet() -> None:
-    controller = Controller(LASTING)
+    controller = ObservedController(LASTING)
     voices = Voices(3)
     epoch = 0
     for index in range(3):
@@ -87,6 +94,13 @@ def test_what_is_measured_leaves_no_reservation_behind() -> None:
     assert all(a >= d - 1 for d, a in zip(times.decision_ns, times.answer_ns, strict=True))
     fleet.report()
     assert fleet.reservations() == 0
+
+
+def test_a_scrape_takes_its_place_on_the_time_line() -> None:
+    fleet = Inside(LASTING, 4)
+    fleet.scrape = lambda: 10_000_000_000  # type: ignore[method-assign]
+    assert max(fleet.line(50, reports=False).answer_ns) < 5e9
+    assert max(fleet.line(50, reports=False, scrapes=True).answer_ns) > 5e9
 
 
 def test_a_fleet_with_roles_splits_every_request() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from sluice.controller.actor import SETTLING_S, Controller, fingerprint_of
-from sluice.controller.config import ControllerConfig
+from sluice.controller.actor import SETTLING_S
+from sluice.controller.config import ControllerConfig, fingerprint_of
 from sluice.controller.messages import LateNotice, MetricSample, RequestEnding, RouteDecision, Tier
 from sluice.controller.observability.metrics import MAX_PUSH_SAMPLES
 from sluice.controller.state.mirror import MAX_REPLICAS
@@ -21,27 +21,30 @@ from sluice.scheduling.objective import SLO
 from sluice.scheduling.routing import POLICIES
 from sluice.scheduling.stages import Stage
 from tests.controller.fleet import Clock, decode_row, delta, hello, query, waiting_row
+from tests.controller.observed import ObservedController
 from tests.controller.pushes import newer_push
 
 
-def make(policy: str = "pab", **options: Any) -> tuple[Controller, Clock]:
+def make(policy: str = "pab", **options: Any) -> tuple[ObservedController, Clock]:
     """A controller that promises nothing, unless ``admission`` says otherwise."""
     clock = Clock()
     options.setdefault("admission", "none")
-    return Controller(ControllerConfig(policy=policy, **options), clock), clock
+    return ObservedController(ControllerConfig(policy=policy, **options), clock), clock
 
 
-async def epoch_of(controller: Controller) -> int:
+async def epoch_of(controller: ObservedController) -> int:
     return (await controller.route([])).epoch
 
 
-async def replica_of(controller: Controller, replica_id: str) -> dict[str, Any]:
+async def replica_of(controller: ObservedController, replica_id: str) -> dict[str, Any]:
     replicas = (await controller.snapshot())["replicas"]
     (found,) = [entry for entry in replicas if entry["replica_id"] == replica_id]
     return dict(found)
 
 
-async def samples(controller: Controller) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+async def samples(
+    controller: ObservedController,
+) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     text = (await controller.render_metrics()).decode()
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
@@ -266,7 +269,6 @@ async def test_the_operators_view_is_json() -> None:
 async def test_silence_is_the_time_since_anybody_spoke() -> None:
     controller, clock = make()
     epoch = await epoch_of(controller)
-    push = newer_push("router-1", ())
     for speak in (
         lambda: controller.hello(hello("a")),
         lambda: controller.report(delta("a", epoch, 1)),
@@ -274,9 +276,9 @@ async def test_silence_is_the_time_since_anybody_spoke() -> None:
         lambda: controller.release([1]),
         lambda: controller.replica_gone(["a"]),
         lambda: controller.goodbye("a"),
-        lambda: controller.push_metrics(push),
-        controller.render_metrics,
-        controller.snapshot,
+        controller.sync,
+        controller.figures,
+        controller.detail,
         controller.fingerprint,
     ):
         clock.advance(100)

@@ -19,12 +19,19 @@ from sluice.controller.client import (
     ControllerClient,
     controller_actor_name,
     ensure_controller,
+    observer_actor_name,
     stop_controller,
 )
-from sluice.controller.config import ControllerConfig
+from sluice.controller.config import ControllerConfig, fingerprint_of
 from sluice.controller.detached import DetachedController
-from sluice.controller.lookup import NAMESPACE
-from sluice.controller.messages import FirstTokenWait, RequestEnding, RouteDecision, Trouble
+from sluice.controller.lookup import NAMESPACE, ensure_observer
+from sluice.controller.messages import (
+    FirstTokenWait,
+    MetricSample,
+    RequestEnding,
+    RouteDecision,
+    Trouble,
+)
 from sluice.controller.transport.channel import MAX_TIMEOUTS
 from sluice.controller.transport.wire_format import MAX_QUERIES
 from tests.controller.fleet import Clock, delta, hello, query, waiting_row
@@ -61,6 +68,7 @@ async def connected(
     """A client; its deadline is generous where the test is not about deadlines."""
     # Started first and with patience: these tests may share a busy machine.
     await asyncio.to_thread(ensure_controller, app, CONFIG, 120)
+    await asyncio.to_thread(ensure_observer, app, CONFIG, 120)
     client = await asyncio.to_thread(ControllerClient, app, CONFIG, timeout_s, registry, clock)
     try:
         yield client
@@ -68,12 +76,13 @@ async def connected(
         await client.close()
 
 
-def actor_of(app: str) -> Any:
-    return ray.get_actor(controller_actor_name(app), namespace=NAMESPACE)
+def actor_of(app: str, name_of: Callable[[str], str] = controller_actor_name) -> Any:
+    return ray.get_actor(name_of(app), namespace=NAMESPACE)
 
 
-def process_of(app: str) -> int:
-    pid = ray.get(actor_of(app).__ray_call__.remote(lambda _: os.getpid()), timeout=120)
+def process_of(app: str, name_of: Callable[[str], str] = controller_actor_name) -> int:
+    actor = actor_of(app, name_of)
+    pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=120)
     assert isinstance(pid, int)
     return pid
 
@@ -104,9 +113,19 @@ def test_a_controller_of_another_configuration_is_replaced(app: str) -> None:
     epoch = ray.get(first.route.remote([]), timeout=120).epoch
     changed = ControllerConfig(policy="round_robin")
     second = ensure_controller(app, changed, 120)
-    reply = ray.get(second.snapshot.remote(), timeout=120)
-    assert reply["epoch"] != epoch
-    assert reply["policy"] == "round_robin"
+    assert ray.get(second.route.remote([]), timeout=120).epoch != epoch
+    assert ray.get(second.fingerprint.remote(), timeout=120) == fingerprint_of(changed)
+
+
+def test_an_observer_of_another_configuration_is_replaced(app: str) -> None:
+    ensure_controller(app, CONFIG, 120)
+    first = ensure_observer(app, CONFIG, 120)
+    changed = ControllerConfig(policy="round_robin")
+    ensure_controller(app, changed, 120)
+    second = ensure_observer(app, changed, 120)
+    assert first != second
+    view = ray.get(second.snapshot.remote(), timeout=120)
+    assert view["policy"] == "round_robin"
 
 
 def test_a_controller_that_never_matches_is_not_replaced_for_ever(
@@ -164,8 +183,6 @@ async def test_troubles_are_told_and_what_becomes_of_them_is_heard(app: str) -> 
             return placed is not None and client.quarantined == {"a"}
 
         await until(heard, "the replica is in quarantine")
-        assert await client.push_metrics(newer_push("router", ()))
-        assert client.quarantined == {"a"}
         # Nothing is heard for long: what was said then counts no more.
         clock.advance(QUARANTINE_KEPT_S + 1)
         assert client.quarantined == frozenset()
@@ -178,8 +195,20 @@ async def test_with_the_metrics_it_asks_which_requests_are_going_to_be_late(app:
         assert await client.hello(hello("b", now_s=5)) is not None
         told: list[int] = []
         client.on_push(lambda: [FirstTokenWait(key, "a", 5.0, 0.0) for key in (1, 2)], told.extend)
-        assert await client.push_metrics(newer_push("router", ()))
-        assert told == [1]
+
+        async def answered() -> bool:
+            await client.push_metrics(newer_push("router", ()))
+            return bool(told)
+
+        await until(answered, "the controller has answered")
+        assert set(told) == {1}
+        client.troubled("b", Trouble.HUNG)
+
+        async def heard() -> bool:
+            await client.push_metrics(newer_push("router", ()))
+            return client.quarantined == {"b"}
+
+        await until(heard, "the quarantine comes with the answer")
 
 
 async def test_endings_go_with_the_metrics_and_wait_while_nobody_answers(app: str) -> None:
@@ -193,22 +222,70 @@ async def test_endings_go_with_the_metrics_and_wait_while_nobody_answers(app: st
             assert found is not None
             return {each["request_id"]: each["ended"] for each in found}
 
+        client.on_push(tuple, lambda _: None)
         client.ended(RequestEnding("one", "ok", (), 3, 0.1, 0.01, 0.12))
         assert set((await endings()).values()) == {None}
         process = process_of(app)
         os.kill(process, signal.SIGSTOP)
         try:
-            assert not await client.push_metrics(newer_push("router", ()))
+            # The observer takes the metrics all the same.
+            assert await client.push_metrics(newer_push("router", ()))
+            assert client._sync_task is not None
+            await client._sync_task
         finally:
             os.kill(process, signal.SIGCONT)
         client.ended(RequestEnding("two", "cancelled", (), 0, None, None, 0.2))
 
-        async def pushed() -> bool:
-            return await client.push_metrics(newer_push("router", ()))
+        async def heard() -> bool:
+            await client.push_metrics(newer_push("router", ()))
+            return None not in (await endings()).values()
 
-        await until(pushed, "the controller answers again")
+        await until(heard, "the controller has both")
         told = await endings()
         assert (told["one"]["outcome"], told["two"]["outcome"]) == ("ok", "cancelled")
+
+
+async def test_without_its_observer_decisions_go_on_and_the_metrics_come_back(app: str) -> None:
+    gauge = MetricSample("sluice_x", "gauge", "X.", "sluice_x", (), 3.0)
+    async with connected(app) as client:
+        await client.hello(hello("a"))
+        assert await client.push_metrics(newer_push("router", (gauge,)))
+        page = await client.render_metrics()
+        assert page is not None and b"sluice_x 3.0" in page and b"sluice_controller_up 1.0" in page
+        epoch = ray.get(actor_of(app).route.remote([]), timeout=120).epoch
+        os.kill(process_of(app, observer_actor_name), signal.SIGKILL)
+        for key in range(50):
+            assert await client.route(query(key)) == RouteDecision("a", "placed")
+        assert client.up
+
+        async def back() -> bool:
+            await client.push_metrics(newer_push("router", (gauge,)))
+            again = await client.render_metrics()
+            return again is not None and b"sluice_x 3.0" in again
+
+        await until(back, "the observer has the metrics again")
+        # The decisions are the controller's, which has not been restarted.
+        told = await client.decisions(100)
+        assert told is not None and len(told) == 50
+        assert ray.get(actor_of(app).route.remote([]), timeout=120).epoch == epoch
+        # It is started anew where Ray does not restart it.
+        ray.kill(actor_of(app, observer_actor_name), no_restart=True)
+        await until(back, "another observer has the metrics")
+
+
+async def test_without_the_controller_its_observer_shows_the_metrics(app: str) -> None:
+    gauge = MetricSample("sluice_x", "gauge", "X.", "sluice_x", (), 3.0)
+    async with connected(app) as client:
+        assert await client.push_metrics(newer_push("router", (gauge,)))
+        process = process_of(app)
+        os.kill(process, signal.SIGSTOP)
+        try:
+            page = await client.render_metrics(timeout_s=60)
+            assert page is not None and b"sluice_x 3.0" in page
+            assert b"sluice_controller_up 0.0" in page and b"sluice_decisions" not in page
+            assert await client.snapshot(timeout_s=60) is None
+        finally:
+            os.kill(process, signal.SIGCONT)
 
 
 async def test_concurrent_questions_share_calls(app: str) -> None:

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import RequestEnding, RouteQuery, Tier
-from sluice.controller.observability.decision_log import DECISIONS, OTHERS
+from sluice.controller.observability.decision_log import OTHERS
+from sluice.controller.observability.recent_decisions import DECISIONS
 from sluice.scheduling.margins import PRIOR
 from sluice.scheduling.objective import SLO
 from sluice.scheduling.routing import POLICIES
 from tests.controller.fleet import Clock, hello, query, waiting_row
+from tests.controller.observed import ObservedController
 from tests.controller.pushes import newer_push
 
 PROMISED, BEST_EFFORT = frozenset({Tier.GUARANTEED}), frozenset({Tier.BEST_EFFORT})
@@ -22,17 +23,17 @@ PROMISED, BEST_EFFORT = frozenset({Tier.GUARANTEED}), frozenset({Tier.BEST_EFFOR
 
 async def fleet_of(
     *loads: int, policy: str = "most_gain", admission: str = "moore_hodgson"
-) -> tuple[Controller, Clock]:
+) -> tuple[ObservedController, Clock]:
     """Replicas a, b, ... with so many prompt tokens waiting."""
     clock = Clock()
-    controller = Controller(ControllerConfig(policy=policy, admission=admission), clock)
+    controller = ObservedController(ControllerConfig(policy=policy, admission=admission), clock)
     for index, tokens in enumerate(loads):
         rows = [waiting_row(1_000 + index, tokens)] if tokens else []
         await controller.hello(hello(chr(ord("a") + index), rows))
     return controller, clock
 
 
-async def told(controller: Controller, limit: int = DECISIONS) -> list[dict[str, Any]]:
+async def told(controller: ObservedController, limit: int = DECISIONS) -> list[dict[str, Any]]:
     """The log, as it goes over the wire."""
     found: list[dict[str, Any]] = json.loads(
         json.dumps(await controller.decisions(limit), allow_nan=False)

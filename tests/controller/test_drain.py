@@ -10,25 +10,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.controller.actor import SETTLING_S, Controller
+from sluice.controller.actor import SETTLING_S
 from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import RouteReply
 from sluice.controller.state.drains import KEPT_S, Drains
 from sluice.scheduling.fleet import Fleet
 from tests.controller.fleet import Clock, decode_row, delta, hello, query, waiting_row
+from tests.controller.observed import ObservedController
 from tests.controller.pushes import newer_push
 
 
-def make(clock: Clock | None = None) -> Controller:
-    return Controller(ControllerConfig(), clock or Clock())
+def make(clock: Clock | None = None) -> ObservedController:
+    return ObservedController(ControllerConfig(), clock or Clock())
 
 
-async def placed(controller: Controller, *keys: int) -> list[str | None]:
+async def placed(controller: ObservedController, *keys: int) -> list[str | None]:
     reply = await controller.route([query(key) for key in keys])
     return [each.replica_id for each in reply.decisions]
 
 
-async def replica(controller: Controller, name: str) -> dict[str, Any]:
+async def replica(controller: ObservedController, name: str) -> dict[str, Any]:
     view = json.loads(json.dumps(await controller.snapshot(), allow_nan=False))
     (found,) = [each for each in view["replicas"] if each["replica_id"] == name]
     return dict(found)

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import MAX_ENDINGS, LateNotice, RequestEnding
 from sluice.controller.observability.endings import Endings
 from sluice.scheduling.objective import SLO
 from tests.controller.fleet import Clock, hello, query
+from tests.controller.observed import ObservedController
 from tests.controller.pushes import newer_push
 from tests.controller.test_decision_log import told
 
@@ -22,8 +22,8 @@ ENDING = RequestEnding("a" * 32, "ok", ("tpot",), 12, 0.3, 0.04, 1.5)
 LATE = LateNotice("a" * 32, 0.3, None)
 
 
-async def controller_of() -> Controller:
-    controller = Controller(ControllerConfig(), Clock())
+async def controller_of() -> ObservedController:
+    controller = ObservedController(ControllerConfig(), Clock())
     await controller.hello(hello("r"))
     return controller
 
@@ -100,11 +100,11 @@ async def test_of_several_attempts_the_last_one_has_the_ending() -> None:
         [ENDING] * (MAX_ENDINGS + 1),
     ],
 )
-async def test_a_malformed_ending_is_refused_and_nothing_of_the_push_is_taken(wrong: Any) -> None:
+async def test_a_malformed_ending_is_refused(wrong: Any) -> None:
     controller = await controller_of()
     with pytest.raises(ValueError):
-        await controller.push_metrics(newer_push("router", ()), wrong)
-    assert (await controller.snapshot())["metric_sources"] == 0
+        await controller.sync(wrong)
+    assert (await controller.figures()).counts.reports["refused"] == 1
 
 
 @pytest.mark.parametrize(
@@ -118,11 +118,13 @@ async def test_a_malformed_ending_is_refused_and_nothing_of_the_push_is_taken(wr
         [LATE] * (MAX_ENDINGS + 1),
     ],
 )
-async def test_a_malformed_notice_is_refused_and_nothing_of_the_push_is_taken(wrong: Any) -> None:
+async def test_a_malformed_notice_is_refused_and_the_endings_with_it(wrong: Any) -> None:
     controller = await controller_of()
+    await controller.route([query(7)._replace(request_id=ENDING.request_id)])
     with pytest.raises(ValueError):
-        await controller.push_metrics(newer_push("router", ()), [], wrong)
-    assert (await controller.snapshot())["metric_sources"] == 0
+        await controller.sync([ENDING], wrong)
+    (entry,) = await told(controller)
+    assert entry["ended"] is None
 
 
 @given(st.lists(st.lists(st.integers(0, 30), max_size=20), max_size=20))

@@ -28,14 +28,14 @@ class Method:
 
 
 class Actor:
-    """Never answers but to ``route``, which gives what the test says."""
+    """Never answers but to ``fingerprint``, which gives what the test says."""
 
     def __init__(self) -> None:
-        self.routed: list[Any] = []
+        self.probed: list[Any] = []
 
     def __getattr__(self, method: str) -> Method:
-        if method == "route":
-            return Method(self.routed.pop(0) if self.routed else "reply")
+        if method == "fingerprint":
+            return Method(self.probed.pop(0) if self.probed else "reply")
         return Method(None)
 
 
@@ -47,7 +47,7 @@ def actor(monkeypatch: pytest.MonkeyPatch) -> Actor:
     return actor
 
 
-@pytest.mark.parametrize("method", ["render_metrics", "snapshot", "push_metrics", "release"])
+@pytest.mark.parametrize("method", ["drain", "sync", "release"])
 async def test_a_slow_answer_to_other_than_decisions_and_reports_is_no_loss(
     actor: Actor, method: str
 ) -> None:
@@ -55,7 +55,7 @@ async def test_a_slow_answer_to_other_than_decisions_and_reports_is_no_loss(
     with pytest.raises(NoAnswerError, match="timeout"):
         await link.call(method, timeout_s=0.001)
     assert link.up
-    assert await link.call("route", [], timeout_s=120) == "reply"
+    assert await link.call("fingerprint", timeout_s=120) == "reply"
 
 
 @pytest.mark.parametrize("method", ["hello", "report"])
@@ -100,7 +100,7 @@ async def test_an_unexpected_failure_of_a_probe_does_not_end_the_repair(
     actor: Actor, caplog: pytest.LogCaptureFixture
 ) -> None:
     link = Link("app", ControllerConfig(), lambda: None)
-    actor.routed = [KeyError("unheard of"), KeyError("unheard of")]
+    actor.probed = [KeyError("unheard of"), KeyError("unheard of")]
     link.lost()
     await _repaired(link)
     assert caplog.text.count("unheard of") >= 2

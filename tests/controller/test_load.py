@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import MetricSample, MetricsPush
 from tests.controller.fleet import PROFILE, Clock, decode_row, delta, hello, query
+from tests.controller.observed import ObservedController
 from tests.controller.pushes import newer_push
 
 
-def make() -> tuple[Controller, Clock]:
+def make() -> tuple[ObservedController, Clock]:
     clock = Clock()
-    return Controller(ControllerConfig(), clock), clock
+    return ObservedController(ControllerConfig(), clock), clock
 
 
 def counted(source: str, stated: float, attained: float) -> MetricsPush:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import (
     MAX_WAITS,
@@ -22,6 +21,7 @@ from sluice.controller.state.moves import MOST_LATE
 from sluice.scheduling.job import STAYS
 from sluice.scheduling.objective import SLO
 from tests.controller.fleet import Clock, decode_row, delta, hello, summary, waiting_row
+from tests.controller.observed import ObservedController
 from tests.controller.pushes import newer_push
 
 NAME = "a" * 32
@@ -39,7 +39,7 @@ class Fleet:
 
     def __init__(self, **config: Any) -> None:
         self.clock = Clock()
-        self.controller = Controller(ControllerConfig(**config), self.clock)
+        self.controller = ObservedController(ControllerConfig(**config), self.clock)
         self.seq: dict[str, int] = {}
         self.stepped_s: dict[str, float] = {}
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import RequestEnding, RouteDecision, Tier
 from sluice.scheduling.margins import PRIOR
 from sluice.scheduling.objective import SLO
 from tests.controller.fleet import Clock, hello, query
+from tests.controller.observed import ObservedController
 from tests.controller.pushes import newer_push
 
 
@@ -18,7 +18,7 @@ class Site:
 
     def __init__(self, config: ControllerConfig | None = None) -> None:
         config = config or ControllerConfig(stale_after_s=60, forget_after_s=90)
-        self.controller = Controller(config, Clock())
+        self.controller = ObservedController(config, Clock())
         self.keys = 0
 
     async def ask(

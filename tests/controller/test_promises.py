@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import RequestEnding, RouteDecision, RouteQuery, Tier
+from sluice.controller.observability.promise_summary import promise_summary
+from sluice.controller.observability.readings import reliable
 from sluice.controller.state.promises import RECENT, RECENT_S, PromiseLog
 from sluice.scheduling.objective import SLO
 from sluice.scheduling.reliability import CHECKED, FEW, QUANTILES
 from tests.controller.fleet import Clock, hello
+from tests.controller.observed import ObservedController
 from tests.controller.pushes import newer_push
 
 CHAT = SLO(1.0, service_class="chat")
@@ -31,7 +33,14 @@ def end(log: PromiseLog, number: int, now_s: float = 0.0, **more: Any) -> None:
 
 
 def told(log: PromiseLog, *known: str, now_s: float = 0.0) -> dict[str, Any]:
-    found = log.describe(0.99, {"ttft": 0.041234, "tpot": 0.0, "e2e": 0.0}, known, now_s)
+    found = promise_summary(
+        0.99,
+        {"ttft": 0.041234, "tpot": 0.0, "e2e": 0.0},
+        log.ended_lately(now_s),
+        reliable(log.curve()),
+        {name: reliable(log.curve(name)) for name in known},
+        now_s,
+    )
     return json.loads(json.dumps(found, allow_nan=False))  # type: ignore[no-any-return]
 
 
@@ -120,7 +129,7 @@ def test_only_recent_promises_are_told_of() -> None:
 
 
 async def test_the_snapshot_has_it_for_the_replicas_that_are_known() -> None:
-    controller = Controller(ControllerConfig(promise_level=0.95), Clock())
+    controller = ObservedController(ControllerConfig(promise_level=0.95), Clock())
     await controller.hello(hello("a"))
     name = f"{1:032x}"
     query = RouteQuery(1, CHAT, 100, request_id=name)

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import RouteDecision, Tier, Trouble, TroubleNotice
 from sluice.controller.state.quarantine import ACCUSED_S, MOST_ROUTERS
@@ -20,6 +19,7 @@ from sluice.controller.transport.query_wire import MAX_AVOIDED
 from sluice.scheduling.breaker import ENDED_PROBE_S, LEAST_OPEN_S, MOST_OPEN_S, PROBE_S
 from sluice.scheduling.roles import Role
 from tests.controller.fleet import Clock, delta, free_row, hello, query, summary, waiting_row
+from tests.controller.observed import ObservedController
 from tests.controller.pushes import newer_push
 
 ROUTER, OTHER = 11, 12
@@ -31,7 +31,7 @@ class Fleet:
 
     def __init__(self, *names: str, role: Role = "mixed") -> None:
         self.clock = Clock()
-        self.controller = Controller(ControllerConfig(), self.clock)
+        self.controller = ObservedController(ControllerConfig(), self.clock)
         self.role = role
         self.names = names
         self.seqs: dict[str, int] = {}
@@ -221,7 +221,7 @@ async def test_what_a_replica_says_of_itself_holds_and_survives_the_controller()
         await fleet.pass_s(1.0)
     told = (await fleet.told("a"))["quarantine"]
     assert told == {"reason": "hung", "state": "open", "since_ms": 100_000, "retry_in_ms": None}
-    fleet.controller = Controller(ControllerConfig(), fleet.clock)
+    fleet.controller = ObservedController(ControllerConfig(), fleet.clock)
     await fleet.join()
     assert await fleet.quarantined() == ("a",)
     fleet.hung.clear()

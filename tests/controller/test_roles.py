@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import RouteDecision, RouteQuery, RouteReply
 from sluice.controller.transport import query_wire
@@ -16,6 +15,7 @@ from sluice.scheduling.objective import SLO
 from sluice.scheduling.stages import Stage
 from sluice.scheduling.tpot import TPOTAnchor
 from tests.controller.fleet import Clock, decode_row, delta, hello, query, summary, waiting_row
+from tests.controller.observed import ObservedController
 
 MODES = {
     "disaggregated": ("prefill", "decode"),
@@ -23,9 +23,9 @@ MODES = {
 }
 
 
-async def controller_of(*roles: Any) -> tuple[Controller, int]:
+async def controller_of(*roles: Any) -> tuple[ObservedController, int]:
     """A controller and its epoch; replicas go by their roles."""
-    controller = Controller(ControllerConfig(), Clock())
+    controller = ObservedController(ControllerConfig(), Clock())
     epoch = 0
     for role in roles:
         epoch = (await controller.hello(hello(role, role=role))).epoch
@@ -36,12 +36,12 @@ def split(key: int, prompt_tokens: int = 100) -> RouteQuery:
     return query(key, prompt_tokens)._replace(prefill_key=key + 10_000)
 
 
-async def placed(controller: Controller, asked: RouteQuery) -> RouteDecision:
+async def placed(controller: ObservedController, asked: RouteQuery) -> RouteDecision:
     (decision,) = (await controller.route([asked])).decisions
     return decision
 
 
-async def reserved(controller: Controller) -> dict[str, int]:
+async def reserved(controller: ObservedController) -> dict[str, int]:
     replicas = (await controller.snapshot())["replicas"]
     return {entry["role"]: entry["reserved"] for entry in replicas}
 

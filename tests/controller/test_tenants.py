@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from pydantic import SecretStr
 
-from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import RouteQuery, Tier
 from sluice.router.tenancy.keys import ApiKey, client_of
 from sluice.router.tenancy.limits import ANYONE, Client
 from sluice.scheduling.objective import SLO
 from tests.controller.fleet import Clock, delta, free_row, hello, waiting_row
+from tests.controller.observed import ObservedController
 
 STEP_S = 0.01
 PROMPT = 480
@@ -36,7 +36,7 @@ class Run(NamedTuple):
 async def run(rates: dict[Client, int], seconds: float, apart: bool = True) -> Run:
     """Clients ask at random, so many times a second; ``apart``: they are told apart."""
     clock = Clock()
-    controller = Controller(ControllerConfig(), clock)
+    controller = ObservedController(ControllerConfig(), clock)
     epoch = (await controller.hello(hello("a", now_s=clock.now_s))).epoch
     rng, found = np.random.default_rng(3), Run(Counter(), Counter(), Counter(), set())
     arriving: list[int] = []

@@ -20,7 +20,6 @@ import pytest
 import uvicorn
 from click.testing import CliRunner, Result
 
-from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import RequestEnding, RouteQuery, Trouble, TroubleNotice
 from sluice.deploy.cli import main
@@ -36,6 +35,7 @@ from sluice.router.dispatch.models import Model, ModelRegistry
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.scheduling.objective import SLO
 from tests.controller.fleet import Clock, decode_row, delta, free_row, hello, waiting_row
+from tests.controller.observed import ObservedController
 from tests.controller.pushes import newer_push
 from tests.e2e.conftest import wait_until
 from tests.router.far_side import FarController, FarSide, LocalPage
@@ -49,7 +49,7 @@ class Application:
     def __init__(self) -> None:
         self.port = free_port()
         self.clock = Clock()
-        self.controller = Controller(ControllerConfig(), self.clock)
+        self.controller = ObservedController(ControllerConfig(), self.clock)
         config = RouterConfig(
             api_keys=("a-key-of-a-user",), admin=AdminConfig(keys=(KEY,)), port=self.port
         )

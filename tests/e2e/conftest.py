@@ -49,10 +49,14 @@ class System:
         """Handle of the controller actor."""
         return ray.get_actor(f"{self.config.name}-controller", namespace="sluice")
 
+    def observer(self) -> Any:
+        """Handle of the observer actor."""
+        return ray.get_actor(f"{self.config.name}-observer", namespace="sluice")
+
     def snapshot(self) -> dict[str, Any]:
-        """The controller's view of the fleet."""
-        snapshot: dict[str, Any] = ray.get(self.controller().snapshot.remote(), timeout=120)
-        return snapshot
+        """The controller's view of the fleet; one without replicas while it does not answer."""
+        found: dict[str, Any] | None = ray.get(self.observer().snapshot.remote(), timeout=120)
+        return found or {"replicas": []}
 
     def live(self) -> int:
         """Requests in the engines, as the controller knows."""

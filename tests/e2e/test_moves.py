@@ -62,7 +62,7 @@ def _ask(serving: System) -> httpx.Response:
 
 
 def _log(serving: System) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = ray.get(serving.controller().decisions.remote(10), timeout=120)
+    found: list[dict[str, Any]] = ray.get(serving.observer().decisions.remote(10), timeout=120)
     return found
 
 

@@ -22,7 +22,7 @@ from ray.exceptions import RayError
 
 from sluice.benchmarks.live import injuries
 from sluice.benchmarks.live.replay.client import End, Outcome, replay, text_body
-from sluice.controller.lookup import NAMESPACE, controller_actor_name
+from sluice.controller.lookup import NAMESPACE, observer_actor_name
 from sluice.deploy.config import SluiceConfig
 from sluice.simulation.workload import Arrival, Workload
 from tests.deploy.certificate import TlsPort
@@ -139,9 +139,10 @@ class Trial:
     def snapshot(self) -> dict[str, Any]:
         """The controller's view; one without replicas while it does not answer."""
         with suppress(RayError, ValueError, TimeoutError):
-            actor = ray.get_actor(controller_actor_name(self.app), namespace=NAMESPACE)
-            found: dict[str, Any] = ray.get(actor.snapshot.remote(), timeout=1.0)
-            return found
+            actor = ray.get_actor(observer_actor_name(self.app), namespace=NAMESPACE)
+            found: dict[str, Any] | None = ray.get(actor.snapshot.remote(), timeout=1.0)
+            if found is not None:
+                return found
         return {"replicas": [], "reservations": None}
 
     def fresh(self) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sluice.controller.actor import Controller
 from sluice.controller.client import NoAnswerError
 from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import (
@@ -18,6 +17,7 @@ from sluice.controller.messages import (
 )
 from sluice.controller.observability.metrics import samples_of
 from sluice.router.metrics.instruments import RouterMetrics
+from tests.controller.observed import ObservedController
 from tests.controller.pushes import newer_push
 
 
@@ -25,7 +25,7 @@ class LocalController:
     """Answers as the client does, or not at all while it is not ``up``."""
 
     def __init__(self, clock: Callable[[], float], config: ControllerConfig | None = None) -> None:
-        self.controller = Controller(config or ControllerConfig(), clock)
+        self.controller = ObservedController(config or ControllerConfig(), clock)
         self.up = True
         self.snapshots = 0
         self.listings = 0

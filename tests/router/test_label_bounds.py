@@ -11,7 +11,6 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
 from sluice.controller.observability.metrics import MAX_PUSH_SAMPLES, samples_of
 from sluice.replica.config import EngineConfig
@@ -26,6 +25,7 @@ from sluice.router.request.arrival import INFERENCE_PATHS
 from sluice.router.tenancy.limits import UNNAMED, Client
 from sluice.scheduling.objective import MAX_PRIORITY, SLO, TokenClock
 from tests.controller.fleet import Clock, hello
+from tests.controller.observed import ObservedController
 from tests.controller.pushes import newer_push
 from tests.router.far_side import Edge, FarSide, answer, serve
 
@@ -139,7 +139,7 @@ async def test_nothing_that_a_client_sends_makes_series_without_end() -> None:
 
 async def test_replicas_that_come_and_go_leave_no_series_behind() -> None:
     clock = Clock()
-    controller = Controller(ControllerConfig(), clock)
+    controller = ObservedController(ControllerConfig(), clock)
     engine = SimulatedEngine(EngineConfig(kind="simulated"), "r", 8)
 
     async def live(name: str, goodbye: bool) -> int:

@@ -11,7 +11,7 @@ import ray
 from sluice.benchmarks.live.application import metrics
 from sluice.benchmarks.live.resources import held
 from sluice.benchmarks.live.soak.trends import APPLICATION, Sample, Series
-from sluice.controller.lookup import NAMESPACE, controller_actor_name
+from sluice.controller.lookup import NAMESPACE, observer_actor_name
 
 GAUGES: Final = (
     "sluice_in_flight_requests",
@@ -96,7 +96,7 @@ class Watch:
 
     def _snapshot(self) -> dict[str, Any] | None:
         try:
-            actor = ray.get_actor(controller_actor_name(self._app), namespace=NAMESPACE)
+            actor = ray.get_actor(observer_actor_name(self._app), namespace=NAMESPACE)
             snapshot: dict[str, Any] = ray.get(actor.snapshot.remote(), timeout=_CALL_S)
         except (ray.exceptions.RayError, ValueError):
             return None

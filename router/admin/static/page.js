@@ -30,7 +30,7 @@ async function poll() {
     const query = wanted ? `request_id=${encodeURIComponent(wanted)}` : `limit=${DECISIONS}`;
     const [fleet, told] = await Promise.all([ask("fleet"), ask(`decisions?${query}`)]);
     const silent = fleet.unavailable;
-    if (silent.length) trouble(`The controller of ${silent.join(", ")} does not answer.`);
+    if (silent.length) trouble(`The controller or observer of ${silent.join(", ")} does not answer.`);
     else trouble(Date.now() < notice.until ? notice.text : null);
     showFleet(fleet, change);
     showDecisions(told.decisions, wanted);

@@ -1,0 +1,170 @@
+"""The second actor: it merges the processes' metrics and explains the deciding actor's state.
+
+:class:`Observer` is a plain class; :mod:`sluice.controller.detached` is the Ray actor. It reads the
+deciding actor's numbers and records when it is asked for a page, and never the other way round:
+without the observer requests are placed as with it. Its own state is what processes have pushed, so
+after a restart it has all of that again about a second later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from sluice.controller.config import ControllerConfig, fingerprint_of
+from sluice.controller.messages import MetricsPush
+from sluice.controller.observability.decision_log import DecisionLog
+from sluice.controller.observability.history import History
+from sluice.controller.observability.instruments import NAMES, families
+from sluice.controller.observability.metrics import controller_up, text_of
+from sluice.controller.observability.metrics_hub import MetricsHub
+from sluice.controller.observability.overview import overview
+from sluice.controller.observability.recent_decisions import DECISIONS, LatestDecisions
+from sluice.controller.observability.records import Detail, Figures
+from sluice.controller.transport.checks import checked, short
+from sluice.controller.transport.failure import NoAnswerError
+from sluice.scheduling.autoscaling import Load
+from sluice.scheduling.roles import Role
+
+SETTLING_S = 5.0
+"""Time after a start in which all processes push their metrics, seconds."""
+
+
+class DecidingActor(Protocol):
+    """The part of the deciding actor that the observer uses. Each method may raise
+    :class:`NoAnswerError`."""
+
+    async def figures(self) -> Figures:
+        """The numbers of its metrics."""
+
+    async def detail(self) -> Detail:
+        """Its state for an operator."""
+
+    async def latest_decisions(self, limit: int) -> LatestDecisions:
+        """At most ``limit`` of its last decisions."""
+
+    async def demand(self, role: Role | None) -> Load:
+        """The load on the replicas of ``role``, or on all; without what routers count."""
+
+
+class Observer:
+    """Metrics, history, decision log and the operator's view of one application.
+
+    Args:
+        deciding: the deciding actor.
+        config: its configuration.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        deciding: DecidingActor,
+        config: ControllerConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._deciding = deciding
+        self._config = config
+        self._clock = clock
+        self._hub = MetricsHub(reserved=NAMES)
+        self._history = History()
+        self._log = DecisionLog(config.make_routing())
+        self._refused = 0
+        self._started_s = self._heard_s = clock()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since any process last called it."""
+        return self._clock() - self._heard_s
+
+    async def fingerprint(self) -> str:
+        """See :func:`sluice.controller.config.fingerprint_of`."""
+        self._hear()
+        return fingerprint_of(self._config)
+
+    async def push_metrics(self, push: MetricsPush) -> None:
+        """Take a process's metrics.
+
+        Raises:
+            ValueError: malformed, over a limit, or with a metric family of the controller's own.
+        """
+        now_s = self._hear()
+        try:
+            new = self._hub.push(push, now_s)
+        except ValueError:
+            self._refused += 1
+            raise
+        if new:
+            self._history.joined(push.samples)
+        self._history.note(self._hub, now_s)
+
+    async def render_metrics(self) -> bytes:
+        """Every process's metrics, the controller's too, in Prometheus' text format. If the
+        controller does not answer, its own are missing. ``O(series)``."""
+        now_s = self._hear()
+        try:
+            own = list(families(await self._deciding.figures(), self._config.policy, self._refused))
+        except NoAnswerError:
+            own = []
+        # The controller's own metrics bypass the hub, whose limits are for pushed metrics.
+        pushed = self._hub.families(self._clock())
+        if now_s - self._started_s < SETTLING_S:
+            # Only some processes have pushed: a scraper would count the others' totals as new.
+            pushed = [family for family in pushed if family.type == "gauge"]
+        # In a thread, so that pushes are not late meanwhile.
+        return await asyncio.to_thread(text_of, [*own, *pushed, controller_up(bool(own))])
+
+    async def load(self, role: Role | None = None) -> Load | None:
+        """The load on all replicas together, or on the replicas of ``role``; autoscaling reads it.
+        ``None`` if the controller does not answer. ``O(series of metrics by class)``.
+
+        Raises:
+            ValueError: no such role.
+        """
+        if role is not None:
+            checked("role", role, Role)
+        self._hear()
+        try:
+            load = await self._deciding.demand(role)
+        except NoAnswerError:
+            return None
+        judged, attained = self._history.objectives(self._hub)
+        return load._replace(judged=judged, attained=attained)
+
+    async def snapshot(self) -> dict[str, Any] | None:
+        """The controller's state for an operator, as plain JSON data; ``None`` if the controller
+        does not answer. ``O(replicas + series)``."""
+        self._hear()
+        try:
+            detail = await self._deciding.detail()
+        except NoAnswerError:
+            return None
+        return {
+            **overview(self._config, detail),
+            "metric_sources": self._hub.sources,
+            "recent": self._history.recent(self._hub, self._clock()),
+        }
+
+    async def decisions(self, limit: int) -> list[dict[str, Any]] | None:
+        """The last decisions, the latest first; see :class:`DecisionLog`. ``None`` if the
+        controller does not answer.
+
+        Raises:
+            ValueError: ``limit`` is no number from 1 to ``DECISIONS``.
+        """
+        if not isinstance(limit, int) or not 1 <= limit <= DECISIONS:
+            raise ValueError(f"limit must be an integer from 1 to {DECISIONS}, got {short(limit)}")
+        self._hear()
+        try:
+            latest = await self._deciding.latest_decisions(limit)
+        except NoAnswerError:
+            return None
+        records = [pickle.loads(each) for each in latest.pickled]
+        return list(self._log.explained(records, latest.now_s))
+
+    def _hear(self) -> float:
+        """Note that a process called. Returns the time, monotonic seconds."""
+        self._heard_s = self._clock()
+        return self._heard_s

@@ -1,0 +1,119 @@
+"""Reads the deciding actor's state for the observer.
+
+Decisions wait for this, so nothing is formatted here, and what takes longer than a decision is read
+in parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Final
+
+from sluice.controller.observability.counters import Counters
+from sluice.controller.observability.records import Detail, Figures, Reliable, ReplicaDetail
+from sluice.controller.state.drains import drain_of
+from sluice.controller.state.mirror import Mirror, MirroredReplica
+from sluice.controller.state.promises import PromiseLog
+from sluice.controller.state.quarantine import Quarantine
+from sluice.controller.state.request_classes import RequestClasses
+from sluice.scheduling.calibration import Calibration
+from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.placement import Placer
+from sluice.scheduling.reliability import Curve
+from sluice.scheduling.roles import ROLES
+
+AT_ONCE: Final = 8
+"""Replicas of which details are read before the next decision may be made."""
+
+
+class Readings:
+    """Reads numbers and records; changes nothing.
+
+    Args:
+        counters, mirror, fleet, placer, quarantine, calibration, promises, classes: the state.
+    """
+
+    def __init__(
+        self,
+        counters: Counters,
+        mirror: Mirror,
+        fleet: Fleet,
+        placer: Placer,
+        quarantine: Quarantine,
+        calibration: Calibration,
+        promises: PromiseLog,
+        classes: RequestClasses,
+    ) -> None:
+        self._counters = counters
+        self._mirror = mirror
+        self._fleet = fleet
+        self._placer = placer
+        self._quarantine = quarantine
+        self._calibration = calibration
+        self._promises = promises
+        self._classes = classes
+
+    def figures(self, now_s: float) -> Figures:
+        """The numbers of the metrics. ``O(replicas)``."""
+        fleet, quarantine, returns = self._fleet, self._quarantine, self._placer.returns
+        rows = list(fleet.row_of.values())
+        replicas = self._mirror.replicas
+        names = ((name, quarantine.of(name, now_s)) for name in quarantine.names)
+        return Figures(
+            now_s,
+            self._counters.read(),
+            len(fleet.ledger),
+            self._calibration.largest(now_s),
+            (returns.held, returns.missed),
+            {role: self._placer.demand.load(fleet, now_s, role=role) for role in ROLES},
+            dict(quarantine.opened),
+            dict(quarantine.believed),
+            dict(quarantine.disbelieved),
+            {name: found for name, found in names if found is not None},
+            tuple(fleet.row_of),
+            tuple([fleet.roles[row] for row in rows]),
+            tuple([fleet.condition(row, now_s) for row in rows]),
+            [now_s - replicas[name].received_s for name in fleet.row_of],
+            fleet.figures[rows],
+        )
+
+    async def detail(self, now_s: float, up_s: float, took_s: list[float]) -> Detail:
+        """The state for an operator, without the actor's own ``up_s`` and ``took_s``, which are
+        passed on. ``O(live requests)``; decisions may be made meanwhile."""
+        figures = self.figures(now_s)
+        expired, promises = self._fleet.ledger.expired, self._promises.ended_lately(now_s)
+        found: dict[str, ReplicaDetail] = {}
+        for place, name in enumerate(figures.replicas):
+            if place % AT_ONCE == AT_ONCE - 1:
+                await asyncio.sleep(0)
+            replica = self._mirror.replicas.get(name)
+            if replica is not None:
+                found[name] = self._of_replica(name, replica)
+        overall = reliable(self._promises.curve())
+        return Detail(figures, self._mirror.epoch, up_s, expired, took_s, promises, overall, found)
+
+    def _of_replica(self, name: str, replica: MirroredReplica) -> ReplicaDetail:
+        hello = replica.hello
+        return ReplicaDetail(
+            hello.node_id,
+            hello.model,
+            hello.policy,
+            replica.seq,
+            drain_of(self._mirror, self._fleet, name),
+            replica.summary.tobytes(),
+            self._queue(replica),
+            reliable(self._promises.curve(name)),
+        )
+
+    def _queue(self, replica: MirroredReplica) -> dict[tuple[str, int, int], int]:
+        rows = replica.table[: replica.used_slots]
+        rows = rows[rows["phase"] > 0]
+        names = self._classes.of(rows["key"].tolist())
+        tiers, phases = rows["best_effort"].tolist(), rows["phase"].tolist()
+        return dict(Counter(zip(names, tiers, phases, strict=True)))
+
+
+def reliable(curve: Curve) -> Reliable:
+    """The numbers of a reliability curve."""
+    return Reliable(len(curve), curve.shares)

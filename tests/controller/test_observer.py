@@ -1,0 +1,137 @@
+"""The observer while the deciding actor answers, and while it does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from sluice.controller.actor import Controller
+from sluice.controller.config import ControllerConfig
+from sluice.controller.messages import MetricSample, MetricsPush
+from sluice.controller.observability.counters import DECISION_BUCKETS_S, Counters
+from sluice.controller.observability.instruments import NAMES, families
+from sluice.controller.observability.observer import SETTLING_S, Observer
+from sluice.controller.observability.readings import AT_ONCE
+from sluice.controller.transport.failure import NoAnswerError
+from sluice.scheduling.job import PLACED
+from tests.controller.fleet import Clock, hello, query
+from tests.controller.observed import ObservedController
+from tests.controller.pushes import newer_push
+
+
+class Gone:
+    """A deciding actor that does not answer."""
+
+    def __getattr__(self, _: str) -> Any:
+        async def ask(*_: object) -> Any:
+            raise NoAnswerError("unavailable")
+
+        return ask
+
+
+def push(number: float, kind: str = "counter") -> MetricsPush:
+    name = "sluice_x_total" if kind == "counter" else "sluice_x"
+    return newer_push("router", (MetricSample("sluice_x", kind, "X.", name, (), number),))
+
+
+async def page(observer: Observer) -> dict[str, float]:
+    return {
+        sample.name: sample.value
+        for family in text_string_to_metric_families((await observer.render_metrics()).decode())
+        for sample in family.samples
+    }
+
+
+async def test_without_the_controller_the_page_has_what_was_pushed() -> None:
+    clock = Clock()
+    observer = Observer(Gone(), ControllerConfig(), clock)
+    await observer.push_metrics(push(3.0))
+    clock.advance(SETTLING_S)
+    assert await page(observer) == {"sluice_x_total": 3.0, "sluice_controller_up": 0.0}
+
+
+async def test_without_the_controller_nothing_is_said_of_its_state() -> None:
+    observer = Observer(Gone(), ControllerConfig())
+    assert await observer.snapshot() is None
+    assert await observer.decisions(5) is None
+    assert await observer.load() is None
+
+
+async def test_another_controller_is_shown_with_the_metrics_of_before() -> None:
+    """The controller was restarted; the observer was not."""
+    clock = Clock()
+    first, second = (Controller(ControllerConfig(), clock) for _ in range(2))
+    await first.hello(hello("a"))
+    observer = Observer(first, ControllerConfig(), clock)
+    await observer.push_metrics(push(3.0))
+    clock.advance(SETTLING_S)
+    before = await observer.snapshot()
+    observer._deciding = second
+    after = await observer.snapshot()
+    assert before is not None and after is not None
+    assert (len(before["replicas"]), len(after["replicas"])) == (1, 0)
+    assert before["epoch"] != after["epoch"]
+    assert (await page(observer))["sluice_x_total"] == 3
+
+
+async def test_a_restarted_observer_has_the_decisions_and_soon_the_metrics() -> None:
+    clock = Clock()
+    controller = ObservedController(ControllerConfig(), clock)
+    await controller.hello(hello("a"))
+    await controller.route([query(1)])
+    await controller.push_metrics(push(3.0))
+    clock.advance(60)
+    again = Observer(controller, ControllerConfig(), clock)
+    assert await again.decisions(5) == await controller.decisions(5)
+    early = await page(again)
+    assert early["sluice_decisions_total"] >= 0 and "sluice_x_total" not in early
+    await again.push_metrics(push(4.0))
+    # A scraper would count the totals of processes that push later as new.
+    assert "sluice_x_total" not in await page(again)
+    clock.advance(SETTLING_S)
+    assert (await page(again))["sluice_x_total"] == 4
+
+
+async def test_a_refused_push_is_counted_with_the_refused_reports() -> None:
+    clock = Clock()
+    controller = ObservedController(ControllerConfig(), clock)
+    with pytest.raises(ValueError, match="capacity"):
+        await controller.hello(hello("c", capacity=0))
+    with pytest.raises(ValueError, match="finite"):
+        await controller.observer.push_metrics(push(-1.0))
+    text = (await controller.render_metrics()).decode()
+    assert 'sluice_reports_total{outcome="refused"} 2.0' in text
+
+
+async def test_a_large_fleet_is_read_in_parts_that_let_decisions_through() -> None:
+    controller = Controller(ControllerConfig(), Clock())
+    for index in range(3 * AT_ONCE):
+        await controller.hello(hello(f"{index}"))
+    reading = controller.detail()
+    reading.send(None)  # it waits, and the rest is read later
+    assert (await controller.route([query(1)])).decisions[0].reason == PLACED
+    await controller.goodbye("20")
+    with pytest.raises(StopIteration) as stop:
+        while True:
+            reading.send(None)
+    assert set(stop.value.value.replicas) == {str(n) for n in range(3 * AT_ONCE)} - {"20"}
+
+
+async def test_the_names_of_its_own_families_are_those_that_it_writes() -> None:
+    controller = Controller(ControllerConfig(), Clock())
+    await controller.hello(hello("a"))
+    assert {each.name for each in families(await controller.figures(), "p", 0)} == NAMES
+
+
+def test_decisions_are_counted_by_outcome_and_duration() -> None:
+    counters = Counters()
+    for seconds in (DECISION_BUCKETS_S[0], 0.00002, 1.0):
+        counters.decided(PLACED, seconds)
+    before = counters.read()
+    counters.decided(PLACED, 1.0)
+    assert before.decisions[PLACED] == 3
+    assert (before.buckets[0], before.buckets[1], before.buckets[-1]) == (1, 1, 1)
+    assert sum(before.buckets) == 3
+    assert before.seconds == pytest.approx(1.00003)
