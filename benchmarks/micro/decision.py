@@ -336,7 +336,7 @@ def _actor_table(results: dict[str, dict[str, Cell]]) -> Table:
 def _scrape_table(results: dict[str, dict[str, Cell]]) -> Table:
     table = Table(
         *("policy", "without", "a scrape each second", "p99 ratio", "pages", "MiB a page"),
-        title=f"over the connection, {SCRAPED_REPLICAS} replicas, 32 routers: p50 / p99 ms of one caller",
+        title=f"{SCRAPED_REPLICAS} replicas, 32 routers: p50 / p99 ms of one caller",
     )
     for label, cells in results.items():
         cell = cells[str(SCRAPED_REPLICAS)].get("scraped")

@@ -94,7 +94,7 @@ class Processes:
 
 
 def _of_replicas(replicas: int) -> Iterator[tuple[str, tuple[MetricSample, ...]]]:
-    """Source and samples of each replica. One engine's are renamed, as hundreds take long to start."""
+    """Source and samples of each replica. One engine's are renamed: hundreds start slowly."""
     engine = SimulatedEngine(EngineConfig(kind="simulated"), "r", 8)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(ReplicaCollector("r", engine.state, lambda: 0, lambda: 1))
