@@ -245,7 +245,9 @@ async def test_a_malformed_message_closes_the_connection(message: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "query", [[], {}, 5, [1, 2], [*range(15)], [[[[]]]], {"key": 1}, query_wire.encode(QUERY)]
+    "query",
+    [[], {}, 5, [1, 2], [*range(15)], [[[[]]]], {"key": 1}, query_wire.encode(QUERY)],
+    ids=["none", "map", "number", "short", "numbers", "nested", "keys", "bytes"],
 )
 async def test_a_malformed_query_spoils_no_other(query: Any) -> None:
     placed = Placed()
