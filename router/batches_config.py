@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 HOUR_S = 3_600
 DAY_S = 24 * HOUR_S
 
+_BUCKET = re.compile(r"(?:s3|gs)://[^/?#@]+(?:/[^?#]*)?")
 _WINDOW = re.compile(r"([1-9][0-9]{0,3})([hd])")
 
 
@@ -23,6 +24,12 @@ class BatchesConfig(BaseModel):
         default=None,
         description="Absolute path of the folder that holds files and batches; router replicas "
         "that share it share them. Null: `/v1/files` and `/v1/batches` are off.",
+    )
+    url: str | None = Field(
+        default=None,
+        description="Bucket and prefix of the files' bytes, such as `s3://bucket/sluice` or "
+        "`gs://bucket/sluice`; the state stays in the directory. Credentials, region and endpoint "
+        "come from the environment or the machine's role. Null: in the directory.",
     )
     service_class: str = Field(
         default="batch",
@@ -64,8 +71,8 @@ class BatchesConfig(BaseModel):
         default=256 << 20,
         ge=0,
         le=1 << 50,
-        description="Minimum free bytes on the folder's disk. With fewer, uploads are refused and "
-        "batches wait, so that no answer is lost because it cannot be written.",
+        description="Minimum free bytes on the directory's disk. With fewer, uploads are refused "
+        "and batches wait, so that no answer is lost because it cannot be written.",
     )
     max_unfinished_per_key: int = Field(
         default=100, ge=1, le=10_000, description="Maximum unfinished batches of one API key."
@@ -125,6 +132,16 @@ class BatchesConfig(BaseModel):
         # Processes of the application have different working directories.
         if value is not None and not value.is_absolute():
             raise ValueError("batches.directory must be an absolute path")
+        return value
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, value: str | None) -> str | None:
+        if value is not None and not _BUCKET.fullmatch(value):
+            raise ValueError(
+                "batches.url must look like s3://bucket/prefix or gs://bucket/prefix, without "
+                "credentials"
+            )
         return value
 
     @field_validator("completion_windows")

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, BinaryIO
 
 from fastapi import APIRouter, Request
 from starlette.requests import ClientDisconnect
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from sluice.router.batches.byte_store import READ_BYTES
 from sluice.router.batches.expiry import expiry_s
-from sluice.router.batches.paging import page
+from sluice.router.batches.paging import listed, page_of
 from sluice.router.batches.records import FileRecord
 from sluice.router.batches.run import Resources
-from sluice.router.batches.store import file_not_found, full_disk_told
+from sluice.router.batches.state import State, file_not_found
 from sluice.router.batches.upload import Form, receive
 from sluice.router.errors import ApiError, Reason, invalid, shown
 from sluice.router.tenancy.limits import ANYONE
@@ -50,8 +52,7 @@ class FilesApi:
         self._check_places(owner)
         self._uploads[owner] += 1
         try:
-            with full_disk_told():
-                record = await self._receive(request)
+            record = await self._receive(request)
         except ClientDisconnect:
             return Response(status_code=400)  # never read: the client has left
         finally:
@@ -74,52 +75,57 @@ class FilesApi:
             )
 
     async def _receive(self, request: Request) -> FileRecord:
-        resources, limits = self._resources, self._resources.config
-        owner = owner_of(request)
-        path: Path = await resources.disk.run(resources.store.upload_path, owner)
+        limits = self._resources.config
+        upload = await self._resources.store.begin_upload(owner_of(request))
         try:
-            form = await receive(
-                request, path, limits.max_file_bytes, limits.upload_timeout_s, resources.disk
-            )
+            form = await receive(request, upload, limits.max_file_bytes, limits.upload_timeout_s)
+            changes: dict[str, Any] = {"filename": _printable(form.filename or "")}
             kept_s = _checked(form)
-            name = _printable(form.filename or "")
-            return await resources.disk.run(resources.store.add_file, owner, path, name, kept_s)
-        finally:
-            await resources.disk.run(path.unlink, missing_ok=True)
+            record = await upload.close()
+            if kept_s is not None:
+                changes["expires_s"] = record.created_s + kept_s
+            record = record.model_copy(update=changes)
+            await self._resources.store.ask(State.finish_upload, record)
+            return record
+        except BaseException:
+            await upload.abandon()
+            raise
 
     async def _list(self, request: Request) -> JSONResponse:
         query = request.query_params
         order, purpose = query.get("order", "desc"), query.get("purpose")
         if order not in ("asc", "desc"):
             raise invalid(f"order must be asc or desc, got {shown(order)}", "order")
-        resources = self._resources
-        files = await resources.disk.run(resources.store.files, owner_of(request))
-        chosen = [file for file in files if purpose in (None, file.purpose)]
-        if order == "desc":
-            chosen.reverse()
+        page = page_of(request, MAX_PAGE, MAX_PAGE)._replace(newest_first=order == "desc")
+        files = await self._resources.store.ask(State.files, owner_of(request), purpose, page)
         # FastAPI would check each value of thousands of files on the event loop.
-        return JSONResponse(page(request, chosen, MAX_PAGE, MAX_PAGE))
+        return JSONResponse(listed(*files))
 
     async def _retrieve(self, request: Request, file_id: str) -> dict[str, Any]:
         return (await self._file(request, file_id)).shown()
 
     async def _content(self, request: Request, file_id: str) -> Response:
         record = await self._file(request, file_id)
-        return FileResponse(
-            self._resources.store.data_path(record), media_type="application/octet-stream"
+        return StreamingResponse(
+            self._resources.store.stream(record.id, _pieces),
+            media_type="application/octet-stream",
+            headers={"content-length": str(record.bytes)},
         )
 
     async def _delete(self, request: Request, file_id: str) -> dict[str, Any]:
-        record = await self._file(request, file_id)
-        await self._resources.disk.run(self._resources.store.delete_file, record)
+        await self._file(request, file_id)
+        await self._resources.store.delete_file(file_id)
         return {"id": file_id, "object": "file", "deleted": True}
 
     async def _file(self, request: Request, file_id: str) -> FileRecord:
-        resources = self._resources
-        record = await resources.disk.run(resources.store.file, owner_of(request), file_id)
+        record = await self._resources.store.ask(State.file, owner_of(request), file_id)
         if record is None:
             raise file_not_found(file_id)
         return record
+
+
+def _pieces(file: BinaryIO) -> Iterator[bytes]:
+    return iter(partial(file.read, READ_BYTES), b"")
 
 
 def owner_of(request: Request) -> str:

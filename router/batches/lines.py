@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, BinaryIO, Final, NamedTuple
 
 from sluice.router.batches.records import LineFault
@@ -22,8 +21,10 @@ SLICE_BYTES: Final = 1 << 20
 
 
 class BatchRequest(NamedTuple):
-    """One request of a batch. ``body`` is unchecked; ``size`` is that of the whole line, bytes."""
+    """One request of a batch. ``number`` is that of its line, from 1; ``size`` is that of the line,
+    bytes; ``body`` is unchecked."""
 
+    number: int
     custom_id: str
     body: dict[str, Any]
     size: int
@@ -49,7 +50,7 @@ class LineError(ValueError):
         self.param = param
 
 
-def check_lines(path: Path, url: str, max_lines: int, max_line_bytes: int) -> Checked:
+def check_lines(file: BinaryIO, url: str, max_lines: int, max_line_bytes: int) -> Checked:
     """Read the whole input, and find the invalid lines.
 
     The bodies of the requests are not checked: a request that the API would refuse is refused when
@@ -58,39 +59,38 @@ def check_lines(path: Path, url: str, max_lines: int, max_line_bytes: int) -> Ch
     faults: list[LineFault] = []
     seen: set[str] = set()
     total = 0
-    with path.open("rb") as file:
-        for number, raw in _numbered(file, max_line_bytes):
-            total += 1
-            if total > max_lines:
-                faults.append(
-                    LineFault(
-                        code="too_many_lines",
-                        message=f"A batch may have at most {max_lines} requests.",
-                    )
+    for number, raw in _numbered(file, max_line_bytes):
+        total += 1
+        if total > max_lines:
+            faults.append(
+                LineFault(
+                    code="too_many_lines",
+                    message=f"A batch may have at most {max_lines} requests.",
                 )
+            )
+            break
+        try:
+            line = parse_line(number, raw, url, max_line_bytes)
+            if line.custom_id in seen:
+                raise LineError(
+                    "duplicate_custom_id",
+                    f"custom_id {shown(line.custom_id)} is already used by an earlier line.",
+                    "custom_id",
+                )
+            seen.add(line.custom_id)
+        except LineError as error:
+            faults.append(
+                LineFault(code=error.code, message=str(error), line=number, param=error.param)
+            )
+            if len(faults) == MAX_FAULTS:
                 break
-            try:
-                line = parse_line(raw, url, max_line_bytes)
-                if line.custom_id in seen:
-                    raise LineError(
-                        "duplicate_custom_id",
-                        f"custom_id {shown(line.custom_id)} is already used by an earlier line.",
-                        "custom_id",
-                    )
-                seen.add(line.custom_id)
-            except LineError as error:
-                faults.append(
-                    LineFault(code=error.code, message=str(error), line=number, param=error.param)
-                )
-                if len(faults) == MAX_FAULTS:
-                    break
     if total == 0:
         faults.append(LineFault(code="empty_file", message="The file holds no requests."))
     return Checked(total, tuple(faults))
 
 
-def parse_line(raw: bytes, url: str, max_bytes: int) -> BatchRequest:
-    """The request in ``raw``, of a batch that is for ``url``.
+def parse_line(number: int, raw: bytes, url: str, max_bytes: int) -> BatchRequest:
+    """The request in line ``number``, ``raw``, of a batch that is for ``url``.
 
     Raises:
         LineError: it is too long, is not JSON, lacks a key, or is for something else.
@@ -122,22 +122,21 @@ def parse_line(raw: bytes, url: str, max_bytes: int) -> BatchRequest:
     body = value.get("body")
     if not isinstance(body, dict):
         raise LineError("invalid_body", f"body must be an object, got {shown(body)}.", "body")
-    return BatchRequest(custom_id, body, len(raw))
+    return BatchRequest(number, custom_id, body, len(raw))
 
 
-def slices(path: Path, url: str, max_line_bytes: int) -> Generator[list[BatchRequest], None, None]:
-    """The requests of a checked input, in slices. Closes the file at its end."""
-    with path.open("rb") as file:
-        lines: list[BatchRequest] = []
-        size = 0
-        for _, raw in _numbered(file, max_line_bytes):
-            lines.append(parse_line(raw, url, max_line_bytes))
-            size += lines[-1].size
-            if len(lines) == SLICE_LINES or size >= SLICE_BYTES:
-                yield lines
-                lines, size = [], 0
-        if lines:
+def slices(file: BinaryIO, url: str, max_line_bytes: int) -> Iterator[list[BatchRequest]]:
+    """The requests of a checked input, in slices."""
+    lines: list[BatchRequest] = []
+    size = 0
+    for number, raw in _numbered(file, max_line_bytes):
+        lines.append(parse_line(number, raw, url, max_line_bytes))
+        size += lines[-1].size
+        if len(lines) == SLICE_LINES or size >= SLICE_BYTES:
             yield lines
+            lines, size = [], 0
+    if lines:
+        yield lines
 
 
 def _numbered(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 
@@ -13,40 +13,43 @@ from sluice.router.errors import ApiError, Reason, invalid, shown
 
 _DIGITS = re.compile(r"[0-9]{1,9}")
 
-_Record = TypeVar("_Record", FileRecord, BatchRecord)
+
+class Page(NamedTuple):
+    """What a query asks for: at most ``limit`` objects, after the one with the id ``after``."""
+
+    limit: int
+    after: str | None = None
+    newest_first: bool = True
 
 
-def page(request: Request, records: Sequence[_Record], default: int, most: int) -> dict[str, Any]:
-    """The page of ``records`` that the query asks for with ``after`` and ``limit``.
+def page_of(request: Request, default: int, most: int) -> Page:
+    """The page that a query asks for with ``after`` and ``limit``.
 
     Args:
-        default, most: objects in a page where the query says nothing, and at most.
+        default, most: objects in a page if the query does not state it, and at most.
 
     Raises:
-        ApiError: 400, or 404 where there is no object ``after``.
+        ApiError: 400.
     """
-    limit = _limit(request, default, most)
-    after = request.query_params.get("after")
-    start = 0
-    if after is not None:
-        ids = [record.id for record in records]
-        if after not in ids:
-            raise ApiError(Reason.NOT_FOUND, f"There is no object {shown(after)}.", "after")
-        start = ids.index(after) + 1
-    data = [record.shown() for record in records[start : start + limit]]
+    query = request.query_params
+    limit = query.get("limit", str(default))
+    if not _DIGITS.fullmatch(limit) or not 1 <= int(limit) <= most:
+        raise invalid(f"limit must be an integer from 1 to {most}, got {shown(limit)}", "limit")
+    return Page(int(limit), query.get("after"))
+
+
+def listed(records: Sequence[FileRecord | BatchRecord], has_more: bool) -> dict[str, Any]:
+    """OpenAI's list object."""
+    data = [record.shown() for record in records]
     return {
         "object": "list",
         "data": data,
         "first_id": data[0]["id"] if data else None,
         "last_id": data[-1]["id"] if data else None,
-        "has_more": start + limit < len(records),
+        "has_more": has_more,
     }
 
 
-def _limit(request: Request, default: int, most: int) -> int:
-    text = request.query_params.get("limit")
-    if text is None:
-        return default
-    if not _DIGITS.fullmatch(text) or not 1 <= int(text) <= most:
-        raise invalid(f"limit must be an integer from 1 to {most}, got {shown(text)}", "limit")
-    return int(text)
+def no_such_object(after: str) -> ApiError:
+    """A 404 for a page after an object that does not exist."""
+    return ApiError(Reason.NOT_FOUND, f"There is no object {shown(after)}.", "after")

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import re
 import uuid
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict
-
-FILE_ID: Final = re.compile(r"file-[0-9a-f]{32}")
-BATCH_ID: Final = re.compile(r"batch_[0-9a-f]{32}")
 
 Purpose = Literal["batch", "batch_output"]
 
@@ -91,6 +87,7 @@ class BatchRecord(BaseModel):
         output_expires_s: how long its results are kept, seconds.
         status: as stored. reached_s: when it got to each status.
         total, completed, failed: lines.
+        cut_short: it was cancelled or expired before all lines had run.
         faults: why it was refused.
         output_file_id, error_file_id: its results, where it has ended and there are any.
     """
@@ -111,6 +108,7 @@ class BatchRecord(BaseModel):
     total: int = 0
     completed: int = 0
     failed: int = 0
+    cut_short: bool = False
     faults: tuple[LineFault, ...] = ()
     output_file_id: str | None = None
     error_file_id: str | None = None

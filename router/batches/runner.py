@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from sluice.router.batches.records import BatchRecord
 from sluice.router.batches.run import BatchRun, Resources
+from sluice.router.batches.state import State
 from sluice.router.tenancy.auth import KeyRing
 from sluice.router.tenancy.limits import ANYONE
 
@@ -33,9 +34,9 @@ class _Running(NamedTuple):
 class Runner:
     """Runs batches in one router; the runners of all routers share all batches.
 
-    Each scans the shared folder every ``poll_s``, and takes the lease of a batch without one while
-    it has free slots. So a new batch starts at once in the router where it was created, and a batch
-    whose router died resumes on another one after ``poll_s``.
+    Each looks every ``poll_s`` for batches that no living router runs, and claims some while it has
+    free slots. So a new batch starts at once in the router where it was created, and a batch whose
+    router died resumes on another one after ``poll_s``.
 
     Args:
         keys: the API keys. Batches of a client whose key was removed do not run; they only expire.
@@ -89,9 +90,9 @@ class Runner:
         resources = self._resources
         if self._clock() - self._swept_s >= SWEEP_S:
             self._swept_s = self._clock()
-            await resources.disk.run(resources.store.sweep)
+            await resources.store.sweep()
         waiting = []
-        for record in await resources.disk.run(resources.store.unfinished):
+        for record in await resources.store.ask(State.unfinished):
             if record.id in self._runs:
                 self._look_after(self._runs[record.id], record)
             else:
@@ -101,10 +102,7 @@ class Runner:
             batch_id: time_s for batch_id, time_s in self._not_before_s.items() if batch_id in ids
         }
         for record in self._in_turn(waiting):
-            try:
-                await self._try_to_run(record)
-            except OSError as error:  # of this batch's folder; the others may work
-                self._put_off(record.id, error)
+            await self._try_to_run(record)
 
     def _look_after(self, running: _Running, record: BatchRecord) -> None:
         client = self._keys.holder(record.owner)
@@ -136,10 +134,10 @@ class Runner:
         held_up = self._clock() < self._not_before_s.get(record.id, -inf)
         if held_up or len(self._runs) >= places:
             return
-        lease = await resources.disk.run(resources.store.lease, record)
-        if lease is None:
+        claimed = await resources.store.claim(record.id)
+        if claimed is None:
             return
-        run = BatchRun(resources, *lease, client or ANYONE)
+        run = BatchRun(resources, claimed, client or ANYONE)
         task = asyncio.create_task(run.run())
         self._runs[record.id] = _Running(run, record.owner, task)
         task.add_done_callback(partial(self._ended, record.id))

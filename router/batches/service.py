@@ -10,7 +10,6 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
 from sluice.router.batches.batches_api import BatchesApi
-from sluice.router.batches.disk import DiskThreads
 from sluice.router.batches.files_api import FilesApi
 from sluice.router.batches.line_caller import LineCaller
 from sluice.router.batches.metrics import BatchMetrics
@@ -49,13 +48,11 @@ def batch_routes(
     """
     if config.batches.directory is None:
         return _routes_when_off()
-    disk = DiskThreads()
     batch_metrics = BatchMetrics(fleets.edge.registry)
     resources = Resources(
         config=config.batches,
         max_line_bytes=config.max_body_bytes,
         store=Store(config.batches, config.batches.directory, now),
-        disk=disk,
         caller=LineCaller(config, fleets, limiter, batch_metrics, telemetry=telemetry),
         places=LinePlaces(config.batches.max_lines_in_flight),
         metrics=batch_metrics,
@@ -68,7 +65,7 @@ def batch_routes(
         runner.start()
         yield
         await runner.stop()
-        disk.close()
+        await resources.store.close()
 
     routes = APIRouter(lifespan=lifespan)
     routes.include_router(FilesApi(resources).routes())

@@ -1,12 +1,9 @@
-"""Reading an upload: ``multipart/form-data``, its file straight to disk, bounded in every part."""
+"""Reading an upload: ``multipart/form-data``, its file straight to the store, each part bounded."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
-from io import FileIO
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from python_multipart import MultipartParser
@@ -14,7 +11,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
-from sluice.router.batches.disk import DiskThreads, open_private, write_all
+from sluice.router.batches.store import Upload
 from sluice.router.errors import ApiError, Reason, invalid, shown
 from sluice.router.request.body import announces_more, check_plain
 
@@ -37,7 +34,7 @@ _FILE = "file"
 
 
 class Form:
-    """A form as it comes in. Feed it with :meth:`write`, and take :attr:`ready` to disk between.
+    """A form as it comes in. Feed it with :meth:`write`, and store :attr:`ready` between.
 
     Attributes:
         fields: the values of the fields that are not the file.
@@ -156,12 +153,8 @@ class Form:
         self._complete = True
 
 
-async def receive(
-    request: Request, path: Path, max_bytes: int, timeout_s: float, disk: DiskThreads
-) -> Form:
-    """Write the file of the form in ``request`` to ``path``, and return the rest of the form.
-
-    Where this raises, what was written is still there.
+async def receive(request: Request, upload: Upload, max_bytes: int, timeout_s: float) -> Form:
+    """Write the file of the form in ``request`` to ``upload``, and return the rest of the form.
 
     Raises:
         ApiError: 400, 413 or 415.
@@ -172,23 +165,17 @@ async def receive(
     if announces_more(request, max_bytes + MAX_OVERHEAD_BYTES):
         raise _too_large(max_bytes)
     form = Form(request.headers.get("content-type", ""))
-    file = await disk.run(open_private, path, "xb")
     try:
         async with asyncio.timeout(timeout_s):
-            await _copy(request, form, file, max_bytes, disk)
-        await disk.run(os.fsync, file)
+            await _copy(request, form, upload, max_bytes)
     except TimeoutError:
         raise ApiError(
             Reason.BODY_TOO_SLOW, f"The upload did not arrive within {timeout_s:g} seconds."
         ) from None
-    finally:
-        file.close()
     return form
 
 
-async def _copy(
-    request: Request, form: Form, file: FileIO, max_bytes: int, disk: DiskThreads
-) -> None:
+async def _copy(request: Request, form: Form, upload: Upload, max_bytes: int) -> None:
     received = written = 0
     async for chunk in request.stream():
         received += len(chunk)
@@ -197,11 +184,11 @@ async def _copy(
         if size > max_bytes or received > max_bytes + MAX_OVERHEAD_BYTES:
             raise _too_large(max_bytes)
         if len(form.ready) >= WRITE_BYTES:
-            await disk.run(write_all, file, bytes(form.ready))
+            await upload.write(bytes(form.ready))
             written = size
             form.ready.clear()
     form.finish()
-    await disk.run(write_all, file, bytes(form.ready))
+    await upload.write(bytes(form.ready))
     form.ready.clear()
 
 

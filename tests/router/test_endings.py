@@ -173,7 +173,7 @@ async def test_a_line_of_a_batch_has_an_ending_for_each_time_that_it_was_sent() 
         Clock().pause,
         Telemetry(),
     )
-    body = BatchRequest("line-7", {"model": "m", "messages": CHAT_BODY["messages"]}, 100)
+    body = BatchRequest(7, "line-7", {"model": "m", "messages": CHAT_BODY["messages"]}, 100)
     admitted = await caller.admit(body, "/v1/chat/completions", lambda: ANYONE)
     assert isinstance(admitted, Admitted)
     reply = await caller.run(admitted)

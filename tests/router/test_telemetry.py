@@ -268,7 +268,7 @@ async def test_a_line_of_a_batch_is_told_once_however_often_it_was_put_off(lines
         Clock().pause,
         telemetry,
     )
-    body = BatchRequest("line-7", {"model": "m", "messages": CHAT_BODY["messages"]}, 100)
+    body = BatchRequest(7, "line-7", {"model": "m", "messages": CHAT_BODY["messages"]}, 100)
     admitted = await told.admit(body, "/v1/chat/completions", lambda: ANYONE)
     assert isinstance(admitted, Admitted)
     reply = await told.run(admitted)

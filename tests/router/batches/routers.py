@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from openai.types import Batch
 from pydantic import SecretStr
 
 from sluice.replica.engine import EngineRequest, ResponseItem
+from sluice.router.batches.store import NAME
 from sluice.router.batches_config import BatchesConfig
 from sluice.router.config import RouterConfig
 from tests.router.far_side import Edge, FarSide, serve
@@ -135,3 +137,19 @@ async def results(client: openai.AsyncOpenAI, file_id: str | None) -> list[dict[
 def said(calls: list[tuple[str, EngineRequest]]) -> list[str]:
     """Which lines replicas were asked for."""
     return [request.body["messages"][0]["content"].removeprefix("say ") for _, request in calls]
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def rows(directory: Path, query: str) -> list[tuple[Any, ...]]:
+    """What a query of the state finds, after the last router has closed it."""
+    with closing(sqlite3.connect(directory / NAME)) as database:
+        return database.execute(query).fetchall()
+
+
+async def until_true(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(120):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

@@ -34,7 +34,7 @@ from tests.router.batches.routers import (
 )
 from tests.router.far_side import Clock, Edge, FarSide, answer, serve
 
-LINE = BatchRequest("a", {"model": "m", "messages": [{"role": "user", "content": "x"}]}, 100)
+LINE = BatchRequest(1, "a", {"model": "m", "messages": [{"role": "user", "content": "x"}]}, 100)
 
 
 def client(**caps: Any) -> Client:
@@ -203,7 +203,7 @@ async def test_the_batches_of_a_key_that_is_taken_away_stop(
     settings = config(folder).model_copy(update={"api_keys_file": path})
     async with serving(settings, side) as router:
         made = await submit(router.client, [line(name) for name in "abcdef"])
-        await side.until(lambda: len(side.calls) > 1)
+        await side.until(lambda: len(side.live) == 5)
         path.write_text("- other-key\n")
         await side.until(lambda: not side.live)
         # With the client's new key it goes on.

@@ -14,6 +14,9 @@ import pytest
 from pydantic import SecretStr
 
 from sluice.controller.messages import Tier
+from sluice.router.batches.records import FileRecord
+from sluice.router.batches.state import State
+from sluice.router.batches.store import NAME
 from sluice.router.batches_config import DAY_S
 from sluice.router.tenancy.keys import ApiKey
 from sluice.scheduling.objective import SLO
@@ -25,11 +28,14 @@ from tests.router.batches.routers import (
     config,
     jsonl,
     line,
+    names_in,
     results,
+    rows,
     said,
     serving,
     submit,
     until,
+    until_true,
     upload,
 )
 from tests.router.far_side import FarSide, answer, serve
@@ -299,8 +305,7 @@ async def test_deleting_the_input_does_not_stop_its_batch(tmp_path: Path) -> Non
     async with serving(config(tmp_path)) as router:
         done = await until(router.client, made.id, "completed")
         assert done.request_counts is not None and done.request_counts.completed == 6
-        left = [path.name for path in (tmp_path / "anyone/batches" / made.id).iterdir()]
-        assert sorted(left) == ["batch.json", "lease"]
+        await until_true(lambda: names_in(tmp_path / "files") == [done.output_file_id])
 
 
 async def test_batches_wait_while_there_is_no_room_for_results(tmp_path: Path) -> None:
@@ -355,14 +360,14 @@ async def test_the_caps_of_a_key_hold_for_its_batches(tmp_path: Path) -> None:
         done = await until(router.client, made.id, "cancelled")
         (entry,) = await results(router.client, done.output_file_id)
         assert entry["response"]["clamped"] == {"priority": "3"}
-    assert [path.name for path in tmp_path.glob("*-*")] == ["name-tenant"]  # noqa: ASYNC240
+    assert {owner for (owner,) in rows(tmp_path, "SELECT owner FROM files")} == {"name-tenant"}
 
 
 async def test_what_a_client_was_told_outlives_a_loss_of_power(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Names are on the disk once their folder was synced with them in it, bytes once the file was
-    with so many of them."""
+    with so many of them. Both are before the state, which SQLite syncs, says that a file exists."""
     names: dict[Path, set[str]] = {}
     sizes: dict[int, int] = {}
     fsync = os.fsync
@@ -376,15 +381,25 @@ async def test_what_a_client_was_told_outlives_a_loss_of_power(
         else:
             sizes[found.st_ino] = found.st_size
 
-    monkeypatch.setattr(
-        "os.fsync", lambda file: seen(file if isinstance(file, int) else file.fileno())
-    )
+    def safe(path: Path) -> bool:
+        named = path.name in names.get(path.parent, ())
+        return named and (path.is_dir() or sizes.get(path.stat().st_ino) == path.stat().st_size)
+
+    ready = State._ready
+
+    def made_ready(state: State, file: FileRecord) -> None:
+        assert safe(directory / "files" / file.id)
+        ready(state, file)
+
+    monkeypatch.setattr("os.fsync", seen)
+    monkeypatch.setattr(State, "_ready", made_ready)
     directory = tmp_path / "new" / "store"
     async with serving(config(directory)) as router:
         made = await submit(router.client, map(line, NAMES))
         await until(router.client, made.id, "completed")
-    kept = [each for each in directory.rglob("*") if each.name not in ("lock", "lease")]
-    assert len(kept) >= 9, "owner, folders, the batch and its record, two files with theirs"
-    for path in (directory.parent, directory, *kept):
-        assert path.name in names.get(path.parent, ()), path
-        assert path.is_dir() or sizes.get(path.stat().st_ino) == path.stat().st_size, path
+    files = names_in(directory / "files")
+    assert len(files) == 2
+    for path in (directory.parent, directory, directory / "files"):
+        assert safe(path), path
+    assert all(safe(directory / "files" / name) for name in files)
+    assert NAME in names[directory]
