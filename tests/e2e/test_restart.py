@@ -4,8 +4,9 @@ power, and another ``sluice serve`` goes on with the batches in the same folder.
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from openai.types import Batch
 
 from sluice.benchmarks.live.replay.answer import AnswerCheck, simulated
 from sluice.deploy.ray_settings import free_port
+from sluice.router.batches.store import NAME
 from tests.e2e.command import ServeCommand
 from tests.e2e.conftest import wait_until
 
@@ -73,9 +75,9 @@ def test_batches_and_files_survive_a_restart_of_everything(tmp_path: Path) -> No
 
         wait_until(midway, "two are midway", WAIT_S, lambda: client.batches.list().data)
 
-    logs = {name: _log(directory, batch) for name, batch in made.items()}
-    begun = [log for log in logs.values() if log]
-    assert len(begun) == 2 and max(log.count(b"\n") for log in begun) < LINES
+    written = {name: _written(directory, batch) for name, batch in made.items()}
+    begun = [len(entries) for entries in written.values() if entries]
+    assert len(begun) == 2 and max(begun) < LINES
     fields["engine"] = {"kind": "simulated", "model": "sim"}
 
     with served(fields, tmp_path) as client:
@@ -87,8 +89,7 @@ def test_batches_and_files_survive_a_restart_of_everything(tmp_path: Path) -> No
             assert _answered(client, batch) == LINES
             assert done.error_file_id is None
             output = _output(client, done)
-            whole_lines = logs[name][: logs[name].rfind(b"\n") + 1]
-            assert output.startswith(whole_lines), "what was answered is not run again"
+            assert output.startswith(b"".join(written[name])), "what was answered is not run again"
             _check(output, bodies[name])
             assert client.files.content(batch.input_file_id).content == inputs[name]
         assert len(client.files.list().data) == 2 * (len(made) + 1)
@@ -135,10 +136,11 @@ def _output(client: OpenAI, batch: Batch) -> bytes:
     return client.files.content(batch.output_file_id).content
 
 
-def _log(directory: Path, batch: Batch) -> bytes:
-    """What was written of a batch's results."""
-    path = directory / "anyone" / "batches" / batch.id / "output.jsonl"
-    return path.read_bytes() if path.exists() else b""
+def _written(directory: Path, batch: Batch) -> list[bytes]:
+    """The results of a batch that were kept, in the order in which its lines ended."""
+    with closing(sqlite3.connect(directory / NAME)) as state:
+        query = "SELECT entry FROM results WHERE batch_id = ? ORDER BY n"
+        return [entry for (entry,) in state.execute(query, (batch.id,))]
 
 
 def _check(output: bytes, bodies: list[dict[str, Any]]) -> None:

@@ -33,10 +33,13 @@ async def test_the_example_runs(tmp_path: Path) -> None:
     assert sorted(lines) == [f"question-{number} 200" for number in range(3)]
 
 
-def test_the_configuration_is_accepted() -> None:
-    (text,) = marked(DOCUMENT, "check: config")
-    read = SluiceConfig.model_validate(yaml.safe_load(text))
-    assert read.router.batches.directory == Path("/var/lib/sluice/batches")
+def test_the_configurations_are_accepted() -> None:
+    folder, bucket = (
+        SluiceConfig.model_validate(yaml.safe_load(text)).router.batches
+        for text in marked(DOCUMENT, "check: config")
+    )
+    assert folder.directory == bucket.directory == Path("/var/lib/sluice/batches")
+    assert (folder.url, bucket.url) == (None, "s3://bucket/sluice")
 
 
 def test_every_status_is_told() -> None:
