@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 
 from sluice.router.batches.records import BatchRecord, FileRecord
-from sluice.router.errors import ApiError, Reason, invalid, shown
+from sluice.router.errors import invalid, shown
 
 _DIGITS = re.compile(r"[0-9]{1,9}")
 
@@ -48,8 +48,3 @@ def listed(records: Sequence[FileRecord | BatchRecord], has_more: bool) -> dict[
         "last_id": data[-1]["id"] if data else None,
         "has_more": has_more,
     }
-
-
-def no_such_object(after: str) -> ApiError:
-    """A 404 for a page after an object that does not exist."""
-    return ApiError(Reason.NOT_FOUND, f"There is no object {shown(after)}.", "after")

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from sluice.router.batches.folders import open_private, sync_folder
-from sluice.router.batches.paging import Page, no_such_object
+from sluice.router.batches.paging import Page
 from sluice.router.batches.records import BatchRecord, FileRecord, Status
 from sluice.router.batches_config import BatchesConfig
 from sluice.router.errors import ApiError, Reason, shown
@@ -152,8 +152,7 @@ class State:
             ApiError: no space is left.
         """
         self._check_space(file.owner)
-        with self._changing():
-            self._begin(file, None)
+        self._begin(file, None)
 
     def finish_upload(self, file: FileRecord) -> None:
         """Make an upload visible, whose bytes are complete.
@@ -185,8 +184,7 @@ class State:
 
     def hide_file(self, file_id: str) -> None:
         """Delete a file for its client. Its bytes stay while a batch reads them."""
-        with self._changing():
-            self._db.execute("UPDATE files SET state = 'deleted' WHERE id = ?", (file_id,))
+        self._db.execute("UPDATE files SET state = 'deleted' WHERE id = ?", (file_id,))
 
     def unused_files(self, file_id: str | None = None) -> list[str]:
         """Ids of files whose bytes can be deleted, only ``file_id`` if it is given: deleted and
@@ -203,8 +201,7 @@ class State:
 
     def forget_file(self, file_id: str) -> None:
         """The bytes of a file were deleted."""
-        with self._changing():
-            self._db.execute("DELETE FROM files WHERE id = ?", (file_id,))
+        self._db.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
     # Batches.
 
@@ -264,12 +261,11 @@ class State:
 
     def cancel(self, batch_id: str) -> None:
         """Ask the holder of a batch to end it. Only the first call has an effect."""
-        with self._changing():
-            self._db.execute(
-                "UPDATE batches SET cancelled_s = ? WHERE id = ? AND cancelled_s IS NULL"
-                " AND ended_s IS NULL",
-                (self._now(), batch_id),
-            )
+        self._db.execute(
+            "UPDATE batches SET cancelled_s = ? WHERE id = ? AND cancelled_s IS NULL"
+            " AND ended_s IS NULL",
+            (self._now(), batch_id),
+        )
 
     def holder(self, batch_id: str) -> int | None:
         """The router that runs a batch, or ran it when it died."""
@@ -279,23 +275,22 @@ class State:
     def claim(self, batch_id: str, before: int | None) -> BatchRecord | None:
         """Become the holder of a batch, if its holder is still ``before`` and it has not ended.
         Returns its current record."""
-        with self._changing():
-            changed = self._db.execute(
-                "UPDATE batches SET holder = ? WHERE id = ? AND holder IS ? AND ended_s IS NULL",
-                (self._router, batch_id, before),
-            ).rowcount
-            row = self._db.execute(f"{_BATCH} WHERE id = ?", (batch_id,)).fetchone()
-        return _batch(row) if changed else None
+        changed = self._db.execute(
+            "UPDATE batches SET holder = ? WHERE id = ? AND holder IS ? AND ended_s IS NULL",
+            (self._router, batch_id, before),
+        ).rowcount
+        if not changed:
+            return None
+        return _batch(self._db.execute(f"{_BATCH} WHERE id = ?", (batch_id,)).fetchone())
 
     # For the holder of a batch; what changes the batch raises BatchLostError for other routers.
 
     def release(self, batch_id: str) -> None:
         """Let other routers run the batch."""
-        with self._changing():
-            self._db.execute(
-                "UPDATE batches SET holder = NULL WHERE id = ? AND holder = ?",
-                (batch_id, self._router),
-            )
+        self._db.execute(
+            "UPDATE batches SET holder = NULL WHERE id = ? AND holder = ?",
+            (batch_id, self._router),
+        )
 
     def save(self, batch: BatchRecord) -> None:
         """Replace the record."""
@@ -409,7 +404,8 @@ class State:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """A transaction that is durable at its end, or rolled back."""
+        """Several changes in one transaction, which is durable at its end, or rolled back. A single
+        change is a transaction of its own."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -428,7 +424,8 @@ class State:
                 f"SELECT created_s, id FROM {table} WHERE {where} AND id = ?", (*values, page.after)
             ).fetchone()
             if start is None:
-                raise no_such_object(page.after)
+                text = f"There is no object {shown(page.after)}."
+                raise ApiError(Reason.NOT_FOUND, text, "after")
             where, values = f"{where} AND (created_s, id) {side} (?, ?)", [*values, *start]
         rows = self._db.execute(
             f"{select} WHERE {where} ORDER BY created_s {order}, id {order} LIMIT ?",

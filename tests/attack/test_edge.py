@@ -28,6 +28,7 @@ from sluice.router.request.arrival import INFERENCE_PATHS
 from sluice.router.request.body import BODY_TIMEOUT_S
 from sluice.router.tenancy.keys import ApiKey
 from sluice.router.wire import NO_CLASS
+from tests.router.batches.routers import rows
 from tests.router.far_side import Edge, FarSide, serve
 from tests.router.listening import listening
 
@@ -81,7 +82,7 @@ def kept(system: Attacked, folder: Path) -> Kept:
         edge.sample("sluice_held_body_bytes"),
         edge.sample("sluice_in_flight_requests"),
         len(edge.side.live),
-        len(list(folder.rglob(".part-*"))),
+        len(rows(folder, "SELECT id FROM files WHERE state = 'writing'")),
     )
 
 

@@ -22,7 +22,8 @@ from tests.faults.replicas import FLEET
 from tests.faults.scenario import RECOVERY_S, Scenario, Setting, Trial
 
 LINES = 1500
-_DISK = "2m"
+_DISK = "4m"
+"""The end of a batch needs its results twice, in the state and in a file."""
 _CHUNK = 4096
 
 

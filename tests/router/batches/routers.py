@@ -148,7 +148,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def rows(directory: Path, query: str) -> list[tuple[Any, ...]]:
-    """What a query of the state finds, after the last router has closed it."""
+    """What a query of the state finds."""
     with closing(sqlite3.connect(directory / NAME)) as database:
         return database.execute(query).fetchall()
 
