@@ -190,13 +190,19 @@ class State:
         """Ids of files whose bytes can be deleted, only ``file_id`` if it is given: deleted and
         expired ones, and leftovers of crashes."""
         now_s = self._now()
-        orphan_s = max(ORPHAN_S, 2 * self._config.upload_timeout_s)
-        rows = self._db.execute(
-            "SELECT id FROM files WHERE (:id IS NULL OR id = :id) AND (state = 'deleted'"
-            " OR (state = 'ready' AND expires_s <= :now)"
-            f" OR (state = 'writing' AND created_s <= :orphan)) AND {_UNUSED}",
-            {"id": file_id, "now": now_s, "orphan": now_s - orphan_s},
-        )
+        orphan_s = now_s - max(ORPHAN_S, 2 * self._config.upload_timeout_s)
+        with self._changing():
+            # No batch can be made of them, and no upload of them finished, from now on.
+            self._db.execute(
+                "UPDATE files SET state = 'deleted' WHERE (state = 'ready' AND expires_s <= ?"
+                f" OR state = 'writing' AND created_s <= ?) AND {_UNUSED}",
+                (now_s, orphan_s),
+            )
+            rows = self._db.execute(
+                "SELECT id FROM files WHERE state = 'deleted' AND id = IFNULL(?, id)"
+                f" AND {_UNUSED}",
+                (file_id,),
+            ).fetchall()
         return [each for (each,) in rows]
 
     def forget_file(self, file_id: str) -> None:
