@@ -198,7 +198,7 @@ def check_sluice(words: list[str]) -> None:
 
 
 def check_module(words: list[str]) -> None:
-    path = ROOT.joinpath(*words[0].split("."))
+    path = ROOT.joinpath("src" if words[0].startswith("sluice.") else "", *words[0].split("."))
     path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
     source = path.read_text(encoding="utf-8")
     assert 'if __name__ == "__main__"' in source, f"{words[0]} cannot be run"
