@@ -63,10 +63,10 @@ from sluice.controller.transport.checks import (
 )
 from sluice.controller.transport.wire_format import MAX_QUERIES
 from sluice.scheduling.autoscaling import Load
-from sluice.scheduling.calibration import Calibration
-from sluice.scheduling.fleet import Fleet, FleetSettings
-from sluice.scheduling.job import INVALID_QUERY, STAYS
-from sluice.scheduling.placement import Placer
+from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
+from sluice.scheduling.placement.calibration import Calibration
+from sluice.scheduling.placement.placer import Placer
+from sluice.scheduling.request.job import INVALID_QUERY, STAYS
 from sluice.scheduling.roles import Role
 
 SETTLING_S = 5.0

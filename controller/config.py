@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from sluice.controller.version import version
 from sluice.scheduling.admission import AdmissionPolicy
 from sluice.scheduling.admission import make_policy as make_admission_policy
-from sluice.scheduling.length import LengthRange
-from sluice.scheduling.output_lengths import OutputLengths
+from sluice.scheduling.placement.length import LengthRange
+from sluice.scheduling.placement.output_lengths import OutputLengths
 from sluice.scheduling.routing import RoutingPolicy, make_policy
 
 NO_ADMISSION = "none"

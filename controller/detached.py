@@ -14,7 +14,7 @@ from sluice.controller.config import ControllerConfig
 from sluice.controller.observability.controller_handle import ControllerHandle
 from sluice.controller.observability.observer import Observer
 from sluice.controller.transport import report_rows
-from sluice.scheduling.placement_warm_up import warm_up_placement
+from sluice.scheduling.placement.warm_up import warm_up_placement
 
 END_AFTER_S = 600.0
 """Silence of all replicas and clients after which an actor ends, seconds. Replicas report and

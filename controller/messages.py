@@ -12,11 +12,11 @@ from typing import Annotated, Final, NamedTuple
 import numpy as np
 from msgspec import Meta
 
-from sluice.scheduling.breaker import Trouble
-from sluice.scheduling.job import RouteDecision, RouteQuery, Tier
-from sluice.scheduling.latency_profile import LatencyProfile
-from sluice.scheduling.objective import OBJECTIVES
-from sluice.scheduling.prefix import NO_HELD, NO_HELD_SLOTS
+from sluice.scheduling.fleet.breaker import Trouble
+from sluice.scheduling.fleet.prefix import NO_HELD, NO_HELD_SLOTS
+from sluice.scheduling.latency.profile import LatencyProfile
+from sluice.scheduling.request.job import RouteDecision, RouteQuery, Tier
+from sluice.scheduling.request.objective import OBJECTIVES
 from sluice.scheduling.roles import Role
 
 __all__ = [
@@ -133,8 +133,9 @@ class ReplicaDelta(NamedTuple):
     ``slots``/``rows`` hold the changed slots of its table (a row with phase 0 is a freed slot);
     ``finished`` the keys of requests that ended since, whose reservations are released.
     ``held_slots``/``held`` are the changed slots of its table of held chunks
-    (:data:`sluice.scheduling.prefix.HELD`; hash 0 is a freed slot). ``epoch`` is the controller's
-    as the replica knows it. ``hung``: its own watchdog reports that its engine makes no progress.
+    (:data:`sluice.scheduling.fleet.prefix.HELD`; hash 0 is a freed slot). ``epoch`` is the
+    controller's as the replica knows it. ``hung``: its own watchdog reports that its engine makes
+    no progress.
     """
 
     replica_id: Id
@@ -212,7 +213,7 @@ class RequestEnding(NamedTuple):
         tokens: output tokens of its first choice.
         ttft_s: from its arrival to its first token; ``None`` without a token.
         tpot_s: time per token after the first, by the anchor of its objective
-            (:class:`~sluice.scheduling.tpot.TPOTAnchor`); ``None`` with fewer than two.
+            (:class:`~sluice.scheduling.request.tpot.TPOTAnchor`); ``None`` with fewer than two.
         e2e_s: from its arrival to its end.
         error: code of the error that its client got; empty for none.
         service_class: class it was served as; empty if unknown.
@@ -223,8 +224,8 @@ class RequestEnding(NamedTuple):
         kept: whether its guarantee was kept, as the metrics count it; ``None`` if it had no
             guarantee, the outcome cannot be judged, or no answer began.
         judged_s: for a request with stages, TTFT, TPOT and end-to-end time of its worst stages, see
-            :meth:`sluice.scheduling.stage_clock.StageClock.judged_s`; ``None``: the times above
-            apply.
+            :meth:`sluice.scheduling.request.stage_clock.StageClock.judged_s`; ``None``: the times
+            above apply.
     """
 
     request_id: Id

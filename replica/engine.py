@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal, NamedTuple, Protocol
 
-from sluice.scheduling.latency_profile import LatencyProfile
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.prefix import NO_PREFIX, PromptPrefix
-from sluice.scheduling.state import EngineState
+from sluice.scheduling.fleet.prefix import NO_PREFIX, PromptPrefix
+from sluice.scheduling.fleet.state import EngineState
+from sluice.scheduling.latency.profile import LatencyProfile
+from sluice.scheduling.request.objective import SLO
 
 Endpoint = Literal["chat", "completions", "responses", "embeddings", "tokenize", "detokenize"]
 

@@ -20,14 +20,14 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from sluice.scheduling.roles import Role
-from sluice.scheduling.state import (
+from sluice.scheduling.fleet.state import (
     DRAFT_LENGTHS,
     PLAN_BUCKETS_S,
     STEP_RATIO_BUCKETS,
     STOP_BUCKETS_S,
     EngineState,
 )
+from sluice.scheduling.roles import Role
 
 logger = logging.getLogger(__name__)
 

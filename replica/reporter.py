@@ -19,9 +19,9 @@ import numpy as np
 from sluice.controller.messages import ReplicaDelta, ReplicaHello, ReportReply
 from sluice.replica.config import ReplicaConfig
 from sluice.replica.engine import EngineInfo
-from sluice.scheduling.prefix import HELD, HELD_SLOTS
+from sluice.scheduling.fleet.prefix import HELD, HELD_SLOTS
+from sluice.scheduling.fleet.state import ROW, EngineState
 from sluice.scheduling.roles import Role
-from sluice.scheduling.state import ROW, EngineState
 
 logger = logging.getLogger(__name__)
 

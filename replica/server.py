@@ -34,9 +34,9 @@ from sluice.replica.request_trace import RequestTrace
 from sluice.replica.response import Response
 from sluice.replica.streams.direct import DirectPort, sent_directly
 from sluice.replica.watchdog import Watchdog
-from sluice.scheduling.fair_shares import PLACES_PART, has_room
+from sluice.scheduling.fleet.state import SUMMARY
 from sluice.scheduling.roles import Role
-from sluice.scheduling.state import SUMMARY
+from sluice.scheduling.tenancy.fair_shares import PLACES_PART, has_room
 from sluice.telemetry.logs import of_request
 from sluice.telemetry.tracing import Tracer
 

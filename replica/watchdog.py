@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 
 from sluice.replica.engine import Engine, EngineDeadError, EngineInfo
-from sluice.scheduling.latency import StepSample
-from sluice.scheduling.state import EngineState
+from sluice.scheduling.fleet.state import EngineState
+from sluice.scheduling.latency.model import StepSample
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from sluice.router.batches_config import BatchesConfig
 from sluice.router.tenancy.keys import KeyEntry, KeyFile, check_bare, check_entries, digest_of
 from sluice.router.tenancy.limits import OutputLimit, PromptLimit
 from sluice.router.wire import LABEL, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
-from sluice.scheduling.objective import MAX_PRIORITY, MIN_PRIORITY, SLO
-from sluice.scheduling.tpot import TPOTAnchor
+from sluice.scheduling.request.objective import MAX_PRIORITY, MIN_PRIORITY, SLO
+from sluice.scheduling.request.tpot import TPOTAnchor
 
 Origin = Annotated[
     str,

@@ -21,8 +21,8 @@ from sluice.router.request.engine_bounds import MAX_ENTRIES
 from sluice.router.request.session import MAX_SESSION_CHARACTERS
 from sluice.router.request.validation import MAX_INPUTS, MAX_MESSAGES, MAX_PROMPTS, field_schemas
 from sluice.router.wire import MAX_TOKENS
-from sluice.scheduling.objective import MAX_PRIORITY, MIN_PRIORITY
-from sluice.scheduling.stages import MOST_STAGE_TOKENS, MOST_STAGES
+from sluice.scheduling.request.objective import MAX_PRIORITY, MIN_PRIORITY
+from sluice.scheduling.request.stages import MOST_STAGE_TOKENS, MOST_STAGES
 
 Schema = dict[str, Any]
 

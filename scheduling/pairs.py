@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sluice.scheduling.admission.base import Promises
-from sluice.scheduling.job import Job
+from sluice.scheduling.request.job import Job
 
 HANDOVER_STEPS = 2.0
 """Steps of the decode replica between the arrival of the KV and the first token, at most: the one

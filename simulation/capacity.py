@@ -6,8 +6,8 @@ from collections.abc import Callable
 from math import ceil
 from typing import NamedTuple
 
-from sluice.scheduling.latency import LatencyModel
-from sluice.scheduling.pool_ratio import PoolDemand, demand_of_work
+from sluice.scheduling.fleet.pool_ratio import PoolDemand, demand_of_work
+from sluice.scheduling.latency.model import LatencyModel
 from sluice.simulation.config import EngineConfig
 from sluice.simulation.workload import Arrival, Workload
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from sluice.scheduling.admission import AdmissionPolicy
 from sluice.scheduling.batching import BatchPolicy
-from sluice.scheduling.job import UNATTAINABLE
-from sluice.scheduling.kernels import ARRIVAL
-from sluice.scheduling.latency import LatencyModel
-from sluice.scheduling.length import LengthPredictor
+from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.placement.length import LengthPredictor
+from sluice.scheduling.request.job import UNATTAINABLE
+from sluice.scheduling.request.kernels import ARRIVAL
 from sluice.scheduling.roles import Role
 from sluice.scheduling.routing import RouteQuery, RoutingPolicy, Tier
 from sluice.simulation.config import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from sluice.scheduling.kernels import ACCEPTANCE, DRAFTED, Floats, Ints
-from sluice.scheduling.speculation import AcceptanceRates
+from sluice.scheduling.latency.speculation import AcceptanceRates
+from sluice.scheduling.request.kernels import ACCEPTANCE, DRAFTED, Floats, Ints
 from sluice.simulation.config import Speculation
 from sluice.simulation.requests import Requests
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy, make_policy
-from sluice.scheduling.kernels import (
+from sluice.scheduling.fleet.transfer import prompt_ttft_s
+from sluice.scheduling.request.kernels import (
     COMPUTED,
     EXPECTED,
     KV_BLOCKS,
@@ -14,8 +15,7 @@ from sluice.scheduling.kernels import (
     Floats,
     Ints,
 )
-from sluice.scheduling.request import QueueView
-from sluice.scheduling.transfer import prompt_ttft_s
+from sluice.scheduling.request.queue import QueueView
 from sluice.simulation import steps
 from sluice.simulation.config import EngineConfig
 from sluice.simulation.drafts import Drafts

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from sluice.scheduling.kernels import PREFILL_CONTEXT, PREFILL_CROSS, PREFILL_SQUARE
-from sluice.scheduling.latency import LatencyModel, StepSample
+from sluice.scheduling.latency.model import LatencyModel, StepSample
+from sluice.scheduling.request.kernels import PREFILL_CONTEXT, PREFILL_CROSS, PREFILL_SQUARE
 
 Granularity = Literal["off", "layer", "operator"]
 """Where a pass can be left: not at all, before a layer, or before an operator."""

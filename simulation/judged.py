@@ -7,8 +7,8 @@ from math import isnan
 
 import numpy as np
 
-from sluice.scheduling.objective import Times
-from sluice.scheduling.tpot import tpot_s
+from sluice.scheduling.request.objective import Times
+from sluice.scheduling.request.tpot import tpot_s
 from sluice.simulation.requests import Requests
 
 Seen = tuple[float, float, float]

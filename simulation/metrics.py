@@ -17,10 +17,10 @@ from math import nan
 import numpy as np
 from numpy.typing import NDArray
 
-from sluice.scheduling.gain import token_deadlines_s
-from sluice.scheduling.kernels import Floats, Ints, compiled
-from sluice.scheduling.objective import SLO, Anchor, GainWeights
-from sluice.scheduling.tpot import WINDOW_TOKENS, TPOTAnchor
+from sluice.scheduling.request.gain import token_deadlines_s
+from sluice.scheduling.request.kernels import Floats, Ints, compiled
+from sluice.scheduling.request.objective import SLO, Anchor, GainWeights
+from sluice.scheduling.request.tpot import WINDOW_TOKENS, TPOTAnchor
 from sluice.simulation.requests import Requests
 
 Flags = NDArray[np.bool_]
@@ -29,7 +29,8 @@ Flags = NDArray[np.bool_]
 class TPOTMetric(enum.StrEnum):
     """How the time per output token of a stage is measured. ``t_i`` is when token ``i`` left.
 
-    ``MEAN``, ``RUNNING_MAX``, ``WINDOW``: those of :class:`~sluice.scheduling.tpot.TPOTAnchor`.
+    ``MEAN``, ``RUNNING_MAX``, ``WINDOW``: those of
+    :class:`~sluice.scheduling.request.tpot.TPOTAnchor`.
 
     ``ENVELOPE``: the largest ``(t_i - a - TTFT) / (i - 1)``, at least 0: the TPOT under which every
     token would have been within ``a + TTFT + (i - 1) TPOT``, the deadlines of TDG. It counts from
@@ -147,7 +148,7 @@ def _windows(times: Floats, index: Ints, last: Ints) -> Floats:
 
 
 def column(requests: Requests, index: int) -> Floats:
-    """One of :attr:`SLO.columns <sluice.scheduling.objective.SLO.columns>` per stage."""
+    """One of :attr:`SLO.columns <sluice.scheduling.request.objective.SLO.columns>` per stage."""
     return np.array([slo.columns[index] for slo in requests.stage_slos])
 
 
@@ -177,7 +178,7 @@ def attained(requests: Requests, measured: Stages, metric: TPOTMetric | None = N
     :func:`judged_tpot_s`.
 
     Meeting is ``<=``, as in :meth:`TokenClock.attained
-    <sluice.scheduling.objective.TokenClock.attained>`.
+    <sluice.scheduling.request.objective.TokenClock.attained>`.
     """
     tpot_s = judged_tpot_s(requests, measured, metric)
     met = measured.complete & (measured.ttft_s <= column(requests, 0))

@@ -1,5 +1,5 @@
 """What the simulated router knows of its replicas: the fleet and the decisions of production
-(:mod:`sluice.scheduling.placement`), fed with simulated reports.
+(:mod:`sluice.scheduling.placement.placer`), fed with simulated reports.
 
 The rules are the controller's: a replica that is silent for too long, is draining, or was seen to
 fail gets nothing; a reservation counts until its replica reports the request, or until it expires.
@@ -13,20 +13,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sluice.scheduling import kernels
 from sluice.scheduling.admission import AdmissionPolicy
 from sluice.scheduling.autoscaling import Load
-from sluice.scheduling.calibration import Calibration
-from sluice.scheduling.fleet import Fleet, FleetSettings
-from sluice.scheduling.fleet_report import Report
-from sluice.scheduling.job import NO_REPLICA, PLACED, RouteDecision
-from sluice.scheduling.kernels import Floats
-from sluice.scheduling.objective import Times
-from sluice.scheduling.output_lengths import OutputLengths
-from sluice.scheduling.placement import Placer
+from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
+from sluice.scheduling.fleet.report import Report
+from sluice.scheduling.fleet.state import ROW, RUNNING, WAITING
+from sluice.scheduling.placement.calibration import Calibration
+from sluice.scheduling.placement.output_lengths import OutputLengths
+from sluice.scheduling.placement.placer import Placer
+from sluice.scheduling.request import kernels
+from sluice.scheduling.request.job import NO_REPLICA, PLACED, RouteDecision
+from sluice.scheduling.request.kernels import Floats
+from sluice.scheduling.request.objective import Times
 from sluice.scheduling.roles import WHOLE, Role
 from sluice.scheduling.routing import RouteQuery, RoutingPolicy
-from sluice.scheduling.state import ROW, RUNNING, WAITING
 from sluice.simulation.config import ClusterConfig
 from sluice.simulation.judged import Judged
 
@@ -153,7 +153,7 @@ class Mirror:
             self.calibration.behind(key, ttft_s, tpot_s, now_s)
 
     def place(self, query: RouteQuery, now_s: float) -> RouteDecision:
-        """The decision on a request, see :meth:`sluice.scheduling.placement.Placer.place`.
+        """The decision on a request, see :meth:`sluice.scheduling.placement.placer.Placer.place`.
 
         Where no replica has been heard of lately, those that are merely silent take turns, as
         Serve's own routing would take over there: of the ones that do both phases, or that decode.
@@ -198,8 +198,8 @@ class Mirror:
 
 
 def state_rows(table: Floats, later: Floats | None = None) -> np.ndarray:
-    """An engine's rows as a replica reports them, of dtype :data:`sluice.scheduling.state.ROW`,
-    with what is to come of their stages."""
+    """An engine's rows as a replica reports them, of dtype
+    :data:`sluice.scheduling.fleet.state.ROW`, with what is to come of their stages."""
     rows = np.zeros(len(table), ROW)
     for name, column in (
         ("arrival_s", kernels.ARRIVAL),

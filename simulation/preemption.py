@@ -15,15 +15,7 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from sluice.scheduling.kernels import (
-    COMPUTED,
-    FIELDS,
-    KV_BLOCKS,
-    PENDING,
-    RUNNING,
-    Floats,
-)
-from sluice.scheduling.latency import LatencyModel, StepSample
+from sluice.scheduling.latency.model import LatencyModel, StepSample
 from sluice.scheduling.preemption import (
     BATCH_TOKENS,
     CHUNK_TOKENS,
@@ -34,6 +26,14 @@ from sluice.scheduling.preemption import (
     Options,
     Prefill,
     decide,
+)
+from sluice.scheduling.request.kernels import (
+    COMPUTED,
+    FIELDS,
+    KV_BLOCKS,
+    PENDING,
+    RUNNING,
+    Floats,
 )
 from sluice.simulation.forward import Granularity, Model, Pass
 from sluice.simulation.requests import Requests

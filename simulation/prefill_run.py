@@ -8,13 +8,13 @@ from typing import NamedTuple
 import numpy as np
 
 from sluice.scheduling.admission import AdmissionPolicy
-from sluice.scheduling.fleet_report import Report
-from sluice.scheduling.job import Tier
-from sluice.scheduling.kernels import BEST_EFFORT, FIELDS, KV_BLOCKS, TTFT, Floats
-from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.fleet.report import Report
+from sluice.scheduling.fleet.state import ROW
+from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.request.job import Tier
+from sluice.scheduling.request.kernels import BEST_EFFORT, FIELDS, KV_BLOCKS, TTFT, Floats
 from sluice.scheduling.routing import RouteQuery
 from sluice.scheduling.routing import make_policy as make_routing
-from sluice.scheduling.state import ROW
 from sluice.simulation.config import ClusterConfig
 from sluice.simulation.forward import LLAMA3_8B, Model
 from sluice.simulation.mirror import Mirror, Sent

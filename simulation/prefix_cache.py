@@ -19,7 +19,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sluice.scheduling.kernels import COMPUTED, EMITTED, KV_BLOCKS, PENDING, PROMPT, RUNNING, Ints
+from sluice.scheduling.request.kernels import (
+    COMPUTED,
+    EMITTED,
+    KV_BLOCKS,
+    PENDING,
+    PROMPT,
+    RUNNING,
+    Ints,
+)
 from sluice.simulation.rows import Rows
 from sluice.simulation.steps import FREE_BLOCKS, SHARED, SOLE, VICTIMS
 from sluice.simulation.workload import Arrival

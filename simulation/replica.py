@@ -7,10 +7,10 @@ from functools import partial
 
 import numpy as np
 
-from sluice.scheduling.fleet_report import Report
+from sluice.scheduling.fleet.report import Report
+from sluice.scheduling.fleet.state import ROW
+from sluice.scheduling.fleet.transfer import NO_TRANSFERS, Transfers
 from sluice.scheduling.roles import Role
-from sluice.scheduling.state import ROW
-from sluice.scheduling.transfer import NO_TRANSFERS, Transfers
 from sluice.simulation.config import ClusterConfig
 from sluice.simulation.engine import Engine, StuckError
 from sluice.simulation.events import Events

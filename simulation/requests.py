@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sluice.scheduling.kernels import (
+from sluice.scheduling.placement.length import LengthPredictor, TaskLengths
+from sluice.scheduling.request.kernels import (
     ARRIVAL,
     BEST_EFFORT,
     COMPUTED,
@@ -31,10 +32,9 @@ from sluice.scheduling.kernels import (
     Floats,
     Ints,
 )
-from sluice.scheduling.length import LengthPredictor, TaskLengths
-from sluice.scheduling.objective import SLO, Times
-from sluice.scheduling.request import row_of
-from sluice.scheduling.stages import later_of
+from sluice.scheduling.request.objective import SLO, Times
+from sluice.scheduling.request.queue import row_of
+from sluice.scheduling.request.stages import later_of
 from sluice.simulation.steps import ADMISSION, OFFSET, PRIVATE, STAGES_LEFT, TARGET
 from sluice.simulation.workload import Stage, Workload
 
@@ -64,7 +64,7 @@ class Requests:
     A stage is one prefill-and-decode pair; most requests have one. When a stage ends, the next one
     begins at that moment, and the policy sees it as a fresh request that has its context computed:
     output counts from 0, times from the stage's start, and the objective is the stage's
-    (:meth:`~sluice.scheduling.objective.SLO.at_stage`).
+    (:meth:`~sluice.scheduling.request.objective.SLO.at_stage`).
 
     Args:
         workload: what arrives.
@@ -174,7 +174,7 @@ class Requests:
         """Write the fields of a placed request that its engine receives; ``promised_s`` is nan
         without a guarantee. The predicted time of a first token that has left stays. The engine
         plans by ``planned``, or by ``stated`` if that is ``None``; see
-        :meth:`~sluice.scheduling.objective.SLO.with_times` for later stages."""
+        :meth:`~sluice.scheduling.request.objective.SLO.with_times` for later stages."""
         row = self.rows[key]
         row[BEST_EFFORT] = best_effort
         row[PROMISED] = not isnan(promised_s)
@@ -243,8 +243,8 @@ class Requests:
 
     def later(self, keys: Ints, private: Ints) -> Floats | None:
         """What a replica reports of the stages to come of its requests, one row each
-        (:func:`sluice.scheduling.stages.later_of`); ``None`` where no request of the run has
-        several."""
+        (:func:`sluice.scheduling.request.stages.later_of`); ``None`` where no request of the run
+        has several."""
         if self.whole_stages:
             return None
         found = np.zeros((len(keys), 3))

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sluice.scheduling.batching import BatchPlan
-from sluice.scheduling.kernels import FIELDS, KV_BLOCKS, RUNNING, Floats, Ints
+from sluice.scheduling.request.kernels import FIELDS, KV_BLOCKS, RUNNING, Floats, Ints
 from sluice.simulation import steps
 from sluice.simulation.steps import COUNTERS, FREE_BLOCKS, LIVE, PRIVATE, SEQUENCES, SHARED, TARGET
 
@@ -38,7 +38,8 @@ class Rows:
         max_sequences: most running requests.
 
     Attributes:
-        table: what policies see, ``float64[capacity, FIELDS]`` of :mod:`sluice.scheduling.kernels`.
+        table: what policies see, ``float64[capacity, FIELDS]`` of
+            :mod:`sluice.scheduling.request.kernels`.
         private: what they do not see, ``int64[capacity, PRIVATE]`` of
             :mod:`sluice.simulation.steps`.
         keys: which requests these are.

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from sluice.scheduling.batching import BatchPolicy
-from sluice.scheduling.latency import LatencyModel
-from sluice.scheduling.length import LengthPredictor
+from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.placement.length import LengthPredictor
 from sluice.simulation.config import EngineConfig
 from sluice.simulation.engine import Engine
 from sluice.simulation.requests import Requests

@@ -1,14 +1,14 @@
 """The compiled side of :class:`sluice.simulation.rows.Rows`: one step over the rows of its table.
 
-Besides the policies' table (:mod:`sluice.scheduling.kernels`) a request has a row of numbers that
-no policy may see, ``int64[capacity, PRIVATE]``, and the engine has its counters.
+Besides the policies' table (:mod:`sluice.scheduling.request.kernels`) a request has a row of
+numbers that no policy may see, ``int64[capacity, PRIVATE]``, and the engine has its counters.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from sluice.scheduling.kernels import (
+from sluice.scheduling.request.kernels import (
     COMPUTED,
     DRAFTED,
     EMITTED,

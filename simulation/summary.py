@@ -7,8 +7,8 @@ from math import nan
 
 import numpy as np
 
-from sluice.scheduling.kernels import Floats
-from sluice.scheduling.objective import Anchor, GainWeights
+from sluice.scheduling.request.kernels import Floats
+from sluice.scheduling.request.objective import Anchor, GainWeights
 from sluice.simulation.metrics import (
     TPOTMetric,
     attained,

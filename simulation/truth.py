@@ -11,9 +11,9 @@ from math import inf
 
 import numpy as np
 
-from sluice.scheduling.kernels import Floats
-from sluice.scheduling.latency import LatencyModel
-from sluice.scheduling.step_correction import StepCorrection, caution
+from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.latency.step_correction import StepCorrection, caution
+from sluice.scheduling.request.kernels import Floats
 
 _DRAWS = 4096
 
@@ -63,7 +63,7 @@ class Belief:
     Attributes:
         model: latency model, head-room included.
         online: whether real times correct it, by
-            :class:`~sluice.scheduling.step_correction.StepCorrection`.
+            :class:`~sluice.scheduling.latency.step_correction.StepCorrection`.
     """
 
     model: LatencyModel

@@ -16,8 +16,8 @@ from math import inf, isfinite
 from statistics import fmean
 from typing import NamedTuple, Self
 
-import sluice.scheduling.stages
-from sluice.scheduling.objective import SLO
+import sluice.scheduling.request.stages
+from sluice.scheduling.request.objective import SLO
 
 AS_RECORDED = "as recorded"
 
@@ -73,11 +73,13 @@ class Arrival(NamedTuple):
         """A request of several stages, >= 1 of them.
 
         The objective known at its arrival states those of all stages, and what enters before each,
-        but not how long any of them is (:class:`sluice.scheduling.stages.Stage`).
+        but not how long any of them is (:class:`sluice.scheduling.request.stages.Stage`).
         """
         first = stages[0].slo
         stated = [
-            sluice.scheduling.stages.Stage(*stage.slo.times_s, prompt_tokens=stage.prompt_tokens)
+            sluice.scheduling.request.stages.Stage(
+                *stage.slo.times_s, prompt_tokens=stage.prompt_tokens
+            )
             for stage in stages
         ]
         slo = SLO.of_stages(stated, None, first.priority, first.service_class, first.tpot_anchor)

@@ -15,7 +15,7 @@ import pytest
 
 from sluice.controller.config import ControllerConfig
 from sluice.deploy import ray_settings
-from sluice.scheduling.placement_warm_up import warm_up_placement
+from sluice.scheduling.placement.warm_up import warm_up_placement
 
 _TEST_SETTINGS = {
     # The address of the machine, as on a cluster: some tests start several nodes.

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.latency_profile import LatencyProfile
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.latency.profile import LatencyProfile
 
 _SMALL = LinearLatency(a=0.004, b=0.0001, c=0.000001)
 """About that of the small local models on one core."""

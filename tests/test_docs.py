@@ -20,9 +20,9 @@ from sluice.deploy.reference import KINDS, pages
 from sluice.deploy.reference import POLICIES as POLICY_PAGES
 from sluice.replica.config import AutoscalingConfig
 from sluice.scheduling.batching import POLICIES, BatchPolicy
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.request import QueueView
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.queue import QueueView
 from sluice.simulation.run import simulate
 from sluice.simulation.workload import Arrival, Workload
 from tests.documents import DOCUMENTS, README, ROOT, blocks, marked, rows, section, shell

@@ -191,7 +191,7 @@ def test_the_check_sees_a_violation(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("scheduling.x", "import math\nimport numpy as np\nfrom pydantic import Field"),
-        ("scheduling.x", "from sluice.scheduling.objective import SLO"),
+        ("scheduling.x", "from sluice.scheduling.request.objective import SLO"),
         ("scheduling.batching.x", "from . import base\nfrom ..objective import SLO"),
         ("controller.x", "import ray\nfrom sluice.scheduling.routing import make_policy"),
         (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-from sluice.scheduling.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS
+from sluice.scheduling.fleet.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS
 from tests.documents import ROOT
 from tests.metrics_catalogue import Family, catalogue
 

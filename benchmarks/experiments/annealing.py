@@ -14,9 +14,9 @@ from sluice.benchmarks.experiments.grid import Cell, Experiment, Pivot, Plan, Ro
 from sluice.benchmarks.experiments.systems import SETUPS, Contender, Setup, run
 from sluice.scheduling.batching.annealing import AnnealingOptions
 from sluice.scheduling.batching.priority_mapping import Jobs, Schedule, anneal, predict
-from sluice.scheduling.latency_request import InteractionLatency
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.request import row_of
+from sluice.scheduling.latency.request_model import InteractionLatency
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.queue import row_of
 from sluice.simulation.metrics import TPOTMetric, attained, stages
 from sluice.simulation.planning.plots import Table
 from sluice.simulation.workloads.settings import chat_and_code

@@ -11,7 +11,7 @@ from sluice.benchmarks.experiments.grid import Cell, Experiment, Pivot, Plan
 from sluice.benchmarks.experiments.loads import GENERATED, LOAD_WORDS, full_load_rate
 from sluice.benchmarks.experiments.systems import SETUPS, node_of
 from sluice.scheduling.batching import make_policy
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.engine import Engine
 from sluice.simulation.metrics import TPOTMetric, attained, stages
 from sluice.simulation.requests import Requests

@@ -41,7 +41,7 @@ from sluice.benchmarks.experiments.systems import (
     colocated,
     of_roles,
 )
-from sluice.scheduling.pool_ratio import PoolDemand
+from sluice.scheduling.fleet.pool_ratio import PoolDemand
 from sluice.simulation.capacity import pool_demand
 from sluice.simulation.planning.plots import Table
 from sluice.simulation.workload import Workload, with_objectives

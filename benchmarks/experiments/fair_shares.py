@@ -28,8 +28,8 @@ from sluice.benchmarks.experiments.systems import (
     colocated,
     run_cluster,
 )
-from sluice.scheduling.fair_shares import water_level
-from sluice.scheduling.kernels import Floats
+from sluice.scheduling.request.kernels import Floats
+from sluice.scheduling.tenancy.fair_shares import water_level
 from sluice.simulation.config import WhenUnattainable
 from sluice.simulation.metrics import TPOTMetric, attained, stages
 from sluice.simulation.planning.plots import Table

@@ -32,8 +32,8 @@ from sluice.benchmarks.experiments.systems import (
     System,
     colocated,
 )
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.estimate import Estimate
 from sluice.simulation.planning.plots import Chart, Table
 from sluice.simulation.workload import Workload, with_objectives

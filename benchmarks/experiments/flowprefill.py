@@ -18,7 +18,7 @@ from sluice.benchmarks.experiments.systems import (
     Setup,
     Suspending,
 )
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import EngineConfig
 from sluice.simulation.preemption import WHOLE, PreemptionConfig
 from sluice.simulation.workload import Arrival, Workload, with_objectives

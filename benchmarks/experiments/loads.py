@@ -14,7 +14,7 @@ import numpy as np
 from sluice.benchmarks.experiments.capacity import ALL_LOADS, Loads, greatest_loads
 from sluice.benchmarks.experiments.grid import Cell, Value
 from sluice.benchmarks.experiments.systems import Contender, Kind, Layout, Setup, served
-from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.latency.model import LatencyModel
 from sluice.simulation.workload import (
     Workload,
     stretched,

@@ -9,9 +9,9 @@ import numpy as np
 from sluice.scheduling.admission.pab import replica_pab_tokens
 from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy, make_policy
 from sluice.scheduling.batching.base import BatchBuilder
-from sluice.scheduling.kernels import ARRIVAL, PENDING, RUNNING, TTFT
-from sluice.scheduling.latency import LatencyModel
-from sluice.scheduling.request import QueueView
+from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.request.kernels import ARRIVAL, PENDING, RUNNING, TTFT
+from sluice.scheduling.request.queue import QueueView
 from sluice.simulation.mirror import state_rows
 
 REFERENCE_TPOT_S = 0.1

@@ -29,9 +29,9 @@ from sluice.benchmarks.experiments.systems import (
     make_router,
 )
 from sluice.scheduling import admission, batching
-from sluice.scheduling.latency import LatencyModel
-from sluice.scheduling.length import OracleLengths, TaskLengths
-from sluice.scheduling.objective import OBJECTIVES
+from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.placement.length import OracleLengths, TaskLengths
+from sluice.scheduling.request.objective import OBJECTIVES
 from sluice.simulation.cluster import simulate_cluster
 from sluice.simulation.config import ClusterConfig, Slowdown
 from sluice.simulation.metrics import TPOTMetric, attained, column, stages

@@ -20,10 +20,10 @@ from sluice.controller.config import ControllerConfig
 from sluice.scheduling import admission as admissions
 from sluice.scheduling import routing
 from sluice.scheduling.batching import make_policy
-from sluice.scheduling.latency import LatencyModel, LinearLatency
-from sluice.scheduling.length import OracleLengths, TaskLengths
-from sluice.scheduling.objective import SLO, GainWeights
-from sluice.scheduling.speculation import AllDrafts
+from sluice.scheduling.latency.model import LatencyModel, LinearLatency
+from sluice.scheduling.latency.speculation import AllDrafts
+from sluice.scheduling.placement.length import OracleLengths, TaskLengths
+from sluice.scheduling.request.objective import SLO, GainWeights
 from sluice.simulation.cluster import REFUSED, Incident, Node, simulate_cluster
 from sluice.simulation.config import Autoscaling, ClusterConfig, EngineConfig, WhenUnattainable
 from sluice.simulation.forward import LLAMA3_8B, LLAMA3_70B

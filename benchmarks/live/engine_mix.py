@@ -36,7 +36,7 @@ from sluice.replica.vllm.engine import VllmEngine
 from sluice.replica.vllm.local_model import local_model
 from sluice.replica.vllm.setup import prepare_environment
 from sluice.scheduling.batching import POLICIES
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 
 VLLM_ARGS: dict[str, Any] = {
     "max-model-len": 2048,

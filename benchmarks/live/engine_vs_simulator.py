@@ -41,8 +41,8 @@ from sluice.replica.config import EngineConfig
 from sluice.replica.engine import EngineInfo, EngineRequest, ResponseTail
 from sluice.replica.vllm.engine import VllmEngine
 from sluice.scheduling.batching import POLICIES, make_policy
-from sluice.scheduling.latency import LatencyModel, LinearLatency, StepSample
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.latency.model import LatencyModel, LinearLatency, StepSample
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import EngineConfig as SimulatedConfig
 from sluice.simulation.run import simulate
 from sluice.simulation.summary import summarise

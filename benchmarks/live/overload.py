@@ -32,7 +32,7 @@ from sluice.benchmarks.live.replay.report import GUARANTEED
 from sluice.benchmarks.live.resources import Meter, Usage, held
 from sluice.benchmarks.options import as_json, number_option, percent, seed, show, slashed
 from sluice.router.config import ServiceClass
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.workload import Arrival, Workload, window
 
 SLO_OF: Final = SLO(ttft_s=1.5, tpot_s=0.15, priority=2, service_class="strict")

@@ -19,7 +19,7 @@ from ray.serve.handle import DeploymentHandle
 from sluice.deploy.config import SluiceConfig
 from sluice.replica.deployment import ReplicaServer
 from sluice.replica.engine import EngineRequest, ResponseChunk
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 
 _api = FastAPI()
 

@@ -15,12 +15,12 @@ from typing import Final
 import numpy as np
 
 from sluice.controller.messages import ReplicaDelta, ReplicaHello, RouteQuery
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.latency_profile import LatencyProfile
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.prefix import HELD
+from sluice.scheduling.fleet.prefix import HELD
+from sluice.scheduling.fleet.state import ROW, RUNNING, SUMMARY, WAITING
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.latency.profile import LatencyProfile
+from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
-from sluice.scheduling.state import ROW, RUNNING, SUMMARY, WAITING
 
 QUEUED: Final = 64
 """Requests in each replica's queue."""

@@ -21,9 +21,9 @@ from rich.table import Table
 from sluice.benchmarks.options import as_json, number_option, show
 from sluice.scheduling import batching
 from sluice.scheduling.batching.base import BatchBudget
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.request import QueueView, RequestView
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.queue import QueueView, RequestView
 
 QUEUE_SIZES = (32, 128, 512)
 NOW_S = 1_000.0

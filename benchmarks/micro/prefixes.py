@@ -23,7 +23,7 @@ from sluice.replica.scheduler.prefix_index import HeldPrefixes
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.vllm.kv_events import PooledBlocks
 from sluice.router.request.prompt_prefix import prefix_of
-from sluice.scheduling.prefix import CHUNK_ENDS, TOKEN_UNITS, PrefixIndex, PromptPrefix
+from sluice.scheduling.fleet.prefix import CHUNK_ENDS, TOKEN_UNITS, PrefixIndex, PromptPrefix
 
 CHARACTERS = (1_000, 10_000, 100_000, 1_000_000)
 REPLICAS = (64, 512)

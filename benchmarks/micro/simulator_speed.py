@@ -19,7 +19,7 @@ from rich.table import Table
 
 from sluice.benchmarks.options import as_json, number_option, show
 from sluice.scheduling import batching, routing
-from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.latency.model import LinearLatency
 from sluice.simulation.cluster import simulate_cluster
 from sluice.simulation.config import ClusterConfig
 from sluice.simulation.metrics import stages

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
-from sluice.scheduling.job import INVALID_QUERY, NO_REPLICA, PLACED, STAYS, UNATTAINABLE
+from sluice.scheduling.request.job import INVALID_QUERY, NO_REPLICA, PLACED, STAYS, UNATTAINABLE
 
 DECISION_BUCKETS_S: Final = (
     *(0.00001, 0.00003, 0.0001, 0.0003),

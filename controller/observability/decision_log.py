@@ -17,9 +17,9 @@ import numpy as np
 from sluice.controller.observability.recent_decisions import DecisionRecord
 from sluice.scheduling.admission.base import Promises
 from sluice.scheduling.admission.constraint import Constraint
-from sluice.scheduling.job import NO_REPLICA, UNATTAINABLE, RouteDecision, Tier
 from sluice.scheduling.pairs import DecodeChoice
-from sluice.scheduling.placement import DecisionInputs
+from sluice.scheduling.placement.placer import DecisionInputs
+from sluice.scheduling.request.job import NO_REPLICA, UNATTAINABLE, RouteDecision, Tier
 from sluice.scheduling.routing.base import RoutingPolicy
 
 OTHERS = 3

@@ -16,10 +16,10 @@ from prometheus_client.core import (
 
 from sluice.controller.observability.counters import DECISION_BUCKETS_S, Counters
 from sluice.controller.observability.records import Figures
-from sluice.scheduling import fleet_rows as figure
-from sluice.scheduling.breaker import Trouble
-from sluice.scheduling.fleet import CONDITIONS
-from sluice.scheduling.kernels import Floats
+from sluice.scheduling.fleet import rows as figure
+from sluice.scheduling.fleet.breaker import Trouble
+from sluice.scheduling.fleet.fleet import CONDITIONS
+from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.roles import ROLES
 
 _BUDGET = "sluice_replica_pab_tokens"

@@ -15,9 +15,9 @@ from sluice.controller.config import ControllerConfig, fingerprint_of
 from sluice.controller.observability.promise_summary import promise_summary
 from sluice.controller.observability.records import Detail, ReplicaDetail
 from sluice.controller.state.quarantine import Quarantined
-from sluice.scheduling import fleet_rows as figure
-from sluice.scheduling.job import Tier
-from sluice.scheduling.state import RUNNING, SUMMARY, WAITING
+from sluice.scheduling.fleet import rows as figure
+from sluice.scheduling.fleet.state import RUNNING, SUMMARY, WAITING
+from sluice.scheduling.request.job import Tier
 
 
 def overview(config: ControllerConfig, detail: Detail) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from sluice.controller.observability.records import Reliable
 from sluice.controller.state.promises import EndedPromise
-from sluice.scheduling.objective import Objective
-from sluice.scheduling.reliability import QUANTILES
+from sluice.scheduling.placement.reliability import QUANTILES
+from sluice.scheduling.request.objective import Objective
 
 
 def promise_summary(

@@ -17,10 +17,10 @@ from sluice.controller.state.mirror import Mirror, MirroredReplica
 from sluice.controller.state.promises import PromiseLog
 from sluice.controller.state.quarantine import Quarantine
 from sluice.controller.state.request_classes import RequestClasses
-from sluice.scheduling.calibration import Calibration
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.placement import Placer
-from sluice.scheduling.reliability import Curve
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.placement.calibration import Calibration
+from sluice.scheduling.placement.placer import Placer
+from sluice.scheduling.placement.reliability import Curve
 from sluice.scheduling.roles import ROLES
 
 AT_ONCE: Final = 8

@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 
 from sluice.controller.messages import RequestEnding
 from sluice.controller.observability.endings import Endings
-from sluice.scheduling.job import RouteDecision, RouteQuery
-from sluice.scheduling.placement import DecisionInputs
+from sluice.scheduling.placement.placer import DecisionInputs
+from sluice.scheduling.request.job import RouteDecision, RouteQuery
 
 DECISIONS: Final = 256
 """Decisions kept."""

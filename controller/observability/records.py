@@ -12,10 +12,10 @@ from sluice.controller.observability.counters import Counts
 from sluice.controller.state.promises import EndedPromise
 from sluice.controller.state.quarantine import Quarantined
 from sluice.scheduling.autoscaling import Load
-from sluice.scheduling.breaker import Trouble
-from sluice.scheduling.fleet import Condition
-from sluice.scheduling.kernels import Floats
-from sluice.scheduling.objective import Objective
+from sluice.scheduling.fleet.breaker import Trouble
+from sluice.scheduling.fleet.fleet import Condition
+from sluice.scheduling.request.kernels import Floats
+from sluice.scheduling.request.objective import Objective
 from sluice.scheduling.roles import Role
 
 
@@ -35,7 +35,7 @@ class Figures(NamedTuple):
         quarantined: the replicas in quarantine.
         replicas, roles, conditions: id, role and condition of each replica.
         ages_s: time since the last report of each.
-        figures: ``float64[replicas, FIGURES]``, see :mod:`sluice.scheduling.fleet_rows`.
+        figures: ``float64[replicas, FIGURES]``, see :mod:`sluice.scheduling.fleet.rows`.
     """
 
     now_s: float
@@ -57,7 +57,7 @@ class Figures(NamedTuple):
 
 class Reliable(NamedTuple):
     """How many TTFT forecasts were evaluated, and the share of the observations at or below each of
-    :data:`sluice.scheduling.reliability.QUANTILES`; empty for none."""
+    :data:`sluice.scheduling.placement.reliability.QUANTILES`; empty for none."""
 
     forecasts: int
     shares: tuple[float, ...]
@@ -70,7 +70,7 @@ class ReplicaDetail(NamedTuple):
         node_id, model, policy: as it registered.
         reports: number of its last report.
         drain: what drains it, see :func:`sluice.controller.state.drains.drain_of`.
-        summary: its engine's, the bytes of one :data:`sluice.scheduling.state.SUMMARY`.
+        summary: its engine's, the bytes of one :data:`sluice.scheduling.fleet.state.SUMMARY`.
         queue: live requests by class, whether they are best effort, and phase.
         reliability: of its TTFT forecasts.
     """

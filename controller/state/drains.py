@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sluice.controller.state.mirror import Mirror
-from sluice.scheduling import fleet_rows as figure
-from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.fleet import rows as figure
+from sluice.scheduling.fleet.fleet import Fleet
 
 OPERATOR = "operator"
 REPLICA = "replica"

@@ -20,12 +20,12 @@ from sluice.controller.messages import ReplicaDelta, ReplicaHello
 from sluice.controller.transport import report_rows
 from sluice.controller.transport.checks import check_changes, checked_hello
 from sluice.controller.transport.clock_offset import ClockOffset
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.fleet_report import Report
-from sluice.scheduling.prefix import NO_HELD, NO_HELD_SLOTS
-from sluice.scheduling.state import ROW, SUMMARY
-from sluice.scheduling.step_correction import caution
-from sluice.scheduling.transfer import NO_TRANSFERS, Transfers
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.fleet.prefix import NO_HELD, NO_HELD_SLOTS
+from sluice.scheduling.fleet.report import Report
+from sluice.scheduling.fleet.state import ROW, SUMMARY
+from sluice.scheduling.fleet.transfer import NO_TRANSFERS, Transfers
+from sluice.scheduling.latency.step_correction import caution
 
 MAX_REPLICAS = 4096
 
@@ -142,8 +142,8 @@ class Mirror:
     a replica under the same name, and a replica that was marked by mistake is included again
     afterwards. A replica that is silent for ``forget_after_s`` is dropped.
 
-    A report costs what :meth:`Fleet.report <sluice.scheduling.fleet.Fleet.report>` costs, with the
-    slots in use for requests; everything else is ``O(replicas)``.
+    A report costs what :meth:`Fleet.report <sluice.scheduling.fleet.fleet.Fleet.report>` costs,
+    with the slots in use for requests; everything else is ``O(replicas)``.
 
     Args:
         epoch: number of this start of the controller; deltas must carry it.

@@ -1,10 +1,10 @@
 """Which guaranteed requests are predicted to miss their TTFT where they are, and should move.
 
 With each push of metrics a router names its guaranteed requests that wait for their first tokens.
-The answer names those predicted to miss their TTFT (:mod:`sluice.scheduling.late_first_tokens`).
-The router then asks for another replica as for any request; the request leaves the first replica
-only if another one guarantees what is left of the objective (:attr:`RouteQuery.moves_from
-<sluice.scheduling.job.RouteQuery.moves_from>`).
+The answer names those predicted to miss their TTFT
+(:mod:`sluice.scheduling.placement.late_first_tokens`). The router then asks for another replica as
+for any request; the request leaves the first replica only if another one guarantees what is left of
+the objective (:attr:`RouteQuery.moves_from <sluice.scheduling.request.job.RouteQuery.moves_from>`).
 
 No state is kept between pushes, and decisions do no work for this.
 """
@@ -20,8 +20,8 @@ import numpy as np
 
 from sluice.controller.messages import FirstTokenWait
 from sluice.controller.state.mirror import Mirror, MirroredReplica
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.late_first_tokens import late
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.placement.late_first_tokens import late
 
 MOST_LATE: Final = 16
 """Most requests that one answer names: each of them causes another decision."""

@@ -11,7 +11,7 @@ from collections import OrderedDict, deque
 from typing import Final, NamedTuple
 
 from sluice.controller.messages import RequestEnding, RouteDecision, RouteQuery, Tier
-from sluice.scheduling.reliability import Curve, Forecast, Reliability
+from sluice.scheduling.placement.reliability import Curve, Forecast, Reliability
 
 MOST_OPEN: Final = 65_536
 """Most guarantees in progress that are remembered; of more, the oldest are forgotten."""

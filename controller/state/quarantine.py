@@ -1,10 +1,10 @@
 """Which replicas get no requests for a while because they fail or hang, and why.
 
-Each replica with recent trouble has a circuit breaker (:mod:`sluice.scheduling.breaker`); the fleet
-excludes replicas whose breaker is not closed. The breakers' inputs are the routers' notices, the
-replicas' own reports of a hang, and the progress of probes in those reports. All of it is lost with
-the controller: after a restart the breakers are closed, and the replicas' hellos state which of
-them hang.
+Each replica with recent trouble has a circuit breaker (:mod:`sluice.scheduling.fleet.breaker`); the
+fleet excludes replicas whose breaker is not closed. The breakers' inputs are the routers' notices,
+the replicas' own reports of a hang, and the progress of probes in those reports. All of it is lost
+with the controller: after a restart the breakers are closed, and the replicas' hellos state which
+of them hang.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from sluice.controller.messages import ReplicaDelta, ReplicaHello, TroubleNotice
 from sluice.controller.state.mirror import Mirror, MirroredReplica
-from sluice.scheduling.breaker import Breaker, State, Trouble
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.job import RouteDecision, RouteQuery
+from sluice.scheduling.fleet.breaker import Breaker, State, Trouble
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.fleet.state import WAITING
+from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from sluice.scheduling.roles import ROLES, Role
-from sluice.scheduling.state import WAITING
 
 STEPPING_S = 1.0
 """An engine counts as making steps if its last step ended at most this long ago, seconds."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sluice.controller.messages import QuotaUse
-from sluice.scheduling.leaky_bucket import Bucket
+from sluice.scheduling.tenancy.leaky_bucket import Bucket
 
 MAX_ACCOUNTS = 1 << 16
 """Most buckets. Empty ones are not kept."""

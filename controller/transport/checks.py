@@ -40,9 +40,9 @@ from sluice.controller.messages import (
 )
 from sluice.controller.transport import query_wire, report_wire
 from sluice.controller.transport.report_rows import are_sound
-from sluice.scheduling.prefix import HELD, HELD_SLOTS
-from sluice.scheduling.state import ROW, RUNNING, SUMMARY
-from sluice.scheduling.step_correction import MAX_SPREAD
+from sluice.scheduling.fleet.prefix import HELD, HELD_SLOTS
+from sluice.scheduling.fleet.state import ROW, RUNNING, SUMMARY
+from sluice.scheduling.latency.step_correction import MAX_SPREAD
 
 MAX_CORRECTION = 1_000.0
 """Largest factor between predicted and real step time, and the inverse of the smallest."""

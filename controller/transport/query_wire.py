@@ -9,11 +9,11 @@ import msgspec
 from msgspec import Meta
 
 from sluice.controller.messages import MAX_TOKENS, Age, Id, Key, RouteQuery, Text, Tier
-from sluice.scheduling.fair_shares import MAX_WEIGHT
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.prefix import MAX_CHUNKS
-from sluice.scheduling.stages import MOST_STAGES, Stage
-from sluice.scheduling.tpot import TPOTAnchor
+from sluice.scheduling.fleet.prefix import MAX_CHUNKS
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.stages import MOST_STAGES, Stage
+from sluice.scheduling.request.tpot import TPOTAnchor
+from sluice.scheduling.tenancy.fair_shares import MAX_WEIGHT
 
 MAX_AVOIDED: Final = 64
 """Most replicas that have failed one request."""

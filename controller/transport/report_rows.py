@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from sluice.scheduling.kernels import Ints, compiled
-from sluice.scheduling.state import ROW, RUNNING, WAITING
+from sluice.scheduling.fleet.state import ROW, RUNNING, WAITING
+from sluice.scheduling.request.kernels import Ints, compiled
 
 
 def are_sound(slots: np.ndarray, rows: np.ndarray, capacity: int) -> bool:

@@ -15,8 +15,8 @@ import numpy as np
 from msgspec.msgpack import Ext
 
 from sluice.controller.messages import ReplicaDelta
-from sluice.scheduling.prefix import HELD
-from sluice.scheduling.state import ROW, SUMMARY
+from sluice.scheduling.fleet.prefix import HELD
+from sluice.scheduling.fleet.state import ROW, SUMMARY
 
 MAX_BYTES: Final = 512 << 10
 """Most bytes of arrays in one message."""

@@ -15,9 +15,9 @@ from msgspec import Meta
 
 from sluice.controller.messages import Key, ReplicaDelta, ReportReply, RouteDecision, RouteReply
 from sluice.controller.transport.query_wire import ObjectiveRow, QueryRow
-from sluice.scheduling.prefix import HELD
-from sluice.scheduling.stages import Stage
-from sluice.scheduling.state import ROW, SUMMARY
+from sluice.scheduling.fleet.prefix import HELD
+from sluice.scheduling.fleet.state import ROW, SUMMARY
+from sluice.scheduling.request.stages import Stage
 
 WELCOME: Final = b"ok"
 

@@ -17,9 +17,9 @@ from sluice.deploy.commands.options import as_json as json_option
 from sluice.deploy.commands.profile_report import Fitted, Measured
 from sluice.deploy.config import SluiceConfig
 from sluice.replica.vllm.setup import survive_module_scan
-from sluice.scheduling.fit import BatchFamily, fit
-from sluice.scheduling.latency_profile import LatencyProfile
-from sluice.scheduling.step_errors import errors_by_kind, step_errors
+from sluice.scheduling.latency.fit import BatchFamily, fit
+from sluice.scheduling.latency.profile import LatencyProfile
+from sluice.scheduling.latency.step_errors import errors_by_kind, step_errors
 
 if TYPE_CHECKING:
     from sluice.replica.config import EngineConfig

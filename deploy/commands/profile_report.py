@@ -17,11 +17,11 @@ from rich.table import Table
 
 from sluice.deploy.commands.exits import Exit, Failure
 from sluice.deploy.tables import print_table
-from sluice.scheduling.latency_profile import LatencyProfile
-from sluice.scheduling.step_errors import KINDS, StepErrors, kind_of
+from sluice.scheduling.latency.profile import LatencyProfile
+from sluice.scheduling.latency.step_errors import KINDS, StepErrors, kind_of
 
 if TYPE_CHECKING:
-    from sluice.scheduling.latency import StepSample
+    from sluice.scheduling.latency.model import StepSample
 
 _FORMATS = (".png", ".pdf", ".svg")
 _COLOURS = dict(zip(KINDS, ("#2a6fbb", "#d1742f", "#3f9457"), strict=True))

@@ -19,11 +19,11 @@ from sluice.replica.preemption.messages import Timing
 from sluice.replica.scheduler.xargs import SchedulerSettings
 from sluice.replica.vllm.scheduler import SloScheduler
 from sluice.scheduling.batching import BatchPlan
-from sluice.scheduling.deadline import ENVELOPE
-from sluice.scheduling.kernels import ARRIVAL, BEST_EFFORT, deadlines_s, is_prefill
-from sluice.scheduling.latency import StepSample
+from sluice.scheduling.latency.model import StepSample
 from sluice.scheduling.preemption import AgedShare, InFlight, Options, Prefill, decide
-from sluice.scheduling.request import QueueView, RequestView
+from sluice.scheduling.request.deadline import ENVELOPE
+from sluice.scheduling.request.kernels import ARRIVAL, BEST_EFFORT, deadlines_s, is_prefill
+from sluice.scheduling.request.queue import QueueView, RequestView
 
 
 @dataclass(slots=True)

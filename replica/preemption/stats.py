@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sluice.replica.preemption.messages import Timing
-from sluice.scheduling.state import STOP_BUCKETS_S
+from sluice.scheduling.fleet.state import STOP_BUCKETS_S
 
 _KEPT = 1024
 
@@ -43,7 +43,8 @@ class Stats:
         decide_s: total time of decisions.
         reserved_bytes: memory that is kept for suspended prefills, on one worker.
         stop_s: total time from the stop signals to the stops.
-        stop_histogram: histogram of these times, by :data:`sluice.scheduling.state.STOP_BUCKETS_S`.
+        stop_histogram: histogram of these times, by
+            :data:`sluice.scheduling.fleet.state.STOP_BUCKETS_S`.
         latest_stop_s: the latest of these times.
     """
 

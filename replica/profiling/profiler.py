@@ -22,9 +22,9 @@ from sluice.replica.config import EngineConfig
 from sluice.replica.scheduler.local_scheduler import DEFAULT_MODEL
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import RequestArgs, to_xargs
-from sluice.scheduling.fit import fit
-from sluice.scheduling.latency_profile import LatencyProfile
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.latency.fit import fit
+from sluice.scheduling.latency.profile import LatencyProfile
+from sluice.scheduling.request.objective import SLO
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sluice.replica.engine import Engine, EngineInfo, EngineRequest, ResponseChunk, ResponseHead
-from sluice.scheduling.latency import StepSample
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.latency.model import StepSample
+from sluice.scheduling.request.objective import SLO
 
 MOST_SEQUENCES = 256
 """Max sequences of one load; the engine's own limit may be lower."""

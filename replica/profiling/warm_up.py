@@ -21,7 +21,7 @@ from sluice.replica.engine import (
     ResponseChunk,
     ResponseHead,
 )
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 
 logger = logging.getLogger(__name__)
 

@@ -19,12 +19,12 @@ from sluice.replica.scheduler.state_table import RowUpdate, StateTable, TableFul
 from sluice.replica.transfer.counts import TransferCounts
 from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy
 from sluice.scheduling.batching.best_effort import longest_wait_s
-from sluice.scheduling.latency import LatencyModel, LinearLatency, StepSample
-from sluice.scheduling.length import TaskLengths
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.request import QueueView
-from sluice.scheduling.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS
-from sluice.scheduling.step_correction import StepCorrection
+from sluice.scheduling.fleet.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS
+from sluice.scheduling.latency.model import LatencyModel, LinearLatency, StepSample
+from sluice.scheduling.latency.step_correction import StepCorrection
+from sluice.scheduling.placement.length import TaskLengths
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.queue import QueueView
 
 DEFAULT_MODEL = LinearLatency(a=0.005, b=0.0002, c=0.000001)
 """Used for plans until a profile is known."""

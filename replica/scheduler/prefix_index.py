@@ -1,9 +1,9 @@
 """Which chunks of prompts an engine holds in its prefix cache, kept for the replica's reports.
 
-A chunk (see :mod:`sluice.scheduling.prefix`) is tied to the last whole KV block before its end. It
-is held from the step that computes that block until the engine says that the block is gone. The
-engine evicts the end of a prefix before its beginning, so the presence of that block implies the
-presence of all blocks before it.
+A chunk (see :mod:`sluice.scheduling.fleet.prefix`) is tied to the last whole KV block before its
+end. It is held from the step that computes that block until the engine says that the block is gone.
+The engine evicts the end of a prefix before its beginning, so the presence of that block implies
+the presence of all blocks before it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sluice.replica.scheduler.state_table import StateTable
-from sluice.scheduling.prefix import HELD, HELD_SLOTS, PromptPrefix
+from sluice.scheduling.fleet.prefix import HELD, HELD_SLOTS, PromptPrefix
 
 
 class _Mark(NamedTuple):
@@ -26,8 +26,9 @@ class _Mark(NamedTuple):
 class HeldPrefixes:
     """The table of held chunks of one engine, written to its state table.
 
-    It has :data:`~sluice.scheduling.prefix.HELD_SLOTS` slots; a new chunk replaces the one whose
-    prompt came longest ago. The table may miss a chunk that is cached, but never lists one that is
+    It has :data:`~sluice.scheduling.fleet.prefix.HELD_SLOTS` slots; a new chunk replaces the one
+    whose prompt came longest ago. The table may miss a chunk that is cached, but never lists one
+    that is
     not: a chunk is checked against the cache when it enters, and leaves with its block.
 
     ``O(chunks)`` per request, and one dictionary access per removed block.

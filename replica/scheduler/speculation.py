@@ -2,7 +2,7 @@
 step, the time of drafting, and the counts of accepted drafts.
 
 The plan decides how many of the drafted tokens a step checks, see
-:mod:`sluice.scheduling.speculation`.
+:mod:`sluice.scheduling.latency.speculation`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from sluice.scheduling.speculation import AcceptanceRates
-from sluice.scheduling.state import DRAFT_LENGTHS
+from sluice.scheduling.fleet.state import DRAFT_LENGTHS
+from sluice.scheduling.latency.speculation import AcceptanceRates
 
 MOST_DRAFTED = 32
 """Max tokens that an engine may draft for one step of a request."""
@@ -147,7 +147,7 @@ class DraftCounts:
         checked: drafted tokens that were checked.
         accepted: checked tokens that were accepted.
         lengths: decode steps for which something was drafted, by how many tokens they checked; in
-            the buckets of :data:`sluice.scheduling.state.DRAFT_LENGTHS`.
+            the buckets of :data:`sluice.scheduling.fleet.state.DRAFT_LENGTHS`.
     """
 
     def __init__(self) -> None:

@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sluice.replica.scheduler.memory_fence import reader_fence
-from sluice.scheduling.latency import FAMILIES, LatencyModel, StepSample
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.prefix import HELD, HELD_SLOTS
-from sluice.scheduling.stages import later_of
-from sluice.scheduling.state import ROW, RUNNING, SUMMARY, WAITING, EngineState
+from sluice.scheduling.fleet.prefix import HELD, HELD_SLOTS
+from sluice.scheduling.fleet.state import ROW, RUNNING, SUMMARY, WAITING, EngineState
+from sluice.scheduling.latency.model import FAMILIES, LatencyModel, StepSample
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.stages import later_of
 
 SAMPLE_RING = 2048
 _MAGIC = 0x534C5549_43450007
@@ -55,7 +55,7 @@ _HEADER = np.dtype(
 
 
 class RowUpdate(NamedTuple):
-    """The changing part of a live request's row; see :data:`sluice.scheduling.state.ROW`."""
+    """The changing part of a live request's row; see :data:`sluice.scheduling.fleet.state.ROW`."""
 
     slot: int
     computed_tokens: int

@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from sluice.replica.preemption_config import PreemptionConfig
 from sluice.scheduling.batching import BestEffortOptions
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.prefix import CHUNK_ENDS, MAX_CHUNKS, NO_PREFIX, PromptPrefix
+from sluice.scheduling.fleet.prefix import CHUNK_ENDS, MAX_CHUNKS, NO_PREFIX, PromptPrefix
+from sluice.scheduling.request.objective import SLO
 
 CONFIG_KEY = "sluice"
 KEY_PREFIX = "sluice_"

@@ -17,7 +17,7 @@ from sluice.replica.config import SimulatedEngineConfig
 from sluice.replica.scheduler.local_scheduler import LocalScheduler, StepInFlight, TrackedRequest
 from sluice.replica.scheduler.state_table import RowUpdate, StateTable
 from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
-from sluice.scheduling.kernels import (
+from sluice.scheduling.request.kernels import (
     COMPUTED,
     EMITTED,
     EXPECTED,
@@ -30,8 +30,8 @@ from sluice.scheduling.kernels import (
     Floats,
     Ints,
 )
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.request import QueueView, row_of
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.queue import QueueView, row_of
 from sluice.simulation.rows import Rows
 from sluice.simulation.steps import OUTGROWN, PRIVATE, TARGET, VICTIMS
 

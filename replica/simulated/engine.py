@@ -35,9 +35,9 @@ from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.simulated.core import SimulatedCore, SimulatedSequence, Transfer
 from sluice.replica.transfer.requests import check_transfer
 from sluice.scheduling.batching import make_policy
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.latency_profile import LatencyProfile
-from sluice.scheduling.state import EngineState
+from sluice.scheduling.fleet.state import EngineState
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.latency.profile import LatencyProfile
 
 logger = logging.getLogger(__name__)
 

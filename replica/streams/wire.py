@@ -30,9 +30,9 @@ from sluice.replica.engine import (
     Resume,
 )
 from sluice.replica.request_body import RequestBody
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.prefix import PromptPrefix
-from sluice.scheduling.stages import Stage
+from sluice.scheduling.fleet.prefix import PromptPrefix
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.stages import Stage
 
 WELCOME: Final = b"ok"
 GOODBYE: Final = b""

@@ -51,8 +51,8 @@ from sluice.replica.vllm.setup import (
     parse_arguments,
     prepare_environment,
 )
-from sluice.scheduling.latency_profile import LatencyProfile
-from sluice.scheduling.state import EngineState
+from sluice.scheduling.fleet.state import EngineState
+from sluice.scheduling.latency.profile import LatencyProfile
 
 if TYPE_CHECKING:
     from sluice.replica.vllm.client import ApiCall

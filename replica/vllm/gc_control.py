@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable
 from math import inf
 
-from sluice.scheduling.kernels import deadlines_s, is_prefill
-from sluice.scheduling.objective import Anchor
-from sluice.scheduling.request import QueueView
+from sluice.scheduling.request.kernels import deadlines_s, is_prefill
+from sluice.scheduling.request.objective import Anchor
+from sluice.scheduling.request.queue import QueueView
 
 logger = logging.getLogger(__name__)
 

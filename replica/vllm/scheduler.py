@@ -47,8 +47,8 @@ from sluice.replica.vllm.support import (
 from sluice.replica.vllm.views import RequestViews
 from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
 from sluice.scheduling.batching.warm_up import warm_up
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.request import QueueView, RequestView
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.queue import QueueView, RequestView
 
 logger = logging.getLogger(__name__)
 

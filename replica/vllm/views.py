@@ -11,7 +11,7 @@ from sluice.replica.scheduler.local_scheduler import LocalScheduler, TrackedRequ
 from sluice.replica.transfer.incoming import IncomingKv
 from sluice.replica.vllm.drafts import PlannedDrafts
 from sluice.replica.vllm.prefix_lookup import PrefixHits
-from sluice.scheduling.request import RequestView
+from sluice.scheduling.request.queue import RequestView
 
 _COULD_RUN = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 

@@ -29,8 +29,8 @@ from sluice.router.request.client_request_id import noted
 from sluice.router.request.token_limits import output_to_expect
 from sluice.router.tenancy.limits import Client
 from sluice.router.tenancy.rate_limits import RateLimiter
-from sluice.scheduling.objective import TokenClock
-from sluice.scheduling.stage_clock import clock_of
+from sluice.scheduling.request.objective import TokenClock
+from sluice.scheduling.request.stage_clock import clock_of
 from sluice.telemetry.logs import of_request
 
 FIRST_PAUSE_S = 0.5

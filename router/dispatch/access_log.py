@@ -14,7 +14,7 @@ from sluice.replica.engine import Endpoint
 from sluice.router.errors import RULES, Reason
 from sluice.router.metrics.instruments import Outcome
 from sluice.router.metrics.usage import OPERATIONS, PROVIDER
-from sluice.scheduling.objective import TokenClock
+from sluice.scheduling.request.objective import TokenClock
 from sluice.telemetry.config import LogsConfig
 from sluice.telemetry.tracing import CONTEXT_HEADERS, Attribute, Span, Tracer, attribute_of
 

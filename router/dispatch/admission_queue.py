@@ -17,8 +17,8 @@ from sluice.router.config import ServiceClass
 from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.admission import AdmissionMetrics
 from sluice.router.tenancy.limits import ANYONE, Client
-from sluice.scheduling.fair_shares import PLACES_PART
-from sluice.scheduling.job import UNATTAINABLE
+from sluice.scheduling.request.job import UNATTAINABLE
+from sluice.scheduling.tenancy.fair_shares import PLACES_PART
 
 ASKERS = 4
 """Requests of a queue that ask: enough that one request which no replica can guarantee does not

@@ -45,8 +45,8 @@ from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import TokenEstimator
 from sluice.router.serve.choices import CHOICES
 from sluice.router.serve.contract import NobodyTakesError, ReplicaFailedError, Replicas
-from sluice.scheduling.objective import TokenClock
-from sluice.scheduling.prefix import NO_PREFIX
+from sluice.scheduling.fleet.prefix import NO_PREFIX
+from sluice.scheduling.request.objective import TokenClock
 from sluice.scheduling.roles import Role
 from sluice.telemetry.tracing import Kind, Span
 

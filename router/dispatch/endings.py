@@ -10,7 +10,7 @@ from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import Outcome
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import outputs_of
-from sluice.scheduling.objective import TokenClock
+from sluice.scheduling.request.objective import TokenClock
 
 
 class Endings:

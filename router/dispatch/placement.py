@@ -22,7 +22,7 @@ from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import Fallback, RouterMetrics
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import TokenEstimator
-from sluice.scheduling.job import UNATTAINABLE
+from sluice.scheduling.request.job import UNATTAINABLE
 
 _ANY_TIER = frozenset(Tier)
 _GUARANTEED_ONLY = frozenset({Tier.GUARANTEED})

@@ -20,8 +20,8 @@ from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import Outcome, RouterMetrics
 from sluice.router.request.call import Call
 from sluice.router.serve.contract import ReplicaFailedError
-from sluice.scheduling.job import Tier
-from sluice.scheduling.stage_clock import clock_of
+from sluice.scheduling.request.job import Tier
+from sluice.scheduling.request.stage_clock import clock_of
 
 
 class CallResponse(Response):

@@ -12,8 +12,8 @@ from dataclasses import replace
 from sluice.replica.engine import EngineRequest
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.transfer import LEAST_SHARE
+from sluice.scheduling.fleet.transfer import LEAST_SHARE
+from sluice.scheduling.request.objective import SLO
 
 _WHOLE = ("echo", "prompt_logprobs", "prompt_embeds")
 _TEXT = ("text", "input_text", "output_text", "refusal")

@@ -24,7 +24,7 @@ from sluice.router.request.body import BodyBudget, HeldBytes
 from sluice.router.request.client_request_id import client_request_id
 from sluice.router.tenancy.limits import Client
 from sluice.router.tenancy.rate_limits import RateLimiter
-from sluice.scheduling.fair_shares import PLACES_PART
+from sluice.scheduling.tenancy.fair_shares import PLACES_PART
 from sluice.telemetry.logs import of_request
 
 _COUNTED_PATHS = frozenset((*INFERENCE_PATHS, "/v1/files", "/v1/batches"))

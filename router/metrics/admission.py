@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from sluice.router.errors import RULES, Reason
 from sluice.router.metrics.client_names import ClientNames
 from sluice.router.wire import NO_CLASS
-from sluice.scheduling.objective import TokenClock
+from sluice.scheduling.request.objective import TokenClock
 from sluice.scheduling.routing.base import Tier
 
 RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2, 3, 5, 10)

@@ -19,7 +19,7 @@ from sluice.router.metrics.client_names import ClientNames
 from sluice.router.metrics.usage import UsageMetrics
 from sluice.router.tenancy.limits import ANYONE, Client
 from sluice.router.wire import NO_CLASS
-from sluice.scheduling.objective import TokenClock
+from sluice.scheduling.request.objective import TokenClock
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 10, 30, 60, 300)
 TPOT_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 5)
@@ -99,10 +99,10 @@ class Phase(enum.StrEnum):
 class RouterMetrics:
     """The router's metrics, in their own registry.
 
-    The latency metrics are those of :class:`~sluice.scheduling.objective.TokenClock`: tokens of the
-    first choice, when their bytes are written to the socket; for a plain response, when they left
-    the engine. A cancelled request counts in none of the attainment metrics, and one without an SLO
-    does not count in ``sluice_slo_requests``.
+    The latency metrics are those of :class:`~sluice.scheduling.request.objective.TokenClock`:
+    tokens of the first choice, when their bytes are written to the socket; for a plain response,
+    when they left the engine. A cancelled request counts in none of the attainment metrics, and one
+    without an SLO does not count in ``sluice_slo_requests``.
     """
 
     def __init__(self) -> None:

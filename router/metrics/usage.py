@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from sluice.replica.engine import Endpoint, ResponseTail
 from sluice.router.metrics.client_names import ClientNames
-from sluice.scheduling.objective import TokenClock
+from sluice.scheduling.request.objective import TokenClock
 
 if TYPE_CHECKING:
     from sluice.router.request.call import Call

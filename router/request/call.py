@@ -27,8 +27,8 @@ from sluice.router.request.validation import check_body, engine_body
 from sluice.router.tenancy.limits import ANYONE, Client
 from sluice.router.tenancy.rate_limits import NO_CHARGE, Charge
 from sluice.router.wire import NO_CLASS
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.prefix import NO_PREFIX, PromptPrefix
+from sluice.scheduling.fleet.prefix import NO_PREFIX, PromptPrefix
+from sluice.scheduling.request.objective import SLO
 from sluice.telemetry.tracing import Span
 
 _UNCHANGED: Mapping[str, str] = {}

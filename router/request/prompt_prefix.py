@@ -1,4 +1,4 @@
-"""Prefix hashes of a prompt, see :mod:`sluice.scheduling.prefix`, from its text or token ids.
+"""Prefix hashes of a prompt, see :mod:`sluice.scheduling.fleet.prefix`, from its text or token ids.
 
 The tokens of a prompt depend on more than its text: on the model, the tools, the template. All of
 these are hashed before the text, so that prompts share a hash only if their tokens begin alike.
@@ -21,7 +21,13 @@ from typing import Any
 
 from sluice.replica.engine import Endpoint
 from sluice.router.request.prompt_size import MEDIA_TOKENS, messages_of
-from sluice.scheduling.prefix import CHUNK_ENDS, MAX_CHUNKS, NO_PREFIX, TOKEN_UNITS, PromptPrefix
+from sluice.scheduling.fleet.prefix import (
+    CHUNK_ENDS,
+    MAX_CHUNKS,
+    NO_PREFIX,
+    TOKEN_UNITS,
+    PromptPrefix,
+)
 
 _SALT = "cache_salt"
 _SETTINGS = (
@@ -49,7 +55,7 @@ def prefix_of(endpoint: Endpoint, body: dict[str, Any]) -> PromptPrefix:
     """Hash the beginning of a validated body's prompt.
 
     There are no hashes for a prompt shorter than a chunk, or for a call with several prompts.
-    ``O(characters)`` up to the last of :data:`~sluice.scheduling.prefix.CHUNK_ENDS`.
+    ``O(characters)`` up to the last of :data:`~sluice.scheduling.fleet.prefix.CHUNK_ENDS`.
     """
     if endpoint not in _READABLE or any(body.get(field) is not None for field in _UNREADABLE):
         return NO_PREFIX

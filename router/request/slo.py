@@ -26,7 +26,7 @@ from sluice.router.request.stages import FIELD as STAGES_FIELD
 from sluice.router.request.stages import StatedStage, read_stages
 from sluice.router.tenancy.limits import NO_CAPS, LimitCheck, TenantLimits
 from sluice.router.wire import MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
-from sluice.scheduling.objective import MAX_PRIORITY, MIN_PRIORITY, SLO
+from sluice.scheduling.request.objective import MAX_PRIORITY, MIN_PRIORITY, SLO
 
 # As many digits as floats of that range are printed with, so that clients may send any such value.
 _NUMBER = re.compile(r"[0-9]{1,12}(\.[0-9]{1,20})?")

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sluice.router import wire
 from sluice.router.errors import ApiError, invalid, shown
 from sluice.router.wire import MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
-from sluice.scheduling.stages import MOST_STAGE_TOKENS, MOST_STAGES, Stage
+from sluice.scheduling.request.stages import MOST_STAGE_TOKENS, MOST_STAGES, Stage
 
 Hold = Callable[[str, float | None, str], float | None]
 """Applies the client's limits to an objective, ms. Takes its field, its value and the client's name

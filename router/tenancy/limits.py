@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from sluice.router import wire
 from sluice.router.errors import ApiError, Reason, shown
 from sluice.router.wire import MAX_OBJECTIVE_MS, MAX_TOKENS, MIN_OBJECTIVE_MS
-from sluice.scheduling.fair_shares import MAX_WEIGHT, has_room
-from sluice.scheduling.objective import MAX_PRIORITY, MIN_PRIORITY
+from sluice.scheduling.request.objective import MAX_PRIORITY, MIN_PRIORITY
+from sluice.scheduling.tenancy.fair_shares import MAX_WEIGHT, has_room
 
 UNNAMED: Final = "unnamed"
 """Name of every client whose key has no name."""
@@ -164,8 +164,8 @@ class Client:
 
     def may_hold(self, held: float, free: float, part: float) -> bool:
         """Whether it may use more of a router's resource, of which it holds ``held`` while ``free``
-        is unused; see :func:`sluice.scheduling.fair_shares.has_room`. Without keys, all requests
-        are of one client, which may use all of it."""
+        is unused; see :func:`sluice.scheduling.tenancy.fair_shares.has_room`. Without keys, all
+        requests are of one client, which may use all of it."""
         return self == ANYONE or has_room(held, free, self.caps.weight, part)
 
 

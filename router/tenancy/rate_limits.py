@@ -16,7 +16,7 @@ from sluice.controller.messages import MAX_USES, QuotaUse
 from sluice.replica.engine import ResponseHead, ResponseTail
 from sluice.router.errors import ApiError, Reason
 from sluice.router.tenancy.limits import Client, TenantLimits
-from sluice.scheduling.leaky_bucket import Bucket
+from sluice.scheduling.tenancy.leaky_bucket import Bucket
 
 EXCHANGE_S = 1.0
 """Interval at which the routers' use is added up, seconds."""

@@ -8,10 +8,10 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.job import Job
-from sluice.scheduling.kernels import Floats
+from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.request.job import Job
+from sluice.scheduling.request.kernels import Floats
 
 
 class Promises(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sluice.scheduling.fleet_rows import (
+from sluice.scheduling.fleet.rows import (
     AHEAD_S,
     DECODE_S,
     DECODES,
@@ -22,7 +22,7 @@ from sluice.scheduling.fleet_rows import (
     STEP_WORK_S,
     room_s,
 )
-from sluice.scheduling.kernels import Floats, Ints, compiled
+from sluice.scheduling.request.kernels import Floats, Ints, compiled
 
 
 @compiled

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from math import inf
 
-from sluice.scheduling.fleet_rows import DECODE_PACE_S, FIXED_S, LATER_S, LOADS, SHARES
-from sluice.scheduling.kernels import Floats, compiled, most_work_s
+from sluice.scheduling.fleet.rows import DECODE_PACE_S, FIXED_S, LATER_S, LOADS, SHARES
+from sluice.scheduling.request.kernels import Floats, compiled, most_work_s
 
 
 @compiled

@@ -25,8 +25,8 @@ from sluice.scheduling.admission.room import (
     room_constraint,
     room_wait_s,
 )
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.fleet_rows import (
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.fleet.rows import (
     FIXED_S,
     LEAST_RATE,
     LEFT_AHEAD_S,
@@ -41,9 +41,9 @@ from sluice.scheduling.fleet_rows import (
     capacity_s,
     pace_of,
 )
-from sluice.scheduling.job import Job
-from sluice.scheduling.kernels import Floats, Ints, compiled, most_work_s
 from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.request.job import Job
+from sluice.scheduling.request.kernels import Floats, Ints, compiled, most_work_s
 
 
 class MooreHodgsonOptions(PolicyOptions):
@@ -63,7 +63,7 @@ class MooreHodgson(AdmissionPolicy):
 
     Moore-Hodgson's walk (:mod:`sluice.scheduling.batching.deadline_triage.selection`) sums the
     prefills by deadline and drops some where the sum exceeds the capacity until a deadline; this
-    capacity is the one of the prefill admission budget (:mod:`sluice.scheduling.fleet_rows`). A
+    capacity is the one of the prefill admission budget (:mod:`sluice.scheduling.fleet.rows`). A
     guaranteed prefill may not be
     dropped, so for one new request the walk is a test: at its own deadline, and at every later one,
     the sum including it must fit. In addition, once it decodes, all decodes together must keep

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from sluice.scheduling.admission.base import AdmissionPolicy, Promises
 from sluice.scheduling.admission.constraint import Constraint
 from sluice.scheduling.admission.first_token import first_tokens_s
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.fleet_rows import PAB, PROMISED
-from sluice.scheduling.job import Job
-from sluice.scheduling.kernels import (
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.fleet.rows import PAB, PROMISED
+from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.request.job import Job
+from sluice.scheduling.request.kernels import (
     DECODE_CONTEXT,
     DECODE_SEQUENCE,
     FIXED,
@@ -27,8 +28,7 @@ from sluice.scheduling.kernels import (
     needs_prefill,
     next_due_s,
 )
-from sluice.scheduling.latency import LatencyModel
-from sluice.scheduling.objective import Anchor
+from sluice.scheduling.request.objective import Anchor
 
 
 class PABAdmission(AdmissionPolicy):
@@ -107,8 +107,8 @@ def _decode_s(piece: Floats, context_tokens: Floats) -> Floats:
 
 @compiled
 def rows_due_s(rows: Any, anchor: int) -> tuple[NDArray[np.bool_], Floats]:
-    """Of each of ``rows``, of dtype :data:`sluice.scheduling.state.ROW`, whether it is a prefill
-    and when its next token is due. Rows do not hold when the last token left."""
+    """Of each of ``rows``, of dtype :data:`sluice.scheduling.fleet.state.ROW`, whether it is a
+    prefill and when its next token is due. Rows do not hold when the last token left."""
     prefill, due_s = np.empty(rows.shape[0], np.bool_), np.empty(rows.shape[0])
     for place in range(rows.shape[0]):
         row = rows[place]
@@ -145,7 +145,7 @@ def replica_pab_tokens(
       interval.
 
     Args:
-        rows: live requests, of dtype :data:`sluice.scheduling.state.ROW`.
+        rows: live requests, of dtype :data:`sluice.scheduling.fleet.state.ROW`.
         now_s: the time on the rows' clock.
         latency: the replica's model, corrected.
         reference_ttft_s: the horizon, seconds.

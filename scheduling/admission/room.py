@@ -9,8 +9,7 @@ from math import ceil, inf
 
 from sluice.scheduling.admission.constraint import Constraint
 from sluice.scheduling.assumptions import GROWTH_TOKENS
-from sluice.scheduling.expected import claim
-from sluice.scheduling.fleet_rows import (
+from sluice.scheduling.fleet.rows import (
     BLOCK_TOKENS,
     BLOCKS_PER_S,
     CLAIMED_BLOCKS,
@@ -26,7 +25,8 @@ from sluice.scheduling.fleet_rows import (
     SHARES,
     TOTAL_BLOCKS,
 )
-from sluice.scheduling.kernels import Floats, compiled
+from sluice.scheduling.request.expected import claim
+from sluice.scheduling.request.kernels import Floats, compiled
 
 LEAST_WAIT_S = 0.05
 """Minimum predicted wait of a request that cannot be guaranteed now, seconds."""

@@ -27,8 +27,8 @@ from sluice.scheduling.admission.room import (
 from sluice.scheduling.admission.slos_serve_dp import SLIP_S
 from sluice.scheduling.admission.slos_serve_selection import HORIZON_S, LEAST_STEP_S
 from sluice.scheduling.assumptions import PREFILL_SHARE
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.fleet_rows import (
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.fleet.rows import (
     DECODE_PACE_S,
     DECODE_SHARES,
     FIXED_S,
@@ -42,10 +42,10 @@ from sluice.scheduling.fleet_rows import (
     SPENT_UNTIL_S,
     STEP_SHARE,
 )
-from sluice.scheduling.job import Job
-from sluice.scheduling.kernels import Floats, Ints, compiled, most_work_s
-from sluice.scheduling.objective import Anchor
 from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.request.job import Job
+from sluice.scheduling.request.kernels import Floats, Ints, compiled, most_work_s
+from sluice.scheduling.request.objective import Anchor
 
 
 class SLOsServeAdmissionOptions(PolicyOptions):
@@ -88,8 +88,8 @@ class SLOsServeAdmission(AdmissionPolicy):
     - All TPOT objectives are distinct: a sum over the decodes needs no tiers. Deadlines of later
       tokens start with the first token.
     - KV blocks are claimed for the whole expected output, as on the replica
-      (:func:`~sluice.scheduling.expected.claim`). Blocks of best-effort requests count as free
-      (§4.1).
+      (:func:`~sluice.scheduling.request.expected.claim`). Blocks of best-effort requests count as
+      free (§4.1).
     - A TPOT that leaves prefill no useful share of a batch is not guaranteed, as on the replica.
 
     With a latency model of one piece it guarantees what the replicas' policy

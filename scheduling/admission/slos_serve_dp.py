@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sluice.scheduling.kernels import Floats, Ints, compiled
+from sluice.scheduling.request.kernels import Floats, Ints, compiled
 
 SLIP_S = 1e-9
 """Rounding tolerance of sums of times, seconds."""

@@ -38,8 +38,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sluice.scheduling.admission.slos_serve_dp import CLASS, EVENT, PIECE, solve
-from sluice.scheduling.kernels import Floats
-from sluice.scheduling.objective import Anchor
+from sluice.scheduling.request.kernels import Floats
+from sluice.scheduling.request.objective import Anchor
 
 MOST_NEW = 10
 """Maximum number of new requests decided together, the paper's "zero to ten": more are decided in

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sluice.scheduling import fleet_rows as figure
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.job import Job, RouteDecision, Tier
-from sluice.scheduling.kernels import FIXED, PREFILL_TOKENS
+from sluice.scheduling.fleet import rows as figure
+from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.pairs import DecodeChoice
+from sluice.scheduling.request.job import Job, RouteDecision, Tier
+from sluice.scheduling.request.kernels import FIXED, PREFILL_TOKENS
 from sluice.scheduling.roles import ROLES, Role
 
 MAX_UNPLACED = 4096

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 from sluice.scheduling.batching.batch import BatchBuilder
 from sluice.scheduling.batching.deadline_triage.rows import blocks_needed
 from sluice.scheduling.batching.deadline_triage.selection import fitting
-from sluice.scheduling.earned_time import EarnedTime
-from sluice.scheduling.kernels import ARRIVAL, COMPUTED, PENDING, Floats, Ints
-from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.request.kernels import ARRIVAL, COMPUTED, PENDING, Floats, Ints
+from sluice.scheduling.tenancy.earned_time import EarnedTime
 
 AGED_CHUNK_TOKENS = 64
 """Smallest chunk of an aged prompt. Each chunk reads all of the context before it, so tiny chunks

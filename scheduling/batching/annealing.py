@@ -8,7 +8,6 @@ from typing import Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from sluice.scheduling import kernels
 from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
 from sluice.scheduling.batching.priority_mapping import (
     Jobs,
@@ -18,11 +17,12 @@ from sluice.scheduling.batching.priority_mapping import (
     levels,
     predict,
 )
-from sluice.scheduling.kernels import Floats, Ints
-from sluice.scheduling.latency import LatencyModel
-from sluice.scheduling.latency_request import Interaction, InteractionLatency
+from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.latency.request_model import Interaction, InteractionLatency
 from sluice.scheduling.policy import PolicyOptions
-from sluice.scheduling.request import QueueView
+from sluice.scheduling.request import kernels
+from sluice.scheduling.request.kernels import Floats, Ints
+from sluice.scheduling.request.queue import QueueView
 
 MOST_STEPS = 50_000
 """Most steps of one search, about ten milliseconds at 40 requests."""

@@ -8,12 +8,12 @@ from typing import ClassVar
 from sluice.scheduling.batching.batch import BatchBudget, BatchBuilder, BatchPlan, PlannedTokens
 from sluice.scheduling.batching.best_effort import BestEffort
 from sluice.scheduling.batching.prefill_share import least_useful_s
-from sluice.scheduling.kernels import BEST_EFFORT, DRAFTED
-from sluice.scheduling.latency import LatencyModel
-from sluice.scheduling.objective import Anchor
+from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.latency.speculation import AdaptiveLengths, Lengths, Mask, Speculation
 from sluice.scheduling.policy import PolicyOptions
-from sluice.scheduling.request import QueueView
-from sluice.scheduling.speculation import AdaptiveLengths, Lengths, Mask, Speculation
+from sluice.scheduling.request.kernels import BEST_EFFORT, DRAFTED
+from sluice.scheduling.request.objective import Anchor
+from sluice.scheduling.request.queue import QueueView
 
 __all__ = [
     "BatchBudget",

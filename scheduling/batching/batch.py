@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from sluice.scheduling.batching import builder
-from sluice.scheduling.kernels import COMPUTED, Floats, Ints
-from sluice.scheduling.latency import UNBOUNDED_TOKENS, LatencyModel
-from sluice.scheduling.request import QueueView
-from sluice.scheduling.speculation import Lengths
+from sluice.scheduling.latency.model import UNBOUNDED_TOKENS, LatencyModel
+from sluice.scheduling.latency.speculation import Lengths
+from sluice.scheduling.request.kernels import COMPUTED, Floats, Ints
+from sluice.scheduling.request.queue import QueueView
 
 _NONE: Ints = np.empty(0, np.int64)
 

@@ -16,8 +16,11 @@ from sluice.scheduling.batching.batch import BatchBudget, BatchBuilder, BatchPla
 from sluice.scheduling.batching.deadline_triage.rows import expected_tokens
 from sluice.scheduling.batching.deadline_triage.selection import fitting
 from sluice.scheduling.batching.prefill_share import least_useful_s
-from sluice.scheduling.deadline import FIRST
-from sluice.scheduling.kernels import (
+from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.latency.speculation import Lengths
+from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.request.deadline import FIRST
+from sluice.scheduling.request.kernels import (
     ARRIVAL,
     BEST_EFFORT,
     COMPUTED,
@@ -39,10 +42,7 @@ from sluice.scheduling.kernels import (
     needs_prefill,
     pending_work_s,
 )
-from sluice.scheduling.latency import LatencyModel
-from sluice.scheduling.policy import PolicyOptions
-from sluice.scheduling.request import QueueView
-from sluice.scheduling.speculation import Lengths
+from sluice.scheduling.request.queue import QueueView
 
 Fill = Callable[[BatchBuilder, QueueView, float, LatencyModel], None]
 """A policy's plan of the guaranteed requests."""

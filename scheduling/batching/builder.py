@@ -14,7 +14,8 @@ from math import inf
 
 import numpy as np
 
-from sluice.scheduling.kernels import (
+from sluice.scheduling.latency.model import tokens_within
+from sluice.scheduling.request.kernels import (
     COMPUTED,
     FIXED,
     KV_BLOCKS,
@@ -25,7 +26,6 @@ from sluice.scheduling.kernels import (
     compiled,
     work_s,
 )
-from sluice.scheduling.latency import tokens_within
 
 # The counters.
 COUNT = 0  # planned rows

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from sluice.scheduling.batching.s_edf import SEDF, SEDFOptions
-from sluice.scheduling.kernels import Floats
+from sluice.scheduling.request.kernels import Floats
 
 
 class DEDFOptions(SEDFOptions):

@@ -6,11 +6,11 @@ import numpy as np
 from pydantic import Field
 
 from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
-from sluice.scheduling.kernels import by_deadline, deadlines_s
-from sluice.scheduling.latency import LatencyModel
-from sluice.scheduling.objective import Anchor
+from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.policy import PolicyOptions
-from sluice.scheduling.request import QueueView
+from sluice.scheduling.request.kernels import by_deadline, deadlines_s
+from sluice.scheduling.request.objective import Anchor
+from sluice.scheduling.request.queue import QueueView
 
 
 class EDFOptions(PolicyOptions):

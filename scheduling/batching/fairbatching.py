@@ -9,10 +9,10 @@ from pydantic import Field
 
 from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
 from sluice.scheduling.batching.prefill_share import PrefillShareOptions, least_useful_s
-from sluice.scheduling.kernels import COMPUTED, TPOT, by_deadline, deadlines_s, is_prefill
-from sluice.scheduling.latency import LatencyModel
-from sluice.scheduling.objective import Anchor
-from sluice.scheduling.request import QueueView
+from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.request.kernels import COMPUTED, TPOT, by_deadline, deadlines_s, is_prefill
+from sluice.scheduling.request.objective import Anchor
+from sluice.scheduling.request.queue import QueueView
 
 
 class FairBatchingOptions(PrefillShareOptions):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
-from sluice.scheduling.kernels import RUNNING
-from sluice.scheduling.latency import LatencyModel
-from sluice.scheduling.request import QueueView
+from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.request.kernels import RUNNING
+from sluice.scheduling.request.queue import QueueView
 
 
 class FCFS(BatchPolicy):

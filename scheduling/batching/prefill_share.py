@@ -16,7 +16,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from sluice.scheduling.assumptions import PREFILL_SHARE
-from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.policy import PolicyOptions
 
 

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sluice.scheduling import kernels
 from sluice.scheduling.batching.priority_search import (
     COLUMNS,
     LATENCY,
@@ -27,8 +26,9 @@ from sluice.scheduling.batching.priority_search import (
     objective,
     search,
 )
-from sluice.scheduling.kernels import Floats, Ints
-from sluice.scheduling.latency_request import InteractionLatency
+from sluice.scheduling.latency.request_model import InteractionLatency
+from sluice.scheduling.request import kernels
+from sluice.scheduling.request.kernels import Floats, Ints
 
 
 class Times(NamedTuple):
@@ -133,7 +133,7 @@ def predict(
     time decide.
 
     Args:
-        table: rows of :mod:`sluice.scheduling.kernels`.
+        table: rows of :mod:`sluice.scheduling.request.kernels`.
         model: predictor of prefill and decode time.
         most: largest batch size.
         expected_tokens: output length of a request without a prediction.
@@ -187,7 +187,7 @@ def times_of(
 
 @kernels.compiled
 def interaction_s(coefficients: Floats, batch: float, length: float) -> float:
-    """:meth:`~sluice.scheduling.latency_request.Interaction.seconds` of ``float64[4]``
+    """:meth:`~sluice.scheduling.latency.request_model.Interaction.seconds` of ``float64[4]``
     coefficients."""
     return (coefficients[0] * length + coefficients[1]) * batch + (
         coefficients[2] * length + coefficients[3]

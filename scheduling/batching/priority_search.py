@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sluice.scheduling.kernels import Floats, Ints, compiled
+from sluice.scheduling.request.kernels import Floats, Ints, compiled
 
 LOSS_SCALE = 500.0
 """Temperature at which a loss of one request's share of G is accepted with probability 1/e. It is

@@ -9,8 +9,11 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
 from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
-from sluice.scheduling.deadline import ENVELOPE
-from sluice.scheduling.kernels import (
+from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.latency.request_model import PolynomialTTFT
+from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.request.deadline import ENVELOPE
+from sluice.scheduling.request.kernels import (
     COMPUTED,
     FIXED,
     PENDING,
@@ -25,10 +28,7 @@ from sluice.scheduling.kernels import (
     deadlines_s,
     is_prefill,
 )
-from sluice.scheduling.latency import LatencyModel
-from sluice.scheduling.latency_request import PolynomialTTFT
-from sluice.scheduling.policy import PolicyOptions
-from sluice.scheduling.request import QueueView
+from sluice.scheduling.request.queue import QueueView
 
 
 class SEDFOptions(PolicyOptions):

@@ -6,10 +6,10 @@ import numpy as np
 from pydantic import Field
 
 from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
-from sluice.scheduling.kernels import RUNNING, is_prefill
-from sluice.scheduling.latency import LatencyModel
+from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.policy import PolicyOptions
-from sluice.scheduling.request import QueueView
+from sluice.scheduling.request.kernels import RUNNING, is_prefill
+from sluice.scheduling.request.queue import QueueView
 
 
 class SarathiOptions(PolicyOptions):

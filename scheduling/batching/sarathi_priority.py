@@ -6,9 +6,9 @@ import numpy as np
 
 from sluice.scheduling.batching.base import BatchBuilder
 from sluice.scheduling.batching.sarathi import Sarathi
-from sluice.scheduling.kernels import PRIORITY, is_prefill
-from sluice.scheduling.latency import LatencyModel
-from sluice.scheduling.request import QueueView
+from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.request.kernels import PRIORITY, is_prefill
+from sluice.scheduling.request.queue import QueueView
 
 
 class SarathiPriority(Sarathi):

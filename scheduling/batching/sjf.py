@@ -6,7 +6,9 @@ import numpy as np
 from pydantic import Field
 
 from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
-from sluice.scheduling.kernels import (
+from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.request.kernels import (
     COMPUTED,
     DECODE_CONTEXT,
     DECODE_SEQUENCE,
@@ -16,9 +18,7 @@ from sluice.scheduling.kernels import (
     Floats,
     pending_work_s,
 )
-from sluice.scheduling.latency import LatencyModel
-from sluice.scheduling.policy import PolicyOptions
-from sluice.scheduling.request import QueueView
+from sluice.scheduling.request.queue import QueueView
 
 
 class SJFOptions(PolicyOptions):

@@ -11,7 +11,8 @@ from pydantic import Field
 
 from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
 from sluice.scheduling.batching.prefill_share import PrefillShareOptions, least_useful_s
-from sluice.scheduling.kernels import (
+from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.request.kernels import (
     COMPUTED,
     EMITTED,
     PENDING,
@@ -23,9 +24,8 @@ from sluice.scheduling.kernels import (
     is_prefill,
     pending_work_s,
 )
-from sluice.scheduling.latency import LatencyModel
-from sluice.scheduling.objective import Anchor
-from sluice.scheduling.request import QueueView
+from sluice.scheduling.request.objective import Anchor
+from sluice.scheduling.request.queue import QueueView
 
 LEAST_WORK_S = 1e-12
 """Work counts as at least this much, seconds: by some models it takes no time."""

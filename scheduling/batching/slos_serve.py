@@ -8,11 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from sluice.scheduling import expected
 from sluice.scheduling.admission.slos_serve_selection import MOST_NEW, Demand, Supply, admissible
 from sluice.scheduling.batching.base import BatchBudget, BatchBuilder, BatchPolicy
 from sluice.scheduling.batching.prefill_share import least_useful_s
-from sluice.scheduling.kernels import (
+from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.request import expected
+from sluice.scheduling.request.kernels import (
     COMPUTED,
     DECODE_CONTEXT,
     DECODE_SEQUENCE,
@@ -35,10 +37,8 @@ from sluice.scheduling.kernels import (
     is_prefill,
     pending_work_s,
 )
-from sluice.scheduling.latency import LatencyModel
-from sluice.scheduling.objective import Anchor
-from sluice.scheduling.policy import PolicyOptions
-from sluice.scheduling.request import QueueView
+from sluice.scheduling.request.objective import Anchor
+from sluice.scheduling.request.queue import QueueView
 
 Mask = NDArray[np.bool_]
 
@@ -92,8 +92,8 @@ class SLOsServe(BatchPolicy):
     requests starve: like the paper, this policy has no rule against that.
 
     Speculation (§3.2.3, appendix D): where tokens are drafted, ``t0`` is the batch time of the
-    solver (:class:`~sluice.scheduling.speculation.AdaptiveLengths`), and a decode is due when the
-    last of the expected tokens of its step is due.
+    solver (:class:`~sluice.scheduling.latency.speculation.AdaptiveLengths`), and a decode is due
+    when the last of the expected tokens of its step is due.
 
     Our readings:
 
@@ -114,7 +114,7 @@ class SLOsServe(BatchPolicy):
     - A request whose TPOT no batch with a useful share of prefill can meet
       (:mod:`sluice.scheduling.batching.prefill_share`) is not guaranteed, nor is a request without
       any objective. An end-to-end objective becomes a TTFT and a pace, by the expected output
-      (:func:`~sluice.scheduling.deadline.paced`).
+      (:func:`~sluice.scheduling.request.deadline.paced`).
     - Requests that the controller has guaranteed are forced in, whatever this program decides.
       Their prefills go before prefills that only this policy has guaranteed, if one of them might
       otherwise be late. If their TPOT is too short for a useful batch, it counts as the shortest

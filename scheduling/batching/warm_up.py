@@ -13,9 +13,9 @@ from typing import Any
 
 from sluice.scheduling.batching import make_policy
 from sluice.scheduling.batching.base import BatchBudget
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.request import QueueView, RequestView
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.queue import QueueView, RequestView
 
 _LATENCY = LinearLatency(a=0.005, b=0.0002, c=0.000001, d=0.0000001)
 _NOW_S = 1000.0

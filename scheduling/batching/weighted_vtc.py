@@ -7,11 +7,19 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
-from sluice.scheduling.kernels import EMITTED, PENDING, PRIORITY, PROMPT, RUNNING, Floats, Ints
-from sluice.scheduling.latency import LatencyModel
-from sluice.scheduling.objective import MAX_PRIORITY
+from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.policy import PolicyOptions
-from sluice.scheduling.request import QueueView
+from sluice.scheduling.request.kernels import (
+    EMITTED,
+    PENDING,
+    PRIORITY,
+    PROMPT,
+    RUNNING,
+    Floats,
+    Ints,
+)
+from sluice.scheduling.request.objective import MAX_PRIORITY
+from sluice.scheduling.request.queue import QueueView
 
 Mask = NDArray[np.bool_]
 

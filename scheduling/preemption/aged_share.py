@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sluice.scheduling.earned_time import EarnedTime
+from sluice.scheduling.tenancy.earned_time import EarnedTime
 
 
 class AgedShare:

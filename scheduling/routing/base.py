@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.fleet_rows import FREE_BLOCKS, NEEDED_BLOCKS
-from sluice.scheduling.job import Job, RouteQuery, Tier
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.fleet.rows import FREE_BLOCKS, NEEDED_BLOCKS
 from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.request.job import Job, RouteQuery, Tier
 
 __all__ = ["Job", "RouteQuery", "RoutingPolicy", "Tier"]
 

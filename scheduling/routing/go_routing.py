@@ -12,8 +12,8 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.fleet_rows import (
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.fleet.rows import (
     BEGUN_S,
     DECODE_S,
     FIXED_S,
@@ -26,8 +26,8 @@ from sluice.scheduling.fleet_rows import (
     WAITING,
     WORK_S,
 )
-from sluice.scheduling.kernels import Floats, Ints, compiled
 from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.request.kernels import Floats, Ints, compiled
 from sluice.scheduling.routing.base import Job, RoutingPolicy
 
 LEAST_WORK_S = 1e-12

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.fleet_rows import BLOCK_TOKENS, EXPECTED_BLOCKS, FREE_BLOCKS, TOTAL_BLOCKS
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.fleet.rows import BLOCK_TOKENS, EXPECTED_BLOCKS, FREE_BLOCKS, TOTAL_BLOCKS
 from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.routing.base import Job, RoutingPolicy
 

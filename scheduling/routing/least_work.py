@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.fleet_rows import (
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.fleet.rows import (
     BEGUN_S,
     DECODE_S,
     FIXED_S,
@@ -17,7 +17,7 @@ from sluice.scheduling.fleet_rows import (
     WAITING,
     requests_at,
 )
-from sluice.scheduling.kernels import Floats
+from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.routing.base import Job, RoutingPolicy
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.fleet_rows import requests_at
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.fleet.rows import requests_at
 from sluice.scheduling.routing.base import Job, RoutingPolicy
 
 

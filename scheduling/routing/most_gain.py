@@ -7,7 +7,7 @@ from math import inf
 import numpy as np
 from pydantic import Field
 
-from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.routing.base import Job, RoutingPolicy
 from sluice.scheduling.routing.go_routing import gains_of

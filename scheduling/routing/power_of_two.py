@@ -6,8 +6,8 @@ import random
 
 from pydantic import Field
 
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.fleet_rows import requests_at
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.fleet.rows import requests_at
 from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.routing.base import Job, RoutingPolicy
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.routing.base import Job, RoutingPolicy
 

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.fleet_rows import requests_at
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.fleet.rows import requests_at
 from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.routing.base import Job, RoutingPolicy
 from sluice.scheduling.routing.inner import Inner, make_inner

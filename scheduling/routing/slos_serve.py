@@ -6,7 +6,7 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from sluice.scheduling.admission import POLICIES as ADMISSION
-from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.routing.base import Job, RoutingPolicy
 from sluice.scheduling.routing.inner import Inner, make_inner

@@ -18,10 +18,10 @@ import numpy as np
 
 from sluice.scheduling import batching, routing
 from sluice.scheduling.batching import BatchBudget, BatchBuilder, BatchPlan, BatchPolicy
-from sluice.scheduling.kernels import Floats
-from sluice.scheduling.latency import LatencyModel
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.request import QueueView
+from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.request.kernels import Floats
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.queue import QueueView
 from sluice.scheduling.roles import Role
 from sluice.simulation.cluster import simulate_cluster
 from sluice.simulation.config import ClusterConfig, EngineConfig

@@ -15,8 +15,8 @@ from sluice.deploy.config import SluiceConfig
 from sluice.replica.config import EngineConfig as ReplicaEngine
 from sluice.router.config import RouterConfig, ServiceClass
 from sluice.scheduling import batching, routing
-from sluice.scheduling.latency import FAMILIES, LatencyModel, LinearLatency
-from sluice.scheduling.latency_profile import LatencyProfile
+from sluice.scheduling.latency.model import FAMILIES, LatencyModel, LinearLatency
+from sluice.scheduling.latency.profile import LatencyProfile
 from sluice.simulation.config import ClusterConfig, EngineConfig
 from sluice.simulation.planning.capacity import Fleet, SharedClass
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sluice.deploy.tables import print_table
-from sluice.scheduling.tpot import TPOTAnchor
+from sluice.scheduling.request.tpot import TPOTAnchor
 from sluice.simulation.config import EngineConfig
 from sluice.simulation.estimate import METHOD
 from sluice.simulation.planning.capacity import LATENCIES, NOISE, Fleet, SharedClass

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.workload import Arrival, Stage, Workload
 from sluice.simulation.workloads.arrivals import ArrivalProcess
 from sluice.simulation.workloads.lengths import LengthDistribution

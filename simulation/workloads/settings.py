@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.workload import Workload, merged, with_objectives, with_priorities
 from sluice.simulation.workloads.arrivals import AtOnce, MakeArrivals, OnOff, Poisson
 from sluice.simulation.workloads.generators import (

@@ -30,7 +30,7 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import IO, Any
 
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.workload import Arrival, Workload
 
 MAX_REQUESTS = 200_000

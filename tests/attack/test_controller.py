@@ -38,11 +38,11 @@ from sluice.controller.transport.wire_format import (
     decode_answer,
     encode,
 )
-from sluice.scheduling.job import INVALID_QUERY
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.prefix import HELD
-from sluice.scheduling.stages import Stage
-from sluice.scheduling.state import ROW, SUMMARY
+from sluice.scheduling.fleet.prefix import HELD
+from sluice.scheduling.fleet.state import ROW, SUMMARY
+from sluice.scheduling.request.job import INVALID_QUERY
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.stages import Stage
 from tests.controller.fleet import Clock, decode_row, delta, hello, query, waiting_row
 from tests.controller.observed import ObservedController
 

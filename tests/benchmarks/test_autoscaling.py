@@ -17,7 +17,7 @@ from sluice.benchmarks.experiments.autoscaling import (
 )
 from sluice.benchmarks.experiments.grid import Row
 from sluice.benchmarks.experiments.loads import GENERATED, full_load_rate
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.workload import Arrival, Workload
 
 CHAT_RATE = full_load_rate(GENERATED["proserve sharegpt"], SETUP)

@@ -26,7 +26,7 @@ from sluice.benchmarks.experiments.systems import (
     make_router,
     run_cluster,
 )
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import Slowdown
 from sluice.simulation.workload import Arrival, Workload
 

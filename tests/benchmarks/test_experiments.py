@@ -34,7 +34,7 @@ from sluice.benchmarks.experiments.loads import (
     recorded,
 )
 from sluice.benchmarks.experiments.systems import DEFAULT, SETUPS, Contender, figures, run
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.estimate import Estimate
 from sluice.simulation.planning.plots import Chart, Point, Report, Table, markdown
 from sluice.simulation.workload import Arrival, Workload

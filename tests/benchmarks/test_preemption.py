@@ -21,8 +21,8 @@ from sluice.benchmarks.live.preemption.whole_stack import (
     tokens_body,
 )
 from sluice.benchmarks.live.replay.client import End, Outcome
-from sluice.scheduling.latency_request import PolynomialTTFT
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.latency.request_model import PolynomialTTFT
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.workloads.settings import FLOWPREFILL_SHARES, FLOWPREFILL_TTFT_S
 
 ALONE = PolynomialTTFT((0.004, 3e-4, 1e-8))

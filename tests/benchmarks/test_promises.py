@@ -16,8 +16,8 @@ from sluice.benchmarks.experiments.promises import (
     sums_of,
     targets,
 )
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.run import simulate
 from sluice.simulation.truth import Truth
 from tests.simulation.clusters import batch

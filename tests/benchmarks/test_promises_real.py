@@ -28,8 +28,8 @@ from sluice.benchmarks.live.promises.report import ALL, cells, counts, interval,
 from sluice.benchmarks.live.replay.client import End, Outcome
 from sluice.benchmarks.live.resources import Usage, Used
 from sluice.controller.config import ControllerConfig
-from sluice.scheduling.calibration import Calibration
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.placement.calibration import Calibration
+from sluice.scheduling.request.objective import SLO
 from tests.replica.waiting import until
 
 

@@ -25,7 +25,7 @@ from sluice.benchmarks.live.resources import Meter, Usage, Used
 from sluice.controller.config import NO_ADMISSION
 from sluice.replica.engine import Endpoint
 from sluice.replica.openai_format import ResponseWriter, parse_call
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.workload import Arrival, Workload
 from sluice.simulation.workloads.traces import TraceError
 from tests.e2e.conftest import on_the_shared_ray

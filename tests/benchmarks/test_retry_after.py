@@ -8,7 +8,7 @@ import pytest
 
 from sluice.benchmarks.experiments.grid import Row
 from sluice.benchmarks.experiments.retry_after import AGAIN, GONE, NO_ROOM, costs, counts, moments
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.requests import Requests, Return
 from sluice.simulation.run import simulate
 from sluice.simulation.truth import Truth

@@ -32,7 +32,7 @@ from sluice.benchmarks.live.soak.load import (
 from sluice.benchmarks.live.soak.prometheus import PROGRAM, agrees, comparison, expected, scraping
 from sluice.benchmarks.live.soak.report import Injury, is_well, lost, summary, tables
 from sluice.benchmarks.live.soak.trends import APPLICATION, LEAST_S, Sample, Series, trend, trends
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from tests.e2e.conftest import on_the_shared_ray
 from tests.own_ray import shared_ray
 

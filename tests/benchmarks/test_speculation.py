@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from sluice.benchmarks.live.speculation.command import KINDS, WAYS, Bench, arrivals, rate_at
 from sluice.benchmarks.live.speculation.engine import FixedLengths, SpeculatingEngine
 from sluice.benchmarks.live.speculation.repeating_model import repeating_model
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO, Anchor
-from sluice.scheduling.request import QueueView, RequestView
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.objective import SLO, Anchor
+from sluice.scheduling.request.queue import QueueView, RequestView
 
 
 @given(rate=st.floats(0.5, 50), step_s=st.floats(0.001, 0.1), seed=st.text(max_size=5))

@@ -8,11 +8,11 @@ from math import inf, nan
 import numpy as np
 
 from sluice.controller.messages import ReplicaDelta, ReplicaHello, RouteQuery
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.latency_profile import LatencyProfile
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.fleet.state import ROW, RUNNING, SUMMARY, WAITING
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.latency.profile import LatencyProfile
+from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
-from sluice.scheduling.state import ROW, RUNNING, SUMMARY, WAITING
 
 PROFILE = LatencyProfile.of("test", LinearLatency(a=0.004, b=0.0001, c=0.000001))
 

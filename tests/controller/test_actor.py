@@ -16,10 +16,10 @@ from sluice.controller.messages import LateNotice, MetricSample, RequestEnding, 
 from sluice.controller.observability.metrics import MAX_PUSH_SAMPLES
 from sluice.controller.state.mirror import MAX_REPLICAS
 from sluice.controller.transport.wire_format import MAX_QUERIES
-from sluice.scheduling.margins import PRIOR
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.placement.margins import PRIOR
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.stages import Stage
 from sluice.scheduling.routing import POLICIES
-from sluice.scheduling.stages import Stage
 from tests.controller.fleet import Clock, decode_row, delta, hello, query, waiting_row
 from tests.controller.observed import ObservedController
 from tests.controller.pushes import newer_push

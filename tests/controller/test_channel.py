@@ -45,7 +45,7 @@ from sluice.controller.transport.wire_format import (
     decode_question,
     encode,
 )
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import Clock, delta, waiting_row
 
 QUERY = RouteQuery(

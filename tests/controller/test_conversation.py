@@ -28,11 +28,11 @@ from sluice.controller.messages import (
 from sluice.replica.config import ReplicaConfig
 from sluice.replica.engine import EngineInfo
 from sluice.replica.reporter import Membership, Reporter
-from sluice.scheduling import fleet_rows
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.placement import MOST_AWAITED_S
+from sluice.scheduling.fleet import rows as fleet_rows
+from sluice.scheduling.fleet.state import ROW, EngineState
+from sluice.scheduling.placement.placer import MOST_AWAITED_S
+from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
-from sluice.scheduling.state import ROW, EngineState
 from tests.controller.fleet import PROFILE, Clock, summary, waiting_row
 
 CONFIG = ControllerConfig(aged_after_s=20, stale_after_s=40, forget_after_s=80)

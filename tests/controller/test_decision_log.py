@@ -11,8 +11,8 @@ from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import RequestEnding, RouteQuery, Tier
 from sluice.controller.observability.decision_log import OTHERS
 from sluice.controller.observability.recent_decisions import DECISIONS
-from sluice.scheduling.margins import PRIOR
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.placement.margins import PRIOR
+from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import POLICIES
 from tests.controller.fleet import Clock, hello, query, waiting_row
 from tests.controller.observed import ObservedController

@@ -14,7 +14,7 @@ from sluice.controller.actor import SETTLING_S
 from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import RouteReply
 from sluice.controller.state.drains import KEPT_S, Drains
-from sluice.scheduling.fleet import Fleet
+from sluice.scheduling.fleet.fleet import Fleet
 from tests.controller.fleet import Clock, decode_row, delta, hello, query, waiting_row
 from tests.controller.observed import ObservedController
 from tests.controller.pushes import newer_push

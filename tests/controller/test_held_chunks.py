@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from sluice.controller.state.mirror import Mirror
 from sluice.controller.transport.checks import check_changes, checked_delta, checked_hello
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.prefix import HELD, HELD_SLOTS
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.fleet.prefix import HELD, HELD_SLOTS
 
 from .fleet import delta, hello
 

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from sluice.controller.state.mirror import Mirror
 from sluice.controller.transport.checks import checked_delta
-from sluice.scheduling import fleet_report, fleet_rows
-from sluice.scheduling.fleet import Fleet, FleetSettings
-from sluice.scheduling.prefix import HELD
-from sluice.scheduling.state import ROW
+from sluice.scheduling.fleet import report as fleet_report
+from sluice.scheduling.fleet import rows as fleet_rows
+from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
+from sluice.scheduling.fleet.prefix import HELD
+from sluice.scheduling.fleet.state import ROW
 from tests.controller.fleet import decode_row, delta, free_row, hello, waiting_row
 
 EPOCH = 7

@@ -18,8 +18,8 @@ from sluice.controller.messages import (
     Tier,
 )
 from sluice.controller.state.moves import MOST_LATE
-from sluice.scheduling.job import STAYS
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.job import STAYS
+from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import Clock, decode_row, delta, hello, summary, waiting_row
 from tests.controller.observed import ObservedController
 from tests.controller.pushes import newer_push

@@ -15,7 +15,7 @@ from sluice.controller.observability.instruments import NAMES, families
 from sluice.controller.observability.observer import SETTLING_S, Observer
 from sluice.controller.observability.readings import AT_ONCE
 from sluice.controller.transport.failure import NoAnswerError
-from sluice.scheduling.job import PLACED
+from sluice.scheduling.request.job import PLACED
 from tests.controller.fleet import Clock, hello, query
 from tests.controller.observed import ObservedController
 from tests.controller.pushes import newer_push

@@ -6,8 +6,8 @@ import pytest
 
 from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import RequestEnding, RouteDecision, Tier
-from sluice.scheduling.margins import PRIOR
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.placement.margins import PRIOR
+from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import Clock, hello, query
 from tests.controller.observed import ObservedController
 from tests.controller.pushes import newer_push

@@ -15,7 +15,7 @@ from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import RouteDecision, RouteQuery
 from sluice.controller.transport.channel import MAX_TIMEOUTS, Endpoint, RouteChannel
 from sluice.controller.transport.failure import NoAnswerError
-from sluice.scheduling.job import NO_REPLICA
+from sluice.scheduling.request.job import NO_REPLICA
 from tests.controller.fleet import Clock, delta, hello, query, waiting_row
 
 CONFIG = ControllerConfig(admission="none")

@@ -12,8 +12,8 @@ from sluice.controller.messages import RequestEnding, RouteDecision, RouteQuery,
 from sluice.controller.observability.promise_summary import promise_summary
 from sluice.controller.observability.readings import reliable
 from sluice.controller.state.promises import RECENT, RECENT_S, PromiseLog
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.reliability import CHECKED, FEW, QUANTILES
+from sluice.scheduling.placement.reliability import CHECKED, FEW, QUANTILES
+from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import Clock, hello
 from tests.controller.observed import ObservedController
 from tests.controller.pushes import newer_push

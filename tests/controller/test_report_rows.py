@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sluice.controller.transport import report_rows
 from sluice.controller.transport.checks import _check_live_rows, _check_slots
-from sluice.scheduling.state import ROW, WAITING
+from sluice.scheduling.fleet.state import ROW, WAITING
 
 _CAPACITY = 5
 _COUNTS = st.sampled_from((-1, 0, 1, 2, 3))

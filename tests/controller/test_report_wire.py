@@ -16,8 +16,8 @@ from sluice.controller.messages import ReplicaDelta
 from sluice.controller.transport import report_wire
 from sluice.controller.transport.checks import check_changes
 from sluice.controller.transport.wire_format import MAX_FRAME, Report, encode
-from sluice.scheduling.prefix import HELD
-from sluice.scheduling.state import ROW
+from sluice.scheduling.fleet.prefix import HELD
+from sluice.scheduling.fleet.state import ROW
 from tests.controller.fleet import decode_row, delta, waiting_row
 
 

@@ -11,9 +11,9 @@ from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import RouteDecision, RouteQuery, RouteReply
 from sluice.controller.transport import query_wire
 from sluice.controller.transport.wire_format import Routed, decode_answer, encode
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.stages import Stage
-from sluice.scheduling.tpot import TPOTAnchor
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.stages import Stage
+from sluice.scheduling.request.tpot import TPOTAnchor
 from tests.controller.fleet import Clock, decode_row, delta, hello, query, summary, waiting_row
 from tests.controller.observed import ObservedController
 

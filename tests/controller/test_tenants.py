@@ -13,7 +13,7 @@ from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import RouteQuery, Tier
 from sluice.router.tenancy.keys import ApiKey, client_of
 from sluice.router.tenancy.limits import ANYONE, Client
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import Clock, delta, free_row, hello, waiting_row
 from tests.controller.observed import ObservedController
 

@@ -33,7 +33,7 @@ from sluice.router.dispatch.catalog import Catalog
 from sluice.router.dispatch.dispatcher import Dispatcher
 from sluice.router.dispatch.models import Model, ModelRegistry
 from sluice.router.metrics.instruments import RouterMetrics
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import Clock, decode_row, delta, free_row, hello, waiting_row
 from tests.controller.observed import ObservedController
 from tests.controller.pushes import newer_push

@@ -10,8 +10,8 @@ from click.testing import CliRunner, Result
 from rich.progress import Progress
 
 from sluice.deploy.cli import main
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.latency_profile import LatencyProfile
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.latency.profile import LatencyProfile
 from sluice.simulation.planning.points import Range
 from sluice.simulation.planning.report import NOT_MODELLED, CapacityReport
 from sluice.simulation.planning.search import Question, answered

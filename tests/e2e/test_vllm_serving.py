@@ -24,7 +24,7 @@ from sluice.benchmarks.live.replay.client import End, replay
 from sluice.replica.config import EngineConfig
 from sluice.replica.vllm.local_model import local_model
 from sluice.router.config import RouterConfig
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.workload import Arrival, Workload
 from tests.e2e.conftest import ASKING, PATIENT, System, system, wait_until
 from tests.e2e.poisoned import check_poison

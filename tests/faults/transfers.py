@@ -20,7 +20,7 @@ from sluice.replica.transfer.client import fetch
 from sluice.replica.transfer.offer import Offer
 from sluice.replica.transfer.wire import TransferError
 from sluice.router.serve.replicas import ServeReplicas
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
 from tests.e2e.conftest import wait_until
 from tests.faults.engines import ENGINES, STREAMS

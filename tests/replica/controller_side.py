@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from sluice.controller.messages import ReplicaDelta, ReplicaHello, ReportReply
-from sluice.scheduling.prefix import HELD, HELD_SLOTS
-from sluice.scheduling.state import ROW, EngineState
+from sluice.scheduling.fleet.prefix import HELD, HELD_SLOTS
+from sluice.scheduling.fleet.state import ROW, EngineState
 
 
 class MirrorOfOne:

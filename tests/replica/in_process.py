@@ -23,7 +23,7 @@ from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xargs
 from sluice.replica.vllm.setup import survive_module_scan
 from sluice.scheduling.batching import make_policy
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 
 Requests = list[tuple[list[int], int, SLO | None]]
 """Prompt tokens, number of output tokens, objective."""

@@ -27,7 +27,7 @@ from sluice.replica.engine import (
     request_key,
 )
 from sluice.scheduling.batching.builder import begin
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from tests.e2e.conftest import PATIENT
 from tests.own_ray import own_ray
 

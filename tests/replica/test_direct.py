@@ -25,7 +25,7 @@ from sluice.replica.engine import (
 from sluice.replica.server import Replica
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.replica.streams.direct import DirectPort, sent_directly
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from tests.replica.controller_side import MirrorOfOne
 from tests.replica.waiting import until
 

@@ -15,8 +15,8 @@ from sluice.replica.vllm.gc_control import (
     CollectionRule,
     GarbageCollector,
 )
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.request import QueueView
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.queue import QueueView
 from tests.scheduling.views import decode, prefill, queue_of, queues
 
 PACED = SLO(ttft_s=1.0, tpot_s=0.1)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sluice.replica.scheduler.prefix_index import HeldPrefixes
 from sluice.replica.scheduler.state_table import StateTable
-from sluice.scheduling.prefix import CHUNK_ENDS, TOKEN_UNITS, PromptPrefix
+from sluice.scheduling.fleet.prefix import CHUNK_ENDS, TOKEN_UNITS, PromptPrefix
 
 BLOCK = 16
 

@@ -10,8 +10,8 @@ import pytest
 
 from sluice.replica.scheduler.xargs import RequestArgs, to_xargs
 from sluice.replica.vllm.local_model import local_model
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.prefix import CHUNK_ENDS, NO_PREFIX, TOKEN_UNITS, PromptPrefix
+from sluice.scheduling.fleet.prefix import CHUNK_ENDS, NO_PREFIX, TOKEN_UNITS, PromptPrefix
+from sluice.scheduling.request.objective import SLO
 
 from .in_process import InProcess
 

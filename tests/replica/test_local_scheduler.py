@@ -13,9 +13,9 @@ import pytest
 from sluice.replica.scheduler.local_scheduler import BatchLog, LocalScheduler
 from sluice.replica.scheduler.state_table import RowUpdate, StateTable
 from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.request import QueueView, RequestView
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.queue import QueueView, RequestView
 
 MODEL = LinearLatency(a=0.010, b=0.001)
 BUDGET = BatchBudget(tokens=100, sequences=8, kv_blocks=1000, block_tokens=16)

@@ -18,7 +18,7 @@ from sluice.replica.config import EngineConfig, SimulatedEngineConfig
 from sluice.replica.engine import Endpoint, EngineRequest, ResponseChunk, ResponseHead
 from sluice.replica.openai_format import RequestError, output_text, parse_call
 from sluice.replica.simulated.engine import SimulatedEngine
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from tests.replica.waiting import until
 
 

@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from sluice.replica.profiling.profiler import profile_path, read_profile, write_profile
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.latency_profile import FitReport, LatencyProfile
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.latency.profile import FitReport, LatencyProfile
 
 PROFILE = LatencyProfile.of(
     "key", LinearLatency(0.004, 0.0002, 1e-6), FitReport(50, 5, 0.03, 0.07, 0.99)

@@ -15,9 +15,9 @@ from sluice.replica.scheduler.speculation import DraftCounts
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.simulated.core import SimulatedCore
 from sluice.scheduling.batching import make_policy
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS, EngineState
+from sluice.scheduling.fleet.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS, EngineState
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.objective import SLO
 
 
 def scrape(registry: CollectorRegistry) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:

@@ -15,11 +15,11 @@ from sluice.replica.config import ReplicaConfig
 from sluice.replica.engine import EngineInfo
 from sluice.replica.reporter import MAX_FINISHED, AcknowledgedState, Membership, Reporter
 from sluice.replica.scheduler.state_table import RowUpdate, StateTable
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.latency_profile import LatencyProfile
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.prefix import HELD
-from sluice.scheduling.state import EngineState
+from sluice.scheduling.fleet.prefix import HELD
+from sluice.scheduling.fleet.state import EngineState
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.latency.profile import LatencyProfile
+from sluice.scheduling.request.objective import SLO
 from tests.replica.controller_side import MirrorOfOne
 from tests.replica.waiting import until
 

@@ -11,7 +11,7 @@ import pytest
 from sluice.replica.engine import EngineRequest, ResponseChunk, ResponseItem, ResponseTail, Resume
 from sluice.replica.openai_format import RequestError
 from sluice.replica.resume import check_resume
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from tests.replica.test_simulated_engine import collect, running
 
 PROMPTS: dict[str, dict[str, Any]] = {

@@ -29,7 +29,7 @@ from sluice.replica.engine import (
 from sluice.replica.response import MAX_BATCH_BYTES, MAX_BUFFERED_ITEMS
 from sluice.replica.server import Replica
 from sluice.replica.simulated.engine import SimulatedEngine
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from tests.replica.controller_side import MirrorOfOne
 from tests.replica.waiting import until
 

@@ -14,10 +14,10 @@ from sluice.replica.scheduler.local_scheduler import LocalScheduler
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.simulated.core import SimulatedCore, SimulatedSequence
 from sluice.scheduling.batching import POLICIES, BatchBuilder, BatchPolicy, make_policy
-from sluice.scheduling.kernels import COMPUTED, KV_BLOCKS, PENDING, RUNNING
-from sluice.scheduling.latency import LatencyModel, LinearLatency
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.request import QueueView
+from sluice.scheduling.latency.model import LatencyModel, LinearLatency
+from sluice.scheduling.request.kernels import COMPUTED, KV_BLOCKS, PENDING, RUNNING
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.queue import QueueView
 
 TRUTH = {"step_s": 0.01, "token_s": 0.001, "context_token_s": 0.0001}
 

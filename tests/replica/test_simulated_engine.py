@@ -24,9 +24,9 @@ from sluice.replica.engine import (
 )
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.scheduling.batching import POLICIES
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.latency_profile import LatencyProfile
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.latency.profile import LatencyProfile
+from sluice.scheduling.request.objective import SLO
 from tests.replica.waiting import until
 
 INSTANT = {"step_s": 0.0, "token_s": 0.0, "context_token_s": 0.0}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sluice.replica.engine import EngineRequest, Handoff, ResponseHead, ResponseTail
 from sluice.replica.simulated.core import Transfer
 from sluice.replica.simulated.engine import SimulatedEngine
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from tests.replica.test_simulated_core import Bench
 from tests.replica.test_simulated_engine import (
     INSTANT,

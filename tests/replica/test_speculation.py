@@ -23,10 +23,10 @@ from sluice.replica.scheduler.speculation import (
 )
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.scheduling.batching import BatchBudget, make_policy
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.request import QueueView, RequestView
-from sluice.scheduling.state import DRAFT_LENGTHS
+from sluice.scheduling.fleet.state import DRAFT_LENGTHS
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.queue import QueueView, RequestView
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 

@@ -12,15 +12,15 @@ import pytest
 
 from sluice.replica.scheduler.memory_fence import membarrier, reader_fence
 from sluice.replica.scheduler.state_table import RowUpdate, StateTable, TableFullError
-from sluice.scheduling.latency import (
+from sluice.scheduling.fleet.prefix import HELD, HELD_SLOTS
+from sluice.scheduling.fleet.state import RUNNING, WAITING
+from sluice.scheduling.latency.model import (
     LinearLatency,
     PrefillDecodeLatency,
     RooflineLatency,
     StepSample,
 )
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.prefix import HELD, HELD_SLOTS
-from sluice.scheduling.state import RUNNING, WAITING
+from sluice.scheduling.request.objective import SLO
 
 
 def _write_steps(path, stop):

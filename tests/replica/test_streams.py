@@ -36,8 +36,8 @@ from sluice.replica.streams.wire import (
     Open,
     cost,
 )
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.prefix import PromptPrefix
+from sluice.scheduling.fleet.prefix import PromptPrefix
+from sluice.scheduling.request.objective import SLO
 from tests.replica.waiting import until
 
 REQUEST = EngineRequest("r", "chat", RequestBody.of({"messages": []}), SLO())

@@ -14,9 +14,9 @@ from sluice.replica.engine import EngineInfo
 from sluice.replica.profiling.sweep import Group, Sweep, SweepError, grid, random_loads
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.replica.simulated.virtual_loop import VirtualLoop
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.latency_profile import LatencyProfile
-from sluice.scheduling.step_errors import kind_of
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.latency.profile import LatencyProfile
+from sluice.scheduling.latency.step_errors import kind_of
 
 PROFILE = LatencyProfile.of("k", LinearLatency(1.0, 1.0))
 

@@ -35,7 +35,7 @@ from sluice.replica.transfer.wire import (
     TransferError,
 )
 from sluice.replica.transfer_config import TransferConfig
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 
 LAYOUT = b"a model's layout"
 SIZES = [6, 10]

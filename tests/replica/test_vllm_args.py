@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.replica.scheduler.xargs import RequestArgs, from_xargs, reserved_keys, to_xargs
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.prefix import CHUNK_ENDS, MAX_CHUNKS, NO_PREFIX, PromptPrefix
+from sluice.scheduling.fleet.prefix import CHUNK_ENDS, MAX_CHUNKS, NO_PREFIX, PromptPrefix
+from sluice.scheduling.request.objective import SLO
 
 _objective = st.none() | st.floats(min_value=1e-6, max_value=1e6)
 _slos = st.builds(

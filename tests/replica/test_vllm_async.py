@@ -22,7 +22,7 @@ from sluice.replica.transfer_config import TransferConfig
 from sluice.replica.vllm.local_model import local_model
 from sluice.replica.vllm.setup import transfer_argument
 from sluice.scheduling.batching import POLICIES
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 
 from .in_process import OBJECTIVES
 

@@ -31,8 +31,8 @@ from sluice.replica.vllm.local_model import local_model
 from sluice.replica.vllm.setup import parse_arguments, prepare_environment
 from sluice.replica.watchdog import FIRST_STEPS, Watchdog
 from sluice.router.request.prompt_prefix import prefix_of
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.prefix import HELD_SLOTS, PrefixIndex
+from sluice.scheduling.fleet.prefix import HELD_SLOTS, PrefixIndex
+from sluice.scheduling.request.objective import SLO
 from tests.known_profile import known_profile
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]

@@ -13,7 +13,7 @@ from sluice.replica.config import EngineConfig
 from sluice.replica.engine import EngineRequest, ResponseHead, ResponseTail
 from sluice.replica.vllm.engine import VllmEngine
 from sluice.replica.vllm.local_model import local_model
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from tests.known_profile import known_profile
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]

@@ -13,7 +13,7 @@ from sluice.replica.config import EngineConfig
 from sluice.replica.engine import EngineRequest
 from sluice.replica.vllm.engine import VllmEngine
 from sluice.replica.vllm.local_model import local_model
-from sluice.scheduling.objective import SLO, TokenClock
+from sluice.scheduling.request.objective import SLO, TokenClock
 from sluice.simulation.metrics import TPOTMetric, stages
 from sluice.simulation.requests import Requests
 from sluice.simulation.workload import Arrival

@@ -25,7 +25,7 @@ from sluice.replica.engine import (
 )
 from sluice.replica.transfer_config import TransferConfig
 from sluice.replica.vllm.engine import VllmEngine
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from tests.known_profile import known_profile
 from tests.replica.attentive import attentive_model
 

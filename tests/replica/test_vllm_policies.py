@@ -9,7 +9,7 @@ import pytest
 
 from sluice.replica.vllm.local_model import local_model
 from sluice.scheduling.batching import POLICIES
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 
 from .in_process import InProcess, mixed_requests
 

@@ -12,8 +12,8 @@ import pytest
 
 from sluice.replica.vllm.local_model import local_model
 from sluice.scheduling.batching import POLICIES, BatchPolicy
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.objective import SLO
 
 from .in_process import InProcess, mixed_requests
 

@@ -15,10 +15,10 @@ from sluice.replica.scheduler.speculation import BY_BATCH_SIZE, with_all_lengths
 from sluice.replica.scheduler.xargs import RequestArgs, to_xargs
 from sluice.replica.vllm.local_model import local_model
 from sluice.scheduling.batching import POLICIES, BatchPolicy
-from sluice.scheduling.kernels import DRAFTED
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.speculation import AdaptiveLengths, Speculation
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.latency.speculation import AdaptiveLengths, Speculation
+from sluice.scheduling.request.kernels import DRAFTED
+from sluice.scheduling.request.objective import SLO
 
 from .in_process import InProcess
 

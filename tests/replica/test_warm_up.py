@@ -19,7 +19,7 @@ from sluice.replica.engine import (
 )
 from sluice.replica.profiling.warm_up import SAMPLING_FEATURES, STRUCTURED_FEATURES, warm_up
 from sluice.replica.vllm.local_model import local_model
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 
 MESSAGES = [{"role": "user", "content": "Please write a short story"}]
 CHAT_FEATURES = {

@@ -20,9 +20,9 @@ from sluice.replica.watchdog import (
     Watchdog,
     longest_step_s,
 )
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.latency_profile import LatencyProfile
-from sluice.scheduling.state import EngineState
+from sluice.scheduling.fleet.state import EngineState
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.latency.profile import LatencyProfile
 
 HUNG_AFTER_S = 5.0
 LOOK_S = 0.5

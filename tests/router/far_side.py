@@ -50,7 +50,7 @@ from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
 from sluice.router.serve.choices import CHOICES
 from sluice.router.serve.contract import ReplicaFailedError, ReplicaStream
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
 from tests.router.virtual_time import VirtualTime
 

@@ -19,7 +19,7 @@ from sluice.router.errors import RULES, Reason
 from sluice.router.request.call import MAX_INLINE_BYTES
 from sluice.router.request.validation import check_body
 from sluice.router.serve.contract import ReplicaFailedError
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from tests.router.far_side import (
     CHAT_BODY,
     COMPLETION_BODY,

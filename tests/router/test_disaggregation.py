@@ -26,7 +26,7 @@ from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.serve.hint import NO_REPLICA_WAIT_S
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from tests.router.far_side import (
     CHAT_BODY,
     COMPLETION_BODY,

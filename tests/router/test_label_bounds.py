@@ -23,7 +23,7 @@ from sluice.router.metrics.instruments import Outcome, RouterMetrics
 from sluice.router.metrics.usage import OPERATIONS, PROVIDER
 from sluice.router.request.arrival import INFERENCE_PATHS
 from sluice.router.tenancy.limits import UNNAMED, Client
-from sluice.scheduling.objective import MAX_PRIORITY, SLO, TokenClock
+from sluice.scheduling.request.objective import MAX_PRIORITY, SLO, TokenClock
 from tests.controller.fleet import Clock, hello
 from tests.controller.observed import ObservedController
 from tests.controller.pushes import newer_push

@@ -31,7 +31,7 @@ from sluice.router.ingress.load_shedding import (
 )
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.tenancy.keys import ApiKey
-from sluice.scheduling.job import UNATTAINABLE
+from sluice.scheduling.request.job import UNATTAINABLE
 from tests.router.far_side import CHAT_BODY, Clock, Edge, FarController, FarSide, serve
 from tests.router.virtual_time import VirtualTime, settle
 

@@ -18,8 +18,8 @@ from sluice.router.errors import Reason
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
 from sluice.router.serve.contract import ReplicaFailedError
-from sluice.scheduling.job import STAYS
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.job import STAYS
+from sluice.scheduling.request.objective import SLO
 from tests.router.far_side import Behaviour, Edge, FarController, FarSide, NoItems, answer, fail
 from tests.router.test_resume import simulated, text, without_time_and_name
 from tests.router.test_stall_detector import CHAT, COMPLETIONS, LoopClock, asked, freezing, virtual

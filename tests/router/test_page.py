@@ -20,8 +20,8 @@ from sluice.router.config import RouterConfig
 from sluice.router.metrics.instruments import Outcome
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
-from sluice.scheduling.breaker import FAILURES
-from sluice.scheduling.objective import SLO, TokenClock
+from sluice.scheduling.fleet.breaker import FAILURES
+from sluice.scheduling.request.objective import SLO, TokenClock
 from tests.controller.fleet import decode_row, delta, hello, waiting_row
 from tests.router.browser import Browser, Tab, browser
 from tests.router.far_side import Edge, FarSide, serve

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.router.dispatch.resumable import prompt_slo
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 
 
 def test_it_is_due_earlier_by_the_handover() -> None:

@@ -37,7 +37,7 @@ from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.serve.hint import Hint, NoReplicaError
 from sluice.router.serve.replicas import ServeReplicas, ServeStream
 from sluice.router.serve.request_router import HintRouter
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import hello
 from tests.own_ray import own_ray
 from tests.router.far_side import FarController

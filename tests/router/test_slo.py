@@ -15,7 +15,7 @@ from sluice.router.config import RouterConfig, ServiceClass
 from sluice.router.errors import ApiError, Reason
 from sluice.router.request.slo import SloReader
 from sluice.router.wire import MAX_OBJECTIVE_MS
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 
 CONFIG = RouterConfig(
     classes={

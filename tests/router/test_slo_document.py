@@ -12,8 +12,8 @@ from sluice.router.config import RouterConfig
 from sluice.router.dispatch.admission_queue import ASKERS, MAX_PAUSE_S, MIN_PAUSE_S
 from sluice.router.errors import RULES, Reason
 from sluice.router.request.slo import SloReader
-from sluice.scheduling.stages import MOST_STAGES, Stage
-from sluice.scheduling.tpot import TPOTAnchor
+from sluice.scheduling.request.stages import MOST_STAGES, Stage
+from sluice.scheduling.request.tpot import TPOTAnchor
 from tests.documents import ROOT, marked, section
 from tests.router.far_side import Edge, FarSide, serve
 

@@ -15,7 +15,7 @@ from sluice.replica.engine import (
     ResponseSent,
     ResponseTail,
 )
-from sluice.scheduling.stages import Stage
+from sluice.scheduling.request.stages import Stage
 from tests.router.far_side import Clock, Edge, FarController, FarSide
 from tests.router.test_admission import guaranteed, post, promises
 from tests.router.virtual_time import settle

@@ -10,8 +10,8 @@ from sluice.router.config import RouterConfig, ServiceClass
 from sluice.router.errors import ApiError
 from sluice.router.request.slo import SloReader
 from sluice.router.tenancy.limits import TenantLimits
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.stages import Stage
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.stages import Stage
 
 READER = SloReader(
     RouterConfig(

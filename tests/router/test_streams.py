@@ -31,7 +31,7 @@ from sluice.replica.streams.wire import WINDOW_BYTES, StreamEndpoint, cost
 from sluice.router.errors import Reason
 from sluice.router.serve.contract import ReplicaFailedError, ReplicaStream
 from sluice.router.serve.streams import Channels, ChannelStream
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
 from tests.replica.test_server import running
 from tests.replica.waiting import until

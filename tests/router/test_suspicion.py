@@ -31,7 +31,7 @@ from sluice.router.request.prompt_size import PromptSize
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.serve.replicas import failure_of
 from sluice.router.tenancy.limits import Client
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from tests.router.far_side import Behaviour, Clock, FarSide, NoItems, attempt_at, serve
 from tests.router.test_resume import DIED
 from tests.router.test_stall_detector import CHAT, edge, says_so, virtual

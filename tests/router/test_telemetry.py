@@ -22,7 +22,7 @@ from sluice.router.errors import Reason
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.tenancy.limits import ANYONE
 from sluice.router.tenancy.rate_limits import RateLimiter
-from sluice.scheduling.job import UNATTAINABLE
+from sluice.scheduling.request.job import UNATTAINABLE
 from sluice.telemetry.config import LogsConfig, TracingConfig
 from sluice.telemetry.logs import JsonLines
 from sluice.telemetry.tracing import Tracer

@@ -19,7 +19,7 @@ from sluice.router.request.slo import Objective, SloReader
 from sluice.router.tenancy.auth import KeyRing
 from sluice.router.tenancy.keys import ApiKey, client_of
 from sluice.router.tenancy.limits import ANYONE, Client, TenantLimits
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, hang, serve
 
 CLASSES = {

@@ -6,15 +6,15 @@ from math import inf, nan
 
 import numpy as np
 
-from sluice.scheduling import fleet_rows
-from sluice.scheduling.fleet import Fleet, FleetSettings
-from sluice.scheduling.fleet_report import Report
-from sluice.scheduling.latency import LatencyModel, LinearLatency
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.fleet import rows as fleet_rows
+from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
+from sluice.scheduling.fleet.report import Report
+from sluice.scheduling.fleet.state import ROW, RUNNING, WAITING
+from sluice.scheduling.fleet.transfer import NO_TRANSFERS, Transfers
+from sluice.scheduling.latency.model import LatencyModel, LinearLatency
+from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
 from sluice.scheduling.routing import Job, RouteQuery
-from sluice.scheduling.state import ROW, RUNNING, WAITING
-from sluice.scheduling.transfer import NO_TRANSFERS, Transfers
 
 MODEL = LinearLatency(a=0.010, b=0.000_1, c=0.000_001)
 PLAIN = SLO(ttft_s=1.0, tpot_s=0.1)
@@ -79,7 +79,7 @@ def fleet_of(*reports: Report, now_s: float = 0.0, settings: FleetSettings | Non
 
 def figures_of(*replicas: dict[str, float]) -> Fleet:
     """A fleet of idle replicas but for these figures, by their names in
-    :mod:`sluice.scheduling.fleet_rows`."""
+    :mod:`sluice.scheduling.fleet.rows`."""
     fleet = fleet_of(*[report() for _ in replicas])
     for index, figures in enumerate(replicas):
         for name, value in figures.items():

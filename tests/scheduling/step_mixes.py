@@ -7,9 +7,9 @@ from typing import Protocol
 
 import numpy as np
 
-from sluice.scheduling.kernels import Floats
-from sluice.scheduling.latency import LinearLatency, StepSample
-from sluice.scheduling.step_correction import StepCorrection
+from sluice.scheduling.latency.model import LinearLatency, StepSample
+from sluice.scheduling.latency.step_correction import StepCorrection
+from sluice.scheduling.request.kernels import Floats
 
 PROFILE = LinearLatency(a=0.004, b=1.8e-4, c=8e-7, d=2e-8)
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sluice.scheduling.batching import BatchBudget, BatchPolicy, PlannedTokens
-from sluice.scheduling.latency import LatencyModel
-from sluice.scheduling.request import QueueView, RequestView
+from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.request.queue import QueueView, RequestView
 from tests.scheduling.views import ROOMY
 
 MOST_STEPS = 10_000

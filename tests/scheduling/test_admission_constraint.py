@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from sluice.scheduling.admission import POLICIES, make_policy
 from sluice.scheduling.admission.constraint import Constraint
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.job import RouteQuery
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.request.job import RouteQuery
+from sluice.scheduling.request.objective import SLO
 from tests.scheduling.fleets import fleet_of, job, report, row
 
 WALKS = ("moore_hodgson", "slos_serve")

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from sluice.scheduling import fleet_rows as figure
 from sluice.scheduling.admission import Promises, make_policy
-from sluice.scheduling.fleet import Fleet, FleetSettings
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.placement import Placer
+from sluice.scheduling.fleet import rows as figure
+from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.placement.placer import Placer
+from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import RouteQuery, Tier
 from sluice.scheduling.routing import make_policy as make_routing
 from tests.scheduling.fleets import fleet_of, job, report, row

@@ -6,14 +6,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.scheduling import fleet_rows as figure
 from sluice.scheduling.admission.slos_serve import SLOsServeAdmission, SLOsServeAdmissionOptions
 from sluice.scheduling.admission.slos_serve_selection import Demand, Supply, admissible
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.kernels import most_work_s
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.ledger import Reservation
-from sluice.scheduling.objective import SLO, Anchor
+from sluice.scheduling.fleet import rows as figure
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.fleet.ledger import Reservation
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.kernels import most_work_s
+from sluice.scheduling.request.objective import SLO, Anchor
 from sluice.scheduling.routing import Job, RouteQuery
 from tests.scheduling.fleets import fleet_of, job, report, row
 

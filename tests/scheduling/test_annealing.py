@@ -8,9 +8,9 @@ from pydantic import ValidationError
 
 from sluice.scheduling.batching import BatchBudget, BatchPlan
 from sluice.scheduling.batching.annealing import Annealing, AnnealingOptions
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.request import RequestView
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.queue import RequestView
 from tests.scheduling.test_progress import Job, run
 from tests.scheduling.views import ROOMY, decode, prefill, queue_of
 

@@ -22,10 +22,10 @@ from sluice.scheduling.batching.priority_mapping import (
     predict,
 )
 from sluice.scheduling.batching.priority_search import acceptance
-from sluice.scheduling.kernels import COMPUTED, EMITTED, FIRST_TOKEN, PENDING, RUNNING
-from sluice.scheduling.latency_request import InteractionLatency
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.request import row_of
+from sluice.scheduling.latency.request_model import InteractionLatency
+from sluice.scheduling.request.kernels import COMPUTED, EMITTED, FIRST_TOKEN, PENDING, RUNNING
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.queue import row_of
 
 PAPER = Schedule.of(500.0, 20.0, 100, 0.95, seed=0)
 TABLE_2 = InteractionLatency.paper()

@@ -17,10 +17,10 @@ from sluice.scheduling.batching import (
 )
 from sluice.scheduling.batching.best_effort import in_turns, longest_wait_s, tokens_ahead, victims
 from sluice.scheduling.batching.fcfs import FCFS
-from sluice.scheduling.kernels import TENANT
-from sluice.scheduling.latency import LatencyModel, LinearLatency
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.request import QueueView, RequestView
+from sluice.scheduling.latency.model import LatencyModel, LinearLatency
+from sluice.scheduling.request.kernels import TENANT
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.queue import QueueView, RequestView
 from tests.scheduling.test_plan_invariants import VARIANTS, run_as_engine
 from tests.scheduling.views import ROOMY, budgets, decode, latencies, prefill, queue_of, queues
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sluice.scheduling.breaker import (
+from sluice.scheduling.fleet.breaker import (
     FAILURES,
     FAILURES_WITHIN_S,
     LEAST_OPEN_S,

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.scheduling.calibration import MOST_APART, Calibration
-from sluice.scheduling.margins import MEMORY, MEMORY_S, MOST_MARGIN, PRIOR
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.tpot import TPOTAnchor
+from sluice.scheduling.placement.calibration import MOST_APART, Calibration
+from sluice.scheduling.placement.margins import MEMORY, MEMORY_S, MOST_MARGIN, PRIOR
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.tpot import TPOTAnchor
 
 LEVEL = 0.99
 SLOW = SLO(ttft_s=1.0, tpot_s=0.1)

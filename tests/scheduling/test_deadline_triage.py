@@ -3,9 +3,9 @@
 import pytest
 
 from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.request import RequestView
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.queue import RequestView
 from tests.scheduling.views import ROOMY, decode, prefill, queue_of
 
 MODEL = LinearLatency(a=0.010, b=0.001)

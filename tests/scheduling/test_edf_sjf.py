@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from sluice.scheduling.batching import BatchPlan, make_policy
 from sluice.scheduling.batching.sjf import later_work_s
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.request import RequestView
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.queue import RequestView
 from tests.scheduling.views import ROOMY, decode, prefill, queue_of
 
 NOW_S = 10.0

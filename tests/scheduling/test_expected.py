@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.scheduling.deadline import paced
-from sluice.scheduling.expected import claim
+from sluice.scheduling.request.deadline import paced
+from sluice.scheduling.request.expected import claim
 
 times = st.one_of(st.just(inf), st.floats(0.01, 60))
 

@@ -9,9 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.scheduling.fair_shares import REFRESH_S, SHORT, FairShares, has_room, water_level
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import RouteQuery
+from sluice.scheduling.tenancy.fair_shares import (
+    REFRESH_S,
+    SHORT,
+    FairShares,
+    has_room,
+    water_level,
+)
 
 EASY = SLO(ttft_s=1.0)
 

@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 
 from sluice.scheduling.batching import BatchPlan, make_policy
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO, Anchor, TokenClock
-from sluice.scheduling.request import RequestView
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.objective import SLO, Anchor, TokenClock
+from sluice.scheduling.request.queue import RequestView
 from tests.scheduling.steps import Run, run
 from tests.scheduling.views import ROOMY, decode, prefill, queue_of
 

@@ -1,8 +1,8 @@
 """FCFS, Sarathi and Sarathi by priority, by example."""
 
 from sluice.scheduling.batching import BatchBudget, make_policy
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.objective import SLO
 from tests.scheduling.views import ROOMY, decode, prefill, queue_of
 
 MODEL = LinearLatency(a=0.01, b=0.001)

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.scheduling import fleet_rows as figure
 from sluice.scheduling.admission.pab import replica_pab_tokens
 from sluice.scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
-from sluice.scheduling.deadline import paced
-from sluice.scheduling.fleet import Fleet, FleetSettings
-from sluice.scheduling.latency import LatencyModel, LinearLatency, RooflineLatency
-from sluice.scheduling.ledger import Reservation
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.fleet import rows as figure
+from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
+from sluice.scheduling.fleet.ledger import Reservation
+from sluice.scheduling.latency.model import LatencyModel, LinearLatency, RooflineLatency
+from sluice.scheduling.request.deadline import paced
+from sluice.scheduling.request.objective import SLO
 from tests.scheduling.fleets import fleet_of, report, row
 
 MODEL = LinearLatency(a=0.010, b=0.000_1, c=0.000_001)

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
 from sluice.scheduling.batching.s_edf import chunked_work_s
-from sluice.scheduling.kernels import COMPUTED, PENDING
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.request import QueueView, RequestView
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.kernels import COMPUTED, PENDING
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.queue import QueueView, RequestView
 from tests.scheduling.steps import run
 from tests.scheduling.views import ROOMY, decode, prefill, queue_of
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.scheduling import fleet_rows as figure
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.ledger import Reservation
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.fleet import rows as figure
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.fleet.ledger import Reservation
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import POLICIES, RouteQuery, make_policy
 from sluice.scheduling.routing.base import Job
 from sluice.scheduling.routing.go_routing import gains_of

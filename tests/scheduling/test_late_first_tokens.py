@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.scheduling.admission import make_policy as make_admission
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.late_first_tokens import late
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.placement import Placer
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.placement.late_first_tokens import late
+from sluice.scheduling.placement.placer import Placer
+from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import RouteQuery, Tier
 from sluice.scheduling.routing import make_policy as make_routing
 from tests.scheduling.fleets import fleet_of, report, row

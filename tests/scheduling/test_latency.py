@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.scheduling import kernels
 from sluice.scheduling.batching import BatchBuilder
-from sluice.scheduling.latency import (
+from sluice.scheduling.latency.model import (
     FAMILIES,
     UNBOUNDED_TOKENS,
     LatencyModel,
@@ -19,7 +18,8 @@ from sluice.scheduling.latency import (
     StepSample,
     tokens_within,
 )
-from sluice.scheduling.request import QueueView
+from sluice.scheduling.request import kernels
+from sluice.scheduling.request.queue import QueueView
 from tests.scheduling.views import ROOMY, latencies, queues
 
 LINEAR = LinearLatency(a=0.004, b=1.8e-4, c=8e-7, d=2e-8)

@@ -7,8 +7,8 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from sluice.scheduling.fit import BatchFamily, fit
-from sluice.scheduling.latency import (
+from sluice.scheduling.latency.fit import BatchFamily, fit
+from sluice.scheduling.latency.model import (
     FAMILIES,
     LatencyModel,
     LinearLatency,
@@ -16,7 +16,7 @@ from sluice.scheduling.latency import (
     RooflineLatency,
     StepSample,
 )
-from sluice.scheduling.latency_request import Interaction, InteractionLatency, PolynomialTTFT
+from sluice.scheduling.latency.request_model import Interaction, InteractionLatency, PolynomialTTFT
 
 LINEAR = LinearLatency(a=0.004, b=1.8e-4, c=8e-7, d=2e-8)
 PREFILL_DECODE = PrefillDecodeLatency(1e-7, 2e-7, 1.5e-4, 2e-6, 8e-4, 0.005)

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from sluice.scheduling.latency import (
+from sluice.scheduling.latency.model import (
     LatencyModel,
     LinearLatency,
     PrefillDecodeLatency,
     RooflineLatency,
 )
-from sluice.scheduling.latency_profile import FitReport, LatencyProfile
+from sluice.scheduling.latency.profile import FitReport, LatencyProfile
 
 LINEAR = LinearLatency(a=0.004, b=1.8e-4, c=8e-7, d=2e-8)
 REPORT = FitReport(samples=90, dropped=10, mape=0.03, p90_error=0.05, r2=0.99)

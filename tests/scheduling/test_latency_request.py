@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.scheduling.latency import (
+from sluice.scheduling.latency.model import (
     LinearLatency,
     PrefillDecodeLatency,
     RooflineLatency,
     StepSample,
 )
-from sluice.scheduling.latency_request import Interaction, InteractionLatency, PolynomialTTFT
+from sluice.scheduling.latency.request_model import Interaction, InteractionLatency, PolynomialTTFT
 
 PAPER = InteractionLatency.paper()
 STEPS = LinearLatency(a=0.010, b=0.001, c=0.000_01)

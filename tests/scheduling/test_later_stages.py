@@ -7,15 +7,15 @@ from math import inf
 import numpy as np
 import pytest
 
-from sluice.scheduling import fleet_rows as figure
 from sluice.scheduling.admission import make_policy
 from sluice.scheduling.admission.constraint import Constraint
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.placement import Placer
+from sluice.scheduling.fleet import rows as figure
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.placement.placer import Placer
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.stages import Stage
 from sluice.scheduling.routing import RouteQuery
 from sluice.scheduling.routing import make_policy as make_routing
-from sluice.scheduling.stages import Stage
 from tests.scheduling.fleets import MODEL, fleet_of, job, report, row
 
 DECODE = {"emitted": 1, "first_token_s": 0.0, "expected": 101}

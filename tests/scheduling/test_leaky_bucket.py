@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.scheduling.leaky_bucket import Bucket
+from sluice.scheduling.tenancy.leaky_bucket import Bucket
 
 
 class Step(NamedTuple):

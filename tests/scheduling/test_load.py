@@ -8,10 +8,10 @@ import pytest
 from sluice.scheduling.admission import make_policy as make_admission
 from sluice.scheduling.autoscaling import Demand, Load
 from sluice.scheduling.autoscaling.load import MAX_UNPLACED
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.job import UNATTAINABLE, RouteDecision, RouteQuery, Tier
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.placement import Placer
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.placement.placer import Placer
+from sluice.scheduling.request.job import UNATTAINABLE, RouteDecision, RouteQuery, Tier
+from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import make_policy
 from tests.scheduling.fleets import MODEL, PLAIN, fleet_of, job, report, row
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.scheduling import kernels
-from sluice.scheduling.objective import SLO, Anchor, GainWeights, TokenClock
-from sluice.scheduling.request import QueueView
+from sluice.scheduling.request import kernels
+from sluice.scheduling.request.objective import SLO, Anchor, GainWeights, TokenClock
+from sluice.scheduling.request.queue import QueueView
 from tests.scheduling.views import decode, queues, slos
 
 times = st.floats(0, 1_000)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.scheduling.length import LengthRange
-from sluice.scheduling.output_lengths import (
+from sluice.scheduling.placement.length import LengthRange
+from sluice.scheduling.placement.output_lengths import (
     EVERY,
     LEAST_ENDED,
     MAX_CLASSES,

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.scheduling.admission.pab import pab_tokens, replica_pab_tokens, rows_due_s
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO, Anchor
-from sluice.scheduling.request import QueueView, RequestView
-from sluice.scheduling.state import ROW, RUNNING, WAITING
+from sluice.scheduling.fleet.state import ROW, RUNNING, WAITING
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.objective import SLO, Anchor
+from sluice.scheduling.request.queue import QueueView, RequestView
 from tests.scheduling.views import decode, latencies, prefill, queues
 
 MODEL = LinearLatency(a=0.010, b=0.001, c=0.000_01)

@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.scheduling import fleet_rows as figure
 from sluice.scheduling.admission import make_policy as make_admission
-from sluice.scheduling.calibration import Calibration
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.job import UNATTAINABLE, RouteDecision, RouteQuery, Tier
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.length import LengthRange
-from sluice.scheduling.margins import PRIOR
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.output_lengths import OutputLengths
-from sluice.scheduling.pacing import shared_out
-from sluice.scheduling.placement import DecisionInputs, Placer
+from sluice.scheduling.fleet import rows as figure
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.placement.calibration import Calibration
+from sluice.scheduling.placement.length import LengthRange
+from sluice.scheduling.placement.margins import PRIOR
+from sluice.scheduling.placement.output_lengths import OutputLengths
+from sluice.scheduling.placement.pacing import shared_out
+from sluice.scheduling.placement.placer import DecisionInputs, Placer
+from sluice.scheduling.request.job import UNATTAINABLE, RouteDecision, RouteQuery, Tier
+from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import make_policy as make_routing
 from tests.scheduling.fleets import MODEL, fleet_of, report, row
 

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.scheduling import fleet_rows as figure
 from sluice.scheduling.admission import POLICIES as ADMISSIONS
 from sluice.scheduling.admission import make_policy as make_admission
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.fleet_report import Report
-from sluice.scheduling.job import PLACED, UNATTAINABLE, RouteDecision
-from sluice.scheduling.ledger import Reservation
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.fleet import rows as figure
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.fleet.ledger import Reservation
+from sluice.scheduling.fleet.report import Report
 from sluice.scheduling.pairs import HANDOVER_STEPS
-from sluice.scheduling.placement import DecisionInputs, Placer
+from sluice.scheduling.placement.placer import DecisionInputs, Placer
+from sluice.scheduling.request.job import PLACED, UNATTAINABLE, RouteDecision
+from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import ROLES, Role
 from sluice.scheduling.routing import POLICIES as ROUTERS
 from sluice.scheduling.routing import RouteQuery, Tier

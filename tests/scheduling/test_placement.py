@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.scheduling import fleet_rows as figure
 from sluice.scheduling.admission import make_policy as make_admission
-from sluice.scheduling.calibration import Calibration
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.job import NO_REPLICA, PLACED, UNATTAINABLE, RouteDecision
-from sluice.scheduling.margins import PRIOR
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.placement import DecisionInputs, Placer
+from sluice.scheduling.fleet import rows as figure
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.placement.calibration import Calibration
+from sluice.scheduling.placement.margins import PRIOR
+from sluice.scheduling.placement.placer import DecisionInputs, Placer
+from sluice.scheduling.request.job import NO_REPLICA, PLACED, UNATTAINABLE, RouteDecision
+from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
 from sluice.scheduling.routing import RouteQuery, Tier
 from sluice.scheduling.routing import make_policy as make_routing

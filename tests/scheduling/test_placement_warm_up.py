@@ -2,9 +2,11 @@
 
 import pytest
 
-from sluice.scheduling import admission, fleet_report, fleet_rows, routing
+from sluice.scheduling import admission, routing
 from sluice.scheduling.admission import moore_hodgson
-from sluice.scheduling.placement_warm_up import warm_up_placement
+from sluice.scheduling.fleet import report as fleet_report
+from sluice.scheduling.fleet import rows as fleet_rows
+from sluice.scheduling.placement.warm_up import warm_up_placement
 
 
 @pytest.mark.parametrize("name", routing.POLICIES)

@@ -18,16 +18,16 @@ from sluice.scheduling.batching import (
 )
 from sluice.scheduling.batching.fairbatching import FairBatchingOptions
 from sluice.scheduling.batching.slidebatching import SlideBatchingOptions
-from sluice.scheduling.latency import (
+from sluice.scheduling.latency.model import (
     LatencyModel,
     LinearLatency,
     PrefillDecodeLatency,
     RooflineLatency,
     StepSample,
 )
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.request import QueueView, RequestView
-from sluice.scheduling.speculation_solver import MOST_LENGTH
+from sluice.scheduling.latency.speculation_solver import MOST_LENGTH
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.queue import QueueView, RequestView
 from tests.scheduling.steps import run
 from tests.scheduling.views import (
     ROOMY,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.scheduling.prefix import (
+from sluice.scheduling.fleet.prefix import (
     CHUNK_ENDS,
     HELD,
     HELD_SLOTS,

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.scheduling.batching import POLICIES, BatchBudget, BatchPolicy, make_policy
-from sluice.scheduling.latency import LinearLatency, StepSample
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.request import QueueView, RequestView
+from sluice.scheduling.latency.model import LinearLatency, StepSample
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.queue import QueueView, RequestView
 from tests.scheduling.views import slos
 
 BLOCK = 16

@@ -3,8 +3,8 @@
 import pytest
 
 from sluice.scheduling.batching import POLICIES, BatchBudget, make_policy
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.objective import SLO
 from tests.scheduling.steps import run
 from tests.scheduling.views import prefill
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.scheduling.reliability import (
+from sluice.scheduling.placement.reliability import (
     CHECKED,
     FEW,
     QUANTILES,

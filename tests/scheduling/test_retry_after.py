@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 from sluice.scheduling import batching, routing
 from sluice.scheduling.admission import make_policy as make_admission
 from sluice.scheduling.admission.room import LEAST_WAIT_S
-from sluice.scheduling.job import RouteQuery, Tier
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.placement import Placer
-from sluice.scheduling.retry_after import (
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.placement.placer import Placer
+from sluice.scheduling.placement.retry_after import (
     GRACE_S,
     HORIZON_S,
     LEAST_FACTOR,
@@ -25,6 +23,8 @@ from sluice.scheduling.retry_after import (
     Line,
     RetryAfter,
 )
+from sluice.scheduling.request.job import RouteQuery, Tier
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.cluster import simulate_cluster
 from sluice.simulation.config import ClusterConfig
 from sluice.simulation.requests import Requests

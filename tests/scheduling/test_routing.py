@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.fleet_rows import EXPECTED_BLOCKS, PAB, work_on
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.fleet.rows import EXPECTED_BLOCKS, PAB, work_on
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import POLICIES, make_policy
 from tests.scheduling.fleets import QUERY, figures_of, fleet_of, job, report, row
 

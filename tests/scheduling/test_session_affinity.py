@@ -7,8 +7,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.fleet_rows import RUNNING
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.fleet.rows import RUNNING
 from sluice.scheduling.routing import make_policy
 from sluice.scheduling.routing.base import Job
 from tests.scheduling.fleets import figures_of, fleet_of, job, report

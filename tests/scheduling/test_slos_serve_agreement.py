@@ -12,15 +12,15 @@ from sluice.scheduling.admission.slos_serve import SLOsServeAdmission, SLOsServe
 from sluice.scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
 from sluice.scheduling.batching import BatchBudget
 from sluice.scheduling.batching.slos_serve import SLOsServe, SLOsServeOptions
-from sluice.scheduling.deadline import paced
-from sluice.scheduling.fleet import Fleet
-from sluice.scheduling.fleet_report import Report
-from sluice.scheduling.job import RouteQuery, Tier
-from sluice.scheduling.latency import LatencyModel, LinearLatency, RooflineLatency
-from sluice.scheduling.objective import SLO, Anchor
-from sluice.scheduling.pacing import shared_out
-from sluice.scheduling.placement import Placer
-from sluice.scheduling.request import QueueView, RequestView
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.fleet.report import Report
+from sluice.scheduling.latency.model import LatencyModel, LinearLatency, RooflineLatency
+from sluice.scheduling.placement.pacing import shared_out
+from sluice.scheduling.placement.placer import Placer
+from sluice.scheduling.request.deadline import paced
+from sluice.scheduling.request.job import RouteQuery, Tier
+from sluice.scheduling.request.objective import SLO, Anchor
+from sluice.scheduling.request.queue import QueueView, RequestView
 from sluice.scheduling.routing import make_policy
 from sluice.simulation.mirror import state_rows
 from tests.scheduling.steps import run

@@ -6,10 +6,10 @@ import pytest
 from sluice.scheduling.batching import BatchBudget, BatchPlan
 from sluice.scheduling.batching.sarathi import Sarathi, SarathiOptions
 from sluice.scheduling.batching.slos_serve import MOST_DECIDED, SLOsServe, SLOsServeOptions
-from sluice.scheduling.kernels import TTFT
-from sluice.scheduling.latency import LatencyModel, LinearLatency, RooflineLatency
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.request import QueueView, RequestView
+from sluice.scheduling.latency.model import LatencyModel, LinearLatency, RooflineLatency
+from sluice.scheduling.request.kernels import TTFT
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.queue import QueueView, RequestView
 from sluice.simulation import metrics
 from sluice.simulation.config import EngineConfig
 from sluice.simulation.metrics import TPOTMetric

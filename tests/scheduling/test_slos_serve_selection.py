@@ -14,8 +14,8 @@ from sluice.scheduling.admission.slos_serve_selection import (
     Supply,
     admissible,
 )
-from sluice.scheduling.kernels import Floats
-from sluice.scheduling.objective import Anchor
+from sluice.scheduling.request.kernels import Floats
+from sluice.scheduling.request.objective import Anchor
 
 SLIP_S = 1e-9
 

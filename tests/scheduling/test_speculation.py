@@ -11,16 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
-from sluice.scheduling.kernels import FIXED, PREFILL_TOKENS, work_s
-from sluice.scheduling.latency import (
+from sluice.scheduling.latency.model import (
     LatencyModel,
     LinearLatency,
     PrefillDecodeLatency,
     RooflineLatency,
 )
-from sluice.scheduling.objective import SLO, Anchor
-from sluice.scheduling.request import RequestView
-from sluice.scheduling.speculation import (
+from sluice.scheduling.latency.speculation import (
     CREDIT,
     MAX_CLASSES,
     MEMORY_TRIALS,
@@ -30,13 +27,16 @@ from sluice.scheduling.speculation import (
     AllDrafts,
     Lengths,
 )
-from sluice.scheduling.speculation_solver import (
+from sluice.scheduling.latency.speculation_solver import (
     MOST_LENGTH,
     accepted_tokens,
     for_decodes,
     for_prefills,
     within_s,
 )
+from sluice.scheduling.request.kernels import FIXED, PREFILL_TOKENS, work_s
+from sluice.scheduling.request.objective import SLO, Anchor
+from sluice.scheduling.request.queue import RequestView
 from tests.scheduling.views import ROOMY, decode, prefill, queue_of
 
 MODEL = LinearLatency(a=0.02, b=0.0001)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.scheduling.latency import LinearLatency, StepSample
-from sluice.scheduling.step_errors import errors_by_kind, kind_of, step_errors
+from sluice.scheduling.latency.model import LinearLatency, StepSample
+from sluice.scheduling.latency.step_errors import errors_by_kind, kind_of, step_errors
 
 MODEL = LinearLatency(a=0.01, b=1e-4)
 

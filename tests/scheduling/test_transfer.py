@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.scheduling.transfer import FIXED_S, TOKEN_S, Transfers, TransferTime
+from sluice.scheduling.fleet.transfer import FIXED_S, TOKEN_S, Transfers, TransferTime
 from tests.scheduling.fleets import fleet_of, report
 
 

@@ -67,7 +67,7 @@ def test_without_a_place_for_compiled_loops_they_are_compiled_anew():
 import numba.core.caching as caching
 import numpy as np
 caching.CompileResultCacheImpl._locator_classes = []
-from sluice.scheduling import kernels
+from sluice.scheduling.request import kernels
 assert kernels.work_s(np.ones(kernels.COEFFICIENTS), 1.0, 2.0) == 3.0
 assert kernels.work_s.signatures and not kernels.work_s.stats.cache_hits
 """

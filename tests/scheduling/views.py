@@ -5,9 +5,9 @@ from math import nan
 from hypothesis import strategies as st
 
 from sluice.scheduling.batching import BatchBudget
-from sluice.scheduling.latency import LinearLatency, RooflineLatency
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.request import QueueView, RequestView
+from sluice.scheduling.latency.model import LinearLatency, RooflineLatency
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.queue import QueueView, RequestView
 
 ROOMY = BatchBudget(tokens=100_000, sequences=1_000, kv_blocks=100_000, block_tokens=16)
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 from hypothesis import strategies as st
 
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import EngineConfig
 from sluice.simulation.workload import Arrival, Stage, Workload
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy, make_policy
 from sluice.scheduling.batching.base import BatchBuilder
-from sluice.scheduling.latency import LatencyModel, LinearLatency
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.request import QueueView
+from sluice.scheduling.latency.model import LatencyModel, LinearLatency
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.queue import QueueView
 from sluice.simulation.config import EngineConfig
 from sluice.simulation.run import TOO_LONG, simulate
 from sluice.simulation.truth import Truth

@@ -11,8 +11,8 @@ from sluice.replica.scheduler.local_scheduler import LocalScheduler
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.simulated.core import SimulatedCore, SimulatedSequence
 from sluice.scheduling.batching import POLICIES, make_policy
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import EngineConfig
 from sluice.simulation.run import simulate
 from sluice.simulation.truth import Belief, Truth

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.scheduling.batching import POLICIES, BatchPolicy, BestEffortOptions, make_policy
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import EngineConfig
 from sluice.simulation.engine import Engine
 from sluice.simulation.metrics import TPOTMetric, attained, stages

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.scheduling import batching, routing
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.pool_ratio import PoolDemand
+from sluice.scheduling.fleet.pool_ratio import PoolDemand
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.capacity import (
     MOST_REPLICAS,
     Pools,

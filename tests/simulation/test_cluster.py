@@ -16,7 +16,7 @@ from sluice.scheduling import routing
 from sluice.scheduling.admission import POLICIES as ADMISSIONS
 from sluice.scheduling.admission import make_policy as make_admission
 from sluice.scheduling.batching import make_policy
-from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.roles import Role
 from sluice.simulation.cluster import (
     NO_ATTEMPT_LEFT,

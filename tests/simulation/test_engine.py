@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.scheduling.batching import POLICIES, BatchBuilder, BatchPolicy, make_policy
-from sluice.scheduling.kernels import EXPECTED
-from sluice.scheduling.latency import LatencyModel, LinearLatency
-from sluice.scheduling.length import OracleLengths
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.request import QueueView
-from sluice.scheduling.speculation import AllDrafts
+from sluice.scheduling.latency.model import LatencyModel, LinearLatency
+from sluice.scheduling.latency.speculation import AllDrafts
+from sluice.scheduling.placement.length import OracleLengths
+from sluice.scheduling.request.kernels import EXPECTED
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.queue import QueueView
 from sluice.simulation import steps
 from sluice.simulation.config import EngineConfig, Speculation
 from sluice.simulation.engine import Engine, StuckError

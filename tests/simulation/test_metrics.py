@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.scheduling.batching import make_policy
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO, Anchor, GainWeights, TokenClock
-from sluice.scheduling.tpot import TPOTAnchor
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.objective import SLO, Anchor, GainWeights, TokenClock
+from sluice.scheduling.request.tpot import TPOTAnchor
 from sluice.simulation.config import EngineConfig
 from sluice.simulation.judged import Judged
 from sluice.simulation.metrics import (

@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 
 from sluice.controller.state.mirror import Mirror as RealMirror
-from sluice.scheduling import fleet_rows as figure
 from sluice.scheduling.batching import make_policy
-from sluice.scheduling.fleet import Fleet, FleetSettings
-from sluice.scheduling.fleet_report import Report
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.latency_profile import LatencyProfile
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.fleet import rows as figure
+from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
+from sluice.scheduling.fleet.report import Report
+from sluice.scheduling.fleet.state import ROW
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.latency.profile import LatencyProfile
+from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import RouteQuery
 from sluice.scheduling.routing import make_policy as make_routing
-from sluice.scheduling.state import ROW
 from sluice.simulation.config import ClusterConfig, EngineConfig
 from sluice.simulation.engine import Engine
 from sluice.simulation.mirror import Mirror, Sent, state_rows

@@ -5,8 +5,8 @@ import pytest
 
 from sluice.scheduling.admission import make_policy as make_admission
 from sluice.scheduling.batching import make_policy
-from sluice.scheduling.kernels import TTFT
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.kernels import TTFT
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.cluster import (
     simulate_cluster,
 )

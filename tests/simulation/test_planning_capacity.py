@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import ClusterConfig, EngineConfig
 from sluice.simulation.metrics import TPOTMetric
 from sluice.simulation.planning.capacity import (

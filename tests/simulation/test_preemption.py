@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from sluice.benchmarks.experiments.systems import SETUPS
 from sluice.scheduling.admission import make_policy
-from sluice.scheduling.latency import LinearLatency, StepSample
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.latency.model import LinearLatency, StepSample
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.forward import LLAMA3_8B, LLAMA3_70B, Pass
 from sluice.simulation.preemption import WHOLE, PreemptionConfig
 from sluice.simulation.prefill_run import REFUSED, simulate_prefills

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 
 from sluice.scheduling.admission import make_policy as make_admission
-from sluice.scheduling.kernels import E2E, TPOT, TTFT
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.kernels import E2E, TPOT, TTFT
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.cluster import simulate_cluster
 from sluice.simulation.config import ClusterConfig
 from sluice.simulation.judged import Judged, late, observed

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sluice.scheduling.batching import make_policy
-from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.latency.model import LinearLatency
 from sluice.simulation.config import EngineConfig
 from sluice.simulation.metrics import stages
 from sluice.simulation.run import simulate

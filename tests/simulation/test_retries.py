@@ -15,9 +15,9 @@ from sluice.controller.config import ControllerConfig
 from sluice.replica.config import EngineConfig as ReplicaEngineConfig
 from sluice.router.config import RouterConfig
 from sluice.scheduling.batching import make_policy
-from sluice.scheduling.job import RouteQuery
-from sluice.scheduling.kernels import ARRIVAL
-from sluice.scheduling.latency import LinearLatency
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.job import RouteQuery
+from sluice.scheduling.request.kernels import ARRIVAL
 from sluice.scheduling.roles import Role
 from sluice.simulation.cluster import Cluster
 from sluice.simulation.config import ClusterConfig, EngineConfig

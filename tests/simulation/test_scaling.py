@@ -16,8 +16,8 @@ from sluice.scheduling.autoscaling import (
     State,
     make_policy,
 )
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.cluster import simulate_cluster
 from sluice.simulation.config import Autoscaling, ClusterConfig
 from sluice.simulation.events import Events

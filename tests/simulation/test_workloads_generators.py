@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.workload import Arrival, Workload
 from sluice.simulation.workloads import settings
 from sluice.simulation.workloads.arrivals import (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.workloads import traces
 from sluice.simulation.workloads.traces import TraceError, load
 

@@ -17,8 +17,8 @@ from sluice.replica.preemption_config import PreemptionConfig
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xargs
 from sluice.replica.vllm.setup import survive_module_scan
-from sluice.scheduling.objective import SLO
 from sluice.scheduling.preemption import Options
+from sluice.scheduling.request.objective import SLO
 
 _STOP_LIMIT_S = 60.0
 

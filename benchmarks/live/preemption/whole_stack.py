@@ -45,10 +45,10 @@ from sluice.controller.config import NO_ADMISSION
 from sluice.deploy.config import SluiceConfig
 from sluice.deploy.ray_settings import free_port
 from sluice.replica.vllm.local_model import local_model
-from sluice.scheduling.fit import fit
-from sluice.scheduling.latency import StepSample
-from sluice.scheduling.latency_request import PolynomialTTFT
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.latency.fit import fit
+from sluice.scheduling.latency.model import StepSample
+from sluice.scheduling.latency.request_model import PolynomialTTFT
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.workload import Arrival, Workload, stretched, window
 from sluice.simulation.workloads.settings import (
     FLOWPREFILL_PROMPTS,

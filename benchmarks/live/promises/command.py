@@ -55,8 +55,8 @@ from sluice.benchmarks.live.resources import Meter, Usage, held
 from sluice.benchmarks.options import show
 from sluice.controller.config import ControllerConfig
 from sluice.deploy.config import SluiceConfig, parse_config
-from sluice.scheduling.latency import LinearLatency
-from sluice.scheduling.latency_profile import LatencyProfile
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.latency.profile import LatencyProfile
 from sluice.simulation.workload import Workload
 
 LOADS: Final = (0.7, 1.0, 1.4)

@@ -28,8 +28,8 @@ from sluice.benchmarks.live.replay.answer import (
     simulated,
 )
 from sluice.router import wire
-from sluice.scheduling.objective import SLO
-from sluice.scheduling.tpot import TPOTMeter
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.tpot import TPOTMeter
 from sluice.simulation.workload import Arrival, Workload
 
 GRACE_S = 300.0

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from sluice.router.config import ServiceClass
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from sluice.simulation.workload import Workload, merged, stretched, with_objectives
 from sluice.simulation.workloads.arrivals import Poisson
 from sluice.simulation.workloads.settings import fairbatching

@@ -25,7 +25,7 @@ from sluice.benchmarks.live.speculation.engine import Asked, Run, SpeculatingEng
 from sluice.benchmarks.live.speculation.repeating_model import repeating_model
 from sluice.benchmarks.options import as_json, number_option, show
 from sluice.scheduling.batching import POLICIES
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 
 ADAPTIVE = "adaptive"
 WAYS: dict[str, int | None] = {ADAPTIVE: None, "fixed 0": 0, "fixed 3": 3, "fixed 5": 5}

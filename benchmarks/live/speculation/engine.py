@@ -17,10 +17,10 @@ from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xargs
 from sluice.replica.vllm.setup import survive_module_scan
 from sluice.scheduling.batching import make_policy
-from sluice.scheduling.fit import fit
-from sluice.scheduling.kernels import Ints
-from sluice.scheduling.objective import SLO, TokenClock
-from sluice.scheduling.speculation import AdaptiveLengths, Speculation
+from sluice.scheduling.latency.fit import fit
+from sluice.scheduling.latency.speculation import AdaptiveLengths, Speculation
+from sluice.scheduling.request.kernels import Ints
+from sluice.scheduling.request.objective import SLO, TokenClock
 
 _MOST_LIVE = 4096
 _NAP_S = 0.001

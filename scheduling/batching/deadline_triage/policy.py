@@ -30,7 +30,9 @@ from sluice.scheduling.batching.deadline_triage.rows import (
 )
 from sluice.scheduling.batching.deadline_triage.selection import before, fitting, keep
 from sluice.scheduling.batching.prefill_share import least_useful_s
-from sluice.scheduling.kernels import (
+from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.request.kernels import (
     ARRIVAL,
     COMPUTED,
     E2E,
@@ -49,10 +51,8 @@ from sluice.scheduling.kernels import (
     is_prefill,
     pending_work_s,
 )
-from sluice.scheduling.latency import LatencyModel
-from sluice.scheduling.objective import Anchor
-from sluice.scheduling.policy import PolicyOptions
-from sluice.scheduling.request import QueueView
+from sluice.scheduling.request.objective import Anchor
+from sluice.scheduling.request.queue import QueueView
 
 Mask = NDArray[np.bool_]
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sluice.scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
-from sluice.scheduling.kernels import (
+from sluice.scheduling.request.kernels import (
     ARRIVAL,
     COMPUTED,
     E2E,

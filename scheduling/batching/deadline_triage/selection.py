@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from sluice.scheduling.kernels import Floats, Ints, compiled
+from sluice.scheduling.request.kernels import Floats, Ints, compiled
 
 
 @compiled

@@ -18,7 +18,7 @@ from sluice.replica.vllm.engine import VllmEngine
 from sluice.replica.vllm.local_model import local_model
 from sluice.replica.vllm.setup import parse_arguments
 from sluice.replica.vllm.support import UnsupportedVllmError
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from tests.known_profile import known_profile
 from tests.replica.waiting import until
 

@@ -19,7 +19,7 @@ from sluice.router.batches.state import State
 from sluice.router.batches.store import NAME
 from sluice.router.batches_config import DAY_S
 from sluice.router.tenancy.keys import ApiKey
-from sluice.scheduling.objective import SLO
+from sluice.scheduling.request.objective import SLO
 from tests.router.batches.routers import (
     KEY,
     OTHER_KEY,

@@ -1,0 +1,476 @@
+"""What is known of every replica, as arrays: what placement and admission decide from.
+
+The controller fills it from reports that come over the network, the simulator from simulated ones;
+policies see the same in both. Times are seconds on one monotonic clock of the caller's, passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import ceil, inf
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sluice.scheduling.fleet import rows as figure
+from sluice.scheduling.fleet.ledger import Ledger, Reservation
+from sluice.scheduling.fleet.prefix import PrefixIndex
+from sluice.scheduling.fleet.report import Report, fold
+from sluice.scheduling.fleet.rows import (
+    FIGURES,
+    LOAD_FIELDS,
+    PREFILL_FIELDS,
+    add_later,
+    advance,
+    settle,
+    take,
+)
+from sluice.scheduling.fleet.transfer import NO_TRANSFERS, TransferTime
+from sluice.scheduling.request.expected import claim
+from sluice.scheduling.request.kernels import COEFFICIENTS, Floats, Ints, most_work_s
+from sluice.scheduling.roles import ROLES, Role
+
+MOST_PIECES = 4
+"""Most pieces of a latency model."""
+
+Condition = Literal["fresh", "aged", "stale", "quarantined", "draining", "gone"]
+CONDITIONS: tuple[Condition, ...] = ("fresh", "aged", "stale", "quarantined", "draining", "gone")
+
+MOST_CLOSED = 4096
+"""Most replicas that are closed at once; the one closed first is forgotten for one more."""
+
+_CODES: dict[Role, int] = {role: code for code, role in enumerate(ROLES)}
+
+_FIRST_REPLICAS = 8
+_FIRST_ENTRIES = 16
+
+
+class FleetSettings(NamedTuple):
+    """How reports are judged.
+
+    Attributes:
+        aged_after_s: a replica that has been silent for longer is *aged*: nothing is guaranteed
+            there, and it is chosen only where no other is left.
+        stale_after_s: one that has been silent for longer is left out.
+        reservation_ttl_s: a decision that no replica confirmed by then is dropped.
+        reference_ttft_s: horizon of the prefill admission budget (FairBatching's node TTFT).
+        reference_tpot_s: pace in that budget of decodes that state none.
+    """
+
+    aged_after_s: float = 1.0
+    stale_after_s: float = 2.0
+    reservation_ttl_s: float = 5.0
+    reference_ttft_s: float = 1.0
+    reference_tpot_s: float = 0.1
+
+
+class Fleet:
+    """Every replica as a row of a few arrays, kept up to date by reports and by own decisions.
+
+    A replica keeps its row while it is known; rows are given again. Policies read the arrays and
+    change none.
+
+    - ``figures``: ``float64[rows, FIGURES]``, sums, see :mod:`sluice.scheduling.fleet.rows`;
+    - ``pieces``: ``float64[rows, MOST_PIECES, COEFFICIENTS]``, the corrected latency models;
+    - ``prefills``: ``float64[room, PREFILL_FIELDS]``, the guaranteed prefills of all replicas;
+      those of a replica are by deadline, with prefix sums of their work, ``figures[row, QUEUED]``
+      from ``starts[row]`` on;
+    - ``loads``: ``float64[room, LOAD_FIELDS]``, the guaranteed decodes in the same way,
+      ``figures[row, LOADS]`` from ``starts[row]`` on.
+
+    A report costs ``O(n log n)`` with ``n`` requests at the replica, a decision ``O(n)`` at the
+    replica chosen, both compiled. Memory is in proportion to the requests of all replicas.
+    """
+
+    def __init__(self, settings: FleetSettings | None = None) -> None:
+        settings = settings or FleetSettings()
+        aged_after_s = min(settings.aged_after_s, settings.stale_after_s)
+        self.settings = settings._replace(aged_after_s=aged_after_s)
+        self.ledger = Ledger(self.settings.reservation_ttl_s)
+        self.prefixes = PrefixIndex()
+        self.transfer = TransferTime()
+        """How long KV takes from replica to replica."""
+        self.has_roles = False
+        """Whether any replica is not ``mixed``."""
+        self.ids: list[str] = []
+        """Replica of each row; empty where the row is free. A new list whenever that changes, so
+        who keeps this one knows later what the rows were."""
+        self.row_of: dict[str, int] = {}
+        self._closed: dict[str, None] = {}
+        self.figures: Floats = np.zeros((0, FIGURES))
+        self.pieces: Floats = np.zeros((0, MOST_PIECES, COEFFICIENTS))
+        self.starts: Ints = np.zeros(0, np.int64)
+        self.prefills: Floats = np.zeros((0, PREFILL_FIELDS))
+        self.loads: Floats = np.zeros((0, LOAD_FIELDS))
+        self._rooms: Ints = np.zeros(0, np.int64)
+        self._used = 0
+        self._reports: list[Report | None] = []
+        self._heard_s: Floats = np.zeros(0)
+        self._gone_until_s: Floats = np.zeros(0)
+        self._willing: NDArray[np.bool_] = np.zeros(0, bool)
+        # Kept with every change of what it is made from, as each decision reads it.
+        self._sound: NDArray[np.bool_] = np.zeros(0, bool)
+        self._quarantined: dict[int, bool] = {}
+        self.untried: frozenset[int] = frozenset()
+        """Rows of the quarantined replicas to which one request may go now, to try them."""
+        self.roles: list[Role] = []
+        """Role of each row's replica; ``mixed`` where the row is free."""
+        self._codes: Ints = np.zeros(0, np.int64)
+        self._free: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.row_of)
+
+    # Membership.
+
+    def report(self, replica_id: str, report: Report, now_s: float) -> None:
+        """Take in a replica's state; one that is not known yet joins."""
+        row = self.row_of.get(replica_id)
+        if row is None:
+            row = self._join(replica_id)
+        self._heard_s[row] = now_s
+        if self.roles[row] != report.role:
+            self._set_role(row, report.role)
+        if report.transfers.done:
+            before = self._reports[row]
+            done = before.transfers if before is not None else NO_TRANSFERS
+            self.transfer.learn(done, report.transfers)
+        self._set_willing(row, not report.draining and replica_id not in self._closed)
+        self._reports[row] = report
+        pieces = report.latency.pieces
+        self.pieces[row] = 0.0
+        self.pieces[row, : len(pieces)] = pieces
+        self._fold(row, report)
+
+    def leave(self, replica_id: str) -> bool:
+        """Forget a replica and what is reserved there; whether it was known."""
+        row = self.row_of.pop(replica_id, None)
+        if row is None:
+            return False
+        self.ledger.drop_replica(replica_id)
+        self.prefixes.clear(row)
+        self.ids = [*self.ids]
+        self.ids[row] = ""
+        self._rooms[row] = 0
+        self._reports[row] = None
+        self._quarantined.pop(row, None)
+        self._set_willing(row, False)
+        self._set_role(row, "mixed")
+        self._free.append(row)
+        return True
+
+    def leave_out(self, replica_id: str, until_s: float) -> bool:
+        """Leave a replica out of decisions until then whatever it reports, and drop what is
+        reserved there; whether it is known."""
+        row = self.row_of.get(replica_id)
+        if row is None:
+            return False
+        self._gone_until_s[row] = until_s
+        if self.ledger.drop_replica(replica_id):
+            self._again(replica_id)
+        return True
+
+    def close(self, replica_id: str) -> None:
+        """Leave a replica out of decisions until :meth:`reopen`, whatever it reports, also where it
+        joins later. What is reserved there is on its way and stays."""
+        self._closed[replica_id] = None
+        if len(self._closed) > MOST_CLOSED:
+            del self._closed[next(iter(self._closed))]
+        row = self.row_of.get(replica_id)
+        if row is not None:
+            self._set_willing(row, False)
+
+    def reopen(self, replica_id: str) -> bool:
+        """Take :meth:`close` back; whether it was closed."""
+        if replica_id not in self._closed:
+            return False
+        del self._closed[replica_id]
+        row = self.row_of.get(replica_id)
+        if row is not None:
+            report = self._reports[row]
+            assert report is not None
+            self._set_willing(row, not report.draining)
+        return True
+
+    @property
+    def closed(self) -> tuple[str, ...]:
+        """The replicas that are closed, also such as are not known (any more)."""
+        return tuple(self._closed)
+
+    def is_closed(self, replica_id: str) -> bool:
+        """Whether a replica is closed."""
+        return replica_id in self._closed
+
+    def quarantine(self, replica_id: str, untried: bool = False) -> None:
+        """Leave a replica, which is known, out of decisions as long as others are left, until
+        :meth:`readmit`; or with ``untried`` until a request has gone there."""
+        row = self.row_of[replica_id]
+        self._quarantined[row] = untried
+        self._set_willing(row, bool(self._willing[row]))
+
+    def readmit(self, replica_id: str) -> None:
+        """Take :meth:`quarantine` back, if the replica is known."""
+        row = self.row_of.get(replica_id)
+        if row is not None and self._quarantined.pop(row, None) is not None:
+            self._set_willing(row, bool(self._willing[row]))
+
+    def candidates(self, now_s: float) -> Ints:
+        """Rows of the replicas that may be chosen, ascending: those heard of lately that are not
+        quarantined; where there are none, the aged ones; and where there are none of these either,
+        the quarantined ones, the same way. ``O(replicas)``."""
+        silent_s = now_s - self._heard_s
+        here = now_s >= self._gone_until_s
+        fresh = here & (silent_s < self.settings.aged_after_s)
+        rows = np.flatnonzero(self._sound & fresh)
+        if len(rows):
+            return rows
+        aged = here & (silent_s < self.settings.stale_after_s)
+        for able in (self._sound & aged, self._willing & fresh, self._willing & aged):
+            rows = np.flatnonzero(able)
+            if len(rows):
+                break
+        return rows
+
+    def is_sound(self, row: int, now_s: float) -> bool:
+        """Whether anything may be guaranteed at a candidate: it is neither aged nor one that is
+        chosen although it is quarantined."""
+        silent_s = now_s - self._heard_s[row]
+        return bool(self._sound[row] and silent_s < self.settings.aged_after_s)
+
+    def capacity(self, now_s: float) -> Ints:
+        """Rows of the candidates that are not quarantined: what there is to serve requests with."""
+        rows = self.candidates(now_s)
+        if not self._quarantined:
+            return rows
+        return np.array([row for row in rows.tolist() if row not in self._quarantined], np.int64)
+
+    def present(self, now_s: float) -> Ints:
+        """Rows of the replicas that take requests or would if they were not quarantined."""
+        heard = now_s - self._heard_s < self.settings.stale_after_s
+        return np.flatnonzero(self._willing & heard & (now_s >= self._gone_until_s))
+
+    def but(self, rows: Ints, replica_ids: Iterable[str]) -> Ints:
+        """``rows`` without those of some replicas, or all of them if none were left."""
+        out = [self.row_of.get(each, -1) for each in replica_ids]
+        rest = rows[~np.isin(rows, out)]
+        return rest if len(rest) else rows
+
+    def of_role(self, rows: Ints, role: Role) -> Ints:
+        """Those of ``rows`` whose replica has a role."""
+        return rows[self.are(rows, role)]
+
+    def are(self, rows: Ints, role: Role) -> NDArray[np.bool_]:
+        """Which of ``rows`` have a role."""
+        own: NDArray[np.bool_] = self._codes[rows] == _CODES[role]
+        return own
+
+    def condition(self, row: int, now_s: float) -> Condition:
+        """Whether a replica may be chosen (``fresh``), or why not, or only where no other is left
+        (``aged``, ``quarantined``)."""
+        if not self._willing[row]:
+            return "draining"
+        if now_s < self._gone_until_s[row]:
+            return "gone"
+        silent_s = now_s - self._heard_s[row]
+        if silent_s >= self.settings.stale_after_s:
+            return "stale"
+        if row in self._quarantined:
+            return "quarantined"
+        return "fresh" if silent_s < self.settings.aged_after_s else "aged"
+
+    def cached_tokens(self, prefix: tuple[int, ...], rows: Ints) -> Floats:
+        """Prompt tokens with this prefix that each of ``rows`` has in its KV cache."""
+        if not prefix:
+            return np.zeros(len(rows))
+        return self.prefixes.cached_tokens(prefix, rows).astype(np.float64)
+
+    def hold(
+        self, replica_id: str, slots: NDArray[np.integer], held: np.ndarray, renew: bool = False
+    ) -> None:
+        """Store which prompt chunks a known replica reports: the changed ``slots`` of its table,
+        see :meth:`PrefixIndex.write <sluice.scheduling.fleet.prefix.PrefixIndex.write>`, or, with
+        ``anew``, the whole table."""
+        row = self.row_of[replica_id]
+        if renew:
+            self.prefixes.clear(row)
+        self.prefixes.write(row, slots, held)
+
+    # Decisions on their way.
+
+    def reserve(self, key: int, made: Reservation) -> None:
+        """Count a decision at once, as if its replica had reported the request."""
+        changed = self.ledger.reserve(key, made)
+        for replica_id in changed:
+            self._again(replica_id)
+        if made.replica_id in changed:
+            return  # it has just been counted, with this one
+        row = self.row_of[made.replica_id]
+        figures = self.figures[row]
+        self._make_room(row, int(max(figures[figure.QUEUED], figures[figure.LOADS])) + 1)
+        self._take(row, *self._entries(row), made)
+
+    def release(self, keys: Iterable[int]) -> None:
+        """Requests that a router gave up; unknown ones are ignored."""
+        for replica_id in self.ledger.release(keys):
+            self._again(replica_id)
+
+    def confirm(self, keys: Iterable[int], replica_id: str) -> None:
+        """A report of ``replica_id`` that follows holds these requests, or tells of their end: the
+        reservations end. :meth:`report` makes the new count of that replica."""
+        for changed in self.ledger.release(keys):
+            if changed != replica_id:
+                self._again(changed)
+
+    def expire(self, now_s: float) -> None:
+        """Drop the reservations that are too old."""
+        for replica_id in self.ledger.expire(now_s):
+            self._again(replica_id)
+
+    def _set_willing(self, row: int, willing: bool) -> None:
+        self._willing[row] = willing
+        self._sound[row] = willing and self._quarantined.get(row, True)
+        if self._quarantined or self.untried:
+            untried = [each for each, may in self._quarantined.items() if may]
+            self.untried = frozenset(untried)
+
+    def _set_role(self, row: int, role: Role) -> None:
+        self.roles[row] = role
+        self._codes[row] = _CODES[role]
+        self.has_roles = bool(self._codes.any())
+
+    def _join(self, replica_id: str) -> int:
+        if not self._free:
+            self._grow(max(_FIRST_REPLICAS, 2 * len(self.ids)))
+        row = self._free.pop()
+        self.ids = [*self.ids]
+        self.ids[row] = replica_id
+        self.row_of[replica_id] = row
+        self._gone_until_s[row] = -inf
+        return row
+
+    def _grow(self, rows: int) -> None:
+        more = rows - len(self.ids)
+        # The lowest row is taken first.
+        self._free.extend(range(rows - 1, len(self.ids) - 1, -1))
+        self.ids = self.ids + [""] * more
+        self._reports.extend([None] * more)
+        self.roles.extend(["mixed"] * more)
+        for name in ("figures", "pieces", "starts", "_rooms", "_codes"):
+            array = getattr(self, name)
+            room = np.zeros((more, *array.shape[1:]), array.dtype)
+            setattr(self, name, np.concatenate((array, room)))
+        self._heard_s = np.concatenate((self._heard_s, np.full(more, -inf)))
+        self._gone_until_s = np.concatenate((self._gone_until_s, np.full(more, -inf)))
+        self._willing = np.concatenate((self._willing, np.zeros(more, bool)))
+        self._sound = np.concatenate((self._sound, np.zeros(more, bool)))
+
+    def _entries(self, row: int) -> tuple[Floats, Floats]:
+        """The prefills and the loads of a row, to their full capacity."""
+        own = slice(self.starts[row], self.starts[row] + self._rooms[row])
+        return self.prefills[own], self.loads[own]
+
+    def _make_room(self, row: int, entries: int) -> None:
+        """Have room for ``entries`` prefills and loads of a row; what it has is kept. ``O(1)``
+        copies of an entry, amortised."""
+        if entries <= self._rooms[row]:
+            return
+        room = max(_FIRST_ENTRIES, 2 * entries)
+        if self._used + room > len(self.prefills):
+            self._compact(room)
+        kept = self._entries(row)
+        self.starts[row], self._rooms[row] = self._used, room
+        self._used += room
+        for new, old in zip(self._entries(row), kept, strict=True):
+            new[: len(old)] = old
+
+    def _compact(self, more: int) -> None:
+        """Move all entries together, into twice the space that they need with ``more`` of them."""
+        rows = np.flatnonzero(self._rooms)
+        space = 2 * (int(self._rooms.sum()) + more)
+        prefills, loads = np.zeros((space, PREFILL_FIELDS)), np.zeros((space, LOAD_FIELDS))
+        used = 0
+        for row in rows.tolist():
+            old_prefills, old_loads = self._entries(row)
+            end = used + len(old_prefills)
+            prefills[used:end], loads[used:end] = old_prefills, old_loads
+            self.starts[row] = used
+            used = end
+        self.prefills, self.loads, self._used = prefills, loads, used
+
+    def _again(self, replica_id: str) -> None:
+        """Count a replica again from its last report."""
+        row = self.row_of.get(replica_id)
+        if row is None:
+            return
+        report = self._reports[row]
+        assert report is not None
+        self._fold(row, report)
+
+    def _fold(self, row: int, report: Report) -> None:
+        made = list(self.ledger.at(self.ids[row]))
+        self._make_room(row, len(report.rows) + len(made))
+        figures = self.figures[row]
+        prefills, loads = self._entries(row)
+        figures[figure.FREE_BLOCKS] = report.free_blocks
+        figures[figure.TOTAL_BLOCKS] = report.total_blocks
+        figures[figure.BLOCK_TOKENS] = report.block_tokens
+        figures[figure.PLACES] = report.places
+        settings = self.settings
+        fold(
+            figures,
+            self.pieces[row],
+            prefills,
+            loads,
+            report.rows,
+            report.made_s,
+            report.stepped_s,
+            report.offset_s,
+            settings.reference_ttft_s,
+            settings.reference_tpot_s,
+            report.preempts,
+        )
+        settle(figures, prefills, loads)
+        for reservation in made:
+            self._take(row, prefills, loads, reservation)
+
+    def _take(self, row: int, prefills: Floats, loads: Floats, made: Reservation) -> None:
+        """Add a reservation to what its replica has, which is settled before and after."""
+        figures = self.figures[row]
+        block = figures[figure.BLOCK_TOKENS]
+        prompt = made.new_tokens + made.cached_tokens
+        figures[figure.RESERVED] += 1
+        figures[figure.EXPECTED_BLOCKS] += ceil((prompt + made.output_tokens) / block)
+        if not made.promised:
+            work_s = most_work_s(self.pieces[row], made.new_tokens, made.cached_tokens)
+            figures[figure.BEST_EFFORT_S] += work_s
+            return
+        figures[figure.CLAIMED_BLOCKS] += claim(
+            prompt, made.output_tokens, 0.0, 0.0, block, figures[figure.TOTAL_BLOCKS]
+        )
+        add_later(
+            figures,
+            self.pieces[row],
+            float(made.later_stages),
+            float(made.later_tokens),
+            prompt,
+            made.output_tokens,
+            made.tpot_s,
+        )
+        figures[figure.PAB] -= made.new_tokens
+        advance(figures, prefills, loads, made.made_s)
+        take(
+            figures,
+            self.pieces[row],
+            prefills,
+            loads,
+            made.due_s,
+            made.tpot_s,
+            made.priority,
+            made.new_tokens,
+            made.cached_tokens,
+            ceil(made.kv_tokens / block),
+            max(made.made_s, float(figures[figure.BEGUN_S])),
+            True,
+        )
+        settle(figures, prefills, loads)

@@ -1,0 +1,338 @@
+"""A report of a replica, and how a fleet takes it in, see :mod:`sluice.scheduling.fleet.rows`."""
+
+# numpy's scalars are "Any" to the type checker.
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+from math import ceil, inf, nan
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sluice.scheduling.assumptions import LEAST_STEPS, TTFT_SHARE, UNKNOWN_OUTPUT_TOKENS
+from sluice.scheduling.fleet.rows import (
+    BATCH_S,
+    BEGUN_S,
+    BEST_EFFORT_S,
+    BLOCK_TOKENS,
+    BLOCKS_PER_S,
+    CLAIMED_BLOCKS,
+    CONTEXT,
+    DECODE_PACE_S,
+    DECODE_S,
+    DECODE_SHARES,
+    DECODES,
+    DUE_S,
+    EXPECTED_BLOCKS,
+    FIXED_S,
+    FREED_WITHIN_S,
+    LATER_S,
+    LENT_BLOCKS,
+    LENT_PLACES,
+    LOADS,
+    NEEDED_BLOCKS,
+    PAB,
+    PACE_S,
+    PROMISED,
+    QUEUED,
+    RESERVED,
+    RUNNING,
+    SPENT_S,
+    SPENT_UNTIL_S,
+    STEP_ENDS_S,
+    STEP_WORK_S,
+    TOKENS,
+    TOTAL_BLOCKS,
+    WAITING,
+    add_later,
+    add_load,
+    pace_of,
+    put_in_order,
+    room_s,
+    take,
+)
+from sluice.scheduling.fleet.transfer import NO_TRANSFERS, Transfers
+from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.request.deadline import FIRST
+from sluice.scheduling.request.expected import claim
+from sluice.scheduling.request.kernels import (
+    DECODE_CONTEXT,
+    DECODE_SEQUENCE,
+    FIXED,
+    PREFILL_TOKENS,
+    Floats,
+    compiled,
+    most_work_s,
+    needs_prefill,
+    next_due_s,
+    paced,
+)
+from sluice.scheduling.roles import Role
+
+BATCH_USABLE = 0.9
+"""The share of the decodes' least slack or pace that a batch of ``deadline_triage`` takes, as its
+default head-room leaves it."""
+
+MOST_STEP_S = 1.0
+"""A replica counts as having worked for at most so long without the end of a step."""
+
+
+class Report(NamedTuple):
+    """The state of a replica as of ``made_s``. Its times are on the replica's own clock.
+
+    Attributes:
+        rows: its table, :data:`sluice.scheduling.fleet.state.ROW`; rows of phase 0 are free slots.
+        made_s: when the report was made.
+        offset_s: what to add to the replica's times to have them on the fleet's clock.
+        stepped_s: when its last step ended and the next one began: what the rows' tokens are as of.
+        latency: the replica's model, corrected.
+        free_blocks, total_blocks: of KV.
+        block_tokens: tokens per KV block.
+        places: most running sequences.
+        draining: it wants no more requests.
+        preempts: a prefill there does not wait for the end of the step under way, unless what runs
+            is more urgent (:mod:`sluice.scheduling.preemption`).
+        role: what it does of requests.
+        transfers: what KV it has taken over since its start.
+    """
+
+    rows: np.ndarray
+    made_s: float
+    offset_s: float
+    stepped_s: float
+    latency: LatencyModel
+    free_blocks: int
+    total_blocks: int
+    block_tokens: int
+    places: int
+    draining: bool = False
+    preempts: bool = False
+    role: Role = "mixed"
+    transfers: Transfers = NO_TRANSFERS
+
+
+@compiled
+def clear(figures: Floats, pieces: Floats) -> None:
+    """Forget all requests of a replica."""
+    for figure in (
+        WAITING, RUNNING, RESERVED, TOKENS, CONTEXT, DECODES, DECODE_S, NEEDED_BLOCKS, LENT_BLOCKS,
+        LENT_PLACES, BEST_EFFORT_S, EXPECTED_BLOCKS, BLOCKS_PER_S, QUEUED, LOADS, PROMISED,
+        DECODE_SHARES, SPENT_S, CLAIMED_BLOCKS, LATER_S,
+    ):  # fmt: skip
+        figures[figure] = 0.0
+    figures[FIXED_S] = pieces[:, FIXED].max()
+    figures[PACE_S] = figures[DUE_S] = figures[DECODE_PACE_S] = inf
+
+
+@compiled
+def expected_tokens(row: Any) -> float:
+    """Expected length of a reported request's output, however much has left."""
+    return float(row.expected_tokens) if row.expected_tokens > 0 else UNKNOWN_OUTPUT_TOKENS
+
+
+@compiled
+def set_step(figures: Floats, least_ttft_s: float, work_s: float, busy: bool) -> None:
+    """Predict the step under way, which began with ``work_s`` of guaranteed prefill to be done."""
+    fixed_s, pace_s = figures[FIXED_S], figures[PACE_S]
+    longest_s = max(TTFT_SHARE * least_ttft_s, LEAST_STEPS * fixed_s)
+    figures[BATCH_S] = longest_s
+    if pace_s < inf:
+        slack_s = figures[DUE_S] - figures[BEGUN_S]
+        figures[BATCH_S] = min(BATCH_USABLE * max(slack_s, pace_s), max(longest_s, pace_s))
+    figures[STEP_WORK_S] = min(work_s, room_s(figures))
+    figures[STEP_ENDS_S] = figures[BEGUN_S]
+    if busy:
+        figures[STEP_ENDS_S] += fixed_s + figures[DECODE_S] + figures[STEP_WORK_S]
+
+
+@compiled
+def budget_tokens(pieces: Floats, decode_s: Floats, forced: float, horizon_s: float) -> float:
+    """Prompt tokens that fit ``horizon_s`` beside the decodes, before those that are queued:
+    FairBatching appendix A, steps 4 and 5; of a model of several pieces, the least by one."""
+    budget = inf
+    for piece in range(pieces.shape[0]):
+        left_s = horizon_s - pieces[piece, FIXED] * (forced + 1.0) - decode_s[piece]
+        if pieces[piece, PREFILL_TOKENS] > 0.0:
+            budget = min(budget, left_s / pieces[piece, PREFILL_TOKENS])
+        elif left_s <= 0.0:
+            budget = -inf
+    # Extreme coefficients can overflow; not-a-number would win or lose every comparison.
+    return -inf if np.isnan(budget) else budget
+
+
+@compiled
+def count_best_effort(figures: Floats, pieces: Floats, row: Any, prefill: bool) -> None:
+    """Count a reported request to which nothing was guaranteed."""
+    if row.phase == 2:
+        figures[LENT_BLOCKS] += row.kv_blocks
+        figures[LENT_PLACES] += 1.0
+    if prefill:
+        figures[BEST_EFFORT_S] += most_work_s(pieces, row.pending_tokens, row.computed_tokens)
+
+
+@compiled
+def count_prefill(
+    figures: Floats,
+    pieces: Floats,
+    prefills: Floats,
+    loads: Floats,
+    row: Any,
+    due_s: float,
+    tpot_s: float,
+    now_s: float,
+    expected: float,
+) -> float:
+    """Count a reported prefill that was guaranteed; return its work, seconds."""
+    pending, computed = row.pending_tokens, row.computed_tokens
+    if expected <= row.emitted_tokens + 1.0:
+        # It ends with that token, or resumes on another replica.
+        tpot_s = inf
+    blocks = max(0.0, ceil((computed + pending) / figures[BLOCK_TOKENS]) - row.kv_blocks)
+    take(
+        figures, pieces, prefills, loads, due_s, tpot_s, float(row.priority),
+        float(pending), float(computed), blocks, now_s, False,
+    )  # fmt: skip
+    return most_work_s(pieces, pending, computed)
+
+
+@compiled
+def count_decode(
+    figures: Floats,
+    pieces: Floats,
+    loads: Floats,
+    row: Any,
+    due_s: float,
+    tpot_s: float,
+    now_s: float,
+    expected: float,
+    horizon_s: float,
+    unpaced_s: float,
+    decode_s: Floats,
+) -> float:
+    """Count a reported decode that was guaranteed; return how often it runs within ``horizon_s``,
+    and add that work to ``decode_s``, by piece of the model."""
+    computed = row.computed_tokens
+    own_s = most_work_s(pieces, 1.0, computed)
+    pace_s = pace_of(tpot_s, figures[FIXED_S], own_s)
+    figures[PROMISED] += 1.0
+    figures[DECODES] += 1.0
+    figures[CONTEXT] += computed
+    figures[DECODE_S] += own_s
+    slack_s = max(0.0, due_s - now_s)
+    if tpot_s < inf:
+        add_load(figures, loads, max(due_s, now_s), own_s / pace_s, pace_s, False)
+        if tpot_s >= pace_s:
+            figures[PACE_S] = min(figures[PACE_S], pace_s)
+            figures[DUE_S] = min(figures[DUE_S], due_s)
+        figures[DECODE_SHARES] += own_s / pace_s
+        figures[DECODE_PACE_S] = min(figures[DECODE_PACE_S], pace_s)
+        # One that ends soon frees what it holds, and no more.
+        left_s = max(expected - row.emitted_tokens, 1.0) * pace_s
+        freed = row.kv_blocks / max(left_s, FREED_WITHIN_S)
+        grown = min(left_s, FREED_WITHIN_S) / (FREED_WITHIN_S * figures[BLOCK_TOKENS] * pace_s)
+        figures[BLOCKS_PER_S] += freed - grown
+    else:
+        slack_s = unpaced_s
+        pace_s = pace_of(unpaced_s, figures[FIXED_S], own_s)
+    steps = max(0.0, (horizon_s - slack_s) / pace_s)
+    for piece in range(pieces.shape[0]):
+        decode_s[piece] += steps * (
+            pieces[piece, DECODE_SEQUENCE] + pieces[piece, DECODE_CONTEXT] * computed
+        )
+    return steps
+
+
+@compiled
+def fold(
+    figures: Floats,
+    pieces: Floats,
+    prefills: Floats,
+    loads: Floats,
+    rows: np.ndarray,
+    made_s: float,
+    stepped_s: float,
+    offset_s: float,
+    horizon_s: float,
+    unpaced_s: float,
+    preempts: bool,
+) -> None:
+    """Take in a whole report; what was known of the replica's requests goes. :func:`settle` must
+    follow. ``O(requests log requests)``.
+
+    Args:
+        figures: ``FREE_BLOCKS``, ``TOTAL_BLOCKS``, ``BLOCK_TOKENS`` and ``PLACES`` are set already.
+        rows: :data:`sluice.scheduling.fleet.state.ROW` of the replica; those of phase 0 are
+        skipped. made_s, stepped_s: see :class:`Report`.
+        offset_s: what to add to the replica's times.
+        horizon_s, unpaced_s: the reference TTFT and TPOT of the prefill admission budget.
+        preempts: nothing waits for the step under way.
+    """
+    clear(figures, pieces)
+    now_s = made_s + offset_s
+    earliest_s = least_ttft_s = inf
+    first_work_s = step_work_s = forced = 0.0
+    decode_s = np.zeros(pieces.shape[0])
+    for slot in range(rows.shape[0]):
+        row = rows[slot]
+        if row.phase == 0:
+            continue
+        figures[RUNNING if row.phase == 2 else WAITING] += 1.0
+        first = row.arrival_s < earliest_s
+        earliest_s = min(earliest_s, row.arrival_s)
+        whole_tokens = expected_tokens(row)
+        expected = max(whole_tokens, row.emitted_tokens + 1.0)
+        whole = ceil((row.prompt_tokens + expected) / figures[BLOCK_TOKENS])
+        figures[EXPECTED_BLOCKS] += max(0.0, whole - row.kv_blocks)
+        prefill = needs_prefill(row.emitted_tokens, row.pending_tokens)
+        if row.best_effort > 0:
+            count_best_effort(figures, pieces, row, prefill)
+            continue
+        figures[CLAIMED_BLOCKS] += claim(
+            row.prompt_tokens, whole_tokens, row.emitted_tokens, row.kv_blocks,
+            figures[BLOCK_TOKENS], figures[TOTAL_BLOCKS],
+        )  # fmt: skip
+        add_later(
+            figures, pieces, float(row.later_stages), float(row.later_tokens),
+            float(row.prompt_tokens), expected - row.emitted_tokens, float(row.tpot_s),
+        )  # fmt: skip
+        ttft_s, tpot_s = paced(float(row.ttft_s), float(row.tpot_s), float(row.e2e_s), expected)
+        due_s = offset_s + next_due_s(
+            row.emitted_tokens,
+            row.arrival_s,
+            ttft_s,
+            tpot_s,
+            row.e2e_s,
+            row.first_token_s,
+            nan,
+            FIRST,
+        )
+        least_ttft_s = min(least_ttft_s, row.ttft_s)
+        if prefill:
+            work_s = count_prefill(
+                figures, pieces, prefills, loads, row, due_s, tpot_s, now_s, expected
+            )
+            if row.arrival_s <= stepped_s:
+                step_work_s += work_s
+            if first:
+                first_work_s = work_s
+            continue
+        steps = count_decode(
+            figures, pieces, loads, row, due_s, tpot_s, now_s, expected, horizon_s, unpaced_s,
+            decode_s,
+        )  # fmt: skip
+        forced = max(forced, steps)
+    # An engine that was idle began with the first request that came. One that hangs must not look
+    # as if it had done its work.
+    begun_s = made_s
+    if earliest_s < inf:
+        begun_s = max(min(made_s, max(stepped_s, earliest_s)), made_s - MOST_STEP_S)
+    figures[BEGUN_S] = figures[SPENT_UNTIL_S] = begun_s + offset_s
+    work_s = step_work_s if earliest_s <= stepped_s else first_work_s
+    if preempts:
+        set_step(figures, least_ttft_s, 0.0, False)
+    else:
+        set_step(figures, least_ttft_s, work_s, earliest_s < inf)
+    figures[PAB] = budget_tokens(pieces, decode_s, forced, horizon_s) - figures[TOKENS]
+    put_in_order(prefills, int(figures[QUEUED]))
+    put_in_order(loads, int(figures[LOADS]))

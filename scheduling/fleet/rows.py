@@ -1,0 +1,295 @@
+"""Compiled loops over what a fleet knows of one replica: taking requests in, and summing them up.
+
+A replica is a row of three arrays, see :class:`sluice.scheduling.fleet.fleet.Fleet`: its figures,
+its guaranteed prefills by deadline, and its loads, which are the guaranteed decodes of now and of
+those prefills later, by the time from which they cost. All times are seconds on the fleet's clock.
+
+The prefill capacity until ``t`` is what is left of the time since the report if each decode is
+delayed to its slack and then keeps its pace (FairBatching appendix A, steps 1 to 4)::
+
+    capacity(t) = t - begun - fixed - sum of share * max(0, t - due) over the loads
+
+with ``share`` the part of each second that a load takes: the time of one step of it over its pace,
+and, where it is the tightest so far, what the more frequent steps cost. It does not depend on when
+it is asked, so it is kept from report to report: a replica that works through its queue stays where
+it was said to be. What comes later cannot have the capacity until then: a decision first spends it
+on the prefills that were there, by deadline (:func:`advance`).
+"""
+
+# numpy's scalars are "Any" to the type checker.
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+from math import inf
+
+import numpy as np
+
+from sluice.scheduling.request.kernels import (
+    Floats,
+    Ints,
+    compiled,
+    most_work_s,
+)
+
+# The figures of a replica.
+WAITING = 0  # requests, as reported
+RUNNING = 1
+RESERVED = 2  # requests on their way
+TOKENS = 3  # prompt tokens to prefill of guaranteed requests, those on their way included
+CONTEXT = 4  # context tokens of the guaranteed decodes
+DECODES = 5  # guaranteed decodes
+FREE_BLOCKS = 6  # KV blocks, as reported
+TOTAL_BLOCKS = 7
+BLOCK_TOKENS = 8
+PAB = 9  # prefill admission budget, tokens; may be negative
+BEGUN_S = 10  # since when the reported work is being worked on
+FIXED_S = 11  # time of an empty step
+PREFILL_S = 12  # predicted time of the guaranteed prefills
+DECODE_S = 13  # work of one step of the guaranteed decodes
+PACE_S = 14  # their least pace that can be held; infinite for none
+DUE_S = 15  # when the first of them is due; infinite for none
+NEEDED_BLOCKS = 16  # blocks that guaranteed prefills need beyond those they hold
+LENT_BLOCKS = 17  # blocks of best-effort requests, which guaranteed ones may take
+LENT_PLACES = 18  # running best-effort requests
+BEST_EFFORT_S = 19  # predicted time of the best-effort prefills
+EXPECTED_BLOCKS = 20  # blocks that all live requests are expected to need beyond those they hold
+BLOCKS_PER_S = 21  # that the guaranteed decodes free soon, less what they take, in the mean
+PLACES = 22  # most running sequences
+QUEUED = 23  # guaranteed prefills, entries of `prefills`
+LOADS = 24  # entries of `loads`
+STEP_ENDS_S = 25  # when the step under way is expected to end
+PROMISED = 26  # guaranteed requests, those on their way included
+DECODE_SHARES = 27  # of each second, for the steps of the guaranteed decodes that state a pace
+DECODE_PACE_S = 28  # their least pace; infinite for none
+BATCH_S = 29  # time of a batch that is full; infinite where nothing limits it
+STEP_WORK_S = 30  # guaranteed prefill in the step under way
+SPENT_UNTIL_S = 31  # when the latest decision was made, or the work began
+SPENT_S = 32  # capacity until then, which is spent
+CLAIMED_BLOCKS = 33  # blocks that guaranteed requests are expected to need beyond those they hold
+LATER_S = 34  # prefill of later stages that is expected each second
+FIGURES = 35
+
+# A guaranteed prefill.
+PREFILL_DUE_S = 0
+WORK_S = 1
+PRIORITY = 2
+AHEAD_S = 3  # work up to and with this one
+MARGIN_S = 4  # least of capacity less work left ahead, of this one and all behind it
+OWN_SHARE = 5  # of each second, for its decode later; 0 where it states no pace
+OWN_PACE_S = 6  # of its decode; infinite where it states none
+LEFT_S = 7  # work left when the latest decision was made
+LEFT_AHEAD_S = 8  # of that, up to and with this one
+PREFILL_FIELDS = 9
+
+# A load.
+LOAD_DUE_S = 0
+STEP_SHARE = 1  # of each second, for its own work
+LOAD_PACE_S = 2
+SHARES = 3  # sum of the shares up to and with this one, more frequent steps included
+OFFSETS_S = 4  # the same of share * due
+LOAD_FIELDS = 5
+
+LEAST_RATE = 0.05
+"""Least share of a replica's time that counts as left for prefill, in predictions."""
+
+FREED_WITHIN_S = 5.0
+"""Averaging time of ``BLOCKS_PER_S``, seconds: the real output lengths are unknown."""
+
+
+def requests_at(figures: Floats) -> Floats:
+    """Requests at replicas or on their way to them; ``figures`` is ``float64[n, FIGURES]``."""
+    total: Floats = figures[:, WAITING] + figures[:, RUNNING] + figures[:, RESERVED]
+    return total
+
+
+@compiled
+def capacity_s(figures: Floats, loads: Floats, until_s: float) -> float:
+    """Time for prefill until ``until_s`` that is not spent. ``O(log loads)``."""
+    low, high = 0, int(figures[LOADS])
+    while low < high:
+        middle = (low + high) // 2
+        if loads[middle, LOAD_DUE_S] < until_s:
+            low = middle + 1
+        else:
+            high = middle
+    capacity = until_s - figures[BEGUN_S] - figures[FIXED_S] - figures[SPENT_S]
+    if low > 0:
+        capacity -= loads[low - 1, SHARES] * until_s - loads[low - 1, OFFSETS_S]
+    return capacity
+
+
+@compiled
+def settle(figures: Floats, prefills: Floats, loads: Floats) -> None:
+    """Sum up the prefills and the loads, which are in order. ``O(prefills + loads)``."""
+    shares = offsets_s = 0.0
+    pace_s = inf
+    fixed_s = figures[FIXED_S]
+    for load in range(int(figures[LOADS])):
+        share = loads[load, STEP_SHARE]
+        if loads[load, LOAD_PACE_S] < pace_s:
+            share += fixed_s / loads[load, LOAD_PACE_S] - fixed_s / pace_s
+            pace_s = loads[load, LOAD_PACE_S]
+        shares += share
+        offsets_s += share * loads[load, LOAD_DUE_S]
+        loads[load, SHARES] = shares
+        loads[load, OFFSETS_S] = offsets_s
+    ahead_s = left_ahead_s = 0.0
+    queued = int(figures[QUEUED])
+    for item in range(queued):
+        ahead_s += prefills[item, WORK_S]
+        left_ahead_s += prefills[item, LEFT_S]
+        prefills[item, AHEAD_S], prefills[item, LEFT_AHEAD_S] = ahead_s, left_ahead_s
+    margin_s = inf
+    for item in range(queued - 1, -1, -1):
+        due_s = prefills[item, PREFILL_DUE_S]
+        if due_s < inf:
+            left_s = capacity_s(figures, loads, due_s) - prefills[item, LEFT_AHEAD_S]
+            # One that is late already forbids nothing by itself.
+            if left_s >= 0.0:
+                margin_s = min(margin_s, left_s)
+        prefills[item, MARGIN_S] = margin_s
+    figures[PREFILL_S] = ahead_s
+
+
+@compiled
+def advance(figures: Floats, prefills: Floats, loads: Floats, now_s: float) -> None:
+    """Spend the capacity until ``now_s`` on the prefills that are there, by deadline.
+
+    If all of them are done by then, the rest of the capacity was idle, and the next prefill pays
+    the fixed time of a step again. All rows are settled before; :func:`settle` must follow.
+    ``O(prefills)``.
+    """
+    if now_s <= figures[SPENT_UNTIL_S]:
+        return
+    figures[SPENT_UNTIL_S] = now_s
+    room_s = capacity_s(figures, loads, now_s)
+    for item in range(int(figures[QUEUED])):
+        done_s = min(max(0.0, room_s), prefills[item, LEFT_S])
+        prefills[item, LEFT_S] -= done_s
+        figures[SPENT_S] += done_s
+        room_s -= done_s
+        if prefills[item, LEFT_S] > 0.0:
+            return
+    figures[SPENT_S] += max(0.0, room_s + figures[FIXED_S])
+
+
+@compiled
+def put(entries: Floats, count: int, due_s: float) -> int:
+    """Make room for an entry behind those that are due no later; return its place."""
+    place = count
+    while place > 0 and entries[place - 1, 0] > due_s:
+        entries[place] = entries[place - 1]
+        place -= 1
+    return place
+
+
+@compiled
+def put_in_order(entries: Floats, count: int) -> None:
+    """Sort the first ``count`` entries by when they are due. ``O(count log count)``."""
+    order = np.argsort(entries[:count, 0], kind="mergesort")
+    entries[:count] = entries[:count][order]
+
+
+@compiled
+def pace_of(tpot_s: float, fixed_s: float, step_s: float) -> float:
+    """The time between two tokens of a decode: its TPOT, or a step of it alone where that is
+    longer; infinite where no TPOT is stated."""
+    return max(tpot_s, fixed_s + step_s)
+
+
+@compiled
+def take(
+    figures: Floats,
+    pieces: Floats,
+    prefills: Floats,
+    loads: Floats,
+    due_s: float,
+    tpot_s: float,
+    priority: float,
+    new_tokens: float,
+    cached_tokens: float,
+    blocks: float,
+    now_s: float,
+    in_order: bool,
+) -> None:
+    """Add a guaranteed prefill, and its decode after the first token: from when that is due, or
+    from ``now_s`` where that has passed.
+
+    Where not ``in_order`` both go to the end, to be sorted. :func:`settle` must follow.
+    """
+    queued = int(figures[QUEUED])
+    place = put(prefills, queued, due_s) if in_order else queued
+    prefills[place, PREFILL_DUE_S] = due_s
+    prefills[place, WORK_S] = most_work_s(pieces, new_tokens, cached_tokens)
+    prefills[place, PRIORITY] = priority
+    prefills[place, LEFT_S] = prefills[place, WORK_S]
+    prefills[place, OWN_SHARE], prefills[place, OWN_PACE_S] = 0.0, inf
+    figures[QUEUED] += 1.0
+    figures[PROMISED] += 1.0
+    figures[TOKENS] += new_tokens
+    figures[NEEDED_BLOCKS] += blocks
+    if tpot_s < inf:
+        step_s = most_work_s(pieces, 1.0, new_tokens + cached_tokens)
+        pace_s = pace_of(tpot_s, figures[FIXED_S], step_s)
+        prefills[place, OWN_SHARE], prefills[place, OWN_PACE_S] = step_s / pace_s, pace_s
+        begins_s = max(due_s + tpot_s, now_s)
+        add_load(figures, loads, begins_s, step_s / pace_s, pace_s, in_order)
+
+
+@compiled
+def add_load(
+    figures: Floats, loads: Floats, due_s: float, share: float, pace_s: float, in_order: bool
+) -> None:
+    """Add a load. Where not ``in_order`` it goes to the end, to be sorted."""
+    count = int(figures[LOADS])
+    place = put(loads, count, due_s) if in_order else count
+    loads[place, LOAD_DUE_S] = due_s
+    loads[place, STEP_SHARE] = share
+    loads[place, LOAD_PACE_S] = pace_s
+    figures[LOADS] += 1.0
+
+
+@compiled
+def add_later(
+    figures: Floats,
+    pieces: Floats,
+    later_stages: float,
+    later_tokens: float,
+    context_tokens: float,
+    output_tokens: float,
+    tpot_s: float,
+) -> None:
+    """Expect the prompt that enters a guaranteed request with a later stage.
+
+    When it comes is not known: the output that is left is cut into as many parts as there are
+    stages, at its pace, so that it is equally likely in each moment of a part.
+    """
+    if later_tokens < 1.0:
+        return
+    step_s = most_work_s(pieces, 1.0, context_tokens)
+    pace_s = pace_of(tpot_s if tpot_s < inf else 0.0, figures[FIXED_S], step_s)
+    part_s = max(1.0, output_tokens / (later_stages + 1.0)) * pace_s
+    work_s = most_work_s(pieces, later_tokens, context_tokens)
+    figures[LATER_S] += work_s / part_s
+    figures[NEEDED_BLOCKS] += later_tokens / figures[BLOCK_TOKENS]
+
+
+@compiled
+def room_s(figures: Floats) -> float:
+    """Time for prefill in a batch beside all guaranteed decodes."""
+    batch_s = figures[BATCH_S]
+    if batch_s == inf:
+        return inf
+    return max(batch_s - figures[FIXED_S] - figures[DECODE_S], LEAST_RATE * batch_s)
+
+
+@compiled
+def work_on(pieces: Floats, rows: Ints, prompt_tokens: float, cached_tokens: Floats) -> Floats:
+    """Predicted time of a prompt's prefill on each of the replicas ``rows``, of which each has
+    ``cached_tokens[i]`` in its cache."""
+    work = np.empty(rows.shape[0])
+    for place, row in enumerate(rows):
+        new = max(1.0, prompt_tokens - cached_tokens[place])
+        work[place] = most_work_s(pieces[row], new, cached_tokens[place])
+    return work

@@ -1,0 +1,251 @@
+"""Fit of the latency models to measured steps, with one report of the error for all families.
+
+Least squares on relative errors, because a plan of 5 ms needs its 5 % as much as one of 200 ms;
+coefficients >= 0, because no work takes negative time; and the worst samples left out, because a
+shared machine makes outliers that are not the engine's. Deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from math import inf
+from typing import Literal, NamedTuple, overload
+
+import numpy as np
+
+from sluice.scheduling.latency.model import (
+    FAMILIES,
+    LatencyModel,
+    LinearLatency,
+    PrefillDecodeLatency,
+    RooflineLatency,
+    StepSample,
+)
+from sluice.scheduling.latency.profile import FitReport
+from sluice.scheduling.latency.request_model import Interaction, InteractionLatency, PolynomialTTFT
+from sluice.scheduling.request.kernels import COEFFICIENTS, Floats
+
+MIN_FIT_SAMPLES = 8
+"""Fewest samples of a fit; one with more than four coefficients needs twice their number."""
+
+MOST_ROUNDS = 50
+"""Most reassignments of samples to lines in a roofline fit. It settles in a few."""
+
+_START_SHARES = (0.25, 0.5, 0.75)
+
+BatchFamily = Literal["linear", "prefill_decode", "roofline"]
+RequestFamily = Literal["interaction", "polynomial_ttft"]
+Solver = Callable[[Floats, Floats], Floats]
+
+
+class _Fit(NamedTuple):
+    """``lines`` are ``float64[lines, columns]``: the prediction is the largest of their products
+    with a row of the design. The other two are of the samples that were kept."""
+
+    lines: Floats
+    predicted_s: Floats
+    seconds: Floats
+    dropped: int
+
+
+@overload
+def fit(
+    samples: Sequence[StepSample], family: Literal["linear"] = "linear", trim: float = 0.1
+) -> tuple[LinearLatency, FitReport]: ...
+@overload
+def fit(
+    samples: Sequence[StepSample], family: Literal["prefill_decode"], trim: float = 0.1
+) -> tuple[PrefillDecodeLatency, FitReport]: ...
+@overload
+def fit(
+    samples: Sequence[StepSample], family: Literal["roofline"], trim: float = 0.1
+) -> tuple[RooflineLatency, FitReport]: ...
+@overload
+def fit(
+    samples: Sequence[StepSample], family: Literal["interaction"], trim: float = 0.1
+) -> tuple[InteractionLatency, FitReport]: ...
+@overload
+def fit(
+    samples: Sequence[StepSample], family: Literal["polynomial_ttft"], trim: float = 0.1
+) -> tuple[PolynomialTTFT, FitReport]: ...
+def fit(
+    samples: Sequence[StepSample],
+    family: BatchFamily | RequestFamily = "linear",
+    trim: float = 0.1,
+) -> tuple[LatencyModel | InteractionLatency | PolynomialTTFT, FitReport]:
+    """The model of ``family`` that explains ``samples`` best, and how well it does.
+
+    The worst ``trim`` share of the samples by relative error is left out and the rest is fitted
+    again. Samples without new tokens, or with a time that is not positive and finite, are ignored.
+
+    ``interaction`` is fitted to the steps that are all fresh prefills or all decodes (002 §4.2
+    profiles such batches), ``polynomial_ttft`` to those that are one fresh prefill and nothing else
+    (FlowPrefill's prefill profiles), the others to all steps.
+
+    Raises:
+        ValueError: no such family, too few usable samples or none of a kind that the family needs,
+            or ``trim`` outside [0, 0.5].
+    """
+    if not 0 <= trim <= 0.5:
+        raise ValueError(f"trim must be from 0 to 0.5, got {trim}")
+    known = (*FAMILIES, "interaction", "polynomial_ttft")
+    if family not in known:
+        raise ValueError(f"unknown family {family!r}; known: {', '.join(known)}")
+    usable = [s for s in samples if s.new_tokens > 0 and 0 < s.seconds < inf]
+    data: Floats = np.array(usable, dtype=np.float64).reshape(len(usable), len(StepSample._fields))
+    if family == "interaction":
+        return _fit_interaction(data, trim)
+    if family == "polynomial_ttft":
+        return _fit_polynomial(data, trim)
+    if family == "roofline":
+        return _fit_roofline(data, trim)
+    return _fit_one_piece(FAMILIES[family], data, trim)
+
+
+def _fit_one_piece(
+    family: type[LatencyModel], data: Floats, trim: float
+) -> tuple[LatencyModel, FitReport]:
+    if family is PrefillDecodeLatency:
+        for kind in ("prefills", "decodes"):
+            if not _column(data, kind).any():
+                raise ValueError(f"no sample has {kind}, so their time cannot be fitted")
+    # What one second of each coefficient adds to the piece.
+    units = [family.of(unit.tolist()).pieces[0] for unit in np.eye(len(family.names))]
+    work = np.column_stack([np.ones(len(data)), data[:, : COEFFICIENTS - 1]])
+    found = _trimmed(work @ np.array(units).T, _column(data, "seconds"), trim)
+    return family.of(found.lines[0].tolist()), _report(found)
+
+
+def _fit_roofline(data: Floats, trim: float) -> tuple[RooflineLatency, FitReport]:
+    tokens = _column(data, "prefill_tokens") + _column(data, "decodes")
+    design = np.column_stack([tokens, _column(data, "spec_steps"), np.ones(len(data))])
+    found = _trimmed(design, _column(data, "seconds"), trim, _two_lines, 6)
+    return RooflineLatency.of([*found.lines.ravel().tolist(), 0.0]), _report(found)
+
+
+def _fit_interaction(data: Floats, trim: float) -> tuple[InteractionLatency, FitReport]:
+    prefills, decodes = _column(data, "prefills"), _column(data, "decodes")
+    fresh = (decodes == 0) & (_column(data, "prefill_context") == 0)
+    fits = []
+    for chosen, sequences, tokens in (
+        (fresh, prefills, _column(data, "prefill_tokens")),
+        (prefills == 0, decodes, _column(data, "decode_context")),
+    ):
+        batch = sequences[chosen]
+        # 002 has one length per batch: the mean stands for it.
+        length = tokens[chosen] / batch
+        design = np.column_stack([batch * length, batch, length, np.ones(len(batch))])
+        fits.append(_trimmed(design, _column(data, "seconds")[chosen], trim))
+    prefill, decode = (Interaction(*each.lines[0].tolist()) for each in fits)
+    return InteractionLatency(prefill, decode), _report(*fits)
+
+
+def _fit_polynomial(data: Floats, trim: float) -> tuple[PolynomialTTFT, FitReport]:
+    alone = (_column(data, "prefills") == 1) & (_column(data, "decodes") == 0)
+    alone &= _column(data, "prefill_context") == 0
+    tokens = _column(data, "prefill_tokens")[alone]
+    design = np.vander(tokens, 3, increasing=True)
+    found = _trimmed(design, _column(data, "seconds")[alone], trim)
+    return PolynomialTTFT(tuple(found.lines[0].tolist())), _report(found)
+
+
+def _column(data: Floats, name: str) -> Floats:
+    column: Floats = data[:, StepSample._fields.index(name)]
+    return column
+
+
+def _trimmed(
+    design: Floats,
+    seconds: Floats,
+    trim: float,
+    solve: Solver | None = None,
+    coefficients: int = 0,
+) -> _Fit:
+    """Fit, leave the worst out, and fit again."""
+    solve = solve or _one_line
+    least = max(MIN_FIT_SAMPLES, 2 * (coefficients or design.shape[1]))
+    if len(design) < least:
+        raise ValueError(f"a latency fit needs at least {least} samples, got {len(design)}")
+    errors = np.abs(_predict(solve(design, seconds), design) / seconds - 1)
+    keep = max(least, round(len(design) * (1 - trim)))
+    kept = np.argsort(errors, kind="stable")[:keep]
+    design, real = design[kept], seconds[kept]
+    lines = solve(design, real)
+    return _Fit(lines, _predict(lines, design), real, len(seconds) - len(kept))
+
+
+def _report(*fits: _Fit) -> FitReport:
+    predicted = np.concatenate([each.predicted_s for each in fits])
+    seconds = np.concatenate([each.seconds for each in fits])
+    errors = np.abs(predicted / seconds - 1)
+    spread = float(np.sum((seconds - seconds.mean()) ** 2))
+    return FitReport(
+        samples=len(seconds),
+        dropped=sum(each.dropped for each in fits),
+        mape=float(errors.mean()),
+        p90_error=float(np.quantile(errors, 0.9)),
+        r2=1 - float(np.sum((predicted - seconds) ** 2)) / spread if spread > 0 else 0.0,
+    )
+
+
+def _predict(lines: Floats, design: Floats) -> Floats:
+    predicted: Floats = (design @ lines.T).max(axis=1)
+    return predicted
+
+
+def _two_lines(design: Floats, seconds: Floats) -> Floats:
+    """The best found of: the samples split by their tokens at a quartile, a line fitted to each
+    side, each sample assigned to the line that is higher there, and so on until nothing moves.
+
+    The steps do not always improve, so the best of all rounds is kept, one line alone included.
+    """
+    line = _one_line(design, seconds)
+    best = np.concatenate([line, line])
+    least = _squares(best, design, seconds)
+    for share in _START_SHARES:
+        upper = design[:, 0] > np.quantile(design[:, 0], share)
+        for _ in range(MOST_ROUNDS):
+            if min(upper.sum(), (~upper).sum()) < design.shape[1]:
+                break
+            sides = [_one_line(design[side], seconds[side]) for side in (upper, ~upper)]
+            lines = np.concatenate(sides)
+            error = _squares(lines, design, seconds)
+            if error < least:
+                best, least = lines, error
+            higher = design @ lines[0] > design @ lines[1]
+            if (higher == upper).all():
+                break
+            upper = higher
+    return best
+
+
+def _squares(lines: Floats, design: Floats, seconds: Floats) -> float:
+    return float(np.sum((_predict(lines, design) / seconds - 1) ** 2))
+
+
+def _one_line(design: Floats, seconds: Floats) -> Floats:
+    """The relative least-squares coefficients under the bound 0, ``float64[1, columns]``.
+
+    The bounded optimum is the free optimum on its own support, so it is the best of those free
+    optima, one per set of columns, that stay within the bound. At most 63 problems, all on the
+    triangular factor of the data, so their cost does not grow with the samples.
+    """
+    relative = design / seconds[:, None]
+    scale = relative.max(axis=0)
+    columns = np.flatnonzero(scale > 0).tolist()
+    relative[:, columns] /= scale[columns]
+    augmented = np.column_stack([relative, np.ones(len(design))])
+    factor: Floats = np.asarray(np.linalg.qr(augmented, mode="r"))
+    matrix, target = factor[:, :-1], factor[:, -1]
+    best = np.zeros((1, design.shape[1]))
+    least = inf
+    for size in range(1, len(columns) + 1):
+        for chosen in map(list, combinations(columns, size)):
+            solution = np.linalg.lstsq(matrix[:, chosen], target, rcond=None)[0]
+            error = float(np.sum((matrix[:, chosen] @ solution - target) ** 2))
+            if error < least and solution.min() >= 0:
+                least = error
+                best[:] = 0
+                best[0, chosen] = solution / scale[chosen]
+    return best

@@ -1,0 +1,386 @@
+"""Speculative decoding: how often drafts are right, and how many of them a batch checks.
+
+Source: SLOs-Serve §3.2.3 and appendix D. More tokens per decode step let a batch take longer within
+the decodes' TPOT, so that more of it is prefill, at the price of tokens that are not accepted.
+:mod:`sluice.scheduling.latency.speculation_solver` finds the lengths; which batches they are for,
+and what becomes of requests that fell behind, is here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.latency.speculation_solver import (
+    MOST_LENGTH,
+    accepted_all,
+    for_decodes,
+    for_prefills,
+    lengths_work_s,
+    longest_lengths,
+)
+from sluice.scheduling.request.kernels import (
+    ACCEPTANCE,
+    BEST_EFFORT,
+    COMPUTED,
+    DRAFTED,
+    EMITTED,
+    LAST_TOKEN,
+    RUNNING,
+    TPOT,
+    Floats,
+    Ints,
+    deadlines_s,
+    is_prefill,
+)
+from sluice.scheduling.request.objective import Anchor
+from sluice.scheduling.request.queue import QueueView
+
+Mask = NDArray[np.bool_]
+
+PRIOR_ACCEPTANCE = 0.5
+"""Taken for the acceptance of which nothing is known, so that something gets known."""
+
+MOST_ALPHA = 0.99
+"""Largest acceptance that is planned with."""
+
+PRIOR_TRIALS = 8.0
+"""As many drafted tokens that were right or wrong weigh as much as the prior."""
+
+MEMORY_TRIALS = 256.0
+"""About how many of the latest trials of a class count."""
+
+FADING_STEPS = 1000
+"""A class of which nothing is checked loses that much of its evidence, as a number of steps of a
+request: ``exp(-1)`` of it is left after as many. So it is tried again, and costs little while it is
+hopeless."""
+
+MAX_CLASSES = 1024
+"""Most service classes that are followed; the one heard of longest ago goes first."""
+
+
+class AcceptanceRates:
+    """Probability that a drafted token is right if those before it are, learned by service class.
+
+    In a step that checks drafted tokens the wrong one is the last that was tried: those behind it
+    say nothing. So ``k`` accepted of more are ``k`` successes and one failure, and the rate is the
+    share of successes, beside a prior of :data:`PRIOR_ACCEPTANCE`. ``O(1)`` per call; memory is
+    bounded by :data:`MAX_CLASSES`. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._learned: OrderedDict[str, list[float]] = OrderedDict()
+
+    def rate(self, service_class: str) -> float:
+        """The rate, above 0 and below 1; :data:`PRIOR_ACCEPTANCE` for an unknown class."""
+        accepted, trials = self._learned.get(service_class, (0.0, 0.0))
+        return (PRIOR_ACCEPTANCE * PRIOR_TRIALS + accepted) / (PRIOR_TRIALS + trials)
+
+    def observe(self, service_class: str, checked: int, accepted: int) -> None:
+        """One step of a decode for which something was drafted.
+
+        Args:
+            service_class: of the request.
+            checked: drafted tokens that were checked, >= 0. With 0 what is known fades, so that a
+                class whose speculation is off is tried again.
+            accepted: how many of them were right, the first ones.
+
+        Raises:
+            ValueError: not ``0 <= accepted <= checked``.
+        """
+        if not 0 <= accepted <= checked:
+            raise ValueError(
+                f"accepted must be from 0 to checked, got {accepted} and {checked} checked"
+            )
+        known = self._learned.get(service_class)
+        if known is None:
+            if not checked:
+                return
+            known = self._learned[service_class] = [0.0, 0.0]
+            if len(self._learned) > MAX_CLASSES:
+                self._learned.popitem(last=False)
+        else:
+            self._learned.move_to_end(service_class)
+        trials = accepted + (accepted < checked) if checked else 0
+        kept = 1 - (trials / MEMORY_TRIALS if trials else 1 / FADING_STEPS)
+        known[0] = kept * known[0] + accepted
+        known[1] = kept * known[1] + trials
+
+
+CREDIT = 0.5
+"""Share of a TPOT by which a batch may be longer for each drafted token that is expected to be
+accepted. With all of it, as in the paper, paces are held in the mean, and every second window of
+tokens falls behind; with this share nearly as much is won, and few do (docs/results.md)."""
+
+
+USABLE = 0.9
+"""A batch is not made shorter than this share of the least TPOT, and ends about as early, as there
+is a head-room. So one that is behind by less than the rest needs no draft to catch up."""
+
+
+class Lengths(NamedTuple):
+    """How many drafted tokens a batch may check, by row of a queue.
+
+    Attributes:
+        drafts: ``int64[n]``, drafted tokens that the row's decode step checks; 0 for a prefill.
+        output: ``float64[n]``, tokens that the step is expected to give: 1 without drafts.
+        credit_s: ``float64[n]``, how much later than its next token the step of a decode may end
+            and keep its pace with some certainty: :data:`CREDIT` of a TPOT for each token beyond
+            the first, or where a short window is behind less than nothing, by as much. 0 where no
+            pace is stated.
+        work_s: ``float64[n]``, predicted marginal time of the step; 0 for a prefill.
+    """
+
+    drafts: Ints
+    output: Floats
+    credit_s: Floats
+    work_s: Floats
+
+    @classmethod
+    def none(cls, rows: int) -> Lengths:
+        """Those of a queue of ``rows`` without drafts and without work."""
+        zeros = np.zeros(rows)
+        return cls(np.zeros(rows, np.int64), np.ones(rows), zeros, zeros.copy())
+
+    def of(self, rows: Ints) -> Lengths:
+        """Those of ``rows``, in that order."""
+        return Lengths(self.drafts[rows], self.output[rows], self.credit_s[rows], self.work_s[rows])
+
+    def before(self, others: Lengths) -> Lengths:
+        """These, in place of as many at the head of ``others``."""
+        count = len(self.drafts)
+        return Lengths(
+            np.concatenate((self.drafts, others.drafts[count:])),
+            np.concatenate((self.output, others.output[count:])),
+            np.concatenate((self.credit_s, others.credit_s[count:])),
+            np.concatenate((self.work_s, others.work_s[count:])),
+        )
+
+
+class Speculation(ABC):
+    """Chooses lengths for the batches of one policy. It keeps the recent pace of decodes.
+
+    Args:
+        credit: see :data:`CREDIT`.
+    """
+
+    def __init__(self, credit: float = CREDIT) -> None:
+        self.credit = credit
+        self._paces = RecentPaces()
+
+    def choose(
+        self,
+        queue: QueueView,
+        now_s: float,
+        latency: LatencyModel,
+        tokens: int,
+        draft_s: float,
+        anchor: Anchor,
+        useful_s: float = 0.0,
+        held: Mask | None = None,
+    ) -> Lengths:
+        """Lengths for the next batch of ``queue``.
+
+        Where prefill waits, drafts take at most half of the tokens that the decodes' own ones leave
+        of the batch; those of best-effort decodes take of what is left then. ``O(n)``, and
+        ``O(m log m)`` for ``m`` running decodes.
+
+        Args:
+            queue: the live requests.
+            now_s: on the clock of the queue's times.
+            latency: of the checking model.
+            tokens: the engine's token limit of a batch.
+            draft_s: time that a batch takes for each drafted token of its longest length, seconds.
+            anchor: where the deadlines of later tokens start.
+            useful_s: a TPOT below it can be held in no useful batch and counts for nothing.
+            held: rows whose TPOT the batch's time goes by; default: none.
+        """
+        table = queue.table
+        prefill = is_prefill(table)
+        rows = np.flatnonzero(~prefill & (table[:, RUNNING] > 0))
+        decodes = table[rows]
+        tpot_s = decodes[:, TPOT].copy()
+        left_s = deadlines_s(decodes, anchor.code) - now_s
+        behind_s = np.zeros(len(rows))
+        if anchor is Anchor.LAST_TOKEN:
+            behind_s = self._paces.behind_s(queue.keys[rows], decodes)
+            left_s -= behind_s
+        alpha = np.clip(decodes[:, ACCEPTANCE], 0.0, MOST_ALPHA)
+        alpha[np.isnan(alpha)] = PRIOR_ACCEPTANCE
+        pace_s = np.where(np.isfinite(tpot_s), tpot_s, 0.0)
+        if held is None:
+            tpot_s[:] = inf
+        else:
+            tpot_s[~held[rows] | (decodes[:, BEST_EFFORT] > 0)] = inf
+        # Copied, as compiled loops know one layout.
+        drafted, context = decodes[:, DRAFTED].copy(), decodes[:, COMPUTED].copy()
+        # A late request gets no time credit for tokens that are only expected.
+        credit_s = np.where(behind_s > 0, 0.0, self.credit * pace_s)
+        work = _Decodes(alpha, drafted, context, left_s, tpot_s, credit_s)
+        lengths = np.ones(len(rows), np.int64)
+        apart, waits = table[:, BEST_EFFORT] > 0, False
+        # Guaranteed requests choose first, as if alone; best effort gets the remaining tokens.
+        for tier in (~apart, apart):
+            own = np.flatnonzero(tier[rows])
+            waits = waits or bool((prefill & tier).any())
+            if len(own):
+                room = len(own) + max(0, tokens - len(own)) // (1 + waits)
+                chosen = self._lengths(work.of(own), waits, latency, draft_s, useful_s)
+                lengths[own] = _within(chosen, room)
+                tokens -= int(lengths[own].sum())
+        found = Lengths.none(len(table))
+        found.drafts[rows] = lengths - 1
+        found.output[rows] = output = accepted_all(lengths, alpha)
+        found.credit_s[rows] = (output - 1) * credit_s - behind_s
+        found.work_s[rows] = lengths_work_s(latency.pieces, lengths, work.context)
+        return found
+
+    @abstractmethod
+    def _lengths(
+        self,
+        decodes: _Decodes,
+        waits: bool,
+        latency: LatencyModel,
+        draft_s: float,
+        useful_s: float,
+    ) -> Ints:
+        """Tokens of each decode, at least 1; ``waits``: whether prefill does."""
+
+
+class _Decodes(NamedTuple):
+    """Running decodes, one entry for each: acceptance, drafted tokens, computed tokens, time until
+    the next one is due, TPOT, infinite where it does not count, and how much longer a batch may be
+    for a token more."""
+
+    alpha: Floats
+    drafted: Floats
+    context: Floats
+    left_s: Floats
+    tpot_s: Floats
+    credit_s: Floats
+
+    def of(self, places: Ints) -> _Decodes:
+        """Those at ``places``, in that order."""
+        return _Decodes(*(column[places] for column in self))
+
+
+class AdaptiveLengths(Speculation):
+    """The lengths that leave most to prefill, or where none waits, that give most output.
+
+    - While prefill waits, the solver of SLOs-Serve
+      (:func:`~sluice.scheduling.latency.speculation_solver.for_prefills`) finds the batch time and
+      the lengths that keep the pace of those whose TPOT counts. One that is behind has less time
+      left, so it binds the batch earlier or takes a longer length: that is its tighter objective.
+      One that could not be held with its longest length, or states a TPOT that no useful batch
+      could hold, binds nothing; it takes a length that catches up if there is one.
+    - A decode without a pace, and every one under a policy that goes by none, takes the length that
+      costs the least per expected token. That is often no draft at all: a drafted token costs what
+      another's prompt token does, and only the reading of the context is saved.
+    - While no prefill waits, all get the lengths of most output per second
+      (:func:`~sluice.scheduling.latency.speculation_solver.for_decodes`), or longer ones where a
+      pace needs it.
+    """
+
+    def _lengths(
+        self,
+        decodes: _Decodes,
+        waits: bool,
+        latency: LatencyModel,
+        draft_s: float,
+        useful_s: float,
+    ) -> Ints:
+        alpha, drafted, context, left_s, tpot_s, credit_s = decodes
+        pieces = latency.pieces
+        most = longest_lengths(alpha, drafted)
+        stated = (tpot_s >= useful_s) & (tpot_s < inf)
+        floor_s = USABLE * float(tpot_s[stated].min(initial=inf))
+        alone_s = latency.fixed_s + lengths_work_s(pieces, np.ones_like(most), context)
+        latest_s = left_s + (accepted_all(most, alpha) - 1) * credit_s
+        binds = stated & (latest_s >= alone_s)
+        tpot_s = np.where(stated, tpot_s, inf)
+        left_s = np.where(binds, left_s, np.where(stated, np.maximum(left_s, 0.0), inf))
+        if floor_s == inf:
+            floor_s = useful_s
+        best, chosen = -inf, np.ones_like(most)
+        for cap in range(1, MOST_LENGTH + 1) if draft_s else (MOST_LENGTH,):
+            capped = np.minimum(most, cap)
+            if waits:
+                rate, lengths = for_prefills(
+                    pieces,
+                    left_s,
+                    tpot_s,
+                    credit_s,
+                    alpha,
+                    context,
+                    capped,
+                    binds,
+                    floor_s,
+                    draft_s,
+                )
+            else:
+                rate, lengths = for_decodes(
+                    pieces, left_s, tpot_s, credit_s, alpha, context, capped, binds, draft_s
+                )
+            if rate > best:
+                best, chosen = rate, lengths
+        return chosen
+
+
+class AllDrafts(Speculation):
+    """Checks all that is drafted, as an engine does by itself: for comparison."""
+
+    def _lengths(
+        self,
+        decodes: _Decodes,
+        waits: bool,
+        latency: LatencyModel,
+        draft_s: float,
+        useful_s: float,
+    ) -> Ints:
+        return 1 + decodes.drafted.astype(np.int64)
+
+
+class RecentPaces:
+    """How far decodes are behind their TPOT over their latest tokens.
+
+    A deadline of one TPOT after the latest token forgets a slow step at once, while a window of
+    several tokens does not. So what each token or group of tokens came too late is summed up, and
+    what came early pays it off, down to nothing: a decode is behind by the largest lateness of any
+    run of tokens that ends with its latest one. Memory is that of the decodes last seen.
+    """
+
+    def __init__(self) -> None:
+        self._keys: Ints = np.empty(0, np.int64)
+        self._seen: Floats = np.empty((3, 0))
+
+    def behind_s(self, keys: Ints, decodes: Floats) -> Floats:
+        """Seconds, 0 where nothing is late, of the decodes that are rows of a queue's table. Asking
+        again changes nothing."""
+        emitted, last_s = decodes[:, EMITTED], decodes[:, LAST_TOKEN]
+        behind_s = np.zeros(len(keys))
+        if len(self._keys):
+            place = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+            before, at_s, owed_s = self._seen[:, place]
+            tpot_s = np.where(np.isinf(decodes[:, TPOT]), 0.0, decodes[:, TPOT])
+            late_s = np.maximum(0.0, owed_s + last_s - at_s - (emitted - before) * tpot_s)
+            same = (self._keys[place] == keys) & (tpot_s > 0.0) & np.isfinite(late_s)
+            behind_s[same] = late_s[same]
+        order = np.argsort(keys)
+        self._keys = keys[order]
+        self._seen = np.stack((emitted, last_s, behind_s))[:, order]
+        return behind_s
+
+
+def _within(lengths: Ints, room: int) -> Ints:
+    """``lengths``, cut to the longest common length with which their sum is within ``room``."""
+    for cap in range(MOST_LENGTH, 1, -1):
+        if lengths.sum() <= room:
+            break
+        lengths = np.minimum(lengths, cap - 1)
+    return lengths

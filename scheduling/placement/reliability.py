@@ -1,0 +1,163 @@
+"""Observed against predicted TTFTs, and how reliable the resulting forecasts are.
+
+Admission predicts a time to the first token. What a client sees lies above or below, by HTTP, the
+edge, neighbours and what the step-time model does not know. Of each guarantee that ended the
+*ratio* is observed over predicted time, and the ratios of the past are taken for the distribution
+of those to come: the next one lies below the ``k``-th smallest of ``n`` with probability ``k / (n +
+1)`` if their order tells nothing (split conformal prediction; Vovk, Gammerman & Shafer 2005,
+section 4.2). So the median of the ratios times the prediction is a time that half of the requests
+keep.
+
+Whether that is true is measured, not believed: each forecast is kept as it was made, and when its
+request has ended it is noted between which of its quantiles the observation lies. The share of the
+observations below each quantile is the reliability curve; a true forecast lies on its diagonal.
+
+Our reading: a ratio depends on the replica (its neighbours, its model's error) and on the size of
+the prediction (20 ms of HTTP are much of 50 ms and little of two seconds). So both have ratios of
+their own, sizes in steps of four. Where a replica has too few, those of all replicas for the size
+are taken; where these are too few as well, the prediction as it is.
+
+These forecasts are for clients that receive a predicted time, and for monitoring. The guarantee is
+the stated bound, and its margin is learned separately
+(:mod:`sluice.scheduling.placement.calibration`): an engine that schedules by deadlines uses the
+time that it has, so ratios grow with the bound and say little about it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
+from math import ceil, inf, log2
+from typing import Final, NamedTuple
+
+from sluice.scheduling.recent import used
+
+QUANTILES: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+"""The quantiles that are forecast and checked."""
+
+_MEDIAN: Final = QUANTILES.index(0.5)
+
+WINDOW: Final = 200
+"""Ratios that count: the median follows a change after half as many requests."""
+
+FEW: Final = 20
+"""With fewer ratios nothing is said of their distribution."""
+
+CHECKED: Final = 1_000
+"""Forecasts in a reliability curve: at a share of 0.9 its standard error is 0.01."""
+
+MOST_WINDOWS: Final = 2_048
+MOST_CURVES: Final = 1_024
+"""Windows and curves that are kept at a time; the one that was used longest ago goes first."""
+
+_LEAST_S: Final = 0.001
+
+
+class Forecast(NamedTuple):
+    """When a first token is expected.
+
+    Attributes:
+        predicted_s: what admission predicted, from the decision on, seconds.
+        ratios: by what that is multiplied at each of :data:`QUANTILES`; ``None``: too little is
+            known to say.
+    """
+
+    predicted_s: float
+    ratios: tuple[float, ...] | None = None
+
+    @property
+    def median_s(self) -> float:
+        """The time that half of the requests keep, seconds; as predicted where that is unknown."""
+        return self.predicted_s * (1.0 if self.ratios is None else self.ratios[_MEDIAN])
+
+
+class Curve:
+    """How often the latest observations lay below each forecast quantile. ``O(1)`` each."""
+
+    def __init__(self) -> None:
+        self._places: deque[int] = deque()
+        self._counts = [0] * (len(QUANTILES) + 1)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def note(self, place: int) -> None:
+        """Record an observation above the first ``place`` quantiles, and at or below the rest."""
+        if len(self._places) == CHECKED:
+            self._counts[self._places.popleft()] -= 1
+        self._places.append(place)
+        self._counts[place] += 1
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Share of the observations at or below each of :data:`QUANTILES`; empty for none."""
+        if not self._places:
+            return ()
+        below, found = 0, []
+        for count in self._counts[:-1]:
+            below += count
+            found.append(below / len(self._places))
+        return tuple(found)
+
+
+class Reliability:
+    """Forecasts by what was observed before, and how they turned out. Memory is bounded."""
+
+    def __init__(self) -> None:
+        self._windows: OrderedDict[tuple[str | None, int], _Window] = OrderedDict()
+        self._curves: OrderedDict[str | None, Curve] = OrderedDict()
+
+    def forecast(self, replica_id: str, predicted_s: float) -> Forecast:
+        """What ``predicted_s`` at this replica means. ``O(1)``."""
+        size = _size(predicted_s)
+        if size is not None:
+            for owner in (replica_id, None):
+                window = self._windows.get((owner, size))
+                if window is not None and window.quantiles is not None:
+                    return Forecast(predicted_s, window.quantiles)
+        return Forecast(predicted_s)
+
+    def observe(self, replica_id: str, forecast: Forecast, observed_s: float) -> None:
+        """A first token came after ``observed_s`` at this replica. The forecast is judged as it was
+        made, and only then is anything learned. ``O(WINDOW)``."""
+        size = _size(forecast.predicted_s)
+        if size is None:
+            return
+        ratio = max(0.0, observed_s) / forecast.predicted_s
+        for owner in (replica_id, None):
+            if forecast.ratios is not None:
+                curve = used(self._curves, owner, Curve, MOST_CURVES)
+                curve.note(bisect_left(forecast.ratios, ratio))
+            used(self._windows, (owner, size), _Window, MOST_WINDOWS).add(ratio)
+
+    def curve(self, replica_id: str | None = None) -> Curve:
+        """That of a replica, or of all together."""
+        return self._curves.get(replica_id) or Curve()
+
+
+class _Window:
+    """The latest ratios, also in order."""
+
+    def __init__(self) -> None:
+        self._ratios: deque[float] = deque()
+        self._sorted: list[float] = []
+        self.quantiles: tuple[float, ...] | None = None
+
+    def add(self, ratio: float) -> None:
+        if len(self._ratios) == WINDOW:
+            del self._sorted[bisect_left(self._sorted, self._ratios.popleft())]
+        self._ratios.append(ratio)
+        insort(self._sorted, ratio)
+        count = len(self._sorted)
+        if count >= FEW:
+            # Of fewer than a hundred the largest stands for the last quantile.
+            self.quantiles = tuple(
+                [self._sorted[min(ceil(q * (count + 1)), count) - 1] for q in QUANTILES]
+            )
+
+
+def _size(predicted_s: float) -> int | None:
+    """The step of four in which a prediction lies; ``None`` for one that cannot be multiplied."""
+    if not 0.0 < predicted_s < inf:
+        return None
+    return round(log2(max(predicted_s, _LEAST_S)) / 2)

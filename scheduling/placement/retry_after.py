@@ -1,0 +1,265 @@
+"""Retry times of refused requests, and the capacity reserved for their retries.
+
+Admission predicts when there would be capacity if no other request arrived. But others arrive, and
+all requests refused at one moment would get the same time and collide again. So each tenant has a
+*retry queue* of refused requests. The next refused request gets a later time, by the tokens in the
+queue and the tenant's rate of guaranteed tokens. A request that retries at its time finds capacity,
+as the tenant's new requests must leave it. That is a reservation with backfilling (Lifka, *The
+ANL/IBM SP scheduling system*, JSSPP 1995): a new request may pass if it delays no request whose
+time is near.
+
+The right length of the queue and the share of requests that retry are unknown. Both are learned
+from retries. A reservation that expires unused lowers the weight of the whole queue, so a burst of
+clients that never retry is forgotten soon after its first times. Each retry at its time is a test.
+It moves the logarithm of a factor on all times of the queue: up by a share :data:`LEVEL` of a gain
+if the retry was refused, down by the rest of the gain if it was guaranteed. So in the long run a
+share ``LEVEL`` of the retries is guaranteed, unless a bound of the factor or :data:`HORIZON_S`
+limits it (adaptive conformal inference, Gibbs & Candès 2021, eq. 2, with the logarithm of a factor
+in place of the level of a quantile).
+
+A test comes late: the requests in the queue got their times by the factor of when they joined. If
+each of them moved the factor by the maximum step of a single test, it would keep moving for the
+length of the queue, and swing between times far too short and far too long. So all tests of a queue
+together move it by :data:`GAIN`, or less with few requests.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from functools import partial
+from math import ceil, exp
+from typing import Final, NamedTuple
+
+from sluice.scheduling.admission.room import LEAST_WAIT_S
+from sluice.scheduling.recent import used
+from sluice.scheduling.request.job import RouteQuery
+
+LEVEL: Final = 0.9
+"""Target share of retries at their time that are guaranteed: above the wanted four fifths, as the
+result of a retry is learned only after it."""
+
+HORIZON_S: Final = 600.0
+"""Latest retry time, seconds from now. Later retries all get this time."""
+
+GRACE_S: Final = 1.5
+"""How long after its time a reservation is kept: the header has whole seconds, rounded up."""
+
+AHEAD_S: Final = 1.0
+"""New requests leave capacity for retries whose time comes within this time, seconds."""
+
+GAIN: Final = 1.0
+"""How far all tests of a queue together move the logarithm of the factor."""
+
+MOST_STEP: Final = 0.1
+"""How far one test moves it at most."""
+
+LEAST_FACTOR, MOST_FACTOR = 0.1, 64.0
+"""Bounds of the factor."""
+
+MEMORY_S: Final = 10.0
+"""Time constant of a tenant's rate of guaranteed tokens, seconds: it forgets ``1 - 1/e`` in it."""
+
+SHOWING: Final = 0.05
+"""How far one reservation moves the share of reservations that are used. The share starts at a
+half."""
+
+MOST_TENANTS: Final = 4_096
+"""Maximum number of retry queues; beyond it, the least recently used one is dropped."""
+
+MOST_PLACES: Final = 8_192
+"""Maximum reservations of one retry queue. Beyond it, a request gets a time but no reservation: if
+the oldest were dropped instead, it could not be learned whether they are used."""
+
+_SLOT_S: Final = 0.25
+_MOST_SLOTS: Final = ceil((HORIZON_S + GRACE_S) / _SLOT_S) + 2
+_MOST_GAP_S: Final = 1.0
+
+
+class _Place(NamedTuple):
+    """The reservation of a refused request: its retry time, its prompt tokens, and its tokens with
+    the expected output."""
+
+    due_s: float
+    prompt_tokens: float
+    tokens: float
+
+
+class _Slot:
+    """The reservations of a quarter of a second: names and prompt tokens."""
+
+    __slots__ = ("names", "prompt_tokens")
+
+    def __init__(self) -> None:
+        self.names: set[Hashable] = set()
+        self.prompt_tokens = 0.0
+
+
+class Line:
+    """The retry queue of one tenant: refused requests with a retry time.
+
+    ``O((AHEAD_S + GRACE_S) / _SLOT_S)`` per query, ``O(1)`` per change, and amortised ``O(1)`` for
+    each unused reservation; after silence all slots up to the horizon are checked once.
+
+    Args:
+        now_s: the time, in monotonic seconds of the caller's clock like all times here.
+
+    Attributes:
+        factor: on all times of the queue.
+        showing: share of the reservations that are used.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self.factor = 1.0
+        self.showing = 0.5
+        self._places: dict[Hashable, _Place] = {}
+        self._slots: dict[int, _Slot] = {}
+        self._first = int(now_s / _SLOT_S)
+        # Tokens of all reservations.
+        self._waiting = 0.0
+        self._counted_s = now_s
+        # Tokens guaranteed recently, and the time that they cover; silence counts little.
+        self._promised = self._busy_s = 0.0
+
+    def __len__(self) -> int:
+        """Number of reservations."""
+        return len(self._places)
+
+    def kept_tokens(self, name: Hashable, now_s: float) -> float:
+        """Prompt tokens for which a new request must leave capacity: the expected tokens of the
+        near reservations. 0 for a request with a reservation, such as one that waits at the edge
+        and asks early."""
+        if self._find(name, now_s) is not None:
+            return 0.0
+        last = int((now_s + AHEAD_S) / _SLOT_S)
+        slots = (self._slots.get(slot) for slot in range(self._first, last + 1))
+        return sum(slot.prompt_tokens for slot in slots if slot is not None) * self.showing
+
+    def promised(self, name: Hashable, tokens: float, now_s: float) -> bool:
+        """Record that a request of ``tokens`` was guaranteed; return whether it had a
+        reservation."""
+        place = self._find(name, now_s)
+        passed_s = min(now_s - self._counted_s, _MOST_GAP_S)
+        left = exp(-passed_s / MEMORY_S)
+        self._promised = self._promised * left + tokens
+        self._busy_s = self._busy_s * left + passed_s
+        self._counted_s = now_s
+        if place is not None:
+            self._came(name, held=True)
+        return place is not None
+
+    def refused(
+        self, name: Hashable, prompt_tokens: float, tokens: float, wait_s: float, now_s: float
+    ) -> tuple[float, bool]:
+        """Record a refused request, for which there would be capacity after ``wait_s`` without new
+        arrivals.
+
+        Returns:
+            The time until its retry, and whether this was a retry at its time. A request that asks
+            earlier gets the same retry time.
+        """
+        place = self._find(name, now_s)
+        if place is not None:
+            if place.due_s > now_s + LEAST_WAIT_S:
+                return place.due_s - now_s, False
+            self._came(name, held=False)
+        rate = self._promised / max(self._busy_s, _MOST_GAP_S)
+        ahead_s = self.showing * self._waiting / rate if rate > 0.0 else 0.0
+        after_s = max(self.factor * max(wait_s, ahead_s), LEAST_WAIT_S)
+        due_s = now_s + min(after_s, HORIZON_S)
+        if len(self._places) < MOST_PLACES:
+            self._join(name, _Place(due_s, prompt_tokens, tokens))
+        return due_s - now_s, place is not None
+
+    def _find(self, name: Hashable, now_s: float) -> _Place | None:
+        """The reservation of a request, after unused ones have expired."""
+        since_s = now_s - GRACE_S
+        first = int(since_s / _SLOT_S)
+        # No retry time is beyond the horizon, so no slot is later than the last of these.
+        for gone in range(self._first, min(first, self._first + _MOST_SLOTS)):
+            slot = self._slots.get(gone)
+            for each in tuple(slot.names) if slot is not None else ():
+                self._missed(each)
+        self._first = max(self._first, first)
+        place = self._places.get(name)
+        if place is not None and place.due_s < since_s:
+            self._missed(name)
+            return None
+        return place
+
+    def _missed(self, name: Hashable) -> None:
+        self._leave(name)
+        self.showing -= SHOWING * self.showing
+
+    def _came(self, name: Hashable, held: bool) -> None:
+        self._leave(name)
+        self.showing += SHOWING * (1.0 - self.showing)
+        step = min(MOST_STEP, GAIN / max(1, len(self._places)))
+        factor = self.factor * exp(step * (LEVEL - held))
+        self.factor = min(max(factor, LEAST_FACTOR), MOST_FACTOR)
+
+    def _join(self, name: Hashable, place: _Place) -> None:
+        self._places[name] = place
+        self._waiting += place.tokens
+        slot = self._slots.setdefault(int(place.due_s / _SLOT_S), _Slot())
+        slot.names.add(name)
+        slot.prompt_tokens += place.prompt_tokens
+
+    def _leave(self, name: Hashable) -> None:
+        place = self._places.pop(name)
+        self._waiting -= place.tokens
+        number = int(place.due_s / _SLOT_S)
+        slot = self._slots[number]
+        slot.names.remove(name)
+        slot.prompt_tokens -= place.prompt_tokens
+        if not slot.names:
+            del self._slots[number]
+
+
+class RetryAfter:
+    """The retry queues of all tenants.
+
+    Attributes:
+        held, missed: retries at their time that were guaranteed, and that were refused.
+    """
+
+    def __init__(self) -> None:
+        self.held = 0
+        self.missed = 0
+        self._lines: OrderedDict[int, Line] = OrderedDict()
+
+    def kept_tokens(self, query: RouteQuery, now_s: float) -> float:
+        """Prompt tokens for which ``query`` must leave capacity; see :meth:`Line.kept_tokens`."""
+        line = self._lines.get(query.tenant)
+        return 0.0 if line is None else line.kept_tokens(name_of(query), now_s)
+
+    def promised(self, query: RouteQuery, output_tokens: float, now_s: float) -> None:
+        """Record that ``query`` is guaranteed, with its expected output length."""
+        tokens = query.prompt_tokens + output_tokens
+        self.held += self._line(query.tenant, now_s).promised(name_of(query), tokens, now_s)
+
+    def refused(
+        self, query: RouteQuery, output_tokens: float, wait_s: float, now_s: float
+    ) -> float:
+        """Time until a refused request should retry, seconds, at least ``LEAST_WAIT_S``.
+
+        Args:
+            query: the request. output_tokens: expected length of its output.
+            wait_s: predicted time until there is capacity for it, without new arrivals.
+            now_s: the time.
+        """
+        line, prompt = self._line(query.tenant, now_s), float(query.prompt_tokens)
+        told_s, came = line.refused(name_of(query), prompt, prompt + output_tokens, wait_s, now_s)
+        self.missed += came
+        return told_s
+
+    def _line(self, tenant: int, now_s: float) -> Line:
+        return used(self._lines, tenant, partial(Line, now_s), MOST_TENANTS)
+
+
+def name_of(query: RouteQuery) -> Hashable:
+    """The identity of a request across retries, which have other keys: the client's own id of it,
+    or else its prompt prefix, or, if the prompt is too short for a hash, its length. Requests that
+    agree in all of these count as one."""
+    known = query.client_request_id or tuple(query.prefix) or query.prompt_tokens
+    return known, query.session, query.output_tokens, query.slo.service_class

@@ -1,0 +1,72 @@
+"""When the next token of a request is due, what pace an end-to-end time sets, and whether a request
+needs a prefill: one rule each.
+
+Plans, reports, gains and the clocks of the edge all follow them. The functions are plain Python on
+numbers, and :mod:`sluice.scheduling.request.kernels` compiles them for its loops. An objective that
+is not stated is infinite, a time that is not known yet is nan.
+
+Sources: FairBatching §3.1 and ProServe Eq. 3; the second anchor is ProServe's footnote 2.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Final
+
+ENVELOPE: Final = 0
+FIRST: Final = 1
+LAST: Final = 2
+"""The numbers of :class:`sluice.scheduling.request.objective.Anchor`, as compiled loops know no
+enumerations."""
+
+
+def next_due_s(
+    emitted: float,
+    arrival_s: float,
+    ttft_s: float,
+    tpot_s: float,
+    e2e_s: float,
+    first_token_s: float,
+    last_token_s: float,
+    anchor: int,
+) -> float:
+    """Deadline of the token after ``emitted`` ones, on the clock of ``arrival_s``.
+
+    Our reading where an objective is missing: without TTFT the first token is due by the
+    end-to-end deadline, and the later ones start from the first token's real time; without TPOT
+    the later tokens are due by the end-to-end deadline; no token is due after the end-to-end
+    deadline. With no objective at all the deadline is infinite.
+    """
+    due_s = arrival_s + ttft_s
+    if emitted > 0:
+        # A time that is not known is nan: it compares as false, also with itself.
+        if anchor == LAST and last_token_s == last_token_s:
+            due_s = last_token_s + tpot_s
+        else:
+            if first_token_s < due_s and (anchor != ENVELOPE or ttft_s == inf):
+                due_s = first_token_s
+            due_s += emitted * tpot_s
+    return min(due_s, arrival_s + e2e_s)
+
+
+def paced(ttft_s: float, tpot_s: float, e2e_s: float, tokens: float) -> tuple[float, float]:
+    """The TTFT and the TPOT, seconds, that hold an end-to-end objective, too, with an output of
+    ``tokens``; those stated where none is stated.
+
+    The first token comes as much earlier than its TTFT as the others need at their TPOT, but it has
+    half of the whole time at least. What is left is for the others.
+    """
+    later = tokens - 1.0
+    if e2e_s == inf:
+        return ttft_s, tpot_s
+    if later <= 0.0:
+        return min(ttft_s, e2e_s), tpot_s
+    latest_s = e2e_s - later * tpot_s
+    first_s = min(ttft_s, max(e2e_s / 2.0, latest_s))
+    return first_s, tpot_s if first_s <= latest_s else (e2e_s - first_s) / later
+
+
+def needs_prefill(emitted: float, pending: float) -> bool:
+    """Whether the next token needs more than one decode step's work: the request has no output
+    yet, or lost its KV and must compute it again."""
+    return emitted == 0 or pending > 1

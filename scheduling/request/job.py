@@ -1,0 +1,238 @@
+"""Placement of a request: the query, the job on each replica, and the decision."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sluice.scheduling.request.deadline import paced
+from sluice.scheduling.request.kernels import Floats, Ints
+from sluice.scheduling.request.objective import SLO, Times
+from sluice.scheduling.roles import Role
+
+PLACED = "placed"
+UNATTAINABLE = "unattainable"
+STAYS = "stays"
+NO_REPLICA = "no_replica"
+INVALID_QUERY = "invalid_query"
+"""Reasons of a :class:`RouteDecision`."""
+
+
+class Tier(enum.StrEnum):
+    """How a request is served.
+
+    ``GUARANTEED``: its objective is guaranteed. ``BEST_EFFORT``: it runs on the capacity that the
+    guaranteed requests leave.
+    """
+
+    GUARANTEED = "guaranteed"
+    BEST_EFFORT = "best-effort"
+
+
+class RouteQuery(NamedTuple):
+    """A request to place.
+
+    Attributes:
+        key: its 63-bit key.
+        slo: its objective. Without stated times there is nothing to guarantee.
+        prompt_tokens: an estimate: the edge does not tokenise.
+        waited_s: its age at the edge when the query was made.
+        tiers: the tiers that it may be served in. With both, it is guaranteed if possible.
+        output_tokens: maximum output length; 0 if unknown.
+        session: 63-bit hash of its session, such as a conversation; 0 for none.
+        prefix: 63-bit hashes of its prompt's first chunks, each covering all chunks before it, see
+            :mod:`sluice.scheduling.fleet.prefix`.
+        request_id: its id as its client knows it, for tracing by people; no policy reads it.
+        prefill_key: 63-bit key of its prefill, if another replica than the decode replica may
+            compute it; 0: one replica must serve it whole.
+        avoid: replicas that have failed this request. They are left out if there are others.
+        tenant: 63-bit hash of its tenant; 0: no tenant is known. All requests with 0 count as one
+            tenant.
+        weight: of the tenant's share, > 0.
+        client_request_id: the client's own id of it, for tracing by people.
+        moves_from: the replica that has this guaranteed request already and is predicted to miss
+            its first token (:mod:`sluice.controller.state.moves`): it moves to another replica that
+            can guarantee the rest of its objective, or stays. Empty for any other request.
+    """
+
+    key: int
+    slo: SLO
+    prompt_tokens: int
+    waited_s: float = 0.0
+    tiers: frozenset[Tier] = frozenset(Tier)
+    output_tokens: int = 0
+    session: int = 0
+    prefix: tuple[int, ...] = ()
+    request_id: str = ""
+    prefill_key: int = 0
+    avoid: tuple[str, ...] = ()
+    tenant: int = 0
+    weight: float = 1.0
+    client_request_id: str = ""
+    moves_from: str = ""
+
+
+CANDIDATE = np.dtype(
+    [
+        ("row", "<i8"),
+        ("cached_tokens", "<f8"),
+        ("work_s", "<f8"),
+        ("lead_s", "<f8"),
+        ("splits", "?"),
+    ],
+    align=True,
+)
+"""A replica of a :class:`Job`, for compiled loops: its part of the job's arrays."""
+
+ASKED = np.dtype(
+    [
+        ("now_s", "<f8"),
+        ("due_s", "<f8"),
+        ("waited_s", "<f8"),
+        ("tpot_s", "<f8"),
+        ("priority", "<f8"),
+        ("prompt_tokens", "<f8"),
+        ("output_tokens", "<f8"),
+        ("reserve_tokens", "<f8"),
+        ("moved", "?"),
+    ],
+    align=True,
+)
+"""What a :class:`Job` and its query state, for compiled loops."""
+
+_NO_STAGES: Floats = np.empty((0, 2))
+
+
+class Job(NamedTuple):
+    """A query, with its work on each replica that may serve or prefill it.
+
+    If the request may be split into a P/D pair, the job has the replicas where it may start: mixed
+    ones, which serve it whole, and prefill ones, which compute only its prompt. A second job
+    (``moved``) describes the decode phase on each decode replica.
+
+    Attributes:
+        query: the request.
+        now_s: the time of the decision, on the fleet's clock.
+        rows: ``int64[n]``, rows of the fleet, ascending; never empty where a policy sees it.
+        cached_tokens: ``float64[n]``, prompt tokens that each replica has in its KV cache.
+        work_s: ``float64[n]``, predicted prefill time of the uncached tokens on each.
+        due_s: when its first token is due; infinite if no time is stated.
+        output_tokens: expected length of its output.
+        lead_s: ``float64[n]``, predicted time from the end of its prefill there to its first token
+            on the decode replica; 0 where it is served whole.
+        splits: ``bool[n]``, whether each would compute only its prompt.
+        moved: whether another replica computes its prompt and transfers the KV.
+        reserve_tokens: a guarantee must leave capacity for one more request with a prompt of this
+            length, see :mod:`sluice.scheduling.tenancy.fair_shares`.
+    """
+
+    query: RouteQuery
+    now_s: float
+    rows: Ints
+    cached_tokens: Floats
+    work_s: Floats
+    due_s: float
+    output_tokens: float
+    lead_s: Floats
+    splits: NDArray[np.bool_]
+    moved: bool = False
+    reserve_tokens: float = 0.0
+
+    @property
+    def tpot_s(self) -> float:
+        """The pace at which its output also meets its end-to-end objective; infinite for none."""
+        ttft_s, tpot_s, e2e_s, _ = self.query.slo.columns
+        return paced(ttft_s, tpot_s, e2e_s, self.output_tokens)[1]
+
+    @property
+    def candidates(self) -> np.ndarray:
+        """Its replicas as records, :data:`CANDIDATE` ``[n]``."""
+        found = np.empty(len(self.rows), CANDIDATE)
+        found["row"], found["cached_tokens"] = self.rows, self.cached_tokens
+        found["work_s"], found["lead_s"], found["splits"] = self.work_s, self.lead_s, self.splits
+        return found
+
+    @property
+    def asked(self) -> np.ndarray:
+        """The rest of it as one record, :data:`ASKED` ``[1]``."""
+        query = self.query
+        asked = (
+            self.now_s,
+            self.due_s,
+            query.waited_s,
+            self.tpot_s,
+            query.slo.priority,
+            query.prompt_tokens,
+            self.output_tokens,
+            self.reserve_tokens,
+            self.moved,
+        )
+        return np.array([asked], ASKED)
+
+    @property
+    def later(self) -> Floats:
+        """``float64[n, 2]``, of each later stage before which tokens of prompt enter, how many, and
+        its TTFT, seconds; infinite for none."""
+        stages = self.query.slo.stages
+        if not stages:
+            return _NO_STAGES
+        found = [(s.prompt_tokens, s.paced()[0]) for s in stages[1:] if s.prompt_tokens]
+        return np.array(found, np.float64).reshape(len(found), 2)
+
+    def of(self, places: NDArray[np.bool_] | Ints) -> Job:
+        """The same job for some of the replicas only."""
+        return self._replace(
+            rows=self.rows[places],
+            cached_tokens=self.cached_tokens[places],
+            work_s=self.work_s[places],
+            lead_s=self.lead_s[places],
+            splits=self.splits[places],
+        )
+
+
+class RouteDecision(NamedTuple):
+    """The decision on a query.
+
+    Attributes:
+        replica_id: where the request goes; ``None``: nowhere, and ``reason`` says why.
+        reason: ``placed``; ``unattainable``: no replica can guarantee its objective, and it may not
+            be served as best effort; ``stays``: no other replica can guarantee the rest of its
+            objective, so it is not moved; ``no_replica``: no replica has reported recently;
+            ``invalid_query``.
+        tier: its tier at the replica; ``None`` if admission is off: it is served like a guaranteed
+            request, but nothing is guaranteed.
+        predicted_ttft_s: from the decision to its first token, if that is guaranteed. It is
+            admission's prediction; the median by observed errors is in
+            :mod:`sluice.scheduling.placement.reliability`.
+        retry_after_s: if ``unattainable``: time until it should retry, see
+            :mod:`sluice.scheduling.placement.retry_after`; ``None`` if there will never be
+            capacity.
+        role: of the replica ``replica_id``.
+        prefill_id: the replica that computes its prompt first and transfers the KV to
+            ``replica_id``; ``None``: ``replica_id`` serves it whole.
+        handover_s: predicted time from the end of the prefill to the first token. The prefill's
+            deadline is earlier than the request's by this time.
+        over_share: its objective could have been guaranteed, but its tenant is over its share and
+            must leave that capacity to others.
+        planned: if guaranteed: the TTFT, TPOT and end-to-end time for which it is planned, seconds;
+            ``None`` for a time that is not stated. The replica schedules by them, see
+            :mod:`sluice.scheduling.placement.calibration`; instead of an end-to-end time by its
+            shares, see :mod:`sluice.scheduling.placement.pacing`.
+        room_s: if ``unattainable``: the predicted time until there is capacity, without new
+            arrivals. A request that waits at the edge asks again by it.
+    """
+
+    replica_id: str | None
+    reason: str
+    tier: Tier | None = None
+    predicted_ttft_s: float | None = None
+    retry_after_s: float | None = None
+    role: Role = "mixed"
+    prefill_id: str | None = None
+    handover_s: float = 0.0
+    over_share: bool = False
+    planned: Times | None = None
+    room_s: float | None = None

@@ -1,0 +1,158 @@
+"""Compiled loops over the rows of a queue, shared by the policies.
+
+A queue is one ``float64[requests, FIELDS]`` array, see
+:class:`sluice.scheduling.request.queue.QueueView`. Token and block counts are whole numbers far
+below 2**53, so they are exact in it. The loops are compiled once per machine and kept on disk;
+:func:`compiled` says how.
+"""
+
+# numpy's scalars are "Any" to the type checker.
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from sluice.scheduling.request import deadline
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# The fields of a row. Times are seconds on the caller's clock.
+ARRIVAL = 0
+TTFT = 1  # objectives: infinite where none is stated
+TPOT = 2
+E2E = 3
+PRIORITY = 4
+PROMPT = 5  # tokens
+COMPUTED = 6
+PENDING = 7
+EMITTED = 8
+KV_BLOCKS = 9
+RUNNING = 10  # 1 or 0
+EXPECTED = 11  # predicted output tokens in all; nan where nothing is known
+BEST_EFFORT = 12  # 1 or 0
+DRAFTED = 13  # tokens that a decode's next step could check beside its one
+ACCEPTANCE = 14  # probability that one of them is accepted; nan where nothing is known
+FIRST_TOKEN = 15  # when it left; nan before
+LAST_TOKEN = 16
+TENANT = 17  # a number that names it; only whether two are equal counts
+WEIGHT = 18  # of the tenant's share
+PROMISED = 19  # 1 where the objective was guaranteed, else 0
+FIELDS = 20
+
+# A latency model's coefficients, see :class:`sluice.scheduling.latency.model.LatencyModel`.
+FIXED = 0
+PREFILL_TOKENS = 1
+PREFILL_SQUARE = 2
+PREFILL_CROSS = 3
+PREFILL_CONTEXT = 4
+PREFILL_SEQUENCE = 5
+DECODE_SEQUENCE = 6
+DECODE_CONTEXT = 7
+COEFFICIENTS = 8
+
+logger = logging.getLogger(__name__)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def compiled(function: F) -> F:
+    """Compile ``function`` with numba when it is first called, and keep the machine code on disk.
+
+    It is kept in ``NUMBA_CACHE_DIR`` where that is set, else beside the source, or in the user's
+    cache directory where that cannot be written; and where none can, each process compiles again.
+    numba looks only at the source file of the function itself: after a change to a compiled
+    function that others call, delete their ``__pycache__``.
+    """
+    try:
+        return cast(F, njit(cache=True, nogil=True)(function))
+    except RuntimeError as error:
+        logger.warning("compiled loops are not kept, set NUMBA_CACHE_DIR: %s", error)
+        return cast(F, njit(nogil=True)(function))
+
+
+@compiled
+def work_s(coefficients: Floats, new_tokens: float, computed_tokens: float) -> float:
+    """Marginal time of ``new_tokens`` of one sequence on ``computed_tokens``, by one piece of a
+    model: ``coefficients`` is ``float64[COEFFICIENTS]``."""
+    if new_tokens == 1.0:
+        return coefficients[DECODE_SEQUENCE] + coefficients[DECODE_CONTEXT] * computed_tokens
+    return (
+        coefficients[PREFILL_SEQUENCE]
+        + coefficients[PREFILL_CONTEXT] * computed_tokens
+        + new_tokens
+        * (
+            coefficients[PREFILL_TOKENS]
+            + coefficients[PREFILL_SQUARE] * new_tokens
+            + coefficients[PREFILL_CROSS] * computed_tokens
+        )
+    )
+
+
+@compiled
+def most_work_s(pieces: Floats, new_tokens: float, computed_tokens: float) -> float:
+    """The same by the costliest piece of a model, ``pieces`` being ``float64[n, COEFFICIENTS]``."""
+    most = work_s(pieces[0], new_tokens, computed_tokens)
+    for piece in range(1, pieces.shape[0]):
+        most = max(most, work_s(pieces[piece], new_tokens, computed_tokens))
+    return most
+
+
+@compiled
+def pending_work_s(table: Floats, pieces: Floats) -> Floats:
+    """Per row, the marginal time of its pending tokens. ``O(requests)``."""
+    work = np.empty(table.shape[0])
+    for row in range(table.shape[0]):
+        work[row] = most_work_s(pieces, table[row, PENDING], table[row, COMPUTED])
+    return work
+
+
+next_due_s = compiled(deadline.next_due_s)
+paced = compiled(deadline.paced)
+needs_prefill = compiled(deadline.needs_prefill)
+
+
+@compiled
+def is_prefill(table: Floats) -> NDArray[np.bool_]:
+    """Per row, whether its next token needs more than one decode step's work."""
+    found = np.empty(table.shape[0], np.bool_)
+    for row in range(table.shape[0]):
+        found[row] = needs_prefill(table[row, EMITTED], table[row, PENDING])
+    return found
+
+
+@compiled
+def deadline_s(row: Floats, anchor: int) -> float:
+    """Deadline of the next token of one row."""
+    return next_due_s(
+        row[EMITTED],
+        row[ARRIVAL],
+        row[TTFT],
+        row[TPOT],
+        row[E2E],
+        row[FIRST_TOKEN],
+        row[LAST_TOKEN],
+        anchor,
+    )
+
+
+@compiled
+def deadlines_s(table: Floats, anchor: int) -> Floats:
+    """Per row, the deadline of its next token; infinite where none is stated. ``O(requests)``."""
+    due = np.empty(table.shape[0])
+    for row in range(table.shape[0]):
+        due[row] = deadline_s(table[row], anchor)
+    return due
+
+
+def by_deadline(rows: Ints, due_s: Floats) -> Ints:
+    """``rows`` by deadline ascending, ties as they were. ``O(n log n)``."""
+    ordered: Ints = rows[np.argsort(due_s[rows], kind="stable")]
+    return ordered

@@ -1,0 +1,268 @@
+"""What a scheduling policy may know: one request, and the queue of one replica.
+
+They hold no prompt text, no tokens and no output length: a policy that needs a length gets a
+prediction.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from math import nan
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from sluice.scheduling.request import kernels
+from sluice.scheduling.request.deadline import needs_prefill
+from sluice.scheduling.request.kernels import (
+    ACCEPTANCE,
+    DRAFTED,
+    FIELDS,
+    FIRST_TOKEN,
+    LAST_TOKEN,
+    PROMISED,
+    TENANT,
+    WEIGHT,
+    Floats,
+    Ints,
+)
+from sluice.scheduling.request.objective import SLO, Anchor
+
+
+class RequestView(NamedTuple):
+    """One live request of a replica, as of one instant. A tuple, because one is made per request
+    and step in the engine's scheduling loop.
+
+    Attributes:
+        request_id: unique in the queue.
+        slo: its objective.
+        arrival_s: when the edge received it, on the caller's monotonic clock.
+        prompt_tokens: length of the prompt, tokens.
+        computed_tokens: tokens whose KV is computed; can pass ``prompt_tokens`` in decode.
+        pending_tokens: tokens that could be scheduled now, >= 1: what is left of the prefill
+            (after a preemption this covers the generated tokens too), or 1 in decode.
+        emitted_tokens: output tokens that have left the engine, or are being computed.
+        first_token_s: when the first token left, or ``None``.
+        kv_blocks: KV blocks it holds.
+        running: it holds KV blocks and a slot among the engine's running sequences.
+        last_token_s: when the latest token left, or ``None``.
+        expected_tokens: predicted length of its whole output, tokens; nan if unknown.
+        best_effort: it has no guarantee, and runs on the capacity that the others leave.
+        drafted_tokens: guesses at what follows the next token, that a decode's step could check
+            with it; 0 without speculation. They are not pending: a plan may give a decode from 1
+            to ``1 + drafted_tokens`` tokens.
+        acceptance: probability that one of them is right if those before it are; nan where nothing
+            is known. It counts in a queue in which something is drafted.
+        tenant: number of its tenant; weight: of the tenant's share, > 0.
+        promised: its objective was guaranteed.
+    """
+
+    request_id: str
+    slo: SLO
+    arrival_s: float
+    prompt_tokens: int
+    computed_tokens: int
+    pending_tokens: int
+    emitted_tokens: int = 0
+    first_token_s: float | None = None
+    kv_blocks: int = 0
+    running: bool = False
+    last_token_s: float | None = None
+    expected_tokens: float = nan
+    best_effort: bool = False
+    drafted_tokens: int = 0
+    acceptance: float = nan
+    tenant: int = 0
+    weight: float = 1.0
+    promised: bool = False
+
+    @property
+    def is_prefill(self) -> bool:
+        """See :func:`sluice.scheduling.request.deadline.needs_prefill`."""
+        return needs_prefill(self.emitted_tokens, self.pending_tokens)
+
+    def next_deadline_s(self, anchor: Anchor) -> float:
+        """Deadline of the next token to be emitted."""
+        return self.slo.deadline_s(
+            self.emitted_tokens + 1,
+            self.arrival_s,
+            self.first_token_s,
+            anchor,
+            self.last_token_s,
+        )
+
+
+_objectives = attrgetter("columns")
+
+
+class QueueView:
+    """Every live request of one replica, waiting and running, in order of arrival at the engine.
+
+    It is made either of views (an engine's adapter has objects) or of an array (the simulator has
+    rows), and gives both; each is made from the other once, when first asked for.
+
+    Args:
+        requests: the views; the queue does not change them.
+    """
+
+    __slots__ = ("_keys", "_requests", "_slos", "_table")
+
+    def __init__(self, requests: Sequence[RequestView] = ()) -> None:
+        self._requests: Sequence[RequestView] | None = requests
+        self._table: Floats | None = None
+        self._keys: Ints | None = None
+        self._slos: Sequence[SLO] | Mapping[int, SLO] = ()
+
+    @classmethod
+    def of_table(
+        cls, keys: Ints, table: Floats, slos: Sequence[SLO] | Mapping[int, SLO]
+    ) -> QueueView:
+        """The queue of ``table``, ``float64[n, FIELDS]`` of
+        :mod:`sluice.scheduling.request.kernels`, C-ordered.
+
+        Args:
+            keys: ``int64[n]``, a number per request that it keeps while it lives; its text is the
+                request's id.
+            table: the rows, in order of arrival at the engine.
+            slos: by key, the requests' objectives.
+        """
+        queue = cls.__new__(cls)
+        queue._requests = None
+        queue._table = table
+        queue._keys = keys
+        queue._slos = slos
+        return queue
+
+    def __len__(self) -> int:
+        if self._requests is not None:
+            return len(self._requests)
+        return len(self.table)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, QueueView) and tuple(self.requests) == tuple(other.requests)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def requests(self) -> Sequence[RequestView]:
+        """The requests as views."""
+        if self._requests is None:
+            assert self._table is not None and self._keys is not None
+            self._requests = [
+                _view(key, row, self._slos[key])
+                for key, row in zip(self._keys.tolist(), self._table.tolist(), strict=True)
+            ]
+        return self._requests
+
+    @property
+    def table(self) -> Floats:
+        """The requests as rows, ``float64[n, FIELDS]``. Read only. ``O(n)`` when made of views."""
+        if self._table is None:
+            assert self._requests is not None
+            self._table = _table(self._requests)
+        return self._table
+
+    @property
+    def keys(self) -> Ints:
+        """``int64[n]``: a number per request that does not change while it lives."""
+        if self._keys is None:
+            assert self._requests is not None
+            self._keys = np.array([hash(r.request_id) for r in self._requests], dtype=np.int64)
+        return self._keys
+
+    def select(self, rows: Ints) -> QueueView:
+        """The queue of the requests in ``rows``, in that order. ``O(rows)``."""
+        queue = QueueView.__new__(QueueView)
+        queue._requests = None
+        if self._requests is not None:
+            requests = self._requests
+            queue._requests = [requests[row] for row in rows.tolist()]
+        queue._table = self.table[rows]
+        queue._keys = None if self._keys is None else self._keys[rows]
+        queue._slos = self._slos
+        return queue
+
+    def request_ids(self, rows: Ints) -> list[str]:
+        """The ids of the requests in ``rows``."""
+        if self._requests is None:
+            return [str(key) for key in self.keys[rows].tolist()]
+        requests = self._requests
+        return [requests[row].request_id for row in rows.tolist()]
+
+
+def _table(requests: Sequence[RequestView]) -> Floats:
+    count = len(requests)
+    table = np.empty((count, FIELDS))
+    if not count:
+        return table
+    # Transposed tuples and one packed string are the fastest way from objects to an array.
+    (_, slos, arrival, prompt, computed, pending, emitted, first, blocks, running, last, expected,
+     best_effort, drafted, acceptance, tenants, weights, promised) = zip(
+        *requests, strict=True)  # fmt: skip
+    objectives = zip(*map(_objectives, slos), strict=True)
+    numbers = chain(arrival, *objectives, prompt, computed, pending, emitted, blocks, running)
+    packed = struct.pack(f"{DRAFTED * count}d", *numbers, *expected, *best_effort)
+    table[:, :DRAFTED] = np.frombuffer(packed).reshape(DRAFTED, count).T
+    speculates = any(drafted)
+    # Most engines never draft: these two are not to cost them anything.
+    table[:, DRAFTED] = drafted if speculates else 0.0
+    table[:, ACCEPTANCE] = acceptance if speculates else nan
+    # The same for those without several tenants.
+    shared = any(tenants)
+    table[:, TENANT] = tenants if shared else 0.0
+    table[:, WEIGHT] = weights if shared else 1.0
+    table[:, PROMISED] = promised
+    # None becomes nan.
+    table[:, FIRST_TOKEN] = np.array(first, np.float64)
+    table[:, LAST_TOKEN] = np.array(last, np.float64)
+    return table
+
+
+def _view(key: int, row: list[float], slo: SLO) -> RequestView:
+    first_s, last_s = row[kernels.FIRST_TOKEN], row[kernels.LAST_TOKEN]
+    return RequestView(
+        str(key),
+        slo,
+        row[kernels.ARRIVAL],
+        int(row[kernels.PROMPT]),
+        int(row[kernels.COMPUTED]),
+        int(row[kernels.PENDING]),
+        int(row[kernels.EMITTED]),
+        None if first_s != first_s else first_s,
+        int(row[kernels.KV_BLOCKS]),
+        row[kernels.RUNNING] > 0,
+        None if last_s != last_s else last_s,
+        row[kernels.EXPECTED],
+        row[kernels.BEST_EFFORT] > 0,
+        int(row[kernels.DRAFTED]),
+        row[kernels.ACCEPTANCE],
+        int(row[TENANT]),
+        row[WEIGHT],
+        row[kernels.PROMISED] > 0,
+    )
+
+
+def row_of(
+    slo: SLO,
+    arrival_s: float,
+    prompt_tokens: int,
+    expected_tokens: float = nan,
+    best_effort: bool = False,
+    tenant: int = 0,
+    weight: float = 1.0,
+) -> list[float]:
+    """The row of a request that has just arrived, :data:`~sluice.scheduling.request.kernels.FIELDS`
+    numbers."""
+    row = [0.0] * FIELDS
+    row[kernels.ARRIVAL] = arrival_s
+    row[kernels.TTFT : kernels.PRIORITY + 1] = slo.columns
+    row[kernels.PROMPT] = row[kernels.PENDING] = prompt_tokens
+    row[kernels.FIRST_TOKEN] = row[kernels.LAST_TOKEN] = nan
+    row[kernels.EXPECTED] = expected_tokens
+    row[kernels.BEST_EFFORT] = best_effort
+    row[kernels.ACCEPTANCE] = nan
+    row[TENANT], row[WEIGHT] = tenant, weight
+    return row

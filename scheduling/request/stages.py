@@ -1,0 +1,124 @@
+"""The stages of a request, each with an objective of its own: thinking and then answering, say.
+
+SLOs-Serve §2.1 calls such requests multi-stage. A stage's TTFT and end-to-end time count from the
+end of the stage before, the first one's from the arrival. Before it begins, a request counts with
+its first TTFT and its tightest pace (§3.2.1), see :func:`strictest`.
+
+Every stage that ends has at least one token. A model that does not think never ends a stage that
+ends with the reasoning: all of its answer is judged by that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import Final, NamedTuple
+
+from sluice.scheduling.request.deadline import paced
+
+MOST_STAGES: Final = 8
+"""Most stages of a request."""
+
+MOST_STAGE_TOKENS: Final = 1 << 30
+
+
+class Stage(NamedTuple):
+    """One stage.
+
+    Attributes:
+        ttft_s: from its start to its first token, seconds; ``None``: no objective.
+        tpot_s: time per token after that, seconds; ``None``: no objective.
+        e2e_s: from its start to its last token, seconds; ``None``: no objective.
+        tokens: number of its tokens; 0: the output determines its end. Then the last stage ends
+            with the request, and any other one with the reasoning.
+        prompt_tokens: new prompt tokens before it, such as a tool result; 0 for the first stage,
+            and for a stage that continues decoding.
+    """
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
+    tokens: int = 0
+    prompt_tokens: int = 0
+
+    @property
+    def times_s(self) -> tuple[float | None, float | None, float | None]:
+        """TTFT, TPOT and end-to-end time as stated, seconds."""
+        return self.ttft_s, self.tpot_s, self.e2e_s
+
+    def scaled(self, shares: Sequence[float]) -> Stage:
+        """With these shares of its TTFT, TPOT and end-to-end time."""
+        ttft_s, tpot_s, e2e_s = [
+            None if time_s is None else time_s * share
+            for time_s, share in zip(self.times_s, shares, strict=True)
+        ]
+        return self._replace(ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s)
+
+    def paced(self) -> tuple[float, float]:
+        """Its TTFT and TPOT, seconds, infinite for none, which hold its end-to-end time, too, where
+        its length is stated."""
+        ttft_s = inf if self.ttft_s is None else self.ttft_s
+        tpot_s = inf if self.tpot_s is None else self.tpot_s
+        if self.e2e_s is None or self.tokens == 0:
+            return ttft_s, tpot_s
+        return paced(ttft_s, tpot_s, self.e2e_s, self.tokens)
+
+
+def check_stages(stages: Sequence[Stage]) -> None:
+    """Check the stages of one request. ``O(stages)``.
+
+    Raises:
+        ValueError: too many, a time that is not positive and finite, a number that is out of range,
+            or a last stage that ends before the request.
+    """
+    if len(stages) > MOST_STAGES:
+        raise ValueError(f"a request has at most {MOST_STAGES} stages, got {len(stages)}")
+    for stage in stages:
+        for time_s in stage.times_s:
+            if time_s is not None and not 0 < time_s < inf:
+                raise ValueError(f"a stage's times must be positive and finite, got {time_s}")
+        for tokens in stage[3:]:
+            if type(tokens) is not int or not 0 <= tokens <= MOST_STAGE_TOKENS:
+                raise ValueError(f"a stage's tokens must be an integer from 0 on, got {tokens!r}")
+    if stages and stages[-1].tokens:
+        raise ValueError("the last stage ends with the request, so its tokens must be 0")
+
+
+class Later(NamedTuple):
+    """What stages to come will take of a replica.
+
+    Attributes:
+        tpot_s: the tightest of their paces, seconds; infinite for none.
+        stages: how many there are.
+        tokens: that enter before the next of them in which any do; 0: before none.
+    """
+
+    tpot_s: float = inf
+    stages: int = 0
+    tokens: int = 0
+
+
+def later_of(stages: Sequence[Stage], number: int) -> Later:
+    """What comes after one of the stages, from 0 on."""
+    rest = stages[number + 1 :]
+    tokens = next((stage.prompt_tokens for stage in rest if stage.prompt_tokens), 0)
+    return Later(min((stage.paced()[1] for stage in rest), default=inf), len(rest), tokens)
+
+
+def strictest(
+    stages: Sequence[Stage], e2e_s: float | None = None
+) -> tuple[float | None, float | None, float | None]:
+    """TTFT, TPOT and end-to-end time that a request of these stages counts with before it begins,
+    seconds: the first TTFT, the tightest pace, and all time that there is.
+
+    Args:
+        stages: at least one.
+        e2e_s: stated for the whole request; ``None``: nothing is.
+    """
+    paces = [stage.paced() for stage in stages]
+    ttft_s, tpot_s = paces[0][0], min(pace_s for _, pace_s in paces)
+    whole_s = sum(inf if stage.e2e_s is None else stage.e2e_s for stage in stages)
+    if e2e_s is not None:
+        whole_s = min(whole_s, e2e_s)
+    found = [None if time_s == inf else time_s for time_s in (ttft_s, tpot_s, whole_s)]
+    return found[0], found[1], found[2]
