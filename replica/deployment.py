@@ -34,6 +34,7 @@ from sluice.replica.streams.server import StreamServer
 from sluice.replica.streams.wire import StreamEndpoint
 from sluice.scheduling.batching.warm_up import warm_up
 from sluice.scheduling.roles import Role
+from sluice.simulation.rows import compile_now
 from sluice.telemetry.config import TelemetryConfig
 from sluice.telemetry.logs import configure_logs
 from sluice.telemetry.tracing import make_tracer
@@ -116,6 +117,7 @@ class ReplicaServer:
         try:
             if engine.kind == "simulated":  # vLLM's scheduler warms up in its own process
                 await asyncio.to_thread(warm_up, engine.policy, engine.policy_options)
+                await asyncio.to_thread(compile_now)
             with _configuration_errors():
                 await self._replica.start()
         except BaseException:

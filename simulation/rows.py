@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sluice.scheduling.batching import BatchPlan
-from sluice.scheduling.request.kernels import FIELDS, KV_BLOCKS, RUNNING, Floats, Ints
+from sluice.scheduling.request.kernels import FIELDS, KV_BLOCKS, PENDING, RUNNING, Floats, Ints
+from sluice.scheduling.request.queue import QueueView
 from sluice.simulation import steps
 from sluice.simulation.steps import COUNTERS, FREE_BLOCKS, LIVE, PRIVATE, SEQUENCES, SHARED, TARGET
 
@@ -160,6 +161,20 @@ class Rows:
         self.accepted = _doubled(self.accepted)
         self.victims = _doubled(self.victims)
         self.turns = _doubled(self.turns)
+
+
+def compile_now() -> None:
+    """Run toy steps, so that no later one waits for the compiler."""
+    rows = Rows(4, 16, 2)
+    private = np.zeros(PRIVATE, np.int64)
+    private[TARGET] = 2
+    for key in range(2):
+        place = rows.append(key, np.zeros(FIELDS), private)
+        rows.table[place, PENDING] = 4.0
+    both, all_of_it = np.arange(2), np.full(2, 4)
+    rows.begin(BatchPlan(QueueView(()), both, all_of_it, 0.0))
+    rows.complete(1.0)
+    rows.drop(0)
 
 
 def _doubled(array: Array) -> Array:

@@ -15,7 +15,10 @@ import pytest
 
 from sluice.controller.config import ControllerConfig
 from sluice.deploy import ray_settings
+from sluice.replica.config import EngineConfig
+from sluice.scheduling.batching.warm_up import warm_up
 from sluice.scheduling.placement.warm_up import warm_up_placement
+from sluice.simulation.rows import compile_now
 
 _TEST_SETTINGS = {
     # The address of the machine, as on a cluster: some tests start several nodes.
@@ -73,18 +76,20 @@ def _begins(item: pytest.Item) -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Controllers that tests start find their loops compiled, so none waits for a compiler; and the
+    """Actors that tests start find their loops compiled, so none waits for a compiler; and the
     shared Ray has ended before a process starts another one."""
     if item.get_closest_marker("ray"):
-        _compile_placement()
+        _compile()
     if item.get_closest_marker("own_ray"):
         _end_shared_ray()
 
 
 @cache
-def _compile_placement() -> None:
+def _compile() -> None:
     config = ControllerConfig()
     warm_up_placement(config.make_routing, config.make_admission)
+    warm_up(EngineConfig().policy)
+    compile_now()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -301,3 +304,40 @@ def test_an_engine_that_has_run_nothing_shows_its_memory() -> None:
     bench = Bench(kv_blocks=64)
     summary = bench.table.read().summary
     assert (summary["free_kv_blocks"], summary["total_kv_blocks"]) == (64, 64)
+
+
+# In a process of its own, which has loaded no loop yet.
+_STEPS_AFTER_COMPILING = """
+import sys
+from numba.core.registry import CPUDispatcher
+from sluice.scheduling.batching.warm_up import warm_up
+from sluice.simulation.rows import compile_now
+from tests.replica.test_simulated_core import Bench
+
+def loaded():
+    return {
+        f"{module}.{key}": len(value.signatures)
+        for module, holder in list(sys.modules.items()) if module.startswith("sluice.")
+        for key, value in vars(holder).items() if isinstance(value, CPUDispatcher)
+    }
+
+warm_up("fcfs")
+compile_now()
+before = loaded()
+# Too little memory for all of them, and one is aborted: requests are preempted and dropped.
+bench = Bench(kv_blocks=8, block_tokens=16)
+sequences = [bench.submit(name, 40, 30) for name in range(6)]
+bench.step()
+bench.core.abort(sequences[3], bench.now_s)
+bench.run()
+assert len(bench.emissions) >= 150
+after = loaded()
+assert after == before, {key: n for key, n in after.items() if n != before.get(key)}
+"""
+
+
+def test_no_step_waits_for_the_compiler() -> None:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", _STEPS_AFTER_COMPILING]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
