@@ -56,7 +56,7 @@ class System:
     def snapshot(self) -> dict[str, Any]:
         """The controller's view of the fleet; one without replicas while it does not answer."""
         found: dict[str, Any] | None = ray.get(self.observer().snapshot.remote(), timeout=120)
-        return found or {"replicas": []}
+        return found or {"epoch": None, "replicas": []}
 
     def live(self) -> int:
         """Requests in the engines, as the controller knows."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
@@ -12,9 +13,9 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from moto.server import ThreadedMotoServer
 from pydantic import ValidationError
 
+from sluice.deploy.ray_settings import free_port
 from sluice.router.batches.byte_store import PART_BYTES
 from sluice.router.batches_config import BatchesConfig
 from tests.router.batches import routers
@@ -40,13 +41,20 @@ from tests.router.far_side import Edge, FarSide, serve
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[httpx.Client]:
-    """A local S3 server."""
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    with httpx.Client(base_url=f"http://{host}:{port}") as client:
-        yield client
-    server.stop()
+    """A local S3 server, in a process of its own: engines that start in this process look at every
+    loaded module, and flask's do not survive that."""
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    transport = httpx.HTTPTransport(retries=20)  # with pauses that grow, until it listens
+    try:
+        with httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", transport=transport, timeout=120
+        ) as client:
+            yield client
+    finally:
+        server.terminate()
+        server.wait()
 
 
 _numbers = itertools.count()
