@@ -24,7 +24,6 @@ from sluice.controller.messages import (
     Id,
     Key,
     LateNotice,
-    PushReply,
     QuotaUse,
     ReplicaDelta,
     ReplicaHello,
@@ -33,6 +32,7 @@ from sluice.controller.messages import (
     RouteDecision,
     RouteQuery,
     RouteReply,
+    SyncReply,
     TroubleNotice,
 )
 from sluice.controller.observability.counters import Counters
@@ -234,7 +234,7 @@ class Controller:
         endings: Sequence[RequestEnding] = (),
         late: Sequence[LateNotice] = (),
         waits: Sequence[FirstTokenWait] = (),
-    ) -> PushReply:
+    ) -> SyncReply:
         """Take a router's endings and late notices since its last call. The reply names the
         requests of ``waits`` that are predicted to miss their TTFT.
 
@@ -252,7 +252,7 @@ class Controller:
         for ending in endings:
             self._learn(ending, now_s)
         missing = late_of(waits, self._mirror, self._fleet, now_s) if waits else ()
-        return PushReply(self._closed(), self._quarantine.names, missing)
+        return SyncReply(self._closed(), self._quarantine.names, missing)
 
     async def demand(self, role: Role | None = None) -> Load:
         """The load on all replicas together, or on the replicas of ``role``, without what routers

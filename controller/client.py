@@ -29,7 +29,6 @@ from sluice.controller.messages import (
     FirstTokenWait,
     LateNotice,
     MetricsPush,
-    PushReply,
     QuotaUse,
     ReplicaDelta,
     ReplicaHello,
@@ -38,6 +37,7 @@ from sluice.controller.messages import (
     RouteDecision,
     RouteQuery,
     RouteReply,
+    SyncReply,
     Trouble,
     TroubleNotice,
 )
@@ -363,7 +363,7 @@ class ControllerClient:
         endpoint: Endpoint = await self._link.call("endpoint", timeout_s=NOTICE_TIMEOUT_S)
         return endpoint
 
-    def _note(self, reply: RouteReply | PushReply) -> None:
+    def _note(self, reply: RouteReply | SyncReply) -> None:
         """Keep the closed and quarantined replicas that come with the controller's answer."""
         if reply.closed is not None:
             self._closed = frozenset(reply.closed)
@@ -386,7 +386,7 @@ class ControllerClient:
         self._ended.clear()
         self._late.clear()
         try:
-            reply: PushReply = await self._call(
+            reply: SyncReply = await self._call(
                 "sync", endings, late, self._waits(), timeout_s=NOTICE_TIMEOUT_S
             )
         except NoAnswerError:

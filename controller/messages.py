@@ -27,7 +27,6 @@ __all__ = [
     "FirstTokenWait",
     "MetricSample",
     "MetricsPush",
-    "PushReply",
     "QuotaUse",
     "ReplicaDelta",
     "ReplicaHello",
@@ -36,6 +35,7 @@ __all__ = [
     "RouteDecision",
     "RouteQuery",
     "RouteReply",
+    "SyncReply",
     "Tier",
     "Trouble",
     "TroubleNotice",
@@ -189,10 +189,10 @@ class MetricsPush(NamedTuple):
     samples: tuple[MetricSample, ...]
 
 
-class PushReply(NamedTuple):
-    """Answer to a push of metrics. It carries the closed and quarantined replicas, so that routers
+class SyncReply(NamedTuple):
+    """Answer to a router's sync. It carries the closed and quarantined replicas, so that routers
     without requests learn of them too; see :class:`RouteReply`. ``late``: keys of the requests of
-    the push's :class:`FirstTokenWait` that are predicted to miss their TTFT where they are."""
+    the sync's :class:`FirstTokenWait` that are predicted to miss their TTFT where they are."""
 
     closed: tuple[str, ...] | None
     quarantined: tuple[str, ...]

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sluice.scheduling.placement.length import LengthPredictor, TaskLengths
+from sluice.scheduling.request.deadline import resumed_ttft_s
 from sluice.scheduling.request.kernels import (
     ARRIVAL,
     BEST_EFFORT,
@@ -225,10 +226,9 @@ class Requests:
         own[ADMISSION:PRIVATE] = 0
 
     def rest(self, key: int, now_s: float) -> SLO:
-        """The objective of the rest of a request, as the router sets it for a resumed stream: the
-        next token is due when the objective says or, as that may have passed, as soon as the first
-        token of a new request. It is also written to the request's row. Remaining stages are not
-        stated again: the router does not know them."""
+        """The objective of the rest of a request, as the router sets it for a resumed stream. It is
+        also written to the request's row. Remaining stages are not stated again: the router does
+        not know them."""
         row = self.rows[key]
         stage = int(self.first_stage[key + 1] - 1 - self.private[key, STAGES_LEFT])
         first = stage == self.first_stage[key]
@@ -237,8 +237,7 @@ class Requests:
         emitted = int(self.private[key, OFFSET] - self.offsets[stage])
         if ttft_s == inf or not self.begun(key):
             return slo
-        due_s = ttft_s + emitted * tpot_s if tpot_s < inf else 0.0
-        row[TTFT] = max(due_s, now_s - float(row[ARRIVAL]) + ttft_s)
+        row[TTFT] = resumed_ttft_s(ttft_s, tpot_s, emitted, now_s - float(row[ARRIVAL]))
         return replace(slo, ttft_s=float(row[TTFT]), stages=())
 
     def later(self, keys: Ints, private: Ints) -> Floats | None:

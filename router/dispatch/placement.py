@@ -212,7 +212,6 @@ class PlacementClient:
             ApiError: 429; the queue is full, or the call waited for too long.
         """
         tiers = self._tiers(call, begun)
-
         queue = self._queues.get(call.slo.service_class) if tiers == _GUARANTEED_ONLY else None
         refused = None
         # A request that arrives while others wait queues behind them, before it asks.

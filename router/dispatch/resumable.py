@@ -12,7 +12,8 @@ from dataclasses import replace
 from sluice.replica.engine import EngineRequest
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
-from sluice.scheduling.fleet.transfer import LEAST_SHARE
+from sluice.scheduling.fleet.transfer import prompt_ttft_s
+from sluice.scheduling.request.deadline import resumed_ttft_s
 from sluice.scheduling.request.objective import SLO
 
 _WHOLE = ("echo", "prompt_logprobs", "prompt_embeds")
@@ -61,28 +62,23 @@ def prefill_of(whole: EngineRequest, handover_s: float, trace: Mapping[str, str]
 
 
 def prompt_slo(slo: SLO, handover_s: float) -> SLO:
-    """The SLO of the prefill phase, if the first token comes ``handover_s`` after it: its TTFT is
-    shorter by that, but at least :data:`LEAST_SHARE` of the call's."""
+    """The SLO of the prefill phase, if the first token comes ``handover_s`` after it."""
     if slo.ttft_s is None:
         return slo
-    ttft_s = max(slo.ttft_s - handover_s, LEAST_SHARE * slo.ttft_s)
-    return replace(slo, ttft_s=ttft_s, stages=())
+    return replace(slo, ttft_s=prompt_ttft_s(slo.ttft_s, handover_s), stages=())
 
 
 def rest_of(call: Call, tokens: int, waited_s: float) -> Call:
     """The rest of a call whose client has ``tokens`` output tokens: they are part of the prompt.
 
-    Its first token is the next one. It is due at the later of the SLO's time for it, which may have
-    passed as a replica has failed, and the first token of a new request. Of stages, the tightest
-    pace applies to the end.
+    Its first token is the next one. Of stages, the tightest pace applies to the end.
 
     Args:
         waited_s: the call's age.
     """
     slo, prompt = call.slo, call.prompt
     if slo.ttft_s is not None:
-        due_s = slo.ttft_s + tokens * slo.tpot_s if slo.tpot_s is not None else 0.0
-        slo = replace(slo, ttft_s=max(due_s, waited_s + slo.ttft_s))
+        slo = replace(slo, ttft_s=resumed_ttft_s(slo.ttft_s, slo.columns[1], tokens, waited_s))
     if slo.stages:
         slo = replace(slo, stages=())
     left = max(1, call.output_tokens - tokens) if call.output_tokens else 0

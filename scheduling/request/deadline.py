@@ -1,5 +1,5 @@
-"""When the next token of a request is due, what pace an end-to-end time sets, and whether a request
-needs a prefill: one rule each.
+"""When the next token of a request is due, also after a failure, what pace an end-to-end time sets,
+and whether a request needs a prefill: one rule each.
 
 Plans, reports, gains and the clocks of the edge all follow them. The functions are plain Python on
 numbers, and :mod:`sluice.scheduling.request.kernels` compiles them for its loops. An objective that
@@ -64,6 +64,15 @@ def paced(ttft_s: float, tpot_s: float, e2e_s: float, tokens: float) -> tuple[fl
     latest_s = e2e_s - later * tpot_s
     first_s = min(ttft_s, max(e2e_s / 2.0, latest_s))
     return first_s, tpot_s if first_s <= latest_s else (e2e_s - first_s) / later
+
+
+def resumed_ttft_s(ttft_s: float, tpot_s: float, emitted: float, waited_s: float) -> float:
+    """The TTFT of the rest of a request that another replica resumes after ``emitted`` tokens, at
+    the age ``waited_s``: its first token is the next one. It is due when the objective says, or, as
+    that may have passed because a replica has failed, as soon as the first token of a new request.
+    """
+    due_s = ttft_s + emitted * tpot_s if tpot_s < inf else 0.0
+    return max(due_s, waited_s + ttft_s)
 
 
 def needs_prefill(emitted: float, pending: float) -> bool:

@@ -12,8 +12,8 @@ from sluice.controller.messages import (
     FirstTokenWait,
     LateNotice,
     MetricsPush,
-    PushReply,
     RequestEnding,
+    SyncReply,
 )
 from sluice.controller.observability.observer import Observer
 from sluice.scheduling.autoscaling import Load
@@ -35,7 +35,7 @@ class ObservedController(Controller):
         endings: Sequence[RequestEnding] = (),
         late: Sequence[LateNotice] = (),
         waits: Sequence[FirstTokenWait] = (),
-    ) -> PushReply:
+    ) -> SyncReply:
         """What a router sends once a second."""
         reply = await self.sync(endings, late, waits)
         await self.observer.push_metrics(push)

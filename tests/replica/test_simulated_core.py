@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +18,7 @@ from sluice.scheduling.latency.model import LatencyModel, LinearLatency
 from sluice.scheduling.request.kernels import COMPUTED, KV_BLOCKS, PENDING, RUNNING
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView
+from tests.compiled_loops import run
 
 TRUTH = {"step_s": 0.01, "token_s": 0.001, "context_token_s": 0.0001}
 
@@ -308,18 +306,10 @@ def test_an_engine_that_has_run_nothing_shows_its_memory() -> None:
 
 # In a process of its own, which has loaded no loop yet.
 _STEPS_AFTER_COMPILING = """
-import sys
-from numba.core.registry import CPUDispatcher
 from sluice.scheduling.batching.warm_up import warm_up
 from sluice.simulation.rows import compile_now
+from tests.compiled_loops import loaded
 from tests.replica.test_simulated_core import Bench
-
-def loaded():
-    return {
-        f"{module}.{key}": len(value.signatures)
-        for module, holder in list(sys.modules.items()) if module.startswith("sluice.")
-        for key, value in vars(holder).items() if isinstance(value, CPUDispatcher)
-    }
 
 warm_up("fcfs")
 compile_now()
@@ -337,7 +327,4 @@ assert after == before, {key: n for key, n in after.items() if n != before.get(k
 
 
 def test_no_step_waits_for_the_compiler() -> None:
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", _STEPS_AFTER_COMPILING]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    run(_STEPS_AFTER_COMPILING)

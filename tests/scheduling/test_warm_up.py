@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from sluice.scheduling.batching.warm_up import warm_up
+from tests.compiled_loops import run
 
 # Each policy in a process of its own, as one would load the loops of the next: children of one that
 # has imported everything and called nothing, which spares each the imports.
 _PLAN_AFTER_WARM_UP = """
 import multiprocessing
-import sys
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba.core.registry import CPUDispatcher
 from sluice.scheduling.batching import POLICIES, make_policy
 from sluice.scheduling.batching.warm_up import warm_up
+from tests.compiled_loops import loaded
 from tests.scheduling.views import budgets, latencies, queues
-
-def loaded():
-    return {
-        f"{module}.{key}": len(value.signatures)
-        for module, holder in list(sys.modules.items()) if module.startswith("sluice.scheduling")
-        for key, value in vars(holder).items() if isinstance(value, CPUDispatcher)
-    }
 
 def check(name):
     assert sum(loaded().values()) == 0
@@ -59,7 +48,7 @@ assert not failed, failed
 
 
 def test_nothing_is_compiled_after_the_warm_up_of_any_policy():
-    run([sys.executable, "-c", _PLAN_AFTER_WARM_UP])
+    run(_PLAN_AFTER_WARM_UP)
 
 
 def test_without_a_place_for_compiled_loops_they_are_compiled_anew():
@@ -71,17 +60,9 @@ from sluice.scheduling.request import kernels
 assert kernels.work_s(np.ones(kernels.COEFFICIENTS), 1.0, 2.0) == 3.0
 assert kernels.work_s.signatures and not kernels.work_s.stats.cache_hits
 """
-    assert "set NUMBA_CACHE_DIR" in run([sys.executable, "-c", code])
+    assert "set NUMBA_CACHE_DIR" in run(code)
 
 
 def test_an_unknown_policy_is_named():
     with pytest.raises(ValueError, match="unknown batching policy 'none'"):
         warm_up("none")
-
-
-def run(command):
-    """Run ``command`` to its end; what it wrote to its standard error."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
