@@ -73,7 +73,7 @@ class Processes:
             )
 
     async def run(self) -> None:
-        """Push, and scrape while told to, every :data:`PERIOD_S` or as fast as that goes."""
+        """Push, and scrape while that is on, every :data:`PERIOD_S` or as fast as that goes."""
         await asyncio.gather(self._every(self.push), self._every(self._scrape))
 
     async def scrape(self, on: bool) -> list[int]:

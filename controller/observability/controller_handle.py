@@ -20,7 +20,7 @@ _TIMEOUT_S = 1.0
 
 class ControllerHandle:
     """Calls the deciding actor; each method raises :class:`NoAnswerError` if it does not answer.
-    Never starts it: its clients do.
+    Routers and replicas start that actor; this does not.
 
     Args:
         name, namespace: of the actor.

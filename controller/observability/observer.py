@@ -1,9 +1,9 @@
 """The second actor: it merges the processes' metrics and explains the deciding actor's state.
 
 :class:`Observer` is a plain class; :mod:`sluice.controller.detached` is the Ray actor. It reads the
-deciding actor's numbers and records when it is asked for a page, and never the other way round:
-without the observer requests are placed as with it. Its own state is what processes have pushed, so
-after a restart it has all of that again about a second later.
+deciding actor's numbers and records when it is asked for a page. The deciding actor never calls
+it, so requests are placed in the same way without it. Its own state is what processes have pushed:
+about a second after a restart it has all of that again.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Store:
                 "ignoring the files and batches of an earlier version of Sluice in %s", directory
             )
         self._routers = Routers(directory / "routers")
-        with self._told():
+        with self._converted_errors():
             self._state = State(config, self._path, self._routers.id, now)
         self._bytes = ByteStore(config.url or directory / "files")
         # One thread, as transactions are one at a time; a slow bucket does not delay them.
@@ -86,7 +86,7 @@ class Store:
         **kwargs: _P.kwargs,
     ) -> _T:
         """Call a method of the state."""
-        with self._told():
+        with self._converted_errors():
             return await self._state_thread.run(method, self._state, *args, **kwargs)
 
     async def close(self) -> None:
@@ -207,11 +207,11 @@ class Store:
         return Upload(self, file, await self._run(self._bytes.create, file.id))
 
     async def _run(self, function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with self._told():
+        with self._converted_errors():
             return await self._byte_threads.run(function, *args, **kwargs)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _converted_errors(self) -> Iterator[None]:
         """Convert errors of SQLite, and that of a full disk."""
         try:
             yield
