@@ -117,7 +117,8 @@ class EngineConfig(BaseModel):
     vllm_args: dict[str, Any] = Field(
         default_factory=dict,
         description="vLLM engine arguments by their command-line name without dashes, "
-        "for example `max-model-len: 8192`. Arguments that Sluice sets itself are refused.",
+        "for example `max-model-len: 8192`. Arguments that Sluice sets itself are refused. On "
+        "a CPU without instructions for bfloat16 the default of `dtype` is `float32`.",
     )
     max_prompt_logprobs: int = Field(
         default=32_768,

@@ -20,7 +20,7 @@ from tests.known_profile import known_profile
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 
 _LONG = 5
-_LONG_TEXT = "the of and to in a is that for it as was with be by on not he this are " * 150
+_LONG_TEXT = "the of and to in a is that for it as was with be by on not he this are " * 75
 _BATCH_TOKENS = 512
 
 Batch = dict[str, Any]

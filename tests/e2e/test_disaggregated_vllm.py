@@ -147,7 +147,9 @@ def test_prefill_dies_while_it_prefills_and_before_kv_is_fetched(
         pair["prefill"].engine().freeze()
         prefilling = asked(f"prefilling {number}")
         wait_until(
-            lambda: at(serving, "prefill") == 1 or at(serving, "decode") == 2, "it is somewhere"
+            lambda: at(serving, "prefill") == 1 or at(serving, "decode") == 2,
+            "it is somewhere",
+            show=lambda: (prefilling, kept, serving.snapshot()),
         )
         if at(serving, "decode") == 1:
             break

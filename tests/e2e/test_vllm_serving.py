@@ -54,7 +54,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         "engine": {
             "policy": "slidebatching",
             "latency_profile": str(known_profile(tmp_path_factory.mktemp("profile"))),
-            "vllm_args": {"max-model-len": 4096},
+            "vllm_args": {"max-model-len": 4096, "dtype": "float32"},
         },
         "router": {**ASKING, "classes": classes},
     }
@@ -292,7 +292,7 @@ import json
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
     llm = LLM(model={str(model)!r}, enforce_eager=True, max_model_len=4096,
-              kv_cache_memory_bytes=256 << 20)
+              kv_cache_memory_bytes=256 << 20, dtype="float32")
     results = llm.generate({list(_PROMPTS)!r}, SamplingParams(temperature=0, max_tokens=24))
     open({str(output)!r}, "w").write(json.dumps([r.outputs[0].text for r in results]))
 """
