@@ -272,8 +272,8 @@ async def test_a_killed_replica_costs_a_retry_and_is_reported(replicas: ServeRep
             return conditions == {target: "gone", **dict.fromkeys(others, "fresh")}
 
         await until(reported)
-        # Serve tells this event loop of the next replica. It stops telling a loop that does not run,
-        # as this one between two tests.
+        # Serve tells this event loop of the next replica. Once the loop does not run when there is
+        # something to tell, as between two tests, Serve never tells it again.
         assert target not in await names_of(replicas)
     finally:
         await client.close()
