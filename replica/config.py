@@ -90,7 +90,8 @@ class EngineConfig(BaseModel):
     model: str = Field(
         default="local",
         min_length=1,
-        description="Path or hub id of the model; `local` makes a small random-weight Llama.",
+        description="Path or hub id of the model; `local` makes a small random-weight Llama, "
+        "which CPUs compute in float32 unless `vllm_args` has another `dtype`.",
     )
     served_model_name: str | None = Field(
         default=None, description="Name that requests use; default: the model's."
@@ -117,8 +118,7 @@ class EngineConfig(BaseModel):
     vllm_args: dict[str, Any] = Field(
         default_factory=dict,
         description="vLLM engine arguments by their command-line name without dashes, "
-        "for example `max-model-len: 8192`. Arguments that Sluice sets itself are refused. On "
-        "a CPU without instructions for bfloat16 the default of `dtype` is `float32`.",
+        "for example `max-model-len: 8192`. Arguments that Sluice sets itself are refused.",
     )
     max_prompt_logprobs: int = Field(
         default=32_768,

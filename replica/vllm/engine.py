@@ -47,6 +47,7 @@ from sluice.replica.vllm.setup import (
     Launched,
     client_error_types,
     launch,
+    local_model_arguments,
     max_prompt_logprobs,
     parse_arguments,
     prepare_environment,
@@ -149,9 +150,10 @@ class VllmEngine:
                 batch_log=None if log is None else log / f"{self._replica_id}.jsonl",
                 cpu_core=self._cpu_core,
             )
-            arguments = parse_arguments(
-                config.vllm_args, model, name, settings, self._traced, config.transfer
-            )
+            given = config.vllm_args
+            if config.model == "local":
+                given = local_model_arguments() | given
+            arguments = parse_arguments(given, model, name, settings, self._traced, config.transfer)
             return await launch(arguments, config.grammar_check_s)
 
     async def _describe(self, name: str, explicit: LatencyProfile | None) -> EngineInfo:

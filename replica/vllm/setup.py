@@ -166,6 +166,13 @@ def parse_arguments(
         raise ValueError(f"vLLM refuses its arguments (vllm_args): {reason}") from error
 
 
+def local_model_arguments() -> dict[str, Any]:
+    """Default arguments of the model that Sluice makes itself. Other models keep vLLM's `dtype`:
+    some kinds of quantization refuse float32."""
+    # vLLM would choose bfloat16, which is slow on CPUs without instructions for it.
+    return {"dtype": "float32"} if _on_cpu() else {}
+
+
 def _reason(text: str) -> str:
     """The reason in the parser's output: its usage comes before, links after."""
     told = text.rpartition(" error: ")[2].partition("For further information")[0]
@@ -324,18 +331,7 @@ def _cpu_defaults(given: dict[str, Any]) -> dict[str, Any]:
     }
     if _ranks(given) == 1:
         defaults["distributed-executor-backend"] = "uni"
-    if not _has_bfloat16():
-        defaults["dtype"] = "float32"
     return defaults
-
-
-def _has_bfloat16() -> bool:
-    """Whether this CPU has instructions for bfloat16, which vLLM would choose on any. Without them
-    a prefill takes 8 times as long as in float32."""
-    import torch
-
-    has = torch.cpu.get_capabilities()
-    return has["architecture"] != "x86_64" or bool(has["avx512_bf16"] or has["amx_bf16"])
 
 
 def _word(value: Any) -> str:

@@ -119,5 +119,6 @@ def test_a_real_engine_is_measured_and_its_replicas_find_the_profile(tmp_path: P
     kept = LatencyProfile.from_json(Path(report["kept"]).read_text())
     # Under the name that a replica of this configuration looks for.
     assert Path(report["kept"]) == profile_path(tmp_path, kept.key)
-    assert json.loads(kept.key)["batch_tokens"] == 128
+    key = json.loads(kept.key)
+    assert (key["batch_tokens"], key["dtype"]) == (128, "torch.float32")
     assert kept.model.coefficients == tuple(report["coefficients"].values())

@@ -178,7 +178,7 @@ def test_embeddings_are_scheduled_and_promised(serving: System, http: httpx.Clie
         alone[i].json()["usage"]["prompt_tokens"] for i in (0, 2)
     )
     for entry, vector in zip(together["data"], (vectors[0], vectors[2]), strict=True):
-        # In batches of another shape, perhaps in bfloat16.
+        # In batches of another shape.
         assert entry["embedding"] == pytest.approx(vector, abs=0.02)
 
     wait_until(

@@ -155,12 +155,13 @@ def test_prefill_dies_while_it_prefills_and_before_kv_is_fetched(
             "it is somewhere",
             show=serving.snapshot,
         )
-        if at(serving, "prefill") == 1:
+        if (at(serving, "prefill"), at(serving, "decode")) == (1, 1):
             break
         # A replica whose reports are late is asked for nothing: once more.
         for each in pair.values():
             each.engine().thaw()
         assert kept.result().text and prefilling.result().text
+        wait_until(lambda: roles(serving) == PAIR, "both serve")
     else:
         pytest.fail("the prefill replica was never asked")
     pair["prefill"].kill()

@@ -54,7 +54,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         "engine": {
             "policy": "slidebatching",
             "latency_profile": str(known_profile(tmp_path_factory.mktemp("profile"))),
-            "vllm_args": {"max-model-len": 4096, "dtype": "float32"},
+            "vllm_args": {"max-model-len": 4096},
         },
         "router": {**ASKING, "classes": classes},
     }

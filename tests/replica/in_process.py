@@ -69,7 +69,7 @@ class InProcess:
             "max_num_seqs": 64,
             "kv_cache_memory_bytes": 64 << 20,
             "block_size": 32,
-            # As Sluice chooses on CPUs without bfloat16, and the same on all.
+            # vLLM would choose bfloat16, which is slow on CPUs without instructions for it.
             "dtype": "float32",
         }
         self.llm = LLM(

@@ -464,6 +464,12 @@ async def test_arguments_that_are_not_the_users_to_set_are_refused(config):
         parse_arguments({"scheduler_cls": "x"}, config.model, "small", None)
 
 
+async def test_a_model_of_the_users_keeps_the_dtype_that_vllm_chooses(config, tmp_path):
+    """Some kinds of quantization refuse float32."""
+    settings = SchedulerSettings(state_table=tmp_path / "state", policy=config.policy)
+    assert parse_arguments({}, config.model, "small", settings).dtype == "auto"
+
+
 async def test_the_whole_reason_for_refusing_an_argument_is_told(config, tmp_path):
     prepare_environment(config.model, one_thread=True)
     settings = SchedulerSettings(state_table=tmp_path / "state", policy=config.policy)
