@@ -287,12 +287,24 @@ def mean_lengths(batches):
     return {kind: sum(each) / len(each) for kind, each in lengths.items()}
 
 
-def test_drafts_that_are_wrong_are_hardly_checked_any_more(ngrams):
-    """On an engine that is believed to take 0.4 s for a step, and 40 ms for each token.
+@pytest.fixture
+def as_predicted(ngrams, monkeypatch):
+    """Each batch takes the time that its plan predicts, from 0 on: what is planned then does not
+    depend on how fast this machine is."""
+    scheduler = ngrams.scheduler
+    monkeypatch.setattr(scheduler, "_busy_until_s", 0.0)
+    monkeypatch.setattr(scheduler._local, "_last_end_s", 0.0)
+    clock = SimpleNamespace(monotonic=lambda: scheduler._busy_until_s)
+    monkeypatch.setattr("sluice.replica.vllm.scheduler.time", clock)
+    return clock
 
-    A class of random text has its drafts checked until it is known that they are wrong.
+
+def test_drafts_that_are_wrong_are_hardly_checked_any_more(ngrams, as_predicted):
+    """On an engine that takes 0.4 s for a step, and 40 ms for each token.
+
+    A class of random text has its drafts checked until it is known that they are wrong. Where one
+    or two decodes are left they are checked again, as such a step is mostly its fixed time.
     """
-    # Objectives hold from token to token, as the engine is faster than is believed.
     use(ngrams, "deadline_triage", AdaptiveLengths(), {"anchor": "last_token"})
     ngrams.table.set_model(LinearLatency(a=0.4, b=0.04))
     tight = SLO(tpot_s=0.6)
@@ -305,19 +317,8 @@ def test_drafts_that_are_wrong_are_hardly_checked_any_more(ngrams):
     batches = serve(ngrams, [*wrong, *right])
     rates = ngrams.scheduler._local.drafts.rates
     assert rates.rate("wrong") < min(0.4, rates.rate("right"))
-    assert mean_lengths(batches[len(batches) // 2 :])["wrong"] < 0.6
-
-
-@pytest.fixture
-def as_predicted(ngrams, monkeypatch):
-    """Each batch takes the time that its plan predicts, from 0 on: what is planned then does not
-    depend on how fast this machine is."""
-    scheduler = ngrams.scheduler
-    monkeypatch.setattr(scheduler, "_busy_until_s", 0.0)
-    monkeypatch.setattr(scheduler._local, "_last_end_s", 0.0)
-    clock = SimpleNamespace(monotonic=lambda: scheduler._busy_until_s)
-    monkeypatch.setattr("sluice.replica.vllm.scheduler.time", clock)
-    return clock
+    several = [batch for batch in batches if len(ran(batch)) > 2]
+    assert mean_lengths(several[len(several) // 2 :])["wrong"] < 0.6
 
 
 def test_lengths_follow_the_tiers_while_a_prompt_waits(ngrams, as_predicted):
