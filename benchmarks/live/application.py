@@ -24,12 +24,7 @@ SIMULATED = "simulated"
 
 
 class Application(NamedTuple):
-    """A running application.
-
-    Attributes:
-        url: its root.
-        stop: set when this process is to end.
-    """
+    """A running application: its root URL, and an event that is set when this process is to end."""
 
     url: str
     stop: threading.Event
@@ -85,12 +80,7 @@ def router_fields(classes: Mapping[str, ServiceClass] | None = None) -> dict[str
 
 
 def metrics(url: str, timeout_s: float = 10.0, **labels: str) -> dict[str, float]:
-    """The sum of each metric on an application's page, by the name of its samples.
-
-    Args:
-        url: of the application.
-        timeout_s: for the page.
-        labels: only samples with these.
+    """:func:`sums` of the page of the application at ``url``.
 
     Raises:
         OSError: there is no answer.
@@ -100,7 +90,7 @@ def metrics(url: str, timeout_s: float = 10.0, **labels: str) -> dict[str, float
 
 
 def sums(page: str, **labels: str) -> dict[str, float]:
-    """The same of a page."""
+    """The sum of each metric on a page, over its samples with these labels, by their name."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:

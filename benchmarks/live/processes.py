@@ -1,4 +1,4 @@
-"""Processes of servers: started, ended whatever happens, and their processor time.
+"""Servers under test in processes of their own: started, and ended whatever happens.
 
 All of them stay in this process's session: Linux shares the processor between sessions first, so a
 client in another session would wait for the processor beside busy servers.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
@@ -20,17 +21,18 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import click
 import psutil
 
-from sluice.benchmarks.live.resources import kind_of
 from sluice.deploy.local import StoppedError, stop_signals
+from sluice.deploy.ray_settings import free_port
 
 POLL_S = 0.1
 _END_LIMIT_S = 90.0
 """For `sluice serve`, which shuts down a Ray instance; the others end at once."""
+_VLLM_START_LIMIT_S = 300.0
 _LOG_TAIL = 600
 _ON_PARENTS_DEATH = 1
 """``PR_SET_PDEATHSIG``, prctl(2)."""
@@ -122,35 +124,43 @@ def _end(server: subprocess.Popen[bytes]) -> None:
     psutil.wait_procs(below, timeout=_END_LIMIT_S)
 
 
-def processor_seconds(roots: Mapping[int, str]) -> dict[int, tuple[str, float]]:
-    """Kind and processor time until now, seconds, of each process, by its id.
+@contextmanager
+def vllm_server(model: Path, name: str, args: Mapping[str, Any], log: Path) -> Iterator[str]:
+    """The address of vLLM's own server, until the block ends; see :func:`vllm_command`.
+
+    Raises:
+        LeftOutError: the server did not start; the message has the end of its log.
+    """
+    port = free_port()
+    command, url = vllm_command(model, name, port, args), f"http://127.0.0.1:{port}"
+    with serving(command, url, log, _VLLM_START_LIMIT_S, environment=vllm_environment()):
+        yield url
+
+
+def vllm_command(model: Path, name: str, port: int, args: Mapping[str, Any]) -> list[str]:
+    """The command of vLLM's own server.
 
     Args:
-        roots: processes, and the kind of each and of all processes below it; where it is empty,
-            the kind follows from each process's title.
+        model: the model's directory.
+        name: the model's name in requests.
+        port: on this machine.
+        args: vLLM's arguments by command-line name without dashes.
     """
-    found: dict[int, tuple[str, float]] = {}
-    for root, kind in roots.items():
-        with suppress(psutil.Error):
-            first = psutil.Process(root)
-            for process in (first, *first.children(recursive=True)):
-                with suppress(psutil.Error):  # it ended while we looked
-                    times = process.cpu_times()
-                    named = kind or kind_of(" ".join(process.cmdline()))
-                    found[process.pid] = (named, times.user + times.system)
-    return found
+    # Not `vllm serve`: it does not start from vLLM's build for CPUs, which has another name.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port)]
+    for key, value in args.items():
+        if isinstance(value, bool):
+            command.append(f"--{key}" if value else f"--no-{key}")
+        else:
+            command += [f"--{key}", str(value)]
+    return command
 
 
-def used(
-    before: Mapping[int, tuple[str, float]], after: Mapping[int, tuple[str, float]]
-) -> dict[str, float]:
-    """Processor seconds between two moments, by kind of process. A process that ended in between is
-    not counted."""
-    sums: dict[str, float] = {}
-    for pid, (kind, seconds) in after.items():
-        begun = before.get(pid, (kind, 0.0))[1]
-        sums[kind] = sums.get(kind, 0.0) + seconds - begun
-    return sums
+def vllm_environment() -> dict[str, str]:
+    """The environment in which vLLM's own server starts."""
+    fixed = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
+    return os.environ | fixed
 
 
 P = ParamSpec("P")

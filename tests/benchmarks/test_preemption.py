@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sluice.benchmarks.live.client import End, Outcome
 from sluice.benchmarks.live.preemption.command import spread
 from sluice.benchmarks.live.preemption.whole_stack import (
     Load,
@@ -20,7 +21,6 @@ from sluice.benchmarks.live.preemption.whole_stack import (
     summary,
     tokens_body,
 )
-from sluice.benchmarks.live.replay.client import End, Outcome
 from sluice.scheduling.latency.request_model import PolynomialTTFT
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.workloads.settings import FLOWPREFILL_SHARES, FLOWPREFILL_TTFT_S

@@ -22,10 +22,11 @@ from hypothesis import strategies as st
 from sluice.benchmarks.cli import bench
 from sluice.benchmarks.experiments.promises import MARGINS, NONE
 from sluice.benchmarks.live.application import sums
+from sluice.benchmarks.live.client import End, Outcome
 from sluice.benchmarks.live.promises import command as promises_real
 from sluice.benchmarks.live.promises.load import KINDS, NO_OBJECTIVE, SLOS, body_of, draw, make_load
-from sluice.benchmarks.live.promises.report import ALL, cells, counts, interval, tables
-from sluice.benchmarks.live.replay.client import End, Outcome
+from sluice.benchmarks.live.promises.report import ALL, cells, counts, tables
+from sluice.benchmarks.live.report import interval
 from sluice.benchmarks.live.resources import Usage, Used
 from sluice.controller.config import ControllerConfig
 from sluice.scheduling.placement.calibration import Calibration

@@ -9,8 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.benchmarks.live.speculation.command import KINDS, WAYS, Bench, arrivals, rate_at
-from sluice.benchmarks.live.speculation.engine import FixedLengths, SpeculatingEngine
-from sluice.benchmarks.live.speculation.repeating_model import repeating_model
+from sluice.benchmarks.live.speculation.engine import (
+    FixedLengths,
+    SpeculatingEngine,
+    repeating_model,
+)
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO, Anchor
 from sluice.scheduling.request.queue import QueueView, RequestView
@@ -24,17 +27,17 @@ def test_the_load_is_what_was_asked_for(rate, step_s, seed):
     times = [each.at_s for each in drawn]
     assert times == sorted(times) and times[0] == 0
     assert times[-1] == pytest.approx(400 / rate, rel=0.35)
-    assert len({each.asked.name for each in drawn}) == len(drawn)
+    assert len({each.name for each in drawn}) == len(drawn)
     for each in drawn:
-        kind = KINDS[each.asked.slo.service_class]
-        assert kind.prompt[0] <= len(each.asked.prompt) <= kind.prompt[1]
-        assert kind.output[0] <= each.asked.output <= kind.output[1]
-        assert each.asked.slo.tpot_s == kind.tpot * step_s
-        assert (each.asked.temperature == 0) is kind.repetitive
+        kind = KINDS[each.slo.service_class]
+        assert kind.prompt[0] <= len(each.prompt) <= kind.prompt[1]
+        assert kind.output[0] <= each.output <= kind.output[1]
+        assert each.slo.tpot_s == kind.tpot * step_s
+        assert (each.temperature == 0) is kind.repetitive
         if kind.repetitive:
-            assert len(set(each.asked.prompt)) <= 8
+            assert len(set(each.prompt)) <= 8
     for name, kind in KINDS.items():
-        share = sum(each.asked.slo.service_class == name for each in drawn) / len(drawn)
+        share = sum(each.slo.service_class == name for each in drawn) / len(drawn)
         assert share == pytest.approx(kind.share, abs=0.15)
 
 

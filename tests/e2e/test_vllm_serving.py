@@ -19,8 +19,8 @@ import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 
+from sluice.benchmarks.live.client import End, replay
 from sluice.benchmarks.live.preemption.whole_stack import tokens_body
-from sluice.benchmarks.live.replay.client import End, replay
 from sluice.replica.config import EngineConfig
 from sluice.replica.vllm.local_model import local_model
 from sluice.router.config import RouterConfig

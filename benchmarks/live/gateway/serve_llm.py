@@ -1,8 +1,7 @@
 """Ray Serve LLM with its own ingress, in front of engines that answer at once, for ``sluice bench
 gateway``: a separate program, since it imports packages that Sluice does not need.
 
-Everything but the engine is Serve LLM's. Its settings are the defaults; Serve's settings are those
-of Sluice.
+Everything but the engine is Serve LLM's, with its defaults; Serve's settings are those of Sluice.
 """
 
 from __future__ import annotations

@@ -8,29 +8,32 @@ Stock vLLM with priorities runs in a process of its own.
 
 from __future__ import annotations
 
-import os
 import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from math import comb
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import click
 from rich.table import Table
 
-from sluice.benchmarks.live.engines.base import Result, Work
-from sluice.benchmarks.live.engines.process import EngineProcess
-from sluice.benchmarks.live.engines.stock import StockEngine
+from sluice.benchmarks.live.engines import EngineProcess, Result, StockEngine, Work, quiet_vllm
 from sluice.benchmarks.live.preemption.engine import PreemptiveEngine
-from sluice.benchmarks.live.preemption.trials import WHOLE, all_trials, random_prompt
+from sluice.benchmarks.live.report import Json, table
 from sluice.benchmarks.options import as_json, number_option, show
 from sluice.replica.preemption.checks import Granularity
 from sluice.replica.vllm.local_model import local_model
+
+WHOLE = 1 << 20
+"""More tokens than any prompt has."""
+
+VOCABULARY = (300, 1000)
+"""Tokens of the prompts: the first, and the one after the last."""
 
 WAYS: dict[str, tuple[Granularity | None, int]] = {
     "operator": ("operator", WHOLE),
@@ -50,8 +53,10 @@ STOCK: dict[str, tuple[int, int]] = {
 serves running before waiting requests, so only the threshold leaves tokens for a more urgent
 prompt."""
 
-_LATE = 1000.0
-_URGENT = 100.0
+LAYERS, HIDDEN = 8, 512
+"""Of the model."""
+
+_LATE, _URGENT = 1000.0, 100.0
 _OVERHEAD_TOKENS = 512
 _DECODED = 32
 _ALONE = 5
@@ -59,59 +64,11 @@ _LEAST_PAIRS = 6
 """With fewer pairs, no interval of their median has 95 % confidence."""
 
 
-class Row(NamedTuple):
-    """All arrivals under one way of preemption. Times are milliseconds.
-
-    Attributes:
-        stops: how often the long prefill stopped.
-        blocked: from the signal to the stop, median and max; None where no prefill stopped.
-        waited: how much longer the short request's TTFT was than alone, median.
-        short, short_most, long: TTFT, median and max.
-        short_ratio: median TTFT of the short request over that of the first row.
-        same: share of runs whose tokens are those of runs alone on the same engine.
-    """
-
-    way: str
-    stops: int
-    blocked: float | None
-    blocked_most: float | None
-    waited: float
-    short: float
-    short_most: float
-    long: float
-    short_ratio: float
-    same: float
-
-
-class Spread(NamedTuple):
-    """Ratios of pairs, less 1.
-
-    Attributes:
-        pairs: how many.
-        median: their median.
-        low, high: its interval of at least 95 % confidence, whatever the distribution.
-        quarter, three_quarters: their quartiles.
-        one_ms, other_ms: medians of the times that the ratios are of.
-    """
-
-    pairs: int
-    median: float
-    low: float
-    high: float
-    quarter: float
-    three_quarters: float
-    one_ms: float
-    other_ms: float
-
-
 @click.command(context_settings={"show_default": True})
-@click.option("--long", "long_tokens", default=2048, type=click.IntRange(64, 8000))
-@click.option("--short", "short_tokens", default=64, type=click.IntRange(2, 4000))
+@number_option("--long", "long_tokens", default=2048, least=64, most=8000)
+@number_option("--short", "short_tokens", default=64, least=2, most=4000)
 @number_option("--repeats", default=10, least=1, most=1000)
 @number_option("--pairs", default=40, least=_LEAST_PAIRS, most=10_000)
-@number_option("--trials", default=0, least=0, most=100_000)
-@number_option("--layers", default=8, least=1, most=64)
-@number_option("--hidden", default=512, least=64, most=8192)
 @click.option("--seed", default=0)
 @as_json
 def preemption(
@@ -119,42 +76,28 @@ def preemption(
     short_tokens: int,
     repeats: int,
     pairs: int,
-    trials: int,
-    layers: int,
-    hidden: int,
     seed: int,
     as_json: bool,
 ) -> None:
     """Measure how long a short request waits for a long prefill, by where that can be preempted.
 
-    With --trials, prefills are also stopped at random checks, and their tokens are compared with
-    those of undisturbed runs: this many times in each of several engines, among them a compiled
-    one and one of two workers.
-
     \b
     Example:
       sluice bench preemption --repeats 10 --json
     """
-    # Read when torch is imported, here and in the other processes.
-    os.environ["OMP_NUM_THREADS"] = "1"
-    # vLLM's lines must not stand between those of the JSON.
-    os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    quiet_vllm()
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as name:
         directory = Path(name)
-        found = measure(
-            directory,
-            local_model(directory, layers=layers, hidden=hidden),
-            Prompts.draw(long_tokens, short_tokens, seed),
-            repeats,
-            pairs,
-        )
-        found["trials"] = all_trials(trials, seed, directory) if trials else {}
-    lines = [
-        f"{name}: long {found[name]['long']}, short {found[name]['short']}"
-        for name in ("alone_ms", "stock_alone_ms")
-    ]
+        model = local_model(directory, layers=LAYERS, hidden=HIDDEN)
+        prompts = Prompts.draw(long_tokens, short_tokens, seed)
+        found = measure(directory, model, prompts, repeats, pairs)
+    lines = (f"{name}: {found[name]}" for name in ("alone_ms", "stock_alone_ms"))
     show(found, tables(found), as_json, *lines)
+
+
+def random_prompt(chance: random.Random, tokens: int) -> list[int]:
+    """``tokens`` random tokens."""
+    return [chance.randrange(*VOCABULARY) for _ in range(tokens)]
 
 
 class Prompts(NamedTuple):
@@ -172,20 +115,16 @@ class Prompts(NamedTuple):
         return cls(long, Work("short", random_prompt(chance, short_tokens), 1, _URGENT), chance)
 
 
-def measure(
-    directory: Path, model: Path, prompts: Prompts, repeats: int, pairs: int
-) -> dict[str, Any]:
+def measure(directory: Path, model: Path, prompts: Prompts, repeats: int, pairs: int) -> Json:
     """Everything but the trials, as plain data."""
     args = {
         "max_model_len": len(prompts.long.prompt) + 64,
         "max_num_batched_tokens": max(2048, len(prompts.long.prompt)),
-        "max_num_seqs": 16,
         "kv_cache_memory_bytes": 256 << 20,
-        "block_size": 32,
         "enforce_eager": True,
     }
     options = {"granularity": "operator", "depth": 3, "least_tokens": 1}
-    stock = EngineProcess(partial(StockEngine, model, **args))
+    stock = EngineProcess(partial(StockEngine, model, max_num_seqs=16, block_size=32, **args))
     try:
         engine = PreemptiveEngine(model, directory, options, **args)
         try:
@@ -253,19 +192,19 @@ class Bench:
             self._expected.append(results)
             self._alone_s.append(times_s)
 
-    def all(self, repeats: int, pairs: int) -> dict[str, Any]:
+    def all(self, repeats: int, pairs: int) -> Json:
         """Rows and overheads, as plain data."""
         rows = self.rows(repeats)
         ours, stock = self._alone_s
         return {
-            "rows": [row._asdict() for row in rows],
+            "rows": rows,
             "alone_ms": {name: round(1e3 * each, 2) for name, each in ours.items()},
             "stock_alone_ms": {name: round(1e3 * each, 2) for name, each in stock.items()},
             "overhead": {name: each._asdict() for name, each in self.overheads(pairs).items()},
         }
 
-    def rows(self, repeats: int) -> list[Row]:
-        """One row for each way."""
+    def rows(self, repeats: int) -> list[Json]:
+        """One row for each way; see :meth:`_row`."""
         long, short, chance = self._prompts
         longest_s = self._alone_s[0][long.name]
         moments = [chance.uniform(0.05, 0.8) * longest_s for _ in range(repeats)]
@@ -282,10 +221,30 @@ class Bench:
                     self._engine.stats.latest_stop_s.clear()
                     runs[way].append(moment(self._engine, long, short, after_s))
                     blocked_s[way] += self._engine.stats.latest_stop_s
-        rows: list[Row] = []
-        for way in ways:
-            rows.append(self._row(way, runs[way], blocked_s[way], rows[0] if rows else None))
-        return rows
+        rows = [self._row(way, runs[way], blocked_s[way]) for way in ways]
+        return [{**row, "short_ratio": round(row["short"] / rows[0]["short"], 2)} for row in rows]
+
+    def _row(self, way: str, runs: list[dict[str, Result]], blocked_s: list[float]) -> Json:
+        """All arrivals under one way. Times are milliseconds: ``blocked`` from the signal to the
+        stop; ``waited`` how much longer the short request's TTFT was than alone; ``short`` and
+        ``long`` the TTFT. ``same``: share of runs with the tokens of runs alone on that engine."""
+        expected, alone_s = self._expected[way in STOCK], self._alone_s[way in STOCK]
+        short_s = [run["short"].ttft_s for run in runs]
+        same = [
+            all(run[name].tokens == result.tokens for name, result in expected.items())
+            for run in runs
+        ]
+        return {
+            "way": way,
+            "stops": len(blocked_s),
+            "blocked": round(1e3 * median(blocked_s), 2) if blocked_s else None,
+            "blocked_most": round(1e3 * max(blocked_s), 2) if blocked_s else None,
+            "waited": round(1e3 * (median(short_s) - alone_s["short"]), 2),
+            "short": round(1e3 * median(short_s), 2),
+            "short_most": round(1e3 * max(short_s), 2),
+            "long": round(1e3 * median(run["long"].ttft_s for run in runs), 2),
+            "same": mean(same),
+        }
 
     def overheads(self, pairs: int) -> dict[str, Spread]:
         """Costs without preemption: of the checks alone, by the processor time of a prefill with
@@ -322,29 +281,26 @@ class Bench:
         granularity, chunk = WAYS[way]
         self._engine.use(granularity, chunk=chunk, most=self._most)
 
-    def _row(
-        self, way: str, runs: list[dict[str, Result]], blocked_s: list[float], first: Row | None
-    ) -> Row:
-        expected, alone_s = self._expected[way in STOCK], self._alone_s[way in STOCK]
-        short_s = [run["short"].ttft_s for run in runs]
-        same = [
-            all(run[name].tokens == result.tokens for name, result in expected.items())
-            for run in runs
-        ]
-        short = 1e3 * median(short_s)
-        waited = short - 1e3 * alone_s["short"]
-        return Row(
-            way,
-            len(blocked_s),
-            round(1e3 * median(blocked_s), 2) if blocked_s else None,
-            round(1e3 * max(blocked_s), 2) if blocked_s else None,
-            round(waited, 2),
-            round(short, 2),
-            round(1e3 * max(short_s), 2),
-            round(1e3 * median(run["long"].ttft_s for run in runs), 2),
-            1.0 if first is None else round(short / first.short, 2),
-            mean(same),
-        )
+
+class Spread(NamedTuple):
+    """Ratios of pairs, less 1.
+
+    Attributes:
+        pairs: how many.
+        median: their median.
+        low, high: its interval of at least 95 % confidence, whatever the distribution.
+        quarter, three_quarters: their quartiles.
+        one_ms, other_ms: medians of the times that the ratios are of.
+    """
+
+    pairs: int
+    median: float
+    low: float
+    high: float
+    quarter: float
+    three_quarters: float
+    one_ms: float
+    other_ms: float
 
 
 def spread(pairs: int, one_s: Callable[[], float], other_s: Callable[[], float]) -> Spread:
@@ -360,17 +316,10 @@ def spread(pairs: int, one_s: Callable[[], float], other_s: Callable[[], float])
             times_s.append((one, other_s()))
     ratios = sorted(one / other - 1 for one, other in times_s)
     outside, quarter = _outside(pairs), pairs // 4
-    found = (
-        median(ratios),
-        ratios[outside],
-        ratios[pairs - 1 - outside],
-        ratios[quarter],
-        ratios[pairs - 1 - quarter],
-    )
-    medians_ms = (1e3 * median(several_s) for several_s in zip(*times_s, strict=True))
-    return Spread(
-        pairs, *(round(each, 5) for each in found), *(round(each, 3) for each in medians_ms)
-    )
+    ends = (outside, -1 - outside, quarter, -1 - quarter)
+    found = (round(each, 5) for each in (median(ratios), *(ratios[end] for end in ends)))
+    medians_ms = (round(1e3 * median(each_s), 3) for each_s in zip(*times_s, strict=True))
+    return Spread(pairs, *found, *medians_ms)
 
 
 def _outside(values: int, doubt: float = 0.05) -> int:
@@ -383,35 +332,11 @@ def _outside(values: int, doubt: float = 0.05) -> int:
     return outside
 
 
-def tables(found: dict[str, Any]) -> Iterator[Table]:
+def tables(found: Json) -> list[Table]:
     """What was found, as tables."""
-    table = Table(
-        "preempted at", "stops", "blocked ms", "most", "waited ms", "short TTFT ms", "long TTFT ms"
-    )
-    for row in (Row(**each) for each in found["rows"]):
-        table.add_row(
-            row.way,
-            str(row.stops),
-            *("" if each is None else f"{each:.1f}" for each in (row.blocked, row.blocked_most)),
-            f"{row.waited:.1f}",
-            f"{row.short:.1f} ({row.short_ratio:.1f}x)",
-            f"{row.long:.1f}",
-        )
-    yield table
-    costs = Table(
-        *("overhead without preemption", "median %", "95 % sure", "quartiles", "ms", "without"),
-        "pairs",
-    )
-    for name, each in found["overhead"].items():
-        share = {key: f"{100 * each[key]:.2f}" for key in ("low", "high", "quarter", "median")}
-        costs.add_row(
-            *(name, share["median"], f"{share['low']} to {share['high']}"),
-            f"{share['quarter']} to {100 * each['three_quarters']:.2f}",
-            *(f"{each['one_ms']:.1f}", f"{each['other_ms']:.1f}", str(each["pairs"])),
-        )
-    yield costs
-    if found["trials"]:
-        places = Table("random places", "trials", "stops", "same tokens")
-        for name, each in found["trials"].items():
-            places.add_row(name, *(str(each[key]) for key in ("trials", "stops", "same")))
-        yield places
+    ways = ("way", "stops", "blocked", "blocked_most", "waited", "short", "short_ratio", "long")
+    costs = [{"of": name, **each} for name, each in found["overhead"].items()]
+    return [
+        table(found["rows"], *ways, title="milliseconds"),
+        table(costs, "of", *Spread._fields, title="overhead without preemption"),
+    ]

@@ -1,26 +1,21 @@
-"""One real vLLM engine in this process, in which requests arrive at given checks of a prefill."""
+"""One real vLLM engine in this process whose prefills can be preempted."""
 
 from __future__ import annotations
 
 import os
 import queue
-import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sluice.benchmarks.live.engines.base import OneEngine, Result, Work, result_of
+from sluice.benchmarks.live.engines import OneEngine, Result, Work
 from sluice.replica.preemption.checks import Granularity
-from sluice.replica.preemption.words import MAX_CHECKS
 from sluice.replica.preemption_config import PreemptionConfig
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xargs
-from sluice.replica.vllm.setup import survive_module_scan
 from sluice.scheduling.preemption import Options
 from sluice.scheduling.request.objective import SLO
-
-_STOP_LIMIT_S = 60.0
 
 _MOST_LIVE = 4096
 """Requests at once."""
@@ -38,48 +33,27 @@ class PreemptiveEngine(OneEngine):
     """
 
     def __init__(
-        self,
-        model: Path,
-        directory: Path,
-        options: Mapping[str, Any],
-        ranks: int = 1,
-        **args: Any,
+        self, model: Path, directory: Path, options: Mapping[str, Any], ranks: int = 1, **args: Any
     ) -> None:
         super().__init__()
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-        if ranks > 1:
-            # vLLM itself binds only one worker to each NUMA node.
-            cores = sorted(os.sched_getaffinity(0))
-            each = [str(cores[rank % len(cores)]) for rank in range(ranks)]
-            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(each)
-        from vllm import LLM
-
         from sluice.replica.preemption.support import executor
         from sluice.replica.preemption.variant import FACTORY
 
-        survive_module_scan()
         path = directory / "state"
         self.table = StateTable.create(_MOST_LIVE, path)
-        settings = SchedulerSettings(
-            state_table=path, policy="s_edf", preemption=PreemptionConfig(**options)
-        )
-        defaults: dict[str, Any] = {
-            "max_model_len": 1024,
-            "max_num_batched_tokens": 1024,
-            "max_num_seqs": 16,
-            "kv_cache_memory_bytes": 16 << 20,
-            "block_size": 32,
-            "enforce_eager": True,
-        }
-        self._llm: Any = LLM(
-            model=str(model),
+        preemption = PreemptionConfig(**options)
+        settings = SchedulerSettings(state_table=path, policy="s_edf", preemption=preemption)
+        self._start(
+            model,
             async_scheduling=False,
             tensor_parallel_size=ranks,
             distributed_executor_backend=executor(ranks),
-            disable_log_stats=True,
             scheduler_cls=FACTORY,
             additional_config=settings.to_additional_config(),
-            **(defaults | args),
+            block_size=32,
+            max_num_seqs=16,
+            **args,
         )
         self.core: Any = self._llm.llm_engine.engine_core.engine_core
         self.core.input_queue = queue.Queue()
@@ -87,30 +61,13 @@ class PreemptiveEngine(OneEngine):
         self.scheduler: Any = self.core.scheduler
         self.executor: Any = self.core.model_executor
         self._checks: Any = self.executor._tasks.checks if ranks == 1 else None
-        self.stops = 0
-
-    # Requests.
 
     def add(self, work: Work, arrived_s: float | None = None) -> None:
         """A request arrives now, or arrived some time ago; on the engine's thread."""
-        from vllm import SamplingParams
-
         now_s = time.monotonic() if arrived_s is None else arrived_s
-        self._arrived_s[work.name] = now_s
         args = RequestArgs(work.name, now_s, SLO(ttft_s=work.ttft_s), work.best_effort)
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=work.output,
-            ignore_eos=True,
-            logprobs=0,
-            extra_args=to_xargs(args),
-        )
-        prompt = {"prompt_token_ids": list(work.prompt)}
-        self._llm.llm_engine.add_request(work.name, prompt, params)
-
-    def abort(self, names: Sequence[str]) -> None:
-        """Stop requests; on the engine's thread."""
-        self._llm.llm_engine.abort_request(list(names))
+        request = self._request(work, now_s, extra_args=to_xargs(args))
+        self._llm.llm_engine.add_request(*request)
 
     def post(self, action: Callable[[], None]) -> None:
         """Have the engine's thread run ``action`` when it next reads events; from any thread."""
@@ -118,89 +75,16 @@ class PreemptiveEngine(OneEngine):
 
         self.core.input_queue.put_nowait((EngineCoreRequestType.ADD, action))
 
-    def at_checks(
-        self, actions: Mapping[int, Callable[[], None]], waits: Collection[int] | None = None
-    ) -> None:
-        """Run each of ``actions`` on the engine's thread when preemptible prefills have passed its
-        number of checks in total, counted from now. Ends with the next :meth:`run`.
-
-        Args:
-            actions: by number of checks.
-            waits: the checks that wait until their task receives the stop signal, so that it stops
-                exactly there; default: all.
-        """
-        checks, words = self._checks, self.executor.words
-        check = type(checks).check
-        waits = actions.keys() if waits is None else waits
-        passed = 0
-
-        def checked() -> None:
-            nonlocal passed
-            passed += 1
-            here = passed
-            if here in actions:
-                self.post(actions[here])
-            if here in waits:
-                limit_s = time.monotonic() + _STOP_LIMIT_S
-                while not words.stops(checks.task):
-                    if time.monotonic() > limit_s:
-                        raise TimeoutError(f"the task at check {here} received no stop signal")
-                    time.sleep(0)
-                self.stops += 1
-            check(checks)
-
-        checks.check = checked
-
-    def after_checks(self, actions: Sequence[tuple[int, Callable[[], None]]]) -> threading.Thread:
-        """The same where the checks are in other processes: run each of ``actions`` soon after the
-        running prefill has passed its number of checks since the action before.
-
-        Returns:
-            the watching thread, to be joined.
-        """
-        words = self.executor.words
-        begun = self.scheduler._tasks
-
-        def watch() -> None:
-            nonlocal begun
-            for checks, action in actions:
-                limit_s = time.monotonic() + _STOP_LIMIT_S
-                while time.monotonic() < limit_s:
-                    task, passed = divmod(words.reached(), MAX_CHECKS)
-                    if task > begun and passed >= checks:
-                        begun = task
-                        break
-                    time.sleep(0)
-                self.post(action)
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        return watcher
-
     def run(self) -> dict[str, Result]:
         """Run until no request is left and no event waits."""
-        engine = self._llm.llm_engine
         results: dict[str, Result] = {}
         while not self.core.input_queue.empty():
             self._handle(*self.core.input_queue.get_nowait())
-        while engine.has_unfinished_requests() or self.stack:
-            for item in engine.step():
-                output = item.outputs[0]
-                if output.token_ids:
-                    self._first_s.setdefault(item.request_id, time.monotonic())
-                if item.finished:
-                    results[item.request_id] = self._result(item)
+        while self._llm.llm_engine.has_unfinished_requests() or self.stack:
+            self._step(results)
         self._arrived_s.clear()
         self._first_s.clear()
-        vars(self._checks or self).pop("check", None)
         return results
-
-    def _result(self, item: Any) -> Result:
-        name = item.request_id
-        first_s = self._first_s.get(name, float("inf"))
-        return result_of(item.outputs[0], first_s - self._arrived_s[name])
-
-    # Settings.
 
     def use(self, granularity: Granularity | None, **bounds: int) -> int:
         """Set other checks and bounds of tasks; returns the number of checks. Nothing may be live.
@@ -220,12 +104,7 @@ class PreemptiveEngine(OneEngine):
         self.scheduler.options = Options(**(given | bounds))
 
     @property
-    def free_blocks(self) -> int:
-        """Number of unused KV blocks."""
-        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
-
-    @property
-    def stack(self) -> Any:
+    def stack(self) -> tuple[Any, ...]:
         """Tasks in flight, as the engine sees them."""
         loop = self.core.__dict__.get("_preemption")
         return () if loop is None else tuple(loop._stack)

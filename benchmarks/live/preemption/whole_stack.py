@@ -30,17 +30,16 @@ from typing import Any, Final, NamedTuple
 import click
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from sluice.benchmarks.experiments.systems import SETUPS
 from sluice.benchmarks.live.application import application, metrics
-from sluice.benchmarks.live.preemption.trials import random_prompt
-from sluice.benchmarks.live.replay.client import End, Outcome
-from sluice.benchmarks.live.replay.client import replay as replay_workload
-from sluice.benchmarks.live.replay.report import of_class
+from sluice.benchmarks.live.client import Body, End, Json, Outcome, stream_body
+from sluice.benchmarks.live.client import replay as replay_workload
+from sluice.benchmarks.live.preemption.command import random_prompt
+from sluice.benchmarks.live.processes import vllm_server
+from sluice.benchmarks.live.report import by_class, of_class, table
 from sluice.benchmarks.live.resources import Meter
-from sluice.benchmarks.live.stock_server import stock_server
-from sluice.benchmarks.options import as_json, number_option, percent, seed, show, slashed
+from sluice.benchmarks.options import as_json, number_option, seed, show
 from sluice.controller.config import NO_ADMISSION
 from sluice.deploy.config import SluiceConfig
 from sluice.deploy.ray_settings import free_port
@@ -65,37 +64,26 @@ PAPER_CHUNKS: Final = (2_048, 8_192)
 """Tokens of its two baselines with chunks and EDF; here they are divided like the lengths."""
 
 NAME: Final = "small"
+SHRINK: Final = 4.0
+"""Divisor of the paper's lengths."""
+
 _WARM_UP_S = 5.0
 _PROFILE_S = 10.0
 _TIMED_SHARES = (1 / 32, 1 / 8, 1 / 4, 1 / 2, 1.0)
 _TIMED = 3
 _SAMPLE = 4_000
-SHRINK: Final = 4.0
-"""Divisor of the paper's lengths."""
-
-Json = dict[str, Any]
 
 
 class Way(NamedTuple):
-    """How prefills are scheduled.
-
-    Attributes:
-        engine: fields of the engine's configuration; None for stock vLLM's own server.
-        vllm_args: vLLM's arguments, in addition to those of all ways.
-    """
+    """How prefills are scheduled: fields of the engine's configuration, ``None`` for stock vLLM's
+    own server, and vLLM's arguments in addition to those of all ways."""
 
     engine: Mapping[str, Any] | None
     vllm_args: Mapping[str, Any]
 
 
 class Sizes(NamedTuple):
-    """Model and prompt lengths.
-
-    Attributes:
-        model: the model's directory.
-        shrink: divisor of the paper's lengths.
-        most: longest prompt, tokens.
-    """
+    """The model's directory, the divisor of the paper's lengths, and the longest prompt, tokens."""
 
     model: Path
     shrink: float
@@ -126,7 +114,7 @@ class Sizes(NamedTuple):
             f"stock, threshold {small // 2}": Way(None, stock),
         }
 
-    def args_of(self, way: Way) -> dict[str, Any]:
+    def args_of(self, way: Way) -> Json:
         """vLLM's arguments of a way."""
         return {
             "max-model-len": self.most + 16,
@@ -168,12 +156,7 @@ class Load(NamedTuple):
 )
 @seed
 @as_json
-def preemption_replay(
-    minutes: float,
-    share: float,
-    seed: int,
-    as_json: bool,
-) -> None:
+def preemption_replay(minutes: float, share: float, seed: int, as_json: bool) -> None:
     """Replay FlowPrefill's mix of prompts on real Ray and vLLM, with and without preemption.
 
     \b
@@ -186,8 +169,7 @@ def preemption_replay(
         most = longest_prompt(SHRINK)
         sizes = Sizes(local_model(directory, max_positions=most + 16), SHRINK, most)
         say("timing prompts alone")
-        prefill = timed(sizes, directory)
-        load, workload = make_load(share, prefill, 60 * minutes, SHRINK, seed)
+        load, workload = make_load(share, timed(sizes, directory), 60 * minutes, SHRINK, seed)
         results = {}
         for name, way in sizes.ways().items():
             say(f"{name}: starting")
@@ -196,7 +178,12 @@ def preemption_replay(
             say(f"{name}: {done['answered']} of {done['sent']} answered")
     words = f"{workload.description} {workload.scaling}"
     found = {"workload": words, "load": load._asdict(), "ways": results}
-    show(found, [_table(load, results)], as_json)
+    rows = [{"way": name, **each} for name, each in results.items()]
+    attained = [f"classes.{task}.attained" for task in FLOWPREFILL_SHARES]
+    others = ("classes.text.ttft_ms", "suspensions", "blocked_ms", "machine_busy")
+    title = f"TTFT within the objective, of all that were sent, at {load.rate:.2f} requests/s"
+    shown = table(rows, "way", "all.attained", *attained, *others, title=title)
+    show(found, [shown], as_json)
     raise SystemExit(
         any(each["all"]["answered"] < each["all"]["sent"] for each in results.values())
     )
@@ -222,13 +209,11 @@ def make_load(
     # Of the requests drawn: a few long ones more or less change the load.
     mean_s = _mean_s(drawn, alone, shrink)
     slo_scale = mean_s / _mean_s(drawn, PolynomialTTFT.of_steps(PAPER_SETUP.truth), 1.0)
+    ttft_s = FLOWPREFILL_TTFT_S[PAPER_MODEL]
     arrivals = tuple(
         each._replace(
             prompt_tokens=_shrunk(each, shrink),
-            slo=SLO(
-                ttft_s=FLOWPREFILL_TTFT_S[PAPER_MODEL][each.task] * slo_scale,
-                service_class=each.task,
-            ),
+            slo=SLO(ttft_s=ttft_s[each.task] * slo_scale, service_class=each.task),
         )
         for each in drawn.arrivals
     )
@@ -254,55 +239,33 @@ def timed(sizes: Sizes, directory: Path) -> PolynomialTTFT:
     """Times of prompts alone on stock vLLM, by length: as its client sees them, one at a time."""
     args = sizes.args_of(Way(None, {"max-num-batched-tokens": sizes.most}))
     lengths = [max(2, round(sizes.most * part)) for part in _TIMED_SHARES]
-    with stock_server(sizes.model, NAME, args, directory / "timed.log") as url:
-        _one_by_one(url, lengths[:2])
-        outcomes = _one_by_one(url, lengths * _TIMED)
-    samples = [
-        StepSample.of([(each.prompt_tokens, 0)], seconds=each.ttft_s)
-        for each in outcomes
-        if each.ttft_s is not None
-    ]
+    samples = []
+    with vllm_server(sizes.model, NAME, args, directory / "timed.log") as url:
+        for number, length in enumerate(lengths[:2] + lengths * _TIMED):
+            one = Workload("one", (Arrival(0.0, length, 1, SLO(ttft_s=1.0)),))
+            (outcome,) = _send(url, one, tokens_body)
+            if number >= 2 and outcome.ttft_s is not None:  # the first two warm up
+                samples.append(StepSample.of([(length, 0)], seconds=outcome.ttft_s))
     return fit(samples, "polynomial_ttft")[0]
 
 
-def _one_by_one(url: str, lengths: Sequence[int]) -> list[Outcome]:
-    slo = SLO(ttft_s=1.0)
-
-    async def all_of_them() -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        for length in lengths:
-            one = Workload("one", (Arrival(0.0, length, 1, slo),))
-            outcomes += await _send(f"{url}/v1/completions", one, tokens_body)
-        return outcomes
-
-    return asyncio.run(all_of_them())
-
-
-async def _send(
-    url: str,
-    workload: Workload,
-    body: Callable[[str, int, Arrival], Json],
-    on_sent: Callable[[], None] = lambda: None,
+def _send(
+    url: str, workload: Workload, body: Body, on_sent: Callable[[], None] = lambda: None
 ) -> list[Outcome]:
-    return await replay_workload(url, NAME, workload, on_sent=on_sent, body=body, exact=False)
+    completions = f"{url}/v1/completions"
+    sending = replay_workload(completions, NAME, workload, on_sent=on_sent, body=body, exact=False)
+    return asyncio.run(sending)
 
 
 def tokens_body(model: str, number: int, arrival: Arrival) -> Json:
-    """A completion whose prompt has exactly the tokens of ``arrival``, at random. Stock vLLM ranks
-    it by its objective."""
+    """A completion whose prompt has exactly the tokens of ``arrival``, at random."""
     chance = random.Random(f"{number}/{arrival.prompt_tokens}")
-    return {
-        "model": model,
-        "prompt": random_prompt(chance, arrival.prompt_tokens),
-        "max_tokens": arrival.output_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+    prompt = random_prompt(chance, arrival.prompt_tokens)
+    return stream_body(model, prompt, arrival.output_tokens, temperature=0, ignore_eos=True)
 
 
 def _with_priority(model: str, number: int, arrival: Arrival) -> Json:
+    """The same for stock vLLM, which ranks it by its objective."""
     due_s = arrival.slo.ttft_s or 0.0
     return {**tokens_body(model, number, arrival), "priority": round(1e3 * due_s)}
 
@@ -314,11 +277,10 @@ def measure(way: Way, sizes: Sizes, load: Load, workload: Workload, directory: P
     """Serve by ``way``, replay the workload's first seconds to warm up, and then all of it."""
     body = tokens_body if way.engine is not None else _with_priority
     with _served(way, sizes, load, directory) as url:
-        completions = f"{url}/v1/completions"
-        asyncio.run(_send(completions, window(workload, 0.0, _WARM_UP_S), body))
+        _send(url, window(workload, 0.0, _WARM_UP_S), body)
         before = metrics(url) if way.engine is not None else {}
         meter = Meter()
-        outcomes = asyncio.run(_send(completions, workload, body, meter.stop))
+        outcomes = _send(url, workload, body, meter.stop)
         after = metrics(url) if way.engine is not None else {}
     stops = {name: value - before.get(name, 0.0) for name, value in after.items()}
     return {**summary(outcomes, stops), "machine_busy": meter.usage.machine_busy}
@@ -329,7 +291,7 @@ def _served(way: Way, sizes: Sizes, load: Load, directory: Path) -> Iterator[str
     """The address of the server."""
     if way.engine is None:
         args = sizes.args_of(way)
-        with stock_server(sizes.model, NAME, args, directory / "stock.log") as url:
+        with vllm_server(sizes.model, NAME, args, directory / "stock.log") as url:
             yield url
         return
     with application(config_of(way, sizes, load, directory)) as served:
@@ -339,26 +301,25 @@ def _served(way: Way, sizes: Sizes, load: Load, directory: Path) -> Iterator[str
 def config_of(way: Way, sizes: Sizes, load: Load, directory: Path) -> SluiceConfig:
     """One replica that schedules by ``way``, without admission: no request is guaranteed."""
     assert way.engine is not None
+    engine = {
+        "model": str(sizes.model),
+        "served_model_name": NAME,
+        "cache_dir": directory,
+        "profile_budget_s": _PROFILE_S,
+        "vllm_args": sizes.args_of(way),
+        **way.engine,
+    }
+    classes = {
+        name: {"ttft_ms": 1e3 * ttft_s * load.slo_scale}
+        for name, ttft_s in FLOWPREFILL_TTFT_S[PAPER_MODEL].items()
+    }
+    default = next(iter(FLOWPREFILL_SHARES))
     return SluiceConfig.model_validate(
         {
-            "engine": {
-                "model": str(sizes.model),
-                "served_model_name": NAME,
-                "cache_dir": directory,
-                "profile_budget_s": _PROFILE_S,
-                "vllm_args": sizes.args_of(way),
-                **way.engine,
-            },
+            "engine": engine,
             "replica": {"count": 1},
             "controller": {"admission": NO_ADMISSION},
-            "router": {
-                "port": free_port(),
-                "classes": {
-                    name: {"ttft_ms": 1e3 * ttft_s * load.slo_scale}
-                    for name, ttft_s in FLOWPREFILL_TTFT_S[PAPER_MODEL].items()
-                },
-                "default_class": next(iter(FLOWPREFILL_SHARES)),
-            },
+            "router": {"port": free_port(), "classes": classes, "default_class": default},
         }
     )
 
@@ -370,39 +331,13 @@ def summary(outcomes: Sequence[Outcome], stops: Mapping[str, float]) -> Json:
         outcomes: of every request that was sent.
         stops: increase of the replica's metrics during the replay.
     """
-    by_class = {
-        name: of_class([each for each in outcomes if each.slo.service_class == name])
-        for name in FLOWPREFILL_SHARES
-    }
     count = stops.get("sluice_prefill_stop_seconds_count", 0.0)
     total_s = stops.get("sluice_prefill_stop_seconds_sum", 0.0)
-    unanswered = sorted({each.reason for each in outcomes if each.end is not End.ANSWERED})
     return {
-        "classes": by_class,
+        "classes": by_class(outcomes, FLOWPREFILL_SHARES),
         "all": of_class(outcomes),
-        "unanswered": unanswered,
+        "unanswered": sorted({each.reason for each in outcomes if each.end is not End.ANSWERED}),
         "late_ms": round(1e3 * float(np.quantile([each.late_s for each in outcomes], 0.99)), 1),
         "suspensions": int(stops.get("sluice_prefill_suspensions_total", 0)),
         "blocked_ms": round(1e3 * total_s / count, 2) if count else None,
     }
-
-
-def _table(load: Load, results: Mapping[str, Json]) -> Table:
-    table = Table(
-        *("", "all", *FLOWPREFILL_SHARES, "text TTFT p50 / p99 ms", "suspended", "blocked ms"),
-        "machine busy",
-        title=f"TTFT within the objective, of all that were sent, at {load.rate:.2f} requests/s",
-        caption=f"{load.share:.0%} of the time filled by prefills of {1e3 * load.mean_s:.0f} ms in "
-        f"the mean; objectives of the paper times {load.slo_scale:.2f}",
-    )
-    for name, each in results.items():
-        rows = (each["all"], *(each["classes"][task] for task in FLOWPREFILL_SHARES))
-        table.add_row(
-            name,
-            *(percent(row["attained"]) for row in rows),
-            slashed(each["classes"]["text"]["ttft_ms"]),
-            str(each["suspensions"]),
-            "" if each["blocked_ms"] is None else f"{each['blocked_ms']:.1f}",
-            f"{each['machine_busy']:.0%}",
-        )
-    return table

@@ -39,6 +39,8 @@ import psutil
 
 from sluice.benchmarks.experiments.promises import LEVEL, MARGINS, NONE
 from sluice.benchmarks.live.application import application, metrics, router_fields, simulated
+from sluice.benchmarks.live.client import End, Outcome, replay
+from sluice.benchmarks.live.loads import LIGHT_ENGINE
 from sluice.benchmarks.live.processes import in_own_process
 from sluice.benchmarks.live.promises.load import (
     CLASSES,
@@ -48,11 +50,10 @@ from sluice.benchmarks.live.promises.load import (
     draw,
     make_load,
 )
-from sluice.benchmarks.live.promises.report import Json, cells, counts, tables
-from sluice.benchmarks.live.replay.client import End, Outcome, replay
-from sluice.benchmarks.live.replay.load import LIGHT_ENGINE
-from sluice.benchmarks.live.resources import Meter, Usage, held
-from sluice.benchmarks.options import show
+from sluice.benchmarks.live.promises.report import cells, counts, tables
+from sluice.benchmarks.live.report import Json
+from sluice.benchmarks.live.resources import Meter, Usage, processes
+from sluice.benchmarks.options import number_option, show
 from sluice.controller.config import ControllerConfig
 from sluice.deploy.config import SluiceConfig, parse_config
 from sluice.scheduling.latency.model import LinearLatency
@@ -92,51 +93,53 @@ def with_real(command: click.Command) -> click.Command:
     simulated = command.callback
     assert simulated is not None
 
+    @click.option(
+        "--real",
+        is_flag=True,
+        help="Two vLLM replicas here, no simulation: twelve runs for each seed, after two "
+        "warm-ups. With --seeds 1 that takes about 8 minutes; for 200 guarantees in every run add "
+        "--seconds 120, which takes 30.",
+    )
+    @number_option(
+        *("--simulated", "engines"),
+        default=0,
+        least=0,
+        most=64,
+        words="With --real: number of simulated engines with wrong profiles in place of vLLM. With "
+        "8, --seeds 1 and --seconds 25 it takes about 8 minutes and sends at least 200 requests "
+        "in every run.",
+    )
+    @number_option(
+        "--rate",
+        default=None,
+        least=0.01,
+        most=1_000,
+        words="With --real: requests a second that are load 1.  [default: the replicas' throughput "
+        "with 16 requests in flight for each]",
+    )
+    @number_option(
+        "--seconds",
+        default=20.0,
+        least=2,
+        most=3_600,
+        words="With --real: how long the arrivals of a run last.",
+    )
     def callback(
         real: bool, engines: int, rate: float | None, seconds: float, **options: Any
     ) -> None:
         if real:
-            seeds = range(options["first_seed"], options["first_seed"] + options["seeds"])
-            measure(engines, rate, seconds, seeds, options["as_json"])
+            first, seeds = options["first_seed"], options["seeds"]
+            measure(engines, rate, seconds, range(first, first + seeds), options["as_json"])
         else:
             simulated(**options)
 
     command.callback = callback
-    command.params += [
-        click.Option(
-            ["--real"],
-            is_flag=True,
-            help="Two vLLM replicas here, no simulation: twelve runs for each seed, after two "
-            "warm-ups. With --seeds 1 that takes about 8 minutes; for 200 guarantees "
-            "in every run add --seconds 120, which takes 30.",
-        ),
-        click.Option(
-            ["--simulated", "engines"],
-            default=0,
-            type=click.IntRange(0, 64),
-            help="With --real: number of simulated engines with wrong profiles in place of vLLM. "
-            "With 8, --seeds 1 and --seconds 25 it takes about 8 minutes and sends at least 200 "
-            "requests in every run.",
-        ),
-        click.Option(
-            ["--rate"],
-            type=click.FloatRange(0.01, 1_000),
-            help="With --real: requests a second that are load 1.  [default: the replicas' "
-            "throughput with 16 requests in flight for each]",
-        ),
-        click.Option(
-            ["--seconds"],
-            default=20.0,
-            show_default=True,
-            type=click.FloatRange(2, 3_600),
-            help="With --real: how long the arrivals of a run last.",
-        ),
-    ]
+    command.params += reversed(callback.__click_params__)
     return command
 
 
 class Cluster(NamedTuple):
-    """The cluster under test, as its client sees it."""
+    """The cluster under test, as its client sees it: its root URL, and its model's name."""
 
     base_url: str
     model: str
@@ -145,6 +148,15 @@ class Cluster(NamedTuple):
     def url(self) -> str:
         """Of its completions endpoint."""
         return f"{self.base_url}/v1/completions"
+
+
+class _Load(NamedTuple):
+    """The load of a system's measurement; see :func:`measure`."""
+
+    engines: int
+    rate: float | None
+    seconds: float
+    seeds: Sequence[int]
 
 
 def measure(
@@ -166,15 +178,6 @@ def measure(
     show(whole, tables(found, rate or 0.0), as_json)
 
 
-class _Load(NamedTuple):
-    """The load of a system's measurement; see :func:`measure`."""
-
-    engines: int
-    rate: float | None
-    seconds: float
-    seeds: Sequence[int]
-
-
 def _measure(system: str, load: _Load) -> tuple[float, list[Json], bool]:
     """Serve with the controller of a system and run every load: its capacity, the runs, and whether
     they were stopped early."""
@@ -182,24 +185,16 @@ def _measure(system: str, load: _Load) -> tuple[float, list[Json], bool]:
         config = make_config(system, load.engines, load.seconds, Path(folder))
         with application(config) as served:
             cluster = Cluster(served.url, config.engine.model)
-            return _measured(system, load, config, cluster, served.stop)
-
-
-def _measured(
-    system: str, load: _Load, config: SluiceConfig, cluster: Cluster, stop: threading.Event
-) -> tuple[float, list[Json], bool]:
-    runs: list[Json] = []
-    replicas = load.engines or REPLICAS
-    _wait_for_replicas(config, replicas)
-    capacity = _capacity(cluster, IN_FLIGHT * replicas, load.seconds, load.seeds[0])
-    click.echo(f"{system}: capacity {capacity:.2f} requests/s", err=True)
-    disturbed = PAUSES if load.engines else BUSY
-    rate = load.rate or capacity
-    for run in _runs(cluster, rate, load.seconds, load.seeds, disturbed, stop):
-        runs.append({"system": system, **run})
-        shown = {name: value for name, value in runs[-1].items() if name != "late"}
-        click.echo(json.dumps(shown), err=True)
-    return capacity, runs, stop.is_set()
+            replicas = load.engines or REPLICAS
+            _wait_for_replicas(config, replicas)
+            capacity = _capacity(cluster, IN_FLIGHT * replicas, load.seconds, load.seeds[0])
+            click.echo(f"{system}: capacity {capacity:.2f} requests/s", err=True)
+            runs: list[Json] = []
+            for run in _runs(cluster, load.rate or capacity, load, served.stop):
+                runs.append({"system": system, **run})
+                shown = {name: value for name, value in runs[-1].items() if name != "late"}
+                click.echo(json.dumps(shown), err=True)
+            return capacity, runs, served.stop.is_set()
 
 
 def _wait_for_replicas(config: SluiceConfig, replicas: int) -> None:
@@ -272,26 +267,20 @@ def _capacity(cluster: Cluster, in_flight: int, seconds: float, seed: int) -> fl
     return ended / seconds
 
 
-def _runs(
-    cluster: Cluster,
-    rate: float,
-    seconds: float,
-    seeds: Sequence[int],
-    disturbed: str,
-    stop: threading.Event,
-) -> Iterator[Json]:
+def _runs(cluster: Cluster, rate: float, load: _Load, stop: threading.Event) -> Iterator[Json]:
     """Every run of one system, those on a quiet machine first: what is learned on a busy machine
     persists for a while. Ends early once ``stop`` is set."""
-    for machine, seed, load in product((QUIET, disturbed), seeds, LOADS):
+    disturbed = PAUSES if load.engines else BUSY
+    for machine, seed, share in product((QUIET, disturbed), load.seeds, LOADS):
         if stop.is_set():
             return
-        workload = make_load(load * rate, seconds, seed)
+        workload = make_load(share * rate, load.seconds, seed)
         kept, missed = _router_promises(cluster)
-        outcomes, usage = _run(cluster, workload, seconds, machine, seed)
-        found = counts(outcomes, seconds)
+        outcomes, usage = _run(cluster, workload, load.seconds, machine, seed)
+        found = counts(outcomes, load.seconds)
         kept_now, missed_now = _settled(cluster, kept + missed + found["promised"])
         yield {
-            **{"seed": seed, "machine": machine, "load": load},
+            **{"seed": seed, "machine": machine, "load": share},
             **found,
             "router_promised": kept_now + missed_now - kept - missed,
             "router_kept": kept_now - kept,
@@ -353,9 +342,8 @@ def _disturbance(machine: str, seconds: float, seed: int) -> Coroutine[Any, Any,
     if machine == BUSY:
         return _busy_from(seconds / 2)
     if machine == PAUSES:
-        kinds = {pid: each.kind for pid, each in held().items()}
-        replicas = [psutil.Process(pid) for pid, kind in kinds.items() if kind == "replicas"]
-        return _pauses(replicas, random.Random(seed))
+        replicas = [pid for pid, each in processes().items() if each.kind == "replicas"]
+        return _pauses([psutil.Process(pid) for pid in replicas], random.Random(seed))
     return asyncio.sleep(0.0)
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from sluice.benchmarks.live.replay.load import objectives
+from sluice.benchmarks.live.client import Body, Json, stream_body
+from sluice.benchmarks.live.loads import objectives
 from sluice.router.config import ServiceClass
 from sluice.simulation.workload import Arrival, Workload
-
-Json = dict[str, Any]
 
 
 class Kind(NamedTuple):
@@ -63,20 +61,13 @@ def draw(chance: random.Random, arrival_s: float) -> Arrival:
     return Arrival(arrival_s, chance.randint(*prompt), chance.randint(*output), SLOS[name])
 
 
-def body_of(run: str) -> Callable[[str, int, Arrival], Json]:
+def body_of(run: str) -> Body:
     """A function that makes the requests of a run. Their words are drawn by the run's name, so that
     no engine has cached a prompt's prefix from another run."""
 
     def body(model: str, number: int, arrival: Arrival) -> Json:
-        chance = random.Random(f"{run} {number}")
-        return {
-            "model": model,
-            "prompt": " ".join(chance.choices(_WORDS, k=arrival.prompt_tokens)),
-            "max_tokens": arrival.output_tokens,
-            "ignore_eos": True,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        words = random.Random(f"{run} {number}").choices(_WORDS, k=arrival.prompt_tokens)
+        tokens = arrival.output_tokens
+        return stream_body(model, " ".join(words), tokens, ignore_eos=True, temperature=0)
 
     return body

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from math import sqrt
-from typing import Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Final
 
-import numpy as np
 from rich.table import Table
 
-from sluice.benchmarks.experiments.promises import MARGINS, NONE
-from sluice.benchmarks.live.replay.client import End, Outcome
-from sluice.benchmarks.live.replay.report import GUARANTEED
-from sluice.benchmarks.options import percent, slashed
-
-Json = dict[str, Any]
+from sluice.benchmarks.experiments.promises import NONE
+from sluice.benchmarks.live.client import End, Outcome
+from sluice.benchmarks.live.report import (
+    GUARANTEED,
+    Json,
+    interval,
+    milliseconds,
+    quantiles,
+    share,
+    table,
+)
 
 COUNTS: Final = (
     *("sent", "attained", "failed", "promised", "kept", "kept_ttft", "kept_tpot", "unanswered"),
@@ -24,8 +27,6 @@ COUNTS: Final = (
 
 ALL: Final = "all"
 """The load of the line that sums up all loads."""
-
-_Z = 1.96  # of a two-sided interval of 95 % under a normal distribution
 
 
 def counts(outcomes: Sequence[Outcome], seconds: float) -> Json:
@@ -55,10 +56,7 @@ def counts(outcomes: Sequence[Outcome], seconds: float) -> Json:
         "promised_late": len(second),
         "kept_late": sum(each.attained for each in second),
         "late": late,
-        "client_late_ms": [
-            round(1e3 * float(late_s), 1)
-            for late_s in np.quantile([each.late_s for each in outcomes], (0.5, 0.99, 1.0))
-        ],
+        "client_late_ms": milliseconds([each.late_s for each in outcomes], (0.5, 0.99, 1.0)),
     }
 
 
@@ -87,42 +85,41 @@ def misses(outcome: Outcome) -> Iterator[Json]:
 def cells(runs: Sequence[Json]) -> list[Json]:
     """Each machine, load and system over all seeds, then each machine and system over all loads."""
     found: list[Json] = []
-    machines = list(dict.fromkeys(run["machine"] for run in runs))
-    for machine in machines:
+    for machine in dict.fromkeys(run["machine"] for run in runs):
         own = [run for run in runs if run["machine"] == machine]
         for load in (*dict.fromkeys(run["load"] for run in own), ALL):
             of_load = [run for run in own if load in (run["load"], ALL)]
+            base = None
             for system in dict.fromkeys(run["system"] for run in of_load):
-                part = [run for run in of_load if run["system"] == system]
-                labels = {"machine": machine, "load": load, "system": system}
-                found.append({**labels, **pooled(part)})
+                cell = pooled([run for run in of_load if run["system"] == system])
+                base = cell["goodput"] if system == NONE else base
+                cell["goodput_to_none"] = round(cell["goodput"] / base, 3) if base else None
+                found.append({"machine": machine, "load": load, "system": system, **cell})
     return found
 
 
 def pooled(runs: Sequence[Json]) -> Json:
     """The sums of some runs, shares with their intervals, and quantiles of the lateness."""
     sums = {name: sum(run[name] for run in runs) for name in COUNTS}
+    sent, promised = sums["sent"], sums["promised"]
     seconds = sum(run["seconds"] for run in runs)
     late = [miss for run in runs for miss in run["late"]]
+    goodput = interval(sums["kept"], sent) or ()
     return {
         "runs": len(runs),
         "seconds": seconds,
         **sums,
-        "promised_share": _share(sums["promised"], sums["sent"]),
-        **{
-            f"{name}_share": _share(sums[name], sums["promised"])
-            for name in ("kept", "kept_ttft", "kept_tpot")
-        },
-        "kept_interval": interval(sums["kept"], sums["promised"]),
-        "kept_late_share": _share(sums["kept_late"], sums["promised_late"]),
-        "router_kept_share": _share(sums["router_kept"], sums["router_promised"]),
-        "attained_share": _share(sums["attained"], sums["sent"]),
-        "attained_interval": interval(sums["attained"], sums["sent"]),
+        "promised_share": share(promised, sent),
+        "kept_share": share(sums["kept"], promised),
+        "kept_interval": interval(sums["kept"], promised),
+        "kept_ttft_share": share(sums["kept_ttft"], promised),
+        "kept_tpot_share": share(sums["kept_tpot"], promised),
+        "kept_late_share": share(sums["kept_late"], sums["promised_late"]),
+        "router_kept_share": share(sums["router_kept"], sums["router_promised"]),
+        "attained_share": share(sums["attained"], sent),
+        "attained_interval": interval(sums["attained"], sent),
         "goodput": round(sums["kept"] / seconds, 3),
-        "goodput_interval": [
-            round(share * sums["sent"] / seconds, 3)
-            for share in interval(sums["kept"], sums["sent"]) or ()
-        ],
+        "goodput_interval": [round(each * sent / seconds, 3) for each in goodput],
         "late": {
             name: lateness([each for each in late if each["objective"] == name])
             for name in ("ttft", "tpot")
@@ -136,106 +133,37 @@ def lateness(late: Sequence[Json]) -> Json | None:
     """Number of misses, and P50 and P95 of their lateness; ``None`` without misses."""
     if not late:
         return None
-    found: Json = {"missed": len(late)}
-    for name in ("times", "late_s", "ttfts"):
-        quantiles = np.quantile([each[name] for each in late], (0.5, 0.95))
-        found[name] = [round(float(value), 4) for value in quantiles]
-    return found
-
-
-def interval(count: int, of: int) -> list[float] | None:
-    """The 95 % confidence interval of a share (Wilson 1927); ``None`` if ``of`` is 0."""
-    if not of:
-        return None
-    share, spread = count / of, _Z * _Z / of
-    middle = share + spread / 2
-    reach = _Z * sqrt(share * (1 - share) / of + spread / (4 * of))
-    ends = (middle - reach) / (1 + spread), (middle + reach) / (1 + spread)
-    return [round(min(max(end, 0.0), 1.0), 4) for end in ends]
-
-
-def _share(count: int, of: int) -> float | None:
-    return round(count / of, 4) if of else None
+    names = ("times", "late_s", "ttfts")
+    of_all = {name: quantiles([each[name] for each in late], (0.5, 0.95), 4) for name in names}
+    return {"missed": len(late), **of_all}
 
 
 def tables(found: Sequence[Json], capacity: float) -> list[Table]:
     """The cells as tables: guarantees, lateness of the missed ones, and checks of the run."""
-    return [_promises(found, capacity), _lateness(found), _trust(found)]
-
-
-def _promises(found: Sequence[Json], capacity: float) -> Table:
-    table = Table(
-        *("machine", "load", "system", "sent", "promised", "kept", "95 %", "kept TTFT"),
-        *("kept TPOT", "kept, 2nd half", "goodput /s", "to none", "attained"),
-        title=f"guarantees as their client saw them; load 1 is {capacity:.2f} requests/s",
-        caption=f"Goodput: promised and kept. To none: goodput over that of {NONE!r}. The interval "
-        "takes requests as independent; those of one burst are not, so it is too narrow.",
-    )
-    none = {(cell["machine"], cell["load"]): cell for cell in found if cell["system"] == NONE}
-    for cell in found:
-        promised = percent(cell["promised_share"], "-")
-        base = none.get((cell["machine"], cell["load"]))
-        ratio = cell["goodput"] / base["goodput"] if base and base["goodput"] else None
-        table.add_row(
-            *_labels(cell),
-            *(str(cell["sent"]), f"{cell['promised']}, {promised}"),
-            *(percent(cell["kept_share"], "-"), _percents(cell["kept_interval"])),
-            *(percent(cell["kept_ttft_share"], "-"), percent(cell["kept_tpot_share"], "-")),
-            *(percent(cell["kept_late_share"], "-"), f"{cell['goodput']:.2f}"),
-            "-" if ratio is None or cell["system"] != MARGINS else f"{ratio:.3f}",
-            percent(cell["attained_share"], "-"),
-        )
-    return table
-
-
-def _lateness(found: Sequence[Json]) -> Table:
-    table = Table(
-        *("machine", "load", "system", "TTFT missed", "late, times", "late, s"),
-        *("TPOT missed", "late, times", "last token late, s", "last token late, TTFTs"),
-        "unanswered",
-        title="missed guarantees: P50 / P95 of their lateness",
-        caption="Wanted: a P95 of at most 1 TTFT.",
-    )
-    for cell in found:
-        ttft, tpot = cell["late"]["ttft"], cell["late"]["tpot"]
-        table.add_row(
-            *_labels(cell),
-            *_late(ttft, "times", "late_s"),
-            *_late(tpot, "times", "late_s", "ttfts"),
-            str(cell["unanswered"]),
-        )
-    return table
-
-
-def _trust(found: Sequence[Json]) -> Table:
-    table = Table(
-        *("machine", "load", "system", "runs", "seconds", "failed", "client late, ms: P50"),
-        *("P99", "most", "kept by the client", "kept by the router", "cores of others"),
-        title="whether these figures can be trusted",
-        caption="Worst run of each cell. Where client and router differ, the client was late.",
-    )
-    for cell in found:
-        table.add_row(
-            *_labels(cell),
-            *(str(cell["runs"]), f"{cell['seconds']:g}", str(cell["failed"])),
-            *(f"{value:.0f}" for value in cell["client_late_ms"]),
-            *(percent(cell["kept_share"], "-"), percent(cell["router_kept_share"], "-")),
-            f"{cell['others_cores']:.2f}",
-        )
-    return table
-
-
-def _labels(cell: Mapping[str, Any]) -> tuple[str, str, str]:
-    load = cell["load"]
-    return cell["machine"], load if load == ALL else f"{load:g}", cell["system"]
-
-
-def _late(late: Json | None, *names: str) -> list[str]:
-    if late is None:
-        return ["0", *("-" for _ in names)]
-    pairs = [slashed(late[name], 2) for name in names]
-    return [str(late["missed"]), *pairs]
-
-
-def _percents(ends: Sequence[float] | None) -> str:
-    return "-" if ends is None else " to ".join(f"{100 * end:.1f}" for end in ends)
+    labels = ("machine", "load", "system")
+    kept = ("kept_share", "kept_interval", "kept_ttft_share", "kept_tpot_share", "kept_late_share")
+    late = [f"late.{each}" for each in ("ttft.missed", "ttft.times", "ttft.late_s", "tpot.missed")]
+    late += [f"late.tpot.{each}" for each in ("times", "late_s", "ttfts")]
+    trust = ("runs", "seconds", "failed", "client_late_ms", "kept_share", "router_kept_share")
+    return [
+        table(
+            found,
+            *(*labels, "sent", "promised", "promised_share", *kept),
+            *("goodput", "goodput_to_none", "attained_share"),
+            title=f"guarantees as their client saw them; load 1 is {capacity:.2f} requests/s",
+            caption="Goodput: promised and kept, requests/s. The interval takes requests as "
+            "independent; those of one burst are not, so it is too narrow.",
+        ),
+        table(
+            found,
+            *(*labels, *late, "unanswered"),
+            title="missed guarantees: P50 / P95 of their lateness",
+            caption="Wanted: a P95 of at most 1 TTFT.",
+        ),
+        table(
+            found,
+            *(*labels, *trust, "others_cores"),
+            title="whether these figures can be trusted",
+            caption="Worst run of each cell. Where client and router differ, the client was late.",
+        ),
+    ]

@@ -1,16 +1,12 @@
-"""A steady mixed load on real Ray and Serve for any duration: does anything grow, is anything lost?
-With ``--faults``: while parts of it are killed, frozen and drained at random.
+"""A steady mixed load on real Ray and Serve for any duration: is anything lost, does memory grow?
+With ``--faults``: while parts of it are killed and frozen at random.
 
 Run with ``sluice bench soak``. Every answer is checked against its request: with simulated engines
-its whole text, so that missing and duplicated tokens are detected. Every :data:`SAMPLE_S` seconds
-each process is sampled; :mod:`sluice.benchmarks.live.soak.watch` says what counts as growth. In the
-end, when the application is idle, nothing may be left: no request, no reservation, no byte of a
-body.
+its whole text, so that missing and duplicated tokens are detected. In the end, when the application
+is idle, nothing may be left: no request, no reservation, no byte of a body. Without faults the
+routers' counters must then match the client's own counts.
 
-If the program ``prometheus`` is installed, it scrapes during the run, and its counters are compared
-with the client's own counts (:mod:`sluice.benchmarks.live.soak.prometheus`).
-
-The exit status is 1 if a request was lost, something grows or is left over, or counters differ.
+The exit status is 1 if a request was lost, memory grows, something is left, or counters differ.
 """
 
 from __future__ import annotations
@@ -18,20 +14,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 import click
-from rich.console import Console
+import numpy as np
+from rich.table import Table
 
-from sluice.benchmarks.live.application import application
-from sluice.benchmarks.live.replay.client import Outcome, replay
-from sluice.benchmarks.live.soak.batches import Batches
+from sluice.benchmarks.live.application import application, metrics
+from sluice.benchmarks.live.client import End, Outcome, replay
+from sluice.benchmarks.live.loads import Kind
+from sluice.benchmarks.live.report import Json, by_class, of_class, table
+from sluice.benchmarks.live.resources import processes
+from sluice.benchmarks.live.soak.faults import KILL_ROUTER, Chaos, Fault
 from sluice.benchmarks.live.soak.load import (
     CAPACITY,
     LOAD,
@@ -40,30 +38,44 @@ from sluice.benchmarks.live.soak.load import (
     configuration,
     make_load,
 )
-from sluice.benchmarks.live.soak.prometheus import PROGRAM, SCRAPE_S, comparison, scraping
-from sluice.benchmarks.live.soak.report import is_well, summary, tables
-from sluice.benchmarks.live.soak.trends import Sample
 from sluice.benchmarks.options import as_json, number_option, seed, show
 from sluice.deploy.config import SluiceConfig
-
-if TYPE_CHECKING:
-    from sluice.benchmarks.live.soak.faults import Chaos
-    from sluice.benchmarks.live.soak.watch import Watch
 
 SAMPLE_S: Final = 10.0
 WARM_UP_S: Final = 60.0
 """Growth counts from here on, seconds from the load's start; in a short run, from a fifth of it."""
 
+LEAST_S: Final = 300.0
+"""Minimum time to judge growth, seconds: before, caches fill and allocators settle."""
+
+JUDGED: Final = ("routers", "replicas", "controller", "HAProxy", "Serve", "Serve controller")
+"""Kinds of processes whose memory must not grow. Ray's own and the client's is only shown."""
+
+ALLOWED_MIB, ALLOWED_SHARE = 8.0, 0.04
+"""By how much memory may grow."""
+
+IDLE: Final = (
+    *("sluice_in_flight_requests", "sluice_held_body_bytes", "sluice_line_requests"),
+    *("sluice_reservations", "sluice_replica_live_requests", "sluice_replica_waiting_requests"),
+    *("sluice_replica_running_requests", "sluice_replica_kv_usage_ratio"),
+)
+"""Figures of the application's page that are 0 when it is idle."""
+
+CUT_S: Final = 5.0
+"""How long after a router's death its clients may still find connections broken, seconds."""
+
 GRACE_S: Final = 120.0
 _IDLE_S = 60.0
 _POLL_S = 0.5
-_CALM_S = 15.0
-"""Time without faults at the beginning and at the end, seconds; less in a short run."""
+
+Sample = tuple[float, dict[tuple[str, int], float]]
+"""Seconds from the start, and the memory of each process that it does not share, MiB, by kind and
+process id."""
 
 
 @click.command(name="soak")
 @number_option("--minutes", default=5.0, least=0.1, most=10_000)
-@click.option("--faults", is_flag=True, help="Kill, freeze and drain parts at random.")
+@click.option("--faults", is_flag=True, help="Kill and freeze processes at random.")
 @seed
 @number_option("--replicas", default=3, least=2, most=64)
 @number_option("--routers", default=2, least=1, most=16)
@@ -75,12 +87,6 @@ _CALM_S = 15.0
     words="Requests a second in total, between bursts.  [default: about 80 % of the engines' "
     "capacity, with faults 50 %]",
 )
-@click.option(
-    "--scrape/--no-scrape",
-    default=None,
-    help="Compare the counters that Prometheus scraped with the clients' own counts. Needs the "
-    "program `prometheus`.  [default: if it is on the path, and without faults]",
-)
 @as_json
 def soak(
     minutes: float,
@@ -89,7 +95,6 @@ def soak(
     replicas: int,
     routers: int,
     rate: float | None,
-    scrape: bool | None,
     as_json: bool,
 ) -> None:
     """Serve a mixed load for long, and check whether anything is lost or grows.
@@ -99,156 +104,199 @@ def soak(
       sluice bench soak --minutes 40
       sluice bench soak --minutes 20 --faults --seed 7
     """
-    if scrape and faults:
-        raise click.UsageError("--scrape: killed routers lose counts; leave --faults out.")
-    if scrape and shutil.which(PROGRAM) is None:
-        raise click.UsageError(f"--scrape: {PROGRAM} is not on the path.")
-    if scrape is None:
-        scrape = not faults and shutil.which(PROGRAM) is not None
     share = LOAD_WITH_FAULTS if faults else LOAD
     load = make_load(60 * minutes, rate or share * CAPACITY * replicas, seed)
-    with tempfile.TemporaryDirectory(prefix="sluice-soak-") as batches:
-        config = configuration(replicas, routers, Path(batches))
-        found = measure(config, load, seed if faults else None, scrape)
-    show(found, tables(found), as_json, f"left over: {found['left_over'] or 'nothing'}")
-    raise SystemExit(not is_well(found))
+    found = measure(configuration(replicas, routers), load, seed if faults else None)
+    wrong = {name: found[name] for name in ("lost", "left_over", "growing", "differing")}
+    show(found, tables(found), as_json, *(f"{name}: {each}" for name, each in wrong.items()))
+    raise SystemExit(any(wrong.values()))
 
 
-def measure(
-    config: SluiceConfig, load: Load, faults_seed: int | None, scrape: bool = False
-) -> dict[str, Any]:
-    """Serve ``config``, send all of ``load``, and report the results.
+def measure(config: SluiceConfig, load: Load, faults_seed: int | None) -> Json:
+    """Serve ``config``, send all of ``load``, and report the results; faults are drawn by
+    ``faults_seed``, if there are to be any."""
+    with application(config) as served:
+        chaos = None if faults_seed is None else Chaos(faults_seed, config, served.stop)
+        sending = _drive(served.completions, served.stop, config.engine.model, load, chaos)
+        outcomes, samples = asyncio.run(sending)
+        if chaos is not None:
+            chaos.wait_until_well()
+        left = _wait_until_idle(served.url, served.stop)
+        # A killed router loses counts.
+        differing = _counters(served.url, outcomes, load.kinds) if chaos is None else []
+    return summary(outcomes, samples, chaos.done if chaos else [], left, differing)
 
-    Args:
-        faults_seed: of the faults; ``None``: no faults.
-        scrape: whether Prometheus scrapes it during the run.
+
+async def _drive(
+    url: str, stop: threading.Event, model: str, load: Load, chaos: Chaos | None
+) -> tuple[list[Outcome], list[Sample]]:
+    """Send the load; sample the processes and inject faults until all of it has been sent.
+
+    Raises:
+        click.Abort: a stop was requested.
     """
-    say = Console(stderr=True).print
-    with contextlib.ExitStack() as stack:
-        served = stack.enter_context(application(config))
-        scraper = None
-        if scrape:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-prometheus-"))
-            every_s = min(SCRAPE_S, load.workload.duration_s / 10)
-            scraper = stack.enter_context(scraping(served.url, Path(folder), every_s))
-        # Ray reads its environment on import, and these import Ray.
-        from sluice.benchmarks.live.soak.faults import Chaos
-        from sluice.benchmarks.live.soak.watch import Watch
+    sent, samples, started_s = asyncio.Event(), list[Sample](), time.monotonic()
+    whole_s = load.workload.duration_s
 
-        name, stop = config.name, served.stop
-        run = _Run(served.url, config.engine.model, load, Watch(served.url, name), stop, say)
-        if faults_seed is not None:
-            counts = config.replica.first, config.router.replicas
-            run.chaos = Chaos(faults_seed, name, *counts, run.now_s, stop)
-        outcomes = asyncio.run(run.drive())
-        if run.chaos is not None:
-            run.chaos.mend()
-            run.chaos.wait_until_well()
-        left = run.wait_until_idle()
-        done = run.chaos.done if run.chaos is not None else []
-        warm_s = min(WARM_UP_S, load.workload.duration_s / 5)
-        samples = [sample for sample in run.samples if sample.at_s >= warm_s]
-        ends = run.batches.ends
-        scraped = comparison(scraper, outcomes, load.kinds, ends) if scraper is not None else None
-        return summary(outcomes, load.kinds, samples, done, left, ends, scraped)
-
-
-class _Run:
-    """One running soak: the load, batches, samples and faults, concurrently."""
-
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        load: Load,
-        watch: Watch,
-        stop: threading.Event,
-        say: Callable[[str], None],
-    ) -> None:
-        self.samples: list[Sample] = []
-        self.chaos: Chaos | None = None
-        self.batches = Batches(url, model)
-        self._url = url
-        self._model = model
-        self._load = load
-        self._watch = watch
-        self._stop = stop
-        self._say = say
-        self._started_s = time.monotonic()
-
-    def now_s(self) -> float:
-        """Seconds from the load's start."""
-        return time.monotonic() - self._started_s
-
-    async def drive(self) -> list[Outcome]:
-        """Send the load; sample the processes and inject faults until all of it has been sent.
-
-        Raises:
-            click.Abort: a stop was requested.
-        """
-        self._started_s = time.monotonic()
-        sent = asyncio.Event()
-        async with asyncio.TaskGroup() as group:
-            beside = [
-                group.create_task(self._look(sent)),
-                group.create_task(self.batches.run(sent, GRACE_S)),
-            ]
-            if self.chaos is not None:
-                beside.append(group.create_task(self._hurt(self.chaos, sent)))
-            outcomes = await self._send(sent)
-            if outcomes is None:
-                for task in beside:
-                    task.cancel()
-        if outcomes is None:
-            raise click.Abort
-        return outcomes
-
-    async def _send(self, sent: asyncio.Event) -> list[Outcome] | None:
-        """Send the load; ``None`` if a stop was requested."""
-        replaying = asyncio.create_task(
-            replay(
-                f"{self._url}/v1/completions",
-                self._model,
-                self._load.workload,
-                GRACE_S,
-                sent.set,
-                body=self._load.body,
-                leaves_after=self._load.leaves.__getitem__,
-            )
-        )
-        while not replaying.done():
-            await asyncio.wait([replaying], timeout=_POLL_S)
-            if self._stop.is_set():
-                replaying.cancel()
-                return None
-        return replaying.result()
-
-    async def _look(self, sent: asyncio.Event) -> None:
-        every_s = min(SAMPLE_S, self._load.workload.duration_s / 20)
+    async def sample() -> None:
         while not sent.is_set():
-            self.samples.append(await asyncio.to_thread(self._watch.look, self.now_s()))
+            found = await asyncio.to_thread(processes)
+            memory = {(each.kind, pid): each.own_mib for pid, each in found.items()}
+            samples.append((time.monotonic() - started_s, memory))
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(every_s):
+                async with asyncio.timeout(min(SAMPLE_S, whole_s / 20)):
                     await sent.wait()
 
-    async def _hurt(self, chaos: Chaos, sent: asyncio.Event) -> None:
-        whole_s = self._load.workload.duration_s
-        calm_s = min(_CALM_S, whole_s / 6)
-        await asyncio.sleep(calm_s)
-        while self.now_s() < whole_s - calm_s and not sent.is_set():
-            begun_s = self.now_s()
-            injury = await asyncio.to_thread(chaos.hurt)
-            if injury is not None:
-                self._say(f"{injury.at_s:.0f} s: {injury.what} {injury.target}")
-            await asyncio.sleep(max(0.0, begun_s + chaos.pause_s() - self.now_s()))
+    async def until_stopped() -> None:
+        while not stop.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
 
-    def wait_until_idle(self) -> dict[str, float]:
-        """Figures that are not 0 although the application is idle; returns once there are none."""
-        deadline_s = time.monotonic() + _IDLE_S
-        while True:
-            figures = self._watch.figures()
-            left = {name: figures.get(name, math.nan) for name in self._watch.idle}
-            left = {name: value for name, value in left.items() if value != 0}
-            if not left or time.monotonic() > deadline_s or self._stop.is_set():
-                return left
-            time.sleep(_POLL_S)
+    leaves = load.leaves.__getitem__
+    sending = asyncio.create_task(
+        replay(url, model, load.workload, GRACE_S, sent.set, load.body, leaves)
+    )
+    stopping = asyncio.create_task(until_stopped())
+    beside = [asyncio.create_task(sample())]
+    beside += [asyncio.create_task(chaos.run(whole_s))] if chaos is not None else []
+    await asyncio.wait([sending, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if not sending.done():
+        raise click.Abort
+    stopping.cancel()
+    await asyncio.gather(*beside)
+    return sending.result(), samples
+
+
+def _wait_until_idle(url: str, stop: threading.Event) -> dict[str, float]:
+    """Figures that are not 0 although the application is idle; returns once there are none."""
+    deadline_s = time.monotonic() + _IDLE_S
+    while True:
+        page: dict[str, float] = {}
+        with contextlib.suppress(OSError):
+            page = metrics(url)
+        left = {name: page.get(name, math.nan) for name in IDLE}
+        left = {name: value for name, value in left.items() if value != 0}
+        if not left or time.monotonic() > deadline_s or stop.is_set():
+            return left
+        time.sleep(_POLL_S)
+
+
+def _counters(url: str, outcomes: Sequence[Outcome], kinds: Sequence[Kind]) -> list[str]:
+    """:func:`counters_that_differ`, once none do, or after a while: routers report late."""
+    deadline_s = time.monotonic() + _IDLE_S
+    while True:
+        ends = ("ok", "cancelled", "refused", "client_error", "failed")
+        pages = {end: metrics(url, outcome=end) for end in ends}
+        requests = {end: page.get("sluice_requests_total", 0.0) for end, page in pages.items()}
+        tokens = metrics(url, type="generated").get("sluice_tokens_total", 0.0)
+        differing = counters_that_differ(requests, tokens, outcomes, kinds)
+        if not differing or time.monotonic() > deadline_s:
+            return differing
+        time.sleep(_POLL_S)
+
+
+# The report.
+
+
+def lost(outcomes: Iterable[Outcome], faults: Sequence[Fault]) -> list[Outcome]:
+    """Requests that ended neither complete nor in an explicit error. A cut connection counts as
+    lost, except if a router was killed while it was open: no other router can resume it."""
+    deaths = [fault.at_s for fault in faults if fault.what == KILL_ROUTER]
+
+    def excused(each: Outcome) -> bool:
+        ended_s = math.inf if each.ended_s is None else each.ended_s
+        return any(each.sent_s <= at_s + CUT_S and at_s <= ended_s for at_s in deaths)
+
+    silent = (each for each in outcomes if each.end in (End.SILENT, End.CUT))
+    return [each for each in silent if each.end is End.SILENT or not excused(each)]
+
+
+def growth(samples: Sequence[Sample]) -> list[Json]:
+    """First and last memory, MiB, of each process that is in at least half of the samples, its
+    change in MiB an hour with a standard error, and whether it grows.
+
+    It grows where the median of its last quarter exceeds that of its first by more than what is
+    allowed, and the slope of a straight line is more than twice its standard error.
+    """
+    found = []
+    for kind, pid in sorted({key for _, memory in samples for key in memory}):
+        points = np.array([(at, each[kind, pid]) for at, each in samples if (kind, pid) in each])
+        if len(points) < max(4, len(samples) / 2):
+            continue
+        hours, values = points[:, 0] / 3600, points[:, 1]
+        (slope, _), covariance = np.polyfit(hours, values, 1, cov=True)
+        error, quarter = float(np.sqrt(covariance[0, 0])), len(values) // 4
+        first, last = (float(np.median(part)) for part in (values[:quarter], values[-quarter:]))
+        grows = (
+            kind in JUDGED
+            and hours[-1] - hours[0] >= LEAST_S / 3600
+            and last - first > max(ALLOWED_MIB, ALLOWED_SHARE * first)
+            and slope > 2 * error
+        )
+        figures = {"first": first, "last": last, "per_hour": float(slope), "error": error}
+        rounded = {name: round(value, 2) for name, value in figures.items()}
+        found.append({"process": f"{kind} {pid}", **rounded, "grows": bool(grows)})
+    return found
+
+
+def counters_that_differ(
+    requests: Mapping[str, float], tokens: float, outcomes: Sequence[Outcome], kinds: Sequence[Kind]
+) -> list[str]:
+    """The routers' requests by outcome and generated tokens that are not the client's counts.
+
+    Of a request whose client disconnected early, the client knows neither whether it was served to
+    its end nor how many tokens were sent: anything between none and all of it is right.
+    """
+    ends, made = Counter(each.end for each in outcomes), Counter[End]()
+    for outcome, kind in zip(outcomes, kinds, strict=True):
+        made[outcome.end] += outcome.output_tokens * kind.fields.get("n", 1)
+    whole, left, known = ends[End.ANSWERED], ends[End.LEFT], made[End.ANSWERED]
+    expected = {
+        "requests": (sum(requests.values()), len(outcomes), 0),
+        "ok": (requests["ok"], whole, left),
+        "ok or cancelled": (requests["ok"] + requests["cancelled"], whole + left, 0),
+        "refused": (requests["refused"] + requests["client_error"], ends[End.REFUSED], 0),
+        "failed": (requests["failed"], ends[End.FAILED], 0),
+        "generated tokens": (tokens, known, made.total() - known),
+    }
+    return [
+        f"{what}: {value:g}, expected {least} to {least + more}"
+        for what, (value, least, more) in expected.items()
+        if not least <= value <= least + more
+    ]
+
+
+def summary(
+    outcomes: Sequence[Outcome],
+    samples: Sequence[Sample],
+    faults: Sequence[Fault],
+    left: dict[str, float],
+    differing: list[str],
+) -> Json:
+    """The report, as plain data; ``left`` has the figures that were not 0 at the end."""
+    gone = lost(outcomes, faults)
+    warm_s = min(WARM_UP_S, samples[-1][0] / 5 if samples else 0.0)
+    grown = growth([each for each in samples if each[0] >= warm_s])
+    return {
+        "lost": len(gone),
+        "left_over": left,
+        "growing": [each["process"] for each in grown if each["grows"]],
+        "differing": differing,
+        "classes": {**by_class(outcomes), "all": of_class(outcomes)},
+        "reasons": dict(Counter(f"{each.end}: {each.reason}" for each in outcomes if each.reason)),
+        "late_ms": round(1e3 * max((each.late_s for each in outcomes), default=0.0), 1),
+        "faults": [fault._asdict() for fault in faults],
+        "memory_mib": grown,
+    }
+
+
+def tables(found: Json) -> list[Table]:
+    """The summary as tables."""
+    rows = [{"class": name, **row} for name, row in found["classes"].items()]
+    counts = ("sent", "attained", "guaranteed", "kept", *(end.value for end in End))
+    reasons = [{"reason": reason, "count": count} for reason, count in found["reasons"].items()]
+    return [
+        table(rows, "class", *counts, title="requests"),
+        table(reasons, "reason", "count", title="other ends than answers"),
+        table(found["memory_mib"], "process", "first", "last", "per_hour", "error", title="MiB"),
+        table(found["faults"], "at_s", "what", "seconds", title="faults"),
+    ]

@@ -1,28 +1,32 @@
 """The benefit of planned speculation lengths in a real engine, against fixed ones.
 
 Run with ``sluice bench speculation``. One real vLLM engine on this machine's CPU, one thread, a
-small model whose greedy text repeats (:mod:`sluice.benchmarks.live.speculation.repeating_model`)
-and that computes in 32 bits, and n-grams of the text as drafts. Requests of three kinds arrive at
-random; objectives and rates are multiples of this machine's times, measured first. The same
-arrivals run under each way of choosing lengths, one way after the other in turn, so that all see
-the same machine. Each round gives, for each way, the rate at which :data:`ENOUGH` of the requests
-meet their objective; the report has the ratios of each round, and their spread.
+small model whose greedy text repeats and that computes in 32 bits, and n-grams of the text as
+drafts. Requests of three kinds arrive at random; objectives and rates are multiples of this
+machine's times, measured first. The same arrivals run under each way of choosing lengths, one way
+after the other in turn, so that all see the same machine. Each round gives, for each way, the rate
+at which :data:`ENOUGH` of the requests meet their objective; the report has the ratios of each
+round, and their spread.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import tempfile
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import click
-from rich.table import Table
 
-from sluice.benchmarks.live.speculation.engine import Asked, Run, SpeculatingEngine
-from sluice.benchmarks.live.speculation.repeating_model import repeating_model
+from sluice.benchmarks.live.engines import quiet_vllm
+from sluice.benchmarks.live.report import Json, table
+from sluice.benchmarks.live.speculation.engine import (
+    Asked,
+    Run,
+    SpeculatingEngine,
+    repeating_model,
+)
 from sluice.benchmarks.options import as_json, number_option, show
 from sluice.scheduling.batching import POLICIES
 from sluice.scheduling.request.objective import SLO
@@ -65,39 +69,23 @@ KINDS = {
 }
 
 
-class Arrival(NamedTuple):
-    """A request, and its arrival, seconds after the first."""
-
-    at_s: float
-    asked: Asked
-
-
-def arrivals(step_s: float, rate: float, requests: int, seed: str) -> list[Arrival]:
+def arrivals(step_s: float, rate: float, requests: int, seed: str) -> list[Asked]:
     """``requests`` requests at random times, on average ``rate`` a second, with objectives for an
     engine whose decode takes ``step_s`` alone."""
     chance = random.Random(seed)
-    names = list(KINDS)
-    shares = [KINDS[name].share for name in names]
-    found: list[Arrival] = []
+    shares = [kind.share for kind in KINDS.values()]
+    found: list[Asked] = []
     at_s = 0.0
-    while len(found) < requests:
-        name = chance.choices(names, shares)[0]
+    for number in range(requests):
+        name = chance.choices(list(KINDS), shares)[0]
         kind = KINDS[name]
         length = chance.randint(*kind.prompt)
-        if kind.repetitive:
-            phrase = [chance.randrange(*_TOKENS) for _ in range(chance.randint(*_PHRASE))]
-            prompt = (phrase * length)[:length]
-        else:
-            prompt = [chance.randrange(*_TOKENS) for _ in range(length)]
+        phrase = chance.randint(*_PHRASE) if kind.repetitive else length
+        prompt = [chance.randrange(*_TOKENS) for _ in range(phrase)]
+        prompt = (prompt * length)[:length]
         slo = SLO(ttft_s=kind.ttft * step_s, tpot_s=kind.tpot * step_s, service_class=name)
-        asked = Asked(
-            str(len(found)),
-            prompt,
-            chance.randint(*kind.output),
-            slo,
-            0.0 if kind.repetitive else 1.0,
-        )
-        found.append(Arrival(at_s, asked))
+        output, temperature = chance.randint(*kind.output), 0.0 if kind.repetitive else 1.0
+        found.append(Asked(str(number), at_s, prompt, output, slo, temperature))
         at_s += chance.expovariate(rate)
     return found
 
@@ -108,6 +96,7 @@ def rate_at(shares: list[tuple[float, float]], enough: float = ENOUGH) -> float:
 
     Args:
         shares: (rate, share that attained), by rate; below the first one all would attain.
+        enough: share that must attain.
     """
     reached, before = 0.0, 1.0
     for rate, share in shares:
@@ -123,8 +112,8 @@ class Row(NamedTuple):
     Attributes:
         attained: share of requests by rate, mean over the rounds.
         rate: requests a second at which enough attain, median of the rounds.
-        ratio, ratio_low, ratio_high: of the adaptive way's rate to this one's in the same round:
-            median, min and max; ``None`` where this way never reached enough.
+        ratio: of the adaptive way's rate to this one's in the same round: median, min and max;
+            ``None`` where this way never reached enough.
         length: drafted tokens checked per decode that has drafts, mean.
         accepted: share of the checked ones that were right.
         step_tokens: output tokens of a decode's step, mean over all decodes.
@@ -133,9 +122,7 @@ class Row(NamedTuple):
     way: str
     attained: list[float]
     rate: float
-    ratio: float | None
-    ratio_low: float | None
-    ratio_high: float | None
+    ratio: list[float] | None
     length: float
     accepted: float
     step_tokens: float
@@ -177,24 +164,17 @@ class Bench:
 
     def run(self, rounds: int) -> list[Row]:
         """All ways, in each of ``rounds`` rounds."""
-        runs: dict[str, list[list[Run]]] = {way: [] for way in WAYS}
         ways = list(WAYS)
+        runs: dict[str, list[list[Run]]] = {way: [[] for _ in range(rounds)] for way in ways}
         for number in range(rounds):
-            found: dict[str, list[Run]] = {way: [] for way in WAYS}
             for place, load in enumerate(self._loads):
-                drawn = arrivals(
-                    self.step_s,
-                    load * self.full_rate,
-                    self._requests,
-                    f"{self._seed}/{number}/{load}",
-                )
+                rate, name = load * self.full_rate, f"{self._seed}/{number}/{load}"
+                drawn = arrivals(self.step_s, rate, self._requests, name)
                 # Each way is the first one as often as the others.
                 turn = (number + place) % len(ways)
                 for way in ways[turn:] + ways[:turn]:
                     self._engine.use(WAYS[way])
-                    found[way].append(self._engine.serve(drawn))
-            for way in ways:
-                runs[way].append(found[way])
+                    runs[way][number].append(self._engine.serve(drawn))
         rates = {
             way: [
                 rate_at([(load, run.attained) for load, run in zip(self._loads, each, strict=True)])
@@ -205,21 +185,17 @@ class Bench:
         return [self._row(way, runs[way], rates) for way in ways]
 
     def _row(self, way: str, runs: list[list[Run]], rates: dict[str, list[float]]) -> Row:
-        ratios = [
-            adaptive / own for adaptive, own in zip(rates[ADAPTIVE], rates[way], strict=True) if own
-        ]
+        pairs = zip(rates[ADAPTIVE], rates[way], strict=True)
+        ratios = [adaptive / own for adaptive, own in pairs if own]
+        spread = (median(ratios), min(ratios), max(ratios)) if ratios else None
         every = [run for each in runs for run in each]
         checked = sum(run.checked for run in every)
+        places = range(len(self._loads))
         return Row(
             way,
-            [
-                round(mean(each[place].attained for each in runs), 3)
-                for place in range(len(self._loads))
-            ],
+            [round(mean(each[place].attained for each in runs), 3) for place in places],
             round(median(rates[way]) * self.full_rate, 2),
-            round(median(ratios), 2) if ratios else None,
-            round(min(ratios), 2) if ratios else None,
-            round(max(ratios), 2) if ratios else None,
+            [round(each, 2) for each in spread] if spread else None,
             round(checked / max(1, sum(run.offered for run in every)), 2),
             round(sum(run.accepted for run in every) / max(1, checked), 2),
             round(sum(run.decoded for run in every) / max(1, sum(run.decodes for run in every)), 2),
@@ -229,13 +205,13 @@ class Bench:
 @click.command(context_settings={"show_default": True})
 @number_option("--rounds", default=3, least=1, most=1000)
 @number_option("--requests", default=120, least=1, most=100_000, words="Of each run.")
-@click.option(
-    "--load",
-    "loads",
-    multiple=True,
+@number_option(
+    *("--load", "loads"),
     default=(0.6, 0.9, 1.2, 1.5),
-    type=click.FloatRange(0.01, 100),
-    help="A rate, as a multiple of the engine's throughput without speculation; repeatable.",
+    least=0.01,
+    most=100,
+    words="A rate, as a multiple of the engine's throughput without speculation; repeatable.",
+    multiple=True,
 )
 @click.option("--policy", default="deadline_triage", type=click.Choice(sorted(POLICIES)))
 @number_option("--layers", default=2, least=1, most=64)
@@ -258,54 +234,25 @@ def speculation(
     Example:
       sluice bench speculation --rounds 3 --json
     """
-    # Read when torch is imported.
-    os.environ["OMP_NUM_THREADS"] = "1"
-    # vLLM's lines must not stand between those of the JSON.
-    os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    quiet_vllm()
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as name:
         directory = Path(name)
         model = repeating_model(directory, layers, hidden)
         engine = SpeculatingEngine(model, directory, policy, MOST_DRAFTED)
         try:
             bench = Bench(engine, requests, list(loads), seed)
-            rows = bench.run(rounds)
+            rows = [row._asdict() for row in bench.run(rounds)]
         finally:
             engine.close()
-    found = {
+    found: Json = {
         "step_ms": round(1e3 * bench.step_s, 2),
         "full_rate": round(bench.full_rate, 2),
         "loads": sorted(loads),
-        "rows": [row._asdict() for row in rows],
+        "rows": rows,
     }
     line = (
         f"a decode alone {found['step_ms']} ms a token; all at once without speculation "
-        f"{found['full_rate']} requests/s"
+        f"{found['full_rate']} requests/s; loads {found['loads']}"
     )
-    show(found, [_table(found)], as_json, line)
-
-
-def _table(found: dict[str, Any]) -> Table:
-    table = Table(
-        "lengths",
-        *(f"attained at {load}" for load in found["loads"]),
-        f"rate at {ENOUGH:.0%}",
-        "adaptive / this",
-        "checked",
-        "right",
-        "tokens a step",
-    )
-    for row in found["rows"]:
-        ratio = "-"
-        if row["ratio"] is not None:
-            ratio = f"{row['ratio']} ({row['ratio_low']} to {row['ratio_high']})"
-        table.add_row(
-            row["way"],
-            *(f"{share:.0%}" for share in row["attained"]),
-            str(row["rate"]),
-            ratio,
-            str(row["length"]),
-            f"{row['accepted']:.0%}",
-            str(row["step_tokens"]),
-        )
-    return table
+    title = f"attained by load, requests/s at {ENOUGH:.0%}, and of the adaptive way to this one"
+    show(found, [table(rows, *Row._fields, title=title)], as_json, line)

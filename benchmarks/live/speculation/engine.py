@@ -1,21 +1,23 @@
 """One real vLLM engine in this process that decodes speculatively, with requests that arrive by the
-clock."""
+clock, and a model whose text repeats."""
 
 from __future__ import annotations
 
+import random
+import shutil
 import time
 from collections.abc import Sequence
 from math import nan
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from sluice.benchmarks.live.engines.base import OneEngine
+from sluice.benchmarks.live.engines import OneEngine
 from sluice.replica.scheduler.speculation import with_all_lengths
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xargs
-from sluice.replica.vllm.setup import survive_module_scan
+from sluice.replica.vllm.local_model import local_model
 from sluice.scheduling.batching import make_policy
 from sluice.scheduling.latency.fit import fit
 from sluice.scheduling.latency.speculation import AdaptiveLengths, Speculation
@@ -25,31 +27,50 @@ from sluice.scheduling.request.objective import SLO, TokenClock
 _MOST_LIVE = 4096
 _NAP_S = 0.001
 _HEADROOM = 1.05
+_WORDS = 12
+
+
+def repeating_model(directory: Path, layers: int, hidden: int, seed: int = 0) -> Path:
+    """The folder, in ``directory``, of a model whose greedy text repeats, as a real model's text
+    does on code, quotes and forms.
+
+    It is the local model with two changes: its attention has no effect, so that the next token
+    follows from the last one alone, and :data:`_WORDS` tokens stand out from all others. So a
+    greedy text cycles after a few tokens, while a sampled text uses all tokens and does not. The
+    computation and duration of a step are those of the local model.
+    """
+    from safetensors.torch import load_file, save_file
+
+    target = directory / "repeating"
+    shutil.copytree(local_model(directory, layers=layers, hidden=hidden), target)
+    (file,) = target.glob("*.safetensors")
+    weights = load_file(file)
+    for name, weight in weights.items():
+        if ".o_proj." in name:
+            weight.zero_()
+    head = weights["lm_head.weight"]
+    words = head.abs().sum(dim=1).nonzero().flatten().tolist()
+    for token in set(words) - set(random.Random(seed).sample(words, _WORDS)):
+        head[token].zero_()
+    save_file(weights, file, metadata={"format": "pt"})
+    return target
 
 
 class Asked(NamedTuple):
-    """One request: prompt tokens, number of output tokens, objective, and sampling."""
+    """One request: its name, its arrival, seconds after the first, prompt tokens, number of output
+    tokens, objective, and sampling."""
 
     name: str
+    at_s: float
     prompt: Sequence[int]
     output: int
     slo: SLO
     temperature: float
 
 
-class Arriving(Protocol):
-    """A request and its arrival, seconds after the first."""
-
-    @property
-    def at_s(self) -> float: ...  # noqa: D102
-    @property
-    def asked(self) -> Asked: ...  # noqa: D102
-
-
 class Ended(NamedTuple):
     """The result of a request. Times are seconds."""
 
-    name: str
     tokens: tuple[int, ...]
     ttft_s: float
     tpot_s: float
@@ -101,16 +122,10 @@ class SpeculatingEngine(OneEngine):
         directory: its state table is made there.
         policy: the batch policy.
         drafted: max tokens to draft.
-        args: vLLM's engine arguments.
     """
 
-    def __init__(
-        self, model: Path, directory: Path, policy: str, drafted: int, **args: Any
-    ) -> None:
+    def __init__(self, model: Path, directory: Path, policy: str, drafted: int) -> None:
         super().__init__()
-        from vllm import LLM
-
-        survive_module_scan()
         path = directory / "state"
         self.table = StateTable.create(_MOST_LIVE, path)
         settings = SchedulerSettings(state_table=path, policy=policy)
@@ -120,25 +135,21 @@ class SpeculatingEngine(OneEngine):
             "prompt_lookup_min": 1,
             "prompt_lookup_max": 3,
         }
-        defaults: dict[str, Any] = {
-            "max_model_len": 1024,
-            "max_num_batched_tokens": 512,
-            "max_num_seqs": 64,
-            "kv_cache_memory_bytes": 256 << 20,
-            "block_size": 32,
-            "dtype": "float32",
-            "enable_prefix_caching": False,
-            "enforce_eager": True,
-            "distributed_executor_backend": "uni",
-            "worker_cls": "sluice.replica.vllm.cpu_worker.PatchedCpuWorker",
-        }
-        self._llm = LLM(
-            model=str(model),
-            disable_log_stats=True,
+        self._start(
+            model,
+            max_model_len=1024,
+            max_num_batched_tokens=512,
+            max_num_seqs=64,
+            kv_cache_memory_bytes=256 << 20,
+            block_size=32,
+            dtype="float32",
+            enable_prefix_caching=False,
+            enforce_eager=True,
+            distributed_executor_backend="uni",
+            worker_cls="sluice.replica.vllm.cpu_worker.PatchedCpuWorker",
             speculative_config=with_all_lengths(ngrams),
             scheduler_cls="sluice.replica.vllm.scheduler.make_scheduler",
             additional_config=settings.to_additional_config(),
-            **(defaults | args),
         )
         self._policy = policy
         self._local: Any = self._llm.llm_engine.engine_core.engine_core.scheduler._local
@@ -158,7 +169,7 @@ class SpeculatingEngine(OneEngine):
         model, _ = fit(self.table.samples())
         self.table.set_model(model.with_headroom(_HEADROOM))
 
-    def serve(self, arrivals: Sequence[Arriving]) -> Run:
+    def serve(self, arrivals: Sequence[Asked]) -> Run:
         """Serve requests as they arrive, by the clock, until all have ended."""
         engine = self._llm.llm_engine
         before = self.table.read().summary
@@ -170,9 +181,9 @@ class SpeculatingEngine(OneEngine):
         while waiting or engine.has_unfinished_requests():
             now_s = time.monotonic()
             while waiting and began_s + waiting[-1].at_s <= now_s:
-                each = waiting.pop()
-                self._begin(each.asked, began_s + each.at_s)
-                clocks[each.asked.name] = TokenClock(each.asked.slo, began_s + each.at_s)
+                asked = waiting.pop()
+                self._begin(asked, began_s + asked.at_s)
+                clocks[asked.name] = TokenClock(asked.slo, began_s + asked.at_s)
             if not engine.has_unfinished_requests():
                 time.sleep(min(_NAP_S, max(0.0, began_s + waiting[-1].at_s - now_s)))
                 continue
@@ -187,7 +198,9 @@ class SpeculatingEngine(OneEngine):
                     decoded += new
                 clock.emit(new, now_s)
                 if output.finished:
-                    ended.append(_ended(output.request_id, tuple(tokens), clock, now_s))
+                    ttft_s, tpot_s = clock.ttft_s, clock.tpot_s
+                    attained = clock.attained(now_s)
+                    ended.append(Ended(tuple(tokens), ttft_s or nan, tpot_s or nan, attained))
         after = self.table.read().summary
         drafts = ("drafts_checked", "drafts_accepted")
         checked, accepted = (int(after[name] - before[name]) for name in drafts)
@@ -207,14 +220,3 @@ class SpeculatingEngine(OneEngine):
         )
         prompt = {"prompt_token_ids": list(asked.prompt)}
         self._llm.llm_engine.add_request(asked.name, prompt, params)
-
-
-def _ended(name: str, tokens: tuple[int, ...], clock: TokenClock, now_s: float) -> Ended:
-    ttft_s, tpot_s = clock.ttft_s, clock.tpot_s
-    return Ended(
-        name,
-        tokens,
-        nan if ttft_s is None else ttft_s,
-        nan if tpot_s is None else tpot_s,
-        clock.attained(now_s),
-    )

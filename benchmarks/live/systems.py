@@ -1,4 +1,8 @@
-"""The systems that ``sluice bench gateway`` compares. To add one, extend :data:`SYSTEMS`."""
+"""Systems under test that take the same requests: engines alone, other routers, vLLM, and Sluice.
+
+Each runs in processes of its own; :mod:`sluice.benchmarks.live.resources` says what these use. To
+add a system, extend :data:`SYSTEMS`.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +23,7 @@ from typing import Any, Final, NamedTuple
 
 from sluice.benchmarks.live.gateway.client import STATED, chat_body
 from sluice.benchmarks.live.gateway.engine import MODEL
-from sluice.benchmarks.live.processes import LeftOutError, serving
-from sluice.benchmarks.live.stock_server import server_command, server_environment
+from sluice.benchmarks.live.processes import LeftOutError, serving, vllm_command, vllm_environment
 from sluice.deploy.haproxy import DIRECT_VARIABLE
 from sluice.deploy.ray_settings import free_port
 from sluice.replica.config import EngineConfig
@@ -35,6 +38,8 @@ and the client is the gateway's."""
 
 _START_LIMIT_S = 120.0
 _RAY_START_LIMIT_S = 900.0
+_INSTALL_LIMIT_S = 600.0
+_SHOWN = 300
 
 
 class System(NamedTuple):
@@ -42,9 +47,7 @@ class System(NamedTuple):
 
     Attributes:
         urls: of its servers, without ``/v1``; clients take them in turn.
-        processes: processes, and the kind of each and of all processes below it; empty where it
-            follows from their titles. See
-            :func:`sluice.benchmarks.live.processes.processor_seconds`.
+        processes: as ``roots`` of :func:`sluice.benchmarks.live.resources.processes`.
         also: further fields of each request to it.
     """
 
@@ -75,6 +78,29 @@ Start = Callable[[Bench], AbstractContextManager[System]]
 
 
 @contextmanager
+def started(
+    starts: Mapping[str, Start], bench: Bench
+) -> Iterator[tuple[dict[str, System], dict[str, str]]]:
+    """The running systems by name, until the block ends, and why the others do not run.
+
+    Raises:
+        LeftOutError: the engines do not start.
+        StoppedError: this process is to end.
+    """
+    with ExitStack() as stack:
+        bench = bench._replace(engines=stack.enter_context(engines(bench)))
+        systems, left_out = {}, {}
+        for name, start in starts.items():
+            bench.say(f"starting {name}")
+            try:
+                systems[name] = stack.enter_context(start(bench))
+            except LeftOutError as error:
+                left_out[name] = str(error)
+                bench.say(f"{name} is left out: {error}")
+        yield systems, left_out
+
+
+@contextmanager
 def _server(
     bench: Bench,
     name: str,
@@ -99,22 +125,21 @@ def _server(
 
 @contextmanager
 def engines(bench: Bench) -> Iterator[dict[int, str]]:
-    """Process id and address of :data:`REPLICAS` engines that compute nothing, until the
-    block ends.
+    """Process id and address of :data:`REPLICAS` engines that compute nothing, until the block
+    ends.
 
     Raises:
         LeftOutError: one does not start.
     """
-    program = [sys.executable, "-m", "sluice.benchmarks.live.gateway.engine", "--port"]
+    program = [sys.executable, "-m", "sluice.benchmarks.live.gateway.engine"]
+    options = ["--step-ms", str(bench.step_ms)]
     with ExitStack() as stack:
         found = {}
         for number in range(REPLICAS):
-            started = _server(
-                bench,
-                f"engine-{number}",
-                lambda port: [*program, str(port), "--step-ms", str(bench.step_ms)],
+            server = _server(
+                bench, f"engine-{number}", lambda port: [*program, *options, "--port", str(port)]
             )
-            url, pid = stack.enter_context(started)
+            url, pid = stack.enter_context(server)
             found[pid] = url
         yield found
 
@@ -126,44 +151,34 @@ def _direct(bench: Bench) -> Iterator[System]:
 
 # Routers from PyPI, each in a virtual environment in the user's cache, which is created if missing.
 
-INSTALL_LIMIT_S = 600.0
-_SHOWN = 300
-
-
-class Router(NamedTuple):
-    """A router in front of servers with vLLM's interface.
-
-    Attributes:
-        package: to install, with its version.
-        module: to run.
-    """
-
-    package: str
-    module: str
-
-    def command(
-        self, python: Path, port: int, metrics_port: int, workers: Sequence[str]
-    ) -> list[str]:
-        """The command that starts it on this machine in front of ``workers``."""
-        places = ["--host", "127.0.0.1", "--port", str(port)]
-        metrics = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
-        rest = ["--policy", "power_of_two", "--log-level", "error"]
-        return [
-            *(str(python), "-m", self.module, *places, *metrics, *rest),
-            *("--worker-urls", *workers),
-        ]
-
-
 ROUTERS: Final = {
-    "vllm-router": Router("vllm-router==0.1.17", "vllm_router.launch_router"),
-    "sglang-router": Router("sglang-router==0.3.2", "sglang_router.launch_router"),
+    "vllm-router": ("vllm-router==0.1.17", "vllm_router.launch_router"),
+    "sglang-router": ("sglang-router==0.3.2", "sglang_router.launch_router"),
 }
+"""Routers in front of servers with vLLM's interface: the package to install, the module to run."""
 
 
-def cache_folder() -> Path:
-    """Where the environments are."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "sluice" / "bench"
+def router_command(name: str, python: Path, port: int, workers: Sequence[str]) -> list[str]:
+    """The command that starts one of :data:`ROUTERS` in front of ``workers``."""
+    _, module = ROUTERS[name]
+    places = ["--host", "127.0.0.1", "--port", str(port)]
+    metrics = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+    rest = ["--policy", "power_of_two", "--log-level", "error"]
+    return [str(python), "-m", module, *places, *metrics, *rest, "--worker-urls", *workers]
+
+
+def _router(name: str) -> Start:
+    @contextmanager
+    def start(bench: Bench) -> Iterator[System]:
+        python = environment(ROUTERS[name][0], bench.say)
+        workers = tuple(bench.engines.values())
+        with _server(bench, name, lambda port: router_command(name, python, port, workers)) as (
+            url,
+            pid,
+        ):
+            yield System((url,), dict.fromkeys(bench.engines, ENGINES) | {pid: "routers"})
+
+    return start
 
 
 def environment(package: str, say: Callable[[str], None]) -> Path:
@@ -172,13 +187,14 @@ def environment(package: str, say: Callable[[str], None]) -> Path:
     Raises:
         LeftOutError: it could not be created, or the package could not be installed.
     """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sluice" / "bench"
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    folder = cache_folder() / f"{package.replace('==', '-')}-python{version}"
+    folder = cache / f"{package.replace('==', '-')}-python{version}"
     if not folder.exists():
         say(f"installing {package} into {folder}")
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        cache.mkdir(parents=True, exist_ok=True)
         # Made beside it and renamed, so that an existing folder is complete.
-        draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix="."))
+        draft = Path(tempfile.mkdtemp(dir=cache, prefix="."))
         try:
             _run([sys.executable, "-m", "venv", str(draft)])
             pip = [str(draft / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
@@ -194,7 +210,7 @@ def environment(package: str, say: Callable[[str], None]) -> Path:
 def _run(command: list[str]) -> None:
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=INSTALL_LIMIT_S, check=False
+            command, capture_output=True, text=True, timeout=_INSTALL_LIMIT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LeftOutError(f"cannot install it: {error}") from None
@@ -203,20 +219,7 @@ def _run(command: list[str]) -> None:
         raise LeftOutError(f"cannot install it: {said}")
 
 
-def _router(name: str, router: Router) -> Start:
-    @contextmanager
-    def start(bench: Bench) -> Iterator[System]:
-        python = environment(router.package, bench.say)
-        workers = tuple(bench.engines.values())
-        with _server(
-            bench, name, lambda port: router.command(python, port, free_port(), workers)
-        ) as (url, pid):
-            yield System((url,), dict.fromkeys(bench.engines, ENGINES) | {pid: "routers"})
-
-    return start
-
-
-# Sluice.
+# Sluice, and what runs on Ray or vLLM beside it.
 
 
 def sluice_config(port: int, step_ms: float = 0.0) -> dict[str, Any]:
@@ -229,10 +232,24 @@ def sluice_config(port: int, step_ms: float = 0.0) -> dict[str, Any]:
     }
 
 
+_VLLM_ARGS = {"max-model-len": 2048, "max-num-seqs": 64, "kv-cache-memory-bytes": 256 << 20}
+
+
+def vllm_config(port: int) -> dict[str, Any]:
+    """Sluice in front of one engine of vLLM with the local model."""
+    return {
+        "engine": {"served_model_name": MODEL, "vllm_args": _VLLM_ARGS},
+        "replica": {"count": 1, "num_cpus": 0.1},
+        "router": {"port": port},
+    }
+
+
 def sluice(name: str, program: Path, direct: bool = False, vllm: bool = False) -> Start:
     """A function that starts ``program serve``.
 
     Args:
+        name: of its files.
+        program: of any version of Sluice.
         direct: whether HAProxy fetches streams from the replicas.
         vllm: whether there is one vLLM engine instead of two simulated ones.
     """
@@ -255,28 +272,15 @@ def sluice(name: str, program: Path, direct: bool = False, vllm: bool = False) -
     return start
 
 
-_VLLM_ARGS = {"max-model-len": 2048, "max-num-seqs": 64, "kv-cache-memory-bytes": 256 << 20}
-
-
-def vllm_config(port: int) -> dict[str, Any]:
-    """Sluice in front of one engine of vLLM with the local model."""
-    return {
-        "engine": {"served_model_name": MODEL, "vllm_args": _VLLM_ARGS},
-        "replica": {"count": 1, "num_cpus": 0.1},
-        "router": {"port": port},
-    }
-
-
 @contextmanager
 def _vllm(bench: Bench) -> Iterator[System]:
     """vLLM's own server, with the engine of :func:`vllm_config`."""
     model = local_model(EngineConfig().cache_dir)
-    with _server(
-        bench,
-        "vllm",
-        lambda port: server_command(model, MODEL, port, _VLLM_ARGS),
-        environment=server_environment(),
-    ) as (url, pid):
+
+    def command_on(port: int) -> list[str]:
+        return vllm_command(model, MODEL, port, _VLLM_ARGS)
+
+    with _server(bench, "vllm", command_on, environment=vllm_environment()) as (url, pid):
         yield System((url,), {pid: ""}, STATED)
 
 
@@ -285,16 +289,15 @@ def _serve_llm(bench: Bench) -> Iterator[System]:
     """Ray Serve LLM with the installed Ray. One package that it imports is not installed here."""
     python = environment("pyarrow==26.0.1", bench.say)
     extra = sysconfig.get_path("purelib", vars={"base": str(python.parents[1])})
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), extra)))
     program = [sys.executable, "-m", "sluice.benchmarks.live.gateway.serve_llm"]
     options = ["--replicas", str(REPLICAS), "--step-ms", str(bench.step_ms)]
-    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), extra)))
-    with _server(
-        bench,
-        "ray-serve-llm",
-        lambda port: [*program, "--port", str(port), *options],
-        _RAY_START_LIMIT_S,
-        os.environ | {"PYTHONPATH": path},
-    ) as (url, pid):
+
+    def command_on(port: int) -> list[str]:
+        return [*program, "--port", str(port), *options]
+
+    state = os.environ | {"PYTHONPATH": path}
+    with _server(bench, "ray-serve-llm", command_on, _RAY_START_LIMIT_S, state) as (url, pid):
         yield System((url,), {pid: ""})
 
 
@@ -302,7 +305,7 @@ _SLUICE: Final = Path(sys.executable).with_name("sluice")
 
 SYSTEMS: Final[dict[str, Start]] = {
     "direct": _direct,
-    **{name: _router(name, router) for name, router in ROUTERS.items()},
+    **{name: _router(name) for name in ROUTERS},
     "ray-serve-llm": _serve_llm,
     "sluice": sluice("sluice", _SLUICE),
     "sluice-direct": sluice("sluice-direct", _SLUICE, direct=True),
