@@ -17,10 +17,10 @@ from sluice.benchmarks.live.gateway.command import gateway
 from sluice.benchmarks.live.overload import overload
 from sluice.benchmarks.live.preemption.command import preemption
 from sluice.benchmarks.live.preemption.whole_stack import preemption_replay
-from sluice.benchmarks.live.promises.command import with_real
+from sluice.benchmarks.live.promises import with_real
 from sluice.benchmarks.live.replay import replay
-from sluice.benchmarks.live.soak.command import soak
-from sluice.benchmarks.live.speculation.command import speculation
+from sluice.benchmarks.live.soak import soak
+from sluice.benchmarks.live.speculation import speculation
 from sluice.benchmarks.micro.decision import decision
 from sluice.benchmarks.micro.planning import planning
 from sluice.benchmarks.options import as_json, number_option

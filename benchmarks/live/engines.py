@@ -6,16 +6,12 @@ import multiprocessing
 import os
 import queue
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sluice.replica.vllm.setup import survive_module_scan
-
-_END_LIMIT_S = 30.0
-_ENDED = "the engine's process ended"
 
 
 def quiet_vllm() -> None:
@@ -171,62 +167,34 @@ class EngineProcess:
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other, make))
-        self._process.start()
-        other.close()
+        self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
         try:
-            self._answer()
+            self._pool.submit(_make, make).result()
         except BaseException:
-            self.close()
+            self._pool.shutdown()
             raise
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """``function(engine, *args)``, in the child process.
 
         Raises:
-            RuntimeError: the function raised, or the process ended.
+            BrokenProcessPool: the process ended.
         """
-        try:
-            self._pipe.send((function, args))
-        except OSError:
-            raise RuntimeError(_ENDED) from None
-        return self._answer()
+        return self._pool.submit(_call, function, args).result()
 
     def close(self) -> None:
         """Close the engine, and end the process."""
-        self._pipe.close()
-        self._process.join(_END_LIMIT_S)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-
-    def _answer(self) -> Any:
-        try:
-            result, error = self._pipe.recv()
-        except EOFError:
-            raise RuntimeError(_ENDED) from None
-        if error:
-            raise RuntimeError(f"in the engine's process:\n{error}")
-        return result
+        with self._pool:
+            self.call(OneEngine.close)
 
 
-def _serve(pipe: Connection, make: Callable[[], Any]) -> None:
-    engine: Any = None
-    try:
-        engine = make()
-        pipe.send((None, ""))
-        while True:
-            function, args = pipe.recv()
-            try:
-                pipe.send((function(engine, *args), ""))
-            except Exception:
-                pipe.send((None, traceback.format_exc()))
-    except EOFError:  # the parent has closed the pipe
-        pass
-    except Exception:
-        pipe.send((None, traceback.format_exc()))
-    finally:
-        if engine is not None:
-            engine.close()
+_engines: list[Any] = []
+"""The engine of a child process."""
+
+
+def _make(make: Callable[[], Any]) -> None:
+    _engines.append(make())
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return function(_engines[0], *args)

@@ -29,6 +29,9 @@ import psutil
 from sluice.deploy.local import StoppedError, stop_signals
 from sluice.deploy.ray_settings import free_port
 
+VLLM_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
+"""In which vLLM's own server starts."""
+
 POLL_S = 0.1
 _END_LIMIT_S = 90.0
 """For `sluice serve`, which shuts down a Ray instance; the others end at once."""
@@ -133,7 +136,8 @@ def vllm_server(model: Path, name: str, args: Mapping[str, Any], log: Path) -> I
     """
     port = free_port()
     command, url = vllm_command(model, name, port, args), f"http://127.0.0.1:{port}"
-    with serving(command, url, log, _VLLM_START_LIMIT_S, environment=vllm_environment()):
+    variables = os.environ | VLLM_ENVIRONMENT
+    with serving(command, url, log, _VLLM_START_LIMIT_S, environment=variables):
         yield url
 
 
@@ -155,12 +159,6 @@ def vllm_command(model: Path, name: str, port: int, args: Mapping[str, Any]) -> 
         else:
             command += [f"--{key}", str(value)]
     return command
-
-
-def vllm_environment() -> dict[str, str]:
-    """The environment in which vLLM's own server starts."""
-    fixed = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
-    return os.environ | fixed
 
 
 P = ParamSpec("P")

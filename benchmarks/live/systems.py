@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 
 from sluice.benchmarks.live.gateway.client import STATED, chat_body
 from sluice.benchmarks.live.gateway.engine import MODEL
-from sluice.benchmarks.live.processes import LeftOutError, serving, vllm_command, vllm_environment
+from sluice.benchmarks.live.processes import VLLM_ENVIRONMENT, LeftOutError, serving, vllm_command
 from sluice.deploy.haproxy import DIRECT_VARIABLE
 from sluice.deploy.ray_settings import free_port
 from sluice.replica.config import EngineConfig
@@ -33,10 +33,8 @@ REPLICAS = 2
 """Engines behind each gateway, and replicas of Sluice."""
 
 ENGINES = "replicas"
-"""The kind of engine processes; everything but them, :data:`sluice.benchmarks.live.resources.CORES`
-and the client is the gateway's."""
+"""The kind of engine processes."""
 
-_START_LIMIT_S = 120.0
 _RAY_START_LIMIT_S = 900.0
 _INSTALL_LIMIT_S = 600.0
 _SHOWN = 300
@@ -74,6 +72,26 @@ class Bench(NamedTuple):
     step_ms: float
 
 
+class Server(NamedTuple):
+    """How a system's server starts.
+
+    Attributes:
+        command: starts it.
+        environment: variables in addition to this process's.
+        limit_s: how long it may take, seconds.
+        kind: of its processes; empty: by their titles.
+        engines: whether it is in front of the engines of :class:`Bench`.
+        also: further fields of each request to it.
+    """
+
+    command: Sequence[str | Path]
+    environment: Mapping[str, str] = MappingProxyType({})
+    limit_s: float = 120.0
+    kind: str = ""
+    engines: bool = False
+    also: Mapping[str, Any] = MappingProxyType({})
+
+
 Start = Callable[[Bench], AbstractContextManager[System]]
 
 
@@ -100,27 +118,24 @@ def started(
         yield systems, left_out
 
 
-@contextmanager
-def _server(
-    bench: Bench,
-    name: str,
-    command_on: Callable[[int], Sequence[str | Path]],
-    limit_s: float = _START_LIMIT_S,
-    environment: Mapping[str, str] | None = None,
-) -> Iterator[tuple[str, int]]:
-    """The address and process id of a server, once it answers a chat completion: a router may
-    listen before it knows its engines.
+def served(name: str, server_on: Callable[[Bench, int], Server]) -> Start:
+    """A function that starts a server on a port and waits until it answers a chat completion: a
+    router may listen before it knows its engines."""
 
-    Args:
-        command_on: the command that starts it on a port.
-    """
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    head = {"content-type": "application/json"}
-    asked = urllib.request.Request(f"{url}/v1/chat/completions", chat_body(1), head)
-    log = bench.folder / f"{name}.log"
-    with serving(command_on(port), url, log, limit_s, bench.stop, environment, asked) as pid:
-        yield url, pid
+    @contextmanager
+    def start(bench: Bench) -> Iterator[System]:
+        port = free_port()
+        server = server_on(bench, port)
+        url, log = f"http://127.0.0.1:{port}", bench.folder / f"{name}.log"
+        head = {"content-type": "application/json"}
+        asked = urllib.request.Request(f"{url}/v1/chat/completions", chat_body(1), head)
+        variables = os.environ | dict(server.environment)
+        limits = (server.limit_s, bench.stop)
+        with serving(server.command, url, log, *limits, variables, asked) as pid:
+            others = dict.fromkeys(bench.engines, ENGINES) if server.engines else {}
+            yield System((url,), {**others, pid: server.kind}, server.also)
+
+    return start
 
 
 @contextmanager
@@ -131,16 +146,16 @@ def engines(bench: Bench) -> Iterator[dict[int, str]]:
     Raises:
         LeftOutError: one does not start.
     """
-    program = [sys.executable, "-m", "sluice.benchmarks.live.gateway.engine"]
-    options = ["--step-ms", str(bench.step_ms)]
+    program = [sys.executable, "-m", "sluice.benchmarks.live.gateway.engine", "--port"]
     with ExitStack() as stack:
         found = {}
         for number in range(REPLICAS):
-            server = _server(
-                bench, f"engine-{number}", lambda port: [*program, *options, "--port", str(port)]
+            start = served(
+                f"engine-{number}",
+                lambda bench, port: Server([*program, f"{port}", "--step-ms", f"{bench.step_ms}"]),
             )
-            url, pid = stack.enter_context(server)
-            found[pid] = url
+            system = stack.enter_context(start(bench))
+            found[next(iter(system.processes))] = system.urls[0]
         yield found
 
 
@@ -168,17 +183,12 @@ def router_command(name: str, python: Path, port: int, workers: Sequence[str]) -
 
 
 def _router(name: str) -> Start:
-    @contextmanager
-    def start(bench: Bench) -> Iterator[System]:
+    def server_on(bench: Bench, port: int) -> Server:
         python = environment(ROUTERS[name][0], bench.say)
-        workers = tuple(bench.engines.values())
-        with _server(bench, name, lambda port: router_command(name, python, port, workers)) as (
-            url,
-            pid,
-        ):
-            yield System((url,), dict.fromkeys(bench.engines, ENGINES) | {pid: "routers"})
+        command = router_command(name, python, port, [*bench.engines.values()])
+        return Server(command, kind="routers", engines=True)
 
-    return start
+    return served(name, server_on)
 
 
 def environment(package: str, say: Callable[[str], None]) -> Path:
@@ -221,6 +231,8 @@ def _run(command: list[str]) -> None:
 
 # Sluice, and what runs on Ray or vLLM beside it.
 
+_VLLM_ARGS = {"max-model-len": 2048, "max-num-seqs": 64, "kv-cache-memory-bytes": 256 << 20}
+
 
 def sluice_config(port: int, step_ms: float = 0.0) -> dict[str, Any]:
     """Sluice in front of simulated engines with this step time."""
@@ -230,9 +242,6 @@ def sluice_config(port: int, step_ms: float = 0.0) -> dict[str, Any]:
         "replica": {"count": REPLICAS, "num_cpus": 0.1},
         "router": {"port": port},
     }
-
-
-_VLLM_ARGS = {"max-model-len": 2048, "max-num-seqs": 64, "kv-cache-memory-bytes": 256 << 20}
 
 
 def vllm_config(port: int) -> dict[str, Any]:
@@ -253,52 +262,37 @@ def sluice(name: str, program: Path, direct: bool = False, vllm: bool = False) -
         direct: whether HAProxy fetches streams from the replicas.
         vllm: whether there is one vLLM engine instead of two simulated ones.
     """
-    variables = {DIRECT_VARIABLE: "1"} if direct else {}
 
-    @contextmanager
-    def start(bench: Bench) -> Iterator[System]:
+    def server_on(bench: Bench, port: int) -> Server:
         config = bench.folder / f"{name}.json"
-
-        def command_on(port: int) -> list[str | Path]:
-            asked = vllm_config(port) if vllm else sluice_config(port, bench.step_ms)
-            config.write_text(json.dumps(asked))
-            return [program, "serve", "--config", config]
-
+        config.write_text(
+            json.dumps(vllm_config(port) if vllm else sluice_config(port, bench.step_ms))
+        )
         # Other commands must not mistake it for the user's application.
-        state = os.environ | {"XDG_STATE_HOME": str(bench.folder)} | variables
-        with _server(bench, name, command_on, _RAY_START_LIMIT_S, state) as (url, pid):
-            yield System((url,), {pid: ""}, STATED if vllm else {})
+        variables = {"XDG_STATE_HOME": str(bench.folder)}
+        if direct:
+            variables[DIRECT_VARIABLE] = "1"
+        command: list[str | Path] = [program, "serve", "--config", config]
+        return Server(command, variables, _RAY_START_LIMIT_S, also=STATED if vllm else {})
 
-    return start
+    return served(name, server_on)
 
 
-@contextmanager
-def _vllm(bench: Bench) -> Iterator[System]:
+def _vllm(bench: Bench, port: int) -> Server:
     """vLLM's own server, with the engine of :func:`vllm_config`."""
     model = local_model(EngineConfig().cache_dir)
-
-    def command_on(port: int) -> list[str]:
-        return vllm_command(model, MODEL, port, _VLLM_ARGS)
-
-    with _server(bench, "vllm", command_on, environment=vllm_environment()) as (url, pid):
-        yield System((url,), {pid: ""}, STATED)
+    command = vllm_command(model, MODEL, port, _VLLM_ARGS)
+    return Server(command, VLLM_ENVIRONMENT, also=STATED)
 
 
-@contextmanager
-def _serve_llm(bench: Bench) -> Iterator[System]:
+def _serve_llm(bench: Bench, port: int) -> Server:
     """Ray Serve LLM with the installed Ray. One package that it imports is not installed here."""
     python = environment("pyarrow==26.0.1", bench.say)
     extra = sysconfig.get_path("purelib", vars={"base": str(python.parents[1])})
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), extra)))
-    program = [sys.executable, "-m", "sluice.benchmarks.live.gateway.serve_llm"]
-    options = ["--replicas", str(REPLICAS), "--step-ms", str(bench.step_ms)]
-
-    def command_on(port: int) -> list[str]:
-        return [*program, "--port", str(port), *options]
-
-    state = os.environ | {"PYTHONPATH": path}
-    with _server(bench, "ray-serve-llm", command_on, _RAY_START_LIMIT_S, state) as (url, pid):
-        yield System((url,), {pid: ""})
+    command = [sys.executable, "-m", "sluice.benchmarks.live.gateway.serve_llm"]
+    command += ["--port", str(port), "--replicas", str(REPLICAS), "--step-ms", str(bench.step_ms)]
+    return Server(command, {"PYTHONPATH": path}, _RAY_START_LIMIT_S)
 
 
 _SLUICE: Final = Path(sys.executable).with_name("sluice")
@@ -306,10 +300,10 @@ _SLUICE: Final = Path(sys.executable).with_name("sluice")
 SYSTEMS: Final[dict[str, Start]] = {
     "direct": _direct,
     **{name: _router(name) for name in ROUTERS},
-    "ray-serve-llm": _serve_llm,
+    "ray-serve-llm": served("ray-serve-llm", _serve_llm),
     "sluice": sluice("sluice", _SLUICE),
     "sluice-direct": sluice("sluice-direct", _SLUICE, direct=True),
-    "vllm": _vllm,
+    "vllm": served("vllm", _vllm),
     "sluice-vllm": sluice("sluice-vllm", _SLUICE, vllm=True),
     "sluice-direct-vllm": sluice("sluice-direct-vllm", _SLUICE, direct=True, vllm=True),
 }

@@ -12,26 +12,24 @@ from hypothesis import strategies as st
 
 from sluice.benchmarks.live.client import End, Outcome
 from sluice.benchmarks.live.loads import KINDS, LIGHT_ENGINE
-from sluice.benchmarks.live.soak.command import (
-    LEAST_S,
-    Sample,
-    counters_that_differ,
-    growth,
-    lost,
-    soak,
-    summary,
-    tables,
-)
-from sluice.benchmarks.live.soak.faults import KILL_ROUTER, Fault
-from sluice.benchmarks.live.soak.load import (
+from sluice.benchmarks.live.soak import (
     ALL_CLASSES,
     BURST,
     BURST_EVERY_S,
     BURST_S,
+    KILL_ROUTER,
+    LEAST_S,
     LEAVING,
     LOAD,
-    configuration,
+    Fault,
+    Sample,
+    counters_that_differ,
+    growth,
+    lost,
     make_load,
+    soak,
+    summary,
+    tables,
 )
 from sluice.scheduling.request.objective import SLO
 from tests.e2e.conftest import on_the_shared_ray
@@ -55,12 +53,6 @@ def test_the_load_has_every_kind_and_class_and_bursts_over_what_the_engines_can(
     assert len(leaving) / streams == pytest.approx(LEAVING, abs=0.01)
     longest = max(each.prompt_tokens + each.output_tokens for each in arrivals)
     assert longest <= LIGHT_ENGINE["max_model_tokens"]
-
-
-def test_what_is_served() -> None:
-    config = configuration(5, 2)
-    assert (config.replica.count, config.router.replicas) == (5, 2)
-    assert set(config.router.classes) == set(ALL_CLASSES)
 
 
 # What is lost.
@@ -195,7 +187,7 @@ def test_counters_must_be_what_the_client_counted() -> None:
 def test_a_short_soak_loses_nothing(monkeypatch: pytest.MonkeyPatch, options: list[str]) -> None:
     monkeypatch.setattr("sluice.benchmarks.live.application.running", on_the_shared_ray)
     monkeypatch.setattr("sluice.benchmarks.live.application.free_port", shared_ray.serve_port)
-    monkeypatch.setattr("sluice.benchmarks.live.soak.faults.PAUSE_S", (2.0, 4.0))
+    monkeypatch.setattr("sluice.benchmarks.live.soak.PAUSE_S", (2.0, 4.0))
     command = ["--minutes", "0.2", *options, "--seed", "3", "--rate", "4", "--json"]
     done = CliRunner().invoke(soak, command)
     assert done.exception is None or isinstance(done.exception, SystemExit), done.output

@@ -8,10 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.benchmarks.live.speculation.command import KINDS, WAYS, Bench, arrivals, rate_at
-from sluice.benchmarks.live.speculation.engine import (
+from sluice.benchmarks.live.speculation import (
+    KINDS,
+    WAYS,
+    Bench,
     FixedLengths,
     SpeculatingEngine,
+    arrivals,
+    rate_at,
     repeating_model,
 )
 from sluice.scheduling.latency.model import LinearLatency
@@ -78,12 +82,13 @@ def test_a_small_run_measures_what_it_says(tmp_path):
     try:
         bench = Bench(engine, 6, [4.0], 0, calibrated=6)
         assert bench.step_s > 0 and bench.full_rate > 0
-        rows = {row.way: row for row in bench.run(1)}
+        rows = {row["way"]: row for row in bench.run(1)}
     finally:
         engine.close()
     assert set(rows) == set(WAYS)
     fixed = [rows["fixed 0"], rows["fixed 3"], rows["fixed 5"]]
-    assert fixed[0].length == 0 and fixed[0].step_tokens == 1
-    assert fixed[0].length < fixed[1].length <= 3 and fixed[1].length <= fixed[2].length <= 5
+    none, three, five = (row["length"] for row in fixed)
+    assert none == 0 and fixed[0]["step_tokens"] == 1
+    assert none < three <= 3 and three <= five <= 5
     for row in fixed[1:]:
-        assert 0 < row.accepted <= 1 and row.step_tokens > 1
+        assert 0 < row["accepted"] <= 1 and row["step_tokens"] > 1

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from math import comb
 from pathlib import Path
@@ -20,7 +21,6 @@ from statistics import mean, median
 from typing import NamedTuple
 
 import click
-from rich.table import Table
 
 from sluice.benchmarks.live.engines import EngineProcess, Result, StockEngine, Work, quiet_vllm
 from sluice.benchmarks.live.preemption.engine import PreemptiveEngine
@@ -72,12 +72,7 @@ _LEAST_PAIRS = 6
 @click.option("--seed", default=0)
 @as_json
 def preemption(
-    long_tokens: int,
-    short_tokens: int,
-    repeats: int,
-    pairs: int,
-    seed: int,
-    as_json: bool,
+    long_tokens: int, short_tokens: int, repeats: int, pairs: int, seed: int, as_json: bool
 ) -> None:
     """Measure how long a short request waits for a long prefill, by where that can be preempted.
 
@@ -86,13 +81,29 @@ def preemption(
       sluice bench preemption --repeats 10 --json
     """
     quiet_vllm()
+    prompts = Prompts.draw(long_tokens, short_tokens, seed)
+    args = {
+        "max_model_len": long_tokens + 64,
+        "max_num_batched_tokens": max(2048, long_tokens),
+        "kv_cache_memory_bytes": 256 << 20,
+        "enforce_eager": True,
+    }
+    options = {"granularity": "operator", "depth": 3, "least_tokens": 1}
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as name:
-        directory = Path(name)
-        model = local_model(directory, layers=LAYERS, hidden=HIDDEN)
-        prompts = Prompts.draw(long_tokens, short_tokens, seed)
-        found = measure(directory, model, prompts, repeats, pairs)
-    lines = (f"{name}: {found[name]}" for name in ("alone_ms", "stock_alone_ms"))
-    show(found, tables(found), as_json, *lines)
+        model = local_model(Path(name), layers=LAYERS, hidden=HIDDEN)
+        make = partial(StockEngine, model, max_num_seqs=16, block_size=32, **args)
+        with (
+            closing(EngineProcess(make)) as stock,
+            closing(PreemptiveEngine(model, Path(name), options, **args)) as engine,
+        ):
+            found = Bench(engine, stock, prompts).all(repeats, pairs)
+    ways = ("way", "stops", "blocked", "blocked_most", "waited", "short", "short_ratio", "long")
+    costs = [{"of": name, **each} for name, each in found["overhead"].items()]
+    tables = [
+        table(found["rows"], *ways, title="milliseconds"),
+        table(costs, *costs[0], title="overhead without preemption"),
+    ]
+    show(found, tables, as_json, f"alone, ms: {found['alone_ms']}, {found['stock_alone_ms']}")
 
 
 def random_prompt(chance: random.Random, tokens: int) -> list[int]:
@@ -113,26 +124,6 @@ class Prompts(NamedTuple):
         chance = random.Random(seed)
         long = Work("long", random_prompt(chance, long_tokens), 1, _LATE)
         return cls(long, Work("short", random_prompt(chance, short_tokens), 1, _URGENT), chance)
-
-
-def measure(directory: Path, model: Path, prompts: Prompts, repeats: int, pairs: int) -> Json:
-    """Everything but the trials, as plain data."""
-    args = {
-        "max_model_len": len(prompts.long.prompt) + 64,
-        "max_num_batched_tokens": max(2048, len(prompts.long.prompt)),
-        "kv_cache_memory_bytes": 256 << 20,
-        "enforce_eager": True,
-    }
-    options = {"granularity": "operator", "depth": 3, "least_tokens": 1}
-    stock = EngineProcess(partial(StockEngine, model, max_num_seqs=16, block_size=32, **args))
-    try:
-        engine = PreemptiveEngine(model, directory, options, **args)
-        try:
-            return Bench(engine, stock, prompts).all(repeats, pairs)
-        finally:
-            engine.close()
-    finally:
-        stock.close()
 
 
 def moment(
@@ -165,13 +156,7 @@ def alone(engine: PreemptiveEngine | StockEngine, work: Work) -> tuple[Result, f
 
 
 class Bench:
-    """Runs on one engine with preemption, and on a stock one.
-
-    Args:
-        engine: the first.
-        stock: a :class:`StockEngine` in another process.
-        prompts: what they compute.
-    """
+    """Runs on one engine with preemption, and on a :class:`StockEngine` in another process."""
 
     def __init__(self, engine: PreemptiveEngine, stock: EngineProcess, prompts: Prompts) -> None:
         self._engine = engine
@@ -193,14 +178,18 @@ class Bench:
             self._alone_s.append(times_s)
 
     def all(self, repeats: int, pairs: int) -> Json:
-        """Rows and overheads, as plain data."""
+        """Rows, times alone and overheads, as plain data."""
         rows = self.rows(repeats)
-        ours, stock = self._alone_s
+        alone_ms, stock_ms = (
+            {name: round(1e3 * each_s, 2) for name, each_s in times_s.items()}
+            for times_s in self._alone_s
+        )
+        overhead = self.overheads(pairs)
         return {
             "rows": rows,
-            "alone_ms": {name: round(1e3 * each, 2) for name, each in ours.items()},
-            "stock_alone_ms": {name: round(1e3 * each, 2) for name, each in stock.items()},
-            "overhead": {name: each._asdict() for name, each in self.overheads(pairs).items()},
+            "alone_ms": alone_ms,
+            "stock_alone_ms": stock_ms,
+            "overhead": overhead,
         }
 
     def rows(self, repeats: int) -> list[Json]:
@@ -246,7 +235,7 @@ class Bench:
             "same": mean(same),
         }
 
-    def overheads(self, pairs: int) -> dict[str, Spread]:
+    def overheads(self, pairs: int) -> dict[str, Json]:
         """Costs without preemption: of the checks alone, by the processor time of a prefill with
         and without them; of the engine, by the time of a prefill or decode request on it and on
         the stock engine."""
@@ -282,29 +271,10 @@ class Bench:
         self._engine.use(granularity, chunk=chunk, most=self._most)
 
 
-class Spread(NamedTuple):
-    """Ratios of pairs, less 1.
-
-    Attributes:
-        pairs: how many.
-        median: their median.
-        low, high: its interval of at least 95 % confidence, whatever the distribution.
-        quarter, three_quarters: their quartiles.
-        one_ms, other_ms: medians of the times that the ratios are of.
-    """
-
-    pairs: int
-    median: float
-    low: float
-    high: float
-    quarter: float
-    three_quarters: float
-    one_ms: float
-    other_ms: float
-
-
-def spread(pairs: int, one_s: Callable[[], float], other_s: Callable[[], float]) -> Spread:
-    """Ratios of the time of ``one_s`` to that of ``other_s``, each first in every second pair."""
+def spread(pairs: int, one_s: Callable[[], float], other_s: Callable[[], float]) -> Json:
+    """Ratios, less 1, of the time of ``one_s`` to that of ``other_s``, each first in every second
+    pair: their median, its interval of at least 95 % confidence, whatever the distribution, by the
+    sign test, and the medians of both times, milliseconds."""
     one_s(), other_s()
     times_s: list[tuple[float, float]] = []
     for pair in range(pairs):
@@ -315,28 +285,16 @@ def spread(pairs: int, one_s: Callable[[], float], other_s: Callable[[], float])
             one = one_s()
             times_s.append((one, other_s()))
     ratios = sorted(one / other - 1 for one, other in times_s)
-    outside, quarter = _outside(pairs), pairs // 4
-    ends = (outside, -1 - outside, quarter, -1 - quarter)
-    found = (round(each, 5) for each in (median(ratios), *(ratios[end] for end in ends)))
-    medians_ms = (round(1e3 * median(each_s), 3) for each_s in zip(*times_s, strict=True))
-    return Spread(pairs, *found, *medians_ms)
-
-
-def _outside(values: int, doubt: float = 0.05) -> int:
-    """How many of ``values`` sorted values, at each end, are outside the confidence interval of
-    their distribution's median: by the sign test."""
-    outside, tail = 0, 0.5**values
-    while 2 * (tail + comb(values, outside + 1) * 0.5**values) <= doubt:
+    outside, tail = 0, 0.5**pairs
+    while 2 * (tail + comb(pairs, outside + 1) * 0.5**pairs) <= 0.05:
         outside += 1
-        tail += comb(values, outside) * 0.5**values
-    return outside
-
-
-def tables(found: Json) -> list[Table]:
-    """What was found, as tables."""
-    ways = ("way", "stops", "blocked", "blocked_most", "waited", "short", "short_ratio", "long")
-    costs = [{"of": name, **each} for name, each in found["overhead"].items()]
-    return [
-        table(found["rows"], *ways, title="milliseconds"),
-        table(costs, "of", *Spread._fields, title="overhead without preemption"),
-    ]
+        tail += comb(pairs, outside) * 0.5**pairs
+    ends = (ratios[outside], ratios[-1 - outside])
+    one_ms, other_ms = (round(1e3 * median(each_s), 3) for each_s in zip(*times_s, strict=True))
+    return {
+        "pairs": pairs,
+        "median": round(median(ratios), 5),
+        "interval": [round(end, 5) for end in ends],
+        "one_ms": one_ms,
+        "other_ms": other_ms,
+    }

@@ -28,7 +28,6 @@ from statistics import fmean
 from typing import Any, Final, NamedTuple
 
 import click
-import numpy as np
 from rich.console import Console
 
 from sluice.benchmarks.experiments.systems import SETUPS
@@ -37,7 +36,7 @@ from sluice.benchmarks.live.client import Body, End, Json, Outcome, stream_body
 from sluice.benchmarks.live.client import replay as replay_workload
 from sluice.benchmarks.live.preemption.command import random_prompt
 from sluice.benchmarks.live.processes import vllm_server
-from sluice.benchmarks.live.report import by_class, of_class, table
+from sluice.benchmarks.live.report import by_class, milliseconds, of_class, table
 from sluice.benchmarks.live.resources import Meter
 from sluice.benchmarks.options import as_json, number_option, seed, show
 from sluice.controller.config import NO_ADMISSION
@@ -60,13 +59,18 @@ PAPER_MODEL: Final = "llama3-8b"
 PAPER_SETUP: Final = SETUPS["8b"]
 """The paper's smallest model. The paper has no times of it: those of the simulator are used."""
 
-PAPER_CHUNKS: Final = (2_048, 8_192)
-"""Tokens of its two baselines with chunks and EDF; here they are divided like the lengths."""
-
-NAME: Final = "small"
 SHRINK: Final = 4.0
 """Divisor of the paper's lengths."""
 
+SMALL, LARGE = (round(tokens / SHRINK) for tokens in (2_048, 8_192))
+"""Tokens of the paper's two baselines with chunks and EDF, divided like the lengths."""
+
+MOST: Final = ceil(
+    max(each.lengths.cap * each.lengths.reach for each in FLOWPREFILL_PROMPTS.values()) / SHRINK
+)
+"""The longest prompt, tokens."""
+
+NAME: Final = "small"
 _WARM_UP_S = 5.0
 _PROFILE_S = 10.0
 _TIMED_SHARES = (1 / 32, 1 / 8, 1 / 4, 1 / 2, 1.0)
@@ -76,70 +80,48 @@ _SAMPLE = 4_000
 
 class Way(NamedTuple):
     """How prefills are scheduled: fields of the engine's configuration, ``None`` for stock vLLM's
-    own server, and vLLM's arguments in addition to those of all ways."""
+    own server, max tokens of a step, and further arguments of vLLM."""
 
     engine: Mapping[str, Any] | None
-    vllm_args: Mapping[str, Any]
+    step_tokens: int
+    more: Mapping[str, Any] = {}
 
-
-class Sizes(NamedTuple):
-    """The model's directory, the divisor of the paper's lengths, and the longest prompt, tokens."""
-
-    model: Path
-    shrink: float
-    most: int
-
-    def ways(self) -> dict[str, Way]:
-        """All ways by name. Without chunks a step holds the longest prompt."""
-        whole = {"max-num-batched-tokens": self.most}
-        small, large = (round(tokens / self.shrink) for tokens in PAPER_CHUNKS)
-        chunks = {
-            f"EDF, chunks of {tokens}": Way(
-                {"policy": "edf", "policy_options": {"token_budget": tokens}},
-                {"max-num-batched-tokens": tokens},
-            )
-            for tokens in (large, small)
-        }
-        stock = {
-            "max-num-batched-tokens": small,
-            "long-prefill-token-threshold": small // 2,
-            "scheduling-policy": "priority",
-        }
+    def vllm_args(self) -> Json:
+        """vLLM's arguments, by command-line name without dashes."""
         return {
-            "operator": Way({"preemption": {"granularity": "operator"}}, whole),
-            "layer": Way({"preemption": {"granularity": "layer"}}, whole),
-            "FCFS": Way({"policy": "fcfs"}, whole),
-            **chunks,
-            "default policy": Way({}, {"max-num-batched-tokens": large}),
-            f"stock, threshold {small // 2}": Way(None, stock),
-        }
-
-    def args_of(self, way: Way) -> Json:
-        """vLLM's arguments of a way."""
-        return {
-            "max-model-len": self.most + 16,
+            "max-num-batched-tokens": self.step_tokens,
+            "max-model-len": MOST + 16,
             "kv-cache-memory-bytes": 512 << 20,
             "block-size": 32,
             "max-num-seqs": 64,
             "enforce-eager": True,
             "enable-prefix-caching": False,  # the warm-up has the same prompts
-            **way.vllm_args,
+            **self.more,
         }
 
 
+_PRIORITY = {"long-prefill-token-threshold": SMALL // 2, "scheduling-policy": "priority"}
+
+WAYS: Final = {
+    "operator": Way({"preemption": {"granularity": "operator"}}, MOST),
+    "layer": Way({"preemption": {"granularity": "layer"}}, MOST),
+    "FCFS": Way({"policy": "fcfs"}, MOST),
+    **{
+        f"EDF, chunks of {tokens}": Way(
+            {"policy": "edf", "policy_options": {"token_budget": tokens}}, tokens
+        )
+        for tokens in (LARGE, SMALL)
+    },
+    "default policy": Way({}, LARGE),
+    f"stock, threshold {SMALL // 2}": Way(None, SMALL, _PRIORITY),
+}
+"""Where no chunks are named, a step holds the longest prompt."""
+
+
 class Load(NamedTuple):
-    """The offered load.
+    """The offered load: the mean predicted time of a prefill alone, seconds, the factor on the
+    paper's objectives, and requests per second."""
 
-    Attributes:
-        share: of the engine's time that predicted prefills fill.
-        alone: coefficients of the time of a prefill alone, see :class:`PolynomialTTFT`.
-        mean_s: mean predicted time of a prefill, alone.
-        slo_scale: factor on the paper's objectives.
-        rate: requests per second.
-    """
-
-    share: float
-    alone: tuple[float, ...]
     mean_s: float
     slo_scale: float
     rate: float
@@ -166,64 +148,54 @@ def preemption_replay(minutes: float, share: float, seed: int, as_json: bool) ->
     say = Console(stderr=True).print
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
         directory = Path(folder)
-        most = longest_prompt(SHRINK)
-        sizes = Sizes(local_model(directory, max_positions=most + 16), SHRINK, most)
+        model = local_model(directory, max_positions=MOST + 16)
         say("timing prompts alone")
-        load, workload = make_load(share, timed(sizes, directory), 60 * minutes, SHRINK, seed)
+        load, workload = make_load(share, timed(model, directory), 60 * minutes, seed)
         results = {}
-        for name, way in sizes.ways().items():
+        for name, way in WAYS.items():
             say(f"{name}: starting")
-            results[name] = measure(way, sizes, load, workload, directory)
+            results[name] = measure(way, model, load, workload, directory)
             done = results[name]["all"]
             say(f"{name}: {done['answered']} of {done['sent']} answered")
     words = f"{workload.description} {workload.scaling}"
-    found = {"workload": words, "load": load._asdict(), "ways": results}
     rows = [{"way": name, **each} for name, each in results.items()]
     attained = [f"classes.{task}.attained" for task in FLOWPREFILL_SHARES]
     others = ("classes.text.ttft_ms", "suspensions", "blocked_ms", "machine_busy")
     title = f"TTFT within the objective, of all that were sent, at {load.rate:.2f} requests/s"
     shown = table(rows, "way", "all.attained", *attained, *others, title=title)
-    show(found, [shown], as_json)
-    raise SystemExit(
-        any(each["all"]["answered"] < each["all"]["sent"] for each in results.values())
-    )
+    show({"workload": words, "load": load._asdict(), "ways": results}, [shown], as_json)
+    raise SystemExit(any(row["unanswered"] for row in rows))
 
 
 # The load.
 
 
-def longest_prompt(shrink: float) -> int:
-    """Length that no prompt exceeds, tokens."""
-    columns = (column.lengths for column in FLOWPREFILL_PROMPTS.values())
-    return ceil(max(each.cap * each.reach for each in columns) / shrink)
-
-
 def make_load(
-    share: float, alone: PolynomialTTFT, seconds: float, shrink: float, seed: int
+    share: float, alone: PolynomialTTFT, seconds: float, seed: int
 ) -> tuple[Load, Workload]:
     """Poisson arrivals for about this long, with the mix's lengths and objectives, at the rate at
     which their prefills fill ``share`` of the time if each takes as long as ``alone``."""
     sample = flowprefill(PAPER_MODEL, 1.0, _SAMPLE, seed)
-    count = max(2, round(share * seconds / _mean_s(sample, alone, shrink)))
+    count = max(2, round(share * seconds / _mean_s(sample, alone, SHRINK)))
     drawn = flowprefill(PAPER_MODEL, 1.0, count, seed)
     # Of the requests drawn: a few long ones more or less change the load.
-    mean_s = _mean_s(drawn, alone, shrink)
+    mean_s = _mean_s(drawn, alone, SHRINK)
     slo_scale = mean_s / _mean_s(drawn, PolynomialTTFT.of_steps(PAPER_SETUP.truth), 1.0)
     ttft_s = FLOWPREFILL_TTFT_S[PAPER_MODEL]
     arrivals = tuple(
         each._replace(
-            prompt_tokens=_shrunk(each, shrink),
+            prompt_tokens=_shrunk(each, SHRINK),
             slo=SLO(ttft_s=ttft_s[each.task] * slo_scale, service_class=each.task),
         )
         for each in drawn.arrivals
     )
     words = (
-        f"Tasks and prompt lengths of FlowPrefill Table 1, divided by {shrink:g}; TTFT of Table 2 "
+        f"Tasks and prompt lengths of FlowPrefill Table 1, divided by {SHRINK:g}; TTFT of Table 2 "
         f"for {PAPER_MODEL} times {slo_scale:.4g}."
     )
     rate = share / mean_s
     workload = stretched(replace(drawn, arrivals=arrivals, description=words), drawn.rate / rate)
-    return Load(share, alone.coefficients, mean_s, slo_scale, rate), workload
+    return Load(mean_s, slo_scale, rate), workload
 
 
 def _shrunk(arrival: Arrival, shrink: float) -> int:
@@ -235,12 +207,11 @@ def _mean_s(workload: Workload, alone: PolynomialTTFT, shrink: float) -> float:
     return fmean(alone.seconds(_shrunk(each, shrink)) for each in workload.arrivals)
 
 
-def timed(sizes: Sizes, directory: Path) -> PolynomialTTFT:
+def timed(model: Path, directory: Path) -> PolynomialTTFT:
     """Times of prompts alone on stock vLLM, by length: as its client sees them, one at a time."""
-    args = sizes.args_of(Way(None, {"max-num-batched-tokens": sizes.most}))
-    lengths = [max(2, round(sizes.most * part)) for part in _TIMED_SHARES]
+    lengths = [max(2, round(MOST * part)) for part in _TIMED_SHARES]
     samples = []
-    with vllm_server(sizes.model, NAME, args, directory / "timed.log") as url:
+    with vllm_server(model, NAME, Way(None, MOST).vllm_args(), directory / "timed.log") as url:
         for number, length in enumerate(lengths[:2] + lengths * _TIMED):
             one = Workload("one", (Arrival(0.0, length, 1, SLO(ttft_s=1.0)),))
             (outcome,) = _send(url, one, tokens_body)
@@ -252,9 +223,10 @@ def timed(sizes: Sizes, directory: Path) -> PolynomialTTFT:
 def _send(
     url: str, workload: Workload, body: Body, on_sent: Callable[[], None] = lambda: None
 ) -> list[Outcome]:
-    completions = f"{url}/v1/completions"
-    sending = replay_workload(completions, NAME, workload, on_sent=on_sent, body=body, exact=False)
-    return asyncio.run(sending)
+    url = f"{url}/v1/completions"
+    return asyncio.run(
+        replay_workload(url, NAME, workload, on_sent=on_sent, body=body, exact=False)
+    )
 
 
 def tokens_body(model: str, number: int, arrival: Arrival) -> Json:
@@ -273,10 +245,10 @@ def _with_priority(model: str, number: int, arrival: Arrival) -> Json:
 # The ways.
 
 
-def measure(way: Way, sizes: Sizes, load: Load, workload: Workload, directory: Path) -> Json:
+def measure(way: Way, model: Path, load: Load, workload: Workload, directory: Path) -> Json:
     """Serve by ``way``, replay the workload's first seconds to warm up, and then all of it."""
     body = tokens_body if way.engine is not None else _with_priority
-    with _served(way, sizes, load, directory) as url:
+    with _served(way, model, load, directory) as url:
         _send(url, window(workload, 0.0, _WARM_UP_S), body)
         before = metrics(url) if way.engine is not None else {}
         meter = Meter()
@@ -287,32 +259,29 @@ def measure(way: Way, sizes: Sizes, load: Load, workload: Workload, directory: P
 
 
 @contextmanager
-def _served(way: Way, sizes: Sizes, load: Load, directory: Path) -> Iterator[str]:
+def _served(way: Way, model: Path, load: Load, directory: Path) -> Iterator[str]:
     """The address of the server."""
     if way.engine is None:
-        args = sizes.args_of(way)
-        with vllm_server(sizes.model, NAME, args, directory / "stock.log") as url:
+        with vllm_server(model, NAME, way.vllm_args(), directory / "stock.log") as url:
             yield url
-        return
-    with application(config_of(way, sizes, load, directory)) as served:
-        yield served.url
+    else:
+        with application(config_of(way, model, load, directory)) as served:
+            yield served.url
 
 
-def config_of(way: Way, sizes: Sizes, load: Load, directory: Path) -> SluiceConfig:
+def config_of(way: Way, model: Path, load: Load, directory: Path) -> SluiceConfig:
     """One replica that schedules by ``way``, without admission: no request is guaranteed."""
     assert way.engine is not None
     engine = {
-        "model": str(sizes.model),
+        "model": str(model),
         "served_model_name": NAME,
         "cache_dir": directory,
         "profile_budget_s": _PROFILE_S,
-        "vllm_args": sizes.args_of(way),
+        "vllm_args": way.vllm_args(),
         **way.engine,
     }
-    classes = {
-        name: {"ttft_ms": 1e3 * ttft_s * load.slo_scale}
-        for name, ttft_s in FLOWPREFILL_TTFT_S[PAPER_MODEL].items()
-    }
+    ttft_s = FLOWPREFILL_TTFT_S[PAPER_MODEL]
+    classes = {name: {"ttft_ms": 1e3 * each * load.slo_scale} for name, each in ttft_s.items()}
     default = next(iter(FLOWPREFILL_SHARES))
     return SluiceConfig.model_validate(
         {
@@ -325,19 +294,14 @@ def config_of(way: Way, sizes: Sizes, load: Load, directory: Path) -> SluiceConf
 
 
 def summary(outcomes: Sequence[Outcome], stops: Mapping[str, float]) -> Json:
-    """The report of one way, as plain data.
-
-    Args:
-        outcomes: of every request that was sent.
-        stops: increase of the replica's metrics during the replay.
-    """
+    """The report of one way, as plain data; ``stops`` is the increase of the replica's metrics."""
     count = stops.get("sluice_prefill_stop_seconds_count", 0.0)
     total_s = stops.get("sluice_prefill_stop_seconds_sum", 0.0)
     return {
         "classes": by_class(outcomes, FLOWPREFILL_SHARES),
         "all": of_class(outcomes),
         "unanswered": sorted({each.reason for each in outcomes if each.end is not End.ANSWERED}),
-        "late_ms": round(1e3 * float(np.quantile([each.late_s for each in outcomes], 0.99)), 1),
+        "late_ms": milliseconds([each.late_s for each in outcomes], (0.99,)),
         "suspensions": int(stops.get("sluice_prefill_suspensions_total", 0)),
         "blocked_ms": round(1e3 * total_s / count, 2) if count else None,
     }

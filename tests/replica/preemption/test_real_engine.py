@@ -200,7 +200,7 @@ def test_the_benchmark_compares_with_stock_vllm(engine, tmp_path):
     stock = EngineProcess(partial(StockEngine, model, max_model_len=1024, **STOCK_ARGS))
     try:
         found = Bench(engine, stock, Prompts.draw(700, 32, seed=4)).all(repeats=3, pairs=6)
-        with pytest.raises(RuntimeError, match="TypeError"):
+        with pytest.raises(TypeError):
             stock.call(StockEngine.use, "what is no number", "nor this", "one too many")
     finally:
         stock.close()

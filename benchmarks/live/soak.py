@@ -1,5 +1,6 @@
 """A steady mixed load on real Ray and Serve for any duration: is anything lost, does memory grow?
-With ``--faults``: while parts of it are killed and frozen at random.
+With ``--faults``: while processes of it are killed and frozen at random. A frozen process (SIGSTOP)
+is alive and does nothing, like a hung driver or a paused virtual machine.
 
 Run with ``sluice bench soak``. Every answer is checked against its request: with simulated engines
 its whole text, so that missing and duplicated tokens are detected. In the end, when the application
@@ -14,32 +15,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import random
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import click
 import numpy as np
+import psutil
 from rich.table import Table
 
-from sluice.benchmarks.live.application import application, metrics
-from sluice.benchmarks.live.client import End, Outcome, replay
-from sluice.benchmarks.live.loads import Kind
-from sluice.benchmarks.live.report import Json, by_class, of_class, table
+from sluice.benchmarks.live.application import application, metrics, simulated
+from sluice.benchmarks.live.client import End, Json, Outcome, replay
+from sluice.benchmarks.live.loads import CLASSES, KINDS, LIGHT_ENGINE, SHARES, Kind, objectives
+from sluice.benchmarks.live.report import by_class, of_class, table
 from sluice.benchmarks.live.resources import processes
-from sluice.benchmarks.live.soak.faults import KILL_ROUTER, Chaos, Fault
-from sluice.benchmarks.live.soak.load import (
-    CAPACITY,
-    LOAD,
-    LOAD_WITH_FAULTS,
-    Load,
-    configuration,
-    make_load,
-)
 from sluice.benchmarks.options import as_json, number_option, seed, show
 from sluice.deploy.config import SluiceConfig
+from sluice.router.config import ServiceClass
+from sluice.simulation.workload import Arrival, Workload
 
 SAMPLE_S: Final = 10.0
 WARM_UP_S: Final = 60.0
@@ -67,6 +63,63 @@ CUT_S: Final = 5.0
 GRACE_S: Final = 120.0
 _IDLE_S = 60.0
 _POLL_S = 0.5
+
+ALL_CLASSES: Final = {
+    **CLASSES,
+    "patient": ServiceClass(
+        ttft_ms=3_000, tpot_ms=200, when_unattainable="queue", queue_limit_s=5.0
+    ),
+    "strict": ServiceClass(ttft_ms=1_500, tpot_ms=150, when_unattainable="reject"),
+}
+"""The classes of a replay, one that waits in the admission queue for a guarantee, and one that is
+refused without a guarantee."""
+
+_SHARES: Final = {
+    **{name: 0.8 * share for name, share in SHARES.items()},
+    **{"patient": 0.1, "strict": 0.1},
+}
+
+LOAD: Final = 0.65
+LOAD_WITH_FAULTS: Final = 0.5
+BURST: Final = 1.4
+"""Load as a share of the engines' capacity: between bursts, the same with faults, and in a burst
+without faults."""
+
+BURST_EVERY_S: Final = 60.0
+BURST_S: Final = 8.0
+
+LEAVING: Final = 0.05
+"""Share of the streams whose client disconnects midway."""
+
+_MEAN_PROMPT, _MOST_PROMPT = 300, 1_500
+_MEAN_OUTPUT, _MOST_OUTPUT = 40, 160
+
+CAPACITY: Final = 1 / (
+    _MEAN_OUTPUT
+    * (LIGHT_ENGINE["step_s"] / LIGHT_ENGINE["max_sequences"] + LIGHT_ENGINE["token_s"])
+    + _MEAN_PROMPT * LIGHT_ENGINE["token_s"]
+)
+"""Approximate capacity of one replica with full batches, requests a second."""
+
+
+PAUSE_S: Final = (10.0, 20.0)
+"""Shortest and longest time between the beginnings of two faults, seconds."""
+
+FROZEN_S: Final = (2.0, 8.0)
+"""How long a process is frozen, seconds."""
+
+KILL_ROUTER: Final = ("kill", "routers")
+FAULTS: Final = (
+    KILL_ROUTER,
+    *(("kill", "replicas"), ("kill", "controller"), ("kill", "Serve controller")),
+    *(("freeze", "replicas"), ("freeze", "controller")),
+)
+"""What happens to one process of a kind, see :mod:`sluice.benchmarks.live.resources`."""
+
+_CALM_S = 15.0  # without faults at the beginning and at the end; less in a short run
+_READY_S = 60.0
+_LOOK_S = 0.5
+
 
 Sample = tuple[float, dict[tuple[str, int], float]]
 """Seconds from the start, and the memory of each process that it does not share, MiB, by kind and
@@ -106,7 +159,8 @@ def soak(
     """
     share = LOAD_WITH_FAULTS if faults else LOAD
     load = make_load(60 * minutes, rate or share * CAPACITY * replicas, seed)
-    found = measure(configuration(replicas, routers), load, seed if faults else None)
+    config = simulated(LIGHT_ENGINE, replicas, ALL_CLASSES, {"replicas": routers})
+    found = measure(config, load, seed if faults else None)
     wrong = {name: found[name] for name in ("lost", "left_over", "growing", "differing")}
     show(found, tables(found), as_json, *(f"{name}: {each}" for name, each in wrong.items()))
     raise SystemExit(any(wrong.values()))
@@ -192,6 +246,125 @@ def _counters(url: str, outcomes: Sequence[Outcome], kinds: Sequence[Kind]) -> l
         if not differing or time.monotonic() > deadline_s:
             return differing
         time.sleep(_POLL_S)
+
+
+# The load.
+
+
+class Load(NamedTuple):
+    """All requests of a soak: by number their kinds, and the pieces of text after which their
+    clients disconnect, if they do."""
+
+    workload: Workload
+    kinds: list[Kind]
+    leaves: list[int | None]
+
+    def body(self, model: str, number: int, arrival: Arrival) -> Json:
+        """The request with this number."""
+        return self.kinds[number].body(model, number, arrival)
+
+
+def make_load(seconds: float, rate: float, seed: int) -> Load:
+    """Requests for ``seconds``, at ``rate`` a second between bursts."""
+    chance = np.random.default_rng(seed)
+    # Poisson arrivals of two rates, by thinning the higher one.
+    most = rate * BURST / LOAD
+    times = np.cumsum(chance.exponential(1 / most, size=round(1.2 * most * seconds) + 50))
+    times = times[times < seconds]
+    in_burst = times % BURST_EVERY_S >= BURST_EVERY_S - BURST_S
+    times = times[in_burst | (chance.random(len(times)) < LOAD / BURST)]
+    count = len(times)
+    prompts = np.clip(np.ceil(chance.exponential(_MEAN_PROMPT, size=count)), 1, _MOST_PROMPT)
+    outputs = np.clip(np.ceil(chance.exponential(_MEAN_OUTPUT, size=count)), 1, _MOST_OUTPUT)
+    names = chance.choice(list(_SHARES), size=count, p=list(_SHARES.values()))
+    objective_of = objectives(ALL_CLASSES)
+    arrivals = tuple(
+        Arrival(float(time_s), int(prompt), int(output), objective_of[str(name)])
+        for time_s, prompt, output, name in zip(times, prompts, outputs, names, strict=True)
+    )
+    shares = np.array([kind.share for kind in KINDS])
+    drawn = chance.choice(len(KINDS), count, p=shares / shares.sum())
+    kinds = [KINDS[index] for index in drawn]
+    leaves = [
+        int(chance.integers(1, arrival.output_tokens))
+        if kind.streams and arrival.output_tokens > 1 and chance.random() < LEAVING
+        else None
+        for kind, arrival in zip(kinds, arrivals, strict=True)
+    ]
+    return Load(Workload("soak", arrivals), kinds, leaves)
+
+
+# Faults.
+
+
+class Fault(NamedTuple):
+    """An injected fault: time from the load's start, kind, and duration, seconds."""
+
+    at_s: float
+    what: tuple[str, str]
+    seconds: float = 0.0
+
+
+class Chaos:
+    """Draws and injects faults by ``seed`` until ``stop`` is set; ``done`` has those so far."""
+
+    def __init__(self, seed: int, config: SluiceConfig, stop: threading.Event) -> None:
+        self.done: list[Fault] = []
+        self._chance = random.Random(seed)
+        self._config = config
+        self._stop = stop
+
+    async def run(self, seconds: float) -> None:
+        """Inject faults during a load that lasts for ``seconds`` from now, each once the
+        application has recovered from the one before."""
+        started_s = time.monotonic()
+        calm_s = min(_CALM_S, seconds / 6)
+        await asyncio.sleep(calm_s)
+        while (begun_s := time.monotonic()) - started_s < seconds - calm_s:
+            if await asyncio.to_thread(self.wait_until_well):
+                await asyncio.to_thread(self._inject, started_s)
+            pause_s = self._chance.uniform(*PAUSE_S)
+            await asyncio.sleep(max(0.0, begun_s + pause_s - time.monotonic()))
+
+    def wait_until_well(self) -> bool:
+        """Wait until the expected number of replicas and routers run; ``False`` after a timeout."""
+        # They import Ray, which reads its environment then.
+        from ray import serve
+
+        from sluice.deploy.app import REPLICA_DEPLOYMENTS, ROUTER_DEPLOYMENT
+
+        wanted = {
+            REPLICA_DEPLOYMENTS["mixed"]: self._config.replica.first,
+            ROUTER_DEPLOYMENT: self._config.router.replicas,
+        }
+        deadline_s = time.monotonic() + _READY_S
+        while not self._stop.is_set() and time.monotonic() < deadline_s:
+            application = serve.status().applications.get(self._config.name)
+            found = {} if application is None else application.deployments
+            running = {name: each.replica_states.get("RUNNING", 0) for name, each in found.items()}
+            if all(running.get(name, 0) >= count for name, count in wanted.items()):
+                return True
+            self._stop.wait(_LOOK_S)
+        return False
+
+    def _inject(self, started_s: float) -> None:
+        what, at_s = self._chance.choice(FAULTS), time.monotonic() - started_s
+        pids = [pid for pid, each in processes().items() if each.kind == what[1]]
+        try:
+            process = psutil.Process(self._chance.choice(pids))
+            if what[0] == "kill":
+                process.kill()
+                self.done.append(Fault(round(at_s, 1), what))
+                return
+            seconds = self._chance.uniform(*FROZEN_S)
+            process.suspend()
+            try:
+                self._stop.wait(seconds)
+            finally:
+                process.resume()
+            self.done.append(Fault(round(at_s, 1), what, round(seconds, 1)))
+        except (psutil.NoSuchProcess, IndexError):
+            return  # it has just ended by itself
 
 
 # The report.

@@ -1,7 +1,7 @@
 """The simulator against real vLLM: the same requests through the engine and through the simulation
 of its profile, compared by median time to first token and median time per output token.
 
-Run with ``python -m sluice.benchmarks.live.engine_vs_simulator [--windows 3] [--seconds 30]
+Run with ``python -m tests.simulation.against_vllm [--windows 3] [--seconds 30]
 [--json]``. The engine profiles itself first. Two times are not part of a step as the scheduler
 measures it. They are measured under a separate load before the comparison, never fitted to it:
 
