@@ -89,21 +89,13 @@ class AnswerCheck:
             raise WrongAnswerError("an event without an end")
 
     def end_stream(self) -> None:
-        """The stream is over.
-
-        Raises:
-            WrongAnswerError: something is missing.
-        """
+        """The stream is over; raises :class:`WrongAnswerError` if something is missing."""
         if not self._done or self._rest:
             raise WrongAnswerError("no end mark")
         self._check_all()
 
     def whole(self, data: bytes) -> None:
-        """Check an answer that is not streamed.
-
-        Raises:
-            WrongAnswerError: it is not the expected one.
-        """
+        """Check an answer that is not streamed; raises :class:`WrongAnswerError`, too."""
         answer = _parsed(data)
         self._see_choices(answer, "message")
         self._usage = answer.get("usage")

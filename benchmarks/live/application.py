@@ -52,16 +52,9 @@ def simulated(
     latency_profile: Path | None = None,
     **parts: Any,
 ) -> SluiceConfig:
-    """An application of simulated engines.
-
-    Args:
-        engine: fields of ``engine.simulated``.
-        replicas: how many.
-        classes: service classes by name.
-        router: further fields of the router.
-        latency_profile: file of the profile that planners believe; by default the real one.
-        parts: further parts of the configuration.
-    """
+    """An application of simulated engines with fields of ``engine.simulated``, service classes by
+    name, further fields of the router, and further parts of the configuration. Planners believe the
+    profile of a file, by default the real one."""
     believed = {"latency_profile": str(latency_profile)} if latency_profile is not None else {}
     return parse_config(
         {

@@ -1,8 +1,7 @@
 """The client of the live benchmarks: an open loop over HTTP, one answer to each request.
 
-A request is sent at its own time, independent of the requests before it. The client's own lateness
-is measured too: figures of a late client describe the client more than the server. Every answer is
-checked against its request (:mod:`sluice.benchmarks.live.answers`).
+A request is sent at its own time, independent of the requests before it, and the client's own
+lateness is measured. Every answer is checked (:mod:`sluice.benchmarks.live.answers`).
 """
 
 from __future__ import annotations
@@ -47,16 +46,11 @@ Body = Callable[[str, int, Arrival], Json]
 class End(enum.StrEnum):
     """How a request ended."""
 
-    ANSWERED = "answered"
-    """Complete and without duplicates."""
-    REFUSED = "refused"
-    """A 4xx or a 503 with a reason, without output."""
-    FAILED = "failed"
-    """Another explicit error, in the status or in the stream."""
-    CUT = "cut"
-    """The connection ended in the middle of an answer. An HTTP client reports that as an error."""
-    LEFT = "left"
-    """The client disconnected, as planned."""
+    ANSWERED = "answered"  # complete and without duplicates
+    REFUSED = "refused"  # a 4xx or a 503 with a reason, without output
+    FAILED = "failed"  # another explicit error, in the status or in the stream
+    CUT = "cut"  # the connection ended in the middle of an answer, which its client sees
+    LEFT = "left"  # the client disconnected, as planned
     SILENT = "silent"
     """Anything else is lost: an answer that never ended, or that ended without an error but with
     missing, duplicated or wrong tokens."""
@@ -67,19 +61,15 @@ class Outcome:
     """One request, as its client saw it. Durations count from its last attempt, seconds.
 
     Attributes:
-        slo: its objective.
-        prompt_tokens, output_tokens: as requested.
         sent_s: from the replay's start.
         late_s: how much later than planned it was sent.
-        end: how it ended.
         reason: the error's code, or the failure; empty for an answer.
         ended_s: when it ended, from the replay's start; ``None`` while it has not.
         admission: the header with its admission tier; empty without one.
         predicted_ttft_s: the predicted median, where the request was guaranteed.
-        ttft_s: until its first token; ``None`` if none arrived. For an answer that is not streamed:
-            its end minus the time that its objective allows for the tokens after the first.
-        tpot_s: time per token after the first, by the objective's anchor; 0 for a single one. A
-            piece of text counts as one token.
+        ttft_s: until its first token; for an answer that is not streamed its end minus the time
+            that its objective allows for the tokens after the first.
+        tpot_s: time per token after the first, by the objective's anchor; 0 for a single one.
         gap_s: longest time between two pieces of its stream.
         refusals: how often it was refused.
         refused_s: total time of these refusals.
@@ -149,7 +139,6 @@ async def replay(
 
     Args:
         url: of the completions endpoint; chats go to the one beside it.
-        model: the model's name in requests.
         on_sent: called after the last arrival.
         body: makes each request; with ``messages`` it is a chat.
         leaves_after: the pieces of text of its stream after which the client of an arrival's
@@ -187,7 +176,7 @@ async def replay(
 
 
 class _Request:
-    """One running request. Of a stream it keeps only the incomplete event."""
+    """One running request."""
 
     def __init__(
         self,

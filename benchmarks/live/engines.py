@@ -45,6 +45,9 @@ class Result(NamedTuple):
 class OneEngine:
     """Base class of engines in this process: sets the environment, which vLLM reads on import."""
 
+    add: Callable[[Work], None]
+    run: Callable[[], dict[str, Result]]
+
     def __init__(self) -> None:
         fixed = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
         os.environ.update(fixed, OMP_NUM_THREADS="1", VLLM_NO_USAGE_STATS="1")
@@ -58,14 +61,6 @@ class OneEngine:
 
         survive_module_scan()
         self._llm: Any = LLM(model=str(model), disable_log_stats=True, **args)
-
-    def add(self, work: Work, arrived_s: float | None = None) -> None:
-        """A request arrives now, or arrived some time ago; on the engine's thread."""
-        raise NotImplementedError
-
-    def run(self) -> dict[str, Result]:
-        """Run until no request is left."""
-        raise NotImplementedError
 
     def alone(self, work: Work) -> Result:
         """The result of a request that runs alone, from an empty prefix cache."""
@@ -87,14 +82,14 @@ class OneEngine:
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm
 
-    def _request(self, work: Work, arrived_s: float | None, **more: Any) -> tuple[Any, ...]:
-        """The arguments of vLLM's ``add_request`` for greedy tokens with their probabilities."""
+    def _request(self, work: Any, arrived_s: float | None, **more: Any) -> tuple[Any, ...]:
+        """The arguments of vLLM's ``add_request``, by default for greedy tokens with their
+        probabilities; ``more`` are parameters of the sampling."""
         from vllm import SamplingParams
 
         self._arrived_s[work.name] = time.monotonic() if arrived_s is None else arrived_s
-        params = SamplingParams(
-            temperature=0.0, max_tokens=work.output, ignore_eos=True, logprobs=0, **more
-        )
+        greedy = {"temperature": 0.0, "logprobs": 0}
+        params = SamplingParams(max_tokens=work.output, ignore_eos=True, **(greedy | more))
         return work.name, {"prompt_token_ids": list(work.prompt)}, params
 
     def _step(self, results: dict[str, Result]) -> None:
@@ -114,12 +109,7 @@ class OneEngine:
 
 class StockEngine(OneEngine):
     """An engine core of stock vLLM with its own priorities, whose requests arrive while it
-    computes: those that arrive during a step are available to the next one.
-
-    Args:
-        model: the model's directory.
-        args: vLLM's engine arguments.
-    """
+    computes: those that arrive during a step are available to the next one."""
 
     def __init__(self, model: Path, **args: Any) -> None:
         super().__init__()
@@ -128,12 +118,8 @@ class StockEngine(OneEngine):
         self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     def use(self, step_tokens: int, long_tokens: int = 0) -> None:
-        """Set other bounds.
-
-        Args:
-            step_tokens: max tokens of a step; at most those that the engine was made for.
-            long_tokens: max tokens of one prefill in a step; 0: no separate bound.
-        """
+        """Set the max tokens of a step, at most those that the engine was made for, and of one
+        prefill in it; 0: no separate bound."""
         self._scheduler.max_num_scheduled_tokens = step_tokens
         self._scheduler.scheduler_config.long_prefill_token_threshold = long_tokens
 
@@ -161,10 +147,7 @@ class StockEngine(OneEngine):
 class EngineProcess:
     """The engine that ``make`` returns, in a child process: two engines in one process would share
     the global state of vLLM and torch, such as threads and the cores that these are pinned to.
-
-    Args:
-        make: makes the engine, in the child. Like everything that is sent, it must be picklable.
-    """
+    Everything that is sent must be picklable."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))

@@ -1,8 +1,7 @@
 """What the loads of the live benchmarks share: simulated engines, classes, kinds of requests.
 
-Client, cluster and engines share the machine, and a simulated engine's steps must take their stated
-time. So these engines are slow: steps of tens of milliseconds, which cost no processor time, and
-few tokens a second. The classes' objectives are longer in proportion.
+Client, cluster and engines share the machine, so these engines are slow: steps of tens of
+milliseconds, which cost no processor time. The classes' objectives are longer in proportion.
 """
 
 from __future__ import annotations

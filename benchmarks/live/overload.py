@@ -1,12 +1,10 @@
 """Overload over real HTTP on real Ray and Serve, with simulated engines: does goodput stay the same
 when clients send far more than the engines can serve, and retry at once when they are refused?
 
-Run with ``sluice bench overload``. The classes refuse requests that cannot be guaranteed, so every
-served request was guaranteed. The runs take turns on one cluster: in each round the same requests
-at the same times with and without retries, each of the two first in every other round. Which
-requests are guaranteed is random, so one run has little meaning: see the error beside the ratio.
-The client and the cluster share this machine: check the client's lateness and the machine's load
-before you trust a figure.
+Run with ``sluice bench overload``. The classes refuse requests that cannot be guaranteed. The runs
+take turns on one cluster: in each round the same requests at the same times with and without
+retries, each of the two first in every other round. Client and cluster share this machine: check
+the client's lateness, the machine's load and the error of the ratio before you trust a figure.
 
 The exit status is 1 if an answer was lost, or if the goodput with retries is below
 :data:`LEAST_RATIO` of the goodput without.
@@ -27,7 +25,7 @@ from rich.console import Console
 from sluice.benchmarks.live.application import SIMULATED, application, simulated
 from sluice.benchmarks.live.client import End, Outcome, replay
 from sluice.benchmarks.live.loads import LIGHT_ENGINE
-from sluice.benchmarks.live.report import GUARANTEED, Json, quantiles, table
+from sluice.benchmarks.live.report import Json, quantiles, table
 from sluice.benchmarks.live.resources import Meter, Usage, held
 from sluice.benchmarks.options import as_json, number_option, seed, show
 from sluice.router.config import ServiceClass
@@ -56,14 +54,7 @@ _SETTINGS: Final = {"none": 0.0, "at once": PATIENCE_S}
 @click.command(name="overload")
 @number_option("--seconds", default=30.0, least=6, most=3_600)
 @number_option("--rounds", default=4, least=1, most=100)
-@number_option(
-    *("--load", "loads"),
-    default=(3.0, 10.0),
-    least=0.1,
-    most=100,
-    words="Multiple of the engines' capacity; repeatable.",
-    multiple=True,
-)
+@number_option("--load", "loads", default=(3.0, 10.0), least=0.1, most=100, multiple=True)
 @number_option("--replicas", default=2, least=1, most=64)
 @seed
 @as_json
@@ -76,6 +67,8 @@ def overload(
     as_json: bool,
 ) -> None:
     """Overload real clusters, by clients that retry at once and by clients that do not.
+
+    Each --load is a multiple of the engines' capacity; it is repeatable.
 
     \b
     Example:
@@ -99,7 +92,7 @@ def overload(
                     runs.append({"load": load, "retries": retries, "round": turn, **row})
     rows = summary(runs)
     cell = ("load", "retries")
-    served = ("sent", "goodput", "ratio", "error", "ratio_tokens", "kept", "lost", "failed")
+    served = ("sent", "goodput", "ratio", "error", "kept", "lost", "failed")
     cost = ("refusals", "refusal_ms", "late_ms", "busy", "cores.routers", "cores.client")
     tables = [
         table(rows, *cell, *served, title=f"served in time, mean of {rounds} rounds"),
@@ -145,10 +138,8 @@ def figures(
 ) -> Json:
     """The report of one run, as plain data.
 
-    ``goodput`` counts requests answered within their objective, per second, and
-    ``goodput_tokens`` their output tokens. Both count requests that ended between
-    :data:`WARM_UP_S` and the time of the last arrival: retries that succeed later are outside the
-    interval. The TTFT of a retried request is that of its accepted attempt.
+    ``goodput`` counts requests answered within their objective, per second, that ended between
+    :data:`WARM_UP_S` and the time of the last arrival.
     """
     in_time = [
         each
@@ -159,11 +150,8 @@ def figures(
     return {
         "sent": len(outcomes),
         "goodput": round(len(in_time) / span_s, 3),
-        "goodput_tokens": round(sum(each.output_tokens for each in in_time) / span_s, 2),
         "attained": sum(each.attained for each in outcomes),
         "answered": sum(each.end is End.ANSWERED for each in outcomes),
-        "promised": sum(each.admission == GUARANTEED for each in outcomes),
-        "ttft_ms": quantiles([1e3 * each.ttft_s for each in outcomes if each.ttft_s is not None]),
         "refusals": sum(each.refusals for each in outcomes),
         "refusal_ms": quantiles(
             [1e3 * each.refused_s / each.refusals for each in outcomes if each.refusals]
@@ -189,8 +177,7 @@ def summary(runs: Sequence[Json]) -> list[Json]:
         groups.setdefault((run["load"], run["retries"]), []).append(run)
     rows = []
     for (load, retries), own in groups.items():
-        ratio, error = _ratio(own, groups[load, "none"], "goodput")
-        of_tokens, _ = _ratio(own, groups[load, "none"], "goodput_tokens")
+        ratio, error = _ratio(own, groups[load, "none"])
         counts = ("sent", "answered", "attained", "refusals", "lost", "failed")
         sums = {name: sum(run[name] for run in own) for name in counts}
         first, last = own[0]["memory_mib"], own[-1]["memory_mib"]
@@ -203,7 +190,6 @@ def summary(runs: Sequence[Json]) -> list[Json]:
                 "goodput": round(fmean(run["goodput"] for run in own), 3),
                 "ratio": ratio,
                 "error": error,
-                "ratio_tokens": of_tokens,
                 "kept": round(sums["attained"] / max(1, sums["answered"]), 4),
                 "refusal_ms": np.mean([run["refusal_ms"] for run in own], axis=0).round(1).tolist(),
                 "late_ms": max(run["late_ms"] for run in own),
@@ -218,9 +204,10 @@ def summary(runs: Sequence[Json]) -> list[Json]:
     return rows
 
 
-def _ratio(runs: Sequence[Json], bases: Sequence[Json], name: str) -> tuple[float, float | None]:
-    """Ratio of the sums, and its standard error. 1 where nothing was served without retries."""
-    pairs = [(run[name], base[name]) for run, base in zip(runs, bases, strict=True) if base[name]]
+def _ratio(runs: Sequence[Json], bases: Sequence[Json]) -> tuple[float, float | None]:
+    """Ratio of the goodputs, and its standard error. 1 where nothing was served without retries."""
+    goodputs = ([run["goodput"] for run in each] for each in (runs, bases))
+    pairs = [(own, base) for own, base in zip(*goodputs, strict=True) if base]
     if not pairs:
         return 1.0, None
     each = [above / below for above, below in pairs]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing
-import os
 import signal
 import subprocess
 import sys
@@ -21,13 +20,12 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import click
 import psutil
 
 from sluice.deploy.local import StoppedError, stop_signals
-from sluice.deploy.ray_settings import free_port
 
 VLLM_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
 """In which vLLM's own server starts."""
@@ -35,7 +33,6 @@ VLLM_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAG
 POLL_S = 0.1
 _END_LIMIT_S = 90.0
 """For `sluice serve`, which shuts down a Ray instance; the others end at once."""
-_VLLM_START_LIMIT_S = 300.0
 _LOG_TAIL = 600
 _ON_PARENTS_DEATH = 1
 """``PR_SET_PDEATHSIG``, prctl(2)."""
@@ -58,9 +55,7 @@ def serving(
     """A server's process id, until the block ends; then it and every process below it end.
 
     Args:
-        command: starts the server.
-        url: its root.
-        log: file for its output.
+        command: starts the server at ``url``; its output goes to ``log``.
         limit_s: how long it may take to start, seconds.
         stop: set when this process is to end.
         environment: of the process; by default this one's.
@@ -127,29 +122,9 @@ def _end(server: subprocess.Popen[bytes]) -> None:
     psutil.wait_procs(below, timeout=_END_LIMIT_S)
 
 
-@contextmanager
-def vllm_server(model: Path, name: str, args: Mapping[str, Any], log: Path) -> Iterator[str]:
-    """The address of vLLM's own server, until the block ends; see :func:`vllm_command`.
-
-    Raises:
-        LeftOutError: the server did not start; the message has the end of its log.
-    """
-    port = free_port()
-    command, url = vllm_command(model, name, port, args), f"http://127.0.0.1:{port}"
-    variables = os.environ | VLLM_ENVIRONMENT
-    with serving(command, url, log, _VLLM_START_LIMIT_S, environment=variables):
-        yield url
-
-
 def vllm_command(model: Path, name: str, port: int, args: Mapping[str, Any]) -> list[str]:
-    """The command of vLLM's own server.
-
-    Args:
-        model: the model's directory.
-        name: the model's name in requests.
-        port: on this machine.
-        args: vLLM's arguments by command-line name without dashes.
-    """
+    """The command of vLLM's own server, for the model in a directory under a name; ``args`` are
+    vLLM's by command-line name without dashes."""
     # Not `vllm serve`: it does not start from vLLM's build for CPUs, which has another name.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port)]
@@ -161,24 +136,22 @@ def vllm_command(model: Path, name: str, port: int, args: Mapping[str, Any]) -> 
     return command
 
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def in_own_process(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+def in_own_process(function: Callable[..., R], *args: Any) -> R:
     """The result of ``function`` in a new process, which gets SIGTERM when this one is stopped.
 
     Ray and Serve read most of their settings once, when they are imported: a second cluster of the
-    same process would look for the token, the ports and the sockets of the first.
-
-    Function, arguments and result must be picklable. Exceptions of the function are raised here.
+    same process would look for the token, the ports and the sockets of the first. Function,
+    arguments and result must be picklable. Exceptions of the function are raised here.
 
     Raises:
         Abort: the process was killed.
     """
     context = multiprocessing.get_context("spawn")
     with stop_signals() as stop, ProcessPoolExecutor(1, mp_context=context) as pool:
-        future = pool.submit(function, *args, **kwargs)
+        future = pool.submit(function, *args)
         while not future.done():
             if stop.wait(POLL_S):
                 for process in multiprocessing.active_children():

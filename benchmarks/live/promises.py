@@ -1,16 +1,14 @@
 """Guarantees on two real vLLM replicas on this machine's CPUs, as their client sees them.
 
-Run with ``sluice bench promises --real``. An open load in bursts of three classes passes through
-all of Sluice, at shares of the replicas' capacity, on a quiet machine and beside a busy loop on one
-core that begins in the middle; first without margins and then with those of production. The two
-systems have equal engines and get the same requests at the same times, but each is a new cluster,
-which has learned nothing. It first serves requests without objectives: so the step models are
-corrected when the first run begins, and no margin is learned. From then on it keeps what it has
-learned, as it would for an operator.
+Run with ``sluice bench promises --real``. An open load in bursts of three classes, at shares of the
+replicas' capacity, on a quiet machine and beside a busy loop on one core that begins in the middle;
+first without margins and then with those of production. The two systems have equal engines and get
+the same requests at the same times, but each is a new cluster. It first serves requests without
+objectives, which correct the step models and teach no margin; then it keeps what it has learned.
 
 With ``--simulated N`` there are N simulated engines in place of vLLM. Their steps take 1.3 times as
-long as their profile predicts, and drift from there to 1.5 times as much and back, once in the time
-of a run. In place of the busy loop one random replica process after another is stopped for 300 ms.
+long as their profile predicts, and drift to 1.5 times as much and back, once in the time of a run.
+In place of the busy loop one random replica process after another is stopped for 300 ms.
 
 The client, the cluster and the busy loop are children of one process, so that the kernel shares the
 cores between them and not between sessions. The loop has normal priority, as the engines have
@@ -98,43 +96,17 @@ def with_real(command: click.Command) -> click.Command:
     simulated = command.callback
     assert simulated is not None
 
-    @click.option(
-        "--real",
-        is_flag=True,
-        help="Two vLLM replicas here, no simulation: twelve runs for each seed, after two "
-        "warm-ups. With --seeds 1 that takes about 8 minutes; for 200 guarantees in every run add "
-        "--seconds 120, which takes 30.",
-    )
-    @number_option(
-        *("--simulated", "engines"),
-        default=0,
-        least=0,
-        most=64,
-        words="With --real: number of simulated engines with wrong profiles in place of vLLM. With "
-        "8, --seeds 1 and --seconds 25 it takes about 8 minutes and sends at least 200 requests "
-        "in every run.",
-    )
-    @number_option(
-        "--rate",
-        default=None,
-        least=0.01,
-        most=1_000,
-        words="With --real: requests a second that are load 1.  [default: the replicas' throughput "
-        "with 16 requests in flight for each]",
-    )
-    @number_option(
-        "--seconds",
-        default=20.0,
-        least=2,
-        most=3_600,
-        words="With --real: how long the arrivals of a run last.",
-    )
-    def callback(
-        real: bool, engines: int, rate: float | None, seconds: float, **options: Any
-    ) -> None:
+    words = "Two vLLM replicas here, no simulation: 12 runs for each seed. One takes 8 minutes."
+    instead = "With --real: number of simulated engines with wrong profiles in place of vLLM."
+    lasts = "With --real: how long the arrivals of a run last."
+
+    @click.option("--real", is_flag=True, help=words)
+    @number_option("--simulated", "engines", default=0, least=0, most=64, words=instead)
+    @number_option("--seconds", default=20.0, least=2, most=3_600, words=lasts)
+    def callback(real: bool, engines: int, seconds: float, **options: Any) -> None:
         if real:
             first, seeds = options["first_seed"], options["seeds"]
-            measure(engines, rate, seconds, range(first, first + seeds), options["as_json"])
+            measure(engines, seconds, range(first, first + seeds), options["as_json"])
         else:
             simulated(**options)
 
@@ -144,7 +116,8 @@ def with_real(command: click.Command) -> click.Command:
 
 
 class _Load(NamedTuple):
-    """The load of a system's measurement; see :func:`measure`."""
+    """Number of simulated engines, 0 for vLLM; requests a second of load 1, ``None`` for the
+    capacity; how long a run's arrivals last, seconds; and the seeds."""
 
     engines: int
     rate: float | None
@@ -152,12 +125,12 @@ class _Load(NamedTuple):
     seeds: Sequence[int]
 
 
-def measure(
-    engines: int, rate: float | None, seconds: float, seeds: Sequence[int], as_json: bool
-) -> None:
-    """Serve, run every load under each system, and show the results."""
+def measure(engines: int, seconds: float, seeds: Sequence[int], as_json: bool) -> None:
+    """Serve, run every load under each system, and show the results. Load 1 is the throughput of
+    the first system."""
     capacities: dict[str, float] = {}
     runs: list[Json] = []
+    rate = None
     for system in CONTROLLERS:
         load = _Load(engines, rate, seconds, seeds)
         capacities[system], found_runs, stopped = in_own_process(_measure, system, load)
@@ -165,10 +138,8 @@ def measure(
         runs += found_runs
         if stopped:
             break
-    found = cells(runs)
-    rates = {"load_1": rate, "capacities": capacities}
-    whole = {**rates, "seeds": list(seeds), "cells": found, "runs": runs}
-    show(whole, tables(found, rate or 0.0), as_json)
+    found = {"load_1": rate, "capacities": capacities, "cells": cells(runs), "runs": runs}
+    show(found, tables(cells(runs), rate or 0.0), as_json)
 
 
 def _measure(system: str, load: _Load) -> tuple[float, list[Json], bool]:
@@ -261,7 +232,7 @@ def _capacity(served: Application, model: str, in_flight: int, load: _Load) -> f
 
 def _runs(served: Application, model: str, rate: float, load: _Load) -> Iterator[Json]:
     """Every run of one system, those on a quiet machine first: what is learned on a busy machine
-    persists for a while. Ends early if the process is to end."""
+    persists for a while."""
     disturbed = PAUSES if load.engines else BUSY
     for machine, seed, share_of in product((QUIET, disturbed), load.seeds, LOADS):
         if served.stop.is_set():
@@ -438,12 +409,6 @@ def body_of(run: str) -> Body:
 
 # The report.
 
-COUNTS: Final = (
-    *("sent", "attained", "failed", "promised", "kept", "unanswered"),
-    *("router_promised", "router_kept"),
-)
-"""Figures that are summed over the seeds of a cell."""
-
 ALL: Final = "all"
 """The load of the line that sums up all loads."""
 
@@ -451,9 +416,8 @@ ALL: Final = "all"
 def counts(outcomes: Sequence[Outcome], seconds: float) -> Json:
     """The client's counts of one run whose arrivals lasted ``seconds``.
 
-    Of the guaranteed requests: ``kept`` met every objective, and ``unanswered`` were not answered
-    to the end. ``late`` has an entry for each objective that an answered request missed; see
-    :func:`misses`.
+    Of the guaranteed requests: ``kept`` met every objective, ``unanswered`` were not answered to
+    the end, and ``late`` has their :func:`misses`.
     """
     promised = [each for each in outcomes if each.admission == GUARANTEED]
     return {
@@ -483,7 +447,6 @@ def misses(outcome: Outcome) -> Iterator[Json]:
         if took_s > stated_s:
             late_s = (took_s - stated_s) * tokens
             yield {
-                "class": outcome.slo.service_class,
                 "objective": objective,
                 "late_s": round(late_s, 4),
                 "times": round(took_s / stated_s - 1, 4),
@@ -509,7 +472,9 @@ def cells(runs: Sequence[Json]) -> list[Json]:
 
 def pooled(runs: Sequence[Json]) -> Json:
     """The sums of some runs, shares with their intervals, and quantiles of the lateness."""
-    sums = {name: sum(run[name] for run in runs) for name in COUNTS}
+    names = ("sent", "attained", "failed", "promised", "kept", "unanswered")
+    routers = ("router_promised", "router_kept")
+    sums = {name: sum(run[name] for run in runs) for name in names + routers}
     seconds = sum(run["seconds"] for run in runs)
     late = [miss for run in runs for miss in run["late"]]
     return {

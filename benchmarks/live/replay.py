@@ -2,12 +2,10 @@
 request served as guaranteed and predicted, under the default controller and under plain ones?
 
 Run with ``sluice bench replay``. Each setting of the controller gets a Ray instance of its own and
-the same requests at the same times, one setting after the other. The client, the cluster and the
-engines share this machine: check how busy it was and how late the client was before you trust a
-figure.
+the same requests at the same times, one setting after the other. Client, cluster and engines share
+this machine: check how busy it was and how late the client was before you trust a figure.
 
-The exit status is 1 if an answer was lost: the request was accepted, and its answer is neither
-complete nor ends in an error, or its connection was cut.
+The exit status is 1 if an answer was lost: neither complete nor ended by an error, or cut.
 """
 
 from __future__ import annotations
@@ -55,12 +53,7 @@ _STEP_RATIO = "sluice_step_time_ratio"
 
 
 @click.command(name="replay")
-@click.option(
-    "--traces",
-    multiple=True,
-    type=click.Path(exists=True, path_type=Path),
-    help="A trace, or a folder of traces; several are replayed together. Default: generated.",
-)
+@click.option("--traces", multiple=True, type=click.Path(exists=True, path_type=Path))
 @number_option("--minutes", default=3.0, least=0.02, most=600)
 @number_option("--replicas", default=8, least=1, most=256)
 @number_option("--routers", default=2, least=1, most=64)
@@ -80,7 +73,8 @@ def replay(
 ) -> None:
     """Replay a trace on real Ray with simulated engines, for several controllers.
 
-    The JSON maps setting -> classes, ends by reason, predictions by decile, processor time.
+    Each of --traces is a file, or a folder of files; several are replayed together. Without any the
+    load is generated.
 
     \b
     Example:
@@ -96,20 +90,16 @@ def replay(
         say(f"{name}: starting")
         results[name] = in_own_process(_measure, config(controller, replicas, routers), workload)
         ends = results[name]["all"]
-        say(f"{name}: {ends['answered']} of {ends['sent']} answered, {_lost(ends)} lost")
+        say(f"{name}: {ends['answered']} of {ends['sent']} answered")
     words = f"{workload.description} {workload.scaling}"
     show({"workload": words, "settings": results}, tables(results), as_json, words)
-    raise SystemExit(any(_lost(result["all"]) for result in results.values()))
-
-
-def _lost(ends: Json) -> int:
-    return int(ends["silent"] + ends["cut"])
+    every = [result["all"] for result in results.values()]
+    raise SystemExit(any(ends["silent"] or ends["cut"] for ends in every))
 
 
 def settings() -> dict[str, dict[str, Any]]:
     """Label -> configuration of the controller. Plain policies give no guarantees."""
-    plain = {name: {"policy": name, "admission": NO_ADMISSION} for name in PLAIN}
-    return {"default": {}, **plain}
+    return {"default": {}} | {name: {"policy": name, "admission": NO_ADMISSION} for name in PLAIN}
 
 
 def config(controller: dict[str, Any], replicas: int, routers: int) -> SluiceConfig:
@@ -139,15 +129,10 @@ def _measure(config: SluiceConfig, workload: Workload) -> Json:
 
 
 def make_load(traces: Sequence[Path], rate: float, seconds: float, seed: int) -> Workload:
-    """The requests of one replay, each with its class's objective.
-
-    Args:
-        traces: files, or folders of them, replayed together on their own clocks, from a position
-            drawn by ``seed``; their time is stretched to the rate, so bursts stay bursts. Without
-            any: Poisson arrivals with the lengths of FairBatching's row "azure".
-        rate: mean requests per second.
-        seconds: how long arrivals last.
-        seed: of everything drawn.
+    """The requests of one replay for ``seconds``, on average ``rate`` a second, each with its
+    class's objective. Traces are files, or folders of them, replayed together on their own clocks,
+    from a position drawn by ``seed``; their time is stretched to the rate, so bursts stay bursts.
+    Without any: Poisson arrivals with the lengths of FairBatching's row "azure".
 
     Raises:
         TraceError: a trace cannot be read, or is too short.
@@ -180,21 +165,18 @@ def _read(paths: Sequence[Path]) -> Workload:
                 raise TraceError(f"{path}: has no .csv or .jsonl file")
         files += found
     # Nothing here caches prefixes, and traces of different block sizes can then be merged.
-    plain = [_without_hashes(load(file)) for file in files]
+    plain = []
+    for trace in map(load, files):
+        arrivals = tuple(each._replace(block_hashes=()) for each in trace.arrivals)
+        plain.append(changed(trace, arrivals=arrivals, block_tokens=512))
     return plain[0] if len(plain) == 1 else merged("+".join(each.name for each in plain), plain)
-
-
-def _without_hashes(trace: Workload) -> Workload:
-    arrivals = tuple(each._replace(block_hashes=()) for each in trace.arrivals)
-    return changed(trace, arrivals=arrivals, block_tokens=512)
 
 
 def _fitting(workload: Workload) -> Workload:
     """``workload`` without the requests that exceed the engine's context."""
     most = ENGINE["max_model_tokens"]
-    kept = tuple(
-        each for each in workload.arrivals if each.prompt_tokens + each.output_tokens <= most
-    )
+    every = workload.arrivals
+    kept = tuple(each for each in every if each.prompt_tokens + each.output_tokens <= most)
     words = f"{workload.description} Left out {len(workload) - len(kept)} over {most} tokens."
     return changed(workload, arrivals=kept, description=words)
 
@@ -203,23 +185,17 @@ def _classified(workload: Workload, seed: int) -> Workload:
     """``workload`` with a class drawn for each request."""
     known, chance = objectives(), np.random.default_rng(seed)
     names = iter(chance.choice(list(SHARES), size=len(workload), p=list(SHARES.values())))
-    words = ", ".join(f"{share:.0%} {name}" for name, share in SHARES.items())
-    return with_objectives(
-        workload, lambda _: known[str(next(names))], f"Classes drawn independently: {words}."
-    )
+    shares = ", ".join(f"{share:.0%} {name}" for name, share in SHARES.items())
+    words = f"Classes drawn independently: {shares}."
+    return with_objectives(workload, lambda _: known[str(next(names))], words)
 
 
 # The report.
 
 
 def summary(outcomes: Sequence[Outcome], usage: Usage, step_ratio: float) -> Json:
-    """The report of one setting, as plain data.
-
-    Args:
-        outcomes: of every request that was sent.
-        usage: of the cluster's processes during the replay.
-        step_ratio: mean of real over predicted step time in the engines.
-    """
+    """The report of one setting, as plain data; ``step_ratio`` is the mean of real over predicted
+    step time in the engines."""
     bad = (End.REFUSED, End.FAILED, End.CUT, End.SILENT)
     return {
         "classes": by_class(outcomes),
@@ -234,10 +210,7 @@ def summary(outcomes: Sequence[Outcome], usage: Usage, step_ratio: float) -> Jso
 
 
 def predictions(outcomes: Sequence[Outcome]) -> list[Json]:
-    """Observed minus predicted TTFT of the guaranteed requests, by decile of the prediction.
-
-    With fewer than ten requests there are fewer parts.
-    """
+    """Observed minus predicted TTFT of the guaranteed requests, by decile of the prediction."""
     pairs = sorted(
         (each.predicted_ttft_s, each.ttft_s)
         for each in outcomes

@@ -83,19 +83,11 @@ def milliseconds(
     return quantiles(1e3 * np.array(values_s), at) if values_s else None
 
 
-def table(
-    rows: Iterable[Mapping[str, Any]], *columns: str, title: str = "", caption: str = ""
-) -> Table:
-    """A table of some figures of plain data.
-
-    Args:
-        rows: one mapping for each row.
-        columns: keys of the rows, and headings; dots lead into nested mappings.
-        title: above the table.
-        caption: below it.
-    """
+def table(rows: Iterable[Mapping[str, Any]], *columns: str, title: str) -> Table:
+    """A table of plain data: a row for each of ``rows``, and a column for each key, which is its
+    heading, too. Dots in a key lead into nested mappings."""
     headings = (each.replace(".", " ").replace("_", " ") for each in columns)
-    shown = Table(*headings, title=title or None, caption=caption or None)
+    shown = Table(*headings, title=title)
     for row in rows:
         shown.add_row(*(_text(_value(row, column)) for column in columns))
     return shown

@@ -53,14 +53,8 @@ class Usage(NamedTuple):
 
 
 class Process(NamedTuple):
-    """What a process of some kind has used and holds now.
-
-    Attributes:
-        cpu_s: processor time, seconds.
-        resident_mib: resident memory, MiB.
-        own_mib: the part of it that is not shared through files, such as libraries and the object
-            store, MiB.
-    """
+    """What a process has used and holds now: processor time, seconds, resident memory, MiB, and the
+    part of it that is not shared through files, such as libraries and the object store."""
 
     kind: str
     cpu_s: float
@@ -94,12 +88,8 @@ class Meter:
 
 
 def processes(roots: Mapping[int, str] | None = None) -> dict[int, Process]:
-    """Processes by id, now.
-
-    Args:
-        roots: processes, and the kind of each and of all processes below it; where it is empty,
-            the kind follows from each process's title. By default this process and all below it.
-    """
+    """Processes by id, now: this one and all below it, or those of ``roots``, with the kind of each
+    and of all below it; where that is empty, it follows from their titles."""
     found: dict[int, Process] = {}
     own = psutil.Process().pid
     for root, kind in ({own: ""} if roots is None else roots).items():

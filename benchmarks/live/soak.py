@@ -19,7 +19,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import click
@@ -101,7 +101,6 @@ CAPACITY: Final = 1 / (
 )
 """Approximate capacity of one replica with full batches, requests a second."""
 
-
 PAUSE_S: Final = (10.0, 20.0)
 """Shortest and longest time between the beginnings of two faults, seconds."""
 
@@ -110,20 +109,16 @@ FROZEN_S: Final = (2.0, 8.0)
 
 KILL_ROUTER: Final = ("kill", "routers")
 FAULTS: Final = (
-    KILL_ROUTER,
-    *(("kill", "replicas"), ("kill", "controller"), ("kill", "Serve controller")),
+    *(KILL_ROUTER, ("kill", "replicas"), ("kill", "controller"), ("kill", "Serve controller")),
     *(("freeze", "replicas"), ("freeze", "controller")),
 )
 """What happens to one process of a kind, see :mod:`sluice.benchmarks.live.resources`."""
 
 _CALM_S = 15.0  # without faults at the beginning and at the end; less in a short run
 _READY_S = 60.0
-_LOOK_S = 0.5
-
 
 Sample = tuple[float, dict[tuple[str, int], float]]
-"""Seconds from the start, and the memory of each process that it does not share, MiB, by kind and
-process id."""
+"""Seconds from the start, and memory that is not shared, MiB, by kind and id of the process."""
 
 
 @click.command(name="soak")
@@ -137,8 +132,7 @@ process id."""
     default=None,
     least=0.01,
     most=1_000,
-    words="Requests a second in total, between bursts.  [default: about 80 % of the engines' "
-    "capacity, with faults 50 %]",
+    words="Requests a second between bursts.  [default: 65 % of the capacity, with faults 50 %]",
 )
 @as_json
 def soak(
@@ -167,17 +161,17 @@ def soak(
 
 
 def measure(config: SluiceConfig, load: Load, faults_seed: int | None) -> Json:
-    """Serve ``config``, send all of ``load``, and report the results; faults are drawn by
-    ``faults_seed``, if there are to be any."""
+    """Serve ``config``, send all of ``load``, and report; faults are drawn by ``faults_seed``."""
     with application(config) as served:
         chaos = None if faults_seed is None else Chaos(faults_seed, config, served.stop)
         sending = _drive(served.completions, served.stop, config.engine.model, load, chaos)
         outcomes, samples = asyncio.run(sending)
         if chaos is not None:
             chaos.wait_until_well()
-        left = _wait_until_idle(served.url, served.stop)
-        # A killed router loses counts.
-        differing = _counters(served.url, outcomes, load.kinds) if chaos is None else []
+        left = _wrong(lambda: _left_over(served.url), served.stop)
+        differing: list[str] = []
+        if chaos is None:  # a killed router loses counts
+            differing = _wrong(lambda: _counters(served.url, outcomes, load.kinds), served.stop)
     return summary(outcomes, samples, chaos.done if chaos else [], left, differing)
 
 
@@ -201,59 +195,51 @@ async def _drive(
                 async with asyncio.timeout(min(SAMPLE_S, whole_s / 20)):
                     await sent.wait()
 
-    async def until_stopped() -> None:
-        while not stop.is_set():  # noqa: ASYNC110
-            await asyncio.sleep(_POLL_S)
-
     leaves = load.leaves.__getitem__
     sending = asyncio.create_task(
         replay(url, model, load.workload, GRACE_S, sent.set, load.body, leaves)
     )
-    stopping = asyncio.create_task(until_stopped())
     beside = [asyncio.create_task(sample())]
     beside += [asyncio.create_task(chaos.run(whole_s))] if chaos is not None else []
-    await asyncio.wait([sending, stopping], return_when=asyncio.FIRST_COMPLETED)
-    if not sending.done():
-        raise click.Abort
-    stopping.cancel()
+    while not sending.done():
+        await asyncio.wait([sending], timeout=_POLL_S)
+        if stop.is_set():
+            raise click.Abort
     await asyncio.gather(*beside)
     return sending.result(), samples
 
 
-def _wait_until_idle(url: str, stop: threading.Event) -> dict[str, float]:
-    """Figures that are not 0 although the application is idle; returns once there are none."""
+def _wrong(look: Callable[[], list[str]], stop: threading.Event) -> list[str]:
+    """What is wrong, once nothing is, or after a while."""
     deadline_s = time.monotonic() + _IDLE_S
-    while True:
-        page: dict[str, float] = {}
-        with contextlib.suppress(OSError):
-            page = metrics(url)
-        left = {name: page.get(name, math.nan) for name in IDLE}
-        left = {name: value for name, value in left.items() if value != 0}
-        if not left or time.monotonic() > deadline_s or stop.is_set():
-            return left
-        time.sleep(_POLL_S)
+    while (found := look()) and time.monotonic() < deadline_s and not stop.wait(_POLL_S):
+        pass
+    return found
+
+
+def _left_over(url: str) -> list[str]:
+    """Figures that are not 0 although the application is idle."""
+    page: dict[str, float] = {}
+    with contextlib.suppress(OSError):
+        page = metrics(url)
+    left = {name: page.get(name, math.nan) for name in IDLE}
+    return [f"{name}: {value:g}" for name, value in left.items() if value != 0]
 
 
 def _counters(url: str, outcomes: Sequence[Outcome], kinds: Sequence[Kind]) -> list[str]:
-    """:func:`counters_that_differ`, once none do, or after a while: routers report late."""
-    deadline_s = time.monotonic() + _IDLE_S
-    while True:
-        ends = ("ok", "cancelled", "refused", "client_error", "failed")
-        pages = {end: metrics(url, outcome=end) for end in ends}
-        requests = {end: page.get("sluice_requests_total", 0.0) for end, page in pages.items()}
-        tokens = metrics(url, type="generated").get("sluice_tokens_total", 0.0)
-        differing = counters_that_differ(requests, tokens, outcomes, kinds)
-        if not differing or time.monotonic() > deadline_s:
-            return differing
-        time.sleep(_POLL_S)
+    """:func:`counters_that_differ` now."""
+    ends = ("ok", "cancelled", "refused", "client_error", "failed")
+    pages = {end: metrics(url, outcome=end) for end in ends}
+    requests = {end: page.get("sluice_requests_total", 0.0) for end, page in pages.items()}
+    tokens = metrics(url, type="generated").get("sluice_tokens_total", 0.0)
+    return counters_that_differ(requests, tokens, outcomes, kinds)
 
 
 # The load.
 
 
 class Load(NamedTuple):
-    """All requests of a soak: by number their kinds, and the pieces of text after which their
-    clients disconnect, if they do."""
+    """All requests, their kinds, and the pieces of text after which clients disconnect, if so."""
 
     workload: Workload
     kinds: list[Kind]
@@ -344,7 +330,7 @@ class Chaos:
             running = {name: each.replica_states.get("RUNNING", 0) for name, each in found.items()}
             if all(running.get(name, 0) >= count for name, count in wanted.items()):
                 return True
-            self._stop.wait(_LOOK_S)
+            self._stop.wait(_POLL_S)
         return False
 
     def _inject(self, started_s: float) -> None:
@@ -442,7 +428,7 @@ def summary(
     outcomes: Sequence[Outcome],
     samples: Sequence[Sample],
     faults: Sequence[Fault],
-    left: dict[str, float],
+    left: list[str],
     differing: list[str],
 ) -> Json:
     """The report, as plain data; ``left`` has the figures that were not 0 at the end."""

@@ -41,14 +41,16 @@ ADAPTIVE = "adaptive"
 WAYS: dict[str, int | None] = {ADAPTIVE: None, "fixed 0": 0, "fixed 3": 3, "fixed 5": 5}
 """Max drafted tokens that each decode checks; ``None``: as many as planned."""
 
+LAYERS, HIDDEN = 2, 128
+"""Of the model."""
+
+LOADS = (0.6, 0.9, 1.2, 1.5)
 MOST_DRAFTED = 5
 ENOUGH = 0.9
 """Share of requests that must meet their objective."""
 
 _PHRASE = (3, 8)
 _TOKENS = (300, 1000)
-
-
 _MOST_LIVE = 4096
 _NAP_S = 0.001
 _HEADROOM = 1.05
@@ -56,15 +58,9 @@ _WORDS = 12
 
 
 class Kind(NamedTuple):
-    """A kind of request.
-
-    Attributes:
-        prompt, output: ranges of tokens.
-        ttft, tpot: its objective, in steps of one decode alone.
-        repetitive: its prompt repeats a phrase, and its text is greedy; else both are random, and
-            drafts are wrong.
-        share: of the requests.
-    """
+    """A kind of request: the ranges of its tokens, its objective in steps of one decode alone, and
+    its share. A repetitive one has a prompt that repeats a phrase, and greedy text; else both are
+    random, and drafts are wrong."""
 
     prompt: tuple[int, int]
     output: tuple[int, int]
@@ -84,17 +80,8 @@ KINDS = {
 @click.command(context_settings={"show_default": True})
 @number_option("--rounds", default=3, least=1, most=1000)
 @number_option("--requests", default=120, least=1, most=100_000, words="Of each run.")
-@number_option(
-    *("--load", "loads"),
-    default=(0.6, 0.9, 1.2, 1.5),
-    least=0.01,
-    most=100,
-    words="A rate, as a multiple of the engine's throughput without speculation; repeatable.",
-    multiple=True,
-)
+@number_option("--load", "loads", default=LOADS, least=0.01, most=100, multiple=True)
 @click.option("--policy", default="deadline_triage", type=click.Choice(sorted(POLICIES)))
-@number_option("--layers", default=2, least=1, most=64)
-@number_option("--hidden", default=128, least=64, most=8192)
 @click.option("--seed", default=0)
 @as_json
 def speculation(
@@ -102,12 +89,13 @@ def speculation(
     requests: int,
     loads: tuple[float, ...],
     policy: str,
-    layers: int,
-    hidden: int,
     seed: int,
     as_json: bool,
 ) -> None:
     """Compare planned speculation lengths with fixed ones, in real vLLM.
+
+    Each --load is a rate, as a multiple of the engine's throughput without speculation; it is
+    repeatable.
 
     \b
     Example:
@@ -116,7 +104,7 @@ def speculation(
     quiet_vllm()
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as name:
         directory = Path(name)
-        model = repeating_model(directory, layers, hidden)
+        model = repeating_model(directory, LAYERS, HIDDEN)
         engine = SpeculatingEngine(model, directory, policy, MOST_DRAFTED)
         try:
             bench = Bench(engine, requests, list(loads), seed)
@@ -198,12 +186,8 @@ def arrivals(step_s: float, rate: float, requests: int, seed: str) -> list[Asked
 
 def rate_at(shares: list[tuple[float, float]], enough: float = ENOUGH) -> float:
     """The highest rate up to which at least ``enough`` attain, linearly interpolated between the
-    measured rates.
-
-    Args:
-        shares: (rate, share that attained), by rate; below the first one all would attain.
-        enough: share that must attain.
-    """
+    measured rates: ``shares`` has these and the shares that attained; below the first one all
+    would attain."""
     reached, before = 0.0, 1.0
     for rate, share in shares:
         if share < enough:
@@ -213,16 +197,9 @@ def rate_at(shares: list[tuple[float, float]], enough: float = ENOUGH) -> float:
 
 
 class Run(NamedTuple):
-    """Some requests, from the first arrival to the last token.
-
-    Attributes:
-        attained: share of requests that met their objective.
-        tpots_s: of each request, seconds.
-        seconds: how long all took.
-        checked, accepted: drafted tokens checked, and accepted.
-        offered: decode steps with drafts.
-        decodes, decoded: decode steps, and their output tokens.
-    """
+    """Some requests, from the first arrival to the last token: the share that met its objective,
+    the TPOT of each, how long all took, seconds, drafted tokens checked and accepted, decode steps
+    with drafts, all decode steps and their output tokens."""
 
     attained: float
     tpots_s: list[float]
@@ -247,14 +224,8 @@ class FixedLengths(Speculation):
 
 
 class SpeculatingEngine(OneEngine):
-    """An engine with n-grams of the text as drafts.
-
-    Args:
-        model: the model's directory.
-        directory: its state table is made there.
-        policy: the batch policy.
-        drafted: max tokens to draft.
-    """
+    """An engine of the model in a directory, with n-grams of the text as drafts of at most
+    ``drafted`` tokens; its state table is in ``directory``."""
 
     def __init__(self, model: Path, directory: Path, policy: str, drafted: int) -> None:
         super().__init__()
@@ -340,30 +311,14 @@ class SpeculatingEngine(OneEngine):
         return Run(share, tpots_s, seconds, checked, accepted, offered, decodes, decoded)
 
     def _begin(self, asked: Asked, arrived_s: float) -> None:
-        from vllm import SamplingParams
-
-        params = SamplingParams(
-            temperature=asked.temperature,
-            max_tokens=asked.output,
-            ignore_eos=True,
-            detokenize=False,
-            extra_args=to_xargs(RequestArgs(asked.name, arrived_s, asked.slo)),
-        )
-        prompt = {"prompt_token_ids": list(asked.prompt)}
-        self._llm.llm_engine.add_request(asked.name, prompt, params)
+        args = to_xargs(RequestArgs(asked.name, arrived_s, asked.slo))
+        how = {"temperature": asked.temperature, "logprobs": None, "detokenize": False}
+        self._llm.llm_engine.add_request(*self._request(asked, arrived_s, extra_args=args, **how))
 
 
 class Bench:
-    """Rounds of runs on one engine.
-
-    Args:
-        engine: under test.
-        requests: of each run.
-        loads: rates, as multiples of the engine's throughput without speculation when all requests
-            arrive at once.
-        seed: of the arrivals.
-        calibrated: number of requests in that measurement.
-    """
+    """Rounds of runs of ``requests`` requests on one engine. Loads are rates, as multiples of the
+    engine's throughput without speculation when ``calibrated`` requests arrive at once."""
 
     def __init__(
         self,

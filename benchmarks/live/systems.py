@@ -41,13 +41,8 @@ _SHOWN = 300
 
 
 class System(NamedTuple):
-    """A system that takes requests.
-
-    Attributes:
-        urls: of its servers, without ``/v1``; clients take them in turn.
-        processes: as ``roots`` of :func:`sluice.benchmarks.live.resources.processes`.
-        also: further fields of each request to it.
-    """
+    """A system that takes requests: the URLs of its servers, without ``/v1``, its processes, see
+    :func:`sluice.benchmarks.live.resources.processes`, and further fields of each request."""
 
     urls: tuple[str, ...]
     processes: Mapping[int, str]
@@ -55,15 +50,9 @@ class System(NamedTuple):
 
 
 class Bench(NamedTuple):
-    """Inputs that all systems share.
-
-    Attributes:
-        engines: process id and address of each engine that computes nothing.
-        folder: for logs and configurations.
-        say: prints progress.
-        stop: set when this process is to end.
-        step_ms: time between two tokens of an engine, milliseconds.
-    """
+    """Inputs that all systems share: the engines that compute nothing, by process id, a folder for
+    logs and configurations, what prints progress, an event that is set when this process is to end,
+    and the time between two tokens of an engine, milliseconds."""
 
     engines: Mapping[int, str]
     folder: Path
@@ -73,16 +62,9 @@ class Bench(NamedTuple):
 
 
 class Server(NamedTuple):
-    """How a system's server starts.
-
-    Attributes:
-        command: starts it.
-        environment: variables in addition to this process's.
-        limit_s: how long it may take, seconds.
-        kind: of its processes; empty: by their titles.
-        engines: whether it is in front of the engines of :class:`Bench`.
-        also: further fields of each request to it.
-    """
+    """How a system's server starts: its command, variables in addition to this process's, how long
+    it may take, seconds, the kind of its processes (empty: by their titles), whether it is in front
+    of the engines of :class:`Bench`, and further fields of each request."""
 
     command: Sequence[str | Path]
     environment: Mapping[str, str] = MappingProxyType({})
@@ -103,7 +85,6 @@ def started(
 
     Raises:
         LeftOutError: the engines do not start.
-        StoppedError: this process is to end.
     """
     with ExitStack() as stack:
         bench = bench._replace(engines=stack.enter_context(engines(bench)))
@@ -254,14 +235,8 @@ def vllm_config(port: int) -> dict[str, Any]:
 
 
 def sluice(name: str, program: Path, direct: bool = False, vllm: bool = False) -> Start:
-    """A function that starts ``program serve``.
-
-    Args:
-        name: of its files.
-        program: of any version of Sluice.
-        direct: whether HAProxy fetches streams from the replicas.
-        vllm: whether there is one vLLM engine instead of two simulated ones.
-    """
+    """A function that starts ``program serve``, of any version of Sluice: with ``direct`` HAProxy
+    fetches streams from the replicas; ``vllm``: one vLLM engine in place of two simulated ones."""
 
     def server_on(bench: Bench, port: int) -> Server:
         config = bench.folder / f"{name}.json"

@@ -1,7 +1,7 @@
 """A closed loop of concurrent HTTP requests, each sent when the one before it has ended.
 
 It shares its cores with the systems under test, so it does little: it searches for the first token
-while a stream runs, and checks the whole answer against the request when the stream has ended.
+while a stream runs, and counts the tokens when the stream has ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ _CONTENT = re.compile(rb'"content": ?"([^"\\]*)"')
 _USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
 _SHOWN = 300
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-
 STATED = {"ignore_eos": True, "stream_options": {"include_usage": True}}
 """Request fields for engines whose tokens are not words: generate all tokens, and report usage."""
 
@@ -157,8 +156,6 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    # Called by asyncio.
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Remember the connection."""
         assert isinstance(transport, asyncio.WriteTransport)
@@ -179,8 +176,6 @@ class _Connection(asyncio.Protocol):
     def _fail(self, why: str) -> None:
         if self._answered is not None and not self._answered.done():
             self._answered.set_exception(LoadError(f"{self._url}: {why}"))
-
-    # Called by the parser.
 
     def on_body(self, body: bytes) -> None:
         """Keep a part of the body, and look for the first token."""

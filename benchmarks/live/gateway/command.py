@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Final
@@ -43,42 +44,18 @@ GATEWAY: Final = "gateway"
 
 @click.command(name="gateway")
 @number_option("--rounds", default=3, least=1, most=100)
+@number_option("--seconds", default=1.5, least=0.1, most=600, words="Of each measurement.")
+@number_option("--at-once", "at_onces", default=(1, 16, 64), least=1, most=1_000, multiple=True)
+@number_option("--tokens", "token_counts", default=(20, 200), least=1, most=4_000, multiple=True)
 @number_option(
-    "--seconds",
-    default=1.5,
-    least=0.1,
-    most=600,
-    words="Duration of each measurement; running requests end after it.",
-)
-@number_option(
-    *("--at-once", "at_onces"),
-    default=(1, 16, 64),
-    least=1,
-    most=1_000,
-    words="Concurrent requests; repeatable.",
-    multiple=True,
-)
-@number_option(
-    *("--tokens", "token_counts"),
-    default=(20, 200),
-    least=1,
-    most=4_000,
-    words="Tokens of a stream; repeatable.",
-    multiple=True,
-)
-@number_option(
-    "--step-ms",
-    default=0.0,
-    least=0,
-    most=1_000,
-    words="Time between two tokens of an engine; 0: engines answer at once.",
+    "--step-ms", default=0.0, least=0, most=1_000, words="Time between two tokens of an engine."
 )
 @click.option(
     "--system",
     "names",
     multiple=True,
     type=click.Choice(list(SYSTEMS)),
-    help="Systems to measure; repeatable.  [default: all but those with vLLM as the engine]",
+    help="[default: all but those with vLLM as the engine]",
 )
 @as_json
 def gateway(
@@ -92,8 +69,9 @@ def gateway(
 ) -> None:
     """Measure what a gateway adds to engines that compute nothing: Sluice, other routers, none.
 
-    Missing routers are installed from PyPI into the user's cache. A router that cannot be installed
-    or started is left out, and the output says so.
+    Each number of concurrent requests, --at-once, is measured with streams of each number of
+    --tokens; they and --system are repeatable. Missing routers are installed from PyPI into the
+    user's cache. A router that cannot be installed or started is left out, and the output says so.
 
     \b
     Example:
@@ -145,22 +123,16 @@ def _rounds(
     token_counts: tuple[int, ...],
     bench: Bench,
 ) -> list[Json]:
-    """Every cell of every round; every second round has the systems in reverse order.
-
-    Raises:
-        LoadError: an answer does not match its request.
-        StoppedError: this process is to end.
-    """
+    """Every cell of every round; every second round has the systems in reverse order."""
     for system in systems.values():
         _measured(system, max(at_onces), min(token_counts), WARM_UP_S, bench.stop)
     runs: list[Json] = []
     for number in range(rounds):
-        for at_once in at_onces:
-            for tokens in token_counts:
-                for name in list(systems)[:: -1 if number % 2 else 1]:
-                    row = _measured(systems[name], at_once, tokens, seconds, bench.stop)
-                    cell = {"system": name, "at_once": at_once, "tokens": tokens}
-                    runs.append({**cell, "round": number, **row})
+        names = list(systems)[:: -1 if number % 2 else 1]
+        for at_once, tokens, name in product(at_onces, token_counts, names):
+            row = _measured(systems[name], at_once, tokens, seconds, bench.stop)
+            cell = {"system": name, "at_once": at_once, "tokens": tokens}
+            runs.append({**cell, "round": number, **row})
         bench.say(f"round {number + 1} of {rounds}")
     return runs
 
@@ -180,12 +152,7 @@ def _measured(
 
 
 def figures(load: Load, cpu_s: Mapping[str, float]) -> Json:
-    """One run, as plain data.
-
-    Args:
-        load: what the client measured.
-        cpu_s: processor seconds by kind of process, while the requests ran.
-    """
+    """One run, as plain data; ``cpu_s`` are processor seconds by kind of process."""
     requests = len(load.ttfts_s)
     p50, p99 = quantiles(load.ttfts_s, digits=6)
     each = {**cpu_s, OWN: load.cpu_s}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sluice.benchmarks.live.engines import Result
-from sluice.benchmarks.live.preemption.engine import PreemptiveEngine
+from sluice.benchmarks.live.preemption import PreemptiveEngine
 from sluice.replica.preemption.words import MAX_CHECKS
 
 _STOP_LIMIT_S = 60.0

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from sluice.benchmarks.live.engines import EngineProcess, StockEngine, Work
-from sluice.benchmarks.live.preemption.command import STOCK, WAYS, Bench, Prompts, random_prompt
+from sluice.benchmarks.live.preemption import STOCK, WAYS, Bench, Prompts, random_prompt
 from sluice.replica.vllm.local_model import local_model
 from sluice.scheduling.preemption import AgedShare
 from tests.replica.preemption.engine import CheckedEngine

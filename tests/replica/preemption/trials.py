@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sluice.benchmarks.live.engines import EngineProcess, Result, Work
-from sluice.benchmarks.live.preemption.command import WHOLE, random_prompt
+from sluice.benchmarks.live.preemption import WHOLE, random_prompt
 from sluice.replica.preemption.checks import Granularity
 from sluice.replica.vllm.local_model import local_model
 from tests.replica.preemption.engine import CheckedEngine

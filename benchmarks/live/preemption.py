@@ -8,26 +8,39 @@ Stock vLLM with priorities runs in a process of its own.
 
 from __future__ import annotations
 
+import os
+import queue
 import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from functools import partial
 from math import comb
 from pathlib import Path
 from statistics import mean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 
-from sluice.benchmarks.live.engines import EngineProcess, Result, StockEngine, Work, quiet_vllm
-from sluice.benchmarks.live.preemption.engine import PreemptiveEngine
+from sluice.benchmarks.live.engines import (
+    EngineProcess,
+    OneEngine,
+    Result,
+    StockEngine,
+    Work,
+    quiet_vllm,
+)
 from sluice.benchmarks.live.report import Json, table
 from sluice.benchmarks.options import as_json, number_option, show
 from sluice.replica.preemption.checks import Granularity
+from sluice.replica.preemption_config import PreemptionConfig
+from sluice.replica.scheduler.state_table import StateTable
+from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xargs
 from sluice.replica.vllm.local_model import local_model
+from sluice.scheduling.preemption import Options
+from sluice.scheduling.request.objective import SLO
 
 WHOLE = 1 << 20
 """More tokens than any prompt has."""
@@ -57,6 +70,7 @@ LAYERS, HIDDEN = 8, 512
 """Of the model."""
 
 _LATE, _URGENT = 1000.0, 100.0
+_MOST_LIVE = 4096
 _OVERHEAD_TOKENS = 512
 _DECODED = 32
 _ALONE = 5
@@ -103,7 +117,7 @@ def preemption(
         table(found["rows"], *ways, title="milliseconds"),
         table(costs, *costs[0], title="overhead without preemption"),
     ]
-    show(found, tables, as_json, f"alone, ms: {found['alone_ms']}, {found['stock_alone_ms']}")
+    show(found, tables, as_json, f"alone, and alone on stock vLLM, ms: {found['alone_ms']}")
 
 
 def random_prompt(chance: random.Random, tokens: int) -> list[int]:
@@ -124,6 +138,106 @@ class Prompts(NamedTuple):
         chance = random.Random(seed)
         long = Work("long", random_prompt(chance, long_tokens), 1, _LATE)
         return cls(long, Work("short", random_prompt(chance, short_tokens), 1, _URGENT), chance)
+
+
+class PreemptiveEngine(OneEngine):
+    """An engine core with a queue of events, as in a process of its own; only this class fills it.
+
+    Args:
+        model: the model's directory; the state table is in ``directory``.
+        options: of :class:`~sluice.replica.preemption_config.PreemptionConfig`.
+        ranks: how many workers compute it; with several, each has a process of its own.
+        args: vLLM's engine arguments.
+    """
+
+    def __init__(
+        self, model: Path, directory: Path, options: Mapping[str, Any], ranks: int = 1, **args: Any
+    ) -> None:
+        super().__init__()
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        from sluice.replica.preemption.support import executor
+        from sluice.replica.preemption.variant import FACTORY
+
+        path = directory / "state"
+        self.table = StateTable.create(_MOST_LIVE, path)
+        preemption = PreemptionConfig(**options)
+        settings = SchedulerSettings(state_table=path, policy="s_edf", preemption=preemption)
+        self._start(
+            model,
+            async_scheduling=False,
+            tensor_parallel_size=ranks,
+            distributed_executor_backend=executor(ranks),
+            scheduler_cls=FACTORY,
+            additional_config=settings.to_additional_config(),
+            block_size=32,
+            max_num_seqs=16,
+            **args,
+        )
+        self.core: Any = self._llm.llm_engine.engine_core.engine_core
+        self.core.input_queue = queue.Queue()
+        self.core._handle_client_request = self._handle
+        self.scheduler: Any = self.core.scheduler
+        self.executor: Any = self.core.model_executor
+        self._checks: Any = self.executor._tasks.checks if ranks == 1 else None
+
+    def add(self, work: Work, arrived_s: float | None = None) -> None:
+        """A request arrives now, or arrived some time ago; on the engine's thread."""
+        now_s = time.monotonic() if arrived_s is None else arrived_s
+        args = RequestArgs(work.name, now_s, SLO(ttft_s=work.ttft_s), work.best_effort)
+        request = self._request(work, now_s, extra_args=to_xargs(args))
+        self._llm.llm_engine.add_request(*request)
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Have the engine's thread run ``action`` when it next reads events; from any thread."""
+        from vllm.v1.engine import EngineCoreRequestType
+
+        self.core.input_queue.put_nowait((EngineCoreRequestType.ADD, action))
+
+    def run(self) -> dict[str, Result]:
+        """Run until no request is left and no event waits."""
+        results: dict[str, Result] = {}
+        while not self.core.input_queue.empty():
+            self._handle(*self.core.input_queue.get_nowait())
+        while self._llm.llm_engine.has_unfinished_requests() or self.stack:
+            self._step(results)
+        self._arrived_s.clear()
+        self._first_s.clear()
+        return results
+
+    def use(self, granularity: Granularity | None, **bounds: int) -> int:
+        """Set other checks and bounds of tasks; returns the number of checks. Nothing may be live.
+        Without checks, a task that receives the stop signal continues to its end."""
+        model = self.executor.driver_worker.worker.model_runner.get_model()
+        self._checks.remove()
+        if granularity is None:
+            self.executor.checks = 1
+        else:
+            self.executor.checks = self._checks.install(model, granularity)
+        self.bound(**bounds)
+        return int(self.executor.checks)
+
+    def bound(self, **bounds: int) -> None:
+        """Set other bounds of tasks, see :class:`~sluice.scheduling.preemption.Options`."""
+        given = {"chunk": 8192, "late_chunk": 512, "together": 0, "most": 1024}
+        self.scheduler.options = Options(**(given | bounds))
+
+    @property
+    def stack(self) -> tuple[Any, ...]:
+        """Tasks in flight, as the engine sees them."""
+        loop = self.core.__dict__.get("_preemption")
+        return () if loop is None else tuple(loop._stack)
+
+    @property
+    def stats(self) -> Any:
+        """Counts of its preemptions."""
+        return self.core._preemption.stats
+
+    def _handle(self, kind: Any, action: Callable[[], None]) -> None:
+        """Replaces a core's handling of a client's requests."""
+        from vllm.v1.engine import EngineCoreRequestType
+
+        if kind == EngineCoreRequestType.ADD:
+            action()
 
 
 def moment(
@@ -180,17 +294,11 @@ class Bench:
     def all(self, repeats: int, pairs: int) -> Json:
         """Rows, times alone and overheads, as plain data."""
         rows = self.rows(repeats)
-        alone_ms, stock_ms = (
+        alone_ms = [
             {name: round(1e3 * each_s, 2) for name, each_s in times_s.items()}
             for times_s in self._alone_s
-        )
-        overhead = self.overheads(pairs)
-        return {
-            "rows": rows,
-            "alone_ms": alone_ms,
-            "stock_alone_ms": stock_ms,
-            "overhead": overhead,
-        }
+        ]
+        return {"rows": rows, "alone_ms": alone_ms, "overhead": self.overheads(pairs)}
 
     def rows(self, repeats: int) -> list[Json]:
         """One row for each way; see :meth:`_row`."""
