@@ -15,12 +15,11 @@ from sluice.benchmarks.experiments import EXPERIMENTS
 from sluice.benchmarks.experiments.grid import Experiment, Plan, Row, Scale, measured
 from sluice.benchmarks.live.gateway.command import gateway
 from sluice.benchmarks.live.overload import overload
-from sluice.benchmarks.live.preemption.command import preemption
-from sluice.benchmarks.live.preemption.whole_stack import preemption_replay
-from sluice.benchmarks.live.promises.command import with_real
-from sluice.benchmarks.live.replay.command import replay
-from sluice.benchmarks.live.soak.command import soak
-from sluice.benchmarks.live.speculation.command import speculation
+from sluice.benchmarks.live.preemption import preemption
+from sluice.benchmarks.live.promises import with_real
+from sluice.benchmarks.live.replay import replay
+from sluice.benchmarks.live.soak import soak
+from sluice.benchmarks.live.speculation import speculation
 from sluice.benchmarks.micro.decision import decision
 from sluice.benchmarks.micro.planning import planning
 from sluice.benchmarks.options import as_json, number_option
@@ -51,10 +50,7 @@ def list_experiments() -> None:
     print_table(table)
 
 
-for _command in (
-    *(planning, decision, gateway, overload, preemption, preemption_replay, replay, soak),
-    speculation,
-):
+for _command in (planning, decision, gateway, overload, preemption, replay, soak, speculation):
     bench.add_command(_command)
 
 

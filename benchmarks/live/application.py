@@ -24,12 +24,7 @@ SIMULATED = "simulated"
 
 
 class Application(NamedTuple):
-    """A running application.
-
-    Attributes:
-        url: its root.
-        stop: set when this process is to end.
-    """
+    """A running application: its root URL, and an event that is set when this process is to end."""
 
     url: str
     stop: threading.Event
@@ -57,16 +52,9 @@ def simulated(
     latency_profile: Path | None = None,
     **parts: Any,
 ) -> SluiceConfig:
-    """An application of simulated engines.
-
-    Args:
-        engine: fields of ``engine.simulated``.
-        replicas: how many.
-        classes: service classes by name.
-        router: further fields of the router.
-        latency_profile: file of the profile that planners believe; by default the real one.
-        parts: further parts of the configuration.
-    """
+    """An application of simulated engines with fields of ``engine.simulated``, service classes by
+    name, further fields of the router, and further parts of the configuration. Planners believe the
+    profile of a file, by default the real one."""
     believed = {"latency_profile": str(latency_profile)} if latency_profile is not None else {}
     return parse_config(
         {
@@ -85,12 +73,7 @@ def router_fields(classes: Mapping[str, ServiceClass] | None = None) -> dict[str
 
 
 def metrics(url: str, timeout_s: float = 10.0, **labels: str) -> dict[str, float]:
-    """The sum of each metric on an application's page, by the name of its samples.
-
-    Args:
-        url: of the application.
-        timeout_s: for the page.
-        labels: only samples with these.
+    """:func:`sums` of the page of the application at ``url``.
 
     Raises:
         OSError: there is no answer.
@@ -100,7 +83,7 @@ def metrics(url: str, timeout_s: float = 10.0, **labels: str) -> dict[str, float
 
 
 def sums(page: str, **labels: str) -> dict[str, float]:
-    """The same of a page."""
+    """The sum of each metric on a page, over its samples with these labels, by their name."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:

@@ -1,12 +1,10 @@
 """Overload over real HTTP on real Ray and Serve, with simulated engines: does goodput stay the same
 when clients send far more than the engines can serve, and retry at once when they are refused?
 
-Run with ``sluice bench overload``. The classes refuse requests that cannot be guaranteed, so every
-served request was guaranteed. The runs take turns on one cluster: in each round the same requests
-at the same times with and without retries, each of the two first in every other round. Which
-requests are guaranteed is random, so one run has little meaning: see the error beside the ratio.
-The client and the cluster share this machine: check the client's lateness and the machine's load
-before you trust a figure.
+Run with ``sluice bench overload``. The classes refuse requests that cannot be guaranteed. The runs
+take turns on one cluster: in each round the same requests at the same times with and without
+retries, each of the two first in every other round. Client and cluster share this machine: check
+the client's lateness, the machine's load and the error of the ratio before you trust a figure.
 
 The exit status is 1 if an answer was lost, or if the goodput with retries is below
 :data:`LEAST_RATIO` of the goodput without.
@@ -18,19 +16,18 @@ import asyncio
 from collections.abc import Sequence
 from math import sqrt
 from statistics import fmean, stdev
-from typing import Any, Final
+from typing import Final
 
 import click
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from sluice.benchmarks.live.application import SIMULATED, application, simulated
-from sluice.benchmarks.live.replay.client import End, Outcome, replay
-from sluice.benchmarks.live.replay.load import LIGHT_ENGINE
-from sluice.benchmarks.live.replay.report import GUARANTEED
+from sluice.benchmarks.live.client import End, Outcome, replay
+from sluice.benchmarks.live.loads import LIGHT_ENGINE
+from sluice.benchmarks.live.report import Json, quantiles, table
 from sluice.benchmarks.live.resources import Meter, Usage, held
-from sluice.benchmarks.options import as_json, number_option, percent, seed, show, slashed
+from sluice.benchmarks.options import as_json, number_option, seed, show
 from sluice.router.config import ServiceClass
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.workload import Arrival, Workload, window
@@ -53,20 +50,11 @@ _PROMPT_TOKENS, _OUTPUT_TOKENS = 300, 40
 _SHAPE = 8.0  # of the lengths' distribution: the more they vary, the noisier are the results
 _SETTINGS: Final = {"none": 0.0, "at once": PATIENCE_S}
 
-Json = dict[str, Any]
-
 
 @click.command(name="overload")
 @number_option("--seconds", default=30.0, least=6, most=3_600)
 @number_option("--rounds", default=4, least=1, most=100)
-@number_option(
-    *("--load", "loads"),
-    default=(3.0, 10.0),
-    least=0.1,
-    most=100,
-    words="Multiple of the engines' capacity; repeatable.",
-    multiple=True,
-)
+@number_option("--load", "loads", default=(3.0, 10.0), least=0.1, most=100, multiple=True)
 @number_option("--replicas", default=2, least=1, most=64)
 @seed
 @as_json
@@ -79,6 +67,8 @@ def overload(
     as_json: bool,
 ) -> None:
     """Overload real clusters, by clients that retry at once and by clients that do not.
+
+    Each --load is a multiple of the engines' capacity; it is repeatable.
 
     \b
     Example:
@@ -101,7 +91,14 @@ def overload(
                     say(f"{load:g}x, retries {retries}: {row['goodput']:.2f}/s in time")
                     runs.append({"load": load, "retries": retries, "round": turn, **row})
     rows = summary(runs)
-    show({"summary": rows, "runs": runs}, [served(rows), cost(rows)], as_json)
+    cell = ("load", "retries")
+    served = ("sent", "goodput", "ratio", "error", "kept", "lost", "failed")
+    cost = ("refusals", "refusal_ms", "late_ms", "busy", "cores.routers", "cores.client")
+    tables = [
+        table(rows, *cell, *served, title=f"served in time, mean of {rounds} rounds"),
+        table(rows, *cell, *cost, "memory_mib.routers", "memory_mib.HAProxy", title="resources"),
+    ]
+    show({"summary": rows, "runs": runs}, tables, as_json)
     missed = any(row["ratio"] < LEAST_RATIO for row in rows)
     raise SystemExit(missed or any(row["lost"] for row in rows))
 
@@ -127,20 +124,13 @@ def _run(
     url: str, workload: Workload, patience_s: float
 ) -> tuple[list[Outcome], Usage, dict[str, list[float]]]:
     """The outcomes, the usage, and the memory before and after, MiB, by kind of process."""
-    before = _memory()
+    before = held()
     meter = Meter()
     outcomes = asyncio.run(
         replay(url, SIMULATED, workload, on_sent=meter.stop, patience_s=patience_s)
     )
-    after = _memory()
+    after = held()
     return outcomes, meter.usage, {kind: [before.get(kind, 0.0), after[kind]] for kind in after}
-
-
-def _memory() -> dict[str, float]:
-    memory: dict[str, float] = {}
-    for each in held().values():
-        memory[each.kind] = memory.get(each.kind, 0.0) + each.memory_mib
-    return {kind: round(size, 1) for kind, size in sorted(memory.items())}
 
 
 def figures(
@@ -148,10 +138,8 @@ def figures(
 ) -> Json:
     """The report of one run, as plain data.
 
-    ``goodput`` counts requests answered within their objective, per second, and
-    ``goodput_tokens`` their output tokens. Both count requests that ended between
-    :data:`WARM_UP_S` and the time of the last arrival: retries that succeed later are outside the
-    interval. The TTFT of a retried request is that of its accepted attempt.
+    ``goodput`` counts requests answered within their objective, per second, that ended between
+    :data:`WARM_UP_S` and the time of the last arrival.
     """
     in_time = [
         each
@@ -159,18 +147,15 @@ def figures(
         if each.attained and each.ended_s and WARM_UP_S <= each.ended_s <= seconds
     ]
     span_s = seconds - WARM_UP_S
-    refusals_ms = [1e3 * each.refused_s / each.refusals for each in outcomes if each.refusals]
-    ttfts_ms = [1e3 * each.ttft_s for each in outcomes if each.ttft_s is not None]
     return {
         "sent": len(outcomes),
         "goodput": round(len(in_time) / span_s, 3),
-        "goodput_tokens": round(sum(each.output_tokens for each in in_time) / span_s, 2),
         "attained": sum(each.attained for each in outcomes),
         "answered": sum(each.end is End.ANSWERED for each in outcomes),
-        "promised": sum(each.admission == GUARANTEED for each in outcomes),
-        "ttft_ms": _quantiles(ttfts_ms),
         "refusals": sum(each.refusals for each in outcomes),
-        "refusal_ms": _quantiles(refusals_ms),
+        "refusal_ms": quantiles(
+            [1e3 * each.refused_s / each.refusals for each in outcomes if each.refusals]
+        ),
         "lost": sum(each.end in (End.SILENT, End.CUT) for each in outcomes),
         "failed": sum(each.end is End.FAILED for each in outcomes),
         "late_ms": round(1e3 * float(np.quantile([each.late_s for each in outcomes], 0.99)), 1),
@@ -180,43 +165,32 @@ def figures(
     }
 
 
-def _quantiles(values: Sequence[float]) -> list[float]:
-    """Median and 99th percentile; zeros without values."""
-    return [round(float(value), 1) for value in np.quantile(values or [0.0], (0.5, 0.99))]
-
-
 def summary(runs: Sequence[Json]) -> list[Json]:
     """Each load and retry behaviour over all rounds, in the order of ``runs``.
 
     ``ratio`` is the goodput over that of the same rounds without retries, and ``error`` its
-    standard error by the scatter of the rounds' own ratios; ``None`` with one round.
+    standard error by the scatter of the rounds' own ratios; ``None`` with one round. ``memory_mib``
+    is that before the first and after the last round.
     """
     groups: dict[tuple[float, str], list[Json]] = {}
     for run in runs:
         groups.setdefault((run["load"], run["retries"]), []).append(run)
     rows = []
     for (load, retries), own in groups.items():
-        ratio, error = _ratio(own, groups[load, "none"], "goodput")
-        of_tokens, _ = _ratio(own, groups[load, "none"], "goodput_tokens")
-        answered = sum(run["answered"] for run in own)
-        memory = {
-            kind: [own[0]["memory_mib"].get(kind, [0.0])[0], after]
-            for kind, (_, after) in own[-1]["memory_mib"].items()
-        }
+        ratio, error = _ratio(own, groups[load, "none"])
+        counts = ("sent", "answered", "attained", "refusals", "lost", "failed")
+        sums = {name: sum(run[name] for run in own) for name in counts}
+        first, last = own[0]["memory_mib"], own[-1]["memory_mib"]
         rows.append(
             {
                 "load": load,
                 "retries": retries,
                 "rounds": len(own),
-                **{
-                    name: sum(run[name] for run in own)
-                    for name in ("sent", "answered", "refusals", "lost", "failed")
-                },
+                **sums,
                 "goodput": round(fmean(run["goodput"] for run in own), 3),
                 "ratio": ratio,
                 "error": error,
-                "ratio_tokens": of_tokens,
-                "kept": round(sum(run["attained"] for run in own) / max(1, answered), 4),
+                "kept": round(sums["attained"] / max(1, sums["answered"]), 4),
                 "refusal_ms": np.mean([run["refusal_ms"] for run in own], axis=0).round(1).tolist(),
                 "late_ms": max(run["late_ms"] for run in own),
                 "busy": round(fmean(run["busy"] for run in own), 3),
@@ -224,53 +198,18 @@ def summary(runs: Sequence[Json]) -> list[Json]:
                     kind: round(fmean(run["cores"].get(kind, 0.0) for run in own), 3)
                     for kind in own[0]["cores"]
                 },
-                "memory_mib": memory,
+                "memory_mib": {kind: [first.get(kind, [0.0])[0], last[kind][1]] for kind in last},
             }
         )
     return rows
 
 
-def _ratio(runs: Sequence[Json], bases: Sequence[Json], name: str) -> tuple[float, float | None]:
-    """Ratio of the sums, and its standard error. 1 where nothing was served without retries."""
-    pairs = [(run[name], base[name]) for run, base in zip(runs, bases, strict=True) if base[name]]
+def _ratio(runs: Sequence[Json], bases: Sequence[Json]) -> tuple[float, float | None]:
+    """Ratio of the goodputs, and its standard error. 1 where nothing was served without retries."""
+    goodputs = ([run["goodput"] for run in each] for each in (runs, bases))
+    pairs = [(own, base) for own, base in zip(*goodputs, strict=True) if base]
     if not pairs:
         return 1.0, None
     each = [above / below for above, below in pairs]
     error = round(stdev(each) / sqrt(len(each)), 3) if len(each) > 1 else None
     return round(sum(above for above, _ in pairs) / sum(below for _, below in pairs), 3), error
-
-
-def served(rows: Sequence[Json]) -> Table:
-    """The summary's figures of requests, as a table."""
-    shown = Table(
-        *("load", "retries", "sent", "in time /s", "to none", "in tokens", "kept", "lost"),
-        title=f"served in time, mean of {rows[0]['rounds']} rounds",
-    )
-    for row in rows:
-        error = "" if row["error"] is None else f" ± {row['error']:.3f}"
-        shown.add_row(
-            *(f"{row['load']:g}x", row["retries"], str(row["sent"]), f"{row['goodput']:.2f}"),
-            *(f"{row['ratio']:.3f}{error}", f"{row['ratio_tokens']:.3f}"),
-            *(percent(row["kept"]), str(row["lost"])),
-        )
-    return shown
-
-
-def cost(rows: Sequence[Json]) -> Table:
-    """The summary's figures of processes, as a table."""
-    shown = Table(
-        *("load", "retries", "refusals", "each p50 / p99 ms", "late ms", "busy"),
-        *("cores: router, client", "MiB: router", "HAProxy"),
-        title="resources: memory before the first and after the last round",
-    )
-    for row in rows:
-        cores, memory = row["cores"], row["memory_mib"]
-        shown.add_row(
-            *(f"{row['load']:g}x", row["retries"], str(row["refusals"])),
-            slashed(row["refusal_ms"]),
-            *(f"{row['late_ms']:.0f}", f"{100 * row['busy']:.0f} %"),
-            f"{cores.get('routers', 0):.2f}, {cores.get('client', 0):.2f}",
-            "{:.0f} → {:.0f}".format(*memory.get("routers", (0, 0))),
-            "{:.0f} → {:.0f}".format(*memory.get("HAProxy", (0, 0))),
-        )
-    return shown

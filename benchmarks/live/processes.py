@@ -1,4 +1,4 @@
-"""Processes of servers: started, ended whatever happens, and their processor time.
+"""Servers under test in processes of their own: started, and ended whatever happens.
 
 All of them stay in this process's session: Linux shares the processor between sessions first, so a
 client in another session would wait for the processor beside busy servers.
@@ -20,13 +20,15 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import click
 import psutil
 
-from sluice.benchmarks.live.resources import kind_of
 from sluice.deploy.local import StoppedError, stop_signals
+
+VLLM_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
+"""In which vLLM's own server starts."""
 
 POLL_S = 0.1
 _END_LIMIT_S = 90.0
@@ -53,9 +55,7 @@ def serving(
     """A server's process id, until the block ends; then it and every process below it end.
 
     Args:
-        command: starts the server.
-        url: its root.
-        log: file for its output.
+        command: starts the server at ``url``; its output goes to ``log``.
         limit_s: how long it may take to start, seconds.
         stop: set when this process is to end.
         environment: of the process; by default this one's.
@@ -122,55 +122,36 @@ def _end(server: subprocess.Popen[bytes]) -> None:
     psutil.wait_procs(below, timeout=_END_LIMIT_S)
 
 
-def processor_seconds(roots: Mapping[int, str]) -> dict[int, tuple[str, float]]:
-    """Kind and processor time until now, seconds, of each process, by its id.
-
-    Args:
-        roots: processes, and the kind of each and of all processes below it; where it is empty,
-            the kind follows from each process's title.
-    """
-    found: dict[int, tuple[str, float]] = {}
-    for root, kind in roots.items():
-        with suppress(psutil.Error):
-            first = psutil.Process(root)
-            for process in (first, *first.children(recursive=True)):
-                with suppress(psutil.Error):  # it ended while we looked
-                    times = process.cpu_times()
-                    named = kind or kind_of(" ".join(process.cmdline()))
-                    found[process.pid] = (named, times.user + times.system)
-    return found
+def vllm_command(model: Path, name: str, port: int, args: Mapping[str, Any]) -> list[str]:
+    """The command of vLLM's own server, for the model in a directory under a name; ``args`` are
+    vLLM's by command-line name without dashes."""
+    # Not `vllm serve`: it does not start from vLLM's build for CPUs, which has another name.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port)]
+    for key, value in args.items():
+        if isinstance(value, bool):
+            command.append(f"--{key}" if value else f"--no-{key}")
+        else:
+            command += [f"--{key}", str(value)]
+    return command
 
 
-def used(
-    before: Mapping[int, tuple[str, float]], after: Mapping[int, tuple[str, float]]
-) -> dict[str, float]:
-    """Processor seconds between two moments, by kind of process. A process that ended in between is
-    not counted."""
-    sums: dict[str, float] = {}
-    for pid, (kind, seconds) in after.items():
-        begun = before.get(pid, (kind, 0.0))[1]
-        sums[kind] = sums.get(kind, 0.0) + seconds - begun
-    return sums
-
-
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def in_own_process(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+def in_own_process(function: Callable[..., R], *args: Any) -> R:
     """The result of ``function`` in a new process, which gets SIGTERM when this one is stopped.
 
     Ray and Serve read most of their settings once, when they are imported: a second cluster of the
-    same process would look for the token, the ports and the sockets of the first.
-
-    Function, arguments and result must be picklable. Exceptions of the function are raised here.
+    same process would look for the token, the ports and the sockets of the first. Function,
+    arguments and result must be picklable. Exceptions of the function are raised here.
 
     Raises:
         Abort: the process was killed.
     """
     context = multiprocessing.get_context("spawn")
     with stop_signals() as stop, ProcessPoolExecutor(1, mp_context=context) as pool:
-        future = pool.submit(function, *args, **kwargs)
+        future = pool.submit(function, *args)
         while not future.done():
             if stop.wait(POLL_S):
                 for process in multiprocessing.active_children():

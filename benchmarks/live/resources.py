@@ -5,10 +5,10 @@ Covers the calling process and all its descendants: Ray's processes are its chil
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 import psutil
@@ -27,7 +27,7 @@ _KINDS = (
     ("DetachedController", "controller"),
     ("DetachedObserver", "observer"),
     ("haproxy", "HAProxy"),
-    ("ServeController", "Serve"),
+    ("ServeController", "Serve controller"),
     ("ProxyActor", "Serve"),
     ("HAProxyManager", "Serve"),
 )
@@ -44,22 +44,6 @@ class Used(NamedTuple):
     memory_mib: float
 
 
-class Held(NamedTuple):
-    """Memory and handles of one process.
-
-    Attributes:
-        kind: of process.
-        memory_mib: resident memory that it does not share through files, such as libraries and the
-            object store, MiB.
-        handles: open files, pipes and connections.
-    """
-
-    kind: str
-    memory_mib: float
-    handles: int
-    threads: int
-
-
 class Usage(NamedTuple):
     """Usage between two moments: by kind of process, and the busy share of the machine's processor
     time, including other programs."""
@@ -68,13 +52,23 @@ class Usage(NamedTuple):
     machine_busy: float
 
 
+class Process(NamedTuple):
+    """What a process has used and holds now: processor time, seconds, resident memory, MiB, and the
+    part of it that is not shared through files, such as libraries and the object store."""
+
+    kind: str
+    cpu_s: float
+    resident_mib: float
+    own_mib: float
+
+
 class Meter:
     """Measures from its creation to :meth:`stop`. Processes that end in between do not count."""
 
     def __init__(self) -> None:
         self.usage = Usage({}, 0.0)
         """The usage, once stopped."""
-        self._begun = {pid: seconds for pid, (_, seconds, _) in _processes().items()}
+        self._begun = processes()
         self._begun_s = time.monotonic()
         psutil.cpu_percent()
 
@@ -82,49 +76,59 @@ class Meter:
         """Record the usage since the meter was created."""
         busy = psutil.cpu_percent() / 100
         elapsed_s = time.monotonic() - self._begun_s
-        cores: dict[str, float] = defaultdict(float)
+        now = processes()
         memory: dict[str, float] = defaultdict(float)
-        for pid, (kind, seconds, resident) in _processes().items():
-            cores[kind] += (seconds - self._begun.get(pid, 0.0)) / elapsed_s
-            memory[kind] += resident / 2**20
-        kinds = {kind: Used(round(cores[kind], 3), round(memory[kind], 1)) for kind in cores}
-        self.usage = Usage(dict(sorted(kinds.items())), round(busy, 3))
+        for each in now.values():
+            memory[each.kind] += each.resident_mib
+        kinds = {
+            kind: Used(round(seconds / elapsed_s, 3), round(memory[kind], 1))
+            for kind, seconds in sorted(spent(self._begun, now).items())
+        }
+        self.usage = Usage(kinds, round(busy, 3))
 
 
-def _processes() -> dict[int, tuple[str, float, int]]:
-    """Kind, processor seconds and resident bytes of each process, by its id."""
-    found: dict[int, tuple[str, float, int]] = {}
-    for process, kind in _found():
-        try:
-            with process.oneshot():
-                times = process.cpu_times()
-                found[process.pid] = (kind, times.user + times.system, process.memory_info().rss)
-        except psutil.Error:
-            continue
+def processes(roots: Mapping[int, str] | None = None) -> dict[int, Process]:
+    """Processes by id, now: this one and all below it, or those of ``roots``, with the kind of each
+    and of all below it; where that is empty, it follows from their titles."""
+    found: dict[int, Process] = {}
+    own = psutil.Process().pid
+    for root, kind in ({own: ""} if roots is None else roots).items():
+        with suppress(psutil.Error):
+            first = psutil.Process(root)
+            for process in (first, *first.children(recursive=True)):
+                with suppress(psutil.Error):  # it ended while we looked
+                    named = OWN if roots is None and process.pid == own else kind
+                    found[process.pid] = _look(process, named)
     return found
 
 
-def held() -> dict[int, Held]:
-    """What this process and each descendant holds now, by process id."""
-    found: dict[int, Held] = {}
-    for process, kind in _found():
-        try:
-            with process.oneshot():
-                memory = process.memory_info()
-                own_mib = (memory.rss - memory.shared) / 2**20
-                found[process.pid] = Held(kind, own_mib, process.num_fds(), process.num_threads())
-        except psutil.Error:
-            continue
-    return found
+def _look(process: psutil.Process, kind: str) -> Process:
+    with process.oneshot():
+        times, memory = process.cpu_times(), process.memory_info()
+        return Process(
+            kind or kind_of(" ".join(process.cmdline())),
+            times.user + times.system,
+            memory.rss / 2**20,
+            (memory.rss - getattr(memory, "shared", 0)) / 2**20,
+        )
 
 
-def _found() -> Iterator[tuple[psutil.Process, str]]:
-    """This process and each descendant, with its kind."""
-    own = psutil.Process()
-    yield own, OWN
-    for process in own.children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it ended while we looked
-            yield process, kind_of(" ".join(process.cmdline()))
+def spent(before: Mapping[int, Process], after: Mapping[int, Process]) -> dict[str, float]:
+    """Processor seconds between two moments, by kind of process. A process that ended in between is
+    not counted."""
+    sums: dict[str, float] = {}
+    for pid, each in after.items():
+        begun_s = before[pid].cpu_s if pid in before else 0.0
+        sums[each.kind] = sums.get(each.kind, 0.0) + each.cpu_s - begun_s
+    return sums
+
+
+def held() -> dict[str, float]:
+    """Memory of this process and of all below it that is not shared, MiB, by kind of process."""
+    found: dict[str, float] = {}
+    for each in processes().values():
+        found[each.kind] = found.get(each.kind, 0.0) + each.own_mib
+    return {kind: round(size, 1) for kind, size in sorted(found.items())}
 
 
 def kind_of(title: str) -> str:

@@ -1,7 +1,4 @@
-"""A thousand hostile requests to a real HTTP server with the real router: nothing breaks or stays.
-
-``python -m sluice.benchmarks.live.fuzz`` sends the same, and many more, to a whole system.
-"""
+"""A thousand hostile requests to a real HTTP server: nothing breaks, and nothing is left."""
 
 from __future__ import annotations
 
@@ -17,8 +14,6 @@ import pytest
 from pydantic import SecretStr
 from uvicorn.server import ServerState
 
-from sluice.benchmarks.live.fuzz import Answer, attack, good_request, responses, send
-from sluice.benchmarks.live.fuzz_requests import Raw, Target, requests
 from sluice.router.batches_config import BatchesConfig
 from sluice.router.config import RouterConfig
 from sluice.router.errors import Reason
@@ -28,6 +23,8 @@ from sluice.router.request.arrival import INFERENCE_PATHS
 from sluice.router.request.body import BODY_TIMEOUT_S
 from sluice.router.tenancy.keys import ApiKey
 from sluice.router.wire import NO_CLASS
+from tests.attack.hostile import Raw, Target, requests
+from tests.attack.sender import Answer, attack, good_request, responses, send
 from tests.router.batches.routers import rows
 from tests.router.far_side import Edge, FarSide, serve
 from tests.router.listening import listening
@@ -168,7 +165,7 @@ def test_answers_are_told_apart(raw: bytes, told: list[int]) -> None:
 
 
 async def test_a_server_that_takes_nothing_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sluice.benchmarks.live.fuzz.HANG_S", 0.1)
+    monkeypatch.setattr("tests.attack.sender.HANG_S", 0.1)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1)

@@ -14,13 +14,20 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.benchmarks.live.replay.answer import AnswerCheck, WrongAnswerError, simulated
-from sluice.benchmarks.live.replay.client import End, Outcome, replay
-from sluice.benchmarks.live.replay.command import PLAIN, config, settings
-from sluice.benchmarks.live.replay.command import replay as replay_command
-from sluice.benchmarks.live.replay.kinds import KINDS
-from sluice.benchmarks.live.replay.load import CLASSES, ENGINE, SHARES, make_load, objectives
-from sluice.benchmarks.live.replay.report import of_class, predictions, summary, tables
+from sluice.benchmarks.live.answers import AnswerCheck, WrongAnswerError, simulated
+from sluice.benchmarks.live.client import End, Outcome, replay
+from sluice.benchmarks.live.loads import CLASSES, ENGINE, KINDS, SHARES, objectives
+from sluice.benchmarks.live.replay import (
+    PLAIN,
+    config,
+    make_load,
+    predictions,
+    settings,
+    summary,
+    tables,
+)
+from sluice.benchmarks.live.replay import replay as replay_command
+from sluice.benchmarks.live.report import of_class
 from sluice.benchmarks.live.resources import Meter, Usage, Used
 from sluice.controller.config import NO_ADMISSION
 from sluice.replica.engine import Endpoint
@@ -345,7 +352,7 @@ def test_a_summary_is_json_and_makes_tables() -> None:
     assert found["failed"] == {"status 502": 1}
     assert json.loads(json.dumps(found)) == found
     entry = {"policy": "pab", "admission": "none", **found}
-    assert len(tables({"default": entry, "other": entry})) == 6
+    assert len(tables({"default": entry, "other": entry})) == 5
 
 
 def test_the_meter_sees_what_this_process_does() -> None:
@@ -367,9 +374,9 @@ def test_the_default_is_compared_with_plain_controllers() -> None:
 def test_a_short_replay_serves_every_request_on_real_ray(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("sluice.benchmarks.live.replay.command.PLAIN", ())
+    monkeypatch.setattr("sluice.benchmarks.live.replay.PLAIN", ())
     monkeypatch.setattr(
-        "sluice.benchmarks.live.replay.command.in_own_process",
+        "sluice.benchmarks.live.replay.in_own_process",
         lambda measure, *args: measure(*args),
     )
     monkeypatch.setattr("sluice.benchmarks.live.application.running", on_the_shared_ray)

@@ -8,9 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.benchmarks.live.speculation.command import KINDS, WAYS, Bench, arrivals, rate_at
-from sluice.benchmarks.live.speculation.engine import FixedLengths, SpeculatingEngine
-from sluice.benchmarks.live.speculation.repeating_model import repeating_model
+from sluice.benchmarks.live.speculation import (
+    KINDS,
+    WAYS,
+    Bench,
+    FixedLengths,
+    SpeculatingEngine,
+    arrivals,
+    rate_at,
+    repeating_model,
+)
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO, Anchor
 from sluice.scheduling.request.queue import QueueView, RequestView
@@ -24,17 +31,17 @@ def test_the_load_is_what_was_asked_for(rate, step_s, seed):
     times = [each.at_s for each in drawn]
     assert times == sorted(times) and times[0] == 0
     assert times[-1] == pytest.approx(400 / rate, rel=0.35)
-    assert len({each.asked.name for each in drawn}) == len(drawn)
+    assert len({each.name for each in drawn}) == len(drawn)
     for each in drawn:
-        kind = KINDS[each.asked.slo.service_class]
-        assert kind.prompt[0] <= len(each.asked.prompt) <= kind.prompt[1]
-        assert kind.output[0] <= each.asked.output <= kind.output[1]
-        assert each.asked.slo.tpot_s == kind.tpot * step_s
-        assert (each.asked.temperature == 0) is kind.repetitive
+        kind = KINDS[each.slo.service_class]
+        assert kind.prompt[0] <= len(each.prompt) <= kind.prompt[1]
+        assert kind.output[0] <= each.output <= kind.output[1]
+        assert each.slo.tpot_s == kind.tpot * step_s
+        assert (each.temperature == 0) is kind.repetitive
         if kind.repetitive:
-            assert len(set(each.asked.prompt)) <= 8
+            assert len(set(each.prompt)) <= 8
     for name, kind in KINDS.items():
-        share = sum(each.asked.slo.service_class == name for each in drawn) / len(drawn)
+        share = sum(each.slo.service_class == name for each in drawn) / len(drawn)
         assert share == pytest.approx(kind.share, abs=0.15)
 
 
@@ -75,12 +82,13 @@ def test_a_small_run_measures_what_it_says(tmp_path):
     try:
         bench = Bench(engine, 6, [4.0], 0, calibrated=6)
         assert bench.step_s > 0 and bench.full_rate > 0
-        rows = {row.way: row for row in bench.run(1)}
+        rows = {row["way"]: row for row in bench.run(1)}
     finally:
         engine.close()
     assert set(rows) == set(WAYS)
     fixed = [rows["fixed 0"], rows["fixed 3"], rows["fixed 5"]]
-    assert fixed[0].length == 0 and fixed[0].step_tokens == 1
-    assert fixed[0].length < fixed[1].length <= 3 and fixed[1].length <= fixed[2].length <= 5
+    none, three, five = (row["length"] for row in fixed)
+    assert none == 0 and fixed[0]["step_tokens"] == 1
+    assert none < three <= 3 and three <= five <= 5
     for row in fixed[1:]:
-        assert 0 < row.accepted <= 1 and row.step_tokens > 1
+        assert 0 < row["accepted"] <= 1 and row["step_tokens"] > 1

@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import yaml
 
-from sluice.benchmarks.live.injuries import Process
 from tests.documents import newcomer
+from tests.injuries import Process
 from tests.processes import title_of
 
 SLUICE = Path(sys.executable).with_name("sluice")

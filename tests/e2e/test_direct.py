@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from sluice.benchmarks.live.replay.answer import AnswerCheck, simulated
+from sluice.benchmarks.live.answers import AnswerCheck, simulated
 from sluice.deploy.haproxy import DIRECT_VARIABLE
 from sluice.deploy.ray_settings import free_port
 from tests.e2e.command import ServeCommand

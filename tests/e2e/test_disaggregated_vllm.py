@@ -10,7 +10,6 @@ from uuid import uuid4
 
 import pytest
 
-from sluice.benchmarks.live.injuries import Process, replica
 from tests.e2e.conftest import ASKING, LENIENT, System, system, wait_until
 from tests.e2e.pools import (
     Streamed,
@@ -21,6 +20,7 @@ from tests.e2e.pools import (
     there,
     value,
 )
+from tests.injuries import Process, replica
 from tests.known_profile import known_profile
 from tests.replica.attentive import attentive_model
 

@@ -10,9 +10,9 @@ import httpx
 import openai
 import pytest
 
-from sluice.benchmarks.live.injuries import replica
 from tests.e2e.conftest import ASKING, LENIENT, System, system, wait_until
 from tests.e2e.pools import Streamed, fresh, only, roles, stream, value, wait_until_busy
+from tests.injuries import replica
 
 pytestmark = pytest.mark.ray
 

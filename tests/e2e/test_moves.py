@@ -9,7 +9,7 @@ import httpx
 import pytest
 import ray
 
-from sluice.benchmarks.live import injuries
+from tests import injuries
 from tests.e2e.conftest import System, system, wait_until
 
 pytestmark = pytest.mark.ray

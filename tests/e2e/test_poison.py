@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from sluice.benchmarks.live import injuries
+from tests import injuries
 from tests.e2e.conftest import PATIENT, System, system, wait_until
 from tests.e2e.poisoned import ask, check_poison, conditions
 from tests.known_profile import known_profile

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -19,8 +20,8 @@ import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 
-from sluice.benchmarks.live.preemption.whole_stack import tokens_body
-from sluice.benchmarks.live.replay.client import End, replay
+from sluice.benchmarks.live.client import End, Json, replay, stream_body
+from sluice.benchmarks.live.preemption import random_prompt
 from sluice.replica.config import EngineConfig
 from sluice.replica.vllm.local_model import local_model
 from sluice.router.config import RouterConfig
@@ -196,20 +197,17 @@ def test_what_cannot_be_promised_is_best_effort_or_refused_as_its_class_says(
         )
 
 
-def test_prompts_of_the_preemption_replay_are_answered_through_the_whole_path(
-    serving: System,
-) -> None:
+def tokens_body(model: str, number: int, arrival: Arrival) -> Json:
+    """A completion whose prompt has exactly the tokens of ``arrival``."""
+    prompt = random_prompt(random.Random(number), arrival.prompt_tokens)
+    return stream_body(model, prompt, arrival.output_tokens, temperature=0, ignore_eos=True)
+
+
+def test_prompts_of_tokens_are_answered_through_the_whole_path(serving: System) -> None:
     slo = SLO(ttft_s=60.0, service_class="easy")
     arrivals = tuple(Arrival(0.05 * index, 40 + 60 * index, 1, slo) for index in range(4))
-    outcomes = asyncio.run(
-        replay(
-            f"{serving.url}/v1/completions",
-            "local",
-            Workload("few", arrivals),
-            body=tokens_body,
-            exact=False,
-        )
-    )
+    url, workload = f"{serving.url}/v1/completions", Workload("few", arrivals)
+    outcomes = asyncio.run(replay(url, "local", workload, body=tokens_body, exact=False))
     assert [(each.end, each.attained) for each in outcomes] == [(End.ANSWERED, True)] * 4
 
 

@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import ray
 
-from sluice.benchmarks.live import injuries
 from sluice.controller.lookup import stop_controller
+from tests import injuries
 from tests.e2e.conftest import wait_until
 from tests.faults.replicas import FLEET
 from tests.faults.scenario import Scenario, Trial

@@ -8,7 +8,7 @@ from contextlib import suppress
 from ray import serve
 from ray.exceptions import RayError
 
-from sluice.benchmarks.live import injuries
+from tests import injuries
 from tests.e2e.conftest import wait_until
 from tests.faults.load import Load
 from tests.faults.replicas import FLEET, killed_in_mid_stream

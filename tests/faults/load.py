@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from sluice.benchmarks.live.replay.load import SHARES, objectives
+from sluice.benchmarks.live.loads import SHARES, objectives
 from sluice.simulation.workload import Arrival, Workload
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 
-from sluice.benchmarks.live import injuries
-from sluice.benchmarks.live.replay.client import prompt_text
+from sluice.benchmarks.live.client import prompt_text
+from tests import injuries
 from tests.e2e.conftest import wait_until
 from tests.faults.load import Load
 from tests.faults.replicas import FLEET

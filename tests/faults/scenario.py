@@ -1,7 +1,7 @@
 """One fault under load: what was offered, what became of it, and how long it took to be well again.
 
 The load is open: requests come when they come, also while nobody can serve them. Whether an answer
-is whole the client of the replays says (:mod:`sluice.benchmarks.live.replay.client`): with
+is whole the client of the replays says (:mod:`sluice.benchmarks.live.client`): with
 simulated engines it knows each text beforehand.
 """
 
@@ -20,11 +20,11 @@ import httpx
 import ray
 from ray.exceptions import RayError
 
-from sluice.benchmarks.live import injuries
-from sluice.benchmarks.live.replay.client import End, Outcome, replay, text_body
+from sluice.benchmarks.live.client import End, Outcome, replay, text_body
 from sluice.controller.lookup import NAMESPACE, observer_actor_name
 from sluice.deploy.config import SluiceConfig
 from sluice.simulation.workload import Arrival, Workload
+from tests import injuries
 from tests.deploy.certificate import TlsPort
 from tests.e2e.conftest import System, system_alone, wait_until
 from tests.faults.load import Load

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from sluice.benchmarks.live import injuries
 from sluice.deploy.config import SluiceConfig
 from sluice.deploy.local import StartError, deploy
+from tests import injuries
 from tests.e2e.conftest import wait_until
 from tests.faults.load import Load
 from tests.faults.replicas import FLEET

@@ -21,7 +21,6 @@ from ray.serve._private.common import (
 from ray.serve._private.request_router.common import PendingRequest
 from ray.serve.config import RequestRouterConfig
 
-from sluice.benchmarks.live.injuries import Process
 from sluice.controller.client import ControllerClient, stop_controller
 from sluice.controller.config import ControllerConfig
 from sluice.replica.engine import EngineRequest, Progress, ResponseChunk, ResponseHead
@@ -39,6 +38,7 @@ from sluice.router.serve.replicas import ServeReplicas, ServeStream
 from sluice.router.serve.request_router import HintRouter
 from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import hello
+from tests.injuries import Process
 from tests.own_ray import own_ray
 from tests.router.far_side import FarController
 from tests.router.tiny_replicas import Front, TinyReplica

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sluice.benchmarks.live.loads import LIGHT_ENGINE
 from sluice.benchmarks.live.overload import PATIENCE_S, RATE, SLO_OF, WARM_UP_S, make_load
-from sluice.benchmarks.live.replay.load import LIGHT_ENGINE
 from sluice.controller.config import ControllerConfig
 from sluice.replica.config import EngineConfig as ReplicaEngineConfig
 from sluice.router.config import RouterConfig

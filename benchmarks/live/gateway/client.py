@@ -1,8 +1,7 @@
-"""The client of ``sluice bench gateway``: a closed loop of concurrent HTTP requests, each sent when
-the one before it has ended.
+"""A closed loop of concurrent HTTP requests, each sent when the one before it has ended.
 
 It shares its cores with the systems under test, so it does little: it searches for the first token
-while a stream runs, and checks the whole answer against the request when the stream has ended.
+while a stream runs, and counts the tokens when the stream has ended.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _FIRST_TOKEN = re.compile(rb'"content": ?"[^"]')
 _CONTENT = re.compile(rb'"content": ?"([^"\\]*)"')
 _USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
 _SHOWN = 300
-
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 STATED = {"ignore_eos": True, "stream_options": {"include_usage": True}}
 """Request fields for engines whose tokens are not words: generate all tokens, and report usage."""
 
@@ -38,13 +37,8 @@ class LoadError(RuntimeError):
 
 
 class Load(NamedTuple):
-    """Measurements while the requests ran.
-
-    Attributes:
-        ttfts_s: of each request, seconds.
-        elapsed_s: from the first request's start to the last one's end, seconds.
-        cpu_s: the client's own processor time, seconds.
-    """
+    """The TTFT of each request, the time from the first request's start to the last one's end, and
+    the client's own processor time, all in seconds."""
 
     ttfts_s: list[float]
     elapsed_s: float
@@ -57,7 +51,7 @@ async def load(
     tokens: int,
     seconds: float,
     stopped: Callable[[], bool],
-    also: Mapping[str, Any] = MappingProxyType({}),
+    also: Mapping[str, Any] = _NOTHING,
 ) -> Load:
     """Keep ``at_once`` streams of ``tokens`` tokens running; no request is sent after ``seconds``.
 
@@ -70,9 +64,9 @@ async def load(
     Raises:
         LoadError: a request was not answered with all of its tokens.
     """
-    connections = [
-        await _Connection.open(urls[number % len(urls)], tokens, also) for number in range(at_once)
-    ]
+    connections = [_Connection(urls[number % len(urls)], tokens, also) for number in range(at_once)]
+    for connection in connections:
+        await connection.connect()
     ttfts_s: list[float] = []
     begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
 
@@ -102,7 +96,13 @@ class _Connection(asyncio.Protocol):
     def __init__(self, url: str, tokens: int, also: Mapping[str, Any]) -> None:
         self._url = url
         self._tokens = tokens
-        self._request = _request(url, tokens, also)
+        parts = urlsplit(url)
+        body = chat_body(tokens, also)
+        head = (
+            f"POST {parts.path}/v1/chat/completions HTTP/1.1\r\nhost: {parts.netloc}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        self._request = head.encode() + body
         self._transport: asyncio.WriteTransport | None = None
         self._parser: Any = None
         self._body: list[bytes] = []
@@ -110,14 +110,8 @@ class _Connection(asyncio.Protocol):
         self._ttft_s: float | None = None
         self._answered: asyncio.Future[None] | None = None
 
-    @classmethod
-    async def open(cls, url: str, tokens: int, also: Mapping[str, Any]) -> _Connection:
-        """Connect to the server of ``url``."""
-        connection = cls(url, tokens, also)
-        await connection._connect()
-        return connection
-
-    async def _connect(self) -> None:
+    async def connect(self) -> None:
+        """Connect to the server."""
         parts = urlsplit(self._url)
         loop = asyncio.get_running_loop()
         try:
@@ -133,7 +127,7 @@ class _Connection(asyncio.Protocol):
                 did not end.
         """
         if self._transport is None:  # the server closes after each answer
-            await self._connect()
+            await self.connect()
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
         self._body.clear()
@@ -162,8 +156,6 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    # Called by asyncio.
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Remember the connection."""
         assert isinstance(transport, asyncio.WriteTransport)
@@ -185,8 +177,6 @@ class _Connection(asyncio.Protocol):
         if self._answered is not None and not self._answered.done():
             self._answered.set_exception(LoadError(f"{self._url}: {why}"))
 
-    # Called by the parser.
-
     def on_body(self, body: bytes) -> None:
         """Keep a part of the body, and look for the first token."""
         self._body.append(body)
@@ -202,23 +192,8 @@ class _Connection(asyncio.Protocol):
             self._answered.set_result(None)
 
 
-def chat_body(tokens: int, also: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+def chat_body(tokens: int, also: Mapping[str, Any] = _NOTHING) -> bytes:
     """A streamed chat completion of ``tokens`` tokens; ``also`` has further fields."""
-    asked = {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": "What does a sluice do? " * 8}],
-        "max_tokens": tokens,
-        "stream": True,
-        **also,
-    }
+    message = {"role": "user", "content": "What does a sluice do? " * 8}
+    asked = {"model": MODEL, "messages": [message], "max_tokens": tokens, "stream": True, **also}
     return json.dumps(asked).encode()
-
-
-def _request(url: str, tokens: int, also: Mapping[str, Any]) -> bytes:
-    parts = urlsplit(url)
-    body = chat_body(tokens, also)
-    head = (
-        f"POST {parts.path}/v1/chat/completions HTTP/1.1\r\nhost: {parts.netloc}\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
-    return head.encode() + body

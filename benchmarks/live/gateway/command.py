@@ -13,33 +13,21 @@ import gc
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Final
 
 import click
 from rich.console import Console
+from rich.table import Table
 
-from sluice.benchmarks.live.gateway.client import LoadError, load
-from sluice.benchmarks.live.gateway.report import (
-    costs,
-    figures,
-    further_tokens,
-    speeds,
-    summary,
-    token_costs,
-)
-from sluice.benchmarks.live.gateway.systems import (
-    REAL,
-    SYSTEMS,
-    Bench,
-    Start,
-    System,
-    engines,
-    sluice,
-)
-from sluice.benchmarks.live.processes import LeftOutError, processor_seconds, used
+from sluice.benchmarks.live.gateway.client import Load, LoadError, load
+from sluice.benchmarks.live.processes import LeftOutError
+from sluice.benchmarks.live.report import Json, quantiles, table
+from sluice.benchmarks.live.resources import CORES, OWN, processes, spent
+from sluice.benchmarks.live.systems import ENGINES, REAL, SYSTEMS, Bench, System, started
 from sluice.benchmarks.options import as_json, number_option, show
 from sluice.deploy.local import StoppedError, stop_signals
 
@@ -47,54 +35,27 @@ WARM_UP_S = 1.0
 IDLE_S = 2.0
 """Time without requests, to measure the systems' idle usage, seconds."""
 
-OTHER = "other sluice"
+REFERENCES: Final = ("direct", "vllm-router")
+"""Systems with which the others' requests a second are compared, where they were measured."""
 
-Json = dict[str, Any]
+GATEWAY: Final = "gateway"
+"""All processes but those of engines and the client."""
 
 
 @click.command(name="gateway")
 @number_option("--rounds", default=3, least=1, most=100)
+@number_option("--seconds", default=1.5, least=0.1, most=600, words="Of each measurement.")
+@number_option("--at-once", "at_onces", default=(1, 16, 64), least=1, most=1_000, multiple=True)
+@number_option("--tokens", "token_counts", default=(20, 200), least=1, most=4_000, multiple=True)
 @number_option(
-    "--seconds",
-    default=1.5,
-    least=0.1,
-    most=600,
-    words="Duration of each measurement; running requests end after it.",
-)
-@number_option(
-    *("--at-once", "at_onces"),
-    default=(1, 16, 64),
-    least=1,
-    most=1_000,
-    words="Concurrent requests; repeatable.",
-    multiple=True,
-)
-@number_option(
-    *("--tokens", "token_counts"),
-    default=(20, 200),
-    least=1,
-    most=4_000,
-    words="Tokens of a stream; repeatable.",
-    multiple=True,
-)
-@number_option(
-    "--step-ms",
-    default=0.0,
-    least=0,
-    most=1_000,
-    words="Time between two tokens of an engine; 0: engines answer at once.",
+    "--step-ms", default=0.0, least=0, most=1_000, words="Time between two tokens of an engine."
 )
 @click.option(
     "--system",
     "names",
     multiple=True,
     type=click.Choice(list(SYSTEMS)),
-    help="Systems to measure; repeatable.  [default: all but those with vLLM as the engine]",
-)
-@click.option(
-    "--other",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="The `sluice` program of another version, to measure beside this one.",
+    help="[default: all but those with vLLM as the engine]",
 )
 @as_json
 def gateway(
@@ -104,50 +65,37 @@ def gateway(
     token_counts: tuple[int, ...],
     step_ms: float,
     names: tuple[str, ...],
-    other: Path | None,
     as_json: bool,
 ) -> None:
     """Measure what a gateway adds to engines that compute nothing: Sluice, other routers, none.
 
-    Missing routers are installed from PyPI into the user's cache. A router that cannot be installed
-    or started is left out, and the output says so.
+    Each number of concurrent requests, --at-once, is measured with streams of each number of
+    --tokens; they and --system are repeatable. Missing routers are installed from PyPI into the
+    user's cache. A router that cannot be installed or started is left out, and the output says so.
 
     \b
     Example:
       sluice bench gateway --system direct --system sluice --at-once 16
     """
     say = Console(stderr=True, highlight=False, soft_wrap=True).print
-    names = names or tuple(name for name in SYSTEMS if name not in REAL)
-    starts = {name: SYSTEMS[name] for name in names}
-    if other is not None:
-        starts[OTHER] = sluice(OTHER, other)
+    starts = {name: SYSTEMS[name] for name in names or SYSTEMS if names or name not in REAL}
     try:
-        with ExitStack() as stack:
-            stop = stack.enter_context(stop_signals())
-            folder = Path(
-                stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-gateway-"))
-            )
-            try:
-                bench = Bench({}, folder, say, stop, step_ms)
-                bench = bench._replace(engines=stack.enter_context(engines(bench)))
-            except LeftOutError as error:
-                raise click.ClickException(f"the engines: {error}") from None
-            systems, left_out = _started(starts, bench, stack)
-            if not systems:
-                raise click.ClickException("no system could be started")
-            try:
+        with stop_signals() as stop, tempfile.TemporaryDirectory(prefix="sluice-") as folder:
+            bench = Bench({}, Path(folder), say, stop, step_ms)
+            with started(starts, bench) as (systems, left_out):
+                if not systems:
+                    raise click.ClickException("no system could be started")
                 runs = _rounds(systems, rounds, seconds, at_onces, token_counts, bench)
                 # Not before: a system that has just started is busy with its own start-up.
                 idle_cores = _idle(systems)
-            except LoadError as error:
-                raise click.ClickException(str(error)) from None
+    except (LeftOutError, LoadError) as error:
+        raise click.ClickException(str(error)) from None
     except StoppedError:
         raise click.Abort from None
     rows = summary(runs)
     tokens = further_tokens(rows)
     found = {"summary": rows, "further_token": tokens, "idle_cores": idle_cores}
-    tables = [speeds(rows), costs(rows), *([token_costs(tokens)] if tokens else [])]
-    show({**found, "left_out": left_out, "runs": runs}, tables, as_json)
+    show({**found, "left_out": left_out, "runs": runs}, tables(rows, tokens), as_json)
     if not as_json:
         for name, cores in idle_cores.items():
             click.echo(f"{name} uses {cores:.3f} cores while nothing is sent")
@@ -155,31 +103,14 @@ def gateway(
             click.echo(f"{name} was left out: {reason}")
 
 
-def _started(
-    starts: Mapping[str, Start], bench: Bench, stack: ExitStack
-) -> tuple[dict[str, System], dict[str, str]]:
-    """The running systems, until ``stack`` ends, and why the others do not run."""
-    systems, left_out = {}, {}
-    for name, start in starts.items():
-        bench.say(f"starting {name}")
-        try:
-            systems[name] = stack.enter_context(start(bench))
-        except LeftOutError as error:
-            left_out[name] = str(error)
-            bench.say(f"{name} is left out: {error}")
-    return systems, left_out
-
-
 def _idle(systems: Mapping[str, System]) -> dict[str, float]:
     """Cores that each system uses while nothing is sent, its engines included."""
     begun_s = time.monotonic()
-    before = {name: processor_seconds(system.processes) for name, system in systems.items()}
+    before = {name: processes(system.processes) for name, system in systems.items()}
     time.sleep(IDLE_S)
     elapsed_s = time.monotonic() - begun_s
     return {
-        name: round(
-            sum(used(before[name], processor_seconds(system.processes)).values()) / elapsed_s, 3
-        )
+        name: round(sum(spent(before[name], processes(system.processes)).values()) / elapsed_s, 3)
         for name, system in systems.items()
     }
 
@@ -192,22 +123,16 @@ def _rounds(
     token_counts: tuple[int, ...],
     bench: Bench,
 ) -> list[Json]:
-    """Every cell of every round; every second round has the systems in reverse order.
-
-    Raises:
-        LoadError: an answer does not match its request.
-        StoppedError: this process is to end.
-    """
+    """Every cell of every round; every second round has the systems in reverse order."""
     for system in systems.values():
         _measured(system, max(at_onces), min(token_counts), WARM_UP_S, bench.stop)
     runs: list[Json] = []
     for number in range(rounds):
-        for at_once in at_onces:
-            for tokens in token_counts:
-                for name in list(systems)[:: -1 if number % 2 else 1]:
-                    row = _measured(systems[name], at_once, tokens, seconds, bench.stop)
-                    cell = {"system": name, "at_once": at_once, "tokens": tokens}
-                    runs.append({**cell, "round": number, **row})
+        names = list(systems)[:: -1 if number % 2 else 1]
+        for at_once, tokens, name in product(at_onces, token_counts, names):
+            row = _measured(systems[name], at_once, tokens, seconds, bench.stop)
+            cell = {"system": name, "at_once": at_once, "tokens": tokens}
+            runs.append({**cell, "round": number, **row})
         bench.say(f"round {number + 1} of {rounds}")
     return runs
 
@@ -216,8 +141,107 @@ def _measured(
     system: System, at_once: int, tokens: int, seconds: float, stop: threading.Event
 ) -> Json:
     gc.collect()
-    before = processor_seconds(system.processes)
+    before = processes(system.processes)
     measured = asyncio.run(load(system.urls, at_once, tokens, seconds, stop.is_set, system.also))
     if stop.is_set():
         raise StoppedError("stopped in the middle of a measurement")
-    return figures(measured, used(before, processor_seconds(system.processes)))
+    return figures(measured, spent(before, processes(system.processes)))
+
+
+# The report.
+
+
+def figures(load: Load, cpu_s: Mapping[str, float]) -> Json:
+    """One run, as plain data; ``cpu_s`` are processor seconds by kind of process."""
+    requests = len(load.ttfts_s)
+    p50, p99 = quantiles(load.ttfts_s, digits=6)
+    each = {**cpu_s, OWN: load.cpu_s}
+    return {
+        "requests": requests,
+        "per_second": round(requests / load.elapsed_s, 2),
+        "ttft_p50_ms": round(1e3 * p50, 3),
+        "ttft_p99_ms": round(1e3 * p99, 3),
+        "cpu_ms": {kind: round(1e3 * seconds / requests, 4) for kind, seconds in each.items()},
+    }
+
+
+def summary(runs: Sequence[Json]) -> list[Json]:
+    """Each cell and system over all rounds, in the order of ``runs``.
+
+    Times and rates are medians over rounds; ratios are computed within a round, since a busy moment
+    of the machine hits a whole round, and their medians taken; processor time is that of all
+    requests of all rounds.
+    """
+    cells: dict[tuple[int, int], dict[str, list[Json]]] = {}
+    for run in runs:
+        systems = cells.setdefault((run["at_once"], run["tokens"]), {})
+        systems.setdefault(run["system"], []).append(run)
+    rows = []
+    for (at_once, tokens), systems in cells.items():
+        for system, own in systems.items():
+            row: Json = {"at_once": at_once, "tokens": tokens, "system": system}
+            row["requests"] = sum(run["requests"] for run in own)
+            row["cpu_ms"] = _cpu_ms(own)
+            for name in ("per_second", "ttft_p50_ms", "ttft_p99_ms"):
+                row[name] = round(median(run[name] for run in own), 3)
+            row["ratio"] = {
+                name: _ratio(own, systems[name])
+                for name in REFERENCES
+                if name in systems and name != system
+            }
+            rows.append(row)
+    return rows
+
+
+def _ratio(own: Sequence[Json], others: Sequence[Json]) -> float:
+    pairs = zip(own, others, strict=True)
+    ratios = [float(run["per_second"] / other["per_second"]) for run, other in pairs]
+    return round(median(ratios), 3)
+
+
+def _cpu_ms(runs: Sequence[Json]) -> dict[str, float]:
+    """Processor time of a request, by kind of process, and of all processes of the gateway."""
+    requests = sum(run["requests"] for run in runs)
+    kinds = dict.fromkeys(kind for run in runs for kind in run["cpu_ms"])
+    found = {
+        kind: sum(run["cpu_ms"].get(kind, 0.0) * run["requests"] for run in runs) / requests
+        for kind in kinds
+    }
+    found[GATEWAY] = sum(ms for kind, ms in found.items() if kind not in (ENGINES, CORES, OWN))
+    return {kind: round(ms, 3) for kind, ms in found.items()}
+
+
+def further_tokens(rows: Sequence[Json]) -> list[Json]:
+    """The cost of a further token of a stream for each system, in microseconds of processor time:
+    from the difference between the longest and the shortest streams of :func:`summary`. Empty where
+    all are equally long."""
+    found: dict[tuple[int, str], list[Json]] = {}
+    for row in rows:
+        found.setdefault((row["at_once"], row["system"]), []).append(row)
+    costs = []
+    for (at_once, system), own in found.items():
+        short, long = (pick(own, key=lambda row: row["tokens"]) for pick in (min, max))
+        tokens = long["tokens"] - short["tokens"]
+        if tokens:
+            cpu_us = {
+                kind: round(1e3 * (ms - short["cpu_ms"].get(kind, 0.0)) / tokens, 2)
+                for kind, ms in long["cpu_ms"].items()
+            }
+            costs.append({"at_once": at_once, "system": system, "cpu_us": cpu_us})
+    return costs
+
+
+def tables(rows: Sequence[Json], tokens: Sequence[Json]) -> list[Table]:
+    """:func:`summary` and :func:`further_tokens` as tables."""
+    cell = ("at_once", "tokens", "system")
+    speed = ("per_second", "ratio.direct", "ratio.vllm-router", "ttft_p50_ms", "ttft_p99_ms")
+    kinds = dict.fromkeys([GATEWAY, *(kind for row in rows for kind in row["cpu_ms"])])
+    of_request, of_token = ([f"{unit}.{kind}" for kind in kinds] for unit in ("cpu_ms", "cpu_us"))
+    shown = [
+        table(rows, *cell, *speed, "requests", title="medians over rounds"),
+        table(rows, *cell, *of_request, title="processor time of a request"),
+    ]
+    if tokens:
+        title = "processor time of a further token"
+        shown.append(table(tokens, "at_once", "system", *of_token, title=title))
+    return shown

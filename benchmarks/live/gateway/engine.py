@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Final
 
 import click
 import msgspec
@@ -34,43 +33,36 @@ def events(tokens: int, request_id: str) -> Iterator[bytes]:
     yield b"data: [DONE]\n\n"
 
 
-STEP_S: Final = web.AppKey("step_s", float)
-"""Time between two tokens, seconds."""
-
-
-async def _chat(request: web.Request) -> web.StreamResponse:
-    asked = msgspec.json.decode(await request.read())
-    # Routers may send the field under its newer name.
-    most = asked.get("max_completion_tokens") or asked.get("max_tokens") or 1
-    tokens = min(_MOST_TOKENS, max(1, int(most)))
-    response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
-    await response.prepare(request)
-    for event in events(tokens, f"{id(request):x}"):
-        await response.write(event)
-        await asyncio.sleep(request.app[STEP_S])
-    await response.write_eof()
-    return response
-
-
-async def _health(_: web.Request) -> web.Response:
-    return web.Response()
-
-
-async def _models(_: web.Request) -> web.Response:
-    entry = {"id": MODEL, "object": "model", "created": 0, "owned_by": "bench"}
-    return web.json_response({"object": "list", "data": [entry]})
-
-
 @click.command()
 @click.option("--port", required=True, type=click.IntRange(1, 65_535))
 @click.option("--step-ms", default=0.0, type=click.FloatRange(0, 10_000))
 def main(port: int, step_ms: float) -> None:
     """Serve on this machine until the process is terminated."""
+
+    async def chat(request: web.Request) -> web.StreamResponse:
+        asked = msgspec.json.decode(await request.read())
+        # Routers may send the field under its newer name.
+        most = asked.get("max_completion_tokens") or asked.get("max_tokens") or 1
+        tokens = min(_MOST_TOKENS, max(1, int(most)))
+        response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        for event in events(tokens, f"{id(request):x}"):
+            await response.write(event)
+            await asyncio.sleep(step_ms / 1e3)
+        await response.write_eof()
+        return response
+
+    async def health(_: web.Request) -> web.Response:
+        return web.Response()
+
+    async def models(_: web.Request) -> web.Response:
+        entry = {"id": MODEL, "object": "model", "created": 0, "owned_by": "bench"}
+        return web.json_response({"object": "list", "data": [entry]})
+
     app = web.Application()
-    app[STEP_S] = step_ms / 1e3
-    app.router.add_post("/v1/chat/completions", _chat)
-    app.router.add_get("/health", _health)
-    app.router.add_get("/v1/models", _models)
+    app.router.add_post("/v1/chat/completions", chat)
+    app.router.add_get("/health", health)
+    app.router.add_get("/v1/models", models)
     web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None)
 
 

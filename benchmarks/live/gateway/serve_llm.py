@@ -1,8 +1,7 @@
 """Ray Serve LLM with its own ingress, in front of engines that answer at once, for ``sluice bench
 gateway``: a separate program, since it imports packages that Sluice does not need.
 
-Everything but the engine is Serve LLM's. Its settings are the defaults; Serve's settings are those
-of Sluice.
+Everything but the engine is Serve LLM's, with its defaults; Serve's settings are those of Sluice.
 """
 
 from __future__ import annotations
@@ -78,26 +77,18 @@ def _serve(local_dir: Path, port: int, replicas: int, step_s: float) -> None:
             """Without GPUs in the placement group."""
             return dict(llm_config.deployment_config)
 
-    start_ray(
-        local_dir / "ray",
-        num_cpus=max(os.cpu_count() or 1, 4),
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-    )
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.WARNING}
+    start_ray(local_dir / "ray", num_cpus=max(os.cpu_count() or 1, 4), **quiet)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    fixed = {"num_replicas": replicas, "ray_actor_options": {"num_cpus": 0.1}}
     model = LLMConfig(
         model_loading_config={"model_id": MODEL},
-        deployment_config=fixed,
+        deployment_config={"num_replicas": replicas, "ray_actor_options": {"num_cpus": 0.1}},
         server_cls=Server,
         experimental_configs={"step_s": step_s},
     )
     ingress = {"autoscaling_config": None, "num_replicas": 1}
-    serve.run(
-        build_openai_app({"llm_configs": [model], "ingress_deployment_config": ingress}),
-        name="serve-llm",
-    )
+    app = build_openai_app({"llm_configs": [model], "ingress_deployment_config": ingress})
+    serve.run(app, name="serve-llm")
 
 
 if __name__ == "__main__":

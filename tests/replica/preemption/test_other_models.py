@@ -2,9 +2,9 @@
 
 import pytest
 
-from sluice.benchmarks.live.preemption.engine import PreemptiveEngine
-from sluice.benchmarks.live.preemption.trials import random_trials
 from sluice.replica.vllm.local_model import local_model
+from tests.replica.preemption.engine import CheckedEngine
+from tests.replica.preemption.trials import random_trials
 
 pytestmark = pytest.mark.vllm
 
@@ -18,7 +18,7 @@ def engine_of(tmp_path):
     made = []
 
     def make(model, **args):
-        made.append(PreemptiveEngine(model, tmp_path, OPTIONS, num_gpu_blocks_override=64, **args))
+        made.append(CheckedEngine(model, tmp_path, OPTIONS, num_gpu_blocks_override=64, **args))
         return made[-1]
 
     yield make

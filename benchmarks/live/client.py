@@ -1,8 +1,7 @@
-"""The client of a replay: an open loop over HTTP, one answer to each request.
+"""The client of the live benchmarks: an open loop over HTTP, one answer to each request.
 
-A request is sent at its own time, independent of the requests before it. The client's own lateness
-is measured too: figures of a late client describe the client more than the server. Every answer is
-checked against its request (:mod:`sluice.benchmarks.live.replay.answer`).
+A request is sent at its own time, independent of the requests before it, and the client's own
+lateness is measured. Every answer is checked (:mod:`sluice.benchmarks.live.answers`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-from sluice.benchmarks.live.replay.answer import (
+from sluice.benchmarks.live.answers import (
     AnswerCheck,
     Expected,
     ToldError,
@@ -39,20 +38,19 @@ _CHARACTERS_PER_TOKEN = 4
 _ERROR_CODE = re.compile(rb'"error": ?\{.*?"code": ?"?([a-z_0-9]+)', re.DOTALL)
 _ERROR_BYTES = 2048
 
+Json = dict[str, Any]
+Body = Callable[[str, int, Arrival], Json]
+"""Makes a request from the model's name, the arrival's number and the arrival."""
+
 
 class End(enum.StrEnum):
     """How a request ended."""
 
-    ANSWERED = "answered"
-    """Complete and without duplicates."""
-    REFUSED = "refused"
-    """A 4xx or a 503 with a reason, without output."""
-    FAILED = "failed"
-    """Another explicit error, in the status or in the stream."""
-    CUT = "cut"
-    """The connection ended in the middle of an answer. An HTTP client reports that as an error."""
-    LEFT = "left"
-    """The client disconnected, as planned."""
+    ANSWERED = "answered"  # complete and without duplicates
+    REFUSED = "refused"  # a 4xx or a 503 with a reason, without output
+    FAILED = "failed"  # another explicit error, in the status or in the stream
+    CUT = "cut"  # the connection ended in the middle of an answer, which its client sees
+    LEFT = "left"  # the client disconnected, as planned
     SILENT = "silent"
     """Anything else is lost: an answer that never ended, or that ended without an error but with
     missing, duplicated or wrong tokens."""
@@ -63,21 +61,15 @@ class Outcome:
     """One request, as its client saw it. Durations count from its last attempt, seconds.
 
     Attributes:
-        slo: its objective.
-        prompt_tokens, output_tokens: as requested.
         sent_s: from the replay's start.
         late_s: how much later than planned it was sent.
-        ended_s: when it ended, from the replay's start; ``None`` while it has not.
-        end: how it ended.
         reason: the error's code, or the failure; empty for an answer.
+        ended_s: when it ended, from the replay's start; ``None`` while it has not.
         admission: the header with its admission tier; empty without one.
         predicted_ttft_s: the predicted median, where the request was guaranteed.
-        ttft_s: until its first token; ``None`` if none arrived. An answer that is not streamed has
-            only an end: then this is the end minus the time that its objective allows for the
-            tokens after the first.
-        tpot_s: time per token after the first, by the objective's anchor; 0 for a single one. A
-            piece of text counts as one token: if an engine sends several in one piece, the running
-            maximum and the windows are above the real ones.
+        ttft_s: until its first token; for an answer that is not streamed its end minus the time
+            that its objective allows for the tokens after the first.
+        tpot_s: time per token after the first, by the objective's anchor; 0 for a single one.
         gap_s: longest time between two pieces of its stream.
         refusals: how often it was refused.
         refused_s: total time of these refusals.
@@ -105,22 +97,9 @@ class Outcome:
         if self.end is not End.ANSWERED or self.ttft_s is None or self.tpot_s is None:
             return False
         ended_s = inf if self.ended_s is None else self.ended_s
-        e2e_s = ended_s - self.sent_s - self.refused_s
-        observed = (self.ttft_s, self.tpot_s, e2e_s)
+        observed = (self.ttft_s, self.tpot_s, ended_s - self.sent_s - self.refused_s)
         pairs = zip(observed, self.slo.times_s, strict=True)
         return all(limit is None or value <= limit for value, limit in pairs)
-
-
-def text_body(model: str, number: int, arrival: Arrival) -> dict[str, Any]:
-    """A completion whose prompt has about the tokens of ``arrival``, by the count of a simulated
-    engine, and is unique."""
-    return {
-        "model": model,
-        "prompt": prompt_text(number, arrival.prompt_tokens),
-        "max_tokens": arrival.output_tokens,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
 
 
 def prompt_text(number: int, tokens: int) -> str:
@@ -129,8 +108,16 @@ def prompt_text(number: int, tokens: int) -> str:
     return f"{number} ".ljust(characters, "x")[:characters]
 
 
-def _stays(_number: int) -> int | None:
-    return None
+def stream_body(model: str, prompt: str | list[int], tokens: int, **more: Any) -> Json:
+    """A streamed completion with usage; ``more`` has further fields."""
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    return {"model": model, "prompt": prompt, "max_tokens": tokens, **options, **more}
+
+
+def text_body(model: str, number: int, arrival: Arrival) -> Json:
+    """A streamed completion with a unique prompt, for simulated engines."""
+    prompt = prompt_text(number, arrival.prompt_tokens)
+    return stream_body(model, prompt, arrival.output_tokens)
 
 
 async def replay(
@@ -139,9 +126,8 @@ async def replay(
     workload: Workload,
     grace_s: float = GRACE_S,
     on_sent: Callable[[], None] = lambda: None,
-    clock: Callable[[], float] = time.monotonic,
-    body: Callable[[str, int, Arrival], dict[str, Any]] = text_body,
-    leaves_after: Callable[[int], int | None] = _stays,
+    body: Body = text_body,
+    leaves_after: Callable[[int], int | None] = lambda _: None,
     exact: bool = True,
     patience_s: float = 0.0,
     trust: ssl.SSLContext | None = None,
@@ -154,8 +140,7 @@ async def replay(
     Args:
         url: of the completions endpoint; chats go to the one beside it.
         on_sent: called after the last arrival.
-        body: makes the request of an arrival, from the model's name and the arrival's number; with
-            ``messages`` it is a chat.
+        body: makes each request; with ``messages`` it is a chat.
         leaves_after: the pieces of text of its stream after which the client of an arrival's
             number disconnects, if it does.
         exact: whether the engines are simulated ones, whose text is known.
@@ -167,20 +152,17 @@ async def replay(
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
     connector = aiohttp.TCPConnector(limit=0, ssl=trust or True)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        started_s = clock()
+        started_s = time.monotonic()
         for number, arrival in enumerate(workload.arrivals):
-            await asyncio.sleep(started_s + arrival.arrival_s - clock())
-            now_s = clock() - started_s
+            await asyncio.sleep(started_s + arrival.arrival_s - time.monotonic())
+            now_s = time.monotonic() - started_s
+            late_s = now_s - arrival.arrival_s
             outcome = Outcome(
-                arrival.slo,
-                arrival.prompt_tokens,
-                arrival.output_tokens,
-                now_s,
-                now_s - arrival.arrival_s,
+                arrival.slo, arrival.prompt_tokens, arrival.output_tokens, now_s, late_s
             )
             outcomes.append(outcome)
+            request = _Request(session, url, outcome, leaves_after(number))
             asked = body(model, number, arrival)
-            request = _Request(session, url, outcome, clock, leaves_after(number))
             task = asyncio.create_task(request.run(asked, exact, patience_s))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
@@ -194,52 +176,49 @@ async def replay(
 
 
 class _Request:
-    """One running request. Of a stream it keeps only the incomplete event."""
+    """One running request."""
 
     def __init__(
         self,
         session: aiohttp.ClientSession,
         url: str,
         outcome: Outcome,
-        clock: Callable[[], float],
         leaves_after: int | None,
     ) -> None:
         self._session = session
         self._url = url
         self._outcome = outcome
-        self._clock = clock
         self._leaves_after = leaves_after
 
-    async def run(self, body: dict[str, Any], exact: bool, patience_s: float) -> None:
+    async def run(self, body: Json, exact: bool, patience_s: float) -> None:
         """Send it, read the answer to its end, and record the outcome."""
         outcome = self._outcome
-        sent_s = begun_s = self._clock()
+        sent_s = begun_s = time.monotonic()
         while True:
             await self._send(body, exact)
             if outcome.end is not End.REFUSED:
                 break
-            now_s = self._clock()
+            now_s = time.monotonic()
             outcome.refusals += 1
             outcome.refused_s += now_s - sent_s
             sent_s = now_s
             if now_s >= begun_s + patience_s:
                 break
             outcome.end, outcome.reason = End.SILENT, "unfinished"
-        outcome.ended_s = outcome.sent_s + self._clock() - begun_s
+        outcome.ended_s = outcome.sent_s + time.monotonic() - begun_s
 
-    async def _send(self, body: dict[str, Any], exact: bool) -> None:
+    async def _send(self, body: Json, exact: bool) -> None:
         outcome = self._outcome
         chat = "messages" in body
         url = self._url.replace("/completions", "/chat/completions") if chat else self._url
-        expected = (
-            simulated("chat" if chat else "completions", body)
-            if exact
-            else of_any_engine(body, outcome.output_tokens)
-        )
+        if exact:
+            expected = simulated("chat" if chat else "completions", body)
+        else:
+            expected = of_any_engine(body, outcome.output_tokens)
         headers = {wire.SLO_HEADERS[wire.CLASS]: outcome.slo.service_class}
         begun = False
         try:
-            sent_s = self._clock()
+            sent_s = time.monotonic()
             async with self._session.post(url, json=body, headers=headers) as response:
                 begun = True
                 _read_head(outcome, response)
@@ -264,7 +243,7 @@ class _Request:
         outcome, check = self._outcome, AnswerCheck(expected)
         meter, last_s = TPOTMeter(outcome.slo.tpot_anchor), sent_s
         async for data in response.content.iter_any():
-            before_s, last_s = last_s, self._clock()
+            before_s, last_s = last_s, time.monotonic()
             if outcome.ttft_s is not None:
                 outcome.gap_s = max(outcome.gap_s, last_s - before_s)
             check.feed(data)
@@ -286,7 +265,7 @@ class _Request:
         self, response: aiohttp.ClientResponse, expected: Expected, sent_s: float
     ) -> None:
         AnswerCheck(expected).whole(await response.read())
-        took_s = self._clock() - sent_s
+        took_s = time.monotonic() - sent_s
         gaps = self._outcome.output_tokens - 1
         tpot_s = min(self._outcome.slo.tpot_s or 0.0, took_s / (gaps + 1))
         self._answered(took_s - gaps * tpot_s, tpot_s)

@@ -9,10 +9,9 @@ Ray's own state, not by querying them: a frozen part would not answer.
 
 from __future__ import annotations
 
-import contextlib
 import signal
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -24,8 +23,6 @@ from sluice.controller.lookup import NAMESPACE, controller_actor_name
 from sluice.deploy.app import REPLICA_DEPLOYMENTS, ROUTER_DEPLOYMENT
 from sluice.scheduling.roles import Role
 
-_SERVE_CONTROLLER = "SERVE_CONTROLLER_ACTOR"
-_PROXY_MANAGER = "HAProxyManager"
 _CALL_S = 10.0
 
 
@@ -66,7 +63,7 @@ class Process:
     def runs(self) -> bool:
         """Whether the process itself still exists; a frozen one does."""
         member = self._members[-1]
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with suppress(psutil.NoSuchProcess):
             return bool(member.is_running()) and member.status() != psutil.STATUS_ZOMBIE
         return False
 
@@ -97,14 +94,13 @@ class Process:
         Raises:
             MissingError: it has started none, as with a simulated engine.
         """
-        engine = self._members[:-1]
-        if not engine:
+        if len(self._members) == 1:
             raise MissingError(f"process {self.pid} has started no other: no engine of its own")
-        return Process(engine)
+        return Process(self._members[:-1])
 
     def _send(self, what: signal.Signals) -> None:
         for member in self._members:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with suppress(psutil.NoSuchProcess):
                 member.send_signal(what)
 
 
@@ -131,7 +127,7 @@ def routers(app: str = "sluice") -> list[Process]:
     found = [each for each in _actors("serve") if each["Name"].startswith(begins)]
     living = []
     for each in sorted(found, key=lambda each: str(each["Name"])):
-        with contextlib.suppress(MissingError):  # Ray has not noticed yet
+        with suppress(MissingError):  # Ray has not noticed yet
             living.append(Process.of(each["Pid"]))
     return living
 
@@ -144,12 +140,12 @@ def controller(app: str = "sluice") -> Process:
 
 def serve_controller() -> Process:
     """The controller of Ray Serve."""
-    return _one(each for each in _actors("serve") if each["Name"] == _SERVE_CONTROLLER)
+    return _one(each for each in _actors("serve") if each["Name"] == "SERVE_CONTROLLER_ACTOR")
 
 
 def haproxy_manager() -> Process:
     """The actor of Serve that starts and supervises HAProxy, with HAProxy."""
-    return _one(each for each in _actors("serve") if each["ActorClassName"] == _PROXY_MANAGER)
+    return _one(each for each in _actors("serve") if each["ActorClassName"] == "HAProxyManager")
 
 
 def haproxy() -> Process:
@@ -161,6 +157,16 @@ def drain(replica_id: str, drained: bool, app: str = "sluice") -> None:
     """Drain a replica, or undo that, as an operator does."""
     actor = ray.get_actor(controller_actor_name(app), namespace=NAMESPACE)
     ray.get(actor.drain.remote(replica_id, drained), timeout=_CALL_S)
+
+
+@contextmanager
+def drained(replica_id: str, app: str = "sluice") -> Iterator[None]:
+    """Drain a replica until the block ends."""
+    drain(replica_id, True, app)
+    try:
+        yield
+    finally:
+        drain(replica_id, False, app)
 
 
 def scale(replicas: int, app: str = "sluice", role: Role = "mixed") -> None:

@@ -1,26 +1,25 @@
-"""Prefills stopped at random checks, and whether their tokens are those of undisturbed runs."""
+"""Prefills stopped at random checks, and whether their tokens are those of undisturbed runs.
+
+``python -m tests.replica.preemption.trials 200`` runs so many trials on each of several engines.
+"""
 
 from __future__ import annotations
 
 import random
+import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sluice.benchmarks.live.engines.base import Result, Work
-from sluice.benchmarks.live.engines.process import EngineProcess
-from sluice.benchmarks.live.preemption.engine import PreemptiveEngine
+from sluice.benchmarks.live.engines import EngineProcess, Result, Work
+from sluice.benchmarks.live.preemption import WHOLE, random_prompt
 from sluice.replica.preemption.checks import Granularity
 from sluice.replica.vllm.local_model import local_model
-
-WHOLE = 1 << 20
-"""More tokens than any prompt has."""
+from tests.replica.preemption.engine import CheckedEngine
 
 CHUNK = 128
-
-VOCABULARY = (300, 1000)
-"""Tokens of the prompts: the first, and the one after the last."""
 
 _KINDS: tuple[tuple[Granularity, int], ...] = (
     ("operator", WHOLE),
@@ -64,14 +63,14 @@ def make_engine(
     experts: int = 0,
     ranks: int = 1,
     **args: Any,
-) -> PreemptiveEngine:
+) -> CheckedEngine:
     """A small engine in which three prefills can be suspended."""
     model = local_model(directory, layers=4, hidden=128, experts=experts)
     options = {"granularity": granularity, "depth": 3, "least_tokens": 1}
-    return PreemptiveEngine(model, directory, options, ranks, **args)
+    return CheckedEngine(model, directory, options, ranks, **args)
 
 
-def random_trials(engine: PreemptiveEngine, trials: int, seed: int) -> Found:
+def random_trials(engine: CheckedEngine, trials: int, seed: int) -> Found:
     """Stop prefills at random checks, by operator and layer, nested one to three deep, whole and
     in chunks, some with a common prefix."""
     chance = random.Random(seed)
@@ -91,7 +90,7 @@ def random_trials(engine: PreemptiveEngine, trials: int, seed: int) -> Found:
     return {"trials": trials, "stops": stops, "same": same}
 
 
-def trials_of_several_workers(engine: PreemptiveEngine, trials: int, seed: int) -> Found:
+def trials_of_several_workers(engine: CheckedEngine, trials: int, seed: int) -> Found:
     """The same where workers agree on a later check: soon after a random one, so that not every
     stop is in time. All prompts are long and have checks left at that point."""
     chance = random.Random(seed)
@@ -132,7 +131,7 @@ def nested_work(chance: random.Random, nested: int, shared: int = 0, output: int
 
 
 def run_nested(
-    engine: PreemptiveEngine, made: list[Work], chance: random.Random, checks: int
+    engine: CheckedEngine, made: list[Work], chance: random.Random, checks: int
 ) -> dict[str, Result]:
     """Run ``made`` so that each stops the one before it at a random one of its first ``checks``
     checks."""
@@ -151,6 +150,7 @@ def matches(result: Result, expected: Result) -> bool:
     return result.tokens == expected.tokens and result.logprobs[:1] == expected.logprobs[:1]
 
 
-def random_prompt(chance: random.Random, tokens: int) -> list[int]:
-    """``tokens`` random tokens."""
-    return [chance.randrange(*VOCABULARY) for _ in range(tokens)]
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        for name, found in all_trials(int(sys.argv[1]), 0, Path(folder)).items():
+            print(name, found)

@@ -30,15 +30,8 @@ class ToldError(Exception):
 
 
 class Expected(NamedTuple):
-    """The expected answer.
-
-    Attributes:
-        texts: the text of each choice; ``None`` where it is not known.
-        choices: how many there are.
-        prompt_tokens: by usage; ``None`` where it is not known.
-        output_tokens: by usage, of all choices.
-        usage: whether the answer has usage.
-    """
+    """The expected answer: the text of each choice and the prompt's tokens, ``None`` where they are
+    not known; the number of choices; all output tokens; and whether it has usage."""
 
     texts: tuple[str, ...] | None
     choices: int
@@ -67,10 +60,7 @@ def of_any_engine(body: dict[str, Any], output_tokens: int) -> Expected:
 
 
 class AnswerCheck:
-    """Checks one answer against the expected one while it arrives.
-
-    Of a stream it keeps only the incomplete event and, for each choice, the position.
-    """
+    """Checks one answer against the expected one while it arrives."""
 
     def __init__(self, expected: Expected) -> None:
         self._expected = expected
@@ -99,21 +89,13 @@ class AnswerCheck:
             raise WrongAnswerError("an event without an end")
 
     def end_stream(self) -> None:
-        """The stream is over.
-
-        Raises:
-            WrongAnswerError: something is missing.
-        """
+        """The stream is over; raises :class:`WrongAnswerError` if something is missing."""
         if not self._done or self._rest:
             raise WrongAnswerError("no end mark")
         self._check_all()
 
     def whole(self, data: bytes) -> None:
-        """Check an answer that is not streamed.
-
-        Raises:
-            WrongAnswerError: it is not the expected one.
-        """
+        """Check an answer that is not streamed; raises :class:`WrongAnswerError`, too."""
         answer = _parsed(data)
         self._see_choices(answer, "message")
         self._usage = answer.get("usage")

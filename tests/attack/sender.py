@@ -1,9 +1,6 @@
-"""Sends hostile requests to a running router and reports the responses.
+"""Sends hostile requests to a running server and notes the responses.
 
-Run with ``python -m sluice.benchmarks.live.fuzz --url http://127.0.0.1:8000 --requests 10000``. It
-fails if the server answers any of them with a 5xx (except a 503 with Retry-After), lets a
-connection hang, or does not serve a valid request afterwards. The same seed sends the same bytes;
-:mod:`sluice.benchmarks.live.fuzz_requests` has the kinds.
+A response is wrong if it is a 5xx (except a 503 with Retry-After) or if the connection hangs.
 """
 
 from __future__ import annotations
@@ -11,20 +8,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
-import click
-import psutil
-from rich.console import Console
-from rich.table import Table
-
-from sluice.benchmarks.live.fuzz_requests import Raw, Target, requests
+from tests.attack.hostile import Raw, Target
 
 PATIENCE_S = 0.3
 """Silence of the server after which the client half-closes its connection, seconds: many of the
@@ -211,69 +201,3 @@ def good_request(target: Target) -> Raw:
         *(*target.headers, b"content-length: %d" % len(text), b"", text),
     )
     return Raw("good", (b"\r\n".join(lines),), whole=True)
-
-
-async def _first_model(host: str, port: int, headers: tuple[bytes, ...]) -> str:
-    lines = (b"GET /v1/models HTTP/1.1", b"host: sluice", b"connection: close", *headers, b"", b"")
-    answer = await send(host, port, Raw("models", (b"\r\n".join(lines),), whole=True))
-    if answer.statuses != [200]:
-        raise click.ClickException(f"GET /v1/models was answered with {answer.statuses}, not 200")
-    body = answer.raw.partition(b"\r\n\r\n")[2]
-    start, end = body.find(b"{"), body.rfind(b"}")
-    model: str = json.loads(body[start : end + 1])["data"][0]["id"]
-    return model
-
-
-def _resident_bytes(pids: Iterable[int]) -> int:
-    return sum(psutil.Process(pid).memory_info().rss for pid in pids)
-
-
-def _table(found: Found) -> Table:
-    table = Table("kind", "sent", "2xx", "3xx", "4xx", "5xx", "no answer", "hung", "slowest, ms")
-    for name, kind in found.kinds.items():
-        counts = Counter[int]()
-        for status, number in kind.statuses.items():
-            counts[status // 100] += number
-        cells = (kind.sent, *(counts[n] for n in (2, 3, 4, 5)), kind.unanswered, kind.hung)
-        table.add_row(name, *map(str, cells), f"{kind.slowest_s * 1000:.0f}")
-    return table
-
-
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--url", required=True, help="Of the router or the proxy in front, plain HTTP.")
-@click.option("--key", help="An API key; by default none is sent.")
-@click.option("--requests", "count", type=click.IntRange(1), default=10_000, show_default=True)
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--at-once", type=click.IntRange(1, 256), default=16, show_default=True)
-@click.option("--pid", "pids", type=int, multiple=True, help="A process whose memory is shown.")
-def main(url: str, key: str | None, count: int, seed: int, at_once: int, pids: tuple[int]) -> None:
-    """Send hostile requests to a running router.
-
-    \b
-    Example:
-      python -m sluice.benchmarks.live.fuzz --url http://127.0.0.1:8000 --requests 1000
-    """
-    parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname:
-        raise click.BadParameter(f"must be like http://127.0.0.1:8000, got {url}", param_hint="url")
-    host, port = parts.hostname, parts.port or 80
-    headers = (b"authorization: Bearer " + key.encode(),) if key else ()
-    target = Target(asyncio.run(_first_model(host, port, headers)), headers)
-    # The first ones fill caches, which are bounded.
-    asyncio.run(attack(host, port, requests(target, min(count, 1_000), seed + 1), at_once))
-    before = _resident_bytes(pids)
-    found = asyncio.run(attack(host, port, requests(target, count, seed), at_once))
-    after = _resident_bytes(pids)
-    last = asyncio.run(send(host, port, good_request(target)))
-    console = Console()
-    console.print(_table(found))
-    if pids:
-        console.print(f"memory: {before / 2**20:.1f} MiB before, {after / 2**20:.1f} MiB after")
-    console.print(f"a good request afterwards: {last.statuses}")
-    for raw, answer in found.bad:
-        console.print(f"{raw.kind}: {b''.join(raw.parts)[:300]!r}\n  -> {answer.raw[:300]!r}")
-    sys.exit(bool(found.bad) or last.statuses != [200])
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,408 @@
+"""The delay of a short, urgent request by a long prefill, by where the prefill can be preempted.
+
+Run with ``sluice bench preemption``. Real vLLM engines on the CPU, one thread, a small model with
+random weights. While a long prompt is computed, a short one arrives at a random moment. Every way
+of preemption gets the same moments, one way after the other, so that all see the same machine.
+Stock vLLM with priorities runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from functools import partial
+from math import comb
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+import click
+
+from sluice.benchmarks.live.engines import (
+    EngineProcess,
+    OneEngine,
+    Result,
+    StockEngine,
+    Work,
+    quiet_vllm,
+)
+from sluice.benchmarks.live.report import Json, table
+from sluice.benchmarks.options import as_json, number_option, show
+from sluice.replica.preemption.checks import Granularity
+from sluice.replica.preemption_config import PreemptionConfig
+from sluice.replica.scheduler.state_table import StateTable
+from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xargs
+from sluice.replica.vllm.local_model import local_model
+from sluice.scheduling.preemption import Options
+from sluice.scheduling.request.objective import SLO
+
+WHOLE = 1 << 20
+"""More tokens than any prompt has."""
+
+VOCABULARY = (300, 1000)
+"""Tokens of the prompts: the first, and the one after the last."""
+
+WAYS: dict[str, tuple[Granularity | None, int]] = {
+    "operator": ("operator", WHOLE),
+    "layer": ("layer", WHOLE),
+    "512-token chunks": (None, 512),
+    "none": (None, WHOLE),
+}
+"""Granularity of checks, and max tokens of a task; requests by S-EDF."""
+
+STOCK: dict[str, tuple[int, int]] = {
+    "stock, 2048": (2048, 0),
+    "stock, 512": (512, 0),
+    "stock, 256": (256, 0),
+    "stock, 512, threshold 256": (512, 256),
+}
+"""Stock vLLM with priorities: max tokens of a step, and its long-prefill threshold. Stock vLLM
+serves running before waiting requests, so only the threshold leaves tokens for a more urgent
+prompt."""
+
+LAYERS, HIDDEN = 8, 512
+"""Of the model."""
+
+_LATE, _URGENT = 1000.0, 100.0
+_MOST_LIVE = 4096
+_OVERHEAD_TOKENS = 512
+_DECODED = 32
+_ALONE = 5
+_LEAST_PAIRS = 6
+"""With fewer pairs, no interval of their median has 95 % confidence."""
+
+
+@click.command(context_settings={"show_default": True})
+@number_option("--long", "long_tokens", default=2048, least=64, most=8000)
+@number_option("--short", "short_tokens", default=64, least=2, most=4000)
+@number_option("--repeats", default=10, least=1, most=1000)
+@number_option("--pairs", default=40, least=_LEAST_PAIRS, most=10_000)
+@click.option("--seed", default=0)
+@as_json
+def preemption(
+    long_tokens: int, short_tokens: int, repeats: int, pairs: int, seed: int, as_json: bool
+) -> None:
+    """Measure how long a short request waits for a long prefill, by where that can be preempted.
+
+    \b
+    Example:
+      sluice bench preemption --repeats 10 --json
+    """
+    quiet_vllm()
+    prompts = Prompts.draw(long_tokens, short_tokens, seed)
+    args = {
+        "max_model_len": long_tokens + 64,
+        "max_num_batched_tokens": max(2048, long_tokens),
+        "kv_cache_memory_bytes": 256 << 20,
+        "enforce_eager": True,
+    }
+    options = {"granularity": "operator", "depth": 3, "least_tokens": 1}
+    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as name:
+        model = local_model(Path(name), layers=LAYERS, hidden=HIDDEN)
+        make = partial(StockEngine, model, max_num_seqs=16, block_size=32, **args)
+        with (
+            closing(EngineProcess(make)) as stock,
+            closing(PreemptiveEngine(model, Path(name), options, **args)) as engine,
+        ):
+            found = Bench(engine, stock, prompts).all(repeats, pairs)
+    ways = ("way", "stops", "blocked", "blocked_most", "waited", "short", "short_ratio", "long")
+    costs = [{"of": name, **each} for name, each in found["overhead"].items()]
+    tables = [
+        table(found["rows"], *ways, title="milliseconds"),
+        table(costs, *costs[0], title="overhead without preemption"),
+    ]
+    show(found, tables, as_json, f"alone, and alone on stock vLLM, ms: {found['alone_ms']}")
+
+
+def random_prompt(chance: random.Random, tokens: int) -> list[int]:
+    """``tokens`` random tokens."""
+    return [chance.randrange(*VOCABULARY) for _ in range(tokens)]
+
+
+class Prompts(NamedTuple):
+    """The two requests, and the random generator of the short one's arrivals."""
+
+    long: Work
+    short: Work
+    chance: random.Random
+
+    @classmethod
+    def draw(cls, long_tokens: int, short_tokens: int, seed: int) -> Prompts:
+        """Random ones of these lengths."""
+        chance = random.Random(seed)
+        long = Work("long", random_prompt(chance, long_tokens), 1, _LATE)
+        return cls(long, Work("short", random_prompt(chance, short_tokens), 1, _URGENT), chance)
+
+
+class PreemptiveEngine(OneEngine):
+    """An engine core with a queue of events, as in a process of its own; only this class fills it.
+
+    Args:
+        model: the model's directory; the state table is in ``directory``.
+        options: of :class:`~sluice.replica.preemption_config.PreemptionConfig`.
+        ranks: how many workers compute it; with several, each has a process of its own.
+        args: vLLM's engine arguments.
+    """
+
+    def __init__(
+        self, model: Path, directory: Path, options: Mapping[str, Any], ranks: int = 1, **args: Any
+    ) -> None:
+        super().__init__()
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        from sluice.replica.preemption.support import executor
+        from sluice.replica.preemption.variant import FACTORY
+
+        path = directory / "state"
+        self.table = StateTable.create(_MOST_LIVE, path)
+        preemption = PreemptionConfig(**options)
+        settings = SchedulerSettings(state_table=path, policy="s_edf", preemption=preemption)
+        self._start(
+            model,
+            async_scheduling=False,
+            tensor_parallel_size=ranks,
+            distributed_executor_backend=executor(ranks),
+            scheduler_cls=FACTORY,
+            additional_config=settings.to_additional_config(),
+            block_size=32,
+            max_num_seqs=16,
+            **args,
+        )
+        self.core: Any = self._llm.llm_engine.engine_core.engine_core
+        self.core.input_queue = queue.Queue()
+        self.core._handle_client_request = self._handle
+        self.scheduler: Any = self.core.scheduler
+        self.executor: Any = self.core.model_executor
+        self._checks: Any = self.executor._tasks.checks if ranks == 1 else None
+
+    def add(self, work: Work, arrived_s: float | None = None) -> None:
+        """A request arrives now, or arrived some time ago; on the engine's thread."""
+        now_s = time.monotonic() if arrived_s is None else arrived_s
+        args = RequestArgs(work.name, now_s, SLO(ttft_s=work.ttft_s), work.best_effort)
+        request = self._request(work, now_s, extra_args=to_xargs(args))
+        self._llm.llm_engine.add_request(*request)
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Have the engine's thread run ``action`` when it next reads events; from any thread."""
+        from vllm.v1.engine import EngineCoreRequestType
+
+        self.core.input_queue.put_nowait((EngineCoreRequestType.ADD, action))
+
+    def run(self) -> dict[str, Result]:
+        """Run until no request is left and no event waits."""
+        results: dict[str, Result] = {}
+        while not self.core.input_queue.empty():
+            self._handle(*self.core.input_queue.get_nowait())
+        while self._llm.llm_engine.has_unfinished_requests() or self.stack:
+            self._step(results)
+        self._arrived_s.clear()
+        self._first_s.clear()
+        return results
+
+    def use(self, granularity: Granularity | None, **bounds: int) -> int:
+        """Set other checks and bounds of tasks; returns the number of checks. Nothing may be live.
+        Without checks, a task that receives the stop signal continues to its end."""
+        model = self.executor.driver_worker.worker.model_runner.get_model()
+        self._checks.remove()
+        if granularity is None:
+            self.executor.checks = 1
+        else:
+            self.executor.checks = self._checks.install(model, granularity)
+        self.bound(**bounds)
+        return int(self.executor.checks)
+
+    def bound(self, **bounds: int) -> None:
+        """Set other bounds of tasks, see :class:`~sluice.scheduling.preemption.Options`."""
+        given = {"chunk": 8192, "late_chunk": 512, "together": 0, "most": 1024}
+        self.scheduler.options = Options(**(given | bounds))
+
+    @property
+    def stack(self) -> tuple[Any, ...]:
+        """Tasks in flight, as the engine sees them."""
+        loop = self.core.__dict__.get("_preemption")
+        return () if loop is None else tuple(loop._stack)
+
+    @property
+    def stats(self) -> Any:
+        """Counts of its preemptions."""
+        return self.core._preemption.stats
+
+    def _handle(self, kind: Any, action: Callable[[], None]) -> None:
+        """Replaces a core's handling of a client's requests."""
+        from vllm.v1.engine import EngineCoreRequestType
+
+        if kind == EngineCoreRequestType.ADD:
+            action()
+
+
+def moment(
+    engine: PreemptiveEngine | StockEngine, long: Work, short: Work, after_s: float
+) -> dict[str, Result]:
+    """Let ``short`` arrive ``after_s`` after ``long``."""
+
+    def arrive() -> None:
+        arrived_s = time.monotonic()
+        engine.post(lambda: engine.add(short, arrived_s))
+
+    engine.reset()
+    engine.add(long)
+    arrival = threading.Timer(after_s, arrive)
+    arrival.start()
+    results = engine.run()
+    arrival.join()
+    if short.name not in results:  # the long one ended before it arrived
+        results |= engine.run()
+    return results
+
+
+def alone(engine: PreemptiveEngine | StockEngine, work: Work) -> tuple[Result, float]:
+    """``work`` alone, and its whole duration, seconds."""
+    engine.reset()
+    engine.add(work)
+    began_s = time.perf_counter()
+    result = engine.run()[work.name]
+    return result, time.perf_counter() - began_s
+
+
+class Bench:
+    """Runs on one engine with preemption, and on a :class:`StockEngine` in another process."""
+
+    def __init__(self, engine: PreemptiveEngine, stock: EngineProcess, prompts: Prompts) -> None:
+        self._engine = engine
+        self._stock = stock
+        self._prompts = prompts
+        self._most = max(2048, len(prompts.long.prompt))
+        self._use("operator")
+        self._expected: list[dict[str, Result]] = []
+        self._alone_s: list[dict[str, float]] = []
+        for run in (partial(alone, engine), partial(stock.call, alone)):
+            results: dict[str, Result] = {}
+            times_s: dict[str, float] = {}
+            for work in (prompts.long, prompts.short):
+                run(work)  # the first one warms up
+                several = [run(work)[0] for _ in range(_ALONE)]
+                results[work.name] = several[0]
+                times_s[work.name] = median(each.ttft_s for each in several)
+            self._expected.append(results)
+            self._alone_s.append(times_s)
+
+    def all(self, repeats: int, pairs: int) -> Json:
+        """Rows, times alone and overheads, as plain data."""
+        rows = self.rows(repeats)
+        alone_ms = [
+            {name: round(1e3 * each_s, 2) for name, each_s in times_s.items()}
+            for times_s in self._alone_s
+        ]
+        return {"rows": rows, "alone_ms": alone_ms, "overhead": self.overheads(pairs)}
+
+    def rows(self, repeats: int) -> list[Json]:
+        """One row for each way; see :meth:`_row`."""
+        long, short, chance = self._prompts
+        longest_s = self._alone_s[0][long.name]
+        moments = [chance.uniform(0.05, 0.8) * longest_s for _ in range(repeats)]
+        ways = (*WAYS, *STOCK)
+        runs: dict[str, list[dict[str, Result]]] = {way: [] for way in ways}
+        blocked_s: dict[str, list[float]] = {way: [] for way in ways}
+        for after_s in moments:
+            for way in ways:
+                if way in STOCK:
+                    self._stock.call(StockEngine.use, *STOCK[way])
+                    runs[way].append(self._stock.call(moment, long, short, after_s))
+                else:
+                    self._use(way)
+                    self._engine.stats.latest_stop_s.clear()
+                    runs[way].append(moment(self._engine, long, short, after_s))
+                    blocked_s[way] += self._engine.stats.latest_stop_s
+        rows = [self._row(way, runs[way], blocked_s[way]) for way in ways]
+        return [{**row, "short_ratio": round(row["short"] / rows[0]["short"], 2)} for row in rows]
+
+    def _row(self, way: str, runs: list[dict[str, Result]], blocked_s: list[float]) -> Json:
+        """All arrivals under one way. Times are milliseconds: ``blocked`` from the signal to the
+        stop; ``waited`` how much longer the short request's TTFT was than alone; ``short`` and
+        ``long`` the TTFT. ``same``: share of runs with the tokens of runs alone on that engine."""
+        expected, alone_s = self._expected[way in STOCK], self._alone_s[way in STOCK]
+        short_s = [run["short"].ttft_s for run in runs]
+        same = [
+            all(run[name].tokens == result.tokens for name, result in expected.items())
+            for run in runs
+        ]
+        return {
+            "way": way,
+            "stops": len(blocked_s),
+            "blocked": round(1e3 * median(blocked_s), 2) if blocked_s else None,
+            "blocked_most": round(1e3 * max(blocked_s), 2) if blocked_s else None,
+            "waited": round(1e3 * (median(short_s) - alone_s["short"]), 2),
+            "short": round(1e3 * median(short_s), 2),
+            "short_most": round(1e3 * max(short_s), 2),
+            "long": round(1e3 * median(run["long"].ttft_s for run in runs), 2),
+            "same": mean(same),
+        }
+
+    def overheads(self, pairs: int) -> dict[str, Json]:
+        """Costs without preemption: of the checks alone, by the processor time of a prefill with
+        and without them; of the engine, by the time of a prefill or decode request on it and on
+        the stock engine."""
+        prefill = self._prompts.long
+        prefill = prefill._replace(prompt=prefill.prompt[:_OVERHEAD_TOKENS])
+        decode = self._prompts.short._replace(output=_DECODED)
+        engine = self._engine
+        self._stock.call(StockEngine.use, self._most)
+
+        def checked_s(way: str) -> float:
+            self._use(way)
+            began_s = time.process_time()
+            engine.alone(prefill)
+            return time.process_time() - began_s
+
+        def ours_s(work: Work) -> float:
+            return alone(engine, work)[1]
+
+        def stock_s(work: Work) -> float:
+            seconds: float = self._stock.call(alone, work)[1]
+            return seconds
+
+        checks = spread(pairs, partial(checked_s, "operator"), partial(checked_s, "none"))
+        self._use("operator")
+        return {
+            "checks": checks,
+            "prefill": spread(pairs, partial(ours_s, prefill), partial(stock_s, prefill)),
+            "decode": spread(pairs, partial(ours_s, decode), partial(stock_s, decode)),
+        }
+
+    def _use(self, way: str) -> None:
+        granularity, chunk = WAYS[way]
+        self._engine.use(granularity, chunk=chunk, most=self._most)
+
+
+def spread(pairs: int, one_s: Callable[[], float], other_s: Callable[[], float]) -> Json:
+    """Ratios, less 1, of the time of ``one_s`` to that of ``other_s``, each first in every second
+    pair: their median, its interval of at least 95 % confidence, whatever the distribution, by the
+    sign test, and the medians of both times, milliseconds."""
+    one_s(), other_s()
+    times_s: list[tuple[float, float]] = []
+    for pair in range(pairs):
+        if pair % 2:
+            other = other_s()
+            times_s.append((one_s(), other))
+        else:
+            one = one_s()
+            times_s.append((one, other_s()))
+    ratios = sorted(one / other - 1 for one, other in times_s)
+    outside, tail = 0, 0.5**pairs
+    while 2 * (tail + comb(pairs, outside + 1) * 0.5**pairs) <= 0.05:
+        outside += 1
+        tail += comb(pairs, outside) * 0.5**pairs
+    ends = (ratios[outside], ratios[-1 - outside])
+    one_ms, other_ms = (round(1e3 * median(each_s), 3) for each_s in zip(*times_s, strict=True))
+    return {
+        "pairs": pairs,
+        "median": round(median(ratios), 5),
+        "interval": [round(end, 5) for end in ends],
+        "one_ms": one_ms,
+        "other_ms": other_ms,
+    }

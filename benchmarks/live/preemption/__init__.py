@@ -1,1 +1,0 @@
-"""Preemption of prefills on real engines: ``sluice bench preemption`` and ``preemption_replay``."""

@@ -1,0 +1,521 @@
+"""Guarantees on two real vLLM replicas on this machine's CPUs, as their client sees them.
+
+Run with ``sluice bench promises --real``. An open load in bursts of three classes, at shares of the
+replicas' capacity, on a quiet machine and beside a busy loop on one core that begins in the middle;
+first without margins and then with those of production. The two systems have equal engines and get
+the same requests at the same times, but each is a new cluster. It first serves requests without
+objectives, which correct the step models and teach no margin; then it keeps what it has learned.
+
+With ``--simulated N`` there are N simulated engines in place of vLLM. Their steps take 1.3 times as
+long as their profile predicts, and drift to 1.5 times as much and back, once in the time of a run.
+In place of the busy loop one random replica process after another is stopped for 300 ms.
+
+The client, the cluster and the busy loop are children of one process, so that the kernel shares the
+cores between them and not between sessions. The loop has normal priority, as the engines have
+(:mod:`sluice.deploy.ray_settings`). Check the client's lateness, the routers' count of the same
+guarantees and the cores that other processes used, before you trust a figure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count, product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final, NamedTuple
+
+import click
+import psutil
+from rich.table import Table
+
+from sluice.benchmarks.experiments.promises import LEVEL, MARGINS, NONE
+from sluice.benchmarks.live.application import (
+    Application,
+    application,
+    metrics,
+    router_fields,
+    simulated,
+)
+from sluice.benchmarks.live.client import Body, End, Json, Outcome, replay, stream_body
+from sluice.benchmarks.live.loads import LIGHT_ENGINE, objectives
+from sluice.benchmarks.live.processes import in_own_process
+from sluice.benchmarks.live.report import (
+    GUARANTEED,
+    interval,
+    milliseconds,
+    quantiles,
+    share,
+    table,
+)
+from sluice.benchmarks.live.resources import Meter, Usage, processes
+from sluice.benchmarks.options import number_option, show
+from sluice.controller.config import ControllerConfig
+from sluice.deploy.config import SluiceConfig, parse_config
+from sluice.router.config import ServiceClass
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.latency.profile import LatencyProfile
+from sluice.simulation.workload import Arrival, Workload
+
+LOADS: Final = (0.7, 1.0, 1.4)
+QUIET, BUSY, PAUSES = "quiet", "busy", "pauses"
+REPLICAS: Final = 2
+SLOWER: Final = 1.3
+"""Real over believed time of a simulated engine's steps, before it drifts."""
+
+DRIFT: Final = 1.5
+"""Factor on that time in the middle of a drift."""
+
+PAUSE_S, PAUSE_EVERY_S = 0.3, 2.0
+"""How long one replica process is stopped, and the mean time between two such pauses."""
+
+CONTROLLERS: Final = {
+    NONE: ControllerConfig(promise_level=1e-9),
+    MARGINS: ControllerConfig(promise_level=LEVEL),
+}
+"""By system. At the first system's level the margin is the lowest score so far, so no margin."""
+
+IN_FLIGHT: Final = 16
+"""Concurrent requests that saturate a replica."""
+
+WARM_UP_S: Final = 15.0
+"""How long it is saturated before finished requests count for its capacity."""
+
+_REPORTED_S = 3.0  # until a router's metrics page counts a finished request
+_STARTED_S = 300.0
+
+
+def with_real(command: click.Command) -> click.Command:
+    """The command of the simulated experiment, with the real one behind ``--real``."""
+    simulated = command.callback
+    assert simulated is not None
+
+    words = "Two vLLM replicas here, no simulation: 12 runs for each seed. One takes 8 minutes."
+    instead = "With --real: number of simulated engines with wrong profiles in place of vLLM."
+    lasts = "With --real: how long the arrivals of a run last."
+
+    @click.option("--real", is_flag=True, help=words)
+    @number_option("--simulated", "engines", default=0, least=0, most=64, words=instead)
+    @number_option("--seconds", default=20.0, least=2, most=3_600, words=lasts)
+    def callback(real: bool, engines: int, seconds: float, **options: Any) -> None:
+        if real:
+            first, seeds = options["first_seed"], options["seeds"]
+            measure(engines, seconds, range(first, first + seeds), options["as_json"])
+        else:
+            simulated(**options)
+
+    command.callback = callback
+    command.params += reversed(callback.__click_params__)
+    return command
+
+
+class _Load(NamedTuple):
+    """Number of simulated engines, 0 for vLLM; requests a second of load 1, ``None`` for the
+    capacity; how long a run's arrivals last, seconds; and the seeds."""
+
+    engines: int
+    rate: float | None
+    seconds: float
+    seeds: Sequence[int]
+
+
+def measure(engines: int, seconds: float, seeds: Sequence[int], as_json: bool) -> None:
+    """Serve, run every load under each system, and show the results. Load 1 is the throughput of
+    the first system."""
+    capacities: dict[str, float] = {}
+    runs: list[Json] = []
+    rate = None
+    for system in CONTROLLERS:
+        load = _Load(engines, rate, seconds, seeds)
+        capacities[system], found_runs, stopped = in_own_process(_measure, system, load)
+        rate = rate or capacities[system]
+        runs += found_runs
+        if stopped:
+            break
+    found = {"load_1": rate, "capacities": capacities, "cells": cells(runs), "runs": runs}
+    show(found, tables(cells(runs), rate or 0.0), as_json)
+
+
+def _measure(system: str, load: _Load) -> tuple[float, list[Json], bool]:
+    """Serve with the controller of a system and run every load: its capacity, the runs, and whether
+    they were stopped early."""
+    with TemporaryDirectory() as folder:
+        config = make_config(system, load.engines, load.seconds, Path(folder))
+        with application(config) as served:
+            replicas, model = load.engines or REPLICAS, config.engine.model
+            _wait_for_replicas(config, replicas)
+            capacity = _capacity(served, model, IN_FLIGHT * replicas, load)
+            click.echo(f"{system}: capacity {capacity:.2f} requests/s", err=True)
+            runs: list[Json] = []
+            for run in _runs(served, model, load.rate or capacity, load):
+                runs.append({"system": system, **run})
+                shown = {name: value for name, value in runs[-1].items() if name != "late"}
+                click.echo(json.dumps(shown), err=True)
+            return capacity, runs, served.stop.is_set()
+
+
+def _wait_for_replicas(config: SluiceConfig, replicas: int) -> None:
+    """Return once all have started and have said hello.
+
+    Raises:
+        ClickException: they have not within the time limit.
+    """
+    # They import Ray, whose settings come first.
+    import ray
+
+    from sluice.controller.client import ensure_controller
+
+    handle = ensure_controller(config.name, config.controller)
+    deadline_s = time.monotonic() + _STARTED_S
+    while len(ray.get(handle.snapshot.remote())["replicas"]) < replicas:
+        if time.monotonic() > deadline_s:
+            raise click.ClickException(f"{replicas} replicas had not started in {_STARTED_S:g} s")
+        time.sleep(0.5)
+
+
+def make_config(system: str, engines: int, seconds: float, folder: Path) -> SluiceConfig:
+    """Two vLLM replicas, or ``engines`` simulated ones, whose profile is written to ``folder``,
+    under the controller of a system."""
+    controller = CONTROLLERS[system].model_dump()
+    router = router_fields(CLASSES) | {"default_class": next(iter(CLASSES))}
+    if not engines:
+        replica = {"count": REPLICAS}
+        return parse_config({"replica": replica, "router": router, "controller": controller})
+    fixed, tokens, context = (
+        LIGHT_ENGINE[name] / SLOWER for name in ("step_s", "token_s", "context_token_s")
+    )
+    profile = folder / "profile.json"
+    believed = LatencyProfile.of("simulated", LinearLatency(fixed, tokens, context))
+    profile.write_text(believed.to_json(), encoding="utf-8")
+    drifting = {**LIGHT_ENGINE, "drift": DRIFT, "drift_period_s": seconds}
+    return simulated(
+        drifting, engines, router=router, latency_profile=profile, controller=controller
+    )
+
+
+def _capacity(served: Application, model: str, in_flight: int, load: _Load) -> float:
+    """Requests a second with ``in_flight`` requests always in flight, without objectives.
+
+    Raises:
+        ClickException: a request was not answered.
+    """
+    chance, numbers, ended_s = random.Random(f"capacity {load.seeds[0]}"), count(), list[float]()
+    begun_s = time.monotonic()
+    end_s = WARM_UP_S + load.seconds
+
+    async def one_by_one() -> None:
+        while time.monotonic() - begun_s < end_s:
+            one = draw(chance, 0.0)._replace(slo=SLOS[NO_OBJECTIVE])
+            body = body_of(f"capacity {next(numbers)}")
+            workload = Workload("one", (one,))
+            sending = replay(served.completions, model, workload, body=body, exact=False)
+            (outcome,) = await sending
+            if outcome.end is not End.ANSWERED:
+                raise click.ClickException(f"a request was not answered: {outcome.reason}")
+            ended_s.append(time.monotonic() - begun_s)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(one_by_one() for _ in range(in_flight)))
+
+    asyncio.run(all_of_them())
+    ended = sum(WARM_UP_S < each <= end_s for each in ended_s)
+    if not ended:
+        raise click.ClickException(f"no request ended in {load.seconds:g} s: take more --seconds")
+    return ended / load.seconds
+
+
+def _runs(served: Application, model: str, rate: float, load: _Load) -> Iterator[Json]:
+    """Every run of one system, those on a quiet machine first: what is learned on a busy machine
+    persists for a while."""
+    disturbed = PAUSES if load.engines else BUSY
+    for machine, seed, share_of in product((QUIET, disturbed), load.seeds, LOADS):
+        if served.stop.is_set():
+            return
+        workload = make_load(share_of * rate, load.seconds, seed)
+        kept, missed = _router_promises(served.url)
+        outcomes, usage = _run(served.completions, model, workload, load.seconds, machine, seed)
+        found = counts(outcomes, load.seconds)
+        kept_now, missed_now = _settled(served.url, kept + missed + found["promised"])
+        yield {
+            **{"seed": seed, "machine": machine, "load": share_of},
+            **found,
+            "router_promised": kept_now + missed_now - kept - missed,
+            "router_kept": kept_now - kept,
+            "others_cores": others_cores(usage),
+        }
+
+
+def others_cores(usage: Usage) -> float:
+    """Cores that processes of others kept busy."""
+    own = sum(each.cores for each in usage.kinds.values())
+    return round(max(0.0, usage.machine_busy * (psutil.cpu_count() or 1) - own), 2)
+
+
+def _settled(url: str, wanted: int) -> tuple[int, int]:
+    """The routers' count once it has reached ``wanted``, or after a timeout."""
+    begun_s = time.monotonic()
+    while True:
+        found = _router_promises(url)
+        if sum(found) >= wanted or time.monotonic() - begun_s > _REPORTED_S:
+            return found
+        time.sleep(0.2)
+
+
+def _router_promises(url: str) -> tuple[int, int]:
+    """Guarantees kept and missed so far, of all classes, by the routers' clocks."""
+    kept, missed = (
+        int(metrics(url, outcome=outcome).get("sluice_promises_total", 0.0))
+        for outcome in ("kept", "missed")
+    )
+    return kept, missed
+
+
+def _run(
+    url: str, model: str, workload: Workload, seconds: float, machine: str, seed: int
+) -> tuple[list[Outcome], Usage]:
+    """The outcome of each request, and the usage during the run."""
+    body = body_of(f"{machine} {seed} {workload.rate}")
+    # Listing processes takes a while, in which the client would read nothing.
+    disturbance = _disturbance(machine, seconds, seed)
+
+    async def both() -> tuple[list[Outcome], Usage]:
+        beside = asyncio.create_task(disturbance)
+        try:
+            outcomes = await replay(url, model, workload, body=body, exact=False)
+            meter.stop()
+        finally:
+            beside.cancel()
+            (ended,) = await asyncio.gather(beside, return_exceptions=True)
+        if isinstance(ended, Exception):
+            raise ended
+        return outcomes, meter.usage
+
+    meter = Meter()
+    return asyncio.run(both())
+
+
+def _disturbance(machine: str, seconds: float, seed: int) -> Coroutine[Any, Any, None]:
+    """The disturbance during a run, until it is cancelled."""
+    if machine == BUSY:
+        return _busy_from(seconds / 2)
+    if machine == PAUSES:
+        replicas = [pid for pid, each in processes().items() if each.kind == "replicas"]
+        return _pauses([psutil.Process(pid) for pid in replicas], random.Random(seed))
+    return asyncio.sleep(0.0)
+
+
+async def _pauses(replicas: Sequence[psutil.Process], chance: random.Random) -> None:
+    """Stop one replica process after the other for a moment."""
+    while True:
+        await asyncio.sleep(chance.expovariate(1 / PAUSE_EVERY_S))
+        process = chance.choice(replicas)
+        process.suspend()
+        try:
+            await asyncio.sleep(PAUSE_S)
+        finally:
+            process.resume()
+
+
+async def _busy_from(seconds: float) -> None:
+    """Keep one core busy, after ``seconds``."""
+    await asyncio.sleep(seconds)
+    with busy_loop():
+        await asyncio.Event().wait()
+
+
+@contextmanager
+def busy_loop() -> Iterator[psutil.Process]:
+    """A process that keeps one core busy."""
+    loop = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        process = psutil.Process(loop.pid)
+        process.cpu_affinity(process.cpu_affinity()[:1])
+        yield process
+    finally:
+        loop.kill()
+        loop.wait()
+
+
+# The load.
+
+
+class Kind(NamedTuple):
+    """Requests of one class: their share, and the ranges of their uniform lengths."""
+
+    share: float
+    objective: ServiceClass
+    prompt_words: tuple[int, int]
+    output_tokens: tuple[int, int]
+
+
+KINDS: Final = {
+    "chat": Kind(0.6, ServiceClass(ttft_ms=600, tpot_ms=120), (10, 250), (8, 120)),
+    "code": Kind(0.2, ServiceClass(ttft_ms=2_500, tpot_ms=150), (150, 1_200), (4, 50)),
+    "document": Kind(0.2, ServiceClass(ttft_ms=9_000, tpot_ms=300), (700, 1_900), (16, 150)),
+}
+NO_OBJECTIVE: Final = "no-objective"
+"""The class of requests that are never guaranteed: no margin is learned from them."""
+
+CLASSES: Final = {name: kind.objective for name, kind in KINDS.items()} | {
+    NO_OBJECTIVE: ServiceClass()
+}
+SLOS: Final = objectives(CLASSES)
+
+_SHAPE = 0.5  # of the gamma distribution of the times between arrivals: their variation is 1.4
+_WORDS = ["alpha", "beta", "gamma", "delta", "river", "stone", "cloud", "mint", "oak", "sun"]
+
+
+def make_load(rate: float, seconds: float, seed: int) -> Workload:
+    """Arrivals in bursts for ``seconds``, of classes and lengths drawn by ``seed``.
+
+    Raises:
+        ValueError: no request arrives in that time.
+    """
+    chance = random.Random(seed)
+    arrivals: list[Arrival] = []
+    now_s = chance.gammavariate(_SHAPE, 1 / (_SHAPE * rate))
+    while now_s < seconds:
+        arrivals.append(draw(chance, now_s))
+        now_s += chance.gammavariate(_SHAPE, 1 / (_SHAPE * rate))
+    if not arrivals:
+        raise ValueError(f"no request arrives in {seconds:g} s at {rate:g} requests/s")
+    return Workload("promises", tuple(arrivals))
+
+
+def draw(chance: random.Random, arrival_s: float) -> Arrival:
+    """A request of a class and with lengths drawn by ``chance``."""
+    name = chance.choices(list(KINDS), [kind.share for kind in KINDS.values()])[0]
+    prompt, output = KINDS[name].prompt_words, KINDS[name].output_tokens
+    return Arrival(arrival_s, chance.randint(*prompt), chance.randint(*output), SLOS[name])
+
+
+def body_of(run: str) -> Body:
+    """A function that makes the requests of a run. Their words are drawn by the run's name, so that
+    no engine has cached a prompt's prefix from another run."""
+
+    def body(model: str, number: int, arrival: Arrival) -> Json:
+        words = random.Random(f"{run} {number}").choices(_WORDS, k=arrival.prompt_tokens)
+        tokens = arrival.output_tokens
+        return stream_body(model, " ".join(words), tokens, ignore_eos=True, temperature=0)
+
+    return body
+
+
+# The report.
+
+ALL: Final = "all"
+"""The load of the line that sums up all loads."""
+
+
+def counts(outcomes: Sequence[Outcome], seconds: float) -> Json:
+    """The client's counts of one run whose arrivals lasted ``seconds``.
+
+    Of the guaranteed requests: ``kept`` met every objective, ``unanswered`` were not answered to
+    the end, and ``late`` has their :func:`misses`.
+    """
+    promised = [each for each in outcomes if each.admission == GUARANTEED]
+    return {
+        "seconds": seconds,
+        "sent": len(outcomes),
+        "attained": sum(each.attained for each in outcomes),
+        "failed": sum(each.end is not End.ANSWERED for each in outcomes),
+        "promised": len(promised),
+        "kept": sum(each.attained for each in promised),
+        "unanswered": sum(each.end is not End.ANSWERED for each in promised),
+        "late": [miss for each in promised for miss in misses(each)],
+        "client_late_ms": milliseconds([each.late_s for each in outcomes], (0.5, 0.99, 1.0)),
+    }
+
+
+def misses(outcome: Outcome) -> Iterator[Json]:
+    """How late an answer was, for each objective that it missed: ``late_s`` is the delay of its
+    first token after the TTFT, or of its last one after the time that the TPOT allows from the
+    first on; ``times`` is the same in multiples of the objective, and ``ttfts`` is ``late_s`` in
+    multiples of the TTFT."""
+    if outcome.end is not End.ANSWERED or outcome.ttft_s is None or outcome.tpot_s is None:
+        return
+    ttft_s, tpot_s = outcome.slo.columns[:2]
+    gaps = outcome.output_tokens - 1
+    observed = ("ttft", outcome.ttft_s, ttft_s, 1), ("tpot", outcome.tpot_s, tpot_s, gaps)
+    for objective, took_s, stated_s, tokens in observed:
+        if took_s > stated_s:
+            late_s = (took_s - stated_s) * tokens
+            yield {
+                "objective": objective,
+                "late_s": round(late_s, 4),
+                "times": round(took_s / stated_s - 1, 4),
+                "ttfts": round(late_s / ttft_s, 4),
+            }
+
+
+def cells(runs: Sequence[Json]) -> list[Json]:
+    """Each machine, load and system over all seeds, then each machine and system over all loads."""
+    found: list[Json] = []
+    for machine in dict.fromkeys(run["machine"] for run in runs):
+        own = [run for run in runs if run["machine"] == machine]
+        for load in (*dict.fromkeys(run["load"] for run in own), ALL):
+            of_load = [run for run in own if load in (run["load"], ALL)]
+            base = None
+            for system in dict.fromkeys(run["system"] for run in of_load):
+                cell = pooled([run for run in of_load if run["system"] == system])
+                base = cell["goodput"] if system == NONE else base
+                cell["goodput_to_none"] = round(cell["goodput"] / base, 3) if base else None
+                found.append({"machine": machine, "load": load, "system": system, **cell})
+    return found
+
+
+def pooled(runs: Sequence[Json]) -> Json:
+    """The sums of some runs, shares with their intervals, and quantiles of the lateness."""
+    names = ("sent", "attained", "failed", "promised", "kept", "unanswered")
+    routers = ("router_promised", "router_kept")
+    sums = {name: sum(run[name] for run in runs) for name in names + routers}
+    seconds = sum(run["seconds"] for run in runs)
+    late = [miss for run in runs for miss in run["late"]]
+    return {
+        "runs": len(runs),
+        "seconds": seconds,
+        **sums,
+        "kept_share": share(sums["kept"], sums["promised"]),
+        "kept_interval": interval(sums["kept"], sums["promised"]),
+        "router_kept_share": share(sums["router_kept"], sums["router_promised"]),
+        "attained_share": share(sums["attained"], sums["sent"]),
+        "goodput": round(sums["kept"] / seconds, 3),
+        "late": {
+            name: lateness([each for each in late if each["objective"] == name])
+            for name in ("ttft", "tpot")
+        },
+        "client_late_ms": [max(run["client_late_ms"][at] for run in runs) for at in range(3)],
+        "others_cores": max(run["others_cores"] for run in runs),
+    }
+
+
+def lateness(late: Sequence[Json]) -> Json | None:
+    """Number of misses, and P50 and P95 of their lateness; ``None`` without misses."""
+    if not late:
+        return None
+    names = ("times", "late_s", "ttfts")
+    of_all = {name: quantiles([each[name] for each in late], (0.5, 0.95), 4) for name in names}
+    return {"missed": len(late), **of_all}
+
+
+def tables(found: Sequence[Json], capacity: float) -> list[Table]:
+    """The cells as tables: guarantees, lateness of the missed ones, and checks of the run."""
+    labels = ("machine", "load", "system")
+    kept = ("sent", "promised", "kept_share", "kept_interval", "goodput", "goodput_to_none")
+    late = [f"late.{name}" for name in ("ttft.missed", "ttft.times", "ttft.late_s")]
+    late += [f"late.tpot.{name}" for name in ("missed", "times", "late_s", "ttfts")]
+    trust = ("runs", "seconds", "failed", "client_late_ms", "kept_share", "router_kept_share")
+    first = f"guarantees as their client saw them; load 1 is {capacity:.2f} requests/s"
+    second = "missed guarantees: P50 / P95 of their lateness"
+    third = "whether these figures can be trusted: the worst run of each cell"
+    return [
+        table(found, *labels, *kept, "attained_share", title=first),
+        table(found, *labels, *late, "unanswered", title=second),
+        table(found, *labels, *trust, "others_cores", title=third),
+    ]

@@ -1,1 +1,0 @@
-"""Guarantees on real replicas: ``sluice bench promises --real``."""

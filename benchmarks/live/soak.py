@@ -1,0 +1,461 @@
+"""A steady mixed load on real Ray and Serve for any duration: is anything lost, does memory grow?
+With ``--faults``: while processes of it are killed and frozen at random. A frozen process (SIGSTOP)
+is alive and does nothing, like a hung driver or a paused virtual machine.
+
+Run with ``sluice bench soak``. Every answer is checked against its request: with simulated engines
+its whole text, so that missing and duplicated tokens are detected. In the end, when the application
+is idle, nothing may be left: no request, no reservation, no byte of a body. Without faults the
+routers' counters must then match the client's own counts.
+
+The exit status is 1 if a request was lost, memory grows, something is left, or counters differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import click
+import numpy as np
+import psutil
+from rich.table import Table
+
+from sluice.benchmarks.live.application import application, metrics, simulated
+from sluice.benchmarks.live.client import End, Json, Outcome, replay
+from sluice.benchmarks.live.loads import CLASSES, KINDS, LIGHT_ENGINE, SHARES, Kind, objectives
+from sluice.benchmarks.live.report import by_class, of_class, table
+from sluice.benchmarks.live.resources import processes
+from sluice.benchmarks.options import as_json, number_option, seed, show
+from sluice.deploy.config import SluiceConfig
+from sluice.router.config import ServiceClass
+from sluice.simulation.workload import Arrival, Workload
+
+SAMPLE_S: Final = 10.0
+WARM_UP_S: Final = 60.0
+"""Growth counts from here on, seconds from the load's start; in a short run, from a fifth of it."""
+
+LEAST_S: Final = 300.0
+"""Minimum time to judge growth, seconds: before, caches fill and allocators settle."""
+
+JUDGED: Final = ("routers", "replicas", "controller", "HAProxy", "Serve", "Serve controller")
+"""Kinds of processes whose memory must not grow. Ray's own and the client's is only shown."""
+
+ALLOWED_MIB, ALLOWED_SHARE = 8.0, 0.04
+"""By how much memory may grow."""
+
+IDLE: Final = (
+    *("sluice_in_flight_requests", "sluice_held_body_bytes", "sluice_line_requests"),
+    *("sluice_reservations", "sluice_replica_live_requests", "sluice_replica_waiting_requests"),
+    *("sluice_replica_running_requests", "sluice_replica_kv_usage_ratio"),
+)
+"""Figures of the application's page that are 0 when it is idle."""
+
+CUT_S: Final = 5.0
+"""How long after a router's death its clients may still find connections broken, seconds."""
+
+GRACE_S: Final = 120.0
+_IDLE_S = 60.0
+_POLL_S = 0.5
+
+ALL_CLASSES: Final = {
+    **CLASSES,
+    "patient": ServiceClass(
+        ttft_ms=3_000, tpot_ms=200, when_unattainable="queue", queue_limit_s=5.0
+    ),
+    "strict": ServiceClass(ttft_ms=1_500, tpot_ms=150, when_unattainable="reject"),
+}
+"""The classes of a replay, one that waits in the admission queue for a guarantee, and one that is
+refused without a guarantee."""
+
+_SHARES: Final = {
+    **{name: 0.8 * share for name, share in SHARES.items()},
+    **{"patient": 0.1, "strict": 0.1},
+}
+
+LOAD: Final = 0.65
+LOAD_WITH_FAULTS: Final = 0.5
+BURST: Final = 1.4
+"""Load as a share of the engines' capacity: between bursts, the same with faults, and in a burst
+without faults."""
+
+BURST_EVERY_S: Final = 60.0
+BURST_S: Final = 8.0
+
+LEAVING: Final = 0.05
+"""Share of the streams whose client disconnects midway."""
+
+_MEAN_PROMPT, _MOST_PROMPT = 300, 1_500
+_MEAN_OUTPUT, _MOST_OUTPUT = 40, 160
+
+CAPACITY: Final = 1 / (
+    _MEAN_OUTPUT
+    * (LIGHT_ENGINE["step_s"] / LIGHT_ENGINE["max_sequences"] + LIGHT_ENGINE["token_s"])
+    + _MEAN_PROMPT * LIGHT_ENGINE["token_s"]
+)
+"""Approximate capacity of one replica with full batches, requests a second."""
+
+PAUSE_S: Final = (10.0, 20.0)
+"""Shortest and longest time between the beginnings of two faults, seconds."""
+
+FROZEN_S: Final = (2.0, 8.0)
+"""How long a process is frozen, seconds."""
+
+KILL_ROUTER: Final = ("kill", "routers")
+FAULTS: Final = (
+    *(KILL_ROUTER, ("kill", "replicas"), ("kill", "controller"), ("kill", "Serve controller")),
+    *(("freeze", "replicas"), ("freeze", "controller")),
+)
+"""What happens to one process of a kind, see :mod:`sluice.benchmarks.live.resources`."""
+
+_CALM_S = 15.0  # without faults at the beginning and at the end; less in a short run
+_READY_S = 60.0
+
+Sample = tuple[float, dict[tuple[str, int], float]]
+"""Seconds from the start, and memory that is not shared, MiB, by kind and id of the process."""
+
+
+@click.command(name="soak")
+@number_option("--minutes", default=5.0, least=0.1, most=10_000)
+@click.option("--faults", is_flag=True, help="Kill and freeze processes at random.")
+@seed
+@number_option("--replicas", default=3, least=2, most=64)
+@number_option("--routers", default=2, least=1, most=16)
+@number_option(
+    "--rate",
+    default=None,
+    least=0.01,
+    most=1_000,
+    words="Requests a second between bursts.  [default: 65 % of the capacity, with faults 50 %]",
+)
+@as_json
+def soak(
+    minutes: float,
+    faults: bool,
+    seed: int,
+    replicas: int,
+    routers: int,
+    rate: float | None,
+    as_json: bool,
+) -> None:
+    """Serve a mixed load for long, and check whether anything is lost or grows.
+
+    \b
+    Examples:
+      sluice bench soak --minutes 40
+      sluice bench soak --minutes 20 --faults --seed 7
+    """
+    share = LOAD_WITH_FAULTS if faults else LOAD
+    load = make_load(60 * minutes, rate or share * CAPACITY * replicas, seed)
+    config = simulated(LIGHT_ENGINE, replicas, ALL_CLASSES, {"replicas": routers})
+    found = measure(config, load, seed if faults else None)
+    wrong = {name: found[name] for name in ("lost", "left_over", "growing", "differing")}
+    show(found, tables(found), as_json, *(f"{name}: {each}" for name, each in wrong.items()))
+    raise SystemExit(any(wrong.values()))
+
+
+def measure(config: SluiceConfig, load: Load, faults_seed: int | None) -> Json:
+    """Serve ``config``, send all of ``load``, and report; faults are drawn by ``faults_seed``."""
+    with application(config) as served:
+        chaos = None if faults_seed is None else Chaos(faults_seed, config, served.stop)
+        sending = _drive(served.completions, served.stop, config.engine.model, load, chaos)
+        outcomes, samples = asyncio.run(sending)
+        if chaos is not None:
+            chaos.wait_until_well()
+        left = _wrong(lambda: _left_over(served.url), served.stop)
+        differing: list[str] = []
+        if chaos is None:  # a killed router loses counts
+            differing = _wrong(lambda: _counters(served.url, outcomes, load.kinds), served.stop)
+    return summary(outcomes, samples, chaos.done if chaos else [], left, differing)
+
+
+async def _drive(
+    url: str, stop: threading.Event, model: str, load: Load, chaos: Chaos | None
+) -> tuple[list[Outcome], list[Sample]]:
+    """Send the load; sample the processes and inject faults until all of it has been sent.
+
+    Raises:
+        click.Abort: a stop was requested.
+    """
+    sent, samples, started_s = asyncio.Event(), list[Sample](), time.monotonic()
+    whole_s = load.workload.duration_s
+
+    async def sample() -> None:
+        while not sent.is_set():
+            found = await asyncio.to_thread(processes)
+            memory = {(each.kind, pid): each.own_mib for pid, each in found.items()}
+            samples.append((time.monotonic() - started_s, memory))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(SAMPLE_S, whole_s / 20)):
+                    await sent.wait()
+
+    leaves = load.leaves.__getitem__
+    sending = asyncio.create_task(
+        replay(url, model, load.workload, GRACE_S, sent.set, load.body, leaves)
+    )
+    beside = [asyncio.create_task(sample())]
+    beside += [asyncio.create_task(chaos.run(whole_s))] if chaos is not None else []
+    while not sending.done():
+        await asyncio.wait([sending], timeout=_POLL_S)
+        if stop.is_set():
+            raise click.Abort
+    await asyncio.gather(*beside)
+    return sending.result(), samples
+
+
+def _wrong(look: Callable[[], list[str]], stop: threading.Event) -> list[str]:
+    """What is wrong, once nothing is, or after a while."""
+    deadline_s = time.monotonic() + _IDLE_S
+    while (found := look()) and time.monotonic() < deadline_s and not stop.wait(_POLL_S):
+        pass
+    return found
+
+
+def _left_over(url: str) -> list[str]:
+    """Figures that are not 0 although the application is idle."""
+    page: dict[str, float] = {}
+    with contextlib.suppress(OSError):
+        page = metrics(url)
+    left = {name: page.get(name, math.nan) for name in IDLE}
+    return [f"{name}: {value:g}" for name, value in left.items() if value != 0]
+
+
+def _counters(url: str, outcomes: Sequence[Outcome], kinds: Sequence[Kind]) -> list[str]:
+    """:func:`counters_that_differ` now."""
+    ends = ("ok", "cancelled", "refused", "client_error", "failed")
+    pages = {end: metrics(url, outcome=end) for end in ends}
+    requests = {end: page.get("sluice_requests_total", 0.0) for end, page in pages.items()}
+    tokens = metrics(url, type="generated").get("sluice_tokens_total", 0.0)
+    return counters_that_differ(requests, tokens, outcomes, kinds)
+
+
+# The load.
+
+
+class Load(NamedTuple):
+    """All requests, their kinds, and the pieces of text after which clients disconnect, if so."""
+
+    workload: Workload
+    kinds: list[Kind]
+    leaves: list[int | None]
+
+    def body(self, model: str, number: int, arrival: Arrival) -> Json:
+        """The request with this number."""
+        return self.kinds[number].body(model, number, arrival)
+
+
+def make_load(seconds: float, rate: float, seed: int) -> Load:
+    """Requests for ``seconds``, at ``rate`` a second between bursts."""
+    chance = np.random.default_rng(seed)
+    # Poisson arrivals of two rates, by thinning the higher one.
+    most = rate * BURST / LOAD
+    times = np.cumsum(chance.exponential(1 / most, size=round(1.2 * most * seconds) + 50))
+    times = times[times < seconds]
+    in_burst = times % BURST_EVERY_S >= BURST_EVERY_S - BURST_S
+    times = times[in_burst | (chance.random(len(times)) < LOAD / BURST)]
+    count = len(times)
+    prompts = np.clip(np.ceil(chance.exponential(_MEAN_PROMPT, size=count)), 1, _MOST_PROMPT)
+    outputs = np.clip(np.ceil(chance.exponential(_MEAN_OUTPUT, size=count)), 1, _MOST_OUTPUT)
+    names = chance.choice(list(_SHARES), size=count, p=list(_SHARES.values()))
+    objective_of = objectives(ALL_CLASSES)
+    arrivals = tuple(
+        Arrival(float(time_s), int(prompt), int(output), objective_of[str(name)])
+        for time_s, prompt, output, name in zip(times, prompts, outputs, names, strict=True)
+    )
+    shares = np.array([kind.share for kind in KINDS])
+    drawn = chance.choice(len(KINDS), count, p=shares / shares.sum())
+    kinds = [KINDS[index] for index in drawn]
+    leaves = [
+        int(chance.integers(1, arrival.output_tokens))
+        if kind.streams and arrival.output_tokens > 1 and chance.random() < LEAVING
+        else None
+        for kind, arrival in zip(kinds, arrivals, strict=True)
+    ]
+    return Load(Workload("soak", arrivals), kinds, leaves)
+
+
+# Faults.
+
+
+class Fault(NamedTuple):
+    """An injected fault: time from the load's start, kind, and duration, seconds."""
+
+    at_s: float
+    what: tuple[str, str]
+    seconds: float = 0.0
+
+
+class Chaos:
+    """Draws and injects faults by ``seed`` until ``stop`` is set; ``done`` has those so far."""
+
+    def __init__(self, seed: int, config: SluiceConfig, stop: threading.Event) -> None:
+        self.done: list[Fault] = []
+        self._chance = random.Random(seed)
+        self._config = config
+        self._stop = stop
+
+    async def run(self, seconds: float) -> None:
+        """Inject faults during a load that lasts for ``seconds`` from now, each once the
+        application has recovered from the one before."""
+        started_s = time.monotonic()
+        calm_s = min(_CALM_S, seconds / 6)
+        await asyncio.sleep(calm_s)
+        while (begun_s := time.monotonic()) - started_s < seconds - calm_s:
+            if await asyncio.to_thread(self.wait_until_well):
+                await asyncio.to_thread(self._inject, started_s)
+            pause_s = self._chance.uniform(*PAUSE_S)
+            await asyncio.sleep(max(0.0, begun_s + pause_s - time.monotonic()))
+
+    def wait_until_well(self) -> bool:
+        """Wait until the expected number of replicas and routers run; ``False`` after a timeout."""
+        # They import Ray, which reads its environment then.
+        from ray import serve
+
+        from sluice.deploy.app import REPLICA_DEPLOYMENTS, ROUTER_DEPLOYMENT
+
+        wanted = {
+            REPLICA_DEPLOYMENTS["mixed"]: self._config.replica.first,
+            ROUTER_DEPLOYMENT: self._config.router.replicas,
+        }
+        deadline_s = time.monotonic() + _READY_S
+        while not self._stop.is_set() and time.monotonic() < deadline_s:
+            application = serve.status().applications.get(self._config.name)
+            found = {} if application is None else application.deployments
+            running = {name: each.replica_states.get("RUNNING", 0) for name, each in found.items()}
+            if all(running.get(name, 0) >= count for name, count in wanted.items()):
+                return True
+            self._stop.wait(_POLL_S)
+        return False
+
+    def _inject(self, started_s: float) -> None:
+        what, at_s = self._chance.choice(FAULTS), time.monotonic() - started_s
+        pids = [pid for pid, each in processes().items() if each.kind == what[1]]
+        try:
+            process = psutil.Process(self._chance.choice(pids))
+            if what[0] == "kill":
+                process.kill()
+                self.done.append(Fault(round(at_s, 1), what))
+                return
+            seconds = self._chance.uniform(*FROZEN_S)
+            process.suspend()
+            try:
+                self._stop.wait(seconds)
+            finally:
+                process.resume()
+            self.done.append(Fault(round(at_s, 1), what, round(seconds, 1)))
+        except (psutil.NoSuchProcess, IndexError):
+            return  # it has just ended by itself
+
+
+# The report.
+
+
+def lost(outcomes: Iterable[Outcome], faults: Sequence[Fault]) -> list[Outcome]:
+    """Requests that ended neither complete nor in an explicit error. A cut connection counts as
+    lost, except if a router was killed while it was open: no other router can resume it."""
+    deaths = [fault.at_s for fault in faults if fault.what == KILL_ROUTER]
+
+    def excused(each: Outcome) -> bool:
+        ended_s = math.inf if each.ended_s is None else each.ended_s
+        return any(each.sent_s <= at_s + CUT_S and at_s <= ended_s for at_s in deaths)
+
+    silent = (each for each in outcomes if each.end in (End.SILENT, End.CUT))
+    return [each for each in silent if each.end is End.SILENT or not excused(each)]
+
+
+def growth(samples: Sequence[Sample]) -> list[Json]:
+    """First and last memory, MiB, of each process that is in at least half of the samples, its
+    change in MiB an hour with a standard error, and whether it grows.
+
+    It grows where the median of its last quarter exceeds that of its first by more than what is
+    allowed, and the slope of a straight line is more than twice its standard error.
+    """
+    found = []
+    for kind, pid in sorted({key for _, memory in samples for key in memory}):
+        points = np.array([(at, each[kind, pid]) for at, each in samples if (kind, pid) in each])
+        if len(points) < max(4, len(samples) / 2):
+            continue
+        hours, values = points[:, 0] / 3600, points[:, 1]
+        (slope, _), covariance = np.polyfit(hours, values, 1, cov=True)
+        error, quarter = float(np.sqrt(covariance[0, 0])), len(values) // 4
+        first, last = (float(np.median(part)) for part in (values[:quarter], values[-quarter:]))
+        grows = (
+            kind in JUDGED
+            and hours[-1] - hours[0] >= LEAST_S / 3600
+            and last - first > max(ALLOWED_MIB, ALLOWED_SHARE * first)
+            and slope > 2 * error
+        )
+        figures = {"first": first, "last": last, "per_hour": float(slope), "error": error}
+        rounded = {name: round(value, 2) for name, value in figures.items()}
+        found.append({"process": f"{kind} {pid}", **rounded, "grows": bool(grows)})
+    return found
+
+
+def counters_that_differ(
+    requests: Mapping[str, float], tokens: float, outcomes: Sequence[Outcome], kinds: Sequence[Kind]
+) -> list[str]:
+    """The routers' requests by outcome and generated tokens that are not the client's counts.
+
+    Of a request whose client disconnected early, the client knows neither whether it was served to
+    its end nor how many tokens were sent: anything between none and all of it is right.
+    """
+    ends, made = Counter(each.end for each in outcomes), Counter[End]()
+    for outcome, kind in zip(outcomes, kinds, strict=True):
+        made[outcome.end] += outcome.output_tokens * kind.fields.get("n", 1)
+    whole, left, known = ends[End.ANSWERED], ends[End.LEFT], made[End.ANSWERED]
+    expected = {
+        "requests": (sum(requests.values()), len(outcomes), 0),
+        "ok": (requests["ok"], whole, left),
+        "ok or cancelled": (requests["ok"] + requests["cancelled"], whole + left, 0),
+        "refused": (requests["refused"] + requests["client_error"], ends[End.REFUSED], 0),
+        "failed": (requests["failed"], ends[End.FAILED], 0),
+        "generated tokens": (tokens, known, made.total() - known),
+    }
+    return [
+        f"{what}: {value:g}, expected {least} to {least + more}"
+        for what, (value, least, more) in expected.items()
+        if not least <= value <= least + more
+    ]
+
+
+def summary(
+    outcomes: Sequence[Outcome],
+    samples: Sequence[Sample],
+    faults: Sequence[Fault],
+    left: list[str],
+    differing: list[str],
+) -> Json:
+    """The report, as plain data; ``left`` has the figures that were not 0 at the end."""
+    gone = lost(outcomes, faults)
+    warm_s = min(WARM_UP_S, samples[-1][0] / 5 if samples else 0.0)
+    grown = growth([each for each in samples if each[0] >= warm_s])
+    return {
+        "lost": len(gone),
+        "left_over": left,
+        "growing": [each["process"] for each in grown if each["grows"]],
+        "differing": differing,
+        "classes": {**by_class(outcomes), "all": of_class(outcomes)},
+        "reasons": dict(Counter(f"{each.end}: {each.reason}" for each in outcomes if each.reason)),
+        "late_ms": round(1e3 * max((each.late_s for each in outcomes), default=0.0), 1),
+        "faults": [fault._asdict() for fault in faults],
+        "memory_mib": grown,
+    }
+
+
+def tables(found: Json) -> list[Table]:
+    """The summary as tables."""
+    rows = [{"class": name, **row} for name, row in found["classes"].items()]
+    counts = ("sent", "attained", "guaranteed", "kept", *(end.value for end in End))
+    reasons = [{"reason": reason, "count": count} for reason, count in found["reasons"].items()]
+    return [
+        table(rows, "class", *counts, title="requests"),
+        table(reasons, "reason", "count", title="other ends than answers"),
+        table(found["memory_mib"], "process", "first", "last", "per_hour", "error", title="MiB"),
+        table(found["faults"], "at_s", "what", "seconds", title="faults"),
+    ]

@@ -1,1 +1,0 @@
-"""A mixed load for any duration, with and without faults: ``sluice bench soak``."""

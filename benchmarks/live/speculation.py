@@ -1,0 +1,389 @@
+"""The benefit of planned speculation lengths in a real engine, against fixed ones.
+
+Run with ``sluice bench speculation``. One real vLLM engine on this machine's CPU, one thread, a
+small model whose greedy text repeats and that computes in 32 bits, and n-grams of the text as
+drafts. Requests of three kinds arrive at random; objectives and rates are multiples of this
+machine's times, measured first. The same arrivals run under each way of choosing lengths, one way
+after the other in turn, so that all see the same machine. Each round gives, for each way, the rate
+at which :data:`ENOUGH` of the requests meet their objective; the report has the ratios of each
+round, and their spread.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from math import nan
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+import click
+import numpy as np
+
+from sluice.benchmarks.live.engines import OneEngine, quiet_vllm
+from sluice.benchmarks.live.report import Json, table
+from sluice.benchmarks.options import as_json, number_option, show
+from sluice.replica.scheduler.speculation import with_all_lengths
+from sluice.replica.scheduler.state_table import StateTable
+from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xargs
+from sluice.replica.vllm.local_model import local_model
+from sluice.scheduling.batching import POLICIES, make_policy
+from sluice.scheduling.latency.fit import fit
+from sluice.scheduling.latency.speculation import AdaptiveLengths, Speculation
+from sluice.scheduling.request.kernels import Ints
+from sluice.scheduling.request.objective import SLO, TokenClock
+
+ADAPTIVE = "adaptive"
+WAYS: dict[str, int | None] = {ADAPTIVE: None, "fixed 0": 0, "fixed 3": 3, "fixed 5": 5}
+"""Max drafted tokens that each decode checks; ``None``: as many as planned."""
+
+LAYERS, HIDDEN = 2, 128
+"""Of the model."""
+
+LOADS = (0.6, 0.9, 1.2, 1.5)
+MOST_DRAFTED = 5
+ENOUGH = 0.9
+"""Share of requests that must meet their objective."""
+
+_PHRASE = (3, 8)
+_TOKENS = (300, 1000)
+_MOST_LIVE = 4096
+_NAP_S = 0.001
+_HEADROOM = 1.05
+_WORDS = 12
+
+
+class Kind(NamedTuple):
+    """A kind of request: the ranges of its tokens, its objective in steps of one decode alone, and
+    its share. A repetitive one has a prompt that repeats a phrase, and greedy text; else both are
+    random, and drafts are wrong."""
+
+    prompt: tuple[int, int]
+    output: tuple[int, int]
+    ttft: float
+    tpot: float
+    repetitive: bool
+    share: float
+
+
+KINDS = {
+    "chat": Kind((32, 96), (40, 80), 60.0, 2.5, True, 0.4),
+    "code": Kind((96, 320), (40, 80), 150.0, 6.0, True, 0.4),
+    "story": Kind((32, 96), (30, 60), 150.0, 6.0, False, 0.2),
+}
+
+
+@click.command(context_settings={"show_default": True})
+@number_option("--rounds", default=3, least=1, most=1000)
+@number_option("--requests", default=120, least=1, most=100_000, words="Of each run.")
+@number_option("--load", "loads", default=LOADS, least=0.01, most=100, multiple=True)
+@click.option("--policy", default="deadline_triage", type=click.Choice(sorted(POLICIES)))
+@click.option("--seed", default=0)
+@as_json
+def speculation(
+    rounds: int,
+    requests: int,
+    loads: tuple[float, ...],
+    policy: str,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Compare planned speculation lengths with fixed ones, in real vLLM.
+
+    Each --load is a rate, as a multiple of the engine's throughput without speculation; it is
+    repeatable.
+
+    \b
+    Example:
+      sluice bench speculation --rounds 3 --json
+    """
+    quiet_vllm()
+    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as name:
+        directory = Path(name)
+        model = repeating_model(directory, LAYERS, HIDDEN)
+        engine = SpeculatingEngine(model, directory, policy, MOST_DRAFTED)
+        try:
+            bench = Bench(engine, requests, list(loads), seed)
+            rows = bench.run(rounds)
+        finally:
+            engine.close()
+    found: Json = {
+        "step_ms": round(1e3 * bench.step_s, 2),
+        "full_rate": round(bench.full_rate, 2),
+        "loads": sorted(loads),
+        "rows": rows,
+    }
+    line = (
+        f"a decode alone {found['step_ms']} ms a token; all at once without speculation "
+        f"{found['full_rate']} requests/s; loads {found['loads']}"
+    )
+    title = f"attained by load, requests/s at {ENOUGH:.0%}, and of the adaptive way to this one"
+    show(found, [table(rows, *rows[0], title=title)], as_json, line)
+
+
+def repeating_model(directory: Path, layers: int, hidden: int, seed: int = 0) -> Path:
+    """The folder, in ``directory``, of a model whose greedy text repeats, as a real model's text
+    does on code, quotes and forms.
+
+    It is the local model with two changes: its attention has no effect, so that the next token
+    follows from the last one alone, and :data:`_WORDS` tokens stand out from all others. So a
+    greedy text cycles after a few tokens, while a sampled text uses all tokens and does not. The
+    computation and duration of a step are those of the local model.
+    """
+    from safetensors.torch import load_file, save_file
+
+    target = directory / "repeating"
+    shutil.copytree(local_model(directory, layers=layers, hidden=hidden), target)
+    (file,) = target.glob("*.safetensors")
+    weights = load_file(file)
+    for name, weight in weights.items():
+        if ".o_proj." in name:
+            weight.zero_()
+    head = weights["lm_head.weight"]
+    words = head.abs().sum(dim=1).nonzero().flatten().tolist()
+    for token in set(words) - set(random.Random(seed).sample(words, _WORDS)):
+        head[token].zero_()
+    save_file(weights, file, metadata={"format": "pt"})
+    return target
+
+
+class Asked(NamedTuple):
+    """One request: its name, its arrival, seconds after the first, prompt tokens, number of output
+    tokens, objective, and sampling."""
+
+    name: str
+    at_s: float
+    prompt: Sequence[int]
+    output: int
+    slo: SLO
+    temperature: float
+
+
+def arrivals(step_s: float, rate: float, requests: int, seed: str) -> list[Asked]:
+    """``requests`` requests at random times, on average ``rate`` a second, with objectives for an
+    engine whose decode takes ``step_s`` alone."""
+    chance = random.Random(seed)
+    shares = [kind.share for kind in KINDS.values()]
+    found: list[Asked] = []
+    at_s = 0.0
+    for number in range(requests):
+        name = chance.choices(list(KINDS), shares)[0]
+        kind = KINDS[name]
+        length = chance.randint(*kind.prompt)
+        phrase = chance.randint(*_PHRASE) if kind.repetitive else length
+        prompt = [chance.randrange(*_TOKENS) for _ in range(phrase)]
+        prompt = (prompt * length)[:length]
+        slo = SLO(ttft_s=kind.ttft * step_s, tpot_s=kind.tpot * step_s, service_class=name)
+        output, temperature = chance.randint(*kind.output), 0.0 if kind.repetitive else 1.0
+        found.append(Asked(str(number), at_s, prompt, output, slo, temperature))
+        at_s += chance.expovariate(rate)
+    return found
+
+
+def rate_at(shares: list[tuple[float, float]], enough: float = ENOUGH) -> float:
+    """The highest rate up to which at least ``enough`` attain, linearly interpolated between the
+    measured rates: ``shares`` has these and the shares that attained; below the first one all
+    would attain."""
+    reached, before = 0.0, 1.0
+    for rate, share in shares:
+        if share < enough:
+            return reached + (rate - reached) * (before - enough) / (before - share)
+        reached, before = rate, share
+    return reached
+
+
+class Run(NamedTuple):
+    """Some requests, from the first arrival to the last token: the share that met its objective,
+    the TPOT of each, how long all took, seconds, drafted tokens checked and accepted, decode steps
+    with drafts, all decode steps and their output tokens."""
+
+    attained: float
+    tpots_s: list[float]
+    seconds: float
+    checked: int
+    accepted: int
+    offered: int
+    decodes: int
+    decoded: int
+
+
+class FixedLengths(Speculation):
+    """Every decode checks all its drafted tokens, up to ``most``."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def _lengths(self, decodes: Any, *others: Any) -> Ints:
+        lengths: Ints = 1 + np.minimum(decodes.drafted, self._most).astype(np.int64)
+        return lengths
+
+
+class SpeculatingEngine(OneEngine):
+    """An engine of the model in a directory, with n-grams of the text as drafts of at most
+    ``drafted`` tokens; its state table is in ``directory``."""
+
+    def __init__(self, model: Path, directory: Path, policy: str, drafted: int) -> None:
+        super().__init__()
+        path = directory / "state"
+        self.table = StateTable.create(_MOST_LIVE, path)
+        settings = SchedulerSettings(state_table=path, policy=policy)
+        ngrams = {
+            "method": "ngram",
+            "num_speculative_tokens": drafted,
+            "prompt_lookup_min": 1,
+            "prompt_lookup_max": 3,
+        }
+        self._start(
+            model,
+            max_model_len=1024,
+            max_num_batched_tokens=512,
+            max_num_seqs=64,
+            kv_cache_memory_bytes=256 << 20,
+            block_size=32,
+            dtype="float32",
+            enable_prefix_caching=False,
+            enforce_eager=True,
+            distributed_executor_backend="uni",
+            worker_cls="sluice.replica.vllm.cpu_worker.PatchedCpuWorker",
+            speculative_config=with_all_lengths(ngrams),
+            scheduler_cls="sluice.replica.vllm.scheduler.make_scheduler",
+            additional_config=settings.to_additional_config(),
+        )
+        self._policy = policy
+        self._local: Any = self._llm.llm_engine.engine_core.engine_core.scheduler._local
+
+    def use(self, most: int | None) -> None:
+        """Use planned lengths from now on, or fixed ones of at most ``most``."""
+        policy = make_policy(self._policy)
+        policy.speculation = AdaptiveLengths() if most is None else FixedLengths(most)
+        self._local._policy = policy
+
+    def learn(self) -> None:
+        """Plan with a latency model that is fitted to the latest steps.
+
+        Raises:
+            ValueError: the steps are too few, or too similar.
+        """
+        model, _ = fit(self.table.samples())
+        self.table.set_model(model.with_headroom(_HEADROOM))
+
+    def serve(self, arrivals: Sequence[Asked]) -> Run:
+        """Serve requests as they arrive, by the clock, until all have ended."""
+        engine = self._llm.llm_engine
+        before = self.table.read().summary
+        clocks: dict[str, TokenClock] = {}
+        attained, tpots_s = 0, list[float]()
+        waiting = list(reversed(arrivals))
+        decodes = decoded = 0
+        began_s = time.monotonic()
+        while waiting or engine.has_unfinished_requests():
+            now_s = time.monotonic()
+            while waiting and began_s + waiting[-1].at_s <= now_s:
+                asked = waiting.pop()
+                self._begin(asked, began_s + asked.at_s)
+                clocks[asked.name] = TokenClock(asked.slo, began_s + asked.at_s)
+            if not engine.has_unfinished_requests():
+                time.sleep(min(_NAP_S, max(0.0, began_s + waiting[-1].at_s - now_s)))
+                continue
+            outputs = engine.step()
+            now_s = time.monotonic()
+            for output in outputs:
+                clock = clocks[output.request_id]
+                tokens = output.outputs[0].token_ids
+                new = len(tokens) - clock.tokens
+                if clock.tokens:
+                    decodes += 1
+                    decoded += new
+                clock.emit(new, now_s)
+                if output.finished:
+                    attained += clock.attained(now_s)
+                    tpots_s.append(clock.tpot_s or nan)
+        after = self.table.read().summary
+        drafts = ("drafts_checked", "drafts_accepted")
+        checked, accepted = (int(after[name] - before[name]) for name in drafts)
+        offered = int((after["draft_lengths"] - before["draft_lengths"]).sum())
+        seconds, share = time.monotonic() - began_s, attained / len(arrivals)
+        return Run(share, tpots_s, seconds, checked, accepted, offered, decodes, decoded)
+
+    def _begin(self, asked: Asked, arrived_s: float) -> None:
+        args = to_xargs(RequestArgs(asked.name, arrived_s, asked.slo))
+        how = {"temperature": asked.temperature, "logprobs": None, "detokenize": False}
+        self._llm.llm_engine.add_request(*self._request(asked, arrived_s, extra_args=args, **how))
+
+
+class Bench:
+    """Rounds of runs of ``requests`` requests on one engine. Loads are rates, as multiples of the
+    engine's throughput without speculation when ``calibrated`` requests arrive at once."""
+
+    def __init__(
+        self,
+        engine: SpeculatingEngine,
+        requests: int,
+        loads: list[float],
+        seed: int,
+        calibrated: int = 32,
+    ) -> None:
+        self._engine = engine
+        self._requests = requests
+        self._loads = sorted(loads)
+        self._seed = seed
+        lone = arrivals(1.0, 1.0, 1, f"{seed}/alone")
+        many = arrivals(1.0, 1.0, calibrated, f"{seed}/full")
+        many = [each._replace(at_s=0.0) for each in many]
+        for most in (MOST_DRAFTED, 0):  # the first ones warm up
+            engine.use(most)
+            engine.serve(many)
+        engine.learn()
+        self.step_s = engine.serve(lone).tpots_s[0]
+        self.full_rate = len(many) / engine.serve(many).seconds
+
+    def run(self, rounds: int) -> list[Json]:
+        """All ways, in each of ``rounds`` rounds; see :meth:`_row`."""
+        ways = list(WAYS)
+        runs: dict[str, list[list[Run]]] = {way: [[] for _ in range(rounds)] for way in ways}
+        for number in range(rounds):
+            for place, load in enumerate(self._loads):
+                rate, name = load * self.full_rate, f"{self._seed}/{number}/{load}"
+                drawn = arrivals(self.step_s, rate, self._requests, name)
+                # Each way is the first one as often as the others.
+                turn = (number + place) % len(ways)
+                for way in ways[turn:] + ways[:turn]:
+                    self._engine.use(WAYS[way])
+                    runs[way][number].append(self._engine.serve(drawn))
+        rates = {
+            way: [
+                rate_at([(load, run.attained) for load, run in zip(self._loads, each, strict=True)])
+                for each in runs[way]
+            ]
+            for way in ways
+        }
+        return [self._row(way, runs[way], rates) for way in ways]
+
+    def _row(self, way: str, runs: list[list[Run]], rates: dict[str, list[float]]) -> Json:
+        """One way of choosing lengths, over all rounds: the mean share that attained, by rate; the
+        median rate at which enough attain, requests/s; of the adaptive way's rate to this one's in
+        the same round the median, min and max; drafted tokens checked per decode that has drafts;
+        the share of them that was right; and output tokens of a decode's step."""
+        pairs = zip(rates[ADAPTIVE], rates[way], strict=True)
+        ratios = [adaptive / own for adaptive, own in pairs if own]
+        spread = (median(ratios), min(ratios), max(ratios)) if ratios else ()
+        every = [run for each in runs for run in each]
+        checked, accepted, offered, decodes, decoded = (
+            sum(getattr(run, name) for run in every)
+            for name in ("checked", "accepted", "offered", "decodes", "decoded")
+        )
+        by_load = zip(*runs, strict=True)
+        return {
+            "way": way,
+            "attained": [round(mean(run.attained for run in each), 3) for each in by_load],
+            "rate": round(median(rates[way]) * self.full_rate, 2),
+            "ratio": [round(each, 2) for each in spread],
+            "length": round(checked / max(1, offered), 2),
+            "accepted": round(accepted / max(1, checked), 2),
+            "step_tokens": round(decoded / max(1, decodes), 2),
+        }

@@ -1,1 +1,0 @@
-"""Speculation lengths on a real engine: ``sluice bench speculation``."""

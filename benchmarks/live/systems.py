@@ -1,0 +1,288 @@
+"""Systems under test that take the same requests: engines alone, other routers, vLLM, and Sluice.
+
+Each runs in processes of its own; :mod:`sluice.benchmarks.live.resources` says what these use. To
+add a system, extend :data:`SYSTEMS`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from sluice.benchmarks.live.gateway.client import STATED, chat_body
+from sluice.benchmarks.live.gateway.engine import MODEL
+from sluice.benchmarks.live.processes import VLLM_ENVIRONMENT, LeftOutError, serving, vllm_command
+from sluice.deploy.haproxy import DIRECT_VARIABLE
+from sluice.deploy.ray_settings import free_port
+from sluice.replica.config import EngineConfig
+from sluice.replica.vllm.local_model import local_model
+
+REPLICAS = 2
+"""Engines behind each gateway, and replicas of Sluice."""
+
+ENGINES = "replicas"
+"""The kind of engine processes."""
+
+_RAY_START_LIMIT_S = 900.0
+_INSTALL_LIMIT_S = 600.0
+_SHOWN = 300
+
+
+class System(NamedTuple):
+    """A system that takes requests: the URLs of its servers, without ``/v1``, its processes, see
+    :func:`sluice.benchmarks.live.resources.processes`, and further fields of each request."""
+
+    urls: tuple[str, ...]
+    processes: Mapping[int, str]
+    also: Mapping[str, Any] = MappingProxyType({})
+
+
+class Bench(NamedTuple):
+    """Inputs that all systems share: the engines that compute nothing, by process id, a folder for
+    logs and configurations, what prints progress, an event that is set when this process is to end,
+    and the time between two tokens of an engine, milliseconds."""
+
+    engines: Mapping[int, str]
+    folder: Path
+    say: Callable[[str], None]
+    stop: threading.Event
+    step_ms: float
+
+
+class Server(NamedTuple):
+    """How a system's server starts: its command, variables in addition to this process's, how long
+    it may take, seconds, the kind of its processes (empty: by their titles), whether it is in front
+    of the engines of :class:`Bench`, and further fields of each request."""
+
+    command: Sequence[str | Path]
+    environment: Mapping[str, str] = MappingProxyType({})
+    limit_s: float = 120.0
+    kind: str = ""
+    engines: bool = False
+    also: Mapping[str, Any] = MappingProxyType({})
+
+
+Start = Callable[[Bench], AbstractContextManager[System]]
+
+
+@contextmanager
+def started(
+    starts: Mapping[str, Start], bench: Bench
+) -> Iterator[tuple[dict[str, System], dict[str, str]]]:
+    """The running systems by name, until the block ends, and why the others do not run.
+
+    Raises:
+        LeftOutError: the engines do not start.
+    """
+    with ExitStack() as stack:
+        bench = bench._replace(engines=stack.enter_context(engines(bench)))
+        systems, left_out = {}, {}
+        for name, start in starts.items():
+            bench.say(f"starting {name}")
+            try:
+                systems[name] = stack.enter_context(start(bench))
+            except LeftOutError as error:
+                left_out[name] = str(error)
+                bench.say(f"{name} is left out: {error}")
+        yield systems, left_out
+
+
+def served(name: str, server_on: Callable[[Bench, int], Server]) -> Start:
+    """A function that starts a server on a port and waits until it answers a chat completion: a
+    router may listen before it knows its engines."""
+
+    @contextmanager
+    def start(bench: Bench) -> Iterator[System]:
+        port = free_port()
+        server = server_on(bench, port)
+        url, log = f"http://127.0.0.1:{port}", bench.folder / f"{name}.log"
+        head = {"content-type": "application/json"}
+        asked = urllib.request.Request(f"{url}/v1/chat/completions", chat_body(1), head)
+        variables = os.environ | dict(server.environment)
+        limits = (server.limit_s, bench.stop)
+        with serving(server.command, url, log, *limits, variables, asked) as pid:
+            others = dict.fromkeys(bench.engines, ENGINES) if server.engines else {}
+            yield System((url,), {**others, pid: server.kind}, server.also)
+
+    return start
+
+
+@contextmanager
+def engines(bench: Bench) -> Iterator[dict[int, str]]:
+    """Process id and address of :data:`REPLICAS` engines that compute nothing, until the block
+    ends.
+
+    Raises:
+        LeftOutError: one does not start.
+    """
+    program = [sys.executable, "-m", "sluice.benchmarks.live.gateway.engine", "--port"]
+    with ExitStack() as stack:
+        found = {}
+        for number in range(REPLICAS):
+            start = served(
+                f"engine-{number}",
+                lambda bench, port: Server([*program, f"{port}", "--step-ms", f"{bench.step_ms}"]),
+            )
+            system = stack.enter_context(start(bench))
+            found[next(iter(system.processes))] = system.urls[0]
+        yield found
+
+
+@contextmanager
+def _direct(bench: Bench) -> Iterator[System]:
+    yield System(tuple(bench.engines.values()), dict.fromkeys(bench.engines, ENGINES))
+
+
+# Routers from PyPI, each in a virtual environment in the user's cache, which is created if missing.
+
+ROUTERS: Final = {
+    "vllm-router": ("vllm-router==0.1.17", "vllm_router.launch_router"),
+    "sglang-router": ("sglang-router==0.3.2", "sglang_router.launch_router"),
+}
+"""Routers in front of servers with vLLM's interface: the package to install, the module to run."""
+
+
+def router_command(name: str, python: Path, port: int, workers: Sequence[str]) -> list[str]:
+    """The command that starts one of :data:`ROUTERS` in front of ``workers``."""
+    _, module = ROUTERS[name]
+    places = ["--host", "127.0.0.1", "--port", str(port)]
+    metrics = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+    rest = ["--policy", "power_of_two", "--log-level", "error"]
+    return [str(python), "-m", module, *places, *metrics, *rest, "--worker-urls", *workers]
+
+
+def _router(name: str) -> Start:
+    def server_on(bench: Bench, port: int) -> Server:
+        python = environment(ROUTERS[name][0], bench.say)
+        command = router_command(name, python, port, [*bench.engines.values()])
+        return Server(command, kind="routers", engines=True)
+
+    return served(name, server_on)
+
+
+def environment(package: str, say: Callable[[str], None]) -> Path:
+    """The Python of the environment with ``package``; created and filled if missing.
+
+    Raises:
+        LeftOutError: it could not be created, or the package could not be installed.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sluice" / "bench"
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    folder = cache / f"{package.replace('==', '-')}-python{version}"
+    if not folder.exists():
+        say(f"installing {package} into {folder}")
+        cache.mkdir(parents=True, exist_ok=True)
+        # Made beside it and renamed, so that an existing folder is complete.
+        draft = Path(tempfile.mkdtemp(dir=cache, prefix="."))
+        try:
+            _run([sys.executable, "-m", "venv", str(draft)])
+            pip = [str(draft / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
+            # Nothing is built here: that would take longer than all the rest.
+            _run([*pip, "install", "--quiet", "--only-binary", ":all:", package])
+            if not folder.exists():  # another run may have been faster
+                draft.rename(folder)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+    return folder / "bin" / "python"
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_INSTALL_LIMIT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LeftOutError(f"cannot install it: {error}") from None
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip())[-_SHOWN:]
+        raise LeftOutError(f"cannot install it: {said}")
+
+
+# Sluice, and what runs on Ray or vLLM beside it.
+
+_VLLM_ARGS = {"max-model-len": 2048, "max-num-seqs": 64, "kv-cache-memory-bytes": 256 << 20}
+
+
+def sluice_config(port: int, step_ms: float = 0.0) -> dict[str, Any]:
+    """Sluice in front of simulated engines with this step time."""
+    times = {"step_s": step_ms / 1e3, "token_s": 0.0, "context_token_s": 0.0}
+    return {
+        "engine": {"kind": "simulated", "model": MODEL, "simulated": times},
+        "replica": {"count": REPLICAS, "num_cpus": 0.1},
+        "router": {"port": port},
+    }
+
+
+def vllm_config(port: int) -> dict[str, Any]:
+    """Sluice in front of one engine of vLLM with the local model."""
+    return {
+        "engine": {"served_model_name": MODEL, "vllm_args": _VLLM_ARGS},
+        "replica": {"count": 1, "num_cpus": 0.1},
+        "router": {"port": port},
+    }
+
+
+def sluice(name: str, program: Path, direct: bool = False, vllm: bool = False) -> Start:
+    """A function that starts ``program serve``, of any version of Sluice: with ``direct`` HAProxy
+    fetches streams from the replicas; ``vllm``: one vLLM engine in place of two simulated ones."""
+
+    def server_on(bench: Bench, port: int) -> Server:
+        config = bench.folder / f"{name}.json"
+        config.write_text(
+            json.dumps(vllm_config(port) if vllm else sluice_config(port, bench.step_ms))
+        )
+        # Other commands must not mistake it for the user's application.
+        variables = {"XDG_STATE_HOME": str(bench.folder)}
+        if direct:
+            variables[DIRECT_VARIABLE] = "1"
+        command: list[str | Path] = [program, "serve", "--config", config]
+        return Server(command, variables, _RAY_START_LIMIT_S, also=STATED if vllm else {})
+
+    return served(name, server_on)
+
+
+def _vllm(bench: Bench, port: int) -> Server:
+    """vLLM's own server, with the engine of :func:`vllm_config`."""
+    model = local_model(EngineConfig().cache_dir)
+    command = vllm_command(model, MODEL, port, _VLLM_ARGS)
+    return Server(command, VLLM_ENVIRONMENT, also=STATED)
+
+
+def _serve_llm(bench: Bench, port: int) -> Server:
+    """Ray Serve LLM with the installed Ray. One package that it imports is not installed here."""
+    python = environment("pyarrow==26.0.1", bench.say)
+    extra = sysconfig.get_path("purelib", vars={"base": str(python.parents[1])})
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), extra)))
+    command = [sys.executable, "-m", "sluice.benchmarks.live.gateway.serve_llm"]
+    command += ["--port", str(port), "--replicas", str(REPLICAS), "--step-ms", str(bench.step_ms)]
+    return Server(command, {"PYTHONPATH": path}, _RAY_START_LIMIT_S)
+
+
+_SLUICE: Final = Path(sys.executable).with_name("sluice")
+
+SYSTEMS: Final[dict[str, Start]] = {
+    "direct": _direct,
+    **{name: _router(name) for name in ROUTERS},
+    "ray-serve-llm": served("ray-serve-llm", _serve_llm),
+    "sluice": sluice("sluice", _SLUICE),
+    "sluice-direct": sluice("sluice-direct", _SLUICE, direct=True),
+    "vllm": served("vllm", _vllm),
+    "sluice-vllm": sluice("sluice-vllm", _SLUICE, vllm=True),
+    "sluice-direct-vllm": sluice("sluice-direct-vllm", _SLUICE, direct=True, vllm=True),
+}
+"""The function that starts each system."""
+
+REAL: Final = ("vllm", "sluice-vllm", "sluice-direct-vllm")
+"""Systems with a real engine, to compare the usage of the processes around it."""
