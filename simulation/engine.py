@@ -240,8 +240,7 @@ class Engine:
         count = rows.begin(plan)
         steps.times_s(
             rows.table,
-            rows.ran,
-            count,
+            rows.step[:count],
             self._truth_pieces,
             self.planner.pieces,
             self.planner.latency.fixed_correction,
@@ -252,9 +251,8 @@ class Engine:
             self.cache.settle(rows, admitted)
         self.dropped += int(rows.counters[steps.DROPPED])
         if self.drafts is not None:
-            drafting_s = self.drafts.check(
-                rows.table, rows.keys, rows.ran[:count], rows.accepted[:count]
-            )
+            accepted = rows.step[:count, steps.ACCEPTED]
+            drafting_s = self.drafts.check(rows.table, rows.keys, rows.ran, accepted)
             self._seconds[steps.TRUE_S] += drafting_s
             self._seconds[steps.BELIEVED_WORK_S] += drafting_s
         return count
@@ -266,7 +264,7 @@ class Engine:
         work_s = float(self._seconds[steps.BELIEVED_WORK_S])
         self.planner.observe(fixed_s, work_s, now_s - self._begun_s)
         if self.cache is not None:
-            self.cache.fill(rows, rows.ran[: rows.ran_count])
+            self.cache.fill(rows, rows.ran)
         drafts = self.drafts.config.length if self.drafts is not None else 0
         turns = rows.complete(now_s, drafts, self._requests.times)
         if not len(turns):

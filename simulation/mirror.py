@@ -11,17 +11,14 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-import numpy as np
-
 from sluice.scheduling.admission import AdmissionPolicy
 from sluice.scheduling.autoscaling import Load
 from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
 from sluice.scheduling.fleet.report import Report
-from sluice.scheduling.fleet.state import ROW, RUNNING, WAITING
+from sluice.scheduling.fleet.state import rows_of
 from sluice.scheduling.placement.calibration import Calibration
 from sluice.scheduling.placement.output_lengths import OutputLengths
 from sluice.scheduling.placement.placer import Placer
-from sluice.scheduling.request import kernels
 from sluice.scheduling.request.job import NO_REPLICA, PLACED, RouteDecision
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.request.objective import Times
@@ -185,7 +182,7 @@ class Mirror:
                 known.news = None
                 self.fleet.confirm(known.given[known.confirmed : sent.received], name)
                 known.confirmed = sent.received
-                rows = state_rows(sent.table, sent.later)
+                rows = rows_of(sent.table, sent.later)
                 self.fleet.report(name, sent.report._replace(rows=rows), heard_s)
                 self._hold(name, known, sent.held)
 
@@ -195,31 +192,3 @@ class Mirror:
         index.drop(row, known.held - held)
         index.hold(row, {block: self._depths[block] for block in held - known.held})
         known.held = held
-
-
-def state_rows(table: Floats, later: Floats | None = None) -> np.ndarray:
-    """An engine's rows as a replica reports them, of dtype
-    :data:`sluice.scheduling.fleet.state.ROW`, with what is to come of their stages."""
-    rows = np.zeros(len(table), ROW)
-    for name, column in (
-        ("arrival_s", kernels.ARRIVAL),
-        ("first_token_s", kernels.FIRST_TOKEN),
-        ("last_token_s", kernels.LAST_TOKEN),
-        ("ttft_s", kernels.TTFT),
-        ("tpot_s", kernels.TPOT),
-        ("e2e_s", kernels.E2E),
-        ("priority", kernels.PRIORITY),
-        ("prompt_tokens", kernels.PROMPT),
-        ("computed_tokens", kernels.COMPUTED),
-        ("pending_tokens", kernels.PENDING),
-        ("emitted_tokens", kernels.EMITTED),
-        ("kv_blocks", kernels.KV_BLOCKS),
-        ("best_effort", kernels.BEST_EFFORT),
-    ):
-        rows[name] = table[:, column]
-    rows["expected_tokens"] = np.nan_to_num(table[:, kernels.EXPECTED])
-    rows["phase"] = np.where(table[:, kernels.RUNNING] > 0, RUNNING, WAITING)
-    if later is not None:
-        rows["tpot_s"] = np.minimum(rows["tpot_s"], later[:, 0])
-        rows["later_stages"], rows["later_tokens"] = later[:, 1], later[:, 2]
-    return rows

@@ -29,7 +29,7 @@ from sluice.scheduling.request.kernels import (
     Ints,
 )
 from sluice.simulation.rows import Rows
-from sluice.simulation.steps import FREE_BLOCKS, SHARED, SOLE, VICTIMS
+from sluice.simulation.steps import FREE_BLOCKS, SHARED, SOLE
 from sluice.simulation.workload import Arrival
 
 _REFRESHED = 32
@@ -128,7 +128,7 @@ class PrefixCache:
                 self._release(rows, key)
                 rows.private[row, SHARED] = 0
                 self._show(rows, row, self._hits(key))
-        for row in rows.victims[: rows.counters[VICTIMS]].tolist():
+        for row in rows.victims.tolist():
             # The step has counted the blocks that were the victim's alone.
             rows.counters[FREE_BLOCKS] -= rows.private[row, SOLE]
             self._release(rows, int(rows.keys[row]))

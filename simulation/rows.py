@@ -16,7 +16,16 @@ from sluice.scheduling.batching import BatchPlan
 from sluice.scheduling.request.kernels import FIELDS, KV_BLOCKS, PENDING, RUNNING, Floats, Ints
 from sluice.scheduling.request.queue import QueueView
 from sluice.simulation import steps
-from sluice.simulation.steps import COUNTERS, FREE_BLOCKS, LIVE, PRIVATE, SEQUENCES, SHARED, TARGET
+from sluice.simulation.steps import (
+    COUNTERS,
+    FREE_BLOCKS,
+    LIVE,
+    PRIVATE,
+    SEQUENCES,
+    SHARED,
+    STEP,
+    TARGET,
+)
 
 _CAPACITY = 256
 
@@ -45,11 +54,8 @@ class Rows:
             :mod:`sluice.simulation.steps`.
         keys: which requests these are.
         counters: the engine's, ``int64[COUNTERS]``.
-        ran: of the step under way, its rows and their tokens, ``int64[capacity, 2]``.
-        ran_count: how many of them.
-        accepted: of that step, drafted tokens that are right, by place in ``ran``.
-        victims: rows that it preempted.
-        turns: keys of the requests to which its end was more than that of a step, and what it was.
+        step: the step under way, ``int64[capacity, STEP]`` of :mod:`sluice.simulation.steps`.
+        ran_count: how many entries it has.
     """
 
     def __init__(self, kv_blocks: int, block_tokens: int, max_sequences: int) -> None:
@@ -58,11 +64,8 @@ class Rows:
         self.keys: Ints = np.zeros(_CAPACITY, np.int64)
         self.counters: Ints = np.zeros(COUNTERS, np.int64)
         self.counters[FREE_BLOCKS] = kv_blocks
-        self.ran: Ints = np.zeros((_CAPACITY, 2), np.int64)
+        self.step: Ints = np.zeros((_CAPACITY, STEP), np.int64)
         self.ran_count = 0
-        self.accepted: Ints = np.zeros(_CAPACITY, np.int64)
-        self.victims: Ints = np.zeros(_CAPACITY, np.int64)
-        self.turns: Ints = np.zeros((_CAPACITY, 2), np.int64)
         self._block_tokens = block_tokens
         self._max_sequences = max_sequences
         self._dropped = False
@@ -82,6 +85,16 @@ class Rows:
         """KV blocks that a plan may use."""
         return int(self.counters[FREE_BLOCKS])
 
+    @property
+    def ran(self) -> Ints:
+        """Rows and tokens of the entries of the step under way, ``int64[ran_count, 2]``."""
+        return self.step[: self.ran_count, steps.RAN : steps.NEW + 1]
+
+    @property
+    def victims(self) -> Ints:
+        """The rows that it preempted."""
+        return self.step[: self.counters[steps.VICTIMS], steps.VICTIM]
+
     def append(self, key: int, row: Floats, private: Ints) -> int:
         """Add a request, also while a step runs; return its row. Amortised ``O(1)``."""
         live = self.live
@@ -100,37 +113,29 @@ class Rows:
             self.table,
             self.private,
             self.counters,
-            plan.rows,
-            plan.tokens,
-            plan.evicted,
-            plan.kept,
+            self.step,
+            (plan.rows, plan.tokens, plan.evicted, plan.kept),
             self._block_tokens,
             self._max_sequences,
-            self.ran,
-            self.victims,
         )
         return self.ran_count
 
     def complete(self, now_s: float, drafts: int = 0, emitted_s: Floats = _NOWHERE) -> Ints:
-        """End the step; return the part of ``turns`` that it has written. See
-        :func:`sluice.simulation.steps.complete`."""
+        """End the step; return the keys of the requests to which this was more than the end of a
+        step, and what it was. See :func:`sluice.simulation.steps.complete`."""
         steps.complete(
             self.table,
             self.private,
             self.keys,
             self.counters,
-            self.ran,
-            self.ran_count,
-            self.accepted,
-            drafts,
-            now_s,
+            self.step,
+            (self.ran_count, drafts, now_s),
             emitted_s,
-            self.turns,
         )
         self.ran_count = 0
         if self._dropped:
             self._remove_ended()
-        return self.turns[: self.counters[steps.TURNS]]
+        return self.step[: self.counters[steps.TURNS], steps.TURNED : steps.TURN + 1]
 
     def drop(self, key: int) -> None:
         """Take a live request out and free its blocks, also while a step runs. ``O(live)``."""
@@ -157,10 +162,7 @@ class Rows:
         self.table = _doubled(self.table)
         self.private = _doubled(self.private)
         self.keys = _doubled(self.keys)
-        self.ran = _doubled(self.ran)
-        self.accepted = _doubled(self.accepted)
-        self.victims = _doubled(self.victims)
-        self.turns = _doubled(self.turns)
+        self.step = _doubled(self.step)
 
 
 def compile_now() -> None:

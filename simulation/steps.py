@@ -51,6 +51,16 @@ EVICTIONS = 10  # best-effort requests that plans preempted
 EVICTED_TOKENS = 11  # computed tokens that these lost
 COUNTERS = 12
 
+# A step, ``int64[capacity, STEP]``: its entries, the requests that it preempts, and those to which
+# its end is more than that of a step. Each kind is in the first rows of its columns.
+RAN = 0  # row of an entry
+NEW = 1  # its tokens
+ACCEPTED = 2  # its drafted tokens that are right
+VICTIM = 3  # row of a preempted request
+TURNED = 4  # key of a request
+TURN = 5  # what its end was, see below
+STEP = 6
+
 # The times of a step: by the truth, and by the belief in its parts.
 TRUE_S = 0
 BELIEVED_FIXED_S = 1
@@ -93,25 +103,23 @@ def begin(
     table: Floats,
     private: Ints,
     counters: Ints,
-    rows: Ints,
-    tokens: Ints,
-    evicted: Ints,
-    kept: Ints,
+    step: Ints,
+    plan: tuple[Ints, Ints, Ints, Ints],
     block_tokens: int,
     max_sequences: int,
-    ran: Ints,
-    victims: Ints,
 ) -> int:
-    """Start a step that runs ``rows`` with ``tokens`` each; return how many of them run.
+    """Start a step that carries out a plan; return how many of its entries run.
 
-    Before it the rows ``evicted`` are preempted. Running requests come first, in order of the plan.
+    ``plan`` has the planned rows, their tokens, the rows ``evicted`` and the rows ``kept``. Before
+    the step the rows ``evicted`` are preempted. Running requests come first, in order of the plan.
     One that lacks blocks takes them from those outside the plan, the last admitted first and those
     ``kept`` never, and then from those that the plan has behind it. Waiting requests are admitted
     only in a step that itself preempts nothing.
 
-    Written are ``ran`` (rows, then their tokens) and ``victims`` (rows). ``O(live + planned)``, and
-    ``O(live)`` more per preemption.
+    Written are the entries and the victims of ``step``. ``O(live + planned)``, and ``O(live)`` more
+    per preemption.
     """
+    rows, tokens, evicted, kept = plan
     live = counters[LIVE]
     planned = np.zeros(live, np.int64)
     for place in range(len(rows)):
@@ -122,7 +130,7 @@ def begin(
         counters[EVICTIONS] += 1
         counters[EVICTED_TOKENS] += int(table[evicted[place], COMPUTED])
         preempt(table, private, counters, evicted[place])
-        victims[place] = evicted[place]
+        step[place, VICTIM] = evicted[place]
     preempted, count = 0, 0
     for admitting in range(2):
         for place in range(len(rows)):
@@ -146,7 +154,7 @@ def begin(
                     break
                 preempt(table, private, counters, loser)
                 planned[loser] = 0
-                victims[len(evicted) + preempted] = loser
+                step[len(evicted) + preempted, VICTIM] = loser
                 preempted += 1
             if need > counters[FREE_BLOCKS]:
                 continue
@@ -158,8 +166,8 @@ def begin(
                 counters[SEQUENCES] += 1
                 private[row, ADMISSION] = counters[ADMISSIONS]
                 counters[ADMISSIONS] += 1
-            ran[count, 0] = row
-            ran[count, 1] = new
+            step[count, RAN] = row
+            step[count, NEW] = new
             count += 1
     counters[VICTIMS] = len(evicted) + preempted
     counters[DROPPED] = len(rows) - count
@@ -169,8 +177,7 @@ def begin(
 @compiled
 def times_s(
     table: Floats,
-    ran: Ints,
-    count: int,
+    step: Ints,
     truth: Floats,
     belief: Floats,
     fixed_factor: float,
@@ -178,24 +185,26 @@ def times_s(
     seconds: Floats,
 ) -> None:
     """Write the times of a step that has begun: ``float64[TIMES]``. ``O(ran * pieces)``."""
-    fixed_s, work_s = parts_s(table, ran, count, truth, 1.0, 1.0)
+    fixed_s, work_s = parts_s(table, step, truth, 1.0, 1.0)
     seconds[TRUE_S] = fixed_s + work_s
     seconds[BELIEVED_FIXED_S], seconds[BELIEVED_WORK_S] = parts_s(
-        table, ran, count, belief, fixed_factor, work_factor
+        table, step, belief, fixed_factor, work_factor
     )
 
 
 @compiled
 def parts_s(
-    table: Floats, ran: Ints, count: int, pieces: Floats, fixed_factor: float, work_factor: float
+    table: Floats, step: Ints, pieces: Floats, fixed_factor: float, work_factor: float
 ) -> tuple[float, float]:
     """Fixed part and work of a step, without the factors, by the piece of a model that is the
     costliest with them."""
     fixed_s = all_s = most = 0.0
     for piece in range(pieces.shape[0]):
         total = 0.0
-        for place in range(count):
-            total += work_s(pieces[piece], float(ran[place, 1]), table[ran[place, 0], COMPUTED])
+        for place in range(step.shape[0]):
+            total += work_s(
+                pieces[piece], float(step[place, NEW]), table[step[place, RAN], COMPUTED]
+            )
         cost_s = fixed_factor * pieces[piece, FIXED] + work_factor * total
         if most < cost_s:
             most, fixed_s, all_s = cost_s, pieces[piece, FIXED], total
@@ -208,35 +217,33 @@ def complete(
     private: Ints,
     keys: Ints,
     counters: Ints,
-    ran: Ints,
-    count: int,
-    accepted: Ints,
-    drafts: int,
-    now_s: float,
+    step: Ints,
+    ending: tuple[int, int, float],
     emitted_s: Floats,
-    turns: Ints,
 ) -> None:
     """End a step: count its tokens, write when they left, and take out what is finished.
+    ``ending`` has the number of its entries, ``drafts`` and the time.
 
-    ``accepted`` says, per place of ``ran``, how many of the drafted tokens that were checked are
-    right; the others have no effect. For each request that continues decoding, ``drafts`` more
+    ``step`` says of each entry how many of the drafted tokens that were checked are right; the
+    others have no effect. For each request that continues decoding, ``drafts`` more
     tokens are drafted. Where ``emitted_s`` is empty, no times are written. A row whose target is 0
     was dropped while the step ran: it stays for :func:`remove_ended`. The keys of the requests that
     finished, continue with another stage or have outgrown their expected length are written to
-    ``turns``, with the kind of change, in the order of ``ran``. ``O(ran)``, and ``O(live)`` if a
-    request finished.
+    ``step``, with the kind of change, in the order of the entries. ``O(entries)``, and ``O(live)``
+    if a request finished.
     """
+    count, drafts, now_s = ending
     ended = False
     counters[TURNS] = 0
     for place in range(count):
-        row, new = ran[place, 0], ran[place, 1]
+        row, new = step[place, RAN], step[place, NEW]
         emitted = int(table[row, EMITTED])
         target = private[row, TARGET]
         if target == 0:
             continue
         leave = 1
         if table[row, DRAFTED] > 0.0:
-            leave += min(accepted[place], target - emitted - 1)
+            leave += min(step[place, ACCEPTED], target - emitted - 1)
             new = leave
         counters[DONE_TOKENS] += new
         table[row, COMPUTED] += new
@@ -265,8 +272,8 @@ def complete(
         elif table[row, EMITTED] >= table[row, EXPECTED]:
             turn = OUTGROWN
         if turn > 0:
-            turns[counters[TURNS], 0] = keys[row]
-            turns[counters[TURNS], 1] = turn
+            step[counters[TURNS], TURNED] = keys[row]
+            step[counters[TURNS], TURN] = turn
             counters[TURNS] += 1
     if ended:
         remove_ended(table, private, keys, counters)

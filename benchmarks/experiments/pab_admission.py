@@ -9,10 +9,10 @@ import numpy as np
 from sluice.scheduling.admission.pab import replica_pab_tokens
 from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy, make_policy
 from sluice.scheduling.batching.base import BatchBuilder
+from sluice.scheduling.fleet.state import rows_of
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.request.kernels import ARRIVAL, PENDING, RUNNING, TTFT
 from sluice.scheduling.request.queue import QueueView
-from sluice.simulation.mirror import state_rows
 
 REFERENCE_TPOT_S = 0.1
 """TPOT that the budget assumes for decodes without a TPOT objective."""
@@ -82,6 +82,6 @@ class Rejecting(BatchPolicy):
             for place, key in enumerate(queue.keys.tolist())
             if key in self._known and key not in self.refused
         ]
-        rows = state_rows(table[before])
+        rows = rows_of(table[before])
         room = replica_pab_tokens(rows, now_s, latency, left_s, REFERENCE_TPOT_S)
         return float(table[row, PENDING]) <= room

@@ -30,7 +30,7 @@ from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import later_of
 
 SAMPLE_RING = 2048
-_MAGIC = 0x534C5549_43450007
+_MAGIC = 0x534C5549_43450008
 _READ_TRIES = 30
 _READ_TRIES_AT_ONCE = 10
 _READ_PAUSE_S = 0.001
@@ -174,8 +174,6 @@ class StateTable:
         self._rows[slot] = (
             key,
             arrival_s,
-            nan,
-            nan,
             inf if slo.ttft_s is None else slo.ttft_s,
             inf if slo.tpot_s is None else slo.tpot_s,
             inf if slo.e2e_s is None else slo.e2e_s,
@@ -185,11 +183,13 @@ class StateTable:
             prompt_tokens,
             0,
             0,
+            WAITING,
             0,
             best_effort,
+            nan,
+            nan,
             later.stages,
             later.tokens,
-            WAITING,
         )
         self._end()
         return slot

@@ -33,7 +33,7 @@ from sluice.scheduling.request.kernels import (
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, row_of
 from sluice.simulation.rows import Rows
-from sluice.simulation.steps import OUTGROWN, PRIVATE, TARGET, VICTIMS
+from sluice.simulation.steps import OUTGROWN, PRIVATE, TARGET
 
 
 class SimulatedSequence:
@@ -270,7 +270,7 @@ class SimulatedCore:
             )
         if not self.rows.ran_count:
             raise RuntimeError(f"no batch could be made of {len(self.live)} live requests")
-        rows, tokens = self.rows.ran[: self.rows.ran_count].T
+        rows, tokens = self.rows.ran.T
         ran = list(zip(self._sequences(rows), tokens.tolist(), strict=True))
         computed = self.rows.table[rows, COMPUTED].astype(np.int64).tolist()
         in_flight = self._scheduler.begin_step(
@@ -308,7 +308,7 @@ class SimulatedCore:
     def _start(self, plan: BatchPlan) -> list[SimulatedSequence]:
         """Carry a plan out; return the sequences that lost their KV."""
         self.rows.begin(plan)
-        return self._sequences(self.rows.victims[: self.rows.counters[VICTIMS]])
+        return self._sequences(self.rows.victims)
 
     def _sequences(self, rows: Ints) -> list[SimulatedSequence]:
         return [self.live[key] for key in self.rows.keys[rows].tolist()]

@@ -20,9 +20,10 @@ from sluice.scheduling.fleet.rows import (
     QUEUED,
     STEP_ENDS_S,
     STEP_WORK_S,
+    FleetArrays,
     room_s,
 )
-from sluice.scheduling.request.kernels import Floats, Ints, compiled
+from sluice.scheduling.request.kernels import Floats, compiled
 
 
 @compiled
@@ -69,19 +70,14 @@ def first_token_s(
 
 
 @compiled
-def first_tokens_s(
-    figures: Floats,
-    starts: Ints,
-    prefills: Floats,
-    candidates: Any,
-    asked: Any,
-) -> Floats:
+def first_tokens_s(fleet: FleetArrays, candidates: Any, asked: Any) -> Floats:
     """The time to the end of its prefill on each of a job's replicas."""
     job = asked[0]
     ttft_s = np.empty(candidates.shape[0])
     for place in range(candidates.shape[0]):
-        at = candidates[place]
-        queue = prefills[starts[at.row] :]
-        due_s = job.due_s - at.lead_s
-        ttft_s[place] = first_token_s(figures[at.row], queue, at.work_s, job.now_s, due_s)
+        candidate = candidates[place]
+        figures, start = fleet.figures[candidate.row], fleet.starts[candidate.row]
+        due_s = job.due_s - candidate.lead_s
+        queue = fleet.prefills[start:]
+        ttft_s[place] = first_token_s(figures, queue, candidate.work_s, job.now_s, due_s)
     return ttft_s

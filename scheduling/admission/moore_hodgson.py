@@ -38,12 +38,14 @@ from sluice.scheduling.fleet.rows import (
     QUEUED,
     SHARES,
     STEP_ENDS_S,
+    FleetArrays,
+    Prefill,
     capacity_s,
     pace_of,
 )
 from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.request.job import Job
-from sluice.scheduling.request.kernels import Floats, Ints, compiled, most_work_s
+from sluice.scheduling.request.kernels import Floats, compiled, most_work_s
 
 
 class MooreHodgsonOptions(PolicyOptions):
@@ -92,31 +94,13 @@ class MooreHodgson(AdmissionPolicy):
     def promises(self, job: Job, fleet: Fleet) -> Promises:
         """Test each replica."""
         return Promises(
-            *promises(
-                fleet.figures,
-                fleet.pieces,
-                fleet.starts,
-                fleet.prefills,
-                fleet.loads,
-                job.candidates,
-                job.asked,
-                job.later,
-                self._headroom,
-            )
+            *promises(fleet.arrays, job.candidates, job.asked, job.later, self._headroom)
         )
 
 
 @compiled
 def promises(
-    figures: Floats,
-    pieces: Floats,
-    starts: Ints,
-    prefills: Floats,
-    loads: Floats,
-    candidates: Any,
-    asked: Any,
-    later: Floats,
-    headroom: float,
+    fleet: FleetArrays, candidates: Any, asked: Any, later: Floats, headroom: float
 ) -> tuple[NDArray[np.bool_], Floats, Floats, NDArray[np.int8]]:
     """Test each of ``candidates``; return the fields of
     :class:`~sluice.scheduling.admission.base.Promises`."""
@@ -126,31 +110,34 @@ def promises(
     binds = np.zeros(count, np.int8)
     job = asked[0]
     now_s, prompt_tokens = job.now_s, job.prompt_tokens
+    all_figures, all_pieces, starts, prefills, loads = fleet
     for place in range(count):
-        at = candidates[place]
-        row, splits, work_s = at.row, at.splits, at.work_s
-        of, queue, decodes = figures[row], prefills[starts[row] :], loads[starts[row] :]
-        own_s = most_work_s(pieces[row], 1.0, prompt_tokens)
-        due_s = job.due_s - at.lead_s
+        candidate = candidates[place]
+        row, splits, work_s = candidate.row, candidate.splits, candidate.work_s
+        of, pieces = all_figures[row], all_pieces[row]
+        queue, decodes = prefills[starts[row] :], loads[starts[row] :]
+        own_s = most_work_s(pieces, 1.0, prompt_tokens)
+        due_s = job.due_s - candidate.lead_s
         tpot_s = inf if splits else job.tpot_s
         all_s, step_s = work_s, own_s
         kept = reserve_at(of, job.reserve_tokens)
         if kept > 0.0:
-            all_s += most_work_s(pieces[row], kept, 0.0)
-            step_s += most_work_s(pieces[row], 1.0, kept)
+            all_s += most_work_s(pieces, kept, 0.0)
+            step_s += most_work_s(pieces, 1.0, kept)
         all_s += later_work_s(of, due_s - now_s)
         own_late_s = late_by(of, queue, decodes, all_s, now_s, due_s, headroom)
         if not splits:
-            later_s = later_late_by(of, pieces[row], decodes, later, prompt_tokens, headroom)
+            later_s = later_late_by(of, pieces, decodes, later, prompt_tokens, headroom)
             own_late_s = max(own_late_s, later_s)
-        others_late_s = others_late_by(
-            of, queue, decodes, all_s, now_s, due_s, tpot_s, step_s, headroom
-        )
+        new = Prefill(all_s, due_s, tpot_s, job.priority, step_s)
+        others_late_s = others_late_by(of, queue, decodes, new, now_s, headroom)
         late_s = max(own_late_s, others_late_s)
         slow_s = 0.0
         if tpot_s < inf:
             slow_s = pace_wait_s(of, decodes, step_s, tpot_s, job.output_tokens, headroom)
-        new_tokens = prompt_tokens if job.moved else max(1.0, prompt_tokens - at.cached_tokens)
+        new_tokens = (
+            prompt_tokens if job.moved else max(1.0, prompt_tokens - candidate.cached_tokens)
+        )
         room_s = room_wait_s(of, prompt_tokens, new_tokens, now_s, due_s - work_s, kept)
         fresh_s = due_s - now_s + job.waited_s
         alone = fits_alone(of, work_s, own_s, fresh_s, tpot_s, headroom)
@@ -203,15 +190,7 @@ def late_by(
 
 @compiled
 def others_late_by(
-    figures: Floats,
-    prefills: Floats,
-    loads: Floats,
-    work_s: float,
-    now_s: float,
-    due_s: float,
-    tpot_s: float,
-    own_s: float,
-    headroom: float,
+    figures: Floats, prefills: Floats, loads: Floats, new: Prefill, now_s: float, headroom: float
 ) -> float:
     """By how much work, seconds, a new prefill makes later guaranteed prefills miss their
     deadlines.
@@ -222,9 +201,10 @@ def others_late_by(
     head-room than they were admitted with, the ones with the latest deadlines would block all new
     requests.
 
-    From ``tpot_s`` after its deadline on, the new request decodes: ``own_s`` of work per step, and
-    more steps if no other decode is as frequent.
+    From a TPOT after its deadline on, the new request decodes: with more steps if no other decode
+    is as frequent.
     """
+    work_s, due_s, tpot_s, _, own_s = new
     queued, count = int(figures[QUEUED]), int(figures[LOADS])
     place = place_of(figures, prefills, due_s)
     last = queued - 1

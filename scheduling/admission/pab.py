@@ -50,9 +50,7 @@ class PABAdmission(AdmissionPolicy):
         if job.reserve_tokens > 0.0:
             budget = budget - job.reserve_tokens * (figures[:, PROMISED] > 0)
         lack = np.maximum(0.0, new_tokens - budget)
-        ttft_s = first_tokens_s(
-            fleet.figures, fleet.starts, fleet.prefills, job.candidates, job.asked
-        )
+        ttft_s = first_tokens_s(fleet.arrays, job.candidates, job.asked)
         holds = lack <= 0
         binds = np.where(holds, Constraint.NONE, Constraint.PREFILL_BUDGET).astype(np.int8)
         return Promises(holds, ttft_s, lack * job.work_s / new_tokens, binds)

@@ -41,10 +41,12 @@ from sluice.scheduling.fleet.rows import (
     QUEUED,
     SPENT_UNTIL_S,
     STEP_SHARE,
+    FleetArrays,
+    Prefill,
 )
 from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.request.job import Job
-from sluice.scheduling.request.kernels import Floats, Ints, compiled, most_work_s
+from sluice.scheduling.request.kernels import Floats, compiled, most_work_s
 from sluice.scheduling.request.objective import Anchor
 
 
@@ -115,11 +117,7 @@ class SLOsServeAdmission(AdmissionPolicy):
         """Walk through the virtual replica of each row."""
         return Promises(
             *promises(
-                fleet.figures,
-                fleet.pieces,
-                fleet.starts,
-                fleet.prefills,
-                fleet.loads,
+                fleet.arrays,
                 job.candidates,
                 job.asked,
                 self._headroom,
@@ -131,11 +129,7 @@ class SLOsServeAdmission(AdmissionPolicy):
 
 @compiled
 def promises(
-    figures: Floats,
-    pieces: Floats,
-    starts: Ints,
-    prefills: Floats,
-    loads: Floats,
+    fleet: FleetArrays,
     candidates: Any,
     asked: Any,
     headroom: float,
@@ -150,13 +144,14 @@ def promises(
     binds = np.zeros(count, np.int8)
     job = asked[0]
     now_s, prompt_tokens = job.now_s, job.prompt_tokens
+    figures, pieces, starts, prefills, loads = fleet
     for place in range(count):
-        at = candidates[place]
-        row, splits, work_s = at.row, at.splits, at.work_s
-        of, model, queue = figures[row], pieces[row], prefills[starts[row] :]
+        candidate = candidates[place]
+        row, splits, work_s = candidate.row, candidate.splits, candidate.work_s
+        of, model = figures[row], pieces[row]
+        queue, decodes = prefills[starts[row] :], loads[starts[row] :]
         own_s = most_work_s(model, 1.0, prompt_tokens)
-        decodes = loads[starts[row] :]
-        due_s = job.due_s - at.lead_s
+        due_s = job.due_s - candidate.lead_s
         tpot_s = inf if splits else job.tpot_s
         tokens = 1.0 if splits else job.output_tokens
         longest_s = of[FIXED_S] + most_work_s(model, batch_tokens, 0.0)
@@ -165,10 +160,10 @@ def promises(
         if kept > 0.0:
             all_s += most_work_s(model, kept, 0.0)
             step_s += most_work_s(model, 1.0, kept)
+        new = Prefill(all_s, due_s, tpot_s, job.priority, step_s)
         late_s, late_binds = late_by(
-            of, queue, decodes, all_s, now_s, due_s, tpot_s, step_s, longest_s, 1.0 - headroom,
-            every_window,
-        )  # fmt: skip
+            of, queue, decodes, new, now_s, longest_s, (1.0 - headroom, every_window)
+        )
         room_s = claims_wait_s(of, prompt_tokens, tokens, kept)
         useful = tpot_s >= (of[FIXED_S] + most_work_s(model, 1.0, 0.0)) / (1.0 - PREFILL_SHARE)
         holds[place] = useful and late_s <= 0.0 and room_s == 0.0
@@ -258,14 +253,10 @@ def late_by(
     figures: Floats,
     prefills: Floats,
     loads: Floats,
-    work_s: float,
+    new: Prefill,
     now_s: float,
-    due_s: float,
-    tpot_s: float,
-    own_s: float,
     longest_s: float,
-    usable: float,
-    every_window: bool,
+    shares: tuple[float, bool],
 ) -> tuple[float, int]:
     """By how much time, seconds, the new request or a guaranteed one is late in the walk: 0 or less
     if none is late, infinite if the decodes could not keep their pace. Also returns the constraint
@@ -273,13 +264,14 @@ def late_by(
 
     Args:
         figures, prefills, loads: of the replica.
-        work_s: of its prefill; ``own_s``: of a step of its decode.
+        new: the request's prefill.
         now_s: the time.
-        due_s, tpot_s: its objectives.
         longest_s: time of a batch that no decode limits.
-        usable: share of each second that guarantees may use.
-        every_window: see :func:`share_of`.
+        shares: the share of each second that guarantees may use, and ``every_window`` of
+            :func:`share_of`.
     """
+    work_s, due_s, tpot_s, _, own_s = new
+    usable, every_window = shares
     fixed_s, queued = figures[FIXED_S] / usable, int(figures[QUEUED])
     pace_s = max(LEAST_STEP_S, min(figures[DECODE_PACE_S], longest_s / usable))
     share = figures[DECODE_SHARES]

@@ -10,7 +10,7 @@ its prefills have ended.
 from __future__ import annotations
 
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,44 @@ PIECE = np.dtype([("fixed_s", "<f8"), ("share", "<f8")])
 :class:`~sluice.scheduling.admission.slos_serve_selection.Supply`."""
 
 
+class Tiers(NamedTuple):
+    """The TPOT tiers, ascending, and behind them the requests without a TPOT.
+
+    Attributes:
+        step_s: time of a batch where each is the tightest tier present.
+        pace: ``[tier, tightest tier present]``, how often a decode of the tier runs, tokens per
+            second.
+        pieces: :data:`PIECE` of the latency model.
+    """
+
+    step_s: Floats
+    pace: Floats
+    pieces: Any
+
+
+class States(NamedTuple):
+    """The states of the recurrence, one entry of each array per state, but for ``stride``.
+
+    Attributes:
+        stride: what one request more of each class adds to the number of a state.
+        tightest: tightest tier; ``requests``: number of new requests; ``worth``: their value.
+        taken: ``[state, tier, piece]``, the share of each second that its decodes take, by the
+            tightest tier of all.
+        score: ``[state, level]``; minus infinity where it cannot be reached.
+        alive: whether any of its levels can be reached.
+        rates: seconds of prefill per second.
+    """
+
+    stride: Ints
+    tightest: Ints
+    requests: Ints
+    worth: Floats
+    taken: Floats
+    score: Floats
+    alive: NDArray[np.bool_]
+    rates: Floats
+
+
 @compiled
 def rate_of(pieces: Any, step_s: float, base: Floats, own: Floats) -> float:
     """Seconds of prefill per second beside decodes that take ``base + own`` of each second, by
@@ -50,20 +88,18 @@ def rate_of(pieces: Any, step_s: float, base: Floats, own: Floats) -> float:
 
 
 @compiled
-def states_of(
-    classes: Any, class_s: Floats, pace: Floats
-) -> tuple[Ints, Ints, Ints, Floats, Floats]:
-    """The states: the stride of each class; per state its tightest tier, its number of requests,
-    its worth, and, by tightest tier of all, the share of each second that its decodes take."""
-    tiers = pace.shape[0]
+def states_of(classes: Any, class_s: Floats, tiers: Tiers, levels: int) -> States:
+    """The states, of which only the one without new requests is reached."""
+    pace = tiers.pace
+    most = pace.shape[0]
     stride = np.ones(classes.shape[0] + 1, np.int64)
     for kind in range(classes.shape[0]):
         stride[kind + 1] = stride[kind] * (classes[kind].members + 1)
     states = stride[-1]
-    tightest = np.full(states, tiers - 1)
+    tightest = np.full(states, most - 1)
     count = np.zeros(states, np.int64)
     worth = np.zeros(states)
-    taken = np.zeros((states, tiers, class_s.shape[1]))
+    taken = np.zeros((states, most, class_s.shape[1]))
     highest = 0
     for state in range(1, states):
         while state >= stride[highest + 1]:
@@ -73,34 +109,28 @@ def states_of(
         tightest[state] = min(tightest[source], kind)
         count[state] = count[source] + 1
         worth[state] = worth[source] + classes[highest].value
-        for tier in range(tiers):
+        for tier in range(most):
             taken[state, tier] = taken[source, tier] + pace[kind, tier] * class_s[highest]
-    return stride, tightest, count, worth, taken
+    score = np.full((states, levels + 1), -inf)
+    score[0, 0] = -tiers.pieces["fixed_s"].max()
+    alive = np.zeros(states, np.bool_)
+    alive[0] = True
+    return States(stride, tightest, count, worth, taken, score, alive, np.empty(states))
 
 
 @compiled
-def set_rates(
-    rates: Floats,
-    score: Floats,
-    alive: NDArray[np.bool_],
-    every: bool,
-    decoding_s: Floats,
-    present: Ints,
-    pace: Floats,
-    step_s: Floats,
-    pieces: Any,
-    tightest: Ints,
-    taken: Floats,
-) -> None:
+def set_rates(states: States, tiers: Tiers, decoding_s: Floats, present: Ints, every: bool) -> None:
     """Set the rate of each live state, or of ``every`` state, beside the guaranteed decodes
     ``decoding_s[tier, piece]``; and end states whose decodes can no longer keep their pace."""
-    tiers = decoding_s.shape[0]
+    step_s, pace, pieces = tiers
+    _, tightest, _, _, taken, score, alive, rates = states
+    most = decoding_s.shape[0]
     base = np.zeros(decoding_s.shape)
-    first = tiers - 1
-    for tier in range(tiers - 1, -1, -1):
+    first = most - 1
+    for tier in range(most - 1, -1, -1):
         if present[tier] > 0:
             first = min(first, tier)
-        for other in range(tiers - 1):
+        for other in range(most - 1):
             for piece in range(pieces.shape[0]):
                 base[tier, piece] += decoding_s[other, piece] * pace[other, tier]
     for state in range(rates.shape[0]):
@@ -114,20 +144,14 @@ def set_rates(
 
 
 @compiled
-def force(
-    score: Floats,
-    alive: NDArray[np.bool_],
-    rates: Floats,
-    need_s: float,
-    limit: float,
-    at_due: bool,
-) -> None:
+def force(states: States, need_s: float, limit: float, at_due: bool) -> None:
     """Let every state serve a guaranteed prefill, and end the states in which new requests make it
     late.
 
     State 0, without new requests, continues even if the prefill is late. Any other state in which
     it is late ends.
     """
+    score, alive, rates = states.score, states.alive, states.rates
     for state in range(score.shape[0]):
         if not alive[state]:
             continue
@@ -144,24 +168,22 @@ def force(
 
 @compiled
 def offer(
-    score: Floats,
-    alive: NDArray[np.bool_],
-    rates: Floats,
+    states: States,
     mark: NDArray[np.bool_],
-    count: Ints,
-    stride: int,
-    size: int,
-    memory: int,
+    event: Any,
+    members: int,
     places: int,
-    need_s: float,
     limit: float,
     at_due: bool,
 ) -> None:
-    """Let every state take a new request or skip it; ``mark`` the states reached by taking it."""
+    """Let every state take a new request, one of ``members`` of its class, or skip it; ``mark`` the
+    states reached by taking it."""
+    _, _, count, _, _, score, alive, rates = states
+    stride, memory, need_s = states.stride[event.kind], event.memory, event.need_s
     levels = score.shape[1]
     # From the highest state down, so that none takes the same request twice.
     for state in range(score.shape[0] - 1, stride - 1, -1):
-        if state // stride % (size + 1) == 0:
+        if state // stride % (members + 1) == 0:
             continue
         source = state - stride
         if not alive[source] or count[state] > places or rates[state] < -SLIP_S:
@@ -180,77 +202,64 @@ def offer(
 def solve(
     events: Any,
     decode_s: Floats,
-    decoding_s: Floats,
-    present: Ints,
-    step_s: Floats,
-    pace: Floats,
-    pieces: Any,
+    tiers: Tiers,
+    decoding: tuple[Floats, Ints],
     classes: Any,
     class_s: Floats,
-    levels: int,
-    places: int,
-    at_due: bool,
+    limits: tuple[int, int, bool],
 ) -> NDArray[np.bool_]:
     """Which of the requests, ``events`` by deadline ascending, to take; guaranteed ones are forced.
+    Among sets of equal worth, the one with the best score at the last deadline is taken.
 
-    Tables are :data:`EVENT`, :data:`PIECE` and :data:`CLASS`. ``decode_s`` has a row per event,
-    ``class_s`` one per class: the time of a decode step by each piece.
-    ``decoding_s`` and ``present`` are overwritten. Among sets of equal worth, the one with the best
-    score at the last deadline is taken.
+    Args:
+        events, classes: :data:`EVENT` and :data:`CLASS`.
+        decode_s, class_s: one row per event and per class: the time of a decode step by each piece.
+        tiers: the paces.
+        decoding: of the guaranteed decodes, ``[tier, piece]`` the time of a step, and whether there
+            are any of each tier. Both are overwritten.
+        limits: levels of memory, sequence slots, and whether decodes begin at the deadlines of
+            their prefills.
     """
-    stride, tightest, count, worth, taken = states_of(classes, class_s, pace)
-    states, requests = worth.shape[0], events.shape[0]
-    mark = np.zeros((classes["members"].sum(), states, levels + 1), np.bool_)
+    decoding_s, present = decoding
+    levels, places, at_due = limits
+    states = states_of(classes, class_s, tiers, levels)
+    score, alive, rates = states.score, states.alive, states.rates
+    requests = events.shape[0]
+    mark = np.zeros((classes["members"].sum(), score.shape[0], levels + 1), np.bool_)
     offered = 0
-    score = np.full((states, levels + 1), -inf)
-    score[0, 0] = -pieces["fixed_s"].max()
-    alive = np.zeros(states, np.bool_)
-    alive[0] = True
-    rates = np.empty(states)
     stale = True
     time_s = 0.0
     for index in range(requests + 1):
         own = events[index].kind if index < requests else -1
         if stale:
             # An offer also needs the rates of the states that it can reach.
-            set_rates(
-                rates, score, alive, own >= 0, decoding_s, present, pace, step_s, pieces,
-                tightest, taken,
-            )  # fmt: skip
+            set_rates(states, tiers, decoding_s, present, own >= 0)
             stale = own < 0
         if index == requests:
             break
         event = events[index]
         limit = 0.0 if at_due else -event.due_s
         if at_due and event.due_s > time_s:
-            for state in range(states):
+            for state in range(score.shape[0]):
                 if alive[state]:
                     score[state] += (event.due_s - time_s) * rates[state]
             time_s = event.due_s
         if own >= 0:
-            offer(
-                score, alive, rates, mark[offered], count, stride[own], classes[own].members,
-                event.memory, places, event.need_s, limit, at_due,
-            )  # fmt: skip
+            offer(states, mark[offered], event, classes[own].members, places, limit, at_due)
             offered += 1
             continue
-        force(score, alive, rates, event.need_s, limit, at_due)
-        if event.tier < step_s.shape[0] - 1:
+        force(states, event.need_s, limit, at_due)
+        if event.tier < present.shape[0] - 1:
             decoding_s[event.tier] += decode_s[index]
             present[event.tier] = 1
             stale = True
-    return backtrack(score, mark, worth, events, stride)
+    return backtrack(states, mark, events)
 
 
 @compiled
-def backtrack(
-    score: Floats,
-    mark: NDArray[np.bool_],
-    worth: Floats,
-    events: Any,
-    stride: Ints,
-) -> NDArray[np.bool_]:
+def backtrack(states: States, mark: NDArray[np.bool_], events: Any) -> NDArray[np.bool_]:
     """The requests on the path to the state of greatest worth, and among these of best score."""
+    stride, _, _, worth, _, score, _, _ = states
     state, level = 0, 0
     for other in range(score.shape[0]):
         for at in range(score.shape[1]):

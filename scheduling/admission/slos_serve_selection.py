@@ -37,7 +37,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sluice.scheduling.admission.slos_serve_dp import CLASS, EVENT, PIECE, solve
+from sluice.scheduling.admission.slos_serve_dp import CLASS, EVENT, PIECE, Tiers, solve
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.request.objective import Anchor
 
@@ -177,16 +177,11 @@ def _weigh(new: Demand, promised: Demand, supply: Supply) -> NDArray[np.bool_]:
     taken = solve(
         table[order],
         np.ascontiguousarray(events.decode_s[order]),
-        decoding_s,
-        present,
-        step_s,
-        _pace(tiers, step_s, supply.anchor),
-        pieces,
+        Tiers(step_s, _pace(tiers, step_s, supply.anchor), pieces),
+        (decoding_s, present),
         classes,
         class_s,
-        levels,
-        supply.places,
-        supply.anchor is Anchor.ENVELOPE,
+        (levels, supply.places, supply.anchor is Anchor.ENVELOPE),
     )
     admitted = np.zeros(len(kind), dtype=np.bool_)
     admitted[order] = taken

@@ -173,10 +173,8 @@ class BatchBuilder:
 
     __slots__ = (
         "_costs",
-        "_drafts",
-        "_granted",
-        "_order",
         "_pieces",
+        "_plan",
         "_queue",
         "_state",
         "_table",
@@ -202,18 +200,10 @@ class BatchBuilder:
         self._tiers = tiers
         self._table = queue.table if tiers is None else queue.table[tiers.order]
         self._pieces = latency.pieces
-        self._state, self._costs, self._granted, self._order = builder.begin(
-            self._table,
-            self._pieces,
-            budget.tokens,
-            budget.sequences,
-            budget.kv_blocks,
-            budget.block_tokens,
-            budget.reserve_prompt,
-            len(self._table) if tiers is None else tiers.promised,
-            budget.lookahead_tokens,
+        promised = len(self._table) if tiers is None else tiers.promised
+        self._state, self._costs, self._plan = builder.begin(
+            self._table, self._pieces, promised, budget[:6]
         )
-        self._drafts = _NONE
         if lengths is not None:
             self.speculate(lengths if tiers is None else lengths.of(tiers.order))
 
@@ -225,7 +215,8 @@ class BatchBuilder:
     @property
     def granted(self) -> Ints:
         """``int64[n]``, the tokens planned so far by row. Read only."""
-        return self._granted
+        granted: Ints = self._plan[builder.GRANTED]
+        return granted
 
     @property
     def empty(self) -> bool:
@@ -265,11 +256,11 @@ class BatchBuilder:
     def speculate(self, lengths: Lengths) -> None:
         """Set the maximum number of drafts of the decodes taken from now on. ``lengths`` covers the
         first rows; the other rows keep theirs."""
-        before = int(self._drafts.max(initial=0))
-        if self.lengths is not None:
-            lengths = lengths.before(self.lengths)
-        self.lengths, self._drafts = lengths, lengths.drafts
-        self._costs += self.budget.draft_s * (int(self._drafts.max(initial=0)) - before)
+        drafts = self._plan[builder.DRAFTS]
+        before = int(drafts.max(initial=0))
+        self.lengths = lengths if self.lengths is None else lengths.before(self.lengths)
+        drafts[: len(self.lengths.drafts)] = self.lengths.drafts
+        self._costs += self.budget.draft_s * (int(drafts.max(initial=0)) - before)
 
     def show(self, rows: int) -> None:
         """From now on, take only the first ``rows`` rows."""
@@ -321,14 +312,10 @@ class BatchBuilder:
             self._table,
             self._pieces,
             rows,
-            until_s,
-            tokens,
-            in_order,
+            (until_s, tokens, in_order),
             self._state,
             self._costs,
-            self._granted,
-            self._order,
-            self._drafts,
+            self._plan,
         )
 
     def ensure_progress(self, rows: Iterable[int]) -> None:
@@ -345,12 +332,13 @@ class BatchBuilder:
 
     def plan(self, evicted: Ints = _NONE, kept: Ints = _NONE) -> BatchPlan:
         """The plan collected so far; ``evicted`` and ``kept`` are rows in the builder's order."""
-        rows = self._order[: self._state[builder.COUNT]]
-        tokens = self._granted[rows]
+        granted, order, drafts = self._plan
+        rows = order[: self._state[builder.COUNT]]
+        tokens = granted[rows]
         predicted_s = self.cost_s
         if self.lengths is not None and self.budget.draft_s:
-            checked = np.minimum(tokens - 1, self._drafts[rows]).max(initial=0)
-            predicted_s -= self.budget.draft_s * float(self._drafts.max(initial=0) - checked)
+            checked = np.minimum(tokens - 1, drafts[rows]).max(initial=0)
+            predicted_s -= self.budget.draft_s * float(drafts.max(initial=0) - checked)
         if self._tiers is not None:
             order = self._tiers.order
             rows, evicted, kept = order[rows], order[evicted], order[kept]

@@ -227,17 +227,12 @@ class BestEffort:
         left_s = deadlines_s(table, FIRST) - now_s
         work_s = pending_work_s(table, latency.pieces)
         until_s, waits = leftover_s(
-            table,
-            promised,
+            table[:promised],
             batch.granted,
             left_s,
             work_s,
-            batch.cost_s,
-            fixed_s,
-            least_useful_s(fixed_s, latency),
-            batch.free_blocks,
-            batch.sequences_left,
-            batch.block_tokens,
+            (batch.cost_s, fixed_s, least_useful_s(fixed_s, latency)),
+            (batch.free_blocks, batch.sequences_left, batch.block_tokens),
         )
         until_s = min(USABLE * until_s, max(LONGEST_STEPS * fixed_s, LONGEST_S))
         running = table[rows, RUNNING] > 0
@@ -391,39 +386,35 @@ def victims(held: Floats, computed: Floats, blocks: int, places: int) -> Ints:
 @compiled
 def leftover_s(
     table: Floats,
-    promised: int,
     granted: Ints,
     left_s: Floats,
     work_s: Floats,
-    cost_s: float,
-    fixed_s: float,
-    holdable_s: float,
-    free_blocks: int,
-    places: int,
-    block_tokens: int,
+    times_s: tuple[float, float, float],
+    space: tuple[int, int, int],
 ) -> tuple[float, bool]:
     """Maximum time of a batch that harms no guaranteed request, infinite if it can harm none; and
     whether a guaranteed request waits for memory or a sequence slot.
 
     A batch harms a decode if it ends after the decode's next token is due, or is longer than its
-    TPOT. A late decode catches up in batches of half its TPOT. No useful batch can meet a TPOT
-    below ``holdable_s``, so such a TPOT is ignored unless admission has guaranteed it.
+    TPOT. A late decode catches up in batches of half its TPOT.
 
     Args:
-        promised: number of guaranteed requests, the first rows.
+        table: the guaranteed requests.
         granted: tokens that each row gets in the batch.
         left_s, work_s: per row, time until its next token is due, and work of its pending tokens.
-        cost_s: time of the batch so far.
-        fixed_s: time of an empty step.
-        free_blocks, places: KV blocks and sequence slots left.
+        times_s: of the batch so far, of an empty step, and the least TPOT that a useful batch can
+            meet: a shorter one is ignored unless admission has guaranteed it.
+        space: KV blocks and sequence slots left, and tokens per block.
     """
+    cost_s, fixed_s, holdable_s = times_s
+    free_blocks, places, block_tokens = space
     until_s = inf
     waits = False
     next_s = fixed_s
-    for row in range(promised):
+    for row in range(table.shape[0]):
         if not needs_prefill(table[row, EMITTED], table[row, PENDING]):
             next_s += work_s[row]
-    for row in range(promised):
+    for row in range(table.shape[0]):
         pending = table[row, PENDING]
         if granted[row] == 0 and table[row, RUNNING] == 0.0:
             waits = True

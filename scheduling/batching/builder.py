@@ -1,8 +1,8 @@
 """The compiled loops of :class:`sluice.scheduling.batching.batch.BatchBuilder`, which states their
 rules.
 
-The state between calls is four arrays: the counters, the predicted time by each piece of the
-latency model, the tokens granted per row, and the planned rows in order.
+The state between calls is three arrays: the counters, the predicted time by each piece of the
+latency model, and the plan, ``int64[PLAN, rows]``.
 """
 
 # numpy's scalars are "Any" to the type checker.
@@ -45,20 +45,20 @@ LOOKAHEAD = 13  # tokens for which a planned request needs blocks beyond its own
 NEEDED = 14  # blocks that drafts must leave for other running requests
 COUNTERS = 15
 
+# The plan.
+GRANTED = 0  # tokens of each row
+ORDER = 1  # the planned rows in order, in the first places
+DRAFTS = 2  # drafted tokens of each row that it may take beside its pending ones
+PLAN = 3
+
 
 @compiled
 def begin(
-    table: Floats,
-    pieces: Floats,
-    tokens: int,
-    sequences: int,
-    kv_blocks: int,
-    block_tokens: int,
-    reserve_prompt: bool,
-    promised: int,
-    lookahead: int,
-) -> tuple[Ints, Floats, Ints, Ints]:
-    """An empty plan: counters, costs, granted tokens and order."""
+    table: Floats, pieces: Floats, promised: int, limits: tuple[int, int, int, int, bool, int]
+) -> tuple[Ints, Floats, Ints]:
+    """The state of an empty plan. ``limits`` are the fields of a
+    :class:`~sluice.scheduling.batching.batch.BatchBudget` up to ``lookahead_tokens``."""
+    tokens, sequences, kv_blocks, block_tokens, reserve_prompt, lookahead = limits
     running, needed = 0, 0
     held = 0.0
     for row in range(promised):
@@ -83,8 +83,7 @@ def begin(
     state[NEEDED] = needed
     state[LOOKAHEAD] = lookahead
     state[SHOWN] = table.shape[0]
-    granted = np.zeros(table.shape[0], np.int64)
-    return state, pieces[:, FIXED].copy(), granted, np.empty(table.shape[0], np.int64)
+    return state, pieces[:, FIXED].copy(), np.zeros((PLAN, table.shape[0]), np.int64)
 
 
 @compiled
@@ -160,26 +159,22 @@ def take(
     table: Floats,
     pieces: Floats,
     rows: Ints,
-    until_s: float,
-    tokens: int,
-    in_order: bool,
+    limits: tuple[float, int, bool],
     state: Ints,
     costs: Floats,
-    granted: Ints,
-    order: Ints,
-    drafts: Ints,
+    plan: Ints,
 ) -> int:
-    """Take ``rows`` in order; return the tokens taken. ``drafts`` has the drafted tokens of each
-    row; it is empty where nothing is drafted. ``O(rows * pieces)``."""
+    """Take ``rows`` in order; return the tokens taken. ``limits`` are the other arguments of
+    :meth:`~sluice.scheduling.batching.batch.BatchBuilder.take`. ``O(rows * pieces)``."""
+    until_s, tokens, in_order = limits
     taken = 0
     for row in rows:
         if state[TOKENS_LEFT] <= 0 or taken >= tokens or costs.max() >= until_s:
             break
-        if row < 0 or row >= state[SHOWN] or granted[row] > 0:
+        if row < 0 or row >= state[SHOWN] or plan[GRANTED, row] > 0:
             continue
         pending, computed = int(table[row, PENDING]), int(table[row, COMPUTED])
-        extra = drafts[row] if drafts.shape[0] > 0 else 0
-        wanted = pending + extra
+        wanted = pending + plan[DRAFTS, row]
         if until_s < inf:
             wanted = tokens_within(pieces, costs, until_s, computed, wanted)
         asked = min(wanted, tokens - taken, state[TOKENS_LEFT])
@@ -197,8 +192,8 @@ def take(
             else:
                 asked = admit(state, held, computed, pending, asked)
         if asked > 0:
-            granted[row] = asked
-            order[state[COUNT]] = row
+            plan[GRANTED, row] = asked
+            plan[ORDER, state[COUNT]] = row
             state[COUNT] += 1
             state[TOKENS_LEFT] -= asked
             for piece in range(pieces.shape[0]):

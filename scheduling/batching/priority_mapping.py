@@ -220,33 +220,26 @@ def anneal(jobs: Jobs, schedule: Schedule) -> Mapping:
         ValueError: more requests run already than the largest batch may have.
     """
     problem = _problem(jobs)
-    _, most, waiting = problem.exec_s.shape
-    sizes, batches = _full_batches(waiting, most, problem.running)
+    exec_s, latest_s, under_way, running = problem
+    _, most, waiting = exec_s.shape
+    sizes, batches = _full_batches(waiting, most, running)
+    whole = (running, 0, batches, batches)
     before = np.zeros((2, waiting + 3, COLUMNS))
     before[:, 0, LATENCY] = jobs.waited_s
-    starts = (np.arange(waiting), np.argsort(problem.exec_s[1, -1], kind="stable"))
+    starts = (np.arange(waiting), np.argsort(exec_s[1, -1], kind="stable"))
     for order, rows in zip(starts, before, strict=True):
-        evaluate(*problem, order, sizes, 0, batches, batches, rows, rows)
+        evaluate(exec_s, latest_s, under_way, order, sizes, whole, rows, rows)
     ends = before[:, batches]
-    all_met = bool(ends[1, MET] == waiting + problem.running)
+    all_met = bool(ends[1, MET] == waiting + running)
     best = int(all_met or objective(*ends[1, :2]) > objective(*ends[0, :2]))
     order, rows = starts[best], before[best]
     if waiting and not all_met:
-        found_order, found_sizes = order.copy(), sizes.copy()
-        batches = search(
-            problem,
-            found_order,
-            found_sizes,
-            order,
-            sizes,
-            batches,
-            rows,
-            before[1 - best],
-            schedule.temperatures,
-            schedule.draws,
-        )
-        order, sizes = found_order, found_sizes
-        evaluate(*problem, order, sizes, 0, batches, batches, rows, rows)
+        found = order.copy(), sizes.copy()
+        other = before[1 - best]
+        batches = search(problem, found, (order, sizes), batches, rows, other, schedule)
+        order, sizes = found
+        whole = (running, 0, batches, batches)
+        evaluate(exec_s, latest_s, under_way, order, sizes, whole, rows, rows)
     return Mapping(order, sizes[:batches], int(rows[batches, MET]), float(rows[batches, LATENCY]))
 
 

@@ -61,21 +61,25 @@ def evaluate(
     exec_s: Floats,
     latest_s: Floats,
     under_way: Floats,
-    running: int,
     order: Ints,
     sizes: Ints,
-    first: int,
-    last: int,
-    batches: int,
+    counts: tuple[int, int, int, int],
     before: Floats,
     after: Floats,
 ) -> int:
-    """Fill in the rows of ``after`` behind the batches from ``first`` on; return the last row
-    filled.
+    """Fill in the rows of ``after`` behind the changed batches; return the last row filled.
 
-    ``before`` is the state before a move that changed batches from ``first`` to ``last``. Where the
-    wait of a later batch is unchanged, the rest is unchanged, and the evaluation ends.
+    ``before`` is the state before a move. Where the wait of a later batch is unchanged, the rest is
+    unchanged, and the evaluation ends.
+
+    Args:
+        exec_s, latest_s, under_way: see :class:`Problem`. They are no tuple, as the reference
+            counts of its arrays would cost a tenth of a search.
+        order, sizes: the mapping after the move.
+        counts: running requests, the first and the last batch that the move changed, and how many
+            batches there are.
     """
+    running, first, last, batches = counts
     met, latency = before[first, MET], before[first, LATENCY]
     wait_s, place = before[first, WAIT], int(before[first, PLACE])
     for batch in range(first, batches):
@@ -135,18 +139,20 @@ def batch_at(before: Floats, batches: int, place: int) -> int:
 
 @compiled
 def propose(
-    most: int,
-    waiting: int,
-    running: int,
+    limits: tuple[int, int, int],
     sizes: Ints,
     before: Floats,
     batches: int,
-    u_kind: float,
-    u_place: float,
-    u_other: float,
+    draws: tuple[float, float, float],
 ) -> tuple[int, int, int, int, int]:
     """A random move: two indices to exchange, the first and the last batch that it changes, and how
-    many requests move from the first to the last batch."""
+    many requests move from the first to the last batch.
+
+    ``limits`` are the largest batch, and the numbers of waiting and of running requests. The
+    ``draws`` are for the kind of the move and its two requests.
+    """
+    most, waiting, running = limits
+    u_kind, u_place, u_other = draws
     kind = int(u_kind * 3.0)
     place = int(u_place * waiting)
     batch = batch_at(before, batches, place)
@@ -197,54 +203,37 @@ def adopt(
 @compiled
 def search(
     problem: Problem,
-    best_order: Ints,
-    best_sizes: Ints,
-    order: Ints,
-    sizes: Ints,
+    best: tuple[Ints, Ints],
+    current: tuple[Ints, Ints],
     batches: int,
     before: Floats,
     after: Floats,
-    temperatures: Floats,
-    draws: Floats,
+    schedule: tuple[Floats, Floats],
 ) -> int:
-    """Anneal from the given start, whose rows are in ``before``; leave the best mapping in
-    ``best_order`` and ``best_sizes`` and return its number of batches. ``O(steps * waiting)``."""
+    """Anneal from ``current``, order and sizes of ``batches`` batches, whose rows are in
+    ``before``; leave the best mapping in ``best`` and return its number of batches. The schedule
+    is that of :class:`~sluice.scheduling.batching.priority_mapping.Schedule`.
+    ``O(steps * waiting)``."""
+    order, sizes = current
+    best_order, best_sizes = best
+    temperatures, draws = schedule
     exec_s, latest_s, under_way, running = problem
     _, most, waiting = exec_s.shape
+    limits = (most, waiting, running)
     score = objective(before[batches, MET], before[batches, LATENCY])
-    best, best_batches = score, batches
+    highest, best_batches = score, batches
     for level in range(temperatures.shape[0]):
         for step in range(draws.shape[1]):
-            a, b, first, last, moved = propose(
-                most,
-                waiting,
-                running,
-                sizes,
-                before,
-                batches,
-                draws[level, step, 0],
-                draws[level, step, 1],
-                draws[level, step, 2],
-            )
+            own = (draws[level, step, 0], draws[level, step, 1], draws[level, step, 2])
+            a, b, first, last, moved = propose(limits, sizes, before, batches, own)
             if first == last:
                 continue
             order[a], order[b] = order[b], order[a]
             sizes[first] -= moved
             sizes[last] += moved
             count = max(batches, last + 1)
-            reached = evaluate(
-                exec_s,
-                latest_s,
-                under_way,
-                running,
-                order,
-                sizes,
-                first,
-                last,
-                count,
-                before,
-                after,
-            )
+            counts = (running, first, last, count)
+            reached = evaluate(exec_s, latest_s, under_way, order, sizes, counts, before, after)
             met, latency_s = after[reached, MET], after[reached, LATENCY]
             if reached < count:
                 met += before[count, MET] - before[reached, MET]
@@ -254,8 +243,8 @@ def search(
             if draws[level, step, 3] < accepted:
                 batches = adopt(running, sizes, before, after, first, reached, count)
                 score = then
-                if score > best:
-                    best, best_batches = score, batches
+                if score > highest:
+                    highest, best_batches = score, batches
                     for place in range(order.shape[0]):
                         best_order[place] = order[place]
                     for batch in range(sizes.shape[0]):

@@ -7,7 +7,7 @@ policies see the same in both. Times are seconds on one monotonic clock of the c
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import ceil, inf
+from math import inf
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -16,19 +16,15 @@ from numpy.typing import NDArray
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.ledger import Ledger, Reservation
 from sluice.scheduling.fleet.prefix import PrefixIndex
-from sluice.scheduling.fleet.report import Report, fold
+from sluice.scheduling.fleet.report import Report, add_reservation, fold
 from sluice.scheduling.fleet.rows import (
     FIGURES,
     LOAD_FIELDS,
     PREFILL_FIELDS,
-    add_later,
-    advance,
-    settle,
-    take,
+    FleetArrays,
 )
 from sluice.scheduling.fleet.transfer import NO_TRANSFERS, TransferTime
-from sluice.scheduling.request.expected import claim
-from sluice.scheduling.request.kernels import COEFFICIENTS, Floats, Ints, most_work_s
+from sluice.scheduling.request.kernels import COEFFICIENTS, Floats, Ints
 from sluice.scheduling.roles import ROLES, Role
 
 MOST_PIECES = 4
@@ -68,16 +64,8 @@ class FleetSettings(NamedTuple):
 class Fleet:
     """Every replica as a row of a few arrays, kept up to date by reports and by own decisions.
 
-    A replica keeps its row while it is known; rows are given again. Policies read the arrays and
-    change none.
-
-    - ``figures``: ``float64[rows, FIGURES]``, sums, see :mod:`sluice.scheduling.fleet.rows`;
-    - ``pieces``: ``float64[rows, MOST_PIECES, COEFFICIENTS]``, the corrected latency models;
-    - ``prefills``: ``float64[room, PREFILL_FIELDS]``, the guaranteed prefills of all replicas;
-      those of a replica are by deadline, with prefix sums of their work, ``figures[row, QUEUED]``
-      from ``starts[row]`` on;
-    - ``loads``: ``float64[room, LOAD_FIELDS]``, the guaranteed decodes in the same way,
-      ``figures[row, LOADS]`` from ``starts[row]`` on.
+    A replica keeps its row while it is known; rows are given again. Policies read the arrays
+    (:class:`~sluice.scheduling.fleet.rows.FleetArrays`) and change none.
 
     A report costs ``O(n log n)`` with ``n`` requests at the replica, a decision ``O(n)`` at the
     replica chosen, both compiled. Memory is in proportion to the requests of all replicas.
@@ -121,6 +109,11 @@ class Fleet:
 
     def __len__(self) -> int:
         return len(self.row_of)
+
+    @property
+    def arrays(self) -> FleetArrays:
+        """The arrays, for compiled loops; valid until the next change."""
+        return FleetArrays(self.figures, self.pieces, self.starts, self.prefills, self.loads)
 
     # Membership.
 
@@ -308,7 +301,7 @@ class Fleet:
         row = self.row_of[made.replica_id]
         figures = self.figures[row]
         self._make_room(row, int(max(figures[figure.QUEUED], figures[figure.LOADS])) + 1)
-        self._take(row, *self._entries(row), made)
+        add_reservation(figures, self.pieces[row], *self._entries(row), made.record)
 
     def release(self, keys: Iterable[int]) -> None:
         """Requests that a router gave up; unknown ones are ignored."""
@@ -411,66 +404,14 @@ class Fleet:
         made = list(self.ledger.at(self.ids[row]))
         self._make_room(row, len(report.rows) + len(made))
         figures = self.figures[row]
-        prefills, loads = self._entries(row)
         figures[figure.FREE_BLOCKS] = report.free_blocks
         figures[figure.TOTAL_BLOCKS] = report.total_blocks
         figures[figure.BLOCK_TOKENS] = report.block_tokens
         figures[figure.PLACES] = report.places
+        own = (figures, self.pieces[row], *self._entries(row))
+        moment = (report.made_s, report.stepped_s, report.offset_s, report.preempts)
         settings = self.settings
-        fold(
-            figures,
-            self.pieces[row],
-            prefills,
-            loads,
-            report.rows,
-            report.made_s,
-            report.stepped_s,
-            report.offset_s,
-            settings.reference_ttft_s,
-            settings.reference_tpot_s,
-            report.preempts,
-        )
-        settle(figures, prefills, loads)
+        reference = (settings.reference_ttft_s, settings.reference_tpot_s)
+        fold(*own, report.rows, moment, reference)
         for reservation in made:
-            self._take(row, prefills, loads, reservation)
-
-    def _take(self, row: int, prefills: Floats, loads: Floats, made: Reservation) -> None:
-        """Add a reservation to what its replica has, which is settled before and after."""
-        figures = self.figures[row]
-        block = figures[figure.BLOCK_TOKENS]
-        prompt = made.new_tokens + made.cached_tokens
-        figures[figure.RESERVED] += 1
-        figures[figure.EXPECTED_BLOCKS] += ceil((prompt + made.output_tokens) / block)
-        if not made.promised:
-            work_s = most_work_s(self.pieces[row], made.new_tokens, made.cached_tokens)
-            figures[figure.BEST_EFFORT_S] += work_s
-            return
-        figures[figure.CLAIMED_BLOCKS] += claim(
-            prompt, made.output_tokens, 0.0, 0.0, block, figures[figure.TOTAL_BLOCKS]
-        )
-        add_later(
-            figures,
-            self.pieces[row],
-            float(made.later_stages),
-            float(made.later_tokens),
-            prompt,
-            made.output_tokens,
-            made.tpot_s,
-        )
-        figures[figure.PAB] -= made.new_tokens
-        advance(figures, prefills, loads, made.made_s)
-        take(
-            figures,
-            self.pieces[row],
-            prefills,
-            loads,
-            made.due_s,
-            made.tpot_s,
-            made.priority,
-            made.new_tokens,
-            made.cached_tokens,
-            ceil(made.kv_tokens / block),
-            max(made.made_s, float(figures[figure.BEGUN_S])),
-            True,
-        )
-        settle(figures, prefills, loads)
+            add_reservation(*own, reservation.record)

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from math import inf
 from typing import NamedTuple
 
+import numpy as np
+
 _MOST_STALE = 1_024
 """Ended reservations whose ends may be kept beside those of the others."""
 
@@ -47,6 +49,22 @@ class Reservation(NamedTuple):
     awaited_s: float = -inf
     later_stages: int = 0
     later_tokens: int = 0
+
+    @property
+    def record(self) -> np.ndarray:
+        """The same without ``replica_id``, :data:`RESERVATION` ``[1]``."""
+        return np.array([self[1:]], RESERVATION)
+
+
+RESERVATION = np.dtype(
+    [
+        (name, "?" if name == "promised" else "<f8")
+        for name in Reservation._fields
+        if name != "replica_id"
+    ],
+    align=True,
+)
+"""A :class:`Reservation`, for compiled loops."""
 
 
 class Ledger:

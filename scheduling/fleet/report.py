@@ -45,11 +45,14 @@ from sluice.scheduling.fleet.rows import (
     TOKENS,
     TOTAL_BLOCKS,
     WAITING,
+    Prompt,
     add_later,
     add_load,
+    advance,
     pace_of,
     put_in_order,
     room_s,
+    settle,
     take,
 )
 from sluice.scheduling.fleet.transfer import NO_TRANSFERS, Transfers
@@ -110,6 +113,22 @@ class Report(NamedTuple):
     preempts: bool = False
     role: Role = "mixed"
     transfers: Transfers = NO_TRANSFERS
+
+
+class Pace(NamedTuple):
+    """When the next tokens of a reported request are due.
+
+    Attributes:
+        now_s: when the report was made, on the fleet's clock.
+        due_s: when its next token is due, on the same clock; infinite if no time is stated.
+        tpot_s: its time per later token; infinite if none is stated.
+        output_tokens: expected length of its output.
+    """
+
+    now_s: float
+    due_s: float
+    tpot_s: float
+    output_tokens: float
 
 
 @compiled
@@ -173,27 +192,17 @@ def count_best_effort(figures: Floats, pieces: Floats, row: Any, prefill: bool) 
 
 @compiled
 def count_prefill(
-    figures: Floats,
-    pieces: Floats,
-    prefills: Floats,
-    loads: Floats,
-    row: Any,
-    due_s: float,
-    tpot_s: float,
-    now_s: float,
-    expected: float,
+    figures: Floats, pieces: Floats, prefills: Floats, loads: Floats, row: Any, pace: Pace
 ) -> float:
     """Count a reported prefill that was guaranteed; return its work, seconds."""
-    pending, computed = row.pending_tokens, row.computed_tokens
-    if expected <= row.emitted_tokens + 1.0:
-        # It ends with that token, or resumes on another replica.
-        tpot_s = inf
+    pending, computed = float(row.pending_tokens), float(row.computed_tokens)
+    # One that ends with its first token, or resumes on another replica, has no decode here.
+    ends = pace.output_tokens <= row.emitted_tokens + 1.0
     blocks = max(0.0, ceil((computed + pending) / figures[BLOCK_TOKENS]) - row.kv_blocks)
-    take(
-        figures, pieces, prefills, loads, due_s, tpot_s, float(row.priority),
-        float(pending), float(computed), blocks, now_s, False,
-    )  # fmt: skip
-    return most_work_s(pieces, pending, computed)
+    prompt = Prompt(
+        pace.due_s, inf if ends else pace.tpot_s, float(row.priority), pending, computed, blocks
+    )
+    return take(figures, pieces, prefills, loads, prompt, pace.now_s, False)
 
 
 @compiled
@@ -202,16 +211,14 @@ def count_decode(
     pieces: Floats,
     loads: Floats,
     row: Any,
-    due_s: float,
-    tpot_s: float,
-    now_s: float,
-    expected: float,
-    horizon_s: float,
-    unpaced_s: float,
+    pace: Pace,
+    reference: tuple[float, float],
     decode_s: Floats,
 ) -> float:
-    """Count a reported decode that was guaranteed; return how often it runs within ``horizon_s``,
-    and add that work to ``decode_s``, by piece of the model."""
+    """Count a reported decode that was guaranteed; return how often it runs within the horizon of
+    ``reference`` (see :func:`fold`), and add that work to ``decode_s``, by piece of the model."""
+    horizon_s, unpaced_s = reference
+    now_s, due_s, tpot_s, output_tokens = pace
     computed = row.computed_tokens
     own_s = most_work_s(pieces, 1.0, computed)
     pace_s = pace_of(tpot_s, figures[FIXED_S], own_s)
@@ -228,7 +235,7 @@ def count_decode(
         figures[DECODE_SHARES] += own_s / pace_s
         figures[DECODE_PACE_S] = min(figures[DECODE_PACE_S], pace_s)
         # One that ends soon frees what it holds, and no more.
-        left_s = max(expected - row.emitted_tokens, 1.0) * pace_s
+        left_s = max(output_tokens - row.emitted_tokens, 1.0) * pace_s
         freed = row.kv_blocks / max(left_s, FREED_WITHIN_S)
         grown = min(left_s, FREED_WITHIN_S) / (FREED_WITHIN_S * figures[BLOCK_TOKENS] * pace_s)
         figures[BLOCKS_PER_S] += freed - grown
@@ -250,24 +257,21 @@ def fold(
     prefills: Floats,
     loads: Floats,
     rows: np.ndarray,
-    made_s: float,
-    stepped_s: float,
-    offset_s: float,
-    horizon_s: float,
-    unpaced_s: float,
-    preempts: bool,
+    moment: tuple[float, float, float, bool],
+    reference: tuple[float, float],
 ) -> None:
-    """Take in a whole report; what was known of the replica's requests goes. :func:`settle` must
-    follow. ``O(requests log requests)``.
+    """Take in a whole report; what was known of the replica's requests goes.
+    ``O(requests log requests)``.
 
     Args:
         figures: ``FREE_BLOCKS``, ``TOTAL_BLOCKS``, ``BLOCK_TOKENS`` and ``PLACES`` are set already.
         rows: :data:`sluice.scheduling.fleet.state.ROW` of the replica; those of phase 0 are
-        skipped. made_s, stepped_s: see :class:`Report`.
-        offset_s: what to add to the replica's times.
-        horizon_s, unpaced_s: the reference TTFT and TPOT of the prefill admission budget.
-        preempts: nothing waits for the step under way.
+            skipped.
+        moment: ``made_s``, ``stepped_s``, ``offset_s`` and ``preempts`` of the :class:`Report`.
+        reference: TTFT and TPOT of the prefill admission budget, seconds: its horizon, and the
+            pace of decodes that state none.
     """
+    made_s, stepped_s, offset_s, preempts = moment
     clear(figures, pieces)
     now_s = made_s + offset_s
     earliest_s = least_ttft_s = inf
@@ -307,21 +311,17 @@ def fold(
             nan,
             FIRST,
         )
+        pace = Pace(now_s, due_s, tpot_s, expected)
         least_ttft_s = min(least_ttft_s, row.ttft_s)
         if prefill:
-            work_s = count_prefill(
-                figures, pieces, prefills, loads, row, due_s, tpot_s, now_s, expected
-            )
+            work_s = count_prefill(figures, pieces, prefills, loads, row, pace)
             if row.arrival_s <= stepped_s:
                 step_work_s += work_s
             if first:
                 first_work_s = work_s
-            continue
-        steps = count_decode(
-            figures, pieces, loads, row, due_s, tpot_s, now_s, expected, horizon_s, unpaced_s,
-            decode_s,
-        )  # fmt: skip
-        forced = max(forced, steps)
+        else:
+            steps = count_decode(figures, pieces, loads, row, pace, reference, decode_s)
+            forced = max(forced, steps)
     # An engine that was idle began with the first request that came. One that hangs must not look
     # as if it had done its work.
     begun_s = made_s
@@ -333,6 +333,38 @@ def fold(
         set_step(figures, least_ttft_s, 0.0, False)
     else:
         set_step(figures, least_ttft_s, work_s, earliest_s < inf)
-    figures[PAB] = budget_tokens(pieces, decode_s, forced, horizon_s) - figures[TOKENS]
+    figures[PAB] = budget_tokens(pieces, decode_s, forced, reference[0]) - figures[TOKENS]
     put_in_order(prefills, int(figures[QUEUED]))
     put_in_order(loads, int(figures[LOADS]))
+    settle(figures, prefills, loads)
+
+
+@compiled
+def add_reservation(
+    figures: Floats, pieces: Floats, prefills: Floats, loads: Floats, reservation: Any
+) -> None:
+    """Add a decision that the replica has not reported yet, :data:`RESERVATION` ``[1]``, to what a
+    replica has. ``O(prefills + loads)``."""
+    made, block = reservation[0], figures[BLOCK_TOKENS]
+    prompt_tokens = made.new_tokens + made.cached_tokens
+    figures[RESERVED] += 1.0
+    figures[EXPECTED_BLOCKS] += ceil((prompt_tokens + made.output_tokens) / block)
+    if not made.promised:
+        figures[BEST_EFFORT_S] += most_work_s(pieces, made.new_tokens, made.cached_tokens)
+        return
+    figures[CLAIMED_BLOCKS] += claim(
+        prompt_tokens, made.output_tokens, 0.0, 0.0, block, figures[TOTAL_BLOCKS]
+    )
+    add_later(
+        figures, pieces, made.later_stages, made.later_tokens, prompt_tokens, made.output_tokens,
+        made.tpot_s,
+    )  # fmt: skip
+    figures[PAB] -= made.new_tokens
+    advance(figures, prefills, loads, made.made_s)
+    prompt = Prompt(
+        made.due_s, made.tpot_s, made.priority, made.new_tokens, made.cached_tokens,
+        float(ceil(made.kv_tokens / block)),
+    )  # fmt: skip
+    now_s = max(made.made_s, figures[BEGUN_S])
+    take(figures, pieces, prefills, loads, prompt, now_s, True)
+    settle(figures, prefills, loads)

@@ -1,8 +1,8 @@
 """Compiled loops over what a fleet knows of one replica: taking requests in, and summing them up.
 
-A replica is a row of three arrays, see :class:`sluice.scheduling.fleet.fleet.Fleet`: its figures,
-its guaranteed prefills by deadline, and its loads, which are the guaranteed decodes of now and of
-those prefills later, by the time from which they cost. All times are seconds on the fleet's clock.
+A replica is a row of three arrays, see :class:`FleetArrays`: its figures, its guaranteed prefills
+by deadline, and its loads, which are the guaranteed decodes of now and of those prefills later, by
+the time from which they cost. All times are seconds on the fleet's clock.
 
 The prefill capacity until ``t`` is what is left of the time since the report if each decode is
 delayed to its slack and then keeps its pace (FairBatching appendix A, steps 1 to 4)::
@@ -22,6 +22,7 @@ on the prefills that were there, by deadline (:func:`advance`).
 from __future__ import annotations
 
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -95,6 +96,62 @@ LEAST_RATE = 0.05
 
 FREED_WITHIN_S = 5.0
 """Averaging time of ``BLOCKS_PER_S``, seconds: the real output lengths are unknown."""
+
+
+class FleetArrays(NamedTuple):
+    """The arrays of all replicas, one row each in the first three.
+
+    Attributes:
+        figures: ``float64[rows, FIGURES]``, sums.
+        pieces: ``float64[rows, most pieces, COEFFICIENTS]``, the corrected latency models.
+        starts: ``int64[rows]``, where a replica's entries begin in the other two arrays.
+        prefills: ``float64[room, PREFILL_FIELDS]``, the guaranteed prefills of all replicas; those
+            of a replica are by deadline, with prefix sums of their work, ``figures[row, QUEUED]``
+            from ``starts[row]`` on.
+        loads: ``float64[room, LOAD_FIELDS]``, the guaranteed decodes in the same way,
+            ``figures[row, LOADS]`` from ``starts[row]`` on.
+    """
+
+    figures: Floats
+    pieces: Floats
+    starts: Ints
+    prefills: Floats
+    loads: Floats
+
+
+class Prompt(NamedTuple):
+    """A guaranteed prompt that a replica gets.
+
+    Attributes:
+        due_s: when its first token is due; infinite if no time is stated.
+        tpot_s: its time per later token; infinite if none is stated.
+        priority: its weight.
+        new_tokens: to compute; ``cached_tokens`` more have KV there.
+        blocks: KV blocks that it needs beyond those that it holds.
+    """
+
+    due_s: float
+    tpot_s: float
+    priority: float
+    new_tokens: float
+    cached_tokens: float
+    blocks: float
+
+
+class Prefill(NamedTuple):
+    """A prefill that a replica might get, as policies weigh it.
+
+    Attributes:
+        work_s: its predicted time, seconds.
+        due_s, tpot_s, priority: see :class:`Prompt`.
+        own_s: predicted work of a step of its decode, seconds.
+    """
+
+    work_s: float
+    due_s: float
+    tpot_s: float
+    priority: float
+    own_s: float
 
 
 def requests_at(figures: Floats) -> Floats:
@@ -204,37 +261,34 @@ def take(
     pieces: Floats,
     prefills: Floats,
     loads: Floats,
-    due_s: float,
-    tpot_s: float,
-    priority: float,
-    new_tokens: float,
-    cached_tokens: float,
-    blocks: float,
+    prompt: Prompt,
     now_s: float,
     in_order: bool,
-) -> None:
+) -> float:
     """Add a guaranteed prefill, and its decode after the first token: from when that is due, or
-    from ``now_s`` where that has passed.
+    from ``now_s`` where that has passed; return its work, seconds.
 
     Where not ``in_order`` both go to the end, to be sorted. :func:`settle` must follow.
     """
+    new_tokens, cached_tokens, tpot_s = prompt.new_tokens, prompt.cached_tokens, prompt.tpot_s
     queued = int(figures[QUEUED])
-    place = put(prefills, queued, due_s) if in_order else queued
-    prefills[place, PREFILL_DUE_S] = due_s
-    prefills[place, WORK_S] = most_work_s(pieces, new_tokens, cached_tokens)
-    prefills[place, PRIORITY] = priority
-    prefills[place, LEFT_S] = prefills[place, WORK_S]
+    place = put(prefills, queued, prompt.due_s) if in_order else queued
+    work_s = most_work_s(pieces, new_tokens, cached_tokens)
+    prefills[place, PREFILL_DUE_S] = prompt.due_s
+    prefills[place, WORK_S] = prefills[place, LEFT_S] = work_s
+    prefills[place, PRIORITY] = prompt.priority
     prefills[place, OWN_SHARE], prefills[place, OWN_PACE_S] = 0.0, inf
     figures[QUEUED] += 1.0
     figures[PROMISED] += 1.0
     figures[TOKENS] += new_tokens
-    figures[NEEDED_BLOCKS] += blocks
+    figures[NEEDED_BLOCKS] += prompt.blocks
     if tpot_s < inf:
         step_s = most_work_s(pieces, 1.0, new_tokens + cached_tokens)
         pace_s = pace_of(tpot_s, figures[FIXED_S], step_s)
         prefills[place, OWN_SHARE], prefills[place, OWN_PACE_S] = step_s / pace_s, pace_s
-        begins_s = max(due_s + tpot_s, now_s)
+        begins_s = max(prompt.due_s + tpot_s, now_s)
         add_load(figures, loads, begins_s, step_s / pace_s, pace_s, in_order)
+    return work_s
 
 
 @compiled

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sluice.scheduling.fleet.prefix import NO_HELD
+from sluice.scheduling.request.kernels import LIVE, Floats
 
 WAITING = 1
 RUNNING = 2
@@ -19,8 +20,6 @@ ROW = np.dtype(
     [
         ("key", "<i8"),  # the request's 63-bit key
         ("arrival_s", "<f8"),
-        ("first_token_s", "<f8"),  # nan before the first token
-        ("last_token_s", "<f8"),  # the latest one
         ("ttft_s", "<f4"),  # objectives: inf where none is stated
         ("tpot_s", "<f4"),  # the tightest of its stage and of those that follow
         ("e2e_s", "<f4"),
@@ -30,14 +29,21 @@ ROW = np.dtype(
         ("pending_tokens", "<i4"),  # tokens that could be scheduled now; 1 in decode
         ("emitted_tokens", "<i4"),
         ("kv_blocks", "<i4"),
+        ("phase", "<i4"),  # 0: free slot, else WAITING or RUNNING
         ("expected_tokens", "<i4"),  # predicted length of its whole output; 0: nothing is known
         ("best_effort", "<i4"),  # 1: nothing was guaranteed to it
+        ("first_token_s", "<f8"),  # nan before the first token
+        ("last_token_s", "<f8"),  # the latest one
         ("later_stages", "<i4"),  # that follow the one that it is in
         ("later_tokens", "<i4"),  # of prompt, that enter before the next of them that has any
-        ("phase", "<i4"),  # 0: free slot, else WAITING or RUNNING
     ]
 )
-"""A live request. ``phase == 0`` marks a free slot of a table."""
+"""A live request. ``phase == 0`` marks a free slot of a table. Between the key and the later stages
+are the fields of a queue's row that others than its engine need, with their names and in their
+order (:data:`sluice.scheduling.request.kernels.LIVE`); ``phase`` is in the place of ``running``."""
+
+_SAME = [name for name in LIVE.names or () if name in (ROW.names or ())]
+_SAME.remove("expected_tokens")
 
 PLAN_BUCKETS_S = (0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005, 0.01)
 """Upper bounds of the plan-latency histogram; one more bucket counts the rest."""
@@ -121,3 +127,23 @@ class EngineState(NamedTuple):
     rows: np.ndarray
     summary: np.void
     held: np.ndarray = NO_HELD
+
+
+def rows_of(table: Floats, later: Floats | None = None) -> np.ndarray:
+    """The rows of an engine's queue as a replica reports them, :data:`ROW` ``[n]``, without keys.
+
+    Args:
+        table: ``float64[n, FIELDS]``, see :class:`sluice.scheduling.request.queue.QueueView`.
+        later: per row, the fields of :func:`sluice.scheduling.request.stages.later_of`; ``None``
+            where no stage follows.
+    """
+    live = table.view(LIVE)[:, 0]
+    rows = np.zeros(len(table), ROW)
+    for name in _SAME:
+        rows[name] = live[name]
+    rows["expected_tokens"] = np.nan_to_num(live["expected_tokens"])
+    rows["phase"] = np.where(live["running"] > 0, RUNNING, WAITING)
+    if later is not None:
+        rows["tpot_s"] = np.minimum(rows["tpot_s"], later[:, 0])
+        rows["later_stages"], rows["later_tokens"] = later[:, 1], later[:, 2]
+    return rows

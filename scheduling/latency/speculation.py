@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.latency.speculation_solver import (
     MOST_LENGTH,
+    Decodes,
     accepted_all,
     for_decodes,
     for_prefills,
@@ -310,23 +311,11 @@ class AdaptiveLengths(Speculation):
         best, chosen = -inf, np.ones_like(most)
         for cap in range(1, MOST_LENGTH + 1) if draft_s else (MOST_LENGTH,):
             capped = np.minimum(most, cap)
+            own = Decodes(left_s, tpot_s, credit_s, alpha, context, capped, binds)
             if waits:
-                rate, lengths = for_prefills(
-                    pieces,
-                    left_s,
-                    tpot_s,
-                    credit_s,
-                    alpha,
-                    context,
-                    capped,
-                    binds,
-                    floor_s,
-                    draft_s,
-                )
+                rate, lengths = for_prefills(pieces, own, floor_s, draft_s)
             else:
-                rate, lengths = for_decodes(
-                    pieces, left_s, tpot_s, credit_s, alpha, context, capped, binds, draft_s
-                )
+                rate, lengths = for_decodes(pieces, own, draft_s)
             if rate > best:
                 best, chosen = rate, lengths
         return chosen

@@ -14,6 +14,7 @@ A *length* is the tokens of a decode in a step: its own one, and the drafted one
 from __future__ import annotations
 
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,29 @@ STEPS = 40
 """Values of the least chance that are tried, from 1 to :data:`LEAST_CHANCE`."""
 
 _RATIO = LEAST_CHANCE ** (1.0 / (STEPS - 1))
+
+
+class Decodes(NamedTuple):
+    """Running decodes, one entry of each array per decode.
+
+    Attributes:
+        left_s: time until its next token is due.
+        tpot_s: infinite where it has none; then it takes the length that costs least.
+        credit_s: by how much a batch may be longer for each drafted token that is expected to be
+            accepted; in the paper the TPOT.
+        alpha: probability that a drafted token is accepted if those before it are.
+        context: computed tokens.
+        most: longest length.
+        binds: whether the batch must be short enough for its pace.
+    """
+
+    left_s: Floats
+    tpot_s: Floats
+    credit_s: Floats
+    alpha: Floats
+    context: Floats
+    most: Ints
+    binds: NDArray[np.bool_]
 
 
 @compiled
@@ -105,16 +129,7 @@ def lengths_work_s(pieces: Floats, lengths: Ints, context: Floats) -> Floats:
 
 @compiled
 def for_prefills(
-    pieces: Floats,
-    left_s: Floats,
-    tpot_s: Floats,
-    credit_s: Floats,
-    alpha: Floats,
-    context: Floats,
-    most: Ints,
-    binds: NDArray[np.bool_],
-    floor_s: float,
-    draft_s: float,
+    pieces: Floats, decodes: Decodes, floor_s: float, draft_s: float
 ) -> tuple[float, Ints]:
     """The lengths that leave most to prefill, and its tokens per second.
 
@@ -127,17 +142,10 @@ def for_prefills(
 
     Args:
         pieces: of the latency model.
-        left_s: per decode, time until its next token is due.
-        tpot_s: infinite where it has none; then it takes the length that costs least.
-        credit_s: by how much a batch may be longer for each drafted token that is expected to be
-            accepted; in the paper the TPOT.
-        alpha: probability that a drafted token is accepted if those before it are.
-        context: computed tokens.
-        most: longest length.
-        binds: whether the batch must be short enough for its pace.
         floor_s: ``T`` is not below it, whatever that means for paces.
         draft_s: time that a batch takes for each drafted token of its longest length.
     """
+    left_s, tpot_s, credit_s, alpha, context, most, binds = decodes
     count = left_s.shape[0]
     highest_s = inf
     lowest_s = inf
@@ -224,17 +232,7 @@ def _prefill_rate(pieces: Floats, load: Floats, batch_s: float, draft_s: float) 
 
 
 @compiled
-def for_decodes(
-    pieces: Floats,
-    left_s: Floats,
-    tpot_s: Floats,
-    credit_s: Floats,
-    alpha: Floats,
-    context: Floats,
-    most: Ints,
-    binds: NDArray[np.bool_],
-    draft_s: float,
-) -> tuple[float, Ints]:
+def for_decodes(pieces: Floats, decodes: Decodes, draft_s: float) -> tuple[float, Ints]:
     """Where no prefill waits: the lengths that give most output per second, and that rate.
 
     A step checks every drafted token whose chance of counting is at least some ``theta``, and the
@@ -243,6 +241,7 @@ def for_decodes(
     with which it does not. ``O(decodes)`` for each value; the arguments are those of
     :func:`for_prefills`.
     """
+    left_s, _, credit_s, alpha, context, most, binds = decodes
     count = alpha.shape[0]
     best, best_s, chosen = -inf, 0.0, np.ones(count, np.int64)
     lengths = np.ones(count, np.int64)

@@ -29,6 +29,7 @@ from sluice.scheduling.fleet.rows import (
     LEFT_AHEAD_S,
     LEFT_S,
     PREFILL_S,
+    FleetArrays,
     capacity_s,
 )
 from sluice.scheduling.request.kernels import Floats, compiled, most_work_s
@@ -55,34 +56,23 @@ def late(
         planned_s: when each first token is due by the replica's plan, ascending.
         stated_s: when it is due as its client stated it.
     """
-    start = fleet.starts[row]
     begun_s, seen_s = step_s
-    return _late(
-        fleet.figures[row],
-        fleet.pieces[row],
-        fleet.prefills[start:],
-        fleet.loads[start:],
-        float(batch_tokens),
-        float(begun_s),
-        float(seen_s),
-        planned_s,
-        stated_s,
-    )
+    step = (float(begun_s), float(seen_s))
+    return _late(fleet.arrays, row, float(batch_tokens), step, planned_s, stated_s)
 
 
 @compiled
 def _late(
-    figures: Floats,
-    pieces: Floats,
-    prefills: Floats,
-    loads: Floats,
+    fleet: FleetArrays,
+    row: int,
     batch_tokens: float,
-    begun_s: float,
-    seen_s: float,
+    step_s: tuple[float, float],
     planned_s: Floats,
     stated_s: Floats,
 ) -> NDArray[np.bool_]:
-    lost_s = lost_time_s(figures, pieces, batch_tokens, begun_s, seen_s)
+    figures, start = fleet.figures[row], fleet.starts[row]
+    prefills, loads = fleet.prefills[start:], fleet.loads[start:]
+    lost_s = lost_time_s(figures, fleet.pieces[row], batch_tokens, step_s[0], step_s[1])
     found = np.zeros(planned_s.shape[0], np.bool_)
     leaving_s = 0.0
     for item in range(planned_s.shape[0]):

@@ -1,6 +1,6 @@
 """Compiled loops over the rows of a queue, shared by the policies.
 
-A queue is one ``float64[requests, FIELDS]`` array, see
+A queue is one ``float64[requests, FIELDS]`` array, of which :data:`LIVE` names the columns; see
 :class:`sluice.scheduling.request.queue.QueueView`. Token and block counts are whole numbers far
 below 2**53, so they are exact in it. The loops are compiled once per machine and kept on disk;
 :func:`compiled` says how.
@@ -46,6 +46,35 @@ TENANT = 17  # a number that names it; only whether two are equal counts
 WEIGHT = 18  # of the tenant's share
 PROMISED = 19  # 1 where the objective was guaranteed, else 0
 FIELDS = 20
+
+LIVE = np.dtype(
+    [
+        (name, "<f8")
+        for name in (
+            "arrival_s",
+            "ttft_s",
+            "tpot_s",
+            "e2e_s",
+            "priority",
+            "prompt_tokens",
+            "computed_tokens",
+            "pending_tokens",
+            "emitted_tokens",
+            "kv_blocks",
+            "running",
+            "expected_tokens",
+            "best_effort",
+            "drafted_tokens",
+            "acceptance",
+            "first_token_s",
+            "last_token_s",
+            "tenant",
+            "weight",
+            "promised",
+        )
+    ]
+)
+"""A row of a queue with its columns by name, in their order: ``table.view(LIVE)``."""
 
 # A latency model's coefficients, see :class:`sluice.scheduling.latency.model.LatencyModel`.
 FIXED = 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from math import inf
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -25,6 +25,8 @@ from sluice.scheduling.fleet.rows import (
     RUNNING,
     WAITING,
     WORK_S,
+    FleetArrays,
+    Prefill,
 )
 from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.request.kernels import Floats, Ints, compiled
@@ -32,6 +34,9 @@ from sluice.scheduling.routing.base import Job, RoutingPolicy
 
 LEAST_WORK_S = 1e-12
 """Work counts as at least this much, seconds: by some models it takes no time."""
+
+NOTHING = Prefill(0.0, inf, inf, 0.0, 0.0)
+"""No request."""
 
 
 class GoRoutingOptions(PolicyOptions):
@@ -164,74 +169,67 @@ def gains_of(job: Job, fleet: Fleet, gamma: float = 1.0) -> tuple[Floats, Floats
         fleet: the replica table.
         gamma: see :class:`GoRoutingOptions`.
     """
-    found: tuple[Floats, Floats, Floats] = gains(
-        fleet.figures,
-        fleet.starts,
-        fleet.prefills,
-        job.candidates,
-        job.asked,
-        gamma,
-    )
+    found: tuple[Floats, Floats, Floats] = gains(fleet.arrays, job.candidates, job.asked, gamma)
     return found
+
+
+class QueueTime(NamedTuple):
+    """Time of a queue.
+
+    Attributes:
+        total_s: from now on, seconds; may be negative.
+        stretch: of it, per second of work.
+        each_s: of it, per request.
+        offset_s: of it, for decodes, less work done already.
+    """
+
+    total_s: float
+    stretch: float
+    each_s: float
+    offset_s: float
 
 
 @compiled
 def gains(
-    figures: Floats,
-    starts: Ints,
-    prefills: Floats,
-    candidates: Any,
-    asked: Any,
-    gamma: float,
+    fleet: FleetArrays, candidates: Any, asked: Any, gamma: float
 ) -> tuple[Floats, Floats, Floats]:
     """``exec(Q)``, ``exec(Q + r)`` and ``delta`` of each of ``candidates``."""
     count = candidates.shape[0]
     exec_s, with_s, delta = np.empty(count), np.empty(count), np.empty(count)
     job = asked[0]
     now_s = job.now_s
+    figures, _, starts, prefills, _ = fleet
     for place in range(count):
-        at = candidates[place]
-        of, queue = figures[at.row], prefills[starts[at.row] :]
-        due_s, alone = job.due_s - at.lead_s, at.splits
+        candidate = candidates[place]
+        of, queue = figures[candidate.row], prefills[starts[candidate.row] :]
+        alone = candidate.splits
         tpot_s = inf if alone else job.tpot_s
-        before = time_of_queue(of, queue, now_s, 0.0, inf, inf, 0.0, alone)
-        after = time_of_queue(of, queue, now_s, at.work_s, due_s, tpot_s, 1.0, alone)
-        exec_s[place] = max(0.0, before[0])
-        with_s[place] = max(0.0, after[0])
-        delta[place] = delta_of(
-            of, queue, at.work_s, now_s, due_s, job.priority, gamma, before, after
-        )
+        due_s = job.due_s - candidate.lead_s
+        new = Prefill(candidate.work_s, due_s, tpot_s, job.priority, 0.0)
+        before = time_of_queue(of, queue, now_s, NOTHING, 0.0, alone)
+        after = time_of_queue(of, queue, now_s, new, 1.0, alone)
+        exec_s[place] = max(0.0, before.total_s)
+        with_s[place] = max(0.0, after.total_s)
+        delta[place] = delta_of(of, queue, now_s, new, gamma, before, after)
     return exec_s, with_s, delta
 
 
 @compiled
 def time_of_queue(
-    figures: Floats,
-    prefills: Floats,
-    now_s: float,
-    work_s: float,
-    due_s: float,
-    tpot_s: float,
-    more: float,
-    alone: bool,
-) -> tuple[float, float, float, float]:
-    """Time of the queue from now on, with ``more`` (0 or 1) requests of this work, deadline and
-    TPOT; may be negative.
-
-    Returns the time and its components: time per second of work, time per request, and an offset
-    for decodes and for work done already.
-    """
+    figures: Floats, prefills: Floats, now_s: float, new: Prefill, more: float, alone: bool
+) -> QueueTime:
+    """Time of the queue from now on, with ``more`` (0 or 1) requests like ``new``."""
     fixed_s = figures[FIXED_S]
     queued = figures[QUEUED] + more
     offset_s = 0.0
     if figures[WAITING] + figures[RUNNING] > 0.0:
         offset_s = min(0.0, figures[BEGUN_S] - now_s)
-    total_s = figures[PREFILL_S] + work_s
+    total_s = figures[PREFILL_S] + new.work_s
     if alone:
-        return total_s + queued * fixed_s + offset_s, 1.0, fixed_s, offset_s
-    budget_s = min(figures[PACE_S], tpot_s)
-    if more > 0.0 and due_s - now_s >= fixed_s + work_s:
-        budget_s = min(budget_s, due_s - now_s)
+        return QueueTime(total_s + queued * fixed_s + offset_s, 1.0, fixed_s, offset_s)
+    budget_s = min(figures[PACE_S], new.tpot_s)
+    if more > 0.0 and new.due_s - now_s >= fixed_s + new.work_s:
+        budget_s = min(budget_s, new.due_s - now_s)
     for item in range(int(figures[QUEUED])):
         left_s = prefills[item, PREFILL_DUE_S] - now_s
         if left_s >= budget_s:
@@ -244,64 +242,56 @@ def time_of_queue(
     if budget_s < inf and fixed_s > 0.0:
         stretch = budget_s / (budget_s - fixed_s)
     offset_s += figures[DECODE_S]
-    return stretch * total_s + offset_s, stretch, 0.0, offset_s
+    return QueueTime(stretch * total_s + offset_s, stretch, 0.0, offset_s)
 
 
 @compiled
 def delta_of(
     figures: Floats,
     prefills: Floats,
-    work_s: float,
     now_s: float,
-    due_s: float,
-    priority: float,
+    new: Prefill,
     gamma: float,
-    before: tuple[float, float, float, float],
-    after: tuple[float, float, float, float],
+    before: QueueTime,
+    after: QueueTime,
 ) -> float:
     """Gain of the queue with the request minus the gain without it."""
     queued = int(figures[QUEUED])
+    urgent_s = gamma * max(0.0, after.total_s)
     # If no request is urgent and all end before the first deadline, all are on time.
-    first_s = due_s - now_s
+    first_s = new.due_s - now_s
     if queued > 0:
         first_s = min(first_s, prefills[0, PREFILL_DUE_S] - now_s)
-    if first_s >= max(1.0, gamma) * max(0.0, after[0]):
-        return priority
+    if first_s >= max(1.0, gamma) * max(0.0, after.total_s):
+        return new.priority
     # A request that is urgent without the new one is also urgent with it.
     urgent = 0
-    while urgent < queued and prefills[urgent, PREFILL_DUE_S] - now_s < gamma * max(0.0, after[0]):
+    while urgent < queued and prefills[urgent, PREFILL_DUE_S] - now_s < urgent_s:
         urgent += 1
     worth = np.empty(urgent)
     for item in range(urgent):
         worth[item] = -prefills[item, PRIORITY] / max(prefills[item, WORK_S], LEAST_WORK_S)
     dense = np.argsort(worth, kind="mergesort")
-    without = gain_of(prefills[:queued], dense, now_s, gamma, before, 0.0, inf, 0.0)
-    with_it = gain_of(prefills[:queued], dense, now_s, gamma, after, work_s, due_s, priority)
-    return with_it - without
+    without = gain_of(prefills[:queued], dense, now_s, gamma, before, NOTHING)
+    return gain_of(prefills[:queued], dense, now_s, gamma, after, new) - without
 
 
 @compiled
 def gain_of(
-    prefills: Floats,
-    dense: Ints,
-    now_s: float,
-    gamma: float,
-    takes: tuple[float, float, float, float],
-    work_s: float,
-    due_s: float,
-    priority: float,
+    prefills: Floats, dense: Ints, now_s: float, gamma: float, takes: QueueTime, new: Prefill
 ) -> float:
     """Sum of the priorities of the prefills that end in time, in SlideBatching's order: of the
-    queue and, if ``priority`` is above 0, of one more request.
+    queue and, if its priority is above 0, of one more request, ``new``.
 
     ``dense`` has the prefills that may be urgent, by priority per second of work descending.
     """
-    urgent_s = gamma * max(0.0, takes[0])
+    work_s, due_s, _, priority, _ = new
+    urgent_s = gamma * max(0.0, takes.total_s)
     own_s = due_s - now_s
     own_worth = priority / max(work_s, LEAST_WORK_S)
-    own_end = takes[1] * work_s + takes[2]
+    own_end = takes.stretch * work_s + takes.each_s
     to_come = priority > 0.0
-    gain, ends_s = 0.0, takes[3]
+    gain, ends_s = 0.0, takes.offset_s
     urgent = 0
     for place in range(dense.shape[0] + 1):
         item = dense[place] if place < dense.shape[0] else -1
@@ -321,7 +311,7 @@ def gain_of(
             gain += priority if max(0.0, ends_s) <= own_s else 0.0
         if item >= 0:
             urgent += 1
-            ends_s += takes[1] * prefills[item, WORK_S] + takes[2]
+            ends_s += takes.stretch * prefills[item, WORK_S] + takes.each_s
             if max(0.0, ends_s) <= prefills[item, PREFILL_DUE_S] - now_s:
                 gain += prefills[item, PRIORITY]
     # By deadline: the urgent ones came first.
@@ -331,7 +321,7 @@ def gain_of(
             to_come = False
             ends_s += own_end
             gain += priority if max(0.0, ends_s) <= own_s else 0.0
-        ends_s += takes[1] * prefills[item, WORK_S] + takes[2]
+        ends_s += takes.stretch * prefills[item, WORK_S] + takes.each_s
         gain += prefills[item, PRIORITY] if max(0.0, ends_s) <= left_s else 0.0
     if to_come:
         ends_s += own_end

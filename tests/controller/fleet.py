@@ -33,7 +33,26 @@ class Clock:
 def waiting_row(key: int, pending: int, arrival_s: float = 0.0) -> np.ndarray:
     """A request that has computed nothing."""
     return np.array(
-        (key, arrival_s, nan, nan, 1.0, 0.1, inf, 1, pending, 0, pending, *[0] * 6, WAITING),
+        (
+            key,
+            arrival_s,
+            1.0,
+            0.1,
+            inf,
+            1,
+            pending,
+            0,
+            pending,
+            0,
+            0,
+            WAITING,
+            0,
+            0,
+            nan,
+            nan,
+            0,
+            0,
+        ),
         dtype=ROW,
     )
 
@@ -44,7 +63,6 @@ def decode_row(key: int, context: int, arrival_s: float = 0.0) -> np.ndarray:
         (
             key,
             arrival_s,
-            *[arrival_s] * 2,
             1.0,
             0.1,
             inf,
@@ -54,8 +72,12 @@ def decode_row(key: int, context: int, arrival_s: float = 0.0) -> np.ndarray:
             1,
             1,
             4,
-            *[0] * 4,
             RUNNING,
+            0,
+            0,
+            *[arrival_s] * 2,
+            0,
+            0,
         ),
         dtype=ROW,
     )

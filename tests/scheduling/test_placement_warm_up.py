@@ -19,6 +19,6 @@ def test_no_loop_of_the_default_is_left_to_compile() -> None:
         lambda: routing.make_policy("pab"), lambda: admission.make_policy("moore_hodgson")
     )
     # Those that Python calls; the loops inside them are in their machine code.
-    called = (fleet_report.fold, fleet_rows.settle, fleet_rows.take, fleet_rows.work_on)
+    called = (fleet_report.fold, fleet_report.add_reservation, fleet_rows.work_on)
     for loop in (*called, moore_hodgson.promises):
         assert loop.signatures, loop  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ from sluice.scheduling.batching import BatchBudget
 from sluice.scheduling.batching.slos_serve import SLOsServe, SLOsServeOptions
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.report import Report
+from sluice.scheduling.fleet.state import rows_of
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency, RooflineLatency
 from sluice.scheduling.placement.pacing import shared_out
 from sluice.scheduling.placement.placer import Placer
@@ -22,7 +23,6 @@ from sluice.scheduling.request.job import RouteQuery, Tier
 from sluice.scheduling.request.objective import SLO, Anchor
 from sluice.scheduling.request.queue import QueueView, RequestView
 from sluice.scheduling.routing import make_policy
-from sluice.simulation.mirror import state_rows
 from tests.scheduling.steps import run
 from tests.scheduling.views import prefill, queues
 
@@ -103,7 +103,7 @@ class Case:
 
     def fleet(self) -> Fleet:
         """What the controller knows."""
-        rows, budget = state_rows(QueueView(self.queue).table), self.budget
+        rows, budget = rows_of(QueueView(self.queue).table), self.budget
         total = budget.kv_blocks + sum(view.kv_blocks for view in self.queue)
         fleet = Fleet()
         made = Report(

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
+from sluice.scheduling.latency import speculation_solver as solver
 from sluice.scheduling.latency.model import (
     LatencyModel,
     LinearLatency,
@@ -34,7 +35,7 @@ from sluice.scheduling.latency.speculation_solver import (
     for_prefills,
     within_s,
 )
-from sluice.scheduling.request.kernels import FIXED, PREFILL_TOKENS, work_s
+from sluice.scheduling.request.kernels import FIXED, PREFILL_TOKENS, Ints, work_s
 from sluice.scheduling.request.objective import SLO, Anchor
 from sluice.scheduling.request.queue import RequestView
 from tests.scheduling.views import ROOMY, decode, prefill, queue_of
@@ -61,6 +62,11 @@ class Decodes:
         self.most = np.array(most)
         self.binds = np.array(binds)
         self.floor_s = float(self.tpot_s.min())
+
+    def solved(self, most: Ints) -> solver.Decodes:
+        return solver.Decodes(
+            self.left_s, self.tpot_s, self.tpot_s, self.alpha, self.context, most, self.binds
+        )
 
     def within_s(self, row: int, length: int) -> float:
         return float(within_s(self.left_s[row], self.tpot_s[row], self.alpha[row], length))
@@ -127,13 +133,7 @@ def test_no_other_lengths_leave_more_prefill(
         (
             for_prefills(
                 latency.pieces,
-                decodes.left_s,
-                decodes.tpot_s,
-                decodes.tpot_s,
-                decodes.alpha,
-                decodes.context,
-                np.minimum(decodes.most, cap),
-                decodes.binds,
+                decodes.solved(np.minimum(decodes.most, cap)),
                 decodes.floor_s,
                 draft_s,
             )
@@ -156,18 +156,7 @@ def test_with_one_tier_it_is_the_problem_of_the_paper() -> None:
     # SLOs-Serve appendix D: (time2bs(T) - n sl) / T with T = TPOT Acc(sl).
     tpot_s, alpha, count = 0.05, 0.7, 20
     decodes = Decodes([(tpot_s, 1.0, alpha, 0, MOST_LENGTH, True)] * count)
-    found, lengths = for_prefills(
-        MODEL.pieces,
-        decodes.left_s,
-        decodes.tpot_s,
-        decodes.tpot_s,
-        decodes.alpha,
-        decodes.context,
-        decodes.most,
-        decodes.binds,
-        tpot_s,
-        0.0,
-    )
+    found, lengths = for_prefills(MODEL.pieces, decodes.solved(decodes.most), tpot_s, 0.0)
     expected = {}
     for length in range(1, MOST_LENGTH + 1):
         batch_s = tpot_s * (1 - alpha**length) / (1 - alpha)
@@ -199,13 +188,7 @@ def test_decodes_alone_get_nearly_the_most_output_per_second(
         (
             for_decodes(
                 latency.pieces,
-                slack,
-                decodes.tpot_s,
-                decodes.tpot_s,
-                decodes.alpha,
-                decodes.context,
-                np.minimum(decodes.most, cap),
-                decodes.binds,
+                decodes.solved(np.minimum(decodes.most, cap))._replace(left_s=slack),
                 draft_s,
             )
             for cap in range(1, MOST_LENGTH + 1)

@@ -8,7 +8,7 @@ from sluice.scheduling.batching import make_policy
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
 from sluice.scheduling.fleet.report import Report
-from sluice.scheduling.fleet.state import ROW
+from sluice.scheduling.fleet.state import ROW, rows_of
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.latency.profile import LatencyProfile
 from sluice.scheduling.request.objective import SLO
@@ -16,7 +16,7 @@ from sluice.scheduling.routing import RouteQuery
 from sluice.scheduling.routing import make_policy as make_routing
 from sluice.simulation.config import ClusterConfig, EngineConfig
 from sluice.simulation.engine import Engine
-from sluice.simulation.mirror import Mirror, Sent, state_rows
+from sluice.simulation.mirror import Mirror, Sent
 from sluice.simulation.requests import Requests
 from sluice.simulation.truth import Belief, Truth
 from tests.controller.fleet import hello, summary
@@ -85,7 +85,7 @@ def test_the_figures_are_those_of_the_controller() -> None:
     real = RealMirror(1, fleet, 30.0)
     state = summary(free_kv_blocks=engine.free_blocks, total_kv_blocks=engine.config.kv_blocks)
     state["updated_s"] = now_s
-    message = hello("one", list(state_rows(made.table)), now_s=now_s)._replace(
+    message = hello("one", list(rows_of(made.table)), now_s=now_s)._replace(
         profile=LatencyProfile.of("test", MODEL),
         summary=state,
         max_sequences=engine.config.max_sequences,
