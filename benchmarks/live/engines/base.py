@@ -16,6 +16,7 @@ class Work(NamedTuple):
         output: how many tokens it generates.
         ttft_s: its objective, seconds.
         best_effort: whether it has no guarantee.
+        tpot_s: the other objective, seconds; None for none.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Work(NamedTuple):
     output: int
     ttft_s: float
     best_effort: bool = False
+    tpot_s: float | None = None
 
 
 class Result(NamedTuple):

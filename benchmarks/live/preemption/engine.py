@@ -97,7 +97,8 @@ class PreemptiveEngine(OneEngine):
 
         now_s = time.monotonic() if arrived_s is None else arrived_s
         self._arrived_s[work.name] = now_s
-        args = RequestArgs(work.name, now_s, SLO(ttft_s=work.ttft_s), work.best_effort)
+        slo = SLO(ttft_s=work.ttft_s, tpot_s=work.tpot_s)
+        args = RequestArgs(work.name, now_s, slo, work.best_effort)
         params = SamplingParams(
             temperature=0.0,
             max_tokens=work.output,
