@@ -274,7 +274,6 @@ class PrefillEngine:
         tokens = sum(count for _, count in members)
         preemptible = (
             config.granularity != "off"
-            and batch.feasible
             and tokens >= config.least_tokens
             and len(self._stack) < self._depth
         )

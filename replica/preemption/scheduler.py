@@ -257,7 +257,7 @@ class PreemptiveScheduler(SloScheduler):
         checked = sum(tokens) >= self.settings.least_tokens and not any(
             self._wants_prompt_logprobs(name) for name, _ in batch.members
         )
-        preemptible = checked and batch.feasible and not full
+        preemptible = checked and not full
         return _Chosen(plan, checked, preemptible, batch.due_s, batch.best_effort)
 
     def _aged_chunk(self, queue: QueueView, oldest: int, now_s: float) -> BatchPlan | None:

@@ -10,8 +10,11 @@ Our changes, for engines whose stack of suspended prefills is bounded:
 - A guaranteed prefill that can no longer meet its objective preempts no other guaranteed one.
   Eq. 3 would let it preempt another late one, the latest deadline first, so that an overloaded
   engine only piles them up.
-- It runs in small chunks, so it can be passed at the end of each without being suspended. So does
-  what would find the stack full, and could not be suspended for that.
+- Late prefills run together, up to a chunk: together they take less time than one after the other,
+  and none has slack to lose. As they preempt none of their tier, at most one such task of each tier
+  is suspended.
+- What would find the stack full, and could not be suspended for that, runs in small chunks: it can
+  be passed at the end of each.
 - One without a deadline joins no batch of one that has a deadline, and one without a guarantee no
   batch of a guaranteed one.
 - Equal deadlines do not preempt.
@@ -72,8 +75,7 @@ class Options:
 
     Attributes:
         chunk: most of one prefill in a task.
-        late_chunk: the same of a task that is not to be suspended: its prefill can no longer meet
-            its objective, or the stack is full.
+        late_chunk: the same of a task that is not to be suspended, as the stack is full.
         together: prefills join a task while the sum is below this one.
         most: most in a task.
     """
@@ -145,13 +147,15 @@ def decide(
     first = rank(head.due_s, head.alone_s, head.best_effort, now_s)
     if top is not None and not _preempts(first, rank(*top, now_s)):
         return None
-    chunk = min(options.late_chunk if first.late or full else options.chunk, options.most)
-    if first.late or head.tokens > chunk:
-        members = [(head.request_id, min(head.tokens, chunk))]
+    chunk = min(options.late_chunk if full else options.chunk, options.most)
+    if head.tokens > chunk:
+        return Batch(((head.request_id, chunk),), head.due_s, not first.late, head.best_effort)
+    if first.late:
+        joined = _late_together(ranked, chunk)
     else:
         joined = _joined(ranked, now_s, together_s, min(options.together, options.most))
-        members = [(each.request_id, each.tokens) for each in joined]
-    return Batch(tuple(members), head.due_s, not first.late, head.best_effort)
+    members = tuple([(each.request_id, each.tokens) for each in joined])
+    return Batch(members, head.due_s, not first.late, head.best_effort)
 
 
 def _preempts(first: Rank, top: Rank) -> bool:
@@ -159,6 +163,19 @@ def _preempts(first: Rank, top: Rank) -> bool:
     if top.best_effort != first.best_effort:
         return top.best_effort
     return not first.late and first < top
+
+
+def _late_together(ranked: Sequence[Prefill], chunk: int) -> list[Prefill]:
+    """The head, which is late, and others of its tier, which are all late, up to ``chunk``
+    tokens."""
+    head = ranked[0]
+    joined = [head]
+    tokens = head.tokens
+    for each in ranked[1:]:
+        if each.best_effort == head.best_effort and tokens + each.tokens <= chunk:
+            joined.append(each)
+            tokens += each.tokens
+    return joined
 
 
 def _joined(

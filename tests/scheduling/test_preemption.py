@@ -48,8 +48,8 @@ def test_a_task_holds_waiting_prefills_once_within_its_bounds(waiting, top, now_
     assert len(set(names)) == len(names)
     assert all(1 <= count <= pending[name] for name, count in batch.members)
     total = sum(count for _, count in batch.members)
-    assert total <= (OPTIONS.chunk if batch.feasible else OPTIONS.late_chunk)
-    assert len(names) == 1 or total < OPTIONS.together
+    assert total <= OPTIONS.chunk
+    assert len(names) == 1 or not batch.feasible or total < OPTIONS.together
 
 
 @given(queues(), seconds)
@@ -96,7 +96,7 @@ def test_what_has_no_guarantee_neither_stops_nor_precedes_what_has_one(waiting, 
 def test_a_late_guaranteed_prefill_comes_before_one_without_a_guarantee():
     promised = Prefill("promised", 1.0, 2000, 2.0)
     free = Prefill("free", math.inf, 10, 0.01, best_effort=True)
-    assert chosen([free, promised], None, 5.0).members == (("promised", 100),)
+    assert chosen([free, promised], None, 5.0).members == (("promised", 1000),)
     assert chosen([free], InFlight(1.0, 2.0), 5.0) is None
     assert chosen([promised], InFlight(math.inf, 2.0, best_effort=True), 5.0) is not None
 
@@ -104,7 +104,7 @@ def test_a_late_guaranteed_prefill_comes_before_one_without_a_guarantee():
 @given(queues(), seconds)
 def test_who_joins_leaves_the_head_its_deadline(waiting, now_s):
     batch = chosen(waiting, None, now_s)
-    if batch is not None and len(batch.members) > 1:
+    if batch is not None and batch.feasible and len(batch.members) > 1:
         alone = {each.request_id: each.alone_s for each in waiting}
         assert now_s + sum(alone[name] for name, _ in batch.members) < batch.due_s
 
@@ -120,6 +120,15 @@ def test_the_same_again_changes_nothing(waiting, top, now_s):
     head = next(each for each in waiting if each.request_id == batch.members[0][0])
     top = InFlight(batch.due_s, head.alone_s, batch.best_effort)
     assert chosen(rest, top, now_s) is None
+
+
+def test_late_prefills_run_together():
+    waiting = [Prefill(f"r{index}", 1.0, 300, 0.3) for index in range(5)]
+    assert [name for name, _ in chosen(waiting, None, 5.0).members] == ["r0", "r1", "r2"]
+    free = [
+        each._replace(request_id=f"free{each.request_id}", best_effort=True) for each in waiting
+    ]
+    assert len(chosen([waiting[0], *free], None, 5.0).members) == 1
 
 
 def test_without_batching_every_task_is_one_prefill():
