@@ -71,8 +71,10 @@ class PreemptionConfig(BaseModel):
         default=0.05,
         gt=0,
         le=60,
-        description="Max time between two decode steps while prefills run, seconds; a running "
-        "prefill is suspended for a decode step.",
+        description="While prefills run, the time after which a decode without a TPOT, or with one "
+        "that is shorter than a decode step, has its next step, seconds. The others have it a step "
+        "before their TPOT has passed. A running prefill is suspended for it, a guaranteed one for "
+        "guaranteed decodes only.",
     )
 
     @model_validator(mode="after")

@@ -53,7 +53,7 @@ class _Part:
         self, model: ServedModel, pools: Mapping[Role, DeploymentHandle], config: RouterConfig
     ) -> None:
         context = serve.get_replica_context()
-        self.metrics = metrics = RouterMetrics()
+        self.metrics = metrics = RouterMetrics(config.first_weights)
         self.client = ControllerClient(
             fleet_name(context.app_name, model.key),
             model.controller,

@@ -59,6 +59,13 @@ class ServiceClass(BaseModel):
         le=MAX_PRIORITY,
         description="Worth of a token: one of priority 2 is worth two of priority 1.",
     )
+    first_token_weight: float | None = Field(
+        default=None,
+        gt=0,
+        le=1_000_000,
+        description="Worth of a first token in that of a later one, in the token-deadline gain of "
+        "the metrics and the page. Null: the mean input over the mean output, as in ProServe.",
+    )
     service_tiers: tuple[str, ...] = Field(
         default=(),
         description="Values of OpenAI's `service_tier` that select this class.",
@@ -266,6 +273,12 @@ class RouterConfig(BaseModel):
     batches: BatchesConfig = Field(
         default_factory=BatchesConfig, description="OpenAI's files and batches."
     )
+
+    @property
+    def first_weights(self) -> dict[str, float]:
+        """By class, the weight of a first token where it is configured."""
+        weights = {name: entry.first_token_weight for name, entry in self.classes.items()}
+        return {name: weight for name, weight in weights.items() if weight is not None}
 
     @model_validator(mode="after")
     def _check_keys(self) -> RouterConfig:

@@ -22,6 +22,7 @@ from sluice.scheduling.preemption import (
     DEPTH,
     LATE_CHUNK_TOKENS,
     LEAST_TOKENS,
+    Batch,
     InFlight,
     Options,
     Prefill,
@@ -121,10 +122,9 @@ class Counts:
 class _Task:
     """A batch in flight; ``done_s`` of its pass are computed, and it runs again from ``runs_s``."""
 
-    members: tuple[tuple[str, int], ...]
+    batch: Batch
     forward: Pass
     preemptible: bool
-    due_s: float
     predicted_s: float
     runs_s: float
     done_s: float = 0.0
@@ -132,7 +132,7 @@ class _Task:
 
     @property
     def tokens(self) -> int:
-        return sum(tokens for _, tokens in self.members)
+        return sum(tokens for _, tokens in self.batch.members)
 
     def progress_s(self, now_s: float) -> float:
         """How much of its pass is computed."""
@@ -182,7 +182,7 @@ class PrefillEngine:
         self._waiting: dict[str, Prefill] = {}
         self._computed: dict[str, int] = {}
         self._pending: dict[str, int] = {}
-        self._due_s: dict[str, float] = {}
+        self._tier: dict[str, tuple[float, bool]] = {}
         self._stack: list[_Task] = []
         self._held = 0
 
@@ -191,15 +191,17 @@ class PrefillEngine:
         """When the running task ends; infinite for none."""
         return self._stack[-1].ends_s if self._stack else inf
 
-    def submit(self, key: str, tokens: int, due_s: float) -> None:
-        """Queue a prefill; ``due_s`` is infinite without a guarantee."""
-        self._computed[key], self._pending[key], self._due_s[key] = 0, tokens, due_s
+    def submit(self, key: str, tokens: int, due_s: float, best_effort: bool) -> None:
+        """Queue a prefill; ``due_s`` is infinite without a deadline."""
+        self._computed[key], self._pending[key] = 0, tokens
+        self._tier[key] = due_s, best_effort
         self._queue(key)
 
     def _queue(self, key: str) -> None:
-        tokens, computed, due_s = self._pending[key], self._computed[key], self._due_s[key]
+        tokens, computed = self._pending[key], self._computed[key]
+        due_s, best_effort = self._tier[key]
         alone_s = self._foreseen(self._believed.step_s(StepSample.of([(tokens, computed)])))
-        self._waiting[key] = Prefill(key, due_s, tokens, alone_s)
+        self._waiting[key] = Prefill(key, due_s, tokens, alone_s, best_effort)
 
     def _foreseen(self, seconds: float) -> float:
         """What lateness is judged by, of a predicted time."""
@@ -223,7 +225,8 @@ class PrefillEngine:
         in_flight = None
         if top is not None:
             left = 1.0 - top.forward.passed(top.progress_s(now_s))
-            in_flight = InFlight(top.due_s, self._foreseen(top.predicted_s * left))
+            left_s = self._foreseen(top.predicted_s * left)
+            in_flight = InFlight(top.batch.due_s, left_s, top.batch.best_effort)
         self.counts.rounds += 1
         batch = decide(
             self._waiting.values(),
@@ -241,7 +244,7 @@ class PrefillEngine:
         if top is not None and not top.suspended:
             start_s, ended = self._stop(top, now_s)
             through += ended
-        self._start(batch.members, batch.due_s, batch.feasible, start_s)
+        self._start(batch, start_s)
         return through
 
     def _can_nest(self, top: _Task) -> bool:
@@ -266,14 +269,11 @@ class PrefillEngine:
         self.counts.deepest = max(self.counts.deepest, len(self._stack))
         return stopped_s + self._config.switch_s, []
 
-    def _start(
-        self, members: tuple[tuple[str, int], ...], due_s: float, feasible: bool, start_s: float
-    ) -> None:
-        config = self._config
+    def _start(self, batch: Batch, start_s: float) -> None:
+        config, members = self._config, batch.members
         tokens = sum(count for _, count in members)
         preemptible = (
             config.granularity != "off"
-            and feasible
             and tokens >= config.least_tokens
             and len(self._stack) < self._depth
         )
@@ -287,7 +287,7 @@ class PrefillEngine:
             config.check_s,
         )
         predicted_s = self._believed.step_s(step)
-        self._stack.append(_Task(members, forward, preemptible, due_s, predicted_s, start_s))
+        self._stack.append(_Task(batch, forward, preemptible, predicted_s, start_s))
         for key, _ in members:
             del self._waiting[key]
         self.counts.tasks += 1
@@ -300,14 +300,14 @@ class PrefillEngine:
         ends_s = task.ends_s
         self.counts.busy_s += task.forward.seconds - task.done_s
         through = []
-        for key, tokens in task.members:
+        for key, tokens in task.batch.members:
             self._computed[key] += tokens
             self._pending[key] -= tokens
             if self._pending[key]:
                 self._queue(key)
                 continue
             self._held -= self._computed.pop(key)
-            del self._pending[key], self._due_s[key]
+            del self._pending[key], self._tier[key]
             through.append((key, ends_s))
         return through
 
@@ -319,10 +319,10 @@ class PrefillEngine:
         """Its requests as a replica reports them, with what has been computed of tasks in flight by
         the share of their checks."""
         computed = dict(self._computed)
-        running = {key for task in self._stack for key, _ in task.members}
+        running = {key for task in self._stack for key, _ in task.batch.members}
         for task in self._stack:
             share = task.forward.passed(task.progress_s(now_s))
-            for key, tokens in task.members:
+            for key, tokens in task.batch.members:
                 computed[key] += int(share * tokens)
         table = np.empty((len(computed), FIELDS))
         for place, (key, tokens) in enumerate(computed.items()):

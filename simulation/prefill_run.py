@@ -155,8 +155,9 @@ def _drive(engine: PrefillEngine, requests: Requests, gate: Gate | None) -> floa
         while arrived < len(arrivals) and arrivals[arrived].arrival_s <= now_s:
             if gate is None or gate.lets_in(arrived, engine, now_s):
                 row = requests.rows[arrived]
-                due_s = inf if row[BEST_EFFORT] else arrivals[arrived].arrival_s + row[TTFT]
-                engine.submit(str(arrived), arrivals[arrived].prompt_tokens, float(due_s))
+                apart = bool(row[BEST_EFFORT])
+                due_s = inf if apart else arrivals[arrived].arrival_s + float(row[TTFT])
+                engine.submit(str(arrived), arrivals[arrived].prompt_tokens, due_s, apart)
             arrived += 1
         for key, first_s in engine.round(now_s):
             requests.emitted_s[int(key)] = first_s

@@ -23,13 +23,14 @@ def quiet_vllm() -> None:
 
 class Work(NamedTuple):
     """One request: a name that is unique among the live ones, the tokens of its prompt, how many
-    tokens it generates, its objective, seconds, and whether it has no guarantee."""
+    tokens it generates, its TTFT, seconds, whether it has no guarantee, and its TPOT, seconds."""
 
     name: str
     prompt: Sequence[int]
     output: int
     ttft_s: float
     best_effort: bool = False
+    tpot_s: float | None = None
 
 
 class Result(NamedTuple):

@@ -183,7 +183,8 @@ class PreemptiveEngine(OneEngine):
     def add(self, work: Work, arrived_s: float | None = None) -> None:
         """A request arrives now, or arrived some time ago; on the engine's thread."""
         now_s = time.monotonic() if arrived_s is None else arrived_s
-        args = RequestArgs(work.name, now_s, SLO(ttft_s=work.ttft_s), work.best_effort)
+        slo = SLO(ttft_s=work.ttft_s, tpot_s=work.tpot_s)
+        args = RequestArgs(work.name, now_s, slo, work.best_effort)
         request = self._request(work, now_s, extra_args=to_xargs(args))
         self._llm.llm_engine.add_request(*request)
 

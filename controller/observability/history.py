@@ -32,8 +32,8 @@ _TIMES = ("ttft", "tpot", "e2e")
 _FIELDS: dict[str, tuple[str, dict[str, str]]] = {
     "sluice_slo_requests_total": ("", {"": "stated"}),
     "sluice_attained_total": ("", {"": "attained"}),
-    "sluice_tdg_gain_total": ("", {"": "gain"}),
-    "sluice_tdg_ideal_total": ("", {"": "ideal"}),
+    "sluice_tdg_gain_total": ("tokens", {"first": "first_gain", "later": "gain"}),
+    "sluice_tdg_ideal_total": ("tokens", {"first": "first_ideal", "later": "ideal"}),
     "sluice_requests_total": ("outcome", {name: name for name in _OUTCOMES}),
     "sluice_admissions_total": (
         "admission",
@@ -187,7 +187,7 @@ def _class(name: str, entries: list[_Entry]) -> dict[str, Any]:
         "requests": ended,
         "requests_per_s": ended / span_s if span_s > 0 else None,
         "attainment": _share(count["attained"], count["stated"]),
-        "tdg": _share(count["gain"], count["ideal"]),
+        "tdg": _share(_gain(count, "gain"), _gain(count, "ideal")),
         "stated": count["stated"],
         "promises_kept": _share(count["kept"], count["kept"] + count["missed"]),
         "outcomes": {field: count[field] for field in _OUTCOMES},
@@ -196,6 +196,11 @@ def _class(name: str, entries: list[_Entry]) -> dict[str, Any]:
         **{f"{time}_ms": _quantiles(count, time) for time in _TIMES},
         "trend": [entry.attainment.get(name) for entry in entries[1:]],
     }
+
+
+def _gain(count: Counts, kind: str) -> float:
+    """ProServe's weights: a first token is worth the mean input, a later one the mean output."""
+    return count["prompt"] * count[f"first_{kind}"] + count["generated"] * count[kind]
 
 
 def _less(after: Counts, before: Counts) -> Counts:

@@ -144,7 +144,7 @@ class EngineLoop:
         """Wait for the next event, and take all that came with it."""
         timeout_s = self._watchdog.look(self._stack[-1].number, self._executor.words.reached())
         if self._can_nest():
-            due_s = self._scheduler.decode_due_s()
+            due_s = self._scheduler.decode_due_s(self._stack[-1])
             if due_s is not None:
                 timeout_s = min(timeout_s, max(_LEAST_WAIT_S, due_s - time.monotonic()))
         try:

@@ -22,7 +22,14 @@ from sluice.scheduling.batching import BatchPlan
 from sluice.scheduling.latency.model import StepSample
 from sluice.scheduling.preemption import AgedShare, InFlight, Options, Prefill, decide
 from sluice.scheduling.request.deadline import ENVELOPE
-from sluice.scheduling.request.kernels import ARRIVAL, BEST_EFFORT, deadlines_s, is_prefill
+from sluice.scheduling.request.kernels import (
+    ARRIVAL,
+    BEST_EFFORT,
+    LAST_TOKEN,
+    TPOT,
+    deadlines_s,
+    is_prefill,
+)
 from sluice.scheduling.request.queue import QueueView, RequestView
 
 
@@ -38,6 +45,7 @@ class Task:
             compiled code, which has no checks, may round differently.
         preemptible: it may be suspended for others.
         due_s: its deadline, monotonic seconds.
+        best_effort: its prefills have no guarantee.
         predicted_s: its predicted time, running alone.
         signalled_s: times of its stop signals.
         suspended: it is suspended, or will be as soon as it sees the stop signal.
@@ -50,6 +58,7 @@ class Task:
     checked: bool
     preemptible: bool
     due_s: float
+    best_effort: bool
     predicted_s: float
     signalled_s: list[float] = dataclass_field(default_factory=list)
     suspended: bool = False
@@ -64,9 +73,10 @@ class _Chosen:
     checked: bool
     preemptible: bool
     due_s: float
+    best_effort: bool
 
 
-_NOTHING = _Chosen(BatchPlan.empty(), False, False, inf)
+_NOTHING = _Chosen(BatchPlan.empty(), False, False, inf, False)
 
 
 class PreemptiveScheduler(SloScheduler):
@@ -151,12 +161,18 @@ class PreemptiveScheduler(SloScheduler):
             chosen.checked,
             chosen.preemptible,
             chosen.due_s,
+            chosen.best_effort,
             chosen.plan.predicted_s,
         )
 
-    def decode_due_s(self) -> float | None:
-        """When the next decode step is due, if there are decodes that are not in flight."""
-        return self._due_s(view for view in self._views() if not view.is_prefill)
+    def decode_due_s(self, top: Task) -> float | None:
+        """When the next decode step is due inside ``top``, if there are decodes that are not in
+        flight and may stop it."""
+        views = self._views()
+        if not views:
+            return None
+        queue = QueueView(views)
+        return self._due_s(queue, np.flatnonzero(~is_prefill(queue.table)), top)
 
     def completed(self, task: Task, output: Any, timing: Timing) -> Any:
         """Take the result of a task; vLLM's outputs by client."""
@@ -206,17 +222,12 @@ class PreemptiveScheduler(SloScheduler):
         prefill = is_prefill(queue.table)
         decodes = np.flatnonzero(~prefill)
         waiting = np.flatnonzero(prefill)
-        if len(decodes) and self._decode_first(views, decodes, top, len(waiting), now_s):
-            most = min(self.options.most, self.max_num_running_reqs)
-            rows = decodes[:most]
-            plan = self._plan_of(queue, rows.tolist(), [1] * len(rows))
-            return _Chosen(plan, False, False, now_s)
+        if len(decodes) and self._decode_first(queue, decodes, top, len(waiting), now_s):
+            return _Chosen(self._decode_step(queue, decodes), False, False, now_s, False)
         if top is None and len(waiting):
             oldest = int(waiting[np.argmin(queue.table[waiting, ARRIVAL])])
             if (turn := self._aged_chunk(queue, oldest, now_s)) is not None:
-                return _Chosen(turn, False, False, inf)
-        # Requests without a guarantee preempt nothing, and are preempted by all that have a
-        # deadline.
+                return _Chosen(turn, False, False, inf, bool(queue.table[oldest, BEST_EFFORT]))
         apart = queue.table[:, BEST_EFFORT] > 0
         due_s = np.where(apart, inf, deadlines_s(queue.table, ENVELOPE))
         prefills = [
@@ -225,6 +236,7 @@ class PreemptiveScheduler(SloScheduler):
                 float(due_s[row]),
                 views[row].pending_tokens,
                 self._together_s([(views[row].pending_tokens, views[row].computed_tokens)]),
+                bool(apart[row]),
             )
             for row in waiting.tolist()
         ]
@@ -236,7 +248,7 @@ class PreemptiveScheduler(SloScheduler):
                 (views[row].pending_tokens, views[row].computed_tokens) for row in rows
             )
 
-        in_flight = None if top is None else InFlight(top.due_s, left_s)
+        in_flight = None if top is None else InFlight(top.due_s, left_s, top.best_effort)
         batch = decide(prefills, in_flight, now_s, together_s, self.options, full)
         if batch is None:
             return None
@@ -245,8 +257,8 @@ class PreemptiveScheduler(SloScheduler):
         checked = sum(tokens) >= self.settings.least_tokens and not any(
             self._wants_prompt_logprobs(name) for name, _ in batch.members
         )
-        preemptible = checked and batch.feasible and not full
-        return _Chosen(plan, checked, preemptible, batch.due_s)
+        preemptible = checked and not full
+        return _Chosen(plan, checked, preemptible, batch.due_s, batch.best_effort)
 
     def _aged_chunk(self, queue: QueueView, oldest: int, now_s: float) -> BatchPlan | None:
         """A small chunk of the prefill in row ``oldest``, if it has waited long enough to have its
@@ -259,19 +271,36 @@ class PreemptiveScheduler(SloScheduler):
         return plan if self._aged.has_turn(arrival_s, plan.predicted_s, now_s) else None
 
     def _decode_first(
-        self, views: list[RequestView], decodes: Any, top: Task | None, waiting: int, now_s: float
+        self, queue: QueueView, decodes: Any, top: Task | None, waiting: int, now_s: float
     ) -> bool:
-        """Whether decodes come before prefills: decodes have waited long enough, or no prefill
-        competes."""
+        """Whether decodes come before prefills: one of them is due, or no prefill competes."""
         if top is None and waiting == 0:
             return True
-        due_s = self._due_s(views[row] for row in decodes.tolist())
+        due_s = self._due_s(queue, decodes, top)
         return due_s is not None and now_s >= due_s
 
-    def _due_s(self, decodes: Iterable[RequestView]) -> float | None:
-        """When the next step is due for the longest-waiting of ``decodes``."""
-        last = [each.last_token_s for each in decodes if each.last_token_s is not None]
-        return min(last) + self.settings.decode_gap_s if last else None
+    def _due_s(self, queue: QueueView, decodes: Any, top: Task | None) -> float | None:
+        """When a step of all ``decodes`` has to begin, so that each has its next token a TPOT after
+        its last one; inside ``top``, of those that may stop it.
+
+        A TPOT that is not stated, or shorter than the step, counts as ``decode_gap_s``: no step
+        would hold it, and prefills would starve.
+        """
+        table = queue.table[decodes]
+        timed = ~np.isnan(table[:, LAST_TOKEN])
+        if top is not None and not top.best_effort:
+            timed &= table[:, BEST_EFFORT] == 0
+        if not timed.any():
+            return None
+        step_s = self._decode_step(queue, decodes).predicted_s
+        gaps_s = table[timed, TPOT] - step_s
+        gaps_s[~((gaps_s > 0) & (gaps_s < inf))] = self.settings.decode_gap_s
+        return float((table[timed, LAST_TOKEN] + gaps_s).min())
+
+    def _decode_step(self, queue: QueueView, decodes: Any) -> BatchPlan:
+        """One token of each of ``decodes``, as far as a batch goes."""
+        rows = decodes[: min(self.options.most, self.max_num_running_reqs)]
+        return self._plan_of(queue, rows.tolist(), [1] * len(rows))
 
     def _together_s(self, sequences: Iterable[tuple[int, int]]) -> float:
         return self._local.model.step_s(StepSample.of(sequences))

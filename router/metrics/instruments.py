@@ -7,7 +7,9 @@ Every label is bounded: classes by configuration, priorities 1 to 10, clients by
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Mapping
 from functools import cache
+from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.registry import Collector
@@ -103,9 +105,17 @@ class RouterMetrics:
     tokens of the first choice, when their bytes are written to the socket; for a plain response,
     when they left the engine. A cancelled request counts in none of the attainment metrics, and one
     without an SLO does not count in ``sluice_slo_requests``.
+
+    The gain of first and of later tokens is counted apart, as their weights (ProServe's ``w_p`` and
+    ``w_d``) are by default the mean input and output of what is shown.
+
+    Args:
+        first_weights: by class, the weight of a first token in that of a later one, where it is
+            configured. Its first tokens count so with the later ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first_weights: Mapping[str, float] = MappingProxyType({})) -> None:
+        self._first_weights = first_weights
         self.registry = registry = CollectorRegistry()
         # The library looks up a series by its labels under a lock, and each request has dozens.
         # These caches have no more entries than there are series.
@@ -151,14 +161,17 @@ class RouterMetrics:
         )
         self._gain = cache(
             Counter(
-                "sluice_tdg_gain", "Token deadline gain earned.", by_worth, registry=registry
+                "sluice_tdg_gain",
+                "Token deadline gain earned, of first and of later tokens.",
+                [*by_worth, "tokens"],
+                registry=registry,
             ).labels
         )
         self._ideal_gain = cache(
             Counter(
                 "sluice_tdg_ideal",
                 "Token deadline gain had every token been in time.",
-                by_worth,
+                [*by_worth, "tokens"],
                 registry=registry,
             ).labels
         )
@@ -309,9 +322,18 @@ class RouterMetrics:
         if outcome in (Outcome.CANCELLED, Outcome.CLIENT_ERROR):
             return
         worth = (slo.service_class, str(slo.priority))
-        self._gain(*worth).inc(clock.gain)
-        self._ideal_gain(*worth).inc(clock.ideal_gain)
+        self._count_gain(self._gain, worth, clock.first_gain, clock.gain)
+        self._count_gain(self._ideal_gain, worth, clock.first_ideal_gain, clock.ideal_gain)
         if slo.stated:
             self._slo_requests(*worth).inc()
             if outcome is Outcome.OK and clock.attained(now_s):
                 self._attained(*worth).inc()
+
+    def _count_gain(
+        self, counter: Callable[..., Counter], worth: tuple[str, str], first: float, total: float
+    ) -> None:
+        later, weight = total - first, self._first_weights.get(worth[0])
+        if weight is not None:
+            first, later = 0.0, later + weight * first
+        counter(*worth, "first").inc(first)
+        counter(*worth, "later").inc(later)

@@ -166,8 +166,11 @@ class Placer:
             rows, seconds = self._by_role(query, rows)
             if seconds is not None:
                 second = self._second(query, seconds, now_s, wanted)
+        among = len(rows)
+        if wanted is not None:
+            rows = self._routing.asked(rows)
         job = self._job(query, rows, now_s, second)
-        decision = self._decide(job, second, wanted, stated, planned)
+        decision = self._decide(job, second, wanted, stated, planned, among)
         if not query.moves_from:  # it has been counted where it was placed first
             self.demand.count(job, decision, fleet, second)
         return decision
@@ -241,14 +244,15 @@ class Placer:
         admission: AdmissionPolicy | None,
         stated: SLO,
         planned: SLO,
+        among: int,
     ) -> RouteDecision:
         if admission is not None:
-            return self._promise(job, second, admission, stated, planned)
+            return self._promise(job, second, admission, stated, planned, among)
         if Tier.GUARANTEED not in job.query.tiers or self._admission is not None:
             return self._best_effort(job, second)
         if self._witness is not None:
             self._tell(job, None, self._ahead_s(job), second)
-        return self._place(job, self._choose(job), second)
+        return self._place(job, self._choose(job, self._routing.choose), second)
 
     def _promise(
         self,
@@ -257,7 +261,10 @@ class Placer:
         admission: AdmissionPolicy,
         stated: SLO,
         planned: SLO,
+        among: int,
     ) -> RouteDecision:
+        """Guarantee it on one of the job's replicas, of ``among`` where it could have been tested,
+        if one can."""
         promises = admission.promises(job, self._fleet)
         apart = self._set_apart(job, promises, admission, stated)
         if second is not None:
@@ -267,7 +274,7 @@ class Placer:
         if not holds.any() or not self._fleet.is_sound(int(job.rows[0]), job.now_s):
             return self._unpromised(job, promises, second)
         # Each replica keeps its part of what is due.
-        line_tokens = self.returns.kept_tokens(job.query, job.now_s) / len(job.rows)
+        line_tokens = self.returns.kept_tokens(job.query, job.now_s) / among
         if line_tokens > 0.0:
             promises = self._with_room_left(job, promises, second, admission, line_tokens)
             holds = promises.holds
@@ -281,7 +288,8 @@ class Placer:
                 return self._unpromised(job, promises, second, over_share=True)
         self._tell(job, promises, None, second)
         places = np.flatnonzero(holds)
-        chosen = int(places[self._choose(job if len(places) == len(holds) else job.of(places))])
+        able = job if len(places) == len(holds) else job.of(places)
+        chosen = int(places[self._choose(able, self._routing.choose_able)])
         ttft_s = float(promises.ttft_s[chosen])
         self.shares.promise(job.query, job.output_tokens, job.now_s)
         self.returns.promised(job.query, job.output_tokens, job.now_s)
@@ -389,10 +397,10 @@ class Placer:
             ids, untried = fleet.ids, fleet.untried
             self._witness(DecisionInputs(job, ids, len(fleet), promises, ahead_s, second, untried))
 
-    def _choose(self, job: Job) -> int:
+    def _choose(self, job: Job, choose: Callable[[Job, Fleet], int]) -> int:
         chosen = self._untried(job)
         if chosen is None:
-            chosen = self._routing.choose(job, self._fleet)
+            chosen = choose(job, self._fleet)
             self._check_choice(chosen, job)
         return chosen
 

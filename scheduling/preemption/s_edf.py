@@ -5,11 +5,18 @@ task stays the right one, but for slack that runs out.
 
 Our changes, for engines whose stack of suspended prefills is bounded:
 
-- A prefill that can no longer meet its objective preempts nothing. Eq. 3 would let it preempt
-  another such one, the latest deadline first, so that an overloaded engine only piles them up.
-- It runs in small chunks, so it can be passed at the end of each without being suspended. So does
-  what would find the stack full, and could not be suspended for that.
-- One without a deadline joins no batch of one that has a deadline.
+- A prefill without a guarantee comes after every guaranteed one, late or not. It preempts none, and
+  each preempts it.
+- A guaranteed prefill that can no longer meet its objective preempts no other guaranteed one.
+  Eq. 3 would let it preempt another late one, the latest deadline first, so that an overloaded
+  engine only piles them up.
+- Late prefills run together, up to a chunk: together they take less time than one after the other,
+  and none has slack to lose. As they preempt none of their tier, at most one such task of each tier
+  is suspended.
+- What would find the stack full, and could not be suspended for that, runs in small chunks: it can
+  be passed at the end of each.
+- One without a deadline joins no batch of one that has a deadline, and one without a guarantee no
+  batch of a guaranteed one.
 - Equal deadlines do not preempt.
 """
 
@@ -38,12 +45,14 @@ class Prefill(NamedTuple):
         due_s: deadline of its first token; infinite without one.
         tokens: how many it still has to compute.
         alone_s: predicted time of these, running alone.
+        best_effort: it has no guarantee.
     """
 
     request_id: str
     due_s: float
     tokens: int
     alone_s: float
+    best_effort: bool = False
 
 
 class InFlight(NamedTuple):
@@ -52,10 +61,12 @@ class InFlight(NamedTuple):
     Attributes:
         due_s: the earliest deadline in it that it can still meet, or else its head's.
         left_s: predicted time until it ends, running alone.
+        best_effort: its prefills have no guarantee.
     """
 
     due_s: float
     left_s: float
+    best_effort: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +75,7 @@ class Options:
 
     Attributes:
         chunk: most of one prefill in a task.
-        late_chunk: the same of a task that is not to be suspended: its prefill can no longer meet
-            its objective, or the stack is full.
+        late_chunk: the same of a task that is not to be suspended, as the stack is full.
         together: prefills join a task while the sum is below this one.
         most: most in a task.
     """
@@ -83,21 +93,29 @@ class Batch(NamedTuple):
         members: request and tokens of each prefill, the head first.
         due_s: the head's deadline.
         feasible: whether the head can still meet it.
+        best_effort: its prefills have no guarantee.
     """
 
     members: tuple[tuple[str, int], ...]
     due_s: float
     feasible: bool
+    best_effort: bool
 
 
-Rank = tuple[bool, float]
+class Rank(NamedTuple):
+    """Eq. 3 as a key, the least first: the guaranteed ones, then the others; of each the feasible
+    ones by deadline, then late ones, the latest deadline first."""
+
+    best_effort: bool
+    late: bool
+    deadline: float
 
 
-def rank(due_s: float, left_s: float, now_s: float) -> Rank:
-    """Eq. 3 as a key, the least first: feasible ones by deadline, then late ones, the latest
-    deadline first. A deadline that would be met to the moment is feasible."""
+def rank(due_s: float, left_s: float, best_effort: bool, now_s: float) -> Rank:
+    """The key of a prefill, or of a task. A deadline that would be met to the moment is
+    feasible."""
     late = due_s - now_s - left_s < 0
-    return late, -due_s if late else due_s
+    return Rank(best_effort, late, -due_s if late else due_s)
 
 
 def decide(
@@ -120,19 +138,44 @@ def decide(
         options: bounds.
         full: the new task could not be suspended, as enough others are.
     """
-    ranked = sorted(waiting, key=lambda each: rank(each.due_s, each.alone_s, now_s))
+    ranked = sorted(
+        waiting, key=lambda each: rank(each.due_s, each.alone_s, each.best_effort, now_s)
+    )
     if not ranked:
         return None
     head = ranked[0]
-    first = rank(head.due_s, head.alone_s, now_s)
-    late = first[0]
-    if top is not None and (late or first >= rank(top.due_s, top.left_s, now_s)):
+    first = rank(head.due_s, head.alone_s, head.best_effort, now_s)
+    if top is not None and not _preempts(first, rank(*top, now_s)):
         return None
-    chunk = min(options.late_chunk if late or full else options.chunk, options.most)
-    if late or head.tokens > chunk:
-        return Batch(((head.request_id, min(head.tokens, chunk)),), head.due_s, not late)
-    joined = _joined(ranked, now_s, together_s, min(options.together, options.most))
-    return Batch(tuple((each.request_id, each.tokens) for each in joined), head.due_s, True)
+    chunk = min(options.late_chunk if full else options.chunk, options.most)
+    if head.tokens > chunk:
+        return Batch(((head.request_id, chunk),), head.due_s, not first.late, head.best_effort)
+    if first.late:
+        joined = _late_together(ranked, chunk)
+    else:
+        joined = _joined(ranked, now_s, together_s, min(options.together, options.most))
+    members = tuple([(each.request_id, each.tokens) for each in joined])
+    return Batch(members, head.due_s, not first.late, head.best_effort)
+
+
+def _preempts(first: Rank, top: Rank) -> bool:
+    """Whether the first of the waiting prefills runs before what is in flight."""
+    if top.best_effort != first.best_effort:
+        return top.best_effort
+    return not first.late and first < top
+
+
+def _late_together(ranked: Sequence[Prefill], chunk: int) -> list[Prefill]:
+    """The head, which is late, and others of its tier, which are all late, up to ``chunk``
+    tokens."""
+    head = ranked[0]
+    joined = [head]
+    tokens = head.tokens
+    for each in ranked[1:]:
+        if each.best_effort == head.best_effort and tokens + each.tokens <= chunk:
+            joined.append(each)
+            tokens += each.tokens
+    return joined
 
 
 def _joined(
@@ -141,14 +184,17 @@ def _joined(
     together_s: Callable[[Sequence[Prefill]], float],
     together: int,
 ) -> list[Prefill]:
-    """Algorithm 1: the head, and those that fit beside it. One that does not is passed over, and
-    so is one without a deadline, which would take the head's slack from those that have one."""
+    """Algorithm 1: the head, and those that fit beside it. One that does not is passed over. So is
+    one without a deadline or a guarantee where the head has it: it would take the head's slack from
+    those that have it, too."""
     head = ranked[0]
     joined = [head]
     tokens = head.tokens
     left_s = head.due_s - now_s
     for each in ranked[1:]:
-        if tokens + each.tokens >= together or (each.due_s == inf and head.due_s < inf):
+        if tokens + each.tokens >= together or each.best_effort > head.best_effort:
+            continue
+        if each.due_s == inf and head.due_s < inf:
             continue
         if together_s([*joined, each]) < left_s:
             joined.append(each)

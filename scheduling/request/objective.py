@@ -232,6 +232,10 @@ class TokenClock:
     """Follows one request's emissions against its objective: TTFT, TPOT, gain and attainment.
 
     ``O(1)`` per token and per request in memory. Feed it with :meth:`emit` as tokens leave.
+
+    Attributes:
+        gain, ideal_gain: earned so far, and had every token been in time (ProServe Eq. 3).
+        first_gain, first_ideal_gain: the part of first tokens in them.
     """
 
     __slots__ = (
@@ -239,6 +243,8 @@ class TokenClock:
         "_meter",
         "_weights",
         "arrival_s",
+        "first_gain",
+        "first_ideal_gain",
         "gain",
         "ideal_gain",
         "slo",
@@ -253,8 +259,8 @@ class TokenClock:
     ) -> None:
         self.slo = slo
         self.arrival_s = arrival_s
-        self.gain = 0.0
-        self.ideal_gain = 0.0
+        self.gain = self.first_gain = 0.0
+        self.ideal_gain = self.first_ideal_gain = 0.0
         self._weights = weights or GainWeights()
         self._anchor = anchor
         self._meter = TPOTMeter(slo.tpot_anchor)
@@ -281,6 +287,8 @@ class TokenClock:
             )
             if now_s < due_s:
                 self.gain += weight
+            if token == 1:
+                self.first_gain, self.first_ideal_gain = self.gain, self.ideal_gain
             last_s = now_s if last_s is None else last_s
 
     @property

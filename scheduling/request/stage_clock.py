@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from sluice.scheduling.request.objective import OBJECTIVES, SLO, Times, TokenClock
 
+_GAINS = ("gain", "ideal_gain", "first_gain", "first_ideal_gain")
+
 
 def clock_of(slo: SLO, arrival_s: float) -> TokenClock:
     """What follows a request with this objective."""
@@ -29,9 +31,9 @@ class StageClock(TokenClock):
         self.stage = 0
         self._open = TokenClock(slo.of_stage(0), arrival_s)
         self._reasoned = False
-        # Of the stages that are over: gain and ideal gain, what was missed, and by objective the
-        # largest part of its time that a stage took.
-        self._before = 0.0, 0.0
+        # Of the stages that are over: their gains, what was missed, and by objective the largest
+        # part of its time that a stage took.
+        self._before = self._gains
         self._missed: set[str] = set()
         self._worst = [0.0] * len(OBJECTIVES)
 
@@ -53,8 +55,8 @@ class StageClock(TokenClock):
             left = self._left
             part = tokens if left is None else min(tokens, left)
             self._open.emit(part, now_s)
-            gain, ideal_gain = self._before
-            self.gain, self.ideal_gain = gain + self._open.gain, ideal_gain + self._open.ideal_gain
+            for name, before in zip(_GAINS, self._before, strict=True):
+                setattr(self, name, before + getattr(self._open, name))
             tokens -= part
             if part == left:
                 self._next()
@@ -81,6 +83,10 @@ class StageClock(TokenClock):
         return None if self.ttft_s is None else ttft_s, tpot_s or None, e2e_s
 
     @property
+    def _gains(self) -> tuple[float, ...]:
+        return tuple([getattr(self, name) for name in _GAINS])
+
+    @property
     def _left(self) -> int | None:
         """Tokens until the open stage ends; ``None``: it is not known."""
         stages = self.slo.stages
@@ -94,7 +100,7 @@ class StageClock(TokenClock):
     def _next(self) -> None:
         ended = self._open
         assert ended.last_token_s is not None
-        self._before = self.gain, self.ideal_gain
+        self._before = self._gains
         self._missed.update(ended.missed(ended.last_token_s))
         self._worst = _worse(self._worst, ended, ended.last_token_s)
         self.stage += 1

@@ -11,6 +11,7 @@ from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.rows import FREE_BLOCKS, NEEDED_BLOCKS
 from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.request.job import Job, RouteQuery, Tier
+from sluice.scheduling.request.kernels import Ints
 
 __all__ = ["Job", "RouteQuery", "RoutingPolicy", "Tier"]
 
@@ -32,6 +33,16 @@ class RoutingPolicy(ABC):
 
     def __init__(self, options: PolicyOptions | None = None) -> None:
         self.options = options if options is not None else self.Options()
+
+    def asked(self, rows: Ints) -> Ints:
+        """The rows, ascending, at which admission tests a request that may be guaranteed; it goes
+        to one of them. Default: all of ``rows``. Called once for such a request, before anything is
+        tested."""
+        return rows
+
+    def choose_able(self, job: Job, fleet: Fleet) -> int:
+        """:meth:`choose` among replicas that all can guarantee the request. Default: the same."""
+        return self.choose(job, fleet)
 
     @abstractmethod
     def choose(self, job: Job, fleet: Fleet) -> int:

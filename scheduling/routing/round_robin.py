@@ -6,6 +6,7 @@ import numpy as np
 
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.request.kernels import Ints
 from sluice.scheduling.routing.base import Job, RoutingPolicy
 
 
@@ -23,6 +24,10 @@ class RoundRobin(RoutingPolicy):
 
     def choose(self, job: Job, fleet: Fleet) -> int:
         """The replica whose turn it is."""
-        place = int(np.searchsorted(job.rows, self._last, side="right")) % len(job.rows)
-        self._last = int(job.rows[place])
+        return self.next_of(job.rows)
+
+    def next_of(self, rows: Ints) -> int:
+        """Index in ``rows``, ascending, of the row whose turn it is."""
+        place = int(np.searchsorted(rows, self._last, side="right")) % len(rows)
+        self._last = int(rows[place])
         return place

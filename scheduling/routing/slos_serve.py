@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 from sluice.scheduling.admission import POLICIES as ADMISSION
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.request.kernels import Ints
 from sluice.scheduling.routing.base import Job, RoutingPolicy
 from sluice.scheduling.routing.inner import Inner, make_inner
 from sluice.scheduling.routing.round_robin import RoundRobin
@@ -20,16 +21,17 @@ class SLOsServeOptions(PolicyOptions):
         default=4,
         ge=1,
         le=4096,
-        description="Maximum number of replicas tested before the backup policy decides. The paper "
-        "gives no number; its largest fleet has 4.",
+        description="Maximum number of replicas tested for a request. The paper gives no number; "
+        "its largest fleet has 4.",
     )
     virtual: str = Field(
         default="slos_serve",
-        description="The admission policy that models a replica's scheduler, with its default "
-        "options.",
+        description="The admission policy that tests replicas where `controller.admission` is "
+        "`none`, with its default options.",
     )
     backup: Inner = Field(
-        default="least_tokens", description="Policy that decides after `hops` replicas declined."
+        default="least_tokens",
+        description="Policy that decides there after `hops` replicas declined.",
     )
 
     @field_validator("virtual")
@@ -45,11 +47,16 @@ class SLOsServe(RoutingPolicy):
 
     The first replica is the next in turn (:mod:`sluice.scheduling.routing.round_robin`). If its
     scheduler, run on its mirrored state (the paper's virtual execution), declines, the next one in
-    the list is tested, up to ``hops`` replicas; then the backup policy decides among all of them.
-    The paper's backup declines the request or moves it to a lower tier: here admission does that,
-    and a request that reaches routing is served.
+    the list is tested, up to ``hops`` replicas.
 
-    ``O(log replicas)`` and at most ``hops`` tests.
+    - With admission, that is the virtual scheduler, with its options, and it tests these replicas
+      only. If all decline, the request is handled as one that cannot be guaranteed. As best effort
+      it goes to the one of them with the least work ahead; the paper's goes to the last one. A
+      test reserves nothing, so all of them are made in one call.
+    - Without admission, ``virtual`` tests, and after ``hops`` the backup policy decides among all
+      replicas.
+
+    At most ``hops`` tests, and ``O(log replicas)`` for the turn.
     """
 
     name = "slos_serve"
@@ -62,13 +69,27 @@ class SLOsServe(RoutingPolicy):
         super().__init__(options)
         self._hops = options.hops
         self._virtual = ADMISSION[options.virtual]()
-        self._first = RoundRobin()
+        self._turn = RoundRobin()
+        self._first = 0
         self._backup = make_inner(options.backup)
+
+    def asked(self, rows: Ints) -> Ints:
+        """The next ``hops`` rows in turn."""
+        place = self._turn.next_of(rows)
+        self._first = int(rows[place])
+        count = len(rows)
+        if self._hops >= count:
+            return rows
+        return np.sort(rows[(place + np.arange(self._hops)) % count])
+
+    def choose_able(self, job: Job, fleet: Fleet) -> int:
+        """The first of them in turn."""
+        return int(np.searchsorted(job.rows, self._first)) % len(job.rows)
 
     def choose(self, job: Job, fleet: Fleet) -> int:
         """The first tested replica that can meet the objective, or the backup policy's choice."""
         count = len(job.rows)
-        first = self._first.choose(job, fleet)
+        first = self._turn.next_of(job.rows)
         for hop in range(min(self._hops, count)):
             place = (first + hop) % count
             asked = job.of(np.array([place]))

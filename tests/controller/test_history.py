@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,16 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from sluice.controller.observability.history import History
 from sluice.controller.observability.metrics import samples_of
 from sluice.controller.observability.metrics_hub import MetricsHub
+from sluice.replica.engine import ResponseTail
+from sluice.router.metrics.instruments import Outcome, RouterMetrics
+from sluice.router.tenancy.limits import ANYONE
+from sluice.scheduling.batching import make_policy
+from sluice.scheduling.request.objective import SLO, GainWeights, TokenClock
+from sluice.simulation.metrics import deadline_gain, stages
+from sluice.simulation.run import simulate
+from sluice.simulation.workload import Arrival
 from tests.controller.pushes import newer_push
+from tests.simulation.loads import MODEL, of
 
 BUCKETS = (0.1, 0.2, 0.4)
 SERIES = (
@@ -34,8 +45,8 @@ class Router:
         self.requests = counter("requests", "outcome", "endpoint")
         self.stated = counter("slo_requests", "priority")
         self.attained = counter("attained", "priority")
-        self.gain = counter("tdg_gain", "priority")
-        self.ideal = counter("tdg_ideal", "priority")
+        self.gain = counter("tdg_gain", "priority", "tokens")
+        self.ideal = counter("tdg_ideal", "priority", "tokens")
         self.admissions = counter("admissions", "admission")
         self.promises = counter("promises", "outcome")
         self.tokens = counter("tokens", "type")
@@ -50,7 +61,7 @@ class Router:
     def served(self, name: str = "chat", in_time: bool = True, ttft_s: float = 0.15) -> None:
         self.requests.labels(name, "ok", "chat").inc()
         self.stated.labels(name, "1").inc()
-        self.ideal.labels(name, "1").inc(10)
+        self.ideal.labels(name, "1", "later").inc(10)
         self.admissions.labels(name, "guaranteed").inc()
         self.promises.labels(name, "kept" if in_time else "missed").inc()
         self.ttft.labels(name).observe(ttft_s)
@@ -59,10 +70,22 @@ class Router:
         self.tokens.labels(name, "generated").inc(20)
         if in_time:
             self.attained.labels(name, "2").inc()
-            self.gain.labels(name, "1").inc(10)
+            self.gain.labels(name, "1", "later").inc(10)
 
     def refused(self, name: str = "chat") -> None:
         self.requests.labels(name, "refused", "chat").inc()
+
+
+def call_of(arrival: Arrival) -> Any:
+    """What the metrics ask of a chat request."""
+    return SimpleNamespace(
+        scheduled=True,
+        slo=arrival.slo,
+        endpoint="chat",
+        client=ANYONE,
+        model="local",
+        received_s=arrival.arrival_s,
+    )
 
 
 class Side:
@@ -72,7 +95,10 @@ class Side:
         self.hub, self.history = MetricsHub(source_ttl_s=1e9), History(period_s=10, window_s=60)
 
     def push(self, router: Router, now_s: float) -> None:
-        push = newer_push(router.name, samples_of(router.registry))
+        self.push_registry(router.name, router.registry, now_s)
+
+    def push_registry(self, name: str, registry: CollectorRegistry, now_s: float) -> None:
+        push = newer_push(name, samples_of(registry))
         if self.hub.push(push, now_s):
             self.history.joined(push.samples)
         self.history.note(self.hub, now_s)
@@ -99,6 +125,33 @@ def test_the_last_minutes_are_what_came_in_them() -> None:
     assert row["outcomes"]["ok"] == 4
     assert row["ttft_ms"] == {"p50": pytest.approx(166.667), "p95": pytest.approx(360)}
     assert row["trend"][0] == 0.75
+
+
+@pytest.mark.parametrize("first_weight", [None, 7.0])
+def test_the_gain_is_that_of_the_simulator_on_the_same_requests(first_weight: float | None) -> None:
+    """By ProServe's weights, where the class configures none."""
+    slo = SLO(ttft_s=0.2, tpot_s=0.01, service_class="chat", priority=2)
+    arrived = [
+        Arrival(n * 0.05, 400 + 80 * (n % 7), 60 + n % 31, replace(slo, priority=1 + n % 2))
+        for n in range(60)
+    ]
+    requests = simulate(of(arrived), make_policy("fcfs"), MODEL).requests
+    side = Side()
+    metrics = RouterMetrics({} if first_weight is None else {"chat": first_weight})
+    side.push_registry("r", metrics.registry, 0)
+    for key, arrival in enumerate(arrived):
+        clock = TokenClock(arrival.slo, arrival.arrival_s)
+        times = requests.emitted_s[requests.offsets[key] : requests.offsets[key + 1]]
+        for time_s in times:
+            clock.emit(1, float(time_s))
+        metrics.ended("chat", clock, Outcome.OK, float(times[-1]))
+        tail = ResponseTail(prompt_tokens=arrival.prompt_tokens, output_tokens=len(times))
+        metrics.usage.ended(call_of(arrival), clock, "", float(times[-1]), tail)
+    side.push_registry("r", metrics.registry, 10)
+    weights = None if first_weight is None else GainWeights(first_weight, 1.0)
+    expected = deadline_gain(requests, stages(requests), weights).ratio
+    assert 0.1 < expected < 0.9
+    assert side.recent(20)["tdg"] == pytest.approx(expected, abs=1e-4)
 
 
 def test_what_is_older_than_the_window_no_longer_counts() -> None:

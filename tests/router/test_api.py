@@ -404,8 +404,9 @@ async def test_the_metrics_are_what_happened() -> None:
     # The plain answer's tokens left the engine after 0.1, 0.2 and 0.3 s: TTFT 0.1 s is within
     # 0.5 s, but 0.1 s a token is not within 50 ms. By the envelope, all three are still in time.
     assert ("sluice_attained_total", worth) not in samples
-    assert samples["sluice_tdg_ideal_total", worth] == 2 * 3 * 4
-    assert samples["sluice_tdg_gain_total", worth] == 3 * 4
+    for tokens, count in (("first", 1), ("later", 2)):
+        assert samples["sluice_tdg_ideal_total", worth | {tokens}] == 2 * count * 4
+        assert samples["sluice_tdg_gain_total", worth | {tokens}] == count * 4
     assert samples["sluice_ttft_seconds_count", frozenset({"interactive"})] == 2
     assert samples["sluice_ttft_seconds_sum", frozenset({"interactive"})] == pytest.approx(0.2)
     assert samples["sluice_tpot_seconds_sum", frozenset({"interactive"})] == pytest.approx(0.2)
@@ -432,7 +433,8 @@ async def test_a_stream_is_measured_as_its_bytes_leave() -> None:
     assert events(response)[-1] == "[DONE]"
     worth = {"class": "standard", "priority": "2"}
     assert edge.sample("sluice_attained_total", **worth) == 1
-    assert edge.sample("sluice_tdg_gain_total", **worth) == 6
+    assert edge.sample("sluice_tdg_gain_total", **worth, tokens="first") == 2
+    assert edge.sample("sluice_tdg_gain_total", **worth, tokens="later") == 4
     assert edge.sample("sluice_tpot_seconds_sum", **{"class": "standard"}) == pytest.approx(0.01)
 
 

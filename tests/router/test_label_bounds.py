@@ -117,6 +117,7 @@ async def test_nothing_that_a_client_sends_makes_series_without_end() -> None:
         "gen_ai_operation_name": operations,
         "gen_ai_provider_name": {PROVIDER},
         "gen_ai_token_type": {"input", "output"},
+        "tokens": {"first", "later"},
         "error_type": {each.error for each in Outcome},
         "way": {"router"},
         "priority": {str(value) for value in range(1, MAX_PRIORITY + 1)},

@@ -72,6 +72,31 @@ def test_who_asks_for_no_promise_gets_none() -> None:
     assert placer(fleet, None).place(query(tiers=BEST_EFFORT, key=2), 0.0).tier is Tier.BEST_EFFORT
 
 
+def test_slos_serve_tests_so_many_replicas_in_turn_and_no_others() -> None:
+    full = report(*[row(EASY, 4_000, key=key) for key in range(3)])
+    fleet = fleet_of(full, full, report(), full, full)
+
+    def decide(
+        hops: int, headroom: float = 0.05, requests: int = 5
+    ) -> list[tuple[str | None, bool]]:
+        seen: list[DecisionInputs] = []
+        routing = make_routing("slos_serve", {"hops": hops})
+        admission = make_admission("slos_serve", {"headroom": headroom})
+        decides = Placer(fleet, routing, admission, seen.append)
+        made = [decides.place(query(key=key, prompt=100), 0.0) for key in range(requests)]
+        assert all(len(each.job.rows) == hops for each in seen)
+        fleet.release(range(requests))
+        return [(each.replica_id, each.tier is Tier.GUARANTEED) for each in made]
+
+    # It hops to the third replica from the two before it, and from the others to none.
+    held = decide(3)
+    assert held[:3] == [("2", True)] * 3
+    assert [promised for _, promised in held[3:]] == [False, False]
+    assert [promised for _, promised in decide(1)] == [False, False, True, False, False]
+    # By the options of admission the third replica declines, too.
+    assert not any(promised for _, promised in decide(3, headroom=0.999))
+
+
 def test_nobody_is_there() -> None:
     assert placer(Fleet()).place(query(), 0.0) == RouteDecision(None, NO_REPLICA)
 

@@ -18,11 +18,11 @@ def queues(draw, most=12):
     for index in range(draw(st.integers(0, most))):
         count = draw(tokens)
         due_s = draw(seconds | st.just(math.inf))
-        made.append(Prefill(f"r{index}", due_s, count, count * S_PER_TOKEN))
+        made.append(Prefill(f"r{index}", due_s, count, count * S_PER_TOKEN, draw(st.booleans())))
     return made
 
 
-tops = st.none() | st.builds(InFlight, seconds | st.just(math.inf), seconds)
+tops = st.none() | st.builds(InFlight, seconds | st.just(math.inf), seconds, st.booleans())
 
 
 def together_s(members):
@@ -48,37 +48,63 @@ def test_a_task_holds_waiting_prefills_once_within_its_bounds(waiting, top, now_
     assert len(set(names)) == len(names)
     assert all(1 <= count <= pending[name] for name, count in batch.members)
     total = sum(count for _, count in batch.members)
-    assert total <= (OPTIONS.chunk if batch.feasible else OPTIONS.late_chunk)
-    assert len(names) == 1 or total < OPTIONS.together
+    assert total <= OPTIONS.chunk
+    assert len(names) == 1 or not batch.feasible or total < OPTIONS.together
 
 
 @given(queues(), seconds)
 def test_the_head_is_the_feasible_one_with_the_earliest_deadline(waiting, now_s):
+    """Of the guaranteed ones, where there are some."""
     batch = chosen(waiting, None, now_s)
-    feasible = [each for each in waiting if not late(each, now_s)]
+    first = [each for each in waiting if not each.best_effort] or waiting
+    feasible = [each for each in first if not late(each, now_s)]
     if not waiting:
         assert batch is None
     elif feasible:
         assert batch.due_s == min(each.due_s for each in feasible)
         assert batch.feasible
     else:
-        assert batch.due_s == max(each.due_s for each in waiting)
+        assert batch.due_s == max(each.due_s for each in first)
         assert not batch.feasible
 
 
 @given(queues(), tops.filter(bool), seconds)
-def test_only_a_feasible_and_more_urgent_one_preempts(waiting, top, now_s):
+def test_only_a_feasible_and_more_urgent_one_preempts_one_of_its_tier(waiting, top, now_s):
     batch = chosen(waiting, top, now_s)
-    if batch is not None:
+    if batch is not None and batch.best_effort == top.best_effort:
         assert batch.feasible
         if top.due_s - now_s - top.left_s >= 0:
             assert batch.due_s < top.due_s
 
 
+@given(queues(), tops, seconds)
+def test_what_has_no_guarantee_neither_stops_nor_precedes_what_has_one(waiting, top, now_s):
+    batch = chosen(waiting, top, now_s)
+    guaranteed = {each.request_id for each in waiting if not each.best_effort}
+    if batch is None:
+        assert not waiting or top is not None
+        assert top is None or not (top.best_effort and guaranteed)
+        return
+    names = {name for name, _ in batch.members}
+    if batch.best_effort:
+        assert not guaranteed
+        assert top is None or top.best_effort
+    else:
+        assert names <= guaranteed
+
+
+def test_a_late_guaranteed_prefill_comes_before_one_without_a_guarantee():
+    promised = Prefill("promised", 1.0, 2000, 2.0)
+    free = Prefill("free", math.inf, 10, 0.01, best_effort=True)
+    assert chosen([free, promised], None, 5.0).members == (("promised", 1000),)
+    assert chosen([free], InFlight(1.0, 2.0), 5.0) is None
+    assert chosen([promised], InFlight(math.inf, 2.0, best_effort=True), 5.0) is not None
+
+
 @given(queues(), seconds)
 def test_who_joins_leaves_the_head_its_deadline(waiting, now_s):
     batch = chosen(waiting, None, now_s)
-    if batch is not None and len(batch.members) > 1:
+    if batch is not None and batch.feasible and len(batch.members) > 1:
         alone = {each.request_id: each.alone_s for each in waiting}
         assert now_s + sum(alone[name] for name, _ in batch.members) < batch.due_s
 
@@ -92,7 +118,17 @@ def test_the_same_again_changes_nothing(waiting, top, now_s):
     started = {name for name, _ in batch.members}
     rest = [each for each in waiting if each.request_id not in started]
     head = next(each for each in waiting if each.request_id == batch.members[0][0])
-    assert chosen(rest, InFlight(batch.due_s, head.alone_s), now_s) is None
+    top = InFlight(batch.due_s, head.alone_s, batch.best_effort)
+    assert chosen(rest, top, now_s) is None
+
+
+def test_late_prefills_run_together():
+    waiting = [Prefill(f"r{index}", 1.0, 300, 0.3) for index in range(5)]
+    assert [name for name, _ in chosen(waiting, None, 5.0).members] == ["r0", "r1", "r2"]
+    free = [
+        each._replace(request_id=f"free{each.request_id}", best_effort=True) for each in waiting
+    ]
+    assert len(chosen([waiting[0], *free], None, 5.0).members) == 1
 
 
 def test_without_batching_every_task_is_one_prefill():

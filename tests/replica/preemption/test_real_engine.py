@@ -227,6 +227,56 @@ def test_best_effort_stops_nobody(engine):
         assert results[work.name].tokens == expected[work.name].tokens
 
 
+def test_a_late_guaranteed_prefill_stops_and_precedes_one_without_a_guarantee(engine):
+    """It would preempt no guaranteed one, as it is late; and the other one stops it in no case."""
+    middle = engine.use("operator") // 2
+    made = nested_work(random.Random(13), 1, output=1)
+    free, late = made[0]._replace(best_effort=True), made[1]
+    expected = {work.name: engine.alone(work) for work in (free, late)}
+    engine.reset()
+    long_ago_s = time.monotonic() - 2 * late.ttft_s
+    engine.at_checks({middle: lambda: engine.add(late, long_ago_s)})
+    engine.add(free)
+    before = engine.stats.suspensions
+    results = engine.run()
+    assert engine.stats.suspensions == before + 1
+    for work in (free, late):
+        assert results[work.name].tokens == expected[work.name].tokens
+    engine.reset()
+    engine.add(free)
+    engine.add(late, long_ago_s)
+    ended = list(engine.run())
+    assert ended == [late.name, free.name]
+
+
+@pytest.mark.parametrize(
+    ("tpot_s", "best_effort", "stops"), [(0.1, False, 1), (600.0, False, 0), (0.1, True, 0)]
+)
+def test_a_decode_stops_a_prefill_when_its_own_token_is_due(engine, tpot_s, best_effort, stops):
+    """A prefill takes longer than a short TPOT, but not than a long one. No decode without a
+    guarantee stops a guaranteed prefill."""
+    checks = engine.use("operator")
+    chance = random.Random(14)
+    decode = Work("decode", random_prompt(chance, 32), 3, 1000.0, best_effort, tpot_s)
+    long = Work("long", random_prompt(chance, 300), 1, 2000.0)
+    stock = engine._checks.check
+    seen = []
+
+    def check():
+        seen.append(True)
+        if len(seen) == checks:
+            engine.post(lambda: engine.add(long))
+        if len(seen) == checks + checks // 2:
+            time.sleep(0.5)
+        stock()
+
+    engine._checks.check = check
+    engine.add(decode)
+    before = engine.stats.suspensions
+    assert set(engine.run()) == {"decode", "long"}
+    assert (engine.stats.suspensions > before) == bool(stops)
+
+
 def test_what_has_waited_long_has_a_share_of_the_engine(engine, monkeypatch):
     """More urgent prefills wait all the time; without the share it would come after all of them."""
     monkeypatch.setattr(engine.scheduler, "_aged", AgedShare(patience_s=5.0, share=0.5))
