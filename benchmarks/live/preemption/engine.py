@@ -97,17 +97,20 @@ class PreemptiveEngine(OneEngine):
 
         now_s = time.monotonic() if arrived_s is None else arrived_s
         self._arrived_s[work.name] = now_s
-        slo = SLO(ttft_s=work.ttft_s, tpot_s=work.tpot_s)
-        args = RequestArgs(work.name, now_s, slo, work.best_effort)
         params = SamplingParams(
             temperature=0.0,
             max_tokens=work.output,
             ignore_eos=True,
             logprobs=0,
-            extra_args=to_xargs(args),
+            extra_args=self.extra_args(work, now_s),
         )
         prompt = {"prompt_token_ids": list(work.prompt)}
         self._llm.llm_engine.add_request(work.name, prompt, params)
+
+    def extra_args(self, work: Work, arrived_s: float) -> dict[str, Any]:
+        """vLLM's extra arguments of a request, in which Sluice's scheduler reads its objective."""
+        slo = SLO(ttft_s=work.ttft_s, tpot_s=work.tpot_s)
+        return to_xargs(RequestArgs(work.name, arrived_s, slo, work.best_effort))
 
     def abort(self, names: Sequence[str]) -> None:
         """Stop requests; on the engine's thread."""
