@@ -297,8 +297,8 @@ def _speculation_arguments(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def transfer_argument(transfer: TransferConfig, role: Role = "mixed") -> dict[str, Any]:
-    """vLLM's configuration of the KV transfer. Every engine sends and receives KV, but with Sluice's
-    own connector an engine of the ``role`` prefill only sends it.
+    """vLLM's configuration of the KV transfer for an engine of this ``role``. With Sluice's own
+    connector one for prefills only sends KV; all others send and receive it.
 
     Raises:
         ValueError: the connector cannot run here.
