@@ -155,7 +155,7 @@ def works(seed, nested, shared=0):
 
 
 def check_transferred(prefill, decode, work, chunk=WHOLE):
-    """The other engine fetches the KV that stock vLLM computes, and goes on with its text."""
+    """The other engine fetches the KV that stock vLLM computes, and continues its text."""
     tokens, digest = decode.call(StockDecode.stock, work.prompt, OUTPUT, chunk)
     offer = prefill.offers.pop(work.name)
     assert decode.call(StockDecode.tokens, work.prompt, OUTPUT, offer) == (tokens, (digest,))
