@@ -196,10 +196,11 @@ class EngineConfig(BaseModel):
                 "preemption.granularity must be off with speculative decoding: tokens are drafted "
                 "after whole steps, and suspended tasks have none"
             )
-        if self.transfer is not None:
+        if self.transfer is not None and self.transfer.connector != "tcp":
             raise ValueError(
-                "preemption.granularity must be off with transfer: a suspended prefill's KV is "
-                "not known to be complete when it is transferred"
+                "preemption.granularity must be off, or transfer.connector tcp, not "
+                f"{self.transfer.connector}: other connectors keep state of the running batch, "
+                "which a preempting prefill would overwrite"
             )
         return self
 

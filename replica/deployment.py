@@ -90,6 +90,7 @@ class ReplicaServer:
                 replica.max_live_requests,
                 context.rank.local_rank,
                 traced=self._tracer is not None,
+                role=role,
             )
         self._port = DirectPort(ray.util.get_node_ip_address())
         self._replica = Replica(
@@ -213,10 +214,15 @@ def _configuration_errors() -> Iterator[None]:
 
 
 def make_engine(
-    config: EngineConfig, replica_id: str, max_live_requests: int, rank: int, traced: bool = False
+    config: EngineConfig,
+    replica_id: str,
+    max_live_requests: int,
+    rank: int,
+    traced: bool = False,
+    role: Role = "mixed",
 ) -> Engine:
     """The engine that ``config`` asks for. ``rank`` numbers the replicas of a host, for pinning;
-    with ``traced`` the engine records the times that spans need.
+    with ``traced`` the engine records the times that spans need; ``role`` is that of the replica.
 
     Raises:
         ValueError: a configured latency profile is invalid.
@@ -230,7 +236,7 @@ def make_engine(
     if config.preemption.granularity != "off":
         import sluice.replica.preemption.variant  # noqa: F401 - the import registers it
     core = _core(rank) if config.pin_cpu else None
-    return VllmEngine(config, replica_id, max_live_requests, core, traced)
+    return VllmEngine(config, replica_id, max_live_requests, core, traced, role)
 
 
 def _core(rank: int) -> int:

@@ -71,12 +71,17 @@ def pools_of(engine: EngineConfig, replica: ReplicaConfig) -> tuple[Pool, ...]:
         pydantic.ValidationError: a pool is invalid; the message says where and why.
     """
     if not replica.pools:
-        return (Pool("mixed", engine, replica),)
+        alone = Pool("mixed", engine, replica)
+        _refuse(_preemption_where_kv_arrives(alone, ("engine",)))
+        return (alone,)
     pools = tuple(
         Pool(role, _engine(engine, replica, role), _replica(replica, role))
         for role in ROLES
         if role in replica.pools
     )
+    for pool in pools:
+        place = ("replica", "pools", pool.role, "engine")
+        _refuse(_preemption_where_kv_arrives(pool, place))
     _refuse(_differences(pools))
     return pools
 
@@ -118,6 +123,23 @@ def _replica(shared: ReplicaConfig, role: Role) -> ReplicaConfig:
     if pool.node_labels:
         own["node_labels"] = pool.node_labels
     return shared.model_copy(update=own)
+
+
+def _preemption_where_kv_arrives(
+    pool: Pool, place: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Preemption in a pool that may receive KV, with the reason against it."""
+    engine = pool.engine
+    if (
+        pool.role != "prefill"
+        and engine.transfer is not None
+        and engine.preemption.granularity != "off"
+    ):
+        yield (
+            (*place, "preemption", "granularity"),
+            "must be off where an engine may receive KV: prefills can be preempted beside transfer "
+            "in the pool prefill only (replica.pools.prefill.engine.preemption)",
+        )
 
 
 def _differences(pools: tuple[Pool, ...]) -> Iterator[tuple[tuple[str, ...], str]]:

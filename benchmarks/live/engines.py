@@ -169,7 +169,7 @@ class EngineProcess:
     def close(self) -> None:
         """Close the engine, and end the process."""
         with self._pool:
-            self.call(OneEngine.close)
+            self.call(_close)
 
 
 _engines: list[Any] = []
@@ -178,6 +178,10 @@ _engines: list[Any] = []
 
 def _make(make: Callable[[], Any]) -> None:
     _engines.append(make())
+
+
+def _close(engine: Any) -> None:
+    engine.close()
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

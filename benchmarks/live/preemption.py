@@ -183,10 +183,13 @@ class PreemptiveEngine(OneEngine):
     def add(self, work: Work, arrived_s: float | None = None) -> None:
         """A request arrives now, or arrived some time ago; on the engine's thread."""
         now_s = time.monotonic() if arrived_s is None else arrived_s
-        slo = SLO(ttft_s=work.ttft_s, tpot_s=work.tpot_s)
-        args = RequestArgs(work.name, now_s, slo, work.best_effort)
-        request = self._request(work, now_s, extra_args=to_xargs(args))
+        request = self._request(work, now_s, extra_args=self.extra_args(work, now_s))
         self._llm.llm_engine.add_request(*request)
+
+    def extra_args(self, work: Work, arrived_s: float) -> dict[str, Any]:
+        """vLLM's extra arguments of a request, in which Sluice's scheduler reads its objective."""
+        slo = SLO(ttft_s=work.ttft_s, tpot_s=work.tpot_s)
+        return to_xargs(RequestArgs(work.name, arrived_s, slo, work.best_effort))
 
     def post(self, action: Callable[[], None]) -> None:
         """Have the engine's thread run ``action`` when it next reads events; from any thread."""

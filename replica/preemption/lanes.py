@@ -9,6 +9,7 @@ later.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 SHARED_NAMES = ("model", "kv_caches", "requests", "num_prompt_logprobs", "encoder_cache")
@@ -25,7 +26,16 @@ class Lanes:
 
     def __init__(self, worker: Any, depth: int) -> None:
         self.stock: Any = worker.model_runner
-        self.private = [_private_lane(worker) for _ in range(depth + 1)]
+        self._connector = _kv_connector()
+        self.private = [_private_lane(worker, self._connector) for _ in range(depth + 1)]
+
+    def nested(self) -> AbstractContextManager[None]:
+        """In this context other tasks run inside the one that computes. A KV connector has one
+        task's commands at a time: they have their own, and the suspended one gets its own back."""
+        if self._connector is None:
+            return nullcontext()
+        suspended: AbstractContextManager[None] = self._connector.step_suspended()
+        return suspended
 
     def enter(self, lane: Any, batch: Any) -> None:
         """Called before ``lane`` computes ``batch``: removes old state of its requests from all
@@ -63,7 +73,14 @@ def new_runner(worker: Any) -> Any:
         return type(worker.model_runner)(worker.vllm_config, worker.device)
 
 
-def _private_lane(worker: Any) -> Any:
+def _kv_connector() -> Any:
+    """The worker's KV connector, if there is one."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    return get_kv_transfer_group() if has_kv_transfer_group() else None
+
+
+def _private_lane(worker: Any, connector: Any) -> Any:
     from vllm.config import set_current_vllm_config
 
     stock = worker.model_runner
@@ -80,6 +97,8 @@ def _private_lane(worker: Any) -> Any:
     # Its batches are not replayed from CUDA graphs, either.
     lane.cudagraph_dispatcher.keys_initialized = False
     lane._model_forward = without_compiled_code(lane._model_forward)
+    if connector is not None:
+        lane._model_forward = saving_complete_kv(lane._model_forward, connector)
     return lane
 
 
@@ -103,6 +122,20 @@ def _builders(runner: Any) -> list[Any]:
         for group in groups
         for builder in group.metadata_builders
     ]
+
+
+def saving_complete_kv(forward: Callable[..., Any], connector: Any) -> Callable[..., Any]:
+    """``forward``, of which ``connector`` saves KV only if it ends: vLLM has it save in any case,
+    also when a pass is discarded or fails."""
+
+    def saved(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except BaseException:
+            connector.drop_saves()
+            raise
+
+    return saved
 
 
 def without_compiled_code(forward: Callable[..., Any]) -> Callable[..., Any]:

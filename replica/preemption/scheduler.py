@@ -104,6 +104,7 @@ class PreemptiveScheduler(SloScheduler):
         self.in_flight: dict[str, int] = {}
         self.ending: dict[str, RequestStatus] = {}
         self._tasks = 0
+        self._tasks_in_flight = 0
         self._given: tuple[list[RequestView], BatchPlan] | None = None
         self._seconds: float | None = None
         allocate = self.kv_cache_manager.allocate_slots
@@ -121,7 +122,7 @@ class PreemptiveScheduler(SloScheduler):
             left_s: predicted time until ``top`` ends.
             full: the max number of tasks is suspended, so the new task could not be.
         """
-        if not self.has_requests():
+        if not super().has_requests():
             return None
         now_s = time.monotonic()
         views = self._views()
@@ -152,6 +153,7 @@ class PreemptiveScheduler(SloScheduler):
             self._take_back(batch)
             return None
         self._tasks += 1
+        self._tasks_in_flight += 1
         ids = tuple(batch.num_scheduled_tokens)
         self.in_flight.update(dict.fromkeys(ids, self._tasks))
         return Task(
@@ -164,6 +166,11 @@ class PreemptiveScheduler(SloScheduler):
             chosen.best_effort,
             chosen.plan.predicted_s,
         )
+
+    def has_requests(self) -> bool:
+        """Whether vLLM must run rounds. It must for each task in flight, also for the one that only
+        reports ended requests to the worker: other calls to the engine wait for its answer."""
+        return self._tasks_in_flight > 0 or super().has_requests()
 
     def decode_due_s(self, top: Task) -> float | None:
         """When the next decode step is due inside ``top``, if there are decodes that are not in
@@ -207,6 +214,7 @@ class PreemptiveScheduler(SloScheduler):
 
     def _end(self, task: Task) -> None:
         """A task is no longer in flight."""
+        self._tasks_in_flight -= 1
         for request_id in task.request_ids:
             del self.in_flight[request_id]
             status = self.ending.pop(request_id, None)

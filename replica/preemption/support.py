@@ -9,6 +9,7 @@ import vllm
 from vllm.config import CompilationMode
 
 from sluice.replica.preemption.words import MAX_RANKS
+from sluice.replica.vllm.setup import KV_CONNECTOR_MODULE, SENDS_KV
 from sluice.replica.vllm.support import WITH_PREEMPTION, UnsupportedVllmError, check_version
 
 
@@ -44,6 +45,7 @@ def _rules(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     ranks = parallel.tensor_parallel_size
     offload = vllm_config.offload_config
+    transfer = vllm_config.kv_transfer_config
     backend = parallel.distributed_executor_backend
     if isinstance(backend, type):
         backend = f"{backend.__module__}.{backend.__qualname__}"
@@ -75,7 +77,16 @@ def _rules(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
         (model.runner_type == "generate", "only models that generate are supported"),
         (vllm_config.lora_config is None, "LoRA must be off"),
         (vllm_config.speculative_config is None, "speculative decoding must be off"),
-        (vllm_config.kv_transfer_config is None, "KV connectors must be off"),
+        (
+            # Others keep state of the running batch, which a nested one would overwrite.
+            transfer is None or transfer.kv_connector_module_path == KV_CONNECTOR_MODULE,
+            "the only KV connector may be Sluice's own: set engine.transfer.connector to tcp",
+        ),
+        (
+            # KV that arrives is no event for the engine's loop, and only the first worker reports.
+            transfer is None or transfer.kv_role == SENDS_KV,
+            "only a prefill replica may transfer KV: this engine would also receive it",
+        ),
         (vllm_config.ec_transfer_config is None, "encoder connectors must be off"),
         (backend == executor(ranks), f"distributed-executor-backend must be {executor(ranks)}"),
         (not getattr(vllm_config, "use_v2_model_runner", False), "VLLM_USE_V2_MODEL_RUNNER is set"),

@@ -176,7 +176,8 @@ class TaskRunner:
         running = self._stack[-1]
         stopped_s = self.checks.pacer.stop()
         try:
-            self._serve(running.task)
+            with self._lanes.nested():
+                self._serve(running.task)
         finally:
             running.stops.append((stopped_s, self._clock()))
 

@@ -54,6 +54,7 @@ from sluice.replica.vllm.setup import (
 )
 from sluice.scheduling.fleet.state import EngineState
 from sluice.scheduling.latency.profile import LatencyProfile
+from sluice.scheduling.roles import Role
 
 if TYPE_CHECKING:
     from sluice.replica.vllm.client import ApiCall
@@ -72,6 +73,7 @@ class VllmEngine:
         max_live_requests: max API calls at once; the state table holds several rows for each.
         cpu_core: the core to pin it to, if it computes on CPUs and ``config.pin_cpu`` is set.
         traced: keep the times for spans, at some cost per step.
+        role: which phases of a request it serves.
 
     Raises:
         ValueError: an argument that vLLM does not know, or that only Sluice may set.
@@ -84,8 +86,10 @@ class VllmEngine:
         max_live_requests: int,
         cpu_core: int | None = None,
         traced: bool = False,
+        role: Role = "mixed",
     ) -> None:
         self._config = config
+        self._role = role
         self._replica_id = replica_id
         self._cpu_core = cpu_core if config.pin_cpu else None
         self._traced = traced
@@ -153,7 +157,9 @@ class VllmEngine:
             given = config.vllm_args
             if config.model == "local":
                 given = local_model_arguments() | given
-            arguments = parse_arguments(given, model, name, settings, self._traced, config.transfer)
+            arguments = parse_arguments(
+                given, model, name, settings, self._traced, config.transfer, self._role
+            )
             return await launch(arguments, config.grammar_check_s)
 
     async def _describe(self, name: str, explicit: LatencyProfile | None) -> EngineInfo:

@@ -17,8 +17,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,8 +136,10 @@ class TcpConnector(KVConnectorBase_V1):
     # In a worker.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Called once, with the tensors."""
-        self._worker.register(kv_caches)
+        """Called once with the tensors, and without any for each further model runner that uses the
+        same ones (see :mod:`sluice.replica.preemption.lanes`)."""
+        if kv_caches:
+            self._worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> WorkerAddress | None:
         """Where this worker serves KV."""
@@ -172,6 +175,23 @@ class TcpConnector(KVConnectorBase_V1):
         """Blocks that loads have left unfilled."""
         return self._worker.take_failed()
 
+    # In a worker that runs a step from inside the computation of another one.
+
+    @contextmanager
+    def step_suspended(self) -> Iterator[None]:
+        """In this context other steps are bound and cleared while the bound one is suspended. At
+        the end the suspended one is bound again; its loads do not begin a second time."""
+        suspended = self._get_connector_metadata()
+        self.clear_connector_metadata()
+        try:
+            yield
+        finally:
+            super().bind_connector_metadata(suspended)
+
+    def drop_saves(self) -> None:
+        """The computation of the bound step did not end, so its KV is incomplete: save none."""
+        super().bind_connector_metadata(StepTransfers())
+
     def shutdown(self) -> None:
         """The engine ends."""
         if self.role == KVConnectorRole.WORKER:
@@ -187,6 +207,7 @@ class _SchedulerSide:
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self._block = vllm_config.cache_config.block_size
         self._timeout_s = config.timeout_s
+        self._fetches = vllm_config.kv_transfer_config.is_kv_consumer
         self._wanted: dict[str, Offer] = {}
         self._prefills: dict[str, Any] = {}
         self._offers: dict[str, Offer] = {}
@@ -223,6 +244,8 @@ class _SchedulerSide:
         return offer
 
     def _unfit(self, offer: Offer, request: Any) -> str | None:
+        if not self._fetches:
+            return "this engine only sends KV"
         if not self.workers or offer.layout != self.workers[0].layout:
             return "the offered KV is of another model or layout"
         if len(offer.addresses) != self._ranks:

@@ -21,6 +21,7 @@ from sluice.replica.scheduler.xargs import SchedulerSettings
 from sluice.replica.transfer_config import TransferConfig
 from sluice.replica.vllm.serving import Serving, servings
 from sluice.replica.vllm.variants import STOCK_SCHEDULER, variant_of
+from sluice.scheduling.roles import Role
 
 RESERVED_ARGUMENTS = frozenset(
     {
@@ -41,6 +42,12 @@ RESERVED_ARGUMENTS = frozenset(
     }
 )
 """vLLM arguments that Sluice sets, or that have no meaning under it."""
+
+KV_CONNECTOR_MODULE = "sluice.replica.vllm.kv_connector"
+"""vLLM's path of Sluice's KV connector."""
+
+SENDS_KV = "kv_producer"
+"""vLLM's name for an engine that sends KV, and receives none."""
 
 _TRANSFER = "kv-transfer-config"
 
@@ -113,12 +120,14 @@ def parse_arguments(
     settings: SchedulerSettings,
     keep_times: bool = False,
     transfer: TransferConfig | None = None,
+    role: Role = "mixed",
 ) -> Any:
     """vLLM's parsed arguments from those ``given``, by command-line name without dashes.
 
     Args:
         keep_times: have vLLM record when each request was first scheduled.
         transfer: KV transfer of prompts; ``None``: off.
+        role: which phases of a request the engine serves.
 
     Raises:
         ValueError: an argument that vLLM refuses, or that is reserved.
@@ -143,7 +152,7 @@ def parse_arguments(
     if transfer is not None:
         if arguments.get(_TRANSFER) is not None:
             raise ValueError(f"vllm_args may not hold {_TRANSFER}: set engine.transfer")
-        arguments[_TRANSFER] = transfer_argument(transfer)
+        arguments[_TRANSFER] = transfer_argument(transfer, role)
     if _on_cpu():
         arguments = _cpu_defaults(arguments) | arguments
     arguments |= {
@@ -287,13 +296,14 @@ def _speculation_arguments(given: dict[str, Any]) -> dict[str, Any]:
     return {"speculative-config": config, "async-scheduling": False}
 
 
-def transfer_argument(transfer: TransferConfig) -> dict[str, Any]:
-    """vLLM's configuration of the KV transfer: every engine sends and receives KV.
+def transfer_argument(transfer: TransferConfig, role: Role = "mixed") -> dict[str, Any]:
+    """vLLM's configuration of the KV transfer for an engine of this ``role``. With Sluice's own
+    connector one for prefills only sends KV; all others send and receive it.
 
     Raises:
         ValueError: the connector cannot run here.
     """
-    shared = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    shared = {"kv_load_failure_policy": "recompute"}
     has_nixl = importlib.util.find_spec("nixl") is not None
     if transfer.connector == "nixl" and not has_nixl:
         raise ValueError("engine.transfer.connector is nixl, but its package is not installed")
@@ -301,10 +311,11 @@ def transfer_argument(transfer: TransferConfig) -> dict[str, Any]:
         transfer.connector == "auto" and has_nixl and not _on_cpu()
     ):
         _prepare_nixl(transfer)
-        return {"kv_connector": "NixlConnector", **shared}
+        return {"kv_connector": "NixlConnector", "kv_role": "kv_both", **shared}
     return {
         "kv_connector": "TcpConnector",
-        "kv_connector_module_path": "sluice.replica.vllm.kv_connector",
+        "kv_connector_module_path": KV_CONNECTOR_MODULE,
+        "kv_role": SENDS_KV if role == "prefill" else "kv_both",
         "kv_connector_extra_config": {"sluice": transfer.model_dump(mode="json")},
         **shared,
     }

@@ -13,6 +13,9 @@ from sluice.deploy.ray_settings import free_port
 from sluice.replica.transfer_config import TransferConfig
 
 PAIR: dict[str, Any] = {"prefill": {}, "decode": {}}
+TCP = {"connector": "tcp"}
+PREEMPTIVE_POOL = {"preemption": {"granularity": "operator"}}
+PREEMPTIVE = {"transfer": TCP, **PREEMPTIVE_POOL}
 
 
 def with_pools(engine: dict[str, Any] | None = None, **pools: Any) -> dict[str, Any]:
@@ -64,6 +67,16 @@ def test_engines_hand_over_kv_where_there_are_pools_for_it() -> None:
         assert pool.engine.transfer == TransferConfig()
     chosen = parse_config(with_pools({"transfer": {"connector": "tcp"}}, **PAIR)).fleets[0].pools
     assert {pool.engine.transfer.connector for pool in chosen if pool.engine.transfer} == {"tcp"}
+
+
+def test_prefills_can_be_preempted_in_the_pool_that_only_sends_kv() -> None:
+    data: dict[str, Any] = {
+        "engine": {"transfer": TCP},
+        "replica": {"pools": {"prefill": {"engine": PREEMPTIVE_POOL}, "decode": {}}},
+    }
+    prefill, decode = parse_config(data).fleets[0].pools
+    granularity = [each.engine.preemption.granularity for each in (prefill, decode)]
+    assert granularity == ["operator", "off"]
 
 
 def test_options_of_another_policy_do_not_reach_a_pool() -> None:
@@ -135,8 +148,20 @@ def test_what_is_printed_is_read_as_the_same() -> None:
         ),
         (
             {"engine": {"preemption": {"granularity": "operator"}}, "replica": {"pools": PAIR}},
-            "replica.pools.prefill.engine: .*preemption.granularity must be off",
+            "replica.pools.prefill.engine: .*must be off, or transfer.connector tcp, not auto",
         ),
+        (
+            {"engine": PREEMPTIVE, "replica": {"pools": PAIR}},
+            "replica.pools.decode.engine.preemption.granularity: .*may receive KV",
+        ),
+        (
+            {
+                "engine": {"transfer": TCP},
+                "replica": {"pools": {**PAIR, "mixed": {"engine": PREEMPTIVE_POOL}}},
+            },
+            "replica.pools.mixed.engine.preemption.granularity: .*may receive KV",
+        ),
+        ({"engine": PREEMPTIVE}, "engine.preemption.granularity: .*may receive KV"),
         (
             {"models": {"a": {"replica": {"pools": {**PAIR, "mixed": {"engine": {"kind": "x"}}}}}}},
             "models.a.replica.pools.mixed.engine.kind: must be the same",

@@ -1,5 +1,5 @@
-"""Two real vLLM engines, one for prompts and one for answers, streaming through the router: the
-text is that of one engine, whoever dies and when."""
+"""Two real vLLM engines, one for prompts, with preemption, and one for answers, streaming through
+the router: the text is that of one engine, whoever dies and when."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ from tests.replica.attentive import attentive_model
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 
 PAIR = {"prefill": 1, "decode": 1}
+PREEMPTION = {"preemption": {"granularity": "operator", "least_tokens": 1}}
 TOKENS = 24
 FIELDS: dict[str, Any] = {
     "name": "disaggregated-vllm",
     "controller": LENIENT,
     "engine": {
         "grammar_check_s": 0,
+        "transfer": {"connector": "tcp"},
         "vllm_args": {
             "max-model-len": 2048,
             "max-num-batched-tokens": 512,
@@ -46,7 +48,10 @@ FIELDS: dict[str, Any] = {
         "health_check_period_s": 0.5,
         # Engines stand still here until others have come to where they are to be, and are not left.
         "hung_after_s": 600,
-        "pools": {role: {"count": count} for role, count in PAIR.items()},
+        "pools": {
+            "prefill": {"count": PAIR["prefill"], "engine": PREEMPTION},
+            "decode": {"count": PAIR["decode"]},
+        },
     },
     "router": {**ASKING, "classes": {"standard": {"ttft_ms": 60_000, "tpot_ms": 2_000}}},
 }

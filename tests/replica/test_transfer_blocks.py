@@ -152,6 +152,12 @@ def test_nixl_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert transfer_argument(TransferConfig())["kv_connector"] == "TcpConnector"
 
 
+def test_a_prefill_engine_only_sends() -> None:
+    roles = {"prefill": "kv_producer", "decode": "kv_both", "mixed": "kv_both"}
+    for role, expected in roles.items():
+        assert transfer_argument(TransferConfig(connector="tcp"), role)["kv_role"] == expected  # type: ignore[arg-type]
+
+
 def test_nixl_is_taken_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("sluice.replica.vllm.setup._on_cpu", lambda: False)

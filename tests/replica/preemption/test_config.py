@@ -15,6 +15,8 @@ OPERATOR = {"granularity": "operator"}
             {"preemption": OPERATOR, "vllm_args": {"lora-modules": ["a=/a"]}},
             "off with LoRA adapters",
         ),
+        ({"preemption": OPERATOR, "transfer": {}}, "transfer.connector tcp, not auto"),
+        ({"preemption": OPERATOR, "transfer": {"connector": "nixl"}}, "tcp, not nixl"),
         ({"preemption": OPERATOR | {"chunk_tokens": 256}}, r"\(512\) must be at most chunk_tokens"),
         ({"preemption": {"granularity": "token"}}, "'off', 'layer' or 'operator'"),
         ({"preemption": OPERATOR | {"depth": 0}}, "greater than or equal to 1"),

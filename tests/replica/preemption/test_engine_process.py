@@ -1,9 +1,14 @@
-"""Preemption behind the engine contract: an engine process of its own, with two workers."""
+"""Preemption behind the engine contract: an engine process of its own, with two workers, as of a
+prefill replica."""
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import sys
+import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -14,6 +19,9 @@ from sluice.replica.config import EngineConfig
 from sluice.replica.engine import EngineDeadError, EngineRequest, ResponseChunk, ResponseTail
 from sluice.replica.preemption.support import check_preemption
 from sluice.replica.scheduler.xargs import SchedulerSettings
+from sluice.replica.transfer.client import fetch
+from sluice.replica.transfer.offer import Offer
+from sluice.replica.transfer_config import TransferConfig
 from sluice.replica.vllm.engine import VllmEngine
 from sluice.replica.vllm.local_model import local_model
 from sluice.replica.vllm.setup import parse_arguments
@@ -26,21 +34,26 @@ pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
 LONG = list(range(300, 1000)) * 2
 PREEMPTION = {"granularity": "operator", "least_tokens": 1}
+BLOCK = 32
+LAYERS = 2
+BLOCK_BYTES = 2 * BLOCK * 64 * 2
+"""Of one layer on one worker: keys and values of a head of 64, in 16 bits."""
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     directory = tmp_path_factory.mktemp("preemption")
     return EngineConfig(
-        model=str(local_model(directory, layers=2, hidden=128)),
+        model=str(local_model(directory, layers=LAYERS, hidden=128)),
         served_model_name="small",
         cache_dir=directory,
         preemption=PREEMPTION,
+        transfer=TransferConfig(connector="tcp", host="127.0.0.1"),
         vllm_args={
             "max-model-len": 2048,
             "max-num-batched-tokens": 2048,
             "kv-cache-memory-bytes": 64 << 20,
-            "block-size": 32,
+            "block-size": BLOCK,
             "tensor-parallel-size": 2,
         },
         latency_profile=known_profile(directory),
@@ -50,7 +63,7 @@ def config(tmp_path_factory):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(config):
-    engine = VllmEngine(config, "replica-1", 32)
+    engine = VllmEngine(config, "replica-1", 32, role="prefill")
     cores = sorted(os.sched_getaffinity(0))
     with pytest.MonkeyPatch.context() as patch:
         # By itself vLLM binds one worker to each NUMA node, and this machine may have but one.
@@ -91,6 +104,36 @@ async def test_long_and_short_prompts_together_have_the_tokens_of_runs_alone(eng
     assert together == list(alone.values())
 
 
+async def kv(engine, request):
+    """The digest of the KV that each worker gives away for a prompt that fills its blocks."""
+    _, tail = [item async for item in engine.generate(replace(request, prefill_only=True))]
+    offer, blocks = Offer.of(tail.handoff.params), tail.prompt_tokens // BLOCK
+    digests = []
+    for rank in range(len(offer.addresses)):
+        asked = offer.source(rank), 0, blocks, [BLOCK_BYTES] * LAYERS, time.monotonic() + 10
+        layers = await asyncio.to_thread(fetch, *asked)
+        digests.append(hashlib.sha256(b"".join(layers)).hexdigest())
+    return digests
+
+
+async def test_the_kv_of_a_suspended_prompt_is_that_of_a_run_alone_on_each_worker(engine):
+    long, short = request("kv-long", LONG[: 40 * BLOCK], 100.0), request("kv-short", [7] * 64, 9.0)
+    await engine._llm.reset_prefix_cache()
+    expected = [await kv(engine, each) for each in (long, short)]
+    assert expected[0] != expected[1]
+    before = engine.state().summary["suspensions"]
+    async with asyncio.timeout(120):
+        while engine.state().summary["suspensions"] == before:
+            await engine._llm.reset_prefix_cache()
+            assert await asyncio.gather(kv(engine, long), kv(engine, short)) == expected
+
+
+async def test_a_call_is_answered_when_no_request_is_left(engine):
+    await text(engine, request("last", LONG[:64], 10.0, 1))
+    async with asyncio.timeout(60):
+        assert await engine._llm.reset_prefix_cache()
+
+
 def all_free(summary):
     return summary["free_kv_blocks"] == summary["total_kv_blocks"] - 1  # one is vLLM's null block
 
@@ -125,7 +168,9 @@ def vllm_config(config, tmp_path):
     settings = SchedulerSettings(
         state_table=tmp_path / "state", policy="s_edf", preemption=PREEMPTION
     )
-    arguments = parse_arguments(config.vllm_args, config.model, "small", settings)
+    arguments = parse_arguments(
+        config.vllm_args, config.model, "small", settings, False, config.transfer, "prefill"
+    )
     return EngineArgs.from_cli_args(arguments).create_engine_config()
 
 
@@ -135,7 +180,13 @@ REFUSED = [
     ("scheduler_config.async_scheduling", True, "async scheduling"),
     ("compilation_config.mode", 1, "STOCK_TORCH_COMPILE"),
     ("lora_config", object(), "LoRA"),
-    ("kv_transfer_config", object(), "KV connectors"),
+    (
+        "kv_transfer_config",
+        SimpleNamespace(kv_connector_module_path=None, kv_role="kv_producer"),
+        "KV connector",
+    ),
+    ("kv_transfer_config.kv_role", "kv_both", "only a prefill replica"),
+    ("kv_transfer_config.kv_role", "kv_consumer", "only a prefill replica"),
     ("parallel_config.distributed_executor_backend", "uni", "executor-backend"),
 ]
 
