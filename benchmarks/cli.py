@@ -12,7 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from sluice.benchmarks.experiments import EXPERIMENTS
-from sluice.benchmarks.experiments.grid import Experiment, Plan, Row, Scale, measured
+from sluice.benchmarks.experiments.grid import Experiment, Plan, Scale, measured
+from sluice.benchmarks.experiments.tables import Row
 from sluice.benchmarks.live.gateway.command import gateway
 from sluice.benchmarks.live.overload import overload
 from sluice.benchmarks.live.preemption.command import preemption

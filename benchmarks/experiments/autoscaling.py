@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from math import ceil
@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sluice.benchmarks.experiments.grid import Cell, Experiment, Plan, Rows, estimate, grouped
+from sluice.benchmarks.experiments.grid import Experiment, Plan, Product, Scaled
 from sluice.benchmarks.experiments.loads import (
     GENERATED,
     LOAD_WORDS,
     Make,
     full_load_rate,
-    recorded,
+    generated,
+    recorded_stretched,
 )
 from sluice.benchmarks.experiments.systems import (
     ADMISSION,
@@ -29,8 +30,8 @@ from sluice.benchmarks.experiments.systems import (
     colocated,
     run_cluster,
 )
+from sluice.benchmarks.experiments.tables import Lines, Rows, estimate, grouped
 from sluice.scheduling import autoscaling
-from sluice.scheduling.roles import Role
 from sluice.simulation.config import Autoscaling
 from sluice.simulation.planning.plots import Table
 from sluice.simulation.workload import Workload, merged, with_objectives
@@ -81,14 +82,8 @@ def serve(target: float, up_s: float, down_s: float) -> Scaling:
     return Scaling(name, "ongoing_requests", options)
 
 
-def diurnal(day_s: float, setup: Setup, rate: float, requests: int, seed: int) -> Workload:
-    """Chat over one day that is as short as a run."""
-    return proserve("sharegpt", rate, requests, seed, arrivals=partial(Diurnal, period_s=day_s))
-
-
-def surges(setup: Setup, rate: float, requests: int, seed: int) -> Workload:
-    """Chat with surges that last a few times as long as the start of a replica."""
-    return proserve("sharegpt", rate, requests, seed, arrivals=Surges)
+surges = generated(proserve, "sharegpt", arrivals=Surges)
+"""Chat with surges that last a few times as long as the start of a replica."""
 
 
 def changing(day_s: float, setup: Setup, rate: float, requests: int, seed: int) -> Workload:
@@ -128,23 +123,22 @@ def peak_load(workload: Workload, full_rate: float, over_s: float) -> float:
 
 
 def measure(
-    make: Make, load: float, seconds: float, full_rate: float, scaling: Scaling, seed: int
+    seed: int, workload: tuple[Make, float], system: Scaling, load: float, seconds: float
 ) -> Mapping[str, float]:
-    """The figures of one run."""
+    """The figures of one run of a workload, whose rate at load 1 is the second of the pair."""
+    make, full_rate = workload
     rate = load * full_rate
-    workload = make(SETUP, rate, round(rate * seconds), seed)
-    peak = peak_load(workload, full_rate, PEAK_OVER_S)
+    made = make(SETUP, rate, round(rate * seconds), seed)
+    peak = peak_load(made, full_rate, PEAK_OVER_S)
     sizer: Autoscaling | None = None
-    replicas = ceil((peak if scaling.over_s else load) / FIXED_LOAD)
-    if scaling.policy:
-        make_policy: Callable[[Role], autoscaling.AutoscalingPolicy] = lambda _: (  # noqa: E731
-            autoscaling.make_policy(scaling.policy, scaling.options)
-        )
+    replicas = ceil((peak if system.over_s else load) / FIXED_LOAD)
+    if system.policy:
+        policy = partial(autoscaling.make_policy, system.policy, system.options)
         most = 4 * ceil(peak / FIXED_LOAD)
-        sizer = Autoscaling(make_policy, 1, most, INTERVAL_S, STARTUP_S)
+        sizer = Autoscaling(lambda role: policy(), 1, most, INTERVAL_S, STARTUP_S)
         replicas = ceil(load / 2 / FIXED_LOAD)
-    system = System(ROUTER, DEFAULT, ADMISSION)
-    done = run_cluster(workload, system, SETUP, colocated(replicas), seed, autoscaling=sizer)
+    served = System(ROUTER, DEFAULT, ADMISSION)
+    done = run_cluster(made, served, SETUP, colocated(replicas), seed, autoscaling=sizer)
     sizes = [size.replicas for size in done.result.sizes.get("mixed", ())]
     return {
         **cluster_figures(done),
@@ -153,33 +147,6 @@ def measure(
         "changes": float(max(0, len(sizes) - 1)),
         "peak_load": peak,
     }
-
-
-def cells(plan: Plan) -> list[Cell]:
-    """Workloads x ways to size the pool."""
-    seconds = plan.pick(20.0, 1800.0, 7200.0)
-    load = plan.pick(0.5, 2.0, 4.0)
-    down_s = plan.pick(10.0, 180.0, 180.0)
-    targets = plan.pick((8.0,), (10.0, 16.0, 24.0), (4.0, 8.0, 10.0, 12.0, 16.0, 20.0, 24.0, 32.0))
-    systems = [*FIXED, OURS, *(serve(target, 10.0, down_s) for target in targets)]
-    systems += plan.pick([], [], [serve(target, 30.0, 600.0) for target in targets])
-    chat = _full("sharegpt")
-    makes: dict[str, tuple[Make, float]] = {
-        "diurnal": (partial(diurnal, seconds), chat),
-        "surges": (surges, chat),
-        "diurnal, changing mix": (partial(changing, seconds), chat),
-    }
-    for name, make in recorded(plan.traces).items():
-        if name.endswith("(stretched)"):
-            makes[name] = (make, full_load_rate(make, SETUP))
-    return [
-        Cell(
-            {"workload": name, "system": system.name},
-            partial(measure, make, load, seconds, full, system),
-        )
-        for name, (make, full) in makes.items()
-        for system in systems
-    ]
 
 
 _SHOWN = {
@@ -193,51 +160,32 @@ _SHOWN = {
 }
 
 
-def overall(rows: Rows) -> Table:
-    """Every system on every workload."""
-    return Table(
-        "Cost and attainment of each way to size the pool",
-        ("workload", "system", *(words for words, _ in _SHOWN.values())),
-        [
-            (
-                *map(str, labels),
-                *(estimate(own, figure).shown(digits) for figure, (_, digits) in _SHOWN.items()),
-            )
-            for labels, own in grouped(rows, "workload", "system").items()
-        ],
-        "Replica-hours count from the request for a replica until it has drained.",
-    )
+def _shown(rows: Rows) -> list[str]:
+    return [estimate(rows, figure).shown(digits) for figure, (_, digits) in _SHOWN.items()]
 
 
 def after_the_fact(rows: Rows) -> Table:
     """By workload: the cheapest setting of Serve's rule that attains as much as the default; and
     the setting that does so on every workload at the lowest sum."""
-    lines = []
-    rivals = [str(name) for (name,) in grouped(rows, "system") if str(name).startswith("ongoing")]
-    by_cell = grouped(rows, "workload", "system")
-    workloads = [workload for (workload,) in grouped(rows, "workload")]
-
-    def figure(workload: object, system: str, name: str) -> float:
-        return estimate(by_cell[(str(workload), system)], name).mean
-
-    def holds(workload: object, system: str) -> bool:
-        ours = figure(workload, OURS.name, "attainment_mean")
-        return figure(workload, system, "attainment_mean") >= ours - CLOSE
-
-    everywhere = [name for name in rivals if all(holds(each, name) for each in workloads)]
-    one = min(
-        everywhere,
-        key=lambda name: sum(figure(each, name, "replica_hours") for each in workloads),
-        default="",
+    cells = grouped(rows, "workload", "system")
+    hours, attained = (
+        {at: estimate(own, figure).mean for at, own in cells.items()}
+        for figure in ("replica_hours", "attainment_mean")
     )
-    for workload in workloads:
-        able = [name for name in rivals if holds(workload, name)]
-        best = min(able, key=lambda name: figure(workload, name, "replica_hours"), default="")
-        line = [str(workload), f"{figure(workload, OURS.name, 'replica_hours'):.2f}"]
-        for name in (best, one):
-            hours = f"{figure(workload, name, 'replica_hours'):.2f} ({name})" if name else "none"
-            line.append(hours)
-        lines.append(line)
+    workloads = [workload for (workload,) in grouped(rows, "workload")]
+    rivals = [str(name) for (name,) in grouped(rows, "system") if str(name).startswith("ongoing")]
+    able = {
+        each: [n for n in rivals if attained[each, n] >= attained[each, OURS.name] - CLOSE]
+        for each in workloads
+    }
+    everywhere = [name for name in rivals if all(name in names for names in able.values())]
+    total = {name: sum(hours[each, name] for each in workloads) for name in everywhere}
+    one = min(total, key=lambda name: total[name], default="")
+    lines = []
+    for each, names in able.items():
+        best = min(names, key=lambda name: hours[each, name], default="")
+        shown = (f"{hours[each, n]:.2f} ({n})" if n else "none" for n in (best, one))
+        lines.append((str(each), f"{hours[each, OURS.name]:.2f}", *shown))
     return Table(
         f"Replica-hours of {OURS.name}, untuned, and of Serve's rule, tuned after the fact",
         ("workload", OURS.name, "best setting for this workload", "best setting for all"),
@@ -246,6 +194,28 @@ def after_the_fact(rows: Rows) -> Table:
     )
 
 
+def _workloads(plan: Plan) -> dict[str, tuple[Make, float]]:
+    day_s, chat = SECONDS(plan), _full("sharegpt")
+    diurnal = generated(proserve, "sharegpt", arrivals=partial(Diurnal, period_s=day_s))
+    makes: dict[str, Make] = {
+        "diurnal": diurnal,
+        "surges": surges,
+        "diurnal, changing mix": partial(changing, day_s),
+    }
+    return {name: (make, chat) for name, make in makes.items()} | {
+        name: (make, full_load_rate(make, SETUP))
+        for name, make in recorded_stretched(plan.traces).items()
+    }
+
+
+def _systems(down_s: float, *targets: float) -> dict[str, Scaling]:
+    rivals = [serve(target, 10.0, down_s) for target in targets]
+    return {system.name: system for system in (*FIXED, OURS, *rivals)}
+
+
+SECONDS = Scaled(20.0, 1800.0)
+SYSTEMS = Scaled(_systems(10.0, 8.0), _systems(180.0, 10.0, 16.0, 24.0))
+
 EXPERIMENT = Experiment(
     name="autoscaling",
     source="ours; Ray Serve's default autoscaling rule",
@@ -253,12 +223,12 @@ EXPERIMENT = Experiment(
     setting={
         "TPOT": "judged by its mean; 0.08 s, with a TTFT of 0.8 s (4 s for documents)",
         "Priorities": "two, drawn with equal chance (ProServe §5.1)",
-        "Arrivals": "a mean of 2 replicas' load in 30 min (4 in 2 h in full scale), Poisson with "
-        f"the rates below; traces stretched to it; {LOAD_WORDS}",
+        "Arrivals": "a mean of 2 replicas' load in 30 min, Poisson with the rates "
+        f"below; traces stretched to it; {LOAD_WORDS}",
         "Diurnal": "a day as long as the run, whose rate goes from 0.2 to 1.8 of its mean",
         "Surges": "4 times the load for 2 min on average, with 4 min between two",
         "Changing mix": "chat by day, long prompts with short outputs by night",
-        "Latency": f"setup {SETUP.name}: {SETUP.words}",
+        "Latency": f"setup {SETUP.name} of benchmarks/experiments/systems.py",
         "Replicas": f"serve {STARTUP_S:g} s after they are requested; the load is sampled every "
         f"{INTERVAL_S:g} s",
         "Policies": f"router {ROUTER}, admission {ADMISSION}, local {DEFAULT.policy}; head_room "
@@ -267,6 +237,21 @@ EXPERIMENT = Experiment(
         f"within {PEAK_OVER_S:g} s",
     },
     seeds=1,
-    cells=cells,
-    tables=(overall, after_the_fact),
+    grids=[
+        Product(
+            measure,
+            {"workload": _workloads, "system": SYSTEMS},
+            {"load": Scaled(0.5, 2.0), "seconds": SECONDS},
+        )
+    ],
+    tables=(
+        Lines(
+            "Cost and attainment of each way to size the pool",
+            ("workload", "system"),
+            tuple(words for words, _ in _SHOWN.values()),
+            _shown,
+            "Replica-hours count from the request for a replica until it has drained.",
+        ),
+        after_the_fact,
+    ),
 )

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from sluice.benchmarks.experiments.grid import (
-    Cell,
-    Experiment,
-    Plan,
-    Rows,
-    estimate,
-    grouped,
-    having,
-)
+from sluice.benchmarks.experiments.grid import Experiment, Product, Scaled
 from sluice.benchmarks.experiments.loads import GENERATED, LOAD_WORDS, cluster_rate
 from sluice.benchmarks.experiments.systems import (
     ADMISSION,
@@ -28,11 +19,11 @@ from sluice.benchmarks.experiments.systems import (
     colocated,
     run_cluster,
 )
+from sluice.benchmarks.experiments.tables import Lines, Rows, estimate, having
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.tenancy.fair_shares import water_level
 from sluice.simulation.config import WhenUnattainable
 from sluice.simulation.metrics import TPOTMetric, attained, stages
-from sluice.simulation.planning.plots import Table
 from sluice.simulation.workload import Workload, merged
 
 OVERLOAD = 3.0
@@ -71,29 +62,6 @@ LENGTHS = {
     "long and short": ("proserve azure", "proserve sharegpt"),
 }
 """Workloads, assigned to the tenants in turn."""
-
-
-def cells(plan: Plan) -> list[Cell]:
-    """Groups of tenants x lengths of their requests x what happens to requests without a guarantee,
-    with fair shares and without."""
-    windows = plan.pick(0, 3, 10)
-    seconds = WARM_UP_S + windows * WINDOW_S if windows else 6.0
-    groups = plan.pick(("one greedy",), tuple(GROUPS), tuple(GROUPS))
-    setups = plan.pick(("8b",), ("8b",), ("8b", "8b-short"))
-    outcomes: tuple[WhenUnattainable, ...] = plan.pick(
-        ("reject",), ("reject",), ("reject", "best_effort")
-    )
-    return [
-        Cell(
-            {"tenants": group, "lengths": lengths, "setup": setup, "others": outcome, "shares": on},
-            partial(measure, group, lengths, setup, outcome, on, plan.pick(1, 4, 8), seconds),
-        )
-        for group in groups
-        for lengths in plan.pick(("alike",), ("alike",), tuple(LENGTHS))
-        for setup in setups
-        for outcome in outcomes
-        for on in ("none", "fair")
-    ]
 
 
 def workload(
@@ -135,14 +103,14 @@ def _in_bursts(time_s: float) -> float:
 
 
 def measure(
-    group: str,
+    seed: int,
+    tenants: str,
     lengths: str,
     setup: str,
-    outcome: WhenUnattainable,
+    others: WhenUnattainable,
     shares: str,
     replicas: int,
     seconds: float,
-    seed: int,
 ) -> Mapping[str, float]:
     """One run: the guaranteed tokens of each tenant against weighted max-min, and those of all.
 
@@ -151,18 +119,18 @@ def measure(
     tenants that asked for at most their share, mean over windows. ``tokens_per_s``: guaranteed.
     ``goodput``: tokens a second of requests that met their objective.
     """
-    tenants, names = GROUPS[group], LENGTHS[lengths]
+    group, names = GROUPS[tenants], LENGTHS[lengths]
     layout, one = colocated(replicas), SETUPS[setup]
     rate = 0.0
     for name in names:
         sample = GENERATED[name](one, 1.0, 2_000, 0)
         mean = sample.mean_prompt_tokens + sample.mean_output_tokens
         rate += cluster_rate(GENERATED[name], one, layout) * mean / len(names)
-    load = workload(tenants, names, setup, OVERLOAD * rate, seconds, seed)
+    load = workload(group, names, setup, OVERLOAD * rate, seconds, seed)
     asked = load
     if shares == "none":
         asked = replace(load, arrivals=tuple(a._replace(tenant=0) for a in load.arrivals))
-    system = System(ROUTER, DEFAULT, ADMISSION, outcome)
+    system = System(ROUTER, DEFAULT, ADMISSION, others)
     done = run_cluster(asked, system, one, layout, seed)
     requests = done.result.requests
     arrival_s = np.array([arrival.arrival_s for arrival in load.arrivals])
@@ -173,13 +141,13 @@ def measure(
     counted = (arrival_s >= min(WARM_UP_S, seconds / 3)) & (arrival_s < seconds)
     span_s = seconds - min(WARM_UP_S, seconds / 3)
     errors, below = [], []
-    weights = np.array([tenant.weight for tenant in tenants], np.float64)
+    weights = np.array([tenant.weight for tenant in group], np.float64)
     window = np.floor((arrival_s - (seconds - span_s)) / WINDOW_S)
     for number in np.unique(window[counted]):
         here = counted & (window == number)
-        wanted: Floats = np.bincount(owner[here], tokens[here], len(tenants)).astype(np.float64)
+        wanted: Floats = np.bincount(owner[here], tokens[here], len(group)).astype(np.float64)
         kept = here & promised
-        got: Floats = np.bincount(owner[kept], tokens[kept], len(tenants)).astype(np.float64)
+        got: Floats = np.bincount(owner[kept], tokens[kept], len(group)).astype(np.float64)
         fair = fair_shares(wanted, weights, float(got.sum()))
         errors.append(np.abs(got - fair) / got.sum())
         modest = (fair >= wanted) & (wanted > 0.0)
@@ -202,37 +170,21 @@ def fair_shares(wanted: Floats, weights: Floats, capacity: float) -> Floats:
 
 
 FIGURES = {
-    "error": ("distance from the share, over all guaranteed tokens", 3),
-    "worst": ("the largest of any tenant in any window", 3),
-    "below": ("lowest guaranteed part of the demand of a tenant below its share", 3),
-    "kept": ("share of the guaranteed requests that met their objective", 3),
+    "error": "distance from the share, over all guaranteed tokens",
+    "worst": "the largest of any tenant in any window",
+    "below": "lowest guaranteed part of the demand of a tenant below its share",
+    "kept": "share of the guaranteed requests that met their objective",
 }
 
 
-def compared(rows: Rows) -> Table:
-    """A line for each group: with fair shares and without, and what they cost."""
-    labels = ("tenants", "lengths", "setup", "others")
-    lines = []
-    for names, own in grouped(rows, *labels).items():
-        none, fair = (
-            {name: estimate(part, name).mean for name in (*FIGURES, "tokens_per_s", "goodput")}
-            for part in (having(own, {"shares": on}) for on in ("none", "fair"))
-        )
-        shown = [
-            f"{none[name]:.{digits}f} -> {fair[name]:.{digits}f}"
-            for name, (_, digits) in FIGURES.items()
-        ]
-        ratios = [
-            f"{fair[name] / max(none[name], 1e-9):.3f}" for name in ("tokens_per_s", "goodput")
-        ]
-        lines.append((*map(str, names), *shown, *ratios))
-    words = "; ".join(f"{name}: {said}" for name, (said, _) in FIGURES.items())
-    return Table(
-        "Without fair shares -> with them",
-        (*labels, *FIGURES, "promised tokens", "goodput"),
-        lines,
-        f"{words}; promised (guaranteed) tokens, goodput: with fair shares over without.",
+def _compared(rows: Rows) -> list[str]:
+    none, fair = (
+        {name: estimate(part, name).mean for name in (*FIGURES, "tokens_per_s", "goodput")}
+        for part in (having(rows, {"shares": on}) for on in ("none", "fair"))
     )
+    shown = [f"{none[name]:.3f} -> {fair[name]:.3f}" for name in FIGURES]
+    ratios = [fair[name] / max(none[name], 1e-9) for name in ("tokens_per_s", "goodput")]
+    return [*shown, *(f"{ratio:.3f}" for ratio in ratios)]
 
 
 EXPERIMENT = Experiment(
@@ -261,6 +213,30 @@ EXPERIMENT = Experiment(
         "Local policy": DEFAULT.policy,
     },
     seeds=2,
-    cells=cells,
-    tables=[compared],
+    grids=[
+        Product(
+            measure,
+            {
+                "tenants": Scaled(("one greedy",), tuple(GROUPS)),
+                "lengths": Scaled(("alike",), ("alike",), tuple(LENGTHS)),
+                "setup": Scaled(("8b",), ("8b",), ("8b", "8b-short")),
+                "others": Scaled(("reject",), ("reject",), ("reject", "best_effort")),
+                "shares": ("none", "fair"),
+            },
+            {
+                "replicas": Scaled(1, 4, 8),
+                "seconds": Scaled(6.0, WARM_UP_S + 3 * WINDOW_S, WARM_UP_S + 10 * WINDOW_S),
+            },
+        )
+    ],
+    tables=[
+        Lines(
+            "Without fair shares -> with them",
+            ("tenants", "lengths", "setup", "others"),
+            (*FIGURES, "promised tokens", "goodput"),
+            _compared,
+            "; ".join(f"{name}: {words}" for name, words in FIGURES.items())
+            + "; promised (guaranteed) tokens, goodput: with fair shares over without.",
+        )
+    ],
 )

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sluice.benchmarks.experiments.default_policy import QUICK_WORKLOADS
-from sluice.benchmarks.experiments.grid import Cell, Experiment, Plan, Rows, Value, grouped, shown
+from sluice.benchmarks.experiments.grid import Axes, Experiment, Product, Scaled
 from sluice.benchmarks.experiments.loads import (
     GENERATED,
     LOAD_WORDS,
     Make,
     Span,
+    Workloads,
     full_load_rate,
     recorded,
 )
@@ -25,9 +26,9 @@ from sluice.benchmarks.experiments.systems import (
     NOISE,
     ROUTER,
     SETUPS,
-    Setup,
     make_router,
 )
+from sluice.benchmarks.experiments.tables import Rows, grouped, shown
 from sluice.scheduling import admission, batching
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.placement.length import OracleLengths, TaskLengths
@@ -79,63 +80,67 @@ WRONG = {
 }
 
 
-def measure(
-    make: Make,
-    setup: Setup,
-    rate: float,
-    requests: int,
-    wrong: Wrong,
-    level: float | None,
+def _run(
     seed: int,
-) -> Mapping[str, float]:
-    """The counts of one run with admission."""
-    workload = make(setup, rate, requests, seed)
-    lasts_s = workload.arrivals[-1].arrival_s
-    drift = [Slowdown(lasts_s / 3, 0, wrong.drift), Slowdown(lasts_s * 2 / 3, 0, 1.0)]
-    result = simulate_cluster(
-        workload,
+    workload: Make,
+    setup: str,
+    load: float,
+    span: Span,
+    wrong: Wrong | None,
+    level: float | None = None,
+    admitted: bool = True,
+) -> Result:
+    """One run of two replicas; without ``wrong``, as :data:`EXPERIMENT` says of the oracle."""
+    own = SETUPS[setup]
+    rate = load * full_load_rate(workload, own)
+    made = workload(own, rate * REPLICAS, span.requests(rate) * REPLICAS, seed)
+    lasts_s = made.arrivals[-1].arrival_s
+    truth, belief = Truth(own.truth, 0.0), Belief(own.truth, online=False)
+    incidents: list[Slowdown] = []
+    lengths = (each.output_tokens for each in made.arrivals)
+    if wrong is not None:
+        truth = Truth(own.truth, wrong.noise)
+        belief = Belief(wrong.believed(own.believed).with_headroom(HEADROOM))
+        incidents.append(Slowdown(lasts_s / 3, 0, wrong.drift))
+        incidents.append(Slowdown(lasts_s * 2 / 3, 0, 1.0))
+    return simulate_cluster(
+        made,
         lambda role: batching.make_policy(DEFAULT.policy),
         make_router(ROUTER, seed),
-        Truth(setup.truth, wrong.noise),
-        Belief(wrong.believed(setup.believed).with_headroom(HEADROOM)),
-        setup.engine,
+        truth,
+        belief,
+        own.engine,
         ClusterConfig(replicas=REPLICAS, promise_level=level),
-        drift,
+        incidents,
         seed,
-        TaskLengths(),
-        admissions(),
+        TaskLengths() if wrong is not None else OracleLengths(lengths, 0.0, seed),
+        admission.make_policy(ADMISSION or "none") if admitted else None,
     )
-    return counts(result)
 
 
-def oracle(make: Make, setup: Setup, rate: float, requests: int, seed: int) -> Mapping[str, float]:
+def measure(
+    seed: int,
+    workload: Make,
+    setup: str,
+    load: float,
+    model: Wrong,
+    system: float | None,
+    span: Span,
+) -> Mapping[str, float]:
+    """The counts of one run with admission; ``system`` is the level of the margins."""
+    return counts(_run(seed, workload, setup, load, span, model, system))
+
+
+def oracle(seed: int, span: Span, **point: Any) -> Mapping[str, float]:
     """The counts of an oracle that knows the future, see :data:`EXPERIMENT`."""
-    workload = make(setup, rate, requests, seed)
-
-    def run(admitted: bool) -> float:
-        result = simulate_cluster(
-            workload,
-            lambda role: batching.make_policy(DEFAULT.policy),
-            make_router(ROUTER, seed),
-            Truth(setup.truth, 0.0),
-            Belief(setup.truth, online=False),
-            setup.engine,
-            ClusterConfig(replicas=REPLICAS, promise_level=None),
-            seed=seed,
-            predictor=OracleLengths((each.output_tokens for each in workload.arrivals), 0.0, seed),
-            admission=admissions() if admitted else None,
-        )
-        return counts(result)["attained"]
-
-    best = max(run(True), run(False))
+    known = {name: point[name] for name in ("workload", "setup", "load")}
+    runs = [
+        counts(_run(seed, **known, span=span, wrong=None, admitted=admitted))
+        for admitted in (True, False)
+    ]
+    best = max(each["attained"] for each in runs)
     every = dict.fromkeys(("promised", "kept", *OBJECTIVES, "attained"), best)
-    return {"requests": float(len(workload)), **every, "late_p95": 0.0}
-
-
-def admissions() -> admission.AdmissionPolicy:
-    """The admission policy that a controller has by default."""
-    assert ADMISSION is not None
-    return admission.make_policy(ADMISSION)
+    return {"requests": runs[0]["requests"], **every, "late_p95": 0.0}
 
 
 def counts(result: Result) -> dict[str, float]:
@@ -162,29 +167,6 @@ def counts(result: Result) -> dict[str, float]:
     late = measured.ttft_s / column(requests, 0) - 1
     late = late[promised[measured.request] & (late > 0)]
     return {**found, "late_p95": float(np.percentile(late, 95)) if len(late) else 0.0}
-
-
-def cells(plan: Plan) -> list[Cell]:
-    """Workloads x setups x loads x wrong models x margins or none, and the oracle of each."""
-    makes = {name: GENERATED[name] for name in plan.pick(QUICK_WORKLOADS, GENERATED, GENERATED)}
-    makes |= recorded(plan.traces)
-    setups = plan.pick(["8b"], ["8b", "70b-short"], list(SETUPS))
-    loads = plan.pick([1.1], [0.9, 1.3], [0.6, 0.9, 1.1, 1.3, 2.0])
-    span = plan.pick(Span(3.0, 10, 20), Span(45.0, 150, 500), Span(180.0, 300, 4_000))
-    grid: list[Cell] = []
-    for workload, make in makes.items():
-        for setup in (SETUPS[name] for name in setups):
-            full = full_load_rate(make, setup)
-            for load in loads:
-                one = load * full
-                run = make, setup, one * REPLICAS, span.requests(one) * REPLICAS
-                labels: dict[str, Value] = {"workload": workload, "setup": setup.name, "load": load}
-                grid.append(Cell({**labels, "model": "-", "system": ORACLE}, partial(oracle, *run)))
-                for model, wrong in WRONG.items():
-                    for system, level in ((NONE, None), (MARGINS, LEVEL)):
-                        names = {**labels, "model": model, "system": system}
-                        grid.append(Cell(names, partial(measure, *run, wrong, level)))
-    return grid
 
 
 class Sums(NamedTuple):
@@ -306,6 +288,15 @@ def targets(sums: Sequence[Sums]) -> Table:
     )
 
 
+AXES: Axes = {
+    "workload": Workloads(
+        GENERATED.__getitem__, Scaled(QUICK_WORKLOADS, tuple(GENERATED)), recorded
+    ),
+    "setup": Scaled(("8b",), ("8b", "70b-short")),
+    "load": Scaled((1.1,), (0.9, 1.3)),
+}
+SPAN = Scaled(Span(3.0, 10, 20), Span(45.0, 150, 500))
+
 EXPERIMENT = Experiment(
     name="promises",
     source="ours; adaptive conformal inference is Gibbs and Candès 2021",
@@ -329,7 +320,14 @@ EXPERIMENT = Experiment(
         "its objectives counts, of the better of a run with admission and one without",
     },
     seeds=2,
-    cells=cells,
+    grids=[
+        Product(oracle, {**AXES, "model": ("-",), "system": (ORACLE,)}, {"span": SPAN}),
+        Product(
+            measure,
+            {**AXES, "model": WRONG, "system": {NONE: None, MARGINS: LEVEL}},
+            {"span": SPAN},
+        ),
+    ],
     tables=(
         lambda rows: targets(sums_of(rows)),
         partial(_by, 3, "By model error, mean over cells", "model", _NOTE),

@@ -54,63 +54,34 @@ class Setup(NamedTuple):
         truth: real step times without noise.
         believed: step times that planners start from, without head-room.
         engine: limits.
-        words: description.
     """
 
     name: str
     truth: LatencyModel
     believed: LatencyModel
     engine: EngineConfig
-    words: str
 
 
 _SMALL = LinearLatency(a=0.009, b=8e-5, c=7e-8, d=2e-9)
 _FAST = LinearLatency(a=0.005, b=2.5e-5, c=3.5e-8, d=6e-10)
 _LARGE = LinearLatency(a=0.028, b=2.5e-4, c=5e-8, d=3e-9)
+_NO_SQUARE = LinearLatency(a=0.009, b=8.6e-5, c=7e-8)
+_SLOW_START = LinearLatency(a=0.031, b=2.3e-4, c=5e-8, d=3e-9)
 
 SETUPS: dict[str, Setup] = {
     setup.name: setup
     for setup in (
-        Setup(
-            "8b",
-            _SMALL,
-            LinearLatency(a=0.009, b=8.6e-5, c=7e-8),
-            EngineConfig(kv_blocks=16_384),
-            "8B parameters on one GPU of 2 TB/s, ample KV (262,144 tokens); the planner's model "
-            "lacks the quadratic term",
-        ),
-        Setup(
-            "8b-short",
-            _SMALL,
-            _SMALL,
-            EngineConfig(kv_blocks=4_096),
-            "the same with KV for 65,536 tokens",
-        ),
-        Setup(
-            "70b-short",
-            _LARGE,
-            _LARGE,
-            EngineConfig(kv_blocks=2_048),
-            "70B parameters over 4 such GPUs: a large fixed part, KV for 32,768 tokens",
-        ),
-        Setup(
-            "70b",
-            _LARGE,
-            LinearLatency(a=0.031, b=2.3e-4, c=5e-8, d=3e-9),
-            EngineConfig(kv_blocks=16_384),
-            "the same with ample KV; the planner's fixed part is 11 % too large, its token "
-            "time 8 % too small",
-        ),
-        Setup(
-            "8b-fast",
-            _FAST,
-            _FAST,
-            EngineConfig(kv_blocks=32_768, max_sequences=512),
-            "8B parameters on one GPU of 3.3 TB/s, 512 sequences, KV for 524,288 tokens",
-        ),
+        Setup("8b", _SMALL, _NO_SQUARE, EngineConfig(kv_blocks=16_384)),
+        Setup("8b-short", _SMALL, _SMALL, EngineConfig(kv_blocks=4_096)),
+        Setup("70b-short", _LARGE, _LARGE, EngineConfig(kv_blocks=2_048)),
+        Setup("70b", _LARGE, _SLOW_START, EngineConfig(kv_blocks=16_384)),
+        Setup("8b-fast", _FAST, _FAST, EngineConfig(kv_blocks=32_768, max_sequences=512)),
     )
 }
-
+"""An 8B model on one GPU of 2 TB/s (``8b-fast``: 3.3 TB/s), and a 70B model over 4 of the former,
+with a large fixed part. KV blocks have 16 tokens; ``short``: KV for few sequences. The planner of
+``8b`` lacks the quadratic term; that of ``70b`` has a fixed part 11 % too large, and a token time
+8 % too small."""
 
 OPERATORS = {"8b": LLAMA3_8B, "70b": LLAMA3_70B}
 """By setup, the operators of a model of this size."""

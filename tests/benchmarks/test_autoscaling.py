@@ -15,8 +15,8 @@ from sluice.benchmarks.experiments.autoscaling import (
     serve,
     surges,
 )
-from sluice.benchmarks.experiments.grid import Row
 from sluice.benchmarks.experiments.loads import GENERATED, full_load_rate
+from sluice.benchmarks.experiments.tables import Row
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.workload import Arrival, Workload
 
@@ -51,8 +51,8 @@ def test_the_changing_mix_has_its_load_and_two_kinds_of_objectives() -> None:
 
 
 def test_a_fixed_pool_and_one_that_scales_serve_the_same_requests() -> None:
-    fixed = measure(surges, 1.0, 60.0, CHAT_RATE, Scaling("fixed", over_s=60.0), 1)
-    scaled = measure(surges, 1.0, 60.0, CHAT_RATE, OURS, 1)
+    fixed = measure(1, (surges, CHAT_RATE), Scaling("fixed", over_s=60.0), 1.0, 60.0)
+    scaled = measure(1, (surges, CHAT_RATE), OURS, 1.0, 60.0)
     assert fixed["changes"] == 0
     assert fixed["rate"] == scaled["rate"]
     assert fixed["replica_hours"] >= fixed["most_replicas"] * 50 / 3600

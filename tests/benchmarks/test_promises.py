@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sluice.benchmarks.experiments.grid import Row
 from sluice.benchmarks.experiments.promises import (
     MARGINS,
     NONE,
@@ -16,6 +15,7 @@ from sluice.benchmarks.experiments.promises import (
     sums_of,
     targets,
 )
+from sluice.benchmarks.experiments.tables import Row
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.run import simulate
