@@ -10,12 +10,13 @@ policies run with the default admission.
 Inside, the code runs as fast as it can, and a time line is computed afterwards: queries arrive by a
 Poisson process and reports at a steady rate, and each takes its measured processor time, one after
 the other. This shows how long a decision waits behind reports, and other processes on the machine
-hardly affect it. The same shows what a scrape of /metrics each second costs decisions: the actor
-hands over its figures, which the observer, another process, writes.
+hardly affect it. For a page of /metrics the actor hands over its figures, which the observer,
+another process, writes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import pickle
@@ -45,12 +46,7 @@ REPORTS_PER_S = 64 * 50.0
 
 FLOOR = "floor"
 
-SCRAPED_QUERIES_PER_S = 100.0
-"""Few, so that decisions hardly wait for each other: the waits for scrapes are to be seen."""
-
-SCRAPE_TURNS = 3
-"""Turns with a scrape of /metrics each second, and as many without."""
-
+SCRAPES = 50
 BATCH = 64
 """Queries in a call, where they are batched."""
 
@@ -142,22 +138,11 @@ class Inside:
         pickle.dumps(finish(self._controller.figures()))
         return time.thread_time_ns() - started
 
-    def line(
-        self,
-        decisions: int,
-        reports: bool,
-        scrapes: bool = False,
-        queries_per_s: float = QUERIES_PER_S,
-    ) -> Times:
-        """Decisions, and reports if ``reports``, and a scrape each second if ``scrapes``, on the
-        module's time line."""
-        query_s, report_s, scrape_s, free_s = 0.0, 0.0, 0.0, 0.0
+    def line(self, decisions: int, reports: bool) -> Times:
+        """Decisions, and reports if ``reports``, on the module's time line."""
+        query_s, report_s, free_s = 0.0, 0.0, 0.0
         times = Times([], [], [])
         while len(times.decision_ns) < decisions:
-            if scrapes and scrape_s < query_s:
-                free_s = max(free_s, scrape_s) + self.scrape() / 1e9
-                scrape_s += 1.0
-                continue
             if reports and report_s < query_s:
                 took = self.report()
                 times.report_ns.append(took)
@@ -168,7 +153,7 @@ class Inside:
             times.decision_ns.append(took)
             free_s = max(free_s, query_s) + took / 1e9
             times.answer_ns.append(round((free_s - query_s) * 1e9))
-            query_s += self._rng.expovariate(queries_per_s)
+            query_s += self._rng.expovariate(QUERIES_PER_S)
             if not reports:
                 self.release()
         return times
@@ -184,31 +169,20 @@ def measure_inside(
     # The collector stays on, as in the actor.
     alone = figures(fleet.line(decisions, reports=False).decision_ns)
     busy = fleet.line(decisions, reports=True)
-    turns: dict[bool, list[int]] = {False: [], True: []}
-    for turn in range(2 * SCRAPE_TURNS):
-        scraped = turn % 4 in (1, 2)
-        times = fleet.line(decisions, False, scraped, SCRAPED_QUERIES_PER_S)
-        turns[scraped] += times.answer_ns
-    without, with_scrapes = (figures(turns[on])["p99_ms"] for on in (False, True))
-    calls = max(1, decisions // BATCH)
     batches_ns = []
-    for _ in range(calls):
+    for _ in range(max(1, decisions // BATCH)):
         batches_ns.append(fleet.decide(BATCH))
         fleet.release()
     return {
         "p50_ms": alone["p50_ms"],
         "p99_ms": alone["p99_ms"],
-        "per_second": round(calls * BATCH * 1e9 / sum(batches_ns)),
+        "per_second": round(len(batches_ns) * BATCH * 1e9 / sum(batches_ns)),
         "with_reports": {
             **figures(busy.decision_ns),
             "answer_p99_ms": figures(busy.answer_ns)["p99_ms"],
         },
         "report": figures(busy.report_ns),
-        "scrape": {
-            "without_p99_ms": without,
-            "answer_p99_ms": with_scrapes,
-            "ratio": round(with_scrapes / without, 3),
-        },
+        "scrape": figures([fleet.scrape() for _ in range(SCRAPES)]),
     }
 
 
@@ -219,23 +193,31 @@ def contenders(names: Sequence[str]) -> dict[str, ControllerConfig]:
     return {FLOOR: floor} | {name: ControllerConfig(policy=name, **_LIVE) for name in listed}
 
 
+async def _asked(
+    label: str, config: ControllerConfig, replicas: int, seconds: float, scrapes: bool
+) -> Cell:
+    from sluice.benchmarks.micro.decision_actor import Session
+
+    session = Session(label, config, replicas)
+    try:
+        return await (session.measure_scrapes if scrapes else session.measure)(seconds)
+    finally:
+        await session.close()
+
+
 def measure_actor(
     configs: dict[str, ControllerConfig], results: dict[str, dict[str, Cell]], seconds: float
 ) -> None:
-    """Add the figures of a real actor's callers to the cells of :data:`ACTOR_REPLICAS` replicas."""
-    import asyncio
-
-    from sluice.benchmarks.micro.decision_actor import Session, own_ray
-    from sluice.benchmarks.micro.decision_scrape import ScrapeSession
+    """Add the figures of a real actor's callers to the cells of :data:`ACTOR_REPLICAS` replicas,
+    and for the last policy with scrapes to that of :data:`SCRAPED_REPLICAS`."""
+    from sluice.benchmarks.micro.decision_actor import own_ray
 
     with redirect_stdout(sys.stderr), own_ray():
         for label, config in configs.items():
-            session = Session(label, config, ACTOR_REPLICAS)
-            measured = asyncio.run(session.measure(seconds))
-            results[label][str(ACTOR_REPLICAS)]["connection"] = measured._asdict()
-        label, config = next(reversed(configs.items()))
-        scraped = asyncio.run(ScrapeSession(config, SCRAPED_REPLICAS).measure_scrapes(seconds))
-        results[label][str(SCRAPED_REPLICAS)]["scraped"] = scraped._asdict()
+            asked = asyncio.run(_asked(label, config, ACTOR_REPLICAS, seconds, False))
+            results[label][str(ACTOR_REPLICAS)]["connection"] = asked
+        asked = asyncio.run(_asked("scrape", config, SCRAPED_REPLICAS, seconds, True))
+        results[label][str(SCRAPED_REPLICAS)]["scraped"] = asked
 
 
 @click.command(name="decision")
@@ -244,12 +226,12 @@ def measure_actor(
 @click.option(
     "--actor/--no-actor", default=True, help="Also query a real actor, in its own Ray instance."
 )
-@click.option(
+@number_option(
     "--seconds",
     default=2.0,
-    show_default=True,
-    type=click.FloatRange(0.1, 60),
-    help="Duration of each measurement of the real actor.",
+    least=0.1,
+    most=60,
+    words="Duration of each measurement of the real actor.",
 )
 @click.option(
     "--policy",
@@ -286,7 +268,9 @@ def decision(
         measure_actor(configs, results, seconds)
     tables = [_inside_table(results)]
     if actor:
-        tables += [_actor_table(results), _scrape_table(results)]
+        label, cells = next(reversed(results.items()))
+        scraped = cells[str(SCRAPED_REPLICAS)]["scraped"]
+        tables += [_actor_table(results), _scrape_table(label, scraped)]
     show(results, tables, as_json)
 
 
@@ -297,21 +281,15 @@ def _times(cell: Cell) -> str:
 def _inside_table(results: dict[str, dict[str, Cell]]) -> Table:
     table = Table(
         *("policy", "replicas", "alone", "with reports", "with its wait, p99", "batched, per s"),
-        *("a report", "p99 with scrapes"),
+        *("a report", "a scrape"),
         title=f"inside the actor: p50 / p99 ms; {REPORTS_PER_S:,.0f} reports/s",
     )
     for label, cells in results.items():
         for size, cell in cells.items():
-            table.add_row(
-                label,
-                size,
-                _times(cell),
-                _times(cell["with_reports"]),
-                f"{cell['with_reports']['answer_p99_ms']:.3f}",
-                f"{cell['per_second']:,}",
-                _times(cell["report"]),
-                f"x {cell['scrape']['ratio']:.2f}",
-            )
+            waited = f"{cell['with_reports']['answer_p99_ms']:.3f}"
+            shown = [label, size, _times(cell), _times(cell["with_reports"]), waited]
+            shown += [f"{cell['per_second']:,}", _times(cell["report"]), _times(cell["scrape"])]
+            table.add_row(*shown)
     return table
 
 
@@ -323,29 +301,18 @@ def _actor_table(results: dict[str, dict[str, Cell]]) -> Table:
     )
     for label, cells in results.items():
         cell = cells[str(ACTOR_REPLICAS)]["connection"]
-        table.add_row(
-            label,
-            *(_times(cell[way]) for way in ("alone", "with_reports", "actor_calls")),
-            f"{cell['batched']['per_second']:,}",
-            f"{cell['reports_per_s']:,}",
-            *(f"{cell['cores']:.2f}", f"{cell['memory_mib']:.0f}"),
-        )
+        shown = [_times(cell[way]) for way in ("alone", "with_reports", "actor_calls")]
+        shown += [f"{cell['batched']['per_second']:,}", f"{cell['reports_per_s']:,}"]
+        table.add_row(label, *shown, f"{cell['cores']:.2f}", f"{cell['memory_mib']:.0f}")
     return table
 
 
-def _scrape_table(results: dict[str, dict[str, Cell]]) -> Table:
+def _scrape_table(label: str, cell: Cell) -> Table:
     table = Table(
         *("policy", "without", "a scrape each second", "p99 ratio", "pages", "MiB a page"),
         title=f"{SCRAPED_REPLICAS} replicas, 32 routers: p50 / p99 ms of one caller",
     )
-    for label, cells in results.items():
-        cell = cells[str(SCRAPED_REPLICAS)].get("scraped")
-        if cell is not None:
-            table.add_row(
-                label,
-                *(_times(cell[way]) for way in ("without", "scraped")),
-                f"{cell['ratio']:.2f}",
-                str(cell["pages"]),
-                f"{cell['page_bytes'] / (1 << 20):.1f}",
-            )
+    size = f"{cell['page_bytes'] / (1 << 20):.1f}"
+    shown = [_times(cell["without"]), _times(cell["scraped"]), f"{cell['ratio']:.2f}"]
+    table.add_row(label, *shown, str(cell["pages"]), size)
     return table
