@@ -70,7 +70,7 @@ def report_of(experiment: Experiment, plan: Plan, jobs: int, command: str) -> Re
         for row in measured(cells, plan.seeds, jobs):
             rows.append(row)
             progress.advance(task)
-    said = experiment.name, experiment.source, experiment.question, experiment.setting
+    said = experiment.name, experiment.source, experiment.question, experiment.conditions
     return Report(*said, METHOD, command, *experiment.findings(rows), rows)
 
 
@@ -79,7 +79,7 @@ def command_of(experiment: Experiment) -> click.Command:
     folder = click.Path(file_okay=False, path_type=Path)
     existing = click.Path(file_okay=False, exists=True, path_type=Path)
     words = [experiment.question, f"Source: {experiment.source}."]
-    words += [f"{what}: {text}." for what, text in experiment.setting.items()]
+    words += [f"{what}: {text}." for what, text in experiment.conditions.items()]
     words += [f"\b\nExample:\n  sluice bench {experiment.name} --scale quick"]
 
     @click.command(experiment.name, help="\n\n".join(words), short_help=experiment.question)

@@ -161,21 +161,22 @@ ENGINE = {"what": "engine"}
 NOISY = "On a shared machine; measure with --jobs 1 on a quiet one."
 
 EXPERIMENT = Experiment(
-    name="annealing",
-    source="002 (simulated annealing), Fig. 7 and Table 1",
-    question="How near does annealing come to the best mapping, how much does it gain over FCFS, "
-    "and how long does it take?",
+    "annealing",
+    "002 (simulated annealing), Fig. 7 and Table 1",
+    "How near does annealing come to the best mapping, how much does it gain over FCFS, and how "
+    "long does it take?",
+    seeds=10,
     setting={
         "TPOT": "mapping: predicted decode time over output tokens, as in the paper; engine: mean "
         "since the first token",
         "Arrivals": "all at once",
+        "Load": "as many requests as the tables say",
         "Objectives and priorities": "half chat (TTFT 10 s, TPOT 50 ms), half code (30 s end to "
         "end), in random order; divided by 4 where named (TPOT stays); one priority",
         "Latency": "mapping: the paper's Table 2 (2 V100, Qwen2.5-7B); engine: setup 8b of "
         "benchmarks/experiments/systems.py, the policy's predictor derived from its step times",
         "Output lengths": "known",
     },
-    seeds=10,
     grids=[
         Product(
             mapping,

@@ -13,7 +13,6 @@ import numpy as np
 from sluice.benchmarks.experiments.grid import Experiment, Plan, Product, Scaled
 from sluice.benchmarks.experiments.loads import (
     GENERATED,
-    LOAD_WORDS,
     Make,
     full_load_rate,
     generated,
@@ -217,17 +216,16 @@ SECONDS = Scaled(20.0, 1800.0)
 SYSTEMS = Scaled(_systems(10.0, 8.0), _systems(180.0, 10.0, 16.0, 24.0))
 
 EXPERIMENT = Experiment(
-    name="autoscaling",
-    source="ours; Ray Serve's default autoscaling rule",
-    question="What do autoscaled pools cost, and which SLO attainment do they reach?",
+    "autoscaling",
+    "ours; Ray Serve's default autoscaling rule",
+    "What do autoscaled pools cost, and which SLO attainment do they reach?",
+    seeds=1,
     setting={
-        "TPOT": "judged by its mean; 0.08 s, with a TTFT of 0.8 s (4 s for documents)",
-        "Priorities": "two, drawn with equal chance (ProServe §5.1)",
-        "Arrivals": "a mean of 2 replicas' load in 30 min, Poisson with the rates "
-        f"below; traces stretched to it; {LOAD_WORDS}",
+        "Arrivals": "a mean of 2 replicas' load in 30 min, Poisson with these rates, or traces "
+        "stretched to it",
         "Diurnal": "a day as long as the run, whose rate goes from 0.2 to 1.8 of its mean",
         "Surges": "4 times the load for 2 min on average, with 4 min between two",
-        "Changing mix": "chat by day, long prompts with short outputs by night",
+        "Changing mix": "chat by day, long prompts with short outputs by night (TTFT 4 s)",
         "Latency": f"setup {SETUP.name} of benchmarks/experiments/systems.py",
         "Replicas": f"serve {STARTUP_S:g} s after they are requested; the load is sampled every "
         f"{INTERVAL_S:g} s",
@@ -236,7 +234,6 @@ EXPERIMENT = Experiment(
         "Fixed": f"sized for a load of {FIXED_LOAD:g} each, of the mean load or of the largest "
         f"within {PEAK_OVER_S:g} s",
     },
-    seeds=1,
     grids=[
         Product(
             measure,

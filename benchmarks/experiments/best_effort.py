@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from sluice.benchmarks.experiments.grid import Experiment, Product, Scaled
-from sluice.benchmarks.experiments.loads import GENERATED, LOAD_WORDS, full_load_rate
+from sluice.benchmarks.experiments.loads import GENERATED, full_load_rate
 from sluice.benchmarks.experiments.systems import SETUPS, node_of
-from sluice.benchmarks.experiments.tables import pivots
+from sluice.benchmarks.experiments.tables import Pivot
 from sluice.scheduling.batching import make_policy
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.engine import Engine
@@ -66,30 +66,19 @@ def measure(
     }
 
 
-_SHARES = {"attainment": "SLO attainment of the guaranteed requests"}
-_WORK = {
-    "behind_tokens_per_s": "output tokens a second of the background work",
-    "behind_longest_wait_s": "longest wait of the background work for a first token, s",
-}
-_EVICTED = {"evicted_share": "share of the computed tokens that evictions discarded"}
-_DOWN = ("policy", "served")
-
 EXPERIMENT = Experiment(
-    name="best_effort",
-    source="SLOs-Serve §4.1 has the idea of the tier; the rules are ours",
-    question="What does best-effort work cost the guaranteed requests, and how much of it is "
-    "served beside them?",
+    "best_effort",
+    "SLOs-Serve §4.1 has the idea of the tier; the rules are ours",
+    "What does best-effort work cost the guaranteed requests, and how much of it is served beside "
+    "them?",
+    seeds=3,
     setting={
-        "TPOT": "mean since the first token",
-        "Arrivals": f"generated, Poisson, of guaranteed requests for a minute, at the load shown; "
-        f"{LOAD_WORDS}. Background work: requests without objectives, their lengths of the same "
-        f"distribution, at load {BEHIND_LOAD:g}",
-        "Objectives and priorities": "ProServe's, see simulation/workloads/settings.py; every "
-        "request that states one counts as guaranteed, also above capacity, where a controller "
-        "would guarantee fewer",
+        "Arrivals": "guaranteed requests for a minute at the load shown, beside requests without "
+        f"objectives, their lengths of the same distribution, at load {BEHIND_LOAD:g}",
+        "Objectives and priorities": "ProServe's; every request that states one counts as "
+        "guaranteed, also above capacity, where a controller would guarantee fewer",
         "Latency": "setup 8b-short of benchmarks/experiments/systems.py",
     },
-    seeds=3,
     grids=[
         Product(
             measure,
@@ -102,8 +91,16 @@ EXPERIMENT = Experiment(
         )
     ],
     tables=[
-        *pivots(_SHARES, _DOWN, title="{}, by load"),
-        *pivots(_WORK, _DOWN, digits=0, title="{}, by load"),
-        *pivots(_EVICTED, _DOWN, title="{}, by load"),
+        Pivot(f"{words}, by load", figure, ("policy", "served"), digits=digits)
+        for words, figure, digits in (
+            ("SLO attainment of the guaranteed requests", "attainment", 3),
+            ("output tokens a second of the background work", "behind_tokens_per_s", 0),
+            (
+                "longest wait of the background work for a first token, s",
+                "behind_longest_wait_s",
+                0,
+            ),
+            ("share of the computed tokens that evictions discarded", "evicted_share", 3),
+        )
     ],
 )

@@ -5,21 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from sluice.benchmarks.experiments import loads
 from sluice.benchmarks.experiments.grid import Axes, Experiment, Product, Scaled
-from sluice.benchmarks.experiments.loads import (
-    GENERATED,
-    LOAD_WORDS,
-    OWN_OBJECTIVES,
-    Make,
-    Span,
-    Sweep,
-    Workloads,
-    full_load_rate,
-    measure,
-    recorded,
-)
+from sluice.benchmarks.experiments.loads import Make, Span, Sweep, recorded, workloads
 from sluice.benchmarks.experiments.systems import DEFAULT, SETUPS, Contender
-from sluice.benchmarks.experiments.tables import Lines, Rivals, Rows, estimate, grouped, pivots
+from sluice.benchmarks.experiments.tables import (
+    Lines,
+    Pivot,
+    Rivals,
+    Rows,
+    estimate,
+    grouped,
+    pivots,
+)
 from sluice.scheduling.batching import POLICIES
 from sluice.simulation.planning.plots import Table
 
@@ -32,11 +30,6 @@ FIGURES = {
 }
 AGAINST = Rivals("policy", DEFAULT.policy, FIGURES)
 CELL = ("workload", "setup", "load")
-
-
-def _shown(rows: Rows) -> list[str]:
-    wait_s = max(float(row["longest_wait_s"]) for row in rows)
-    return [*(estimate(rows, figure).shown(4) for figure in FIGURES), f"{wait_s:.0f}"]
 
 
 def headline(rows: Rows) -> Table:
@@ -100,29 +93,31 @@ def worst(rows: Rows) -> Table:
     )
 
 
+def overall(rows: Rows) -> list[str]:
+    """The figures of one policy."""
+    wait_s = max(float(row["longest_wait_s"]) for row in rows)
+    return [*(estimate(rows, figure).shown(4) for figure in FIGURES), f"{wait_s:.0f}"]
+
+
 EXPERIMENT = Experiment(
-    name="default_policy",
-    source="ours; the workloads and objectives are those of the five papers",
-    question="Does the default policy lose to any single paper's policy anywhere, and how much "
-    "does it gain in the mean?",
+    "default_policy",
+    "ours; the workloads and objectives are those of the five papers",
+    "Does the default policy lose to any single paper's policy anywhere, and how much does it gain "
+    "in the mean?",
+    seeds=3,
     setting={
         "TPOT": "mean since the first token, and its strict running maximum; TDG by the envelope",
-        "Arrivals": f"generated, or recorded and thinned or stretched as named; {LOAD_WORDS}",
-        "Objectives and priorities": f"{OWN_OBJECTIVES}; "
+        "Arrivals": "generated, or recorded and thinned or stretched as named",
+        "Objectives and priorities": "each workload's own, see simulation/workloads/settings.py; "
         "recorded: TTFT 0.8 s, TPOT 80 ms, priorities 2 and 1 with equal chance; with prompts of "
         "4,000 tokens or more on average TTFT 3 times the idle engine's, at least 0.8 s",
-        "Latency": "setups of benchmarks/experiments/systems.py; 3 % noise, 5 % head-room, online "
-        "correction",
         "Output lengths": "learnt per task class while running, for every policy alike",
         "Policies": "default options; a static token budget is profiled for the least TPOT "
-        "objective; one engine",
+        "objective; one engine of each setup",
     },
-    seeds=3,
     grids=[
         Sweep(
-            workloads=Workloads(
-                GENERATED.__getitem__, Scaled(QUICK_WORKLOADS, tuple(GENERATED)), recorded
-            ),
+            workloads=workloads(Scaled(QUICK_WORKLOADS, tuple(loads.GENERATED)), traces=recorded),
             setups=Scaled((SETUPS["8b"],), (SETUPS["8b"], SETUPS["70b-short"])),
             loads=Scaled((1.1,), (0.9, 1.3)),
             kinds=(*(Contender(name, name) for name in POLICIES), PAB),
@@ -134,13 +129,11 @@ EXPERIMENT = Experiment(
             "All cells: mean over workloads, setups and loads",
             ("policy",),
             (*FIGURES.values(), "longest wait for a first token, s"),
-            _shown,
+            overall,
             "FairBatching-PAB refuses requests at arrival. A refused request counts as missed; its "
             "wait ends when the engine has no other work.",
         ),
-        headline,
-        by_workload,
-        worst,
+        *(headline, by_workload, worst),
     ),
 )
 
@@ -151,8 +144,8 @@ def _lasting(
     seed: int, workload: Make, seconds: float, policy: Contender, load: float
 ) -> Mapping[str, float]:
     setup = SETUPS["8b"]
-    rate = load * full_load_rate(workload, setup)
-    return measure(workload, setup, rate, max(2, round(rate * seconds)), policy, None, False, seed)
+    rate = load * loads.full_load_rate(workload, setup)
+    return loads.measure(policy, seed, workload, setup, rate, max(2, round(rate * seconds)))
 
 
 def _by_length(
@@ -161,33 +154,25 @@ def _by_length(
     load: float,
     seconds: Scaled[tuple[float, ...]],
     kinds: Scaled[tuple[Contender, ...]],
-    **more: str,
 ) -> Experiment:
-    names = Scaled(("proserve sharegpt",), ("proserve sharegpt", "proserve azure"))
     axes: Axes = {
-        "workload": Workloads(GENERATED.__getitem__, names),
+        "workload": workloads(
+            Scaled(("proserve sharegpt",), ("proserve sharegpt", "proserve azure"))
+        ),
         "seconds": seconds,
         "policy": lambda plan: {kind.label: kind for kind in kinds(plan)},
     }
-    down, by = ("workload", "policy"), "seconds"
     shares = {"attainment_mean": "SLO attainment, mean TPOT", "tdg": "TDG ratio, envelope"}
-    waits = {"longest_wait_s": "longest wait for a first token, s"}
+    by = ("workload", "policy"), "seconds"
+    wait = "longest wait for a first token, s, by seconds of arrivals"
     return Experiment(
-        name=name,
-        source="ours",
-        question=question,
-        setting={
-            "TPOT": "mean since the first token; TDG by the envelope",
-            "Arrivals": f"generated, Poisson, at load {load:g}; {LOAD_WORDS}",
-            "Objectives and priorities": OWN_OBJECTIVES,
-            "Latency": "setup 8b of benchmarks/experiments/systems.py",
-            **more,
-        },
+        *(name, "ours", question),
         seeds=4,
+        setting={"Load of the runs": f"{load:g}", "Ageing": "after 30 s; shares of a batch's time"},
         grids=[Product(_lasting, axes, {"load": load})],
         tables=[
-            *pivots(shares, down, by, title="{}, by seconds of arrivals"),
-            *pivots(waits, down, by, 0, "{}, by seconds of arrivals"),
+            *pivots(shares, *by, title="{}, by seconds of arrivals"),
+            Pivot(wait, "longest_wait_s", *by, 0),
         ],
     )
 
@@ -211,5 +196,4 @@ AGEING = _by_length(
     1.3,
     Scaled((1.0, 3.0), (60.0, 300.0)),
     Scaled((_NONE, _SHARES[0]), (_NONE, *_SHARES)),
-    Ageing="requests age after 30 s; shares are of a batch's time",
 )

@@ -6,21 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from sluice.benchmarks.experiments import loads
 from sluice.benchmarks.experiments.grid import Experiment, Scaled
-from sluice.benchmarks.experiments.loads import (
-    CLUSTER_WORDS,
-    SAMPLE,
-    SLOS_SERVE_OBJECTIVES,
-    Capacities,
-    Loads,
-    Make,
-    Span,
-    Sweep,
-    Workloads,
-    full_load_rate,
-    generated,
-    latency_words,
-)
+from sluice.benchmarks.experiments.loads import Make, Search, Span, Sweep, generated, workloads
 from sluice.benchmarks.experiments.systems import (
     DEFAULT,
     ROUTER,
@@ -32,15 +20,7 @@ from sluice.benchmarks.experiments.systems import (
     colocated,
     of_roles,
 )
-from sluice.benchmarks.experiments.tables import (
-    Lines,
-    Pivot,
-    Rows,
-    estimate,
-    grouped,
-    having,
-    pivots,
-)
+from sluice.benchmarks.experiments.tables import Lines, Rows, grouped, having, mean, pivots
 from sluice.scheduling.fleet.pool_ratio import PoolDemand
 from sluice.simulation.capacity import pool_demand
 from sluice.simulation.planning.plots import Table
@@ -71,10 +51,8 @@ short run favours policies that delay decodes."""
 
 SETTING = {
     "TPOT": "as each table says",
-    "Arrivals": "generated, Poisson for every workload, so that bursts do not hide the ratio; "
-    f"{CLUSTER_WORDS}",
-    "Objectives and priorities": SLOS_SERVE_OBJECTIVES,
-    "Latency": latency_words("setup 8b"),
+    "Arrivals": "generated, Poisson for every workload, so that bursts do not hide the ratio",
+    "Objectives and priorities": "SLOs-Serve Tables 1 and 3; one priority",
     "Transfer": "2 ms to notify the decode replica, 1 ms and 5 us per prompt token to fetch the "
     "KV; the decode replica recomputes the last prompt token and generates every output token",
 }
@@ -99,7 +77,9 @@ def split_in(prefillers: int, decoders: int, mixed: int = 0) -> Layout:
 
 def demand_of(scenario: str) -> PoolDemand:
     """A workload's demand by the formula, on the experiments' replicas."""
-    return pool_demand(of_scenario(scenario)(SETUP, 1.0, SAMPLE, 0), SETUP.truth, SETUP.engine)
+    return pool_demand(
+        of_scenario(scenario)(SETUP, 1.0, loads.SAMPLE, 0), SETUP.truth, SETUP.engine
+    )
 
 
 def formula(rows: Rows) -> Table:
@@ -108,7 +88,7 @@ def formula(rows: Rows) -> Table:
     for (scenario,) in grouped(rows, "workload"):
         demand = demand_of(str(scenario))
         split = split_in(*demand.split(8)).name
-        rates = demand.best_goodput, full_load_rate(of_scenario(str(scenario)), SETUP)
+        rates = demand.best_goodput, loads.full_load_rate(of_scenario(str(scenario)), SETUP)
         shown = (f"{rate:.2f}" for rate in rates)
         lines.append((str(scenario), f"{demand.ratio:.2f}", split, *shown))
     return Table(
@@ -118,32 +98,32 @@ def formula(rows: Rows) -> Table:
     )
 
 
-def _beside_each_other(workloads: Scaled[tuple[str, ...]], *loads: float) -> Sweep:
+def _side_by_side(scenarios: Scaled[tuple[str, ...]], *at: float) -> Sweep:
     four = (colocated(4), split_in(3, 1), split_in(2, 2), split_in(1, 3), split_in(1, 1, mixed=2))
     return Sweep(
-        workloads=Workloads(of_scenario, workloads),
+        workloads=workloads(scenarios, of_scenario),
         layouts=Scaled((four[0], four[1], four[-1]), four),
-        loads=Scaled((0.6,), loads),
+        loads=Scaled((0.6,), at),
         kinds=Scaled((System(ROUTER, DEFAULT),), (System(ROUTER, DEFAULT), System(ROUTER, STRICT))),
         span=SPAN,
     )
 
 
 LAYOUTS = Experiment(
-    name="disaggregation",
-    source="ours; SLOs-Serve §2.3",
-    question="Do separate prefill and decode replicas serve more than as many co-located ones?",
+    "disaggregation",
+    "ours; SLOs-Serve §2.3",
+    "Do separate prefill and decode replicas serve more than as many co-located ones?",
+    seeds=2,
     setting={
         **SETTING,
         "Replicas": "4, behind the default router",
         TIGHT: "the coder's requests with a TPOT that leaves 6 ms of a step beside its fixed time",
     },
-    seeds=2,
     grids=[
-        _beside_each_other(Scaled(("chatbot",), ("chatbot", "coder", "mixed")), 0.6, 0.9),
-        _beside_each_other(Scaled((), (TIGHT,)), 0.6, 0.9, 1.4),
+        _side_by_side(Scaled(("chatbot",), ("chatbot", "coder", "mixed")), 0.6, 0.9),
+        _side_by_side(Scaled((), (TIGHT,)), 0.6, 0.9, 1.4),
     ],
-    tables=(
+    tables=[
         *(
             table
             for policy in (LOCAL, STRICT.label)
@@ -155,7 +135,7 @@ LAYOUTS = Experiment(
             )
         ),
         formula,
-    ),
+    ],
 )
 
 # Ratios.
@@ -163,7 +143,6 @@ LAYOUTS = Experiment(
 RATIOS = (split_in(1, 1), split_in(2, 1), split_in(1, 2))
 EVEN = RATIOS[0].name
 RATE = "rate_0.9"
-LOADS = Loads(0.15, 1.35, 5)
 DISTSERVE = System("least_tokens", Contender("fcfs + least_tokens", "fcfs"))
 """First come, first served on both sides; the prefill replica with the shortest queue."""
 
@@ -181,50 +160,45 @@ def over_even(rows: Rows) -> Rows:
 
 def _by_formula(rows: Rows) -> Sequence[str]:
     demand = demand_of(str(rows[0]["workload"]))
-    measured = {str(name): own for (name,), own in grouped(rows, "layout").items()}
-    known = [layout.name for layout in RATIOS if layout.name in measured]
-    best = max(known, key=lambda name: estimate(measured[name], RATE).mean)
-    goodputs = [
-        demand.goodput(layout.cluster.prefillers, layout.cluster.decoders) for layout in RATIOS
-    ]
+    rates = {str(name): mean(own, RATE) for (name,), own in grouped(rows, "layout").items()}
+    best = max((each.name for each in RATIOS if each.name in rates), key=lambda name: rates[name])
+    goodputs = [demand.goodput(of.cluster.prefillers, of.cluster.decoders) for of in RATIOS]
     return f"{demand.ratio:.2f}", *(f"{each / goodputs[0]:.2f}" for each in goodputs), best
 
 
 RATIO = Experiment(
-    name="disaggregation_ratio",
-    source="SLOs-Serve Fig. 4 and appendix A",
-    question="Which ratio of prefill to decode replicas is right for which workload?",
+    "disaggregation_ratio",
+    "SLOs-Serve Fig. 4 and appendix A",
+    "Which ratio of prefill to decode replicas is right for which workload?",
+    seeds=1,
     setting={
         **SETTING,
         "TPOT": "the largest mean over 10 tokens",
-        "Capacity": "90% of the requests attain; by halving the logarithm of loads from "
-        f"{LOADS.least:g} to {LOADS.most:g} {LOADS.steps} times, within 7 %",
+        "Capacity": "90% of the requests attain; by halving the logarithm of loads from 0.15 to "
+        "1.35 5 times, within 7 %",
         "Replicas": "2 or 3, as in the paper, which has OPT-13B on H100; 3 co-located",
         "DistServe": "first come, first served on both sides, routed to the shortest queue",
     },
-    seeds=1,
     grids=[
-        Capacities(
-            workloads=Workloads(
-                of_scenario, Scaled(("chatbot",), ("chatbot", "coder", "reasoning"))
+        Sweep(
+            workloads=workloads(
+                Scaled(("chatbot",), ("chatbot", "coder", "reasoning")), of_scenario
             ),
             layouts=Scaled((RATIOS[0], colocated(2)), (*RATIOS, colocated(3))),
             kinds=Scaled((DISTSERVE,), (DISTSERVE, OURS)),
             span=SPAN,
-            spans={"reasoning": Scaled(Span(1.0, 3, 3), Span(240.0, 20, 100))},
-            figure="attainment_window",
-            within=LOADS,
+            spans={"reasoning": Span(240.0, 20, 100)},
+            search=Search("attainment_window", loads=loads.Loads(0.15, 1.35, 5)),
         )
     ],
     derive=over_even,
-    tables=(
-        Pivot(
-            "Fig. 4: capacity over that of an even split",
-            *("times", ("workload", "policy"), "layout", 2),
-        ),
-        Pivot(
-            "Capacity per replica, requests/s",
-            *(RATE, ("workload", "policy"), "layout", 2),
+    tables=[
+        *pivots(
+            {
+                "times": "Fig. 4: capacity over that of an even split",
+                RATE: "Capacity per replica, requests/s",
+            },
+            *(("workload", "policy"), "layout", 2),
         ),
         Lines(
             "The same by the formula (SLOs-Serve appendix A), and the best that was measured",
@@ -232,5 +206,5 @@ RATIO = Experiment(
             ("prefill per decode", *(layout.name for layout in RATIOS), "best measured"),
             _by_formula,
         ),
-    ),
+    ],
 )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sluice.benchmarks.experiments.grid import Experiment, Product, Scaled
-from sluice.benchmarks.experiments.loads import GENERATED, LOAD_WORDS, cluster_rate
+from sluice.benchmarks.experiments.loads import GENERATED, cluster_rate
 from sluice.benchmarks.experiments.systems import (
     ADMISSION,
     DEFAULT,
@@ -187,32 +187,30 @@ def _compared(rows: Rows) -> list[str]:
     return [*shown, *(f"{ratio:.3f}" for ratio in ratios)]
 
 
+_ASKED = {
+    name: ", ".join(
+        f"weight {each.weight:g} asks {each.demand:g} times its share"
+        + (" in bursts" if each.bursty else "")
+        for each in tenants
+    )
+    for name, tenants in GROUPS.items()
+}
+
 EXPERIMENT = Experiment(
-    name="fair_shares",
-    source="ours; weighted max-min fairness, trunk reservation",
-    question="Under overload, does each tenant get its fair share of guaranteed capacity, and what "
-    "does that cost?",
+    "fair_shares",
+    "ours; weighted max-min fairness, trunk reservation",
+    "Under overload, does each tenant get its fair share of guaranteed capacity, and what does "
+    "that cost?",
+    seeds=2,
     setting={
-        "Tenants": "; ".join(
-            f"{name}: "
-            + ", ".join(
-                f"weight {tenant.weight:g} asks {tenant.demand:g} times its share"
-                + (" in bursts" if tenant.bursty else "")
-                for tenant in tenants
-            )
-            for name, tenants in GROUPS.items()
-        ),
+        "Tenants": "; ".join(f"{name}: {words}" for name, words in _ASKED.items()),
         "Arrivals": f"generated, Poisson, at load {OVERLOAD:g}, to which the demands are scaled "
-        f"together; {LOAD_WORDS}. Bursts: {BURST_S:g} s of every {BURST_S + SILENCE_S:g} s",
-        "TPOT": "mean since the first token",
-        "Latency": "setup 8b of benchmarks/experiments/systems.py; in full scale 8b-short, too",
+        f"together. Bursts: {BURST_S:g} s of every {BURST_S + SILENCE_S:g} s",
         "Shares": f"weighted max-min of the guaranteed tokens of prompt and output, in each window "
         f"of {WINDOW_S:g} s after the first {WARM_UP_S:g} s",
-        "Objectives and priorities": "ProServe's, see simulation/workloads/settings.py. A request "
-        "that no replica can guarantee is refused, or served as best effort, and is not retried",
-        "Local policy": DEFAULT.policy,
+        "Objectives and priorities": "ProServe's. A request that no replica can guarantee is "
+        "refused, or served as best effort, and is not retried",
     },
-    seeds=2,
     grids=[
         Product(
             measure,

@@ -8,28 +8,11 @@ from functools import partial
 from math import exp, log
 from statistics import fmean
 
+from sluice.benchmarks.experiments import systems
 from sluice.benchmarks.experiments.grid import Experiment, Scaled
-from sluice.benchmarks.experiments.loads import (
-    CLUSTER_WORDS,
-    LOAD_WORDS,
-    Make,
-    Span,
-    Sweep,
-    Workloads,
-    generated,
-    latency_words,
-)
-from sluice.benchmarks.experiments.systems import (
-    ADMISSION,
-    DEFAULT,
-    ROUTER,
-    SETUPS,
-    Contender,
-    Setup,
-    System,
-    colocated,
-)
-from sluice.benchmarks.experiments.tables import Lines, Pivot, Row, Rows, Value, estimate, grouped
+from sluice.benchmarks.experiments.loads import Make, Span, Sweep, generated, workloads
+from sluice.benchmarks.experiments.systems import DEFAULT, ROUTER, SETUPS, Contender, System
+from sluice.benchmarks.experiments.tables import Lines, Pivot, Rows, Value, estimate, grouped, mean
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.estimate import Estimate
@@ -50,18 +33,16 @@ ALL = (FCFS, *SARATHI, FAIR, PAB, DEFAULT)
 
 SETTING = {
     "TPOT": "the running maximum since the first token, the paper's strict reading",
-    "Arrivals": f"generated, Poisson (the paper replays traces); {LOAD_WORDS}",
+    "Arrivals": "generated, Poisson (the paper replays traces)",
     "Objectives and priorities": "Table 2: TTFT 0.5 s (Azure 2 s), TPOT 50 ms, unless stated; one "
     "priority",
-    "Latency": latency_words("setups", " in place of four models on A800 and H20"),
-    "Sarathi": f"the best of the token budgets {', '.join(map(str, BUDGETS))} for each case, after "
-    "the fact, as in the paper",
+    "Sarathi": "the best of four token budgets for each case, after the fact, as in the paper",
     "FairBatching-PAB": "refuses requests at arrival that exceed its budget; a refused request "
     "counts as missed, and latencies are those of the accepted requests",
 }
 SPAN = Scaled(Span(3.0, 10, 20), Span(60.0, 150, 600))
 LOADS = Scaled((1.0,), (0.45, 0.6, 0.75, 0.9, 1.05, 1.25, 1.5))
-DATASETS = Workloads(partial(generated, fairbatching), Scaled(("qwen",), tuple(FAIRBATCHING)))
+DATASETS = workloads(Scaled(("qwen",), tuple(FAIRBATCHING)), partial(generated, fairbatching))
 QWEN = {"qwen": generated(fairbatching, "qwen")}
 
 BASE = "sarathi, best tuned"
@@ -88,6 +69,11 @@ def peaks(rows: Rows, policies: Sequence[str]) -> dict[Value, float]:
     return best
 
 
+def peak(rows: Rows, policies: Sequence[str]) -> Estimate:
+    """The estimate of :func:`peaks`."""
+    return Estimate.of(list(peaks(rows, policies).values()))
+
+
 def table_3(rows: Rows) -> Table:
     """Peak effective rates, and their geometric means over setups."""
     cases = grouped(rows, "dataset", "setup")
@@ -96,9 +82,9 @@ def table_3(rows: Rows) -> Table:
     parts["all, mean"] = rows
     lines = []
     for name, own in parts.items():
-        means = [_geometric(own, policies) for policies in SYSTEMS.values()]
-        base = _geometric(own, SYSTEMS[BASE])
-        lines.append((name, *(f"{mean:.2f} ({mean / base:.2f} x)" for mean in means)))
+        means = {system: _geometric(own, policies) for system, policies in SYSTEMS.items()}
+        base = means[BASE]
+        lines.append((name, *(f"{each:.2f} ({each / base:.2f} x)" for each in means.values())))
     return Table(
         "Table 3: peak effective rate, requests/s (over Sarathi's)",
         ("dataset, setup", *SYSTEMS),
@@ -109,15 +95,15 @@ def table_3(rows: Rows) -> Table:
 
 def _geometric(rows: Rows, policies: Sequence[str]) -> float:
     cases = grouped(rows, "dataset", "setup").values()
-    return exp(fmean(log(max(fmean(peaks(own, policies).values()), 1e-9)) for own in cases))
+    return exp(fmean(log(max(peak(own, policies).mean, 1e-9)) for own in cases))
 
 
 PEAK = Experiment(
-    name="fairbatching_peak",
-    source="FairBatching Table 3",
-    question="How many more requests do FairBatching and its admission budget serve in time?",
-    setting=SETTING,
+    "fairbatching_peak",
+    "FairBatching Table 3",
+    "How many more requests do FairBatching and its admission budget serve in time?",
     seeds=4,
+    setting={**SETTING, "Latency": "setups 8b and 70b in place of four models on A800 and H20"},
     grids=[
         Sweep(
             named=("dataset",),
@@ -131,33 +117,34 @@ PEAK = Experiment(
     tables=(table_3, Pivot("SLO attainment by load, mean over data sets and setups", FIGURE)),
 )
 
-
-def _percentiles(rows: Rows) -> list[str]:
-    figures = [f"{name}_p{percent}_s" for name in ("ttft", "tpot") for percent in (50, 95, 99)]
-    means = [f"{estimate(rows, figure).mean * 1e3:.0f}" for figure in figures]
-    refused = f"{estimate(rows, 'refused').mean * 100:.1f} %"
-    return [*means, refused, estimate(rows, FIGURE).shown()]
+_PERCENTILES = [(name, percent) for name in ("ttft", "tpot") for percent in (50, 95, 99)]
 
 
-_HEADS = [f"{name} P{percent}, ms" for name in ("TTFT", "TPOT") for percent in (50, 95, 99)]
+def _table_4(rows: Rows) -> list[str]:
+    means = [mean(rows, f"{name}_p{percent}_s") for name, percent in _PERCENTILES]
+    refused = f"{mean(rows, 'refused') * 100:.1f} %"
+    return [*(f"{each * 1e3:.0f}" for each in means), refused, estimate(rows, FIGURE).shown()]
+
+
+_HEADS = [f"{name.upper()} P{percent}, ms" for name, percent in _PERCENTILES]
 LATENCY = Experiment(
-    name="fairbatching_latency",
-    source="FairBatching Table 4",
-    question="Which latencies does each policy give near the knee?",
-    setting=SETTING,
+    "fairbatching_latency",
+    "FairBatching Table 4",
+    "Which latencies does each policy give near the knee?",
     seeds=5,
+    setting=SETTING,
     grids=[Sweep(workloads=QWEN, loads=Scaled((1.0,), (0.8, 1.0)), kinds=ALL, span=SPAN)],
     tables=[
         Lines(
             "Table 4: latencies of the accepted requests, Qwen, setup 8b",
-            *(("load", "policy"), (*_HEADS, "refused", "SLO attainment"), _percentiles),
+            *(("load", "policy"), (*_HEADS, "refused", "SLO attainment"), _table_4),
         )
     ],
 )
 
 
 def _make(
-    ttft_s: float, tpot_s: float, setup: Setup, rate: float, requests: int, seed: int
+    ttft_s: float, tpot_s: float, setup: systems.Setup, rate: float, requests: int, seed: int
 ) -> Workload:
     words = f"Objectives replaced by TTFT {ttft_s:g} s and TPOT {tpot_s:g} s."
     slo = SLO(ttft_s=ttft_s, tpot_s=tpot_s)
@@ -170,33 +157,26 @@ def _objectives(slo_s: tuple[float, float]) -> Make:
 
 def gains(name: str, rows: Rows) -> Rows:
     """Gain in peak effective rate over Sarathi, percent, by objective and seed."""
-    found: list[Row] = []
+    found = []
     for (ttft_s, tpot_s), own in grouped(rows, "ttft_s", "tpot_s").items():
         ours, theirs = peaks(own, SYSTEMS[name]), peaks(own, SYSTEMS[BASE])
-        labels: Row = {"ttft_s": ttft_s, "tpot_s": tpot_s}
-        found += [
-            {**labels, "seed": seed, "gain": (ours[seed] / max(theirs[seed], 1e-9) - 1) * 100}
-            for seed in ours
-        ]
+        for seed, rate in ours.items():
+            gain = (rate / max(theirs[seed], 1e-9) - 1) * 100
+            found.append({"ttft_s": ttft_s, "tpot_s": tpot_s, "seed": seed, "gain": gain})
     return found
 
 
+_SLOS = tuple((ttft_s, tpot_s) for ttft_s in (0.5, 1.0, 2.0) for tpot_s in (0.05, 0.1, 0.2))
 OBJECTIVES = Experiment(
-    name="fairbatching_objectives",
-    source="FairBatching Table 5",
-    question="Does the gain over Sarathi last as objectives are relaxed?",
-    setting=SETTING,
+    "fairbatching_objectives",
+    "FairBatching Table 5",
+    "Does the gain over Sarathi last as objectives are relaxed?",
     seeds=3,
+    setting=SETTING,
     grids=[
         Sweep(
             named=("ttft_s", "tpot_s"),
-            workloads=Workloads(
-                _objectives,
-                Scaled(
-                    ((0.5, 0.05),),
-                    tuple((ttft, tpot) for ttft in (0.5, 1.0, 2.0) for tpot in (0.05, 0.1, 0.2)),
-                ),
-            ),
+            workloads=workloads(Scaled(_SLOS[:1], _SLOS), _objectives),
             loads=Scaled((1.0,), (0.75, 0.9, 1.05, 1.25)),
             kinds=(*SARATHI[1:], FAIR, PAB, DEFAULT),
             span=SPAN,
@@ -228,10 +208,10 @@ def fig_7(rows: Rows) -> Table:
     lines = []
     before = 0.0
     for name, policies in BREAKDOWN.items():
-        peak = Estimate.of(list(peaks(rows, policies).values()))
-        change = f"{(peak.mean / before - 1) * 100:+.1f} %" if before else "-"
-        lines.append((name, peak.shown(2), change))
-        before = peak.mean
+        own = peak(rows, policies)
+        change = f"{(own.mean / before - 1) * 100:+.1f} %" if before else "-"
+        lines.append((name, own.shown(2), change))
+        before = own.mean
     return Table(
         "Fig. 7: peak effective rate, requests/s",
         ("system", "peak", "over the line above"),
@@ -244,27 +224,17 @@ def fig_7(rows: Rows) -> Table:
 _FIXED = tuple(Contender(f"FB-FB {b}", "fairbatching", batch_tokens=b) for b in BUDGETS)
 _A, _B = SETUP.truth.coefficients[:2]
 _BLIND = SETUP._replace(believed=LinearLatency(a=_A, b=_B, c=0.0))
+_TB = FAIR._replace(label="FB-TB")
 
 STEPS = Experiment(
-    name="fairbatching_breakdown",
-    source="FairBatching Fig. 7",
-    question="Where does FairBatching's gain come from?",
-    setting=SETTING,
+    "fairbatching_breakdown",
+    "FairBatching Fig. 7",
+    "Where does FairBatching's gain come from?",
     seeds=5,
+    setting=SETTING,
     grids=[
-        Sweep(
-            workloads=QWEN,
-            loads=LOADS,
-            kinds=(*SARATHI, FCFS, *_FIXED, FAIR, PAB, DEFAULT),
-            span=SPAN,
-        ),
-        Sweep(
-            workloads=QWEN,
-            setups=(_BLIND,),
-            loads=LOADS,
-            kinds=(FAIR._replace(label="FB-TB"),),
-            span=SPAN,
-        ),
+        Sweep(workloads=QWEN, loads=LOADS, kinds=(*ALL, *_FIXED), span=SPAN),
+        Sweep(workloads=QWEN, setups=(_BLIND,), loads=LOADS, kinds=(_TB,), span=SPAN),
     ],
     tables=[fig_7],
 )
@@ -283,10 +253,8 @@ OTHERS = (
     _labelled("pab + fairbatching, refusing", "pab", FAIR, "pab"),
     _labelled(f"vllm + {DEFAULT.label}", "vllm", DEFAULT),
     _labelled(f"default ({ROUTER}) + {DEFAULT.label}", ROUTER, DEFAULT),
-    _labelled(f"the same, refusing by {ADMISSION}", ROUTER, DEFAULT, ADMISSION),
+    _labelled(f"the same, refusing by {systems.ADMISSION}", ROUTER, DEFAULT, systems.ADMISSION),
 )
-"""vLLM's own balancer counts waiting requests four times, and running ones once."""
-
 LINES: Mapping[str, tuple[str, ...]] = {
     "vllm + fcfs": ("vllm + fcfs",),
     f"vllm + {BASE}": tuple(system.local.label for system in TUNED),
@@ -295,44 +263,39 @@ LINES: Mapping[str, tuple[str, ...]] = {
 
 
 def _fig_8(rows: Rows) -> list[str]:
-    found = {
-        name: Estimate.of(list(peaks(rows, policies).values())) for name, policies in LINES.items()
-    }
+    found = {name: peak(rows, policies) for name, policies in LINES.items()}
     base = found[f"vllm + {BASE}"].mean
-    return [
-        f"{peak.shown(2)} ({peak.mean / base:.2f} x)" if base else peak.shown(2)
-        for peak in found.values()
-    ]
+    times = [f" ({own.mean / base:.2f} x)" if base else "" for own in found.values()]
+    return [own.shown(2) + over for own, over in zip(found.values(), times, strict=True)]
 
 
 CLUSTER = Experiment(
-    name="fairbatching_cluster",
-    source="FairBatching Fig. 8",
-    question="What does balancing by the prefill admission budget add to FairBatching?",
+    "fairbatching_cluster",
+    "FairBatching Fig. 8",
+    "What does balancing by the prefill admission budget add to FairBatching?",
+    seeds=2,
     setting={
-        **{name: words for name, words in SETTING.items() if name != "FairBatching-PAB"},
-        "Arrivals": f"{SETTING['Arrivals']}; {CLUSTER_WORDS}",
+        **SETTING,
         "Balancing": "vLLM's own weighs a waiting request as four running ones (the paper says "
         "only that it counts active requests)",
         "Admission": "none where not named; `refusing`: a request whose objective no replica can "
         "guarantee is refused, and counts as missed",
     },
-    seeds=2,
     grids=[
         Sweep(
             named=("dataset",),
             workloads=DATASETS,
-            layouts=Scaled((colocated(2),), (colocated(8),)),
+            layouts=Scaled((systems.colocated(2),), (systems.colocated(8),)),
             loads=Scaled((0.9,), (0.6, 0.8, 1.0, 1.25)),
             kinds=(_labelled("vllm + fcfs", "vllm", FCFS), *TUNED, *OTHERS),
             span=Scaled(Span(1.0, 4, 6), Span(15.0, 40, 150)),
         )
     ],
-    tables=(
+    tables=[
         Lines(
             "Fig. 8: peak effective rate of all replicas, requests/s (over vLLM's with Sarathi)",
             *(("dataset", "replicas"), tuple(LINES), _fig_8, "Peaks over loads, mean over seeds."),
         ),
         Pivot("SLO attainment, running max TPOT, mean over data sets", FIGURE),
-    ),
+    ],
 )

@@ -8,21 +8,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from math import inf
 from pathlib import Path
+from typing import Any
 
+from sluice.benchmarks.experiments import loads
 from sluice.benchmarks.experiments.grid import Experiment, Plan, Planned, Product, Scaled
-from sluice.benchmarks.experiments.loads import (
-    CAPACITY_WORDS,
-    Capacities,
-    Make,
-    Span,
-    Sweep,
-    Workloads,
-    full_load_rate,
-    greatest_loads,
-    latency_words,
-    measure,
-    recorded,
-)
+from sluice.benchmarks.experiments.loads import Make, Search, Span, Sweep, recorded, workloads
 from sluice.benchmarks.experiments.systems import (
     DEFAULT,
     SETUPS,
@@ -40,7 +30,6 @@ from sluice.simulation.workloads.settings import FLOWPREFILL_TTFT_S, flowprefill
 
 FIGURE = "attainment_mean"
 TTFT = "TTFT attainment"
-BY_POLICY = ("workload", "policy")
 MODELS = {"8b": "llama3-8b", "70b": "llama3-70b"}
 """By setup with its step times: the model, of whose tasks the objectives are."""
 
@@ -49,14 +38,13 @@ LONG_TOKENS = 2_500
 
 SETTING = {
     "TPOT": "none: only the first token is judged, on an instance that only prefills",
-    "Arrivals": "generated, Poisson (the paper replays the Qwen trace, which `--traces` reads); "
-    "load 1 is the rate whose mean prefill work fills the engine's time without the fixed time of "
-    "its steps",
+    "Arrivals": "generated, Poisson (the paper replays the Qwen trace, which `--traces` reads)",
+    "Load": "load 1 is the rate whose mean prefill work fills the engine's time without the fixed "
+    "time of its steps",
     "Objectives and priorities": "FlowPrefill Tables 1 and 2: TTFT by task; one priority",
-    "Latency": latency_words("setups 8b and 70b", ", noise of 3 % on each task"),
-    "Preemption": "a pass stops before its next operator: per layer qkv_proj, attention (the part "
-    "of the time that depends on the context), o_proj, gate_up_proj, down_proj (by their weights). "
-    "A suspension costs 1.3 ms and a check 0.32 us, both measured on a CPU",
+    "Preemption": "a pass stops before its next operator; attention takes the part of the time "
+    "that depends on the context, the others the rest by their weights. A suspension costs 1.3 ms "
+    "and a check 0.32 us, both measured on a CPU",
 }
 SPAN = Scaled(Span(3.0, 10, 20), Span(120.0, 150, 500))
 PAPER = PreemptionConfig(depth=None, chunk_tokens=WHOLE, batch_tokens=4_096)
@@ -116,46 +104,61 @@ def setup_of(name: str) -> Setup:
 def tightest(seed: int, policy: Kind, setup: Setup, load: float, span: Span) -> Mapping[str, float]:
     """The lowest factor on the objectives at which 90 % attain; infinite if none up to 20
     suffices."""
-    rate = load * full_load_rate(mix(1.0), setup)
+    rate = load * loads.full_load_rate(mix(1.0), setup)
 
     def attainment(strictness: float) -> float:
-        run = mix(1.0 / strictness), setup, rate, span.requests(rate), policy, None, False
-        return measure(*run, seed)[FIGURE]
+        run = mix(1.0 / strictness), setup, rate, span.requests(rate)
+        return loads.measure(policy, seed, *run)[FIGURE]
 
-    found = greatest_loads(attainment, (0.9,))[0.9]
+    found = loads.greatest_loads(attainment, (0.9,))[0.9]
     return {"tightest": 1.0 / found if found else inf}
 
 
 SETUP = setup_of("8b")
 BOTH = Scaled({"8b": SETUP}, {"8b": SETUP, "70b": setup_of("70b")})
-GENERATED = Workloads(lambda name: mix(1.0), ("generated",), of_traces)
+MIX = workloads(("generated",), lambda name: mix(1.0), of_traces)
+BELOW = Scaled((0.8,), (0.5, 0.7, 0.9, 1.1, 1.3))
+
+
+def _sweep(
+    part: str,
+    kinds: Sequence[Kind],
+    at: Planned[Sequence[float]] = BELOW,
+    made: Planned[Mapping[Any, Make]] = MIX,
+    setups: Planned[Sequence[Setup]] = (SETUP,),
+    **more: Any,
+) -> Sweep:
+    labels = {"part": part}
+    return Sweep(
+        workloads=made, kinds=kinds, loads=at, span=SPAN, setups=setups, labels=labels, **more
+    )
 
 
 def _both(plan: Plan) -> list[Setup]:
     return list(BOTH(plan).values())
 
 
-def _sweep(
-    part: str,
-    kinds: Sequence[Kind],
-    *loads: float,
-    quick: float = 0.8,
-    workloads: Planned[Mapping[str, Make]] = GENERATED,
-) -> Sweep:
-    return Sweep(
-        workloads=workloads,
-        setups=(SETUP,),
-        loads=Scaled((quick,), loads),
-        kinds=kinds,
-        span=SPAN,
-        labels={"part": part},
-    )
-
-
 def _tightest(kinds: Sequence[Kind], load: float, setups: Planned[Mapping[str, Setup]]) -> Product:
     axes = {"setup": setups, "policy": {kind.labels["policy"]: kind for kind in kinds}}
     fixed = {"load": load, "span": SPAN}
     return Product(tightest, axes, fixed, {"part": "tightest", "workload": "generated"})
+
+
+def _tables(
+    part: str,
+    title: str,
+    *figures: tuple[str, str, int],
+    down: Sequence[str] = ("workload", "policy"),
+    across: str = "load",
+    policies: Sequence[Kind] = (),
+) -> list[Pivot]:
+    where: Where = {"part": part}
+    if policies:
+        where = {"part": part, "policy": tuple(kind.labels["policy"] for kind in policies)}
+    return [
+        Pivot(f"{title}{words}", figure, down, across, digits, where=where)
+        for figure, words, digits in figures
+    ]
 
 
 DISTSERVE = Contender("distserve", "fcfs", batch_tokens=8_192)
@@ -175,7 +178,6 @@ WORDS = {
     "that are not split, batches below 4,096 tokens and no limit of suspended prefills; layers: "
     "the same, stopped before layers; bounded: with our defaults, 4 suspended, chunks of 8,192, "
     "batches below 1,024; s_edf, chunks of 1K: the same policy without suspension",
-    "Capacity": CAPACITY_WORDS,
 }
 
 
@@ -185,63 +187,46 @@ def by_model(rows: Rows) -> Rows:
 
 
 SYSTEMS = Experiment(
-    name="flowprefill_systems",
-    source="FlowPrefill Fig. 9",
-    question="How much more load does preemption at operators with S-EDF serve than chunked "
-    "prefill?",
-    setting={**SETTING, **WORDS},
+    "flowprefill_systems",
+    "FlowPrefill Fig. 9",
+    "How much more load does preemption at operators with S-EDF serve than chunked prefill?",
     seeds=5,
+    setting={**SETTING, **WORDS},
     grids=[
-        Sweep(
-            workloads=GENERATED,
-            setups=_both,
-            loads=Scaled((0.6,), (0.3, 0.5, 0.7, 0.9, 1.1)),
-            kinds=KINDS,
-            span=SPAN,
-            labels={"part": "rates"},
-        ),
-        Capacities(
-            workloads=GENERATED,
-            setups=_both,
-            kinds=KINDS,
-            span=SPAN,
-            labels={"part": "goodput"},
-            figure=FIGURE,
-        ),
+        _sweep("rates", KINDS, Scaled((0.6,), (0.3, 0.5, 0.7, 0.9, 1.1)), setups=_both),
+        _sweep("goodput", KINDS, setups=_both, search=Search(FIGURE)),
         _tightest(KINDS, 0.6, BOTH),
-        Sweep(
-            named=("scale",),
-            workloads=Workloads(mix, Scaled((1.0,), (0.5, 1.0, 2.0, 4.0))),
+        _sweep(
+            *("objectives", KINDS, (0.6,)),
+            workloads(Scaled((1.0,), (0.5, 1.0, 2.0, 4.0)), mix),
             setups=_both,
-            loads=(0.6,),
-            kinds=KINDS,
-            span=SPAN,
-            labels={"part": "objectives"},
+            named=("scale",),
         ),
     ],
     derive=by_model,
-    tables=(
-        Pivot(
-            "Fig. 9: goodput at 90 %, requests/s",
-            *("rate_0.9", ("workload", "model"), "policy", 2),
-            where={"part": "goodput"},
+    tables=[
+        *_tables(
+            *("goodput", "Fig. 9: goodput at 90 %, requests/s", ("rate_0.9", "", 2)),
+            down=("workload", "model"),
+            across="policy",
         ),
-        Pivot(
-            f"Fig. 9, first row: {TTFT} by load",
-            *(FIGURE, ("workload", "model", "policy")),
-            where={"part": "rates"},
+        *_tables(
+            *("rates", f"Fig. 9, first row: {TTFT} by load", (FIGURE, "", 3)),
+            down=("workload", "model", "policy"),
         ),
-        Pivot(
-            f"Fig. 9, second row: {TTFT} at load 0.6 by SLO scale",
-            *(FIGURE, ("model", "policy"), "scale"),
-            where={"part": "objectives"},
+        *_tables(
+            *("objectives", f"Fig. 9, second row: {TTFT} at load 0.6 by SLO scale"),
+            (FIGURE, "", 3),
+            down=("model", "policy"),
+            across="scale",
         ),
-        Pivot(
-            "Fig. 9, second row: lowest SLO scale at which 90 % attain, load 0.6",
-            *("tightest", ("model",), "policy", 2),
-            where={"part": "tightest"},
+        *_tables(
+            *("tightest", "Fig. 9, second row: lowest SLO scale at which 90 % attain, load 0.6"),
+            ("tightest", "", 2),
+            down=("model",),
+            across="policy",
         ),
-    ),
+    ],
 )
 
 # Parts.
@@ -256,130 +241,98 @@ CHUNKS = tuple(
     for tokens in (2_048, 4_096, 8_192, 16_384, WHOLE)
 )
 ONE = {"one objective": single}
-BELOW = (0.5, 0.7, 0.9, 1.1, 1.3)
-
-
 ATTAINED = (FIGURE, TTFT, 3)
-
-
-def _tables(
-    part: str, title: str, *figures: tuple[str, str, int], policies: Sequence[Kind] = ()
-) -> list[Pivot]:
-    where: Where = {"part": part}
-    if policies:
-        where = {"part": part, "policy": tuple(kind.labels["policy"] for kind in policies)}
-    return [
-        Pivot(f"{title}{words}", figure, BY_POLICY, digits=digits, where=where)
-        for figure, words, digits in figures
-    ]
-
-
-def _with_throughput(part: str, title: str) -> list[Pivot]:
-    throughput = "throughput", ", requests/s until the last one ends", 2
-    return _tables(part, title, (FIGURE, f", {TTFT}", 3), throughput)
-
+THROUGHPUT = ("throughput", "requests/s until the last one ends", 2)
 
 PARTS = Experiment(
-    name="flowprefill_parts",
-    source="FlowPrefill Fig. 10, 11, 14 and 15",
-    question="What do S-EDF, batching and chunks add, and does preemption cost anything?",
-    setting={**SETTING, **WORDS},
+    "flowprefill_parts",
+    "FlowPrefill Fig. 10, 11, 14 and 15",
+    "What do S-EDF, batching and chunks add, and does preemption cost anything?",
     seeds=5,
+    setting={**SETTING, **WORDS},
     grids=[
-        _sweep("order", ORDER, *BELOW),
-        _sweep("batching", BATCHES, *BELOW),
-        _sweep("chunks", CHUNKS, *BELOW),
+        _sweep("order", ORDER),
+        _sweep("batching", BATCHES),
+        _sweep("chunks", CHUNKS),
         _tightest(ORDER, 0.8, {"8b": SETUP}),
-        _sweep("short", BATCHES, *BELOW, workloads=ONE),
-        _sweep("single", (CP2K, FLOW, BOUNDED, CHUNKED), *BELOW, workloads=ONE),
+        _sweep("short", BATCHES, made=ONE),
+        _sweep("single", (CP2K, FLOW, BOUNDED, CHUNKED), made=ONE),
     ],
     tables=[
-        *_with_throughput("order", "Fig. 10: order of prefills"),
-        Pivot(
-            "Fig. 10: lowest SLO scale at which 90 % attain, load 0.8",
-            *("tightest", ("workload",), "policy", 2),
-            where={"part": "tightest"},
+        *_tables("order", "Fig. 10: order of prefills, ", ATTAINED),
+        *_tables(
+            *("tightest", "Fig. 10: lowest SLO scale at which 90 % attain, load 0.8"),
+            ("tightest", "", 2),
+            down=("workload",),
+            across="policy",
         ),
-        *_with_throughput("batching", "Fig. 11: batching"),
-        *_with_throughput("short", "Fig. 11 with the short prompts of Fig. 14"),
-        *_with_throughput("single", "Fig. 14: one objective"),
-        *_with_throughput("chunks", "Fig. 15: operators and chunks"),
+        *_tables("batching", "Fig. 11: batching, ", ATTAINED),
+        *_tables("short", "Fig. 11 with the short prompts of Fig. 14, ", ATTAINED, THROUGHPUT),
+        *_tables("single", "Fig. 14: one objective, ", ATTAINED, THROUGHPUT),
+        *_tables("chunks", "Fig. 15: operators and chunks, ", ATTAINED, THROUGHPUT),
     ],
 )
 
 # Bounds.
 
-_DEPTHS = (
-    *(
-        bounded(f"{depth} suspended" if depth else "no limit", depth=depth)
-        for depth in (1, 2, 4, 8, 16, None)
-    ),
-    *(
-        bounded(f"{depth} suspended, no small chunks", depth=depth, late_chunk_tokens=8_192)
-        for depth in (1, 4)
-    ),
-)
-_STOPS = (bounded("operator"), bounded("layer", granularity="layer"))
-_CUTS = tuple(
+_DEPTHS = [
+    bounded(f"{depth} suspended" if depth else "no limit", depth=depth)
+    for depth in (1, 2, 4, 8, 16, None)
+] + [
+    bounded(f"{depth} suspended, no small chunks", depth=depth, late_chunk_tokens=8_192)
+    for depth in (1, 4)
+]
+_STOPS = [bounded("operator"), bounded("layer", granularity="layer")]
+_CUTS = [
     bounded(f"chunks of {tokens}", granularity="off", chunk_tokens=tokens)
     for tokens in (512, 1_024, 2_048, 8_192)
-)
-_COSTS = (
-    *(
-        bounded(f"{1e3 * seconds:g} ms a suspension", switch_s=seconds)
-        for seconds in (0.0, 0.0013, 0.005, 0.02)
-    ),
-    bounded("0.1 ms a check", check_s=1e-4),
-)
+]
+_COSTS = [
+    bounded(f"{1e3 * seconds:g} ms a suspension", switch_s=seconds)
+    for seconds in (0.0, 0.0013, 0.005, 0.02)
+] + [bounded("0.1 ms a check", check_s=1e-4)]
 ENGINE = (
     "our defaults except what a row names: operators, 4 suspended, chunks of 8,192 tokens, 512 for "
     "tasks that must not be suspended, batches below 1,024"
 )
 
 BOUNDS = Experiment(
-    name="flowprefill_bounds",
-    source="ours, around FlowPrefill Fig. 12; its stack has no bound",
-    question="How much attainment do a bounded stack, coarser preemption points and their cost "
-    "take?",
-    setting={**SETTING, "Engine": ENGINE},
+    "flowprefill_bounds",
+    "ours, around FlowPrefill Fig. 12; its stack has no bound",
+    "How much attainment do a bounded stack, coarser preemption points and their cost take?",
     seeds=5,
+    setting={**SETTING, "Engine": ENGINE},
     grids=[
-        _sweep("depth", _DEPTHS, 0.8, 1.0, 1.2, 1.4, 1.6, quick=1.2),
-        _sweep("points", (*_STOPS, *_CUTS), *BELOW),
-        _sweep("costs", _COSTS, *BELOW),
+        _sweep("depth", _DEPTHS, Scaled((1.2,), (0.8, 1.0, 1.2, 1.4, 1.6))),
+        _sweep("points", [*_STOPS, *_CUTS]),
+        _sweep("costs", _COSTS),
     ],
     tables=[
         *_tables(
-            "depth",
-            "Bounds on the stack: ",
-            ATTAINED,
-            ("deepest", "max suspended prefills", 1),
+            *("depth", "Bounds on the stack: ", ATTAINED),
             ("suspended_tokens", "max suspended tokens at a time", 0),
-            ("held_tokens", "max tokens with KV at a time", 0),
         ),
         *_tables("points", "Points of preemption (Fig. 12): ", ATTAINED),
         *_tables(
-            "points",
-            "Points of preemption (Fig. 12): ",
-            ("blocked_ms", "blocking, mean ms", 2),
-            ("blocked_p99_ms", "blocking, 99th percentile ms", 1),
+            *("points", "Points of preemption (Fig. 12): ", ("blocked_ms", "blocking, mean ms", 2)),
             policies=_STOPS,
         ),
-        *_tables(
-            "costs",
-            "Cost of a preemption: ",
-            ATTAINED,
-            ("idle_share", "share of the time lost", 4),
-        ),
+        *_tables("costs", "Cost of a preemption: ", ATTAINED),
     ],
 )
 
 # Admission.
 
+_ADMITTED = [
+    Suspending(f"{name}, {words}", PreemptionConfig(), name, refuses=refuses)
+    for name in ("moore_hodgson", "slos_serve", "pab")
+    for words, refuses in (("refuse", True), ("best effort", False))
+]
 ADMISSION = Experiment(
-    name="flowprefill_admission",
-    source="ours; FlowPrefill serves every request",
-    question="What does admission add to an engine that suspends prefills, past saturation?",
+    "flowprefill_admission",
+    "ours; FlowPrefill serves every request",
+    "What does admission add to an engine that suspends prefills, past saturation?",
+    seeds=5,
     setting={
         **SETTING,
         "Engine": ENGINE,
@@ -388,20 +341,11 @@ ADMISSION = Experiment(
         "deadline. Attainment counts a refused request as missed, and a best-effort request by its "
         "objective",
     },
-    seeds=5,
     grids=[
         _sweep(
             "admission",
-            (
-                *(bounded("off"), bounded("off, no limit of depth", depth=None)),
-                *(
-                    Suspending(f"{name}, {words}", PreemptionConfig(), name, refuses=refuses)
-                    for name in ("moore_hodgson", "slos_serve", "pab")
-                    for words, refuses in (("refuse", True), ("best effort", False))
-                ),
-            ),
-            *(0.6, 0.8, 1.0, 1.2, 1.4, 1.6),
-            quick=1.2,
+            [bounded("off"), bounded("off, no limit of depth", depth=None), *_ADMITTED],
+            Scaled((1.2,), (0.6, 0.8, 1.0, 1.2, 1.4, 1.6)),
         )
     ],
     tables=pivots(
@@ -411,6 +355,6 @@ ADMISSION = Experiment(
             "kept": f"{TTFT} of the guaranteed requests",
             "attained_tokens": "share of the prompt tokens whose request attained",
         },
-        BY_POLICY,
+        ("workload", "policy"),
     ),
 )

@@ -17,6 +17,18 @@ from sluice.simulation.planning.plots import Chart, Table
 Scale = Literal["quick", "normal", "full"]
 """How much to run: seconds (a smoke test whose figures mean nothing), minutes, or longer."""
 
+COMMON: Mapping[str, str] = {
+    "TPOT": "mean since the first token; TDG by the envelope",
+    "Arrivals": "generated, Poisson",
+    "Load": "load 1 is the rate at which the work of the mean request fills the engine's time in "
+    "steps as long as the tightest TPOT objective, or at which its decodes fill the KV; of a "
+    "cluster it is that of each replica, with separate prefill and decode of all together",
+    "Objectives and priorities": "each workload's own, see simulation/workloads/settings.py",
+    "Latency": "setup 8b of benchmarks/experiments/systems.py, 3 % noise, 5 % head-room, online "
+    "correction; nothing ran on an accelerator",
+}
+"""The setting of an experiment that says nothing else."""
+
 T = TypeVar("T")
 
 
@@ -128,9 +140,8 @@ class Experiment(NamedTuple):
         name: the command's name.
         source: paper and figures that it repeats.
         question: the question that it answers, one sentence.
-        setting: the conditions, in words: which TPOT is judged, how arrivals are scaled, how
-            objectives and priorities are assigned, which latency constants apply.
         seeds: how many by default.
+        setting: the conditions, in words, where they differ from :data:`COMMON`.
         grids: their cells are those of the experiment.
         tables: made of the rows of all cells and seeds, in the order of the cells. A table without
             lines is not shown.
@@ -140,11 +151,16 @@ class Experiment(NamedTuple):
     name: str
     source: str
     question: str
-    setting: Mapping[str, str]
     seeds: int
+    setting: Mapping[str, str]
     grids: Sequence[Grid]
     tables: Sequence[Callable[[Rows], Table]]
     derive: Callable[[Rows], Rows] | None = None
+
+    @property
+    def conditions(self) -> Mapping[str, str]:
+        """The whole setting."""
+        return {**COMMON, **self.setting}
 
     def cells(self, plan: Plan) -> list[Cell]:
         """The cells in this plan."""

@@ -3,7 +3,7 @@ a system serves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from math import inf, sqrt
@@ -40,25 +40,8 @@ from sluice.simulation.workloads.traces import TraceError
 Make = Callable[[Setup, float, int, int], Workload]
 """A workload for a setup: its rate, the number of requests, and the seed."""
 
-LOAD_WORDS = (
-    "load 1 is the rate at which the work of the mean request fills the engine's time in steps as "
-    "long as the tightest TPOT objective, or at which its decodes fill the KV"
-)
-CLUSTER_WORDS = (
-    "the load is that of each replica; with separate prefill and decode, of all together"
-)
-OWN_OBJECTIVES = "each workload's own, see simulation/workloads/settings.py"
-SLOS_SERVE_OBJECTIVES = (
-    "SLOs-Serve Tables 1 and 3: TTFT 3 or 5 times the idle engine's, at least 0.2 s; TPOT 50 or "
-    "100 ms; one priority"
-)
 SAMPLE = 2_000
 """Requests over which the mean work is taken."""
-
-
-def latency_words(setups: str, more: str = "") -> str:
-    """The setting of an experiment on these setups."""
-    return f"{setups} of benchmarks/experiments/systems.py{more}; nothing ran on an accelerator"
 
 
 def alone_s(model: LatencyModel) -> Callable[[int], float]:
@@ -172,28 +155,18 @@ recorded_stretched = partial(recorded, scalings=("stretched",))
 """For clusters, whose rates are above the traces' own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Workloads:
-    """Workloads by name, as a part of a grid.
-
-    Attributes:
-        make: of a name.
-        names: the values of the workloads' labels.
-        traces: the workloads of a folder of traces, added to these.
-    """
-
-    make: Callable[[Any], Make]
-    names: Planned[Sequence[Any]]
-    traces: Callable[[Path | None], Mapping[str, Make]] = lambda folder: {}
-
-    def __call__(self, plan: Plan) -> dict[Any, Make]:
-        """The workloads in a plan."""
-        found = {name: self.make(name) for name in plan.of(self.names)}
-        return found | dict(self.traces(plan.traces))
+def workloads(
+    names: Planned[Sequence[Any]],
+    make: Callable[[Any], Make] = GENERATED.__getitem__,
+    traces: Callable[[Path | None], Mapping[str, Make]] = lambda folder: {},
+) -> Callable[[Plan], Mapping[Any, Make]]:
+    """Workloads by the values of their labels, and those of a folder of traces, as a part of a
+    grid."""
+    return lambda plan: {name: make(name) for name in plan.of(names)} | dict(traces(plan.traces))
 
 
 def full_load_rate(make: Make, setup: Setup) -> float:
-    """The rate of load 1, see :data:`LOAD_WORDS`."""
+    """The rate of load 1, see :data:`~sluice.benchmarks.experiments.grid.COMMON`."""
     sample = make(setup, 1.0, SAMPLE, 0)
     model = setup.truth
     work_s, held_tokens = 0.0, 0.0
@@ -242,40 +215,59 @@ def cluster_rate(make: Make, setup: Setup, layout: Layout | None) -> float:
     return rate + sum(of_node[node.name] for node in layout.nodes)
 
 
+def size_of(layout: Layout | None) -> int:
+    """Replicas; one without a layout."""
+    return 1 if layout is None else layout.size
+
+
 def measure(
+    kind: Kind,
+    seed: int,
     make: Make,
     setup: Setup,
     rate: float,
     requests: int,
-    kind: Kind,
-    layout: Layout | None,
-    oracle: bool,
-    seed: int,
+    layout: Layout | None = None,
+    oracle: bool = False,
 ) -> Mapping[str, float]:
     """The figures of one run of a cell."""
     return served(make(setup, rate, requests, seed), kind, setup, layout, oracle, seed)
 
 
-class Point(NamedTuple):
-    """What all systems of a point of a grid share."""
+LEAST_LOAD, MOST_LOAD = 0.05, 4.0
 
-    labels: dict[str, Value]
-    make: Make
-    setup: Setup
-    layout: Layout | None
-    span: Span
-    kinds: Sequence[Kind]
+
+class Loads(NamedTuple):
+    """Where to search: the ends of the range, above 0, and the halvings of its logarithm."""
+
+    least: float = LEAST_LOAD
+    most: float = MOST_LOAD
+    steps: int = 7
+
+
+ALL_LOADS = Loads()
+
+
+class Search(NamedTuple):
+    """For the greatest rates, per replica, at which the ``shares`` of the requests attain by
+    ``figure``: ``rate_0.9``."""
+
+    figure: str
+    shares: Sequence[float] = (0.9,)
+    loads: Loads = ALL_LOADS
 
 
 @dataclass(frozen=True, kw_only=True)
-class Runs:
-    """A grid of workloads x setups x layouts x systems, each of which is a label.
+class Sweep:
+    """A grid of workloads x setups x layouts x loads x systems, each of which is a label.
 
     Attributes:
         workloads: by the value of the label ``named``, or of all these labels.
         kinds: the systems. A static policy without a token budget gets the profiled one.
         span: of the arrivals; its numbers of requests apply to each replica.
         spans: of single workloads, in place of ``span``.
+        loads: as :data:`~sluice.benchmarks.experiments.grid.COMMON` says.
+        search: in place of given loads, the greatest one is searched for.
         setups: of the engine, or of the replicas that a layout does not name.
         layouts: the replicas of systems with a router.
         named: see ``workloads``.
@@ -287,6 +279,8 @@ class Runs:
     kinds: Planned[Sequence[Kind]]
     span: Planned[Span]
     spans: Mapping[str, Planned[Span]] = field(default_factory=dict)
+    loads: Planned[Sequence[float]] = ()
+    search: Planned[Search | None] = None
     setups: Planned[Sequence[Setup]] = (SETUPS["8b"],)
     layouts: Planned[Sequence[Layout | None]] = (None,)
     named: Sequence[str] = ("workload",)
@@ -295,9 +289,6 @@ class Runs:
 
     def cells(self, plan: Plan) -> list[Cell]:
         """The cells in this plan."""
-        return [cell for point in self._points(plan) for cell in self._cells(plan, point)]
-
-    def _points(self, plan: Plan) -> list[Point]:
         found = []
         for key, make in plan.of(self.workloads).items():
             names = key if isinstance(key, tuple) else (key,)
@@ -310,113 +301,60 @@ class Runs:
                     labels: dict[str, Value] = {**own, "setup": setup.name}
                     if layout is not None:
                         labels |= {"layout": layout.name, "replicas": layout.size}
-                    found.append(Point(labels, make, setup, layout, span, kinds))
+                    for more, run in self._runs(plan, make, setup, layout, span):
+                        found += [
+                            Cell({**labels, **more, **kind.labels}, partial(run, kind))
+                            for kind in kinds
+                        ]
         return found
 
-    def _cells(self, plan: Plan, point: Point) -> list[Cell]:
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sweep(Runs):
-    """Runs at each of some ``loads``, see :data:`LOAD_WORDS`; of a cluster, of all replicas
-    together."""
-
-    loads: Planned[Sequence[float]]
-
-    def _cells(self, plan: Plan, point: Point) -> list[Cell]:
-        labels, make, setup, layout, span, kinds = point
-        size = 1 if layout is None else layout.size
-        full = cluster_rate(make, setup, layout)
-        cells = []
+    def _runs(
+        self, plan: Plan, make: Make, setup: Setup, layout: Layout | None, span: Span
+    ) -> Iterator[tuple[Mapping[str, Value], Callable[..., Mapping[str, float]]]]:
+        """Labels, and the measurement of a system and a seed."""
+        shared: dict[str, Any] = {
+            "make": make,
+            "setup": setup,
+            "layout": layout,
+            "oracle": self.oracle,
+        }
+        search = plan.of(self.search)
+        if search is not None:
+            yield {}, partial(capacity, **shared, span=span, search=search)
+            return
+        size, full = size_of(layout), cluster_rate(make, setup, layout)
         for load in plan.of(self.loads):
             rate = load * full
-            run = make, setup, rate, span.requests(rate / size) * size
-            cells += [
-                Cell(
-                    {**labels, "load": load, **kind.labels},
-                    partial(measure, *run, kind, layout, self.oracle),
-                )
-                for kind in kinds
-            ]
-        return cells
-
-
-LEAST_LOAD, MOST_LOAD = 0.05, 4.0
-CAPACITY_WORDS = (
-    "bisection over loads from 0.05 to 4 in 7 halvings, within 2 %; each seed has its own; "
-    "attainment is taken to fall with the load, which noise can break near the crossing"
-)
-
-
-class Loads(NamedTuple):
-    """Where to search.
-
-    Attributes:
-        least, most: ends of the range, above 0.
-        steps: halvings of its logarithm.
-    """
-
-    least: float = LEAST_LOAD
-    most: float = MOST_LOAD
-    steps: int = 7
-
-
-ALL_LOADS = Loads()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Capacities(Runs):
-    """The greatest rates, per replica, at which the ``shares`` of the requests attain by
-    ``figure``, among ``within``: ``rate_0.9``."""
-
-    figure: str
-    shares: Sequence[float] = (0.9,)
-    within: Planned[Loads] = ALL_LOADS
-
-    def _cells(self, plan: Plan, point: Point) -> list[Cell]:
-        labels, make, setup, layout, span, kinds = point
-        search = self.figure, self.shares, plan.of(self.within), layout, self.oracle
-        return [
-            Cell({**labels, **kind.labels}, partial(capacity, make, setup, kind, span, *search))
-            for kind in kinds
-        ]
+            requests = span.requests(rate / size) * size
+            yield {"load": load}, partial(measure, **shared, rate=rate, requests=requests)
 
 
 def capacity(
+    kind: Kind,
+    seed: int,
     make: Make,
     setup: Setup,
-    kind: Kind,
     span: Span,
-    figure: str,
-    shares: Sequence[float],
-    loads: Loads,
-    layout: Layout | None,
-    oracle: bool,
-    seed: int,
+    search: Search,
+    layout: Layout | None = None,
+    oracle: bool = False,
 ) -> Mapping[str, float]:
-    """The figures of a cell of :class:`Capacities`."""
-    full, size = full_load_rate(make, setup), 1 if layout is None else layout.size
+    """The figures of a cell with a search."""
+    full, size = full_load_rate(make, setup), size_of(layout)
 
     def attainment(load: float) -> float:
         rate, requests = load * full * size, span.requests(load * full) * size
-        return measure(make, setup, rate, requests, kind, layout, oracle, seed)[figure]
+        return measure(kind, seed, make, setup, rate, requests, layout, oracle)[search.figure]
 
-    found = greatest_loads(attainment, shares, loads)
+    found = greatest_loads(attainment, search.shares, search.loads)
     return {f"rate_{share:g}": load * full for share, load in found.items()}
 
 
 def greatest_loads(
     attainment: Callable[[float], float], shares: Sequence[float], loads: Loads = ALL_LOADS
 ) -> Mapping[float, float]:
-    """By share: the highest load at which at least that share attains; 0 if it is not reached at
-    the lowest load. Every run serves all searches.
-
-    Args:
-        attainment: share of requests that attain at a load.
-        shares: in (0, 1].
-        loads: where to search.
-    """
+    """By share, in (0, 1]: the highest load at which at least that share attains; 0 if it is not
+    reached at the lowest load. Every run serves all searches."""
     at = cache(attainment)
     return {share: _search(at, share, loads) for share in shares}
 

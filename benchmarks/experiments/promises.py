@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -13,12 +12,11 @@ from sluice.benchmarks.experiments.default_policy import QUICK_WORKLOADS
 from sluice.benchmarks.experiments.grid import Axes, Experiment, Product, Scaled
 from sluice.benchmarks.experiments.loads import (
     GENERATED,
-    LOAD_WORDS,
     Make,
     Span,
-    Workloads,
     full_load_rate,
     recorded,
+    workloads,
 )
 from sluice.benchmarks.experiments.systems import (
     ADMISSION,
@@ -42,6 +40,7 @@ from sluice.simulation.truth import Belief, Truth
 
 LEVEL = ClusterConfig().promise_level or 0.99
 CELL = ("workload", "setup", "load", "model")
+KEPT = ("kept", *OBJECTIVES)
 MARGINS, NONE, ORACLE = "margins", "no margins", "oracle"
 REPLICAS = 2
 
@@ -179,13 +178,10 @@ class Sums(NamedTuple):
         """The sum of a count."""
         return sum(float(row[figure]) for row in self.of[system])
 
-    def share(self, system: str, figure: str, of: str = "requests") -> float:
-        """One count over another; 1 if that is 0."""
-        return _of(self.sum(system, figure), self.sum(system, of))
-
-    def ratio(self, other: str) -> float:
-        """Guarantees kept with margins over those of another system; 1 where it kept none."""
-        return _of(self.sum(MARGINS, "kept"), self.sum(other, "kept"))
+    def share(self, system: str, figure: str, of: str = "requests", other: str = "") -> float:
+        """One count over another, of ``other`` if that is given; 1 if that is 0."""
+        whole = self.sum(other or system, of)
+        return self.sum(system, figure) / whole if whole else 1.0
 
 
 def sums_of(rows: Rows) -> list[Sums]:
@@ -199,58 +195,41 @@ def sums_of(rows: Rows) -> list[Sums]:
     return found
 
 
-TITLES = (
-    *("promised", "kept", *(f"kept {name}" for name in OBJECTIVES), "goodput", "attained"),
-    "late, P95",
-)
-
-
-def _by(place: int, title: str, name: str, note: str, rows: Rows) -> Table:
-    """Means over the cells with the same label in ``place``."""
+def by_model(rows: Rows) -> Table:
+    """Means over the cells of each wrong model."""
     sums = sums_of(rows)
-    lines = [
-        (label, system, *_line([each for each in sums if each.labels[place] == label], system))
-        for label in dict.fromkeys(each.labels[place] for each in sums)
-        for system in (NONE, MARGINS, ORACLE)
-    ]
-    return Table(title, (name, "system", *TITLES), lines, note)
-
-
-def _worst(rows: Rows) -> Table:
-    worst = sorted(sums_of(rows), key=lambda each: each.share(MARGINS, "kept", "promised"))[:16]
-    lines = [(*each.labels, *_line([each], system)) for each in worst for system in (NONE, MARGINS)]
-    note = "Each without, then with margins."
-    return Table("Lowest shares kept", (*CELL, *TITLES), lines, note)
-
-
-_NOTE = (
-    "Promised: guaranteed; kept, and kept by objective: share of the guaranteed; goodput: "
-    "guaranteed and kept, over the oracle's; late: lateness of late guaranteed first tokens, in "
-    "multiples of the objective."
-)
-
-
-def _line(sums: Sequence[Sums], system: str) -> list[str]:
-    shares = [
-        [own.share(system, "promised") for own in sums],
-        *([own.share(system, each, "promised") for own in sums] for each in ("kept", *OBJECTIVES)),
-        [_of(own.sum(system, "kept"), own.sum(ORACLE, "kept")) for own in sums],
-        [own.share(system, "attained") for own in sums],
-    ]
-    late = max(float(row["late_p95"]) for own in sums for row in own.of[system])
-    return [*(f"{100 * fmean(share):.1f} %" for share in shares), f"{late:.2f}"]
-
-
-def _of(part: float, whole: float) -> float:
-    return part / whole if whole else 1.0
+    lines = []
+    for model in dict.fromkeys(each.labels[3] for each in sums):
+        cells = [each for each in sums if each.labels[3] == model]
+        for system in (NONE, MARGINS, ORACLE):
+            shares = [
+                [own.share(system, "promised") for own in cells],
+                *([own.share(system, each, "promised") for own in cells] for each in KEPT),
+                [own.share(system, "kept", "kept", ORACLE) for own in cells],
+                [own.share(system, "attained") for own in cells],
+            ]
+            late = max(float(row["late_p95"]) for own in cells for row in own.of[system])
+            means = (f"{100 * fmean(share):.1f} %" for share in shares)
+            lines.append((model, system, *means, f"{late:.2f}"))
+    return Table(
+        "By model error, mean over cells",
+        (
+            *("model", "system", "promised", "kept", *(f"kept {name}" for name in OBJECTIVES)),
+            *("goodput", "attained", "late, P95"),
+        ),
+        lines,
+        "Promised: guaranteed; kept, and kept by objective: share of the guaranteed; goodput: "
+        "guaranteed and kept, over the oracle's; late: lateness of late guaranteed first tokens, "
+        "in multiples of the objective.",
+    )
 
 
 def targets(sums: Sequence[Sums]) -> Table:
     """The targets, and whether they hold."""
     many = [each for each in sums if each.sum(MARGINS, "promised") >= LEAST_PROMISES]
     kept = {each.labels: each.share(MARGINS, "kept", "promised") for each in many}
-    to_none = {each.labels: each.ratio(NONE) for each in sums}
-    to_oracle = {each.labels: each.ratio(ORACLE) for each in sums}
+    to_none = {each.labels: each.share(MARGINS, "kept", "kept", NONE) for each in sums}
+    to_oracle = {each.labels: each.share(MARGINS, "kept", "kept", ORACLE) for each in sums}
     points = {
         each.labels: each.share(MARGINS, "attained") - each.share(NONE, "attained") for each in sums
     }
@@ -268,19 +247,11 @@ def targets(sums: Sequence[Sums]) -> Table:
         mean, cell = fmean(values.values()), min(values, key=lambda at: values[at])
         below = sum(value < floor for value in values.values())
         held = not below and (mean_floor is None or mean >= mean_floor)
-        wanted = f"each >= {floor:.3f}" if floor > -np.inf else ""
-        if mean_floor is not None:
-            wanted += f"{', ' if wanted else ''}mean >= {mean_floor:.3f}"
-        lines.append(
-            (
-                words,
-                wanted,
-                f"{mean:.4f}",
-                f"{values[cell]:.3f} ({', '.join(cell)})",
-                f"{below} of {len(values)}",
-                "yes" if held else "NO",
-            )
-        )
+        wanted = [f"each >= {floor:.3f}"] if floor > -np.inf else []
+        wanted += [f"mean >= {mean_floor:.3f}"] if mean_floor is not None else []
+        worst = f"{values[cell]:.3f} ({', '.join(cell)})"
+        line = words, ", ".join(wanted), f"{mean:.4f}", worst, f"{below} of {len(values)}"
+        lines.append((*line, "yes" if held else "NO"))
     return Table(
         f"Targets at level {LEVEL:g}",
         ("figure", "wanted", "mean", "worst cell", "cells below", "holds"),
@@ -289,26 +260,24 @@ def targets(sums: Sequence[Sums]) -> Table:
 
 
 AXES: Axes = {
-    "workload": Workloads(
-        GENERATED.__getitem__, Scaled(QUICK_WORKLOADS, tuple(GENERATED)), recorded
-    ),
+    "workload": workloads(Scaled(QUICK_WORKLOADS, tuple(GENERATED)), traces=recorded),
     "setup": Scaled(("8b",), ("8b", "70b-short")),
     "load": Scaled((1.1,), (0.9, 1.3)),
 }
-SPAN = Scaled(Span(3.0, 10, 20), Span(45.0, 150, 500))
+SYSTEMS = {NONE: None, MARGINS: LEVEL}
+SPAN = {"span": Scaled(Span(3.0, 10, 20), Span(45.0, 150, 500))}
 
 EXPERIMENT = Experiment(
-    name="promises",
-    source="ours; adaptive conformal inference is Gibbs and Candès 2021",
-    question="Are guarantees kept where the engine's latency model is wrong, and what do the "
-    "margins cost?",
+    "promises",
+    "ours; adaptive conformal inference is Gibbs and Candès 2021",
+    "Are guarantees kept where the engine's latency model is wrong, and what do the margins cost?",
+    seeds=2,
     setting={
         "TPOT": "mean since the first token; kept: every stated objective of every stage is met",
         "Goodput": "guaranteed and kept; all systems have the same arrivals, so ratios per request "
         "and per second are equal",
-        "Arrivals": f"{LOAD_WORDS}; {REPLICAS} replicas behind the default router, admission "
-        f"{ADMISSION}, local policy {DEFAULT.policy}; other requests are served as best effort",
-        "Objectives and priorities": "each workload's own, as in default_policy",
+        "Replicas": f"{REPLICAS} behind the default router, admission {ADMISSION}, local policy "
+        f"{DEFAULT.policy}; other requests are served as best effort",
         "Latency": "setups of benchmarks/experiments/systems.py; all x 1.3: steps take 1.3 times "
         "the predicted time at the start; fixed x 1.5: their fixed part takes 1.5 times; noise, "
         "drift: 15 % noise on every step instead of 3 %, and one replica is 1.3 times slower in "
@@ -319,19 +288,9 @@ EXPERIMENT = Experiment(
         "replicas; it guarantees exactly the requests that it keeps, so every request that met "
         "its objectives counts, of the better of a run with admission and one without",
     },
-    seeds=2,
     grids=[
-        Product(oracle, {**AXES, "model": ("-",), "system": (ORACLE,)}, {"span": SPAN}),
-        Product(
-            measure,
-            {**AXES, "model": WRONG, "system": {NONE: None, MARGINS: LEVEL}},
-            {"span": SPAN},
-        ),
+        Product(oracle, {**AXES, "model": ("-",), "system": (ORACLE,)}, SPAN),
+        Product(measure, {**AXES, "model": WRONG, "system": SYSTEMS}, SPAN),
     ],
-    tables=(
-        lambda rows: targets(sums_of(rows)),
-        partial(_by, 3, "By model error, mean over cells", "model", _NOTE),
-        partial(_by, 0, "By workload, mean over cells", "workload", ""),
-        _worst,
-    ),
+    tables=(lambda rows: targets(sums_of(rows)), by_model),
 )

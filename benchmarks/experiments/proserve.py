@@ -6,149 +6,134 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from sluice.benchmarks.experiments import systems
 from sluice.benchmarks.experiments.grid import Experiment, Planned, Scaled
-from sluice.benchmarks.experiments.loads import (
-    CLUSTER_WORDS,
-    LOAD_WORDS,
-    Make,
-    Span,
-    Sweep,
-    Workloads,
-    generated,
-    latency_words,
-)
-from sluice.benchmarks.experiments.systems import (
-    DEFAULT,
-    ROUTER,
-    SETUPS,
-    Contender,
-    Layout,
-    Setup,
-    System,
-    colocated,
-    disaggregated,
-)
-from sluice.benchmarks.experiments.tables import (
-    Pivot,
-    Rows,
-    Where,
-    estimate,
-    grouped,
-    having,
-    pivots,
-)
+from sluice.benchmarks.experiments.loads import Make, Span, Sweep, generated, workloads
+from sluice.benchmarks.experiments.systems import DEFAULT, ROUTER, SETUPS, Contender, System
+from sluice.benchmarks.experiments.tables import Pivot, Rows, grouped, mean, pivots
 from sluice.simulation.planning.plots import Table
-from sluice.simulation.workloads.settings import PROSERVE_DATASETS, PROSERVE_SLO, proserve
+from sluice.simulation.workloads.settings import PROSERVE_DATASETS, proserve
 
-SETTING = {
-    "TPOT": "mean since the first token; TDG by the envelope, first and later tokens weighted by "
-    "the workload's mean prompt and output length",
-    "Arrivals": f"generated, Poisson (the paper stretches recorded times); {LOAD_WORDS}",
-    "Objectives and priorities": f"TTFT {PROSERVE_SLO.ttft_s:g} s, TPOT {PROSERVE_SLO.tpot_s:g} s; "
-    "two priorities with equal chance, weights 2 and 1 unless stated",
-    "Latency": latency_words(
-        "setups 8b and 70b", ", in place of Qwen2-7B and Qwen3-32B on Ascend 910B"
-    ),
-    "Sarathi": "token budget profiled per setup: tokens of a batch within the TPOT objective",
-}
 SLIDE = Contender("slidebatching", "slidebatching")
 SPAN = Scaled(Span(3.0, 10, 20), Span(60.0, 200, 600))
-DATASETS = partial(generated, proserve)
-TWO = Scaled(("sharegpt",), ("sharegpt", "azure"))
-TDG, ATTAINED = "tdg", "attainment_mean"
+TDG, ATTAINED, MEAN_TPOT = "tdg", "attainment_mean", "SLO attainment, mean TPOT"
 BY_POLICY = ("dataset", "policy")
+TWO = ("sharegpt", "azure")
+
+SETTING = {
+    "Arrivals": "generated, Poisson (the paper stretches recorded times)",
+    "Objectives and priorities": "TTFT 0.8 s, TPOT 0.08 s; two priorities with equal chance, "
+    "weights 2 and 1 unless stated",
+    "Sarathi": "token budget profiled per setup: tokens of a batch within the TPOT objective",
+}
 
 
 def _plain(*names: str) -> list[Contender]:
     return [Contender(name, name) for name in names]
 
 
-_LARGE: Where = {
-    "setup": "70b",
-    "dataset": ("sharegpt", "azure"),
-    "policy": ("sarathi", "sarathi_priority", "slidebatching", "deadline_triage"),
-}
+def _datasets(
+    kinds: Sequence[systems.Kind],
+    names: Scaled[tuple[str, ...]],
+    loads: Scaled[tuple[float, ...]],
+    setups: Sequence[str] = ("8b",),
+    span: Scaled[Span] = SPAN,
+    layouts: Planned[Sequence[systems.Layout | None]] = (None,),
+) -> Sweep:
+    return Sweep(
+        named=("dataset",),
+        workloads=workloads(names, partial(generated, proserve)),
+        setups=[SETUPS[name] for name in setups],
+        loads=loads,
+        kinds=kinds,
+        span=span,
+        layouts=layouts,
+    )
+
 
 POLICIES = Experiment(
-    name="proserve_policies",
-    source="ProServe Fig. 10 and 13",
-    question="Does SlideBatching gain more than the other policies, and what do priorities attain?",
-    setting=SETTING,
+    "proserve_policies",
+    "ProServe Fig. 10 and 13",
+    "Does SlideBatching gain more than the other policies, and what do priorities attain?",
     seeds=3,
+    setting={**SETTING, "Latency": "setups 8b and 70b in place of Qwen2-7B and Qwen3-32B"},
     grids=[
-        Sweep(
-            named=("dataset",),
-            workloads=Workloads(DATASETS, Scaled(PROSERVE_DATASETS[:1], PROSERVE_DATASETS)),
-            setups=(SETUPS["8b"], SETUPS["70b"]),
-            loads=Scaled((1.1,), (0.8, 1.0, 1.2, 1.5)),
-            kinds=(
+        _datasets(
+            [
                 *_plain("fcfs", "weighted_vtc", "sarathi", "sarathi_priority", "fairbatching"),
                 *(SLIDE, DEFAULT),
-            ),
-            span=SPAN,
+            ],
+            Scaled(PROSERVE_DATASETS[:1], PROSERVE_DATASETS),
+            Scaled((1.1,), (0.8, 1.0, 1.2, 1.5)),
+            ("8b", "70b"),
         )
     ],
-    tables=(
-        Pivot("Fig. 10: TDG ratio, mean over data sets", TDG, ("setup", "policy")),
-        Pivot("Fig. 10: SLO attainment, mean over data sets", ATTAINED, ("setup", "policy")),
-        Pivot(
-            "Fig. 10 by data set: SLO attainment, mean over loads and setups",
-            *(ATTAINED, ("dataset",), "policy"),
+    tables=[
+        *pivots(
+            {TDG: "TDG ratio", ATTAINED: "SLO attainment"},
+            ("setup", "policy"),
+            title="Fig. 10: {}, mean over data sets",
+        ),
+        *pivots(
+            {ATTAINED: "SLO attainment, mean over loads and setups"},
+            *(("dataset",), "policy"),
+            title="Fig. 10 by data set: {}",
         ),
         *pivots(
             {"attainment_priority_2": "high", "attainment_priority_1": "low"},
             title="Fig. 13: SLO attainment, {} priority, setup 70b, sharegpt and azure",
-            where=_LARGE,
+            where={
+                "setup": "70b",
+                "dataset": TWO,
+                "policy": ("sarathi", "sarathi_priority", "slidebatching", "deadline_triage"),
+            },
         ),
-    ),
+    ],
 )
 
 
-def _normalised(rows: Rows) -> Table:
+def fig_15(rows: Rows) -> Table:
+    """The missed TDG of each variant over that of SlideBatching."""
+    cells = grouped(rows, *BY_POLICY, "load")
+    missed = {at: 1 - mean(own, TDG) for at, own in cells.items()}
     loads = [load for (load,) in grouped(rows, "load")]
     lines = []
-    for (dataset, policy), own in grouped(rows, "dataset", "policy").items():
-        line = [str(dataset), str(policy)]
-        for load in loads:
-            cell = having(own, {"load": load})
-            whole = having(rows, {"dataset": dataset, "load": load, "policy": SLIDE.label})
-            missed, least = (1 - estimate(part, TDG).mean for part in (cell, whole))
-            line.append(f"{missed / least:.2f} x" if least > 1e-9 else f"{missed:.4f} (of 0)")
-        lines.append(line)
+    for dataset, policy in grouped(rows, *BY_POLICY):
+        pairs = [[missed[dataset, name, load] for name in (policy, SLIDE.label)] for load in loads]
+        shown = [f"{a / b:.2f} x" if b > 1e-9 else f"{a:.4f} (of 0)" for a, b in pairs]
+        lines.append((str(dataset), str(policy), *shown))
     return Table(
         "Fig. 15: missed TDG over that of SlideBatching",
-        ("dataset", "policy", *map(str, loads)),
+        (*BY_POLICY, *map(str, loads)),
         lines,
         "Ratios of the means over seeds. `late ones count` is Algorithm 1 to the letter.",
     )
 
 
 ABLATION = Experiment(
-    name="proserve_ablation",
-    source="ProServe Fig. 15",
-    question="What does each part of SlideBatching add?",
-    setting={**SETTING, "Setup": "8b alone"},
+    "proserve_ablation",
+    "ProServe Fig. 15",
+    "What does each part of SlideBatching add?",
     seeds=5,
+    setting=SETTING,
     grids=[
-        Sweep(
-            named=("dataset",),
-            workloads=Workloads(DATASETS, TWO),
-            loads=Scaled((1.1,), (0.8, 1.1, 1.5)),
-            kinds=(
+        _datasets(
+            [
                 SLIDE,
                 Contender("only deadline", "slidebatching", {"order": "deadline"}),
                 Contender("only density", "slidebatching", {"order": "density"}),
                 Contender("without estimator", "slidebatching", {"latency_aware": False}),
                 Contender("late ones count", "slidebatching", {"late": "include"}),
-            ),
-            span=SPAN,
+            ],
+            Scaled(TWO[:1], TWO),
+            Scaled((1.1,), (0.8, 1.1, 1.5)),
         )
     ],
-    tables=(
-        _normalised,
+    tables=[
+        fig_15,
         Pivot("TDG ratio", TDG, BY_POLICY, digits=4),
         Pivot("SLO attainment", ATTAINED, BY_POLICY),
-    ),
+    ],
 )
 
 
@@ -169,19 +154,18 @@ def by_priority(rows: Rows) -> Rows:
 
 
 WEIGHTS = Experiment(
-    name="proserve_weights",
-    source="ProServe Fig. 18",
-    question="What do larger weights of the high priority change?",
+    "proserve_weights",
+    "ProServe Fig. 18",
+    "What do larger weights of the high priority change?",
+    seeds=5,
     setting={
         **SETTING,
-        "Setup": "8b alone, sharegpt",
         "Weights": "up to 10, the most that a request may state; the paper goes to 100",
     },
-    seeds=5,
     grids=[
         Sweep(
             named=("weight",),
-            workloads=Workloads(_weighted, Scaled((1.0, 10.0), (1.0, 2.0, 5.0, 10.0))),
+            workloads=workloads(Scaled((1.0, 10.0), (1.0, 2.0, 5.0, 10.0)), _weighted),
             loads=Scaled((1.3,), (1.1, 1.5)),
             kinds=(SLIDE, *_plain("sarathi_priority"), DEFAULT),
             span=SPAN,
@@ -201,7 +185,6 @@ MIN_LOAD, GO_ROUTING = "min_load", "go_routing"
 
 
 def _behind(local: str, *routers: str) -> list[System]:
-    """A local policy behind each of some routers."""
     return [System(router, Contender(f"{local} + {router}", local)) for router in routers]
 
 
@@ -219,37 +202,24 @@ def _on_cluster(
     name: str,
     title: str,
     question: str,
-    setting: Mapping[str, str],
     figures: Mapping[str, str],
-    datasets: Scaled[tuple[str, ...]],
-    layouts: Scaled[tuple[Layout]],
     kinds: Sequence[System],
-    setups: Planned[Sequence[Setup]] = (SETUPS["8b"],),
+    datasets: Scaled[tuple[str, ...]],
+    layouts: Scaled[tuple[systems.Layout]],
+    setup: str = "8b",
+    **setting: str,
 ) -> Experiment:
     first, words = next(iter(figures.items()))
     means = Pivot(f"{title}: {words}, mean over data sets", first)
+    loads = Scaled((1.1,), (0.9, 1.2, 1.5))
+    span = Scaled(Span(1.0, 4, 6), Span(20.0, 40, 150))
     return Experiment(
-        name=name,
-        source=f"ProServe {title}",
-        question=question,
-        setting={
-            **SETTING,
-            "Arrivals": f"{SETTING['Arrivals']}; {CLUSTER_WORDS}",
-            "Min-load": "fewest requests: waiting, running and in transit",
-            **setting,
-        },
+        name,
+        f"ProServe {title}",
+        question,
         seeds=2,
-        grids=[
-            Sweep(
-                named=("dataset",),
-                workloads=Workloads(DATASETS, datasets),
-                setups=setups,
-                layouts=layouts,
-                loads=Scaled((1.1,), (0.9, 1.2, 1.5)),
-                kinds=kinds,
-                span=Scaled(Span(1.0, 4, 6), Span(20.0, 40, 150)),
-            )
-        ],
+        setting={**SETTING, "Min-load": "fewest requests: waiting, running, in transit", **setting},
+        grids=[_datasets(kinds, datasets, loads, (setup,), span, layouts)],
         derive=missed,
         tables=[
             *([means] if len(datasets.normal) > 1 else []),
@@ -262,47 +232,37 @@ DISAGGREGATED = _on_cluster(
     "proserve_disaggregated",
     "Fig. 11",
     "What does GoRouting add where prefill and decode are on separate replicas?",
-    {
-        "TPOT": "not judged: TDG of first tokens alone, as in the paper",
-        "Replicas": "8, two of which only decode; the paper does not say how many",
-    },
     {"tdg_first": "TDG ratio of first tokens", TDG: "TDG ratio"},
-    TWO,
-    Scaled((disaggregated(4),), (disaggregated(8),)),
     _pairs("slidebatching", "fcfs"),
+    Scaled(TWO[:1], TWO),
+    Scaled((systems.disaggregated(4),), (systems.disaggregated(8),)),
+    TPOT="not judged: TDG of first tokens alone, as in the paper",
+    Replicas="8, two of which only decode; the paper does not say how many",
 )
-
 COLOCATED = _on_cluster(
     "proserve_colocated",
     "Fig. 12",
     "What does GoRouting add on co-located replicas?",
-    {"Replicas": "6; the paper does not say how many"},
-    {"missed": "missed TDG ratio", ATTAINED: "SLO attainment, mean TPOT"},
-    Scaled(("qwen",), ("qwen", "azure")),
-    Scaled((colocated(3),), (colocated(6),)),
+    {"missed": "missed TDG ratio", ATTAINED: MEAN_TPOT},
     _pairs("slidebatching", "sarathi_priority"),
+    Scaled(("qwen",), ("qwen", "azure")),
+    Scaled((systems.colocated(3),), (systems.colocated(6),)),
+    Replicas="6; the paper does not say how many",
 )
-
+BASELINES = ("fcfs", "weighted_vtc", "sarathi", "sarathi_priority", "fairbatching")
 LARGE = _on_cluster(
     "proserve_large",
     "Fig. 19",
     "Does the ordering hold on 32 instances?",
-    {
-        "Latency": latency_words("setup 70b", " in place of Qwen3-32B on Ascend 910B"),
-        "Data": "azure in place of the paper's own traces, which are not public",
-        "Routers": "min-load for the baselines, GoRouting for ProServe, our default for ours; the "
-        "paper does not name the baselines' router",
-    },
-    {ATTAINED: "SLO attainment, mean TPOT", TDG: "TDG ratio"},
-    Scaled(("azure",), ("azure",)),
-    Scaled((colocated(4),), (colocated(32),)),
+    {ATTAINED: MEAN_TPOT, TDG: "TDG ratio"},
     [
-        *(
-            system
-            for local in ("fcfs", "weighted_vtc", "sarathi", "sarathi_priority", "fairbatching")
-            for system in _behind(local, MIN_LOAD)
-        ),
+        *(system for local in BASELINES for system in _behind(local, MIN_LOAD)),
         *(*_behind("slidebatching", GO_ROUTING), *_behind(DEFAULT.policy, ROUTER)),
     ],
-    setups=(SETUPS["70b"],),
+    Scaled(("azure",), ("azure",)),
+    Scaled((systems.colocated(4),), (systems.colocated(32),)),
+    setup="70b",
+    Latency="setup 70b in place of Qwen3-32B on Ascend 910B",
+    Data="azure in place of the paper's own traces, which are not public",
+    Routers="the paper does not name the baselines' router",
 )

@@ -9,8 +9,7 @@ from math import nan
 import numpy as np
 
 from sluice.benchmarks.experiments.grid import Experiment, Product, Scaled
-from sluice.benchmarks.experiments.loads import GENERATED, Make, Span, Workloads, cluster_rate
-from sluice.benchmarks.experiments.routers import SETTING
+from sluice.benchmarks.experiments.loads import Make, Span, cluster_rate, workloads
 from sluice.benchmarks.experiments.systems import (
     ADMISSION,
     DEFAULT,
@@ -113,26 +112,24 @@ costs = Lines(
 """What unused reservations cost."""
 
 EXPERIMENT = Experiment(
-    name="retry_after",
-    source="ours; reservation with backfilling is Lifka 1995",
-    question="Is a refused request guaranteed when it retries at its Retry-After, and what does "
-    "the capacity reserved for it cost?",
+    "retry_after",
+    "ours; reservation with backfilling is Lifka 1995",
+    "Is a refused request guaranteed when it retries at its Retry-After, and what does the "
+    "capacity reserved for it cost?",
+    seeds=2,
     setting={
-        **SETTING,
         "Admission": f"{ADMISSION}; requests that cannot be guaranteed are refused",
-        "Replicas": f"{REPLICAS}, co-located, behind the default router; local policy "
-        f"{DEFAULT.policy}",
+        "Replicas": f"{REPLICAS}, co-located, with {DEFAULT.policy}, behind the default router",
         "Clients": f"{AGAIN}: exactly at Retry-After, up to {COME_BACKS[AGAIN]} times, under one "
         f"id; {GONE}: never retry, which the controller has to learn; {NO_ROOM}: the same, each "
         "request with its own API key, so that no new request respects a reservation",
         "Counted": f"after the first {WARM_UP_S:g} s, until the last new request",
     },
-    seeds=2,
     grids=[
         Product(
             measure,
             {
-                "workload": Workloads(GENERATED.__getitem__, Scaled(WORKLOADS[:1], WORKLOADS)),
+                "workload": workloads(Scaled(WORKLOADS[:1], WORKLOADS)),
                 "load": Scaled((1.5,), (0.9, 1.2, 1.5)),
                 "clients": tuple(COME_BACKS),
             },

@@ -6,15 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from sluice.benchmarks.experiments.grid import Experiment, Planned, Scaled
-from sluice.benchmarks.experiments.loads import (
-    CLUSTER_WORDS,
-    GENERATED,
-    LOAD_WORDS,
-    Span,
-    Sweep,
-    Workloads,
-    recorded_stretched,
-)
+from sluice.benchmarks.experiments.loads import Span, Sweep, recorded_stretched, workloads
 from sluice.benchmarks.experiments.systems import (
     DEFAULT,
     ROUTER,
@@ -25,15 +17,7 @@ from sluice.benchmarks.experiments.systems import (
     colocated,
     disaggregated,
 )
-from sluice.benchmarks.experiments.tables import (
-    Rivals,
-    Rows,
-    difference,
-    estimate,
-    grouped,
-    pivots,
-    shown,
-)
+from sluice.benchmarks.experiments.tables import Rivals, Rows, difference, estimate, grouped, pivots
 from sluice.scheduling.admission import POLICIES as ADMISSIONS
 from sluice.scheduling.batching import POLICIES as LOCAL_POLICIES
 from sluice.scheduling.routing import POLICIES as ROUTERS
@@ -50,11 +34,7 @@ MARGIN = 0.01
 """A cell in which the default is lower by more than this counts as lost."""
 
 SETTING = {
-    "TPOT": "mean since the first token; TDG by the envelope",
-    "Arrivals": f"generated, or recorded and stretched; {LOAD_WORDS}; {CLUSTER_WORDS}",
-    "Objectives and priorities": "each workload's own, as in default_policy",
-    "Latency": "setup 8b of benchmarks/experiments/systems.py; 3 % noise, 5 % head-room, online "
-    "correction",
+    "Arrivals": "generated, or recorded and stretched",
     "Reports": "every 25 ms, known 2 ms later; a router's own decisions count at once",
     "Admission": "none: every request is placed and served",
 }
@@ -98,30 +78,12 @@ def against_rivals(rows: Rows, cell: Sequence[str]) -> Table:
     )
 
 
-def against_best(rows: Rows, cell: Sequence[str], rivals: Sequence[str] = RIVALS) -> Table:
-    """By cell: the default, and its lead over the best of ``rivals`` there, after the fact."""
-    lines = []
-    for labels, own in grouped(rows, *cell).items():
-        line = [*map(shown, labels)]
-        for figure in FIGURES:
-            best = AGAINST.best(own, figure, rivals)
-            lead = AGAINST.lead(own, best, figure).mean
-            line.append(f"{AGAINST.mean(own, ROUTER, figure):.3f} ({lead:+.3f} {best})")
-        lines.append(line)
-    return Table(
-        f"By cell: {ROUTER} (its lead over the best of {', '.join(rivals)})",
-        (*cell, *FIGURES.values()),
-        lines,
-    )
-
-
 # Sizes and roles.
 
 CELL = ("workload", "layout", "replicas", "load", "policy")
 BY_SIZE: Sequence[Callable[[Rows], Table]] = (
     *pivots(FIGURES, ("policy", "router"), "replicas", title="{}, mean over workloads and loads"),
     lambda rows: against_rivals(rows, CELL),
-    lambda rows: against_best(rows, CELL),
 )
 
 
@@ -131,7 +93,7 @@ def _sized(
     routers: Planned[Sequence[str]] = ALL,
 ) -> Sweep:
     return Sweep(
-        workloads=Workloads(GENERATED.__getitem__, Scaled(TWO[:1], TWO, FOUR), recorded_stretched),
+        workloads=workloads(Scaled(TWO[:1], TWO, FOUR), traces=recorded_stretched),
         layouts=layouts,
         loads=Scaled((1.1,), (0.9, 1.2), (0.7, 0.9, 1.05, 1.2, 1.5)),
         kinds=lambda plan: [
@@ -148,11 +110,11 @@ _LARGE = (colocated(32),)
 _OTHERS = ("slidebatching", "fcfs")
 
 COLOCATED = Experiment(
-    name="routers",
-    source="ours; the routers are those of the five papers and the usual baselines",
-    question="Which router has the highest SLO attainment, and does the default lose anywhere?",
-    setting=SETTING,
+    "routers",
+    "ours; the routers are those of the five papers and the usual baselines",
+    "Which router has the highest SLO attainment, and does the default lose anywhere?",
     seeds=2,
+    setting=SETTING,
     grids=[
         _sized(
             Scaled(_SMALL[:1], _SMALL, (*_SMALL, *_LARGE)),
@@ -170,11 +132,11 @@ COLOCATED = Experiment(
 )
 
 DISAGGREGATED = Experiment(
-    name="routers_disaggregated",
-    source="ours, after ProServe §5.2",
-    question="The same with prefill and decode on separate replicas?",
-    setting={**SETTING, "Roles": "a quarter of the replicas only decode"},
+    "routers_disaggregated",
+    "ours, after ProServe §5.2",
+    "The same with prefill and decode on separate replicas?",
     seeds=2,
+    setting={**SETTING, "Roles": "a quarter of the replicas only decode"},
     grids=[
         _sized(
             Scaled((disaggregated(4),), tuple(disaggregated(size) for size in (4, 8, 32))),
@@ -201,22 +163,17 @@ AGES: Mapping[str, Mapping[str, float]] = {
 
 
 def _uneven(
-    name: str, question: str, setting: Mapping[str, str], layouts: Planned[Sequence[Layout]]
+    name: str, question: str, layouts: Planned[Sequence[Layout]], **words: str
 ) -> Experiment:
     return Experiment(
-        name=name,
-        source=f"ours; the default router is {ROUTER}",
-        question=question,
-        setting={
-            **{what: words for what, words in SETTING.items() if what != "Reports"},
-            "Local policy": LOCAL,
-            "Replicas": f"{EIGHT.size}, co-located",
-            **setting,
-        },
+        name,
+        f"ours; the default router is {ROUTER}",
+        question,
         seeds=2,
+        setting={**SETTING, "Replicas": f"8, co-located, with {LOCAL}", **words},
         grids=[
             Sweep(
-                workloads=Workloads(GENERATED.__getitem__, Scaled(TWO[:1], TWO)),
+                workloads=workloads(Scaled(TWO[:1], TWO)),
                 layouts=layouts,
                 loads=(1.1,),
                 kinds=lambda plan: [System(router) for router in ALL(plan)],
@@ -234,8 +191,8 @@ _AGED = tuple(colocated(8, **changes)._replace(name=name) for name, changes in A
 STALE = _uneven(
     "stale_mirror",
     "What do late and lost reports cost each router?",
-    {"Reports": "as named: interval, delay, share lost; the rest as in production"},
     Scaled((_AGED[0], _AGED[3]), _AGED),
+    Reports="as named: interval, delay, share lost; the rest as in production",
 )
 
 _MIXED = tuple(
@@ -245,11 +202,9 @@ _MIXED = tuple(
 HETEROGENEOUS = _uneven(
     "heterogeneous",
     "Which router uses fast and slow replicas in proportion?",
-    {
-        "Latency": "setups 8b-fast (5 ms and 25 us a token) and 8b (9 ms and 80 us); each replica "
-        "reports its own corrected profile; load 1 is the sum of each replica's load 1",
-    },
     Scaled(_MIXED[:1], _MIXED),
+    Latency="setups 8b-fast (5 ms and 25 us a token) and 8b (9 ms and 80 us); each replica reports "
+    "its own corrected profile; load 1 is the sum of each replica's load 1",
 )
 
 
@@ -261,44 +216,39 @@ def _slower(factor: float, from_s: float) -> Layout:
 SLOW = _uneven(
     "slow_node",
     "Which router notices that a replica has become slow?",
-    {
-        "Slow replica": "every step takes longer from 3 s on; its planner learns this from its "
-        "steps and reports it; loads are relative to the cluster before",
-    },
     Scaled((_slower(3.0, 0.2),), (_slower(1.5, 3.0), _slower(3.0, 3.0))),
+    Slow="every step of one replica takes longer from 3 s on; its planner learns this from its "
+    "steps and reports it; loads are relative to the cluster before",
 )
 
 # Admission.
 
 
 def _admitted(*outcomes: WhenUnattainable) -> list[System]:
-    return [
-        System(ROUTER, Contender("none", LOCAL)),
-        *(
-            System(ROUTER, Contender(f"{name}, {outcome}", LOCAL), name, outcome)
-            for name in ADMISSIONS
-            for outcome in outcomes
-        ),
+    admitted = [
+        System(ROUTER, Contender(f"{name}, {outcome}", LOCAL), name, outcome)
+        for name in ADMISSIONS
+        for outcome in outcomes
     ]
+    return [System(ROUTER, Contender("none", LOCAL)), *admitted]
 
 
 ADMISSION = Experiment(
-    name="admission",
-    source="ours; FairBatching §3.4 (pab), SLOs-Serve §4 (two tiers)",
-    question="How many requests are guaranteed, are the guarantees kept, and what do the requests "
-    "get that no replica can guarantee?",
+    "admission",
+    "ours; FairBatching §3.4 (pab), SLOs-Serve §4 (two tiers)",
+    "How many requests are guaranteed, are the guarantees kept, and what do the requests get that "
+    "no replica can guarantee?",
+    seeds=2,
     setting={
         **SETTING,
         "Admission": "as named, and what happens to a request that no replica can guarantee: it is "
         "served on the capacity that guaranteed requests leave, refused, or queued at the router "
         "until a replica can guarantee it or its first token is due",
-        "Local policy": LOCAL,
-        "Replicas": "8, co-located, behind the default router",
+        "Replicas": f"8, co-located, with {LOCAL}, behind the default router",
     },
-    seeds=2,
     grids=[
         Sweep(
-            workloads=Workloads(GENERATED.__getitem__, Scaled(TWO[:1], TWO)),
+            workloads=workloads(Scaled(TWO[:1], TWO)),
             layouts=Scaled((colocated(2),), (EIGHT,)),
             loads=Scaled((1.3,), (0.8, 1.1, 1.5)),
             kinds=Scaled(

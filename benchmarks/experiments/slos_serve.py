@@ -3,43 +3,19 @@ tokens to check (§3.2.3): the policies' choice against fixed numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
+from sluice.benchmarks.experiments import loads, systems
 from sluice.benchmarks.experiments.grid import Axes, Experiment, Planned, Product, Scaled
-from sluice.benchmarks.experiments.loads import (
-    ALL_LOADS,
-    CAPACITY_WORDS,
-    SLOS_SERVE_OBJECTIVES,
-    Capacities,
-    Loads,
-    Span,
-    Workloads,
-    full_load_rate,
-    generated,
-    greatest_loads,
-    latency_words,
-    profiled_budget,
-)
-from sluice.benchmarks.experiments.systems import (
-    DEFAULT,
-    SETUPS,
-    Contender,
-    Kind,
-    Layout,
-    Setup,
-    System,
-    colocated,
-    figures,
-    run,
-)
+from sluice.benchmarks.experiments.loads import Search, Span, Sweep, generated, workloads
+from sluice.benchmarks.experiments.systems import DEFAULT, SETUPS, Contender, System, colocated
 from sluice.benchmarks.experiments.tables import Pivot, Rows, grouped, pivots
 from sluice.simulation.config import Speculation
 from sluice.simulation.workloads.settings import SLOS_SERVE_SCENARIOS, TIGHT_TPOT_S, slos_serve
 
 SETUP = SETUPS["8b"]
 SCENARIO = partial(generated, slos_serve)
-SHARES = (0.9, 0.98)
 RATE = "rate_0.9"
 ALPHA = 0.7
 DRAFT_S = 0.0005
@@ -49,14 +25,15 @@ SETTING = {
     "TPOT": "the largest mean over 10 tokens, of every stage",
     "Arrivals": "generated: Poisson, or bursts for coder and tools with the Azure code trace's "
     "burst lengths (the paper replays the Azure traces); a rate is reached by generating at it",
-    "Objectives and priorities": SLOS_SERVE_OBJECTIVES,
-    "Latency": latency_words("setup 8b", " in place of OPT-7B to 30B on A100"),
+    "Objectives and priorities": "SLOs-Serve Tables 1 and 3: TTFT 3 or 5 times the idle engine's, "
+    "at least 0.2 s; TPOT 50 or 100 ms; one priority",
     "Output lengths": "known to every policy, as in the paper",
-    "Capacity": CAPACITY_WORDS,
+    "Capacity": "bisection over loads from 0.05 to 4 in 7 halvings, within 2 %; each seed has its "
+    "own; attainment is taken to fall with the load, which noise can break near the crossing",
     "Not repeated": "DistServe and larger models",
 }
 
-SARATHI_TOKENS = profiled_budget(SETUP, TIGHT_TPOT_S)
+SARATHI_TOKENS = loads.profiled_budget(SETUP, TIGHT_TPOT_S)
 FCFS = Contender("fcfs", "fcfs")
 SARATHI = Contender("sarathi", "sarathi", {"token_budget": SARATHI_TOKENS})
 FAIR = Contender("fairbatching", "fairbatching", {"anchor": "last_token"})
@@ -66,44 +43,41 @@ STRICT = DEFAULT._replace(options={"anchor": "last_token"})
 
 def _capacities(
     scenarios: tuple[str, ...],
-    *kinds: Kind,
-    setup: Setup = SETUP,
-    layouts: Scaled[tuple[Layout, ...]] | tuple[None] = (None,),
-) -> Capacities:
+    *kinds: systems.Kind,
+    setup: systems.Setup = SETUP,
+    layouts: Planned[Sequence[systems.Layout | None]] = (None,),
+) -> Sweep:
     """The highest rates at which 90 % and 98 % of the requests attain, per replica."""
     quick = Span(3.0, 10, 20)
     # Some bursts, which come once a minute.
     bursts = Scaled(quick, Span(300.0, 100, 600))
-    return Capacities(
+    window = "attainment_window", (0.9, 0.98)
+    return Sweep(
         named=("scenario",),
-        workloads=Workloads(SCENARIO, Scaled(("chatbot",), scenarios)),
+        workloads=workloads(Scaled(("chatbot",), scenarios), SCENARIO),
         setups=(setup,),
         layouts=layouts,
         kinds=kinds,
         span=Scaled(quick, Span(60.0, 100, 600)),
         # A request of `reasoning` alone takes minutes.
         spans={"reasoning": Span(120.0, 30, 60), "coder": bursts, "tools": bursts},
-        figure="attainment_window",
-        shares=SHARES,
-        within=Scaled(Loads(0.5, 1.0, 1), ALL_LOADS),
+        search=Scaled(Search(*window, loads.Loads(0.5, 1.0, 1)), Search(*window)),
         oracle=True,
     )
 
 
 CAPACITY = Experiment(
-    name="slos_serve_capacity",
-    source="SLOs-Serve Fig. 9",
-    question="Which rate does an engine serve with 90 % and 98 % of the requests in time?",
-    setting=SETTING,
+    "slos_serve_capacity",
+    "SLOs-Serve Fig. 9",
+    "Which rate does an engine serve with 90 % and 98 % of the requests in time?",
     seeds=3,
+    setting=SETTING,
     grids=[_capacities(SLOS_SERVE_SCENARIOS, FCFS, SARATHI, FAIR, SLOS_SERVE, STRICT)],
-    tables=[
-        Pivot(
-            f"Fig. 9: capacity at {share * 100:g} % attainment, requests/s",
-            *(f"rate_{share:g}", ("scenario",), "policy", 2),
-        )
-        for share in SHARES
-    ],
+    tables=pivots(
+        {RATE: "90", "rate_0.98": "98"},
+        *(("scenario",), "policy", 2),
+        title="Fig. 9: capacity at {} % attainment, requests/s",
+    ),
 )
 
 
@@ -118,20 +92,19 @@ def over_one(rows: Rows) -> Rows:
     return found
 
 
+_REPLICAS = tuple(colocated(replicas) for replicas in (1, 2, 4))
 SCALING = Experiment(
-    name="slos_serve_scaling",
-    source="SLOs-Serve Fig. 13",
-    question="Does capacity grow more than in proportion to the replicas?",
-    setting={**SETTING, "Routers": "slos_serve forwards declined requests (Fig. 7)"},
+    "slos_serve_scaling",
+    "SLOs-Serve Fig. 13",
+    "Does capacity grow more than in proportion to the replicas?",
     seeds=3,
+    setting={**SETTING, "Routers": "slos_serve forwards declined requests (Fig. 7)"},
     grids=[
         _capacities(
             ("chatbot", "coder"),
             System("round_robin", FCFS),
             *(System(router, SLOS_SERVE) for router in ("round_robin", "slos_serve", "pab")),
-            layouts=Scaled(
-                (colocated(1), colocated(2)), (colocated(1), colocated(2), colocated(4))
-            ),
+            layouts=Scaled(_REPLICAS[:2], _REPLICAS),
         )
     ],
     derive=over_one,
@@ -145,7 +118,7 @@ SCALING = Experiment(
 )
 
 
-def drafting(setup: Setup, alpha: float, length: int, draft_s: float) -> Setup:
+def drafting(setup: systems.Setup, alpha: float, length: int, draft_s: float) -> systems.Setup:
     """The setup with up to ``length`` drafted tokens per decode, right with probability
     ``alpha``."""
     speculation = Speculation(alpha=alpha, length=length, draft_s=draft_s)
@@ -153,23 +126,17 @@ def drafting(setup: Setup, alpha: float, length: int, draft_s: float) -> Setup:
 
 
 _THREE = ("chatbot", "coder", "summarizer")
+_ADAPTIVE = SLOS_SERVE._replace(label="adaptive drafts")
+_FIXED = SLOS_SERVE._replace(label="3 drafts", all_drafts=True)
 ABLATION = Experiment(
-    name="slos_serve_ablation",
-    source="SLOs-Serve Fig. 14; the text of §6.3 is not in our copy, the variants are our reading",
-    question="What does each optimisation of SLOs-Serve add to capacity?",
-    setting=SETTING,
+    "slos_serve_ablation",
+    "SLOs-Serve Fig. 14; the text of §6.3 is not in our copy, the variants are our reading",
+    "What does each optimisation of SLOs-Serve add to capacity?",
     seeds=4,
+    setting=SETTING,
     grids=[
-        _capacities(
-            _THREE,
-            SLOS_SERVE._replace(label="adaptive drafts"),
-            setup=drafting(SETUP, ALPHA, 9, DRAFT_S),
-        ),
-        _capacities(
-            _THREE,
-            SLOS_SERVE._replace(label="3 drafts", all_drafts=True),
-            setup=drafting(SETUP, ALPHA, 3, DRAFT_S),
-        ),
+        _capacities(_THREE, _ADAPTIVE, setup=drafting(SETUP, ALPHA, 9, DRAFT_S)),
+        _capacities(_THREE, _FIXED, setup=drafting(SETUP, ALPHA, 3, DRAFT_S)),
         _capacities(
             _THREE,
             SLOS_SERVE,
@@ -192,9 +159,8 @@ ABLATION = Experiment(
 
 # How many drafted tokens to check.
 
-DRAFT_LOADS = Loads(0.5, 1.8, 5)
-MOST_DRAFTS = 9
-DRAFTS = {"3": 3, "5": 5, "adaptive": MOST_DRAFTS}
+DRAFT_LOADS = loads.Loads(0.5, 1.8, 5)
+DRAFTS = {"3": 3, "5": 5, "adaptive": 9}
 JUDGED = {"slos_serve": "attainment_window", "deadline_triage": "attainment_mean"}
 """By policy, the TPOT metric that it targets."""
 
@@ -208,17 +174,17 @@ def drafts_at_capacity(
     if drafts in DRAFTS:
         own = drafting(own, acceptance, DRAFTS[drafts], 0.0)
     kind = Contender("", policy, all_drafts=drafts in ("3", "5"))
-    full = full_load_rate(make, own)
+    full = loads.full_load_rate(make, own)
 
     def served(load: float) -> tuple[float, float, float]:
         rate = load * full
         workload = make(own, rate, span.requests(rate), seed)
-        done = run(workload, kind, own, seed, oracle=True)
+        done = systems.run(workload, kind, own, seed, oracle=True)
         output, result = workload.mean_output_tokens * len(workload), done.result
         shares = result.checked_drafts / output, result.accepted_drafts / output
-        return figures(done)[JUDGED[policy]], *shares
+        return systems.figures(done)[JUDGED[policy]], *shares
 
-    load = greatest_loads(lambda load: served(load)[0], (0.9,), DRAFT_LOADS)[0.9]
+    load = loads.greatest_loads(lambda load: served(load)[0], (0.9,), DRAFT_LOADS)[0.9]
     checked, accepted = served(load)[1:] if load else (0.0, 0.0)
     return {"rate": load * full, "checked": checked, "accepted": accepted}
 
@@ -239,25 +205,20 @@ def _by_policy(rows: Rows) -> Rows:
 
 
 LENGTHS = Experiment(
-    name="speculation_lengths",
-    source="SLOs-Serve §3.2.3 and appendix D, with lengths by request; the comparison is ours",
-    question="How much capacity does choosing the number of drafted tokens to check gain, at equal "
+    "speculation_lengths",
+    "SLOs-Serve §3.2.3 and appendix D, with lengths by request; the comparison is ours",
+    "How much capacity does choosing the number of drafted tokens to check gain, at equal "
     "attainment?",
-    setting={
-        "TPOT": "slos_serve: the largest mean over 10 tokens; deadline_triage: the mean",
-        "Arrivals": "chatbot of SLOs-Serve, generated, Poisson; a rate is reached by generating at "
-        "it",
-        "Objectives and priorities": SLOS_SERVE_OBJECTIVES,
-        "Latency": latency_words(
-            "setups 8b and 70b", "; checking a drafted token costs as much as a prompt token"
-        ),
-        "Drafts": "each is right with the stated probability if all before it are; `adaptive` "
-        f"drafts up to {MOST_DRAFTS} and does not know the probability; drafting costs nothing",
-        "Output lengths": "known",
-        "Capacity": f"bisection over loads from {DRAFT_LOADS.least:g} to {DRAFT_LOADS.most:g} in "
-        f"{DRAFT_LOADS.steps} halvings, within 4 %; each seed has its own",
-    },
     seeds=2,
+    setting={
+        **{name: SETTING[name] for name in ("Objectives and priorities", "Output lengths")},
+        "TPOT": "slos_serve: the largest mean over 10 tokens; deadline_triage: the mean",
+        "Arrivals": "chatbot of SLOs-Serve, generated, Poisson",
+        "Latency": "setups 8b and 70b; checking a drafted token costs as much as a prompt token",
+        "Drafts": "each is right with the stated probability if all before it are; `adaptive` "
+        "drafts up to 9 and does not know the probability; drafting costs nothing",
+        "Capacity": "bisection over loads from 0.5 to 1.8 in 5 halvings, within 4 %",
+    },
     grids=[
         _drafts(("none",), {"-": 0.0}),
         _drafts(tuple(DRAFTS), Scaled({"0.7": 0.7}, {"0.3": 0.3, "0.6": 0.6, "0.9": 0.9})),

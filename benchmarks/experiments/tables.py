@@ -49,7 +49,7 @@ class Pivot:
         for labels, own in grouped(rows, *self.down).items():
             by = grouped(own, self.across)
             means = [estimate(by.get((value,), []), self.figure) for value in columns]
-            lines.append((*map(shown, labels), *(mean.shown(self.digits) for mean in means)))
+            lines.append((*map(shown, labels), *(each.shown(self.digits) for each in means)))
         return Table(self.title, (*self.down, *map(shown, columns)), lines, self.note)
 
     def chart(self, rows: Rows) -> Chart | None:
@@ -133,7 +133,7 @@ class Rivals:
 
     def mean(self, rows: Rows, name: str, figure: str) -> float:
         """The mean of one contender."""
-        return estimate(self.of(rows, name), figure).mean
+        return mean(self.of(rows, name), figure)
 
     def best(self, rows: Rows, figure: str, among: Iterable[str] = ()) -> str:
         """The rival, of all or of those in ``among``, with the highest mean over ``rows``."""
@@ -173,6 +173,11 @@ def by_seed(rows: Iterable[Row], figure: str) -> dict[Value, float]:
 def estimate(rows: Iterable[Row], figure: str) -> Estimate:
     """A figure's mean over seeds; the value of a seed is the mean over its rows."""
     return Estimate.of(list(by_seed(rows, figure).values()))
+
+
+def mean(rows: Iterable[Row], figure: str) -> float:
+    """The mean of :func:`estimate`."""
+    return estimate(rows, figure).mean
 
 
 def difference(rows: Iterable[Row], others: Iterable[Row], figure: str) -> Estimate:

@@ -309,9 +309,9 @@ class TestReport:
 def test_experiments_say_what_they_measure() -> None:
     for name, experiment in EXPERIMENTS.items():
         assert experiment.name == name
-        assert {"TPOT", "Arrivals", "Latency"} <= set(experiment.setting)
+        assert {"TPOT", "Arrivals", "Latency"} <= set(experiment.conditions)
         assert any(
-            "riorit" in words for words in (*experiment.setting, *experiment.setting.values())
+            "riorit" in words for words in (*experiment.conditions, *experiment.conditions.values())
         )
 
 
