@@ -10,25 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sluice.benchmarks.experiments import loads, systems
 from sluice.benchmarks.experiments.grid import Experiment, Plan, Product, Scaled
-from sluice.benchmarks.experiments.loads import (
-    GENERATED,
-    Make,
-    full_load_rate,
-    generated,
-    recorded_stretched,
-)
-from sluice.benchmarks.experiments.systems import (
-    ADMISSION,
-    DEFAULT,
-    ROUTER,
-    SETUPS,
-    Setup,
-    System,
-    cluster_figures,
-    colocated,
-    run_cluster,
-)
+from sluice.benchmarks.experiments.loads import GENERATED, Make, full_load_rate, generated
+from sluice.benchmarks.experiments.systems import ADMISSION, DEFAULT, ROUTER, SETUPS, Setup, System
 from sluice.benchmarks.experiments.tables import Lines, Rows, estimate, grouped
 from sluice.scheduling import autoscaling
 from sluice.simulation.config import Autoscaling
@@ -137,10 +122,12 @@ def measure(
         sizer = Autoscaling(lambda role: policy(), 1, most, INTERVAL_S, STARTUP_S)
         replicas = ceil(load / 2 / FIXED_LOAD)
     served = System(ROUTER, DEFAULT, ADMISSION)
-    done = run_cluster(made, served, SETUP, colocated(replicas), seed, autoscaling=sizer)
+    done = systems.run_cluster(
+        made, served, SETUP, systems.colocated(replicas), seed, autoscaling=sizer
+    )
     sizes = [size.replicas for size in done.result.sizes.get("mixed", ())]
     return {
-        **cluster_figures(done),
+        **systems.cluster_figures(done),
         "replica_hours": done.result.replica_s / 3600,
         "most_replicas": float(max(sizes, default=replicas)),
         "changes": float(max(0, len(sizes) - 1)),
@@ -203,7 +190,7 @@ def _workloads(plan: Plan) -> dict[str, tuple[Make, float]]:
     }
     return {name: (make, chat) for name, make in makes.items()} | {
         name: (make, full_load_rate(make, SETUP))
-        for name, make in recorded_stretched(plan.traces).items()
+        for name, make in loads.recorded_stretched(plan.traces).items()
     }
 
 

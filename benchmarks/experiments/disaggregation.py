@@ -6,20 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sluice.benchmarks.experiments import loads
+from sluice.benchmarks.experiments import loads, systems
 from sluice.benchmarks.experiments.grid import Experiment, Scaled
 from sluice.benchmarks.experiments.loads import Make, Search, Span, Sweep, generated, workloads
-from sluice.benchmarks.experiments.systems import (
-    DEFAULT,
-    ROUTER,
-    SETUPS,
-    Contender,
-    Layout,
-    Setup,
-    System,
-    colocated,
-    of_roles,
-)
+from sluice.benchmarks.experiments.systems import DEFAULT, ROUTER, Contender, System, colocated
 from sluice.benchmarks.experiments.tables import Lines, Rows, grouped, having, mean, pivots
 from sluice.scheduling.fleet.pool_ratio import PoolDemand
 from sluice.simulation.capacity import pool_demand
@@ -28,7 +18,7 @@ from sluice.simulation.workload import Workload, with_objectives
 from sluice.simulation.workloads.arrivals import Poisson
 from sluice.simulation.workloads.settings import slos_serve
 
-SETUP = SETUPS["8b"]
+SETUP = systems.SETUPS["8b"]
 LOCAL = DEFAULT.policy
 STRICT = Contender(f"{LOCAL}, last token", LOCAL, {"anchor": "last_token"})
 """Its pace counts from each token to the next, so that no window of tokens is late: shows what it
@@ -58,7 +48,7 @@ SETTING = {
 }
 
 
-def _tight(setup: Setup, rate: float, requests: int, seed: int) -> Workload:
+def _tight(setup: systems.Setup, rate: float, requests: int, seed: int) -> Workload:
     made = of_scenario("coder")(setup, rate, requests, seed)
     words = f"TPOT {1e3 * TIGHT_TPOT_S:g} ms."
     return with_objectives(made, lambda arrival: replace(arrival.slo, tpot_s=TIGHT_TPOT_S), words)
@@ -69,10 +59,12 @@ def of_scenario(scenario: str) -> Make:
     return _tight if scenario == TIGHT else generated(slos_serve, scenario, arrivals=Poisson)
 
 
-def split_in(prefillers: int, decoders: int, mixed: int = 0) -> Layout:
+def split_in(prefillers: int, decoders: int, mixed: int = 0) -> systems.Layout:
     """Prefill and decode replicas, beside ``mixed`` co-located ones."""
     name = f"{prefillers}P {decoders}D"
-    return of_roles(f"{mixed} both + {name}" if mixed else name, mixed, prefillers, decoders)
+    return systems.of_roles(
+        f"{mixed} both + {name}" if mixed else name, mixed, prefillers, decoders
+    )
 
 
 def demand_of(scenario: str) -> PoolDemand:

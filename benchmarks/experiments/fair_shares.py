@@ -8,21 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sluice.benchmarks.experiments import systems
 from sluice.benchmarks.experiments.grid import Experiment, Product, Scaled
 from sluice.benchmarks.experiments.loads import GENERATED, cluster_rate
-from sluice.benchmarks.experiments.systems import (
-    ADMISSION,
-    DEFAULT,
-    ROUTER,
-    SETUPS,
-    System,
-    colocated,
-    run_cluster,
-)
-from sluice.benchmarks.experiments.tables import Lines, Rows, estimate, having
+from sluice.benchmarks.experiments.systems import ADMISSION, DEFAULT, ROUTER, SETUPS, System
+from sluice.benchmarks.experiments.tables import Lines, Rows, having, mean
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.tenancy.fair_shares import water_level
-from sluice.simulation.config import WhenUnattainable
 from sluice.simulation.metrics import TPOTMetric, attained, stages
 from sluice.simulation.workload import Workload, merged
 
@@ -57,32 +49,16 @@ GROUPS: dict[str, tuple[Tenant, ...]] = {
     "five": (Tenant(1, 0.2), Tenant(1, 0.6), Tenant(2, 1.0), Tenant(1, 1.5), Tenant(2, 20.0)),
 }
 
-LENGTHS = {
-    "alike": ("proserve sharegpt",),
-    "long and short": ("proserve azure", "proserve sharegpt"),
-}
-"""Workloads, assigned to the tenants in turn."""
+MAKE, SETUP = GENERATED["proserve sharegpt"], SETUPS["8b"]
 
 
-def workload(
-    tenants: Sequence[Tenant],
-    names: Sequence[str],
-    setup: str,
-    rate: float,
-    seconds: float,
-    seed: int,
-) -> Workload:
-    """The requests of all tenants, ``rate`` tokens of prompt and output a second in total."""
-    weights = sum(tenant.weight for tenant in tenants)
-    asked = sum(tenant.weight * tenant.demand for tenant in tenants) / weights
+def workload(tenants: Sequence[Tenant], rate: float, seconds: float, seed: int) -> Workload:
+    """The requests of all tenants, ``rate`` a second in total."""
+    demand = sum(tenant.weight * tenant.demand for tenant in tenants)
     parts = []
     for index, tenant in enumerate(tenants):
-        make = GENERATED[names[index % len(names)]]
-        # By tokens: a tenant with long requests sends fewer.
-        sample = make(SETUPS[setup], 1.0, 2_000, 0)
-        mean = sample.mean_prompt_tokens + sample.mean_output_tokens
-        own = rate * tenant.weight * tenant.demand / weights / asked / mean
-        part = make(SETUPS[setup], own, max(2, round(own * seconds)), 10 * seed + index)
+        own = rate * tenant.weight * tenant.demand / demand
+        part = MAKE(SETUP, own, max(2, round(own * seconds)), 10 * seed + index)
         arrivals = tuple(
             arrival._replace(
                 arrival_s=_in_bursts(arrival.arrival_s) if tenant.bursty else arrival.arrival_s,
@@ -103,14 +79,7 @@ def _in_bursts(time_s: float) -> float:
 
 
 def measure(
-    seed: int,
-    tenants: str,
-    lengths: str,
-    setup: str,
-    others: WhenUnattainable,
-    shares: str,
-    replicas: int,
-    seconds: float,
+    seed: int, tenants: str, shares: str, replicas: int, seconds: float
 ) -> Mapping[str, float]:
     """One run: the guaranteed tokens of each tenant against weighted max-min, and those of all.
 
@@ -119,19 +88,14 @@ def measure(
     tenants that asked for at most their share, mean over windows. ``tokens_per_s``: guaranteed.
     ``goodput``: tokens a second of requests that met their objective.
     """
-    group, names = GROUPS[tenants], LENGTHS[lengths]
-    layout, one = colocated(replicas), SETUPS[setup]
-    rate = 0.0
-    for name in names:
-        sample = GENERATED[name](one, 1.0, 2_000, 0)
-        mean = sample.mean_prompt_tokens + sample.mean_output_tokens
-        rate += cluster_rate(GENERATED[name], one, layout) * mean / len(names)
-    load = workload(group, names, setup, OVERLOAD * rate, seconds, seed)
+    group, layout = GROUPS[tenants], systems.colocated(replicas)
+    load = workload(group, OVERLOAD * cluster_rate(MAKE, SETUP, layout), seconds, seed)
     asked = load
     if shares == "none":
         asked = replace(load, arrivals=tuple(a._replace(tenant=0) for a in load.arrivals))
-    system = System(ROUTER, DEFAULT, ADMISSION, others)
-    done = run_cluster(asked, system, one, layout, seed)
+    done = systems.run_cluster(
+        asked, System(ROUTER, DEFAULT, ADMISSION, "reject"), SETUP, layout, seed
+    )
     requests = done.result.requests
     arrival_s = np.array([arrival.arrival_s for arrival in load.arrivals])
     owner = np.array([arrival.tenant for arrival in load.arrivals]) - 1
@@ -178,13 +142,10 @@ FIGURES = {
 
 
 def _compared(rows: Rows) -> list[str]:
-    none, fair = (
-        {name: estimate(part, name).mean for name in (*FIGURES, "tokens_per_s", "goodput")}
-        for part in (having(rows, {"shares": on}) for on in ("none", "fair"))
-    )
-    shown = [f"{none[name]:.3f} -> {fair[name]:.3f}" for name in FIGURES]
-    ratios = [fair[name] / max(none[name], 1e-9) for name in ("tokens_per_s", "goodput")]
-    return [*shown, *(f"{ratio:.3f}" for ratio in ratios)]
+    none, fair = (having(rows, {"shares": on}) for on in ("none", "fair"))
+    pairs = [(mean(none, name), mean(fair, name)) for name in (*FIGURES, "tokens_per_s", "goodput")]
+    shown = [f"{before:.3f} -> {after:.3f}" for before, after in pairs[: len(FIGURES)]]
+    return [*shown, *(f"{after / max(before, 1e-9):.3f}" for before, after in pairs[-2:])]
 
 
 _ASKED = {
@@ -209,28 +170,19 @@ EXPERIMENT = Experiment(
         "Shares": f"weighted max-min of the guaranteed tokens of prompt and output, in each window "
         f"of {WINDOW_S:g} s after the first {WARM_UP_S:g} s",
         "Objectives and priorities": "ProServe's. A request that no replica can guarantee is "
-        "refused, or served as best effort, and is not retried",
+        "refused, and is not retried",
     },
     grids=[
         Product(
             measure,
-            {
-                "tenants": Scaled(("one greedy",), tuple(GROUPS)),
-                "lengths": Scaled(("alike",), ("alike",), tuple(LENGTHS)),
-                "setup": Scaled(("8b",), ("8b",), ("8b", "8b-short")),
-                "others": Scaled(("reject",), ("reject",), ("reject", "best_effort")),
-                "shares": ("none", "fair"),
-            },
-            {
-                "replicas": Scaled(1, 4, 8),
-                "seconds": Scaled(6.0, WARM_UP_S + 3 * WINDOW_S, WARM_UP_S + 10 * WINDOW_S),
-            },
+            {"tenants": Scaled(("one greedy",), tuple(GROUPS)), "shares": ("none", "fair")},
+            {"replicas": Scaled(1, 4), "seconds": Scaled(6.0, WARM_UP_S + 3 * WINDOW_S)},
         )
     ],
     tables=[
         Lines(
             "Without fair shares -> with them",
-            ("tenants", "lengths", "setup", "others"),
+            ("tenants",),
             (*FIGURES, "promised tokens", "goodput"),
             _compared,
             "; ".join(f"{name}: {words}" for name, words in FIGURES.items())

@@ -10,17 +10,10 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from sluice.benchmarks.experiments import loads
+from sluice.benchmarks.experiments import loads, systems
 from sluice.benchmarks.experiments.grid import Experiment, Plan, Planned, Product, Scaled
 from sluice.benchmarks.experiments.loads import Make, Search, Span, Sweep, recorded, workloads
-from sluice.benchmarks.experiments.systems import (
-    DEFAULT,
-    SETUPS,
-    Contender,
-    Kind,
-    Setup,
-    Suspending,
-)
+from sluice.benchmarks.experiments.systems import DEFAULT, Contender, Kind, Setup, Suspending
 from sluice.benchmarks.experiments.tables import Pivot, Rows, Where, pivots
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import EngineConfig
@@ -97,7 +90,7 @@ def of_traces(folder: Path | None) -> Mapping[str, Make]:
 
 def setup_of(name: str) -> Setup:
     """A prefill-only instance: ample KV, and planners know the real step times."""
-    setup = SETUPS[name]
+    setup = systems.SETUPS[name]
     return setup._replace(engine=EngineConfig(kv_blocks=32_768), believed=setup.truth)
 
 

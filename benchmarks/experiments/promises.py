@@ -8,35 +8,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sluice.benchmarks.experiments import loads, systems
 from sluice.benchmarks.experiments.default_policy import QUICK_WORKLOADS
 from sluice.benchmarks.experiments.grid import Axes, Experiment, Product, Scaled
-from sluice.benchmarks.experiments.loads import (
-    GENERATED,
-    Make,
-    Span,
-    full_load_rate,
-    recorded,
-    workloads,
-)
-from sluice.benchmarks.experiments.systems import (
-    ADMISSION,
-    DEFAULT,
-    NOISE,
-    ROUTER,
-    SETUPS,
-    make_router,
-)
+from sluice.benchmarks.experiments.loads import GENERATED, Make, Span, full_load_rate, recorded
+from sluice.benchmarks.experiments.systems import ADMISSION, DEFAULT, ROUTER, SETUPS, System
 from sluice.benchmarks.experiments.tables import Rows, grouped, shown
-from sluice.scheduling import admission, batching
 from sluice.scheduling.latency.model import LatencyModel
-from sluice.scheduling.placement.length import OracleLengths, TaskLengths
 from sluice.scheduling.request.objective import OBJECTIVES
-from sluice.simulation.cluster import simulate_cluster
 from sluice.simulation.config import ClusterConfig, Slowdown
 from sluice.simulation.metrics import TPOTMetric, attained, column, stages
 from sluice.simulation.planning.plots import Table
-from sluice.simulation.run import HEADROOM, Result
-from sluice.simulation.truth import Belief, Truth
+from sluice.simulation.run import Result
 
 LEVEL = ClusterConfig().promise_level or 0.99
 CELL = ("workload", "setup", "load", "model")
@@ -63,7 +46,7 @@ class Wrong(NamedTuple):
 
     fixed: float = 1.0
     tokens: float = 1.0
-    noise: float = NOISE
+    noise: float = 0.03
     drift: float = 1.0
 
     def believed(self, model: LatencyModel) -> LatencyModel:
@@ -87,34 +70,22 @@ def _run(
     span: Span,
     wrong: Wrong | None,
     level: float | None = None,
-    admitted: bool = True,
+    admission: str | None = ADMISSION,
 ) -> Result:
     """One run of two replicas; without ``wrong``, as :data:`EXPERIMENT` says of the oracle."""
     own = SETUPS[setup]
     rate = load * full_load_rate(workload, own)
     made = workload(own, rate * REPLICAS, span.requests(rate) * REPLICAS, seed)
     lasts_s = made.arrivals[-1].arrival_s
-    truth, belief = Truth(own.truth, 0.0), Belief(own.truth, online=False)
-    incidents: list[Slowdown] = []
-    lengths = (each.output_tokens for each in made.arrivals)
-    if wrong is not None:
-        truth = Truth(own.truth, wrong.noise)
-        belief = Belief(wrong.believed(own.believed).with_headroom(HEADROOM))
-        incidents.append(Slowdown(lasts_s / 3, 0, wrong.drift))
-        incidents.append(Slowdown(lasts_s * 2 / 3, 0, 1.0))
-    return simulate_cluster(
-        made,
-        lambda role: batching.make_policy(DEFAULT.policy),
-        make_router(ROUTER, seed),
-        truth,
-        belief,
-        own.engine,
-        ClusterConfig(replicas=REPLICAS, promise_level=level),
-        incidents,
-        seed,
-        TaskLengths() if wrong is not None else OracleLengths(lengths, 0.0, seed),
-        admission.make_policy(ADMISSION or "none") if admitted else None,
-    )
+    layout = systems.colocated(REPLICAS, promise_level=level)
+    if wrong is None:
+        own = own._replace(noise=0.0, exact=True)
+    else:
+        own = own._replace(noise=wrong.noise, believed=wrong.believed(own.believed))
+        drift = Slowdown(lasts_s / 3, 0, wrong.drift), Slowdown(lasts_s * 2 / 3, 0, 1.0)
+        layout = layout._replace(incidents=drift)
+    system = System(ROUTER, DEFAULT, admission)
+    return systems.run_cluster(made, system, own, layout, seed, wrong is None).result
 
 
 def measure(
@@ -134,8 +105,8 @@ def oracle(seed: int, span: Span, **point: Any) -> Mapping[str, float]:
     """The counts of an oracle that knows the future, see :data:`EXPERIMENT`."""
     known = {name: point[name] for name in ("workload", "setup", "load")}
     runs = [
-        counts(_run(seed, **known, span=span, wrong=None, admitted=admitted))
-        for admitted in (True, False)
+        counts(_run(seed, **known, span=span, wrong=None, admission=admission))
+        for admission in (ADMISSION, None)
     ]
     best = max(each["attained"] for each in runs)
     every = dict.fromkeys(("promised", "kept", *OBJECTIVES, "attained"), best)
@@ -260,7 +231,7 @@ def targets(sums: Sequence[Sums]) -> Table:
 
 
 AXES: Axes = {
-    "workload": workloads(Scaled(QUICK_WORKLOADS, tuple(GENERATED)), traces=recorded),
+    "workload": loads.workloads(Scaled(QUICK_WORKLOADS, tuple(GENERATED)), traces=recorded),
     "setup": Scaled(("8b",), ("8b", "70b-short")),
     "load": Scaled((1.1,), (0.9, 1.3)),
 }

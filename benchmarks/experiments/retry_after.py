@@ -8,17 +8,10 @@ from math import nan
 
 import numpy as np
 
+from sluice.benchmarks.experiments import systems
 from sluice.benchmarks.experiments.grid import Experiment, Product, Scaled
 from sluice.benchmarks.experiments.loads import Make, Span, cluster_rate, workloads
-from sluice.benchmarks.experiments.systems import (
-    ADMISSION,
-    DEFAULT,
-    ROUTER,
-    SETUPS,
-    System,
-    colocated,
-    run_cluster,
-)
+from sluice.benchmarks.experiments.systems import ADMISSION, DEFAULT, ROUTER, SETUPS, colocated
 from sluice.benchmarks.experiments.tables import Lines, Rows, estimate, having
 from sluice.simulation.metrics import TPOTMetric, attained, stages
 from sluice.simulation.requests import Requests
@@ -52,9 +45,9 @@ def measure(
         # its own key.
         alone = tuple(each._replace(tenant=key) for key, each in enumerate(made.arrivals))
         made = replace(made, arrivals=alone)
-    system = System(ROUTER, DEFAULT, ADMISSION, "reject")
+    system = systems.System(ROUTER, DEFAULT, ADMISSION, "reject")
     layout = colocated(REPLICAS, come_backs=COME_BACKS[clients])
-    return counts(run_cluster(made, system, SETUP, layout, seed).result.requests, lasts_s)
+    return counts(systems.run_cluster(made, system, SETUP, layout, seed).result.requests, lasts_s)
 
 
 def counts(requests: Requests, lasts_s: float) -> dict[str, float]:

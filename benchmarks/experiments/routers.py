@@ -5,18 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from sluice.benchmarks.experiments import systems
 from sluice.benchmarks.experiments.grid import Experiment, Planned, Scaled
 from sluice.benchmarks.experiments.loads import Span, Sweep, recorded_stretched, workloads
-from sluice.benchmarks.experiments.systems import (
-    DEFAULT,
-    ROUTER,
-    SETUPS,
-    Contender,
-    Layout,
-    System,
-    colocated,
-    disaggregated,
-)
+from sluice.benchmarks.experiments.systems import ROUTER, Contender, Layout, System, colocated
 from sluice.benchmarks.experiments.tables import Rivals, Rows, difference, estimate, grouped, pivots
 from sluice.scheduling.admission import POLICIES as ADMISSIONS
 from sluice.scheduling.batching import POLICIES as LOCAL_POLICIES
@@ -24,7 +16,7 @@ from sluice.scheduling.routing import POLICIES as ROUTERS
 from sluice.simulation.config import Slowdown, WhenUnattainable
 from sluice.simulation.planning.plots import Table
 
-LOCAL = DEFAULT.policy
+LOCAL = systems.DEFAULT.policy
 RIVALS = ("pab", "least_tokens", "go_routing")
 """The routers that the default should never be worse than."""
 
@@ -139,7 +131,10 @@ DISAGGREGATED = Experiment(
     setting={**SETTING, "Roles": "a quarter of the replicas only decode"},
     grids=[
         _sized(
-            Scaled((disaggregated(4),), tuple(disaggregated(size) for size in (4, 8, 32))),
+            Scaled(
+                (systems.disaggregated(4),),
+                tuple(systems.disaggregated(size) for size in (4, 8, 32)),
+            ),
             Scaled((LOCAL,), (LOCAL,)),
         )
     ],
@@ -196,7 +191,9 @@ STALE = _uneven(
 )
 
 _MIXED = tuple(
-    EIGHT._replace(name=f"{fast} fast, {8 - fast} others", nodes=(SETUPS["8b-fast"],) * fast)
+    EIGHT._replace(
+        name=f"{fast} fast, {8 - fast} others", nodes=(systems.SETUPS["8b-fast"],) * fast
+    )
     for fast in (2, 4)
 )
 HETEROGENEOUS = _uneven(
