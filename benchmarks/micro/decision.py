@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import redirect_stdout
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import click
 from rich.table import Table
@@ -70,14 +70,6 @@ def finish(coroutine: Coroutine[Any, Any, Result]) -> Result:
         result: Result = stop.value
         return result
     raise RuntimeError("the controller waited in the middle of a call")
-
-
-class Times(NamedTuple):
-    """Nanoseconds: of decisions, from a query's arrival to its answer, and of reports."""
-
-    decision_ns: list[int]
-    answer_ns: list[int]
-    report_ns: list[int]
 
 
 class Inside:
@@ -138,25 +130,26 @@ class Inside:
         pickle.dumps(finish(self._controller.figures()))
         return time.thread_time_ns() - started
 
-    def line(self, decisions: int, reports: bool) -> Times:
-        """Decisions, and reports if ``reports``, on the module's time line."""
+    def line(self, decisions: int, reports: bool) -> tuple[list[int], list[int], list[int]]:
+        """Decisions, and reports if ``reports``, on the module's time line. Returns nanoseconds: of
+        decisions, from a query's arrival to its answer, and of reports."""
         query_s, report_s, free_s = 0.0, 0.0, 0.0
-        times = Times([], [], [])
-        while len(times.decision_ns) < decisions:
+        decision_ns: list[int] = []
+        answer_ns: list[int] = []
+        report_ns: list[int] = []
+        while len(decision_ns) < decisions:
             if reports and report_s < query_s:
-                took = self.report()
-                times.report_ns.append(took)
-                free_s = max(free_s, report_s) + took / 1e9
+                report_ns.append(self.report())
+                free_s = max(free_s, report_s) + report_ns[-1] / 1e9
                 report_s += 1 / REPORTS_PER_S
                 continue
-            took = self.decide()
-            times.decision_ns.append(took)
-            free_s = max(free_s, query_s) + took / 1e9
-            times.answer_ns.append(round((free_s - query_s) * 1e9))
+            decision_ns.append(self.decide())
+            free_s = max(free_s, query_s) + decision_ns[-1] / 1e9
+            answer_ns.append(round((free_s - query_s) * 1e9))
             query_s += self._rng.expovariate(QUERIES_PER_S)
             if not reports:
                 self.release()
-        return times
+        return decision_ns, answer_ns, report_ns
 
 
 def measure_inside(
@@ -167,21 +160,18 @@ def measure_inside(
     fleet.line(200, reports=True)
     gc.collect()
     # The collector stays on, as in the actor.
-    alone = figures(fleet.line(decisions, reports=False).decision_ns)
-    busy = fleet.line(decisions, reports=True)
+    alone = figures(fleet.line(decisions, reports=False)[0])
+    busy, answers, reports = map(figures, fleet.line(decisions, reports=True))
     batches_ns = []
     for _ in range(max(1, decisions // BATCH)):
         batches_ns.append(fleet.decide(BATCH))
         fleet.release()
     return {
-        "p50_ms": alone["p50_ms"],
-        "p99_ms": alone["p99_ms"],
+        **alone,
         "per_second": round(len(batches_ns) * BATCH * 1e9 / sum(batches_ns)),
-        "with_reports": {
-            **figures(busy.decision_ns),
-            "answer_p99_ms": figures(busy.answer_ns)["p99_ms"],
-        },
-        "report": figures(busy.report_ns),
+        "with_reports": busy,
+        "with_its_wait": answers,
+        "report": reports,
         "scrape": figures([fleet.scrape() for _ in range(SCRAPES)]),
     }
 
@@ -266,53 +256,31 @@ def decision(
     }
     if actor:
         measure_actor(configs, results, seconds)
-    tables = [_inside_table(results)]
-    if actor:
-        label, cells = next(reversed(results.items()))
-        scraped = cells[str(SCRAPED_REPLICAS)]["scraped"]
-        tables += [_actor_table(results), _scrape_table(label, scraped)]
+    cells = {(label, size): cell for label, own in results.items() for size, cell in own.items()}
+    tables = [_table(f"inside the actor, {REPORTS_PER_S:,.0f} reports/s", cells)]
+    for part, title in ASKED.items():
+        asked = {labels: cell[part] for labels, cell in cells.items() if part in cell}
+        tables += [_table(title, asked)] if asked else []
     show(results, tables, as_json)
 
 
-def _times(cell: Cell) -> str:
-    return f"{cell['p50_ms']:.3f} / {cell['p99_ms']:.3f}"
+ASKED = {
+    "connection": "one caller over the connection to a real actor",
+    "scraped": "one caller, 32 routers that push metrics; with a scrape each second, and without",
+}
 
 
-def _inside_table(results: dict[str, dict[str, Cell]]) -> Table:
-    table = Table(
-        *("policy", "replicas", "alone", "with reports", "with its wait, p99", "batched, per s"),
-        *("a report", "a scrape"),
-        title=f"inside the actor: p50 / p99 ms; {REPORTS_PER_S:,.0f} reports/s",
-    )
-    for label, cells in results.items():
-        for size, cell in cells.items():
-            waited = f"{cell['with_reports']['answer_p99_ms']:.3f}"
-            shown = [label, size, _times(cell), _times(cell["with_reports"]), waited]
-            shown += [f"{cell['per_second']:,}", _times(cell["report"]), _times(cell["scrape"])]
-            table.add_row(*shown)
+def _table(title: str, cells: dict[tuple[str, str], Cell]) -> Table:
+    """The figures of each policy and number of replicas, times as p50 / p99 in milliseconds."""
+    names = [name for name in next(iter(cells.values())) if name not in ASKED]
+    heads = (name.replace("_", " ") for name in names)
+    table = Table("policy", "replicas", *heads, title=f"{title}: p50 / p99 ms")
+    for labels, cell in cells.items():
+        table.add_row(*labels, *(_shown(cell[name]) for name in names))
     return table
 
 
-def _actor_table(results: dict[str, dict[str, Cell]]) -> Table:
-    table = Table(
-        *("policy", "alone", "with reports", "by actor calls", "batched, per s", "reports/s"),
-        *("cores", "MiB"),
-        title=f"over the connection, {ACTOR_REPLICAS} replicas: p50 / p99 ms of one caller",
-    )
-    for label, cells in results.items():
-        cell = cells[str(ACTOR_REPLICAS)]["connection"]
-        shown = [_times(cell[way]) for way in ("alone", "with_reports", "actor_calls")]
-        shown += [f"{cell['batched']['per_second']:,}", f"{cell['reports_per_s']:,}"]
-        table.add_row(label, *shown, f"{cell['cores']:.2f}", f"{cell['memory_mib']:.0f}")
-    return table
-
-
-def _scrape_table(label: str, cell: Cell) -> Table:
-    table = Table(
-        *("policy", "without", "a scrape each second", "p99 ratio", "pages", "MiB a page"),
-        title=f"{SCRAPED_REPLICAS} replicas, 32 routers: p50 / p99 ms of one caller",
-    )
-    size = f"{cell['page_bytes'] / (1 << 20):.1f}"
-    shown = [_times(cell["without"]), _times(cell["scraped"]), f"{cell['ratio']:.2f}"]
-    table.add_row(label, *shown, str(cell["pages"]), size)
-    return table
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{value['p50_ms']:.3f} / {value['p99_ms']:.3f}"
+    return f"{value:,}"

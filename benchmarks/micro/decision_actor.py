@@ -184,7 +184,7 @@ class Session:
         found["with_reports"] = await self._ask(1, seconds, QUERIES_PER_S)
         meter.stop()
         used = meter.usage.kinds["controller"]
-        found |= {"cores": used.cores, "memory_mib": used.memory_mib}
+        found |= {"cores": round(used.cores, 2), "memory_mib": round(used.memory_mib)}
         return {**found, "reports_per_s": round(await reporting)}
 
     async def measure_scrapes(self, seconds: float) -> dict[str, Any]:
