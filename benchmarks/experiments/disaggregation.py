@@ -180,7 +180,7 @@ RATIO = Experiment(
             kinds=Scaled((DISTSERVE,), (DISTSERVE, OURS)),
             span=SPAN,
             spans={"reasoning": Span(240.0, 20, 100)},
-            search=Search("attainment_window", loads=loads.Loads(0.15, 1.35, 5)),
+            search=Search("attainment_window", (0.9,), 0.15, 1.35, 5),
         )
     ],
     derive=over_even,

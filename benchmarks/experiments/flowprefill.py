@@ -103,7 +103,7 @@ def tightest(seed: int, policy: Kind, setup: Setup, load: float, span: Span) -> 
         run = mix(1.0 / strictness), setup, rate, span.requests(rate)
         return loads.measure(policy, seed, *run)[FIGURE]
 
-    found = loads.greatest_loads(attainment, (0.9,))[0.9]
+    found = loads.greatest_loads(attainment)[0.9]
     return {"tightest": 1.0 / found if found else inf}
 
 
@@ -131,8 +131,10 @@ def _both(plan: Plan) -> list[Setup]:
     return list(BOTH(plan).values())
 
 
-def _tightest(kinds: Sequence[Kind], load: float, setups: Planned[Mapping[str, Setup]]) -> Product:
-    axes = {"setup": setups, "policy": {kind.labels["policy"]: kind for kind in kinds}}
+def _tightest(
+    kinds: Sequence[Contender | Suspending], load: float, setups: Planned[Mapping[str, Setup]]
+) -> Product:
+    axes = {"setup": setups, "policy": {kind.label: kind for kind in kinds}}
     fixed = {"load": load, "span": SPAN}
     return Product(tightest, axes, fixed, {"part": "tightest", "workload": "generated"})
 
@@ -143,11 +145,11 @@ def _tables(
     *figures: tuple[str, str, int],
     down: Sequence[str] = ("workload", "policy"),
     across: str = "load",
-    policies: Sequence[Kind] = (),
+    policies: Sequence[Suspending] = (),
 ) -> list[Pivot]:
     where: Where = {"part": part}
     if policies:
-        where = {"part": part, "policy": tuple(kind.labels["policy"] for kind in policies)}
+        where = {"part": part, "policy": tuple(kind.label for kind in policies)}
     return [
         Pivot(f"{title}{words}", figure, down, across, digits, where=where)
         for figure, words, digits in figures

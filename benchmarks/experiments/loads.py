@@ -20,6 +20,7 @@ from sluice.benchmarks.experiments.systems import (
     Layout,
     Setup,
     System,
+    labels_of,
     served,
 )
 from sluice.benchmarks.experiments.tables import Value
@@ -237,24 +238,16 @@ def measure(
 LEAST_LOAD, MOST_LOAD = 0.05, 4.0
 
 
-class Loads(NamedTuple):
-    """Where to search: the ends of the range, above 0, and the halvings of its logarithm."""
-
-    least: float = LEAST_LOAD
-    most: float = MOST_LOAD
-    steps: int = 7
-
-
-ALL_LOADS = Loads()
-
-
 class Search(NamedTuple):
     """For the greatest rates, per replica, at which the ``shares`` of the requests attain by
-    ``figure``: ``rate_0.9``."""
+    ``figure``: ``rate_0.9``; ``least``, ``most`` and ``steps`` are those of
+    :func:`greatest_loads`."""
 
     figure: str
     shares: Sequence[float] = (0.9,)
-    loads: Loads = ALL_LOADS
+    least: float = LEAST_LOAD
+    most: float = MOST_LOAD
+    steps: int = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,7 +296,7 @@ class Sweep:
                         labels |= {"layout": layout.name, "replicas": layout.size}
                     for more, run in self._runs(plan, make, setup, layout, span):
                         found += [
-                            Cell({**labels, **more, **kind.labels}, partial(run, kind))
+                            Cell({**labels, **more, **labels_of(kind)}, partial(run, kind))
                             for kind in kinds
                         ]
         return found
@@ -346,32 +339,34 @@ def capacity(
         rate, requests = load * full * size, span.requests(load * full) * size
         return measure(kind, seed, make, setup, rate, requests, layout, oracle)[search.figure]
 
-    found = greatest_loads(attainment, search.shares, search.loads)
+    found = greatest_loads(attainment, *search[1:])
     return {f"rate_{share:g}": load * full for share, load in found.items()}
 
 
 def greatest_loads(
-    attainment: Callable[[float], float], shares: Sequence[float], loads: Loads = ALL_LOADS
+    attainment: Callable[[float], float],
+    shares: Sequence[float] = (0.9,),
+    least: float = LEAST_LOAD,
+    most: float = MOST_LOAD,
+    steps: int = 7,
 ) -> Mapping[float, float]:
-    """By share, in (0, 1]: the highest load at which at least that share attains; 0 if it is not
-    reached at the lowest load. Every run serves all searches."""
+    """By share, in (0, 1]: the highest load from ``least`` to ``most`` at which at least that share
+    attains, by ``steps`` halvings of the logarithm of the range; 0 if it is not reached at the
+    lowest. Every run serves all searches."""
     at = cache(attainment)
-    return {share: _search(at, share, loads) for share in shares}
 
+    def search(share: float) -> float:
+        low, high = least, most
+        if at(high) >= share:
+            return high
+        if at(low) < share:
+            return 0.0
+        for _ in range(steps):
+            middle = sqrt(low * high)
+            low, high = (middle, high) if at(middle) >= share else (low, middle)
+        return low
 
-def _search(attainment: Callable[[float], float], share: float, loads: Loads) -> float:
-    low, high = loads.least, loads.most
-    if attainment(high) >= share:
-        return high
-    if attainment(low) < share:
-        return 0.0
-    for _ in range(loads.steps):
-        middle = sqrt(low * high)
-        if attainment(middle) >= share:
-            low = middle
-        else:
-            high = middle
-    return low
+    return {share: search(share) for share in shares}
 
 
 STATIC = ("sarathi", "sarathi_priority", "edf", "sjf")

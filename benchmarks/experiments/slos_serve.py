@@ -61,7 +61,7 @@ def _capacities(
         span=Scaled(quick, Span(60.0, 100, 600)),
         # A request of `reasoning` alone takes minutes.
         spans={"reasoning": Span(120.0, 30, 60), "coder": bursts, "tools": bursts},
-        search=Scaled(Search(*window, loads.Loads(0.5, 1.0, 1)), Search(*window)),
+        search=Scaled(Search(*window, 0.5, 1.0, 1), Search(*window)),
         oracle=True,
     )
 
@@ -159,7 +159,6 @@ ABLATION = Experiment(
 
 # How many drafted tokens to check.
 
-DRAFT_LOADS = loads.Loads(0.5, 1.8, 5)
 DRAFTS = {"3": 3, "5": 5, "adaptive": 9}
 JUDGED = {"slos_serve": "attainment_window", "deadline_triage": "attainment_mean"}
 """By policy, the TPOT metric that it targets."""
@@ -184,7 +183,7 @@ def drafts_at_capacity(
         shares = result.checked_drafts / output, result.accepted_drafts / output
         return systems.figures(done)[JUDGED[policy]], *shares
 
-    load = loads.greatest_loads(lambda load: served(load)[0], (0.9,), DRAFT_LOADS)[0.9]
+    load = loads.greatest_loads(lambda load: served(load)[0], (0.9,), 0.5, 1.8, 5)[0.9]
     checked, accepted = served(load)[1:] if load else (0.0, 0.0)
     return {"rate": load * full, "checked": checked, "accepted": accepted}
 

@@ -108,11 +108,6 @@ class Contender(NamedTuple):
     batch_tokens: int | None = None
     all_drafts: bool = False
 
-    @property
-    def labels(self) -> dict[str, str]:
-        """Its labels in a grid."""
-        return {"policy": self.label}
-
 
 DEFAULT = Contender("deadline_triage", "deadline_triage")
 ROUTER, ADMISSION = ControllerConfig().policy, ControllerConfig().admission
@@ -172,11 +167,6 @@ class System(NamedTuple):
     admission: str | None = None
     unattainable: WhenUnattainable = "best_effort"
 
-    @property
-    def labels(self) -> dict[str, str]:
-        """Its labels in a grid."""
-        return {"router": self.router, "policy": self.local.label}
-
 
 class Suspending(NamedTuple):
     """An engine that only prefills, and suspends prefills.
@@ -193,14 +183,16 @@ class Suspending(NamedTuple):
     admission: str = ""
     refuses: bool = False
 
-    @property
-    def labels(self) -> dict[str, str]:
-        """Its labels in a grid."""
-        return {"policy": self.label}
-
 
 Kind = Contender | System | Suspending
 """What serves a workload."""
+
+
+def labels_of(kind: Kind) -> dict[str, str]:
+    """The labels of ``kind`` in a grid."""
+    if isinstance(kind, System):
+        return {"router": kind.router, "policy": kind.local.label}
+    return {"policy": kind.label}
 
 
 class Run(NamedTuple):
@@ -289,29 +281,20 @@ def run_cluster(
     return Run(result, frozenset(key for key, why in failures.items() if why == REFUSED))
 
 
-def run_suspending(workload: Workload, kind: Suspending, setup: Setup, seed: int) -> PrefillRun:
-    """One run of an engine that suspends prefills."""
-    return simulate_prefills(
-        workload,
-        Truth(setup.truth, setup.noise),
-        config=kind.config,
-        model=OPERATORS[setup.name],
-        seed=seed,
-        admission=admissions.make_policy(kind.admission) if kind.admission else None,
-        refuses=kind.refuses,
-    )
-
-
 def served(
     workload: Workload, kind: Kind, setup: Setup, layout: Layout | None, oracle: bool, seed: int
 ) -> dict[str, float]:
     """The figures of one run of whatever ``kind`` is; a :class:`System` needs a layout."""
-    if isinstance(kind, Suspending):
-        return prefill_figures(run_suspending(workload, kind, setup, seed))
     if isinstance(kind, Contender):
         return figures(run(workload, kind, setup, seed, oracle))
-    assert layout is not None
-    return cluster_figures(run_cluster(workload, kind, setup, layout, seed, oracle))
+    if isinstance(kind, System):
+        assert layout is not None
+        return cluster_figures(run_cluster(workload, kind, setup, layout, seed, oracle))
+    admission = admissions.make_policy(kind.admission) if kind.admission else None
+    truth, model = Truth(setup.truth, setup.noise), OPERATORS[setup.name]
+    return prefill_figures(
+        simulate_prefills(workload, truth, None, kind.config, model, seed, admission, kind.refuses)
+    )
 
 
 def figures(run: Run) -> dict[str, float]:
@@ -334,6 +317,7 @@ def figures(run: Run) -> dict[str, float]:
         "tdg": float((gain.gain * accepted).sum() / gain.ideal.sum()),
         "refused": float((~accepted).mean()),
         "rate": requests.workload.rate,
+        "throughput": len(requests) / (result.end_s - float(arrival_s[0])),
         "longest_wait_s": float(waited_s.max()),
         "preemptions": result.preemptions / len(requests),
     }
