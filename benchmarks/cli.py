@@ -94,7 +94,7 @@ def command_of(experiment: Experiment) -> click.Command:
         default="normal",
         show_default=True,
         type=click.Choice(get_args(Scale)),
-        help="quick: seconds, a smoke test; normal: minutes; full: longer.",
+        help="quick: seconds, a smoke test; normal: minutes; full: longer, for routers.",
     )
     @click.option("--traces", type=existing, help="Folder of recorded traces to add.")
     @click.option("--out", type=folder, help="Folder for JSON, Markdown and plots.")

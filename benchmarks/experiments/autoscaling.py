@@ -14,10 +14,9 @@ from sluice.benchmarks.experiments import loads, systems
 from sluice.benchmarks.experiments.grid import Experiment, Plan, Product, Scaled
 from sluice.benchmarks.experiments.loads import GENERATED, Make, full_load_rate, generated
 from sluice.benchmarks.experiments.systems import ADMISSION, DEFAULT, ROUTER, SETUPS, Setup, System
-from sluice.benchmarks.experiments.tables import Lines, Rows, estimate, grouped
+from sluice.benchmarks.experiments.tables import Lines, Rows, estimate
 from sluice.scheduling import autoscaling
 from sluice.simulation.config import Autoscaling
-from sluice.simulation.planning.plots import Table
 from sluice.simulation.workload import Workload, merged, with_objectives
 from sluice.simulation.workloads.arrivals import Diurnal, Surges
 from sluice.simulation.workloads.settings import proserve
@@ -29,9 +28,6 @@ PEAK_OVER_S = 60.0
 DOCUMENTS_TTFT_S = 4.0
 FIXED_LOAD = 0.75
 """Load for which fixed pools are sized, the same that the default policy aims at."""
-
-CLOSE = 0.002
-"""Attainment that is lower by at most this counts as equal."""
 
 
 class Scaling(NamedTuple):
@@ -150,36 +146,6 @@ def _shown(rows: Rows) -> list[str]:
     return [estimate(rows, figure).shown(digits) for figure, (_, digits) in _SHOWN.items()]
 
 
-def after_the_fact(rows: Rows) -> Table:
-    """By workload: the cheapest setting of Serve's rule that attains as much as the default; and
-    the setting that does so on every workload at the lowest sum."""
-    cells = grouped(rows, "workload", "system")
-    hours, attained = (
-        {at: estimate(own, figure).mean for at, own in cells.items()}
-        for figure in ("replica_hours", "attainment_mean")
-    )
-    workloads = [workload for (workload,) in grouped(rows, "workload")]
-    rivals = [str(name) for (name,) in grouped(rows, "system") if str(name).startswith("ongoing")]
-    able = {
-        each: [n for n in rivals if attained[each, n] >= attained[each, OURS.name] - CLOSE]
-        for each in workloads
-    }
-    everywhere = [name for name in rivals if all(name in names for names in able.values())]
-    total = {name: sum(hours[each, name] for each in workloads) for name in everywhere}
-    one = min(total, key=lambda name: total[name], default="")
-    lines = []
-    for each, names in able.items():
-        best = min(names, key=lambda name: hours[each, name], default="")
-        shown = (f"{hours[each, n]:.2f} ({n})" if n else "none" for n in (best, one))
-        lines.append((str(each), f"{hours[each, OURS.name]:.2f}", *shown))
-    return Table(
-        f"Replica-hours of {OURS.name}, untuned, and of Serve's rule, tuned after the fact",
-        ("workload", OURS.name, "best setting for this workload", "best setting for all"),
-        lines,
-        f"Of the settings whose attainment is no more than {CLOSE:g} below that of {OURS.name}.",
-    )
-
-
 def _workloads(plan: Plan) -> dict[str, tuple[Make, float]]:
     day_s, chat = SECONDS(plan), _full("sharegpt")
     diurnal = generated(proserve, "sharegpt", arrivals=partial(Diurnal, period_s=day_s))
@@ -236,6 +202,5 @@ EXPERIMENT = Experiment(
             _shown,
             "Replica-hours count from the request for a replica until it has drained.",
         ),
-        after_the_fact,
     ),
 )
