@@ -39,14 +39,15 @@ and its requests ``per_second``."""
 @as_json
 def main(rounds: int, requests: int, replicas: int, as_json: bool) -> None:
     """Measure added TTFT and requests per second of the whole path."""
-    from ray import serve
-
-    from sluice.benchmarks.micro.baseline_app import build_baseline
-
     config = simulated(_INSTANT, replicas)
     say = Console(stderr=True).print
     results: dict[int, dict[str, Measured]] = {}
     with application(config) as served:
+        # Ray is imported once its environment is set.
+        from ray import serve
+
+        from sluice.benchmarks.micro.baseline_app import build_baseline
+
         # As a separate application it has a controller of its own.
         serve.run(build_baseline(config), name="baseline", route_prefix=_PATHS["serve"])
         for concurrency in (1, 16):
