@@ -12,7 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from sluice.benchmarks.experiments import EXPERIMENTS
-from sluice.benchmarks.experiments.grid import Experiment, Plan, Row, Scale, measured
+from sluice.benchmarks.experiments.grid import Experiment, Plan, Scale, measured
+from sluice.benchmarks.experiments.tables import Row
 from sluice.benchmarks.live.gateway.command import gateway
 from sluice.benchmarks.live.overload import overload
 from sluice.benchmarks.live.preemption import preemption
@@ -65,7 +66,7 @@ def report_of(experiment: Experiment, plan: Plan, jobs: int, command: str) -> Re
         for row in measured(cells, plan.seeds, jobs):
             rows.append(row)
             progress.advance(task)
-    said = experiment.name, experiment.source, experiment.question, experiment.setting
+    said = experiment.name, experiment.source, experiment.question, experiment.conditions
     return Report(*said, METHOD, command, *experiment.findings(rows), rows)
 
 
@@ -74,7 +75,7 @@ def command_of(experiment: Experiment) -> click.Command:
     folder = click.Path(file_okay=False, path_type=Path)
     existing = click.Path(file_okay=False, exists=True, path_type=Path)
     words = [experiment.question, f"Source: {experiment.source}."]
-    words += [f"{what}: {text}." for what, text in experiment.setting.items()]
+    words += [f"{what}: {text}." for what, text in experiment.conditions.items()]
     words += [f"\b\nExample:\n  sluice bench {experiment.name} --scale quick"]
 
     @click.command(experiment.name, help="\n\n".join(words), short_help=experiment.question)
@@ -89,7 +90,7 @@ def command_of(experiment: Experiment) -> click.Command:
         default="normal",
         show_default=True,
         type=click.Choice(get_args(Scale)),
-        help="quick: seconds, a smoke test; normal: minutes; full: longer.",
+        help="quick: seconds, a smoke test; normal: minutes; full: longer, for routers.",
     )
     @click.option("--traces", type=existing, help="Folder of recorded traces to add.")
     @click.option("--out", type=folder, help="Folder for JSON, Markdown and plots.")

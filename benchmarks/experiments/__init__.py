@@ -11,7 +11,6 @@ from sluice.benchmarks.experiments import (
     fair_shares,
     fairbatching,
     flowprefill,
-    flowprefill_bounds,
     promises,
     proserve,
     retry_after,
@@ -20,25 +19,14 @@ from sluice.benchmarks.experiments import (
 )
 from sluice.benchmarks.experiments.grid import Experiment
 
+_MODULES = (
+    *(default_policy, best_effort, proserve, disaggregation, fairbatching, slos_serve, annealing),
+    *(flowprefill, routers, promises, retry_after, fair_shares, autoscaling),
+)
+
 EXPERIMENTS: dict[str, Experiment] = {
-    experiment.name: experiment
-    for experiment in (
-        *(default_policy.EXPERIMENT, default_policy.LENGTH, default_policy.AGEING),
-        best_effort.EXPERIMENT,
-        *(proserve.POLICIES, proserve.ABLATION, proserve.WEIGHTS),
-        *(proserve.DISAGGREGATED, proserve.COLOCATED, proserve.LARGE),
-        *(disaggregation.LAYOUTS, disaggregation.RATIO),
-        *(fairbatching.PEAK, fairbatching.LATENCY, fairbatching.OBJECTIVES),
-        *(fairbatching.STEPS, fairbatching.CLUSTER),
-        *(slos_serve.CAPACITY, slos_serve.SCALING, slos_serve.ABLATION, slos_serve.LENGTHS),
-        annealing.EXPERIMENT,
-        *(flowprefill.SYSTEMS, flowprefill.PARTS),
-        *(flowprefill_bounds.BOUNDS, flowprefill_bounds.ADMISSION),
-        *(routers.COLOCATED, routers.DISAGGREGATED),
-        *(routers.STALE, routers.HETEROGENEOUS, routers.SLOW, routers.ADMISSION),
-        promises.EXPERIMENT,
-        retry_after.EXPERIMENT,
-        fair_shares.EXPERIMENT,
-        autoscaling.EXPERIMENT,
-    )
+    found.name: found
+    for module in _MODULES
+    for found in vars(module).values()
+    if isinstance(found, Experiment)
 }

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from itertools import combinations
 
 import numpy as np
 
-from sluice.benchmarks.experiments.grid import Cell, Experiment, Pivot, Plan, Rows, Value, having
-from sluice.benchmarks.experiments.systems import SETUPS, Contender, Setup, run
+from sluice.benchmarks.experiments.grid import Experiment, Product, Scaled
+from sluice.benchmarks.experiments.systems import SETUPS, Contender, run
+from sluice.benchmarks.experiments.tables import Pivot, Rows, having
 from sluice.scheduling.batching.annealing import AnnealingOptions
 from sluice.scheduling.batching.priority_mapping import Jobs, Schedule, anneal, predict
 from sluice.scheduling.latency.request_model import InteractionLatency
@@ -24,7 +24,6 @@ from sluice.simulation.workloads.settings import chat_and_code
 REPEATS = 5
 MOST_EXHAUSTIVE = 6
 """Requests for which an exhaustive search takes a second."""
-
 
 Batches = Sequence[Sequence[int]]
 
@@ -90,77 +89,41 @@ def in_order(requests: int, most: int) -> Batches:
     return [range(start, min(start + most, requests)) for start in range(0, requests, most)]
 
 
-def _schedule() -> Schedule:
-    options = AnnealingOptions()
-    return Schedule.of(
-        options.initial_temperature,
-        options.threshold,
-        options.iterations,
-        options.decay,
-        options.seed,
-    )
-
-
-def mapping(requests: int, most: int, tighten: float, seed: int) -> Mapping[str, float]:
+def mapping(seed: int, requests: int, batch: int, objectives: float) -> Mapping[str, float]:
     """Figures of the best mapping found for one set of requests, predicted by the paper's model."""
-    jobs = make_jobs(requests, most, seed, tighten)
-    schedule = _schedule()
+    jobs = make_jobs(requests, batch, seed, objectives)
+    chosen = AnnealingOptions()
+    schedule = Schedule.of(
+        *(chosen.initial_temperature, chosen.threshold, chosen.iterations, chosen.decay),
+        chosen.seed,
+    )
     times_ms = []
     # The first call may load the compiled loops.
     for _ in range(1 + REPEATS):
         started = time.perf_counter_ns()
         found = anneal(jobs, schedule)
         times_ms.append((time.perf_counter_ns() - started) / 1e6)
-    met, latency_s = score(jobs, in_order(requests, most))
+    met, latency_s = score(jobs, in_order(requests, batch))
     figures = {
         "decide_ms": float(np.median(times_ms[1:])),
         "g": found.g,
         "g_fcfs": met / latency_s,
-        "attained": found.met / requests,
-        "attained_fcfs": met / requests,
     }
     if requests <= MOST_EXHAUSTIVE:
         figures["g_exhaustive"] = exhaustive(jobs)
     return figures
 
 
-def engine(setup: Setup, requests: int, contender: Contender, seed: int) -> Mapping[str, float]:
+def engine(seed: int, requests: int, batch: int, policy: str) -> Mapping[str, float]:
     """Figures of the same mix in a simulated engine, all requests at once."""
-    result = run(chat_and_code(requests, seed), contender, setup, seed, oracle=True).result
+    setup = SETUPS["8b"]
+    config = setup.engine.model_copy(update={"max_sequences": batch})
+    setup, kind = setup._replace(engine=config), Contender(policy, policy)
+    result = run(chat_and_code(requests, seed), kind, setup, seed, oracle=True).result
     measured = stages(result.requests)
     met = attained(result.requests, measured, TPOTMetric.MEAN)
     latency_s = float(measured.e2e_s.sum())
     return {"g": float(met.sum()) / latency_s, "attained": float(met.mean())}
-
-
-def cells(plan: Plan) -> list[Cell]:
-    """Mappings by requests, batch size and objectives; engines by requests and batch size."""
-    grid = []
-    for requests in plan.pick([4, 10], [4, 6, 10, 20, 40], [4, 6, 10, 20, 40]):
-        for most in plan.pick([2], [1, 2, 4], [1, 2, 4, 32]):
-            for tighten in (1.0, 4.0):
-                labels: dict[str, Value] = {
-                    "what": "mapping",
-                    "requests": float(requests),
-                    "batch": float(most),
-                    "objectives": "paper" if tighten == 1 else f"paper / {tighten:g}",
-                }
-                grid.append(Cell(labels, partial(mapping, requests, most, tighten)))
-    names = ("fcfs", "annealing", "sjf", "deadline_triage")
-    base = SETUPS["8b"]
-    for requests in plan.pick([10], [40, 100], [40, 100, 300]):
-        for most in plan.pick([4], [4, 16], [1, 4, 16, 64]):
-            config = base.engine.model_copy(update={"max_sequences": most})
-            setup = base._replace(engine=config)
-            for contender in [Contender(name, name) for name in names]:
-                named: dict[str, Value] = {
-                    "what": "engine",
-                    "requests": float(requests),
-                    "batch": float(most),
-                    "policy": contender.label,
-                }
-                grid.append(Cell(named, partial(engine, setup, requests, contender)))
-    return grid
 
 
 def compared(rows: Rows) -> Rows:
@@ -168,68 +131,80 @@ def compared(rows: Rows) -> Rows:
     found = []
     for row in rows:
         row = {**row, "batch size": f"{row.get('objectives')}, batch {row['batch']:g}"}
-        if row["what"] == "mapping":
-            g, fcfs, best = (float(row.get(name, 0.0)) for name in ("g", "g_fcfs", "g_exhaustive"))
-            if fcfs > 0:
-                row |= {"over_fcfs": g / max(fcfs, 1e-12), "gains": "yes"}
-            if best > 0:
-                row |= {"share": g / best, "searched": "yes"}
+        g, fcfs, best = (float(row.get(name, 0.0)) for name in ("g", "g_fcfs", "g_exhaustive"))
+        if fcfs > 0:
+            row |= {"over_fcfs": g / max(fcfs, 1e-12), "gains": "yes"}
+        if best > 0:
+            row |= {"share": g / best, "searched": "yes"}
         found.append(row)
     return found
 
 
 def against_exhaustive(rows: Rows) -> Table:
     """G over that of an exhaustive search."""
-    shares = [float(row["share"]) for row in having(rows, {"searched": "yes"})]
+    searched = having(rows, {"searched": "yes"})
+    shares = [float(row["share"]) for row in searched]
     exact = sum(share > 1 - 1e-9 for share in shares)
-    note = ""
-    if shares:
-        note = f"Worst case {min(shares):.4f}; the greatest G in {exact} of {len(shares)} cases."
-    return Pivot(
-        "G over that of an exhaustive search",
-        *("share", ("objectives", "batch"), "requests", 4, note),
-        where={"searched": "yes"},
-    )(rows)
+    worst = f"Worst case {min(shares, default=1.0):.4f}"
+    note = f"{worst}; the greatest G in {exact} of {len(shares)} cases."
+    title = "G over that of an exhaustive search"
+    return Pivot(title, "share", ("objectives", "batch"), "requests", 4, note)(searched)
 
 
 MAPPED = {"gains": "yes"}
 ENGINE = {"what": "engine"}
 NOISY = "On a shared machine; measure with --jobs 1 on a quiet one."
-TABLES = (
-    Pivot("G over that of FCFS", "over_fcfs", ("batch size",), "requests", where=MAPPED),
-    Pivot("Share of requests that attain", "attained", ("batch size",), "requests", where=MAPPED),
-    Pivot("The same by FCFS", "attained_fcfs", ("batch size",), "requests", where=MAPPED),
-    Pivot(
-        "Table 1: time to decide, ms",
-        *("decide_ms", ("batch",), "requests", 3, NOISY),
-        where=MAPPED,
-    ),
-    against_exhaustive,
-    Pivot(
-        "In a simulated engine, all requests at once: met requests per second of latency",
-        *("g", ("requests", "batch"), "policy", 4),
-        where=ENGINE,
-    ),
-    Pivot("The same: attainment", "attained", ("requests", "batch"), "policy", where=ENGINE),
-)
 
 EXPERIMENT = Experiment(
-    name="annealing",
-    source="002 (simulated annealing), Fig. 7 and Table 1",
-    question="How near does annealing come to the best mapping, how much does it gain over FCFS, "
-    "and how long does it take?",
+    "annealing",
+    "002 (simulated annealing), Fig. 7 and Table 1",
+    "How near does annealing come to the best mapping, how much does it gain over FCFS, and how "
+    "long does it take?",
+    seeds=10,
     setting={
         "TPOT": "mapping: predicted decode time over output tokens, as in the paper; engine: mean "
         "since the first token",
         "Arrivals": "all at once",
+        "Load": "as many requests as the tables say",
         "Objectives and priorities": "half chat (TTFT 10 s, TPOT 50 ms), half code (30 s end to "
         "end), in random order; divided by 4 where named (TPOT stays); one priority",
         "Latency": "mapping: the paper's Table 2 (2 V100, Qwen2.5-7B); engine: setup 8b of "
         "benchmarks/experiments/systems.py, the policy's predictor derived from its step times",
         "Output lengths": "known",
     },
-    seeds=10,
-    cells=cells,
+    grids=[
+        Product(
+            mapping,
+            {
+                "requests": Scaled((4, 10), (4, 6, 10, 20, 40)),
+                "batch": Scaled((2,), (1, 2, 4)),
+                "objectives": {"paper": 1.0, "paper / 4": 4.0},
+            },
+            labels={"what": "mapping"},
+        ),
+        Product(
+            engine,
+            {
+                "requests": Scaled((10,), (40, 100)),
+                "batch": Scaled((4,), (4, 16)),
+                "policy": ("fcfs", "annealing", "sjf", "deadline_triage"),
+            },
+            labels={"what": "engine"},
+        ),
+    ],
     derive=compared,
-    tables=TABLES,
+    tables=(
+        Pivot("G over that of FCFS", "over_fcfs", ("batch size",), "requests", where=MAPPED),
+        Pivot(
+            "Table 1: time to decide, ms",
+            *("decide_ms", ("batch",), "requests", 3, NOISY, MAPPED),
+        ),
+        against_exhaustive,
+        Pivot(
+            "In a simulated engine, all requests at once: met requests per second of latency",
+            *("g", ("requests", "batch"), "policy", 4),
+            where=ENGINE,
+        ),
+        Pivot("The same: attainment", "attained", ("requests", "batch"), "policy", where=ENGINE),
+    ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from math import ceil
@@ -10,29 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sluice.benchmarks.experiments.grid import Cell, Experiment, Plan, Rows, estimate, grouped
-from sluice.benchmarks.experiments.loads import (
-    GENERATED,
-    LOAD_WORDS,
-    Make,
-    full_load_rate,
-    recorded,
-)
-from sluice.benchmarks.experiments.systems import (
-    ADMISSION,
-    DEFAULT,
-    ROUTER,
-    SETUPS,
-    Setup,
-    System,
-    cluster_figures,
-    colocated,
-    run_cluster,
-)
+from sluice.benchmarks.experiments import loads, systems
+from sluice.benchmarks.experiments.grid import Experiment, Plan, Product, Scaled
+from sluice.benchmarks.experiments.loads import GENERATED, Make, full_load_rate, generated
+from sluice.benchmarks.experiments.systems import ADMISSION, DEFAULT, ROUTER, SETUPS, Setup, System
+from sluice.benchmarks.experiments.tables import Lines, Rows, estimate
 from sluice.scheduling import autoscaling
-from sluice.scheduling.roles import Role
 from sluice.simulation.config import Autoscaling
-from sluice.simulation.planning.plots import Table
 from sluice.simulation.workload import Workload, merged, with_objectives
 from sluice.simulation.workloads.arrivals import Diurnal, Surges
 from sluice.simulation.workloads.settings import proserve
@@ -44,9 +28,6 @@ PEAK_OVER_S = 60.0
 DOCUMENTS_TTFT_S = 4.0
 FIXED_LOAD = 0.75
 """Load for which fixed pools are sized, the same that the default policy aims at."""
-
-CLOSE = 0.002
-"""Attainment that is lower by at most this counts as equal."""
 
 
 class Scaling(NamedTuple):
@@ -81,14 +62,8 @@ def serve(target: float, up_s: float, down_s: float) -> Scaling:
     return Scaling(name, "ongoing_requests", options)
 
 
-def diurnal(day_s: float, setup: Setup, rate: float, requests: int, seed: int) -> Workload:
-    """Chat over one day that is as short as a run."""
-    return proserve("sharegpt", rate, requests, seed, arrivals=partial(Diurnal, period_s=day_s))
-
-
-def surges(setup: Setup, rate: float, requests: int, seed: int) -> Workload:
-    """Chat with surges that last a few times as long as the start of a replica."""
-    return proserve("sharegpt", rate, requests, seed, arrivals=Surges)
+surges = generated(proserve, "sharegpt", arrivals=Surges)
+"""Chat with surges that last a few times as long as the start of a replica."""
 
 
 def changing(day_s: float, setup: Setup, rate: float, requests: int, seed: int) -> Workload:
@@ -128,58 +103,32 @@ def peak_load(workload: Workload, full_rate: float, over_s: float) -> float:
 
 
 def measure(
-    make: Make, load: float, seconds: float, full_rate: float, scaling: Scaling, seed: int
+    seed: int, workload: tuple[Make, float], system: Scaling, load: float, seconds: float
 ) -> Mapping[str, float]:
-    """The figures of one run."""
+    """The figures of one run of a workload, whose rate at load 1 is the second of the pair."""
+    make, full_rate = workload
     rate = load * full_rate
-    workload = make(SETUP, rate, round(rate * seconds), seed)
-    peak = peak_load(workload, full_rate, PEAK_OVER_S)
+    made = make(SETUP, rate, round(rate * seconds), seed)
+    peak = peak_load(made, full_rate, PEAK_OVER_S)
     sizer: Autoscaling | None = None
-    replicas = ceil((peak if scaling.over_s else load) / FIXED_LOAD)
-    if scaling.policy:
-        make_policy: Callable[[Role], autoscaling.AutoscalingPolicy] = lambda _: (  # noqa: E731
-            autoscaling.make_policy(scaling.policy, scaling.options)
-        )
+    replicas = ceil((peak if system.over_s else load) / FIXED_LOAD)
+    if system.policy:
+        policy = partial(autoscaling.make_policy, system.policy, system.options)
         most = 4 * ceil(peak / FIXED_LOAD)
-        sizer = Autoscaling(make_policy, 1, most, INTERVAL_S, STARTUP_S)
+        sizer = Autoscaling(lambda role: policy(), 1, most, INTERVAL_S, STARTUP_S)
         replicas = ceil(load / 2 / FIXED_LOAD)
-    system = System(ROUTER, DEFAULT, ADMISSION)
-    done = run_cluster(workload, system, SETUP, colocated(replicas), seed, autoscaling=sizer)
+    served = System(ROUTER, DEFAULT, ADMISSION)
+    done = systems.run_cluster(
+        made, served, SETUP, systems.colocated(replicas), seed, autoscaling=sizer
+    )
     sizes = [size.replicas for size in done.result.sizes.get("mixed", ())]
     return {
-        **cluster_figures(done),
+        **systems.cluster_figures(done),
         "replica_hours": done.result.replica_s / 3600,
         "most_replicas": float(max(sizes, default=replicas)),
         "changes": float(max(0, len(sizes) - 1)),
         "peak_load": peak,
     }
-
-
-def cells(plan: Plan) -> list[Cell]:
-    """Workloads x ways to size the pool."""
-    seconds = plan.pick(20.0, 1800.0, 7200.0)
-    load = plan.pick(0.5, 2.0, 4.0)
-    down_s = plan.pick(10.0, 180.0, 180.0)
-    targets = plan.pick((8.0,), (10.0, 16.0, 24.0), (4.0, 8.0, 10.0, 12.0, 16.0, 20.0, 24.0, 32.0))
-    systems = [*FIXED, OURS, *(serve(target, 10.0, down_s) for target in targets)]
-    systems += plan.pick([], [], [serve(target, 30.0, 600.0) for target in targets])
-    chat = _full("sharegpt")
-    makes: dict[str, tuple[Make, float]] = {
-        "diurnal": (partial(diurnal, seconds), chat),
-        "surges": (surges, chat),
-        "diurnal, changing mix": (partial(changing, seconds), chat),
-    }
-    for name, make in recorded(plan.traces).items():
-        if name.endswith("(stretched)"):
-            makes[name] = (make, full_load_rate(make, SETUP))
-    return [
-        Cell(
-            {"workload": name, "system": system.name},
-            partial(measure, make, load, seconds, full, system),
-        )
-        for name, (make, full) in makes.items()
-        for system in systems
-    ]
 
 
 _SHOWN = {
@@ -193,72 +142,44 @@ _SHOWN = {
 }
 
 
-def overall(rows: Rows) -> Table:
-    """Every system on every workload."""
-    return Table(
-        "Cost and attainment of each way to size the pool",
-        ("workload", "system", *(words for words, _ in _SHOWN.values())),
-        [
-            (
-                *map(str, labels),
-                *(estimate(own, figure).shown(digits) for figure, (_, digits) in _SHOWN.items()),
-            )
-            for labels, own in grouped(rows, "workload", "system").items()
-        ],
-        "Replica-hours count from the request for a replica until it has drained.",
-    )
+def _shown(rows: Rows) -> list[str]:
+    return [estimate(rows, figure).shown(digits) for figure, (_, digits) in _SHOWN.items()]
 
 
-def after_the_fact(rows: Rows) -> Table:
-    """By workload: the cheapest setting of Serve's rule that attains as much as the default; and
-    the setting that does so on every workload at the lowest sum."""
-    lines = []
-    rivals = [str(name) for (name,) in grouped(rows, "system") if str(name).startswith("ongoing")]
-    by_cell = grouped(rows, "workload", "system")
-    workloads = [workload for (workload,) in grouped(rows, "workload")]
+def _workloads(plan: Plan) -> dict[str, tuple[Make, float]]:
+    day_s, chat = SECONDS(plan), _full("sharegpt")
+    diurnal = generated(proserve, "sharegpt", arrivals=partial(Diurnal, period_s=day_s))
+    makes: dict[str, Make] = {
+        "diurnal": diurnal,
+        "surges": surges,
+        "diurnal, changing mix": partial(changing, day_s),
+    }
+    return {name: (make, chat) for name, make in makes.items()} | {
+        name: (make, full_load_rate(make, SETUP))
+        for name, make in loads.recorded_stretched(plan.traces).items()
+    }
 
-    def figure(workload: object, system: str, name: str) -> float:
-        return estimate(by_cell[(str(workload), system)], name).mean
 
-    def holds(workload: object, system: str) -> bool:
-        ours = figure(workload, OURS.name, "attainment_mean")
-        return figure(workload, system, "attainment_mean") >= ours - CLOSE
+def _systems(down_s: float, *targets: float) -> dict[str, Scaling]:
+    rivals = [serve(target, 10.0, down_s) for target in targets]
+    return {system.name: system for system in (*FIXED, OURS, *rivals)}
 
-    everywhere = [name for name in rivals if all(holds(each, name) for each in workloads)]
-    one = min(
-        everywhere,
-        key=lambda name: sum(figure(each, name, "replica_hours") for each in workloads),
-        default="",
-    )
-    for workload in workloads:
-        able = [name for name in rivals if holds(workload, name)]
-        best = min(able, key=lambda name: figure(workload, name, "replica_hours"), default="")
-        line = [str(workload), f"{figure(workload, OURS.name, 'replica_hours'):.2f}"]
-        for name in (best, one):
-            hours = f"{figure(workload, name, 'replica_hours'):.2f} ({name})" if name else "none"
-            line.append(hours)
-        lines.append(line)
-    return Table(
-        f"Replica-hours of {OURS.name}, untuned, and of Serve's rule, tuned after the fact",
-        ("workload", OURS.name, "best setting for this workload", "best setting for all"),
-        lines,
-        f"Of the settings whose attainment is no more than {CLOSE:g} below that of {OURS.name}.",
-    )
 
+SECONDS = Scaled(20.0, 1800.0)
+SYSTEMS = Scaled(_systems(10.0, 8.0), _systems(180.0, 10.0, 16.0, 24.0))
 
 EXPERIMENT = Experiment(
-    name="autoscaling",
-    source="ours; Ray Serve's default autoscaling rule",
-    question="What do autoscaled pools cost, and which SLO attainment do they reach?",
+    "autoscaling",
+    "ours; Ray Serve's default autoscaling rule",
+    "What do autoscaled pools cost, and which SLO attainment do they reach?",
+    seeds=1,
     setting={
-        "TPOT": "judged by its mean; 0.08 s, with a TTFT of 0.8 s (4 s for documents)",
-        "Priorities": "two, drawn with equal chance (ProServe §5.1)",
-        "Arrivals": "a mean of 2 replicas' load in 30 min (4 in 2 h in full scale), Poisson with "
-        f"the rates below; traces stretched to it; {LOAD_WORDS}",
+        "Arrivals": "a mean of 2 replicas' load in 30 min, Poisson with these rates, or traces "
+        "stretched to it",
         "Diurnal": "a day as long as the run, whose rate goes from 0.2 to 1.8 of its mean",
         "Surges": "4 times the load for 2 min on average, with 4 min between two",
-        "Changing mix": "chat by day, long prompts with short outputs by night",
-        "Latency": f"setup {SETUP.name}: {SETUP.words}",
+        "Changing mix": "chat by day, long prompts with short outputs by night (TTFT 4 s)",
+        "Latency": f"setup {SETUP.name} of benchmarks/experiments/systems.py",
         "Replicas": f"serve {STARTUP_S:g} s after they are requested; the load is sampled every "
         f"{INTERVAL_S:g} s",
         "Policies": f"router {ROUTER}, admission {ADMISSION}, local {DEFAULT.policy}; head_room "
@@ -266,7 +187,20 @@ EXPERIMENT = Experiment(
         "Fixed": f"sized for a load of {FIXED_LOAD:g} each, of the mean load or of the largest "
         f"within {PEAK_OVER_S:g} s",
     },
-    seeds=1,
-    cells=cells,
-    tables=(overall, after_the_fact),
+    grids=[
+        Product(
+            measure,
+            {"workload": _workloads, "system": SYSTEMS},
+            {"load": Scaled(0.5, 2.0), "seconds": SECONDS},
+        )
+    ],
+    tables=(
+        Lines(
+            "Cost and attainment of each way to size the pool",
+            ("workload", "system"),
+            tuple(words for words, _ in _SHOWN.values()),
+            _shown,
+            "Replica-hours count from the request for a replica until it has drained.",
+        ),
+    ),
 )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 import numpy as np
 
-from sluice.benchmarks.experiments.grid import Cell, Experiment, Pivot, Plan
-from sluice.benchmarks.experiments.loads import GENERATED, LOAD_WORDS, full_load_rate
+from sluice.benchmarks.experiments.grid import Experiment, Product, Scaled
+from sluice.benchmarks.experiments.loads import GENERATED, full_load_rate
 from sluice.benchmarks.experiments.systems import SETUPS, node_of
+from sluice.benchmarks.experiments.tables import Pivot
 from sluice.scheduling.batching import make_policy
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.engine import Engine
@@ -19,68 +19,40 @@ from sluice.simulation.run import drive
 from sluice.simulation.workload import Workload, merged, with_objectives
 
 SETUP = SETUPS["8b-short"]
-WORKLOAD = "proserve sharegpt"
+MAKE = GENERATED["proserve sharegpt"]
 BEHIND_LOAD = 0.5
 BEHIND = "behind"
 TIERS = ("alone", "two tiers", "one tier")
 """Without background work; with it as best effort; with it in the same tier as all requests."""
 
 
-def cells(plan: Plan) -> list[Cell]:
-    """Policies x loads of guaranteed requests x tiers."""
-    make = GENERATED[WORKLOAD]
-    # By time, with ample KV: the KV of 8b-short, filled by decodes at their slowest, would bound
-    # load 1 far lower.
-    full = full_load_rate(make, SETUPS["8b"])
-    seconds = plan.pick(2.0, 60.0, 300.0)
-    policies = plan.pick(
-        ("fcfs",),
-        ("fcfs", "fairbatching", "deadline_triage"),
-        ("fcfs", "sarathi", "fairbatching", "slidebatching", "slos_serve", "deadline_triage"),
-    )
-    return [
-        Cell(
-            {"policy": policy, "served": tier, "load": load},
-            partial(measure, policy, tier, load * full, BEHIND_LOAD * full, seconds),
-        )
-        for policy in policies
-        for tier in TIERS
-        for load in plan.pick((0.9,), (0.5, 0.7, 0.9, 1.1), (0.5, 0.7, 0.9, 1.0, 1.1, 1.3))
-    ]
-
-
 def workload(rate: float, behind_rate: float, seconds: float, seed: int) -> Workload:
     """Requests with objectives, and others without, with lengths of the same distribution."""
-    make = GENERATED[WORKLOAD]
-    ours = make(SETUP, rate, max(2, round(rate * seconds)), seed)
-    others = make(SETUP, behind_rate, max(2, round(behind_rate * seconds)), seed + 1_000)
+    ours = MAKE(SETUP, rate, max(2, round(rate * seconds)), seed)
+    others = MAKE(SETUP, behind_rate, max(2, round(behind_rate * seconds)), seed + 1_000)
     others = with_objectives(others, lambda _: SLO(service_class=BEHIND), "No objective.")
     return merged("two tiers", (ours, others))
 
 
 def measure(
-    policy: str, tier: str, rate: float, behind_rate: float, seconds: float, seed: int
+    seed: int, policy: str, served: str, load: float, seconds: float
 ) -> Mapping[str, float]:
     """One run: attainment of the requests with objectives; the others' tokens a second while those
     arrive, and their longest wait for a first token; the share of computed tokens that evictions
     threw away."""
-    load = workload(rate, behind_rate, seconds, seed)
-    if tier == "alone":
-        arrivals = tuple(a for a in load.arrivals if a.slo.service_class != BEHIND)
-        load = Workload(load.name, arrivals, load.block_tokens)
-    behind = np.array([arrival.slo.service_class == BEHIND for arrival in load.arrivals])
-    requests = Requests(load)
+    # By time, with ample KV: the KV of 8b-short, filled by decodes at their slowest, would bound
+    # load 1 far lower.
+    full = full_load_rate(MAKE, SETUPS["8b"])
+    made = workload(load * full, BEHIND_LOAD * full, seconds, seed)
+    if served == "alone":
+        arrivals = tuple(a for a in made.arrivals if a.slo.service_class != BEHIND)
+        made = Workload(made.name, arrivals, made.block_tokens)
+    behind = np.array([arrival.slo.service_class == BEHIND for arrival in made.arrivals])
+    requests = Requests(made)
     for key in np.flatnonzero(behind).tolist():
-        requests.serve_as(key, tier == "two tiers")
-    node = node_of(SETUP)
-    engine = Engine(
-        SETUP.engine,
-        make_policy(policy),
-        node.belief,
-        node.truth,
-        requests,
-        np.random.default_rng(seed),
-    )
+        requests.serve_as(key, served == "two tiers")
+    node, rng = node_of(SETUP), np.random.default_rng(seed)
+    engine = Engine(SETUP.engine, make_policy(policy), node.belief, node.truth, requests, rng)
     drive(engine, requests)
     measured = stages(requests)
     met = attained(requests, measured, TPOTMetric.MEAN)
@@ -94,32 +66,41 @@ def measure(
     }
 
 
-FIGURES = (
-    ("SLO attainment of the guaranteed requests", "attainment", 3),
-    ("output tokens a second of the background work", "behind_tokens_per_s", 0),
-    ("longest wait of the background work for a first token, s", "behind_longest_wait_s", 0),
-    ("share of the computed tokens that evictions discarded", "evicted_share", 3),
-)
-
 EXPERIMENT = Experiment(
-    name="best_effort",
-    source="SLOs-Serve §4.1 has the idea of the tier; the rules are ours",
-    question="What does best-effort work cost the guaranteed requests, and how much of it is "
-    "served beside them?",
+    "best_effort",
+    "SLOs-Serve §4.1 has the idea of the tier; the rules are ours",
+    "What does best-effort work cost the guaranteed requests, and how much of it is served beside "
+    "them?",
+    seeds=3,
     setting={
-        "TPOT": "mean since the first token",
-        "Arrivals": f"generated, Poisson, of guaranteed requests for a minute (`full`: five), at "
-        f"the load shown; {LOAD_WORDS}. Background work: requests without objectives, their "
-        f"lengths of the same distribution, at load {BEHIND_LOAD:g}",
-        "Objectives and priorities": "ProServe's, see simulation/workloads/settings.py; every "
-        "request that states one counts as guaranteed, also above capacity, where a controller "
-        "would guarantee fewer",
+        "Arrivals": "guaranteed requests for a minute at the load shown, beside requests without "
+        f"objectives, their lengths of the same distribution, at load {BEHIND_LOAD:g}",
+        "Objectives and priorities": "ProServe's; every request that states one counts as "
+        "guaranteed, also above capacity, where a controller would guarantee fewer",
         "Latency": "setup 8b-short of benchmarks/experiments/systems.py",
     },
-    seeds=3,
-    cells=cells,
+    grids=[
+        Product(
+            measure,
+            {
+                "policy": Scaled(("fcfs",), ("fcfs", "fairbatching", "deadline_triage")),
+                "served": TIERS,
+                "load": Scaled((0.9,), (0.5, 0.7, 0.9, 1.1)),
+            },
+            {"seconds": Scaled(2.0, 60.0)},
+        )
+    ],
     tables=[
         Pivot(f"{words}, by load", figure, ("policy", "served"), digits=digits)
-        for words, figure, digits in FIGURES
+        for words, figure, digits in (
+            ("SLO attainment of the guaranteed requests", "attainment", 3),
+            ("output tokens a second of the background work", "behind_tokens_per_s", 0),
+            (
+                "longest wait of the background work for a first token, s",
+                "behind_longest_wait_s",
+                0,
+            ),
+            ("share of the computed tokens that evictions discarded", "evicted_share", 3),
+        )
     ],
 )

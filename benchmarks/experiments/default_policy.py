@@ -3,131 +3,54 @@ change."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping
 
-from sluice.benchmarks.experiments.grid import (
-    Cell,
-    Curves,
-    Experiment,
+from sluice.benchmarks.experiments import loads
+from sluice.benchmarks.experiments.grid import Axes, Experiment, Product, Scaled
+from sluice.benchmarks.experiments.loads import Make, Span, Sweep, recorded, workloads
+from sluice.benchmarks.experiments.systems import DEFAULT, SETUPS, Contender
+from sluice.benchmarks.experiments.tables import (
+    Lines,
     Pivot,
-    Plan,
+    Rivals,
     Rows,
-    Value,
-    difference,
     estimate,
     grouped,
-    having,
+    pivots,
 )
-from sluice.benchmarks.experiments.loads import (
-    GENERATED,
-    LOAD_WORDS,
-    Span,
-    contenders,
-    full_load_rate,
-    measure,
-    recorded,
-    sweep,
-)
-from sluice.benchmarks.experiments.systems import DEFAULT, SETUPS, Contender
 from sluice.scheduling.batching import POLICIES
 from sluice.simulation.planning.plots import Table
 
-CELL = ("workload", "setup", "load")
-
-METRICS = {
+QUICK_WORKLOADS = ("proserve sharegpt", "fairbatching azure")
+PAB = Contender("fairbatching_pab", "fairbatching", rejecting=True)
+FIGURES = {
     "attainment_mean": "SLO, mean TPOT",
     "attainment_running_max": "SLO, running max TPOT",
     "tdg": "TDG ratio, envelope",
 }
-"""The figures that policies are compared by, each a share of 1."""
-
-QUICK_WORKLOADS = ("proserve sharegpt", "fairbatching azure")
-PAB = Contender("fairbatching_pab", "fairbatching", rejecting=True)
+AGAINST = Rivals("policy", DEFAULT.policy, FIGURES)
+CELL = ("workload", "setup", "load")
 
 
-def cells(plan: Plan) -> list[Cell]:
-    """Workloads x setups x loads x every registered policy, and FairBatching-PAB."""
-    makes = {name: GENERATED[name] for name in plan.pick(QUICK_WORKLOADS, tuple(GENERATED))}
-    makes |= recorded(plan.traces)
-    loads = plan.pick([1.1], [0.9, 1.3], [0.6, 0.8, 1.0, 1.2, 1.5, 2.0])
-    span = plan.pick(Span(3.0, 10, 20), Span(45.0, 150, 500), Span(180.0, 300, 4_000))
-    grid = []
-    for workload, make in makes.items():
-        for name in plan.pick(["8b"], ["8b", "70b-short"], list(SETUPS)):
-            setup = SETUPS[name]
-            labels = {"workload": workload, "setup": name}
-            kinds = [*contenders(POLICIES, make, setup), PAB]
-            grid += sweep(labels, make, setup, loads, kinds, span)
-    return grid
-
-
-def best_single(rows: Rows, figure: str) -> str:
-    """The policy, other than the default, with the highest mean of a figure over ``rows``."""
-    means = {
-        str(policy): estimate(own, figure).mean
-        for (policy,), own in grouped(rows, "policy").items()
-        if policy != DEFAULT.policy
-    }
-    return max(means, key=lambda policy: means[policy])
-
-
-def of_policy(rows: Rows, policy: str) -> Rows:
-    """The rows of one policy."""
-    return having(rows, {"policy": policy})
-
-
-def _overall(rows: Rows) -> Table:
+def headline(rows: Rows) -> Table:
+    """The default against the policy with the highest mean, and against the best of each cell."""
     lines = []
-    for (policy,), own in grouped(rows, "policy").items():
-        shown = [estimate(own, figure).shown(4) for figure in METRICS]
-        wait_s = max(float(row["longest_wait_s"]) for row in own)
-        lines.append((str(policy), *shown, f"{wait_s:.0f}"))
-    return Table(
-        "All cells: mean over workloads, setups and loads",
-        ("policy", *METRICS.values(), "longest wait for a first token, s"),
-        lines,
-        "FairBatching-PAB refuses requests at arrival. A refused request counts as missed; its "
-        "wait ends when the engine has no other work.",
-    )
-
-
-def _headline(rows: Rows) -> Table:
-    lines = []
-    cells_of = grouped(rows, *CELL)
-    for figure, words in METRICS.items():
-        best = best_single(rows, figure)
-        ours = 1 - estimate(of_policy(rows, DEFAULT.policy), figure).mean
-        theirs = 1 - estimate(of_policy(rows, best), figure).mean
+    cells = grouped(rows, *CELL).values()
+    for figure, words in FIGURES.items():
+        best = AGAINST.best(rows, figure)
+        ours, theirs = (1 - AGAINST.mean(rows, name, figure) for name in (DEFAULT.policy, best))
         change = f"{(ours / theirs - 1) * 100:+.0f} %" if theirs > 0 else "-"
-        gaps = [_gap(own, figure) for own in cells_of.values()]
-        fixed = [
-            difference(of_policy(own, DEFAULT.policy), of_policy(own, best), figure).mean
-            for own in cells_of.values()
-        ]
+        fixed = [AGAINST.lead(own, best, figure).mean for own in cells]
+        gaps = [AGAINST.lead(own, AGAINST.best(own, figure), figure).mean for own in cells]
         below = sum(gap < -0.01 for gap in gaps)
-        lines.append(
-            (
-                words,
-                best,
-                f"{ours * 100:.2f} %",
-                f"{theirs * 100:.2f} %",
-                change,
-                f"{min(fixed) * 100:+.2f}",
-                f"{min(gaps) * 100:+.2f}",
-                f"{below} of {len(gaps)}",
-            )
-        )
+        line = [words, best, f"{ours * 100:.2f} %", f"{theirs * 100:.2f} %", change]
+        line += [f"{min(leads) * 100:+.2f}" for leads in (fixed, gaps)]
+        lines.append((*line, f"{below} of {len(gaps)}"))
     return Table(
         "The default policy against the best single policy",
         (
-            "figure",
-            "best single policy",
-            "misses, default",
-            "misses, best single",
-            "change",
-            "worst cell against it, points",
-            "worst against the cell's best",
+            *("figure", "best single policy", "misses, default", "misses, best single", "change"),
+            *("worst cell against it, points", "worst against the cell's best"),
             "cells > 1 point below their best",
         ),
         lines,
@@ -136,36 +59,31 @@ def _headline(rows: Rows) -> Table:
     )
 
 
-def _gap(own: Rows, figure: str) -> float:
-    """The default minus the best other policy of one cell."""
-    best = best_single(own, figure)
-    return difference(of_policy(own, DEFAULT.policy), of_policy(own, best), figure).mean
-
-
-def _by_workload(rows: Rows) -> Table:
+def by_workload(rows: Rows) -> Table:
+    """The default, and its lead over the best other, by workload and setup."""
     lines = []
     for (workload, setup), own in grouped(rows, "workload", "setup").items():
         line = [f"{workload}, {setup}"]
-        for figure in METRICS:
-            best = best_single(own, figure)
-            value = estimate(of_policy(own, DEFAULT.policy), figure)
-            gap = difference(of_policy(own, DEFAULT.policy), of_policy(own, best), figure)
-            line.append(f"{value.mean:.3f} ({gap.shown(3)} {best})")
+        for figure in FIGURES:
+            best = AGAINST.best(own, figure)
+            gap = AGAINST.lead(own, best, figure).shown()
+            line.append(f"{AGAINST.mean(own, DEFAULT.policy, figure):.3f} ({gap} {best})")
         lines.append(line)
     return Table(
         "By workload and setup, mean over loads: the default (its lead over the best other)",
-        ("workload, setup", *METRICS.values()),
+        ("workload, setup", *FIGURES.values()),
         lines,
     )
 
 
-def _worst(rows: Rows) -> Table:
+def worst(rows: Rows) -> Table:
+    """The cells in which the default is furthest behind."""
     gaps = []
     for labels, own in grouped(rows, *CELL).items():
-        for figure, words in METRICS.items():
-            best = best_single(own, figure)
-            gap = difference(of_policy(own, DEFAULT.policy), of_policy(own, best), figure)
-            value = estimate(of_policy(own, DEFAULT.policy), figure).shown(3)
+        for figure, words in FIGURES.items():
+            best = AGAINST.best(own, figure)
+            gap = AGAINST.lead(own, best, figure)
+            value = estimate(AGAINST.of(own, DEFAULT.policy), figure).shown()
             gaps.append((gap.mean, [*map(str, labels), words, value, best, gap.shown(4)]))
     gaps.sort(key=lambda entry: entry[0])
     return Table(
@@ -175,114 +93,107 @@ def _worst(rows: Rows) -> Table:
     )
 
 
+def overall(rows: Rows) -> list[str]:
+    """The figures of one policy."""
+    wait_s = max(float(row["longest_wait_s"]) for row in rows)
+    return [*(estimate(rows, figure).shown(4) for figure in FIGURES), f"{wait_s:.0f}"]
+
+
 EXPERIMENT = Experiment(
-    name="default_policy",
-    source="ours; the workloads and objectives are those of the five papers",
-    question="Does the default policy lose to any single paper's policy anywhere, and how much "
-    "does it gain in the mean?",
+    "default_policy",
+    "ours; the workloads and objectives are those of the five papers",
+    "Does the default policy lose to any single paper's policy anywhere, and how much does it gain "
+    "in the mean?",
+    seeds=3,
     setting={
         "TPOT": "mean since the first token, and its strict running maximum; TDG by the envelope",
-        "Arrivals": f"generated, or recorded and thinned or stretched as named; {LOAD_WORDS}",
+        "Arrivals": "generated, or recorded and thinned or stretched as named",
         "Objectives and priorities": "each workload's own, see simulation/workloads/settings.py; "
         "recorded: TTFT 0.8 s, TPOT 80 ms, priorities 2 and 1 with equal chance; with prompts of "
         "4,000 tokens or more on average TTFT 3 times the idle engine's, at least 0.8 s",
-        "Latency": "setups of benchmarks/experiments/systems.py; 3 % noise, 5 % head-room, online "
-        "correction",
         "Output lengths": "learnt per task class while running, for every policy alike",
         "Policies": "default options; a static token budget is profiled for the least TPOT "
-        "objective; one engine",
+        "objective; one engine of each setup",
     },
-    seeds=3,
-    cells=cells,
-    tables=(_overall, _headline, _by_workload, _worst),
-    charts=[
-        Curves(f"{words}: mean over workloads and setups", figure, words)
-        for figure, words in METRICS.items()
+    grids=[
+        Sweep(
+            workloads=workloads(Scaled(QUICK_WORKLOADS, tuple(loads.GENERATED)), traces=recorded),
+            setups=Scaled((SETUPS["8b"],), (SETUPS["8b"], SETUPS["70b-short"])),
+            loads=Scaled((1.1,), (0.9, 1.3)),
+            kinds=(*(Contender(name, name) for name in POLICIES), PAB),
+            span=Scaled(Span(3.0, 10, 20), Span(45.0, 150, 500)),
+        )
     ],
+    tables=(
+        Lines(
+            "All cells: mean over workloads, setups and loads",
+            ("policy",),
+            (*FIGURES.values(), "longest wait for a first token, s"),
+            overall,
+            "FairBatching-PAB refuses requests at arrival. A refused request counts as missed; its "
+            "wait ends when the engine has no other work.",
+        ),
+        *(headline, by_workload, worst),
+    ),
 )
 
-DAY_S = 86_400.0
-AGEING_LOAD = 1.3
-BOTH = ("proserve sharegpt", "proserve azure")
+# The length of a run.
 
 
-def _runs(
-    plan: Plan, lengths_s: Sequence[float], load: float, kinds: Sequence[Contender]
-) -> list[Cell]:
+def _lasting(
+    seed: int, workload: Make, seconds: float, policy: Contender, load: float
+) -> Mapping[str, float]:
     setup = SETUPS["8b"]
-    grid = []
-    for workload in plan.pick(BOTH[:1], BOTH):
-        make = GENERATED[workload]
-        rate = load * full_load_rate(make, setup)
-        for seconds in lengths_s:
-            labels: dict[str, Value] = {"workload": workload, "seconds": seconds}
-            run = make, setup, rate, max(2, round(rate * seconds))
-            grid += [
-                Cell({**labels, **kind.labels}, partial(measure, *run, kind, None, False))
-                for kind in kinds
-            ]
-    return grid
+    rate = load * loads.full_load_rate(workload, setup)
+    return loads.measure(policy, seed, workload, setup, rate, max(2, round(rate * seconds)))
 
 
-def length_cells(plan: Plan) -> list[Cell]:
-    """Run lengths x policies at full load."""
-    lengths_s = plan.pick([1.0, 3.0], [30.0, 60.0, 300.0], [30.0, 60.0, 300.0, 1_200.0])
-    rivals = [Contender(name, name) for name in ("fcfs", "slidebatching")]
-    return _runs(plan, lengths_s, 1.0, [*rivals, DEFAULT])
-
-
-def ageing_cells(plan: Plan) -> list[Cell]:
-    """Shares for aged requests x run lengths under lasting overload; with a starvation bound of a
-    day no request ages."""
-    shares = plan.pick((0.01,), (0.01, 0.05), (0.01, 0.02, 0.05, 0.1))
-    kinds = [
-        Contender("no ageing", DEFAULT.policy, {"patience_s": DAY_S}),
-        *(Contender(f"share {each:g}", DEFAULT.policy, {"aged_share": each}) for each in shares),
-    ]
-    lengths_s = plan.pick([1.0, 3.0], [60.0, 300.0], [60.0, 300.0, 1_200.0])
-    return _runs(plan, lengths_s, AGEING_LOAD, kinds)
-
-
-BY_LENGTH = tuple(
-    Pivot(f"{words}, by seconds of arrivals", figure, ("workload", "policy"), "seconds", digits)
-    for figure, words, digits in (
-        ("attainment_mean", "SLO attainment, mean TPOT", 3),
-        ("tdg", "TDG ratio, envelope", 3),
-        ("longest_wait_s", "longest wait for a first token, s", 0),
+def _by_length(
+    name: str,
+    question: str,
+    load: float,
+    seconds: Scaled[tuple[float, ...]],
+    kinds: Scaled[tuple[Contender, ...]],
+) -> Experiment:
+    axes: Axes = {
+        "workload": workloads(
+            Scaled(("proserve sharegpt",), ("proserve sharegpt", "proserve azure"))
+        ),
+        "seconds": seconds,
+        "policy": lambda plan: {kind.label: kind for kind in kinds(plan)},
+    }
+    shares = {"attainment_mean": "SLO attainment, mean TPOT", "tdg": "TDG ratio, envelope"}
+    by = ("workload", "policy"), "seconds"
+    wait = "longest wait for a first token, s, by seconds of arrivals"
+    return Experiment(
+        *(name, "ours", question),
+        seeds=4,
+        setting={"Load of the runs": f"{load:g}", "Ageing": "after 30 s; shares of a batch's time"},
+        grids=[Product(_lasting, axes, {"load": load})],
+        tables=[
+            *pivots(shares, *by, title="{}, by seconds of arrivals"),
+            Pivot(wait, "longest_wait_s", *by, 0),
+        ],
     )
-)
-ATTAINED = "SLO attainment, mean TPOT"
-CHARTS = (Curves(f"{ATTAINED}, mean over workloads", "attainment_mean", ATTAINED, x="seconds"),)
 
-SETTING = {
-    "TPOT": "mean since the first token; TDG by the envelope",
-    "Arrivals": f"generated, Poisson; {LOAD_WORDS}",
-    "Objectives and priorities": "each workload's own, see simulation/workloads/settings.py",
-    "Latency": "setup 8b of benchmarks/experiments/systems.py",
-}
 
-LENGTH = Experiment(
-    name="run_length",
-    source="ours",
-    question="How much better does a short run look than a long one at full load?",
-    setting={**SETTING, "Load": "1"},
-    seeds=4,
-    cells=length_cells,
-    tables=BY_LENGTH,
-    charts=CHARTS,
+_RIVALS = (Contender("fcfs", "fcfs"), Contender("slidebatching", "slidebatching"), DEFAULT)
+LENGTH = _by_length(
+    "run_length",
+    "How much better does a short run look than a long one at full load?",
+    1.0,
+    Scaled((1.0, 3.0), (30.0, 60.0, 300.0)),
+    Scaled(_RIVALS, _RIVALS),
 )
 
-AGEING = Experiment(
-    name="ageing",
-    source="ours",
-    question="What does the share of time for aged requests cost under lasting overload?",
-    setting={
-        **SETTING,
-        "Load": f"{AGEING_LOAD:g}",
-        "Ageing": "requests age after 30 s; shares are of a batch's time",
-    },
-    seeds=4,
-    cells=ageing_cells,
-    tables=BY_LENGTH,
-    charts=CHARTS,
+_NONE = Contender("no ageing", DEFAULT.policy, {"patience_s": 86_400.0})
+_SHARES = tuple(
+    Contender(f"share {share:g}", DEFAULT.policy, {"aged_share": share}) for share in (0.01, 0.05)
+)
+AGEING = _by_length(
+    "ageing",
+    "What does the share of time for aged requests cost under lasting overload?",
+    1.3,
+    Scaled((1.0, 3.0), (60.0, 300.0)),
+    Scaled((_NONE, _SHARES[0]), (_NONE, *_SHARES)),
 )

@@ -4,35 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from sluice.benchmarks.experiments.grid import (
-    Cell,
-    Experiment,
-    Plan,
-    Rows,
-    estimate,
-    grouped,
-    having,
-)
-from sluice.benchmarks.experiments.loads import GENERATED, LOAD_WORDS, cluster_rate
-from sluice.benchmarks.experiments.systems import (
-    ADMISSION,
-    DEFAULT,
-    ROUTER,
-    SETUPS,
-    System,
-    colocated,
-    run_cluster,
-)
+from sluice.benchmarks.experiments import systems
+from sluice.benchmarks.experiments.grid import Experiment, Product, Scaled
+from sluice.benchmarks.experiments.loads import GENERATED, cluster_rate
+from sluice.benchmarks.experiments.systems import ADMISSION, DEFAULT, ROUTER, SETUPS, System
+from sluice.benchmarks.experiments.tables import Lines, Rows, having, mean
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.tenancy.fair_shares import water_level
-from sluice.simulation.config import WhenUnattainable
 from sluice.simulation.metrics import TPOTMetric, attained, stages
-from sluice.simulation.planning.plots import Table
 from sluice.simulation.workload import Workload, merged
 
 OVERLOAD = 3.0
@@ -66,55 +49,16 @@ GROUPS: dict[str, tuple[Tenant, ...]] = {
     "five": (Tenant(1, 0.2), Tenant(1, 0.6), Tenant(2, 1.0), Tenant(1, 1.5), Tenant(2, 20.0)),
 }
 
-LENGTHS = {
-    "alike": ("proserve sharegpt",),
-    "long and short": ("proserve azure", "proserve sharegpt"),
-}
-"""Workloads, assigned to the tenants in turn."""
+MAKE, SETUP = GENERATED["proserve sharegpt"], SETUPS["8b"]
 
 
-def cells(plan: Plan) -> list[Cell]:
-    """Groups of tenants x lengths of their requests x what happens to requests without a guarantee,
-    with fair shares and without."""
-    windows = plan.pick(0, 3, 10)
-    seconds = WARM_UP_S + windows * WINDOW_S if windows else 6.0
-    groups = plan.pick(("one greedy",), tuple(GROUPS), tuple(GROUPS))
-    setups = plan.pick(("8b",), ("8b",), ("8b", "8b-short"))
-    outcomes: tuple[WhenUnattainable, ...] = plan.pick(
-        ("reject",), ("reject",), ("reject", "best_effort")
-    )
-    return [
-        Cell(
-            {"tenants": group, "lengths": lengths, "setup": setup, "others": outcome, "shares": on},
-            partial(measure, group, lengths, setup, outcome, on, plan.pick(1, 4, 8), seconds),
-        )
-        for group in groups
-        for lengths in plan.pick(("alike",), ("alike",), tuple(LENGTHS))
-        for setup in setups
-        for outcome in outcomes
-        for on in ("none", "fair")
-    ]
-
-
-def workload(
-    tenants: Sequence[Tenant],
-    names: Sequence[str],
-    setup: str,
-    rate: float,
-    seconds: float,
-    seed: int,
-) -> Workload:
-    """The requests of all tenants, ``rate`` tokens of prompt and output a second in total."""
-    weights = sum(tenant.weight for tenant in tenants)
-    asked = sum(tenant.weight * tenant.demand for tenant in tenants) / weights
+def workload(tenants: Sequence[Tenant], rate: float, seconds: float, seed: int) -> Workload:
+    """The requests of all tenants, ``rate`` a second in total."""
+    demand = sum(tenant.weight * tenant.demand for tenant in tenants)
     parts = []
     for index, tenant in enumerate(tenants):
-        make = GENERATED[names[index % len(names)]]
-        # By tokens: a tenant with long requests sends fewer.
-        sample = make(SETUPS[setup], 1.0, 2_000, 0)
-        mean = sample.mean_prompt_tokens + sample.mean_output_tokens
-        own = rate * tenant.weight * tenant.demand / weights / asked / mean
-        part = make(SETUPS[setup], own, max(2, round(own * seconds)), 10 * seed + index)
+        own = rate * tenant.weight * tenant.demand / demand
+        part = MAKE(SETUP, own, max(2, round(own * seconds)), 10 * seed + index)
         arrivals = tuple(
             arrival._replace(
                 arrival_s=_in_bursts(arrival.arrival_s) if tenant.bursty else arrival.arrival_s,
@@ -135,14 +79,7 @@ def _in_bursts(time_s: float) -> float:
 
 
 def measure(
-    group: str,
-    lengths: str,
-    setup: str,
-    outcome: WhenUnattainable,
-    shares: str,
-    replicas: int,
-    seconds: float,
-    seed: int,
+    seed: int, tenants: str, shares: str, replicas: int, seconds: float
 ) -> Mapping[str, float]:
     """One run: the guaranteed tokens of each tenant against weighted max-min, and those of all.
 
@@ -151,19 +88,14 @@ def measure(
     tenants that asked for at most their share, mean over windows. ``tokens_per_s``: guaranteed.
     ``goodput``: tokens a second of requests that met their objective.
     """
-    tenants, names = GROUPS[group], LENGTHS[lengths]
-    layout, one = colocated(replicas), SETUPS[setup]
-    rate = 0.0
-    for name in names:
-        sample = GENERATED[name](one, 1.0, 2_000, 0)
-        mean = sample.mean_prompt_tokens + sample.mean_output_tokens
-        rate += cluster_rate(GENERATED[name], one, layout) * mean / len(names)
-    load = workload(tenants, names, setup, OVERLOAD * rate, seconds, seed)
+    group, layout = GROUPS[tenants], systems.colocated(replicas)
+    load = workload(group, OVERLOAD * cluster_rate(MAKE, SETUP, layout), seconds, seed)
     asked = load
     if shares == "none":
         asked = replace(load, arrivals=tuple(a._replace(tenant=0) for a in load.arrivals))
-    system = System(ROUTER, DEFAULT, ADMISSION, outcome)
-    done = run_cluster(asked, system, one, layout, seed)
+    done = systems.run_cluster(
+        asked, System(ROUTER, DEFAULT, ADMISSION, "reject"), SETUP, layout, seed
+    )
     requests = done.result.requests
     arrival_s = np.array([arrival.arrival_s for arrival in load.arrivals])
     owner = np.array([arrival.tenant for arrival in load.arrivals]) - 1
@@ -173,13 +105,13 @@ def measure(
     counted = (arrival_s >= min(WARM_UP_S, seconds / 3)) & (arrival_s < seconds)
     span_s = seconds - min(WARM_UP_S, seconds / 3)
     errors, below = [], []
-    weights = np.array([tenant.weight for tenant in tenants], np.float64)
+    weights = np.array([tenant.weight for tenant in group], np.float64)
     window = np.floor((arrival_s - (seconds - span_s)) / WINDOW_S)
     for number in np.unique(window[counted]):
         here = counted & (window == number)
-        wanted: Floats = np.bincount(owner[here], tokens[here], len(tenants)).astype(np.float64)
+        wanted: Floats = np.bincount(owner[here], tokens[here], len(group)).astype(np.float64)
         kept = here & promised
-        got: Floats = np.bincount(owner[kept], tokens[kept], len(tenants)).astype(np.float64)
+        got: Floats = np.bincount(owner[kept], tokens[kept], len(group)).astype(np.float64)
         fair = fair_shares(wanted, weights, float(got.sum()))
         errors.append(np.abs(got - fair) / got.sum())
         modest = (fair >= wanted) & (wanted > 0.0)
@@ -202,65 +134,59 @@ def fair_shares(wanted: Floats, weights: Floats, capacity: float) -> Floats:
 
 
 FIGURES = {
-    "error": ("distance from the share, over all guaranteed tokens", 3),
-    "worst": ("the largest of any tenant in any window", 3),
-    "below": ("lowest guaranteed part of the demand of a tenant below its share", 3),
-    "kept": ("share of the guaranteed requests that met their objective", 3),
+    "error": "distance from the share, over all guaranteed tokens",
+    "worst": "the largest of any tenant in any window",
+    "below": "lowest guaranteed part of the demand of a tenant below its share",
+    "kept": "share of the guaranteed requests that met their objective",
 }
 
 
-def compared(rows: Rows) -> Table:
-    """A line for each group: with fair shares and without, and what they cost."""
-    labels = ("tenants", "lengths", "setup", "others")
-    lines = []
-    for names, own in grouped(rows, *labels).items():
-        none, fair = (
-            {name: estimate(part, name).mean for name in (*FIGURES, "tokens_per_s", "goodput")}
-            for part in (having(own, {"shares": on}) for on in ("none", "fair"))
-        )
-        shown = [
-            f"{none[name]:.{digits}f} -> {fair[name]:.{digits}f}"
-            for name, (_, digits) in FIGURES.items()
-        ]
-        ratios = [
-            f"{fair[name] / max(none[name], 1e-9):.3f}" for name in ("tokens_per_s", "goodput")
-        ]
-        lines.append((*map(str, names), *shown, *ratios))
-    words = "; ".join(f"{name}: {said}" for name, (said, _) in FIGURES.items())
-    return Table(
-        "Without fair shares -> with them",
-        (*labels, *FIGURES, "promised tokens", "goodput"),
-        lines,
-        f"{words}; promised (guaranteed) tokens, goodput: with fair shares over without.",
-    )
+def _compared(rows: Rows) -> list[str]:
+    none, fair = (having(rows, {"shares": on}) for on in ("none", "fair"))
+    pairs = [(mean(none, name), mean(fair, name)) for name in (*FIGURES, "tokens_per_s", "goodput")]
+    shown = [f"{before:.3f} -> {after:.3f}" for before, after in pairs[: len(FIGURES)]]
+    return [*shown, *(f"{after / max(before, 1e-9):.3f}" for before, after in pairs[-2:])]
 
+
+_ASKED = {
+    name: ", ".join(
+        f"weight {each.weight:g} asks {each.demand:g} times its share"
+        + (" in bursts" if each.bursty else "")
+        for each in tenants
+    )
+    for name, tenants in GROUPS.items()
+}
 
 EXPERIMENT = Experiment(
-    name="fair_shares",
-    source="ours; weighted max-min fairness, trunk reservation",
-    question="Under overload, does each tenant get its fair share of guaranteed capacity, and what "
-    "does that cost?",
+    "fair_shares",
+    "ours; weighted max-min fairness, trunk reservation",
+    "Under overload, does each tenant get its fair share of guaranteed capacity, and what does "
+    "that cost?",
+    seeds=2,
     setting={
-        "Tenants": "; ".join(
-            f"{name}: "
-            + ", ".join(
-                f"weight {tenant.weight:g} asks {tenant.demand:g} times its share"
-                + (" in bursts" if tenant.bursty else "")
-                for tenant in tenants
-            )
-            for name, tenants in GROUPS.items()
-        ),
+        "Tenants": "; ".join(f"{name}: {words}" for name, words in _ASKED.items()),
         "Arrivals": f"generated, Poisson, at load {OVERLOAD:g}, to which the demands are scaled "
-        f"together; {LOAD_WORDS}. Bursts: {BURST_S:g} s of every {BURST_S + SILENCE_S:g} s",
-        "TPOT": "mean since the first token",
-        "Latency": "setup 8b of benchmarks/experiments/systems.py; in full scale 8b-short, too",
+        f"together. Bursts: {BURST_S:g} s of every {BURST_S + SILENCE_S:g} s",
         "Shares": f"weighted max-min of the guaranteed tokens of prompt and output, in each window "
         f"of {WINDOW_S:g} s after the first {WARM_UP_S:g} s",
-        "Objectives and priorities": "ProServe's, see simulation/workloads/settings.py. A request "
-        "that no replica can guarantee is refused, or served as best effort, and is not retried",
-        "Local policy": DEFAULT.policy,
+        "Objectives and priorities": "ProServe's. A request that no replica can guarantee is "
+        "refused, and is not retried",
     },
-    seeds=2,
-    cells=cells,
-    tables=[compared],
+    grids=[
+        Product(
+            measure,
+            {"tenants": Scaled(("one greedy",), tuple(GROUPS)), "shares": ("none", "fair")},
+            {"replicas": Scaled(1, 4), "seconds": Scaled(6.0, WARM_UP_S + 3 * WINDOW_S)},
+        )
+    ],
+    tables=[
+        Lines(
+            "Without fair shares -> with them",
+            ("tenants",),
+            (*FIGURES, "promised tokens", "goodput"),
+            _compared,
+            "; ".join(f"{name}: {words}" for name, words in FIGURES.items())
+            + "; promised (guaranteed) tokens, goodput: with fair shares over without.",
+        )
+    ],
 )

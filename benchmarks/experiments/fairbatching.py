@@ -8,41 +8,20 @@ from functools import partial
 from math import exp, log
 from statistics import fmean
 
-from sluice.benchmarks.experiments.grid import (
-    Cell,
-    Curves,
-    Experiment,
-    Pivot,
-    Plan,
-    Row,
-    Rows,
-    Value,
-    estimate,
-    grouped,
-    having,
-)
-from sluice.benchmarks.experiments.loads import CLUSTER_WORDS, LOAD_WORDS, Make, Span, sweep
-from sluice.benchmarks.experiments.systems import (
-    ADMISSION,
-    DEFAULT,
-    ROUTER,
-    SETUPS,
-    Contender,
-    Setup,
-    System,
-    colocated,
-)
+from sluice.benchmarks.experiments import systems
+from sluice.benchmarks.experiments.grid import Experiment, Scaled
+from sluice.benchmarks.experiments.loads import Make, Span, Sweep, generated, workloads
+from sluice.benchmarks.experiments.systems import DEFAULT, ROUTER, SETUPS, Contender, System
+from sluice.benchmarks.experiments.tables import Lines, Pivot, Rows, Value, estimate, grouped, mean
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.estimate import Estimate
-from sluice.simulation.planning.plots import Chart, Table
+from sluice.simulation.planning.plots import Table
 from sluice.simulation.workload import Workload, with_objectives
 from sluice.simulation.workloads.settings import FAIRBATCHING, fairbatching
 
 FIGURE = "attainment_running_max"
-WORDS = "SLO attainment, running max TPOT"
 SETUP = SETUPS["8b"]
-
 FCFS = Contender("fcfs", "fcfs")
 FAIR = Contender("fairbatching", "fairbatching")
 PAB = Contender("fairbatching_pab", "fairbatching", rejecting=True)
@@ -50,51 +29,29 @@ BUDGETS = (128, 256, 512, 1_024)
 SARATHI = tuple(
     Contender(f"sarathi {budget}", "sarathi", {"token_budget": budget}) for budget in BUDGETS
 )
+ALL = (FCFS, *SARATHI, FAIR, PAB, DEFAULT)
 
 SETTING = {
     "TPOT": "the running maximum since the first token, the paper's strict reading",
-    "Arrivals": f"generated, Poisson (the paper replays traces); {LOAD_WORDS}",
+    "Arrivals": "generated, Poisson (the paper replays traces)",
     "Objectives and priorities": "Table 2: TTFT 0.5 s (Azure 2 s), TPOT 50 ms, unless stated; one "
     "priority",
-    "Latency": "setups of benchmarks/experiments/systems.py in place of four models on A800 and "
-    "H20; nothing ran on an accelerator",
-    "Sarathi": f"the best of the token budgets {', '.join(map(str, BUDGETS))} for each case, after "
-    "the fact, as in the paper",
+    "Sarathi": "the best of four token budgets for each case, after the fact, as in the paper",
     "FairBatching-PAB": "refuses requests at arrival that exceed its budget; a refused request "
     "counts as missed, and latencies are those of the accepted requests",
 }
+SPAN = Scaled(Span(3.0, 10, 20), Span(60.0, 150, 600))
+LOADS = Scaled((1.0,), (0.45, 0.6, 0.75, 0.9, 1.05, 1.25, 1.5))
+DATASETS = workloads(Scaled(("qwen",), tuple(FAIRBATCHING)), partial(generated, fairbatching))
+QWEN = {"qwen": generated(fairbatching, "qwen")}
 
-
-def _make(
-    dataset: str,
-    slo: SLO | None,
-    setup: Setup,
-    rate: float,
-    requests: int,
-    seed: int,
-) -> Workload:
-    workload = fairbatching(dataset, rate, requests, seed)
-    if slo is None:
-        return workload
-    words = f"Objectives replaced by TTFT {slo.ttft_s:g} s and TPOT {slo.tpot_s:g} s."
-    return with_objectives(workload, lambda _: slo, words)
-
-
-def of_dataset(name: str, slo: SLO | None = None) -> Make:
-    """A row of Table 2, with its objective or ``slo``."""
-    return partial(_make, name, slo)
-
-
-def _span(plan: Plan) -> Span:
-    return plan.pick(Span(3.0, 10, 20), Span(60.0, 150, 600), Span(300.0, 500, 4_000))
-
-
-def _loads(plan: Plan) -> list[float]:
-    return plan.pick(
-        [1.0],
-        [0.45, 0.6, 0.75, 0.9, 1.05, 1.25, 1.5],
-        [0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 1.75, 2.0],
-    )
+BASE = "sarathi, best tuned"
+SYSTEMS: Mapping[str, tuple[str, ...]] = {
+    "fcfs (vLLM-vanilla)": (FCFS.label,),
+    BASE: tuple(kind.label for kind in SARATHI),
+    **{kind.label: (kind.label,) for kind in (FAIR, PAB, DEFAULT)},
+}
+"""By line of a table: the variants of which the best one counts."""
 
 
 def peaks(rows: Rows, policies: Sequence[str]) -> dict[Value, float]:
@@ -112,26 +69,9 @@ def peaks(rows: Rows, policies: Sequence[str]) -> dict[Value, float]:
     return best
 
 
-BASE = "sarathi, best tuned"
-SYSTEMS: dict[str, tuple[str, ...]] = {
-    "fcfs (vLLM-vanilla)": (FCFS.label,),
-    BASE: tuple(kind.label for kind in SARATHI),
-    **{kind.label: (kind.label,) for kind in (FAIR, PAB, DEFAULT)},
-}
-"""By line of a table: the variants of which the best one counts."""
-
-
-def peak_cells(plan: Plan) -> list[Cell]:
-    """Data sets x setups x loads x systems."""
-    kinds = [FCFS, *SARATHI, FAIR, PAB, DEFAULT]
-    setups = plan.pick(["8b"], ["8b", "70b"], ["8b", "8b-fast", "8b-short", "70b"])
-    grid = []
-    for dataset in plan.pick(("qwen",), tuple(FAIRBATCHING)):
-        for name in setups:
-            labels = {"dataset": dataset, "setup": name}
-            run = of_dataset(dataset), SETUPS[name], _loads(plan), kinds, _span(plan)
-            grid += sweep(labels, *run)
-    return grid
+def peak(rows: Rows, policies: Sequence[str]) -> Estimate:
+    """The estimate of :func:`peaks`."""
+    return Estimate.of(list(peaks(rows, policies).values()))
 
 
 def table_3(rows: Rows) -> Table:
@@ -142,9 +82,9 @@ def table_3(rows: Rows) -> Table:
     parts["all, mean"] = rows
     lines = []
     for name, own in parts.items():
-        means = [_geometric(own, policies) for policies in SYSTEMS.values()]
-        base = _geometric(own, SYSTEMS[BASE])
-        lines.append((name, *(f"{mean:.2f} ({mean / base:.2f} x)" for mean in means)))
+        means = {system: _geometric(own, policies) for system, policies in SYSTEMS.items()}
+        base = means[BASE]
+        lines.append((name, *(f"{each:.2f} ({each / base:.2f} x)" for each in means.values())))
     return Table(
         "Table 3: peak effective rate, requests/s (over Sarathi's)",
         ("dataset, setup", *SYSTEMS),
@@ -154,78 +94,105 @@ def table_3(rows: Rows) -> Table:
 
 
 def _geometric(rows: Rows, policies: Sequence[str]) -> float:
-    logs = [
-        log(max(fmean(peaks(own, policies).values()), 1e-9))
-        for own in grouped(rows, "dataset", "setup").values()
-    ]
-    return exp(fmean(logs))
+    cases = grouped(rows, "dataset", "setup").values()
+    return exp(fmean(log(max(peak(own, policies).mean, 1e-9)) for own in cases))
 
 
-def latency_cells(plan: Plan) -> list[Cell]:
-    """The Qwen data set at two loads near the knee."""
-    loads = plan.pick([1.0], [0.8, 1.0], [0.8, 0.9, 1.0])
-    kinds = [FCFS, *SARATHI, FAIR, PAB, DEFAULT]
-    return sweep({}, of_dataset("qwen"), SETUP, loads, kinds, _span(plan))
+PEAK = Experiment(
+    "fairbatching_peak",
+    "FairBatching Table 3",
+    "How many more requests do FairBatching and its admission budget serve in time?",
+    seeds=4,
+    setting={**SETTING, "Latency": "setups 8b and 70b in place of four models on A800 and H20"},
+    grids=[
+        Sweep(
+            named=("dataset",),
+            workloads=DATASETS,
+            setups=Scaled((SETUP,), (SETUP, SETUPS["70b"])),
+            loads=LOADS,
+            kinds=ALL,
+            span=SPAN,
+        )
+    ],
+    tables=(table_3, Pivot("SLO attainment by load, mean over data sets and setups", FIGURE)),
+)
+
+_PERCENTILES = [(name, percent) for name in ("ttft", "tpot") for percent in (50, 95, 99)]
 
 
-def table_4(rows: Rows) -> Table:
-    """Percentiles in milliseconds."""
-    columns = [f"{name}_p{percent}_s" for name in ("ttft", "tpot") for percent in (50, 95, 99)]
-    lines = []
-    for (load, policy), own in grouped(rows, "load", "policy").items():
-        means = [f"{estimate(own, column).mean * 1e3:.0f}" for column in columns]
-        refused = f"{estimate(own, 'refused').mean * 100:.1f} %"
-        lines.append((str(load), str(policy), *means, refused, estimate(own, FIGURE).shown()))
-    heads = [f"{name} P{percent}, ms" for name in ("TTFT", "TPOT") for percent in (50, 95, 99)]
-    title = "Table 4: latencies of the accepted requests, Qwen, setup 8b"
-    return Table(title, ("load", "policy", *heads, "refused", "SLO attainment"), lines)
+def _table_4(rows: Rows) -> list[str]:
+    means = [mean(rows, f"{name}_p{percent}_s") for name, percent in _PERCENTILES]
+    refused = f"{mean(rows, 'refused') * 100:.1f} %"
+    return [*(f"{each * 1e3:.0f}" for each in means), refused, estimate(rows, FIGURE).shown()]
 
 
-def slo_cells(plan: Plan) -> list[Cell]:
-    """The Qwen data set under a grid of objectives."""
-    kinds = [*SARATHI[1:], FAIR, PAB, DEFAULT]
-    loads = plan.pick([1.0], [0.75, 0.9, 1.05, 1.25], _loads(plan))
-    grid = []
-    for ttft_s in plan.pick([0.5], [0.5, 1.0, 2.0], [0.5, 1.0, 1.5, 2.0]):
-        for tpot_s in plan.pick([0.05], [0.05, 0.1, 0.2], [0.05, 0.1, 0.15, 0.2]):
-            make = of_dataset("qwen", SLO(ttft_s=ttft_s, tpot_s=tpot_s))
-            labels = {"ttft_s": ttft_s, "tpot_s": tpot_s}
-            grid += sweep(labels, make, SETUP, loads, kinds, _span(plan))
-    return grid
+_HEADS = [f"{name.upper()} P{percent}, ms" for name, percent in _PERCENTILES]
+LATENCY = Experiment(
+    "fairbatching_latency",
+    "FairBatching Table 4",
+    "Which latencies does each policy give near the knee?",
+    seeds=5,
+    setting=SETTING,
+    grids=[Sweep(workloads=QWEN, loads=Scaled((1.0,), (0.8, 1.0)), kinds=ALL, span=SPAN)],
+    tables=[
+        Lines(
+            "Table 4: latencies of the accepted requests, Qwen, setup 8b",
+            *(("load", "policy"), (*_HEADS, "refused", "SLO attainment"), _table_4),
+        )
+    ],
+)
 
 
-def _table_5(name: str) -> partial[Table]:
-    title = f"Table 5: {name} over best tuned Sarathi, peak effective rate, %"
-    return partial(_gains, name, Pivot(title, "gain", ("ttft_s",), "tpot_s", 1))
+def _make(
+    ttft_s: float, tpot_s: float, setup: systems.Setup, rate: float, requests: int, seed: int
+) -> Workload:
+    words = f"Objectives replaced by TTFT {ttft_s:g} s and TPOT {tpot_s:g} s."
+    slo = SLO(ttft_s=ttft_s, tpot_s=tpot_s)
+    return with_objectives(QWEN["qwen"](setup, rate, requests, seed), lambda _: slo, words)
 
 
-def _gains(name: str, table: Pivot, rows: Rows) -> Table:
-    """Gain in peak effective rate over Sarathi, by objective."""
-    gains: list[Row] = []
+def _objectives(slo_s: tuple[float, float]) -> Make:
+    return partial(_make, *slo_s)
+
+
+def gains(name: str, rows: Rows) -> Rows:
+    """Gain in peak effective rate over Sarathi, percent, by objective and seed."""
+    found = []
     for (ttft_s, tpot_s), own in grouped(rows, "ttft_s", "tpot_s").items():
         ours, theirs = peaks(own, SYSTEMS[name]), peaks(own, SYSTEMS[BASE])
-        labels: Row = {"ttft_s": ttft_s, "tpot_s": tpot_s}
-        gains += [
-            {**labels, "seed": seed, "gain": (ours[seed] / max(theirs[seed], 1e-9) - 1) * 100}
-            for seed in ours
-        ]
-    return table(gains)
+        for seed, rate in ours.items():
+            gain = (rate / max(theirs[seed], 1e-9) - 1) * 100
+            found.append({"ttft_s": ttft_s, "tpot_s": tpot_s, "seed": seed, "gain": gain})
+    return found
 
 
-def breakdown_cells(plan: Plan) -> list[Cell]:
-    """The steps from Sarathi to FairBatching-PAB on the Qwen data set."""
-    fixed_s, per_token_s = SETUP.truth.coefficients[:2]
-    blind = SETUP._replace(believed=LinearLatency(a=fixed_s, b=per_token_s, c=0.0))
-    fixed = [Contender(f"FB-FB {b}", "fairbatching", {}, batch_tokens=b) for b in BUDGETS]
-    make, loads, span = of_dataset("qwen"), _loads(plan), _span(plan)
-    kinds = [*SARATHI, FCFS, *fixed, FAIR, PAB, DEFAULT]
-    return [
-        *sweep({}, make, SETUP, loads, kinds, span),
-        *sweep({}, make, blind, loads, [FAIR._replace(label="FB-TB")], span),
-    ]
+_SLOS = tuple((ttft_s, tpot_s) for ttft_s in (0.5, 1.0, 2.0) for tpot_s in (0.05, 0.1, 0.2))
+OBJECTIVES = Experiment(
+    "fairbatching_objectives",
+    "FairBatching Table 5",
+    "Does the gain over Sarathi last as objectives are relaxed?",
+    seeds=3,
+    setting=SETTING,
+    grids=[
+        Sweep(
+            named=("ttft_s", "tpot_s"),
+            workloads=workloads(Scaled(_SLOS[:1], _SLOS), _objectives),
+            loads=Scaled((1.0,), (0.75, 0.9, 1.05, 1.25)),
+            kinds=(*SARATHI[1:], FAIR, PAB, DEFAULT),
+            span=SPAN,
+        )
+    ],
+    tables=[
+        Pivot(
+            f"Table 5: {name} over best tuned Sarathi, peak effective rate, %",
+            *("gain", ("ttft_s",), "tpot_s", 1),
+            derive=partial(gains, name),
+        )
+        for name in (FAIR.label, PAB.label, DEFAULT.label)
+    ],
+)
 
-
-BREAKDOWN: dict[str, tuple[str, ...]] = {
+BREAKDOWN: Mapping[str, tuple[str, ...]] = {
     "sarathi (vLLM-s)": SYSTEMS[BASE],
     "fcfs (vLLM-v)": (FCFS.label,),
     "fixed batch (FB-FB)": tuple(f"FB-FB {budget}" for budget in BUDGETS),
@@ -241,10 +208,10 @@ def fig_7(rows: Rows) -> Table:
     lines = []
     before = 0.0
     for name, policies in BREAKDOWN.items():
-        peak = Estimate.of(list(peaks(rows, policies).values()))
-        change = f"{(peak.mean / before - 1) * 100:+.1f} %" if before else "-"
-        lines.append((name, peak.shown(2), change))
-        before = peak.mean
+        own = peak(rows, policies)
+        change = f"{(own.mean / before - 1) * 100:+.1f} %" if before else "-"
+        lines.append((name, own.shown(2), change))
+        before = own.mean
     return Table(
         "Fig. 7: peak effective rate, requests/s",
         ("system", "peak", "over the line above"),
@@ -254,49 +221,22 @@ def fig_7(rows: Rows) -> Table:
     )
 
 
-PEAK = Experiment(
-    name="fairbatching_peak",
-    source="FairBatching Table 3",
-    question="How many more requests do FairBatching and its admission budget serve in time?",
-    setting=SETTING,
-    seeds=4,
-    cells=peak_cells,
-    tables=(
-        table_3,
-        Pivot("SLO attainment by load, mean over data sets and setups", FIGURE, ("policy",)),
-    ),
-    charts=[Curves(WORDS, FIGURE, WORDS)],
-)
-
-LATENCY = Experiment(
-    name="fairbatching_latency",
-    source="FairBatching Table 4",
-    question="Which latencies does each policy give near the knee?",
-    setting=SETTING,
-    seeds=5,
-    cells=latency_cells,
-    tables=[table_4],
-)
-
-OBJECTIVES = Experiment(
-    name="fairbatching_objectives",
-    source="FairBatching Table 5",
-    question="Does the gain over Sarathi last as objectives are relaxed?",
-    setting=SETTING,
-    seeds=3,
-    cells=slo_cells,
-    tables=[_table_5(kind.label) for kind in (FAIR, PAB, DEFAULT)],
-)
+_FIXED = tuple(Contender(f"FB-FB {b}", "fairbatching", batch_tokens=b) for b in BUDGETS)
+_A, _B = SETUP.truth.coefficients[:2]
+_BLIND = SETUP._replace(believed=LinearLatency(a=_A, b=_B, c=0.0))
+_TB = FAIR._replace(label="FB-TB")
 
 STEPS = Experiment(
-    name="fairbatching_breakdown",
-    source="FairBatching Fig. 7",
-    question="Where does FairBatching's gain come from?",
-    setting=SETTING,
+    "fairbatching_breakdown",
+    "FairBatching Fig. 7",
+    "Where does FairBatching's gain come from?",
     seeds=5,
-    cells=breakdown_cells,
+    setting=SETTING,
+    grids=[
+        Sweep(workloads=QWEN, loads=LOADS, kinds=(*ALL, *_FIXED), span=SPAN),
+        Sweep(workloads=QWEN, setups=(_BLIND,), loads=LOADS, kinds=(_TB,), span=SPAN),
+    ],
     tables=[fig_7],
-    charts=[Curves(WORDS, FIGURE, WORDS)],
 )
 
 # On several replicas.
@@ -313,11 +253,8 @@ OTHERS = (
     _labelled("pab + fairbatching, refusing", "pab", FAIR, "pab"),
     _labelled(f"vllm + {DEFAULT.label}", "vllm", DEFAULT),
     _labelled(f"default ({ROUTER}) + {DEFAULT.label}", ROUTER, DEFAULT),
-    _labelled(f"the same, refusing by {ADMISSION}", ROUTER, DEFAULT, ADMISSION),
+    _labelled(f"the same, refusing by {systems.ADMISSION}", ROUTER, DEFAULT, systems.ADMISSION),
 )
-"""vLLM's own balancer counts waiting requests four times, and running ones once."""
-
-BALANCED = (_labelled("vllm + fcfs", "vllm", FCFS), *TUNED, *OTHERS)
 LINES: Mapping[str, tuple[str, ...]] = {
     "vllm + fcfs": ("vllm + fcfs",),
     f"vllm + {BASE}": tuple(system.local.label for system in TUNED),
@@ -325,71 +262,40 @@ LINES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def cluster_cells(plan: Plan) -> list[Cell]:
-    """Data sets x replicas x loads x systems."""
-    span = plan.pick(Span(1.0, 4, 6), Span(15.0, 40, 150), Span(120.0, 100, 2_000))
-    loads = plan.pick([0.9], [0.6, 0.8, 1.0, 1.25], [0.5, 0.6, 0.7, 0.8, 0.9, 1.05, 1.25])
-    grid = []
-    for dataset in plan.pick(("qwen",), tuple(FAIRBATCHING)):
-        for replicas in plan.pick((2,), (8,), (2, 4, 8)):
-            labels: dict[str, Value] = {"dataset": dataset, "replicas": float(replicas)}
-            run = of_dataset(dataset), SETUP, loads, BALANCED, span, colocated(replicas)
-            grid += sweep(labels, *run)
-    return grid
-
-
-def fig_8(rows: Rows) -> Table:
-    """Peak effective rates of all replicas."""
-    lines = []
-    for (dataset, replicas), own in grouped(rows, "dataset", "replicas").items():
-        found = {
-            name: Estimate.of(list(peaks(own, policies).values()))
-            for name, policies in LINES.items()
-        }
-        base = found[f"vllm + {BASE}"].mean
-        shown = [
-            f"{peak.shown(2)} ({peak.mean / base:.2f} x)" if base else peak.shown(2)
-            for peak in found.values()
-        ]
-        lines.append((str(dataset), f"{replicas:g}", *shown))
-    return Table(
-        "Fig. 8: peak effective rate of all replicas, requests/s (over vLLM's with Sarathi)",
-        ("dataset", "replicas", *LINES),
-        lines,
-        "Peaks over loads, mean over seeds.",
-    )
-
-
-def _largest(rows: Rows) -> tuple[str, Rows]:
-    most = max(float(row["replicas"]) for row in rows)
-    title = f"{WORDS}, {most:g} replicas, mean over data sets"
-    return title, having(rows, {"replicas": most})
-
-
-def _by_load(rows: Rows) -> Table:
-    title, large = _largest(rows)
-    return Pivot(title, FIGURE, ("policy",))(large)
-
-
-def _curves(rows: Rows) -> Chart:
-    title, large = _largest(rows)
-    return Curves(title, FIGURE, "attainment")(large)
+def _fig_8(rows: Rows) -> list[str]:
+    found = {name: peak(rows, policies) for name, policies in LINES.items()}
+    base = found[f"vllm + {BASE}"].mean
+    times = [f" ({own.mean / base:.2f} x)" if base else "" for own in found.values()]
+    return [own.shown(2) + over for own, over in zip(found.values(), times, strict=True)]
 
 
 CLUSTER = Experiment(
-    name="fairbatching_cluster",
-    source="FairBatching Fig. 8",
-    question="What does balancing by the prefill admission budget add to FairBatching?",
+    "fairbatching_cluster",
+    "FairBatching Fig. 8",
+    "What does balancing by the prefill admission budget add to FairBatching?",
+    seeds=2,
     setting={
-        **{name: words for name, words in SETTING.items() if name != "FairBatching-PAB"},
-        "Arrivals": f"{SETTING['Arrivals']}; {CLUSTER_WORDS}",
+        **SETTING,
         "Balancing": "vLLM's own weighs a waiting request as four running ones (the paper says "
         "only that it counts active requests)",
         "Admission": "none where not named; `refusing`: a request whose objective no replica can "
         "guarantee is refused, and counts as missed",
     },
-    seeds=2,
-    cells=cluster_cells,
-    tables=(fig_8, _by_load),
-    charts=[_curves],
+    grids=[
+        Sweep(
+            named=("dataset",),
+            workloads=DATASETS,
+            layouts=Scaled((systems.colocated(2),), (systems.colocated(8),)),
+            loads=Scaled((0.9,), (0.6, 0.8, 1.0, 1.25)),
+            kinds=(_labelled("vllm + fcfs", "vllm", FCFS), *TUNED, *OTHERS),
+            span=Scaled(Span(1.0, 4, 6), Span(15.0, 40, 150)),
+        )
+    ],
+    tables=[
+        Lines(
+            "Fig. 8: peak effective rate of all replicas, requests/s (over vLLM's with Sarathi)",
+            *(("dataset", "replicas"), tuple(LINES), _fig_8, "Peaks over loads, mean over seeds."),
+        ),
+        Pivot("SLO attainment, running max TPOT, mean over data sets", FIGURE),
+    ],
 )

@@ -1,26 +1,34 @@
-"""The frame of every experiment: a grid of cells, measured for every seed in parallel processes,
-and the tables and charts of the rows."""
+"""The frame of every experiment: a grid of cells, measured for every seed in parallel processes."""
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from sluice.simulation.estimate import Estimate
-from sluice.simulation.planning.plots import Chart, Point, Table
+from sluice.benchmarks.experiments.tables import Pivot, Row, Rows, Value
+from sluice.simulation.planning.plots import Chart, Table
 
 Scale = Literal["quick", "normal", "full"]
 """How much to run: seconds (a smoke test whose figures mean nothing), minutes, or longer."""
 
-Value = str | float
-Row = dict[str, Value]
-"""The labels of a cell, the seed, and what was measured."""
+COMMON: Mapping[str, str] = {
+    "TPOT": "mean since the first token; TDG by the envelope",
+    "Arrivals": "generated, Poisson",
+    "Load": "load 1 is the rate at which the work of the mean request fills the engine's time in "
+    "steps as long as the tightest TPOT objective, or at which its decodes fill the KV; of a "
+    "cluster it is that of each replica, with separate prefill and decode of all together",
+    "Objectives and priorities": "each workload's own, see simulation/workloads/settings.py",
+    "Latency": "setup 8b of benchmarks/experiments/systems.py, 3 % noise, 5 % head-room, online "
+    "correction; nothing ran on an accelerator",
+}
+"""The setting of an experiment that says nothing else."""
 
-Rows = Sequence[Row]
 T = TypeVar("T")
 
 
@@ -37,10 +45,33 @@ class Plan(NamedTuple):
     seeds: tuple[int, ...]
     traces: Path | None = None
 
-    def pick(self, quick: T, normal: T, full: T | None = None) -> T:
-        """The value for the scale; without ``full``, that is as ``normal``."""
-        larger = normal if full is None else full
-        return {"quick": quick, "normal": normal, "full": larger}[self.scale]
+    def of(self, value: Planned[T]) -> T:
+        """The value of a part of a grid in this plan."""
+        found: T = value(self) if callable(value) else value
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled(Generic[T]):
+    """A part of a grid that depends on the scale; without ``full``, that is as ``normal``."""
+
+    quick: T
+    normal: T
+    full: T | None = None
+
+    def __call__(self, plan: Plan) -> T:
+        """The value for the scale of ``plan``."""
+        if plan.scale == "quick":
+            return self.quick
+        return self.normal if plan.scale == "normal" or self.full is None else self.full
+
+
+Planned: TypeAlias = T | Callable[[Plan], T]
+"""A part of a grid: itself, or a function of the plan such as :class:`Scaled`."""
+
+
+Axes: TypeAlias = Mapping[str, Planned[Sequence[Value] | Mapping[Any, Any]]]
+"""Values by axis; a mapping has the label of each value."""
 
 
 class Cell(NamedTuple):
@@ -56,76 +87,50 @@ class Cell(NamedTuple):
     measure: Callable[[int], Mapping[str, float]]
 
 
+class Grid(Protocol):
+    """The cells of an experiment, or a part of them."""
+
+    def cells(self, plan: Plan) -> Sequence[Cell]:
+        """The cells in this plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Every combination of the values of some axes, the last of which changes first.
+
+    Attributes:
+        measure: called with the seed, and with the value of each axis by the axis' name.
+        axes: see :data:`Axes`.
+        fixed: further arguments, which are no labels.
+        labels: further labels of all cells.
+    """
+
+    measure: Callable[..., Mapping[str, float]]
+    axes: Axes
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    labels: Mapping[str, Value] = field(default_factory=dict)
+
+    def cells(self, plan: Plan) -> list[Cell]:
+        """The cells in this plan."""
+        fixed = {name: plan.of(value) for name, value in self.fixed.items()}
+        axes = [
+            list(values.items()) if isinstance(values, Mapping) else [(v, v) for v in values]
+            for values in map(plan.of, self.axes.values())
+        ]
+        found = []
+        for point in product(*axes):
+            labels = {name: label for name, (label, _) in zip(self.axes, point, strict=True)}
+            values = {name: value for name, (_, value) in zip(self.axes, point, strict=True)}
+            run = partial(self.measure, **values, **fixed)
+            found.append(Cell({**labels, **self.labels}, run))
+        return found
+
+
 class Findings(NamedTuple):
     """What an experiment shows."""
 
     tables: Sequence[Table]
     charts: Sequence[Chart]
-
-
-@dataclass(frozen=True, slots=True)
-class Pivot:
-    """A table of one figure: a line per value of the labels ``down``, a column per value of
-    ``across``.
-
-    Attributes:
-        title: of the table.
-        figure: mean over seeds and over all rows of a cell of the table.
-        down, across: labels.
-        digits: after the point.
-        note: below the table.
-        where: only rows with these labels.
-    """
-
-    title: str
-    figure: str
-    down: Sequence[str]
-    across: str = "load"
-    digits: int = 3
-    note: str = ""
-    where: Mapping[str, Value] = field(default_factory=dict)
-
-    def __call__(self, rows: Rows) -> Table:
-        """The table of ``rows``."""
-        rows = having(rows, self.where)
-        columns = [value for (value,) in grouped(rows, self.across)]
-        lines = []
-        for labels, own in grouped(rows, *self.down).items():
-            by = grouped(own, self.across)
-            means = [estimate(by.get((value,), []), self.figure) for value in columns]
-            lines.append((*map(shown, labels), *(mean.shown(self.digits) for mean in means)))
-        return Table(self.title, (*self.down, *map(shown, columns)), lines, self.note)
-
-
-@dataclass(frozen=True, slots=True)
-class Curves:
-    """A chart of one figure over the label ``x``, with a line per value of the label ``line``.
-
-    Attributes:
-        title: of the chart.
-        figure: mean over seeds and over all rows of a point.
-        words: of the vertical axis.
-        line, x: labels.
-        where: only rows with these labels.
-    """
-
-    title: str
-    figure: str
-    words: str
-    line: str = "policy"
-    x: str = "load"
-    where: Mapping[str, Value] = field(default_factory=dict)
-
-    def __call__(self, rows: Rows) -> Chart:
-        """The chart of ``rows``."""
-        lines = {
-            str(name): [
-                Point(float(at), *estimate(cell, self.figure)[:2])
-                for (at,), cell in grouped(own, self.x).items()
-            ]
-            for (name,), own in grouped(having(rows, self.where), self.line).items()
-        }
-        return Chart(self.title, self.x, self.words, lines)
 
 
 class Experiment(NamedTuple):
@@ -135,30 +140,38 @@ class Experiment(NamedTuple):
         name: the command's name.
         source: paper and figures that it repeats.
         question: the question that it answers, one sentence.
-        setting: the conditions, in words: which TPOT is judged, how arrivals are scaled, how
-            objectives and priorities are assigned, which latency constants apply.
         seeds: how many by default.
-        cells: the grid.
-        tables, charts: made of the rows of all cells and seeds, in the order of the cells. A table
-            without lines is not shown.
+        setting: the conditions, in words, where they differ from :data:`COMMON`.
+        grids: their cells are those of the experiment.
+        tables: made of the rows of all cells and seeds, in the order of the cells. A table without
+            lines is not shown.
         derive: figures that follow from those of several cells; ``None``: there are none.
     """
 
     name: str
     source: str
     question: str
-    setting: Mapping[str, str]
     seeds: int
-    cells: Callable[[Plan], Sequence[Cell]]
+    setting: Mapping[str, str]
+    grids: Sequence[Grid]
     tables: Sequence[Callable[[Rows], Table]]
-    charts: Sequence[Callable[[Rows], Chart]] = ()
     derive: Callable[[Rows], Rows] | None = None
 
+    @property
+    def conditions(self) -> Mapping[str, str]:
+        """The whole setting."""
+        return {**COMMON, **self.setting}
+
+    def cells(self, plan: Plan) -> list[Cell]:
+        """The cells in this plan."""
+        return [cell for grid in self.grids for cell in grid.cells(plan)]
+
     def findings(self, rows: Rows) -> Findings:
-        """What ``rows`` show."""
+        """What ``rows`` show; every table over a numeric label is a chart, too."""
         rows = rows if self.derive is None else self.derive(rows)
-        made = (table(rows) for table in self.tables)
-        return Findings([each for each in made if each.rows], [make(rows) for make in self.charts])
+        tables = [made for made in (table(rows) for table in self.tables) if made.rows]
+        charts = [table.chart(rows) for table in self.tables if isinstance(table, Pivot)]
+        return Findings(tables, [chart for chart in charts if chart is not None])
 
 
 def measured(cells: Sequence[Cell], seeds: Sequence[int], jobs: int) -> Iterator[Row]:
@@ -191,45 +204,3 @@ def _row(work: tuple[Cell, int]) -> Row:
         labels = ", ".join(f"{name} {value}" for name, value in cell.labels.items())
         error.add_note(f"in the cell {labels}, seed {seed}")
         raise
-
-
-def having(rows: Rows, labels: Mapping[str, Value]) -> Rows:
-    """The rows that have these labels."""
-    return [row for row in rows if all(row.get(name) == value for name, value in labels.items())]
-
-
-def grouped(rows: Iterable[Row], *labels: str) -> dict[tuple[Value, ...], list[Row]]:
-    """Rows by the values of ``labels``, in order of appearance."""
-    groups: dict[tuple[Value, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[label] for label in labels), []).append(row)
-    return groups
-
-
-def by_label(rows: Iterable[Row], label: str) -> dict[str, list[Row]]:
-    """Rows by the value of one label, in order of appearance."""
-    return {str(value): own for (value,), own in grouped(rows, label).items()}
-
-
-def by_seed(rows: Iterable[Row], figure: str) -> dict[Value, float]:
-    """The mean of a figure per seed: the samples of an estimate."""
-    return {
-        seed: sum(float(row[figure]) for row in own) / len(own)
-        for (seed,), own in grouped(rows, "seed").items()
-    }
-
-
-def estimate(rows: Iterable[Row], figure: str) -> Estimate:
-    """A figure's mean over seeds; the value of a seed is the mean over its rows."""
-    return Estimate.of(list(by_seed(rows, figure).values()))
-
-
-def difference(rows: Iterable[Row], others: Iterable[Row], figure: str) -> Estimate:
-    """The estimate of ``rows`` minus ``others``, paired by seed."""
-    ours, theirs = by_seed(rows, figure), by_seed(others, figure)
-    return Estimate.of([ours[seed] - theirs[seed] for seed in ours])
-
-
-def shown(label: Value) -> str:
-    """A label as it stands in a table."""
-    return label if isinstance(label, str) else f"{label:g}"

@@ -1,19 +1,29 @@
-"""Workloads by load: generated ones, and windows of recorded traces."""
+"""Workloads by load, and the grids of runs over them: at given loads, or at the greatest load that
+a system serves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache, partial
-from math import inf
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache, partial
+from math import inf, sqrt
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from sluice.benchmarks.experiments.capacity import ALL_LOADS, Loads, greatest_loads
-from sluice.benchmarks.experiments.grid import Cell, Value
-from sluice.benchmarks.experiments.systems import Contender, Kind, Layout, Setup, served
+from sluice.benchmarks.experiments.grid import Cell, Plan, Planned
+from sluice.benchmarks.experiments.systems import (
+    SETUPS,
+    Contender,
+    Kind,
+    Layout,
+    Setup,
+    System,
+    labels_of,
+    served,
+)
+from sluice.benchmarks.experiments.tables import Value
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.simulation.workload import (
     Workload,
@@ -22,33 +32,17 @@ from sluice.simulation.workload import (
     with_objectives,
     with_priorities,
 )
-from sluice.simulation.workloads import traces
+from sluice.simulation.workloads import settings, traces
 from sluice.simulation.workloads.arrivals import OnOff
 from sluice.simulation.workloads.generators import Slowdown
 from sluice.simulation.workloads.lengths import LengthDistribution
-from sluice.simulation.workloads.settings import (
-    chat_and_code,
-    fairbatching,
-    flowprefill,
-    proserve,
-    proserve_objectives,
-    slos_serve,
-)
 from sluice.simulation.workloads.traces import TraceError
 
 Make = Callable[[Setup, float, int, int], Workload]
 """A workload for a setup: its rate, the number of requests, and the seed."""
 
-LOAD_WORDS = (
-    "load 1 is the rate at which the work of the mean request fills the engine's time in steps as "
-    "long as the tightest TPOT objective, or at which its decodes fill the KV"
-)
 SAMPLE = 2_000
 """Requests over which the mean work is taken."""
-
-CLUSTER_WORDS = (
-    "the load is that of each replica; with separate prefill and decode, of all together"
-)
 
 
 def alone_s(model: LatencyModel) -> Callable[[int], float]:
@@ -56,43 +50,44 @@ def alone_s(model: LatencyModel) -> Callable[[int], float]:
     return lambda prompt_tokens: model.fixed_s + model.work_s(prompt_tokens, 0)
 
 
-def _proserve(dataset: str, setup: Setup, rate: float, requests: int, seed: int) -> Workload:
-    return proserve(dataset, rate, requests, seed)
+def _generate(
+    setting: Callable[..., Workload],
+    names: Sequence[str],
+    more: Mapping[str, Any],
+    setup: Setup,
+    rate: float,
+    requests: int,
+    seed: int,
+) -> Workload:
+    if setting is settings.slos_serve:
+        more = {**more, "zero_load_s": alone_s(setup.truth)}
+    return setting(*names, rate=rate, requests=requests, seed=seed, **more)
 
 
-def _fairbatching(dataset: str, setup: Setup, rate: float, requests: int, seed: int) -> Workload:
-    return fairbatching(dataset, rate, requests, seed)
-
-
-def _slos_serve(scenario: str, setup: Setup, rate: float, requests: int, seed: int) -> Workload:
-    return slos_serve(scenario, rate, requests, seed, alone_s(setup.truth))
-
-
-def _bursty(setup: Setup, rate: float, requests: int, seed: int) -> Workload:
-    return proserve("sharegpt", rate, requests, seed, arrivals=partial(OnOff, on_s=8.0, off_s=12.0))
+def generated(setting: Callable[..., Workload], *names: str, **more: Any) -> Make:
+    """A function of :mod:`sluice.simulation.workloads.settings` with further arguments."""
+    return partial(_generate, setting, names, more)
 
 
 def _flowprefill(setup: Setup, rate: float, requests: int, seed: int) -> Workload:
     output = LengthDistribution.of_p90(100, 200)
     model = "llama3-8b" if setup.truth.fixed_s < 0.02 else "llama3-70b"
-    return flowprefill(model, rate, requests, seed, output=output)
-
-
-def _chat_and_code(setup: Setup, rate: float, requests: int, seed: int) -> Workload:
-    return chat_and_code(requests, seed, rate)
+    return settings.flowprefill(model, rate, requests, seed, output=output)
 
 
 GENERATED: dict[str, Make] = {
-    "proserve sharegpt": partial(_proserve, "sharegpt"),
-    "proserve azure": partial(_proserve, "azure"),
-    "proserve bursty": _bursty,
-    "fairbatching burstgpt": partial(_fairbatching, "burstgpt"),
-    "fairbatching azure": partial(_fairbatching, "azure"),
-    "slos-serve mixed": partial(_slos_serve, "mixed"),
-    "slos-serve coder": partial(_slos_serve, "coder"),
-    "slos-serve tools": partial(_slos_serve, "tools"),
+    "proserve sharegpt": generated(settings.proserve, "sharegpt"),
+    "proserve azure": generated(settings.proserve, "azure"),
+    "proserve bursty": generated(
+        settings.proserve, "sharegpt", arrivals=partial(OnOff, on_s=8.0, off_s=12.0)
+    ),
+    "fairbatching burstgpt": generated(settings.fairbatching, "burstgpt"),
+    "fairbatching azure": generated(settings.fairbatching, "azure"),
+    "slos-serve mixed": generated(settings.slos_serve, "mixed"),
+    "slos-serve coder": generated(settings.slos_serve, "coder"),
+    "slos-serve tools": generated(settings.slos_serve, "tools"),
     "flowprefill": _flowprefill,
-    "chat and code": _chat_and_code,
+    "chat and code": generated(settings.chat_and_code),
 }
 """The papers' settings (:mod:`sluice.simulation.workloads.settings`), one without a TPOT objective
 and one in bursts of 8 s on average with 12 s of silence between them."""
@@ -121,7 +116,7 @@ def _recorded(
     # The rate is a mean over the trace; this window has its own.
     workload = stretched(workload, workload.rate / rate)
     if workload.mean_prompt_tokens < 4_000:
-        return proserve_objectives(workload, seed)
+        return settings.proserve_objectives(workload, seed)
     slowdown = Slowdown(3.0, alone_s(setup.truth), 0.8, 0.08)
     words = "TTFT 3 times that of the prompt on an idle engine, at least 0.8 s; TPOT 0.08 s."
     judged = with_objectives(workload, lambda a: slowdown(a.prompt_tokens), words)
@@ -136,7 +131,9 @@ def _slice(trace: Workload, start: int, count: int) -> Workload:
     return replace(trace, arrivals=moved, description=words)
 
 
-def recorded(folder: Path | None) -> dict[str, Make]:
+def recorded(
+    folder: Path | None, scalings: Sequence[str] = ("stretched", "thinned")
+) -> dict[str, Make]:
     """Every trace in ``folder``, by file and by how its rate is reached.
 
     Raises:
@@ -150,13 +147,27 @@ def recorded(folder: Path | None) -> dict[str, Make]:
     found: dict[str, Make] = {}
     for path in files:
         _trace(path)
-        for scaling in ("stretched", "thinned"):
+        for scaling in scalings:
             found[f"{path.stem} ({scaling})"] = partial(_recorded, path, scaling)
     return found
 
 
+recorded_stretched = partial(recorded, scalings=("stretched",))
+"""For clusters, whose rates are above the traces' own."""
+
+
+def workloads(
+    names: Planned[Sequence[Any]],
+    make: Callable[[Any], Make] = GENERATED.__getitem__,
+    traces: Callable[[Path | None], Mapping[str, Make]] = lambda folder: {},
+) -> Callable[[Plan], Mapping[Any, Make]]:
+    """Workloads by the values of their labels, and those of a folder of traces, as a part of a
+    grid."""
+    return lambda plan: {name: make(name) for name in plan.of(names)} | dict(traces(plan.traces))
+
+
 def full_load_rate(make: Make, setup: Setup) -> float:
-    """The rate of load 1, see :data:`LOAD_WORDS`."""
+    """The rate of load 1, see :data:`~sluice.benchmarks.experiments.grid.COMMON`."""
     sample = make(setup, 1.0, SAMPLE, 0)
     model = setup.truth
     work_s, held_tokens = 0.0, 0.0
@@ -195,114 +206,186 @@ class Span(NamedTuple):
         return round(min(max(rate * self.seconds, self.least), self.most))
 
 
-def cluster_rate(make: Make, setup: Setup, layout: Layout) -> float:
-    """Requests per second that are load 1 of all replicas together."""
+def cluster_rate(make: Make, setup: Setup, layout: Layout | None) -> float:
+    """Requests per second that are load 1 of all replicas together, or of one engine."""
+    if layout is None:
+        return full_load_rate(make, setup)
     others = layout.size - len(layout.nodes)
     of_node = {node.name: full_load_rate(make, node) for node in layout.nodes}
     rate = others * full_load_rate(make, setup) if others else 0.0
     return rate + sum(of_node[node.name] for node in layout.nodes)
 
 
+def size_of(layout: Layout | None) -> int:
+    """Replicas; one without a layout."""
+    return 1 if layout is None else layout.size
+
+
 def measure(
+    kind: Kind,
+    seed: int,
     make: Make,
     setup: Setup,
     rate: float,
     requests: int,
-    kind: Kind,
-    layout: Layout | None,
-    oracle: bool,
-    seed: int,
+    layout: Layout | None = None,
+    oracle: bool = False,
 ) -> Mapping[str, float]:
     """The figures of one run of a cell."""
     return served(make(setup, rate, requests, seed), kind, setup, layout, oracle, seed)
 
 
-def sweep(
-    labels: Mapping[str, Value],
-    make: Make,
-    setup: Setup,
-    loads: Sequence[float],
-    kinds: Sequence[Kind],
-    span: Span,
-    layout: Layout | None = None,
-    oracle: bool = False,
-) -> list[Cell]:
-    """A cell per load and kind, with the label ``load`` and the kind's labels added.
+LEAST_LOAD, MOST_LOAD = 0.05, 4.0
 
-    Args:
-        labels: of all cells.
-        make: the workload.
-        setup: of the engine, or of the replicas that ``layout`` does not name.
-        loads: see :data:`LOAD_WORDS`; of a cluster, of all replicas together.
-        kinds: to compare.
+
+class Search(NamedTuple):
+    """For the greatest rates, per replica, at which the ``shares`` of the requests attain by
+    ``figure``: ``rate_0.9``; ``least``, ``most`` and ``steps`` are those of
+    :func:`greatest_loads`."""
+
+    figure: str
+    shares: Sequence[float] = (0.9,)
+    least: float = LEAST_LOAD
+    most: float = MOST_LOAD
+    steps: int = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """A grid of workloads x setups x layouts x loads x systems, each of which is a label.
+
+    Attributes:
+        workloads: by the value of the label ``named``, or of all these labels.
+        kinds: the systems. A static policy without a token budget gets the profiled one.
         span: of the arrivals; its numbers of requests apply to each replica.
-        layout: the replicas of systems with a router.
+        spans: of single workloads, in place of ``span``.
+        loads: as :data:`~sluice.benchmarks.experiments.grid.COMMON` says.
+        search: in place of given loads, the greatest one is searched for.
+        setups: of the engine, or of the replicas that a layout does not name.
+        layouts: the replicas of systems with a router.
+        named: see ``workloads``.
+        labels: further labels of all cells.
         oracle: whether output lengths are known.
     """
-    size = 1 if layout is None else layout.size
-    full = full_load_rate(make, setup) if layout is None else cluster_rate(make, setup, layout)
-    cells = []
-    for load in loads:
-        rate = load * full
-        run = make, setup, rate, span.requests(rate / size) * size
-        for kind in kinds:
-            names = {**labels, "load": load, **kind.labels}
-            cells.append(Cell(names, partial(measure, *run, kind, layout, oracle)))
-    return cells
+
+    workloads: Planned[Mapping[Any, Make]]
+    kinds: Planned[Sequence[Kind]]
+    span: Planned[Span]
+    spans: Mapping[str, Planned[Span]] = field(default_factory=dict)
+    loads: Planned[Sequence[float]] = ()
+    search: Planned[Search | None] = None
+    setups: Planned[Sequence[Setup]] = (SETUPS["8b"],)
+    layouts: Planned[Sequence[Layout | None]] = (None,)
+    named: Sequence[str] = ("workload",)
+    labels: Mapping[str, Value] = field(default_factory=dict)
+    oracle: bool = False
+
+    def cells(self, plan: Plan) -> list[Cell]:
+        """The cells in this plan."""
+        found = []
+        for key, make in plan.of(self.workloads).items():
+            names = key if isinstance(key, tuple) else (key,)
+            own = {**self.labels, **dict(zip(self.named, names, strict=True))}
+            span = plan.of(self.spans.get(names[0], self.span))
+            for setup in plan.of(self.setups):
+                budget = cache(partial(_budget_of, make, setup))
+                kinds = [fitted(kind, budget) for kind in plan.of(self.kinds)]
+                for layout in plan.of(self.layouts):
+                    labels: dict[str, Value] = {**own, "setup": setup.name}
+                    if layout is not None:
+                        labels |= {"layout": layout.name, "replicas": layout.size}
+                    for more, run in self._runs(plan, make, setup, layout, span):
+                        found += [
+                            Cell({**labels, **more, **labels_of(kind)}, partial(run, kind))
+                            for kind in kinds
+                        ]
+        return found
+
+    def _runs(
+        self, plan: Plan, make: Make, setup: Setup, layout: Layout | None, span: Span
+    ) -> Iterator[tuple[Mapping[str, Value], Callable[..., Mapping[str, float]]]]:
+        """Labels, and the measurement of a system and a seed."""
+        shared: dict[str, Any] = {
+            "make": make,
+            "setup": setup,
+            "layout": layout,
+            "oracle": self.oracle,
+        }
+        search = plan.of(self.search)
+        if search is not None:
+            yield {}, partial(capacity, **shared, span=span, search=search)
+            return
+        size, full = size_of(layout), cluster_rate(make, setup, layout)
+        for load in plan.of(self.loads):
+            rate = load * full
+            requests = span.requests(rate / size) * size
+            yield {"load": load}, partial(measure, **shared, rate=rate, requests=requests)
 
 
 def capacity(
+    kind: Kind,
+    seed: int,
     make: Make,
     setup: Setup,
-    kind: Kind,
     span: Span,
-    figure: str,
-    seed: int,
-    shares: Sequence[float] = (0.9,),
-    loads: Loads = ALL_LOADS,
+    search: Search,
     layout: Layout | None = None,
     oracle: bool = False,
 ) -> Mapping[str, float]:
-    """The highest rates, per replica, at which these shares of the requests attain:
-    ``rate_0.9``."""
-    full, size = full_load_rate(make, setup), 1 if layout is None else layout.size
+    """The figures of a cell with a search."""
+    full, size = full_load_rate(make, setup), size_of(layout)
 
     def attainment(load: float) -> float:
         rate, requests = load * full * size, span.requests(load * full) * size
-        return measure(make, setup, rate, requests, kind, layout, oracle, seed)[figure]
+        return measure(kind, seed, make, setup, rate, requests, layout, oracle)[search.figure]
 
-    found = greatest_loads(attainment, shares, loads)
+    found = greatest_loads(attainment, *search[1:])
     return {f"rate_{share:g}": load * full for share, load in found.items()}
 
 
-def tightest(
-    make: Callable[[float], Make], setup: Setup, load: float, kind: Kind, span: Span, seed: int
-) -> Mapping[str, float]:
-    """The lowest factor on the objectives at which 90 % attain; infinite if none up to 20 suffices.
+def greatest_loads(
+    attainment: Callable[[float], float],
+    shares: Sequence[float] = (0.9,),
+    least: float = LEAST_LOAD,
+    most: float = MOST_LOAD,
+    steps: int = 7,
+) -> Mapping[float, float]:
+    """By share, in (0, 1]: the highest load from ``least`` to ``most`` at which at least that share
+    attains, by ``steps`` halvings of the logarithm of the range; 0 if it is not reached at the
+    lowest. Every run serves all searches."""
+    at = cache(attainment)
 
-    Args:
-        make: the workload by the factor.
-    """
-    rate = load * full_load_rate(make(1.0), setup)
+    def search(share: float) -> float:
+        low, high = least, most
+        if at(high) >= share:
+            return high
+        if at(low) < share:
+            return 0.0
+        for _ in range(steps):
+            middle = sqrt(low * high)
+            low, high = (middle, high) if at(middle) >= share else (low, middle)
+        return low
 
-    def attainment(strictness: float) -> float:
-        run = make(1.0 / strictness), setup, rate, span.requests(rate), kind, None, False
-        return measure(*run, seed)["attainment_mean"]
-
-    found = greatest_loads(attainment, (0.9,))[0.9]
-    return {"tightest": 1.0 / found if found else inf}
+    return {share: search(share) for share in shares}
 
 
 STATIC = ("sarathi", "sarathi_priority", "edf", "sjf")
 """Policies under a static token budget, which is profiled for each workload and setup."""
 
 
-def contenders(names: Iterable[str], make: Make, setup: Setup) -> list[Contender]:
-    """Local policies with their default options; a static token budget is profiled."""
-    budget = profiled_budget(setup, least_tpot_s(make(setup, 1.0, SAMPLE, 0)))
-    return [
-        Contender(name, name, {"token_budget": budget} if name in STATIC else {}) for name in names
-    ]
+def fitted(kind: Kind, budget: Callable[[], int]) -> Kind:
+    """``kind``, whose local policy has the profiled token budget if it is static and has none."""
+    if isinstance(kind, System):
+        local = fitted(kind.local, budget)
+        assert isinstance(local, Contender)
+        return kind._replace(local=local)
+    if not isinstance(kind, Contender) or kind.policy not in STATIC or kind.options:
+        return kind
+    return kind._replace(options={"token_budget": budget()})
+
+
+def _budget_of(make: Make, setup: Setup) -> int:
+    return profiled_budget(setup, least_tpot_s(make(setup, 1.0, SAMPLE, 0)))
 
 
 def profiled_budget(setup: Setup, tpot_s: float) -> int:

@@ -22,15 +22,9 @@ class Rejecting(BatchPolicy):
     """Refuses a request, when it is first seen, whose prompt is above the prefill admission budget
     within its TTFT (FairBatching §3.4), and plans the others as ``inner`` does.
 
-    A refused request would end with an error. Here it stays in the queue and runs, first come,
-    first served, only while there is no accepted request, so that every request of a simulated run
-    ends. A request without a TTFT is always accepted.
-
-    Args:
-        inner: plans the accepted requests.
-
-    Attributes:
-        refused: keys of all refused requests, for the one run that this policy serves.
+    A refused request, of which ``refused`` has the keys, runs first come, first served, only while
+    there is no accepted request, so that every request of a simulated run ends. A request without a
+    TTFT is always accepted.
     """
 
     name = "rejecting"

@@ -3,41 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
 
+from sluice.benchmarks.experiments import loads, systems
 from sluice.benchmarks.experiments.default_policy import QUICK_WORKLOADS
-from sluice.benchmarks.experiments.grid import Cell, Experiment, Plan, Rows, Value, grouped, shown
-from sluice.benchmarks.experiments.loads import (
-    GENERATED,
-    LOAD_WORDS,
-    Make,
-    Span,
-    full_load_rate,
-    recorded,
-)
-from sluice.benchmarks.experiments.systems import (
-    ADMISSION,
-    DEFAULT,
-    NOISE,
-    ROUTER,
-    SETUPS,
-    Setup,
-    make_router,
-)
-from sluice.scheduling import admission, batching
+from sluice.benchmarks.experiments.grid import Axes, Experiment, Product, Scaled
+from sluice.benchmarks.experiments.loads import GENERATED, Make, Span, full_load_rate, recorded
+from sluice.benchmarks.experiments.systems import ADMISSION, DEFAULT, ROUTER, SETUPS, System
+from sluice.benchmarks.experiments.tables import Rows, grouped, shown
 from sluice.scheduling.latency.model import LatencyModel
-from sluice.scheduling.placement.length import OracleLengths, TaskLengths
-from sluice.scheduling.request.objective import OBJECTIVES
-from sluice.simulation.cluster import simulate_cluster
 from sluice.simulation.config import ClusterConfig, Slowdown
 from sluice.simulation.metrics import TPOTMetric, attained, column, stages
 from sluice.simulation.planning.plots import Table
-from sluice.simulation.run import HEADROOM, Result
-from sluice.simulation.truth import Belief, Truth
+from sluice.simulation.run import Result
 
 LEVEL = ClusterConfig().promise_level or 0.99
 CELL = ("workload", "setup", "load", "model")
@@ -63,7 +44,7 @@ class Wrong(NamedTuple):
 
     fixed: float = 1.0
     tokens: float = 1.0
-    noise: float = NOISE
+    noise: float = 0.03
     drift: float = 1.0
 
     def believed(self, model: LatencyModel) -> LatencyModel:
@@ -80,111 +61,51 @@ WRONG = {
 
 
 def measure(
-    make: Make,
-    setup: Setup,
-    rate: float,
-    requests: int,
-    wrong: Wrong,
-    level: float | None,
     seed: int,
+    workload: Make,
+    setup: str,
+    load: float,
+    model: Wrong | None,
+    system: float | None,
+    span: Span,
 ) -> Mapping[str, float]:
-    """The counts of one run with admission."""
-    workload = make(setup, rate, requests, seed)
-    lasts_s = workload.arrivals[-1].arrival_s
-    drift = [Slowdown(lasts_s / 3, 0, wrong.drift), Slowdown(lasts_s * 2 / 3, 0, 1.0)]
-    result = simulate_cluster(
-        workload,
-        lambda role: batching.make_policy(DEFAULT.policy),
-        make_router(ROUTER, seed),
-        Truth(setup.truth, wrong.noise),
-        Belief(wrong.believed(setup.believed).with_headroom(HEADROOM)),
-        setup.engine,
-        ClusterConfig(replicas=REPLICAS, promise_level=level),
-        drift,
-        seed,
-        TaskLengths(),
-        admissions(),
-    )
-    return counts(result)
-
-
-def oracle(make: Make, setup: Setup, rate: float, requests: int, seed: int) -> Mapping[str, float]:
-    """The counts of an oracle that knows the future, see :data:`EXPERIMENT`."""
-    workload = make(setup, rate, requests, seed)
-
-    def run(admitted: bool) -> float:
-        result = simulate_cluster(
-            workload,
-            lambda role: batching.make_policy(DEFAULT.policy),
-            make_router(ROUTER, seed),
-            Truth(setup.truth, 0.0),
-            Belief(setup.truth, online=False),
-            setup.engine,
-            ClusterConfig(replicas=REPLICAS, promise_level=None),
-            seed=seed,
-            predictor=OracleLengths((each.output_tokens for each in workload.arrivals), 0.0, seed),
-            admission=admissions() if admitted else None,
-        )
-        return counts(result)["attained"]
-
-    best = max(run(True), run(False))
-    every = dict.fromkeys(("promised", "kept", *OBJECTIVES, "attained"), best)
-    return {"requests": float(len(workload)), **every, "late_p95": 0.0}
-
-
-def admissions() -> admission.AdmissionPolicy:
-    """The admission policy that a controller has by default."""
-    assert ADMISSION is not None
-    return admission.make_policy(ADMISSION)
+    """The counts of one run with admission, where ``system`` is the level of the margins; without a
+    wrong model, of an oracle that knows the future, see :data:`EXPERIMENT`."""
+    own = SETUPS[setup]
+    rate = load * full_load_rate(workload, own)
+    made = workload(own, rate * REPLICAS, span.requests(rate) * REPLICAS, seed)
+    layout = systems.colocated(REPLICAS, promise_level=system)
+    if model is None:
+        own = own._replace(noise=0.0, exact=True)
+        kinds = (System(ROUTER, DEFAULT, admission) for admission in (ADMISSION, None))
+        runs = [systems.run_cluster(made, kind, own, layout, seed, True) for kind in kinds]
+        best = max(counts(each.result)["attained"] for each in runs)
+        every = dict.fromkeys(("promised", "kept", "attained"), best)
+        return {"requests": len(made), **every, "late_p95": 0.0}
+    own = own._replace(noise=model.noise, believed=model.believed(own.believed))
+    lasts_s = made.arrivals[-1].arrival_s
+    drift = Slowdown(lasts_s / 3, 0, model.drift), Slowdown(lasts_s * 2 / 3, 0, 1.0)
+    kind, layout = System(ROUTER, DEFAULT, ADMISSION), layout._replace(incidents=drift)
+    return counts(systems.run_cluster(made, kind, own, layout, seed).result)
 
 
 def counts(result: Result) -> dict[str, float]:
     """Counts of requests: ``promised``: guaranteed; ``kept``: guaranteed and met every stated
-    objective; by objective: guaranteed and met it; ``attained``: met every objective, guaranteed or
-    not. ``late_p95``: P95 of the lateness of late guaranteed first tokens, in multiples of the
-    objective."""
+    objective; ``attained``: met every objective, guaranteed or not. ``late_p95``: P95 of the
+    lateness of late guaranteed first tokens, in multiples of the objective."""
     requests = result.requests
     measured = stages(requests)
     promised = ~np.isnan(requests.promised_s)
     met = attained(requests, measured, TPOTMetric.MEAN)
-    found = {
+    late = measured.ttft_s / column(requests, 0) - 1
+    late = late[promised[measured.request] & (late > 0)]
+    return {
         "requests": float(len(requests)),
         "promised": float(promised.sum()),
         "kept": float((met & promised).sum()),
         "attained": float(met.sum()),
+        "late_p95": float(np.percentile(late, 95)) if len(late) else 0.0,
     }
-    seen = measured.ttft_s, measured.tpot_s[TPOTMetric.MEAN], measured.e2e_s
-    for place, (name, seconds) in enumerate(zip(OBJECTIVES, seen, strict=True)):
-        held = promised.copy()
-        within = measured.complete & ~(seconds > column(requests, place))
-        np.logical_and.at(held, measured.request, within)
-        found[name] = float(held.sum())
-    late = measured.ttft_s / column(requests, 0) - 1
-    late = late[promised[measured.request] & (late > 0)]
-    return {**found, "late_p95": float(np.percentile(late, 95)) if len(late) else 0.0}
-
-
-def cells(plan: Plan) -> list[Cell]:
-    """Workloads x setups x loads x wrong models x margins or none, and the oracle of each."""
-    makes = {name: GENERATED[name] for name in plan.pick(QUICK_WORKLOADS, GENERATED, GENERATED)}
-    makes |= recorded(plan.traces)
-    setups = plan.pick(["8b"], ["8b", "70b-short"], list(SETUPS))
-    loads = plan.pick([1.1], [0.9, 1.3], [0.6, 0.9, 1.1, 1.3, 2.0])
-    span = plan.pick(Span(3.0, 10, 20), Span(45.0, 150, 500), Span(180.0, 300, 4_000))
-    grid: list[Cell] = []
-    for workload, make in makes.items():
-        for setup in (SETUPS[name] for name in setups):
-            full = full_load_rate(make, setup)
-            for load in loads:
-                one = load * full
-                run = make, setup, one * REPLICAS, span.requests(one) * REPLICAS
-                labels: dict[str, Value] = {"workload": workload, "setup": setup.name, "load": load}
-                grid.append(Cell({**labels, "model": "-", "system": ORACLE}, partial(oracle, *run)))
-                for model, wrong in WRONG.items():
-                    for system, level in ((NONE, None), (MARGINS, LEVEL)):
-                        names = {**labels, "model": model, "system": system}
-                        grid.append(Cell(names, partial(measure, *run, wrong, level)))
-    return grid
 
 
 class Sums(NamedTuple):
@@ -197,13 +118,10 @@ class Sums(NamedTuple):
         """The sum of a count."""
         return sum(float(row[figure]) for row in self.of[system])
 
-    def share(self, system: str, figure: str, of: str = "requests") -> float:
-        """One count over another; 1 if that is 0."""
-        return _of(self.sum(system, figure), self.sum(system, of))
-
-    def ratio(self, other: str) -> float:
-        """Guarantees kept with margins over those of another system; 1 where it kept none."""
-        return _of(self.sum(MARGINS, "kept"), self.sum(other, "kept"))
+    def share(self, system: str, figure: str, of: str = "requests", other: str = "") -> float:
+        """One count over another, of ``other`` if that is given; 1 if that is 0."""
+        whole = self.sum(other or system, of)
+        return self.sum(system, figure) / whole if whole else 1.0
 
 
 def sums_of(rows: Rows) -> list[Sums]:
@@ -217,58 +135,38 @@ def sums_of(rows: Rows) -> list[Sums]:
     return found
 
 
-TITLES = (
-    *("promised", "kept", *(f"kept {name}" for name in OBJECTIVES), "goodput", "attained"),
-    "late, P95",
-)
-
-
-def _by(place: int, title: str, name: str, note: str, rows: Rows) -> Table:
-    """Means over the cells with the same label in ``place``."""
+def by_model(rows: Rows) -> Table:
+    """Means over the cells of each wrong model."""
     sums = sums_of(rows)
-    lines = [
-        (label, system, *_line([each for each in sums if each.labels[place] == label], system))
-        for label in dict.fromkeys(each.labels[place] for each in sums)
-        for system in (NONE, MARGINS, ORACLE)
-    ]
-    return Table(title, (name, "system", *TITLES), lines, note)
-
-
-def _worst(rows: Rows) -> Table:
-    worst = sorted(sums_of(rows), key=lambda each: each.share(MARGINS, "kept", "promised"))[:16]
-    lines = [(*each.labels, *_line([each], system)) for each in worst for system in (NONE, MARGINS)]
-    note = "Each without, then with margins."
-    return Table("Lowest shares kept", (*CELL, *TITLES), lines, note)
-
-
-_NOTE = (
-    "Promised: guaranteed; kept, and kept by objective: share of the guaranteed; goodput: "
-    "guaranteed and kept, over the oracle's; late: lateness of late guaranteed first tokens, in "
-    "multiples of the objective."
-)
-
-
-def _line(sums: Sequence[Sums], system: str) -> list[str]:
-    shares = [
-        [own.share(system, "promised") for own in sums],
-        *([own.share(system, each, "promised") for own in sums] for each in ("kept", *OBJECTIVES)),
-        [_of(own.sum(system, "kept"), own.sum(ORACLE, "kept")) for own in sums],
-        [own.share(system, "attained") for own in sums],
-    ]
-    late = max(float(row["late_p95"]) for own in sums for row in own.of[system])
-    return [*(f"{100 * fmean(share):.1f} %" for share in shares), f"{late:.2f}"]
-
-
-def _of(part: float, whole: float) -> float:
-    return part / whole if whole else 1.0
+    lines = []
+    for model in dict.fromkeys(each.labels[3] for each in sums):
+        cells = [each for each in sums if each.labels[3] == model]
+        for system in (NONE, MARGINS, ORACLE):
+            shares = [
+                [own.share(system, "promised") for own in cells],
+                [own.share(system, "kept", "promised") for own in cells],
+                [own.share(system, "kept", "kept", ORACLE) for own in cells],
+                [own.share(system, "attained") for own in cells],
+            ]
+            late = max(float(row["late_p95"]) for own in cells for row in own.of[system])
+            means = (f"{100 * fmean(share):.1f} %" for share in shares)
+            lines.append((model, system, *means, f"{late:.2f}"))
+    return Table(
+        "By model error, mean over cells",
+        ("model", "system", "promised", "kept", "goodput", "attained", "late, P95"),
+        lines,
+        "Promised: guaranteed; kept: share of the guaranteed; goodput: "
+        "guaranteed and kept, over the oracle's; late: lateness of late guaranteed first tokens, "
+        "in multiples of the objective.",
+    )
 
 
 def targets(sums: Sequence[Sums]) -> Table:
     """The targets, and whether they hold."""
     many = [each for each in sums if each.sum(MARGINS, "promised") >= LEAST_PROMISES]
     kept = {each.labels: each.share(MARGINS, "kept", "promised") for each in many}
-    to_none = {each.labels: each.ratio(NONE) for each in sums}
-    to_oracle = {each.labels: each.ratio(ORACLE) for each in sums}
+    to_none = {each.labels: each.share(MARGINS, "kept", "kept", NONE) for each in sums}
+    to_oracle = {each.labels: each.share(MARGINS, "kept", "kept", ORACLE) for each in sums}
     points = {
         each.labels: each.share(MARGINS, "attained") - each.share(NONE, "attained") for each in sums
     }
@@ -286,19 +184,11 @@ def targets(sums: Sequence[Sums]) -> Table:
         mean, cell = fmean(values.values()), min(values, key=lambda at: values[at])
         below = sum(value < floor for value in values.values())
         held = not below and (mean_floor is None or mean >= mean_floor)
-        wanted = f"each >= {floor:.3f}" if floor > -np.inf else ""
-        if mean_floor is not None:
-            wanted += f"{', ' if wanted else ''}mean >= {mean_floor:.3f}"
-        lines.append(
-            (
-                words,
-                wanted,
-                f"{mean:.4f}",
-                f"{values[cell]:.3f} ({', '.join(cell)})",
-                f"{below} of {len(values)}",
-                "yes" if held else "NO",
-            )
-        )
+        wanted = [f"each >= {floor:.3f}"] if floor > -np.inf else []
+        wanted += [f"mean >= {mean_floor:.3f}"] if mean_floor is not None else []
+        worst = f"{values[cell]:.3f} ({', '.join(cell)})"
+        line = words, ", ".join(wanted), f"{mean:.4f}", worst, f"{below} of {len(values)}"
+        lines.append((*line, "yes" if held else "NO"))
     return Table(
         f"Targets at level {LEVEL:g}",
         ("figure", "wanted", "mean", "worst cell", "cells below", "holds"),
@@ -306,18 +196,25 @@ def targets(sums: Sequence[Sums]) -> Table:
     )
 
 
+AXES: Axes = {
+    "workload": loads.workloads(Scaled(QUICK_WORKLOADS, tuple(GENERATED)), traces=recorded),
+    "setup": Scaled(("8b",), ("8b", "70b-short")),
+    "load": Scaled((1.1,), (0.9, 1.3)),
+}
+SYSTEMS = {NONE: None, MARGINS: LEVEL}
+SPAN = {"span": Scaled(Span(3.0, 10, 20), Span(45.0, 150, 500))}
+
 EXPERIMENT = Experiment(
-    name="promises",
-    source="ours; adaptive conformal inference is Gibbs and Candès 2021",
-    question="Are guarantees kept where the engine's latency model is wrong, and what do the "
-    "margins cost?",
+    "promises",
+    "ours; adaptive conformal inference is Gibbs and Candès 2021",
+    "Are guarantees kept where the engine's latency model is wrong, and what do the margins cost?",
+    seeds=2,
     setting={
         "TPOT": "mean since the first token; kept: every stated objective of every stage is met",
         "Goodput": "guaranteed and kept; all systems have the same arrivals, so ratios per request "
         "and per second are equal",
-        "Arrivals": f"{LOAD_WORDS}; {REPLICAS} replicas behind the default router, admission "
-        f"{ADMISSION}, local policy {DEFAULT.policy}; other requests are served as best effort",
-        "Objectives and priorities": "each workload's own, as in default_policy",
+        "Replicas": f"{REPLICAS} behind the default router, admission {ADMISSION}, local policy "
+        f"{DEFAULT.policy}; other requests are served as best effort",
         "Latency": "setups of benchmarks/experiments/systems.py; all x 1.3: steps take 1.3 times "
         "the predicted time at the start; fixed x 1.5: their fixed part takes 1.5 times; noise, "
         "drift: 15 % noise on every step instead of 3 %, and one replica is 1.3 times slower in "
@@ -328,12 +225,9 @@ EXPERIMENT = Experiment(
         "replicas; it guarantees exactly the requests that it keeps, so every request that met "
         "its objectives counts, of the better of a run with admission and one without",
     },
-    seeds=2,
-    cells=cells,
-    tables=(
-        lambda rows: targets(sums_of(rows)),
-        partial(_by, 3, "By model error, mean over cells", "model", _NOTE),
-        partial(_by, 0, "By workload, mean over cells", "workload", ""),
-        _worst,
-    ),
+    grids=[
+        Product(measure, {**AXES, "model": {"-": None}, "system": {ORACLE: None}}, SPAN),
+        Product(measure, {**AXES, "model": WRONG, "system": SYSTEMS}, SPAN),
+    ],
+    tables=(lambda rows: targets(sums_of(rows)), by_model),
 )

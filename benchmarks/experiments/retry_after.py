@@ -4,33 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from math import nan
 
 import numpy as np
 
-from sluice.benchmarks.experiments.grid import (
-    Cell,
-    Experiment,
-    Plan,
-    Rows,
-    estimate,
-    grouped,
-    having,
-)
-from sluice.benchmarks.experiments.loads import GENERATED, Make, Span, cluster_rate
-from sluice.benchmarks.experiments.routers import SETTING
-from sluice.benchmarks.experiments.systems import (
-    ADMISSION,
-    DEFAULT,
-    ROUTER,
-    SETUPS,
-    System,
-    colocated,
-    run_cluster,
-)
+from sluice.benchmarks.experiments import systems
+from sluice.benchmarks.experiments.grid import Experiment, Product, Scaled
+from sluice.benchmarks.experiments.loads import Make, Span, cluster_rate, workloads
+from sluice.benchmarks.experiments.systems import ADMISSION, DEFAULT, ROUTER, SETUPS, colocated
+from sluice.benchmarks.experiments.tables import Lines, Rows, estimate, having
 from sluice.simulation.metrics import TPOTMetric, attained, stages
-from sluice.simulation.planning.plots import Table
 from sluice.simulation.requests import Requests
 
 SETUP = SETUPS["8b"]
@@ -50,18 +33,21 @@ WARM_UP_S = 10.0
 """This start of a run does not count; of a short run, its first third."""
 
 
-def measure(make: Make, rate: float, requests: int, clients: str, seed: int) -> Mapping[str, float]:
+def measure(
+    seed: int, workload: Make, load: float, clients: str, span: Span
+) -> Mapping[str, float]:
     """The counts of one run."""
-    workload = make(SETUP, rate, requests, seed)
-    lasts_s = workload.arrivals[-1].arrival_s
+    rate = load * cluster_rate(workload, SETUP, colocated(REPLICAS))
+    made = workload(SETUP, rate, span.requests(rate), seed)
+    lasts_s = made.arrivals[-1].arrival_s
     if clients == NO_ROOM:
         # Only new requests of the same API key respect a reservation, and here each request has
         # its own key.
-        alone = tuple(each._replace(tenant=key) for key, each in enumerate(workload.arrivals))
-        workload = replace(workload, arrivals=alone)
-    system = System(ROUTER, DEFAULT, ADMISSION, "reject")
+        alone = tuple(each._replace(tenant=key) for key, each in enumerate(made.arrivals))
+        made = replace(made, arrivals=alone)
+    system = systems.System(ROUTER, DEFAULT, ADMISSION, "reject")
     layout = colocated(REPLICAS, come_backs=COME_BACKS[clients])
-    return counts(run_cluster(workload, system, SETUP, layout, seed).result.requests, lasts_s)
+    return counts(systems.run_cluster(made, system, SETUP, layout, seed).result.requests, lasts_s)
 
 
 def counts(requests: Requests, lasts_s: float) -> dict[str, float]:
@@ -85,72 +71,63 @@ def counts(requests: Requests, lasts_s: float) -> dict[str, float]:
     }
 
 
-def cells(plan: Plan) -> list[Cell]:
-    """Workloads x loads x what refused clients do."""
-    span = plan.pick(Span(6.0, 20, 60), Span(60.0, 200, 4_000), Span(300.0, 1_000, 20_000))
-    loads = plan.pick([1.5], [0.9, 1.2, 1.5], [0.8, 0.9, 1.0, 1.2, 1.5, 2.0])
-    grid = []
-    for name in plan.pick(WORKLOADS[:1], WORKLOADS, WORKLOADS):
-        full = cluster_rate(GENERATED[name], SETUP, colocated(REPLICAS))
-        for load in loads:
-            rate, requests = load * full, span.requests(load * full)
-            for clients in COME_BACKS:
-                one = partial(measure, GENERATED[name], rate, requests, clients)
-                grid.append(Cell({"workload": name, "load": load, "clients": clients}, one))
-    return grid
+def _moments(rows: Rows) -> list[str]:
+    again = having(rows, {"clients": AGAIN})
+    returns, held = (sum(float(row[each]) for row in again) for each in ("returns", "held"))
+    verdict = "yes" if held >= WANTED * returns else "NO"
+    share = f"{held / returns:.3f}" if returns else "-"
+    shown = [estimate(again, each).shown(2) for each in ("told_p95", "promised", "goodput")]
+    return [f"{returns:.0f}", share, verdict if returns >= LEAST_RETURNS else "-", *shown]
 
 
-def moments(rows: Rows) -> Table:
-    """How good the retry times are."""
-    lines = []
-    for (name, load), own in grouped(rows, "workload", "load").items():
-        again = having(own, {"clients": AGAIN})
-        returns, held = (sum(float(row[each]) for row in again) for each in ("returns", "held"))
-        verdict = "yes" if held >= WANTED * returns else "NO"
-        share = f"{held / returns:.3f}" if returns else "-"
-        line = [f"{returns:.0f}", share, verdict if returns >= LEAST_RETURNS else "-"]
-        line += [estimate(again, each).shown(2) for each in ("told_p95", "promised", "goodput")]
-        lines.append((str(name), f"{load:g}", *line))
-    return Table(
-        f"All clients retry, and {WANTED:g} of the retries are to be guaranteed",
-        (
-            *("workload", "load", "retries", "held", "holds", "retry-after, P95, s", "promised"),
-            "goodput, 1/s",
-        ),
-        lines,
-        f"-: fewer than {LEAST_RETURNS} retries. Promised: share of all requests, in the end.",
+def _costs(rows: Rows) -> list[str]:
+    kept, none = (
+        estimate(having(rows, {"clients": each}), "goodput").mean for each in (GONE, NO_ROOM)
     )
+    return [f"{kept:.2f}", f"{none:.2f}", f"{kept / none:.3f}" if none else "-"]
 
 
-def costs(rows: Rows) -> Table:
-    """What unused reservations cost."""
-    lines = []
-    for (name, load), own in grouped(rows, "workload", "load").items():
-        kept, none = (
-            estimate(having(own, {"clients": each}), "goodput").mean for each in (GONE, NO_ROOM)
-        )
-        ratio = f"{kept / none:.3f}" if none else "-"
-        lines.append((str(name), f"{load:g}", f"{kept:.2f}", f"{none:.2f}", ratio))
-    columns = ("workload", "load", "reserved", "not reserved", "ratio")
-    return Table("No client retries: goodput, requests a second", columns, lines)
+moments = Lines(
+    f"All clients retry, and {WANTED:g} of the retries are to be guaranteed",
+    ("workload", "load"),
+    ("retries", "held", "holds", "retry-after, P95, s", "promised", "goodput, 1/s"),
+    _moments,
+    f"-: fewer than {LEAST_RETURNS} retries. Promised: share of all requests, in the end.",
+)
+"""How good the retry times are."""
 
+costs = Lines(
+    "No client retries: goodput, requests a second",
+    ("workload", "load"),
+    ("reserved", "not reserved", "ratio"),
+    _costs,
+)
+"""What unused reservations cost."""
 
 EXPERIMENT = Experiment(
-    name="retry_after",
-    source="ours; reservation with backfilling is Lifka 1995",
-    question="Is a refused request guaranteed when it retries at its Retry-After, and what does "
-    "the capacity reserved for it cost?",
+    "retry_after",
+    "ours; reservation with backfilling is Lifka 1995",
+    "Is a refused request guaranteed when it retries at its Retry-After, and what does the "
+    "capacity reserved for it cost?",
+    seeds=2,
     setting={
-        **SETTING,
         "Admission": f"{ADMISSION}; requests that cannot be guaranteed are refused",
-        "Replicas": f"{REPLICAS}, co-located, behind the default router; local policy "
-        f"{DEFAULT.policy}",
+        "Replicas": f"{REPLICAS}, co-located, with {DEFAULT.policy}, behind the default router",
         "Clients": f"{AGAIN}: exactly at Retry-After, up to {COME_BACKS[AGAIN]} times, under one "
         f"id; {GONE}: never retry, which the controller has to learn; {NO_ROOM}: the same, each "
         "request with its own API key, so that no new request respects a reservation",
         "Counted": f"after the first {WARM_UP_S:g} s, until the last new request",
     },
-    seeds=2,
-    cells=cells,
+    grids=[
+        Product(
+            measure,
+            {
+                "workload": workloads(Scaled(WORKLOADS[:1], WORKLOADS)),
+                "load": Scaled((1.5,), (0.9, 1.2, 1.5)),
+                "clients": tuple(COME_BACKS),
+            },
+            {"span": Scaled(Span(6.0, 20, 60), Span(60.0, 200, 4_000))},
+        )
+    ],
     tables=(moments, costs),
 )

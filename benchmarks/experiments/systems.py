@@ -23,13 +23,12 @@ from sluice.scheduling.batching import make_policy
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency
 from sluice.scheduling.latency.speculation import AllDrafts
 from sluice.scheduling.placement.length import OracleLengths, TaskLengths
+from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.request.objective import SLO, GainWeights
 from sluice.simulation.cluster import REFUSED, Incident, Node, simulate_cluster
 from sluice.simulation.config import Autoscaling, ClusterConfig, EngineConfig, WhenUnattainable
 from sluice.simulation.forward import LLAMA3_8B, LLAMA3_70B
 from sluice.simulation.metrics import (
-    Flags,
-    Stages,
     TPOTMetric,
     attained,
     column,
@@ -43,8 +42,6 @@ from sluice.simulation.run import HEADROOM, Result, simulate
 from sluice.simulation.truth import Belief, Truth
 from sluice.simulation.workload import Workload
 
-NOISE = 0.03
-
 
 class Setup(NamedTuple):
     """Latency constants and limits of an engine.
@@ -54,63 +51,38 @@ class Setup(NamedTuple):
         truth: real step times without noise.
         believed: step times that planners start from, without head-room.
         engine: limits.
-        words: description.
+        noise: standard deviation of the logarithm of a step's time.
+        exact: planners know the real step times, without head-room.
     """
 
     name: str
     truth: LatencyModel
     believed: LatencyModel
     engine: EngineConfig
-    words: str
+    noise: float = 0.03
+    exact: bool = False
 
 
 _SMALL = LinearLatency(a=0.009, b=8e-5, c=7e-8, d=2e-9)
 _FAST = LinearLatency(a=0.005, b=2.5e-5, c=3.5e-8, d=6e-10)
 _LARGE = LinearLatency(a=0.028, b=2.5e-4, c=5e-8, d=3e-9)
+_NO_SQUARE = LinearLatency(a=0.009, b=8.6e-5, c=7e-8)
+_SLOW_START = LinearLatency(a=0.031, b=2.3e-4, c=5e-8, d=3e-9)
 
 SETUPS: dict[str, Setup] = {
     setup.name: setup
     for setup in (
-        Setup(
-            "8b",
-            _SMALL,
-            LinearLatency(a=0.009, b=8.6e-5, c=7e-8),
-            EngineConfig(kv_blocks=16_384),
-            "8B parameters on one GPU of 2 TB/s, ample KV (262,144 tokens); the planner's model "
-            "lacks the quadratic term",
-        ),
-        Setup(
-            "8b-short",
-            _SMALL,
-            _SMALL,
-            EngineConfig(kv_blocks=4_096),
-            "the same with KV for 65,536 tokens",
-        ),
-        Setup(
-            "70b-short",
-            _LARGE,
-            _LARGE,
-            EngineConfig(kv_blocks=2_048),
-            "70B parameters over 4 such GPUs: a large fixed part, KV for 32,768 tokens",
-        ),
-        Setup(
-            "70b",
-            _LARGE,
-            LinearLatency(a=0.031, b=2.3e-4, c=5e-8, d=3e-9),
-            EngineConfig(kv_blocks=16_384),
-            "the same with ample KV; the planner's fixed part is 11 % too large, its token "
-            "time 8 % too small",
-        ),
-        Setup(
-            "8b-fast",
-            _FAST,
-            _FAST,
-            EngineConfig(kv_blocks=32_768, max_sequences=512),
-            "8B parameters on one GPU of 3.3 TB/s, 512 sequences, KV for 524,288 tokens",
-        ),
+        Setup("8b", _SMALL, _NO_SQUARE, EngineConfig(kv_blocks=16_384)),
+        Setup("8b-short", _SMALL, _SMALL, EngineConfig(kv_blocks=4_096)),
+        Setup("70b-short", _LARGE, _LARGE, EngineConfig(kv_blocks=2_048)),
+        Setup("70b", _LARGE, _SLOW_START, EngineConfig(kv_blocks=16_384)),
+        Setup("8b-fast", _FAST, _FAST, EngineConfig(kv_blocks=32_768, max_sequences=512)),
     )
 }
-
+"""An 8B model on one GPU of 2 TB/s (``8b-fast``: 3.3 TB/s), and a 70B model over 4 of the former,
+with a large fixed part. KV blocks have 16 tokens; ``short``: KV for few sequences. The planner of
+``8b`` lacks the quadratic term; that of ``70b`` has a fixed part 11 % too large, and a token time
+8 % too small."""
 
 OPERATORS = {"8b": LLAMA3_8B, "70b": LLAMA3_70B}
 """By setup, the operators of a model of this size."""
@@ -136,20 +108,10 @@ class Contender(NamedTuple):
     batch_tokens: int | None = None
     all_drafts: bool = False
 
-    @property
-    def labels(self) -> dict[str, str]:
-        """Its labels in a grid."""
-        return {"policy": self.label}
-
 
 DEFAULT = Contender("deadline_triage", "deadline_triage")
-"""The default local policy."""
-
-ROUTER = ControllerConfig().policy
-"""The router that a controller has by default."""
-
-ADMISSION = ControllerConfig().admission
-"""The admission policy that a controller has by default."""
+ROUTER, ADMISSION = ControllerConfig().policy, ControllerConfig().admission
+"""With :data:`DEFAULT` the policies that a replica and a controller have by default."""
 
 
 class Layout(NamedTuple):
@@ -180,8 +142,7 @@ def colocated(replicas: int, **changes: Any) -> Layout:
 
 def of_roles(name: str, mixed: int = 0, prefillers: int = 0, decoders: int = 0) -> Layout:
     """The given number of replicas of each role."""
-    cluster = ClusterConfig(replicas=mixed, prefillers=prefillers, decoders=decoders)
-    return Layout(name, cluster)
+    return Layout(name, ClusterConfig(replicas=mixed, prefillers=prefillers, decoders=decoders))
 
 
 def disaggregated(replicas: int) -> Layout:
@@ -206,11 +167,6 @@ class System(NamedTuple):
     admission: str | None = None
     unattainable: WhenUnattainable = "best_effort"
 
-    @property
-    def labels(self) -> dict[str, str]:
-        """Its labels in a grid."""
-        return {"router": self.router, "policy": self.local.label}
-
 
 class Suspending(NamedTuple):
     """An engine that only prefills, and suspends prefills.
@@ -227,14 +183,16 @@ class Suspending(NamedTuple):
     admission: str = ""
     refuses: bool = False
 
-    @property
-    def labels(self) -> dict[str, str]:
-        """Its labels in a grid."""
-        return {"policy": self.label}
-
 
 Kind = Contender | System | Suspending
 """What serves a workload."""
+
+
+def labels_of(kind: Kind) -> dict[str, str]:
+    """The labels of ``kind`` in a grid."""
+    if isinstance(kind, System):
+        return {"router": kind.router, "policy": kind.local.label}
+    return {"policy": kind.label}
 
 
 class Run(NamedTuple):
@@ -244,36 +202,35 @@ class Run(NamedTuple):
     refused: frozenset[int] = frozenset()
 
 
+def node_of(setup: Setup) -> Node:
+    """A setup as a simulated replica."""
+    believed = setup.believed.with_headroom(HEADROOM)
+    belief = Belief(setup.truth, online=False) if setup.exact else Belief(believed)
+    return Node(Truth(setup.truth, setup.noise), belief, setup.engine)
+
+
+def lengths_of(workload: Workload, oracle: bool, seed: int) -> OracleLengths | TaskLengths:
+    """How policies know output lengths: as an ``oracle``, or learnt per task class from finished
+    requests."""
+    lengths = (arrival.output_tokens for arrival in workload.arrivals)
+    return OracleLengths(lengths, 0.0, seed) if oracle else TaskLengths()
+
+
 def run(
     workload: Workload, contender: Contender, setup: Setup, seed: int, oracle: bool = False
 ) -> Run:
-    """One run.
-
-    Args:
-        workload: what arrives.
-        contender: the policy.
-        setup: the engine.
-        seed: of the noise.
-        oracle: whether policies know output lengths; otherwise they are learnt per task class from
-            finished requests.
-    """
+    """One run of an engine; ``seed`` is that of the noise, for ``oracle`` see
+    :func:`lengths_of`."""
     policy = make_policy(contender.policy, contender.options)
     if contender.all_drafts:
         policy.speculation = AllDrafts()
     rejecting = Rejecting(policy) if contender.rejecting else None
-    config = setup.engine
+    config, node = setup.engine, node_of(setup)
     if contender.batch_tokens is not None:
         config = config.model_copy(update={"max_batch_tokens": contender.batch_tokens})
-    lengths = (arrival.output_tokens for arrival in workload.arrivals)
-    result = simulate(
-        workload,
-        rejecting or policy,
-        Truth(setup.truth, NOISE),
-        Belief(setup.believed.with_headroom(HEADROOM)),
-        config,
-        seed,
-        OracleLengths(lengths, 0.0, seed) if oracle else TaskLengths(),
-    )
+    lengths = lengths_of(workload, oracle, seed)
+    chosen = rejecting or policy
+    result = simulate(workload, chosen, node.truth, node.belief, config, seed, lengths)
     return Run(result, frozenset(rejecting.refused if rejecting else ()))
 
 
@@ -281,12 +238,6 @@ def make_router(name: str, seed: int) -> routing.RoutingPolicy:
     """A router with its default options; a randomized one gets the run's seed."""
     draws = "seed" in routing.POLICIES[name].Options.model_fields
     return routing.make_policy(name, {"seed": seed} if draws else {})
-
-
-def node_of(setup: Setup) -> Node:
-    """A setup with the experiments' noise and head-room."""
-    belief = Belief(setup.believed.with_headroom(HEADROOM))
-    return Node(Truth(setup.truth, NOISE), belief, setup.engine)
 
 
 def run_cluster(
@@ -306,26 +257,22 @@ def run_cluster(
         setup: of the replicas that ``layout`` does not name.
         layout: the replicas.
         seed: of the noise, of lost reports and of randomized routers.
-        oracle: see :func:`run`.
+        oracle: see :func:`lengths_of`.
         autoscaling: changes the numbers of replicas that ``layout`` begins with; ``None``: they
             are fixed.
     """
     local, admission = system.local, system.admission
     # Workloads name no service class: all requests are of the usual one.
     when = {SLO().service_class: system.unattainable}
-    usual = node_of(setup)
-    lengths = (arrival.output_tokens for arrival in workload.arrivals)
     result = simulate_cluster(
         workload,
         lambda role: make_policy(local.policy, local.options),
         make_router(system.router, seed),
-        usual.truth,
-        usual.belief,
-        usual.engine,
+        *node_of(setup),
         layout.cluster.model_copy(update={"when_unattainable": when}),
         layout.incidents,
         seed,
-        OracleLengths(lengths, 0.0, seed) if oracle else TaskLengths(),
+        lengths_of(workload, oracle, seed),
         admission=admissions.make_policy(admission) if admission is not None else None,
         nodes=[node_of(own) for own in layout.nodes],
         autoscaling=autoscaling,
@@ -334,80 +281,63 @@ def run_cluster(
     return Run(result, frozenset(key for key, why in failures.items() if why == REFUSED))
 
 
-def run_suspending(workload: Workload, kind: Suspending, setup: Setup, seed: int) -> PrefillRun:
-    """One run of an engine that suspends prefills."""
-    return simulate_prefills(
-        workload,
-        Truth(setup.truth, NOISE),
-        config=kind.config,
-        model=OPERATORS[setup.name],
-        seed=seed,
-        admission=admissions.make_policy(kind.admission) if kind.admission else None,
-        refuses=kind.refuses,
-    )
-
-
 def served(
     workload: Workload, kind: Kind, setup: Setup, layout: Layout | None, oracle: bool, seed: int
 ) -> dict[str, float]:
     """The figures of one run of whatever ``kind`` is; a :class:`System` needs a layout."""
-    if isinstance(kind, Suspending):
-        return prefill_figures(run_suspending(workload, kind, setup, seed))
     if isinstance(kind, Contender):
         return figures(run(workload, kind, setup, seed, oracle))
-    assert layout is not None
-    return cluster_figures(run_cluster(workload, kind, setup, layout, seed, oracle))
+    if isinstance(kind, System):
+        assert layout is not None
+        return cluster_figures(run_cluster(workload, kind, setup, layout, seed, oracle))
+    admission = admissions.make_policy(kind.admission) if kind.admission else None
+    truth, model = Truth(setup.truth, setup.noise), OPERATORS[setup.name]
+    return prefill_figures(
+        simulate_prefills(workload, truth, None, kind.config, model, seed, admission, kind.refuses)
+    )
 
 
 def figures(run: Run) -> dict[str, float]:
-    """The figures of a run.
+    """The figures of a run, in which a refused request attains and gains nothing.
 
-    Attainment by each TPOT metric and the TDG ratio (envelope), both also by priority where there
-    are several; latencies of the accepted requests, TPOT by its running maximum; the longest wait
-    for a first token; preemptions per request. A refused request attains and gains nothing.
+    Attainment by each TPOT metric, also by priority where there are several; the TDG ratio
+    (envelope); latencies of the accepted requests, TPOT by its running maximum; the longest wait
+    for a first token; preemptions per request.
     """
-    requests = run.result.requests
+    result, requests = run.result, run.result.requests
     measured = stages(requests)
+    first = requests.first_stage[:-1]
     accepted = np.ones(len(requests), np.bool_)
     accepted[list(run.refused)] = False
-    first = requests.first_stage[:-1]
-    priority = column(requests, 3)[first]
-    levels = np.unique(priority) if np.ptp(priority) else np.empty(0)
     gain = deadline_gain(requests, measured)
-    won = gain.gain * accepted
-    found = {"tdg": float(won.sum() / gain.ideal.sum()), "refused": float((~accepted).mean())}
-    for level in levels:
-        of_level = priority == level
-        found[f"tdg_priority_{level:g}"] = float(won[of_level].sum() / gain.ideal[of_level].sum())
+    arrival_s = np.array([arrival.arrival_s for arrival in requests.arrivals])
+    waited_s = measured.ttft_s[first]
+    waited_s = np.where(np.isnan(waited_s), result.end_s - arrival_s, waited_s)
+    found = {
+        "tdg": float((gain.gain * accepted).sum() / gain.ideal.sum()),
+        "refused": float((~accepted).mean()),
+        "rate": requests.workload.rate,
+        "throughput": len(requests) / (result.end_s - float(arrival_s[0])),
+        "longest_wait_s": float(waited_s.max()),
+        "preemptions": result.preemptions / len(requests),
+    }
     for metric in TPOTMetric:
         met = attained(requests, measured, metric) & accepted
         found[f"attainment_{metric.value}"] = float(met.mean())
-        for level in levels if metric is TPOTMetric.MEAN else ():
-            found[f"attainment_priority_{level:g}"] = float(met[priority == level].mean())
-    return found | _latencies(run.result, measured, accepted)
-
-
-def _latencies(result: Result, measured: Stages, accepted: Flags) -> dict[str, float]:
-    requests = result.requests
-    arrival_s = np.array([arrival.arrival_s for arrival in requests.arrivals])
-    first_s = measured.ttft_s[requests.first_stage[:-1]]
-    waited_s = np.where(np.isnan(first_s), result.end_s - arrival_s, first_s)
+    met = attained(requests, measured, TPOTMetric.MEAN) & accepted
+    priority = column(requests, 3)[first]
+    for level in np.unique(priority) if np.ptp(priority) else ():
+        found[f"attainment_priority_{level:g}"] = float(met[priority == level].mean())
     pace_s = worst_by_request(requests, measured, measured.tpot_s[TPOTMetric.RUNNING_MAX])
-    last_s = result.end_s - float(arrival_s[0])
-    found = {
-        "rate": requests.workload.rate,
-        "throughput": len(requests) / last_s,
-        "longest_wait_s": float(waited_s.max()),
-        "preemptions": result.preemptions / len(requests),
-        "recomputed_share": result.recomputed_tokens / max(result.computed_tokens, 1),
-        "steps": float(sum(result.steps)),
-    }
     for name, values in (("ttft", waited_s[accepted]), ("tpot", pace_s[accepted])):
         known = values[~np.isnan(values)]
         for percent in (50, 95, 99):
-            value = float(np.percentile(known, percent)) if len(known) else nan
-            found[f"{name}_p{percent}_s"] = value
+            found[f"{name}_p{percent}_s"] = _percentile(known, percent)
     return found
+
+
+def _percentile(values: Floats, percent: float) -> float:
+    return float(np.percentile(values, percent)) if len(values) else nan
 
 
 def cluster_figures(done: Run) -> dict[str, float]:
@@ -434,9 +364,7 @@ def cluster_figures(done: Run) -> dict[str, float]:
         found[name] = float(tier.mean())
         found[kept] = float(met[tier].mean()) if tier.any() else nan
     over = (ttft_s / requests.promised_s)[promised & ~np.isnan(ttft_s)]
-    for percent in (50, 90):
-        found[f"ttft_over_p{percent}"] = float(np.percentile(over, percent)) if len(over) else nan
-    return found
+    return found | {f"ttft_over_p{each}": _percentile(over, each) for each in (50, 90)}
 
 
 def prefill_figures(served: PrefillRun) -> dict[str, float]:
@@ -447,7 +375,6 @@ def prefill_figures(served: PrefillRun) -> dict[str, float]:
     promised = ~requests.best_effort
     promised[list(requests.failures)] = False
     tokens = np.array([arrival.prompt_tokens for arrival in requests.arrivals])
-    blocked_s = np.array(counts.blocked_s or [0.0])
     return {
         "attainment_mean": float(met.mean()),
         "kept": float(met[promised].mean()) if promised.any() else 1.0,
@@ -455,11 +382,6 @@ def prefill_figures(served: PrefillRun) -> dict[str, float]:
         "attained_tokens": float(tokens[met].sum() / tokens.sum()),
         "throughput": len(requests) / (counts.end_s - requests.arrivals[0].arrival_s),
         "suspensions": counts.suspensions / len(requests),
-        "rounds": counts.rounds / len(requests),
-        "deepest": float(counts.deepest),
         "suspended_tokens": float(counts.suspended_tokens),
-        "held_tokens": float(counts.held_tokens),
-        "blocked_ms": 1e3 * float(blocked_s.mean()),
-        "blocked_p99_ms": 1e3 * float(np.percentile(blocked_s, 99)),
-        "idle_share": counts.idle_s / counts.end_s,
+        "blocked_ms": 1e3 * float(np.mean(counts.blocked_s or [0.0])),
     }

@@ -36,13 +36,8 @@ class BaselineRouter:
         """Serve one streamed chat completion."""
         arrived_s = time.monotonic()
         body = await request.json()
-        call = EngineRequest(
-            request_id=uuid.uuid4().hex,
-            endpoint="chat",
-            body=body,
-            slo=SLO(),
-            waited_s=time.monotonic() - arrived_s,
-        )
+        waited_s = time.monotonic() - arrived_s
+        call = EngineRequest(uuid.uuid4().hex, "chat", body, SLO(), waited_s)
         return StreamingResponse(self._stream(call), media_type="text/event-stream")
 
     async def _stream(self, call: EngineRequest) -> AsyncIterator[bytes]:

@@ -10,12 +10,13 @@ policies run with the default admission.
 Inside, the code runs as fast as it can, and a time line is computed afterwards: queries arrive by a
 Poisson process and reports at a steady rate, and each takes its measured processor time, one after
 the other. This shows how long a decision waits behind reports, and other processes on the machine
-hardly affect it. The same shows what a scrape of /metrics each second costs decisions: the actor
-hands over its figures, which the observer, another process, writes.
+hardly affect it. For a page of /metrics the actor hands over its figures, which the observer,
+another process, writes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import pickle
@@ -24,7 +25,7 @@ import sys
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import redirect_stdout
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import click
 from rich.table import Table
@@ -45,12 +46,7 @@ REPORTS_PER_S = 64 * 50.0
 
 FLOOR = "floor"
 
-SCRAPED_QUERIES_PER_S = 100.0
-"""Few, so that decisions hardly wait for each other: the waits for scrapes are to be seen."""
-
-SCRAPE_TURNS = 3
-"""Turns with a scrape of /metrics each second, and as many without."""
-
+SCRAPES = 50
 BATCH = 64
 """Queries in a call, where they are batched."""
 
@@ -74,14 +70,6 @@ def finish(coroutine: Coroutine[Any, Any, Result]) -> Result:
         result: Result = stop.value
         return result
     raise RuntimeError("the controller waited in the middle of a call")
-
-
-class Times(NamedTuple):
-    """Nanoseconds: of decisions, from a query's arrival to its answer, and of reports."""
-
-    decision_ns: list[int]
-    answer_ns: list[int]
-    report_ns: list[int]
 
 
 class Inside:
@@ -142,36 +130,26 @@ class Inside:
         pickle.dumps(finish(self._controller.figures()))
         return time.thread_time_ns() - started
 
-    def line(
-        self,
-        decisions: int,
-        reports: bool,
-        scrapes: bool = False,
-        queries_per_s: float = QUERIES_PER_S,
-    ) -> Times:
-        """Decisions, and reports if ``reports``, and a scrape each second if ``scrapes``, on the
-        module's time line."""
-        query_s, report_s, scrape_s, free_s = 0.0, 0.0, 0.0, 0.0
-        times = Times([], [], [])
-        while len(times.decision_ns) < decisions:
-            if scrapes and scrape_s < query_s:
-                free_s = max(free_s, scrape_s) + self.scrape() / 1e9
-                scrape_s += 1.0
-                continue
+    def line(self, decisions: int, reports: bool) -> tuple[list[int], list[int], list[int]]:
+        """Decisions, and reports if ``reports``, on the module's time line. Returns nanoseconds: of
+        decisions, from a query's arrival to its answer, and of reports."""
+        query_s, report_s, free_s = 0.0, 0.0, 0.0
+        decision_ns: list[int] = []
+        answer_ns: list[int] = []
+        report_ns: list[int] = []
+        while len(decision_ns) < decisions:
             if reports and report_s < query_s:
-                took = self.report()
-                times.report_ns.append(took)
-                free_s = max(free_s, report_s) + took / 1e9
+                report_ns.append(self.report())
+                free_s = max(free_s, report_s) + report_ns[-1] / 1e9
                 report_s += 1 / REPORTS_PER_S
                 continue
-            took = self.decide()
-            times.decision_ns.append(took)
-            free_s = max(free_s, query_s) + took / 1e9
-            times.answer_ns.append(round((free_s - query_s) * 1e9))
-            query_s += self._rng.expovariate(queries_per_s)
+            decision_ns.append(self.decide())
+            free_s = max(free_s, query_s) + decision_ns[-1] / 1e9
+            answer_ns.append(round((free_s - query_s) * 1e9))
+            query_s += self._rng.expovariate(QUERIES_PER_S)
             if not reports:
                 self.release()
-        return times
+        return decision_ns, answer_ns, report_ns
 
 
 def measure_inside(
@@ -182,33 +160,19 @@ def measure_inside(
     fleet.line(200, reports=True)
     gc.collect()
     # The collector stays on, as in the actor.
-    alone = figures(fleet.line(decisions, reports=False).decision_ns)
-    busy = fleet.line(decisions, reports=True)
-    turns: dict[bool, list[int]] = {False: [], True: []}
-    for turn in range(2 * SCRAPE_TURNS):
-        scraped = turn % 4 in (1, 2)
-        times = fleet.line(decisions, False, scraped, SCRAPED_QUERIES_PER_S)
-        turns[scraped] += times.answer_ns
-    without, with_scrapes = (figures(turns[on])["p99_ms"] for on in (False, True))
-    calls = max(1, decisions // BATCH)
+    alone = figures(fleet.line(decisions, reports=False)[0])
+    busy, answers, reports = map(figures, fleet.line(decisions, reports=True))
     batches_ns = []
-    for _ in range(calls):
+    for _ in range(max(1, decisions // BATCH)):
         batches_ns.append(fleet.decide(BATCH))
         fleet.release()
     return {
-        "p50_ms": alone["p50_ms"],
-        "p99_ms": alone["p99_ms"],
-        "per_second": round(calls * BATCH * 1e9 / sum(batches_ns)),
-        "with_reports": {
-            **figures(busy.decision_ns),
-            "answer_p99_ms": figures(busy.answer_ns)["p99_ms"],
-        },
-        "report": figures(busy.report_ns),
-        "scrape": {
-            "without_p99_ms": without,
-            "answer_p99_ms": with_scrapes,
-            "ratio": round(with_scrapes / without, 3),
-        },
+        **alone,
+        "per_second": round(len(batches_ns) * BATCH * 1e9 / sum(batches_ns)),
+        "with_reports": busy,
+        "with_its_wait": answers,
+        "report": reports,
+        "scrape": figures([fleet.scrape() for _ in range(SCRAPES)]),
     }
 
 
@@ -219,23 +183,31 @@ def contenders(names: Sequence[str]) -> dict[str, ControllerConfig]:
     return {FLOOR: floor} | {name: ControllerConfig(policy=name, **_LIVE) for name in listed}
 
 
+async def _asked(
+    label: str, config: ControllerConfig, replicas: int, seconds: float, scrapes: bool
+) -> Cell:
+    from sluice.benchmarks.micro.decision_actor import Session
+
+    session = Session(label, config, replicas)
+    try:
+        return await (session.measure_scrapes if scrapes else session.measure)(seconds)
+    finally:
+        await session.close()
+
+
 def measure_actor(
     configs: dict[str, ControllerConfig], results: dict[str, dict[str, Cell]], seconds: float
 ) -> None:
-    """Add the figures of a real actor's callers to the cells of :data:`ACTOR_REPLICAS` replicas."""
-    import asyncio
-
-    from sluice.benchmarks.micro.decision_actor import Session, own_ray
-    from sluice.benchmarks.micro.decision_scrape import ScrapeSession
+    """Add the figures of a real actor's callers to the cells of :data:`ACTOR_REPLICAS` replicas,
+    and for the last policy with scrapes to that of :data:`SCRAPED_REPLICAS`."""
+    from sluice.benchmarks.micro.decision_actor import own_ray
 
     with redirect_stdout(sys.stderr), own_ray():
         for label, config in configs.items():
-            session = Session(label, config, ACTOR_REPLICAS)
-            measured = asyncio.run(session.measure(seconds))
-            results[label][str(ACTOR_REPLICAS)]["connection"] = measured._asdict()
-        label, config = next(reversed(configs.items()))
-        scraped = asyncio.run(ScrapeSession(config, SCRAPED_REPLICAS).measure_scrapes(seconds))
-        results[label][str(SCRAPED_REPLICAS)]["scraped"] = scraped._asdict()
+            asked = asyncio.run(_asked(label, config, ACTOR_REPLICAS, seconds, False))
+            results[label][str(ACTOR_REPLICAS)]["connection"] = asked
+        asked = asyncio.run(_asked("scrape", config, SCRAPED_REPLICAS, seconds, True))
+        results[label][str(SCRAPED_REPLICAS)]["scraped"] = asked
 
 
 @click.command(name="decision")
@@ -244,12 +216,12 @@ def measure_actor(
 @click.option(
     "--actor/--no-actor", default=True, help="Also query a real actor, in its own Ray instance."
 )
-@click.option(
+@number_option(
     "--seconds",
     default=2.0,
-    show_default=True,
-    type=click.FloatRange(0.1, 60),
-    help="Duration of each measurement of the real actor.",
+    least=0.1,
+    most=60,
+    words="Duration of each measurement of the real actor.",
 )
 @click.option(
     "--policy",
@@ -284,68 +256,31 @@ def decision(
     }
     if actor:
         measure_actor(configs, results, seconds)
-    tables = [_inside_table(results)]
-    if actor:
-        tables += [_actor_table(results), _scrape_table(results)]
+    cells = {(label, size): cell for label, own in results.items() for size, cell in own.items()}
+    tables = [_table(f"inside the actor, {REPORTS_PER_S:,.0f} reports/s", cells)]
+    for part, title in ASKED.items():
+        asked = {labels: cell[part] for labels, cell in cells.items() if part in cell}
+        tables += [_table(title, asked)] if asked else []
     show(results, tables, as_json)
 
 
-def _times(cell: Cell) -> str:
-    return f"{cell['p50_ms']:.3f} / {cell['p99_ms']:.3f}"
+ASKED = {
+    "connection": "one caller over the connection to a real actor",
+    "scraped": "one caller, 32 routers that push metrics; with a scrape each second, and without",
+}
 
 
-def _inside_table(results: dict[str, dict[str, Cell]]) -> Table:
-    table = Table(
-        *("policy", "replicas", "alone", "with reports", "with its wait, p99", "batched, per s"),
-        *("a report", "p99 with scrapes"),
-        title=f"inside the actor: p50 / p99 ms; {REPORTS_PER_S:,.0f} reports/s",
-    )
-    for label, cells in results.items():
-        for size, cell in cells.items():
-            table.add_row(
-                label,
-                size,
-                _times(cell),
-                _times(cell["with_reports"]),
-                f"{cell['with_reports']['answer_p99_ms']:.3f}",
-                f"{cell['per_second']:,}",
-                _times(cell["report"]),
-                f"x {cell['scrape']['ratio']:.2f}",
-            )
+def _table(title: str, cells: dict[tuple[str, str], Cell]) -> Table:
+    """The figures of each policy and number of replicas, times as p50 / p99 in milliseconds."""
+    names = [name for name in next(iter(cells.values())) if name not in ASKED]
+    heads = (name.replace("_", " ") for name in names)
+    table = Table("policy", "replicas", *heads, title=f"{title}: p50 / p99 ms")
+    for labels, cell in cells.items():
+        table.add_row(*labels, *(_shown(cell[name]) for name in names))
     return table
 
 
-def _actor_table(results: dict[str, dict[str, Cell]]) -> Table:
-    table = Table(
-        *("policy", "alone", "with reports", "by actor calls", "batched, per s", "reports/s"),
-        *("cores", "MiB"),
-        title=f"over the connection, {ACTOR_REPLICAS} replicas: p50 / p99 ms of one caller",
-    )
-    for label, cells in results.items():
-        cell = cells[str(ACTOR_REPLICAS)]["connection"]
-        table.add_row(
-            label,
-            *(_times(cell[way]) for way in ("alone", "with_reports", "actor_calls")),
-            f"{cell['batched']['per_second']:,}",
-            f"{cell['reports_per_s']:,}",
-            *(f"{cell['cores']:.2f}", f"{cell['memory_mib']:.0f}"),
-        )
-    return table
-
-
-def _scrape_table(results: dict[str, dict[str, Cell]]) -> Table:
-    table = Table(
-        *("policy", "without", "a scrape each second", "p99 ratio", "pages", "MiB a page"),
-        title=f"{SCRAPED_REPLICAS} replicas, 32 routers: p50 / p99 ms of one caller",
-    )
-    for label, cells in results.items():
-        cell = cells[str(SCRAPED_REPLICAS)].get("scraped")
-        if cell is not None:
-            table.add_row(
-                label,
-                *(_times(cell[way]) for way in ("without", "scraped")),
-                f"{cell['ratio']:.2f}",
-                str(cell["pages"]),
-                f"{cell['page_bytes'] / (1 << 20):.1f}",
-            )
-    return table
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{value['p50_ms']:.3f} / {value['p99_ms']:.3f}"
+    return f"{value:,}"

@@ -1,5 +1,4 @@
-"""The fleet of the decision benchmark: the messages of its replicas, the routers' queries, and the
-figures of their times.
+"""The replicas' messages and the routers' queries of the decision benchmark.
 
 Every replica has a full queue of guaranteed and other requests, some with a larger backlog than
 others, and holds prefixes of some conversations. All of it is drawn by a seed.
@@ -36,14 +35,14 @@ _PROFILE = LatencyProfile.of("benchmark", LinearLatency(a=0.004, b=0.000_02, c=0
 
 class Voices:
     """Messages of ``replicas`` co-located replicas, or with ``split`` of this many prefill and as
-    many decode replicas; and queries. All drawn by ``seed``."""
+    many decode replicas; and queries. All drawn by one seed."""
 
-    def __init__(self, replicas: int, seed: int = 1, split: bool = False) -> None:
-        self.replicas = 2 * replicas if split else replicas
+    def __init__(self, replicas: int, split: bool = False) -> None:
         roles: tuple[Role, ...] = ("prefill", "decode") if split else ("mixed",)
         self._roles = [role for role in roles for _ in range(replicas)]
+        self.replicas = len(self._roles)
         self._split = split
-        self._rng = random.Random(seed)
+        self._rng = random.Random(1)
         self._conversations = [
             tuple(self._rng.getrandbits(62) + 1 for _ in range(_CHUNKS))
             for _ in range(_CONVERSATIONS)
@@ -51,7 +50,6 @@ class Voices:
         self._seq = [0] * self.replicas
         # Backlog of a replica: the share of its queue that has no token yet.
         self._behind = [self._rng.uniform(0.02, 0.6) for _ in self._roles]
-        self._changed_slots = np.arange(CHANGED, dtype=np.int32)
         # Made once for each replica: the receiver sees no difference, and making them is slow.
         self._changed_rows = [self._rows(index, CHANGED) for index in range(self.replicas)]
 
@@ -59,11 +57,7 @@ class Voices:
         """Replica ``index`` registers with a full queue."""
         held, rows = self._held(), self._rows(index, QUEUED)
         return ReplicaHello(
-            replica_id=f"replica-{index}",
-            node_id="node",
-            model="model",
-            policy="deadline_triage",
-            role=self._roles[index],
+            *(f"replica-{index}", "node", "model", "deadline_triage", self._roles[index]),
             max_batch_tokens=8_192,
             max_sequences=256,
             block_tokens=16,
@@ -81,17 +75,10 @@ class Voices:
     def delta(self, index: int, epoch: int, finished: tuple[int, ...] = ()) -> ReplicaDelta:
         """Replica ``index`` reports a step, and that requests with these keys have ended."""
         self._seq[index] += 1
-        return ReplicaDelta(
-            replica_id=f"replica-{index}",
-            epoch=epoch,
-            seq=self._seq[index],
-            now_s=0.0,
-            slots=self._changed_slots[: len(self._changed_rows[index])],
-            rows=self._changed_rows[index],
-            summary=_summary(),
-            finished=finished,
-            draining=False,
-        )
+        rows = self._changed_rows[index]
+        slots = np.arange(len(rows), dtype=np.int32)
+        name, seq = f"replica-{index}", self._seq[index]
+        return ReplicaDelta(name, epoch, seq, 0.0, slots, rows, _summary(), finished, False)
 
     def query(self, key: int) -> RouteQuery:
         """A request with objectives; every second one continues a conversation."""
@@ -138,13 +125,9 @@ class Voices:
 
     def _held(self) -> np.ndarray:
         """Chunks of conversations, each with all chunks before it."""
-        held = np.zeros(_HELD, HELD)
-        place = 0
-        for conversation in self._rng.sample(self._conversations, _HELD // _CHUNKS):
-            for number, chunk in enumerate(conversation):
-                held[place] = (chunk, 128 * (number + 1))
-                place += 1
-        return held[:place]
+        chosen = self._rng.sample(self._conversations, _HELD // _CHUNKS)
+        chunks = [(c, 128 * (n + 1)) for chunks in chosen for n, c in enumerate(chunks)]
+        return np.array(chunks, HELD)
 
 
 def _summary() -> np.void:

@@ -91,24 +91,9 @@ def _plan(policy: batching.BatchPolicy, requests: Sequence[RequestView]) -> obje
     return policy.plan(QueueView(requests), NOW_S, LATENCY, BUDGET).entries
 
 
-def plan_times(repeats: int, seeds: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Cost of ``plan()``: policy -> number of requests -> figures."""
-    results: dict[str, dict[str, dict[str, float]]] = {}
-    for name in batching.POLICIES:
-        policy = batching.make_policy(name)
-        results[name] = {}
-        for size in QUEUE_SIZES:
-            queues = [make_queue(size, seed).requests for seed in range(seeds)]
-            calls: list[Callable[[], object]] = [partial(_plan, policy, q) for q in queues]
-            results[name][str(size)] = measure(calls, repeats)
-    return results
-
-
 def _table(results: dict[str, dict[str, dict[str, float]]]) -> Table:
-    table = Table(title="plan()")
-    table.add_column("policy")
-    for size in next(iter(results.values())):
-        table.add_column(f"{size} requests\nmedian / p99 ms", justify="right")
+    heads = (f"{size} requests\nmedian / p99 ms" for size in QUEUE_SIZES)
+    table = Table("policy", *heads, title="plan()")
     for name, by_size in results.items():
         cells = [f"{row['median_ms']:.4f} / {row['p99_ms']:.4f}" for row in by_size.values()]
         table.add_row(name, *cells)
@@ -128,5 +113,12 @@ def planning(as_json: bool, repeats: int, seeds: int) -> None:
     Example:
       sluice bench planning --json
     """
-    results = plan_times(repeats, seeds)
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for name in batching.POLICIES:
+        policy = batching.make_policy(name)
+        results[name] = {}
+        for size in QUEUE_SIZES:
+            queues = [make_queue(size, seed).requests for seed in range(seeds)]
+            calls: list[Callable[[], object]] = [partial(_plan, policy, q) for q in queues]
+            results[name][str(size)] = measure(calls, repeats)
     show(results, [_table(results)], as_json)

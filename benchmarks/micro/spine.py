@@ -21,7 +21,6 @@ from rich.table import Table
 from sluice.benchmarks.live.application import application, simulated
 from sluice.benchmarks.live.gateway.client import load
 from sluice.benchmarks.options import as_json, number_option, show
-from sluice.deploy.config import SluiceConfig
 
 _TOKENS = 20
 _WARM_UP = 50
@@ -44,20 +43,16 @@ def main(rounds: int, requests: int, replicas: int, as_json: bool) -> None:
     say = Console(stderr=True).print
     results: dict[int, dict[str, Measured]] = {}
     with application(config) as served:
-        _deploy_baseline(config)
+        # Ray is imported once its environment is set.
+        from ray import serve
+
+        from sluice.benchmarks.micro.baseline_app import build_baseline
+
+        # As a separate application it has a controller of its own.
+        serve.run(build_baseline(config), name="baseline", route_prefix=_PATHS["serve"])
         for concurrency in (1, 16):
             results[concurrency] = _compare(served.url, rounds, requests, concurrency, say)
-    found = {str(concurrency): measured for concurrency, measured in results.items()}
-    show(found, [_table(results)], as_json)
-
-
-def _deploy_baseline(config: SluiceConfig) -> None:
-    from ray import serve
-
-    from sluice.benchmarks.micro.baseline_app import build_baseline
-
-    # As a separate application it has a controller of its own.
-    serve.run(build_baseline(config), name="baseline", route_prefix=_PATHS["serve"])
+    show(results, [_table(results)], as_json)
 
 
 def _compare(
@@ -92,16 +87,12 @@ def _table(results: dict[int, dict[str, Measured]]) -> Table:
     )
     for concurrency, measured in results.items():
         for path, figures in measured.items():
-            cells = (
-                f"{median(values):.2f} ({min(values):.2f} .. {max(values):.2f})"
-                for values in figures.values()
-            )
-            table.add_row(str(concurrency), path, *cells)
-        added, ratio = (
-            median(map(how, *(measured[path][name] for path in _PATHS)))
-            for how, name in ((sub, "ttft_p50_ms"), (truediv, "per_second"))
-        )
-        shown = f"{added:+.2f}", "", f"x {ratio:.2f}"
+            shown = [f"{median(v):.2f} ({min(v):.2f} .. {max(v):.2f})" for v in figures.values()]
+            table.add_row(str(concurrency), path, *shown)
+        serve, ours = (measured[path] for path in ("serve", "sluice"))
+        added = median(map(sub, ours["ttft_p50_ms"], serve["ttft_p50_ms"]))
+        ratio = median(map(truediv, ours["per_second"], serve["per_second"]))
+        shown = [f"{added:+.2f}", "", f"x {ratio:.2f}"]
         table.add_row(str(concurrency), "difference", *shown, end_section=True)
     return table
 

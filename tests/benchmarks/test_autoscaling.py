@@ -8,14 +8,11 @@ from sluice.benchmarks.experiments.autoscaling import (
     OURS,
     SETUP,
     Scaling,
-    after_the_fact,
     changing,
     measure,
     peak_load,
-    serve,
     surges,
 )
-from sluice.benchmarks.experiments.grid import Row
 from sluice.benchmarks.experiments.loads import GENERATED, full_load_rate
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.workload import Arrival, Workload
@@ -25,12 +22,6 @@ CHAT_RATE = full_load_rate(GENERATED["proserve sharegpt"], SETUP)
 
 def at(*times_s: float) -> Workload:
     return Workload("times", tuple(Arrival(time_s, 10, 2, SLO(ttft_s=1.0)) for time_s in times_s))
-
-
-def row(workload: str, system: str, hours: float, attainment: float) -> Row:
-    shown = ("tdg", "promised", "ttft_p99_s", "most_replicas", "changes")
-    figures = {"replica_hours": hours, "attainment_mean": attainment, **dict.fromkeys(shown, 1.0)}
-    return {"workload": workload, "system": system, "seed": 1, **figures}
 
 
 def test_the_peak_is_the_largest_rate_over_a_while() -> None:
@@ -51,26 +42,9 @@ def test_the_changing_mix_has_its_load_and_two_kinds_of_objectives() -> None:
 
 
 def test_a_fixed_pool_and_one_that_scales_serve_the_same_requests() -> None:
-    fixed = measure(surges, 1.0, 60.0, CHAT_RATE, Scaling("fixed", over_s=60.0), 1)
-    scaled = measure(surges, 1.0, 60.0, CHAT_RATE, OURS, 1)
+    fixed = measure(1, (surges, CHAT_RATE), Scaling("fixed", over_s=60.0), 1.0, 60.0)
+    scaled = measure(1, (surges, CHAT_RATE), OURS, 1.0, 60.0)
     assert fixed["changes"] == 0
     assert fixed["rate"] == scaled["rate"]
     assert fixed["replica_hours"] >= fixed["most_replicas"] * 50 / 3600
     assert 0 < scaled["attainment_mean"] <= 1
-
-
-def test_rivals_are_tuned_after_the_fact_and_only_where_they_hold_as_much() -> None:
-    low, high = serve(4, 10, 60).name, serve(8, 10, 60).name
-    rows = [
-        row("a", OURS.name, 2.0, 0.99),
-        row("a", low, 2.5, 0.999),
-        row("a", high, 1.5, 0.9885),
-        row("b", OURS.name, 3.0, 0.99),
-        row("b", low, 3.5, 0.99),
-        row("b", high, 2.5, 0.9),
-    ]
-    table = after_the_fact(rows)
-    assert [tuple(line) for line in table.rows] == [
-        ("a", "2.00", f"1.50 ({high})", f"2.50 ({low})"),
-        ("b", "3.00", f"3.50 ({low})", f"3.50 ({low})"),
-    ]

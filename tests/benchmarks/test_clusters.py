@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
-from sluice.benchmarks.experiments.grid import Row
+from sluice.benchmarks.experiments.grid import Plan
 from sluice.benchmarks.experiments.loads import (
     GENERATED,
     Span,
+    Sweep,
     cluster_rate,
-    contenders,
+    fitted,
     full_load_rate,
-    sweep,
 )
-from sluice.benchmarks.experiments.routers import against_best, against_rivals
+from sluice.benchmarks.experiments.routers import against_rivals
 from sluice.benchmarks.experiments.systems import (
     DEFAULT,
     ROUTER,
     SETUPS,
+    Contender,
     Layout,
     System,
     cluster_figures,
@@ -26,6 +29,7 @@ from sluice.benchmarks.experiments.systems import (
     make_router,
     run_cluster,
 )
+from sluice.benchmarks.experiments.tables import Row
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import Slowdown
 from sluice.simulation.workload import Arrival, Workload
@@ -59,9 +63,21 @@ class TestLayouts:
 
     def test_arrivals_last_as_long_on_clusters_of_every_size(self) -> None:
         for layout in (colocated(2), colocated(8)):
-            (cell,) = sweep({}, AZURE, SETUP, [0.5], [System("pab")], Span(10.0, 1, 1_000), layout)
-            assert cell.labels == {"load": 0.5, "router": "pab", "policy": "deadline_triage"}
-            _, _, rate, requests, *_ = cell.measure.args
+            grid = Sweep(
+                workloads={"azure": AZURE},
+                loads=(0.5,),
+                kinds=(System("pab"),),
+                span=Span(10.0, 1, 1_000),
+                layouts=(layout,),
+            )
+            (cell,) = grid.cells(Plan("quick", (1,)))
+            assert cell.labels == {
+                **{"workload": "azure", "setup": "8b", "load": 0.5},
+                **{"layout": "co-located", "replicas": layout.size},
+                **{"router": "pab", "policy": "deadline_triage"},
+            }
+            assert isinstance(cell.measure, partial)
+            rate, requests = (cell.measure.keywords[name] for name in ("rate", "requests"))
             assert requests / rate == pytest.approx(10.0, rel=0.05)
 
 
@@ -113,9 +129,14 @@ class TestRuns:
         assert cluster_figures(run_cluster(load, serving, SETUP, colocated(1), 1))["refused"] == 0
 
     def test_static_budgets_are_profiled(self) -> None:
-        sarathi, fcfs = contenders(("sarathi", "fcfs"), AZURE, SETUP)
-        assert sarathi.options["token_budget"] > 64
-        assert fcfs.options == {}
+        def options(kind: Contender) -> object:
+            behind = fitted(System("pab", kind), lambda: 77)
+            assert isinstance(behind, System)
+            return behind.local.options
+
+        assert options(Contender("", "sarathi")) == {"token_budget": 77}
+        assert options(Contender("", "sarathi", {"token_budget": 64})) == {"token_budget": 64}
+        assert options(Contender("", "fcfs")) == {}
 
 
 class TestComparisons:
@@ -134,10 +155,3 @@ class TestComparisons:
         by_router = {line[1]: line[2:] for line in lines[1 : len(lines) // 2]}
         assert by_router["round_robin"] == ("0.5500", "0.3000", "+20.00", "0 of 2")
         assert by_router["least_tokens"] == ("0.8725", "-0.0225", "-5.00", "1 of 2")
-
-    def test_the_default_is_held_against_the_best_of_each_cell(self) -> None:
-        table = against_best(self.ROWS, ("load",), ("least_tokens", "round_robin", "absent"))
-        assert [line[1] for line in table.rows] == [
-            "0.900 (-0.050 least_tokens)",
-            "0.800 (+0.005 least_tokens)",
-        ]

@@ -11,8 +11,8 @@ from sluice.benchmarks.experiments.disaggregation import (
     of_scenario,
     split_in,
 )
-from sluice.benchmarks.experiments.grid import Row
 from sluice.benchmarks.experiments.loads import full_load_rate
+from sluice.benchmarks.experiments.tables import Row
 
 
 def row(workload: str, layout: str, rate: float) -> Row:
@@ -38,9 +38,7 @@ def test_capacity_is_over_that_of_an_even_split_with_the_formula_beside_it() -> 
 
 
 def test_the_formula_puts_the_papers_workloads_far_apart() -> None:
-    chat, coder, reasoning = (
-        demand_of(of_scenario(name)) for name in ("chatbot", "coder", "reasoning")
-    )
+    chat, coder, reasoning = map(demand_of, ("chatbot", "coder", "reasoning"))
     assert coder.ratio > 5 * chat.ratio > 50 * reasoning.ratio
     assert chat.split(8) == (4, 4)
     assert coder.split(8) == (7, 1)

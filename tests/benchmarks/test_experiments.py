@@ -14,26 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.benchmarks.experiments import EXPERIMENTS
-from sluice.benchmarks.experiments.capacity import LEAST_LOAD, MOST_LOAD, greatest_loads
-from sluice.benchmarks.experiments.default_policy import EXPERIMENT, best_single
+from sluice.benchmarks.experiments.default_policy import AGAINST, EXPERIMENT
 from sluice.benchmarks.experiments.fairbatching import peaks
-from sluice.benchmarks.experiments.grid import (
-    Cell,
-    Pivot,
-    Plan,
-    Row,
-    difference,
-    grouped,
-    measured,
-)
+from sluice.benchmarks.experiments.grid import Cell, Plan, Product, Scaled, measured
 from sluice.benchmarks.experiments.loads import (
     GENERATED,
+    LEAST_LOAD,
+    MOST_LOAD,
     Span,
     full_load_rate,
+    greatest_loads,
     profiled_budget,
     recorded,
 )
 from sluice.benchmarks.experiments.systems import DEFAULT, SETUPS, Contender, figures, run
+from sluice.benchmarks.experiments.tables import Lines, Pivot, Row, difference, grouped, having
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.estimate import Estimate
 from sluice.simulation.planning.plots import Chart, Point, Report, Table, markdown
@@ -50,6 +45,11 @@ def product(factor: float, seed: int) -> Mapping[str, float]:
     if factor < 0:
         raise ValueError("factor must be positive")
     return {"product": factor * seed}
+
+
+def sized(seed: int, factor: float, more: float, scale: float) -> Mapping[str, float]:
+    """A figure of two axes and a fixed argument."""
+    return {"product": factor * scale * seed + more}
 
 
 def grid(*factors: float) -> list[Cell]:
@@ -108,6 +108,36 @@ class TestRows:
         table = Pivot("title", "x", ("policy",), digits=1)(rows)
         assert table.columns == ("policy", "0.5", "1")
         assert table.rows == [("a", "1.0", "2.0"), ("b", "1.0", "2.0")]
+        chart = Pivot("title", "x", ("policy",), where={"policy": ("b", "c")}).chart(rows)
+        assert chart is not None and list(chart.lines) == ["b"]
+        assert [point[:2] for point in chart.lines["b"]] == [(0.5, 1.0), (1.0, 2.0)]
+        assert Pivot("title", "x", ("load",), "policy").chart(rows) is None
+
+    def test_lines_are_of_the_rows_with_equal_labels(self) -> None:
+        rows: list[Row] = [{"policy": p, "load": 0.5} for p in ("a", "b", "a")]
+        table = Lines("title", ("policy", "load"), ("rows",), lambda own: [str(len(own))])(rows)
+        assert table.columns == ("policy", "load", "rows")
+        assert table.rows == [("a", "0.5", "2"), ("b", "0.5", "1")]
+
+
+class TestGrids:
+    def test_a_product_has_every_combination_with_its_labels(self) -> None:
+        axes = {"factor": {"two": 2.0, "three": 3.0}, "more": Scaled((0,), (0, 1))}
+        product_of = Product(sized, axes, {"scale": Scaled(1.0, 10.0)}, {"part": "x"})
+        (first, *_) = product_of.cells(QUICK)
+        assert first.labels == {"factor": "two", "more": 0, "part": "x"}
+        assert first.measure(7) == {"product": 14.0}
+        normal = product_of.cells(Plan("normal", (7,)))
+        assert [cell.labels["more"] for cell in normal] == [0, 1, 0, 1]
+        assert normal[-1].measure(7) == {"product": 211.0}
+
+    def test_full_is_as_normal_where_nothing_else_is_said(self) -> None:
+        full = Plan("full", (1,))
+        assert (full.of(Scaled(1, 2)), full.of(Scaled(1, 2, 3)), full.of(4)) == (2, 3, 4)
+
+    def test_alternatives_of_a_label_are_in_a_tuple(self) -> None:
+        rows: list[Row] = [{"load": load} for load in (1.0, 2.0, 3.0)]
+        assert having(rows, {"load": (1.0, 3.0)}) == [rows[0], rows[2]]
 
 
 class TestCapacity:
@@ -215,7 +245,8 @@ class TestDefaultPolicy:
             *(outcome("edf", seed, 0.4, 2.0) for seed in (1, 2)),
             *(outcome("fcfs", seed, 0.75, 2.0) for seed in (1, 2)),
         ]
-        assert best_single(rows, "tdg") == "fcfs"
+        assert AGAINST.best(rows, "tdg") == "fcfs"
+        assert AGAINST.best(rows, "tdg", ("edf", "absent")) == "edf"
         headline = EXPERIMENT.findings(rows).tables[1].rows[0]
         assert headline[1:] == (
             "fcfs",
@@ -278,9 +309,9 @@ class TestReport:
 def test_experiments_say_what_they_measure() -> None:
     for name, experiment in EXPERIMENTS.items():
         assert experiment.name == name
-        assert {"TPOT", "Arrivals", "Latency"} <= set(experiment.setting)
+        assert {"TPOT", "Arrivals", "Latency"} <= set(experiment.conditions)
         assert any(
-            "riorit" in words for words in (*experiment.setting, *experiment.setting.values())
+            "riorit" in words for words in (*experiment.conditions, *experiment.conditions.values())
         )
 
 

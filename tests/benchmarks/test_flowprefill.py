@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from sluice.benchmarks.experiments.flowprefill import bounded, mix, setup_of, workloads
-from sluice.benchmarks.experiments.flowprefill_bounds import admission_cells
+from sluice.benchmarks.experiments.flowprefill import (
+    ADMISSION,
+    bounded,
+    mix,
+    of_traces,
+    setup_of,
+    tightest,
+)
 from sluice.benchmarks.experiments.grid import Plan
-from sluice.benchmarks.experiments.loads import Make, Span, capacity, measure, tightest
+from sluice.benchmarks.experiments.loads import Search, Span, capacity, measure
 
 LASTING = Span(40.0, 40, 120)
-SETUP = setup_of("llama3-8b")
-
-
-def mix_of(scale: float) -> Make:
-    return partial(mix, "llama3-8b", scale)
+SETUP = setup_of("8b")
 
 
 @pytest.fixture
@@ -45,32 +46,32 @@ def traces(tmp_path: Path) -> Path:
 
 
 def test_recorded_prompts_are_judged_by_task_or_else_by_length(traces: Path) -> None:
-    make = workloads("llama3-8b", 2.0, traces)["qwen (stretched)"]
+    make = of_traces(traces)["qwen (stretched)"]
     workload = make(SETUP, 3.0, 100, 5)
     assert workload.rate == pytest.approx(3.0)
     found = {(a.task, a.prompt_tokens, a.slo.ttft_s) for a in workload.arrivals}
     assert found == {
-        ("text", 300, 0.5),
-        ("search", 6_000, 8.0),
-        ("code", 400, 0.5),
-        ("code", 4_000, 8.0),
+        ("text", 300, 0.25),
+        ("search", 6_000, 4.0),
+        ("code", 400, 0.25),
+        ("code", 4_000, 4.0),
     }
     # Single turns that only prefill.
     assert all(a.output_tokens == 1 and not a.block_hashes for a in workload.arrivals)
-    served = measure(make, SETUP, 3.0, 100, bounded("ours"), None, False, 5)
+    served = measure(bounded("ours"), 5, make, SETUP, 1.5, 100)
     assert 0.8 < served["attainment_mean"] <= 1.0
 
 
 def test_an_experiment_has_cells_for_each_recorded_workload(traces: Path) -> None:
-    cells = admission_cells(Plan("quick", (1,), traces))
+    cells = ADMISSION.cells(Plan("quick", (1,), traces))
     names = {cell.labels["workload"] for cell in cells}
     assert names == {"generated", "qwen (stretched)", "qwen (thinned)"}
 
 
 def test_the_goodput_and_the_tightest_objectives_are_at_90_percent() -> None:
     ours = bounded("ours")
-    rate = capacity(mix_of(1.0), SETUP, ours, LASTING, "attainment_mean", 1)["rate_0.9"]
-    run = mix_of(1.0), SETUP, rate, LASTING.requests(rate), ours, None, False
-    assert measure(*run, 1)["attainment_mean"] >= 0.9
-    scale = tightest(mix_of, SETUP, 0.5, ours, LASTING, 1)["tightest"]
+    rate = capacity(ours, 1, mix(1.0), SETUP, LASTING, Search("attainment_mean"))["rate_0.9"]
+    run = mix(1.0), SETUP, rate, LASTING.requests(rate)
+    assert measure(ours, 1, *run)["attainment_mean"] >= 0.9
+    scale = tightest(1, ours, SETUP, 0.5, LASTING)["tightest"]
     assert 0.25 <= scale < 1.0

@@ -1,4 +1,4 @@
-"""The cost of prefix affinity is measured on what production runs."""
+"""The cost of the account of cached prefixes is measured on what production runs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from sluice.benchmarks.micro import prefixes
 pytestmark = pytest.mark.vllm
 
 
-def test_every_part_is_timed() -> None:
+def test_every_account_is_timed() -> None:
     result = CliRunner().invoke(prefixes.main, ["--json", "--repeats", "1"])
     assert result.exit_code == 0, result.output
     times = json.loads(result.stdout)
-    kinds = [name.split()[0] for name in times]
-    counts = (len(prefixes.CHARACTERS), len(prefixes.REPLICAS), 3)
-    assert tuple(map(kinds.count, ("naming", "lookup", "blocks"))) == counts
+    assert len(times) == 3
     for row in times.values():
         assert 0 < row["median_ms"] <= row["p99_ms"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sluice.benchmarks.experiments.grid import Row
 from sluice.benchmarks.experiments.promises import (
     MARGINS,
     NONE,
@@ -16,6 +15,7 @@ from sluice.benchmarks.experiments.promises import (
     sums_of,
     targets,
 )
+from sluice.benchmarks.experiments.tables import Row
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.run import simulate
@@ -80,7 +80,7 @@ def test_a_wrong_model_believes_less_than_is_true_by_its_factors() -> None:
         assert wrong.believed(true).fixed_s * wrong.fixed == pytest.approx(true.fixed_s)
 
 
-def test_what_is_kept_is_counted_by_objective() -> None:
+def test_what_is_kept_is_counted() -> None:
     slo = SLO(ttft_s=0.02, tpot_s=0.004, e2e_s=10.0)
     load = workload((0.0, 10, 1), (5.0, 10, 5), (9.0, 3_000, 1), slo=slo)
     result = simulate(load, batch("fcfs")("mixed"), Truth(MODEL, 0.0))
@@ -88,9 +88,8 @@ def test_what_is_kept_is_counted_by_objective() -> None:
     found = counts(result)
     # The second is off its pace, and the third one's first token is late.
     assert found["promised"] == 3 and found["kept"] == found["attained"] == 1
-    assert (found["ttft"], found["tpot"], found["e2e"]) == (2, 2, 3)
     assert found["late_p95"] > 1
     result.requests.promised_s[1:] = np.nan
     found = counts(result)
-    assert found["promised"] == found["kept"] == found["ttft"] == 1
+    assert found["promised"] == found["kept"] == 1
     assert found["late_p95"] == 0
