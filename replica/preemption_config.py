@@ -10,8 +10,8 @@ from sluice.scheduling.preemption import (
     BATCH_TOKENS,
     CHUNK_TOKENS,
     DEPTH,
-    LATE_CHUNK_TOKENS,
     LEAST_TOKENS,
+    SMALL_CHUNK_TOKENS,
 )
 
 
@@ -38,13 +38,12 @@ class PreemptionConfig(BaseModel):
         description="Max tokens of a prefill that run as one task; also limited by vLLM's "
         "`max-num-batched-tokens`.",
     )
-    late_chunk_tokens: int = Field(
-        default=LATE_CHUNK_TOKENS,
+    small_chunk_tokens: int = Field(
+        default=SMALL_CHUNK_TOKENS,
         ge=16,
         le=1_048_576,
-        description="Max tokens per task of a prefill that can no longer meet its SLO (such a "
-        "prefill preempts nothing), or that starts while `depth` others are suspended. These tasks "
-        "are not suspended.",
+        description="Max tokens of a task that starts while `depth` others are suspended, and so "
+        "is not suspended itself, and of one of a prefill that has waited long.",
     )
     batch_tokens: int = Field(
         default=BATCH_TOKENS,
@@ -79,9 +78,9 @@ class PreemptionConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_chunks(self) -> PreemptionConfig:
-        if self.late_chunk_tokens > self.chunk_tokens:
+        if self.small_chunk_tokens > self.chunk_tokens:
             raise ValueError(
-                f"late_chunk_tokens ({self.late_chunk_tokens}) must be at most "
+                f"small_chunk_tokens ({self.small_chunk_tokens}) must be at most "
                 f"chunk_tokens ({self.chunk_tokens})"
             )
         return self

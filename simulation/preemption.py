@@ -20,8 +20,8 @@ from sluice.scheduling.preemption import (
     BATCH_TOKENS,
     CHUNK_TOKENS,
     DEPTH,
-    LATE_CHUNK_TOKENS,
     LEAST_TOKENS,
+    SMALL_CHUNK_TOKENS,
     Batch,
     InFlight,
     Options,
@@ -66,11 +66,10 @@ class PreemptionConfig(BaseModel):
     chunk_tokens: int = Field(
         default=CHUNK_TOKENS, ge=1, description="Most tokens of a prefill in a task."
     )
-    late_chunk_tokens: int = Field(
-        default=LATE_CHUNK_TOKENS,
+    small_chunk_tokens: int = Field(
+        default=SMALL_CHUNK_TOKENS,
         ge=1,
-        description="The same of a task that is not to be suspended: its prefill can no longer be "
-        "in time, or the stack is full.",
+        description="The same of a task that cannot be suspended, as the stack is full.",
     )
     batch_tokens: int = Field(
         default=BATCH_TOKENS, ge=0, description="Prefills run together below this sum of tokens."
@@ -86,7 +85,7 @@ class PreemptionConfig(BaseModel):
     def options(self) -> Options:
         """As the policy takes them."""
         most = max(self.chunk_tokens, self.batch_tokens)
-        return Options(self.chunk_tokens, self.late_chunk_tokens, self.batch_tokens, most)
+        return Options(self.chunk_tokens, self.small_chunk_tokens, self.batch_tokens, most)
 
 
 @dataclass(slots=True)

@@ -274,7 +274,7 @@ _DEPTHS = [
     bounded(f"{depth} suspended" if depth else "no limit", depth=depth)
     for depth in (1, 2, 4, 8, 16, None)
 ] + [
-    bounded(f"{depth} suspended, no small chunks", depth=depth, late_chunk_tokens=8_192)
+    bounded(f"{depth} suspended, no small chunks", depth=depth, small_chunk_tokens=8_192)
     for depth in (1, 4)
 ]
 _STOPS = [bounded("operator"), bounded("layer", granularity="layer")]

@@ -222,7 +222,7 @@ class PreemptiveEngine(OneEngine):
 
     def bound(self, **bounds: int) -> None:
         """Set other bounds of tasks, see :class:`~sluice.scheduling.preemption.Options`."""
-        given = {"chunk": 8192, "late_chunk": 512, "together": 0, "most": 1024}
+        given = {"chunk": 8192, "small_chunk": 512, "together": 0, "most": 1024}
         self.scheduler.options = Options(**(given | bounds))
 
     @property

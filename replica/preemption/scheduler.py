@@ -96,7 +96,7 @@ class PreemptiveScheduler(SloScheduler):
         self.settings = settings.preemption
         self.options = Options(
             chunk=self.settings.chunk_tokens,
-            late_chunk=self.settings.late_chunk_tokens,
+            small_chunk=self.settings.small_chunk_tokens,
             together=self.settings.batch_tokens,
             most=self.max_num_scheduled_tokens,
         )
@@ -273,7 +273,7 @@ class PreemptiveScheduler(SloScheduler):
         turn before more urgent requests."""
         pending = queue.requests[oldest].pending_tokens
         plan = self._plan_of(
-            queue, [oldest], [min(pending, self.options.late_chunk, self.options.most)]
+            queue, [oldest], [min(pending, self.options.small_chunk, self.options.most)]
         )
         arrival_s = float(queue.table[oldest, ARRIVAL])
         return plan if self._aged.has_turn(arrival_s, plan.predicted_s, now_s) else None

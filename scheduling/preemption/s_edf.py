@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 DEPTH = 4
 CHUNK_TOKENS = 8192
-LATE_CHUNK_TOKENS = 512
+SMALL_CHUNK_TOKENS = 512
 BATCH_TOKENS = 1024
 LEAST_TOKENS = 256
 """Defaults of engines and of the simulator: most suspended prefills, most tokens of a prefill in a
@@ -75,13 +75,13 @@ class Options:
 
     Attributes:
         chunk: most of one prefill in a task.
-        late_chunk: the same of a task that is not to be suspended, as the stack is full.
+        small_chunk: the same of a task that is not to be suspended, as the stack is full.
         together: prefills join a task while the sum is below this one.
         most: most in a task.
     """
 
     chunk: int
-    late_chunk: int
+    small_chunk: int
     together: int
     most: int
 
@@ -147,7 +147,7 @@ def decide(
     first = rank(head.due_s, head.alone_s, head.best_effort, now_s)
     if top is not None and not _preempts(first, rank(*top, now_s)):
         return None
-    chunk = min(options.late_chunk if full else options.chunk, options.most)
+    chunk = min(options.small_chunk if full else options.chunk, options.most)
     if head.tokens > chunk:
         return Batch(((head.request_id, chunk),), head.due_s, not first.late, head.best_effort)
     if first.late:

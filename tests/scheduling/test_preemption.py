@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from sluice.scheduling.preemption import AgedShare, InFlight, Options, Prefill, decide
 
-OPTIONS = Options(chunk=1000, late_chunk=100, together=400, most=2000)
+OPTIONS = Options(chunk=1000, small_chunk=100, together=400, most=2000)
 S_PER_TOKEN = 0.001
 
 seconds = st.floats(0, 20).map(lambda value: round(value, 3))
@@ -133,7 +133,7 @@ def test_late_prefills_run_together():
 
 def test_without_batching_every_task_is_one_prefill():
     waiting = [Prefill(f"r{index}", 10.0 + index, 10, 0.01) for index in range(5)]
-    alone = Options(chunk=1000, late_chunk=100, together=0, most=2000)
+    alone = Options(chunk=1000, small_chunk=100, together=0, most=2000)
     assert chosen(waiting, None, 0.0, alone).members == (("r0", 10),)
     assert len(chosen(waiting, None, 0.0).members) == 5
 

@@ -137,7 +137,7 @@ class TestExamples:
         assert run.counts.deepest == 1
         chunk_s = forward(512, "off").seconds + 8_000 * (1e-7 + 512 * 4e-9)
         assert ttft_s(run)[2] < chunk_s + 0.0013 + forward(500).seconds
-        without = served(queue, config.model_copy(update={"late_chunk_tokens": WHOLE}))
+        without = served(queue, config.model_copy(update={"small_chunk_tokens": WHOLE}))
         assert ttft_s(without)[2] > 0.5
 
     def test_late_prefills_run_together_and_are_suspended_for_those_in_time(self):
@@ -161,7 +161,7 @@ configs = st.builds(
     granularity=st.sampled_from(["off", "layer", "operator"]),
     depth=st.sampled_from([1, 2, 3, None]),
     chunk_tokens=st.sampled_from([500, 2_000, WHOLE]),
-    late_chunk_tokens=st.sampled_from([300, WHOLE]),
+    small_chunk_tokens=st.sampled_from([300, WHOLE]),
     batch_tokens=st.sampled_from([0, 1_000, 4_000]),
     foresight=st.sampled_from(["slack", "deadline", "none"]),
 )
