@@ -12,17 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sluice.benchmarks.experiments import systems
 from sluice.benchmarks.experiments.grid import Cell, Plan, Planned
-from sluice.benchmarks.experiments.systems import (
-    SETUPS,
-    Contender,
-    Kind,
-    Layout,
-    Setup,
-    System,
-    labels_of,
-    served,
-)
+from sluice.benchmarks.experiments.systems import SETUPS, Contender, Kind, Layout, Setup, Suspending
 from sluice.benchmarks.experiments.tables import Value
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.simulation.workload import (
@@ -231,8 +223,15 @@ def measure(
     layout: Layout | None = None,
     oracle: bool = False,
 ) -> Mapping[str, float]:
-    """The figures of one run of a cell."""
-    return served(make(setup, rate, requests, seed), kind, setup, layout, oracle, seed)
+    """The figures of one run of a cell; a system with a router needs a layout."""
+    workload = make(setup, rate, requests, seed)
+    if isinstance(kind, Contender):
+        return systems.figures(systems.run(workload, kind, setup, seed, oracle))
+    if isinstance(kind, Suspending):
+        return systems.prefill_figures(systems.run_suspending(workload, kind, setup, seed))
+    assert layout is not None
+    done = systems.run_cluster(workload, kind, setup, layout, seed, oracle)
+    return systems.cluster_figures(done)
 
 
 LEAST_LOAD, MOST_LOAD = 0.05, 4.0
@@ -296,7 +295,7 @@ class Sweep:
                         labels |= {"layout": layout.name, "replicas": layout.size}
                     for more, run in self._runs(plan, make, setup, layout, span):
                         found += [
-                            Cell({**labels, **more, **labels_of(kind)}, partial(run, kind))
+                            Cell({**labels, **more, **systems.labels_of(kind)}, partial(run, kind))
                             for kind in kinds
                         ]
         return found
@@ -375,7 +374,7 @@ STATIC = ("sarathi", "sarathi_priority", "edf", "sjf")
 
 def fitted(kind: Kind, budget: Callable[[], int]) -> Kind:
     """``kind``, whose local policy has the profiled token budget if it is static and has none."""
-    if isinstance(kind, System):
+    if isinstance(kind, systems.System):
         local = fitted(kind.local, budget)
         assert isinstance(local, Contender)
         return kind._replace(local=local)

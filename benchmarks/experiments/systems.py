@@ -281,19 +281,12 @@ def run_cluster(
     return Run(result, frozenset(key for key, why in failures.items() if why == REFUSED))
 
 
-def served(
-    workload: Workload, kind: Kind, setup: Setup, layout: Layout | None, oracle: bool, seed: int
-) -> dict[str, float]:
-    """The figures of one run of whatever ``kind`` is; a :class:`System` needs a layout."""
-    if isinstance(kind, Contender):
-        return figures(run(workload, kind, setup, seed, oracle))
-    if isinstance(kind, System):
-        assert layout is not None
-        return cluster_figures(run_cluster(workload, kind, setup, layout, seed, oracle))
+def run_suspending(workload: Workload, kind: Suspending, setup: Setup, seed: int) -> PrefillRun:
+    """One run of an engine that suspends prefills."""
     admission = admissions.make_policy(kind.admission) if kind.admission else None
     truth, model = Truth(setup.truth, setup.noise), OPERATORS[setup.name]
-    return prefill_figures(
-        simulate_prefills(workload, truth, None, kind.config, model, seed, admission, kind.refuses)
+    return simulate_prefills(
+        workload, truth, None, kind.config, model, seed, admission, kind.refuses
     )
 
 
