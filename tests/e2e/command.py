@@ -62,7 +62,8 @@ class ServeCommand:
         assert alive == [], "it was not all of it"
         assert folders, "Ray runs below a folder of its own"
         for folder in folders:
-            shutil.rmtree(folder)
+            # Another instance that starts removes what killed ones have left, too.
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _start(self) -> subprocess.Popen[str]:
         process = self._begin()
