@@ -1,8 +1,8 @@
 """The compiled recurrence of :mod:`sluice.scheduling.admission.slos_serve_selection`, with the
 readings stated there.
 
-A state is a count per class of new requests, as one number in mixed radix, and a level of memory.
-Its score is the best value over the sets with these counts: the prefill budget left at the current
+A state is a count per class of new requests, as one number in mixed radix. Its score is the best
+value over the sets with these counts: the prefill budget left at the current
 deadline, seconds, or, where decodes begin as prefills end, the negated earliest time at which all
 its prefills have ended.
 """
@@ -21,14 +21,13 @@ SLIP_S = 1e-9
 """Rounding tolerance of sums of times, seconds."""
 
 
-EVENT = np.dtype(
-    [("due_s", "<f8"), ("need_s", "<f8"), ("memory", "<i8"), ("kind", "<i8"), ("tier", "<i8")]
-)
-"""A pending prefill: when it is due, its time, its levels of memory, the class of a new request or
--1 of a guaranteed one, and its TPOT tier."""
+EVENT = np.dtype([("due_s", "<f8"), ("need_s", "<f8"), ("kind", "<i8"), ("tier", "<i8")])
+"""A pending prefill: when it is due, its time, its class, or -1 where it is guaranteed already, and
+its TPOT tier."""
 
-CLASS = np.dtype([("members", "<i8"), ("tier", "<i8"), ("value", "<f8")])
-"""A class of new requests: how many they are, their TPOT tier and their value."""
+CLASS = np.dtype([("members", "<i8"), ("tier", "<i8"), ("value", "<f8"), ("blocks", "<f8")])
+"""A class of new requests: how many they are, their TPOT tier, their value, and the KV blocks of
+each; 0 where all of them fit."""
 
 PIECE = np.dtype([("fixed_s", "<f8"), ("share", "<f8")])
 """A piece of the latency model, see
@@ -55,18 +54,18 @@ class States(NamedTuple):
 
     Attributes:
         stride: what one request more of each class adds to the number of a state.
-        tightest: tightest tier; ``requests``: number of new requests; ``worth``: their value.
+        tightest: tightest tier; ``worth``: the value of the new requests; ``fits``: whether there
+            are sequence slots and KV blocks for them.
         taken: ``[state, tier, piece]``, the share of each second that its decodes take, by the
             tightest tier of all.
-        score: ``[state, level]``; minus infinity where it cannot be reached.
-        alive: whether any of its levels can be reached.
+        score: minus infinity where it cannot be reached; ``alive``: whether it can.
         rates: seconds of prefill per second.
     """
 
     stride: Ints
     tightest: Ints
-    requests: Ints
     worth: Floats
+    fits: NDArray[np.bool_]
     taken: Floats
     score: Floats
     alive: NDArray[np.bool_]
@@ -88,8 +87,10 @@ def rate_of(pieces: Any, step_s: float, base: Floats, own: Floats) -> float:
 
 
 @compiled
-def states_of(classes: Any, class_s: Floats, tiers: Tiers, levels: int) -> States:
-    """The states, of which only the one without new requests is reached."""
+def states_of(classes: Any, class_s: Floats, tiers: Tiers, room: tuple[int, float]) -> States:
+    """The states, of which only the one without new requests is reached. ``room``: sequence slots
+    and KV blocks."""
+    places, free = room
     pace = tiers.pace
     most = pace.shape[0]
     stride = np.ones(classes.shape[0] + 1, np.int64)
@@ -98,7 +99,7 @@ def states_of(classes: Any, class_s: Floats, tiers: Tiers, levels: int) -> State
     states = stride[-1]
     tightest = np.full(states, most - 1)
     count = np.zeros(states, np.int64)
-    worth = np.zeros(states)
+    worth, blocks, fits = np.zeros(states), np.zeros(states), np.ones(states, np.bool_)
     taken = np.zeros((states, most, class_s.shape[1]))
     highest = 0
     for state in range(1, states):
@@ -109,21 +110,24 @@ def states_of(classes: Any, class_s: Floats, tiers: Tiers, levels: int) -> State
         tightest[state] = min(tightest[source], kind)
         count[state] = count[source] + 1
         worth[state] = worth[source] + classes[highest].value
+        blocks[state] = blocks[source] + classes[highest].blocks
+        fits[state] = count[state] <= places and blocks[state] <= free
         for tier in range(most):
             taken[state, tier] = taken[source, tier] + pace[kind, tier] * class_s[highest]
-    score = np.full((states, levels + 1), -inf)
-    score[0, 0] = -tiers.pieces["fixed_s"].max()
+    score = np.full(states, -inf)
+    score[0] = -tiers.pieces["fixed_s"].max()
     alive = np.zeros(states, np.bool_)
     alive[0] = True
-    return States(stride, tightest, count, worth, taken, score, alive, np.empty(states))
+    return States(stride, tightest, worth, fits, taken, score, alive, np.empty(states))
 
 
 @compiled
 def set_rates(states: States, tiers: Tiers, decoding_s: Floats, present: Ints, every: bool) -> None:
-    """Set the rate of each live state, or of ``every`` state, beside the guaranteed decodes
+    """Set the rate of each live state, or of ``every`` one that fits, beside the guaranteed decodes
     ``decoding_s[tier, piece]``; and end states whose decodes can no longer keep their pace."""
     step_s, pace, pieces = tiers
-    _, tightest, _, _, taken, score, alive, rates = states
+    tightest, taken, rates = states.tightest, states.taken, states.rates
+    score, alive = states.score, states.alive
     most = decoding_s.shape[0]
     base = np.zeros(decoding_s.shape)
     first = most - 1
@@ -134,7 +138,7 @@ def set_rates(states: States, tiers: Tiers, decoding_s: Floats, present: Ints, e
             for piece in range(pieces.shape[0]):
                 base[tier, piece] += decoding_s[other, piece] * pace[other, tier]
     for state in range(rates.shape[0]):
-        if not (every or alive[state]):
+        if not (alive[state] or (every and states.fits[state])):
             continue
         tier = min(first, tightest[state])
         rates[state] = rate_of(pieces, step_s[tier], base[tier], taken[state, tier])
@@ -157,13 +161,9 @@ def force(states: States, need_s: float, limit: float, at_due: bool) -> None:
             continue
         price = need_s if at_due else (need_s / rates[state] if rates[state] > 0.0 else inf)
         score[state] -= price
-        if state > 0:
+        if state > 0 and score[state] < limit - SLIP_S:
+            score[state] = -inf
             alive[state] = False
-            for level in range(score.shape[1]):
-                if score[state, level] < limit - SLIP_S:
-                    score[state, level] = -inf
-                else:
-                    alive[state] = True
 
 
 @compiled
@@ -172,30 +172,26 @@ def offer(
     mark: NDArray[np.bool_],
     event: Any,
     members: int,
-    places: int,
     limit: float,
     at_due: bool,
 ) -> None:
     """Let every state take a new request, one of ``members`` of its class, or skip it; ``mark`` the
     states reached by taking it."""
-    _, _, count, _, _, score, alive, rates = states
-    stride, memory, need_s = states.stride[event.kind], event.memory, event.need_s
-    levels = score.shape[1]
+    score, alive, rates = states.score, states.alive, states.rates
+    stride, need_s = states.stride[event.kind], event.need_s
     # From the highest state down, so that none takes the same request twice.
     for state in range(score.shape[0] - 1, stride - 1, -1):
         if state // stride % (members + 1) == 0:
             continue
         source = state - stride
-        if not alive[source] or count[state] > places or rates[state] < -SLIP_S:
+        if not (alive[source] and states.fits[state]):
             continue
-        if rates[source] <= 0.0 and not at_due:
+        if rates[state] < -SLIP_S or (rates[source] <= 0.0 and not at_due):
             continue
-        price = need_s if at_due else need_s / rates[source]
-        for level in range(levels - 1, memory - 1, -1):
-            after = score[source, level - memory] - price
-            if after >= limit - SLIP_S and after > score[state, level]:
-                score[state, level] = after
-                mark[state, level] = alive[state] = True
+        after = score[source] - (need_s if at_due else need_s / rates[source])
+        if after >= limit - SLIP_S and after > score[state]:
+            score[state] = after
+            mark[state] = alive[state] = True
 
 
 @compiled
@@ -206,7 +202,8 @@ def solve(
     decoding: tuple[Floats, Ints],
     classes: Any,
     class_s: Floats,
-    limits: tuple[int, int, bool],
+    room: tuple[int, float],
+    at_due: bool,
 ) -> NDArray[np.bool_]:
     """Which of the requests, ``events`` by deadline ascending, to take; guaranteed ones are forced.
     Among sets of equal worth, the one with the best score at the last deadline is taken.
@@ -217,15 +214,14 @@ def solve(
         tiers: the paces.
         decoding: of the guaranteed decodes, ``[tier, piece]`` the time of a step, and whether there
             are any of each tier. Both are overwritten.
-        limits: levels of memory, sequence slots, and whether decodes begin at the deadlines of
-            their prefills.
+        room: sequence slots and KV blocks.
+        at_due: decodes begin at the deadlines of their prefills.
     """
     decoding_s, present = decoding
-    levels, places, at_due = limits
-    states = states_of(classes, class_s, tiers, levels)
+    states = states_of(classes, class_s, tiers, room)
     score, alive, rates = states.score, states.alive, states.rates
     requests = events.shape[0]
-    mark = np.zeros((classes["members"].sum(), score.shape[0], levels + 1), np.bool_)
+    mark = np.zeros((classes["members"].sum(), score.shape[0]), np.bool_)
     offered = 0
     stale = True
     time_s = 0.0
@@ -245,7 +241,7 @@ def solve(
                     score[state] += (event.due_s - time_s) * rates[state]
             time_s = event.due_s
         if own >= 0:
-            offer(states, mark[offered], event, classes[own].members, places, limit, at_due)
+            offer(states, mark[offered], event, classes[own].members, limit, at_due)
             offered += 1
             continue
         force(states, event.need_s, limit, at_due)
@@ -259,23 +255,21 @@ def solve(
 @compiled
 def backtrack(states: States, mark: NDArray[np.bool_], events: Any) -> NDArray[np.bool_]:
     """The requests on the path to the state of greatest worth, and among these of best score."""
-    stride, _, _, worth, _, score, _, _ = states
-    state, level = 0, 0
+    stride, worth, score = states.stride, states.worth, states.score
+    state = 0
     for other in range(score.shape[0]):
-        for at in range(score.shape[1]):
-            better = worth[other] > worth[state] or (
-                worth[other] == worth[state] and score[other, at] > score[state, level]
-            )
-            if score[other, at] > -inf and better:
-                state, level = other, at
+        better = worth[other] > worth[state] or (
+            worth[other] == worth[state] and score[other] > score[state]
+        )
+        if score[other] > -inf and better:
+            state = other
     took = np.zeros(events.shape[0], np.bool_)
     offered = mark.shape[0]
     for index in range(events.shape[0] - 1, -1, -1):
         if events[index].kind < 0:
             continue
         offered -= 1
-        if mark[offered, state, level]:
+        if mark[offered, state]:
             took[index] = True
             state -= stride[events[index].kind]
-            level -= events[index].memory
     return took

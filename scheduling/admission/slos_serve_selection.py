@@ -15,8 +15,8 @@ Our readings:
   they are one sum: the running requests add a factor ``N`` and no states.
 - Requests of one TPOT tier and one value are one class, and the counts are by class. So the state
   knows its worth, and priorities enter as values: the paper's ``v_i``, without a budget axis.
-- Memory has :data:`MEMORY_LEVELS` levels, and only where the new requests do not all fit: a
-  demand is rounded up to a level, so the admitted requests fit.
+- The paper has an axis of memory. Here, only where the new requests do not all fit, those of one
+  class also need the same number of KV blocks: then the counts say what a state takes.
 - ``PB*`` is its fluid limit: in batches of ``t0``, the budget gets the part of each second that the
   fixed time and the due decodes leave. A last batch that a deadline cuts short yields less, by
   one step's fixed time at most; so the budget starts negative by that amount.
@@ -43,10 +43,7 @@ from sluice.scheduling.request.objective import Anchor
 
 MOST_NEW = 10
 """Maximum number of new requests decided together, the paper's "zero to ten": more are decided in
-groups of this size, in the order given. It bounds the states to ``2**10`` per memory level."""
-
-MEMORY_LEVELS = 64
-"""Number of levels of free memory; a request is rounded up by less than one level."""
+groups of this size, in the order given. It bounds the states to ``2**10``."""
 
 MOST_TIERS = 12
 """Maximum number of TPOT tiers. With more distinct TPOTs, a TPOT counts as the next shorter
@@ -116,9 +113,9 @@ class Supply(NamedTuple):
 def admissible(new: Demand, promised: Demand, supply: Supply) -> NDArray[np.bool_]:
     """Which of the ``new`` requests can be guaranteed in addition to the ``promised`` ones.
 
-    ``O(groups * prefills * states * levels)``: ``prefills`` is the number of pending prefills of
-    both kinds, and ``states`` is the product of (class size + 1) over the classes of a group. A
-    single new request has two states: the program is then a feasibility test.
+    ``O(groups * prefills * states)``: ``prefills`` is the number of pending prefills of both kinds,
+    and ``states`` is the product of (class size + 1) over the classes of a group. A single new
+    request has two states: the program is then a feasibility test.
     """
     count = len(new.due_s)
     admitted = np.zeros(count, dtype=np.bool_)
@@ -157,20 +154,19 @@ def _weigh(new: Demand, promised: Demand, supply: Supply) -> NDArray[np.bool_]:
     # A request's class, or -1 where it is guaranteed already.
     kind = np.full(len(events.due_s), -1, dtype=np.int64)
     own = np.arange(len(pending.due_s), len(events.due_s))
-    # Complex numbers sort by tier, then by value.
-    named, kind[own] = np.unique(tier[own] + 1j * new.value, return_inverse=True)
-    classes = np.empty(len(named), CLASS)
-    classes["members"] = np.bincount(kind[own], minlength=len(named))
-    classes["tier"], classes["value"] = named.real, named.imag
-    class_s = np.zeros((len(named), len(pieces)))
+    blocks = new.blocks if new.blocks.sum() > supply.blocks else np.zeros(len(own))
+    alike = list(zip(tier[own].tolist(), new.value.tolist(), blocks.tolist(), strict=True))
+    number = {each: place for place, each in enumerate(sorted(set(alike)))}
+    kind[own] = [number[each] for each in alike]
+    members = np.bincount(kind[own], minlength=len(number)).tolist()
+    classes = np.array([(n, *each) for n, each in zip(members, number, strict=True)], CLASS)
+    class_s = np.zeros((len(classes), len(pieces)))
     np.add.at(class_s, kind[own], new.decode_s)
     class_s /= classes["members"][:, np.newaxis]
 
-    levels, units = _levels(new.blocks, supply.blocks)
     table = np.zeros(len(kind), EVENT)
     table["due_s"] = np.clip(events.due_s, 0.0, HORIZON_S)
     table["need_s"], table["kind"], table["tier"] = events.prefill_s, kind, tier
-    table["memory"][own] = units
     # On equal deadlines, guaranteed requests come first: they do not depend on the new ones.
     order = np.lexsort((kind >= 0, table["due_s"]))
     step_s = np.minimum(np.append(tiers, inf), max(LEAST_STEP_S, supply.longest_s))
@@ -181,7 +177,8 @@ def _weigh(new: Demand, promised: Demand, supply: Supply) -> NDArray[np.bool_]:
         (decoding_s, present),
         classes,
         class_s,
-        (levels, supply.places, supply.anchor is Anchor.ENVELOPE),
+        (supply.places, max(0.0, supply.blocks)),
+        supply.anchor is Anchor.ENVELOPE,
     )
     admitted = np.zeros(len(kind), dtype=np.bool_)
     admitted[order] = taken
@@ -218,14 +215,3 @@ def _pace(tiers: Floats, step_s: Floats, anchor: Anchor) -> Floats:
     else:
         pace[:-1] = 1.0 / tiers[:, np.newaxis]
     return pace
-
-
-def _levels(blocks: Floats, free: float) -> tuple[int, NDArray[np.int64]]:
-    """The number of memory levels, and how many levels each request takes."""
-    if blocks.sum() <= free:
-        return 0, np.zeros(len(blocks), dtype=np.int64)
-    levels = int(max(0, min(MEMORY_LEVELS, free)))
-    if not levels:
-        # No block is free, so only requests without demand fit.
-        return 0, (blocks > 0).astype(np.int64)
-    return levels, np.ceil(blocks * (levels / free) - 1e-9).astype(np.int64)

@@ -129,11 +129,13 @@ def contended(seed: int) -> tuple[Demand, Demand, Supply]:
     pieces = int(random.integers(1, 3))
     new = demands(random, int(random.integers(1, 8)), 0.0, pieces)
     promised = demands(random, int(random.integers(0, 9)), 0.8, pieces)
+    fine = int(random.choice([1, 37]))  # hardly two need the same number of small blocks
+    new = new._replace(blocks=new.blocks * fine + random.integers(0, fine, len(new.blocks)))
     given_ = Supply(
         random.choice([0.0, 0.005, 0.02]) * np.array([1.0, 2.0])[:pieces],
         np.array([1.0, random.choice([0.0, 0.4, 1.0])])[:pieces],
         float(random.choice([0.04, 0.3, 1.0])),
-        float(random.choice([8, 16, 1_000])),
+        float(fine * random.choice([8, 16, 1_000])),
         int(random.choice([2, 100])),
         list(Anchor)[random.integers(0, 3)],
     )
@@ -223,14 +225,14 @@ def test_a_late_promise_is_not_made_later_and_forbids_nothing_else() -> None:
     assert not admissible(demand((0.3, 0.1, inf, 0)), late, supply()).any()
 
 
-def test_what_is_admitted_fits_the_memory_whatever_the_levels_round() -> None:
+def test_what_is_admitted_fits_the_memory_to_the_block() -> None:
     new = demand(*[(10, 0.01, inf, 0)] * 8, blocks=125)
     assert admissible(new, NOBODY, supply(blocks=1_000)).all()
     assert admissible(new, NOBODY, supply(blocks=999)).sum() == 7
     assert not admissible(new, NOBODY, supply(blocks=124)).any()
     assert not admissible(new, NOBODY, supply(blocks=-5)).any()
-    # Rounded up by less than a level, 10 of 1,000 blocks: at most one of ten is lost to it.
     tenths = demand(*[(10, 0.01, inf, 0)] * 10, blocks=101)
+    assert admissible(tenths, NOBODY, supply(blocks=1_010)).all()
     assert admissible(tenths, NOBODY, supply(blocks=1_009)).sum() == 9
 
 
