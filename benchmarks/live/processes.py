@@ -6,9 +6,7 @@ client in another session would wait for the processor beside busy servers.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
-import signal
 import subprocess
 import sys
 import threading
@@ -34,8 +32,15 @@ POLL_S = 0.1
 _END_LIMIT_S = 90.0
 """For `sluice serve`, which shuts down a Ray instance; the others end at once."""
 _LOG_TAIL = 600
-_ON_PARENTS_DEATH = 1
-"""``PR_SET_PDEATHSIG``, prctl(2)."""
+_WITH_PARENT = """
+import ctypes, os, signal, sys
+PR_SET_PDEATHSIG = 1
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+"""Runs a command, which the kernel ends with this process, however this one ends; see prctl(2). It
+is a program, not a function that Python calls between fork and exec: where Ray is in this process,
+the threads of gRPC can crash such a child."""
 
 
 class LeftOutError(RuntimeError):
@@ -67,7 +72,7 @@ def serving(
     """
     with log.open("wb") as output:
         server = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=output, preexec_fn=_end_with_parent()
+            _ending_with_parent(command), env=environment, stdout=output, stderr=output
         )
     try:
         asked = f"{url}{ready}" if isinstance(ready, str) else ready
@@ -77,13 +82,11 @@ def serving(
         _end(server)
 
 
-def _end_with_parent() -> Callable[[], object] | None:
-    """A function for a new process to call, after which the kernel ends it with this process,
-    however this one ends. Only on Linux."""
+def _ending_with_parent(command: Sequence[str | Path]) -> Sequence[str | Path]:
+    """The command so that it ends with this process; only on Linux."""
     if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None).prctl
-    return lambda: prctl(_ON_PARENTS_DEATH, signal.SIGTERM)
+        return command
+    return [sys.executable, "-c", _WITH_PARENT, *command]
 
 
 def _wait(

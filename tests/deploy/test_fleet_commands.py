@@ -211,10 +211,19 @@ def test_roles_are_told_where_there_are_any(application: Application) -> None:
     assert "no decode replica of m takes requests: others serve them whole" in told.stdout
 
 
+HEARING_CTRL_C = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""Runs a command. Tests that run in the background ignore Ctrl-C, and so would what they start."""
+
+
 def test_top_goes_on_in_a_terminal_until_ctrl_c(application: Application) -> None:
     ours, its = pty.openpty()
+    command = [Path(sys.executable).with_name("sluice"), "top", "--interval", "0.5"]
     process = subprocess.Popen(
-        [Path(sys.executable).with_name("sluice"), "top", "--interval", "0.5"],
+        [sys.executable, "-c", HEARING_CTRL_C, *command],
         env={
             **os.environ,
             "SLUICE_ADDRESS": f"http://127.0.0.1:{application.port}",
@@ -224,8 +233,6 @@ def test_top_goes_on_in_a_terminal_until_ctrl_c(application: Application) -> Non
         stdin=its,
         stdout=its,
         stderr=its,
-        # Who runs the tests in the background ignores Ctrl-C, and so would what they start.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     os.close(its)
     shown = b""
