@@ -39,7 +39,8 @@ LABELS = {
     *(*(reason.value for reason in Reason), "acme", UNNAMED, NO_CLASS, "ok", "cancelled"),
     *("client_error", "refused", "best-effort", "guaranteed", "router"),
     # Of tokens and of OpenTelemetry's conventions; the model's name is the served one.
-    *("prompt", "cached", "generated", "input", "output", "", "m", PROVIDER, *OPERATIONS.values()),
+    *("prompt", "cached", "generated", "first", "later", "input", "output", "", "m", PROVIDER),
+    *OPERATIONS.values(),
 }
 """All that a label may say here. None of it comes from a client."""
 
