@@ -60,6 +60,9 @@ IDLE: Final = (
 CUT_S: Final = 5.0
 """How long after a router's death its clients may still find connections broken, seconds."""
 
+CLOCK_S: Final = 1.0
+"""By how much the clocks of faults and of requests may differ, seconds: each starts apart."""
+
 GRACE_S: Final = 120.0
 _IDLE_S = 60.0
 _POLL_S = 0.5
@@ -363,7 +366,7 @@ def lost(outcomes: Iterable[Outcome], faults: Sequence[Fault]) -> list[Outcome]:
 
     def excused(each: Outcome) -> bool:
         ended_s = math.inf if each.ended_s is None else each.ended_s
-        return any(each.sent_s <= at_s + CUT_S and at_s <= ended_s for at_s in deaths)
+        return any(each.sent_s <= at_s + CUT_S and at_s <= ended_s + CLOCK_S for at_s in deaths)
 
     silent = (each for each in outcomes if each.end in (End.SILENT, End.CUT))
     return [each for each in silent if each.end is End.SILENT or not excused(each)]

@@ -68,12 +68,12 @@ REPLICA = Fault(100.0, ("kill", "replicas"))
 
 
 def test_a_cut_connection_is_lost_unless_who_held_it_was_killed() -> None:
-    under_way = outcome(End.CUT, 90.0, 100.5)
+    under_way = outcome(End.CUT, 90.0, 99.5)  # by a clock that started a little later
     just_after = outcome(End.CUT, 103.0, 103.5)
     for spared in (under_way, just_after):
         assert lost([spared], [ROUTER]) == []
         assert lost([spared], [REPLICA]) == lost([spared], []) == [spared]
-    for other in (outcome(End.CUT, 80.0, 99.0), outcome(End.CUT, 106.0, 110.0)):
+    for other in (outcome(End.CUT, 80.0, 98.5), outcome(End.CUT, 106.0, 110.0)):
         assert lost([other], [ROUTER]) == [other]
 
 
