@@ -62,7 +62,6 @@ def text(serving: System) -> str:
 
 
 def test_no_request_is_lost_whoever_dies_and_when(serving: System, text: str) -> None:
-    processes = {each["replica_id"]: replica(each["replica_id"]) for each in fresh(serving)}
     with only(serving, "prefill", "decode"), ThreadPoolExecutor(1) as threads:
 
         def asked() -> Future[Streamed]:
@@ -82,7 +81,7 @@ def test_no_request_is_lost_whoever_dies_and_when(serving: System, text: str) ->
             while busy is None:
                 answer = asked()
                 busy = wait_until_busy(serving, role, idle, answer.done)
-            processes[busy].kill()
+            replica(busy).kill()
             assert answer.result().text == text
 
         kill_at("prefill")
@@ -90,7 +89,7 @@ def test_no_request_is_lost_whoever_dies_and_when(serving: System, text: str) ->
 
         def kill_midway(events: int, replica_id: str) -> None:
             if events == 3:
-                processes[replica_id].kill()
+                replica(replica_id).kill()
 
         assert stream(serving, BODY, kill_midway).text == text
     wait_until(lambda: value(serving, "sluice_resumes_total") >= 1, "it is counted")
