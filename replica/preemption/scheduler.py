@@ -179,7 +179,10 @@ class PreemptiveScheduler(SloScheduler):
         if not views:
             return None
         queue = QueueView(views)
-        return self._due_s(queue, np.flatnonzero(~is_prefill(queue.table)), top)
+        decodes = np.flatnonzero(~is_prefill(queue.table))
+        if not len(decodes):
+            return None
+        return self._due_s(queue, decodes, self._decode_step(queue, decodes).predicted_s, top)
 
     def completed(self, task: Task, output: Any, timing: Timing) -> Any:
         """Take the result of a task; vLLM's outputs by client."""
@@ -230,8 +233,12 @@ class PreemptiveScheduler(SloScheduler):
         prefill = is_prefill(queue.table)
         decodes = np.flatnonzero(~prefill)
         waiting = np.flatnonzero(prefill)
-        if len(decodes) and self._decode_first(queue, decodes, top, len(waiting), now_s):
-            return _Chosen(self._decode_step(queue, decodes), False, False, now_s, False)
+        if len(decodes):
+            step = self._decode_step(queue, decodes)
+            next_s = self._due_s(queue, decodes, step.predicted_s, top)
+            alone = top is None and not len(waiting)
+            if alone or (next_s is not None and now_s >= next_s):
+                return _Chosen(step, False, False, now_s, False)
         if top is None and len(waiting):
             oldest = int(waiting[np.argmin(queue.table[waiting, ARRIVAL])])
             if (turn := self._aged_chunk(queue, oldest, now_s)) is not None:
@@ -278,18 +285,11 @@ class PreemptiveScheduler(SloScheduler):
         arrival_s = float(queue.table[oldest, ARRIVAL])
         return plan if self._aged.has_turn(arrival_s, plan.predicted_s, now_s) else None
 
-    def _decode_first(
-        self, queue: QueueView, decodes: Any, top: Task | None, waiting: int, now_s: float
-    ) -> bool:
-        """Whether decodes come before prefills: one of them is due, or no prefill competes."""
-        if top is None and waiting == 0:
-            return True
-        due_s = self._due_s(queue, decodes, top)
-        return due_s is not None and now_s >= due_s
-
-    def _due_s(self, queue: QueueView, decodes: Any, top: Task | None) -> float | None:
-        """When a step of all ``decodes`` has to begin, so that each has its next token a TPOT after
-        its last one; inside ``top``, of those that may stop it.
+    def _due_s(
+        self, queue: QueueView, decodes: Any, step_s: float, top: Task | None
+    ) -> float | None:
+        """When a step of all ``decodes``, which takes ``step_s``, has to begin, so that each has
+        its next token a TPOT after its last one; inside ``top``, of those that may stop it.
 
         A TPOT that is not stated, or shorter than the step, counts as ``decode_gap_s``: no step
         would hold it, and prefills would starve.
@@ -300,7 +300,6 @@ class PreemptiveScheduler(SloScheduler):
             timed &= table[:, BEST_EFFORT] == 0
         if not timed.any():
             return None
-        step_s = self._decode_step(queue, decodes).predicted_s
         gaps_s = table[timed, TPOT] - step_s
         gaps_s[~((gaps_s > 0) & (gaps_s < inf))] = self.settings.decode_gap_s
         return float((table[timed, LAST_TOKEN] + gaps_s).min())

@@ -322,17 +322,18 @@ class RouterMetrics:
         if outcome in (Outcome.CANCELLED, Outcome.CLIENT_ERROR):
             return
         worth = (slo.service_class, str(slo.priority))
-        self._count_gain(self._gain, worth, clock.first_gain, clock.gain)
-        self._count_gain(self._ideal_gain, worth, clock.first_ideal_gain, clock.ideal_gain)
+        earned = clock.earned
+        self._count_gain(self._gain, worth, earned.first, earned.later)
+        self._count_gain(self._ideal_gain, worth, earned.first_ideal, earned.later_ideal)
         if slo.stated:
             self._slo_requests(*worth).inc()
             if outcome is Outcome.OK and clock.attained(now_s):
                 self._attained(*worth).inc()
 
     def _count_gain(
-        self, counter: Callable[..., Counter], worth: tuple[str, str], first: float, total: float
+        self, counter: Callable[..., Counter], worth: tuple[str, str], first: float, later: float
     ) -> None:
-        later, weight = total - first, self._first_weights.get(worth[0])
+        weight = self._first_weights.get(worth[0])
         if weight is not None:
             first, later = 0.0, later + weight * first
         counter(*worth, "first").inc(first)

@@ -92,13 +92,11 @@ class Batch(NamedTuple):
     Attributes:
         members: request and tokens of each prefill, the head first.
         due_s: the head's deadline.
-        feasible: whether the head can still meet it.
         best_effort: its prefills have no guarantee.
     """
 
     members: tuple[tuple[str, int], ...]
     due_s: float
-    feasible: bool
     best_effort: bool
 
 
@@ -149,13 +147,13 @@ def decide(
         return None
     chunk = min(options.small_chunk if full else options.chunk, options.most)
     if head.tokens > chunk:
-        return Batch(((head.request_id, chunk),), head.due_s, not first.late, head.best_effort)
+        return Batch(((head.request_id, chunk),), head.due_s, head.best_effort)
     if first.late:
         joined = _late_together(ranked, chunk)
     else:
         joined = _joined(ranked, now_s, together_s, min(options.together, options.most))
     members = tuple([(each.request_id, each.tokens) for each in joined])
-    return Batch(members, head.due_s, not first.late, head.best_effort)
+    return Batch(members, head.due_s, head.best_effort)
 
 
 def _preempts(first: Rank, top: Rank) -> bool:

@@ -228,14 +228,25 @@ class GainWeights:
     later: float = 1.0
 
 
+@dataclass(slots=True)
+class EarnedGain:
+    """Gain of the first and of the later tokens that have left (ProServe Eq. 3).
+
+    Attributes:
+        first, later: of those that were in time.
+        first_ideal, later_ideal: had every one been in time.
+    """
+
+    first: float = 0.0
+    later: float = 0.0
+    first_ideal: float = 0.0
+    later_ideal: float = 0.0
+
+
 class TokenClock:
     """Follows one request's emissions against its objective: TTFT, TPOT, gain and attainment.
 
     ``O(1)`` per token and per request in memory. Feed it with :meth:`emit` as tokens leave.
-
-    Attributes:
-        gain, ideal_gain: earned so far, and had every token been in time (ProServe Eq. 3).
-        first_gain, first_ideal_gain: the part of first tokens in them.
     """
 
     __slots__ = (
@@ -243,10 +254,7 @@ class TokenClock:
         "_meter",
         "_weights",
         "arrival_s",
-        "first_gain",
-        "first_ideal_gain",
-        "gain",
-        "ideal_gain",
+        "earned",
         "slo",
     )
 
@@ -256,11 +264,11 @@ class TokenClock:
         arrival_s: float,
         weights: GainWeights | None = None,
         anchor: Anchor = Anchor.ENVELOPE,
+        earned: EarnedGain | None = None,
     ) -> None:
         self.slo = slo
         self.arrival_s = arrival_s
-        self.gain = self.first_gain = 0.0
-        self.ideal_gain = self.first_ideal_gain = 0.0
+        self.earned = earned or EarnedGain()
         self._weights = weights or GainWeights()
         self._anchor = anchor
         self._meter = TPOTMeter(slo.tpot_anchor)
@@ -279,17 +287,32 @@ class TokenClock:
             last_s += (tokens - 1) * self.slo.tpot_s
         self._meter.emit(tokens, now_s)
         for token in range(before + 1, self.tokens + 1):
-            weight = self._weights.first if token == 1 else self._weights.later
-            weight *= self.slo.priority
-            self.ideal_gain += weight
             due_s = self.slo.deadline_s(
                 token, self.arrival_s, self.first_token_s, self._anchor, last_s
             )
-            if now_s < due_s:
-                self.gain += weight
-            if token == 1:
-                self.first_gain, self.first_ideal_gain = self.gain, self.ideal_gain
+            self._earn(token == 1, now_s < due_s)
             last_s = now_s if last_s is None else last_s
+
+    def _earn(self, first: bool, in_time: bool) -> None:
+        earned, priority = self.earned, self.slo.priority
+        if first:
+            weight = self._weights.first * priority
+            earned.first_ideal += weight
+            earned.first += weight if in_time else 0.0
+        else:
+            weight = self._weights.later * priority
+            earned.later_ideal += weight
+            earned.later += weight if in_time else 0.0
+
+    @property
+    def gain(self) -> float:
+        """Of all tokens so far."""
+        return self.earned.first + self.earned.later
+
+    @property
+    def ideal_gain(self) -> float:
+        """The same had every token been in time."""
+        return self.earned.first_ideal + self.earned.later_ideal
 
     @property
     def tokens(self) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from sluice.scheduling.request.objective import OBJECTIVES, SLO, Times, TokenClock
 
-_GAINS = ("gain", "ideal_gain", "first_gain", "first_ideal_gain")
-
 
 def clock_of(slo: SLO, arrival_s: float) -> TokenClock:
     """What follows a request with this objective."""
@@ -24,16 +22,15 @@ class StageClock(TokenClock):
         stage: number of the stage that the next token is of.
     """
 
-    __slots__ = ("_before", "_missed", "_open", "_reasoned", "_worst", "stage")
+    __slots__ = ("_missed", "_open", "_reasoned", "_worst", "stage")
 
     def __init__(self, slo: SLO, arrival_s: float) -> None:
         super().__init__(slo, arrival_s)
         self.stage = 0
-        self._open = TokenClock(slo.of_stage(0), arrival_s)
+        self._open = TokenClock(slo.of_stage(0), arrival_s, earned=self.earned)
         self._reasoned = False
-        # Of the stages that are over: their gains, what was missed, and by objective the largest
-        # part of its time that a stage took.
-        self._before = self._gains
+        # Of the stages that are over: what was missed, and by objective the largest part of its
+        # time that a stage took.
         self._missed: set[str] = set()
         self._worst = [0.0] * len(OBJECTIVES)
 
@@ -55,8 +52,6 @@ class StageClock(TokenClock):
             left = self._left
             part = tokens if left is None else min(tokens, left)
             self._open.emit(part, now_s)
-            for name, before in zip(_GAINS, self._before, strict=True):
-                setattr(self, name, before + getattr(self._open, name))
             tokens -= part
             if part == left:
                 self._next()
@@ -83,10 +78,6 @@ class StageClock(TokenClock):
         return None if self.ttft_s is None else ttft_s, tpot_s or None, e2e_s
 
     @property
-    def _gains(self) -> tuple[float, ...]:
-        return tuple([getattr(self, name) for name in _GAINS])
-
-    @property
     def _left(self) -> int | None:
         """Tokens until the open stage ends; ``None``: it is not known."""
         stages = self.slo.stages
@@ -100,11 +91,11 @@ class StageClock(TokenClock):
     def _next(self) -> None:
         ended = self._open
         assert ended.last_token_s is not None
-        self._before = self._gains
         self._missed.update(ended.missed(ended.last_token_s))
         self._worst = _worse(self._worst, ended, ended.last_token_s)
         self.stage += 1
-        self._open = TokenClock(self.slo.of_stage(self.stage), ended.last_token_s)
+        stage = self.slo.of_stage(self.stage)
+        self._open = TokenClock(stage, ended.last_token_s, earned=self.earned)
 
 
 def _worse(worst: list[float], clock: TokenClock, finished_s: float) -> list[float]:
