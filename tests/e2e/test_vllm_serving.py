@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,11 @@ from sluice.replica.vllm.local_model import local_model
 from sluice.router.config import RouterConfig
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.workload import Arrival, Workload
+from tests import injuries
+from tests.e2e.best_effort_stream import BLOCKS, check_best_effort
 from tests.e2e.conftest import ASKING, PATIENT, System, system, wait_until
-from tests.e2e.poisoned import check_poison
+from tests.e2e.poisoned import ask, check_poison, conditions
+from tests.e2e.urgent import BATCH_TOKENS, check_urgent
 from tests.known_profile import known_profile
 from tests.test_docs import documented_metrics
 
@@ -42,7 +46,12 @@ _PROMPTS = (
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+def batch_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("batches")
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory, batch_log: Path) -> Iterator[System]:
     # Besides the usual classes, one that can be promised and two that no engine can hold.
     classes = {name: entry.model_dump() for name, entry in RouterConfig().classes.items()} | {
         "easy": {"ttft_ms": 60_000, "tpot_ms": 1_000, "priority": 2},
@@ -55,7 +64,13 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         "engine": {
             "policy": "slidebatching",
             "latency_profile": str(known_profile(tmp_path_factory.mktemp("profile"))),
-            "vllm_args": {"max-model-len": 4096},
+            "batch_log": str(batch_log),
+            "vllm_args": {
+                "max-model-len": 4096,
+                "max-num-batched-tokens": BATCH_TOKENS,
+                "num-gpu-blocks-override": BLOCKS,
+                "block-size": 32,
+            },
         },
         "router": {**ASKING, "classes": classes},
     }
@@ -350,6 +365,33 @@ def test_a_grammar_that_would_stop_engines_is_refused_before_they_see_it(serving
     check_poison(serving)
 
 
+def test_structured_output_is_not_tried_again_after_a_hang(serving: System) -> None:
+    wanted = {"structured_outputs": {"regex": "[a-z]{1500}"}}
+
+    def busy() -> list[str]:
+        rows = serving.snapshot()["replicas"]
+        return [row["replica_id"] for row in rows if row["running"]]
+
+    found: list[str] = []
+    wait_until(lambda: not busy(), "earlier requests have ended")
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(ask, serving, 0, max_tokens=1500, extra_body=wanted)
+        wait_until(lambda: bool(found.extend(busy()) or found), "an engine has it", every_s=0.02)
+        with injuries.replica(found[0]).engine().frozen():
+            with pytest.raises(openai.InternalServerError) as error:
+                asked.result()
+            assert error.value.code == "request_suspected"
+            assert error.value.response.headers["x-should-retry"] == "false"
+            assert ask(serving, 1).usage.completion_tokens == 4
+
+    def both_serve() -> bool:
+        # A replica leaves quarantine by a request that it answers.
+        ask(serving, 2)
+        return conditions(serving) == ["fresh"] * 2
+
+    wait_until(both_serve, "both serve again", every_s=0.2)
+
+
 def test_requests_go_on_while_the_controller_is_dead(serving: System) -> None:
     before = serving.snapshot()
     pid = ray.get(serving.controller().__ray_call__.remote(lambda _: os.getpid()), timeout=120)
@@ -445,3 +487,13 @@ def test_a_stopped_replica_loses_nothing(serving: System) -> None:
 
     assert asyncio.run(load()) == [(120, True)] * 24
     wait_until(lambda: len(serving.snapshot()["replicas"]) == 1, "one replica left")
+
+
+def test_an_urgent_request_passes_long_prefills_at_one_replica(
+    serving: System, batch_log: Path
+) -> None:
+    check_urgent(serving, batch_log)
+
+
+def test_a_best_effort_stream_survives_promised_work_at_one_replica(serving: System) -> None:
+    check_best_effort(serving)

@@ -1,0 +1,82 @@
+"""One objective from the wire to the engine's next batch: an urgent request behind long prefills,
+at an application of one vLLM replica with a log of batches.
+
+Judged by that log, by order and tokens, so the machine's speed is no part of it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.e2e.conftest import System, wait_until
+
+BATCH_TOKENS = 512
+"""Of the engine."""
+
+_LONG = 5
+_LONG_TEXT = "the of and to in a is that for it as was with be by on not he this are " * 75
+Batch = dict[str, Any]
+
+
+def check_urgent(serving: System, log: Path) -> None:
+    """It passes most of the prefill work that came before it, and leads its first batch.
+
+    Args:
+        log: folder of the replica's batch log.
+    """
+    urgent, long = _run_load(serving)
+    logs = [path.read_text().splitlines() for path in log.glob("*.jsonl")]
+    (lines,) = [lines for lines in logs if any(urgent in line for line in lines)]
+    batches: list[Batch] = [json.loads(line) for line in lines]
+    first = next(n for n, batch in enumerate(batches) if urgent in _tokens(batch))
+    long_before = _sum_tokens(batches[:first], long)
+    long_after = _sum_tokens(batches[first:], long)
+    assert all(sum(_tokens(batch).values()) <= BATCH_TOKENS for batch in batches)
+    # First come, first served would have it wait until less than a batch of them is left.
+    assert long_after > long_before, "it passed most of the prefill work that came before it"
+    assert batches[first]["plan"][0][0] == urgent, "and leads the first batch that it is in"
+
+
+def _run_load(serving: System) -> tuple[str, set[str]]:
+    """Send long prefills without an objective, then an urgent request; its id, and theirs."""
+    long_body = {"model": "local", "max_tokens": 1, "slo": {"class": "batch"}}
+    urgent_body = {
+        "model": "local",
+        "prompt": "one two three",
+        "max_tokens": 2,
+        "slo": {"ttft_ms": 1000, "tpot_ms": 200, "priority": 10},
+    }
+
+    def send_long(number: int) -> None:
+        # Each starts differently, so that none finds another's prefix in the cache.
+        body = {**long_body, "prompt": f"{number} {_LONG_TEXT}"}
+        answer = httpx.post(f"{serving.url}/v1/completions", json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        ids.add(answer.headers["x-sluice-request-id"])
+
+    ids: set[str] = set()
+    threads = [threading.Thread(target=send_long, args=(n,)) for n in range(_LONG)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: serving.live() == _LONG, "all long prefills are in the engine")
+    answer = httpx.post(f"{serving.url}/v1/completions", json=urgent_body, timeout=120)
+    for thread in threads:
+        thread.join()
+    assert answer.status_code == 200, answer.text
+    return answer.headers["x-sluice-request-id"], ids
+
+
+def _tokens(batch: Batch) -> dict[str, int]:
+    return {name: tokens for name, tokens, _ in batch["ran"]}
+
+
+def _sum_tokens(batches: list[Batch], ids: set[str]) -> int:
+    """Tokens of these requests that these batches ran."""
+    return sum(
+        tokens for batch in batches for name, tokens in _tokens(batch).items() if name in ids
+    )
