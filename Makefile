@@ -9,7 +9,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 # `LOCKED=1` installs the versions in deploy/requirements/ and checks their hashes, as images and CI do.
 LOCKED ?=
 
-.PHONY: serve test check format docs lock audit clean
+.PHONY: serve test test-release check format docs lock audit clean
 
 serve: $(VENV)/.installed
 	$(BIN)/sluice serve $(ARGS)
@@ -19,6 +19,11 @@ TEST_PROCESSES ?= 2
 
 test: $(VENV)/.installed-test
 	$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder $(ARGS)
+
+# What `make test` leaves out: systems of their own for rare cases, and every fault under load.
+test-release: $(VENV)/.installed-test
+	$(BIN)/pytest -m release $(ARGS)
+	$(BIN)/python -m tests.faults --quick
 
 check: $(VENV)/.installed-test
 	$(BIN)/ruff check .

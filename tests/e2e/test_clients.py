@@ -23,6 +23,7 @@ from sluice.replica.config import EngineConfig
 from sluice.replica.vllm.local_model import local_model
 from tests.documents import ROOT, marked
 from tests.e2e.conftest import ASKING, PATIENT, System, system, wait_until
+from tests.known_profile import known_profile
 from tests.lora_adapter import write_adapter
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
@@ -56,12 +57,14 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         "max-lora-rank": 8,
         "lora-modules": [{"name": "local-tuned", "path": str(adapter)}],
     }
+    profile = str(known_profile(tmp_path_factory.mktemp("profile")))
+    engine = {"latency_profile": profile, "grammar_check_s": 0}
     fields = {
         "controller": PATIENT,
         "replica": {"count": 1},
         "models": {
-            "local": {"engine": {"profile_budget_s": 2, "vllm_args": chat}},
-            "embedder": {"engine": {"vllm_args": {**_LENGTH, "runner": "pooling"}}},
+            "local": {"engine": {**engine, "vllm_args": chat}},
+            "embedder": {"engine": {**engine, "vllm_args": {**_LENGTH, "runner": "pooling"}}},
         },
     }
     fields["router"] = {

@@ -139,39 +139,3 @@ def test_decode_dies_before_a_first_token_and_in_mid_stream(
     assert midway.served_by(serving) == ("decode", "prefill")
     assert midway.text == whole(serving, "midway", by="prefill")
     assert started[0].result().text == whole(serving, "begun", by="prefill")
-
-
-def test_prefill_dies_while_it_prefills_and_before_kv_is_fetched(
-    serving: System, pair: dict[str, Process], asked: Any
-) -> None:
-    for number in range(10):
-        pair["decode"].engine().freeze()
-        kept = asked(f"kept {number}")
-        wait_until(lambda: at(serving, "decode") == 1, "its prompt is computed")
-        # An engine that stands still is never done with a prompt.
-        pair["prefill"].engine().freeze()
-        prefilling = asked(f"prefilling {number}")
-        wait_until(
-            lambda: (
-                at(serving, "prefill") == 1
-                or at(serving, "decode") == 2
-                or len(fresh(serving)) < len(PAIR)
-            ),
-            "it is somewhere",
-            show=serving.snapshot,
-        )
-        if (at(serving, "prefill"), at(serving, "decode")) == (1, 1):
-            break
-        # A replica whose reports are late is asked for nothing: once more.
-        for each in pair.values():
-            each.engine().thaw()
-        assert kept.result().text and prefilling.result().text
-        wait_until(lambda: roles(serving) == PAIR, "both serve")
-    else:
-        pytest.fail("the prefill replica was never asked")
-    pair["prefill"].kill()
-    pair["decode"].engine().thaw()
-    assert kept.result().served_by(serving)[0] == "decode"
-    assert kept.result().text == whole(serving, f"kept {number}", by="decode")
-    assert prefilling.result().text == whole(serving, f"prefilling {number}", by="decode")
-    wait_until(lambda: value(serving, "sluice_kv_transfer_failures_total") >= 1, "it is counted")

@@ -20,7 +20,7 @@ from sluice.router.batches.store import NAME
 from tests.e2e.command import ServeCommand
 from tests.e2e.conftest import wait_until
 
-pytestmark = [pytest.mark.ray, pytest.mark.own_ray]
+pytestmark = [pytest.mark.ray, pytest.mark.own_ray, pytest.mark.release]
 
 LINES = 96
 SLOW_STEP_S = 0.5

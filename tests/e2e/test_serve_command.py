@@ -153,6 +153,7 @@ def test_the_end_of_ray_ends_all_of_it_in_one_line(tmp_path: Path) -> None:
         assert it.out == shown
 
 
+@pytest.mark.release
 def test_ctrl_c_ends_all_of_it(tmp_path: Path) -> None:
     with serving(tmp_path) as it:
         token = _token(it)

@@ -203,6 +203,7 @@ def test_another_number_of_replicas_is_reached_without_touching_the_others(
     deployed.wait(lambda: configured(deployed) == {2}, "both have")
 
 
+@pytest.mark.release
 def test_a_second_application_leaves_the_first_as_it_is(deployed: Cluster) -> None:
     before = set(serving(deployed))
     words = ("--name", "other", "--route-prefix", "/other", "--timeout", f"{START_S}")

@@ -11,7 +11,7 @@ from sluice.deploy.local import StartError, start_serve
 from sluice.deploy.ray_settings import free_port
 from tests.own_ray import own_ray
 
-pytestmark = [pytest.mark.ray, pytest.mark.own_ray]
+pytestmark = [pytest.mark.ray, pytest.mark.own_ray, pytest.mark.release]
 
 
 def test_serve_is_started_again_while_a_port_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
@@ -497,3 +498,20 @@ def test_an_urgent_request_passes_long_prefills_at_one_replica(
 
 def test_a_best_effort_stream_survives_promised_work_at_one_replica(serving: System) -> None:
     check_best_effort(serving)
+
+
+def test_a_frozen_engine_ends_with_its_replica(serving: System) -> None:
+    """The last test: its replica is gone."""
+    (row,) = serving.snapshot()["replicas"]
+    parent = psutil.Process(injuries.replica(row["replica_id"]).pid)
+    engines = [each for each in parent.children(recursive=True) if "VLLM" in each.name()]
+    assert engines
+    for each in engines:
+        each.suspend()
+    parent.kill()
+    ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+    def all_ended() -> bool:
+        return all(not each.is_running() or each.status() in ended for each in engines)
+
+    wait_until(all_ended, "the engines have ended")

@@ -108,6 +108,7 @@ SCENARIOS = (
         CLOCK,
         clock_jumps,
         longer_s=8.0,
+        quick=False,
         missing=lambda: "" if library() and shutil.which("cc") else _MISSING,
     ),
 )

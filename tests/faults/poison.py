@@ -92,7 +92,7 @@ SCENARIOS = tuple(
         may_fail=True,
         may_refuse=True,
         longer_s=10.0,
-        quick=replicas == 2,
+        quick=False,
     )
     for replicas in (2, 3)
 )

@@ -100,6 +100,7 @@ def test_who_has_a_key_is_served(client: httpx.Client) -> None:
         assert set(answers.values()) <= {401, 403}, path
 
 
+@pytest.mark.release
 def test_a_node_taken_out_of_service_hands_over_first(
     cluster: Cluster, client: httpx.Client
 ) -> None:
