@@ -40,6 +40,11 @@ def number_option(
     return click.option(*names, default=default, type=kind, help=words or None, **more)
 
 
+def choices_option(*names: str, of: Iterable[str], words: str) -> Option[Any]:
+    """A repeatable option that takes names ``of`` these; ``words`` are its help."""
+    return click.option(*names, multiple=True, type=click.Choice(sorted(of)), help=words)
+
+
 seed = number_option("--seed", default=1, least=0, most=2**31, words="Of everything that is drawn.")
 """The option ``--seed``."""
 

@@ -12,8 +12,8 @@ The exit status is 1 if an answer was lost, or if the goodput with retries is be
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
+from itertools import product
 from math import sqrt
 from statistics import fmean, stdev
 from typing import Final
@@ -22,11 +22,11 @@ import click
 import numpy as np
 from rich.console import Console
 
-from sluice.benchmarks.live.application import SIMULATED, application, simulated
-from sluice.benchmarks.live.client import End, Outcome, replay
+from sluice.benchmarks.live.application import application, simulated
+from sluice.benchmarks.live.client import End, Outcome
 from sluice.benchmarks.live.loads import LIGHT_ENGINE
 from sluice.benchmarks.live.report import Json, quantiles, table
-from sluice.benchmarks.live.resources import Meter, Usage, held
+from sluice.benchmarks.live.resources import Usage, held
 from sluice.benchmarks.options import as_json, number_option, seed, show
 from sluice.router.config import ServiceClass
 from sluice.scheduling.request.objective import SLO
@@ -37,6 +37,8 @@ CLASS: Final = ServiceClass(ttft_ms=1_500, tpot_ms=150, priority=2, when_unattai
 
 RATE: Final = 3.6
 """About the rate that one engine can guarantee, requests a second: 1x."""
+
+REPLICAS: Final = 2
 
 PATIENCE_S: Final = 5.0
 """A client that retries at once gives up after this time, seconds."""
@@ -55,16 +57,10 @@ _SETTINGS: Final = {"none": 0.0, "at once": PATIENCE_S}
 @number_option("--seconds", default=30.0, least=6, most=3_600)
 @number_option("--rounds", default=4, least=1, most=100)
 @number_option("--load", "loads", default=(3.0, 10.0), least=0.1, most=100, multiple=True)
-@number_option("--replicas", default=2, least=1, most=64)
 @seed
 @as_json
 def overload(
-    seconds: float,
-    rounds: int,
-    loads: tuple[float, ...],
-    replicas: int,
-    seed: int,
-    as_json: bool,
+    seconds: float, rounds: int, loads: tuple[float, ...], seed: int, as_json: bool
 ) -> None:
     """Overload real clusters, by clients that retry at once and by clients that do not.
 
@@ -76,20 +72,22 @@ def overload(
     """
     say = Console(stderr=True).print
     name = SLO_OF.service_class
-    config = simulated(LIGHT_ENGINE, replicas, {name: CLASS}, {"default_class": name})
+    config = simulated(LIGHT_ENGINE, REPLICAS, {name: CLASS}, {"default_class": name})
+    rate = RATE * REPLICAS
     runs: list[Json] = []
     with application(config) as running:
-        url = running.completions
         # Of the heaviest kind, so that memory that grows once in a storm has grown.
-        _run(url, window(make_load(10 * RATE * replicas, 60.0, seed), 0.0, WARM_UP_S), PATIENCE_S)
-        for turn in range(rounds):
-            for load in loads:
-                workload = make_load(load * RATE * replicas, seconds, seed + turn)
-                for retries in list(_SETTINGS)[:: -1 if turn % 2 else 1]:
-                    outcomes, usage, memory = _run(url, workload, _SETTINGS[retries])
-                    row = figures(outcomes, usage, memory, seconds)
-                    say(f"{load:g}x, retries {retries}: {row['goodput']:.2f}/s in time")
-                    runs.append({"load": load, "retries": retries, "round": turn, **row})
+        storm = window(make_load(10 * rate, 60.0, seed), 0.0, WARM_UP_S)
+        running.send(storm, patience_s=PATIENCE_S)
+        for turn, load in product(range(rounds), loads):
+            workload = make_load(load * rate, seconds, seed + turn)
+            for retries in list(_SETTINGS)[:: -1 if turn % 2 else 1]:
+                before = held()
+                outcomes, usage = running.send_metered(workload, patience_s=_SETTINGS[retries])
+                memory = {kind: [before.get(kind, 0.0), now] for kind, now in held().items()}
+                row = figures(outcomes, usage, memory, seconds)
+                say(f"{load:g}x, retries {retries}: {row['goodput']:.2f}/s in time")
+                runs.append({"load": load, "retries": retries, "round": turn, **row})
     rows = summary(runs)
     cell = ("load", "retries")
     served = ("sent", "goodput", "ratio", "error", "kept", "lost", "failed")
@@ -118,19 +116,6 @@ def make_load(rate: float, seconds: float, seed: int) -> Workload:
             for time_s, prompt, output in zip(times, prompts, outputs, strict=True)
         ),
     )
-
-
-def _run(
-    url: str, workload: Workload, patience_s: float
-) -> tuple[list[Outcome], Usage, dict[str, list[float]]]:
-    """The outcomes, the usage, and the memory before and after, MiB, by kind of process."""
-    before = held()
-    meter = Meter()
-    outcomes = asyncio.run(
-        replay(url, SIMULATED, workload, on_sent=meter.stop, patience_s=patience_s)
-    )
-    after = held()
-    return outcomes, meter.usage, {kind: [before.get(kind, 0.0), after[kind]] for kind in after}
 
 
 def figures(
@@ -177,30 +162,22 @@ def summary(runs: Sequence[Json]) -> list[Json]:
         groups.setdefault((run["load"], run["retries"]), []).append(run)
     rows = []
     for (load, retries), own in groups.items():
-        ratio, error = _ratio(own, groups[load, "none"])
-        counts = ("sent", "answered", "attained", "refusals", "lost", "failed")
-        sums = {name: sum(run[name] for run in own) for name in counts}
+        row: Json = {"load": load, "retries": retries, "rounds": len(own)}
+        for name in ("sent", "answered", "attained", "refusals", "lost", "failed"):
+            row[name] = sum(run[name] for run in own)
+        for name in ("goodput", "busy"):
+            row[name] = round(fmean(run[name] for run in own), 3)
+        row["ratio"], row["error"] = _ratio(own, groups[load, "none"])
+        row["kept"] = round(row["attained"] / max(1, row["answered"]), 4)
+        row["late_ms"] = max(run["late_ms"] for run in own)
+        row["refusal_ms"] = np.mean([run["refusal_ms"] for run in own], axis=0).round(1).tolist()
+        row["cores"] = {
+            kind: round(fmean(run["cores"].get(kind, 0.0) for run in own), 3)
+            for kind in own[0]["cores"]
+        }
         first, last = own[0]["memory_mib"], own[-1]["memory_mib"]
-        rows.append(
-            {
-                "load": load,
-                "retries": retries,
-                "rounds": len(own),
-                **sums,
-                "goodput": round(fmean(run["goodput"] for run in own), 3),
-                "ratio": ratio,
-                "error": error,
-                "kept": round(sums["attained"] / max(1, sums["answered"]), 4),
-                "refusal_ms": np.mean([run["refusal_ms"] for run in own], axis=0).round(1).tolist(),
-                "late_ms": max(run["late_ms"] for run in own),
-                "busy": round(fmean(run["busy"] for run in own), 3),
-                "cores": {
-                    kind: round(fmean(run["cores"].get(kind, 0.0) for run in own), 3)
-                    for kind in own[0]["cores"]
-                },
-                "memory_mib": {kind: [first.get(kind, [0.0])[0], last[kind][1]] for kind in last},
-            }
-        )
+        row["memory_mib"] = {kind: [first.get(kind, [0.0])[0], last[kind][1]] for kind in last}
+        rows.append(row)
     return rows
 
 

@@ -10,7 +10,6 @@ The exit status is 1 if an answer was lost: neither complete nor ended by an err
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace as changed
 from pathlib import Path
@@ -21,9 +20,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from sluice.benchmarks.live.application import SIMULATED, application, metrics, simulated
+from sluice.benchmarks.live.application import application, metrics, simulated
 from sluice.benchmarks.live.client import End, Outcome
-from sluice.benchmarks.live.client import replay as replay_workload
 from sluice.benchmarks.live.loads import CLASSES, ENGINE, SHARES, objectives
 from sluice.benchmarks.live.processes import in_own_process
 from sluice.benchmarks.live.report import (
@@ -35,7 +33,7 @@ from sluice.benchmarks.live.report import (
     reasons,
     table,
 )
-from sluice.benchmarks.live.resources import Meter, Usage
+from sluice.benchmarks.live.resources import Usage
 from sluice.benchmarks.options import as_json, number_option, seed, show
 from sluice.controller.config import NO_ADMISSION
 from sluice.deploy.config import SluiceConfig
@@ -110,19 +108,16 @@ def config(controller: dict[str, Any], replicas: int, routers: int) -> SluiceCon
 def _measure(config: SluiceConfig, workload: Workload) -> Json:
     """Serve ``config``, replay the workload's first seconds to warm up, and then all of it."""
     with application(config) as served:
-        url = served.completions
-        asyncio.run(replay_workload(url, SIMULATED, window(workload, 0.0, _WARM_UP_S)))
+        served.send(window(workload, 0.0, _WARM_UP_S))
         before = metrics(served.url)
-        meter = Meter()
-        outcomes = asyncio.run(replay_workload(url, SIMULATED, workload, on_sent=meter.stop))
+        outcomes, usage = served.send_metered(workload)
         after = metrics(served.url)
     seconds, steps = (
         after.get(f"{_STEP_RATIO}_{part}", 0.0) - before.get(f"{_STEP_RATIO}_{part}", 0.0)
         for part in ("sum", "count")
     )
-    result = summary(outcomes, meter.usage, seconds / max(1.0, steps))
-    controller = config.controller
-    return {"policy": controller.policy, "admission": controller.admission, **result}
+    policies = config.controller.model_dump(include={"policy", "admission"})
+    return {**policies, **summary(outcomes, usage, seconds / max(1.0, steps))}
 
 
 # The load.
