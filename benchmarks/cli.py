@@ -20,7 +20,6 @@ from sluice.benchmarks.live.preemption import preemption
 from sluice.benchmarks.live.promises import with_real
 from sluice.benchmarks.live.replay import replay
 from sluice.benchmarks.live.soak import soak
-from sluice.benchmarks.live.speculation import speculation
 from sluice.benchmarks.micro.decision import decision
 from sluice.benchmarks.micro.planning import planning
 from sluice.benchmarks.options import as_json, number_option
@@ -51,7 +50,7 @@ def list_experiments() -> None:
     print_table(table)
 
 
-for _command in (planning, decision, gateway, overload, preemption, replay, soak, speculation):
+for _command in (planning, decision, gateway, overload, preemption, replay, soak):
     bench.add_command(_command)
 
 
