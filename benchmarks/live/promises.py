@@ -26,12 +26,14 @@ import time
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple
 
 import click
+import numpy as np
 import psutil
 from rich.table import Table
 
@@ -50,6 +52,7 @@ from sluice.benchmarks.live.report import (
     GUARANTEED,
     interval,
     milliseconds,
+    of_class,
     quantiles,
     share,
     table,
@@ -125,11 +128,25 @@ class _Load(NamedTuple):
     seeds: Sequence[int]
 
 
+class Run(NamedTuple):
+    """One run: its labels, how long its arrivals lasted, seconds, its outcomes, the routers' count
+    of its guarantees by outcome, and the cores that processes of others used meanwhile."""
+
+    system: str
+    machine: str
+    load: float
+    seed: int
+    seconds: float
+    outcomes: Sequence[Outcome]
+    by_router: Counter[str]
+    others_cores: float
+
+
 def measure(engines: int, seconds: float, seeds: Sequence[int], as_json: bool) -> None:
     """Serve, run every load under each system, and show the results. Load 1 is the throughput of
     the first system."""
     capacities: dict[str, float] = {}
-    runs: list[Json] = []
+    runs: list[Run] = []
     rate = None
     for system in CONTROLLERS:
         load = _Load(engines, rate, seconds, seeds)
@@ -138,13 +155,17 @@ def measure(engines: int, seconds: float, seeds: Sequence[int], as_json: bool) -
         runs += found_runs
         if stopped:
             break
-    found = {"load_1": rate, "capacities": capacities, "cells": cells(runs), "runs": runs}
+    every = [{**dict(zip(LABELS, run, strict=False)), **figures([run])} for run in runs]
+    found = {"load_1": rate, "capacities": capacities, "cells": cells(runs), "runs": every}
     show(found, tables(cells(runs), rate or 0.0), as_json)
 
 
-def _measure(system: str, load: _Load) -> tuple[float, list[Json], bool]:
-    """Serve with the controller of a system and run every load: its capacity, the runs, and whether
-    they were stopped early."""
+def _measure(system: str, load: _Load) -> tuple[float, list[Run], bool]:
+    """Serve with the controller of a system and run every load, those on a quiet machine first:
+    what is learned on a busy machine persists for a while. Returns the capacity, the runs, and
+    whether they were stopped early."""
+    runs: list[Run] = []
+    disturbed = PAUSES if load.engines else BUSY
     with TemporaryDirectory() as folder:
         config = make_config(system, load.engines, load.seconds, Path(folder))
         with application(config) as served:
@@ -153,11 +174,13 @@ def _measure(system: str, load: _Load) -> tuple[float, list[Json], bool]:
                 raise click.ClickException(f"{replicas} replicas have not started")
             capacity = _capacity(served, IN_FLIGHT * replicas, load)
             click.echo(f"{system}: capacity {capacity:.2f} requests/s", err=True)
-            runs: list[Json] = []
-            for run in _runs(served, load.rate or capacity, load):
-                runs.append({"system": system, **run})
-                at = f"{system}, {run['machine']}, load {run['load']}"
-                click.echo(f"{at}: {run['kept']} of {run['promised']} kept", err=True)
+            for machine, seed, share_of in product((QUIET, disturbed), load.seeds, LOADS):
+                if served.stop.is_set():
+                    break
+                workload = make_load(share_of * (load.rate or capacity), load.seconds, seed)
+                found = _run(served, workload, load.seconds, machine, seed)
+                runs.append(Run(system, machine, share_of, seed, load.seconds, *found))
+                click.echo(f"{system}, {machine}, load {share_of}, seed {seed}: done", err=True)
             return capacity, runs, served.stop.is_set()
 
 
@@ -214,20 +237,10 @@ def _capacity(served: Application, in_flight: int, load: _Load) -> float:
     return ended / load.seconds
 
 
-def _runs(served: Application, rate: float, load: _Load) -> Iterator[Json]:
-    """Every run of one system, those on a quiet machine first: what is learned on a busy machine
-    persists for a while."""
-    disturbed = PAUSES if load.engines else BUSY
-    for machine, seed, share_of in product((QUIET, disturbed), load.seeds, LOADS):
-        if served.stop.is_set():
-            return
-        workload = make_load(share_of * rate, load.seconds, seed)
-        run = _run(served, workload, load.seconds, machine, seed)
-        yield {"seed": seed, "machine": machine, "load": share_of, **run}
-
-
-def _run(served: Application, workload: Workload, seconds: float, machine: str, seed: int) -> Json:
-    """One run, as plain data."""
+def _run(
+    served: Application, workload: Workload, seconds: float, machine: str, seed: int
+) -> tuple[list[Outcome], Counter[str], float]:
+    """The measured part of a :class:`Run`."""
     body = body_of(f"{machine} {seed} {workload.rate}")
     sending = replay(served.completions, served.model, workload, body=body, exact=False)
     # Listing processes takes a while, in which the client would read nothing.
@@ -247,17 +260,12 @@ def _run(served: Application, workload: Workload, seconds: float, machine: str, 
         return outcomes
 
     meter = Meter()
-    found = counts(asyncio.run(both()), seconds)
-    wanted = before.total() + found["promised"]
+    outcomes = asyncio.run(both())
+    wanted = before.total() + sum(each.admission == GUARANTEED for each in outcomes)
     served.until(lambda: _router_promises(served.url).total() >= wanted, _REPORTED_S)
     by_router = _router_promises(served.url)
     by_router.subtract(before)
-    return {
-        **found,
-        "router_promised": by_router.total(),
-        "router_kept": by_router["kept"],
-        "others_cores": others_cores(meter.usage),
-    }
+    return outcomes, by_router, others_cores(meter.usage)
 
 
 def others_cores(usage: Usage) -> float:
@@ -385,92 +393,70 @@ def body_of(run: str) -> Body:
 ALL: Final = "all"
 """The load of the line that sums up all loads."""
 
-
-def counts(outcomes: Sequence[Outcome], seconds: float) -> Json:
-    """The client's counts of one run whose arrivals lasted ``seconds``.
-
-    Of the guaranteed requests: ``kept`` met every objective, and ``late`` has their :func:`misses`.
-    """
-    promised = [each for each in outcomes if each.admission == GUARANTEED]
-    return {
-        "seconds": seconds,
-        "sent": len(outcomes),
-        "attained": sum(each.attained for each in outcomes),
-        "failed": sum(each.end is not End.ANSWERED for each in outcomes),
-        "promised": len(promised),
-        "kept": sum(each.attained for each in promised),
-        "late": [miss for each in promised for miss in misses(each)],
-        "client_late_ms": milliseconds([each.late_s for each in outcomes], (0.5, 0.99, 1.0)),
-    }
+LABELS: Final = ("system", "machine", "load", "seed")
 
 
-def misses(outcome: Outcome) -> Iterator[Json]:
-    """How late an answer was, for each objective that it missed: ``late_s`` is the delay of its
-    first token after the TTFT, or of its last one after the time that the TPOT allows from the
-    first on; ``times`` is the same in multiples of the objective."""
-    if outcome.end is not End.ANSWERED or outcome.ttft_s is None or outcome.tpot_s is None:
-        return
-    ttft_s, tpot_s = outcome.slo.columns[:2]
-    gaps = outcome.output_tokens - 1
-    observed = ("ttft", outcome.ttft_s, ttft_s, 1), ("tpot", outcome.tpot_s, tpot_s, gaps)
-    for objective, took_s, stated_s, tokens in observed:
-        if took_s > stated_s:
-            late_s, times = (took_s - stated_s) * tokens, took_s / stated_s - 1
-            yield {"objective": objective, "late_s": round(late_s, 4), "times": round(times, 4)}
-
-
-def cells(runs: Sequence[Json]) -> list[Json]:
+def cells(runs: Sequence[Run]) -> list[Json]:
     """Each machine, load and system over all seeds, then each machine and system over all loads."""
-    machines, loads = (dict.fromkeys(run[name] for run in runs) for name in ("machine", "load"))
+    machines, loads = (dict.fromkeys(run[at] for run in runs) for at in (1, 2))
     found = []
     for machine, load, system in product(machines, (*loads, ALL), CONTROLLERS):
-        cell = {"machine": machine, "load": load, "system": system}
-        wanted = {"machine": machine, "system": system} if load == ALL else cell
-        own = [run for run in runs if wanted.items() <= run.items()]
-        found += [{**cell, **pooled(own)}] if own else []
+        own = [run for run in runs if (run.machine, run.system) == (machine, system)]
+        own = [run for run in own if load in (run.load, ALL)]
+        if own:
+            found.append({"machine": machine, "load": load, "system": system, **figures(own)})
     return found
 
 
-def pooled(runs: Sequence[Json]) -> Json:
-    """The sums of some runs, shares with their intervals, and of the guarantees that missed an
-    objective their number and P50 and P95 of their lateness."""
-    names = ("sent", "attained", "failed", "promised", "kept", "router_promised", "router_kept")
-    sums = {name: sum(run[name] for run in runs) for name in names}
-    seconds = sum(run["seconds"] for run in runs)
-    late: dict[str, Json] = {}
-    for objective in ("ttft", "tpot"):
-        missed = [each for run in runs for each in run["late"] if each["objective"] == objective]
-        late[objective] = {"missed": len(missed)}
-        for name in ("times", "late_s") if missed else ():
-            late[objective][name] = quantiles([each[name] for each in missed], (0.5, 0.95), 4)
+def figures(runs: Sequence[Run]) -> Json:
+    """The figures of all requests of some runs (:func:`~sluice.benchmarks.live.report.of_class`),
+    of their guarantees, and the worst of what may have disturbed a run."""
+    outcomes = [each for run in runs for each in run.outcomes]
+    promised = [each for each in outcomes if each.admission == GUARANTEED]
+    kept, seconds = sum(each.attained for each in promised), sum(run.seconds for run in runs)
+    by_router = sum((run.by_router for run in runs), Counter[str]())
     return {
         "runs": len(runs),
         "seconds": seconds,
-        **sums,
-        "kept_share": share(sums["kept"], sums["promised"]),
-        "kept_interval": interval(sums["kept"], sums["promised"]),
-        "router_kept_share": share(sums["router_kept"], sums["router_promised"]),
-        "attained_share": share(sums["attained"], sums["sent"]),
-        "goodput": round(sums["kept"] / seconds, 3),
-        "late": late,
-        "client_late_ms": [max(run["client_late_ms"][at] for run in runs) for at in range(3)],
-        "others_cores": max(run["others_cores"] for run in runs),
+        **of_class(outcomes),
+        "kept_interval": interval(kept, len(promised)),
+        "kept_by_router": share(by_router["kept"], by_router.total()),
+        "goodput": round(kept / seconds, 3),
+        "late": {"ttft": lateness(promised, 0), "tpot": lateness(promised, 1)},
+        "client_late_ms": milliseconds([each.late_s for each in outcomes], (0.5, 0.99, 1.0)),
+        "others_cores": max(run.others_cores for run in runs),
     }
+
+
+def lateness(outcomes: Sequence[Outcome], objective: int) -> Json:
+    """Of the answers that missed their TTFT (0) or TPOT (1) their number, and P50 and P95 of how
+    late the first token was, or the last one after the time that the TPOT allows from the first
+    on: in seconds and in multiples of the objective."""
+    late: list[tuple[float, float]] = []
+    for each in outcomes:
+        took_s, stated_s = (each.ttft_s, each.tpot_s)[objective], each.slo.columns[objective]
+        if each.end is End.ANSWERED and took_s is not None and took_s > stated_s:
+            tokens = each.output_tokens - 1 if objective else 1
+            late.append(((took_s - stated_s) * tokens, took_s / stated_s - 1))
+    late_s, times = np.array(late).reshape(-1, 2).T
+    quantiles_of = partial(quantiles, at=(0.5, 0.95), digits=4)
+    return {"missed": len(late), "late_s": quantiles_of(late_s), "times": quantiles_of(times)}
 
 
 def tables(found: Sequence[Json], capacity: float) -> list[Table]:
     """The cells as tables: guarantees, lateness of the missed ones, and checks of the run."""
     labels = ("machine", "load", "system")
-    kept = ("sent", "promised", "kept_share", "kept_interval", "goodput", "attained_share")
+    kept = ("sent", "guaranteed", "kept", "kept_interval", "goodput", "attained")
     late = [
         f"late.{at}.{name}" for at in ("ttft", "tpot") for name in ("missed", "times", "late_s")
     ]
-    trust = ("runs", "seconds", "failed", "client_late_ms", "kept_share", "router_kept_share")
+    trust = ("runs", "seconds", *(end.value for end in End if end is not End.ANSWERED))
+    checks = ("client_late_ms", "kept", "kept_by_router", "others_cores")
     first = f"guarantees as their client saw them; load 1 is {capacity:.2f} requests/s"
     second = "missed guarantees: P50 / P95 of their lateness"
     third = "whether these figures can be trusted: the worst run of each cell"
     return [
         table(found, *labels, *kept, title=first),
         table(found, *labels, *late, title=second),
-        table(found, *labels, *trust, "others_cores", title=third),
+        table(found, *labels, *trust, *checks, title=third),
     ]
