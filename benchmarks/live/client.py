@@ -179,11 +179,7 @@ class _Request:
     """One running request."""
 
     def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        url: str,
-        outcome: Outcome,
-        leaves_after: int | None,
+        self, session: aiohttp.ClientSession, url: str, outcome: Outcome, leaves_after: int | None
     ) -> None:
         self._session = session
         self._url = url

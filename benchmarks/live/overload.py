@@ -22,6 +22,7 @@ import click
 import numpy as np
 from rich.console import Console
 
+from sluice.benchmarks.experiments.tables import grouped
 from sluice.benchmarks.live.application import application, simulated
 from sluice.benchmarks.live.client import End, Outcome
 from sluice.benchmarks.live.loads import LIGHT_ENGINE
@@ -157,9 +158,7 @@ def summary(runs: Sequence[Json]) -> list[Json]:
     standard error by the scatter of the rounds' own ratios; ``None`` with one round. ``memory_mib``
     is that before the first and after the last round.
     """
-    groups: dict[tuple[float, str], list[Json]] = {}
-    for run in runs:
-        groups.setdefault((run["load"], run["retries"]), []).append(run)
+    groups = grouped(runs, "load", "retries")
     rows = []
     for (load, retries), own in groups.items():
         row: Json = {"load": load, "retries": retries, "rounds": len(own)}

@@ -299,11 +299,7 @@ class Bench:
             {name: round(1e3 * result.ttft_s, 2) for name, result in results.items()}
             for results in self._alone
         ]
-        return {
-            "rows": self.rows(repeats),
-            "alone_ms": alone_ms,
-            "overhead": self.overheads(pairs),
-        }
+        return {"rows": self.rows(repeats), "alone_ms": alone_ms, "overhead": self.overheads(pairs)}
 
     def rows(self, repeats: int) -> list[Json]:
         """One row for each way; see :meth:`_row`."""

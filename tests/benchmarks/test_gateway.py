@@ -27,8 +27,8 @@ from sluice.benchmarks.live.processes import LeftOutError, serving, vllm_command
 from sluice.benchmarks.live.resources import CORES, Process, kind_of, processes, spent
 from sluice.benchmarks.live.systems import (
     REAL,
-    ROUTERS,
     SYSTEMS,
+    VLLM_ROUTER,
     Bench,
     System,
     engines,
@@ -36,7 +36,6 @@ from sluice.benchmarks.live.systems import (
     router_command,
     sluice,
     sluice_config,
-    vllm_config,
 )
 from sluice.deploy.cli import main
 from sluice.deploy.config import SluiceConfig
@@ -246,15 +245,14 @@ def test_a_signal_ends_the_command_and_its_engines(number: int, begun: str) -> N
 # Other gateways.
 
 
-@pytest.mark.parametrize("name", list(ROUTERS))
-def test_a_router_is_started_in_front_of_all_engines_with_ports_of_its_own(name: str) -> None:
+def test_a_router_is_started_in_front_of_all_engines_with_ports_of_its_own() -> None:
     workers = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
-    command = router_command(name, Path("python"), 3, workers)
-    assert command[:3] == ["python", "-m", f"{name.replace('-', '_')}.launch_router"]
+    command = router_command(Path("python"), 3, workers)
+    assert command[:3] == ["python", "-m", "vllm_router.launch_router"]
     assert command[command.index("--port") + 1] == "3"
     assert command[command.index("--prometheus-port") + 1] != "3"
     assert command[-2:] == workers and command[-3] == "--worker-urls"
-    assert "==" in ROUTERS[name][0]  # the same one in every run
+    assert "==" in VLLM_ROUTER  # the same one in every run
 
 
 @pytest.fixture
@@ -391,7 +389,9 @@ def sluice_here(bench: Bench) -> Iterator[System]:
 def test_sluice_is_measured_beside_engines_without_a_gateway(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert {"direct", "sluice", "sluice-direct", "ray-serve-llm", *ROUTERS, *REAL} == set(SYSTEMS)
+    assert {"direct", "sluice", "sluice-direct", "ray-serve-llm", "vllm-router", *REAL} == set(
+        SYSTEMS
+    )
     monkeypatch.setitem(SYSTEMS, "sluice", sluice_here)
     names = ("direct", "sluice")
     result = measure(*(f"--system={name}" for name in names), *LEAST, "--tokens", "25", "--json")
@@ -465,9 +465,9 @@ sys.stdin.read()
 def test_vllms_server_takes_its_arguments_and_its_engines_process_is_told_by_its_title(
     tmp_path: Path,
 ) -> None:
-    engine = vllm_config(8000)["engine"]
-    SluiceConfig.model_validate(vllm_config(8000))
-    command = vllm_command(tmp_path, MODEL, 8001, engine["vllm_args"])
+    config = sluice_config(8000, vllm=True)
+    SluiceConfig.model_validate(config)
+    command = vllm_command(tmp_path, MODEL, 8001, config["engine"]["vllm_args"])
     assert kind_of(" ".join(command)) == "replicas"
     run = [sys.executable, "-c", TITLED, *command[3:]]
     with subprocess.Popen(run, stdin=-1, stdout=-1, text=True) as process:
