@@ -59,13 +59,3 @@ def show(found: Any, tables: Iterable[Table], json_wanted: bool, *lines: str) ->
         console.print(line)
     for table in tables:
         print_table(table, console)
-
-
-def percent(share: float | None, none: str = "") -> str:
-    """A share in percent; ``none`` where there is none."""
-    return none if share is None else f"{100 * share:.1f} %"
-
-
-def slashed(values: Iterable[float] | None, digits: int = 0, none: str = "") -> str:
-    """Values with slashes between them."""
-    return none if values is None else " / ".join(f"{value:.{digits}f}" for value in values)

@@ -339,7 +339,6 @@ class Bench:
             "blocked_most": round(1e3 * max(blocked_s), 2) if blocked_s else None,
             "waited": round(1e3 * (median(short_s) - expected["short"].ttft_s), 2),
             "short": round(1e3 * median(short_s), 2),
-            "short_most": round(1e3 * max(short_s), 2),
             "long": round(1e3 * median(run["long"].ttft_s for run in runs), 2),
             "same": mean(same),
         }
