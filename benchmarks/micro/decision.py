@@ -31,7 +31,7 @@ import click
 from rich.table import Table
 
 from sluice.benchmarks.live.report import table
-from sluice.benchmarks.micro.decision_fleet import Voices, figures
+from sluice.benchmarks.micro.decision_fleet import FIRST_KEY, Voices, figures
 from sluice.benchmarks.options import as_json, choices_option, number_option, show
 from sluice.controller.config import NO_ADMISSION, ControllerConfig
 from sluice.scheduling.routing import POLICIES
@@ -52,7 +52,6 @@ SCRAPES = 50
 BATCH = 64
 """Queries in a call, where they are batched."""
 
-_FIRST_KEY = 1 << 50
 _LIVE: dict[str, Any] = {
     "aged_after_s": 3_600.0,
     "stale_after_s": 3_600.0,
@@ -84,7 +83,7 @@ class Inside:
         self._rng = random.Random(replicas)
         self._voices = Voices(replicas, split=split)
         self._controller = Controller(config)
-        self._keys = itertools.count(_FIRST_KEY)
+        self._keys = itertools.count(FIRST_KEY)
         self._placed: list[int] = []
         for index in range(self._voices.replicas):
             reply = finish(self._controller.hello(self._voices.hello(index)))
