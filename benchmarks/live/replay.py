@@ -54,20 +54,13 @@ _STEP_RATIO = "sluice_step_time_ratio"
 @click.option("--traces", multiple=True, type=click.Path(exists=True, path_type=Path))
 @number_option("--minutes", default=3.0, least=0.02, most=600)
 @number_option("--replicas", default=8, least=1, most=256)
-@number_option("--routers", default=2, least=1, most=64)
 @number_option(
     "--rate", default=1.0, least=0.001, most=1_000, words="Requests a second for each replica."
 )
 @seed
 @as_json
 def replay(
-    traces: tuple[Path, ...],
-    minutes: float,
-    replicas: int,
-    routers: int,
-    rate: float,
-    seed: int,
-    as_json: bool,
+    traces: tuple[Path, ...], minutes: float, replicas: int, rate: float, seed: int, as_json: bool
 ) -> None:
     """Replay a trace on real Ray with simulated engines, for several controllers.
 
@@ -86,7 +79,7 @@ def replay(
     results = {}
     for name, controller in settings().items():
         say(f"{name}: starting")
-        results[name] = in_own_process(_measure, config(controller, replicas, routers), workload)
+        results[name] = in_own_process(_measure, config(controller, replicas), workload)
         ends = results[name]["all"]
         say(f"{name}: {ends['answered']} of {ends['sent']} answered")
     words = f"{workload.description} {workload.scaling}"
@@ -100,9 +93,9 @@ def settings() -> dict[str, dict[str, Any]]:
     return {"default": {}} | {name: {"policy": name, "admission": NO_ADMISSION} for name in PLAIN}
 
 
-def config(controller: dict[str, Any], replicas: int, routers: int) -> SluiceConfig:
-    """An application with this controller."""
-    return simulated(ENGINE, replicas, CLASSES, {"replicas": routers}, controller=controller)
+def config(controller: dict[str, Any], replicas: int) -> SluiceConfig:
+    """An application with this controller and two routers."""
+    return simulated(ENGINE, replicas, CLASSES, {"replicas": 2}, controller=controller)
 
 
 def _measure(config: SluiceConfig, workload: Workload) -> Json:

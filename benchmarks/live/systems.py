@@ -22,7 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from sluice.benchmarks.live.gateway.client import STATED, chat_body
+from sluice.benchmarks.live.gateway.client import chat_body
 from sluice.benchmarks.live.gateway.engine import MODEL
 from sluice.benchmarks.live.processes import VLLM_ENVIRONMENT, LeftOutError, serving, vllm_command
 from sluice.deploy.haproxy import DIRECT_VARIABLE
@@ -42,12 +42,11 @@ _SHOWN = 300
 
 
 class System(NamedTuple):
-    """A system that takes requests: the URLs of its servers, without ``/v1``, its processes, see
-    :func:`sluice.benchmarks.live.resources.processes`, and further fields of each request."""
+    """A system that takes requests: the URLs of its servers, without ``/v1``, and its processes
+    (:func:`sluice.benchmarks.live.resources.processes`)."""
 
     urls: tuple[str, ...]
     processes: Mapping[int, str]
-    also: Mapping[str, Any] = MappingProxyType({})
 
 
 class Bench(NamedTuple):
@@ -64,15 +63,14 @@ class Bench(NamedTuple):
 
 class Server(NamedTuple):
     """How a system's server starts: its command, variables in addition to this process's, how long
-    it may take, seconds, the kind of its processes (empty: by their titles), whether it is in front
-    of the engines of :class:`Bench`, and further fields of each request."""
+    it may take, seconds, the kind of its processes (empty: by their titles), and whether it is in
+    front of the engines of :class:`Bench`."""
 
     command: Sequence[str | Path]
     environment: Mapping[str, str] = MappingProxyType({})
     limit_s: float = 120.0
     kind: str = ""
     engines: bool = False
-    also: Mapping[str, Any] = MappingProxyType({})
 
 
 Start = Callable[[Bench], AbstractContextManager[System]]
@@ -115,7 +113,7 @@ def served(name: str, server_on: Callable[[Bench, int], Server]) -> Start:
         limits = (server.limit_s, bench.stop)
         with serving(server.command, url, log, *limits, variables, asked) as pid:
             others = dict.fromkeys(bench.engines, ENGINES) if server.engines else {}
-            yield System((url,), {**others, pid: server.kind}, server.also)
+            yield System((url,), {**others, pid: server.kind})
 
     return start
 
@@ -231,7 +229,7 @@ def sluice(name: str, program: Path, direct: bool = False, vllm: bool = False) -
             **({DIRECT_VARIABLE: "1"} if direct else {}),
         }
         command: list[str | Path] = [program, "serve", "--config", config]
-        return Server(command, variables, _RAY_START_LIMIT_S, also=STATED if vllm else {})
+        return Server(command, variables, _RAY_START_LIMIT_S)
 
     return served(name, server_on)
 
@@ -239,8 +237,7 @@ def sluice(name: str, program: Path, direct: bool = False, vllm: bool = False) -
 def _vllm(bench: Bench, port: int) -> Server:
     """vLLM's own server, with the engine of :func:`sluice_config`."""
     model = local_model(EngineConfig().cache_dir)
-    command = vllm_command(model, MODEL, port, _VLLM_ARGS)
-    return Server(command, VLLM_ENVIRONMENT, also=STATED)
+    return Server(vllm_command(model, MODEL, port, _VLLM_ARGS), VLLM_ENVIRONMENT)
 
 
 def _serve_llm(bench: Bench, port: int) -> Server:

@@ -39,7 +39,7 @@ def shared() -> Iterator[None]:
 
 
 @pytest.mark.ray
-def test_decisions_are_timed_inside_and_in_a_real_actor_while_its_fleet_reports(
+def test_decisions_are_timed_inside_and_in_a_real_actor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sluice.benchmarks.micro.decision_actor.own_ray", shared)
@@ -57,9 +57,7 @@ def test_decisions_are_timed_inside_and_in_a_real_actor_while_its_fleet_reports(
             assert cell["scrape"]["p50_ms"] > 0
         connection = cells["8"]["connection"]
         assert isinstance(connection, dict)
-        assert connection["reports_per_s"] > 0
-        assert connection["memory_mib"] > 10
-        for way in ("alone", "with_reports", "batched", "actor_calls"):
+        for way in ("alone", "batched", "actor_calls"):
             assert connection[way]["per_second"] > 0
 
 

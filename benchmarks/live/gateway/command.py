@@ -128,7 +128,7 @@ def _measured(
 ) -> Json:
     gc.collect()
     before = processes(system.processes)
-    measured = asyncio.run(load(system.urls, at_once, tokens, seconds, stop.is_set, system.also))
+    measured = asyncio.run(load(system.urls, at_once, tokens, seconds, stop.is_set))
     if stop.is_set():
         raise StoppedError("stopped in the middle of a measurement")
     return figures(measured, spent(before, processes(system.processes)))
