@@ -27,8 +27,8 @@ from sluice.benchmarks.live.processes import in_own_process
 from sluice.benchmarks.live.report import (
     Json,
     by_class,
+    class_table,
     milliseconds,
-    of_class,
     quantiles,
     reasons,
     table,
@@ -80,11 +80,11 @@ def replay(
     for name, controller in settings().items():
         say(f"{name}: starting")
         results[name] = in_own_process(_measure, config(controller, replicas), workload)
-        ends = results[name]["all"]
+        ends = results[name]["classes"]["all"]
         say(f"{name}: {ends['answered']} of {ends['sent']} answered")
     words = f"{workload.description} {workload.scaling}"
     show({"workload": words, "settings": results}, tables(results), as_json, words)
-    every = [result["all"] for result in results.values()]
+    every = [result["classes"]["all"] for result in results.values()]
     raise SystemExit(any(ends["silent"] or ends["cut"] for ends in every))
 
 
@@ -187,7 +187,6 @@ def summary(outcomes: Sequence[Outcome], usage: Usage, step_ratio: float) -> Jso
     bad = (End.REFUSED, End.FAILED, End.CUT, End.SILENT)
     return {
         "classes": by_class(outcomes),
-        "all": of_class(outcomes),
         **{end.value: reasons(outcomes, end) for end in bad},
         "predictions": predictions(outcomes),
         "late_ms": milliseconds([each.late_s for each in outcomes], (0.5, 0.99, 1.0)),
@@ -220,14 +219,10 @@ def predictions(outcomes: Sequence[Outcome]) -> list[Json]:
 
 def tables(found: dict[str, Json]) -> list[Table]:
     """The summaries of all settings as tables: classes, predictions by decile, and resources."""
-    counts = ("sent", "answered", "refused", "failed", "cut", "silent")
     shown = []
     for name, entry in found.items():
-        rows = [{"class": label, **row} for label, row in entry["classes"].items()]
-        rows.append({"class": "all", **entry["all"]})
         title = f"{name} (policy {entry['policy']}, admission {entry['admission']})"
-        kept = ("attained", "guaranteed", "kept", "ttft_ms", "tpot_ms")
-        shown.append(table(rows, "class", *counts, *kept, title=title))
+        shown.append(class_table(entry["classes"], title))
         if entry["predictions"]:
             columns = ("predicted_ms", "requests", "observed_ms", "error_ms")
             title = f"{name}: TTFT, and observed minus predicted, by decile of the prediction"

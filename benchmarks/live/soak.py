@@ -29,7 +29,7 @@ from rich.table import Table
 from sluice.benchmarks.live.application import Application, application, metrics, simulated
 from sluice.benchmarks.live.client import End, Json, Outcome, replay
 from sluice.benchmarks.live.loads import CLASSES, KINDS, LIGHT_ENGINE, SHARES, Kind, objectives
-from sluice.benchmarks.live.report import by_class, of_class, table
+from sluice.benchmarks.live.report import by_class, class_table, table
 from sluice.benchmarks.live.resources import processes
 from sluice.benchmarks.options import as_json, number_option, seed, show
 from sluice.deploy.config import SluiceConfig
@@ -421,7 +421,7 @@ def summary(
         "left_over": left,
         "growing": [each["process"] for each in grown if each["grows"]],
         "differing": differing,
-        "classes": {**by_class(outcomes), "all": of_class(outcomes)},
+        "classes": by_class(outcomes),
         "reasons": dict(Counter(f"{each.end}: {each.reason}" for each in outcomes if each.reason)),
         "late_ms": round(1e3 * max((each.late_s for each in outcomes), default=0.0), 1),
         "faults": [fault._asdict() for fault in faults],
@@ -431,11 +431,9 @@ def summary(
 
 def tables(found: Json) -> list[Table]:
     """The summary as tables."""
-    rows = [{"class": name, **row} for name, row in found["classes"].items()]
-    counts = ("sent", "attained", "guaranteed", "kept", *(end.value for end in End))
     reasons = [{"reason": reason, "count": count} for reason, count in found["reasons"].items()]
     return [
-        table(rows, "class", *counts, title="requests"),
+        class_table(found["classes"], "requests"),
         table(reasons, "reason", "count", title="other ends than answers"),
         table(found["memory_mib"], "process", "first", "last", "per_hour", "error", title="MiB"),
         table(found["faults"], "at_s", "what", "seconds", title="faults"),

@@ -388,7 +388,7 @@ def test_a_short_replay_serves_every_request_on_real_ray(
     found = json.loads(done.stdout)["settings"]
     assert set(found) == {"default"}
     entry = found["default"]
-    every = entry["all"]
+    every = entry["classes"]["all"]
     assert every["sent"] == every["answered"] + every["refused"]
     assert every["sent"] == 12
     assert {"client", "controller", "replicas", "routers"} <= set(entry["processes"])
