@@ -17,7 +17,6 @@ from sluice.benchmarks.experiments.grid import Experiment, Plan, Scale, measured
 from sluice.benchmarks.experiments.tables import Row
 from sluice.benchmarks.live.gateway.command import gateway
 from sluice.benchmarks.live.overload import overload
-from sluice.benchmarks.live.preemption import preemption
 from sluice.benchmarks.live.promises import with_real
 from sluice.benchmarks.live.replay import replay
 from sluice.benchmarks.live.soak import soak
@@ -51,7 +50,7 @@ def list_experiments() -> None:
     print_table(table)
 
 
-for _command in (planning, decision, gateway, overload, preemption, replay, soak):
+for _command in (planning, decision, gateway, overload, replay, soak):
     bench.add_command(_command)
 
 

@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -74,13 +75,16 @@ def simulated(
     replicas: int,
     classes: Mapping[str, ServiceClass] | None = None,
     router: Mapping[str, Any] | None = None,
+    latency_profile: Path | None = None,
     **parts: Any,
 ) -> SluiceConfig:
     """An application of simulated engines with fields of ``engine.simulated``, service classes by
-    name, further fields of the router, and further parts of the configuration."""
+    name, further fields of the router, and further parts of the configuration. Planners believe the
+    profile of a file, by default the real one."""
+    believed = {"latency_profile": str(latency_profile)} if latency_profile is not None else {}
     return parse_config(
         {
-            "engine": {"kind": "simulated", "model": SIMULATED, "simulated": engine},
+            "engine": {"kind": "simulated", "model": SIMULATED, "simulated": engine, **believed},
             "replica": {"count": replicas, "num_cpus": 0.1},
             "router": router_fields(classes) | dict(router or {}),
             **parts,

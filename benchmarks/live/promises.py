@@ -6,6 +6,10 @@ first without margins and then with those of production. The two systems have eq
 the same requests at the same times, but each is a new cluster. It first serves requests without
 objectives, which correct the step models and teach no margin; then it keeps what it has learned.
 
+With ``--simulated N`` there are N simulated engines in place of vLLM. Their steps take 1.3 times as
+long as their profile predicts, and drift to 1.5 times as much and back, once in the time of a run.
+In place of the busy loop one random replica process after another is stopped for 300 ms.
+
 The client, the cluster and the busy loop are children of one process, so that the kernel shares the
 cores between them and not between sessions. The loop has normal priority, as the engines have
 (:mod:`sluice.deploy.ray_settings`). Check the client's lateness, the routers' count of the same
@@ -20,10 +24,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count, product
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple
 
 import click
@@ -37,9 +43,10 @@ from sluice.benchmarks.live.application import (
     application,
     metrics,
     router_fields,
+    simulated,
 )
 from sluice.benchmarks.live.client import Body, End, Json, Outcome, replay, stream_body
-from sluice.benchmarks.live.loads import objectives
+from sluice.benchmarks.live.loads import LIGHT_ENGINE, objectives
 from sluice.benchmarks.live.processes import in_own_process
 from sluice.benchmarks.live.report import (
     GUARANTEED,
@@ -50,16 +57,26 @@ from sluice.benchmarks.live.report import (
     share,
     table,
 )
-from sluice.benchmarks.live.resources import Meter, Usage
+from sluice.benchmarks.live.resources import Meter, Usage, processes
 from sluice.benchmarks.options import number_option, show
 from sluice.controller.config import ControllerConfig
 from sluice.deploy.config import SluiceConfig, parse_config
 from sluice.router.config import ServiceClass
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.latency.profile import LatencyProfile
 from sluice.simulation.workload import Arrival, Workload
 
 LOADS: Final = (0.7, 1.0, 1.4)
-QUIET, BUSY = "quiet", "busy"
+QUIET, BUSY, PAUSES = "quiet", "busy", "pauses"
 REPLICAS: Final = 2
+SLOWER: Final = 1.3
+"""Real over believed time of a simulated engine's steps, before it drifts."""
+
+DRIFT: Final = 1.5
+"""Factor on that time in the middle of a drift."""
+
+PAUSE_S, PAUSE_EVERY_S = 0.3, 2.0
+"""How long one replica process is stopped, and the mean time between two such pauses."""
 
 CONTROLLERS: Final = {
     NONE: ControllerConfig(promise_level=1e-9),
@@ -83,20 +100,32 @@ def with_real(command: click.Command) -> click.Command:
     assert simulated is not None
 
     words = "Two vLLM replicas here, no simulation: 12 runs for each seed. One takes 8 minutes."
+    instead = "With --real: number of simulated engines with wrong profiles in place of vLLM."
     lasts = "With --real: how long the arrivals of a run last."
 
     @click.option("--real", is_flag=True, help=words)
+    @number_option("--simulated", "engines", default=0, least=0, most=64, words=instead)
     @number_option("--seconds", default=20.0, least=2, most=3_600, words=lasts)
-    def callback(real: bool, seconds: float, **options: Any) -> None:
+    def callback(real: bool, engines: int, seconds: float, **options: Any) -> None:
         if real:
             first, seeds = options["first_seed"], options["seeds"]
-            measure(seconds, range(first, first + seeds), options["as_json"])
+            measure(engines, seconds, range(first, first + seeds), options["as_json"])
         else:
             simulated(**options)
 
     command.callback = callback
     command.params += reversed(callback.__click_params__)
     return command
+
+
+class _Load(NamedTuple):
+    """Number of simulated engines, 0 for vLLM; requests a second of load 1, ``None`` for the
+    capacity; how long a run's arrivals last, seconds; and the seeds."""
+
+    engines: int
+    rate: float | None
+    seconds: float
+    seeds: Sequence[int]
 
 
 class Run(NamedTuple):
@@ -113,15 +142,15 @@ class Run(NamedTuple):
     others_cores: float
 
 
-def measure(seconds: float, seeds: Sequence[int], as_json: bool) -> None:
+def measure(engines: int, seconds: float, seeds: Sequence[int], as_json: bool) -> None:
     """Serve, run every load under each system, and show the results. Load 1 is the throughput of
     the first system."""
     capacities: dict[str, float] = {}
     runs: list[Run] = []
     rate = None
     for system in CONTROLLERS:
-        args = system, rate, seconds, seeds
-        capacities[system], found_runs, stopped = in_own_process(_measure, *args)
+        load = _Load(engines, rate, seconds, seeds)
+        capacities[system], found_runs, stopped = in_own_process(_measure, system, load)
         rate = rate or capacities[system]
         runs += found_runs
         if stopped:
@@ -131,26 +160,28 @@ def measure(seconds: float, seeds: Sequence[int], as_json: bool) -> None:
     show(found, tables(cells(runs), rate or 0.0), as_json)
 
 
-def _measure(
-    system: str, rate: float | None, seconds: float, seeds: Sequence[int]
-) -> tuple[float, list[Run], bool]:
-    """Serve with the controller of a system and run every load, as shares of ``rate`` or else of
-    the capacity; those on a quiet machine first: what is learned on a busy machine persists for a
-    while. Returns the capacity, the runs, and whether they were stopped early."""
+def _measure(system: str, load: _Load) -> tuple[float, list[Run], bool]:
+    """Serve with the controller of a system and run every load, those on a quiet machine first:
+    what is learned on a busy machine persists for a while. Returns the capacity, the runs, and
+    whether they were stopped early."""
     runs: list[Run] = []
-    with application(make_config(system)) as served:
-        if not served.until(lambda: _fresh(served.url) >= REPLICAS, _STARTED_S):
-            raise click.ClickException(f"{REPLICAS} replicas have not started")
-        capacity = _capacity(served, seconds, seeds[0])
-        click.echo(f"{system}: capacity {capacity:.2f} requests/s", err=True)
-        for machine, seed, load in product((QUIET, BUSY), seeds, LOADS):
-            if served.stop.is_set():
-                break
-            workload = make_load(load * (rate or capacity), seconds, seed)
-            found = _run(served, workload, seconds, machine, seed)
-            runs.append(Run(system, machine, load, seed, seconds, *found))
-            click.echo(f"{system}, {machine}, load {load}, seed {seed}: done", err=True)
-        return capacity, runs, served.stop.is_set()
+    disturbed = PAUSES if load.engines else BUSY
+    with TemporaryDirectory() as folder:
+        config = make_config(system, load.engines, load.seconds, Path(folder))
+        with application(config) as served:
+            replicas = load.engines or REPLICAS
+            if not served.until(lambda: _fresh(served.url) >= replicas, _STARTED_S):
+                raise click.ClickException(f"{replicas} replicas have not started")
+            capacity = _capacity(served, IN_FLIGHT * replicas, load)
+            click.echo(f"{system}: capacity {capacity:.2f} requests/s", err=True)
+            for machine, seed, share_of in product((QUIET, disturbed), load.seeds, LOADS):
+                if served.stop.is_set():
+                    break
+                workload = make_load(share_of * (load.rate or capacity), load.seconds, seed)
+                found = _run(served, workload, load.seconds, machine, seed)
+                runs.append(Run(system, machine, share_of, seed, load.seconds, *found))
+                click.echo(f"{system}, {machine}, load {share_of}, seed {seed}: done", err=True)
+            return capacity, runs, served.stop.is_set()
 
 
 def _fresh(url: str) -> float:
@@ -158,24 +189,33 @@ def _fresh(url: str) -> float:
     return metrics(url, state="fresh").get("sluice_replicas", 0.0)
 
 
-def make_config(system: str) -> SluiceConfig:
-    """Two vLLM replicas under the controller of a system."""
-    router = router_fields(CLASSES) | {"default_class": next(iter(CLASSES))}
+def make_config(system: str, engines: int, seconds: float, folder: Path) -> SluiceConfig:
+    """Two vLLM replicas, or ``engines`` simulated ones, whose profile is written to ``folder``,
+    under the controller of a system."""
     controller = CONTROLLERS[system].model_dump()
-    replica = {"count": REPLICAS}
-    return parse_config({"replica": replica, "router": router, "controller": controller})
+    router = {"default_class": next(iter(CLASSES))}
+    if not engines:
+        fields = {"replica": {"count": REPLICAS}, "router": router_fields(CLASSES) | router}
+        return parse_config({**fields, "controller": controller})
+    fixed, tokens, context = (
+        LIGHT_ENGINE[name] / SLOWER for name in ("step_s", "token_s", "context_token_s")
+    )
+    profile = folder / "profile.json"
+    believed = LatencyProfile.of("simulated", LinearLatency(fixed, tokens, context))
+    profile.write_text(believed.to_json(), encoding="utf-8")
+    drifting = {**LIGHT_ENGINE, "drift": DRIFT, "drift_period_s": seconds}
+    return simulated(drifting, engines, CLASSES, router, profile, controller=controller)
 
 
-def _capacity(served: Application, seconds: float, seed: int) -> float:
-    """Requests a second with :data:`IN_FLIGHT` requests in flight for each replica, without
-    objectives.
+def _capacity(served: Application, in_flight: int, load: _Load) -> float:
+    """Requests a second with ``in_flight`` requests always in flight, without objectives.
 
     Raises:
         ClickException: a request was not answered.
     """
-    chance, numbers, ended_s = random.Random(f"capacity {seed}"), count(), list[float]()
+    chance, numbers, ended_s = random.Random(f"capacity {load.seeds[0]}"), count(), list[float]()
     begun_s = time.monotonic()
-    end_s = WARM_UP_S + seconds
+    end_s = WARM_UP_S + load.seconds
 
     async def one_by_one() -> None:
         while time.monotonic() - begun_s < end_s:
@@ -188,13 +228,13 @@ def _capacity(served: Application, seconds: float, seed: int) -> float:
             ended_s.append(time.monotonic() - begun_s)
 
     async def all_of_them() -> None:
-        await asyncio.gather(*(one_by_one() for _ in range(IN_FLIGHT * REPLICAS)))
+        await asyncio.gather(*(one_by_one() for _ in range(in_flight)))
 
     asyncio.run(all_of_them())
     ended = sum(WARM_UP_S < each <= end_s for each in ended_s)
     if not ended:
-        raise click.ClickException(f"no request ended in {seconds:g} s: take more --seconds")
-    return ended / seconds
+        raise click.ClickException(f"no request ended in {load.seconds:g} s: take more --seconds")
+    return ended / load.seconds
 
 
 def _run(
@@ -202,21 +242,21 @@ def _run(
 ) -> tuple[list[Outcome], Counter[str], float]:
     """The measured part of a :class:`Run`."""
     body = body_of(f"{machine} {seed} {workload.rate}")
+    sending = replay(served.completions, served.model, workload, body=body, exact=False)
+    # Listing processes takes a while, in which the client would read nothing.
+    disturbance = _disturbance(machine, seconds, seed)
     before = _router_promises(served.url)
 
     async def both() -> list[Outcome]:
-        beside = [asyncio.create_task(_busy_from(seconds / 2))] if machine == BUSY else []
+        beside = asyncio.create_task(disturbance)
         try:
-            sending = replay(served.completions, served.model, workload, body=body, exact=False)
             outcomes = await sending
             meter.stop()
         finally:
-            for each in beside:
-                each.cancel()
-            ended = await asyncio.gather(*beside, return_exceptions=True)
-        for error in ended:
-            if isinstance(error, Exception):
-                raise error
+            beside.cancel()
+            (ended,) = await asyncio.gather(beside, return_exceptions=True)
+        if isinstance(ended, Exception):
+            raise ended
         return outcomes
 
     meter = Meter()
@@ -239,6 +279,28 @@ def _router_promises(url: str) -> Counter[str]:
     pages = {outcome: metrics(url, outcome=outcome) for outcome in ("kept", "missed")}
     name = "sluice_promises_total"
     return Counter({outcome: int(page.get(name, 0)) for outcome, page in pages.items()})
+
+
+def _disturbance(machine: str, seconds: float, seed: int) -> Coroutine[Any, Any, None]:
+    """The disturbance during a run, until it is cancelled."""
+    if machine == BUSY:
+        return _busy_from(seconds / 2)
+    if machine == PAUSES:
+        replicas = [pid for pid, each in processes().items() if each.kind == "replicas"]
+        return _pauses([psutil.Process(pid) for pid in replicas], random.Random(seed))
+    return asyncio.sleep(0.0)
+
+
+async def _pauses(replicas: Sequence[psutil.Process], chance: random.Random) -> None:
+    """Stop one replica process after the other for a moment."""
+    while True:
+        await asyncio.sleep(chance.expovariate(1 / PAUSE_EVERY_S))
+        process = chance.choice(replicas)
+        process.suspend()
+        try:
+            await asyncio.sleep(PAUSE_S)
+        finally:
+            process.resume()
 
 
 async def _busy_from(seconds: float) -> None:

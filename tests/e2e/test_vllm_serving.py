@@ -21,7 +21,6 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.benchmarks.live.client import End, Json, replay, stream_body
-from sluice.benchmarks.live.preemption import random_prompt
 from sluice.replica.config import EngineConfig
 from sluice.replica.vllm.local_model import local_model
 from sluice.router.config import RouterConfig
@@ -30,6 +29,7 @@ from sluice.simulation.workload import Arrival, Workload
 from tests.e2e.conftest import ASKING, PATIENT, System, system, wait_until
 from tests.e2e.poisoned import check_poison
 from tests.known_profile import known_profile
+from tests.replica.preemption.waits import random_prompt
 from tests.test_docs import documented_metrics
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import click
 import numpy as np
 
-from sluice.benchmarks.live.engines import OneEngine, quiet_vllm
 from sluice.benchmarks.live.report import Json, table
 from sluice.benchmarks.options import as_json, number_option, show
 from sluice.replica.scheduler.speculation import with_all_lengths
@@ -37,6 +36,7 @@ from sluice.scheduling.latency.fit import fit
 from sluice.scheduling.latency.speculation import AdaptiveLengths, Speculation
 from sluice.scheduling.request.kernels import Ints
 from sluice.scheduling.request.objective import SLO, TokenClock
+from tests.replica.engines import OneEngine, quiet_vllm
 
 ADAPTIVE = "adaptive"
 WAYS: dict[str, int | None] = {ADAPTIVE: None, "fixed 0": 0, "fixed 3": 3, "fixed 5": 5}

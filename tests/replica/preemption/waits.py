@@ -1,9 +1,9 @@
 """The delay of a short, urgent request by a long prefill, by where the prefill can be preempted.
 
-Run with ``sluice bench preemption``. Real vLLM engines on the CPU, one thread, a small model with
-random weights. While a long prompt is computed, a short one arrives at a random moment. Every way
-of preemption gets the same moments, one way after the other, so that all see the same machine.
-Stock vLLM with priorities runs in a process of its own.
+Run with ``python -m tests.replica.preemption.waits``. Real vLLM engines on the CPU, one thread, a
+small model with random weights. While a long prompt is computed, a short one arrives at a random
+moment. Every way of preemption gets the same moments, one way after the other, so that all see the
+same machine. Stock vLLM with priorities runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -24,14 +24,6 @@ from typing import Any, NamedTuple
 
 import click
 
-from sluice.benchmarks.live.engines import (
-    EngineProcess,
-    OneEngine,
-    Result,
-    StockEngine,
-    Work,
-    quiet_vllm,
-)
 from sluice.benchmarks.live.report import Json, table
 from sluice.benchmarks.options import as_json, number_option, show
 from sluice.replica.preemption.checks import Granularity
@@ -41,6 +33,14 @@ from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xa
 from sluice.replica.vllm.local_model import local_model
 from sluice.scheduling.preemption import Options
 from sluice.scheduling.request.objective import SLO
+from tests.replica.engines import (
+    EngineProcess,
+    OneEngine,
+    Result,
+    StockEngine,
+    Work,
+    quiet_vllm,
+)
 
 WHOLE = 1 << 20
 """More tokens than any prompt has."""
@@ -85,12 +85,12 @@ _LEAST_PAIRS = 6
 @number_option("--repeats", default=10, least=1, most=1000)
 @number_option("--pairs", default=40, least=_LEAST_PAIRS, most=10_000)
 @as_json
-def preemption(repeats: int, pairs: int, as_json: bool) -> None:
+def main(repeats: int, pairs: int, as_json: bool) -> None:
     """Measure how long a short request waits for a long prefill, by where that can be preempted.
 
     \b
     Example:
-      sluice bench preemption --repeats 10 --json
+      python -m tests.replica.preemption.waits --repeats 10 --json
     """
     quiet_vllm()
     prompts = Prompts.draw(LONG, SHORT, seed=0)
@@ -402,3 +402,7 @@ def spread(pairs: int, one_s: Callable[[], float], other_s: Callable[[], float])
         "one_ms": one_ms,
         "other_ms": other_ms,
     }
+
+
+if __name__ == "__main__":
+    main()
