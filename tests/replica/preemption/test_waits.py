@@ -1,4 +1,4 @@
-"""How the figures of ``waits`` are made of what it measures; its engines run in test_real_engine."""
+"""How the figures of ``waits`` are made of its measurements; test_real_engine runs its engines."""
 
 from __future__ import annotations
 
