@@ -75,7 +75,7 @@ def command_of(experiment: Experiment) -> click.Command:
     words = [experiment.question, f"Source: {experiment.source}."]
     words += [f"{what}: {text}." for what, text in experiment.conditions.items()]
     words += [f"\b\nExample:\n  sluice bench {experiment.name} --scale quick"]
-    processors = min(os.cpu_count() or 1, MOST_JOBS)
+    processors = {"default": min(os.cpu_count() or 1, MOST_JOBS), "show_default": "processors"}
 
     @click.command(experiment.name, help="\n\n".join(words), short_help=experiment.question)
     @number_option(
@@ -95,7 +95,7 @@ def command_of(experiment: Experiment) -> click.Command:
     @click.option("--out", type=folder(), help="Folder for JSON, Markdown and plots.")
     @as_json
     @click.option("--plots/--no-plots", default=True, help="Draw plots into --out.")
-    @number_option("--jobs", default=processors, least=1, most=MOST_JOBS, words="Processes.")
+    @number_option("--jobs", least=1, most=MOST_JOBS, words="Processes.", **processors)
     def command(
         seeds: int,
         first_seed: int,

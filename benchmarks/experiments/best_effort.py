@@ -95,7 +95,11 @@ EXPERIMENT = Experiment(
         for figure, words, digits in (
             ("attainment", "SLO attainment of the guaranteed requests", 3),
             ("behind_tokens_per_s", "output tokens a second of the background work", 0),
-            ("behind_longest_wait_s", "longest wait of the background work, s", 0),
+            (
+                "behind_longest_wait_s",
+                "longest wait of the background work for a first token, s",
+                0,
+            ),
             ("evicted_share", "share of the computed tokens that evictions discarded", 3),
         )
     ],

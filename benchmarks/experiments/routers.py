@@ -60,9 +60,12 @@ def against_rivals(rows: Rows, cell: Sequence[str]) -> Table:
                 lines.append((words, str(router), *(each.shown(4) for each in means), worst, below))
     return Table(
         "The default router against every other, over all cells",
-        ("figure", "router", "mean", "lead", "worst cell, points", "default > 1 point below"),
+        (
+            *("figure", "router", "mean", "lead of the default", "worst cell, points"),
+            "default > 1 point below",
+        ),
         lines,
-        "Leads of the default are paired by seed, over the cells in which the router was measured.",
+        "Leads are paired by seed, over the cells in which the router was measured.",
     )
 
 
