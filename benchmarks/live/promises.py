@@ -25,7 +25,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count, product
 from pathlib import Path
@@ -155,7 +155,7 @@ def measure(engines: int, seconds: float, seeds: Sequence[int], as_json: bool) -
         runs += found_runs
         if stopped:
             break
-    every = [{**dict(zip(LABELS, run, strict=False)), **figures([run])} for run in runs]
+    every = [{**{at: getattr(run, at) for at in LABELS}, **figures([run])} for run in runs]
     found = {"load_1": rate, "capacities": capacities, "cells": cells(runs), "runs": every}
     show(found, tables(cells(runs), rate or 0.0), as_json)
 
@@ -186,7 +186,9 @@ def _measure(system: str, load: _Load) -> tuple[float, list[Run], bool]:
 
 def _fresh(url: str) -> float:
     """Number of replicas that report to the controller."""
-    return metrics(url, state="fresh").get("sluice_replicas", 0.0)
+    with suppress(OSError):  # the page is not there yet
+        return metrics(url, state="fresh").get("sluice_replicas", 0.0)
+    return 0.0
 
 
 def make_config(system: str, engines: int, seconds: float, folder: Path) -> SluiceConfig:
@@ -398,7 +400,8 @@ LABELS: Final = ("system", "machine", "load", "seed")
 
 def cells(runs: Sequence[Run]) -> list[Json]:
     """Each machine, load and system over all seeds, then each machine and system over all loads."""
-    machines, loads = (dict.fromkeys(run[at] for run in runs) for at in (1, 2))
+    machines = dict.fromkeys(run.machine for run in runs)
+    loads = dict.fromkeys(run.load for run in runs)
     found = []
     for machine, load, system in product(machines, (*loads, ALL), CONTROLLERS):
         own = [run for run in runs if (run.machine, run.system) == (machine, system)]
