@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.scheduling.latency.model import LinearLatency
@@ -13,6 +13,7 @@ from sluice.scheduling.request.queue import QueueView, RequestView
 from tests.replica.speculation_rates import KINDS, FixedLengths, arrivals, rate_at
 
 
+@settings(max_examples=20)
 @given(rate=st.floats(0.5, 50), step_s=st.floats(0.001, 0.1), seed=st.text(max_size=5))
 def test_the_load_is_what_was_asked_for(rate, step_s, seed):
     drawn = arrivals(step_s, rate, 400, seed)
