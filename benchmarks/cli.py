@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -16,11 +17,9 @@ from sluice.benchmarks.experiments.grid import Experiment, Plan, Scale, measured
 from sluice.benchmarks.experiments.tables import Row
 from sluice.benchmarks.live.gateway.command import gateway
 from sluice.benchmarks.live.overload import overload
-from sluice.benchmarks.live.preemption import preemption
 from sluice.benchmarks.live.promises import with_real
 from sluice.benchmarks.live.replay import replay
 from sluice.benchmarks.live.soak import soak
-from sluice.benchmarks.live.speculation import speculation
 from sluice.benchmarks.micro.decision import decision
 from sluice.benchmarks.micro.planning import planning
 from sluice.benchmarks.options import as_json, number_option
@@ -51,7 +50,7 @@ def list_experiments() -> None:
     print_table(table)
 
 
-for _command in (planning, decision, gateway, overload, preemption, replay, soak, speculation):
+for _command in (planning, decision, gateway, overload, replay, soak):
     bench.add_command(_command)
 
 
@@ -72,11 +71,11 @@ def report_of(experiment: Experiment, plan: Plan, jobs: int, command: str) -> Re
 
 def command_of(experiment: Experiment) -> click.Command:
     """The command that runs an experiment."""
-    folder = click.Path(file_okay=False, path_type=Path)
-    existing = click.Path(file_okay=False, exists=True, path_type=Path)
+    folder = partial(click.Path, file_okay=False, path_type=Path)
     words = [experiment.question, f"Source: {experiment.source}."]
     words += [f"{what}: {text}." for what, text in experiment.conditions.items()]
     words += [f"\b\nExample:\n  sluice bench {experiment.name} --scale quick"]
+    processors = {"default": min(os.cpu_count() or 1, MOST_JOBS), "show_default": "processors"}
 
     @click.command(experiment.name, help="\n\n".join(words), short_help=experiment.question)
     @number_option(
@@ -92,18 +91,11 @@ def command_of(experiment: Experiment) -> click.Command:
         type=click.Choice(get_args(Scale)),
         help="quick: seconds, a smoke test; normal: minutes; full: longer, for routers.",
     )
-    @click.option("--traces", type=existing, help="Folder of recorded traces to add.")
-    @click.option("--out", type=folder, help="Folder for JSON, Markdown and plots.")
+    @click.option("--traces", type=folder(exists=True), help="Folder of recorded traces to add.")
+    @click.option("--out", type=folder(), help="Folder for JSON, Markdown and plots.")
     @as_json
     @click.option("--plots/--no-plots", default=True, help="Draw plots into --out.")
-    @number_option(
-        "--jobs",
-        default=min(os.cpu_count() or 1, MOST_JOBS),
-        least=1,
-        most=MOST_JOBS,
-        words="Processes.",
-        show_default="processors",
-    )
+    @number_option("--jobs", least=1, most=MOST_JOBS, words="Processes.", **processors)
     def command(
         seeds: int,
         first_seed: int,

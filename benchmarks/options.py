@@ -40,6 +40,11 @@ def number_option(
     return click.option(*names, default=default, type=kind, help=words or None, **more)
 
 
+def choices_option(*names: str, of: Iterable[str], words: str) -> Option[Any]:
+    """A repeatable option that takes names ``of`` these; ``words`` are its help."""
+    return click.option(*names, multiple=True, type=click.Choice(sorted(of)), help=words)
+
+
 seed = number_option("--seed", default=1, least=0, most=2**31, words="Of everything that is drawn.")
 """The option ``--seed``."""
 
@@ -54,13 +59,3 @@ def show(found: Any, tables: Iterable[Table], json_wanted: bool, *lines: str) ->
         console.print(line)
     for table in tables:
         print_table(table, console)
-
-
-def percent(share: float | None, none: str = "") -> str:
-    """A share in percent; ``none`` where there is none."""
-    return none if share is None else f"{100 * share:.1f} %"
-
-
-def slashed(values: Iterable[float] | None, digits: int = 0, none: str = "") -> str:
-    """Values with slashes between them."""
-    return none if values is None else " / ".join(f"{value:.{digits}f}" for value in values)

@@ -31,35 +31,30 @@ FIXED_LOAD = 0.75
 
 
 class Scaling(NamedTuple):
-    """How a pool is sized.
+    """How a pool is sized: by a policy's registered name and its options, or, without a name, as a
+    pool of a fixed size, for the ``peak`` load or for the mean."""
 
-    Attributes:
-        name: as shown in tables.
-        policy: registered name; empty for a pool of a fixed size.
-        options: of the policy.
-        over_s: a pool of a fixed size is sized for the largest load over this many seconds; 0: for
-            the mean load.
-    """
-
-    name: str
     policy: str = ""
     options: Mapping[str, Any] = {}
-    over_s: float = 0.0
+    peak: bool = False
 
 
-OURS = Scaling("head_room", "head_room", {"startup_s": STARTUP_S})
-FIXED = (Scaling("fixed, mean load"), Scaling("fixed, peak load", over_s=PEAK_OVER_S))
+OURS = Scaling("head_room", {"startup_s": STARTUP_S})
 
 
-def serve(target: float, up_s: float, down_s: float) -> Scaling:
-    """Serve's default rule with these settings."""
-    options = {
-        "target_ongoing_requests": target,
-        "upscale_delay_s": up_s,
-        "downscale_delay_s": down_s,
+def _systems(down_s: float, *targets: float) -> dict[str, Scaling]:
+    """By name: fixed pools, ours, and Serve's default rule with these targets."""
+    found = {
+        "fixed, mean load": Scaling(),
+        "fixed, peak load": Scaling(peak=True),
+        "head_room": OURS,
     }
-    name = f"ongoing_requests {target:g}, delays {up_s:g}/{down_s:g} s"
-    return Scaling(name, "ongoing_requests", options)
+    for target in targets:
+        delays = {"upscale_delay_s": 10.0, "downscale_delay_s": down_s}
+        options = {"target_ongoing_requests": target, **delays}
+        name = f"ongoing_requests {target:g}, delays 10/{down_s:g} s"
+        found[name] = Scaling("ongoing_requests", options)
+    return found
 
 
 surges = generated(proserve, "sharegpt", arrivals=Surges)
@@ -68,12 +63,10 @@ surges = generated(proserve, "sharegpt", arrivals=Surges)
 
 def changing(day_s: float, setup: Setup, rate: float, requests: int, seed: int) -> Workload:
     """Chat by day and long prompts with short outputs by night, of the same load on average."""
-    rates = {name: _full(name) for name in _MIX}
-    load = rate / _full("sharegpt")
-    seconds = requests / rate
+    load, seconds = rate / _full("sharegpt"), requests / rate
     parts = []
     for index, (name, begins) in enumerate(_MIX.items()):
-        own = load / len(_MIX) * rates[name]
+        own = load / len(_MIX) * _full(name)
         arrivals = partial(Diurnal, period_s=day_s, begins=begins)
         made = proserve(name, own, round(own * seconds), seed + index, arrivals=arrivals)
         if name == "azure":
@@ -85,13 +78,13 @@ def changing(day_s: float, setup: Setup, rate: float, requests: int, seed: int) 
     return merged("chat by day, documents by night", parts)
 
 
+_MIX = {"sharegpt": 0.0, "azure": 0.5}
+"""Data set -> where in the day it begins."""
+
+
 def _full(dataset: str) -> float:
     """Requests per second that are load 1 of one replica."""
     return full_load_rate(GENERATED[f"proserve {dataset}"], SETUP)
-
-
-_MIX = {"sharegpt": 0.0, "azure": 0.5}
-"""Data set -> where in the day it begins."""
 
 
 def peak_load(workload: Workload, full_rate: float, over_s: float) -> float:
@@ -107,11 +100,9 @@ def measure(
 ) -> Mapping[str, float]:
     """The figures of one run of a workload, whose rate at load 1 is the second of the pair."""
     make, full_rate = workload
-    rate = load * full_rate
-    made = make(SETUP, rate, round(rate * seconds), seed)
+    made = make(SETUP, load * full_rate, round(load * full_rate * seconds), seed)
     peak = peak_load(made, full_rate, PEAK_OVER_S)
-    sizer: Autoscaling | None = None
-    replicas = ceil((peak if system.over_s else load) / FIXED_LOAD)
+    replicas, sizer = ceil((peak if system.peak else load) / FIXED_LOAD), None
     if system.policy:
         policy = partial(autoscaling.make_policy, system.policy, system.options)
         most = 4 * ceil(peak / FIXED_LOAD)
@@ -148,21 +139,14 @@ def _shown(rows: Rows) -> list[str]:
 
 def _workloads(plan: Plan) -> dict[str, tuple[Make, float]]:
     day_s, chat = SECONDS(plan), _full("sharegpt")
-    diurnal = generated(proserve, "sharegpt", arrivals=partial(Diurnal, period_s=day_s))
     makes: dict[str, Make] = {
-        "diurnal": diurnal,
+        "diurnal": generated(proserve, "sharegpt", arrivals=partial(Diurnal, period_s=day_s)),
         "surges": surges,
         "diurnal, changing mix": partial(changing, day_s),
     }
-    return {name: (make, chat) for name, make in makes.items()} | {
-        name: (make, full_load_rate(make, SETUP))
-        for name, make in loads.recorded_stretched(plan.traces).items()
-    }
-
-
-def _systems(down_s: float, *targets: float) -> dict[str, Scaling]:
-    rivals = [serve(target, 10.0, down_s) for target in targets]
-    return {system.name: system for system in (*FIXED, OURS, *rivals)}
+    traces = loads.recorded_stretched(plan.traces)
+    rates = {name: full_load_rate(make, SETUP) for name, make in traces.items()}
+    return {name: (make, rates.get(name, chat)) for name, make in (makes | traces).items()}
 
 
 SECONDS = Scaled(20.0, 1800.0)

@@ -92,15 +92,15 @@ EXPERIMENT = Experiment(
     ],
     tables=[
         Pivot(f"{words}, by load", figure, ("policy", "served"), digits=digits)
-        for words, figure, digits in (
-            ("SLO attainment of the guaranteed requests", "attainment", 3),
-            ("output tokens a second of the background work", "behind_tokens_per_s", 0),
+        for figure, words, digits in (
+            ("attainment", "SLO attainment of the guaranteed requests", 3),
+            ("behind_tokens_per_s", "output tokens a second of the background work", 0),
             (
-                "longest wait of the background work for a first token, s",
                 "behind_longest_wait_s",
+                "longest wait of the background work for a first token, s",
                 0,
             ),
-            ("share of the computed tokens that evictions discarded", "evicted_share", 3),
+            ("evicted_share", "share of the computed tokens that evictions discarded", 3),
         )
     ],
 )

@@ -15,7 +15,7 @@ from sluice.benchmarks.experiments.systems import ADMISSION, DEFAULT, ROUTER, SE
 from sluice.benchmarks.experiments.tables import Lines, Rows, having, mean
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.tenancy.fair_shares import water_level
-from sluice.simulation.metrics import TPOTMetric, attained, stages
+from sluice.simulation.metrics import Flags, TPOTMetric, attained, stages
 from sluice.simulation.workload import Workload, merged
 
 OVERLOAD = 3.0
@@ -93,30 +93,32 @@ def measure(
     asked = load
     if shares == "none":
         asked = replace(load, arrivals=tuple(a._replace(tenant=0) for a in load.arrivals))
-    done = systems.run_cluster(
-        asked, System(ROUTER, DEFAULT, ADMISSION, "reject"), SETUP, layout, seed
-    )
-    requests = done.result.requests
+    served = System(ROUTER, DEFAULT, ADMISSION, "reject")
+    requests = systems.run_cluster(asked, served, SETUP, layout, seed).result.requests
     arrival_s = np.array([arrival.arrival_s for arrival in load.arrivals])
     owner = np.array([arrival.tenant for arrival in load.arrivals]) - 1
     tokens = np.array([float(a.prompt_tokens + a.output_tokens) for a in load.arrivals])
     promised = ~np.isnan(requests.promised_s)
     met = attained(requests, stages(requests), TPOTMetric.MEAN)
-    counted = (arrival_s >= min(WARM_UP_S, seconds / 3)) & (arrival_s < seconds)
-    span_s = seconds - min(WARM_UP_S, seconds / 3)
+    begin_s = min(WARM_UP_S, seconds / 3)
+    counted = (arrival_s >= begin_s) & (arrival_s < seconds)
+
+    def by_tenant(chosen: Flags) -> Floats:
+        sums: Floats = np.bincount(owner[chosen], tokens[chosen], len(group)).astype(np.float64)
+        return sums
+
     errors, below = [], []
     weights = np.array([tenant.weight for tenant in group], np.float64)
-    window = np.floor((arrival_s - (seconds - span_s)) / WINDOW_S)
+    window = np.floor((arrival_s - begin_s) / WINDOW_S)
     for number in np.unique(window[counted]):
         here = counted & (window == number)
-        wanted: Floats = np.bincount(owner[here], tokens[here], len(group)).astype(np.float64)
-        kept = here & promised
-        got: Floats = np.bincount(owner[kept], tokens[kept], len(group)).astype(np.float64)
+        wanted, got = by_tenant(here), by_tenant(here & promised)
         fair = fair_shares(wanted, weights, float(got.sum()))
         errors.append(np.abs(got - fair) / got.sum())
         modest = (fair >= wanted) & (wanted > 0.0)
         if modest.any():
             below.append(float((got[modest] / wanted[modest]).min()))
+    span_s = seconds - begin_s
     return {
         "error": float(np.mean(errors)),
         "worst": float(np.max(errors)),

@@ -12,7 +12,7 @@ from sluice.benchmarks.experiments import systems
 from sluice.benchmarks.experiments.grid import Experiment, Product, Scaled
 from sluice.benchmarks.experiments.loads import Make, Span, cluster_rate, workloads
 from sluice.benchmarks.experiments.systems import ADMISSION, DEFAULT, ROUTER, SETUPS, colocated
-from sluice.benchmarks.experiments.tables import Lines, Rows, estimate, having
+from sluice.benchmarks.experiments.tables import Lines, Rows, estimate, having, mean
 from sluice.simulation.metrics import TPOTMetric, attained, stages
 from sluice.simulation.requests import Requests
 
@@ -81,9 +81,7 @@ def _moments(rows: Rows) -> list[str]:
 
 
 def _costs(rows: Rows) -> list[str]:
-    kept, none = (
-        estimate(having(rows, {"clients": each}), "goodput").mean for each in (GONE, NO_ROOM)
-    )
+    kept, none = (mean(having(rows, {"clients": each}), "goodput") for each in (GONE, NO_ROOM))
     return [f"{kept:.2f}", f"{none:.2f}", f"{kept / none:.3f}" if none else "-"]
 
 

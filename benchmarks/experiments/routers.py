@@ -49,16 +49,15 @@ def against_rivals(rows: Rows, cell: Sequence[str]) -> Table:
         ours = estimate(AGAINST.of(rows, ROUTER), figure).shown(4)
         lines.append((words, f"{ROUTER} (default)", ours, "", "", ""))
         for (router,), theirs in grouped(rows, "router").items():
-            if router == ROUTER:
-                continue
             # Some routers are not measured in every cell.
             names = grouped(theirs, *cell)
             both = [row for name in names for row in AGAINST.of(cells[name], ROUTER)]
             leads = [AGAINST.lead(cells[name], str(router), figure).mean for name in names]
-            line = [estimate(theirs, figure), difference(both, theirs, figure)]
+            means = estimate(theirs, figure), difference(both, theirs, figure)
             below = f"{sum(lead < -MARGIN for lead in leads)} of {len(leads)}"
-            shown_here = (each.shown(4) for each in line)
-            lines.append((words, str(router), *shown_here, f"{min(leads) * 100:+.2f}", below))
+            worst = f"{min(leads) * 100:+.2f}"
+            if router != ROUTER:
+                lines.append((words, str(router), *(each.shown(4) for each in means), worst, below))
     return Table(
         "The default router against every other, over all cells",
         (

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from sluice.simulation.estimate import Estimate
 from sluice.simulation.planning.plots import Chart, Point, Table
 
+V = TypeVar("V")
 Value = str | float
 Row = dict[str, Value]
 """The labels of a cell, the seed, and what was measured."""
@@ -154,9 +156,9 @@ def having(rows: Rows, labels: Where) -> Rows:
     return [row for row in rows if all(row.get(name) in values for name, values in wanted.items())]
 
 
-def grouped(rows: Iterable[Row], *labels: str) -> dict[tuple[Value, ...], list[Row]]:
+def grouped(rows: Iterable[dict[str, V]], *labels: str) -> dict[tuple[V, ...], list[dict[str, V]]]:
     """Rows by the values of ``labels``, in order of appearance."""
-    groups: dict[tuple[Value, ...], list[Row]] = {}
+    groups: dict[tuple[V, ...], list[dict[str, V]]] = {}
     for row in rows:
         groups.setdefault(tuple(row[label] for label in labels), []).append(row)
     return groups

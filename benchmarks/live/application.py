@@ -3,10 +3,12 @@ counters on its page of metrics."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
+import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,25 +16,49 @@ from typing import Any, NamedTuple
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
+from sluice.benchmarks.live.client import Outcome, replay
+from sluice.benchmarks.live.resources import Meter, Usage
 from sluice.deploy.config import SluiceConfig, parse_config
 from sluice.deploy.local import base_url, running, stop_signals
 from sluice.deploy.ray_settings import free_port
 from sluice.router.config import ServiceClass
+from sluice.simulation.workload import Workload
 
 SIMULATED = "simulated"
 """Name of the model of simulated engines."""
 
+_POLL_S = 0.5
+
 
 class Application(NamedTuple):
-    """A running application: its root URL, and an event that is set when this process is to end."""
+    """A running application: its root URL, its model's name, and an event that is set when this
+    process is to end."""
 
     url: str
+    model: str
     stop: threading.Event
 
     @property
     def completions(self) -> str:
         """URL of the completions endpoint."""
         return f"{self.url}/v1/completions"
+
+    def send(self, workload: Workload, **options: Any) -> list[Outcome]:
+        """The outcomes of a workload, see :func:`sluice.benchmarks.live.client.replay`."""
+        return asyncio.run(replay(self.completions, self.model, workload, **options))
+
+    def send_metered(self, workload: Workload, **options: Any) -> tuple[list[Outcome], Usage]:
+        """The same, and the usage until the last arrival."""
+        meter = Meter()
+        return self.send(workload, on_sent=meter.stop, **options), meter.usage
+
+    def until(self, done: Callable[[], bool], limit_s: float) -> bool:
+        """Wait until ``done`` returns true; ``False`` after a timeout or when stopped."""
+        deadline_s = time.monotonic() + limit_s
+        while not done():
+            if time.monotonic() > deadline_s or self.stop.wait(_POLL_S):
+                return False
+        return True
 
 
 @contextmanager
@@ -41,7 +67,7 @@ def application(config: SluiceConfig) -> Iterator[Application]:
     messages must not stand between the lines of the JSON."""
     say = Console(stderr=True).print
     with redirect_stdout(sys.stderr), stop_signals() as stop, running(config, stop, say):
-        yield Application(base_url(config), stop)
+        yield Application(base_url(config), config.engine.model, stop)
 
 
 def simulated(

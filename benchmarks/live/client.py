@@ -156,14 +156,11 @@ async def replay(
         for number, arrival in enumerate(workload.arrivals):
             await asyncio.sleep(started_s + arrival.arrival_s - time.monotonic())
             now_s = time.monotonic() - started_s
-            late_s = now_s - arrival.arrival_s
-            outcome = Outcome(
-                arrival.slo, arrival.prompt_tokens, arrival.output_tokens, now_s, late_s
-            )
-            outcomes.append(outcome)
-            request = _Request(session, url, outcome, leaves_after(number))
-            asked = body(model, number, arrival)
-            task = asyncio.create_task(request.run(asked, exact, patience_s))
+            tokens = arrival.prompt_tokens, arrival.output_tokens
+            outcomes.append(Outcome(arrival.slo, *tokens, now_s, now_s - arrival.arrival_s))
+            request = _Request(session, url, outcomes[-1], leaves_after(number))
+            sending = request.run(body(model, number, arrival), exact, patience_s)
+            task = asyncio.create_task(sending)
             tasks.add(task)
             task.add_done_callback(tasks.discard)
         on_sent()
@@ -175,20 +172,14 @@ async def replay(
     return outcomes
 
 
+@dataclass(slots=True)
 class _Request:
     """One running request."""
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        url: str,
-        outcome: Outcome,
-        leaves_after: int | None,
-    ) -> None:
-        self._session = session
-        self._url = url
-        self._outcome = outcome
-        self._leaves_after = leaves_after
+    _session: aiohttp.ClientSession
+    _url: str
+    _outcome: Outcome
+    _leaves_after: int | None
 
     async def run(self, body: Json, exact: bool, patience_s: float) -> None:
         """Send it, read the answer to its end, and record the outcome."""

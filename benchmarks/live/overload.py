@@ -12,21 +12,21 @@ The exit status is 1 if an answer was lost, or if the goodput with retries is be
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import product
 from math import sqrt
 from statistics import fmean, stdev
-from typing import Final
+from typing import Final, NamedTuple
 
 import click
 import numpy as np
 from rich.console import Console
 
-from sluice.benchmarks.live.application import SIMULATED, application, simulated
-from sluice.benchmarks.live.client import End, Outcome, replay
+from sluice.benchmarks.live.application import application, simulated
+from sluice.benchmarks.live.client import Outcome
 from sluice.benchmarks.live.loads import LIGHT_ENGINE
-from sluice.benchmarks.live.report import Json, quantiles, table
-from sluice.benchmarks.live.resources import Meter, Usage, held
+from sluice.benchmarks.live.report import Json, milliseconds, of_class, quantiles, share, table
+from sluice.benchmarks.live.resources import Usage, held
 from sluice.benchmarks.options import as_json, number_option, seed, show
 from sluice.router.config import ServiceClass
 from sluice.scheduling.request.objective import SLO
@@ -37,6 +37,8 @@ CLASS: Final = ServiceClass(ttft_ms=1_500, tpot_ms=150, priority=2, when_unattai
 
 RATE: Final = 3.6
 """About the rate that one engine can guarantee, requests a second: 1x."""
+
+REPLICAS: Final = 2
 
 PATIENCE_S: Final = 5.0
 """A client that retries at once gives up after this time, seconds."""
@@ -55,16 +57,10 @@ _SETTINGS: Final = {"none": 0.0, "at once": PATIENCE_S}
 @number_option("--seconds", default=30.0, least=6, most=3_600)
 @number_option("--rounds", default=4, least=1, most=100)
 @number_option("--load", "loads", default=(3.0, 10.0), least=0.1, most=100, multiple=True)
-@number_option("--replicas", default=2, least=1, most=64)
 @seed
 @as_json
 def overload(
-    seconds: float,
-    rounds: int,
-    loads: tuple[float, ...],
-    replicas: int,
-    seed: int,
-    as_json: bool,
+    seconds: float, rounds: int, loads: tuple[float, ...], seed: int, as_json: bool
 ) -> None:
     """Overload real clusters, by clients that retry at once and by clients that do not.
 
@@ -76,20 +72,20 @@ def overload(
     """
     say = Console(stderr=True).print
     name = SLO_OF.service_class
-    config = simulated(LIGHT_ENGINE, replicas, {name: CLASS}, {"default_class": name})
-    runs: list[Json] = []
+    config = simulated(LIGHT_ENGINE, REPLICAS, {name: CLASS}, {"default_class": name})
+    rate = RATE * REPLICAS
+    runs: list[Run] = []
     with application(config) as running:
-        url = running.completions
         # Of the heaviest kind, so that memory that grows once in a storm has grown.
-        _run(url, window(make_load(10 * RATE * replicas, 60.0, seed), 0.0, WARM_UP_S), PATIENCE_S)
-        for turn in range(rounds):
-            for load in loads:
-                workload = make_load(load * RATE * replicas, seconds, seed + turn)
-                for retries in list(_SETTINGS)[:: -1 if turn % 2 else 1]:
-                    outcomes, usage, memory = _run(url, workload, _SETTINGS[retries])
-                    row = figures(outcomes, usage, memory, seconds)
-                    say(f"{load:g}x, retries {retries}: {row['goodput']:.2f}/s in time")
-                    runs.append({"load": load, "retries": retries, "round": turn, **row})
+        storm = window(make_load(10 * rate, 60.0, seed), 0.0, WARM_UP_S)
+        running.send(storm, patience_s=PATIENCE_S)
+        for turn, load in product(range(rounds), loads):
+            workload = make_load(load * rate, seconds, seed + turn)
+            for retries in list(_SETTINGS)[:: -1 if turn % 2 else 1]:
+                before = held()
+                outcomes, usage = running.send_metered(workload, patience_s=_SETTINGS[retries])
+                runs.append(Run(load, retries, seconds, outcomes, usage, before, held()))
+                say(f"{load:g}x, retries {retries}: {runs[-1].goodput:.2f}/s in time")
     rows = summary(runs)
     cell = ("load", "retries")
     served = ("sent", "goodput", "ratio", "error", "kept", "lost", "failed")
@@ -98,7 +94,8 @@ def overload(
         table(rows, *cell, *served, title=f"served in time, mean of {rounds} rounds"),
         table(rows, *cell, *cost, "memory_mib.routers", "memory_mib.HAProxy", title="resources"),
     ]
-    show({"summary": rows, "runs": runs}, tables, as_json)
+    every = [figures([run]) for run in runs]
+    show({"summary": rows, "runs": every}, tables, as_json)
     missed = any(row["ratio"] < LEAST_RATIO for row in rows)
     raise SystemExit(missed or any(row["lost"] for row in rows))
 
@@ -120,94 +117,75 @@ def make_load(rate: float, seconds: float, seed: int) -> Workload:
     )
 
 
-def _run(
-    url: str, workload: Workload, patience_s: float
-) -> tuple[list[Outcome], Usage, dict[str, list[float]]]:
-    """The outcomes, the usage, and the memory before and after, MiB, by kind of process."""
-    before = held()
-    meter = Meter()
-    outcomes = asyncio.run(
-        replay(url, SIMULATED, workload, on_sent=meter.stop, patience_s=patience_s)
-    )
-    after = held()
-    return outcomes, meter.usage, {kind: [before.get(kind, 0.0), after[kind]] for kind in after}
+class Run(NamedTuple):
+    """One run: its load and retry behaviour, how long its arrivals lasted, seconds, its outcomes,
+    the usage, and the memory before and after it, MiB, by kind of process."""
+
+    load: float
+    retries: str
+    seconds: float
+    outcomes: Sequence[Outcome]
+    usage: Usage
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+
+    @property
+    def goodput(self) -> float:
+        """Requests answered within their objective, per second, that ended between
+        :data:`WARM_UP_S` and the time of the last arrival."""
+        ended_s = (each.ended_s or 0.0 for each in self.outcomes if each.attained)
+        in_time = sum(WARM_UP_S <= each_s <= self.seconds for each_s in ended_s)
+        return in_time / (self.seconds - WARM_UP_S)
 
 
-def figures(
-    outcomes: Sequence[Outcome], usage: Usage, memory: dict[str, list[float]], seconds: float
-) -> Json:
-    """The report of one run, as plain data.
-
-    ``goodput`` counts requests answered within their objective, per second, that ended between
-    :data:`WARM_UP_S` and the time of the last arrival.
-    """
-    in_time = [
-        each
-        for each in outcomes
-        if each.attained and each.ended_s and WARM_UP_S <= each.ended_s <= seconds
-    ]
-    span_s = seconds - WARM_UP_S
+def figures(runs: Sequence[Run]) -> Json:
+    """The figures of all requests of some runs of one kind, and means over the runs. ``kept``:
+    answers within their objective; ``memory_mib``: before the first and after the last run."""
+    outcomes = [each for run in runs for each in run.outcomes]
+    found = of_class(outcomes)
+    refused_ms = [1e3 * each.refused_s / each.refusals for each in outcomes if each.refusals]
+    first, last = runs[0].before, runs[-1].after
+    cores = {
+        kind: [run.usage.kinds[kind].cores for run in runs if kind in run.usage.kinds]
+        for kind in runs[0].usage.kinds
+    }
     return {
-        "sent": len(outcomes),
-        "goodput": round(len(in_time) / span_s, 3),
-        "attained": sum(each.attained for each in outcomes),
-        "answered": sum(each.end is End.ANSWERED for each in outcomes),
+        "load": runs[0].load,
+        "retries": runs[0].retries,
+        "rounds": len(runs),
+        **found,
+        "goodput": round(fmean(run.goodput for run in runs), 3),
+        "kept": share(sum(each.attained for each in outcomes), found["answered"]),
+        "lost": found["silent"] + found["cut"],
         "refusals": sum(each.refusals for each in outcomes),
-        "refusal_ms": quantiles(
-            [1e3 * each.refused_s / each.refusals for each in outcomes if each.refusals]
-        ),
-        "lost": sum(each.end in (End.SILENT, End.CUT) for each in outcomes),
-        "failed": sum(each.end is End.FAILED for each in outcomes),
-        "late_ms": round(1e3 * float(np.quantile([each.late_s for each in outcomes], 0.99)), 1),
-        "busy": usage.machine_busy,
-        "cores": {kind: used.cores for kind, used in usage.kinds.items()},
-        "memory_mib": memory,
+        "refusal_ms": quantiles(refused_ms),
+        "late_ms": milliseconds([each.late_s for each in outcomes]),
+        "busy": round(fmean(run.usage.machine_busy for run in runs), 3),
+        "cores": {kind: round(fmean(each), 3) for kind, each in cores.items()},
+        "memory_mib": {kind: [first.get(kind, 0.0), last[kind]] for kind in last},
     }
 
 
-def summary(runs: Sequence[Json]) -> list[Json]:
+def summary(runs: Sequence[Run]) -> list[Json]:
     """Each load and retry behaviour over all rounds, in the order of ``runs``.
 
     ``ratio`` is the goodput over that of the same rounds without retries, and ``error`` its
-    standard error by the scatter of the rounds' own ratios; ``None`` with one round. ``memory_mib``
-    is that before the first and after the last round.
+    standard error by the scatter of the rounds' own ratios; ``None`` with one round.
     """
-    groups: dict[tuple[float, str], list[Json]] = {}
+    groups: dict[tuple[float, str], list[Run]] = {}
     for run in runs:
-        groups.setdefault((run["load"], run["retries"]), []).append(run)
+        groups.setdefault((run.load, run.retries), []).append(run)
     rows = []
-    for (load, retries), own in groups.items():
+    for (load, _), own in groups.items():
         ratio, error = _ratio(own, groups[load, "none"])
-        counts = ("sent", "answered", "attained", "refusals", "lost", "failed")
-        sums = {name: sum(run[name] for run in own) for name in counts}
-        first, last = own[0]["memory_mib"], own[-1]["memory_mib"]
-        rows.append(
-            {
-                "load": load,
-                "retries": retries,
-                "rounds": len(own),
-                **sums,
-                "goodput": round(fmean(run["goodput"] for run in own), 3),
-                "ratio": ratio,
-                "error": error,
-                "kept": round(sums["attained"] / max(1, sums["answered"]), 4),
-                "refusal_ms": np.mean([run["refusal_ms"] for run in own], axis=0).round(1).tolist(),
-                "late_ms": max(run["late_ms"] for run in own),
-                "busy": round(fmean(run["busy"] for run in own), 3),
-                "cores": {
-                    kind: round(fmean(run["cores"].get(kind, 0.0) for run in own), 3)
-                    for kind in own[0]["cores"]
-                },
-                "memory_mib": {kind: [first.get(kind, [0.0])[0], last[kind][1]] for kind in last},
-            }
-        )
+        rows.append({**figures(own), "ratio": ratio, "error": error})
     return rows
 
 
-def _ratio(runs: Sequence[Json], bases: Sequence[Json]) -> tuple[float, float | None]:
+def _ratio(runs: Sequence[Run], bases: Sequence[Run]) -> tuple[float, float | None]:
     """Ratio of the goodputs, and its standard error. 1 where nothing was served without retries."""
-    goodputs = ([run["goodput"] for run in each] for each in (runs, bases))
-    pairs = [(own, base) for own, base in zip(*goodputs, strict=True) if base]
+    goodputs = ((run.goodput, base.goodput) for run, base in zip(runs, bases, strict=True))
+    pairs = [(own, base) for own, base in goodputs if base]
     if not pairs:
         return 1.0, None
     each = [above / below for above, below in pairs]

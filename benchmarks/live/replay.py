@@ -10,7 +10,6 @@ The exit status is 1 if an answer was lost: neither complete nor ended by an err
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace as changed
 from pathlib import Path
@@ -21,21 +20,20 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from sluice.benchmarks.live.application import SIMULATED, application, metrics, simulated
+from sluice.benchmarks.live.application import application, metrics, simulated
 from sluice.benchmarks.live.client import End, Outcome
-from sluice.benchmarks.live.client import replay as replay_workload
 from sluice.benchmarks.live.loads import CLASSES, ENGINE, SHARES, objectives
 from sluice.benchmarks.live.processes import in_own_process
 from sluice.benchmarks.live.report import (
     Json,
     by_class,
+    class_table,
     milliseconds,
-    of_class,
     quantiles,
     reasons,
     table,
 )
-from sluice.benchmarks.live.resources import Meter, Usage
+from sluice.benchmarks.live.resources import Usage
 from sluice.benchmarks.options import as_json, number_option, seed, show
 from sluice.controller.config import NO_ADMISSION
 from sluice.deploy.config import SluiceConfig
@@ -56,20 +54,13 @@ _STEP_RATIO = "sluice_step_time_ratio"
 @click.option("--traces", multiple=True, type=click.Path(exists=True, path_type=Path))
 @number_option("--minutes", default=3.0, least=0.02, most=600)
 @number_option("--replicas", default=8, least=1, most=256)
-@number_option("--routers", default=2, least=1, most=64)
 @number_option(
     "--rate", default=1.0, least=0.001, most=1_000, words="Requests a second for each replica."
 )
 @seed
 @as_json
 def replay(
-    traces: tuple[Path, ...],
-    minutes: float,
-    replicas: int,
-    routers: int,
-    rate: float,
-    seed: int,
-    as_json: bool,
+    traces: tuple[Path, ...], minutes: float, replicas: int, rate: float, seed: int, as_json: bool
 ) -> None:
     """Replay a trace on real Ray with simulated engines, for several controllers.
 
@@ -88,12 +79,12 @@ def replay(
     results = {}
     for name, controller in settings().items():
         say(f"{name}: starting")
-        results[name] = in_own_process(_measure, config(controller, replicas, routers), workload)
-        ends = results[name]["all"]
+        results[name] = in_own_process(_measure, config(controller, replicas), workload)
+        ends = results[name]["classes"]["all"]
         say(f"{name}: {ends['answered']} of {ends['sent']} answered")
     words = f"{workload.description} {workload.scaling}"
     show({"workload": words, "settings": results}, tables(results), as_json, words)
-    every = [result["all"] for result in results.values()]
+    every = [result["classes"]["all"] for result in results.values()]
     raise SystemExit(any(ends["silent"] or ends["cut"] for ends in every))
 
 
@@ -102,27 +93,24 @@ def settings() -> dict[str, dict[str, Any]]:
     return {"default": {}} | {name: {"policy": name, "admission": NO_ADMISSION} for name in PLAIN}
 
 
-def config(controller: dict[str, Any], replicas: int, routers: int) -> SluiceConfig:
-    """An application with this controller."""
-    return simulated(ENGINE, replicas, CLASSES, {"replicas": routers}, controller=controller)
+def config(controller: dict[str, Any], replicas: int) -> SluiceConfig:
+    """An application with this controller and two routers."""
+    return simulated(ENGINE, replicas, CLASSES, {"replicas": 2}, controller=controller)
 
 
 def _measure(config: SluiceConfig, workload: Workload) -> Json:
     """Serve ``config``, replay the workload's first seconds to warm up, and then all of it."""
     with application(config) as served:
-        url = served.completions
-        asyncio.run(replay_workload(url, SIMULATED, window(workload, 0.0, _WARM_UP_S)))
+        served.send(window(workload, 0.0, _WARM_UP_S))
         before = metrics(served.url)
-        meter = Meter()
-        outcomes = asyncio.run(replay_workload(url, SIMULATED, workload, on_sent=meter.stop))
+        outcomes, usage = served.send_metered(workload)
         after = metrics(served.url)
     seconds, steps = (
         after.get(f"{_STEP_RATIO}_{part}", 0.0) - before.get(f"{_STEP_RATIO}_{part}", 0.0)
         for part in ("sum", "count")
     )
-    result = summary(outcomes, meter.usage, seconds / max(1.0, steps))
-    controller = config.controller
-    return {"policy": controller.policy, "admission": controller.admission, **result}
+    policies = config.controller.model_dump(include={"policy", "admission"})
+    return {**policies, **summary(outcomes, usage, seconds / max(1.0, steps))}
 
 
 # The load.
@@ -199,7 +187,6 @@ def summary(outcomes: Sequence[Outcome], usage: Usage, step_ratio: float) -> Jso
     bad = (End.REFUSED, End.FAILED, End.CUT, End.SILENT)
     return {
         "classes": by_class(outcomes),
-        "all": of_class(outcomes),
         **{end.value: reasons(outcomes, end) for end in bad},
         "predictions": predictions(outcomes),
         "late_ms": milliseconds([each.late_s for each in outcomes], (0.5, 0.99, 1.0)),
@@ -232,14 +219,10 @@ def predictions(outcomes: Sequence[Outcome]) -> list[Json]:
 
 def tables(found: dict[str, Json]) -> list[Table]:
     """The summaries of all settings as tables: classes, predictions by decile, and resources."""
-    counts = ("sent", "answered", "refused", "failed", "cut", "silent")
     shown = []
     for name, entry in found.items():
-        rows = [{"class": label, **row} for label, row in entry["classes"].items()]
-        rows.append({"class": "all", **entry["all"]})
         title = f"{name} (policy {entry['policy']}, admission {entry['admission']})"
-        kept = ("attained", "guaranteed", "kept", "ttft_ms", "tpot_ms")
-        shown.append(table(rows, "class", *counts, *kept, title=title))
+        shown.append(class_table(entry["classes"], title))
         if entry["predictions"]:
             columns = ("predicted_ms", "requests", "observed_ms", "error_ms")
             title = f"{name}: TTFT, and observed minus predicted, by decile of the prediction"

@@ -40,13 +40,19 @@ def of_class(outcomes: Sequence[Outcome]) -> Json:
     }
 
 
-def by_class(outcomes: Sequence[Outcome], names: Iterable[str] | None = None) -> dict[str, Json]:
-    """:func:`of_class` of each service class, by default of those that occur."""
-    found = names or sorted({each.slo.service_class for each in outcomes})
-    return {
-        name: of_class([each for each in outcomes if each.slo.service_class == name])
-        for name in found
-    }
+def by_class(outcomes: Sequence[Outcome]) -> dict[str, Json]:
+    """:func:`of_class` of each service class, and of all requests."""
+    found = {}
+    for name in sorted({each.slo.service_class for each in outcomes}):
+        found[name] = of_class([each for each in outcomes if each.slo.service_class == name])
+    return {**found, "all": of_class(outcomes)}
+
+
+def class_table(classes: Mapping[str, Json], title: str) -> Table:
+    """:func:`by_class` as a table."""
+    rows = [{"class": name, **row} for name, row in classes.items()]
+    met = ("attained", "guaranteed", "kept", "ttft_ms", "tpot_ms")
+    return table(rows, "class", "sent", *(end.value for end in End), *met, title=title)
 
 
 def reasons(outcomes: Sequence[Outcome], end: End) -> dict[str, int]:

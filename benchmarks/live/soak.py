@@ -16,10 +16,9 @@ import asyncio
 import contextlib
 import math
 import random
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import click
@@ -27,10 +26,10 @@ import numpy as np
 import psutil
 from rich.table import Table
 
-from sluice.benchmarks.live.application import application, metrics, simulated
+from sluice.benchmarks.live.application import Application, application, metrics, simulated
 from sluice.benchmarks.live.client import End, Json, Outcome, replay
 from sluice.benchmarks.live.loads import CLASSES, KINDS, LIGHT_ENGINE, SHARES, Kind, objectives
-from sluice.benchmarks.live.report import by_class, of_class, table
+from sluice.benchmarks.live.report import by_class, class_table, table
 from sluice.benchmarks.live.resources import processes
 from sluice.benchmarks.options import as_json, number_option, seed, show
 from sluice.deploy.config import SluiceConfig
@@ -97,6 +96,8 @@ LEAVING: Final = 0.05
 _MEAN_PROMPT, _MOST_PROMPT = 300, 1_500
 _MEAN_OUTPUT, _MOST_OUTPUT = 40, 160
 
+REPLICAS, ROUTERS = 3, 2
+
 CAPACITY: Final = 1 / (
     _MEAN_OUTPUT
     * (LIGHT_ENGINE["step_s"] / LIGHT_ENGINE["max_sequences"] + LIGHT_ENGINE["token_s"])
@@ -128,8 +129,6 @@ Sample = tuple[float, dict[tuple[str, int], float]]
 @number_option("--minutes", default=5.0, least=0.1, most=10_000)
 @click.option("--faults", is_flag=True, help="Kill and freeze processes at random.")
 @seed
-@number_option("--replicas", default=3, least=2, most=64)
-@number_option("--routers", default=2, least=1, most=16)
 @number_option(
     "--rate",
     default=None,
@@ -138,15 +137,7 @@ Sample = tuple[float, dict[tuple[str, int], float]]
     words="Requests a second between bursts.  [default: 65 % of the capacity, with faults 50 %]",
 )
 @as_json
-def soak(
-    minutes: float,
-    faults: bool,
-    seed: int,
-    replicas: int,
-    routers: int,
-    rate: float | None,
-    as_json: bool,
-) -> None:
+def soak(minutes: float, faults: bool, seed: int, rate: float | None, as_json: bool) -> None:
     """Serve a mixed load for long, and check whether anything is lost or grows.
 
     \b
@@ -155,31 +146,26 @@ def soak(
       sluice bench soak --minutes 20 --faults --seed 7
     """
     share = LOAD_WITH_FAULTS if faults else LOAD
-    load = make_load(60 * minutes, rate or share * CAPACITY * replicas, seed)
-    config = simulated(LIGHT_ENGINE, replicas, ALL_CLASSES, {"replicas": routers})
-    found = measure(config, load, seed if faults else None)
+    load = make_load(60 * minutes, rate or share * CAPACITY * REPLICAS, seed)
+    config = simulated(LIGHT_ENGINE, REPLICAS, ALL_CLASSES, {"replicas": ROUTERS})
+    with application(config) as served:
+        chaos = Chaos(seed, config, served) if faults else None
+        outcomes, samples = asyncio.run(_drive(served, load, chaos))
+        if chaos is not None:
+            chaos.wait_until_well()
+        served.until(lambda: not _left_over(served.url), _IDLE_S)
+        left, differing = _left_over(served.url), list[str]()
+        if chaos is None:  # a killed router loses counts
+            served.until(lambda: not _counters(served.url, outcomes, load.kinds), _IDLE_S)
+            differing = _counters(served.url, outcomes, load.kinds)
+    found = summary(outcomes, samples, chaos.done if chaos else [], left, differing)
     wrong = {name: found[name] for name in ("lost", "left_over", "growing", "differing")}
     show(found, tables(found), as_json, *(f"{name}: {each}" for name, each in wrong.items()))
     raise SystemExit(any(wrong.values()))
 
 
-def measure(config: SluiceConfig, load: Load, faults_seed: int | None) -> Json:
-    """Serve ``config``, send all of ``load``, and report; faults are drawn by ``faults_seed``."""
-    with application(config) as served:
-        chaos = None if faults_seed is None else Chaos(faults_seed, config, served.stop)
-        sending = _drive(served.completions, served.stop, config.engine.model, load, chaos)
-        outcomes, samples = asyncio.run(sending)
-        if chaos is not None:
-            chaos.wait_until_well()
-        left = _wrong(lambda: _left_over(served.url), served.stop)
-        differing: list[str] = []
-        if chaos is None:  # a killed router loses counts
-            differing = _wrong(lambda: _counters(served.url, outcomes, load.kinds), served.stop)
-    return summary(outcomes, samples, chaos.done if chaos else [], left, differing)
-
-
 async def _drive(
-    url: str, stop: threading.Event, model: str, load: Load, chaos: Chaos | None
+    served: Application, load: Load, chaos: Chaos | None
 ) -> tuple[list[Outcome], list[Sample]]:
     """Send the load; sample the processes and inject faults until all of it has been sent.
 
@@ -198,26 +184,20 @@ async def _drive(
                 async with asyncio.timeout(min(SAMPLE_S, whole_s / 20)):
                     await sent.wait()
 
-    leaves = load.leaves.__getitem__
     sending = asyncio.create_task(
-        replay(url, model, load.workload, GRACE_S, sent.set, load.body, leaves)
+        replay(
+            *(served.completions, served.model, load.workload, GRACE_S),
+            *(sent.set, load.body, load.leaves.__getitem__),
+        )
     )
     beside = [asyncio.create_task(sample())]
     beside += [asyncio.create_task(chaos.run(whole_s))] if chaos is not None else []
     while not sending.done():
         await asyncio.wait([sending], timeout=_POLL_S)
-        if stop.is_set():
+        if served.stop.is_set():
             raise click.Abort
     await asyncio.gather(*beside)
     return sending.result(), samples
-
-
-def _wrong(look: Callable[[], list[str]], stop: threading.Event) -> list[str]:
-    """What is wrong, once nothing is, or after a while."""
-    deadline_s = time.monotonic() + _IDLE_S
-    while (found := look()) and time.monotonic() < deadline_s and not stop.wait(_POLL_S):
-        pass
-    return found
 
 
 def _left_over(url: str) -> list[str]:
@@ -295,13 +275,13 @@ class Fault(NamedTuple):
 
 
 class Chaos:
-    """Draws and injects faults by ``seed`` until ``stop`` is set; ``done`` has those so far."""
+    """Draws and injects faults by ``seed``; ``done`` has those so far."""
 
-    def __init__(self, seed: int, config: SluiceConfig, stop: threading.Event) -> None:
+    def __init__(self, seed: int, config: SluiceConfig, served: Application) -> None:
         self.done: list[Fault] = []
         self._chance = random.Random(seed)
         self._config = config
-        self._stop = stop
+        self._served = served
 
     async def run(self, seconds: float) -> None:
         """Inject faults during a load that lasts for ``seconds`` from now, each once the
@@ -326,31 +306,29 @@ class Chaos:
             REPLICA_DEPLOYMENTS["mixed"]: self._config.replica.first,
             ROUTER_DEPLOYMENT: self._config.router.replicas,
         }
-        deadline_s = time.monotonic() + _READY_S
-        while not self._stop.is_set() and time.monotonic() < deadline_s:
+
+        def well() -> bool:
             application = serve.status().applications.get(self._config.name)
             found = {} if application is None else application.deployments
             running = {name: each.replica_states.get("RUNNING", 0) for name, each in found.items()}
-            if all(running.get(name, 0) >= count for name, count in wanted.items()):
-                return True
-            self._stop.wait(_POLL_S)
-        return False
+            return all(running.get(name, 0) >= count for name, count in wanted.items())
+
+        return self._served.until(well, _READY_S)
 
     def _inject(self, started_s: float) -> None:
         what, at_s = self._chance.choice(FAULTS), time.monotonic() - started_s
         pids = [pid for pid, each in processes().items() if each.kind == what[1]]
+        seconds = self._chance.uniform(*FROZEN_S) if what[0] == "freeze" else 0.0
         try:
             process = psutil.Process(self._chance.choice(pids))
             if what[0] == "kill":
                 process.kill()
-                self.done.append(Fault(round(at_s, 1), what))
-                return
-            seconds = self._chance.uniform(*FROZEN_S)
-            process.suspend()
-            try:
-                self._stop.wait(seconds)
-            finally:
-                process.resume()
+            else:
+                process.suspend()
+                try:
+                    self._served.stop.wait(seconds)
+                finally:
+                    process.resume()
             self.done.append(Fault(round(at_s, 1), what, round(seconds, 1)))
         except (psutil.NoSuchProcess, IndexError):
             return  # it has just ended by itself
@@ -443,7 +421,7 @@ def summary(
         "left_over": left,
         "growing": [each["process"] for each in grown if each["grows"]],
         "differing": differing,
-        "classes": {**by_class(outcomes), "all": of_class(outcomes)},
+        "classes": by_class(outcomes),
         "reasons": dict(Counter(f"{each.end}: {each.reason}" for each in outcomes if each.reason)),
         "late_ms": round(1e3 * max((each.late_s for each in outcomes), default=0.0), 1),
         "faults": [fault._asdict() for fault in faults],
@@ -453,11 +431,9 @@ def summary(
 
 def tables(found: Json) -> list[Table]:
     """The summary as tables."""
-    rows = [{"class": name, **row} for name, row in found["classes"].items()]
-    counts = ("sent", "attained", "guaranteed", "kept", *(end.value for end in End))
     reasons = [{"reason": reason, "count": count} for reason, count in found["reasons"].items()]
     return [
-        table(rows, "class", *counts, title="requests"),
+        class_table(found["classes"], "requests"),
         table(reasons, "reason", "count", title="other ends than answers"),
         table(found["memory_mib"], "process", "first", "last", "per_hour", "error", title="MiB"),
         table(found["faults"], "at_s", "what", "seconds", title="faults"),

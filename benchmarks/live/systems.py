@@ -1,4 +1,5 @@
-"""Systems under test that take the same requests: engines alone, other routers, vLLM, and Sluice.
+"""Systems under test that take the same requests: engines alone, vllm-router, Ray Serve LLM, vLLM,
+and Sluice.
 
 Each runs in processes of its own; :mod:`sluice.benchmarks.live.resources` says what these use. To
 add a system, extend :data:`SYSTEMS`.
@@ -21,7 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from sluice.benchmarks.live.gateway.client import STATED, chat_body
+from sluice.benchmarks.live.gateway.client import chat_body
 from sluice.benchmarks.live.gateway.engine import MODEL
 from sluice.benchmarks.live.processes import VLLM_ENVIRONMENT, LeftOutError, serving, vllm_command
 from sluice.deploy.haproxy import DIRECT_VARIABLE
@@ -41,12 +42,11 @@ _SHOWN = 300
 
 
 class System(NamedTuple):
-    """A system that takes requests: the URLs of its servers, without ``/v1``, its processes, see
-    :func:`sluice.benchmarks.live.resources.processes`, and further fields of each request."""
+    """A system that takes requests: the URLs of its servers, without ``/v1``, and its processes
+    (:func:`sluice.benchmarks.live.resources.processes`)."""
 
     urls: tuple[str, ...]
     processes: Mapping[int, str]
-    also: Mapping[str, Any] = MappingProxyType({})
 
 
 class Bench(NamedTuple):
@@ -63,15 +63,14 @@ class Bench(NamedTuple):
 
 class Server(NamedTuple):
     """How a system's server starts: its command, variables in addition to this process's, how long
-    it may take, seconds, the kind of its processes (empty: by their titles), whether it is in front
-    of the engines of :class:`Bench`, and further fields of each request."""
+    it may take, seconds, the kind of its processes (empty: by their titles), and whether it is in
+    front of the engines of :class:`Bench`."""
 
     command: Sequence[str | Path]
     environment: Mapping[str, str] = MappingProxyType({})
     limit_s: float = 120.0
     kind: str = ""
     engines: bool = False
-    also: Mapping[str, Any] = MappingProxyType({})
 
 
 Start = Callable[[Bench], AbstractContextManager[System]]
@@ -114,7 +113,7 @@ def served(name: str, server_on: Callable[[Bench, int], Server]) -> Start:
         limits = (server.limit_s, bench.stop)
         with serving(server.command, url, log, *limits, variables, asked) as pid:
             others = dict.fromkeys(bench.engines, ENGINES) if server.engines else {}
-            yield System((url,), {**others, pid: server.kind}, server.also)
+            yield System((url,), {**others, pid: server.kind})
 
     return start
 
@@ -145,31 +144,23 @@ def _direct(bench: Bench) -> Iterator[System]:
     yield System(tuple(bench.engines.values()), dict.fromkeys(bench.engines, ENGINES))
 
 
-# Routers from PyPI, each in a virtual environment in the user's cache, which is created if missing.
+# Programs from PyPI, each in a virtual environment in the user's cache, created if missing.
 
-ROUTERS: Final = {
-    "vllm-router": ("vllm-router==0.1.17", "vllm_router.launch_router"),
-    "sglang-router": ("sglang-router==0.3.2", "sglang_router.launch_router"),
-}
-"""Routers in front of servers with vLLM's interface: the package to install, the module to run."""
+VLLM_ROUTER: Final = "vllm-router==0.1.17"
 
 
-def router_command(name: str, python: Path, port: int, workers: Sequence[str]) -> list[str]:
-    """The command that starts one of :data:`ROUTERS` in front of ``workers``."""
-    _, module = ROUTERS[name]
+def router_command(python: Path, port: int, workers: Sequence[str]) -> list[str]:
+    """The command that starts :data:`VLLM_ROUTER` in front of ``workers``."""
     places = ["--host", "127.0.0.1", "--port", str(port)]
     metrics = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
-    rest = ["--policy", "power_of_two", "--log-level", "error"]
-    return [str(python), "-m", module, *places, *metrics, *rest, "--worker-urls", *workers]
+    rest = ["--policy", "power_of_two", "--log-level", "error", "--worker-urls", *workers]
+    return [str(python), "-m", "vllm_router.launch_router", *places, *metrics, *rest]
 
 
-def _router(name: str) -> Start:
-    def server_on(bench: Bench, port: int) -> Server:
-        python = environment(ROUTERS[name][0], bench.say)
-        command = router_command(name, python, port, [*bench.engines.values()])
-        return Server(command, kind="routers", engines=True)
-
-    return served(name, server_on)
+def _vllm_router(bench: Bench, port: int) -> Server:
+    python = environment(VLLM_ROUTER, bench.say)
+    command = router_command(python, port, [*bench.engines.values()])
+    return Server(command, kind="routers", engines=True)
 
 
 def environment(package: str, say: Callable[[str], None]) -> Path:
@@ -215,23 +206,14 @@ def _run(command: list[str]) -> None:
 _VLLM_ARGS = {"max-model-len": 2048, "max-num-seqs": 64, "kv-cache-memory-bytes": 256 << 20}
 
 
-def sluice_config(port: int, step_ms: float = 0.0) -> dict[str, Any]:
-    """Sluice in front of simulated engines with this step time."""
-    times = {"step_s": step_ms / 1e3, "token_s": 0.0, "context_token_s": 0.0}
-    return {
-        "engine": {"kind": "simulated", "model": MODEL, "simulated": times},
-        "replica": {"count": REPLICAS, "num_cpus": 0.1},
-        "router": {"port": port},
-    }
-
-
-def vllm_config(port: int) -> dict[str, Any]:
-    """Sluice in front of one engine of vLLM with the local model."""
-    return {
-        "engine": {"served_model_name": MODEL, "vllm_args": _VLLM_ARGS},
-        "replica": {"count": 1, "num_cpus": 0.1},
-        "router": {"port": port},
-    }
+def sluice_config(port: int, step_ms: float = 0.0, vllm: bool = False) -> dict[str, Any]:
+    """Sluice in front of simulated engines with this step time, or of one engine of vLLM."""
+    engine: dict[str, Any] = {"served_model_name": MODEL, "vllm_args": _VLLM_ARGS}
+    if not vllm:
+        times = {"step_s": step_ms / 1e3, "token_s": 0.0, "context_token_s": 0.0}
+        engine = {"kind": "simulated", "model": MODEL, "simulated": times}
+    replica = {"count": 1 if vllm else REPLICAS, "num_cpus": 0.1}
+    return {"engine": engine, "replica": replica, "router": {"port": port}}
 
 
 def sluice(name: str, program: Path, direct: bool = False, vllm: bool = False) -> Start:
@@ -240,24 +222,22 @@ def sluice(name: str, program: Path, direct: bool = False, vllm: bool = False) -
 
     def server_on(bench: Bench, port: int) -> Server:
         config = bench.folder / f"{name}.json"
-        config.write_text(
-            json.dumps(vllm_config(port) if vllm else sluice_config(port, bench.step_ms))
-        )
+        config.write_text(json.dumps(sluice_config(port, bench.step_ms, vllm)))
         # Other commands must not mistake it for the user's application.
-        variables = {"XDG_STATE_HOME": str(bench.folder)}
-        if direct:
-            variables[DIRECT_VARIABLE] = "1"
+        variables = {
+            "XDG_STATE_HOME": str(bench.folder),
+            **({DIRECT_VARIABLE: "1"} if direct else {}),
+        }
         command: list[str | Path] = [program, "serve", "--config", config]
-        return Server(command, variables, _RAY_START_LIMIT_S, also=STATED if vllm else {})
+        return Server(command, variables, _RAY_START_LIMIT_S)
 
     return served(name, server_on)
 
 
 def _vllm(bench: Bench, port: int) -> Server:
-    """vLLM's own server, with the engine of :func:`vllm_config`."""
+    """vLLM's own server, with the engine of :func:`sluice_config`."""
     model = local_model(EngineConfig().cache_dir)
-    command = vllm_command(model, MODEL, port, _VLLM_ARGS)
-    return Server(command, VLLM_ENVIRONMENT, also=STATED)
+    return Server(vllm_command(model, MODEL, port, _VLLM_ARGS), VLLM_ENVIRONMENT)
 
 
 def _serve_llm(bench: Bench, port: int) -> Server:
@@ -274,7 +254,7 @@ _SLUICE: Final = Path(sys.executable).with_name("sluice")
 
 SYSTEMS: Final[dict[str, Start]] = {
     "direct": _direct,
-    **{name: _router(name) for name in ROUTERS},
+    "vllm-router": served("vllm-router", _vllm_router),
     "ray-serve-llm": served("ray-serve-llm", _serve_llm),
     "sluice": sluice("sluice", _SLUICE),
     "sluice-direct": sluice("sluice-direct", _SLUICE, direct=True),

@@ -1,1 +1,1 @@
-"""Times of single parts: decisions, plans, prefixes, the simulator, the path through Serve."""
+"""Times of single parts: decisions, plans, the simulator, the path through Serve."""

@@ -1,9 +1,9 @@
 """Cost of a local plan, in one process.
 
-Run with ``sluice bench planning``. The queues are seeded mixes: half
-of the requests wait or prefill, half decode, at three priorities, with objectives. The builder of
-the views is not part of a measurement; their conversion to rows, the policy, the enforcement of its
-plan and the plan by request are.
+Run with ``sluice bench planning``. The queues are seeded mixes: half of the requests wait or
+prefill, half decode, at three priorities, with objectives. The builder of the views is not part of
+a measurement; their conversion to rows, the policy, the enforcement of its plan and the plan by
+request are.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from functools import partial
 
 import click
 import numpy as np
-from rich.table import Table
 
+from sluice.benchmarks.live.report import table
 from sluice.benchmarks.options import as_json, number_option, show
 from sluice.scheduling import batching
 from sluice.scheduling.batching.base import BatchBudget
@@ -91,15 +91,6 @@ def _plan(policy: batching.BatchPolicy, requests: Sequence[RequestView]) -> obje
     return policy.plan(QueueView(requests), NOW_S, LATENCY, BUDGET).entries
 
 
-def _table(results: dict[str, dict[str, dict[str, float]]]) -> Table:
-    heads = (f"{size} requests\nmedian / p99 ms" for size in QUEUE_SIZES)
-    table = Table("policy", *heads, title="plan()")
-    for name, by_size in results.items():
-        cells = [f"{row['median_ms']:.4f} / {row['p99_ms']:.4f}" for row in by_size.values()]
-        table.add_row(name, *cells)
-    return table
-
-
 @click.command(name="planning")
 @as_json
 @number_option("--repeats", default=40, least=1, most=10_000)
@@ -121,4 +112,7 @@ def planning(as_json: bool, repeats: int, seeds: int) -> None:
             queues = [make_queue(size, seed).requests for seed in range(seeds)]
             calls: list[Callable[[], object]] = [partial(_plan, policy, q) for q in queues]
             results[name][str(size)] = measure(calls, repeats)
-    show(results, [_table(results)], as_json)
+    rows = [{"policy": name, **sizes} for name, sizes in results.items()]
+    columns = [f"{size}.{figure}" for size in QUEUE_SIZES for figure in ("median_ms", "p99_ms")]
+    title = "plan(), by number of requests"
+    show(results, [table(rows, "policy", *columns, title=title)], as_json)

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import click
 import numpy as np
-from rich.table import Table
 
-from sluice.benchmarks.options import as_json, number_option, seed, show
+from sluice.benchmarks.live.report import table
+from sluice.benchmarks.options import as_json, choices_option, number_option, seed, show
 from sluice.scheduling import batching, routing
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.simulation.cluster import simulate_cluster
@@ -25,7 +26,7 @@ from sluice.simulation.config import ClusterConfig
 from sluice.simulation.metrics import stages
 from sluice.simulation.run import Result, simulate
 from sluice.simulation.truth import Truth
-from sluice.simulation.workload import window
+from sluice.simulation.workload import Workload, window
 from sluice.simulation.workloads.settings import proserve
 
 LATENCY = LinearLatency(a=0.008, b=0.000_04, c=0.000_000_1, d=0.000_000_001)
@@ -53,13 +54,15 @@ def measured(run: Callable[[], Result]) -> dict[str, float]:
 
 def speeds(policy: str, requests: int, seed: int) -> dict[str, dict[str, float]]:
     """The speed of a policy by load."""
+
+    def alone(workload: Workload) -> Result:
+        return simulate(workload, batching.make_policy(policy), TRUTH)
+
     found = {}
     for rate in RATES:
         workload = proserve("sharegpt", rate, requests, seed)
-        simulate(window(workload, 0.0, 5.0), batching.make_policy(policy), TRUTH)
-        found[f"{rate:g}/s"] = measured(
-            lambda: simulate(workload, batching.make_policy(policy), TRUTH)  # noqa: B023
-        )
+        alone(window(workload, 0.0, 5.0))
+        found[f"{rate:g}/s"] = measured(partial(alone, workload))
     together = proserve("sharegpt", RATES[0] * REPLICAS, requests, seed)
     found[f"{REPLICAS} x {RATES[0]:g}/s"] = measured(
         lambda: simulate_cluster(
@@ -76,24 +79,19 @@ def speeds(policy: str, requests: int, seed: int) -> dict[str, dict[str, float]]
 @click.command()
 @as_json
 @number_option("--requests", default=2_000, least=10, most=100_000)
-@click.option(
-    "--policy",
-    "policies",
-    multiple=True,
-    type=click.Choice(sorted(batching.POLICIES)),
-    help="Default: all.",
-)
+@choices_option("--policy", "policies", of=batching.POLICIES, words="Default: all.")
 @seed
 def main(as_json: bool, requests: int, policies: tuple[str, ...], seed: int) -> None:
     """Measure the simulator: one engine per policy and rate, and a cluster of four."""
     names = policies or sorted(batching.POLICIES)
     results = {policy: speeds(policy, requests, seed) for policy in names}
-    columns = "policy", "load", "live", "batches", "per minute", "us per batch"
-    table = Table(*columns, title=f"simulated batches per minute, {requests} requests, seed {seed}")
-    for policy, loads in results.items():
-        for load, row in loads.items():
-            table.add_row(policy, load, *(f"{value:,.0f}" for value in row.values()))
-    show(results, [table], as_json)
+    rows = [
+        {"policy": policy, "load": load, **row}
+        for policy, loads in results.items()
+        for load, row in loads.items()
+    ]
+    title = f"simulated batches per minute, {requests} requests, seed {seed}"
+    show(results, [table(rows, *rows[0], title=title)], as_json)
 
 
 if __name__ == "__main__":

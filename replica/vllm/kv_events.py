@@ -1,10 +1,9 @@
 """vLLM's prefix cache for :mod:`sluice.replica.scheduler.prefix_index`: which blocks it holds, and
 which are removed.
 
-vLLM can keep a queue of KV events for every block that enters or leaves its prefix cache. Keeping
-it makes the allocation of a prompt's blocks several times as expensive (``python -m
-sluice.benchmarks.micro.prefixes``), mostly for the blocks that enter, with copies of their tokens.
-So the queue stays as the operator has configured it, and this module hooks the one place where all
+vLLM can keep a queue of KV events for every block that enters or leaves its prefix cache. For each
+block that enters, an event copies the block's tokens, which most of the queue's cost comes from. So
+the queue stays as the operator has configured it, and this module hooks the one place where all
 events of removed blocks are made.
 """
 

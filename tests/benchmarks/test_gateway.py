@@ -27,16 +27,17 @@ from sluice.benchmarks.live.processes import LeftOutError, serving, vllm_command
 from sluice.benchmarks.live.resources import CORES, Process, kind_of, processes, spent
 from sluice.benchmarks.live.systems import (
     REAL,
-    ROUTERS,
     SYSTEMS,
+    VLLM_ROUTER,
     Bench,
+    Server,
     System,
     engines,
     environment,
     router_command,
+    served,
     sluice,
     sluice_config,
-    vllm_config,
 )
 from sluice.deploy.cli import main
 from sluice.deploy.config import SluiceConfig
@@ -213,30 +214,26 @@ with serving(command, f"http://127.0.0.1:{port}", Path(log), 120) as pid:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of Linux only")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_server_ends_with_a_benchmark_that_is_killed(number: int, tmp_path: Path) -> None:
+def test_a_server_ends_with_a_benchmark_that_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(free_port()), str(tmp_path / "log")]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as benchmark:
         assert benchmark.stdout is not None
         server = psutil.Process(int(benchmark.stdout.readline()))
-        benchmark.send_signal(number)
+        benchmark.kill()
         _, alive = psutil.wait_procs([server], timeout=120)
         assert alive == []
 
 
-@pytest.mark.parametrize(
-    ("number", "begun"), [(signal.SIGINT, "starting direct"), (signal.SIGTERM, "round 1 of")]
-)
-def test_a_signal_ends_the_command_and_its_engines(number: int, begun: str) -> None:
+def test_a_signal_ends_the_command_and_its_engines() -> None:
     options = ["--system", "direct", "--rounds", "100", "--seconds", "0.1", "--at-once", "4"]
     command = [Path(sys.executable).with_name("sluice"), "bench", "gateway", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as benchmark:
         assert benchmark.stderr is not None
-        assert any(begun in line for line in benchmark.stderr)
+        assert any("round 1 of" in line for line in benchmark.stderr)
         family = psutil.Process(benchmark.pid).children(recursive=True)
         assert family
-        benchmark.send_signal(number)
+        benchmark.send_signal(signal.SIGTERM)
         benchmark.stderr.read()  # until it ends
     assert benchmark.returncode == 1
     _, alive = psutil.wait_procs(family, timeout=120)
@@ -246,15 +243,14 @@ def test_a_signal_ends_the_command_and_its_engines(number: int, begun: str) -> N
 # Other gateways.
 
 
-@pytest.mark.parametrize("name", list(ROUTERS))
-def test_a_router_is_started_in_front_of_all_engines_with_ports_of_its_own(name: str) -> None:
+def test_a_router_is_started_in_front_of_all_engines_with_ports_of_its_own() -> None:
     workers = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
-    command = router_command(name, Path("python"), 3, workers)
-    assert command[:3] == ["python", "-m", f"{name.replace('-', '_')}.launch_router"]
+    command = router_command(Path("python"), 3, workers)
+    assert command[:3] == ["python", "-m", "vllm_router.launch_router"]
     assert command[command.index("--port") + 1] == "3"
     assert command[command.index("--prometheus-port") + 1] != "3"
     assert command[-2:] == workers and command[-3] == "--worker-urls"
-    assert "==" in ROUTERS[name][0]  # the same one in every run
+    assert "==" in VLLM_ROUTER  # the same one in every run
 
 
 @pytest.fixture
@@ -292,7 +288,7 @@ LEAST = ["--rounds", "1", "--seconds", "0.2", "--at-once", "2", "--tokens", "5"]
 
 
 def test_a_router_that_cannot_be_installed_is_left_out_and_the_rest_measured(
-    no_index: Path,
+    no_index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = measure("--system", "direct", "--system", "vllm-router", "--json", *LEAST)
     assert result.exit_code == 0, result.output
@@ -302,6 +298,8 @@ def test_a_router_that_cannot_be_installed_is_left_out_and_the_rest_measured(
     assert "vllm-router is left out" in result.stderr
     assert found["further_token"] == []
     assert list(no_index.iterdir()) == []  # nothing half-made stays
+    ends = served("vllm-router", lambda bench, port: Server([sys.executable, "-c", ""]))
+    monkeypatch.setitem(SYSTEMS, "vllm-router", ends)
     alone = measure("--system", "vllm-router", *LEAST)
     assert alone.exit_code == 1
     assert "no system could be started" in alone.stderr
@@ -391,7 +389,9 @@ def sluice_here(bench: Bench) -> Iterator[System]:
 def test_sluice_is_measured_beside_engines_without_a_gateway(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert {"direct", "sluice", "sluice-direct", "ray-serve-llm", *ROUTERS, *REAL} == set(SYSTEMS)
+    assert {"direct", "sluice", "sluice-direct", "ray-serve-llm", "vllm-router", *REAL} == set(
+        SYSTEMS
+    )
     monkeypatch.setitem(SYSTEMS, "sluice", sluice_here)
     names = ("direct", "sluice")
     result = measure(*(f"--system={name}" for name in names), *LEAST, "--tokens", "25", "--json")
@@ -465,9 +465,9 @@ sys.stdin.read()
 def test_vllms_server_takes_its_arguments_and_its_engines_process_is_told_by_its_title(
     tmp_path: Path,
 ) -> None:
-    engine = vllm_config(8000)["engine"]
-    SluiceConfig.model_validate(vllm_config(8000))
-    command = vllm_command(tmp_path, MODEL, 8001, engine["vllm_args"])
+    config = sluice_config(8000, vllm=True)
+    SluiceConfig.model_validate(config)
+    command = vllm_command(tmp_path, MODEL, 8001, config["engine"]["vllm_args"])
     assert kind_of(" ".join(command)) == "replicas"
     run = [sys.executable, "-c", TITLED, *command[3:]]
     with subprocess.Popen(run, stdin=-1, stdout=-1, text=True) as process:

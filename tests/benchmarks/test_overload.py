@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import Any
 
 import pytest
 from aiohttp import web
@@ -14,6 +13,7 @@ from sluice.benchmarks.live.overload import (
     RATE,
     SLO_OF,
     WARM_UP_S,
+    Run,
     figures,
     make_load,
     summary,
@@ -23,7 +23,6 @@ from sluice.simulation.workload import Arrival, Workload
 
 SECONDS = 25.0
 BUSY = Usage({"routers": Used(0.4, 200.0), "client": Used(0.2, 100.0)}, 0.5)
-MEMORY = {"routers": [100.0, 101.0], "client": [50.0, 50.0]}
 
 
 def answered(ended_s: float, tokens: int = 10, ttft_s: float = 1.0) -> Outcome:
@@ -45,36 +44,37 @@ def test_goodput_is_what_ends_in_time_between_the_warm_up_and_the_last_arrival()
     refused = Outcome(SLO_OF, 100, 10, 0.0, 0.0, End.REFUSED, refusals=4, refused_s=2.0)
     counted = [answered(WARM_UP_S), answered(SECONDS, tokens=30)]
     others = [answered(WARM_UP_S - 0.1), answered(SECONDS + 0.1), answered(10.0, ttft_s=2.0)]
-    row = figures([*counted, *others, refused], BUSY, MEMORY, SECONDS)
+    row = figures([Run(3.0, "none", SECONDS, [*counted, *others, refused], BUSY, {}, {})])
     assert row["goodput"] == 2 / (SECONDS - WARM_UP_S)
-    assert (row["answered"], row["attained"], row["lost"]) == (5, 4, 0)
+    assert (row["sent"], row["answered"], row["kept"], row["lost"]) == (6, 5, 0.8, 0)
     assert row["refusals"] == 4 and row["refusal_ms"] == [500.0, 500.0]
 
 
-def run_of(retries: str, number: int, goodput: float, memory_mib: float = 100.0) -> dict[str, Any]:
-    row = figures([answered(10.0)], BUSY, {"routers": [memory_mib, memory_mib + 1]}, SECONDS)
-    return {"load": 3.0, "retries": retries, "round": number, **row, "goodput": goodput}
+def run_of(retries: str, in_time: int, memory_mib: float = 100.0) -> Run:
+    memory = {"routers": memory_mib}, {"routers": memory_mib + 1}
+    return Run(3.0, retries, SECONDS, [answered(10.0)] * in_time, BUSY, *memory)
 
 
 def test_runs_are_compared_with_those_of_the_same_round_and_the_scatter_is_told() -> None:
     runs = [
-        run_of("none", 0, 10.0),
-        run_of("at once", 0, 9.0),
-        run_of("at once", 1, 22.0, 105.0),
-        run_of("none", 1, 20.0),
+        run_of("none", 10),
+        run_of("at once", 9),
+        run_of("at once", 22, 105.0),
+        run_of("none", 20),
     ]
     none, at_once = summary(runs)
     assert (none["ratio"], none["error"]) == (1.0, 0.0)
     # The rounds' own are 0.9 and 1.1.
     assert (at_once["ratio"], at_once["error"]) == (round(31 / 30, 3), 0.1)
     assert at_once["memory_mib"]["routers"] == [100.0, 106.0]
+    assert at_once["cores"] == {"routers": 0.4, "client": 0.2}
     assert json.loads(json.dumps([none, at_once])) == [none, at_once]
 
 
 def test_one_round_tells_no_scatter_and_nothing_served_is_no_ratio() -> None:
-    _, at_once = summary([run_of("none", 0, 8.0), run_of("at once", 0, 4.0)])
+    _, at_once = summary([run_of("none", 8), run_of("at once", 4)])
     assert (at_once["ratio"], at_once["error"]) == (0.5, None)
-    _, at_once = summary([run_of("none", 0, 0.0), run_of("at once", 0, 4.0)])
+    _, at_once = summary([run_of("none", 0), run_of("at once", 4)])
     assert (at_once["ratio"], at_once["error"]) == (1.0, None)
 
 

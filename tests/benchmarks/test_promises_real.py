@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -29,10 +28,12 @@ from sluice.benchmarks.live.promises import (
     KINDS,
     NO_OBJECTIVE,
     SLOS,
+    Run,
     body_of,
     cells,
-    counts,
     draw,
+    figures,
+    lateness,
     make_load,
     tables,
 )
@@ -174,30 +175,21 @@ def seen() -> list[Outcome]:
     ]
 
 
-def run(
-    system: str, machine: str, load: float, found: list[Outcome], seed: int = 1
-) -> dict[str, Any]:
-    told = sum(each.admission == "guaranteed" for each in found)
-    return {
-        **{"seed": seed, "machine": machine, "load": load, "system": system},
-        **counts(found, 10.0),
-        **{"router_promised": told, "router_kept": 0, "others_cores": 0.1 * seed},
-    }
+def run(system: str, machine: str, load: float, found: list[Outcome], seed: int = 1) -> Run:
+    told = Counter(missed=sum(each.admission == "guaranteed" for each in found))
+    return Run(system, machine, load, seed, 10.0, found, told, 0.1 * seed)
 
 
-def test_counts_are_those_of_the_promised_requests() -> None:
-    found = counts(seen(), 10.0)
-    assert (found["sent"], found["attained"], found["failed"]) == (6, 2, 1)
-    assert (found["promised"], found["kept"], found["unanswered"]) == (4, 1, 1)
+def test_figures_are_those_of_the_promised_requests() -> None:
+    found = figures([run(NONE, "quiet", 0.7, seen())])
+    assert (found["sent"], found["attained"], found["cut"]) == (6, round(2 / 6, 4), 1)
+    assert (found["guaranteed"], found["kept"], found["kept_by_router"]) == (4, 0.25, 0.0)
 
 
 def test_lateness_is_of_each_objective_that_was_missed() -> None:
-    first, pace = counts(seen(), 10.0)["late"]
     # A first token 0.75 s late, and a last one of eleven tokens, each 20 ms too slow.
-    assert (first["objective"], first["late_s"]) == ("ttft", 0.75)
-    assert (first["times"], first["ttfts"]) == (1.5, 1.5)
-    assert (pace["objective"], pace["late_s"]) == ("tpot", 0.2)
-    assert (pace["times"], pace["ttfts"]) == (0.2, 0.4)
+    assert lateness(seen()[:4], 0) == {"missed": 1, "late_s": [0.75] * 2, "times": [1.5] * 2}
+    assert lateness(seen()[:4], 1) == {"missed": 1, "late_s": [0.2] * 2, "times": [0.2] * 2}
 
 
 def test_cells_sum_up_seeds_and_then_loads() -> None:
@@ -212,20 +204,18 @@ def test_cells_sum_up_seeds_and_then_loads() -> None:
     assert len(found) == 2 * (2 + 1) * 2
     one = found[0]
     assert (one["machine"], one["load"], one["system"], one["runs"]) == ("quiet", 0.7, NONE, 2)
-    assert (one["promised"], one["kept"], one["kept_share"]) == (8, 2, 0.25)
-    assert (one["goodput"], one["goodput_to_none"]) == (0.1, 1.0)
+    assert (one["guaranteed"], one["kept"], one["goodput"]) == (8, 0.25, 0.1)
     assert one["late"]["ttft"]["missed"] == 2
-    assert one["late"]["ttft"]["times"] == [1.5, 1.5]
     assert one["others_cores"] == 0.2
     every = [cell for cell in found if cell["load"] == ALL]
-    assert [cell["promised"] for cell in every] == [16] * 4
+    assert [cell["guaranteed"] for cell in every] == [16] * 4
 
 
 def test_tables_show_every_cell_also_one_without_promises_or_misses() -> None:
     nothing, good = [outcome(7.0, 0.1, 0.1, "best-effort")], [outcome(7.0, 0.1, 0.1)]
     runs = [run(NONE, "quiet", 0.7, nothing), run(MARGINS, "quiet", 0.7, good)]
     found = cells(runs)
-    assert found[0]["kept_share"] is None and found[0]["late"]["ttft"] is None
+    assert found[0]["kept"] is None and found[0]["late"]["ttft"]["missed"] == 0
     assert {table.row_count for table in tables(found, 1.5)} == {4}
     assert json.loads(json.dumps(found)) == found
 

@@ -366,7 +366,7 @@ def test_the_meter_sees_what_this_process_does() -> None:
 def test_the_default_is_compared_with_plain_controllers() -> None:
     assert list(settings()) == ["default", *PLAIN] and settings()["default"] == {}
     for name, controller in settings().items():
-        made = config(controller, 2, 1).controller
+        made = config(controller, 2).controller
         assert (made.admission == NO_ADMISSION) == (name != "default")
 
 
@@ -382,13 +382,13 @@ def test_a_short_replay_serves_every_request_on_real_ray(
     monkeypatch.setattr("sluice.benchmarks.live.application.running", on_the_shared_ray)
     monkeypatch.setattr("sluice.benchmarks.live.application.free_port", shared_ray.serve_port)
     traces = ["--traces", str(write_trace(tmp_path / "trace.csv", 100))]
-    command = ["--json", "--minutes", "0.05", "--rate", "2", "--replicas", "2", "--routers", "1"]
+    command = ["--json", "--minutes", "0.05", "--rate", "2", "--replicas", "2"]
     done = CliRunner().invoke(replay_command, [*traces, *command])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)["settings"]
     assert set(found) == {"default"}
     entry = found["default"]
-    every = entry["all"]
+    every = entry["classes"]["all"]
     assert every["sent"] == every["answered"] + every["refused"]
     assert every["sent"] == 12
     assert {"client", "controller", "replicas", "routers"} <= set(entry["processes"])

@@ -182,12 +182,14 @@ def test_counters_must_be_what_the_client_counted() -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("options", [[], ["--faults"]])
-def test_a_short_soak_loses_nothing(monkeypatch: pytest.MonkeyPatch, options: list[str]) -> None:
+@pytest.mark.parametrize(("minutes", "options"), [(0.1, []), (0.2, ["--faults"])])
+def test_a_short_soak_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, minutes: float, options: list[str]
+) -> None:
     monkeypatch.setattr("sluice.benchmarks.live.application.running", on_the_shared_ray)
     monkeypatch.setattr("sluice.benchmarks.live.application.free_port", shared_ray.serve_port)
     monkeypatch.setattr("sluice.benchmarks.live.soak.PAUSE_S", (2.0, 4.0))
-    command = ["--minutes", "0.2", *options, "--seed", "3", "--rate", "4", "--json"]
+    command = ["--minutes", str(minutes), *options, "--seed", "3", "--rate", "4", "--json"]
     done = CliRunner().invoke(soak, command)
     assert done.exception is None or isinstance(done.exception, SystemExit), done.output
     found: dict[str, Any] = json.loads(done.stdout)

@@ -23,7 +23,6 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.benchmarks.live.client import End, Json, replay, stream_body
-from sluice.benchmarks.live.preemption import random_prompt
 from sluice.replica.config import EngineConfig
 from sluice.replica.vllm.local_model import local_model
 from sluice.router.config import RouterConfig
@@ -35,6 +34,7 @@ from tests.e2e.conftest import ASKING, PATIENT, System, system, wait_until
 from tests.e2e.poisoned import ask, check_poison, conditions
 from tests.e2e.urgent import BATCH_TOKENS, check_urgent
 from tests.known_profile import known_profile
+from tests.replica.preemption.waits import random_prompt
 from tests.test_docs import documented_metrics
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]

@@ -10,8 +10,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -27,9 +26,8 @@ _FIRST_TOKEN = re.compile(rb'"content": ?"[^"]')
 _CONTENT = re.compile(rb'"content": ?"([^"\\]*)"')
 _USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
 _SHOWN = 300
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
-STATED = {"ignore_eos": True, "stream_options": {"include_usage": True}}
-"""Request fields for engines whose tokens are not words: generate all tokens, and report usage."""
+_STATED = {"ignore_eos": True, "stream_options": {"include_usage": True}}
+"""For engines whose tokens are not words: generate all tokens, and report usage."""
 
 
 class LoadError(RuntimeError):
@@ -51,7 +49,6 @@ async def load(
     tokens: int,
     seconds: float,
     stopped: Callable[[], bool],
-    also: Mapping[str, Any] = _NOTHING,
 ) -> Load:
     """Keep ``at_once`` streams of ``tokens`` tokens running; no request is sent after ``seconds``.
 
@@ -59,12 +56,11 @@ async def load(
         urls: root URL of each server; connections take them in turn. A path in front of ``/v1`` is
             kept.
         stopped: returns whether to stop sending requests early.
-        also: further fields of each request.
 
     Raises:
         LoadError: a request was not answered with all of its tokens.
     """
-    connections = [_Connection(urls[number % len(urls)], tokens, also) for number in range(at_once)]
+    connections = [_Connection(urls[number % len(urls)], tokens) for number in range(at_once)]
     for connection in connections:
         await connection.connect()
     ttfts_s: list[float] = []
@@ -93,11 +89,11 @@ async def load(
 class _Connection(asyncio.Protocol):
     """One connection that is kept open, with one request at a time."""
 
-    def __init__(self, url: str, tokens: int, also: Mapping[str, Any]) -> None:
+    def __init__(self, url: str, tokens: int) -> None:
         self._url = url
         self._tokens = tokens
         parts = urlsplit(url)
-        body = chat_body(tokens, also)
+        body = chat_body(tokens)
         head = (
             f"POST {parts.path}/v1/chat/completions HTTP/1.1\r\nhost: {parts.netloc}\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -192,8 +188,8 @@ class _Connection(asyncio.Protocol):
             self._answered.set_result(None)
 
 
-def chat_body(tokens: int, also: Mapping[str, Any] = _NOTHING) -> bytes:
-    """A streamed chat completion of ``tokens`` tokens; ``also`` has further fields."""
+def chat_body(tokens: int) -> bytes:
+    """A streamed chat completion of ``tokens`` tokens."""
     message = {"role": "user", "content": "What does a sluice do? " * 8}
-    asked = {"model": MODEL, "messages": [message], "max_tokens": tokens, "stream": True, **also}
-    return json.dumps(asked).encode()
+    asked = {"model": MODEL, "messages": [message], "max_tokens": tokens, "stream": True}
+    return json.dumps(asked | _STATED).encode()

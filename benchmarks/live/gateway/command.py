@@ -13,6 +13,7 @@ import gc
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -20,15 +21,17 @@ from statistics import median
 from typing import Final
 
 import click
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from sluice.benchmarks.experiments.tables import grouped
 from sluice.benchmarks.live.gateway.client import Load, LoadError, load
 from sluice.benchmarks.live.processes import LeftOutError
 from sluice.benchmarks.live.report import Json, quantiles, table
 from sluice.benchmarks.live.resources import CORES, OWN, processes, spent
 from sluice.benchmarks.live.systems import ENGINES, REAL, SYSTEMS, Bench, System, started
-from sluice.benchmarks.options import as_json, number_option, show
+from sluice.benchmarks.options import as_json, choices_option, number_option, show
 from sluice.deploy.local import StoppedError, stop_signals
 
 WARM_UP_S = 1.0
@@ -50,12 +53,8 @@ GATEWAY: Final = "gateway"
 @number_option(
     "--step-ms", default=0.0, least=0, most=1_000, words="Time between two tokens of an engine."
 )
-@click.option(
-    "--system",
-    "names",
-    multiple=True,
-    type=click.Choice(list(SYSTEMS)),
-    help="[default: all but those with vLLM as the engine]",
+@choices_option(
+    "--system", "names", of=SYSTEMS, words="[default: all but those with vLLM as the engine]"
 )
 @as_json
 def gateway(
@@ -85,7 +84,16 @@ def gateway(
             with started(starts, bench) as (systems, left_out):
                 if not systems:
                     raise click.ClickException("no system could be started")
-                runs = _rounds(systems, rounds, seconds, at_onces, token_counts, bench)
+                for system in systems.values():
+                    _measured(system, max(at_onces), min(token_counts), WARM_UP_S, stop)
+                runs: list[Json] = []
+                for number in range(rounds):
+                    turn = list(systems)[:: -1 if number % 2 else 1]
+                    for at_once, tokens, name in product(at_onces, token_counts, turn):
+                        row = _measured(systems[name], at_once, tokens, seconds, stop)
+                        cell = {"system": name, "at_once": at_once, "tokens": tokens}
+                        runs.append({**cell, "round": number, **row})
+                    say(f"round {number + 1} of {rounds}")
                 # Not before: a system that has just started is busy with its own start-up.
                 idle_cores = _idle(systems)
     except (LeftOutError, LoadError) as error:
@@ -93,9 +101,9 @@ def gateway(
     except StoppedError:
         raise click.Abort from None
     rows = summary(runs)
-    tokens = further_tokens(rows)
-    found = {"summary": rows, "further_token": tokens, "idle_cores": idle_cores}
-    show({**found, "left_out": left_out, "runs": runs}, tables(rows, tokens), as_json)
+    further = further_tokens(rows)
+    found = {"summary": rows, "further_token": further, "idle_cores": idle_cores}
+    show({**found, "left_out": left_out, "runs": runs}, tables(rows, further), as_json)
     if not as_json:
         for name, cores in idle_cores.items():
             click.echo(f"{name} uses {cores:.3f} cores while nothing is sent")
@@ -115,34 +123,12 @@ def _idle(systems: Mapping[str, System]) -> dict[str, float]:
     }
 
 
-def _rounds(
-    systems: Mapping[str, System],
-    rounds: int,
-    seconds: float,
-    at_onces: tuple[int, ...],
-    token_counts: tuple[int, ...],
-    bench: Bench,
-) -> list[Json]:
-    """Every cell of every round; every second round has the systems in reverse order."""
-    for system in systems.values():
-        _measured(system, max(at_onces), min(token_counts), WARM_UP_S, bench.stop)
-    runs: list[Json] = []
-    for number in range(rounds):
-        names = list(systems)[:: -1 if number % 2 else 1]
-        for at_once, tokens, name in product(at_onces, token_counts, names):
-            row = _measured(systems[name], at_once, tokens, seconds, bench.stop)
-            cell = {"system": name, "at_once": at_once, "tokens": tokens}
-            runs.append({**cell, "round": number, **row})
-        bench.say(f"round {number + 1} of {rounds}")
-    return runs
-
-
 def _measured(
     system: System, at_once: int, tokens: int, seconds: float, stop: threading.Event
 ) -> Json:
     gc.collect()
     before = processes(system.processes)
-    measured = asyncio.run(load(system.urls, at_once, tokens, seconds, stop.is_set, system.also))
+    measured = asyncio.run(load(system.urls, at_once, tokens, seconds, stop.is_set))
     if stop.is_set():
         raise StoppedError("stopped in the middle of a measurement")
     return figures(measured, spent(before, processes(system.processes)))
@@ -172,20 +158,20 @@ def summary(runs: Sequence[Json]) -> list[Json]:
     of the machine hits a whole round, and their medians taken; processor time is that of all
     requests of all rounds.
     """
-    cells: dict[tuple[int, int], dict[str, list[Json]]] = {}
-    for run in runs:
-        systems = cells.setdefault((run["at_once"], run["tokens"]), {})
-        systems.setdefault(run["system"], []).append(run)
     rows = []
-    for (at_once, tokens), systems in cells.items():
+    for (at_once, tokens), cell in grouped(runs, "at_once", "tokens").items():
+        systems = {name: own for (name,), own in grouped(cell, "system").items()}
+        rates = {
+            name: np.array([run["per_second"] for run in own]) for name, own in systems.items()
+        }
         for system, own in systems.items():
             row: Json = {"at_once": at_once, "tokens": tokens, "system": system}
             row["requests"] = sum(run["requests"] for run in own)
-            row["cpu_ms"] = _cpu_ms(own)
+            row["cpu_ms"] = _cpu_ms(own, row["requests"])
             for name in ("per_second", "ttft_p50_ms", "ttft_p99_ms"):
                 row[name] = round(median(run[name] for run in own), 3)
             row["ratio"] = {
-                name: _ratio(own, systems[name])
+                name: round(float(np.median(rates[system] / rates[name])), 3)
                 for name in REFERENCES
                 if name in systems and name != system
             }
@@ -193,20 +179,12 @@ def summary(runs: Sequence[Json]) -> list[Json]:
     return rows
 
 
-def _ratio(own: Sequence[Json], others: Sequence[Json]) -> float:
-    pairs = zip(own, others, strict=True)
-    ratios = [float(run["per_second"] / other["per_second"]) for run, other in pairs]
-    return round(median(ratios), 3)
-
-
-def _cpu_ms(runs: Sequence[Json]) -> dict[str, float]:
+def _cpu_ms(runs: Sequence[Json], requests: int) -> dict[str, float]:
     """Processor time of a request, by kind of process, and of all processes of the gateway."""
-    requests = sum(run["requests"] for run in runs)
-    kinds = dict.fromkeys(kind for run in runs for kind in run["cpu_ms"])
-    found = {
-        kind: sum(run["cpu_ms"].get(kind, 0.0) * run["requests"] for run in runs) / requests
-        for kind in kinds
-    }
+    sums = Counter[str]()
+    for run in runs:
+        sums.update({kind: ms * run["requests"] for kind, ms in run["cpu_ms"].items()})
+    found = {kind: total / requests for kind, total in sums.items()}
     found[GATEWAY] = sum(ms for kind, ms in found.items() if kind not in (ENGINES, CORES, OWN))
     return {kind: round(ms, 3) for kind, ms in found.items()}
 
@@ -215,11 +193,8 @@ def further_tokens(rows: Sequence[Json]) -> list[Json]:
     """The cost of a further token of a stream for each system, in microseconds of processor time:
     from the difference between the longest and the shortest streams of :func:`summary`. Empty where
     all are equally long."""
-    found: dict[tuple[int, str], list[Json]] = {}
-    for row in rows:
-        found.setdefault((row["at_once"], row["system"]), []).append(row)
     costs = []
-    for (at_once, system), own in found.items():
+    for (at_once, system), own in grouped(rows, "at_once", "system").items():
         short, long = (pick(own, key=lambda row: row["tokens"]) for pick in (min, max))
         tokens = long["tokens"] - short["tokens"]
         if tokens:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sluice.benchmarks.live.engines import Result
-from sluice.benchmarks.live.preemption import PreemptiveEngine
 from sluice.replica.preemption.words import MAX_CHECKS
+from tests.replica.engines import Result
+from tests.replica.preemption.waits import PreemptiveEngine
 
 _STOP_LIMIT_S = 60.0
 _DEFAULTS: dict[str, Any] = {

@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 
-from sluice.benchmarks.live.engines import EngineProcess
 from sluice.replica.transfer.wire import Handle
 from sluice.replica.transfer_config import TransferConfig
 from sluice.replica.vllm.setup import transfer_argument
 from tests.replica.attentive import attentive_model
+from tests.replica.engines import EngineProcess
 from tests.replica.in_process import InProcess
 from tests.replica.preemption.engine import CheckedEngine
 from tests.replica.preemption.trials import nested_work, run_nested

@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 
-from sluice.benchmarks.live.engines import EngineProcess, StockEngine, Work
-from sluice.benchmarks.live.preemption import STOCK, WAYS, Bench, Prompts, random_prompt
 from sluice.replica.vllm.local_model import local_model
 from sluice.scheduling.preemption import AgedShare
+from tests.replica.engines import EngineProcess, StockEngine, Work
 from tests.replica.preemption.engine import CheckedEngine
 from tests.replica.preemption.trials import nested_work, random_trials
+from tests.replica.preemption.waits import STOCK, WAYS, Bench, Prompts, random_prompt
 
 pytestmark = pytest.mark.vllm
 

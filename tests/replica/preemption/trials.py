@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sluice.benchmarks.live.engines import EngineProcess, Result, Work
-from sluice.benchmarks.live.preemption import WHOLE, random_prompt
 from sluice.replica.preemption.checks import Granularity
 from sluice.replica.vllm.local_model import local_model
+from tests.replica.engines import EngineProcess, Result, Work
 from tests.replica.preemption.engine import CheckedEngine
+from tests.replica.preemption.waits import WHOLE, random_prompt
 
 CHUNK = 128
 

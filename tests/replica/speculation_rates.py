@@ -1,8 +1,8 @@
 """The benefit of planned speculation lengths in a real engine, against fixed ones.
 
-Run with ``sluice bench speculation``. One real vLLM engine on this machine's CPU, one thread, a
-small model whose greedy text repeats and that computes in 32 bits, and n-grams of the text as
-drafts. Requests of three kinds arrive at random; objectives and rates are multiples of this
+Run with ``python -m tests.replica.speculation_rates``. One real vLLM engine on this machine's CPU,
+one thread, a small model whose greedy text repeats and that computes in 32 bits, and n-grams of the
+text as drafts. Requests of three kinds arrive at random; objectives and rates are multiples of this
 machine's times, measured first. The same arrivals run under each way of choosing lengths, one way
 after the other in turn, so that all see the same machine. Each round gives, for each way, the rate
 at which :data:`ENOUGH` of the requests meet their objective; the report has the ratios of each
@@ -16,6 +16,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from math import nan
 from pathlib import Path
 from statistics import mean, median
@@ -24,18 +25,18 @@ from typing import Any, NamedTuple
 import click
 import numpy as np
 
-from sluice.benchmarks.live.engines import OneEngine, quiet_vllm
 from sluice.benchmarks.live.report import Json, table
 from sluice.benchmarks.options import as_json, number_option, show
 from sluice.replica.scheduler.speculation import with_all_lengths
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xargs
 from sluice.replica.vllm.local_model import local_model
-from sluice.scheduling.batching import POLICIES, make_policy
+from sluice.scheduling.batching import make_policy
 from sluice.scheduling.latency.fit import fit
 from sluice.scheduling.latency.speculation import AdaptiveLengths, Speculation
 from sluice.scheduling.request.kernels import Ints
 from sluice.scheduling.request.objective import SLO, TokenClock
+from tests.replica.engines import OneEngine, quiet_vllm
 
 ADAPTIVE = "adaptive"
 WAYS: dict[str, int | None] = {ADAPTIVE: None, "fixed 0": 0, "fixed 3": 3, "fixed 5": 5}
@@ -46,6 +47,9 @@ LAYERS, HIDDEN = 2, 128
 
 LOADS = (0.6, 0.9, 1.2, 1.5)
 MOST_DRAFTED = 5
+POLICY = "deadline_triage"
+CALIBRATED = 32
+"""Requests that arrive at once, to measure the engine's throughput without speculation."""
 ENOUGH = 0.9
 """Share of requests that must meet their objective."""
 
@@ -81,17 +85,8 @@ KINDS = {
 @number_option("--rounds", default=3, least=1, most=1000)
 @number_option("--requests", default=120, least=1, most=100_000, words="Of each run.")
 @number_option("--load", "loads", default=LOADS, least=0.01, most=100, multiple=True)
-@click.option("--policy", default="deadline_triage", type=click.Choice(sorted(POLICIES)))
-@click.option("--seed", default=0)
 @as_json
-def speculation(
-    rounds: int,
-    requests: int,
-    loads: tuple[float, ...],
-    policy: str,
-    seed: int,
-    as_json: bool,
-) -> None:
+def main(rounds: int, requests: int, loads: tuple[float, ...], as_json: bool) -> None:
     """Compare planned speculation lengths with fixed ones, in real vLLM.
 
     Each --load is a rate, as a multiple of the engine's throughput without speculation; it is
@@ -99,30 +94,22 @@ def speculation(
 
     \b
     Example:
-      sluice bench speculation --rounds 3 --json
+      python -m tests.replica.speculation_rates --rounds 3 --json
     """
     quiet_vllm()
+    loads = tuple(sorted(loads))
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as name:
-        directory = Path(name)
-        model = repeating_model(directory, LAYERS, HIDDEN)
-        engine = SpeculatingEngine(model, directory, policy, MOST_DRAFTED)
-        try:
-            bench = Bench(engine, requests, list(loads), seed)
-            rows = bench.run(rounds)
-        finally:
-            engine.close()
-    found: Json = {
-        "step_ms": round(1e3 * bench.step_s, 2),
-        "full_rate": round(bench.full_rate, 2),
-        "loads": sorted(loads),
-        "rows": rows,
-    }
+        model = repeating_model(Path(name), LAYERS, HIDDEN)
+        with closing(SpeculatingEngine(model, Path(name))) as engine:
+            step_s, full_rate = calibrated(engine, CALIBRATED)
+            rows = measure(engine, step_s, full_rate, requests, loads, rounds)
+    found = {"step_ms": round(1e3 * step_s, 2), "full_rate": round(full_rate, 2), "loads": loads}
     line = (
         f"a decode alone {found['step_ms']} ms a token; all at once without speculation "
-        f"{found['full_rate']} requests/s; loads {found['loads']}"
+        f"{found['full_rate']} requests/s; loads {loads}"
     )
     title = f"attained by load, requests/s at {ENOUGH:.0%}, and of the adaptive way to this one"
-    show(found, [table(rows, *rows[0], title=title)], as_json, line)
+    show({**found, "rows": rows}, [table(rows, *rows[0], title=title)], as_json, line)
 
 
 def repeating_model(directory: Path, layers: int, hidden: int, seed: int = 0) -> Path:
@@ -198,8 +185,8 @@ def rate_at(shares: list[tuple[float, float]], enough: float = ENOUGH) -> float:
 
 class Run(NamedTuple):
     """Some requests, from the first arrival to the last token: the share that met its objective,
-    the TPOT of each, how long all took, seconds, drafted tokens checked and accepted, decode steps
-    with drafts, all decode steps and their output tokens."""
+    the TPOT of each, how long all took, seconds, drafted tokens checked and accepted, and decode
+    steps with drafts."""
 
     attained: float
     tpots_s: list[float]
@@ -207,8 +194,6 @@ class Run(NamedTuple):
     checked: int
     accepted: int
     offered: int
-    decodes: int
-    decoded: int
 
 
 class FixedLengths(Speculation):
@@ -225,16 +210,16 @@ class FixedLengths(Speculation):
 
 class SpeculatingEngine(OneEngine):
     """An engine of the model in a directory, with n-grams of the text as drafts of at most
-    ``drafted`` tokens; its state table is in ``directory``."""
+    :data:`MOST_DRAFTED` tokens; its state table is in ``directory``."""
 
-    def __init__(self, model: Path, directory: Path, policy: str, drafted: int) -> None:
+    def __init__(self, model: Path, directory: Path) -> None:
         super().__init__()
         path = directory / "state"
         self.table = StateTable.create(_MOST_LIVE, path)
-        settings = SchedulerSettings(state_table=path, policy=policy)
+        settings = SchedulerSettings(state_table=path, policy=POLICY)
         ngrams = {
             "method": "ngram",
-            "num_speculative_tokens": drafted,
+            "num_speculative_tokens": MOST_DRAFTED,
             "prompt_lookup_min": 1,
             "prompt_lookup_max": 3,
         }
@@ -254,12 +239,11 @@ class SpeculatingEngine(OneEngine):
             scheduler_cls="sluice.replica.vllm.scheduler.make_scheduler",
             additional_config=settings.to_additional_config(),
         )
-        self._policy = policy
         self._local: Any = self._llm.llm_engine.engine_core.engine_core.scheduler._local
 
     def use(self, most: int | None) -> None:
         """Use planned lengths from now on, or fixed ones of at most ``most``."""
-        policy = make_policy(self._policy)
+        policy = make_policy(POLICY)
         policy.speculation = AdaptiveLengths() if most is None else FixedLengths(most)
         self._local._policy = policy
 
@@ -279,7 +263,6 @@ class SpeculatingEngine(OneEngine):
         clocks: dict[str, TokenClock] = {}
         attained, tpots_s = 0, list[float]()
         waiting = list(reversed(arrivals))
-        decodes = decoded = 0
         began_s = time.monotonic()
         while waiting or engine.has_unfinished_requests():
             now_s = time.monotonic()
@@ -294,12 +277,7 @@ class SpeculatingEngine(OneEngine):
             now_s = time.monotonic()
             for output in outputs:
                 clock = clocks[output.request_id]
-                tokens = output.outputs[0].token_ids
-                new = len(tokens) - clock.tokens
-                if clock.tokens:
-                    decodes += 1
-                    decoded += new
-                clock.emit(new, now_s)
+                clock.emit(len(output.outputs[0].token_ids) - clock.tokens, now_s)
                 if output.finished:
                     attained += clock.attained(now_s)
                     tpots_s.append(clock.tpot_s or nan)
@@ -308,7 +286,7 @@ class SpeculatingEngine(OneEngine):
         checked, accepted = (int(after[name] - before[name]) for name in drafts)
         offered = int((after["draft_lengths"] - before["draft_lengths"]).sum())
         seconds, share = time.monotonic() - began_s, attained / len(arrivals)
-        return Run(share, tpots_s, seconds, checked, accepted, offered, decodes, decoded)
+        return Run(share, tpots_s, seconds, checked, accepted, offered)
 
     def _begin(self, asked: Asked, arrived_s: float) -> None:
         args = to_xargs(RequestArgs(asked.name, arrived_s, asked.slo))
@@ -316,74 +294,67 @@ class SpeculatingEngine(OneEngine):
         self._llm.llm_engine.add_request(*self._request(asked, arrived_s, extra_args=args, **how))
 
 
-class Bench:
-    """Rounds of runs of ``requests`` requests on one engine. Loads are rates, as multiples of the
-    engine's throughput without speculation when ``calibrated`` requests arrive at once."""
+def calibrated(engine: SpeculatingEngine, requests: int) -> tuple[float, float]:
+    """Seconds of a decode that runs alone, and requests a second without speculation when
+    ``requests`` arrive at once. From then on the engine plans with its own latency model."""
+    many = [each._replace(at_s=0.0) for each in arrivals(1.0, 1.0, requests, "full")]
+    for most in (MOST_DRAFTED, 0):  # the first ones warm up
+        engine.use(most)
+        engine.serve(many)
+    engine.learn()
+    step_s = engine.serve(arrivals(1.0, 1.0, 1, "alone")).tpots_s[0]
+    return step_s, requests / engine.serve(many).seconds
 
-    def __init__(
-        self,
-        engine: SpeculatingEngine,
-        requests: int,
-        loads: list[float],
-        seed: int,
-        calibrated: int = 32,
-    ) -> None:
-        self._engine = engine
-        self._requests = requests
-        self._loads = sorted(loads)
-        self._seed = seed
-        lone = arrivals(1.0, 1.0, 1, f"{seed}/alone")
-        many = arrivals(1.0, 1.0, calibrated, f"{seed}/full")
-        many = [each._replace(at_s=0.0) for each in many]
-        for most in (MOST_DRAFTED, 0):  # the first ones warm up
-            engine.use(most)
-            engine.serve(many)
-        engine.learn()
-        self.step_s = engine.serve(lone).tpots_s[0]
-        self.full_rate = len(many) / engine.serve(many).seconds
 
-    def run(self, rounds: int) -> list[Json]:
-        """All ways, in each of ``rounds`` rounds; see :meth:`_row`."""
-        ways = list(WAYS)
-        runs: dict[str, list[list[Run]]] = {way: [[] for _ in range(rounds)] for way in ways}
-        for number in range(rounds):
-            for place, load in enumerate(self._loads):
-                rate, name = load * self.full_rate, f"{self._seed}/{number}/{load}"
-                drawn = arrivals(self.step_s, rate, self._requests, name)
-                # Each way is the first one as often as the others.
-                turn = (number + place) % len(ways)
-                for way in ways[turn:] + ways[:turn]:
-                    self._engine.use(WAYS[way])
-                    runs[way][number].append(self._engine.serve(drawn))
-        rates = {
-            way: [
-                rate_at([(load, run.attained) for load, run in zip(self._loads, each, strict=True)])
-                for each in runs[way]
-            ]
-            for way in ways
-        }
-        return [self._row(way, runs[way], rates) for way in ways]
+def measure(
+    engine: SpeculatingEngine,
+    step_s: float,
+    full_rate: float,
+    requests: int,
+    loads: Sequence[float],
+    rounds: int,
+) -> list[Json]:
+    """A row for each of :data:`WAYS`, in each of ``rounds`` rounds; see :func:`_row`. Loads are
+    multiples of ``full_rate``, ascending."""
+    ways = list(WAYS)
+    runs: dict[str, list[list[Run]]] = {way: [[] for _ in range(rounds)] for way in ways}
+    for number in range(rounds):
+        for place, load in enumerate(loads):
+            drawn = arrivals(step_s, load * full_rate, requests, f"{number}/{load}")
+            # Each way is the first one as often as the others.
+            turn = (number + place) % len(ways)
+            for way in ways[turn:] + ways[:turn]:
+                engine.use(WAYS[way])
+                runs[way][number].append(engine.serve(drawn))
+    rates = {
+        way: [
+            full_rate * rate_at(list(zip(loads, (run.attained for run in each), strict=True)))
+            for each in own
+        ]
+        for way, own in runs.items()
+    }
+    return [_row(way, runs[way], rates[way], rates[ADAPTIVE]) for way in ways]
 
-    def _row(self, way: str, runs: list[list[Run]], rates: dict[str, list[float]]) -> Json:
-        """One way of choosing lengths, over all rounds: the mean share that attained, by rate; the
-        median rate at which enough attain, requests/s; of the adaptive way's rate to this one's in
-        the same round the median, min and max; drafted tokens checked per decode that has drafts;
-        the share of them that was right; and output tokens of a decode's step."""
-        pairs = zip(rates[ADAPTIVE], rates[way], strict=True)
-        ratios = [adaptive / own for adaptive, own in pairs if own]
-        spread = (median(ratios), min(ratios), max(ratios)) if ratios else ()
-        every = [run for each in runs for run in each]
-        checked, accepted, offered, decodes, decoded = (
-            sum(getattr(run, name) for run in every)
-            for name in ("checked", "accepted", "offered", "decodes", "decoded")
-        )
-        by_load = zip(*runs, strict=True)
-        return {
-            "way": way,
-            "attained": [round(mean(run.attained for run in each), 3) for each in by_load],
-            "rate": round(median(rates[way]) * self.full_rate, 2),
-            "ratio": [round(each, 2) for each in spread],
-            "length": round(checked / max(1, offered), 2),
-            "accepted": round(accepted / max(1, checked), 2),
-            "step_tokens": round(decoded / max(1, decodes), 2),
-        }
+
+def _row(way: str, runs: list[list[Run]], rates: list[float], adaptive: list[float]) -> Json:
+    """One way of choosing lengths, over all rounds: the mean share that attained, by load; the
+    median rate at which enough attain, requests/s; of the adaptive way's rate to this one's in the
+    same round the median, min and max; drafted tokens checked per decode that has drafts; and the
+    share of them that was right."""
+    ratios = [best / own for best, own in zip(adaptive, rates, strict=True) if own]
+    spread = (median(ratios), min(ratios), max(ratios)) if ratios else ()
+    every = [run for each in runs for run in each]
+    checked = sum(run.checked for run in every)
+    by_load = zip(*runs, strict=True)
+    return {
+        "way": way,
+        "attained": [round(mean(run.attained for run in each), 3) for each in by_load],
+        "rate": round(median(rates), 2),
+        "ratio": [round(each, 2) for each in spread],
+        "length": round(checked / max(1, sum(run.offered for run in every)), 2),
+        "accepted": round(sum(run.accepted for run in every) / max(1, checked), 2),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,9 +1,9 @@
 """The delay of a short, urgent request by a long prefill, by where the prefill can be preempted.
 
-Run with ``sluice bench preemption``. Real vLLM engines on the CPU, one thread, a small model with
-random weights. While a long prompt is computed, a short one arrives at a random moment. Every way
-of preemption gets the same moments, one way after the other, so that all see the same machine.
-Stock vLLM with priorities runs in a process of its own.
+Run with ``python -m tests.replica.preemption.waits``. Real vLLM engines on the CPU, one thread, a
+small model with random weights. While a long prompt is computed, a short one arrives at a random
+moment. Every way of preemption gets the same moments, one way after the other, so that all see the
+same machine. Stock vLLM with priorities runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -24,14 +24,6 @@ from typing import Any, NamedTuple
 
 import click
 
-from sluice.benchmarks.live.engines import (
-    EngineProcess,
-    OneEngine,
-    Result,
-    StockEngine,
-    Work,
-    quiet_vllm,
-)
 from sluice.benchmarks.live.report import Json, table
 from sluice.benchmarks.options import as_json, number_option, show
 from sluice.replica.preemption.checks import Granularity
@@ -41,6 +33,14 @@ from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xa
 from sluice.replica.vllm.local_model import local_model
 from sluice.scheduling.preemption import Options
 from sluice.scheduling.request.objective import SLO
+from tests.replica.engines import (
+    EngineProcess,
+    OneEngine,
+    Result,
+    StockEngine,
+    Work,
+    quiet_vllm,
+)
 
 WHOLE = 1 << 20
 """More tokens than any prompt has."""
@@ -69,6 +69,9 @@ prompt."""
 LAYERS, HIDDEN = 8, 512
 """Of the model."""
 
+LONG, SHORT = 2048, 64
+"""Tokens of the two prompts."""
+
 _LATE, _URGENT = 1000.0, 100.0
 _MOST_LIVE = 4096
 _OVERHEAD_TOKENS = 512
@@ -79,26 +82,21 @@ _LEAST_PAIRS = 6
 
 
 @click.command(context_settings={"show_default": True})
-@number_option("--long", "long_tokens", default=2048, least=64, most=8000)
-@number_option("--short", "short_tokens", default=64, least=2, most=4000)
 @number_option("--repeats", default=10, least=1, most=1000)
 @number_option("--pairs", default=40, least=_LEAST_PAIRS, most=10_000)
-@click.option("--seed", default=0)
 @as_json
-def preemption(
-    long_tokens: int, short_tokens: int, repeats: int, pairs: int, seed: int, as_json: bool
-) -> None:
+def main(repeats: int, pairs: int, as_json: bool) -> None:
     """Measure how long a short request waits for a long prefill, by where that can be preempted.
 
     \b
     Example:
-      sluice bench preemption --repeats 10 --json
+      python -m tests.replica.preemption.waits --repeats 10 --json
     """
     quiet_vllm()
-    prompts = Prompts.draw(long_tokens, short_tokens, seed)
+    prompts = Prompts.draw(LONG, SHORT, seed=0)
     args = {
-        "max_model_len": long_tokens + 64,
-        "max_num_batched_tokens": max(2048, long_tokens),
+        "max_model_len": LONG + 64,
+        "max_num_batched_tokens": LONG,
         "kv_cache_memory_bytes": 256 << 20,
         "enforce_eager": True,
     }
@@ -273,6 +271,13 @@ def alone(engine: PreemptiveEngine | StockEngine, work: Work) -> tuple[Result, f
     return result, time.perf_counter() - began_s
 
 
+def _several(run: Callable[[Work], tuple[Result, float]], work: Work) -> Result:
+    """The result of ``work`` alone, with the median TTFT of some runs; the first one warms up."""
+    run(work)
+    results = [run(work)[0] for _ in range(_ALONE)]
+    return results[0]._replace(ttft_s=median(each.ttft_s for each in results))
+
+
 class Bench:
     """Runs on one engine with preemption, and on a :class:`StockEngine` in another process."""
 
@@ -282,32 +287,24 @@ class Bench:
         self._prompts = prompts
         self._most = max(2048, len(prompts.long.prompt))
         self._use("operator")
-        self._expected: list[dict[str, Result]] = []
-        self._alone_s: list[dict[str, float]] = []
-        for run in (partial(alone, engine), partial(stock.call, alone)):
-            results: dict[str, Result] = {}
-            times_s: dict[str, float] = {}
-            for work in (prompts.long, prompts.short):
-                run(work)  # the first one warms up
-                several = [run(work)[0] for _ in range(_ALONE)]
-                results[work.name] = several[0]
-                times_s[work.name] = median(each.ttft_s for each in several)
-            self._expected.append(results)
-            self._alone_s.append(times_s)
+        both = partial(alone, engine), partial(stock.call, alone)
+        self._alone = [
+            {work.name: _several(run, work) for work in (prompts.long, prompts.short)}
+            for run in both
+        ]
 
     def all(self, repeats: int, pairs: int) -> Json:
         """Rows, times alone and overheads, as plain data."""
-        rows = self.rows(repeats)
         alone_ms = [
-            {name: round(1e3 * each_s, 2) for name, each_s in times_s.items()}
-            for times_s in self._alone_s
+            {name: round(1e3 * result.ttft_s, 2) for name, result in results.items()}
+            for results in self._alone
         ]
-        return {"rows": rows, "alone_ms": alone_ms, "overhead": self.overheads(pairs)}
+        return {"rows": self.rows(repeats), "alone_ms": alone_ms, "overhead": self.overheads(pairs)}
 
     def rows(self, repeats: int) -> list[Json]:
         """One row for each way; see :meth:`_row`."""
         long, short, chance = self._prompts
-        longest_s = self._alone_s[0][long.name]
+        longest_s = self._alone[0][long.name].ttft_s
         moments = [chance.uniform(0.05, 0.8) * longest_s for _ in range(repeats)]
         ways = (*WAYS, *STOCK)
         runs: dict[str, list[dict[str, Result]]] = {way: [] for way in ways}
@@ -329,7 +326,7 @@ class Bench:
         """All arrivals under one way. Times are milliseconds: ``blocked`` from the signal to the
         stop; ``waited`` how much longer the short request's TTFT was than alone; ``short`` and
         ``long`` the TTFT. ``same``: share of runs with the tokens of runs alone on that engine."""
-        expected, alone_s = self._expected[way in STOCK], self._alone_s[way in STOCK]
+        expected = self._alone[way in STOCK]
         short_s = [run["short"].ttft_s for run in runs]
         same = [
             all(run[name].tokens == result.tokens for name, result in expected.items())
@@ -340,9 +337,8 @@ class Bench:
             "stops": len(blocked_s),
             "blocked": round(1e3 * median(blocked_s), 2) if blocked_s else None,
             "blocked_most": round(1e3 * max(blocked_s), 2) if blocked_s else None,
-            "waited": round(1e3 * (median(short_s) - alone_s["short"]), 2),
+            "waited": round(1e3 * (median(short_s) - expected["short"].ttft_s), 2),
             "short": round(1e3 * median(short_s), 2),
-            "short_most": round(1e3 * max(short_s), 2),
             "long": round(1e3 * median(run["long"].ttft_s for run in runs), 2),
             "same": mean(same),
         }
@@ -390,23 +386,23 @@ def spread(pairs: int, one_s: Callable[[], float], other_s: Callable[[], float])
     one_s(), other_s()
     times_s: list[tuple[float, float]] = []
     for pair in range(pairs):
-        if pair % 2:
-            other = other_s()
-            times_s.append((one_s(), other))
-        else:
-            one = one_s()
-            times_s.append((one, other_s()))
+        one, other = (other_s, one_s) if pair % 2 else (one_s, other_s)
+        first, second = one(), other()
+        times_s.append((second, first) if pair % 2 else (first, second))
     ratios = sorted(one / other - 1 for one, other in times_s)
     outside, tail = 0, 0.5**pairs
     while 2 * (tail + comb(pairs, outside + 1) * 0.5**pairs) <= 0.05:
         outside += 1
         tail += comb(pairs, outside) * 0.5**pairs
-    ends = (ratios[outside], ratios[-1 - outside])
     one_ms, other_ms = (round(1e3 * median(each_s), 3) for each_s in zip(*times_s, strict=True))
     return {
         "pairs": pairs,
         "median": round(median(ratios), 5),
-        "interval": [round(end, 5) for end in ends],
+        "interval": [round(ratios[outside], 5), round(ratios[-1 - outside], 5)],
         "one_ms": one_ms,
         "other_ms": other_ms,
     }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,28 +1,19 @@
-"""The benchmarks of speculation: their load, how their figures are made of what they measure, and
-both in little on one real engine."""
+"""The measurement of speculation lengths in a real engine: its load, and how it makes its rates."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.benchmarks.live.speculation import (
-    KINDS,
-    WAYS,
-    Bench,
-    FixedLengths,
-    SpeculatingEngine,
-    arrivals,
-    rate_at,
-    repeating_model,
-)
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO, Anchor
 from sluice.scheduling.request.queue import QueueView, RequestView
+from tests.replica.speculation_rates import KINDS, FixedLengths, arrivals, rate_at
 
 
+@settings(max_examples=20)
 @given(rate=st.floats(0.5, 50), step_s=st.floats(0.001, 0.1), seed=st.text(max_size=5))
 def test_the_load_is_what_was_asked_for(rate, step_s, seed):
     drawn = arrivals(step_s, rate, 400, seed)
@@ -73,22 +64,3 @@ def test_fixed_lengths_check_what_is_drafted_up_to_them(drafted, most):
         QueueView(decodes), 3.0, LinearLatency(0.01, 0.001), 1000, 0.0, Anchor.FIRST_TOKEN
     )
     assert lengths.drafts.tolist() == np.minimum(drafted, most).tolist()
-
-
-@pytest.mark.vllm
-def test_a_small_run_measures_what_it_says(tmp_path):
-    model = repeating_model(tmp_path, 2, 128)
-    engine = SpeculatingEngine(model, tmp_path, "deadline_triage", 5)
-    try:
-        bench = Bench(engine, 6, [4.0], 0, calibrated=6)
-        assert bench.step_s > 0 and bench.full_rate > 0
-        rows = {row["way"]: row for row in bench.run(1)}
-    finally:
-        engine.close()
-    assert set(rows) == set(WAYS)
-    fixed = [rows["fixed 0"], rows["fixed 3"], rows["fixed 5"]]
-    none, three, five = (row["length"] for row in fixed)
-    assert none == 0 and fixed[0]["step_tokens"] == 1
-    assert none < three <= 3 and three <= five <= 5
-    for row in fixed[1:]:
-        assert 0 < row["accepted"] <= 1 and row["step_tokens"] > 1

@@ -1,9 +1,8 @@
-"""The benchmark of preemption: how its figures are made of what it measures. Its engines are tested
-beside those of preemption itself."""
+"""How the figures of ``waits`` are made of its measurements; test_real_engine runs its engines."""
 
 from __future__ import annotations
 
-from sluice.benchmarks.live.preemption import spread
+from tests.replica.preemption.waits import spread
 
 
 def test_overheads_are_told_with_the_interval_of_their_median():
