@@ -10,8 +10,8 @@ policies run with the default admission.
 Inside, the code runs as fast as it can, and a time line is computed afterwards: queries arrive by a
 Poisson process and reports at a steady rate, and each takes its measured processor time, one after
 the other. This shows how long a decision waits behind reports, and other processes on the machine
-hardly affect it. ``scrape`` is what a page of /metrics takes of the actor: it hands over its
-figures, which the observer, another process, writes.
+hardly affect it. For a page of /metrics the actor hands over its figures, which the observer,
+another process, writes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from typing import Any, TypeVar
 import click
 from rich.table import Table
 
-from sluice.benchmarks.live.report import table
-from sluice.benchmarks.micro.decision_fleet import FIRST_KEY, Voices, figures
-from sluice.benchmarks.options import as_json, choices_option, number_option, show
+from sluice.benchmarks.micro.decision_fleet import Voices, figures
+from sluice.benchmarks.options import as_json, number_option, show
 from sluice.controller.config import NO_ADMISSION, ControllerConfig
 from sluice.scheduling.routing import POLICIES
 
@@ -40,18 +39,18 @@ FLEETS = {"64": (64, False), "512": (512, False), "64 + 64": (64, True)}
 """Number of replicas, and whether there are this many prefill and this many decode replicas."""
 
 ACTOR_REPLICAS = 64
+SCRAPED_REPLICAS = 512
 QUERIES_PER_S = 500.0
 REPORTS_PER_S = 64 * 50.0
 """Of all replicas together."""
 
 FLOOR = "floor"
-CONNECTION = "connection"
-"""The figures of a real actor's callers in a cell."""
 
 SCRAPES = 50
 BATCH = 64
 """Queries in a call, where they are batched."""
 
+_FIRST_KEY = 1 << 50
 _LIVE: dict[str, Any] = {
     "aged_after_s": 3_600.0,
     "stale_after_s": 3_600.0,
@@ -83,7 +82,7 @@ class Inside:
         self._rng = random.Random(replicas)
         self._voices = Voices(replicas, split=split)
         self._controller = Controller(config)
-        self._keys = itertools.count(FIRST_KEY)
+        self._keys = itertools.count(_FIRST_KEY)
         self._placed: list[int] = []
         for index in range(self._voices.replicas):
             reply = finish(self._controller.hello(self._voices.hello(index)))
@@ -184,16 +183,31 @@ def contenders(names: Sequence[str]) -> dict[str, ControllerConfig]:
     return {FLOOR: floor} | {name: ControllerConfig(policy=name, **_LIVE) for name in listed}
 
 
+async def _asked(
+    label: str, config: ControllerConfig, replicas: int, seconds: float, scrapes: bool
+) -> Cell:
+    from sluice.benchmarks.micro.decision_actor import Session
+
+    session = Session(label, config, replicas)
+    try:
+        return await (session.measure_scrapes if scrapes else session.measure)(seconds)
+    finally:
+        await session.close()
+
+
 def measure_actor(
     configs: dict[str, ControllerConfig], results: dict[str, dict[str, Cell]], seconds: float
 ) -> None:
-    """Add the figures of a real actor's callers to the cells of :data:`ACTOR_REPLICAS`."""
-    from sluice.benchmarks.micro.decision_actor import asked, own_ray
+    """Add the figures of a real actor's callers to the cells of :data:`ACTOR_REPLICAS` replicas,
+    and for the last policy with scrapes to that of :data:`SCRAPED_REPLICAS`."""
+    from sluice.benchmarks.micro.decision_actor import own_ray
 
     with redirect_stdout(sys.stderr), own_ray():
         for label, config in configs.items():
-            found = asyncio.run(asked(label, config, ACTOR_REPLICAS, seconds))
-            results[label][str(ACTOR_REPLICAS)][CONNECTION] = found
+            asked = asyncio.run(_asked(label, config, ACTOR_REPLICAS, seconds, False))
+            results[label][str(ACTOR_REPLICAS)]["connection"] = asked
+        asked = asyncio.run(_asked("scrape", config, SCRAPED_REPLICAS, seconds, True))
+        results[label][str(SCRAPED_REPLICAS)]["scraped"] = asked
 
 
 @click.command(name="decision")
@@ -202,8 +216,20 @@ def measure_actor(
 @click.option(
     "--actor/--no-actor", default=True, help="Also query a real actor, in its own Ray instance."
 )
-@number_option("--seconds", default=2.0, least=0.1, most=60, words="Per measurement of the actor.")
-@choices_option("--policy", "names", of=POLICIES, words="Routing policies.  [default: all]")
+@number_option(
+    "--seconds",
+    default=2.0,
+    least=0.1,
+    most=60,
+    words="Duration of each measurement of the real actor.",
+)
+@click.option(
+    "--policy",
+    "names",
+    multiple=True,
+    type=click.Choice(sorted(POLICIES)),
+    help="Routing policies to measure.  [default: all]",
+)
 def decision(
     as_json: bool, decisions: int, actor: bool, seconds: float, names: tuple[str, ...]
 ) -> None:
@@ -212,7 +238,9 @@ def decision(
     64 + 64: 64 prefill and 64 decode replicas, and each request gets one of both.
 
     The JSON maps policy -> replicas -> p50_ms and p99_ms of a decision, per_second of batched
-    decisions; the same with reports from the fleet, and over the connection to a real actor.
+    decisions; the same with reports from the fleet, and over the connection to a real actor. The
+    last policy is also asked with 512 replicas and 32 routers that push metrics, in turns with and
+    without a scrape of /metrics each second.
 
     \b
     Example:
@@ -228,26 +256,31 @@ def decision(
     }
     if actor:
         measure_actor(configs, results, seconds)
-    fleets = [
-        ({"policy": label, "replicas": size}, cell)
-        for label, own in results.items()
-        for size, cell in own.items()
-    ]
-    cells = [{**fleet, **cell} for fleet, cell in fleets]
-    asked = [{**fleet, **cell[CONNECTION]} for fleet, cell in fleets if CONNECTION in cell]
+    cells = {(label, size): cell for label, own in results.items() for size, cell in own.items()}
     tables = [_table(f"inside the actor, {REPORTS_PER_S:,.0f} reports/s", cells)]
-    tables += [_table("one caller over the connection to a real actor", asked)] if asked else []
+    for part, title in ASKED.items():
+        asked = {labels: cell[part] for labels, cell in cells.items() if part in cell}
+        tables += [_table(title, asked)] if asked else []
     show(results, tables, as_json)
 
 
-def _table(title: str, cells: Sequence[Cell]) -> Table:
-    """The figures of each policy and fleet; of several decisions, median and 99th percentile."""
-    shown = [
-        {
-            name: [value["p50_ms"], value["p99_ms"]] if isinstance(value, dict) else value
-            for name, value in cell.items()
-            if name != CONNECTION
-        }
-        for cell in cells
-    ]
-    return table(shown, *shown[0], title=f"{title}: p50 / p99 ms")
+ASKED = {
+    "connection": "one caller over the connection to a real actor",
+    "scraped": "one caller, 32 routers that push metrics; with a scrape each second, and without",
+}
+
+
+def _table(title: str, cells: dict[tuple[str, str], Cell]) -> Table:
+    """The figures of each policy and number of replicas, times as p50 / p99 in milliseconds."""
+    names = [name for name in next(iter(cells.values())) if name not in ASKED]
+    heads = (name.replace("_", " ") for name in names)
+    table = Table("policy", "replicas", *heads, title=f"{title}: p50 / p99 ms")
+    for labels, cell in cells.items():
+        table.add_row(*labels, *(_shown(cell[name]) for name in names))
+    return table
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{value['p50_ms']:.3f} / {value['p99_ms']:.3f}"
+    return f"{value:,}"

@@ -27,9 +27,6 @@ QUEUED: Final = 64
 CHANGED: Final = 32
 """Requests that change in a report: a step changes every decode."""
 
-FIRST_KEY: Final = 1 << 50
-"""Of the queries."""
-
 _CONVERSATIONS = 256
 _CHUNKS = 12
 _HELD = 200

@@ -39,14 +39,15 @@ def shared() -> Iterator[None]:
 
 
 @pytest.mark.ray
-def test_decisions_are_timed_inside_and_in_a_real_actor(
+def test_decisions_are_timed_inside_and_in_a_real_actor_while_its_fleet_reports(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sluice.benchmarks.micro.decision_actor.own_ray", shared)
     few = {"8": (8, False), "4 + 4": (4, True)}
     monkeypatch.setattr("sluice.benchmarks.micro.decision.FLEETS", few)
     monkeypatch.setattr("sluice.benchmarks.micro.decision.ACTOR_REPLICAS", 8)
-    found = run("--policy", "most_gain", "--decisions", "100", "--seconds", "0.5")
+    monkeypatch.setattr("sluice.benchmarks.micro.decision.SCRAPED_REPLICAS", 8)
+    found = run("--policy", "most_gain", "--decisions", "100", "--seconds", "0.2")
     assert list(found) == ["floor", "most_gain"]
     for cells in found.values():
         assert list(cells) == list(few)
@@ -57,8 +58,14 @@ def test_decisions_are_timed_inside_and_in_a_real_actor(
             assert cell["scrape"]["p50_ms"] > 0
         connection = cells["8"]["connection"]
         assert isinstance(connection, dict)
-        for way in ("alone", "batched", "actor_calls"):
+        assert connection["reports_per_s"] > 0
+        assert connection["memory_mib"] > 10
+        for way in ("alone", "with_reports", "batched", "actor_calls"):
             assert connection[way]["per_second"] > 0
+    scraped = found["most_gain"]["8"]["scraped"]
+    assert isinstance(scraped, dict)
+    assert scraped["without"]["per_second"] > 0 and scraped["scraped"]["per_second"] > 0
+    assert scraped["ratio"] > 0 and scraped["pages"] > 0
 
 
 def test_the_controller_believes_the_fleet() -> None:
