@@ -81,7 +81,7 @@ class CallResponse(Response):
         error: ApiError | None = None
         async with guard:
             try:
-                self._answer = await self._dispatcher.open(self._call, self._direct)
+                self._answer = await self._dispatcher.open(self._call, self._direct, self._clock)
             except ApiError as failure:
                 error = failure
             else:

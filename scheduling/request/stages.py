@@ -63,6 +63,13 @@ class Stage(NamedTuple):
             return ttft_s, tpot_s
         return paced(ttft_s, tpot_s, self.e2e_s, self.tokens)
 
+    @property
+    def planned_s(self) -> tuple[float | None, float | None, float | None]:
+        """TTFT, TPOT and end-to-end time to work by, seconds: the end-to-end time of a stage of
+        known length is a pace."""
+        ttft_s, tpot_s = [None if time_s == inf else time_s for time_s in self.paced()]
+        return ttft_s, tpot_s, None if self.tokens else self.e2e_s
+
 
 def check_stages(stages: Sequence[Stage]) -> None:
     """Check the stages of one request. ``O(stages)``.
@@ -82,6 +89,62 @@ def check_stages(stages: Sequence[Stage]) -> None:
                 raise ValueError(f"a stage's tokens must be an integer from 0 on, got {tokens!r}")
     if stages and stages[-1].tokens:
         raise ValueError("the last stage ends with the request, so its tokens must be 0")
+
+
+class StagePosition:
+    """Which stage the next token of a request is of, as its tokens leave. ``O(1)`` per group of
+    tokens and in memory.
+
+    Attributes:
+        number: of that stage, from 0 on.
+        tokens: how many of the stage have left.
+        reasoned: whether the reasoning has ended.
+    """
+
+    __slots__ = ("_stages", "number", "reasoned", "tokens")
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = stages
+        self.number = self.tokens = 0
+        self.reasoned = False
+
+    @property
+    def left(self) -> int | None:
+        """Tokens until the stage ends; ``None``: it is not known."""
+        if self.number == len(self._stages) - 1:
+            return None
+        tokens = self._stages[self.number].tokens
+        if tokens:
+            return tokens - self.tokens
+        return max(0, 1 - self.tokens) if self.reasoned else None
+
+    def emit(self, tokens: int, reasoned: int = 0) -> list[int]:
+        """Count ``tokens`` (>= 0) that left; after ``reasoned`` of them the reasoning ended, 0: it
+        did not. Returns how many of them are of the stage so far, and of each stage that begins
+        after them or one of them."""
+        parts = [0]
+        if 0 < reasoned <= tokens:
+            self._count(reasoned, parts)
+            self.reasoned = True
+            self._end_stage(parts)
+            tokens -= reasoned
+        self._count(tokens, parts)
+        return parts
+
+    def _count(self, tokens: int, parts: list[int]) -> None:
+        while tokens > 0:
+            left = self.left
+            part = tokens if left is None else min(tokens, left)
+            self.tokens += part
+            parts[-1] += part
+            tokens -= part
+            self._end_stage(parts)
+
+    def _end_stage(self, parts: list[int]) -> None:
+        if self.left == 0:
+            self.number += 1
+            self.tokens = 0
+            parts.append(0)
 
 
 class Later(NamedTuple):

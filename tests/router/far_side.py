@@ -50,7 +50,7 @@ from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
 from sluice.router.serve.choices import CHOICES
 from sluice.router.serve.contract import ReplicaFailedError, ReplicaStream
-from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.objective import SLO, TokenClock
 from sluice.scheduling.roles import Role
 from tests.router.virtual_time import VirtualTime
 
@@ -312,7 +312,7 @@ def attempt_at(
 def waiting_call() -> Answer:
     """A call that waits for an answer, and may be tried again."""
     call = Call("r", "chat", {}, SLO(), PromptSize(1, 1), 0.0)
-    return Answer(call, Case(), max_attempts=2)
+    return Answer(call, Case(), TokenClock(call.slo, 0.0), max_attempts=2)
 
 
 class FarController:
