@@ -41,6 +41,7 @@ from sluice.router.dispatch.answer import Answer
 from sluice.router.dispatch.attempt import Attempt
 from sluice.router.dispatch.catalog import Catalog
 from sluice.router.dispatch.dispatcher import Dispatcher
+from sluice.router.dispatch.loop_deadlines import LoopAge
 from sluice.router.dispatch.models import Model, ModelRegistry
 from sluice.router.dispatch.suspicion import Case
 from sluice.router.errors import Reason
@@ -396,6 +397,7 @@ class Edge:
         unix_clock: Callable[[], float] = time.time,
         telemetry: Telemetry | None = None,
         admin_service: AdminService | None = None,
+        loop_age: LoopAge | None = None,
     ) -> None:
         self.side = side
         self.controller = controller or FarController(next(iter(side.behaviours), None))
@@ -419,6 +421,7 @@ class Edge:
             unix_clock=unix_clock,
             telemetry=telemetry,
             admin_service=admin_service,
+            loop_age=loop_age,
             shedder=self.shedder,
             pause=clock.pause if clock else asyncio.sleep,
         )
