@@ -98,52 +98,56 @@ class StagePosition:
     Attributes:
         number: of that stage, from 0 on.
         tokens: how many of the stage have left.
+        left: tokens until the stage ends; ``None``: it is not known.
         reasoned: whether the reasoning has ended.
     """
 
-    __slots__ = ("_stages", "number", "reasoned", "tokens")
+    __slots__ = ("_stages", "left", "number", "reasoned", "tokens")
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = stages
-        self.number = self.tokens = 0
         self.reasoned = False
-
-    @property
-    def left(self) -> int | None:
-        """Tokens until the stage ends; ``None``: it is not known."""
-        if self.number == len(self._stages) - 1:
-            return None
-        tokens = self._stages[self.number].tokens
-        if tokens:
-            return tokens - self.tokens
-        return max(0, 1 - self.tokens) if self.reasoned else None
+        self.left: int | None
+        self._begin(0)
 
     def emit(self, tokens: int, reasoned: int = 0) -> list[int]:
         """Count ``tokens`` (>= 0) that left; after ``reasoned`` of them the reasoning ended, 0: it
         did not. Returns how many of them are of the stage so far, and of each stage that begins
         after them or one of them."""
+        left = self.left
+        if not reasoned and (left is None or tokens < left):
+            self.tokens += tokens
+            self.left = None if left is None else left - tokens
+            return [tokens]
         parts = [0]
         if 0 < reasoned <= tokens:
             self._count(reasoned, parts)
             self.reasoned = True
+            if self.left is None and self.number < len(self._stages) - 1:
+                # A stage of which nothing has left ends with its first token.
+                self.left = max(0, 1 - self.tokens)
             self._end_stage(parts)
             tokens -= reasoned
         self._count(tokens, parts)
         return parts
 
+    def _begin(self, number: int) -> None:
+        self.number, self.tokens, self.left = number, 0, None
+        if number < len(self._stages) - 1:
+            self.left = self._stages[number].tokens or (1 if self.reasoned else None)
+
     def _count(self, tokens: int, parts: list[int]) -> None:
         while tokens > 0:
-            left = self.left
-            part = tokens if left is None else min(tokens, left)
+            part = tokens if self.left is None else min(tokens, self.left)
             self.tokens += part
+            self.left = None if self.left is None else self.left - part
             parts[-1] += part
             tokens -= part
             self._end_stage(parts)
 
     def _end_stage(self, parts: list[int]) -> None:
         if self.left == 0:
-            self.number += 1
-            self.tokens = 0
+            self._begin(self.number + 1)
             parts.append(0)
 
 
