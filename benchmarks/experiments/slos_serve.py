@@ -207,7 +207,7 @@ STAGES = Experiment(
             },
             kinds=(DEFAULT,),
             span=Scaled(Span(3.0, 10, 20), Span(60.0, 100, 600)),
-            loads=Scaled((0.8,), (0.4, 0.5, 0.6, 0.7, 0.8)),
+            loads=Scaled((1.0,), (1.0, 1.1, 1.2, 1.3, 1.4)),
         )
     ],
     tables=[Pivot("Attainment by load", "attainment_mean", ("paces", "planned"))],
