@@ -20,6 +20,7 @@ import ray.util
 
 from sluice.controller.config import ControllerConfig, fingerprint_of
 from sluice.controller.messages import (
+    Age,
     FirstTokenWait,
     Id,
     Key,
@@ -67,6 +68,7 @@ from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
 from sluice.scheduling.placement.calibration import Calibration
 from sluice.scheduling.placement.placer import Placer
 from sluice.scheduling.request.job import INVALID_QUERY, STAYS
+from sluice.scheduling.request.loops import LoopStarts
 from sluice.scheduling.roles import Role
 
 SETTLING_S = 5.0
@@ -117,6 +119,7 @@ class Controller:
         self._quarantine = Quarantine(self._mirror, self._fleet)
         self._classes = RequestClasses()
         self._quotas = Quotas()
+        self._loops = LoopStarts()
         self._server = RouteServer(self._route, self._read_report, clock)
         self._counters = Counters()
         self._readings = Readings(
@@ -228,6 +231,18 @@ class Controller:
         """
         with self._counters.refusals():
             return self._quotas.share(checked("uses", uses, Uses), self._hear())
+
+    async def loop_age(self, key: int, age_s: float) -> float:
+        """How long ago the tool loop ``key`` began, seconds, as far as any router has said. A
+        router asks at each turn: its first turn there came ``age_s`` ago.
+
+        Raises:
+            ValueError: no key, or no age.
+        """
+        with self._counters.refusals():
+            key, age_s = checked("key", key, Key), checked("age_s", age_s, Age)
+        now_s = self._hear()
+        return now_s - self._loops.started_s(key, now_s - age_s, now_s)
 
     async def sync(
         self,

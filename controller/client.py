@@ -66,6 +66,9 @@ QUARANTINE_KEPT_S = 60.0
 """How long the controller's last list of quarantined replicas counts while it does not answer: the
 longest quarantine before a replica is tried again, seconds."""
 
+LOOP_TIMEOUT_S = 0.25
+"""Longest wait for the age of a tool loop, seconds: a request waits for it."""
+
 NOTICE_TIMEOUT_S = 2.0
 SCRAPE_TIMEOUT_S = 2.0
 
@@ -247,6 +250,13 @@ class ControllerClient:
         levels: list[float] | None
         levels = await self._answer("share_quotas", uses, timeout_s=NOTICE_TIMEOUT_S)
         return levels
+
+    async def loop_age(self, key: int, age_s: float) -> float | None:
+        """How long ago a tool loop began over all routers, seconds, if its first turn here came
+        ``age_s`` ago; see :mod:`sluice.scheduling.request.loops`."""
+        age: float | None
+        age = await self._answer("loop_age", key, age_s, timeout_s=LOOP_TIMEOUT_S)
+        return age
 
     async def render_metrics(self, timeout_s: float = SCRAPE_TIMEOUT_S) -> bytes | None:
         """The metrics of the whole application in Prometheus' text format, from the observer."""

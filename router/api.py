@@ -27,6 +27,7 @@ from sluice.router.batches.service import batch_routes
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.access_log import Telemetry
 from sluice.router.dispatch.direct import EDGE_HEADER, DirectAnswer, DirectAnswers
+from sluice.router.dispatch.loop_deadlines import LoopAge, LoopDeadlines
 from sluice.router.dispatch.models import ModelRegistry
 from sluice.router.dispatch.response import CallResponse
 from sluice.router.errors import ApiError, Reason, shown
@@ -54,6 +55,7 @@ def make_api(
     lifespan: Lifespan | None = None,
     unix_clock: Callable[[], float] = time.time,
     share: Share | None = None,
+    loop_age: LoopAge | None = None,
     telemetry: Telemetry | None = None,
     admin_service: AdminService | None = None,
     shedder: Shedder | None = None,
@@ -65,6 +67,7 @@ def make_api(
         shedder: turns requests away; by default it goes by the delay of the event loop.
         pause: waits for that many seconds, as refusals do.
         share: the way to the other routers' use of rate limits.
+        loop_age: the way to when tool loops began at other routers.
         admin_service: the way to the controllers, for the admin API; without it there is none.
         unix_clock: Unix seconds, which files and batches expire by.
         telemetry: logs and traces requests; by default it logs them all.
@@ -86,6 +89,7 @@ def make_api(
         lifespan=lifespan,
     )
     reader = CallReader(config, fleets.exceeded)
+    loops = LoopDeadlines(loop_age, fleets.clock)
     metrics = fleets.edge
     telemetry = telemetry or Telemetry()
     answers = DirectAnswers(time.monotonic)
@@ -96,6 +100,7 @@ def make_api(
         try:
             call = await reader.read(request, endpoint)
             fleet = fleets.of(call.model, call.client.caps.models)
+            call = await loops.bounded(call)
             prompt_tokens = fleet.dispatcher.estimator.estimate(call.prompt)
             expected = output_to_expect(endpoint, call.output_tokens)
             charge = limiter.reserve(call.client, prompt_tokens, expected)

@@ -131,9 +131,15 @@ class Router:
         fleets = ModelRegistry([part.fleet for part in parts], edge)
         told = Telemetry(telemetry.logs, tracer)
         admin_service = AdminService({part.fleet.model: part.client for part in parts})
-        share = parts[0].client.share_quotas
         self._api = make_api(
-            config, fleets, page, lifespan, share=share, telemetry=told, admin_service=admin_service
+            config,
+            fleets,
+            page,
+            lifespan,
+            share=parts[0].client.share_quotas,
+            loop_age=parts[0].client.loop_age,
+            telemetry=told,
+            admin_service=admin_service,
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:

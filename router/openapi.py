@@ -146,6 +146,17 @@ def _objective(config: RouterConfig) -> Schema:
             wire.PRIORITY: {"type": ["integer", "null"], **_PRIORITY},
             wire.CLASS: {"enum": [*config.classes, None]},
             wire.STAGES: {"oneOf": [{"type": "null"}, _stages()]},
+            wire.LOOP: {
+                "type": ["object", "null"],
+                "additionalProperties": False,
+                "description": "The tool loop that this request is a turn of. The deadline counts "
+                "from the loop's first turn.",
+                "required": ["id", wire.LOOP_DEADLINE],
+                "properties": {
+                    "id": {"type": "string", "minLength": 1, "maxLength": MAX_SESSION_CHARACTERS},
+                    wire.LOOP_DEADLINE: {"type": "number", **_MS},
+                },
+            },
         },
     }
 

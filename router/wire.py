@@ -18,10 +18,17 @@ LABEL: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 """Names of classes and clients: they are sent in headers and label metrics."""
 
 SLO_FIELD: Final = "slo"
-"""Body object with the objective; its keys are those of :data:`SLO_HEADERS` and :data:`STAGES`."""
+"""Body object with the objective; its keys are those of :data:`SLO_HEADERS`, :data:`STAGES` and
+:data:`LOOP`."""
 
 STAGES: Final = "stages"
 """Key of the body object with the objectives of the request's stages."""
+
+LOOP: Final = "loop"
+"""Key of the body object with the tool loop that the request is a turn of."""
+
+LOOP_DEADLINE: Final = "deadline_ms"
+"""Key of the loop: from its first turn to the end of its last one."""
 
 SERVICE_TIER_FIELD: Final = "service_tier"
 """OpenAI's body field; it selects a service class."""
@@ -75,6 +82,10 @@ PROMISED_TTFT_HEADER: Final = "x-sluice-promised-ttft-ms"
 """Response, if an SLO with a TTFT is guaranteed: that TTFT, milliseconds from the request's
 arrival."""
 
+LOOP_REMAINING_HEADER: Final = "x-sluice-loop-remaining-ms"
+"""Response to a turn of a tool loop: the time to the loop's deadline when the response's head is
+sent, milliseconds; 0 if it has passed."""
+
 CLAMPED_HEADER: Final = "x-sluice-clamped"
 """Response: the values that the limits of the API key changed, such as ``priority=4,
 ttft_ms=500``."""
@@ -107,6 +118,7 @@ RESPONSE_HEADERS: Final = (
     ADMISSION_HEADER,
     PREDICTED_TTFT_HEADER,
     PROMISED_TTFT_HEADER,
+    LOOP_REMAINING_HEADER,
     CLAMPED_HEADER,
     REPLICA_HEADER,
     PREFILL_REPLICA_HEADER,

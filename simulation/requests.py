@@ -35,6 +35,7 @@ from sluice.scheduling.request.kernels import (
 )
 from sluice.scheduling.request.objective import SLO, Times
 from sluice.scheduling.request.queue import row_of
+from sluice.scheduling.request.stages import Stage as RestStage
 from sluice.scheduling.request.stages import later_of
 from sluice.simulation.steps import ADMISSION, OFFSET, PRIVATE, STAGES_LEFT, TARGET
 from sluice.simulation.workload import Stage, Workload
@@ -226,19 +227,26 @@ class Requests:
         own[ADMISSION:PRIVATE] = 0
 
     def rest(self, key: int, now_s: float) -> SLO:
-        """The objective of the rest of a request, as the router sets it for a resumed stream. It is
-        also written to the request's row. Remaining stages are not stated again: the router does
-        not know them."""
+        """The objective of the rest of a request, as the router sets it for a resumed stream: of
+        what is left of its stage, and of the later ones. It is also written to the request's row.
+        """
         row = self.rows[key]
+        whole = self.arrivals[key].slo
+        if not self.begun(key):
+            return whole
         stage = int(self.first_stage[key + 1] - 1 - self.private[key, STAGES_LEFT])
-        first = stage == self.first_stage[key]
-        slo = self.arrivals[key].slo if first else self.stage_slos[stage]
+        slo = self.stage_slos[stage]
         ttft_s, tpot_s = slo.columns[:2]
-        emitted = int(self.private[key, OFFSET] - self.offsets[stage])
-        if ttft_s == inf or not self.begun(key):
+        if ttft_s < inf:
+            emitted = int(self.private[key, OFFSET] - self.offsets[stage])
+            ttft_s = resumed_ttft_s(ttft_s, tpot_s, emitted, now_s - float(row[ARRIVAL]))
+            row[TTFT] = ttft_s
+            slo = replace(slo, ttft_s=ttft_s)
+        later = whole.stages[stage + 1 - int(self.first_stage[key]) :]
+        if not later:
             return slo
-        row[TTFT] = resumed_ttft_s(ttft_s, tpot_s, emitted, now_s - float(row[ARRIVAL]))
-        return replace(slo, ttft_s=float(row[TTFT]), stages=())
+        stages = (RestStage(*slo.times_s), *later)
+        return SLO.of_stages(stages, None, slo.priority, slo.service_class, slo.tpot_anchor)
 
     def later(self, keys: Ints, private: Ints) -> Floats | None:
         """What a replica reports of the stages to come of its requests, one row each
@@ -265,10 +273,11 @@ class Requests:
         """Turn the engine's row of a request whose stage has ended into that of its next one."""
         last = int(self.first_stage[key + 1])
         index = last - int(private[STAGES_LEFT])
-        number = index - int(self.first_stage[key])
         arrival = self.arrivals[key]
-        stage = arrival.stages[number]
+        stage = arrival.stages[index - int(self.first_stage[key])]
         planned = self._planned.get(key, arrival.slo)
+        # Of a request that was resumed, the stages that were left then are planned.
+        number = len(planned.stages) - int(private[STAGES_LEFT])
         slo = self.slos[key] = planned.at_stage(number, now_s - arrival.arrival_s)
         row[PROMPT] += row[EMITTED] + stage.prompt_tokens
         row[PENDING] += stage.prompt_tokens

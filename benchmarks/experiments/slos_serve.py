@@ -4,15 +4,28 @@ tokens to check (§3.2.3): the policies' choice against fixed numbers."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from sluice.benchmarks.experiments import loads, systems
 from sluice.benchmarks.experiments.grid import Axes, Experiment, Planned, Product, Scaled
 from sluice.benchmarks.experiments.loads import Search, Span, Sweep, generated, workloads
 from sluice.benchmarks.experiments.systems import DEFAULT, SETUPS, Contender, System, colocated
 from sluice.benchmarks.experiments.tables import Pivot, Rows, grouped, pivots
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.stages import Stage
 from sluice.simulation.config import Speculation
-from sluice.simulation.workloads.settings import SLOS_SERVE_SCENARIOS, TIGHT_TPOT_S, slos_serve
+from sluice.simulation.workload import Workload
+from sluice.simulation.workloads.arrivals import Poisson
+from sluice.simulation.workloads.generators import Reasoning, always, generate
+from sluice.simulation.workloads.settings import (
+    SLOS_SERVE_OUTPUTS,
+    SLOS_SERVE_PROMPTS,
+    SLOS_SERVE_SCENARIOS,
+    TIGHT_TPOT_S,
+    slos_serve,
+)
 
 SETUP = SETUPS["8b"]
 SCENARIO = partial(generated, slos_serve)
@@ -155,6 +168,49 @@ ABLATION = Experiment(
             "time budget, by FairBatching with last-token deadlines.",
         )
     ],
+)
+
+# Whether an engine follows the stages of a request.
+
+
+def _thinking(thinking_s: float, answer_s: float, tightest: bool, *made: Any) -> Workload:
+    """Requests that think and answer, planned by stage or by the tightest pace, judged by stage."""
+    _, rate, requests, seed = made
+    output = SLOS_SERVE_OUTPUTS["chatbot"].lengths
+    prompt, first = SLOS_SERVE_PROMPTS["chatbot"].lengths, always(SLO(1.0, thinking_s))
+    task = Reasoning("thinking", prompt, output, output, first, answer_s)
+    workload = generate("thinking", [task], Poisson(rate), requests, seed, "")
+    if not tightest:
+        return workload
+    pace_s = min(thinking_s, answer_s)
+    planned = SLO.of_stages((Stage(1.0, pace_s), Stage(pace_s, pace_s)))
+    return replace(workload, arrivals=tuple(a._replace(slo=planned) for a in workload.arrivals))
+
+
+_PACES_S = {"100 and 50": (0.1, 0.05), "50 and 100": (0.05, 0.1), "100 and 25": (0.1, 0.025)}
+STAGES = Experiment(
+    "stage_paces",
+    "SLOs-Serve §3.2.1 plans a request by its tightest pace; the comparison is ours",
+    "What is gained by planning a request by the stage that it is in?",
+    seeds=3,
+    setting={
+        "Requests": "prompts of SLOs-Serve's chatbot; thinking and answer have its outputs each",
+        "Objectives": "TTFT 1 s; TPOT of thinking and answer as shown, ms; a mean by stage",
+    },
+    grids=[
+        Sweep(
+            named=("paces", "planned"),
+            workloads={
+                (paces, planned): partial(_thinking, *both_s, planned == "tightest")
+                for paces, both_s in _PACES_S.items()
+                for planned in ("by stage", "tightest")
+            },
+            kinds=(DEFAULT,),
+            span=Scaled(Span(3.0, 10, 20), Span(60.0, 100, 600)),
+            loads=Scaled((1.0,), (1.0, 1.1, 1.2, 1.3, 1.4)),
+        )
+    ],
+    tables=[Pivot("Attainment by load", "attainment_mean", ("paces", "planned"))],
 )
 
 # How many drafted tokens to check.

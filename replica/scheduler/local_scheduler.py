@@ -25,6 +25,7 @@ from sluice.scheduling.latency.step_correction import StepCorrection
 from sluice.scheduling.placement.length import TaskLengths
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView
+from sluice.scheduling.request.stages import Later, StagePosition, later_of
 
 DEFAULT_MODEL = LinearLatency(a=0.005, b=0.0002, c=0.000001)
 """Used for plans until a profile is known."""
@@ -39,6 +40,49 @@ normal for this engine."""
 logger = logging.getLogger(__name__)
 
 
+class RunningStages:
+    """The stages of a live request.
+
+    Attributes:
+        slo: of the whole request. arrival_s: its arrival, monotonic seconds.
+        ends: the tokens that end the reasoning.
+    """
+
+    __slots__ = ("_position", "_tokens", "arrival_s", "ends", "slo")
+
+    def __init__(self, slo: SLO, arrival_s: float, ends: frozenset[int]) -> None:
+        self.slo = slo
+        self.arrival_s = arrival_s
+        self.ends = ends
+        self._position = StagePosition(slo.stages)
+        self._tokens = 0
+
+    def emit(self, tokens: int, reasoned: int) -> bool:
+        """Count tokens, see :meth:`StagePosition.emit`; whether another stage begins after them or
+        one of them. ``O(1)``."""
+        self._tokens += tokens
+        return len(self._position.emit(tokens, reasoned)) > 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the current stage that have left."""
+        return self._position.tokens
+
+    @property
+    def begun(self) -> int:
+        """Tokens of the output before the current stage."""
+        return self._tokens - self._position.tokens
+
+    @property
+    def later(self) -> Later:
+        """What the stages to come will take."""
+        return later_of(self.slo.stages, self._position.number)
+
+    def slo_at(self, now_s: float) -> SLO:
+        """The objective of the current stage, if it begins now."""
+        return self.slo.at_stage(self._position.number, now_s - self.arrival_s)
+
+
 @dataclass(slots=True)
 class TrackedRequest:
     """The local scheduler's record of a live request, beyond what its engine knows.
@@ -49,6 +93,11 @@ class TrackedRequest:
     its max. ``tenant`` is the hash of its tenant, ``weight`` the weight of the tenant's share;
     ``promised``: its SLO was guaranteed. The engine sets when the first and the latest token left,
     monotonic seconds.
+
+    To a policy each of its ``stages`` is a request of its own, whose prompt includes the output
+    before it: ``begun`` tokens. ``slo``, ``arrival_s`` and the times of its tokens are those of the
+    current stage, which begins with the last token of the one before; ``expected_tokens`` is of the
+    whole output.
     """
 
     name: str
@@ -61,6 +110,8 @@ class TrackedRequest:
     tenant: int = 0
     weight: float = 1.0
     promised: bool = False
+    stages: RunningStages | None = None
+    begun: int = 0
     first_token_s: float | None = None
     last_token_s: float | None = None
 
@@ -184,8 +235,10 @@ class LocalScheduler:
         tenant: int = 0,
         weight: float = 1.0,
         promised: bool = False,
+        reasoning_ends: frozenset[int] = frozenset(),
     ) -> None:
-        """Begin to follow a new request, whose output has ``most_tokens`` at most.
+        """Begin to follow a new request, whose output has ``most_tokens`` at most, and whose
+        reasoning ends with one of ``reasoning_ends``.
 
         If the table is full the request is planned like any other but has no row, so readers do not
         see it: an accepted request must not fail because the table is full.
@@ -201,9 +254,40 @@ class LocalScheduler:
         expected = min(self._lengths.predict(slo.service_class, prompt_tokens), most_tokens)
         if most_tokens == 1:
             expected = 1.0
+        stages = RunningStages(slo, arrival_s, reasoning_ends) if slo.stages else None
+        slo = slo.at_stage(0, 0.0)
         self.requests[engine_id] = TrackedRequest(
-            name, slo, arrival_s, slot, most_tokens, expected, best_effort, tenant, weight, promised
+            name,
+            slo,
+            arrival_s,
+            slot,
+            most_tokens,
+            expected,
+            best_effort,
+            tenant,
+            weight,
+            promised,
+            stages,
         )
+
+    def follow_stages(
+        self, tracked: TrackedRequest, tokens: int, now_s: float, reasoned: int = 0
+    ) -> bool:
+        """``tokens`` of a request of stages left the engine at ``now_s``, after ``reasoned`` of
+        which its reasoning ended; 0: it did not. Returns whether it is in another stage now: then
+        the next plan follows that stage's objective. ``O(1)``."""
+        stages = tracked.stages
+        assert stages is not None
+        if not stages.emit(tokens, reasoned):
+            return False
+        before, tracked.begun = tracked.begun, stages.begun
+        tracked.slo, tracked.arrival_s = stages.slo_at(now_s), now_s
+        # Tokens that left together may be of several stages.
+        tracked.first_token_s = tracked.last_token_s = now_s if stages.tokens else None
+        if tracked.slot != _NO_SLOT:
+            grown = tracked.begun - before
+            self._table.begin_stage(tracked.slot, tracked.slo, now_s, grown, stages.later)
+        return True
 
     def prolong(self, tracked: TrackedRequest, emitted_tokens: int) -> None:
         """Expect more tokens of a request that continues beyond its expected length."""

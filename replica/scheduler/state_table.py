@@ -27,7 +27,7 @@ from sluice.scheduling.fleet.prefix import HELD, HELD_SLOTS
 from sluice.scheduling.fleet.state import ROW, RUNNING, SUMMARY, WAITING, EngineState
 from sluice.scheduling.latency.model import FAMILIES, LatencyModel, StepSample
 from sluice.scheduling.request.objective import SLO
-from sluice.scheduling.request.stages import later_of
+from sluice.scheduling.request.stages import Later, later_of
 
 SAMPLE_RING = 2048
 _MAGIC = 0x534C5549_43450008
@@ -193,6 +193,22 @@ class StateTable:
         )
         self._end()
         return slot
+
+    def begin_stage(
+        self, slot: int, slo: SLO, now_s: float, prompt_tokens: int, later: Later
+    ) -> None:
+        """The request in ``slot`` begins another stage, with this objective. Its prompt grows by
+        ``prompt_tokens``: the output before the stage."""
+        ttft_s, tpot_s, e2e_s, _ = slo.columns
+        self._begin()
+        row = self._rows[slot]
+        row["arrival_s"] = now_s
+        row["ttft_s"], row["tpot_s"], row["e2e_s"] = ttft_s, min(tpot_s, later.tpot_s), e2e_s
+        row["prompt_tokens"] += prompt_tokens
+        row["emitted_tokens"] = 0
+        row["first_token_s"] = row["last_token_s"] = nan
+        row["later_stages"], row["later_tokens"] = later.stages, later.tokens
+        self._end()
 
     def free(self, slot: int) -> None:
         """Give a slot back."""

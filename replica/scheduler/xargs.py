@@ -11,14 +11,18 @@ import re
 from collections.abc import Mapping
 from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from sluice.replica.preemption_config import PreemptionConfig
 from sluice.scheduling.batching import BestEffortOptions
 from sluice.scheduling.fleet.prefix import CHUNK_ENDS, MAX_CHUNKS, NO_PREFIX, PromptPrefix
 from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.stages import Stage
+
+_Parsed = TypeVar("_Parsed")
 
 CONFIG_KEY = "sluice"
 KEY_PREFIX = "sluice_"
@@ -34,6 +38,8 @@ PROMISED = "sluice_promised"
 TENANT = "sluice_tenant"
 WEIGHT = "sluice_weight"
 PROMPT_PREFIX = "sluice_prefix"
+STAGES = "sluice_stages"
+REASONING_ENDS = "sluice_reasoning_ends"
 
 _PROMPT_PREFIX = re.compile(rf"([0-9a-f]{{1,15}}),((?:[0-7][0-9a-f]{{15}}){{1,{MAX_CHUNKS}}})")
 
@@ -53,6 +59,7 @@ class RequestArgs(NamedTuple):
         prefix: the prefix of its prompt.
         tenant: hash of its tenant, 63 bits. weight: of the tenant's share, > 0.
         promised: its SLO was guaranteed.
+        reasoning_ends: tokens that end its reasoning, if one of its stages ends with that.
     """
 
     request_id: str
@@ -63,6 +70,7 @@ class RequestArgs(NamedTuple):
     tenant: int = 0
     weight: float = 1.0
     promised: bool = False
+    reasoning_ends: frozenset[int] = frozenset()
 
 
 def to_xargs(args: RequestArgs) -> dict[str, str | int | float]:
@@ -87,6 +95,10 @@ def to_xargs(args: RequestArgs) -> dict[str, str | int | float]:
     if args.prefix.hashes:
         hashes = "".join(f"{chunk:016x}" for chunk in args.prefix.hashes)
         xargs[PROMPT_PREFIX] = f"{args.prefix.size:x},{hashes}"
+    if args.slo.stages:
+        xargs[STAGES] = msgspec.json.encode(args.slo.stages).decode()
+        if args.reasoning_ends:
+            xargs[REASONING_ENDS] = msgspec.json.encode(sorted(args.reasoning_ends)).decode()
     return xargs
 
 
@@ -117,11 +129,22 @@ def from_xargs(xargs: Mapping[str, Any] | None, default_id: str, now_s: float) -
     ttft_s, tpot_s, e2e_s = (
         _number(key, given.pop(key)) if key in given else None for key, _ in _OBJECTIVES
     )
+    stages = _parsed(STAGES, given.pop(STAGES, "[]"), tuple[Stage, ...])
+    ends = _parsed(REASONING_ENDS, given.pop(REASONING_ENDS, "[]"), frozenset[int])
     if given:
         raise ValueError(f"unknown keys: {', '.join(sorted(given))}")
-    slo = SLO(ttft_s, tpot_s, e2e_s, priority, service_class)
+    slo = SLO(ttft_s, tpot_s, e2e_s, priority, service_class, stages=stages)
     arrival_s = min(arrival_s, now_s)
-    return RequestArgs(request_id, arrival_s, slo, best_effort, prefix, tenant, weight, promised)
+    return RequestArgs(
+        request_id, arrival_s, slo, best_effort, prefix, tenant, weight, promised, ends
+    )
+
+
+def _parsed(key: str, value: Any, kind: type[_Parsed]) -> _Parsed:
+    try:
+        return msgspec.json.decode(value, type=kind)
+    except (msgspec.DecodeError, TypeError) as error:
+        raise ValueError(f"{key} must be JSON: {error}") from None
 
 
 def _flag(key: str, value: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
+from math import nan
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from sluice.replica.scheduler.local_scheduler import LocalScheduler, StepInFligh
 from sluice.replica.scheduler.state_table import RowUpdate, StateTable
 from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
 from sluice.scheduling.request.kernels import (
+    ARRIVAL,
     COMPUTED,
     EMITTED,
     EXPECTED,
@@ -25,8 +27,11 @@ from sluice.scheduling.request.kernels import (
     KV_BLOCKS,
     LAST_TOKEN,
     PENDING,
+    PRIORITY,
     PROMISED,
+    PROMPT,
     RUNNING,
+    TTFT,
     Floats,
     Ints,
 )
@@ -193,11 +198,8 @@ class SimulatedCore:
         )
         tracked = self._scheduler.requests[str(own)]
         sequence = SimulatedSequence(own, tracked, output_tokens, owner, choice, prefill_only)
-        row = np.array(
-            row_of(
-                slo, arrival_s, prompt_tokens, tracked.expected_tokens, best_effort, tenant, weight
-            )
-        )
+        slo, expected = tracked.slo, tracked.expected_tokens
+        row = np.array(row_of(slo, arrival_s, prompt_tokens, expected, best_effort, tenant, weight))
         row[PROMISED] = promised
         self._slos[own] = slo
         if transfer is None:
@@ -333,14 +335,18 @@ class SimulatedCore:
         for sequence, _ in step.ran:
             if not sequence.live:
                 continue
-            place = place_of.get(sequence.key)
+            place, tracked = place_of.get(sequence.key), sequence.tracked
             emitted = sequence.output_tokens
             if place is not None:
                 row = rows.table[place]
-                emitted = int(row[EMITTED])
+                begun = tracked.begun
+                emitted = begun + int(row[EMITTED])
                 if sequence.key in outgrown:
-                    self._scheduler.prolong(sequence.tracked, emitted)
-                    row[EXPECTED] = sequence.tracked.expected_tokens
+                    self._scheduler.prolong(tracked, emitted)
+                    row[EXPECTED] = tracked.expected_tokens - begun
+                new = emitted - sequence.emitted
+                if tracked.stages and self._scheduler.follow_stages(tracked, new, now_s):
+                    self._begin_stage(sequence, place, tracked.begun - begun)
                 updates.append(sequence.update(row))
             if emitted > sequence.emitted:
                 sequence.emitted = emitted
@@ -361,6 +367,18 @@ class SimulatedCore:
             rows.free_blocks,
             self._config.kv_blocks,
         )
+
+    def _begin_stage(self, sequence: SimulatedSequence, place: int, tokens: int) -> None:
+        """A sequence is in another stage after ``tokens`` tokens of the one before."""
+        row, slo = self.rows.table[place], sequence.tracked.slo
+        self._slos[sequence.key] = slo
+        row[ARRIVAL] = sequence.tracked.arrival_s
+        row[TTFT : PRIORITY + 1] = slo.columns
+        row[PROMPT] += tokens
+        row[EMITTED] -= tokens
+        row[EXPECTED] -= tokens
+        row[FIRST_TOKEN] = row[LAST_TOKEN] = nan
+        self.rows.private[place, TARGET] -= tokens
 
     def _end(self, sequence: SimulatedSequence) -> None:
         sequence.live = False

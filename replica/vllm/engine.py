@@ -275,6 +275,7 @@ class VllmEngine:
             request.tenant,
             request.weight,
             request.promised,
+            call.ends,
         )
         call.xargs = to_xargs(args)
         call.prefill_only = request.prefill_only

@@ -37,6 +37,7 @@ from sluice.replica.vllm.drafts import PlannedDrafts
 from sluice.replica.vllm.gc_control import GarbageCollector
 from sluice.replica.vllm.kv_events import PooledBlocks
 from sluice.replica.vllm.prefix_lookup import PrefixHits
+from sluice.replica.vllm.reasoning import end_among
 from sluice.replica.vllm.support import (
     UnsupportedVllmError,
     check_config,
@@ -141,6 +142,7 @@ class PlanMixin(_Base):
             args.tenant,
             args.weight,
             args.promised,
+            args.reasoning_ends,
         )
         self._held.begin(request_id, args.prefix, request.num_prompt_tokens)
         if self._incoming.begin(request):
@@ -222,6 +224,10 @@ class PlanMixin(_Base):
                 tracked = self._local.requests.get(output.request_id)
                 if tracked is not None and output.new_token_ids:
                     tracked.emitted(now_s)
+                    if tracked.stages is not None:
+                        tokens = output.new_token_ids
+                        reasoned = end_among(tokens, tracked.stages.ends)
+                        self._local.follow_stages(tracked, len(tokens), now_s, reasoned)
         disturbed = self._incoming.under_way
         loaded = self._incoming.note_ended(now_s)
         changed = [*scheduler_output.num_scheduled_tokens, *step.preempted, *loaded]
@@ -381,12 +387,12 @@ class PlanMixin(_Base):
                     tracked.slot,
                     computed,
                     max(1, request.num_tokens + promised - computed),
-                    request.num_output_tokens + promised,
+                    request.num_output_tokens + promised - tracked.begun,
                     -(-computed // self.block_size),
                     running,
                     tracked.first_token_s,
                     tracked.last_token_s,
-                    tracked.expected_tokens,
+                    tracked.expected_tokens - tracked.begun,
                 )
             )
         return updates

@@ -81,12 +81,17 @@ class RequestViews:
                 # The tokens in flight leave when their batches end.
                 last_s = busy_until_s
                 first_s = last_s if first_s is None else first_s
+            prompt, expected = request.num_prompt_tokens, tracked.expected_tokens
+            if tracked.begun:
+                prompt, emitted = prompt + tracked.begun, emitted - tracked.begun
+                expected -= tracked.begun
+                drafted = drafted if emitted else 0
             views.append(
                 RequestView(
                     request_id,
                     tracked.slo,
                     tracked.arrival_s,
-                    request.num_prompt_tokens,
+                    prompt,
                     computed,
                     pending,
                     emitted,
@@ -94,7 +99,7 @@ class RequestViews:
                     held,
                     running,
                     last_s,
-                    tracked.expected_tokens,
+                    expected,
                     tracked.best_effort,
                     drafted,
                     acceptance,

@@ -26,6 +26,7 @@ from sluice.router.metrics.instruments import Outcome
 from sluice.router.request.arrival import INFERENCE_PATHS, Arrival
 from sluice.router.request.call import MAX_INLINE_BYTES, Call, CallReader
 from sluice.router.request.client_request_id import noted
+from sluice.router.request.loop import FIELD as LOOP_FIELD
 from sluice.router.request.token_limits import output_to_expect
 from sluice.router.tenancy.limits import Client
 from sluice.router.tenancy.rate_limits import RateLimiter
@@ -193,6 +194,8 @@ class LineCaller:
                 call = self._check(line, endpoint, arrival)
             else:
                 call = await asyncio.to_thread(self._check, line, endpoint, arrival)
+            if call.loop is not None:
+                raise invalid(f"{LOOP_FIELD} has no meaning in a batch", LOOP_FIELD)
             fleet = self._fleets.of(call.model, call.client.caps.models)
         except ApiError as error:
             self._fleets.edge.refused(endpoint, error.reason, arrival.client)

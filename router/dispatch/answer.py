@@ -12,6 +12,7 @@ from sluice.router.dispatch.suspicion import Case
 from sluice.router.dispatch.transcript import Transcript
 from sluice.router.request.call import Call
 from sluice.router.serve.contract import ReplicaFailedError
+from sluice.scheduling.request.objective import TokenClock
 from sluice.scheduling.roles import Role
 
 
@@ -21,6 +22,7 @@ class Answer:
 
     Attributes:
         case: the call's part in lost replicas.
+        clock: when its tokens reached the client, as far as is known.
         transcript: what its client has received of the stream; ``None`` if the stream cannot be
             resumed.
         max_attempts: at most, of those that count.
@@ -40,6 +42,7 @@ class Answer:
 
     call: Call
     case: Case
+    clock: TokenClock
     transcript: Transcript | None = None
     max_attempts: int = 1
     direct: DirectAnswer | None = None

@@ -47,6 +47,7 @@ from sluice.router.serve.choices import CHOICES
 from sluice.router.serve.contract import NobodyTakesError, ReplicaFailedError, Replicas
 from sluice.scheduling.fleet.prefix import NO_PREFIX
 from sluice.scheduling.request.objective import TokenClock
+from sluice.scheduling.request.stage_clock import clock_of
 from sluice.scheduling.roles import Role
 from sluice.telemetry.tracing import Kind, Span
 
@@ -97,10 +98,12 @@ class Dispatcher:
         """Estimates prompt lengths, and learns them from answers."""
         return self._placements.estimator
 
-    async def open(self, call: Call, direct: DirectAnswer | None = None) -> Answer:
+    async def open(
+        self, call: Call, direct: DirectAnswer | None = None, clock: TokenClock | None = None
+    ) -> Answer:
         """Send ``call`` to a replica, and to another while attempts fail. If the answer is a stream
-        that HAProxy can fetch from the replica, ``direct`` is notified. :meth:`close` the answer in
-        any case.
+        that HAProxy can fetch from the replica, ``direct`` is notified. ``clock`` has the times of
+        the answer's tokens while it is a stream. :meth:`close` the answer in any case.
 
         Cancelling it stops the current attempt.
 
@@ -110,7 +113,8 @@ class Dispatcher:
         """
         case = self._suspicion.open(call)
         transcript = Transcript() if may_resume(call) else None
-        answer = Answer(call, case, transcript, self._max_attempts, direct)
+        clock = clock or clock_of(call.slo, call.received_s)
+        answer = Answer(call, case, clock, transcript, self._max_attempts, direct)
         try:
             attempt = await self._next(answer)
         except BaseException as error:
@@ -247,7 +251,8 @@ class Dispatcher:
         request_id, answer.moves_to = answer.next_id, None
         resume = transcript.begin(request_id) if transcript is not None else None
         if resume is not None:
-            call = rest_of(call, len(resume.token_ids), self.clock() - call.received_s)
+            tokens = len(resume.token_ids)
+            call = rest_of(call, tokens, answer.clock.rest(tokens, self.clock()))
         if decision is None:
             key, prefill_key = request_key(request_id), 0
             if self._pools.may_split(answer) and may_split(call):

@@ -81,7 +81,7 @@ class CallResponse(Response):
         error: ApiError | None = None
         async with guard:
             try:
-                self._answer = await self._dispatcher.open(self._call, self._direct)
+                self._answer = await self._dispatcher.open(self._call, self._direct, self._clock)
             except ApiError as failure:
                 error = failure
             else:
@@ -219,6 +219,9 @@ class CallResponse(Response):
         if call.clamped:
             changes = [f"{field}={value}" for field, value in call.clamped.items()]
             headers[wire.CLAMPED_HEADER] = ", ".join(changes)
+        if call.loop is not None:
+            left_s = max(0.0, call.loop.due_s - self._dispatcher.clock())
+            headers[wire.LOOP_REMAINING_HEADER] = f"{left_s * 1000:.1f}"
         if answer is None:
             return headers
         if answer.head.replica_id:

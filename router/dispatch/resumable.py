@@ -13,7 +13,6 @@ from sluice.replica.engine import EngineRequest
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
 from sluice.scheduling.fleet.transfer import prompt_ttft_s
-from sluice.scheduling.request.deadline import resumed_ttft_s
 from sluice.scheduling.request.objective import SLO
 
 _WHOLE = ("echo", "prompt_logprobs", "prompt_embeds")
@@ -68,19 +67,10 @@ def prompt_slo(slo: SLO, handover_s: float) -> SLO:
     return replace(slo, ttft_s=prompt_ttft_s(slo.ttft_s, handover_s), stages=())
 
 
-def rest_of(call: Call, tokens: int, waited_s: float) -> Call:
+def rest_of(call: Call, tokens: int, slo: SLO) -> Call:
     """The rest of a call whose client has ``tokens`` output tokens: they are part of the prompt.
-
-    Its first token is the next one. Of stages, the tightest pace applies to the end.
-
-    Args:
-        waited_s: the call's age.
-    """
-    slo, prompt = call.slo, call.prompt
-    if slo.ttft_s is not None:
-        slo = replace(slo, ttft_s=resumed_ttft_s(slo.ttft_s, slo.columns[1], tokens, waited_s))
-    if slo.stages:
-        slo = replace(slo, stages=())
+    ``slo`` is that of the rest."""
+    prompt = call.prompt
     left = max(1, call.output_tokens - tokens) if call.output_tokens else 0
     size = PromptSize(prompt.characters, prompt.tokens + tokens)
     return replace(call, slo=slo, prompt=size, output_tokens=left)

@@ -18,6 +18,7 @@ from sluice.router.errors import invalid
 from sluice.router.request.arrival import Arrival
 from sluice.router.request.body import parse_object, read_body
 from sluice.router.request.engine_bounds import refuse_structured
+from sluice.router.request.loop import Loop, loop_of
 from sluice.router.request.prompt_prefix import prefix_of, salted
 from sluice.router.request.prompt_size import PromptSize, longest_ids, measure, output_limit
 from sluice.router.request.session import session_of
@@ -59,6 +60,7 @@ class Call:
         span: of the request, if it is traced.
         client_request_id: the client's own request id, for lookups.
         service_tier: OpenAI's name for its class, if it named one.
+        loop: the tool loop that it is a turn of.
     """
 
     request_id: str
@@ -77,6 +79,7 @@ class Call:
     span: Span | None = None
     client_request_id: str = ""
     service_tier: str | None = None
+    loop: Loop | None = None
 
     @property
     def scheduled(self) -> bool:
@@ -171,9 +174,9 @@ class CallReader:
         """
         client = arrival.client
         body: dict[str, Any] = parsed
-        slo, clamped, tier = SLO(service_class=NO_CLASS), _UNCHANGED, None
+        slo, clamped, tier, loop = SLO(service_class=NO_CLASS), _UNCHANGED, None, None
         if endpoint not in UNSCHEDULED:
-            slo, clamped = self._objectives.read(body, headers, client.caps)
+            slo, clamped, loop = self._objectives.read(body, headers, client.caps)
             if body.get(wire.SERVICE_TIER_FIELD) is not None:
                 tier = self._objectives.tier_of(slo.service_class)
         session = session_of(body, headers, client.owner)
@@ -197,4 +200,5 @@ class CallReader:
             clamped={**clamped, **shortened},
             client_request_id=arrival.client_request_id,
             service_tier=tier,
+            loop=loop_of(loop, client.owner),
         )

@@ -4,8 +4,8 @@ Precedence, field by field: the body's ``slo`` object, the ``x-slo-*`` headers, 
 ``x-llm-d-slo-*`` aliases, the service class. The class itself: ``slo.class``, ``x-slo-class``,
 ``service_tier``, the configured default.
 
-Only a body can state stages. They replace a TTFT and TPOT from any other source; stating these in
-the same body is a contradiction.
+Only a body can state stages and a tool loop. Stages replace a TTFT and TPOT from any other source;
+stating these in the same body is a contradiction.
 
 Every stated value is checked, even if another overrides it. JSON ``null`` is the same as leaving
 the field out. The key's limits apply to the resulting values, see
@@ -22,10 +22,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sluice.router import wire
 from sluice.router.config import RouterConfig
 from sluice.router.errors import ApiError, invalid, shown
+from sluice.router.request.loop import DEADLINE_FIELD, StatedLoop, read_loop
 from sluice.router.request.stages import FIELD as STAGES_FIELD
 from sluice.router.request.stages import StatedStage, read_stages
 from sluice.router.tenancy.limits import NO_CAPS, LimitCheck, TenantLimits
-from sluice.router.wire import MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
+from sluice.router.wire import LOOP_DEADLINE, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
 from sluice.scheduling.request.objective import MAX_PRIORITY, MIN_PRIORITY, SLO
 
 # As many digits as floats of that range are printed with, so that clients may send any such value.
@@ -64,14 +65,16 @@ _HEADER_FIELDS = {name: (0, field) for field, name in wire.SLO_HEADERS.items()} 
 
 
 _BODY_NAMES = {key: f"{wire.SLO_FIELD}.{key}" for key in wire.SLO_HEADERS}
-_BODY_KEYS = (*wire.SLO_HEADERS, wire.STAGES)
+_BODY_KEYS = (*wire.SLO_HEADERS, wire.STAGES, wire.LOOP)
 
 
 class Objective(NamedTuple):
-    """The resulting SLO of a request, and the values that its key's limits changed, as changed."""
+    """The resulting SLO of a request, the values that its key's limits changed, as changed, and its
+    tool loop, whose deadline is not part of the SLO yet."""
 
     slo: SLO
     clamped: Mapping[str, str]
+    loop: StatedLoop | None = None
 
 
 class _Sources(NamedTuple):
@@ -114,7 +117,7 @@ class SloReader:
             ApiError: 400; the message names the field and what is allowed. 403; the request states
                 more than ``caps`` allow, and these refuse that.
         """
-        stated, stages = self._stated(body.get(wire.SLO_FIELD))
+        stated, stages, loop = self._stated(body.get(wire.SLO_FIELD))
         sources = _Sources(stated, *self._from_headers(headers))
         tier_class = self._of_tier(body.get(wire.SERVICE_TIER_FIELD))
         class_name, said_in = sources.first(wire.CLASS)
@@ -133,6 +136,10 @@ class SloReader:
             )
             return None if value_ms is None else value_ms / 1000
 
+        if loop is not None:
+            deadline_ms = limit_check.objective_ms(LOOP_DEADLINE, loop.deadline_ms, DEADLINE_FIELD)
+            assert deadline_ms is not None
+            loop = loop._replace(deadline_ms=deadline_ms)
         if stages:
             slo = SLO.of_stages(
                 [
@@ -144,7 +151,7 @@ class SloReader:
                 class_name,
                 defaults.tpot_anchor,
             )
-            return Objective(slo, limit_check.clamped)
+            return Objective(slo, limit_check.clamped, loop)
         slo = SLO(
             ttft_s=seconds(wire.TTFT, defaults.ttft_ms),
             tpot_s=seconds(wire.TPOT, defaults.tpot_ms),
@@ -153,7 +160,7 @@ class SloReader:
             service_class=class_name,
             tpot_anchor=defaults.tpot_anchor,
         )
-        return Objective(slo, limit_check.clamped)
+        return Objective(slo, limit_check.clamped, loop)
 
     def tier_of(self, service_class: str) -> str | None:
         """OpenAI's name for a class: the first of its tiers except ``auto``, which stands for a
@@ -161,9 +168,9 @@ class SloReader:
         tiers = self._classes[service_class].service_tiers
         return next((tier for tier in tiers if tier != "auto"), None)
 
-    def _stated(self, value: Any) -> tuple[_Stated, tuple[StatedStage, ...]]:
+    def _stated(self, value: Any) -> tuple[_Stated, tuple[StatedStage, ...], StatedLoop | None]:
         if value is None:
-            return _NOTHING, ()
+            return _NOTHING, (), None
         if not isinstance(value, dict):
             raise invalid(
                 f"{wire.SLO_FIELD} must be an object with any of {_names(_BODY_KEYS)}, "
@@ -186,8 +193,8 @@ class SloReader:
                     "the stages",
                     _BODY_NAMES[key],
                 )
-        rest = {key: each for key, each in value.items() if key != wire.STAGES}
-        return self._checked(rest, _BODY_NAMES), stages
+        rest = {key: each for key, each in value.items() if key in wire.SLO_HEADERS}
+        return self._checked(rest, _BODY_NAMES), stages, read_loop(value.get(wire.LOOP))
 
     def _from_headers(self, headers: Iterable[tuple[bytes, bytes]]) -> tuple[_Stated, _Stated]:
         """The values of the headers and of their aliases. One pass over the headers."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from math import inf, nan
 from typing import Final, Literal, Self
 
-from sluice.scheduling.request.deadline import ENVELOPE, FIRST, LAST, next_due_s
+from sluice.scheduling.request.deadline import ENVELOPE, FIRST, LAST, next_due_s, resumed_ttft_s
 from sluice.scheduling.request.stages import Stage, check_stages, strictest
 from sluice.scheduling.request.tpot import LEAST_PACE_TOKENS, TPOTAnchor, TPOTMeter
 
@@ -179,17 +179,19 @@ class SLO:
 
     def at_stage(self, number: int, elapsed_s: float) -> SLO:
         """What an engine works by in one of its stages, from 0 on, that begins ``elapsed_s`` after
-        the arrival: the stage's objective, and no later than the end of the whole. One that
-        continues decoding and states no TTFT has one TPOT for its first token, so that the pace
-        does not break."""
-        slo = self.of_stage(number)
-        ttft_s, tpot_s, e2e_s = slo.times_s
+        the arrival: the stage's objective, and no later than the end of the whole; itself where it
+        has no stages. The end of a stage of known length is a pace. A stage that continues decoding
+        and states no TTFT has one TPOT for its first token, so that the pace does not break."""
+        if not self.stages:
+            return self
+        stage = self.stages[number]
+        ttft_s, tpot_s, e2e_s = stage.planned_s
         if self.e2e_s is not None:
             left_s = max(self.e2e_s - elapsed_s, _LEAST_S)
             e2e_s = left_s if e2e_s is None else min(e2e_s, left_s)
-        if number and ttft_s is None and not self.stages[number].prompt_tokens:
+        if number and ttft_s is None and not stage.prompt_tokens:
             ttft_s = tpot_s
-        return slo.with_times((ttft_s, tpot_s, e2e_s))
+        return replace(self, ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s, stages=())
 
     def deadline_s(
         self,
@@ -303,6 +305,16 @@ class TokenClock:
             weight = self._weights.later * priority
             earned.later_ideal += weight
             earned.later += weight if in_time else 0.0
+
+    def rest(self, tokens: int, now_s: float) -> SLO:
+        """The objective of what is left when another engine continues at ``now_s``, after
+        ``tokens`` tokens that the client has: they are part of its prompt, and its times count from
+        the same arrival. See :func:`sluice.scheduling.request.deadline.resumed_ttft_s`."""
+        ttft_s, tpot_s, _, _ = self.slo.columns
+        if ttft_s == inf:
+            return self.slo
+        age_s = now_s - self.arrival_s
+        return replace(self.slo, ttft_s=resumed_ttft_s(ttft_s, tpot_s, tokens, age_s))
 
     @property
     def gain(self) -> float:

@@ -63,6 +63,13 @@ class Stage(NamedTuple):
             return ttft_s, tpot_s
         return paced(ttft_s, tpot_s, self.e2e_s, self.tokens)
 
+    @property
+    def planned_s(self) -> tuple[float | None, float | None, float | None]:
+        """TTFT, TPOT and end-to-end time to work by, seconds: the end-to-end time of a stage of
+        known length is a pace."""
+        ttft_s, tpot_s = [None if time_s == inf else time_s for time_s in self.paced()]
+        return ttft_s, tpot_s, None if self.tokens else self.e2e_s
+
 
 def check_stages(stages: Sequence[Stage]) -> None:
     """Check the stages of one request. ``O(stages)``.
@@ -82,6 +89,66 @@ def check_stages(stages: Sequence[Stage]) -> None:
                 raise ValueError(f"a stage's tokens must be an integer from 0 on, got {tokens!r}")
     if stages and stages[-1].tokens:
         raise ValueError("the last stage ends with the request, so its tokens must be 0")
+
+
+class StagePosition:
+    """Which stage the next token of a request is of, as its tokens leave. ``O(1)`` per group of
+    tokens and in memory.
+
+    Attributes:
+        number: of that stage, from 0 on.
+        tokens: how many of the stage have left.
+        left: tokens until the stage ends; ``None``: it is not known.
+        reasoned: whether the reasoning has ended.
+    """
+
+    __slots__ = ("_stages", "left", "number", "reasoned", "tokens")
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = stages
+        self.reasoned = False
+        self.left: int | None
+        self._begin(0)
+
+    def emit(self, tokens: int, reasoned: int = 0) -> list[int]:
+        """Count ``tokens`` (>= 0) that left; after ``reasoned`` of them the reasoning ended, 0: it
+        did not. Returns how many of them are of the stage so far, and of each stage that begins
+        after them or one of them."""
+        left = self.left
+        if not reasoned and (left is None or tokens < left):
+            self.tokens += tokens
+            self.left = None if left is None else left - tokens
+            return [tokens]
+        parts = [0]
+        if 0 < reasoned <= tokens:
+            self._count(reasoned, parts)
+            self.reasoned = True
+            if self.left is None and self.number < len(self._stages) - 1:
+                # A stage of which nothing has left ends with its first token.
+                self.left = max(0, 1 - self.tokens)
+            self._end_stage(parts)
+            tokens -= reasoned
+        self._count(tokens, parts)
+        return parts
+
+    def _begin(self, number: int) -> None:
+        self.number, self.tokens, self.left = number, 0, None
+        if number < len(self._stages) - 1:
+            self.left = self._stages[number].tokens or (1 if self.reasoned else None)
+
+    def _count(self, tokens: int, parts: list[int]) -> None:
+        while tokens > 0:
+            part = tokens if self.left is None else min(tokens, self.left)
+            self.tokens += part
+            self.left = None if self.left is None else self.left - part
+            parts[-1] += part
+            tokens -= part
+            self._end_stage(parts)
+
+    def _end_stage(self, parts: list[int]) -> None:
+        if self.left == 0:
+            self._begin(self.number + 1)
+            parts.append(0)
 
 
 class Later(NamedTuple):

@@ -128,6 +128,7 @@ CALLS: dict[str, Callable[[ObservedController], tuple[Any, ...]]] = {
     "replica_gone": lambda _: (["c", "d"],),
     "troubled": lambda _: (7, [NOTICE]),
     "share_quotas": lambda _: ([USE],),
+    "loop_age": lambda _: (5, 2.0),
     "push_metrics": lambda _: (PUSH, [ENDING], [LATE], [WAIT, WAIT._replace(key=77)]),
     "load": lambda _: (None,),
     "decisions": lambda _: (3,),

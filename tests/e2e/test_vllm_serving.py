@@ -116,13 +116,17 @@ def test_chat_and_completions_streamed_and_plain(
 
 
 def test_answers_name_replica_request_and_class(serving: System) -> None:
-    body = {"model": "local", "prompt": "one two", "max_tokens": 4}
+    loop = {"id": "six turns", "deadline_ms": 3_600_000}
+    body = {"model": "local", "prompt": "one two", "max_tokens": 4, "slo": {"loop": loop}}
     with httpx.Client(base_url=serving.url, timeout=120) as http:
         answers = [
             http.post("/v1/completions", json=body, headers={"x-slo-class": "interactive"})
             for _ in range(6)
         ]
     assert {answer.headers["x-sluice-class"] for answer in answers} == {"interactive"}
+    left_ms = [float(answer.headers["x-sluice-loop-remaining-ms"]) for answer in answers]
+    assert 3_600_000 > left_ms[0] > left_ms[-1] > 0
+    assert left_ms == sorted(left_ms, reverse=True)
     assert len({answer.headers["x-sluice-request-id"] for answer in answers}) == 6
     known = {replica["replica_id"] for replica in serving.snapshot()["replicas"]}
     assert {answer.headers["x-sluice-replica"] for answer in answers} <= known

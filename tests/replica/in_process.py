@@ -50,6 +50,8 @@ class InProcess:
         from vllm import LLM
 
         survive_module_scan()
+        self.reasoning_ends: frozenset[int] = frozenset()
+        """Tokens that end the reasoning of requests to come."""
         self.table: StateTable | None = None
         self._log = directory / "batches.jsonl"
         if policy is not None:
@@ -98,7 +100,8 @@ class InProcess:
 
     def generate(self, requests: Requests) -> list[tuple[int, ...]]:
         """Greedy output tokens of ``requests``, which are all there before the first batch."""
-        params = [_params(str(i), output, slo) for i, (_, output, slo) in enumerate(requests)]
+        ends = self.reasoning_ends
+        params = [_params(str(i), output, slo, ends) for i, (_, output, slo) in enumerate(requests)]
         prompts = [{"prompt_token_ids": prompt} for prompt, _, _ in requests]
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         return [tuple(output.outputs[0].token_ids) for output in outputs]
@@ -145,10 +148,15 @@ class InProcess:
         gc.collect()
 
 
-def _params(name: str, output: int, slo: SLO | None) -> Any:
+def _params(
+    name: str, output: int, slo: SLO | None, reasoning_ends: frozenset[int] = frozenset()
+) -> Any:
     from vllm import SamplingParams
 
-    extra = None if slo is None else to_xargs(RequestArgs(name, time.monotonic(), slo))
+    extra = None
+    if slo is not None:
+        args = RequestArgs(name, time.monotonic(), slo, reasoning_ends=reasoning_ends)
+        extra = to_xargs(args)
     return SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, extra_args=extra)
 
 

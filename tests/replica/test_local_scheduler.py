@@ -16,6 +16,7 @@ from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, RequestView
+from sluice.scheduling.request.stages import Stage
 
 MODEL = LinearLatency(a=0.010, b=0.001)
 BUDGET = BatchBudget(tokens=100, sequences=8, kv_blocks=1000, block_tokens=16)
@@ -296,3 +297,58 @@ def test_an_output_that_goes_on_is_expected_to_be_longer_up_to_its_limit(table):
         assert emitted < tracked.expected_tokens <= 160
     assert tracked.expected_tokens == 160
     assert asked < 12
+
+
+STAGED = SLO.of_stages(
+    (Stage(2.0, 0.2), Stage(tpot_s=0.05, tokens=3), Stage(0.5, 0.1)), 9.0, service_class="chat"
+)
+"""Thinks, begins its answer quickly, and ends it at leisure."""
+
+
+def staged(table, slo=STAGED):
+    scheduler = make_scheduler(table)
+    scheduler.track("e1", "r1", 1, slo, 10.0, 100, 50, reasoning_ends=frozenset({7}))
+    return scheduler, scheduler.requests["e1"]
+
+
+def test_the_objective_of_a_request_is_that_of_its_stage(table):
+    scheduler, tracked = staged(table)
+    assert (tracked.slo, tracked.begun) == (SLO(2.0, 0.2, 9.0, service_class="chat"), 0)
+    row = table.read().rows[0]
+    # The controller reserves for the tightest pace to come.
+    assert row[["ttft_s", "tpot_s", "later_stages"]].tolist() == (2.0, pytest.approx(0.05), 2)
+
+    tracked.emitted(12.0)
+    assert not scheduler.follow_stages(tracked, 1, 12.0)
+    tracked.emitted(13.0)
+    assert scheduler.follow_stages(tracked, 1, 13.0, reasoned=1)
+    # It continues decoding at one TPOT, and 3 s of the whole time are gone.
+    assert tracked.slo == SLO(0.05, 0.05, 6.0, service_class="chat")
+    assert (tracked.arrival_s, tracked.begun, tracked.first_token_s) == (13.0, 2, None)
+    row = table.read().rows[0]
+    assert row[["arrival_s", "ttft_s", "e2e_s"]].tolist() == (13.0, pytest.approx(0.05), 6.0)
+    assert row[["prompt_tokens", "emitted_tokens", "later_stages"]].tolist() == (102, 0, 1)
+    assert np.isnan(row["first_token_s"])
+
+
+def test_tokens_that_leave_together_begin_the_stage_that_the_last_is_of(table):
+    scheduler, tracked = staged(table)
+    # One token of thoughts, the three that the second stage has, and two of the last.
+    tracked.emitted(12.0)
+    assert scheduler.follow_stages(tracked, 6, 12.0, reasoned=1)
+    assert (tracked.slo.times_s, tracked.begun) == ((0.5, 0.1, 7.0), 4)
+    assert tracked.first_token_s == tracked.last_token_s == 12.0
+    assert table.read().rows["later_stages"] == [0]
+
+
+def test_the_end_of_a_stage_of_known_length_is_a_pace(table):
+    _, tracked = staged(table, SLO.of_stages((Stage(e2e_s=3.0, tokens=11), Stage(e2e_s=4.0))))
+    assert tracked.slo.times_s == (1.5, pytest.approx(0.15), 7.0)
+
+
+def test_a_request_without_a_row_follows_its_stages(table):
+    for key in range(table.capacity):
+        table.allocate(key, SLO(), 0.0, 1)
+    scheduler, tracked = staged(table)
+    assert scheduler.follow_stages(tracked, 1, 12.0, reasoned=1)
+    assert tracked.slo.tpot_s == 0.05

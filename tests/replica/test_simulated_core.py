@@ -14,10 +14,12 @@ from sluice.replica.scheduler.local_scheduler import LocalScheduler
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.simulated.core import SimulatedCore, SimulatedSequence
 from sluice.scheduling.batching import POLICIES, BatchBuilder, BatchPolicy, make_policy
+from sluice.scheduling.batching.fcfs import FCFS
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency
-from sluice.scheduling.request.kernels import COMPUTED, KV_BLOCKS, PENDING, RUNNING
-from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.kernels import COMPUTED, KV_BLOCKS, PENDING, RUNNING, TPOT
+from sluice.scheduling.request.objective import SLO, Anchor
 from sluice.scheduling.request.queue import QueueView
+from sluice.scheduling.request.stages import Stage
 from tests.compiled_loops import run
 
 TRUTH = {"step_s": 0.01, "token_s": 0.001, "context_token_s": 0.0001}
@@ -139,6 +141,33 @@ def test_the_state_table_follows_a_request() -> None:
     state = bench.table.read()
     assert len(state.rows) == 0
     assert (state.summary["running"], state.summary["free_kv_blocks"]) == (0, 8)
+
+
+def test_a_plan_follows_the_stage_that_a_request_is_in() -> None:
+    seen: list[tuple[object, ...]] = []
+
+    class Watched(FCFS):
+        def fill(
+            self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
+        ) -> None:
+            (each,) = queue.requests
+            deadline_s = each.next_deadline_s(Anchor.FIRST_TOKEN)
+            seen.append((each.prompt_tokens, each.emitted_tokens, deadline_s - each.arrival_s))
+            assert queue.table[0, TPOT] == each.slo.tpot_s
+            super().fill(batch, queue, now_s, latency)
+
+    bench = Bench(Watched())
+    sequence = bench.submit("a", 20, 5, SLO.of_stages((Stage(1.0, 0.2, tokens=3), Stage(0.5, 0.1))))
+    bench.run()
+    # Prompt, tokens since, and the next deadline since the begin: of the first stage, its first
+    # token was at 0.03 s; the second begins with the third token.
+    first_s = bench.first_token_s("a")
+    assert seen[1][2] == pytest.approx(first_s + 0.2)
+    assert [each[:2] for each in seen] == [(20, 0), (20, 1), (20, 2), (23, 0), (23, 1)]
+    assert (seen[0][2], seen[3][2]) == (1.0, 0.5)
+    assert sequence.emitted == 5
+    assert not sequence.live
+    assert bench.table.read().rows.size == 0
 
 
 def test_preemption_recomputes_and_loses_no_token() -> None:
@@ -268,7 +297,11 @@ def play(load: Load) -> tuple[list[tuple[float, Any]], list[Any]]:
             if bench.core.live:
                 step()
         try:
-            sequence = bench.submit(name, prompt, output, SLO(ttft_s=ttft_s, tpot_s=ttft_s))
+            slo = SLO(ttft_s=ttft_s, tpot_s=ttft_s)
+            if name % 2:
+                first = Stage(ttft_s, ttft_s, tokens=1 + name % 5)
+                slo = SLO.of_stages((first, first, Stage(ttft_s)))
+            sequence = bench.submit(name, prompt, output, slo)
         except ValueError:
             assert prompt + output > bench.core.max_model_tokens
             continue

@@ -9,8 +9,12 @@ from hypothesis import strategies as st
 from sluice.replica.scheduler.xargs import RequestArgs, from_xargs, reserved_keys, to_xargs
 from sluice.scheduling.fleet.prefix import CHUNK_ENDS, MAX_CHUNKS, NO_PREFIX, PromptPrefix
 from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.stages import Stage
 
 _objective = st.none() | st.floats(min_value=1e-6, max_value=1e6)
+_stages = st.builds(Stage, _objective, _objective, _objective, st.integers(0, 9), st.just(0)).map(
+    lambda stage: (stage, stage._replace(tokens=0))
+)
 _slos = st.builds(
     SLO,
     ttft_s=_objective,
@@ -18,6 +22,7 @@ _slos = st.builds(
     e2e_s=_objective,
     priority=st.integers(1, 10),
     service_class=st.text(min_size=1, max_size=20),
+    stages=st.just(()) | _stages,
 )
 _hashes = st.lists(st.integers(1, 2**63 - 1), min_size=1, max_size=MAX_CHUNKS)
 _prefixes = st.just(NO_PREFIX) | st.builds(
@@ -39,7 +44,8 @@ _prefixes = st.just(NO_PREFIX) | st.builds(
 )
 def test_round_trip(request_id, arrival_s, slo, best_effort, prefix, others, tenant, weight):
     others = {key: value for key, value in others.items() if not key.startswith("sluice_")}
-    args = RequestArgs(request_id, arrival_s, slo, best_effort, prefix, tenant, weight)
+    ends = frozenset({7, 1 << 30}) if slo.stages else frozenset()
+    args = RequestArgs(request_id, arrival_s, slo, best_effort, prefix, tenant, weight, True, ends)
     xargs = to_xargs(args)
     assert all(isinstance(value, str | int | float) for value in xargs.values())
     assert from_xargs({**others, **xargs}, "engine-id", now_s=2e9) == args
@@ -58,6 +64,10 @@ def test_a_request_cannot_arrive_in_the_future():
     ("xargs", "named"),
     [
         ({"sluice_ttft_s": "soon"}, "sluice_ttft_s"),
+        ({"sluice_stages": 3}, "sluice_stages"),
+        ({"sluice_stages": "[[1.0, 2.0, 3.0, 0.5, 0]]"}, "sluice_stages"),
+        ({"sluice_stages": "[[-1.0, null, null, 0, 0]]"}, "times must be positive"),
+        ({"sluice_reasoning_ends": "[x]"}, "sluice_reasoning_ends"),
         ({"sluice_tenant": 7}, "sluice_tenant"),
         ({"sluice_tenant": "f" * 16}, "sluice_tenant"),
         ({"sluice_weight": 0.0}, "sluice_weight"),

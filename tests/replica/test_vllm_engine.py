@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -33,6 +34,7 @@ from sluice.replica.watchdog import FIRST_STEPS, Watchdog
 from sluice.router.request.prompt_prefix import prefix_of
 from sluice.scheduling.fleet.prefix import HELD_SLOTS, PrefixIndex
 from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.stages import Stage
 from tests.known_profile import known_profile
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
@@ -360,6 +362,23 @@ async def test_the_objective_reaches_the_scheduler(engine):
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await response.aclose()
+    await until(lambda: not len(engine.state().rows))
+
+
+async def test_the_stage_that_a_request_is_in_is_the_schedulers(engine):
+    slo = SLO.of_stages((Stage(9.0, 0.9, tokens=3), Stage(7.0, 0.7)), 60.0)
+    asked = request("staged", "completions", slo, stream=True, max_tokens=1800)
+    sent_s = time.monotonic()
+    running = asyncio.create_task(items(engine, replace(asked, waited_s=10.0)))
+    await until(lambda: engine.state().rows["later_stages"].tolist() == [0])
+    (row,) = engine.state().rows
+    assert row[["ttft_s", "tpot_s"]].tolist() == (pytest.approx(7.0), pytest.approx(0.7))
+    # Its times count from the third token, and the whole ends 60 s after it came to the edge.
+    assert row["arrival_s"] > sent_s
+    ends_s = row["arrival_s"] + float(row["e2e_s"])
+    assert sent_s + 49.9 < ends_s < time.monotonic() + 50.1
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
     await until(lambda: not len(engine.state().rows))
 
 

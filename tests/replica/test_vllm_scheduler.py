@@ -14,6 +14,7 @@ from sluice.replica.vllm.local_model import local_model
 from sluice.scheduling.batching import POLICIES, BatchPolicy
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.stages import Stage
 
 from .in_process import InProcess, mixed_requests
 
@@ -79,14 +80,52 @@ def run(model, tmp_path):
         engine.close()
 
 
+STAGES = Stage(9.0, 0.9, tokens=3), Stage(8.0, 0.8), Stage(7.0, 0.7)
+"""Three tokens, then until the reasoning ends."""
+
+
+def staged(requests):
+    """Every fourth request has stages, and a class of its own."""
+    return [
+        (prompt, output, slo if i % 4 else SLO.of_stages(STAGES, service_class=str(i)))
+        for i, (prompt, output, slo) in enumerate(requests)
+    ]
+
+
 @pytest.mark.parametrize("args", [{}, LOW_KV], ids=["roomy", "low-kv"])
 def test_greedy_output_equals_stock_under_random_deferral(run, stock, monkeypatch, args):
-    monkeypatch.setitem(POLICIES.own, RandomDeferral.name, RandomDeferral)
-    engine = run(RandomDeferral.name, **args)
-    assert engine.generate(mixed_requests(24)) == stock
+    """Each plan sees the objective of the stage that a request is in."""
+    seen = set()
+
+    class Watched(RandomDeferral):
+        def fill(self, batch, queue, now_s, latency):
+            seen.update(
+                (each.slo.service_class, each.prompt_tokens + each.emitted_tokens, each.slo.times_s)
+                for each in queue.requests
+                if each.slo.service_class != "standard"
+            )
+            super().fill(batch, queue, now_s, latency)
+
+    monkeypatch.setitem(POLICIES.own, Watched.name, Watched)
+    engine = run(Watched.name, **args)
+    requests = mixed_requests(24)
+    last = stock[4][6]
+    engine.reasoning_ends = frozenset({last})
+    assert engine.generate(staged(requests)) == stock
     batches = engine.batches()
     deferred = [batch for batch in batches if len(batch["ran"]) < batch["live"]]
     assert len(deferred) > len(batches) // 2
+
+    expected = set()
+    for number in range(0, 24, 4):
+        (prompt, output, _), tokens = requests[number], stock[number]
+        # The second stage has a token at least, also if the reasoning has ended by then.
+        ended = max(tokens.index(last) + 1, 4) if last in tokens else output
+        for emitted in range(output):
+            stage = 0 if emitted < 3 else 1 if emitted < ended else 2
+            expected.add((str(number), len(prompt) + emitted, STAGES[stage].times_s))
+    assert seen == expected
+    assert {times_s for _, _, times_s in seen} == {stage.times_s for stage in STAGES}
 
 
 def test_every_planned_token_is_run_and_no_other(run):

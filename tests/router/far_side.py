@@ -41,6 +41,7 @@ from sluice.router.dispatch.answer import Answer
 from sluice.router.dispatch.attempt import Attempt
 from sluice.router.dispatch.catalog import Catalog
 from sluice.router.dispatch.dispatcher import Dispatcher
+from sluice.router.dispatch.loop_deadlines import LoopAge
 from sluice.router.dispatch.models import Model, ModelRegistry
 from sluice.router.dispatch.suspicion import Case
 from sluice.router.errors import Reason
@@ -50,7 +51,7 @@ from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
 from sluice.router.serve.choices import CHOICES
 from sluice.router.serve.contract import ReplicaFailedError, ReplicaStream
-from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.objective import SLO, TokenClock
 from sluice.scheduling.roles import Role
 from tests.router.virtual_time import VirtualTime
 
@@ -312,7 +313,7 @@ def attempt_at(
 def waiting_call() -> Answer:
     """A call that waits for an answer, and may be tried again."""
     call = Call("r", "chat", {}, SLO(), PromptSize(1, 1), 0.0)
-    return Answer(call, Case(), max_attempts=2)
+    return Answer(call, Case(), TokenClock(call.slo, 0.0), max_attempts=2)
 
 
 class FarController:
@@ -396,6 +397,7 @@ class Edge:
         unix_clock: Callable[[], float] = time.time,
         telemetry: Telemetry | None = None,
         admin_service: AdminService | None = None,
+        loop_age: LoopAge | None = None,
     ) -> None:
         self.side = side
         self.controller = controller or FarController(next(iter(side.behaviours), None))
@@ -419,6 +421,7 @@ class Edge:
             unix_clock=unix_clock,
             telemetry=telemetry,
             admin_service=admin_service,
+            loop_age=loop_age,
             shedder=self.shedder,
             pause=clock.pause if clock else asyncio.sleep,
         )

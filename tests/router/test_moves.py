@@ -19,7 +19,7 @@ from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.request.job import STAYS
-from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.objective import SLO, TokenClock
 from tests.router.far_side import Behaviour, Edge, FarController, FarSide, NoItems, answer, fail
 from tests.router.test_resume import simulated, text, without_time_and_name
 from tests.router.test_stall_detector import CHAT, COMPLETIONS, LoopClock, asked, freezing, virtual
@@ -228,7 +228,7 @@ def test_a_bounded_number_is_asked_about_those_due_soonest_first() -> None:
         call = Call(name, "chat", {}, slo, PromptSize(1, 1), 7.0)
         request = EngineRequest(name, "chat", {}, slo, promised=True)
         attempt = Attempt(request, promise("r0"), "mixed", NoItems())
-        moves.watch(attempt, Answer(call, Case()))
+        moves.watch(attempt, Answer(call, Case(), TokenClock(call.slo, 0.0)))
         return attempt
 
     attempts = [watched(str(number), 5.0 + number % 300) for number in range(MAX_WAITS + 10)]

@@ -35,6 +35,7 @@ from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.stages import Stage
 from tests.router.far_side import (
     CHAT_BODY,
     COMPLETION_BODY,
@@ -195,17 +196,49 @@ async def test_what_a_replica_is_asked_for_and_what_is_counted() -> None:
     assert router.sample("sluice_requests_total", **ok) == 1
 
 
-def test_the_rest_is_due_when_the_objective_says() -> None:
-    slo = SLO(ttft_s=1.0, tpot_s=0.5)
-    call = Call("r", "chat", CHAT_BODY, slo, PromptSize(40, 4), 0.0, output_tokens=20)
-    rest = rest_of(call, 10, waited_s=3.0)
-    assert rest.slo == SLO(ttft_s=6.0, tpot_s=0.5), "the eleventh token's deadline"
-    assert (rest.prompt, rest.output_tokens) == (PromptSize(40, 14), 10)
-    late = rest_of(call, 10, waited_s=30.0)
-    assert late.slo.ttft_s == 31.0, "late already: as soon as a new request's"
-    assert rest_of(replace(call, slo=SLO(ttft_s=1.0)), 10, 30.0).slo.ttft_s == 31.0
-    assert rest_of(replace(call, slo=SLO()), 10, 30.0).slo == SLO()
-    assert rest_of(replace(call, output_tokens=0), 10, 30.0).output_tokens == 0
+def test_the_rest_is_shorter_and_its_prompt_longer() -> None:
+    call = Call("r", "chat", CHAT_BODY, SLO(1.0), PromptSize(40, 4), 0.0, output_tokens=20)
+    rest = rest_of(call, 10, SLO(6.0))
+    assert (rest.prompt, rest.output_tokens, rest.slo) == (PromptSize(40, 14), 10, SLO(6.0))
+    assert rest_of(replace(call, output_tokens=0), 10, SLO()).output_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("cut", "prefill", "stages"),
+    [
+        # The head and the role come before the tokens.
+        (3, False, (Stage(None, 0.2, tokens=1), Stage(None, 0.1))),
+        (4, False, (Stage(None, 0.1),)),
+        (4, True, (Stage(None, 0.1),)),
+    ],
+)
+@virtual
+async def test_a_stream_continues_in_its_stage(
+    cut: int, prefill: bool, stages: tuple[Stage, ...]
+) -> None:
+    """A P/D pair states the stages to its decode replica, the prompt has none."""
+    router = edge(cut)
+    if prefill:
+        router.side.behaviours["p"] = simulated()
+        router.side.roles = ("decode", "prefill")
+        pairs = [
+            RouteDecision(name, "placed", role="decode", prefill_id="p") for name in ("r0", "r1")
+        ]
+        router.controller.decisions = list(pairs)
+    stated = [
+        {"until": {"tokens": 2}, "ttft_ms": 9_000, "tpot_ms": 200},
+        {"until": "end", "tpot_ms": 100},
+    ]
+    await text(router, "/v1/chat/completions", slo={"stages": stated})
+    asked = [request for _, request in router.side.calls if not request.prefill_only]
+    assert asked[0].slo.stages == (Stage(9.0, 0.2, tokens=2), Stage(None, 0.1))
+    again = asked[1]
+    assert tuple(stage._replace(ttft_s=None) for stage in again.slo.stages) == stages
+    # The prompt is computed again, so the next token has as much time as that of a new request.
+    assert again.slo.ttft_s == pytest.approx(again.waited_s + 9.0)
+    assert again.slo == router.controller.queries[-1].slo
+    prompts = [request.slo.stages for _, request in router.side.calls if request.prefill_only]
+    assert prompts == [()] * (2 if prefill else 0)
 
 
 @virtual

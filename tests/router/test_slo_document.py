@@ -7,11 +7,15 @@ import re
 
 import yaml
 
+from sluice.controller.client import LOOP_TIMEOUT_S
 from sluice.deploy.config import parse_config
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.admission_queue import ASKERS, MAX_PAUSE_S, MIN_PAUSE_S
 from sluice.router.errors import RULES, Reason
+from sluice.router.request.session import MAX_SESSION_CHARACTERS
 from sluice.router.request.slo import SloReader
+from sluice.router.wire import MAX_OBJECTIVE_MS
+from sluice.scheduling.request.loops import KEPT_S, MOST_LOOPS
 from sluice.scheduling.request.stages import MOST_STAGES, Stage
 from sluice.scheduling.request.tpot import TPOTAnchor
 from tests.documents import ROOT, marked, section
@@ -63,6 +67,17 @@ def test_the_example_of_stages_is_read_as_it_says() -> None:
     )
     assert slo.times_s == (2.0, 0.05, None), "its first TTFT and its tightest TPOT"
     assert f"at most {MOST_STAGES}" in section(PAGE, "Stages")
+
+
+def test_the_example_of_a_loop_is_read_as_it_says() -> None:
+    (text,) = marked(PAGE, "check: loop")
+    found = SloReader(RouterConfig()).read(json.loads(text), [])
+    assert found.loop == ("fix-42", 60_000)
+    words = " ".join(section(PAGE, "Tool loops").split())
+    assert f"1 to {MAX_SESSION_CHARACTERS} characters" in words
+    assert f"at most {MOST_LOOPS:,} of them" in words
+    assert KEPT_S == MAX_OBJECTIVE_MS / 1000 == 86_400, "a day"
+    assert f"at most {LOOP_TIMEOUT_S * 1000:g} ms" in words
 
 
 async def test_the_example_of_caps_is_answered_as_it_says() -> None:

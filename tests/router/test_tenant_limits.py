@@ -41,14 +41,14 @@ def key(secret: str = "secret-1", **more: Any) -> ApiKey:
 
 def test_what_is_within_the_caps_is_served_as_asked() -> None:
     caps = TenantLimits(classes=("slow", "fast"), max_priority=8, min_ttft_ms=100, min_tpot_ms=10)
-    assert read(caps) == (SLO(0.1, 0.01, None, 8, "fast"), {})
+    assert read(caps) == (SLO(0.1, 0.01, None, 8, "fast"), {}, None)
     assert read(caps, {"slo": {"class": "slow"}}).clamped == {}
 
 
 def test_what_is_beyond_is_clamped_and_said_field_by_field() -> None:
     caps = TenantLimits(classes=("slow",), max_priority=4, min_ttft_ms=500.5, min_tpot_ms=50)
     body = {"slo": {"class": "fast", "priority": 9, "tpot_ms": 1}}
-    slo, clamped = read(caps, body, **{"ttft-ms": "20"})
+    slo, clamped, _ = read(caps, body, **{"ttft-ms": "20"})
     assert slo == SLO(0.5005, 0.05, 60.0, 4, "slow")
     said = {"class": "slow", "priority": "4", "ttft_ms": "500.5", "tpot_ms": "50"}
     assert clamped == said
@@ -59,6 +59,7 @@ def test_what_a_class_presets_is_held_to_the_caps_too() -> None:
     assert read(caps) == (
         SLO(0.3, 0.01, None, 2, "fast"),
         {"priority": "2", "ttft_ms": "300"},
+        None,
     )
     # Nor does it count as asking for a class that none was named.
     only_slow = TenantLimits(classes=("slow", "free"), beyond="refuse")
@@ -67,7 +68,7 @@ def test_what_a_class_presets_is_held_to_the_caps_too() -> None:
 
 def test_no_objective_is_within_every_cap() -> None:
     caps = TenantLimits(min_ttft_ms=500, min_tpot_ms=500, min_e2e_ms=500)
-    assert read(caps, {"slo": {"class": "free"}}) == (SLO(service_class="free"), {})
+    assert read(caps, {"slo": {"class": "free"}}) == (SLO(service_class="free"), {}, None)
 
 
 def test_an_end_to_end_objective_cannot_tighten_the_ttft() -> None:
@@ -159,7 +160,7 @@ def test_nothing_that_a_client_sends_passes_its_caps(
     body = {"slo": slo, "service_tier": tier}
     wanted = READER.read(body, raw).slo
     try:
-        got, clamped = READER.read(body, raw, caps)
+        got, clamped, _ = READER.read(body, raw, caps)
     except ApiError as error:
         assert (caps.beyond, error.rule.status) == ("refuse", 403)
         return

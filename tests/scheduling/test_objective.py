@@ -181,3 +181,11 @@ def test_a_group_of_tokens_has_a_pace_for_each_of_them_since_the_token_before() 
         return clock.gain - 1
 
     assert [gain(0.29, 3), gain(0.31, 3), gain(0.09, 1), gain(0.11, 1)] == [3, 0, 1, 0]
+
+
+def test_the_rest_of_a_stream_is_due_when_the_objective_says() -> None:
+    clock = TokenClock(SLO(ttft_s=1.0, tpot_s=0.5), 100.0)
+    assert clock.rest(10, 103.0) == SLO(ttft_s=6.0, tpot_s=0.5), "the eleventh token's deadline"
+    assert clock.rest(10, 130.0).ttft_s == 31.0, "late already: as soon as a new request's"
+    assert TokenClock(SLO(ttft_s=1.0), 100.0).rest(10, 130.0).ttft_s == 31.0
+    assert TokenClock(SLO(), 100.0).rest(10, 130.0) == SLO()

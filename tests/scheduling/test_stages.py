@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sluice.scheduling.request.objective import SLO, TokenClock
 from sluice.scheduling.request.stage_clock import StageClock, clock_of
-from sluice.scheduling.request.stages import MOST_STAGES, Stage, later_of
+from sluice.scheduling.request.stages import MOST_STAGES, Stage, StagePosition, later_of
 
 THINK_AND_ANSWER = SLO.of_stages((Stage(1.0, 0.1), Stage(0.5, 0.05)))
 COUNTED = SLO.of_stages((Stage(1.0, 0.1, tokens=3), Stage(0.5, 0.05)))
@@ -145,3 +145,49 @@ def test_one_stage_is_judged_as_a_request_without_stages(groups: list[tuple[int,
     assert (one.gain, one.ideal_gain) == (whole.gain, whole.ideal_gain)
     seen = [time_s or 0.0 for time_s in whole.judged_s(at_s)]
     assert [time_s or 0.0 for time_s in one.judged_s(at_s)] == pytest.approx(seen)
+
+
+def test_the_rest_of_a_request_begins_in_the_stage_that_it_is_in() -> None:
+    stages = Stage(1.0, 0.1, tokens=3), Stage(0.5, 0.05), Stage(e2e_s=4.0)
+    slo = SLO.of_stages(stages, 9.0, 3, "chat")
+    clock = clock_of(slo, 0.0)
+    clock.emit(2, 1.0)
+    # The third token is due at 1.2 s; an engine that fails at 0.5 s leaves the next one 1 s.
+    rest = clock.rest(2, 0.1)
+    first = Stage(rest.ttft_s, 0.1, tokens=1)
+    assert rest == SLO.of_stages((first, *stages[1:]), 9.0, 3, "chat")
+    assert rest.ttft_s == pytest.approx(1.2)
+    assert clock.rest(2, 0.5).ttft_s == 1.5
+    clock.emit(1, 1.1)
+    clock.emit(1, 1.5, reasoned=1)
+    # The last stage began at 1.5 s, and has 4 s.
+    assert clock.rest(4, 2.0) == SLO.of_stages((Stage(None, None, 5.5),), 9.0, 3, "chat")
+
+
+def test_reasoning_that_has_ended_leaves_its_stage_one_token() -> None:
+    clock = clock_of(SLO.of_stages((Stage(1.0, tokens=2), Stage(), Stage())), 0.0)
+    clock.emit(1, 0.5, reasoned=1)
+    assert [stage.tokens for stage in clock.rest(1, 1.0).stages] == [1, 1, 0]
+    # One token more has reached the client than was reported.
+    assert [stage.tokens for stage in clock.rest(2, 1.0).stages] == [1, 0]
+
+
+_some_stages = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(
+    lambda tokens: tuple(Stage(tpot_s=0.1, tokens=each) for each in (*tokens, 0))
+)
+
+
+@given(_some_stages, st.lists(st.tuples(st.integers(1, 3), st.booleans()), max_size=8), st.data())
+def test_a_request_that_continues_elsewhere_is_always_in_the_same_stage(
+    stages: tuple[Stage, ...], groups: list[tuple[int, bool]], data: st.DataObject
+) -> None:
+    place = data.draw(st.integers(0, len(groups)))
+    whole = StageClock(SLO.of_stages(stages), 0.0)
+    for tokens, reasoned in groups[:place]:
+        whole.emit(tokens, 0.0, int(reasoned))
+    rest = StagePosition(whole.rest(whole.tokens, 0.0).stages)
+    over = whole.stage
+    for tokens, reasoned in groups[place:]:
+        whole.emit(tokens, 0.0, int(reasoned))
+        rest.emit(tokens, int(reasoned))
+        assert over + rest.number == whole.stage

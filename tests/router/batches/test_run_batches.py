@@ -97,6 +97,7 @@ async def test_what_the_api_would_refuse_is_refused_line_by_line(tmp_path: Path)
     lines = [
         line("good"),
         line("streamed", stream=True),
+        line("looped", slo={"loop": {"id": "a", "deadline_ms": 1}}),
         line("many", n=1_000),
         line("hasty", slo={"ttft_ms": -1}),
         line("classless", slo={"class": "none"}),
@@ -106,7 +107,7 @@ async def test_what_the_api_would_refuse_is_refused_line_by_line(tmp_path: Path)
         done = await until(router.client, (await submit(router.client, lines)).id, "completed")
         counts = done.request_counts
         assert counts is not None
-        assert (counts.completed, counts.failed) == (2, 4)
+        assert (counts.completed, counts.failed) == (2, 5)
         assert sorted(ids(await results(router.client, done.output_file_id))) == ["good", "own"]
         errors = {
             entry["custom_id"]: entry for entry in await results(router.client, done.error_file_id)
@@ -115,6 +116,7 @@ async def test_what_the_api_would_refuse_is_refused_line_by_line(tmp_path: Path)
             name: entry["response"]["body"]["error"]["param"] for name, entry in errors.items()
         } == {
             "streamed": "stream",
+            "looped": "slo.loop",
             "many": "n",
             "hasty": "slo.ttft_ms",
             "classless": "slo.class",
