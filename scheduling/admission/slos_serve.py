@@ -86,7 +86,7 @@ class SLOsServeAdmissionOptions(PolicyOptions):
         "`first_token`; the replicas would guarantee slightly more.",
     )
     window_ms: float = Field(
-        default=0.0,
+        default=2.0,
         ge=0,
         le=100,
         description="How long a request waits at the controller for others that are decided "

@@ -179,7 +179,7 @@ class Placer:
         )
         rows = plan(asked, self._fleet, admission, self._routing.choose_able)
         best = [Turn(index, row) for index, row in sorted(rows.items())]
-        return [*best, *(turn for turn in turns if turn.index not in rows)]
+        return [*best, *(turn for turn in turns if turn.number not in rows)]
 
     def place(self, query: RouteQuery, now_s: float, at: int | None = None) -> RouteDecision:
         """Decide on ``query`` and reserve what it takes. ``at``: a replica's row, which guarantees

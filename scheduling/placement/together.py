@@ -34,11 +34,11 @@ class Turn(NamedTuple):
     """When and where to decide on one of several requests.
 
     Attributes:
-        index: of the request.
+        number: of the request in the order given.
         row: of the replica that is to guarantee it; ``None``: the routing policy chooses.
     """
 
-    index: int
+    number: int
     row: int | None = None
 
 

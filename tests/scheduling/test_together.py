@@ -31,7 +31,7 @@ def together(
 ) -> list[RouteDecision]:
     """The decisions in the order of the queries."""
     made = {
-        turn.index: decides.place(queries[turn.index], now_s, turn.row)
+        turn.number: decides.place(queries[turn.number], now_s, turn.row)
         for turn in decides.order(queries, now_s)
     }
     return [made[index] for index in range(len(queries))]
@@ -151,7 +151,7 @@ def test_on_several_replicas_the_set_is_worth_at_least_as_much_as_one_by_one(
     one_by_one = alone(placer(fleets[0], routing), queries)
     decides = placer(fleets[1], routing)
     order = decides.order(queries, 0.0)
-    assert sorted(turn.index for turn in order) == list(range(len(queries)))
+    assert sorted(turn.number for turn in order) == list(range(len(queries)))
     assert not len(fleets[1].ledger), "a plan reserves nothing"
     assert worth(queries, together(placer(fleets[1], routing), queries)) >= one_by_one
 
