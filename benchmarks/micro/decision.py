@@ -252,8 +252,8 @@ def decision(
 
     The JSON maps policy -> replicas -> p50_ms and p99_ms of a decision, ten: of a call with ten
     queries, per_second of batched decisions; the same with reports from the fleet, and over the
-    connection to a real actor. The last policy is also asked with 512 replicas and 32 routers that push metrics, in turns with and
-    without a scrape of /metrics each second.
+    connection to a real actor. The last policy is also asked with 512 replicas and 32 routers that
+    push metrics, in turns with and without a scrape of /metrics each second.
 
     \b
     Example:
