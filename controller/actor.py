@@ -67,6 +67,7 @@ from sluice.scheduling.autoscaling import Load
 from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
 from sluice.scheduling.placement.calibration import Calibration
 from sluice.scheduling.placement.placer import Placer
+from sluice.scheduling.placement.together import MOST_TOGETHER
 from sluice.scheduling.request.job import INVALID_QUERY, STAYS
 from sluice.scheduling.request.loops import LoopStarts
 from sluice.scheduling.roles import Role
@@ -99,7 +100,7 @@ class Controller:
                 config.reference_tpot_ms / 1000,
             )
         )
-        routing = config.make_routing()
+        routing, admission = config.make_routing(), config.make_admission()
         self._recent = RecentDecisions()
         self._calibration = Calibration(config.promise_level)
         self._lengths = config.make_lengths()
@@ -107,7 +108,7 @@ class Controller:
         self._placer = Placer(
             self._fleet,
             routing,
-            config.make_admission(),
+            admission,
             self._recent.weigh,
             self._calibration,
             self._lengths,
@@ -120,7 +121,8 @@ class Controller:
         self._classes = RequestClasses()
         self._quotas = Quotas()
         self._loops = LoopStarts()
-        self._server = RouteServer(self._route, self._read_report, clock)
+        window_s = admission.window_s if admission is not None else 0.0
+        self._server = RouteServer(self._route, self._read_report, clock, window_s)
         self._counters = Counters()
         self._readings = Readings(
             self._counters,
@@ -140,7 +142,9 @@ class Controller:
         return self._clock() - self._heard_s
 
     async def route(self, queries: list[RouteQuery]) -> RouteReply:
-        """Decide on each query, in order; each decision reserves what it takes at once.
+        """Decide on each query; each decision reserves what it takes at once. Up to
+        ``MOST_TOGETHER`` are decided together (:meth:`Placer.order
+        <sluice.scheduling.placement.placer.Placer.order>`).
 
         See :class:`RouteDecision` for the possible outcomes. A malformed query is answered with the
         reason ``invalid_query``; the rest of the batch is decided on as usual.
@@ -371,8 +375,23 @@ class Controller:
     def _route(self, queries: list[RouteQuery | None]) -> RouteReply:
         """Decide on each query; ``None``: a malformed one."""
         self._hear()
-        decisions = tuple([self._decide(query) for query in queries])
-        return RouteReply(self._epoch, decisions, self._closed(), self._quarantine.names)
+        decisions: list[RouteDecision] = []
+        for start in range(0, len(queries), MOST_TOGETHER):
+            decisions += self._together(queries[start : start + MOST_TOGETHER])
+        return RouteReply(self._epoch, tuple(decisions), self._closed(), self._quarantine.names)
+
+    def _together(self, queries: list[RouteQuery | None]) -> list[RouteDecision]:
+        """Decide on queries, at most ``MOST_TOGETHER``, in the order that is best."""
+        started_s = self._clock()
+        valid = [query for query in queries if query is not None]
+        turns = self._placer.order(valid, started_s)
+        # Each decision takes its part of the order's time.
+        part_s = (self._clock() - started_s) / max(1, len(turns))
+        made = {}
+        for index, row in turns:
+            made[index] = self._decide(valid[index], row, part_s)
+        found = iter([made[index] for index in range(len(valid))])
+        return [self._invalid() if query is None else next(found) for query in queries]
 
     def _learn(self, ending: RequestEnding, now_s: float) -> None:
         """Learn from the outcome of a promise and from the output length. A failed request teaches
@@ -412,16 +431,19 @@ class Controller:
         closed = self._fleet.is_closed(delta.replica_id)
         return ReportReply(self._epoch, resync=not applied, closed=closed)
 
-    def _decide(self, query: RouteQuery | None) -> RouteDecision:
+    def _invalid(self) -> RouteDecision:
+        decision = RouteDecision(None, INVALID_QUERY)
+        self._counters.decided(decision.reason, 0.0)
+        return decision
+
+    def _decide(self, query: RouteQuery, at: int | None, ordered_s: float) -> RouteDecision:
+        """Decide on a query, at the replica's row ``at`` if that can guarantee it, after
+        ``ordered_s`` seconds for its place among others."""
         started_s = self._clock()
-        if query is None:
-            decision = RouteDecision(None, INVALID_QUERY)
-            self._counters.decided(decision.reason, self._clock() - started_s)
-            return decision
         self._quarantine.advance(started_s)
-        decision = self._promises.made(query, self._placer.place(query, started_s))
+        decision = self._promises.made(query, self._placer.place(query, started_s, at))
         self._quarantine.placed(query, decision, started_s)
-        took_s = self._clock() - started_s
+        took_s = self._clock() - started_s + ordered_s
         self._counters.decided(decision.reason, took_s)
         if decision.reason == STAYS:
             return decision  # the log keeps why the request is where it is

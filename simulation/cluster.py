@@ -13,7 +13,8 @@ from sluice.scheduling.admission import AdmissionPolicy
 from sluice.scheduling.batching import BatchPolicy
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.placement.length import LengthPredictor
-from sluice.scheduling.request.job import UNATTAINABLE
+from sluice.scheduling.placement.together import MOST_TOGETHER
+from sluice.scheduling.request.job import UNATTAINABLE, RouteDecision
 from sluice.scheduling.request.kernels import ARRIVAL
 from sluice.scheduling.roles import Role
 from sluice.scheduling.routing import RouteQuery, RoutingPolicy, Tier
@@ -119,6 +120,8 @@ class Cluster:
         self._came_back: dict[int, int] = {}
         # Time since which there has been no replica for a request.
         self._waiting_since: dict[int, float] = {}
+        # Requests that wait at the router to be decided together.
+        self._asking: list[int] = []
         # Requests whose prompt is being computed for another replica, and that replica.
         self._targets: dict[int, Replica] = {}
         self._arrived = 0
@@ -173,11 +176,29 @@ class Cluster:
         self._place(key)
 
     def _place(self, key: int) -> None:
-        """Send a request to the replica that the router chooses. Without a replica to choose from
-        it waits, and is placed again or ended later."""
+        """Ask the router where a request goes. With a window it waits there for others, as at the
+        controller (:mod:`sluice.controller.transport.window`)."""
+        asking = self._asking
+        asking.append(key)
+        if self._mirror.window_s <= 0.0 or len(asking) >= MOST_TOGETHER:
+            self._decide(asking)
+        elif len(asking) == 1:
+            self.events.after(self._mirror.window_s, partial(self._decide, asking))
+
+    def _decide(self, asking: list[int]) -> None:
+        """Decide on the requests that wait together, unless that has been done."""
+        if asking is not self._asking:
+            return
+        self._asking = []
         now_s = self.events.now_s
-        query = self._query(key)
-        placed = self._mirror.place(query, now_s)
+        queries = [self._query(key) for key in asking]
+        for index, row in self._mirror.order(queries, now_s):
+            placed = self._mirror.place(queries[index], now_s, row)
+            self._placed(asking[index], queries[index], placed)
+
+    def _placed(self, key: int, query: RouteQuery, placed: RouteDecision) -> None:
+        """Send a request to the replica that the router chose. Without a replica to choose from
+        it waits, and is placed again or ended later."""
         if placed.replica_id is None:
             if placed.reason == UNATTAINABLE:
                 self._refused(key, placed.retry_after_s)

@@ -19,6 +19,7 @@ from sluice.scheduling.fleet.state import rows_of
 from sluice.scheduling.placement.calibration import Calibration
 from sluice.scheduling.placement.output_lengths import OutputLengths
 from sluice.scheduling.placement.placer import Placer
+from sluice.scheduling.placement.together import Turn
 from sluice.scheduling.request.job import NO_REPLICA, PLACED, RouteDecision
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.request.objective import Times
@@ -97,6 +98,8 @@ class Mirror:
         self._placer = Placer(
             self.fleet, routing, admission, calibration=self.calibration, lengths=self._lengths
         )
+        self.window_s = admission.window_s if admission is not None else 0.0
+        """How long a request waits for others that are decided with it, seconds."""
         self._known: dict[str, _Known] = {}
         self._depths = depths
         self._turn = 0
@@ -149,14 +152,19 @@ class Mirror:
         if self.calibration is not None:
             self.calibration.behind(key, ttft_s, tpot_s, now_s)
 
-    def place(self, query: RouteQuery, now_s: float) -> RouteDecision:
+    def order(self, queries: Sequence[RouteQuery], now_s: float) -> list[Turn]:
+        """See :meth:`sluice.scheduling.placement.placer.Placer.order`."""
+        self._take_in()
+        return self._placer.order(queries, now_s)
+
+    def place(self, query: RouteQuery, now_s: float, at: int | None = None) -> RouteDecision:
         """The decision on a request, see :meth:`sluice.scheduling.placement.placer.Placer.place`.
 
         Where no replica has been heard of lately, those that are merely silent take turns, as
         Serve's own routing would take over there: of the ones that do both phases, or that decode.
         """
         self._take_in()
-        placement = self._placer.place(query, now_s)
+        placement = self._placer.place(query, now_s, at)
         if placement.reason == NO_REPLICA:
             for role in WHOLE:
                 willing = [

@@ -1,23 +1,26 @@
-"""SLOs-Serve: Fig. 9 (capacity), 13 (scaling with replicas), 14 (ablation); and how many drafted
-tokens to check (§3.2.3): the policies' choice against fixed numbers."""
+"""SLOs-Serve: Fig. 9 (capacity), 13 (scaling with replicas), 14 (ablation); bursts whose requests
+are decided together; and how many drafted tokens to check (§3.2.3)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 from sluice.benchmarks.experiments import loads, systems
+from sluice.benchmarks.experiments.disaggregation import RATIOS
 from sluice.benchmarks.experiments.grid import Axes, Experiment, Planned, Product, Scaled
 from sluice.benchmarks.experiments.loads import Search, Span, Sweep, generated, workloads
 from sluice.benchmarks.experiments.systems import DEFAULT, SETUPS, Contender, System, colocated
-from sluice.benchmarks.experiments.tables import Pivot, Rows, grouped, pivots
+from sluice.benchmarks.experiments.tables import Pivot, Rows, grouped, mean, pivots
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage
 from sluice.simulation.config import Speculation
+from sluice.simulation.planning.plots import Table
 from sluice.simulation.workload import Workload
-from sluice.simulation.workloads.arrivals import Poisson
+from sluice.simulation.workloads.arrivals import Gamma, Poisson
 from sluice.simulation.workloads.generators import Reasoning, always, generate
 from sluice.simulation.workloads.settings import (
     SLOS_SERVE_OUTPUTS,
@@ -43,7 +46,7 @@ SETTING = {
     "Output lengths": "known to every policy, as in the paper",
     "Capacity": "bisection over loads from 0.05 to 4 in 7 halvings, within 2 %; each seed has its "
     "own; attainment is taken to fall with the load, which noise can break near the crossing",
-    "Not repeated": "DistServe and larger models",
+    "Not repeated": "larger models",
 }
 
 SARATHI_TOKENS = loads.profiled_budget(SETUP, TIGHT_TPOT_S)
@@ -52,6 +55,13 @@ SARATHI = Contender("sarathi", "sarathi", {"token_budget": SARATHI_TOKENS})
 FAIR = Contender("fairbatching", "fairbatching", {"anchor": "last_token"})
 SLOS_SERVE = Contender("slos_serve", "slos_serve")
 STRICT = DEFAULT._replace(options={"anchor": "last_token"})
+
+
+def drafting(setup: systems.Setup, alpha: float, length: int, draft_s: float) -> systems.Setup:
+    """The setup with up to ``length`` drafted tokens per decode, right with probability
+    ``alpha``."""
+    speculation = Speculation(alpha=alpha, length=length, draft_s=draft_s)
+    return setup._replace(engine=setup.engine.model_copy(update={"speculation": speculation}))
 
 
 def _capacities(
@@ -67,29 +77,133 @@ def _capacities(
     window = "attainment_window", (0.9, 0.98)
     return Sweep(
         named=("scenario",),
-        workloads=workloads(Scaled(("chatbot",), scenarios), SCENARIO),
+        workloads=workloads(Scaled(scenarios[:1], scenarios), SCENARIO),
         setups=(setup,),
         layouts=layouts,
         kinds=kinds,
         span=Scaled(quick, Span(60.0, 100, 600)),
-        # A request of `reasoning` alone takes minutes.
-        spans={"reasoning": Span(120.0, 30, 60), "coder": bursts, "tools": bursts},
+        # A request lasts minutes, and as many must run at once as the KV or the pace allows.
+        spans={"reasoning": Scaled(quick, Span(600.0, 100, 200)), "coder": bursts, "tools": bursts},
         search=Scaled(Search(*window, 0.5, 1.0, 1), Search(*window)),
         oracle=True,
     )
 
 
+DRAFTED = FCFS._replace(label="fcfs, 3 drafts", all_drafts=True)
+ADAPTIVE = SLOS_SERVE._replace(label="slos_serve, adaptive drafts")
+
+
+def _windows(*windows_ms: float) -> tuple[System, ...]:
+    """SLOs-Serve on replicas and controller, with these windows."""
+    return tuple(
+        System(
+            "slos_serve",
+            SLOS_SERVE._replace(label=f"{window_ms:g} ms"),
+            "slos_serve",
+            admission_options={"window_ms": window_ms},
+        )
+        for window_ms in windows_ms
+    )
+
+
+DISTSERVE = System("least_tokens", FCFS._replace(label="distserve"))
+
+
+def best_split(rows: Rows) -> Rows:
+    """Of each system and seed the best layout."""
+    every = grouped(rows, "scenario", "policy", "seed").values()
+    return [max(own, key=lambda row: float(row[RATE])) for own in every]
+
+
+OVER = {
+    "slos_serve over the best of fcfs and sarathi": (SLOS_SERVE, FCFS, SARATHI),
+    "over distserve": (SLOS_SERVE, DISTSERVE.local),
+    "with drafts over the best of fcfs with and without, and sarathi": (
+        *(ADAPTIVE, FCFS, DRAFTED, SARATHI),
+    ),
+    "slos_serve with drafts over without": (ADAPTIVE, SLOS_SERVE),
+}
+
+
+def over_others(rows: Rows) -> Table:
+    """By scenario how many times the others' capacity is served, and the geometric means."""
+    rates = {of: mean(own, RATE) for of, own in grouped(rows, "scenario", "policy").items()}
+    lines: list[list[str]] = [[str(scenario)] for (scenario,) in grouped(rows, "scenario")]
+    means = ["geometric mean"]
+    for ours, *rivals in OVER.values():
+        times = []
+        for line in lines:
+            own, *others = (rates.get((line[0], each.label), 0.0) for each in (ours, *rivals))
+            line.append(f"{own / max(others):.2f}" if own and max(others) else "")
+            times += [own / max(others)] if line[-1] else []
+        means.append(f"{prod(times) ** (1 / max(1, len(times))):.2f}")
+    return Table("Capacity at 90 % over that of others", ("scenario", *OVER), [*lines, means])
+
+
 CAPACITY = Experiment(
     "slos_serve_capacity",
-    "SLOs-Serve Fig. 9",
+    "SLOs-Serve Fig. 1 and 9",
     "Which rate does an engine serve with 90 % and 98 % of the requests in time?",
     seeds=3,
-    setting=SETTING,
-    grids=[_capacities(SLOS_SERVE_SCENARIOS, FCFS, SARATHI, FAIR, SLOS_SERVE, STRICT)],
+    setting={
+        **SETTING,
+        "DistServe": "separate prefill and decode replicas, first come, first served, 1:1, 2:1 or "
+        "1:2, the best of these; the rate is that of a replica; reasoning is in "
+        "disaggregation_ratio",
+        "Drafts": f"where the paper drafts; acceptance {ALPHA:g}, {DRAFT_S * 1e3:g} ms for each "
+        "drafted token of the longest; adaptive is the paper's, 3 is an engine's own fixed length",
+    },
+    grids=[
+        _capacities(SLOS_SERVE_SCENARIOS, FCFS, SARATHI, FAIR, SLOS_SERVE, STRICT),
+        _capacities(SLOS_SERVE_SCENARIOS[:5], DISTSERVE, layouts=RATIOS),
+        _capacities(SLOS_SERVE_SCENARIOS[:4], DRAFTED, setup=drafting(SETUP, ALPHA, 3, DRAFT_S)),
+        _capacities(SLOS_SERVE_SCENARIOS[:4], ADAPTIVE, setup=drafting(SETUP, ALPHA, 9, DRAFT_S)),
+    ],
+    derive=best_split,
+    tables=[
+        *pivots(
+            {RATE: "90", "rate_0.98": "98"},
+            *(("scenario",), "policy", 2),
+            title="Fig. 9: capacity at {} % attainment, requests/s",
+        ),
+        over_others,
+    ],
+)
+
+
+TOGETHER = Experiment(
+    "slos_serve_together",
+    "SLOs-Serve §3.2.1 and Algorithm 1; the window is ours",
+    "What do bursts gain if their requests are decided together?",
+    seeds=3,
+    setting={
+        **SETTING,
+        "Arrivals": "generated, Gamma: the gaps deviate by 4 times their mean, so more than half "
+        "of them are below 2 ms",
+        "Window": "how long a request waits at the controller for others; with 0 ms each is "
+        "decided by itself",
+    },
+    grids=[
+        Sweep(
+            named=("scenario",),
+            workloads=workloads(
+                Scaled(("tools",), ("chatbot", "summarizer", "tools")),
+                partial(SCENARIO, arrivals=partial(Gamma, cv=4.0)),
+            ),
+            layouts=Scaled((colocated(1),), (colocated(1), colocated(4))),
+            kinds=Scaled(_windows(0, 2), _windows(0, 2, 10)),
+            loads=Scaled((0.8,), (0.8, 1.3)),
+            span=Scaled(Span(3.0, 10, 20), Span(60.0, 100, 300)),
+            oracle=True,
+        )
+    ],
     tables=pivots(
-        {RATE: "90", "rate_0.98": "98"},
-        *(("scenario",), "policy", 2),
-        title="Fig. 9: capacity at {} % attainment, requests/s",
+        {
+            "promised": "Share of the requests that are guaranteed, by window",
+            "kept": "Share of these that attain",
+            "attainment_window": "Share of all requests that attain",
+        },
+        *(("scenario", "replicas", "load"), "policy"),
     ),
 )
 
@@ -131,16 +245,7 @@ SCALING = Experiment(
 )
 
 
-def drafting(setup: systems.Setup, alpha: float, length: int, draft_s: float) -> systems.Setup:
-    """The setup with up to ``length`` drafted tokens per decode, right with probability
-    ``alpha``."""
-    speculation = Speculation(alpha=alpha, length=length, draft_s=draft_s)
-    return setup._replace(engine=setup.engine.model_copy(update={"speculation": speculation}))
-
-
 _THREE = ("chatbot", "coder", "summarizer")
-_ADAPTIVE = SLOS_SERVE._replace(label="adaptive drafts")
-_FIXED = SLOS_SERVE._replace(label="3 drafts", all_drafts=True)
 ABLATION = Experiment(
     "slos_serve_ablation",
     "SLOs-Serve Fig. 14; the text of §6.3 is not in our copy, the variants are our reading",
@@ -148,8 +253,6 @@ ABLATION = Experiment(
     seeds=4,
     setting=SETTING,
     grids=[
-        _capacities(_THREE, _ADAPTIVE, setup=drafting(SETUP, ALPHA, 9, DRAFT_S)),
-        _capacities(_THREE, _FIXED, setup=drafting(SETUP, ALPHA, 3, DRAFT_S)),
         _capacities(
             _THREE,
             SLOS_SERVE,
@@ -162,10 +265,8 @@ ABLATION = Experiment(
         Pivot(
             "Fig. 14: capacity at 90 % attainment, requests/s",
             *(RATE, ("scenario",), "policy", 2),
-            f"Drafts: acceptance {ALPHA:g}, {DRAFT_S * 1e3:g} ms for each drafted token of the "
-            "longest; adaptive is the paper's, 3 is an engine's own fixed length. Static batch: "
-            "the engine's token limit is Sarathi's budget. No admission: earliest deadlines in a "
-            "time budget, by FairBatching with last-token deadlines.",
+            "Static batch: the engine's token limit is Sarathi's budget. No admission: earliest "
+            "deadlines in a time budget, by FairBatching with last-token deadlines.",
         )
     ],
 )

@@ -160,12 +160,14 @@ class System(NamedTuple):
         local: the replicas' policy.
         admission: registered name of the admission policy; ``None``: no request is guaranteed.
         unattainable: what happens to a request whose objective no replica can guarantee.
+        admission_options: options of the admission policy.
     """
 
     router: str
     local: Contender = DEFAULT
     admission: str | None = None
     unattainable: WhenUnattainable = "best_effort"
+    admission_options: Mapping[str, Any] = {}
 
 
 class Suspending(NamedTuple):
@@ -261,7 +263,8 @@ def run_cluster(
         autoscaling: changes the numbers of replicas that ``layout`` begins with; ``None``: they
             are fixed.
     """
-    local, admission = system.local, system.admission
+    local, name = system.local, system.admission
+    options = system.admission_options
     # Workloads name no service class: all requests are of the usual one.
     when = {SLO().service_class: system.unattainable}
     result = simulate_cluster(
@@ -273,7 +276,7 @@ def run_cluster(
         layout.incidents,
         seed,
         lengths_of(workload, oracle, seed),
-        admission=admissions.make_policy(admission) if admission is not None else None,
+        admission=admissions.make_policy(name, options) if name is not None else None,
         nodes=[node_of(own) for own in layout.nodes],
         autoscaling=autoscaling,
     )

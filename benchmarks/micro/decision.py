@@ -5,7 +5,8 @@ Run with ``sluice bench decision``. Every replica has 64 requests in the mirror.
 roles each decode replica has 64, and each prefill replica its prefill backlog; there every request
 is split, and its decision chooses and reserves two replicas. The floor is round robin without
 admission through the same code: checks, mirror, ledger, counters, and next to no policy. All other
-policies run with the default admission.
+policies run with the default admission, and ``slos_serve`` also with its own, which decides the ten
+requests of a call together.
 
 Inside, the code runs as fast as it can, and a time line is computed afterwards: queries arrive by a
 Poisson process and reports at a steady rate, and each takes its measured processor time, one after
@@ -33,6 +34,7 @@ from rich.table import Table
 from sluice.benchmarks.micro.decision_fleet import Voices, figures
 from sluice.benchmarks.options import as_json, number_option, show
 from sluice.controller.config import NO_ADMISSION, ControllerConfig
+from sluice.scheduling.placement.together import MOST_TOGETHER
 from sluice.scheduling.routing import POLICIES
 
 FLEETS = {"64": (64, False), "512": (512, False), "64 + 64": (64, True)}
@@ -49,6 +51,8 @@ FLOOR = "floor"
 SCRAPES = 50
 BATCH = 64
 """Queries in a call, where they are batched."""
+
+TOGETHER = "slos_serve, together"
 
 _FIRST_KEY = 1 << 50
 _LIVE: dict[str, Any] = {
@@ -166,8 +170,13 @@ def measure_inside(
     for _ in range(max(1, decisions // BATCH)):
         batches_ns.append(fleet.decide(BATCH))
         fleet.release()
+    tens_ns = []
+    for _ in range(max(1, decisions // MOST_TOGETHER)):
+        tens_ns.append(fleet.decide(MOST_TOGETHER))
+        fleet.release()
     return {
         **alone,
+        "ten": figures(tens_ns),
         "per_second": round(len(batches_ns) * BATCH * 1e9 / sum(batches_ns)),
         "with_reports": busy,
         "with_its_wait": answers,
@@ -180,7 +189,11 @@ def contenders(names: Sequence[str]) -> dict[str, ControllerConfig]:
     """Label -> configuration; the floor first."""
     floor = ControllerConfig(policy="round_robin", admission=NO_ADMISSION, **_LIVE)
     listed = list(names) or sorted(POLICIES)
-    return {FLOOR: floor} | {name: ControllerConfig(policy=name, **_LIVE) for name in listed}
+    found = {FLOOR: floor} | {name: ControllerConfig(policy=name, **_LIVE) for name in listed}
+    if "slos_serve" in found:
+        own = "slos_serve"
+        found[TOGETHER] = ControllerConfig(policy=own, admission=own, **_LIVE)
+    return found
 
 
 async def _asked(
@@ -237,10 +250,10 @@ def decision(
 
     64 + 64: 64 prefill and 64 decode replicas, and each request gets one of both.
 
-    The JSON maps policy -> replicas -> p50_ms and p99_ms of a decision, per_second of batched
-    decisions; the same with reports from the fleet, and over the connection to a real actor. The
-    last policy is also asked with 512 replicas and 32 routers that push metrics, in turns with and
-    without a scrape of /metrics each second.
+    The JSON maps policy -> replicas -> p50_ms and p99_ms of a decision, ten: of a call with ten
+    queries, per_second of batched decisions; the same with reports from the fleet, and over the
+    connection to a real actor. The last policy is also asked with 512 replicas and 32 routers that
+    push metrics, in turns with and without a scrape of /metrics each second.
 
     \b
     Example:

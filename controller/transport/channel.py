@@ -38,11 +38,11 @@ from sluice.controller.transport import query_wire, report_wire
 from sluice.controller.transport.clock_offset import ClockOffset
 from sluice.controller.transport.failure import NoAnswerError
 from sluice.controller.transport.frames import Frames
+from sluice.controller.transport.window import Decide, Window
 from sluice.controller.transport.wire_format import (
     FORMAT,
     MAX_FRAME,
     WELCOME,
-    Question,
     Refused,
     Report,
     Reported,
@@ -72,7 +72,6 @@ _GREETING_LEFT_S = 60.0
 
 _log = logging.getLogger(__name__)
 
-Decide = Callable[[list[RouteQuery | None]], RouteReply]
 TakeReport = Callable[[msgspec.Raw], ReportReply]
 OnLate = Callable[[RouteQuery, RouteDecision], None]
 
@@ -117,23 +116,24 @@ class _Served(Frames):
         except (ValueError, RecursionError):
             self.abort()
             return
-        self.send(encode(self._answer(question)))
+        now_s = self._server.clock()
+        left_s = question.left_s - self._offset.hear(question.sent_s, now_s)
+        window = self._server.window
+        if isinstance(question, Route):
+            queries = list(map(_query, question.queries))
+            window.ask(self, question.number, queries, now_s + left_s)
+        else:
+            # Answers come in the order of the questions.
+            window.close_for(self)
+            self.send(encode(self._reported(question, late=left_s < 0.0)))
 
-    def _answer(self, question: Route | Report) -> Routed | Reported | Refused:
-        number = question.number
-        if self._is_late(question):
-            return Refused(number, None)
+    def _reported(self, question: Report, *, late: bool) -> Reported | Refused:
+        if late:
+            return Refused(question.number, None)
         try:
-            if isinstance(question, Report):
-                return Reported(number, self._server.report(question.report))
-            return Routed(number, self._server.route(list(map(_query, question.queries))))
+            return Reported(question.number, self._server.report(question.report))
         except ValueError as error:
-            return Refused(number, str(error))
-
-    def _is_late(self, question: Question) -> bool:
-        """Whether the sender has stopped waiting for the answer."""
-        age_s = self._offset.hear(question.sent_s, self._server.clock())
-        return age_s > question.left_s
+            return Refused(question.number, str(error))
 
     def _greeted(self, token: bytes | bytearray) -> None:
         known = hmac.compare_digest(token, self._server.token.encode())
@@ -163,12 +163,18 @@ class RouteServer:
         route: called on the event loop with the queries of a message; ``None``: a malformed one.
         report: called on the event loop with the bytes of a report.
         clock: monotonic seconds.
+        window_s: how long queries wait for others, see
+            :class:`~sluice.controller.transport.window.Window`.
     """
 
     def __init__(
-        self, route: Decide, report: TakeReport, clock: Callable[[], float] = time.monotonic
+        self,
+        route: Decide,
+        report: TakeReport,
+        clock: Callable[[], float] = time.monotonic,
+        window_s: float = 0.0,
     ) -> None:
-        self.route = route
+        self.window = Window(route, clock, window_s)
         self.report = report
         self.clock = clock
         self.token = secrets.token_hex(32)

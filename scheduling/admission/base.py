@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -41,9 +42,26 @@ class AdmissionPolicy(ABC):
     name: ClassVar[str]
     source: ClassVar[str]
     Options: ClassVar[type[PolicyOptions]] = PolicyOptions
+    selects: ClassVar[bool] = False
+    """Whether it decides on several requests together (:meth:`select`)."""
 
     def __init__(self, options: PolicyOptions | None = None) -> None:
         self.options = options if options is not None else self.Options()
+
+    @property
+    def window_s(self) -> float:
+        """How long a request may wait for others that are decided with it, seconds; 0: not."""
+        return 0.0
+
+    def select(self, jobs: Sequence[Job], fleet: Fleet) -> NDArray[np.bool_]:
+        """``bool[n]``: which of ``jobs`` a replica can guarantee together, beside all earlier
+        guarantees: the set with the greatest sum of priorities. Only called if ``selects``.
+
+        Args:
+            jobs: at most :data:`~sluice.scheduling.admission.slos_serve_selection.MOST_NEW`, each
+                with one row, the same for all, which serves them whole.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def promises(self, job: Job, fleet: Fleet) -> Promises:

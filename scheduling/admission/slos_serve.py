@@ -1,11 +1,13 @@
-"""SLOs-Serve's admission on the virtual replica: its dynamic program for one new request."""
+"""SLOs-Serve's admission on the virtual replica: its dynamic program."""
 
 # numpy's scalars are "Any" to the type checker.
 # mypy: disable-error-code="no-any-return"
 
 from __future__ import annotations
 
-from math import floor, inf
+from collections import Counter
+from collections.abc import Sequence
+from math import ceil, floor, inf
 from typing import Any, Literal
 
 import numpy as np
@@ -25,26 +27,40 @@ from sluice.scheduling.admission.room import (
     room_constraint,
 )
 from sluice.scheduling.admission.slos_serve_dp import SLIP_S
-from sluice.scheduling.admission.slos_serve_selection import HORIZON_S, LEAST_STEP_S
+from sluice.scheduling.admission.slos_serve_selection import (
+    HORIZON_S,
+    LEAST_STEP_S,
+    Demand,
+    Supply,
+    admissible,
+)
 from sluice.scheduling.assumptions import PREFILL_SHARE
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.rows import (
+    BLOCK_TOKENS,
+    CLAIMED_BLOCKS,
     DECODE_PACE_S,
     DECODE_SHARES,
     FIXED_S,
+    FREE_BLOCKS,
     LEFT_S,
+    LENT_BLOCKS,
     LOAD_PACE_S,
     LOADS,
     OWN_PACE_S,
     OWN_SHARE,
+    PLACES,
     PREFILL_DUE_S,
+    PROMISED,
     QUEUED,
     SPENT_UNTIL_S,
     STEP_SHARE,
+    TOTAL_BLOCKS,
     FleetArrays,
     Prefill,
 )
 from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.request.expected import claim
 from sluice.scheduling.request.job import Job
 from sluice.scheduling.request.kernels import Floats, compiled, most_work_s
 from sluice.scheduling.request.objective import Anchor
@@ -68,6 +84,14 @@ class SLOsServeAdmissionOptions(PolicyOptions):
         default=Anchor.LAST_TOKEN,
         description="The `anchor` of the replicas' policy. If that is `envelope`, use "
         "`first_token`; the replicas would guarantee slightly more.",
+    )
+    window_ms: float = Field(
+        default=2.0,
+        ge=0,
+        le=100,
+        description="How long a request waits at the controller for others that are decided "
+        "together with it, ms. 0: no request waits, and the requests that a router sends in one "
+        "message are decided together.",
     )
 
 
@@ -99,12 +123,14 @@ class SLOsServeAdmission(AdmissionPolicy):
     pieces, at most that.
 
     For a replica with ``n`` guaranteed requests: ``O(n)``; under ``last_token``, times the number
-    of paces that shorten the batches.
+    of paces that shorten the batches. Several requests (:meth:`select`) run the program itself, on
+    the same virtual replica.
     """
 
     name = "slos_serve"
     source = "SLOs-Serve §3.2.1 and §4.2"
     Options = SLOsServeAdmissionOptions
+    selects = True
 
     def __init__(self, options: SLOsServeAdmissionOptions | None = None) -> None:
         options = options or SLOsServeAdmissionOptions()
@@ -112,6 +138,12 @@ class SLOsServeAdmission(AdmissionPolicy):
         self._headroom = options.headroom
         self._batch_tokens = float(options.batch_tokens)
         self._every_window = options.anchor is Anchor.LAST_TOKEN
+        self._window_s = options.window_ms / 1e3
+
+    @property
+    def window_s(self) -> float:
+        """The option ``window_ms``, in seconds."""
+        return self._window_s
 
     def promises(self, job: Job, fleet: Fleet) -> Promises:
         """Walk through the virtual replica of each row."""
@@ -125,6 +157,88 @@ class SLOsServeAdmission(AdmissionPolicy):
                 self._every_window,
             )
         )
+
+    def select(self, jobs: Sequence[Job], fleet: Fleet) -> NDArray[np.bool_]:
+        """Run the program on the virtual replica; the cost is that of
+        :func:`~sluice.scheduling.admission.slos_serve_selection.admissible`."""
+        row, now_s, usable = int(jobs[0].rows[0]), jobs[0].now_s, 1.0 - self._headroom
+        of, model, start = fleet.figures[row], fleet.pieces[row], int(fleet.starts[row])
+        longest_s = of[FIXED_S] + most_work_s(model, self._batch_tokens, 0.0)
+        least_s = (of[FIXED_S] + most_work_s(model, 1.0, 0.0)) / (1.0 - PREFILL_SHARE)
+        total, block = float(of[TOTAL_BLOCKS]), float(of[BLOCK_TOKENS])
+        asked, new = [], []
+        for place, job in enumerate(jobs):
+            tokens, tpot_s = float(job.query.prompt_tokens), job.tpot_s
+            if tpot_s < least_s or ceil(tokens / block) >= total:
+                continue
+            own_s = most_work_s(model, 1.0, tokens)
+            blocks = claim(tokens, job.output_tokens, 0.0, 0.0, block, total)
+            value = float(job.query.slo.priority)
+            asked.append(place)
+            new.append((job.due_s - now_s, job.work_s[0], tpot_s, own_s, blocks, value))
+        supply = Supply(
+            np.array([of[FIXED_S] / usable]),
+            np.ones(1),
+            longest_s / usable,
+            float(of[FREE_BLOCKS] + of[LENT_BLOCKS] - of[CLAIMED_BLOCKS]),
+            int(of[PLACES] - of[PROMISED]),
+            Anchor.LAST_TOKEN if self._every_window else Anchor.FIRST_TOKEN,
+        )
+        queue, decodes = fleet.prefills[start:], fleet.loads[start:]
+        shares = (usable, self._every_window)
+        spent = spent_on(of, queue, decodes, now_s, longest_s, shares)[:2]
+        held = guaranteed(of, queue, decodes, now_s, spent, usable)
+        chosen = np.zeros(len(jobs), np.bool_)
+        chosen[asked] = admissible(demand_of(new, usable), demand_of(held, usable), supply)
+        return chosen
+
+
+Wanted = tuple[float, float, float, float, float, float]
+"""Time until it is due, prefill, TPOT and decode step, seconds; KV blocks; value."""
+
+
+def demand_of(wanted: Sequence[Wanted], usable: float) -> Demand:
+    """The demand of requests where a share ``usable`` of each second is."""
+    columns = np.array(wanted, np.float64).reshape(len(wanted), 6).T
+    due_s, prefill_s, tpot_s, decode_s, blocks, value = columns
+    step_s = np.ascontiguousarray(decode_s[:, np.newaxis]) / usable
+    return Demand(due_s, prefill_s / usable, tpot_s, step_s, blocks, value)
+
+
+def guaranteed(
+    figures: Floats,
+    prefills: Floats,
+    loads: Floats,
+    now_s: float,
+    spent: tuple[int, float],
+    usable: float,
+) -> list[Wanted]:
+    """What a virtual replica has guaranteed. ``O(prefills + loads)``.
+
+    Args:
+        spent: the prefills that have ended since the report, and the part of the next one that has,
+            as :func:`spent_on` counts it.
+    """
+    ended, part_s = spent
+    found: list[Wanted] = []
+    # Loads include the later decodes of the prefills.
+    later: Counter[tuple[float, float]] = Counter()
+    for item, each in enumerate(prefills[: int(figures[QUEUED])]):
+        share, pace_s = float(each[OWN_SHARE]), float(each[OWN_PACE_S])
+        decode_s = share * pace_s if pace_s < inf else 0.0
+        if pace_s < inf:
+            later[share, pace_s] += 1
+        left_s = 0.0 if item < ended else float(each[LEFT_S])
+        if item == ended:
+            left_s = max(0.0, left_s - part_s * usable)
+        found.append((float(each[PREFILL_DUE_S]) - now_s, left_s, pace_s, decode_s, 0.0, 0.0))
+    for each in loads[: int(figures[LOADS])]:
+        share, pace_s = float(each[STEP_SHARE]), float(each[LOAD_PACE_S])
+        if later[share, pace_s] > 0:
+            later[share, pace_s] -= 1
+        else:
+            found.append((0.0, 0.0, pace_s, share * pace_s, 0.0, 0.0))
+    return found
 
 
 @compiled
@@ -249,6 +363,38 @@ def begin(
 
 
 @compiled
+def spent_on(
+    figures: Floats,
+    prefills: Floats,
+    loads: Floats,
+    now_s: float,
+    longest_s: float,
+    shares: tuple[float, bool],
+) -> tuple[int, float, float, float]:
+    """How the time since the report was spent on the guaranteed prefills: how many have ended, and
+    for how long the next one has run, seconds; then the share of all decodes, and the time of a
+    batch. Arguments as of :func:`late_by`."""
+    usable, every_window = shares
+    fixed_s = figures[FIXED_S] / usable
+    pace_s = max(LEAST_STEP_S, min(figures[DECODE_PACE_S], longest_s / usable))
+    share = figures[DECODE_SHARES]
+    if every_window:
+        share = decode_share(figures, prefills, loads, 0, pace_s, True)
+    item, part_s = 0, 0.0
+    gone_s = max(0.0, now_s - figures[SPENT_UNTIL_S])
+    while item < int(figures[QUEUED]):
+        rate = rate_of(fixed_s, pace_s, share / usable)
+        need_s = prefills[item, LEFT_S] / usable
+        if rate <= 0.0 or need_s > gone_s * rate:
+            part_s = max(0.0, gone_s * rate)
+            break
+        gone_s -= need_s / rate
+        share, pace_s = begin(figures, prefills, loads, item, share, pace_s, every_window)
+        item += 1
+    return item, part_s, share, pace_s
+
+
+@compiled
 def late_by(
     figures: Floats,
     prefills: Floats,
@@ -273,21 +419,7 @@ def late_by(
     work_s, due_s, tpot_s, _, own_s = new
     usable, every_window = shares
     fixed_s, queued = figures[FIXED_S] / usable, int(figures[QUEUED])
-    pace_s = max(LEAST_STEP_S, min(figures[DECODE_PACE_S], longest_s / usable))
-    share = figures[DECODE_SHARES]
-    if every_window:
-        share = decode_share(figures, prefills, loads, 0, pace_s, True)
-    item, part_s = 0, 0.0
-    gone_s = max(0.0, now_s - figures[SPENT_UNTIL_S])
-    while item < queued:
-        rate = rate_of(fixed_s, pace_s, share / usable)
-        need_s = prefills[item, LEFT_S] / usable
-        if rate <= 0.0 or need_s > gone_s * rate:
-            part_s = max(0.0, gone_s * rate)
-            break
-        gone_s -= need_s / rate
-        share, pace_s = begin(figures, prefills, loads, item, share, pace_s, every_window)
-        item += 1
+    item, part_s, share, pace_s = spent_on(figures, prefills, loads, now_s, longest_s, shares)
     time_s = fixed_s
     while item < queued and prefills[item, PREFILL_DUE_S] <= due_s:
         rate = rate_of(fixed_s, pace_s, share / usable)

@@ -15,14 +15,14 @@ from sluice.scheduling.admission import AdmissionPolicy, Promises
 from sluice.scheduling.admission.room import LEAST_WAIT_S
 from sluice.scheduling.autoscaling.load import Demand
 from sluice.scheduling.fleet.fleet import Fleet
-from sluice.scheduling.fleet.ledger import Reservation
 from sluice.scheduling.fleet.rows import BEST_EFFORT_S, DECODE_S, FIXED_S, PREFILL_S, work_on
 from sluice.scheduling.pairs import HANDOVER_STEPS, DecodeChoice, together
 from sluice.scheduling.placement.calibration import Calibration
+from sluice.scheduling.placement.jobs import first_due_s, reservation_of
 from sluice.scheduling.placement.output_lengths import OutputLength, OutputLengths
 from sluice.scheduling.placement.pacing import shared_out
 from sluice.scheduling.placement.retry_after import RetryAfter
-from sluice.scheduling.request.deadline import paced
+from sluice.scheduling.placement.together import Turn, plan
 from sluice.scheduling.request.job import (
     NO_REPLICA,
     PLACED,
@@ -35,7 +35,6 @@ from sluice.scheduling.request.job import (
 )
 from sluice.scheduling.request.kernels import Floats, Ints
 from sluice.scheduling.request.objective import SLO
-from sluice.scheduling.request.stages import later_of
 from sluice.scheduling.roles import WHOLE
 from sluice.scheduling.routing.base import RoutingPolicy
 from sluice.scheduling.tenancy.fair_shares import FairShares
@@ -69,6 +68,24 @@ class DecisionInputs(NamedTuple):
 
 
 Witness = Callable[[DecisionInputs], None]
+
+
+class _Asked(NamedTuple):
+    """What a decision is about.
+
+    Attributes:
+        job: the request on the replicas that are asked, of ``among`` where it could be served.
+        second: the decode choice, if it could be split.
+        wanted: the admission policy, if it is to be guaranteed.
+        stated, planned: its objective, and by when that is planned.
+    """
+
+    job: Job
+    second: DecodeChoice | None
+    wanted: AdmissionPolicy | None
+    stated: SLO
+    planned: SLO
+    among: int
 
 
 class Placer:
@@ -140,8 +157,46 @@ class Placer:
         self.returns = RetryAfter()
         """Retry times of refused requests."""
 
-    def place(self, query: RouteQuery, now_s: float) -> RouteDecision:
-        """Decide on ``query`` and reserve what it takes."""
+    def order(self, queries: Sequence[RouteQuery], now_s: float) -> list[Turn]:
+        """In which order to decide on queries that wait together, and where each is to be
+        guaranteed: the best set first, see :mod:`sluice.scheduling.placement.together`. In the
+        order given where the admission policy does not choose among several, with P/D roles, and
+        for a single query.
+
+        Args:
+            queries: at most :data:`~sluice.scheduling.placement.together.MOST_TOGETHER`.
+        """
+        turns, admission = list(map(Turn, range(len(queries)))), self._admission
+        if len(queries) < 2 or admission is None or not admission.selects or self._fleet.has_roles:
+            return turns
+        asked = (
+            (index, made.job)
+            for index, query in enumerate(queries)
+            if not query.moves_from
+            and self._promise_wanted(query) is not None
+            and not isinstance(made := self._asked(query, now_s), RouteDecision)
+            and self._fleet.is_sound(int(made.job.rows[0]), now_s)
+        )
+        rows = plan(asked, self._fleet, admission, self._routing.choose_able)
+        best = [Turn(index, row) for index, row in sorted(rows.items())]
+        return [*best, *(turn for turn in turns if turn.number not in rows)]
+
+    def place(self, query: RouteQuery, now_s: float, at: int | None = None) -> RouteDecision:
+        """Decide on ``query`` and reserve what it takes. ``at``: a replica's row, which guarantees
+        it if it can (:meth:`order`)."""
+        asked = self._asked(query, now_s, at)
+        if isinstance(asked, RouteDecision):
+            return asked
+        job, second = asked.job, asked.second
+        decision = self._decide(asked, at)
+        if not query.moves_from:  # it has been counted where it was placed first
+            self.demand.count(job, decision, self._fleet, second)
+        return decision
+
+    def _asked(
+        self, query: RouteQuery, now_s: float, at: int | None = None
+    ) -> _Asked | RouteDecision:
+        """What to decide; a decision where no replica can be asked."""
         fleet = self._fleet
         fleet.expire(now_s)
         rows = fleet.candidates(now_s)
@@ -168,12 +223,11 @@ class Placer:
                 second = self._second(query, seconds, now_s, wanted)
         among = len(rows)
         if wanted is not None:
+            preferred = None if at is None else rows[rows == at]
             rows = self._routing.asked(rows)
-        job = self._job(query, rows, now_s, second)
-        decision = self._decide(job, second, wanted, stated, planned, among)
-        if not query.moves_from:  # it has been counted where it was placed first
-            self.demand.count(job, decision, fleet, second)
-        return decision
+            if preferred is not None:
+                rows = np.union1d(rows, preferred)
+        return _Asked(self._job(query, rows, now_s, second), second, wanted, stated, planned, among)
 
     def _plan(self, stated: SLO, now_s: float, replica_id: str = "") -> SLO:
         """By when what is stated is planned, by one replica or by any that is not set apart."""
@@ -237,34 +291,19 @@ class Placer:
         handover_s = fleet.transfer.seconds(query.prompt_tokens) + HANDOVER_STEPS * step_s
         return DecodeChoice(job, promises, int(places[chosen]), float(handover_s))
 
-    def _decide(
-        self,
-        job: Job,
-        second: DecodeChoice | None,
-        admission: AdmissionPolicy | None,
-        stated: SLO,
-        planned: SLO,
-        among: int,
-    ) -> RouteDecision:
-        if admission is not None:
-            return self._promise(job, second, admission, stated, planned, among)
+    def _decide(self, asked: _Asked, at: int | None) -> RouteDecision:
+        job, second = asked.job, asked.second
+        if asked.wanted is not None:
+            return self._promise(asked, asked.wanted, at)
         if Tier.GUARANTEED not in job.query.tiers or self._admission is not None:
             return self._best_effort(job, second)
         if self._witness is not None:
             self._tell(job, None, self._ahead_s(job), second)
         return self._place(job, self._choose(job, self._routing.choose), second)
 
-    def _promise(
-        self,
-        job: Job,
-        second: DecodeChoice | None,
-        admission: AdmissionPolicy,
-        stated: SLO,
-        planned: SLO,
-        among: int,
-    ) -> RouteDecision:
-        """Guarantee it on one of the job's replicas, of ``among`` where it could have been tested,
-        if one can."""
+    def _promise(self, asked: _Asked, admission: AdmissionPolicy, at: int | None) -> RouteDecision:
+        """Guarantee it on one of the job's replicas, if one can; on ``at`` if that can."""
+        job, second, _, stated, planned, among = asked
         promises = admission.promises(job, self._fleet)
         apart = self._set_apart(job, promises, admission, stated)
         if second is not None:
@@ -289,7 +328,7 @@ class Placer:
         self._tell(job, promises, None, second)
         places = np.flatnonzero(holds)
         able = job if len(places) == len(holds) else job.of(places)
-        chosen = int(places[self._choose(able, self._routing.choose_able)])
+        chosen = int(places[self._choose(able, self._routing.choose_able, at)])
         ttft_s = float(promises.ttft_s[chosen])
         self.shares.promise(job.query, job.output_tokens, job.now_s)
         self.returns.promised(job.query, job.output_tokens, job.now_s)
@@ -397,7 +436,9 @@ class Placer:
             ids, untried = fleet.ids, fleet.untried
             self._witness(DecisionInputs(job, ids, len(fleet), promises, ahead_s, second, untried))
 
-    def _choose(self, job: Job, choose: Callable[[Job, Fleet], int]) -> int:
+    def _choose(self, job: Job, choose: Callable[[Job, Fleet], int], at: int | None = None) -> int:
+        if at is not None and at in job.rows:
+            return int(np.searchsorted(job.rows, at))
         chosen = self._untried(job)
         if chosen is None:
             chosen = choose(job, self._fleet)
@@ -453,7 +494,7 @@ class Placer:
     ) -> RouteDecision:
         """Send it there, and then to ``second`` where it is split, and reserve at both."""
         fleet, query, row = self._fleet, job.query, int(job.rows[chosen])
-        made = self._reservation(job, chosen, promised=tier is not Tier.BEST_EFFORT)
+        made = reservation_of(job, chosen, fleet.ids, tier is not Tier.BEST_EFFORT)
         name, role = fleet.ids[row], fleet.roles[row]
         if second is None or not job.splits[chosen]:
             if query.prefill_key:
@@ -470,41 +511,14 @@ class Placer:
         # ahead, whichever is later.
         due_in_s = job.due_s - job.now_s if job.due_s < inf else 0.0
         awaited_s = job.now_s + min(max(due_in_s, self._ahead_s(job)[chosen]), MOST_AWAITED_S)
-        later = self._reservation(second.job, second.chosen, made.promised)
+        later = reservation_of(second.job, second.chosen, fleet.ids, made.promised)
         fleet.reserve(query.key, later._replace(awaited_s=float(awaited_s)))
         target = second.row
         return RouteDecision(
             fleet.ids[target], PLACED, tier, ttft_s, None, fleet.roles[target], name, handover_s
         )
 
-    def _reservation(self, job: Job, chosen: int, promised: bool) -> Reservation:
-        query = job.query
-        cached = float(job.cached_tokens[chosen])
-        new = max(1.0, query.prompt_tokens - cached)
-        later = later_of(query.slo.stages, 0)
-        return Reservation(
-            self._fleet.ids[job.rows[chosen]],
-            job.now_s,
-            promised,
-            new,
-            cached,
-            query.prompt_tokens if job.moved else new,
-            job.due_s,
-            job.tpot_s,
-            float(query.slo.priority),
-            job.output_tokens,
-            later_stages=later.stages,
-            later_tokens=later.tokens,
-        )
-
 
 def _name(query: RouteQuery) -> Hashable:
     """What the endings of requests call it."""
     return query.request_id or query.key
-
-
-def first_due_s(query: RouteQuery, now_s: float, output_tokens: float) -> float:
-    """When its first token is due: by its TTFT, and early enough that the expected output ends by
-    its end-to-end objective."""
-    ttft_s, tpot_s, e2e_s, _ = query.slo.columns
-    return now_s - query.waited_s + paced(ttft_s, tpot_s, e2e_s, output_tokens)[0]

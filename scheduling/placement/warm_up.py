@@ -40,6 +40,7 @@ def warm_up_placement(
         RouteQuery(4, SLO(e2e_s=60.0), 100),
         RouteQuery(5, SLO.of_stages((Stage(1.0), Stage(1.0, prompt_tokens=10))), 100),
     ]
+    placer.order(queries, 0.0)
     for query in queries:
         placer.place(query, 0.0)
     late(fleet, 0, 2_048, (0.0, 0.0), np.ones(1), np.ones(1))

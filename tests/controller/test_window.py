@@ -1,0 +1,153 @@
+"""Questions of several routers that wait for each other, and are decided together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from sluice.controller.actor import Controller
+from sluice.controller.config import ControllerConfig
+from sluice.controller.messages import RouteDecision, RouteQuery, RouteReply
+from sluice.controller.transport.channel import RouteServer
+from sluice.controller.transport.frames import Frames
+from sluice.controller.transport.window import Window
+from sluice.controller.transport.wire_format import Refused, Routed, decode_answer
+from sluice.scheduling.placement.together import MOST_TOGETHER
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.routing import Tier
+from tests.controller.fleet import Clock, hello
+from tests.controller.test_channel import connected
+
+LONG_S = 3_600.0
+
+
+class Line(Frames):
+    """A connection that keeps what is sent to it."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.answers: list[Routed | Refused] = []
+
+    def send(self, frame: bytes) -> None:
+        answer = decode_answer(frame)
+        assert isinstance(answer, Routed | Refused)
+        self.answers.append(answer)
+
+
+class Decided:
+    """Decides each query by its key, and keeps what it was asked in each call."""
+
+    def __init__(self, fails: Callable[[Sequence[int]], bool] = lambda keys: False) -> None:
+        self.calls: list[list[RouteQuery]] = []
+        self._fails = fails
+
+    def __call__(self, queries: list[RouteQuery | None]) -> RouteReply:
+        known = [query for query in queries if query is not None]
+        self.calls.append(known)
+        if self._fails([query.key for query in known]):
+            raise RuntimeError("a policy failed")
+        made = tuple(RouteDecision(f"r{query.key}", "placed") for query in known)
+        return RouteReply(1, made, None, ())
+
+
+def query(key: int) -> RouteQuery:
+    return RouteQuery(key, SLO(ttft_s=1.0), 100, waited_s=0.5)
+
+
+def replicas(answer: Routed | Refused) -> list[str | None]:
+    assert isinstance(answer, Routed)
+    return [decision.replica_id for decision in answer.reply.decisions]
+
+
+def window(decided: Decided, clock: Clock, window_s: float = LONG_S) -> Window:
+    return Window(decided, clock, window_s)
+
+
+async def test_messages_of_several_routers_are_one_call_and_each_gets_its_own_answer() -> None:
+    decided, clock, lines = Decided(), Clock(), [Line(), Line()]
+    waits = window(decided, clock)
+    waits.ask(lines[0], 7, [query(1), query(2)], clock() + 1.0)
+    clock.advance(0.003)
+    waits.ask(lines[1], 7, [query(3)], clock() + 1.0)
+    waits.ask(lines[0], 8, [query(4)], clock() + 1.0)
+    assert not decided.calls
+    clock.advance(0.002)
+    waits.close()
+    assert [[each.key for each in call] for call in decided.calls] == [[1, 2, 3, 4]]
+    ages = [each.waited_s for each in decided.calls[0]]
+    assert ages == pytest.approx([0.505, 0.505, 0.502, 0.502]), "a wait makes a request older"
+    assert [answer.number for answer in lines[0].answers] == [7, 8], "in order"
+    assert [replicas(answer) for answer in lines[0].answers] == [["r1", "r2"], ["r4"]]
+    assert [replicas(answer) for answer in lines[1].answers] == [["r3"]]
+
+
+async def test_a_full_window_does_not_wait_and_without_one_nothing_does() -> None:
+    decided, clock, line = Decided(), Clock(), Line()
+    waits = window(decided, clock)
+    for key in range(1, MOST_TOGETHER):
+        waits.ask(line, key, [query(key)], clock() + 1.0)
+    assert not decided.calls
+    waits.ask(line, MOST_TOGETHER, [query(MOST_TOGETHER)], clock() + 1.0)
+    assert len(decided.calls) == 1
+    at_once = window(decided, clock, 0.0)
+    at_once.ask(line, 99, [query(99)], clock() + 1.0)
+    assert [each.waited_s for each in decided.calls[1]] == [0.5]
+
+
+async def test_a_lone_question_is_answered_when_its_window_ends() -> None:
+    decided, line = Decided(), Line()
+    waits = window(decided, Clock(), 0.001)
+    waits.ask(line, 7, [query(1)], LONG_S)
+    async with asyncio.timeout(120):
+        while not line.answers:  # noqa: ASYNC110 - it has no event, because nothing else waits
+            await asyncio.sleep(0)
+    assert replicas(line.answers[0]) == ["r1"]
+
+
+async def test_nothing_is_decided_for_a_router_that_is_gone_or_no_longer_waits() -> None:
+    decided, clock, lines = Decided(), Clock(), [Line(), Line(), Line()]
+    waits = window(decided, clock)
+    for key, line in enumerate(lines):
+        waits.ask(line, 7, [query(key + 1)], clock() + (0.001 if key == 1 else 1.0))
+    lines[0].connection_lost(None)
+    clock.advance(0.002)
+    waits.close()
+    assert [each.key for each in decided.calls[0]] == [3]
+    assert not lines[0].answers
+    assert lines[1].answers == [Refused(7, None)]
+    assert replicas(lines[2].answers[0]) == ["r3"]
+
+
+async def test_a_decision_that_fails_ends_the_connection_of_its_own_router_only() -> None:
+    decided, clock, lines = Decided(lambda keys: 2 in keys), Clock(), [Line(), Line(), Line()]
+    waits = window(decided, clock)
+    for key, line in enumerate(lines):
+        waits.ask(line, 7, [query(key + 1)], clock() + 1.0)
+    waits.close()
+    assert [line.closed for line in lines] == [False, True, False]
+    assert [replicas(lines[place].answers[0]) for place in (0, 2)] == [["r1"], ["r3"]]
+
+
+async def test_routers_that_ask_over_real_connections_get_the_best_set() -> None:
+    config = ControllerConfig(policy="least_tokens", admission="slos_serve")
+    clock = Clock()
+    controller = Controller(config, clock)
+    await controller.hello(hello("a"))
+    server = RouteServer(controller._route, controller._read_report, clock, LONG_S)
+    slo = SLO(ttft_s=1.0, tpot_s=0.1)
+    # 8,000 tokens take most of the second, 4,000 a good third of it; the other requests state no
+    # objective, and fill the window.
+    long, short = RouteQuery(1, slo, 8_000), [RouteQuery(key, slo, 4_000) for key in (2, 3)]
+    others = [RouteQuery(key, SLO(), 10) for key in range(4, MOST_TOGETHER + 1)]
+    async with connected(server) as (first, _), connected(server) as (second, _):
+        asked = asyncio.create_task(first.route([long], 60.0))
+        while not server.window._waiting or not server.window._waiting[-1].queries:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        told = await second.route([*short, *others], 60.0)
+        alone = await asked
+    assert alone.decisions[0].tier is Tier.BEST_EFFORT, "it came first"
+    assert [made.tier for made in told.decisions[:2]] == [Tier.GUARANTEED] * 2
+    assert len(told.decisions) == 2 + len(others)
+    assert (await controller.figures()).reservations == MOST_TOGETHER
