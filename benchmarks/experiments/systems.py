@@ -266,7 +266,7 @@ def run_cluster(
     when = {SLO().service_class: system.unattainable}
     result = simulate_cluster(
         workload,
-        lambda role: make_policy(local.policy, local.options),
+        lambda role: make_policy(local.policy, local.options, role=role),
         make_router(system.router, seed),
         *node_of(setup),
         layout.cluster.model_copy(update={"when_unattainable": when}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from sluice.scheduling.request.kernels import (
 )
 from sluice.scheduling.request.objective import Anchor
 from sluice.scheduling.request.queue import QueueView
+from sluice.scheduling.roles import Role
 
 LEAST_WORK_S = 1e-12
 """Work counts as at least this much, seconds: by some models it takes no time."""
@@ -34,11 +35,11 @@ LEAST_WORK_S = 1e-12
 class SlideBatchingOptions(PrefillShareOptions):
     """Options of :class:`SlideBatching`."""
 
-    boundary: Literal["phi_a", "phi_c", "phi_p"] = Field(
-        default="phi_a",
+    boundary: Literal["phi_a", "phi_c", "phi_p"] | None = Field(
+        default=None,
         description="Estimate of a request's longest wait: `phi_a` the whole queue (Eq. 8), "
         "`phi_c` the requests due before it (Eq. 9), `phi_p` the whole queue with one batch per "
-        "request, for instances that only prefill.",
+        "request. Default: `phi_p` on replicas of a prefill pool, `phi_a` on others.",
     )
     order: Literal["slide", "deadline", "density"] = Field(
         default="slide",
@@ -85,6 +86,12 @@ class SlideBatchingOptions(PrefillShareOptions):
         "about that of the Azure 2023 conversation trace (1,237 over 222 tokens).",
     )
 
+    def for_role(self, role: Role) -> Self:
+        """With the ``boundary`` for the role, unless one is set."""
+        if self.boundary is not None:
+            return self
+        return self.model_copy(update={"boundary": "phi_p" if role == "prefill" else "phi_a"})
+
 
 class SlideBatching(BatchPolicy):
     """Splits the queue at a load-dependent boundary and fills a time budget. ``O(n log n)``.
@@ -95,9 +102,8 @@ class SlideBatching(BatchPolicy):
     1. ``budget = max(min remain, eta)``.
     2. A request is urgent if ``remain < gamma * phi``. ``phi`` is ``budget / (budget - t_c)`` times
        the sum of ``exec`` over the queue (``phi_a``, Eq. 8) or over the requests due no later
-       (``phi_c``, Eq. 9), where ``t_c`` is the fixed time of a step. On instances that only
-       prefill, ``phi`` is the sum of ``exec`` plus one ``t_c`` per request (``phi_p``): one batch
-       for each.
+       (``phi_c``, Eq. 9), where ``t_c`` is the fixed time of a step. On replicas that only prefill,
+       ``phi`` is the sum of ``exec`` plus one ``t_c`` per request (``phi_p``): one batch for each.
     3. Urgent requests by density descending, then normal ones by ``remain`` ascending, until the
        budget is full; the prefill that does not fit is chunked to it.
 
@@ -128,7 +134,7 @@ class SlideBatching(BatchPolicy):
     Options = SlideBatchingOptions
 
     def __init__(self, options: SlideBatchingOptions | None = None) -> None:
-        options = options or SlideBatchingOptions()
+        options = (options or SlideBatchingOptions()).for_role("mixed")
         super().__init__(options)
         self._boundary = options.boundary
         self._order = options.order
