@@ -22,6 +22,7 @@ from sluice.scheduling.request.kernels import Floats, Ints, compiled
 from sluice.scheduling.request.objective import SLO, Anchor, GainWeights
 from sluice.scheduling.request.tpot import WINDOW_TOKENS, TPOTAnchor
 from sluice.simulation.requests import Requests
+from sluice.simulation.workload import Workload
 
 Flags = NDArray[np.bool_]
 
@@ -203,9 +204,8 @@ class Gain:
         return float(self.gain.sum()) / ideal if ideal > 0 else nan
 
 
-def workload_weights(requests: Requests) -> GainWeights:
+def workload_weights(workload: Workload) -> GainWeights:
     """ProServe's weights: a first token is worth the mean input, a later one the mean output."""
-    workload = requests.workload
     if not len(workload):
         return GainWeights()
     return GainWeights(workload.mean_prompt_tokens, workload.mean_output_tokens)
@@ -230,7 +230,7 @@ def deadline_gain(
     """
     if anchor is Anchor.LAST_TOKEN:
         raise ValueError("TDG has an envelope or a first-token anchor, not the last token")
-    weights = weights or workload_weights(requests)
+    weights = weights or workload_weights(requests.workload)
     times, offsets = requests.emitted_s, requests.offsets
     if not len(times):
         empty = np.zeros(len(requests))
