@@ -219,8 +219,8 @@ def lengths_of(workload: Workload, oracle: bool, seed: int) -> OracleLengths | T
 
 
 def local_policy(contender: Contender, workload: Workload, role: Role = "mixed") -> BatchPolicy:
-    """A new policy of ``contender`` for a replica of this role. It weighs first tokens as the TDG of
-    ``workload`` does (ProServe §5.1), unless its options say otherwise."""
+    """A new policy of ``contender`` for a replica of this role. Unless its options say otherwise it
+    weighs first tokens as the TDG of ``workload`` does (ProServe §5.1)."""
     options = dict(contender.options)
     if "first_weight" in POLICIES[contender.policy].Options.model_fields:
         weights = workload_weights(workload)

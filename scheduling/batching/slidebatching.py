@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from sluice.scheduling.request.kernels import (
     PRIORITY,
     TPOT,
     Floats,
+    Ints,
     by_deadline,
     deadlines_s,
     is_prefill,
@@ -93,6 +94,25 @@ class SlideBatchingOptions(PrefillShareOptions):
         return self.model_copy(update={"boundary": "phi_p" if role == "prefill" else "phi_a"})
 
 
+class Partition(NamedTuple):
+    """A queue of ``n`` requests, split by :class:`SlideBatching`.
+
+    Attributes:
+        due_s: ``float64[n]``, when the next token of each is due; infinite for no deadline.
+        work_s: ``float64[n]``, predicted time of the pending tokens of each.
+        budget_s: time budget of the next batch, seconds.
+        order: ``int64[n]``, rows by deadline.
+        urgent: ``bool[m]``, whether each of the first ``m`` rows of ``order``, which have a
+            deadline, is urgent.
+    """
+
+    due_s: Floats
+    work_s: Floats
+    budget_s: float
+    order: Ints
+    urgent: NDArray[np.bool_]
+
+
 class SlideBatching(BatchPolicy):
     """Splits the queue at a load-dependent boundary and fills a time budget. ``O(n log n)``.
 
@@ -151,22 +171,10 @@ class SlideBatching(BatchPolicy):
     ) -> None:
         """Rank the queue, then fill the time budget."""
         table = queue.table
-        due_s = deadlines_s(table, self._anchor.code)
+        due_s, work_s, budget_s, order, urgent = self.partition(table, now_s, latency)
         prefill = is_prefill(table)
-        # Without the estimator a token counts as one second: only the density uses it.
-        work_s = table[:, PENDING]
-        if self._latency_aware:
-            work_s = pending_work_s(table, latency.pieces)
-        order = by_deadline(np.arange(len(table)), due_s)
-        ranked = order[: np.searchsorted(due_s[order], inf)]
-        unbound = order[len(ranked) :]
+        ranked, unbound = order[: len(urgent)], order[len(urgent) :]
         unbound = unbound[np.argsort(prefill[unbound], kind="stable")]
-
-        remain_s = due_s[ranked] - now_s
-        budget_s = inf
-        if self._latency_aware:
-            budget_s = self._budget_s(table, remain_s, work_s[ranked], latency)
-        urgent = self._urgent(remain_s, work_s[ranked], budget_s, latency)
         weight = np.where(table[:, EMITTED] == 0, self._first_weight, 1.0) * table[:, PRIORITY]
         density = weight / np.maximum(work_s, LEAST_WORK_S)
         dense = ranked[urgent]
@@ -183,6 +191,22 @@ class SlideBatching(BatchPolicy):
         rows = np.concatenate((dense, ranked[~urgent], unbound))
         batch.take(rows, budget_s)
         batch.ensure_progress(rows)
+
+    def partition(self, table: Floats, now_s: float, latency: LatencyModel) -> Partition:
+        """Which requests of a queue, ``float64[n, FIELDS]``, are urgent."""
+        due_s = deadlines_s(table, self._anchor.code)
+        # Without the estimator a token counts as one second: only the density uses it.
+        work_s = table[:, PENDING]
+        if self._latency_aware:
+            work_s = pending_work_s(table, latency.pieces)
+        order = by_deadline(np.arange(len(table)), due_s)
+        ranked = order[: np.searchsorted(due_s[order], inf)]
+        remain_s = due_s[ranked] - now_s
+        budget_s = inf
+        if self._latency_aware:
+            budget_s = self._budget_s(table, remain_s, work_s[ranked], latency)
+        urgent = self._urgent(remain_s, work_s[ranked], budget_s, latency)
+        return Partition(due_s, work_s, budget_s, order, urgent)
 
     def _budget_s(
         self, table: Floats, remain_s: Floats, work_s: Floats, latency: LatencyModel
