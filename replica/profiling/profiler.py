@@ -77,8 +77,8 @@ async def latency_profile(llm: Any, table: StateTable, config: EngineConfig) -> 
 def _held_out(report: FitReport) -> str:
     if report.held_out is None or report.held_out_without_context is None:
         return ""
-    told = f", {report.held_out:.1%} on steps that were held out"
-    return f"{told} ({report.held_out_without_context:.1%} by new tokens alone)"
+    own, without = 100 * report.held_out, 100 * report.held_out_without_context
+    return f", {own:.1f} % on held-out steps ({without:.1f} % by new tokens alone)"
 
 
 def profile_key(vllm_config: Any, config: EngineConfig) -> str:
