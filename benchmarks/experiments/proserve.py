@@ -212,7 +212,7 @@ TOKEN_BUDGETS = Experiment(
     "proserve_token_budgets",
     "ProServe Fig. 7",
     "Which token budget does a static order need, by load?",
-    seeds=2,
+    seeds=5,
     setting=SETTING,
     grids=[
         Sweep(
@@ -308,7 +308,7 @@ TIME_LINES = Experiment(
     "proserve_time_lines",
     "ProServe Fig. 6, 16 and 17",
     "How do urgent and late requests, and the gain per second, develop?",
-    seeds=2,
+    seeds=5,
     setting={
         **SETTING,
         "Data": "azure",
