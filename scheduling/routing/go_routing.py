@@ -166,7 +166,7 @@ class GoRouting(RoutingPolicy):
 
     def choose(self, job: Job, fleet: Fleet) -> int:
         """The replica by Algorithm 2."""
-        exec_s, with_s, delta = gains_of(job, fleet, self._gamma, both=True)
+        exec_s, with_s, delta = gains_of(job, fleet, self._gamma, own=True)
         most = delta.max()
         if most <= 0:
             if self._random is not None:
@@ -184,7 +184,7 @@ class GoRouting(RoutingPolicy):
 
 
 def gains_of(
-    job: Job, fleet: Fleet, gamma: float = 1.0, both: bool = False
+    job: Job, fleet: Fleet, gamma: float = 1.0, own: bool = False
 ) -> tuple[Floats, Floats, Floats]:
     """``exec(Q)``, ``exec(Q + r)`` and ``delta`` of each replica of a job, see :class:`GoRouting`.
 
@@ -192,10 +192,11 @@ def gains_of(
         job: the request.
         fleet: the replica table.
         gamma: see :class:`GoRoutingOptions`.
-        both: whether the gain of best-effort requests counts, too.
+        own: whether each replica counts by the order of its own local policy and with its
+            best-effort requests; else by SlideBatching's, and without them.
     """
     found: tuple[Floats, Floats, Floats] = gains(
-        fleet.arrays, job.candidates, job.asked, gamma, both
+        fleet.arrays, job.candidates, job.asked, gamma, own
     )
     return found
 
@@ -218,7 +219,7 @@ class QueueTime(NamedTuple):
 
 @compiled
 def gains(
-    fleet: FleetArrays, candidates: Any, asked: Any, gamma: float, both: bool
+    fleet: FleetArrays, candidates: Any, asked: Any, gamma: float, own: bool
 ) -> tuple[Floats, Floats, Floats]:
     """``exec(Q)``, ``exec(Q + r)`` and ``delta`` of each of ``candidates``."""
     count = candidates.shape[0]
@@ -237,9 +238,10 @@ def gains(
         after = time_of_queue(of, queue, now_s, new, 1.0, alone)
         exec_s[place] = max(0.0, before.total_s)
         with_s[place] = max(0.0, after.total_s)
-        delta[place] = delta_of(of, queue, now_s, new, gamma, before, after)
+        order = of[ORDER] if own else SLIDE
+        delta[place] = delta_of(of, queue, now_s, new, gamma, order, before, after)
         count = int(of[LENT_QUEUED])
-        if both and count > 0:
+        if own and count > 0:
             others = lent[starts[candidate.row] :][:count]
             delta[place] += lent_gain(others, now_s, after) - lent_gain(others, now_s, before)
     return exec_s, with_s, delta
@@ -283,11 +285,12 @@ def delta_of(
     now_s: float,
     new: Prefill,
     gamma: float,
+    order: float,
     before: QueueTime,
     after: QueueTime,
 ) -> float:
     """Gain of the queue with the request minus the gain without it."""
-    queued, order = int(figures[QUEUED]), figures[ORDER]
+    queued = int(figures[QUEUED])
     # If all end before the first deadline, all are on time in any order.
     first_s = new.due_s - now_s
     if queued > 0:

@@ -142,7 +142,10 @@ def test_the_order_is_that_of_the_policy_that_runs_at_the_replica() -> None:
         fleet = fleet_of(report(waits, policy=policy))
         for priority, gain in ((1, usual), (2, high)):
             query = ask(0.29, 1_000, priority)
-            assert gains_of(job(fleet, query), fleet)[2] == [gain], (policy, priority)
+            asked = job(fleet, query)
+            assert gains_of(asked, fleet, own=True)[2] == [gain], (policy, priority)
+            # The default router assumes the same of all.
+            assert gains_of(asked, fleet)[2] == [priority]
 
 
 def test_every_local_policy_has_an_order() -> None:
@@ -155,7 +158,7 @@ def test_best_effort_requests_that_become_late_are_a_loss() -> None:
     # At the first it would be served at once, but one of priority 2 would end at 0.3 s.
     query = ask(1.0, 1_000, priority=1)
     _, _, guaranteed = gains_of(job(fleet, query), fleet)
-    exec_s, _, both = gains_of(job(fleet, query), fleet, both=True)
+    exec_s, _, both = gains_of(job(fleet, query), fleet, own=True)
     assert guaranteed.tolist() == [1, 1]
     assert both.tolist() == [-1, 1]
     assert exec_s[0] == 0, "it yields, so it does not delay"
