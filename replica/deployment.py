@@ -229,7 +229,7 @@ def make_engine(
         OSError: the profile cannot be read, or the batch log cannot be written.
     """
     if config.kind == "simulated":
-        return SimulatedEngine(config, replica_id, max_live_requests)
+        return SimulatedEngine(config, replica_id, max_live_requests, role=role)
     # Imported only where it runs: the import takes seconds, and simulated engines do not need vLLM.
     from sluice.replica.vllm.engine import VllmEngine
 

@@ -237,6 +237,7 @@ class EngineInfo:
         max_sequences: max running sequences. kv_blocks: total KV blocks.
         block_tokens: tokens per block. profile: the latency model it plans with.
         preempts: it suspends a running prefill for a more urgent one.
+        policy_options: of the batch policy, with defaults and with what the replica's role decides.
     """
 
     model: str
@@ -248,6 +249,7 @@ class EngineInfo:
     block_tokens: int
     profile: LatencyProfile
     preempts: bool = False
+    policy_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class EngineDeadError(RuntimeError):

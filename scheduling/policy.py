@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict
+
+from sluice.scheduling.roles import Role
 
 
 class PolicyOptions(BaseModel):
     """Base of every policy's options: unknown keys are refused, values do not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def for_role(self, role: Role) -> Self:
+        """The same with what a replica's ``role`` decides where the options leave it open. Default:
+        nothing."""
+        return self
 
 
 class Policy(Protocol):
@@ -69,8 +76,8 @@ class Registry(Mapping[str, type[P]]):
     def __contains__(self, name: object) -> bool:
         return name in self.own or name in self._offered
 
-    def make(self, name: str, options: Mapping[str, Any] | None = None) -> P:
-        """Build the policy called ``name``.
+    def make(self, name: str, options: Mapping[str, Any] | None = None, role: Role = "mixed") -> P:
+        """Build the policy called ``name``, see also :meth:`PolicyOptions.for_role`.
 
         Raises:
             ValueError: no such policy, an option that is unknown or out of range (pydantic's
@@ -81,7 +88,7 @@ class Registry(Mapping[str, type[P]]):
                 f"unknown {self._kind} policy {name!r}; known: {', '.join(sorted(self))}"
             )
         policy = self[name]
-        return policy(policy.Options.model_validate(dict(options or {})))
+        return policy(policy.Options.model_validate(dict(options or {})).for_role(role))
 
     @cached_property
     def _offered(self) -> dict[str, EntryPoint]:

@@ -94,6 +94,11 @@ class Engine:
             self.cache = PrefixCache(requests.arrivals, tokens, config.block_tokens)
 
     @property
+    def policy(self) -> str:
+        """Registered name of its policy."""
+        return self._policy.name
+
+    @property
     def live(self) -> int:
         """Requests that it has."""
         return self._rows.live

@@ -22,6 +22,7 @@ from sluice.scheduling.request.kernels import Floats, Ints, compiled
 from sluice.scheduling.request.objective import SLO, Anchor, GainWeights
 from sluice.scheduling.request.tpot import WINDOW_TOKENS, TPOTAnchor
 from sluice.simulation.requests import Requests
+from sluice.simulation.workload import Workload
 
 Flags = NDArray[np.bool_]
 
@@ -203,9 +204,8 @@ class Gain:
         return float(self.gain.sum()) / ideal if ideal > 0 else nan
 
 
-def workload_weights(requests: Requests) -> GainWeights:
+def workload_weights(workload: Workload) -> GainWeights:
     """ProServe's weights: a first token is worth the mean input, a later one the mean output."""
-    workload = requests.workload
     if not len(workload):
         return GainWeights()
     return GainWeights(workload.mean_prompt_tokens, workload.mean_output_tokens)
@@ -228,13 +228,26 @@ def deadline_gain(
     Raises:
         ValueError: the last-token anchor, under which TDG is not defined.
     """
+    of_token = token_gain(requests, measured, weights, anchor)
+    owner = np.repeat(requests.stage_request, requests.stage_tokens)
+    gain, ideal = (
+        np.bincount(owner, each, len(requests)).astype(np.float64)
+        for each in (of_token.gain, of_token.ideal)
+    )
+    return Gain(gain, ideal)
+
+
+def token_gain(
+    requests: Requests,
+    measured: Stages,
+    weights: GainWeights | None = None,
+    anchor: Anchor = Anchor.ENVELOPE,
+) -> Gain:
+    """The same of each token, in the order of ``requests.emitted_s``."""
     if anchor is Anchor.LAST_TOKEN:
         raise ValueError("TDG has an envelope or a first-token anchor, not the last token")
-    weights = weights or workload_weights(requests)
+    weights = weights or workload_weights(requests.workload)
     times, offsets = requests.emitted_s, requests.offsets
-    if not len(times):
-        empty = np.zeros(len(requests))
-        return Gain(empty, empty)
     first = offsets[:-1]
     stage = np.repeat(np.arange(len(first)), requests.stage_tokens)
     index = np.arange(len(times)) - first[stage]
@@ -250,12 +263,7 @@ def deadline_gain(
         anchor.code,
     )
     # A token that did not leave is nan, which compares as false.
-    won = np.where(times < due_s, worth, 0.0)
-    owner = requests.stage_request[stage]
-    count = len(requests)
-    gain: Floats = np.bincount(owner, won, count).astype(np.float64)
-    ideal: Floats = np.bincount(owner, worth, count).astype(np.float64)
-    return Gain(gain, ideal)
+    return Gain(np.where(times < due_s, worth, 0.0), worth)
 
 
 @compiled

@@ -196,6 +196,7 @@ class Replica:
             self.draining,
             role=self.role,
             transfers=self._transfers,
+            policy=engine.policy,
         )
         held = engine.cache.held if engine.cache is not None else _NOTHING_HELD
         return Sent(engine.queue.table.copy(), report, len(self.given), held, engine.later)

@@ -287,7 +287,7 @@ class Sweep:
             own = {**self.labels, **dict(zip(self.named, names, strict=True))}
             span = plan.of(self.spans.get(names[0], self.span))
             for setup in plan.of(self.setups):
-                budget = cache(partial(_budget_of, make, setup))
+                budget = cache(partial(budget_of, make, setup))
                 kinds = [fitted(kind, budget) for kind in plan.of(self.kinds)]
                 for layout in plan.of(self.layouts):
                     labels: dict[str, Value] = {**own, "setup": setup.name}
@@ -383,7 +383,8 @@ def fitted(kind: Kind, budget: Callable[[], int]) -> Kind:
     return kind._replace(options={"token_budget": budget()})
 
 
-def _budget_of(make: Make, setup: Setup) -> int:
+def budget_of(make: Make, setup: Setup) -> int:
+    """:func:`profiled_budget` for a workload."""
     return profiled_budget(setup, least_tpot_s(make(setup, 1.0, SAMPLE, 0)))
 
 

@@ -1,17 +1,43 @@
-"""ProServe on one node: Fig. 10 (policies), 13 (priorities), 15 (ablation), 18 (weights); and on
-several: Fig. 11 (disaggregated), 12 (co-located), 19 (32 instances)."""
+"""ProServe on one node: Fig. 6, 16 and 17 (time lines), 7 (token budgets), 10 (policies), 13
+(priorities), 15 (ablation) and 18 (weights); and on several: Fig. 11 (disaggregated), 12
+(co-located) and 19 (32 instances)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+import numpy as np
+
 from sluice.benchmarks.experiments import systems
-from sluice.benchmarks.experiments.grid import Experiment, Planned, Scaled
-from sluice.benchmarks.experiments.loads import Make, Span, Sweep, generated, workloads
-from sluice.benchmarks.experiments.systems import DEFAULT, ROUTER, SETUPS, Contender, System
+from sluice.benchmarks.experiments.grid import Experiment, Planned, Product, Scaled
+from sluice.benchmarks.experiments.loads import (
+    Make,
+    Span,
+    Sweep,
+    budget_of,
+    fitted,
+    full_load_rate,
+    generated,
+    workloads,
+)
+from sluice.benchmarks.experiments.systems import (
+    DEFAULT,
+    ROUTER,
+    SETUPS,
+    Contender,
+    System,
+    local_policy,
+    node_of,
+)
 from sluice.benchmarks.experiments.tables import Pivot, Rows, grouped, mean, pivots
+from sluice.scheduling.batching import BatchBuilder, BatchPolicy
+from sluice.scheduling.batching.slidebatching import SlideBatching
+from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.request.queue import QueueView
+from sluice.simulation.metrics import stages, token_gain
 from sluice.simulation.planning.plots import Table
+from sluice.simulation.run import simulate
 from sluice.simulation.workloads.settings import PROSERVE_DATASETS, proserve
 
 SLIDE = Contender("slidebatching", "slidebatching")
@@ -106,7 +132,8 @@ def fig_15(rows: Rows) -> Table:
         "Fig. 15: missed TDG over that of SlideBatching",
         (*BY_POLICY, *map(str, loads)),
         lines,
-        "Ratios of the means over seeds. `late ones count` is Algorithm 1 to the letter.",
+        "Ratios of the means over seeds. `late ones count` is Algorithm 1 to the letter; `phi_c` "
+        "has Eq. 9 in place of Eq. 8.",
     )
 
 
@@ -124,6 +151,7 @@ ABLATION = Experiment(
                 Contender("only density", "slidebatching", {"order": "density"}),
                 Contender("without estimator", "slidebatching", {"latency_aware": False}),
                 Contender("late ones count", "slidebatching", {"late": "include"}),
+                Contender("phi_c", "slidebatching", {"boundary": "phi_c"}),
             ],
             Scaled(TWO[:1], TWO),
             Scaled((1.1,), (0.8, 1.1, 1.5)),
@@ -177,6 +205,146 @@ WEIGHTS = Experiment(
         *(("load", "policy"), "weight"),
         title="Fig. 18: SLO attainment, {}",
     ),
+)
+
+BUDGETS = (250, 750, 1_500, 2_500)
+TOKEN_BUDGETS = Experiment(
+    "proserve_token_budgets",
+    "ProServe Fig. 7",
+    "Which token budget does a static order need, by load?",
+    seeds=5,
+    setting=SETTING,
+    grids=[
+        Sweep(
+            named=("dataset",),
+            workloads=workloads(TWO[1:], partial(generated, proserve)),
+            loads=Scaled((1.1,), (1.0, 1.3)),
+            kinds=[
+                *(Contender(name, name, {"token_budget": tokens}) for name in ("edf", "sjf")),
+                Contender("fcfs", "fcfs", batch_tokens=tokens),
+            ],
+            span=SPAN,
+            labels={"token budget": tokens},
+        )
+        for tokens in BUDGETS
+    ],
+    tables=[Pivot("Fig. 7: SLO attainment", ATTAINED, ("load", "policy"), "token budget")],
+)
+
+
+class Watched(BatchPolicy):
+    """Plans as ``inner`` does, and notes before each batch, by SlideBatching's partition, how many
+    requests are urgent, normal, and past the deadline of their next token."""
+
+    name = "watched"
+    source = "ProServe §3.2 and §5.5"
+
+    def __init__(self, inner: BatchPolicy, slide: SlideBatching) -> None:
+        super().__init__()
+        self._inner, self._slide = inner, slide
+        self.seen: list[tuple[float, int, int, int]] = []
+
+    def fill(
+        self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
+    ) -> None:
+        """As ``inner``."""
+        split = self._slide.partition(queue.table, now_s, latency)
+        urgent, late = int(split.urgent.sum()), int((split.due_s < now_s).sum())
+        self.seen.append((now_s, urgent, len(split.urgent) - urgent, late))
+        self._inner.fill(batch, queue, now_s, latency)
+
+
+PARTS = 10
+"""Parts of a time line."""
+
+
+def time_line(seed: int, policy: Contender, load: float, span: Span) -> dict[str, float]:
+    """Of each part of the arrivals' time, by figure and number: the mean counts of
+    :class:`Watched`, and the TDG per second over the greatest there could be in the mean."""
+    make, setup = generated(proserve, "azure"), SETUPS["8b"]
+    rate = load * full_load_rate(make, setup)
+    workload = make(setup, rate, span.requests(rate), seed)
+    budgeted, slide = fitted(policy, partial(budget_of, make, setup)), local_policy(SLIDE, workload)
+    assert isinstance(budgeted, Contender)
+    assert isinstance(slide, SlideBatching)
+    watched, node = Watched(local_policy(budgeted, workload), slide), node_of(setup)
+    lengths = systems.lengths_of(workload, oracle=False, seed=seed)
+    ran = simulate(workload, watched, node.truth, node.belief, setup.engine, seed, lengths)
+    requests = ran.requests
+    gained = token_gain(requests, stages(requests))
+    part_s = workload.arrivals[-1].arrival_s / PARTS
+    seen = np.array(watched.seen)
+    parts = (seen[:, 0] // part_s).astype(int)
+    counts = np.bincount(parts, minlength=PARTS)
+    found = {}
+    for place, figure in enumerate(("urgent", "normal", "late"), start=1):
+        sums = np.bincount(parts, seen[:, place], PARTS)
+        found[figure] = sums[:PARTS] / np.maximum(counts[:PARTS], 1)
+    left = ~np.isnan(requests.emitted_s)
+    when = (requests.emitted_s[left] // part_s).astype(int)
+    gain = np.bincount(when, gained.gain[left], PARTS)[:PARTS]
+    found["gain"] = gain / (gained.ideal.sum() / PARTS)
+    return {f"{name} {part}": float(x) for name, of in found.items() for part, x in enumerate(of)}
+
+
+def by_part(rows: Rows) -> Rows:
+    """A row for each part of a time line."""
+    figures = ("urgent", "normal", "late", "gain")
+    labels = ("policy", "load", "seed")
+    return [
+        {**{name: row[name] for name in labels}, "part": part + 1}
+        | {name: row[f"{name} {part}"] for name in figures}
+        for row in rows
+        for part in range(PARTS)
+    ]
+
+
+def _labelled(kinds: Sequence[Contender]) -> dict[str, Contender]:
+    return {each.label: each for each in kinds}
+
+
+TIMED, HIGH = (*_plain("fcfs", "sjf", "sarathi", "edf"), SLIDE), 1.3
+TIME_LINES = Experiment(
+    "proserve_time_lines",
+    "ProServe Fig. 6, 16 and 17",
+    "How do urgent and late requests, and the gain per second, develop?",
+    seeds=5,
+    setting={
+        **SETTING,
+        "Data": "azure",
+        "Time": "a tenth of the arrivals' 60 s per part; counts are means over its batches",
+        "Urgent": "by SlideBatching's partition, whatever the policy",
+    },
+    grids=[
+        Product(
+            time_line,
+            {
+                "policy": Scaled(_labelled(TIMED[-2:]), _labelled(TIMED)),
+                "load": Scaled((HIGH,), (0.8, 1.0, HIGH)),
+            },
+            {"span": SPAN},
+        )
+    ],
+    derive=by_part,
+    tables=[
+        *pivots(
+            {"urgent": "urgent", "late": "past their deadline"},
+            *(("policy",), "part"),
+            title=f"Fig. 6: requests that are {{}}, load {HIGH}",
+            where={"load": HIGH, "policy": ("edf", "fcfs", "sjf")},
+        ),
+        Pivot(
+            f"Fig. 16: TDG per second over the mean of the greatest there could be, load {HIGH}",
+            *("gain", ("policy",), "part"),
+            where={"load": HIGH, "policy": ("sarathi", "slidebatching")},
+        ),
+        *pivots(
+            {"urgent": "urgent", "normal": "normal"},
+            *(("load",), "part"),
+            title="Fig. 17: {} requests of SlideBatching",
+            where={"policy": "slidebatching"},
+        ),
+    ],
 )
 
 # On several nodes.

@@ -19,12 +19,13 @@ from sluice.benchmarks.experiments.pab_admission import Rejecting
 from sluice.controller.config import ControllerConfig
 from sluice.scheduling import admission as admissions
 from sluice.scheduling import routing
-from sluice.scheduling.batching import make_policy
+from sluice.scheduling.batching import POLICIES, BatchPolicy, make_policy
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency
 from sluice.scheduling.latency.speculation import AllDrafts
 from sluice.scheduling.placement.length import OracleLengths, TaskLengths
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.request.objective import SLO, GainWeights
+from sluice.scheduling.roles import Role
 from sluice.simulation.cluster import REFUSED, Incident, Node, simulate_cluster
 from sluice.simulation.config import Autoscaling, ClusterConfig, EngineConfig, WhenUnattainable
 from sluice.simulation.forward import LLAMA3_8B, LLAMA3_70B
@@ -34,6 +35,7 @@ from sluice.simulation.metrics import (
     column,
     deadline_gain,
     stages,
+    workload_weights,
     worst_by_request,
 )
 from sluice.simulation.preemption import PreemptionConfig
@@ -218,12 +220,22 @@ def lengths_of(workload: Workload, oracle: bool, seed: int) -> OracleLengths | T
     return OracleLengths(lengths, 0.0, seed) if oracle else TaskLengths()
 
 
+def local_policy(contender: Contender, workload: Workload, role: Role = "mixed") -> BatchPolicy:
+    """A new policy of ``contender`` for a replica of this role. Unless its options say otherwise it
+    weighs first tokens as the TDG of ``workload`` does (ProServe §5.1)."""
+    options = dict(contender.options)
+    if "first_weight" in POLICIES[contender.policy].Options.model_fields:
+        weights = workload_weights(workload)
+        options.setdefault("first_weight", weights.first / weights.later)
+    return make_policy(contender.policy, options, role=role)
+
+
 def run(
     workload: Workload, contender: Contender, setup: Setup, seed: int, oracle: bool = False
 ) -> Run:
     """One run of an engine; ``seed`` is that of the noise, for ``oracle`` see
     :func:`lengths_of`."""
-    policy = make_policy(contender.policy, contender.options)
+    policy = local_policy(contender, workload)
     if contender.all_drafts:
         policy.speculation = AllDrafts()
     rejecting = Rejecting(policy) if contender.rejecting else None
@@ -269,7 +281,7 @@ def run_cluster(
     when = {SLO().service_class: system.unattainable}
     result = simulate_cluster(
         workload,
-        lambda role: make_policy(local.policy, local.options),
+        lambda role: local_policy(local, workload, role),
         make_router(system.router, seed),
         *node_of(setup),
         layout.cluster.model_copy(update={"when_unattainable": when}),

@@ -124,6 +124,7 @@ class MirroredReplica:
             hello.preempts,
             hello.role,
             _transfers(summary),
+            hello.policy,
         )
 
 

@@ -17,7 +17,8 @@ from sluice.deploy.commands.options import as_json as json_option
 from sluice.deploy.commands.profile_report import Fitted, Measured
 from sluice.deploy.config import SluiceConfig
 from sluice.replica.vllm.setup import survive_module_scan
-from sluice.scheduling.latency.fit import BatchFamily, fit
+from sluice.scheduling.latency.choice import best_fit
+from sluice.scheduling.latency.fit import BatchFamily, fit, fit_without_context
 from sluice.scheduling.latency.profile import LatencyProfile
 from sluice.scheduling.latency.step_errors import errors_by_kind, step_errors
 
@@ -52,9 +53,8 @@ _REQUESTS = 1024
 @click.option(
     "--family",
     type=click.Choice(FAMILIES),
-    default="linear",
-    show_default=True,
-    help="Form of the model.",
+    help="Form of the model. Default: linear or prefill_decode, whichever predicts steps better "
+    "that are held out from its fit.",
 )
 @click.option(
     "--out",
@@ -74,7 +74,7 @@ def profile(
     policy: str | None,
     served: str | None,
     rounds: int,
-    family: BatchFamily,
+    family: BatchFamily | None,
     out: Path | None,
     plot: Path | None,
     as_json: bool,
@@ -166,26 +166,28 @@ async def measure(
     return Measured(info.model, info.policy, key, start or info.profile, swept, tried)
 
 
-def fit_sweep(measured: Measured, family: BatchFamily) -> Fitted:
-    """Fit ``family`` to the sweep and find its errors.
+def fit_sweep(measured: Measured, family: BatchFamily | None = None) -> Fitted:
+    """Fit ``family``, or the one that predicts better, to the sweep and find its errors.
 
     Raises:
         ValueError: the sweep has too few steps for it.
     """
-    model, report = fit(measured.swept, family)
+    swept, unseen = measured.swept, measured.unseen
+    model, report = best_fit(swept) if family is None else fit(swept, family)
     others: dict[str, float] = {}
     for other in FAMILIES:
-        if other != family:
+        if other != model.family:
             try:
-                rival, _ = fit(measured.swept, other)
+                rival, _ = fit(swept, other)
             except ValueError:
                 continue
-            others[other] = step_errors(rival, measured.unseen).mape
-    others["start"] = step_errors(measured.start.model, measured.unseen).mape
+            others[other] = step_errors(rival, unseen).mape
+    others["without_context"] = step_errors(fit_without_context(swept)[0], unseen).mape
+    others["start"] = step_errors(measured.start.model, unseen).mape
     return Fitted(
         LatencyProfile.of(measured.key, model, report),
-        errors_by_kind(model, measured.swept),
-        errors_by_kind(model, measured.unseen),
+        errors_by_kind(model, swept),
+        errors_by_kind(model, unseen),
         others,
     )
 

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from sluice.scheduling.latency.model import StepSample
 
 _FORMATS = (".png", ".pdf", ".svg")
+_OTHERS = {
+    "start": "the profile used so far",
+    "without_context": "family linear without its terms of the context",
+}
 _COLOURS = dict(zip(KINDS, ("#2a6fbb", "#d1742f", "#3f9457"), strict=True))
 
 
@@ -51,7 +55,8 @@ class Fitted:
     in_sample: dict[str, StepErrors]
     out_of_sample: dict[str, StepErrors]
     others: dict[str, float]
-    """Mean error out of sample of the other families, and of the profile of today (``start``)."""
+    """Mean error out of sample of the other families, of ``linear`` ``without_context``, and of the
+    profile of today (``start``)."""
 
 
 @contextmanager
@@ -85,9 +90,12 @@ def print_tables(measured: Measured, fitted: Fitted, kept: Path | None) -> None:
             table.add_row(f"{title}, {kind}", *_cells(entry))
         table.add_section()
     print_table(table, console)
+    report = fitted.profile.report
+    if report is not None and report.held_out is not None:
+        say(f"mean error on steps of the sweep that were held out: {report.held_out:.1%}")
     say(f"The {dropped} worst steps of the sweep were left out of the fit, not of this table.")
     for name, mape in fitted.others.items():
-        what = "the profile used so far" if name == "start" else f"family {name}"
+        what = _OTHERS.get(name, f"family {name}")
         say(f"mean error on unseen steps of {what}: {mape:.1%}", highlight=False)
     if kept is None:
         say("Not kept: a simulated engine knows its own times. --out FILE writes it.")

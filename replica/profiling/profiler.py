@@ -22,8 +22,8 @@ from sluice.replica.config import EngineConfig
 from sluice.replica.scheduler.local_scheduler import DEFAULT_MODEL
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import RequestArgs, to_xargs
-from sluice.scheduling.latency.fit import fit
-from sluice.scheduling.latency.profile import LatencyProfile
+from sluice.scheduling.latency.choice import best_fit
+from sluice.scheduling.latency.profile import FitReport, LatencyProfile
 from sluice.scheduling.request.objective import SLO
 
 logger = logging.getLogger(__name__)
@@ -56,20 +56,29 @@ async def latency_profile(llm: Any, table: StateTable, config: EngineConfig) -> 
     started_s = time.monotonic()
     await measure(llm, table, config.profile_budget_s)
     try:
-        model, report = fit(table.samples())
+        model, report = best_fit(table.samples())
     except ValueError as error:
         logger.warning("no latency profile; planning with a default: %s", error)
         return LatencyProfile.of(key, DEFAULT_MODEL, None)
     profile = LatencyProfile.of(key, model, report)
     logger.info(
-        "latency profile in %.1f s: %r, mean error %.1f %% over %d steps",
+        "latency profile in %.1f s: family %s, %r, mean error %.1f %% over %d steps%s",
         time.monotonic() - started_s,
+        model.family,
         model,
         100 * report.mape,
         report.samples,
+        _held_out(report),
     )
     write_profile(path, profile)
     return profile
+
+
+def _held_out(report: FitReport) -> str:
+    if report.held_out is None or report.held_out_without_context is None:
+        return ""
+    own, without = 100 * report.held_out, 100 * report.held_out_without_context
+    return f", {own:.1f} % on held-out steps ({without:.1f} % by new tokens alone)"
 
 
 def profile_key(vllm_config: Any, config: EngineConfig) -> str:

@@ -17,10 +17,11 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from sluice.replica.preemption_config import PreemptionConfig
-from sluice.scheduling.batching import BestEffortOptions
+from sluice.scheduling.batching import BatchPolicy, BestEffortOptions, make_policy
 from sluice.scheduling.fleet.prefix import CHUNK_ENDS, MAX_CHUNKS, NO_PREFIX, PromptPrefix
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage
+from sluice.scheduling.roles import Role
 
 _Parsed = TypeVar("_Parsed")
 
@@ -195,6 +196,7 @@ class SchedulerSettings(BaseModel):
     state_table: Path = Field(description="File of the state table; it exists already.")
     policy: str = Field(description="Batch policy.")
     policy_options: dict[str, Any] = Field(default_factory=dict, description="Its options.")
+    role: Role = Field(default="mixed", description="What the replica does of a request.")
     best_effort: BestEffortOptions = Field(
         default_factory=BestEffortOptions, description="How best-effort requests are served."
     )
@@ -205,6 +207,10 @@ class SchedulerSettings(BaseModel):
     cpu_core: int | None = Field(
         default=None, ge=0, description="Core that the scheduling thread is pinned to."
     )
+
+    def make_policy(self) -> BatchPolicy:
+        """A new policy of these settings."""
+        return make_policy(self.policy, self.policy_options, self.best_effort, self.role)
 
     def to_additional_config(self) -> dict[str, Any]:
         """The value of vLLM's ``additional_config``."""

@@ -38,6 +38,7 @@ from sluice.scheduling.batching import make_policy
 from sluice.scheduling.fleet.state import EngineState
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.latency.profile import LatencyProfile
+from sluice.scheduling.roles import Role
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ class SimulatedEngine:
         replica_id: names its batch log.
         max_live_requests: max API calls at once, at four sequences each; further calls get 503.
         clock: seconds, monotonic.
+        role: which phases of a request it serves.
 
     Raises:
         ValueError: the latency profile is invalid.
@@ -114,15 +116,17 @@ class SimulatedEngine:
         replica_id: str,
         max_live_requests: int,
         clock: Callable[[], float] = time.monotonic,
+        role: Role = "mixed",
     ) -> None:
         profile = _profile(config)
+        policy = make_policy(config.policy, config.policy_options, config.best_effort, role)
         self._clock = clock
         self._table = StateTable.create(table_capacity(max_live_requests), clock=clock)
         log = None
         if config.batch_log is not None:
             log = BatchLog(config.batch_log / f"{replica_id}.jsonl")
         scheduler = LocalScheduler(
-            make_policy(config.policy, config.policy_options, config.best_effort),
+            policy,
             self._table,
             profile.model.with_headroom(config.headroom),
             log,
@@ -134,6 +138,7 @@ class SimulatedEngine:
         self._info = EngineInfo(
             model=config.served_model_name or config.model,
             policy=config.policy,
+            policy_options=policy.options.model_dump(mode="json"),
             max_model_tokens=self._core.max_model_tokens,
             max_batch_tokens=config.simulated.max_batch_tokens,
             max_sequences=config.simulated.max_sequences,

@@ -149,6 +149,7 @@ class VllmEngine:
                 state_table=path,
                 policy=config.policy,
                 policy_options=config.policy_options,
+                role=self._role,
                 best_effort=config.best_effort,
                 preemption=config.preemption,
                 batch_log=None if log is None else log / f"{self._replica_id}.jsonl",
@@ -170,6 +171,7 @@ class VllmEngine:
         block_tokens = vllm_config.cache_config.block_size
         profile = explicit or await latency_profile(self._llm, self._table, self._config)
         self._table.set_model(profile.model.with_headroom(self._config.headroom))
+        settings = SchedulerSettings.from_additional_config(vllm_config.additional_config)
         return EngineInfo(
             model=name,
             policy=self._config.policy,
@@ -180,6 +182,7 @@ class VllmEngine:
             block_tokens=block_tokens,
             profile=profile,
             preempts=self._config.preemption.granularity != "off",
+            policy_options=settings.make_policy().options.model_dump(mode="json"),
         )
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[ResponseItem]:

@@ -46,7 +46,7 @@ from sluice.replica.vllm.support import (
     second_queue_name,
 )
 from sluice.replica.vllm.views import RequestViews
-from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
+from sluice.scheduling.batching import BatchBudget, BatchPlan
 from sluice.scheduling.batching.warm_up import warm_up
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, RequestView
@@ -82,7 +82,7 @@ class PlanMixin(_Base):
         log = BatchLog(settings.batch_log) if settings.batch_log is not None else None
         table = StateTable.open(settings.state_table)
         self._local = LocalScheduler(
-            make_policy(settings.policy, settings.policy_options, settings.best_effort),
+            settings.make_policy(),
             table,
             log=log,
         )

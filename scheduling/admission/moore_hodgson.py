@@ -110,7 +110,7 @@ def promises(
     binds = np.zeros(count, np.int8)
     job = asked[0]
     now_s, prompt_tokens = job.now_s, job.prompt_tokens
-    all_figures, all_pieces, starts, prefills, loads = fleet
+    all_figures, all_pieces, starts, prefills, loads, _ = fleet
     for place in range(count):
         candidate = candidates[place]
         row, splits, work_s = candidate.row, candidate.splits, candidate.work_s

@@ -258,7 +258,7 @@ def promises(
     binds = np.zeros(count, np.int8)
     job = asked[0]
     now_s, prompt_tokens = job.now_s, job.prompt_tokens
-    figures, pieces, starts, prefills, loads = fleet
+    figures, pieces, starts, prefills, loads, _ = fleet
     for place in range(count):
         candidate = candidates[place]
         row, splits, work_s = candidate.row, candidate.splits, candidate.work_s

@@ -28,6 +28,7 @@ from sluice.scheduling.batching.slidebatching import SlideBatching
 from sluice.scheduling.batching.slos_serve import SLOsServe
 from sluice.scheduling.batching.weighted_vtc import WeightedVTC
 from sluice.scheduling.policy import Registry
+from sluice.scheduling.roles import Role
 
 __all__ = [
     "POLICIES",
@@ -66,13 +67,14 @@ def make_policy(
     name: str,
     options: Mapping[str, Any] | None = None,
     best_effort: BestEffortOptions | None = None,
+    role: Role = "mixed",
 ) -> BatchPolicy:
     """Build the batch policy called ``name`` with its options and with the best-effort options,
-    which are the same for every policy.
+    which are the same for every policy. The replica's ``role`` decides what ``options`` leave open.
 
     Raises:
         ValueError: no such policy, or an option that is unknown or out of range.
     """
-    policy = POLICIES.make(name, options)
+    policy = POLICIES.make(name, options, role)
     policy.best_effort = BestEffort(best_effort)
     return policy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Literal
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from sluice.scheduling.request.kernels import (
     PRIORITY,
     TPOT,
     Floats,
+    Ints,
     by_deadline,
     deadlines_s,
     is_prefill,
@@ -26,6 +27,7 @@ from sluice.scheduling.request.kernels import (
 )
 from sluice.scheduling.request.objective import Anchor
 from sluice.scheduling.request.queue import QueueView
+from sluice.scheduling.roles import Role
 
 LEAST_WORK_S = 1e-12
 """Work counts as at least this much, seconds: by some models it takes no time."""
@@ -34,11 +36,11 @@ LEAST_WORK_S = 1e-12
 class SlideBatchingOptions(PrefillShareOptions):
     """Options of :class:`SlideBatching`."""
 
-    boundary: Literal["phi_a", "phi_c", "phi_p"] = Field(
-        default="phi_a",
+    boundary: Literal["phi_a", "phi_c", "phi_p"] | None = Field(
+        default=None,
         description="Estimate of a request's longest wait: `phi_a` the whole queue (Eq. 8), "
         "`phi_c` the requests due before it (Eq. 9), `phi_p` the whole queue with one batch per "
-        "request, for instances that only prefill.",
+        "request. Default: `phi_p` on replicas of a prefill pool, `phi_a` on others.",
     )
     order: Literal["slide", "deadline", "density"] = Field(
         default="slide",
@@ -85,6 +87,31 @@ class SlideBatchingOptions(PrefillShareOptions):
         "about that of the Azure 2023 conversation trace (1,237 over 222 tokens).",
     )
 
+    def for_role(self, role: Role) -> Self:
+        """With the ``boundary`` for the role, unless one is set."""
+        if self.boundary is not None:
+            return self
+        return self.model_copy(update={"boundary": "phi_p" if role == "prefill" else "phi_a"})
+
+
+class Partition(NamedTuple):
+    """A queue of ``n`` requests, split by :class:`SlideBatching`.
+
+    Attributes:
+        due_s: ``float64[n]``, when the next token of each is due; infinite for no deadline.
+        work_s: ``float64[n]``, predicted time of the pending tokens of each.
+        budget_s: time budget of the next batch, seconds.
+        order: ``int64[n]``, rows by deadline.
+        urgent: ``bool[m]``, whether each of the first ``m`` rows of ``order``, which have a
+            deadline, is urgent.
+    """
+
+    due_s: Floats
+    work_s: Floats
+    budget_s: float
+    order: Ints
+    urgent: NDArray[np.bool_]
+
 
 class SlideBatching(BatchPolicy):
     """Splits the queue at a load-dependent boundary and fills a time budget. ``O(n log n)``.
@@ -95,9 +122,8 @@ class SlideBatching(BatchPolicy):
     1. ``budget = max(min remain, eta)``.
     2. A request is urgent if ``remain < gamma * phi``. ``phi`` is ``budget / (budget - t_c)`` times
        the sum of ``exec`` over the queue (``phi_a``, Eq. 8) or over the requests due no later
-       (``phi_c``, Eq. 9), where ``t_c`` is the fixed time of a step. On instances that only
-       prefill, ``phi`` is the sum of ``exec`` plus one ``t_c`` per request (``phi_p``): one batch
-       for each.
+       (``phi_c``, Eq. 9), where ``t_c`` is the fixed time of a step. On replicas that only prefill,
+       ``phi`` is the sum of ``exec`` plus one ``t_c`` per request (``phi_p``): one batch for each.
     3. Urgent requests by density descending, then normal ones by ``remain`` ascending, until the
        budget is full; the prefill that does not fit is chunked to it.
 
@@ -128,7 +154,7 @@ class SlideBatching(BatchPolicy):
     Options = SlideBatchingOptions
 
     def __init__(self, options: SlideBatchingOptions | None = None) -> None:
-        options = options or SlideBatchingOptions()
+        options = (options or SlideBatchingOptions()).for_role("mixed")
         super().__init__(options)
         self._boundary = options.boundary
         self._order = options.order
@@ -145,22 +171,10 @@ class SlideBatching(BatchPolicy):
     ) -> None:
         """Rank the queue, then fill the time budget."""
         table = queue.table
-        due_s = deadlines_s(table, self._anchor.code)
+        due_s, work_s, budget_s, order, urgent = self.partition(table, now_s, latency)
         prefill = is_prefill(table)
-        # Without the estimator a token counts as one second: only the density uses it.
-        work_s = table[:, PENDING]
-        if self._latency_aware:
-            work_s = pending_work_s(table, latency.pieces)
-        order = by_deadline(np.arange(len(table)), due_s)
-        ranked = order[: np.searchsorted(due_s[order], inf)]
-        unbound = order[len(ranked) :]
+        ranked, unbound = order[: len(urgent)], order[len(urgent) :]
         unbound = unbound[np.argsort(prefill[unbound], kind="stable")]
-
-        remain_s = due_s[ranked] - now_s
-        budget_s = inf
-        if self._latency_aware:
-            budget_s = self._budget_s(table, remain_s, work_s[ranked], latency)
-        urgent = self._urgent(remain_s, work_s[ranked], budget_s, latency)
         weight = np.where(table[:, EMITTED] == 0, self._first_weight, 1.0) * table[:, PRIORITY]
         density = weight / np.maximum(work_s, LEAST_WORK_S)
         dense = ranked[urgent]
@@ -177,6 +191,22 @@ class SlideBatching(BatchPolicy):
         rows = np.concatenate((dense, ranked[~urgent], unbound))
         batch.take(rows, budget_s)
         batch.ensure_progress(rows)
+
+    def partition(self, table: Floats, now_s: float, latency: LatencyModel) -> Partition:
+        """Which requests of a queue, ``float64[n, FIELDS]``, are urgent."""
+        due_s = deadlines_s(table, self._anchor.code)
+        # Without the estimator a token counts as one second: only the density uses it.
+        work_s = table[:, PENDING]
+        if self._latency_aware:
+            work_s = pending_work_s(table, latency.pieces)
+        order = by_deadline(np.arange(len(table)), due_s)
+        ranked = order[: np.searchsorted(due_s[order], inf)]
+        remain_s = due_s[ranked] - now_s
+        budget_s = inf
+        if self._latency_aware:
+            budget_s = self._budget_s(table, remain_s, work_s[ranked], latency)
+        urgent = self._urgent(remain_s, work_s[ranked], budget_s, latency)
+        return Partition(due_s, work_s, budget_s, order, urgent)
 
     def _budget_s(
         self, table: Floats, remain_s: Floats, work_s: Floats, latency: LatencyModel

@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.ledger import Ledger, Reservation
+from sluice.scheduling.fleet.local_orders import ORDERS, SLIDE
 from sluice.scheduling.fleet.prefix import PrefixIndex
 from sluice.scheduling.fleet.report import Report, add_reservation, fold
 from sluice.scheduling.fleet.rows import (
     FIGURES,
+    LENT_FIELDS,
     LOAD_FIELDS,
     PREFILL_FIELDS,
     FleetArrays,
@@ -91,6 +93,7 @@ class Fleet:
         self.starts: Ints = np.zeros(0, np.int64)
         self.prefills: Floats = np.zeros((0, PREFILL_FIELDS))
         self.loads: Floats = np.zeros((0, LOAD_FIELDS))
+        self.lent: Floats = np.zeros((0, LENT_FIELDS))
         self._rooms: Ints = np.zeros(0, np.int64)
         self._used = 0
         self._reports: list[Report | None] = []
@@ -113,7 +116,9 @@ class Fleet:
     @property
     def arrays(self) -> FleetArrays:
         """The arrays, for compiled loops; valid until the next change."""
-        return FleetArrays(self.figures, self.pieces, self.starts, self.prefills, self.loads)
+        return FleetArrays(
+            self.figures, self.pieces, self.starts, self.prefills, self.loads, self.lent
+        )
 
     # Membership.
 
@@ -300,7 +305,8 @@ class Fleet:
             return  # it has just been counted, with this one
         row = self.row_of[made.replica_id]
         figures = self.figures[row]
-        self._make_room(row, int(max(figures[figure.QUEUED], figures[figure.LOADS])) + 1)
+        queued, lent = figures[figure.QUEUED], figures[figure.LENT_QUEUED]
+        self._make_room(row, int(max(queued, lent, figures[figure.LOADS])) + 1)
         add_reservation(figures, self.pieces[row], *self._entries(row), made.record)
 
     def release(self, keys: Iterable[int]) -> None:
@@ -358,13 +364,13 @@ class Fleet:
         self._willing = np.concatenate((self._willing, np.zeros(more, bool)))
         self._sound = np.concatenate((self._sound, np.zeros(more, bool)))
 
-    def _entries(self, row: int) -> tuple[Floats, Floats]:
-        """The prefills and the loads of a row, to their full capacity."""
+    def _entries(self, row: int) -> tuple[Floats, Floats, Floats]:
+        """The prefills, the loads and the best-effort prefills of a row, to their full capacity."""
         own = slice(self.starts[row], self.starts[row] + self._rooms[row])
-        return self.prefills[own], self.loads[own]
+        return self.prefills[own], self.loads[own], self.lent[own]
 
     def _make_room(self, row: int, entries: int) -> None:
-        """Have room for ``entries`` prefills and loads of a row; what it has is kept. ``O(1)``
+        """Have room for ``entries`` of each kind in a row; what it has is kept. ``O(1)``
         copies of an entry, amortised."""
         if entries <= self._rooms[row]:
             return
@@ -381,15 +387,17 @@ class Fleet:
         """Move all entries together, into twice the space that they need with ``more`` of them."""
         rows = np.flatnonzero(self._rooms)
         space = 2 * (int(self._rooms.sum()) + more)
-        prefills, loads = np.zeros((space, PREFILL_FIELDS)), np.zeros((space, LOAD_FIELDS))
+        fields = (PREFILL_FIELDS, LOAD_FIELDS, LENT_FIELDS)
+        moved = tuple(np.zeros((space, each)) for each in fields)
         used = 0
         for row in rows.tolist():
-            old_prefills, old_loads = self._entries(row)
-            end = used + len(old_prefills)
-            prefills[used:end], loads[used:end] = old_prefills, old_loads
+            end = used + int(self._rooms[row])
+            for new, old in zip(moved, self._entries(row), strict=True):
+                new[used:end] = old
             self.starts[row] = used
             used = end
-        self.prefills, self.loads, self._used = prefills, loads, used
+        self.prefills, self.loads, self.lent = moved
+        self._used = used
 
     def _again(self, replica_id: str) -> None:
         """Count a replica again from its last report."""
@@ -408,6 +416,7 @@ class Fleet:
         figures[figure.TOTAL_BLOCKS] = report.total_blocks
         figures[figure.BLOCK_TOKENS] = report.block_tokens
         figures[figure.PLACES] = report.places
+        figures[figure.ORDER] = ORDERS.get(report.policy, SLIDE)
         own = (figures, self.pieces[row], *self._entries(row))
         moment = (report.made_s, report.stepped_s, report.offset_s, report.preempts)
         settings = self.settings

@@ -30,11 +30,13 @@ from sluice.scheduling.fleet.rows import (
     LATER_S,
     LENT_BLOCKS,
     LENT_PLACES,
+    LENT_QUEUED,
     LOADS,
     NEEDED_BLOCKS,
     PAB,
     PACE_S,
     PROMISED,
+    QUEUE_PACE_S,
     QUEUED,
     RESERVED,
     RUNNING,
@@ -49,6 +51,7 @@ from sluice.scheduling.fleet.rows import (
     add_later,
     add_load,
     advance,
+    lend,
     pace_of,
     put_in_order,
     room_s,
@@ -98,6 +101,7 @@ class Report(NamedTuple):
             is more urgent (:mod:`sluice.scheduling.preemption`).
         role: what it does of requests.
         transfers: what KV it has taken over since its start.
+        policy: registered name of its local policy.
     """
 
     rows: np.ndarray
@@ -113,6 +117,7 @@ class Report(NamedTuple):
     preempts: bool = False
     role: Role = "mixed"
     transfers: Transfers = NO_TRANSFERS
+    policy: str = ""
 
 
 class Pace(NamedTuple):
@@ -137,11 +142,11 @@ def clear(figures: Floats, pieces: Floats) -> None:
     for figure in (
         WAITING, RUNNING, RESERVED, TOKENS, CONTEXT, DECODES, DECODE_S, NEEDED_BLOCKS, LENT_BLOCKS,
         LENT_PLACES, BEST_EFFORT_S, EXPECTED_BLOCKS, BLOCKS_PER_S, QUEUED, LOADS, PROMISED,
-        DECODE_SHARES, SPENT_S, CLAIMED_BLOCKS, LATER_S,
+        DECODE_SHARES, SPENT_S, CLAIMED_BLOCKS, LATER_S, LENT_QUEUED,
     ):  # fmt: skip
         figures[figure] = 0.0
     figures[FIXED_S] = pieces[:, FIXED].max()
-    figures[PACE_S] = figures[DUE_S] = figures[DECODE_PACE_S] = inf
+    figures[PACE_S] = figures[QUEUE_PACE_S] = figures[DUE_S] = figures[DECODE_PACE_S] = inf
 
 
 @compiled
@@ -181,13 +186,16 @@ def budget_tokens(pieces: Floats, decode_s: Floats, forced: float, horizon_s: fl
 
 
 @compiled
-def count_best_effort(figures: Floats, pieces: Floats, row: Any, prefill: bool) -> None:
+def count_best_effort(
+    figures: Floats, pieces: Floats, lent: Floats, row: Any, due_s: float, prefill: bool
+) -> None:
     """Count a reported request to which nothing was guaranteed."""
     if row.phase == 2:
         figures[LENT_BLOCKS] += row.kv_blocks
         figures[LENT_PLACES] += 1.0
     if prefill:
-        figures[BEST_EFFORT_S] += most_work_s(pieces, row.pending_tokens, row.computed_tokens)
+        work_s = most_work_s(pieces, row.pending_tokens, row.computed_tokens)
+        lend(figures, lent, due_s, work_s, float(row.priority), False)
 
 
 @compiled
@@ -256,6 +264,7 @@ def fold(
     pieces: Floats,
     prefills: Floats,
     loads: Floats,
+    lent: Floats,
     rows: np.ndarray,
     moment: tuple[float, float, float, bool],
     reference: tuple[float, float],
@@ -289,17 +298,6 @@ def fold(
         whole = ceil((row.prompt_tokens + expected) / figures[BLOCK_TOKENS])
         figures[EXPECTED_BLOCKS] += max(0.0, whole - row.kv_blocks)
         prefill = needs_prefill(row.emitted_tokens, row.pending_tokens)
-        if row.best_effort > 0:
-            count_best_effort(figures, pieces, row, prefill)
-            continue
-        figures[CLAIMED_BLOCKS] += claim(
-            row.prompt_tokens, whole_tokens, row.emitted_tokens, row.kv_blocks,
-            figures[BLOCK_TOKENS], figures[TOTAL_BLOCKS],
-        )  # fmt: skip
-        add_later(
-            figures, pieces, float(row.later_stages), float(row.later_tokens),
-            float(row.prompt_tokens), expected - row.emitted_tokens, float(row.tpot_s),
-        )  # fmt: skip
         ttft_s, tpot_s = paced(float(row.ttft_s), float(row.tpot_s), float(row.e2e_s), expected)
         due_s = offset_s + next_due_s(
             row.emitted_tokens,
@@ -311,6 +309,17 @@ def fold(
             nan,
             FIRST,
         )
+        if row.best_effort > 0:
+            count_best_effort(figures, pieces, lent, row, due_s, prefill)
+            continue
+        figures[CLAIMED_BLOCKS] += claim(
+            row.prompt_tokens, whole_tokens, row.emitted_tokens, row.kv_blocks,
+            figures[BLOCK_TOKENS], figures[TOTAL_BLOCKS],
+        )  # fmt: skip
+        add_later(
+            figures, pieces, float(row.later_stages), float(row.later_tokens),
+            float(row.prompt_tokens), expected - row.emitted_tokens, float(row.tpot_s),
+        )  # fmt: skip
         pace = Pace(now_s, due_s, tpot_s, expected)
         least_ttft_s = min(least_ttft_s, row.ttft_s)
         if prefill:
@@ -336,12 +345,18 @@ def fold(
     figures[PAB] = budget_tokens(pieces, decode_s, forced, reference[0]) - figures[TOKENS]
     put_in_order(prefills, int(figures[QUEUED]))
     put_in_order(loads, int(figures[LOADS]))
+    put_in_order(lent, int(figures[LENT_QUEUED]))
     settle(figures, prefills, loads)
 
 
 @compiled
 def add_reservation(
-    figures: Floats, pieces: Floats, prefills: Floats, loads: Floats, reservation: Any
+    figures: Floats,
+    pieces: Floats,
+    prefills: Floats,
+    loads: Floats,
+    lent: Floats,
+    reservation: Any,
 ) -> None:
     """Add a decision that the replica has not reported yet, :data:`RESERVATION` ``[1]``, to what a
     replica has. ``O(prefills + loads)``."""
@@ -350,7 +365,8 @@ def add_reservation(
     figures[RESERVED] += 1.0
     figures[EXPECTED_BLOCKS] += ceil((prompt_tokens + made.output_tokens) / block)
     if not made.promised:
-        figures[BEST_EFFORT_S] += most_work_s(pieces, made.new_tokens, made.cached_tokens)
+        work_s = most_work_s(pieces, made.new_tokens, made.cached_tokens)
+        lend(figures, lent, made.due_s, work_s, made.priority, True)
         return
     figures[CLAIMED_BLOCKS] += claim(
         prompt_tokens, made.output_tokens, 0.0, 0.0, block, figures[TOTAL_BLOCKS]

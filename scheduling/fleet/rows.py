@@ -1,8 +1,8 @@
 """Compiled loops over what a fleet knows of one replica: taking requests in, and summing them up.
 
-A replica is a row of three arrays, see :class:`FleetArrays`: its figures, its guaranteed prefills
-by deadline, and its loads, which are the guaranteed decodes of now and of those prefills later, by
-the time from which they cost. All times are seconds on the fleet's clock.
+A replica is a row of four arrays, see :class:`FleetArrays`: its figures; its guaranteed prefills by
+deadline; its loads, which are the guaranteed decodes of now and of those prefills later, by the
+time from which they cost; and its best-effort prefills. All times are seconds on the fleet's clock.
 
 The prefill capacity until ``t`` is what is left of the time since the report if each decode is
 delayed to its slack and then keeps its pace (FairBatching appendix A, steps 1 to 4)::
@@ -69,7 +69,10 @@ SPENT_UNTIL_S = 31  # when the latest decision was made, or the work began
 SPENT_S = 32  # capacity until then, which is spent
 CLAIMED_BLOCKS = 33  # blocks that guaranteed requests are expected to need beyond those they hold
 LATER_S = 34  # prefill of later stages that is expected each second
-FIGURES = 35
+QUEUE_PACE_S = 35  # least pace that can be held of the guaranteed prefills' decodes later
+LENT_QUEUED = 36  # best-effort prefills, entries of `lent`
+ORDER = 37  # in which its local policy takes prefills, a code of `local_orders`
+FIGURES = 38
 
 # A guaranteed prefill.
 PREFILL_DUE_S = 0
@@ -91,6 +94,12 @@ SHARES = 3  # sum of the shares up to and with this one, more frequent steps inc
 OFFSETS_S = 4  # the same of share * due
 LOAD_FIELDS = 5
 
+# A best-effort prefill.
+LENT_DUE_S = 0
+LENT_WORK_S = 1
+LENT_PRIORITY = 2
+LENT_FIELDS = 3
+
 LEAST_RATE = 0.05
 """Least share of a replica's time that counts as left for prefill, in predictions."""
 
@@ -104,12 +113,14 @@ class FleetArrays(NamedTuple):
     Attributes:
         figures: ``float64[rows, FIGURES]``, sums.
         pieces: ``float64[rows, most pieces, COEFFICIENTS]``, the corrected latency models.
-        starts: ``int64[rows]``, where a replica's entries begin in the other two arrays.
+        starts: ``int64[rows]``, where a replica's entries begin in the other three arrays.
         prefills: ``float64[room, PREFILL_FIELDS]``, the guaranteed prefills of all replicas; those
             of a replica are by deadline, with prefix sums of their work, ``figures[row, QUEUED]``
             from ``starts[row]`` on.
         loads: ``float64[room, LOAD_FIELDS]``, the guaranteed decodes in the same way,
             ``figures[row, LOADS]`` from ``starts[row]`` on.
+        lent: ``float64[room, LENT_FIELDS]``, the best-effort prefills by deadline in the same way,
+            ``figures[row, LENT_QUEUED]`` from ``starts[row]`` on.
     """
 
     figures: Floats
@@ -117,6 +128,7 @@ class FleetArrays(NamedTuple):
     starts: Ints
     prefills: Floats
     loads: Floats
+    lent: Floats
 
 
 class Prompt(NamedTuple):
@@ -288,6 +300,8 @@ def take(
         prefills[place, OWN_SHARE], prefills[place, OWN_PACE_S] = step_s / pace_s, pace_s
         begins_s = max(prompt.due_s + tpot_s, now_s)
         add_load(figures, loads, begins_s, step_s / pace_s, pace_s, in_order)
+        if tpot_s >= pace_s:
+            figures[QUEUE_PACE_S] = min(figures[QUEUE_PACE_S], pace_s)
     return work_s
 
 
@@ -302,6 +316,20 @@ def add_load(
     loads[place, STEP_SHARE] = share
     loads[place, LOAD_PACE_S] = pace_s
     figures[LOADS] += 1.0
+
+
+@compiled
+def lend(
+    figures: Floats, lent: Floats, due_s: float, work_s: float, priority: float, in_order: bool
+) -> None:
+    """Add a best-effort prefill. Where not ``in_order`` it goes to the end, to be sorted."""
+    count = int(figures[LENT_QUEUED])
+    place = put(lent, count, due_s) if in_order else count
+    lent[place, LENT_DUE_S] = due_s
+    lent[place, LENT_WORK_S] = work_s
+    lent[place, LENT_PRIORITY] = priority
+    figures[LENT_QUEUED] += 1.0
+    figures[BEST_EFFORT_S] += work_s
 
 
 @compiled

@@ -92,8 +92,7 @@ def fit(
     known = (*FAMILIES, "interaction", "polynomial_ttft")
     if family not in known:
         raise ValueError(f"unknown family {family!r}; known: {', '.join(known)}")
-    usable = [s for s in samples if s.new_tokens > 0 and 0 < s.seconds < inf]
-    data: Floats = np.array(usable, dtype=np.float64).reshape(len(usable), len(StepSample._fields))
+    data = _usable(samples)
     if family == "interaction":
         return _fit_interaction(data, trim)
     if family == "polynomial_ttft":
@@ -103,18 +102,39 @@ def fit(
     return _fit_one_piece(FAMILIES[family], data, trim)
 
 
+def fit_without_context(
+    samples: Sequence[StepSample], trim: float = 0.1
+) -> tuple[LinearLatency, FitReport]:
+    """The ``linear`` model with ``a`` and ``b`` alone, to which FairBatching §3.2 compares its own.
+
+    Raises:
+        ValueError: as :func:`fit`.
+    """
+    found = _fit_one_piece(LinearLatency, _usable(samples), trim, 2)
+    return LinearLatency.of(found[0].coefficients), found[1]
+
+
+def _usable(samples: Sequence[StepSample]) -> Floats:
+    usable = [s for s in samples if s.new_tokens > 0 and 0 < s.seconds < inf]
+    data: Floats = np.array(usable, dtype=np.float64).reshape(len(usable), len(StepSample._fields))
+    return data
+
+
 def _fit_one_piece(
-    family: type[LatencyModel], data: Floats, trim: float
+    family: type[LatencyModel], data: Floats, trim: float, count: int | None = None
 ) -> tuple[LatencyModel, FitReport]:
+    """With the first ``count`` coefficients only, the others 0; default: with all."""
     if family is PrefillDecodeLatency:
         for kind in ("prefills", "decodes"):
             if not _column(data, kind).any():
                 raise ValueError(f"no sample has {kind}, so their time cannot be fitted")
     # What one second of each coefficient adds to the piece.
-    units = [family.of(unit.tolist()).pieces[0] for unit in np.eye(len(family.names))]
+    units = [family.of(unit.tolist()).pieces[0] for unit in np.eye(len(family.names))[:count]]
     work = np.column_stack([np.ones(len(data)), data[:, : COEFFICIENTS - 1]])
     found = _trimmed(work @ np.array(units).T, _column(data, "seconds"), trim)
-    return family.of(found.lines[0].tolist()), _report(found)
+    coefficients = np.zeros(len(family.names))
+    coefficients[:count] = found.lines[0]
+    return family.of(coefficients.tolist()), _report(found)
 
 
 def _fit_roofline(data: Floats, trim: float) -> tuple[RooflineLatency, FitReport]:

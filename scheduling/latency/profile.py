@@ -16,7 +16,9 @@ class FitReport:
 
     ``mape`` and ``p90_error`` are the mean and the 90th percentile of
     ``|predicted - real| / real``; ``r2`` is of the seconds; ``dropped`` counts outliers left out
-    of the fit and of all three.
+    of the fit and of all three. ``held_out`` is the mean error on steps that a fit had not seen,
+    ``held_out_without_context`` that of ``a + b * new tokens``, both without the worst steps;
+    ``None``: not measured (:mod:`sluice.scheduling.latency.choice`).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
@@ -26,6 +28,8 @@ class FitReport:
     mape: float
     p90_error: float
     r2: float
+    held_out: float | None = None
+    held_out_without_context: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

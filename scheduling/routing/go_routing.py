@@ -13,14 +13,28 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.fleet.local_orders import (
+    ARRIVAL,
+    BY_PRIORITY,
+    DEADLINE,
+    SHORTEST,
+    SLIDE,
+)
 from sluice.scheduling.fleet.rows import (
     BEGUN_S,
-    DECODE_S,
+    DECODE_SHARES,
     FIXED_S,
+    LEAST_RATE,
+    LENT_DUE_S,
+    LENT_PRIORITY,
+    LENT_QUEUED,
+    LENT_WORK_S,
+    ORDER,
     PACE_S,
     PREFILL_DUE_S,
     PREFILL_S,
     PRIORITY,
+    QUEUE_PACE_S,
     QUEUED,
     RUNNING,
     WAITING,
@@ -68,7 +82,7 @@ class GoRoutingOptions(PolicyOptions):
         default=1.0,
         ge=0,
         le=100,
-        description="Aggressiveness of the local policy, see `gamma` of `slidebatching`.",
+        description="`gamma` of the replicas, if they run `slidebatching`.",
     )
     fallback: Literal["idlest", "random"] = Field(
         default="idlest",
@@ -92,13 +106,15 @@ class GoRouting(RoutingPolicy):
 
     For each replica, with ``Q`` its guaranteed prefills and ``r`` the request:
 
-    1. ``exec(Q)``, the time of the queue: ``phi_a(Q)`` (Eq. 8) and one step of its decodes (``n_d *
-       b_d``), or on a prefill replica ``phi_p(Q)``, a batch for each prompt; minus the known time
-       of work since the end of the replica's last step. The budget in ``phi_a`` is the minimum time
-       left to a prefill, at most the minimum TPOT.
-    2. ``gain(Q)``, the priorities of the prefills that end in time if SlideBatching orders them:
-       urgent ones (less than ``gamma * exec(Q)`` left) by priority per second of work descending,
-       then the others by deadline, each ending when all before it and itself are done.
+    1. ``exec(Q)``, the time of the queue: ``phi_a(Q)`` (Eq. 8) beside its decodes, or on a prefill
+       replica ``phi_p(Q)``, a batch for each prompt; minus the known time of work since the end of
+       the replica's last step. The budget in ``phi_a`` is the minimum time left to a prefill, at
+       most the minimum TPOT.
+    2. ``gain(Q)``, the priorities of the prefills that end in time in the order of the replica's
+       local policy (:mod:`sluice.scheduling.fleet.local_orders`), each ending when all before it
+       and itself are done. SlideBatching takes urgent ones (less than ``gamma * exec(Q)`` left) by
+       priority per second of work descending, then the others by deadline. Then come the
+       best-effort prefills, by deadline, those that would be late left out.
     3. ``delta = gain(Q + r) - gain(Q)``.
 
     Candidates ``C`` have ``delta >= alpha * max delta``. If ``max delta`` is above 0: among the
@@ -111,8 +127,14 @@ class GoRouting(RoutingPolicy):
 
     - Only prefills that could be on time if they were next count in the budget: a late one would
       pin it, as in :mod:`sluice.scheduling.batching.slidebatching`. The budget is at least twice
-      the fixed time of a step. The minimum TPOT is over the request and the decodes whose TPOT can
-      be met.
+      the fixed time of a step. The minimum TPOT is over the TPOTs that can be met of the decodes
+      and of the prefills in ``Q``, which decode next; for ``Q + r`` also over that of ``r``.
+    - The paper adds ``n_d * b_d``, one step of the decodes, however long the queue is. Here they
+      take the share of each second that their paces need.
+    - Best-effort requests yield to guaranteed ones: ``r`` can make them late, and they add nothing
+      to ``exec(Q)``.
+    - Of two requests that the local order does not distinguish, the one that is due first goes
+      first, before the new one.
     - Work on requests that the replica has not reported yet has not begun: if a replica has only
       reservations, nothing is subtracted.
     - The weight of a first token is the same for all requests, so it is left out; an infinite
@@ -123,8 +145,8 @@ class GoRouting(RoutingPolicy):
       and of the first steps on the decode replica. Prefill and mixed replicas may be compared.
     - Free blocks exclude the blocks that reserved requests on their way will need.
 
-    For each replica with ``q`` guaranteed prefills of which ``u`` are urgent: ``O(log q)`` if the
-    whole queue is on time and no request in it is urgent, else ``O(u log u)``.
+    For each replica with ``q`` guaranteed prefills of which ``u`` do not go by deadline, and ``b``
+    best-effort ones: ``O(b)`` if the whole queue is on time, else ``O(q + u log u + b)``.
     """
 
     name = "go_routing"
@@ -144,7 +166,7 @@ class GoRouting(RoutingPolicy):
 
     def choose(self, job: Job, fleet: Fleet) -> int:
         """The replica by Algorithm 2."""
-        exec_s, with_s, delta = gains_of(job, fleet, self._gamma)
+        exec_s, with_s, delta = gains_of(job, fleet, self._gamma, own=True)
         most = delta.max()
         if most <= 0:
             if self._random is not None:
@@ -161,15 +183,21 @@ class GoRouting(RoutingPolicy):
         return int(np.argmin(np.where(candidate, exec_s, inf)))
 
 
-def gains_of(job: Job, fleet: Fleet, gamma: float = 1.0) -> tuple[Floats, Floats, Floats]:
+def gains_of(
+    job: Job, fleet: Fleet, gamma: float = 1.0, own: bool = False
+) -> tuple[Floats, Floats, Floats]:
     """``exec(Q)``, ``exec(Q + r)`` and ``delta`` of each replica of a job, see :class:`GoRouting`.
 
     Args:
         job: the request.
         fleet: the replica table.
         gamma: see :class:`GoRoutingOptions`.
+        own: whether each replica counts by the order of its own local policy and with its
+            best-effort requests; else by SlideBatching's, and without them.
     """
-    found: tuple[Floats, Floats, Floats] = gains(fleet.arrays, job.candidates, job.asked, gamma)
+    found: tuple[Floats, Floats, Floats] = gains(
+        fleet.arrays, job.candidates, job.asked, gamma, own
+    )
     return found
 
 
@@ -180,7 +208,7 @@ class QueueTime(NamedTuple):
         total_s: from now on, seconds; may be negative.
         stretch: of it, per second of work.
         each_s: of it, per request.
-        offset_s: of it, for decodes, less work done already.
+        offset_s: of it, less work done already.
     """
 
     total_s: float
@@ -191,14 +219,14 @@ class QueueTime(NamedTuple):
 
 @compiled
 def gains(
-    fleet: FleetArrays, candidates: Any, asked: Any, gamma: float
+    fleet: FleetArrays, candidates: Any, asked: Any, gamma: float, own: bool
 ) -> tuple[Floats, Floats, Floats]:
     """``exec(Q)``, ``exec(Q + r)`` and ``delta`` of each of ``candidates``."""
     count = candidates.shape[0]
     exec_s, with_s, delta = np.empty(count), np.empty(count), np.empty(count)
     job = asked[0]
     now_s = job.now_s
-    figures, _, starts, prefills, _ = fleet
+    figures, _, starts, prefills, _, lent = fleet
     for place in range(count):
         candidate = candidates[place]
         of, queue = figures[candidate.row], prefills[starts[candidate.row] :]
@@ -210,7 +238,12 @@ def gains(
         after = time_of_queue(of, queue, now_s, new, 1.0, alone)
         exec_s[place] = max(0.0, before.total_s)
         with_s[place] = max(0.0, after.total_s)
-        delta[place] = delta_of(of, queue, now_s, new, gamma, before, after)
+        order = of[ORDER] if own else SLIDE
+        delta[place] = delta_of(of, queue, now_s, new, gamma, order, before, after)
+        count = int(of[LENT_QUEUED])
+        if own and count > 0:
+            others = lent[starts[candidate.row] :][:count]
+            delta[place] += lent_gain(others, now_s, after) - lent_gain(others, now_s, before)
     return exec_s, with_s, delta
 
 
@@ -227,7 +260,7 @@ def time_of_queue(
     total_s = figures[PREFILL_S] + new.work_s
     if alone:
         return QueueTime(total_s + queued * fixed_s + offset_s, 1.0, fixed_s, offset_s)
-    budget_s = min(figures[PACE_S], new.tpot_s)
+    budget_s = min(figures[PACE_S], figures[QUEUE_PACE_S], new.tpot_s)
     if more > 0.0 and new.due_s - now_s >= fixed_s + new.work_s:
         budget_s = min(budget_s, new.due_s - now_s)
     for item in range(int(figures[QUEUED])):
@@ -238,10 +271,10 @@ def time_of_queue(
             budget_s = left_s
             break
     budget_s = max(budget_s, 2.0 * fixed_s)
-    stretch = 1.0
+    taken = figures[DECODE_SHARES]
     if budget_s < inf and fixed_s > 0.0:
-        stretch = budget_s / (budget_s - fixed_s)
-    offset_s += figures[DECODE_S]
+        taken += fixed_s / budget_s
+    stretch = 1.0 / max(LEAST_RATE, 1.0 - taken)
     return QueueTime(stretch * total_s + offset_s, stretch, 0.0, offset_s)
 
 
@@ -252,58 +285,102 @@ def delta_of(
     now_s: float,
     new: Prefill,
     gamma: float,
+    order: float,
     before: QueueTime,
     after: QueueTime,
 ) -> float:
     """Gain of the queue with the request minus the gain without it."""
     queued = int(figures[QUEUED])
-    urgent_s = gamma * max(0.0, after.total_s)
-    # If no request is urgent and all end before the first deadline, all are on time.
+    # If all end before the first deadline, all are on time in any order.
     first_s = new.due_s - now_s
     if queued > 0:
         first_s = min(first_s, prefills[0, PREFILL_DUE_S] - now_s)
-    if first_s >= max(1.0, gamma) * max(0.0, after.total_s):
+    if first_s >= max(0.0, after.total_s):
         return new.priority
     # A request that is urgent without the new one is also urgent with it.
+    urgent_s = urgent_below_s(order, gamma, after.total_s)
     urgent = 0
-    while urgent < queued and prefills[urgent, PREFILL_DUE_S] - now_s < urgent_s:
+    while urgent < queued and is_urgent(prefills[urgent, PREFILL_DUE_S] - now_s, urgent_s):
         urgent += 1
     worth = np.empty(urgent)
     for item in range(urgent):
-        worth[item] = -prefills[item, PRIORITY] / max(prefills[item, WORK_S], LEAST_WORK_S)
+        worth[item] = -worth_of(order, prefills[item, PRIORITY], prefills[item, WORK_S])
     dense = np.argsort(worth, kind="mergesort")
-    without = gain_of(prefills[:queued], dense, now_s, gamma, before, NOTHING)
-    return gain_of(prefills[:queued], dense, now_s, gamma, after, new) - without
+    without = gain_of(prefills[:queued], dense, now_s, gamma, order, before, NOTHING)
+    return gain_of(prefills[:queued], dense, now_s, gamma, order, after, new) - without
+
+
+@compiled
+def urgent_below_s(order: float, gamma: float, total_s: float) -> float:
+    """Requests with less time left than this are urgent: they go by worth, before the others, which
+    go by deadline. Infinite: all are."""
+    if order == DEADLINE:
+        return -inf
+    return gamma * max(0.0, total_s) if order == SLIDE else inf
+
+
+@compiled
+def is_urgent(left_s: float, urgent_s: float) -> bool:
+    """Whether a request is, with ``left_s`` until its deadline; that may be infinite."""
+    return left_s < urgent_s or urgent_s == inf
+
+
+@compiled
+def worth_of(order: float, priority: float, work_s: float) -> float:
+    """By what urgent requests go, descending; equal ones by deadline."""
+    if order == ARRIVAL:
+        return 0.0
+    if order == BY_PRIORITY:
+        return priority
+    return (1.0 if order == SHORTEST else priority) / max(work_s, LEAST_WORK_S)
+
+
+@compiled
+def lent_gain(lent: Floats, now_s: float, takes: QueueTime) -> float:
+    """Sum of the priorities of the best-effort prefills that end in time behind a queue."""
+    gain, ends_s = 0.0, takes.total_s
+    for item in range(lent.shape[0]):
+        own_s = takes.stretch * lent[item, LENT_WORK_S] + takes.each_s
+        if max(0.0, ends_s + own_s) <= lent[item, LENT_DUE_S] - now_s:
+            ends_s += own_s
+            gain += lent[item, LENT_PRIORITY]
+    return gain
 
 
 @compiled
 def gain_of(
-    prefills: Floats, dense: Ints, now_s: float, gamma: float, takes: QueueTime, new: Prefill
+    prefills: Floats,
+    dense: Ints,
+    now_s: float,
+    gamma: float,
+    order: float,
+    takes: QueueTime,
+    new: Prefill,
 ) -> float:
-    """Sum of the priorities of the prefills that end in time, in SlideBatching's order: of the
-    queue and, if its priority is above 0, of one more request, ``new``.
+    """Sum of the priorities of the prefills that end in time, in the local order: of the queue and,
+    if its priority is above 0, of one more request, ``new``.
 
-    ``dense`` has the prefills that may be urgent, by priority per second of work descending.
+    ``dense`` has the prefills that may be urgent, by worth descending.
     """
     work_s, due_s, _, priority, _ = new
-    urgent_s = gamma * max(0.0, takes.total_s)
+    urgent_s = urgent_below_s(order, gamma, takes.total_s)
     own_s = due_s - now_s
-    own_worth = priority / max(work_s, LEAST_WORK_S)
+    own_worth = worth_of(order, priority, work_s)
     own_end = takes.stretch * work_s + takes.each_s
     to_come = priority > 0.0
     gain, ends_s = 0.0, takes.offset_s
     urgent = 0
     for place in range(dense.shape[0] + 1):
         item = dense[place] if place < dense.shape[0] else -1
-        if item >= 0 and prefills[item, PREFILL_DUE_S] - now_s >= urgent_s:
+        if item >= 0 and not is_urgent(prefills[item, PREFILL_DUE_S] - now_s, urgent_s):
             continue
         # The new request goes before the first one of lower worth, or after all.
         if (
             to_come
-            and own_s < urgent_s
+            and is_urgent(own_s, urgent_s)
             and (
                 item < 0
-                or prefills[item, PRIORITY] / max(prefills[item, WORK_S], LEAST_WORK_S) < own_worth
+                or worth_of(order, prefills[item, PRIORITY], prefills[item, WORK_S]) < own_worth
             )
         ):
             to_come = False

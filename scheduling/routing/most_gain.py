@@ -32,7 +32,8 @@ class MostGain(RoutingPolicy):
     the prefills that end in time with the request in the queue, minus the same without it. So a
     replica where the request would be late, or would make requests of greater worth late, is chosen
     only if there is no better one. GoRouting's packing, which keeps idle replicas free for later
-    requests, is left out.
+    requests, is left out. SlideBatching's order is assumed of every replica, and best-effort
+    requests do not count.
 
     The time is in seconds and includes the request itself. So a faster replica takes more requests,
     one that has become slow takes fewer, and one with the prompt's prefix in its cache is chosen

@@ -235,6 +235,8 @@ class _Timed(BatchPolicy):
 
     def __init__(self, inner: BatchPolicy, stop_at_s: float) -> None:
         super().__init__()
+        # Routers predict by the name.
+        self.name = inner.name  # type: ignore[misc]
         self._inner = inner
         self._stop_at_s = stop_at_s
 
@@ -263,7 +265,7 @@ def measure(run: Run) -> Measured:
     counts = {"replicas": both, "prefillers": prefillers, "decoders": decoders}
 
     def batch(role: Role) -> BatchPolicy:
-        policy = batching.make_policy(fleet.policy, fleet.policy_options)
+        policy = batching.make_policy(fleet.policy, fleet.policy_options, role=role)
         return _Timed(policy, run.stop_at_s)
 
     routing_options = dict(fleet.routing_options)

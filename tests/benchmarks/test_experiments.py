@@ -27,8 +27,17 @@ from sluice.benchmarks.experiments.loads import (
     profiled_budget,
     recorded,
 )
-from sluice.benchmarks.experiments.systems import DEFAULT, SETUPS, Contender, figures, run
+from sluice.benchmarks.experiments.proserve import time_line
+from sluice.benchmarks.experiments.systems import (
+    DEFAULT,
+    SETUPS,
+    Contender,
+    figures,
+    local_policy,
+    run,
+)
 from sluice.benchmarks.experiments.tables import Lines, Pivot, Row, difference, grouped, having
+from sluice.scheduling.batching.slidebatching import SlideBatchingOptions
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.estimate import Estimate
 from sluice.simulation.planning.plots import Chart, Point, Report, Table, markdown
@@ -214,6 +223,28 @@ class TestEngineRuns:
             assert found["attainment_mean"] == found["attainment_window"] == found["tdg"] == 1.0
             # One step of 100 prompt tokens: 9 ms + 100 * 80 us, with 3 % noise.
             assert found["ttft_p50_s"] == pytest.approx(0.017, rel=0.1)
+
+    def test_a_time_line_counts_who_waits_and_what_is_gained(self) -> None:
+        idle = time_line(1, DEFAULT, 0.2, Span(5.0, 10, 10))
+        assert {name.split()[1] for name in idle} == {str(part) for part in range(10)}
+        assert all(idle[f"late {part}"] == 0 for part in range(10))
+        busy = time_line(1, Contender("edf", "edf"), 3.0, Span(5.0, 100, 100))
+        sums = [
+            sum(found[f"{figure} {part}"] for part in range(10))
+            for figure in ("urgent", "late")
+            for found in (idle, busy)
+        ]
+        assert sums[0] < sums[1]
+        assert sums[2] < sums[3]
+        assert 0 < sum(busy[f"gain {part}"] for part in range(10)) / 10 < 1
+
+    def test_first_tokens_weigh_what_they_do_in_the_tdg_of_the_data_set(self) -> None:
+        slo = SLO(ttft_s=1.0, tpot_s=0.1)
+        workload = Workload("two", (Arrival(0.0, 100, 10, slo), Arrival(1.0, 500, 30, slo)))
+        for options, weight in (({}, 300 / 20), ({"first_weight": 2.0}, 2.0)):
+            policy = local_policy(Contender("", "slidebatching", options), workload, "prefill")
+            assert policy.options == SlideBatchingOptions(boundary="phi_p", first_weight=weight)
+        assert local_policy(DEFAULT, workload).name == "deadline_triage"
 
     def test_a_budget_refuses_what_it_cannot_hold_and_counts_it_as_missed(self) -> None:
         slo = SLO(ttft_s=0.5, tpot_s=0.1)

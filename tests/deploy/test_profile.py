@@ -40,7 +40,9 @@ def test_the_truth_of_a_simulated_engine_is_recovered(tmp_path: Path) -> None:
     for errors in (report["in_sample"], report["out_of_sample"]):
         assert set(errors) == {"all", "prefill", "decode", "mixed"}
         assert all(entry["mape"] < 0.001 and entry["steps"] >= 8 for entry in errors.values())
-    assert report["out_of_sample_mape_of_others"].keys() == {"prefill_decode", "roofline", "start"}
+    others = report["out_of_sample_mape_of_others"]
+    assert others.keys() == {"prefill_decode", "roofline", "without_context", "start"}
+    assert others["without_context"] > 0.01
     assert report["kept"] == str(out)
     assert plot.read_bytes().startswith(b"\x89PNG")
     # The file is one that an engine's configuration takes.

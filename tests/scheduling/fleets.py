@@ -60,12 +60,13 @@ def report(
     preempts: bool = False,
     role: Role = "mixed",
     transfers: Transfers = NO_TRANSFERS,
+    policy: str = "",
 ) -> Report:
     """A report of a replica that has just ended a step, on the fleet's own clock."""
     table = np.array(list(rows), ROW)
     return Report(
         table, made_s, 0.0, made_s, latency, free_blocks, 20_000, 16, places, draining, preempts,
-        role, transfers,
+        role, transfers, policy,
     )  # fmt: skip
 
 

@@ -69,17 +69,15 @@ def test_the_budget_is_that_of_the_promised_rows(
     assert fleet.figures[0, figure.PAB] == pytest.approx(expected, rel=1e-9, abs=1e-6)
 
 
-def state(fleet: Fleet) -> dict[str, tuple[list[float], list[list[float]], list[list[float]]]]:
-    """All that a fleet has of each replica: figures, prefills, loads."""
+def state(fleet: Fleet) -> dict[str, tuple[list[float], *tuple[list[list[float]], ...]]]:
+    """All that a fleet has of each replica: figures, prefills, loads, best-effort prefills."""
     found = {}
     for replica_id, at in fleet.row_of.items():
         figures, start = fleet.figures[at], int(fleet.starts[at])
-        queued, loads = int(figures[figure.QUEUED]), int(figures[figure.LOADS])
-        found[replica_id] = (
-            figures.tolist(),
-            fleet.prefills[start : start + queued].tolist(),
-            fleet.loads[start : start + loads].tolist(),
-        )
+        counts = figures[[figure.QUEUED, figure.LOADS, figure.LENT_QUEUED]].astype(int).tolist()
+        entries = zip((fleet.prefills, fleet.loads, fleet.lent), counts, strict=True)
+        lists = [each[start : start + count].tolist() for each, count in entries]
+        found[replica_id] = (figures.tolist(), *lists)
     return found
 
 
@@ -214,6 +212,12 @@ def test_what_is_counted_depends_on_the_last_reports_and_the_living_reservations
     assert len(fleet.ledger) == 0
 
 
+def queue(size: int) -> list[np.ndarray]:
+    """Prefills, every third of which is best effort."""
+    slos = [SLO(ttft_s=0.5 + key / 64, tpot_s=0.0625) for key in range(size)]
+    return [row(slo, 10 + key, best_effort=key % 3 == 0) for key, slo in enumerate(slos)]
+
+
 def test_entries_move_together_and_stay_what_they_are() -> None:
     fleet = Fleet()
     names = [f"replica-{index}" for index in range(20)]
@@ -221,20 +225,17 @@ def test_entries_move_together_and_stay_what_they_are() -> None:
     for turn in range(6):
         for name in names:
             sizes[name] = (sizes[name] * 7 + 11 * turn) % 90
-            rows = [row(SLO(ttft_s=0.5 + key / 64, tpot_s=0.0625), 10 + key) for key in
-                    range(sizes[name])]  # fmt: skip
-            fleet.report(name, report(*rows, latency=MODEL), 0.0)
+            fleet.report(name, report(*queue(sizes[name]), latency=MODEL), 0.0)
         for name in names[turn::4]:
             fleet.leave(name)
             sizes[name] = 0
     fresh = Fleet()
     for name in fleet.row_of:
-        rows = [row(SLO(ttft_s=0.5 + key / 64, tpot_s=0.0625), 10 + key) for key in
-                range(sizes[name])]  # fmt: skip
-        fresh.report(name, report(*rows, latency=MODEL), 0.0)
+        fresh.report(name, report(*queue(sizes[name]), latency=MODEL), 0.0)
     assert state(fleet) == state(fresh)
     # Memory is in proportion to what there is, and no two replicas share a place.
-    live = int(sum(fleet.figures[at, figure.QUEUED] for at in fleet.row_of.values()))
+    counts = [figure.QUEUED, figure.LENT_QUEUED]
+    live = int(sum(fleet.figures[at, counts].sum() for at in fleet.row_of.values()))
     assert len(fleet.prefills) <= 16 * (live + 16 * len(fleet))
 
 

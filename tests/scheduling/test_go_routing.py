@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice.scheduling import batching
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.ledger import Reservation
+from sluice.scheduling.fleet.local_orders import ORDERS
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import POLICIES, RouteQuery, make_policy
@@ -92,8 +94,79 @@ def test_decodes_lengthen_a_queue() -> None:
     fleet = fleet_of(report(waiting(1_000), *decodes), report(waiting(1_100)))
     assert choose(fleet, ask(), mu=1.0, **{"lambda": 1.0}) == 1
     exec_s, _, _ = gains_of(job(fleet, ask()), fleet)
-    # One step of 20 decodes, and batches of 0.1 s of which 0.01 s are fixed.
-    assert exec_s[0] == pytest.approx(0.101 * 0.1 / 0.09 + 20 * 0.0021, rel=0.01)
+    # Of each 0.1 s 0.01 s are fixed, and 20 decodes take 2.1 ms each.
+    assert exec_s[0] == pytest.approx(0.101 * 0.1 / (0.1 - 0.01 - 20 * 0.0021), rel=0.01)
+
+
+def test_a_long_queue_takes_as_long_as_its_batches_beside_the_decodes() -> None:
+    decodes = [
+        row(SLO(ttft_s=1.0, tpot_s=0.1), 2_000, emitted=1, first_token_s=0.0) for _ in range(20)
+    ]
+    waits = [row(LATER, 1_000, key=key) for key in range(10)]
+    fleet = fleet_of(report(*waits, *decodes))
+    # Batch by batch: what is left of 0.1 s beside the fixed time and the decodes goes to prefill.
+    left_s, batches = 10 * 0.101, 0
+    while left_s > 0:
+        left_s -= 0.1 - 0.01 - 20 * 0.0021
+        batches += 1
+    exec_s, _, _ = gains_of(job(fleet, ask()), fleet)
+    assert exec_s[0] == pytest.approx(0.1 * batches, abs=0.1)
+
+
+def test_the_tpots_of_the_queue_bound_its_batches_before_and_after() -> None:
+    chat = SLO(ttft_s=10.0, tpot_s=0.02)
+    fleet = fleet_of(report(*[row(chat, 1_000, key=key) for key in range(4)]))
+    # No decode runs yet, but those of the queue will: half of each 0.02 s is fixed.
+    exec_s, with_s, _ = gains_of(job(fleet, RouteQuery(7, chat, 1_000)), fleet)
+    assert exec_s[0] == pytest.approx(4 * 0.101 * 2, rel=0.01)
+    assert with_s[0] == pytest.approx(5 * 0.101 * 2, rel=0.01)
+    # One that no batch can hold does not count, as among decodes.
+    never = SLO(ttft_s=10.0, tpot_s=0.001)
+    other = fleet_of(report(row(never, 1_000)))
+    assert gains_of(job(other, ask()), other)[0][0] == pytest.approx(0.101, rel=0.01)
+
+
+def test_the_order_is_that_of_the_policy_that_runs_at_the_replica() -> None:
+    # One of 2,000 tokens is due by 0.32 s, the new one of 1,000 by 0.29 s: together they take 0.31.
+    waits = waiting(2_000, SLO(ttft_s=0.32))
+    for policy, usual, high in (
+        # By density, deadline or length the new one goes first, and both are on time.
+        ("slidebatching", 1, 2),
+        ("edf", 1, 2),
+        ("sjf", 1, 2),
+        ("of a package", 1, 2),
+        # By arrival it is late, and with a higher priority it goes first.
+        ("fcfs", 0, 0),
+        ("sarathi_priority", 0, 2),
+    ):
+        fleet = fleet_of(report(waits, policy=policy))
+        for priority, gain in ((1, usual), (2, high)):
+            query = ask(0.29, 1_000, priority)
+            asked = job(fleet, query)
+            assert gains_of(asked, fleet, own=True)[2] == [gain], (policy, priority)
+            # The default router assumes the same of all.
+            assert gains_of(asked, fleet)[2] == [priority]
+
+
+def test_every_local_policy_has_an_order() -> None:
+    assert set(ORDERS) == set(batching.POLICIES.own)
+
+
+def test_best_effort_requests_that_become_late_are_a_loss() -> None:
+    lent = row(SLO(ttft_s=0.25, priority=2), 2_000, best_effort=True)
+    fleet = fleet_of(report(lent), report(waiting(3_000)))
+    # At the first it would be served at once, but one of priority 2 would end at 0.3 s.
+    query = ask(1.0, 1_000, priority=1)
+    _, _, guaranteed = gains_of(job(fleet, query), fleet)
+    exec_s, _, both = gains_of(job(fleet, query), fleet, own=True)
+    assert guaranteed.tolist() == [1, 1]
+    assert both.tolist() == [-1, 1]
+    assert exec_s[0] == 0, "it yields, so it does not delay"
+    assert choose(fleet, query) == 1
+    # One on its way counts like one reported.
+    apart = fleet_of(report(), report(waiting(3_000)))
+    apart.reserve(1, reservation("0", 2_000, 0.25)._replace(promised=False, priority=2))
+    assert choose(apart, query) == 1
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -176,10 +249,10 @@ def queue_time(
     if alone:
         return work_s + len(queue) * fixed_s - elapsed_s, 1.0, fixed_s, -elapsed_s
     hopeful = [remain for remain, work, _ in queue if remain >= fixed_s + work]
-    budget_s = max(min([of[figure.PACE_S], tpot_s, *hopeful]), 2 * fixed_s)
-    stretch = 1.0 if budget_s == inf else budget_s / (budget_s - fixed_s)
-    there_s = of[figure.DECODE_S] - elapsed_s
-    return stretch * work_s + there_s, stretch, 0.0, there_s
+    paces_s = (of[figure.PACE_S], of[figure.QUEUE_PACE_S], tpot_s)
+    budget_s = max(min([*paces_s, *hopeful]), 2 * fixed_s)
+    stretch = 1 / max(0.05, 1 - fixed_s / budget_s - of[figure.DECODE_SHARES])
+    return stretch * work_s - elapsed_s, stretch, 0.0, -elapsed_s
 
 
 def estimate_gain(

@@ -3,6 +3,7 @@
 import pytest
 
 from sluice.scheduling.batching import BatchPlan, make_policy
+from sluice.scheduling.batching.slidebatching import SlideBatchingOptions
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import RequestView
@@ -160,6 +161,18 @@ def test_phi_p_counts_a_batch_per_request() -> None:
     )
     assert order(plan(*queue, boundary="phi_a")) == ["p0", "p1", "heavy", "p2"]
     assert order(plan(*queue, boundary="phi_p")) == ["heavy", "p0", "p1", "p2"]
+    # A replica that only prefills counts so by itself, unless the option says otherwise.
+    for role, boundary, expected in (
+        ("prefill", None, "phi_p"),
+        ("prefill", "phi_c", "phi_c"),
+        ("mixed", None, "phi_a"),
+        ("decode", None, "phi_a"),
+        ("decode", "phi_p", "phi_p"),
+    ):
+        policy = make_policy("slidebatching", {"boundary": boundary}, role=role)
+        assert policy.options == SlideBatchingOptions(boundary=expected)
+    policy = make_policy("slidebatching", role="prefill")
+    assert order(policy.plan(queue_of(*queue), NOW_S, MODEL, ROOMY)) == ["heavy", "p0", "p1", "p2"]
 
 
 # The ablation of §5.4. Budget 200 ms, phi_a 316 ms: the first two are urgent.

@@ -69,6 +69,7 @@ def sent(
         config.block_tokens,
         config.max_sequences,
         draining,
+        policy="fcfs",
     )
     return Sent(engine.queue.table.copy(), report, received)
 
