@@ -43,33 +43,32 @@ DECODES = 5  # guaranteed decodes
 FREE_BLOCKS = 6  # KV blocks, as reported
 TOTAL_BLOCKS = 7
 BLOCK_TOKENS = 8
-PAB = 9  # prefill admission budget, tokens; may be negative
-BEGUN_S = 10  # since when the reported work is being worked on
-FIXED_S = 11  # time of an empty step
-PREFILL_S = 12  # predicted time of the guaranteed prefills
-DECODE_S = 13  # work of one step of the guaranteed decodes
-PACE_S = 14  # their least pace that can be held; infinite for none
-DUE_S = 15  # when the first of them is due; infinite for none
-NEEDED_BLOCKS = 16  # blocks that guaranteed prefills need beyond those they hold
-LENT_BLOCKS = 17  # blocks of best-effort requests, which guaranteed ones may take
-LENT_PLACES = 18  # running best-effort requests
-BEST_EFFORT_S = 19  # predicted time of the best-effort prefills
-EXPECTED_BLOCKS = 20  # blocks that all live requests are expected to need beyond those they hold
-BLOCKS_PER_S = 21  # that the guaranteed decodes free soon, less what they take, in the mean
-PLACES = 22  # most running sequences
-QUEUED = 23  # guaranteed prefills, entries of `prefills`
-LOADS = 24  # entries of `loads`
-STEP_ENDS_S = 25  # when the step under way is expected to end
-PROMISED = 26  # guaranteed requests, those on their way included
-DECODE_SHARES = 27  # of each second, for the steps of the guaranteed decodes that state a pace
-DECODE_PACE_S = 28  # their least pace; infinite for none
-BATCH_S = 29  # time of a batch that is full; infinite where nothing limits it
-STEP_WORK_S = 30  # guaranteed prefill in the step under way
-SPENT_UNTIL_S = 31  # when the latest decision was made, or the work began
-SPENT_S = 32  # capacity until then, which is spent
-CLAIMED_BLOCKS = 33  # blocks that guaranteed requests are expected to need beyond those they hold
-LATER_S = 34  # prefill of later stages that is expected each second
-FIGURES = 35
+BEGUN_S = 9  # since when the reported work is being worked on
+FIXED_S = 10  # time of an empty step
+PREFILL_S = 11  # predicted time of the guaranteed prefills
+DECODE_S = 12  # work of one step of the guaranteed decodes
+PACE_S = 13  # their least pace that can be held; infinite for none
+DUE_S = 14  # when the first of them is due; infinite for none
+NEEDED_BLOCKS = 15  # blocks that guaranteed prefills need beyond those they hold
+LENT_BLOCKS = 16  # blocks of best-effort requests, which guaranteed ones may take
+LENT_PLACES = 17  # running best-effort requests
+BEST_EFFORT_S = 18  # predicted time of the best-effort prefills
+EXPECTED_BLOCKS = 19  # blocks that all live requests are expected to need beyond those they hold
+BLOCKS_PER_S = 20  # that the guaranteed decodes free soon, less what they take, in the mean
+PLACES = 21  # most running sequences
+QUEUED = 22  # guaranteed prefills, entries of `prefills`
+LOADS = 23  # entries of `loads`
+STEP_ENDS_S = 24  # when the step under way is expected to end
+PROMISED = 25  # guaranteed requests, those on their way included
+DECODE_SHARES = 26  # of each second, for the steps of the guaranteed decodes that state a pace
+DECODE_PACE_S = 27  # their least pace; infinite for none
+BATCH_S = 28  # time of a batch that is full; infinite where nothing limits it
+STEP_WORK_S = 29  # guaranteed prefill in the step under way
+SPENT_UNTIL_S = 30  # when the latest decision was made, or the work began
+SPENT_S = 31  # capacity until then, which is spent
+CLAIMED_BLOCKS = 32  # blocks that guaranteed requests are expected to need beyond those they hold
+LATER_S = 33  # prefill of later stages that is expected each second
+FIGURES = 34
 
 # A guaranteed prefill.
 PREFILL_DUE_S = 0
@@ -174,6 +173,41 @@ def capacity_s(figures: Floats, loads: Floats, until_s: float) -> float:
     if low > 0:
         capacity -= loads[low - 1, SHARES] * until_s - loads[low - 1, OFFSETS_S]
     return capacity
+
+
+@compiled
+def spare_s(figures: Floats, loads: Floats, ahead_s: float, now_s: float, until_s: float) -> float:
+    """Time until ``until_s`` for one more prefill behind ``ahead_s`` of work that is left; negative
+    where that work does not fit; infinite without an end. ``O(log loads)``.
+
+    Capacity before now is used or lost; after that, the prefill needs a step of its own.
+    """
+    if until_s == inf:
+        return inf
+    begins_s = max(ahead_s, capacity_s(figures, loads, now_s) + figures[FIXED_S])
+    return capacity_s(figures, loads, until_s) - begins_s
+
+
+@compiled
+def budgets_s(fleet: FleetArrays, rows: Ints, now_s: float, due_s: Floats) -> Floats:
+    """The prefill admission budget of each of ``rows`` for a prompt that is due at ``due_s[i]``:
+    the time for its prefill behind all guaranteed prefills (FairBatching appendix A).
+    ``O(log loads)`` per row.
+
+    Steps 1 to 4 of the appendix are :func:`capacity_s`, with the decodes of pending prefills (A.3)
+    from their first tokens on. The horizon is the request's own TTFT (§3.4). The appendix divides
+    by the time of a token and subtracts the queued tokens (steps 5 and 6); seconds are the same
+    where a token costs the same everywhere, and hold in every latency model.
+    """
+    budget_s = np.empty(rows.shape[0])
+    for place in range(rows.shape[0]):
+        row = rows[place]
+        figures, start = fleet.figures[row], fleet.starts[row]
+        queued = int(figures[QUEUED])
+        ahead_s = fleet.prefills[start + queued - 1, LEFT_AHEAD_S] if queued > 0 else 0.0
+        loads = fleet.loads[start:]
+        budget_s[place] = spare_s(figures, loads, ahead_s, now_s, due_s[place])
+    return budget_s
 
 
 @compiled

@@ -387,7 +387,6 @@ def test_defaults_are_those_of_production() -> None:
     assert cluster.stale_after_s == controller.stale_after_s
     assert cluster.reservation_ttl_s == controller.reservation_ttl_s
     assert 1e3 * cluster.reference_ttft_s == controller.reference_ttft_ms
-    assert 1e3 * cluster.reference_tpot_s == controller.reference_tpot_ms
     assert cluster.promise_level == controller.promise_level
     assert cluster.max_attempts == RouterConfig().max_attempts
     assert cluster.retry_s == RETRY_PAUSE_S
