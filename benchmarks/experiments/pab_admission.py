@@ -8,7 +8,7 @@ from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy, make
 from sluice.scheduling.batching.base import BatchBuilder
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.report import Report
-from sluice.scheduling.fleet.rows import budgets_s
+from sluice.scheduling.fleet.rows import spare_after_s
 from sluice.scheduling.fleet.state import rows_of
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.request.kernels import (
@@ -81,6 +81,7 @@ class Rejecting(BatchPolicy):
         rows = rows_of(queue.table[before])
         made = Report(rows, now_s, 0.0, now_s, latency, 0, 1, 1, len(before))
         self._fleet.report("engine", made, now_s)
-        due_s = wanted[[ARRIVAL]] + wanted[TTFT]
-        (budget_s,) = budgets_s(self._fleet.arrays, np.zeros(1, np.int64), now_s, due_s)
-        return most_work_s(latency.pieces, wanted[PENDING], wanted[COMPUTED]) <= float(budget_s)
+        due_s, nothing = float(wanted[ARRIVAL] + wanted[TTFT]), np.zeros(1)
+        work_s = nothing + most_work_s(latency.pieces, wanted[PENDING], wanted[COMPUTED])
+        own = np.zeros(1, np.int64)
+        return bool(spare_after_s(self._fleet.arrays, own, now_s, due_s, nothing, work_s)[0] >= 0)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from math import inf
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sluice.scheduling.admission.base import AdmissionPolicy, Promises
 from sluice.scheduling.admission.constraint import Constraint
-from sluice.scheduling.admission.first_token import first_tokens_s
+from sluice.scheduling.admission.first_token import first_token_s
+from sluice.scheduling.admission.room import fits_alone, reserve_at
 from sluice.scheduling.fleet.fleet import Fleet
-from sluice.scheduling.fleet.rows import FIXED_S, PROMISED, budgets_s, work_on
+from sluice.scheduling.fleet.rows import FleetArrays, budget_s
 from sluice.scheduling.request.job import Job
+from sluice.scheduling.request.kernels import Floats, compiled, most_work_s
 
 
 class PABAdmission(AdmissionPolicy):
     """Guarantees a request whose prompt fits the prefill admission budget
-    (:func:`~sluice.scheduling.fleet.rows.budgets_s`). ``O(replicas log n)``, with ``n`` requests at
-    a replica.
+    (:func:`~sluice.scheduling.fleet.rows.budget_s`). ``O(replicas log n)``, with ``n``
+    requests at a replica.
 
     The paper predicts no time. The predicted TTFT is that of all policies here
     (:mod:`sluice.scheduling.admission.first_token`). The wait until the prompt fits is the time by
@@ -38,18 +42,32 @@ class PABAdmission(AdmissionPolicy):
 
     def promises(self, job: Job, fleet: Fleet) -> Promises:
         """Compare the prompt with each budget."""
-        figures = fleet.figures[job.rows]
-        left_s = job.due_s - job.now_s - job.lead_s
-        budget_s = budgets_s(fleet.arrays, job.rows, job.now_s, job.now_s + left_s)
-        if job.reserve_tokens > 0.0:
-            nothing = np.zeros(len(job.rows))
-            reserve_s = work_on(fleet.pieces, job.rows, job.reserve_tokens, nothing)
-            budget_s = budget_s - reserve_s * (figures[:, PROMISED] > 0)
-        lack_s = np.maximum(0.0, job.work_s - budget_s)
-        holds = lack_s <= 0
-        binds = np.where(holds, Constraint.NONE, Constraint.PREFILL_BUDGET).astype(np.int8)
-        never = figures[:, FIXED_S] + job.work_s > left_s + job.query.waited_s
-        wait_s = np.where(~holds & never, inf, lack_s)
-        return Promises(
-            holds, first_tokens_s(fleet.arrays, job.candidates, job.asked), wait_s, binds
-        )
+        return Promises(*promises(fleet.arrays, job.candidates, job.asked))
+
+
+@compiled
+def promises(
+    fleet: FleetArrays, candidates: Any, asked: Any
+) -> tuple[NDArray[np.bool_], Floats, Floats, NDArray[np.int8]]:
+    """Test each of ``candidates``; return the fields of
+    :class:`~sluice.scheduling.admission.base.Promises`."""
+    count = candidates.shape[0]
+    holds, binds = np.empty(count, np.bool_), np.zeros(count, np.int8)
+    ttft_s, wait_s = np.empty(count), np.zeros(count)
+    job = asked[0]
+    for place in range(count):
+        candidate = candidates[place]
+        row, work_s, due_s = candidate.row, candidate.work_s, job.due_s - candidate.lead_s
+        of, start = fleet.figures[row], fleet.starts[row]
+        prefills, loads = fleet.prefills[start:], fleet.loads[start:]
+        left_s = budget_s(of, prefills, loads, job.now_s, due_s) - work_s
+        kept = reserve_at(of, job.reserve_tokens)
+        if kept > 0.0:
+            left_s -= most_work_s(fleet.pieces[row], kept, 0.0)
+        holds[place] = left_s >= 0.0
+        if not holds[place]:
+            binds[place] = Constraint.PREFILL_BUDGET
+            fresh_s = due_s - job.now_s + job.waited_s
+            wait_s[place] = -left_s if fits_alone(of, work_s, 0.0, fresh_s, inf, 0.0) else inf
+        ttft_s[place] = first_token_s(of, prefills, work_s, job.now_s, due_s)
+    return holds, ttft_s, wait_s, binds

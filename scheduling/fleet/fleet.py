@@ -278,9 +278,9 @@ class Fleet:
 
     def budgets_s(self, rows: Ints, now_s: float) -> Floats:
         """The prefill admission budget of each of ``rows`` within the reference TTFT, seconds, see
-        :func:`sluice.scheduling.fleet.rows.budgets_s`."""
-        due_s = np.full(len(rows), now_s + self.settings.reference_ttft_s)
-        found: Floats = figure.budgets_s(self.arrays, rows, now_s, due_s)
+        :func:`sluice.scheduling.fleet.rows.budget_s`."""
+        due_s, nothing = now_s + self.settings.reference_ttft_s, np.zeros(len(rows))
+        found: Floats = figure.spare_after_s(self.arrays, rows, now_s, due_s, nothing, nothing)
         return found
 
     def hold(

@@ -184,30 +184,42 @@ def spare_s(figures: Floats, loads: Floats, ahead_s: float, now_s: float, until_
     """
     if until_s == inf:
         return inf
-    begins_s = max(ahead_s, capacity_s(figures, loads, now_s) + figures[FIXED_S])
+    begins_s = ahead_s
+    # Loads only lower the capacity until now: mostly more work is left than there was time.
+    if now_s - figures[BEGUN_S] - figures[SPENT_S] > ahead_s:
+        begins_s = max(ahead_s, capacity_s(figures, loads, now_s) + figures[FIXED_S])
     return capacity_s(figures, loads, until_s) - begins_s
 
 
 @compiled
-def budgets_s(fleet: FleetArrays, rows: Ints, now_s: float, due_s: Floats) -> Floats:
-    """The prefill admission budget of each of ``rows`` for a prompt that is due at ``due_s[i]``:
-    the time for its prefill behind all guaranteed prefills (FairBatching appendix A).
-    ``O(log loads)`` per row.
+def budget_s(figures: Floats, prefills: Floats, loads: Floats, now_s: float, due_s: float) -> float:
+    """The prefill admission budget (PAB) for a prompt that is due at ``due_s``, seconds: the time
+    for its prefill behind all guaranteed prefills. ``O(log loads)``.
 
-    Steps 1 to 4 of the appendix are :func:`capacity_s`, with the decodes of pending prefills (A.3)
-    from their first tokens on. The horizon is the request's own TTFT (§3.4). The appendix divides
-    by the time of a token and subtracts the queued tokens (steps 5 and 6); seconds are the same
-    where a token costs the same everywhere, and hold in every latency model.
+    FairBatching appendix A: steps 1 to 4 are :func:`capacity_s`, with the decodes of pending
+    prefills (A.3) from their first tokens on. The horizon is the request's own TTFT (§3.4). Steps 5
+    and 6 divide by the time of a token and subtract the queued tokens; seconds are the same where a
+    token costs the same everywhere, and hold in every latency model.
     """
-    budget_s = np.empty(rows.shape[0])
+    queued = int(figures[QUEUED])
+    ahead_s = prefills[queued - 1, LEFT_AHEAD_S] if queued > 0 else 0.0
+    return spare_s(figures, loads, ahead_s, now_s, due_s)
+
+
+@compiled
+def spare_after_s(
+    fleet: FleetArrays, rows: Ints, now_s: float, due_s: float, lead_s: Floats, work_s: Floats
+) -> Floats:
+    """What a prefill of ``work_s[i]`` that is due at ``due_s - lead_s[i]`` leaves of the budget of
+    each of ``rows``, seconds; negative where it does not fit. ``O(log loads)`` per row."""
+    spare = np.empty(rows.shape[0])
     for place in range(rows.shape[0]):
         row = rows[place]
-        figures, start = fleet.figures[row], fleet.starts[row]
-        queued = int(figures[QUEUED])
-        ahead_s = fleet.prefills[start + queued - 1, LEFT_AHEAD_S] if queued > 0 else 0.0
-        loads = fleet.loads[start:]
-        budget_s[place] = spare_s(figures, loads, ahead_s, now_s, due_s[place])
-    return budget_s
+        start = fleet.starts[row]
+        prefills, loads = fleet.prefills[start:], fleet.loads[start:]
+        own_s = budget_s(fleet.figures[row], prefills, loads, now_s, due_s - lead_s[place])
+        spare[place] = own_s - work_s[place]
+    return spare
 
 
 @compiled

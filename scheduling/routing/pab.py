@@ -7,7 +7,7 @@ from math import inf
 import numpy as np
 
 from sluice.scheduling.fleet.fleet import Fleet
-from sluice.scheduling.fleet.rows import budgets_s, requests_at
+from sluice.scheduling.fleet.rows import requests_at, spare_after_s
 from sluice.scheduling.routing.base import Job, RoutingPolicy
 
 
@@ -32,8 +32,8 @@ class PABBalancing(RoutingPolicy):
     def choose(self, job: Job, fleet: Fleet) -> int:
         """The replica with the largest prefill admission budget."""
         due_s = job.due_s if job.due_s < inf else job.now_s + fleet.settings.reference_ttft_s
-        budget_s = budgets_s(fleet.arrays, job.rows, job.now_s, due_s - job.lead_s) - job.work_s
-        most = np.flatnonzero(budget_s == budget_s.max())
+        left_s = spare_after_s(fleet.arrays, job.rows, job.now_s, due_s, job.lead_s, job.work_s)
+        most = np.flatnonzero(left_s == left_s.max())
         if len(most) == 1:
             return int(most[0])
         return int(most[np.argmin(requests_at(fleet.figures[job.rows[most]]))])

@@ -72,7 +72,7 @@ def serve(engine: InProcess, requests: Requests) -> list[tuple[float, float]]:
 
 def mapped(engine: InProcess, requests: Requests, batch: int) -> list[int]:
     """The order of one mapping, by the engine's corrected latency model."""
-    model = InteractionLatency.of_steps(engine.scheduler._local.latency)
+    model = InteractionLatency.of_steps(engine.scheduler._local.model)
     rows = [row_of(slo or SLO(), 0.0, len(prompt), output) for prompt, output, slo in requests]
     chosen = AnnealingOptions()
     schedule = Schedule.of(

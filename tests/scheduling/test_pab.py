@@ -14,7 +14,7 @@ from sluice.scheduling.admission.constraint import Constraint
 from sluice.scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.ledger import Reservation
-from sluice.scheduling.fleet.rows import budgets_s
+from sluice.scheduling.fleet.rows import spare_after_s
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency
 from sluice.scheduling.request.deadline import FIRST, needs_prefill, next_due_s, paced
 from sluice.scheduling.request.objective import SLO
@@ -37,7 +37,8 @@ def fits(fleet: Fleet, prompt: int, ttft_s: float | None, reserve: float = 0.0) 
 
 
 def budget_s(fleet: Fleet, within_s: float, now_s: float = 0.0) -> float:
-    found = budgets_s(fleet.arrays, np.zeros(1, np.int64), now_s, np.array([now_s + within_s]))
+    own, nothing = np.zeros(1, np.int64), np.zeros(1)
+    found = spare_after_s(fleet.arrays, own, now_s, now_s + within_s, nothing, nothing)
     return float(found[0])
 
 
