@@ -97,7 +97,6 @@ class Controller:
                 config.stale_after_s,
                 config.reservation_ttl_s,
                 config.reference_ttft_ms / 1000,
-                config.reference_tpot_ms / 1000,
             )
         )
         routing, admission = config.make_routing(), config.make_admission()

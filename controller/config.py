@@ -71,12 +71,8 @@ class ControllerConfig(BaseModel):
     reference_ttft_ms: float = Field(
         default=1_000.0,
         gt=0,
-        description="Horizon of the prefill admission budget (FairBatching's node TTFT), ms.",
-    )
-    reference_tpot_ms: float = Field(
-        default=100.0,
-        gt=0,
-        description="Decode pace of the prefill admission budget where a request states none, ms.",
+        description="Horizon of the prefill admission budget (PAB) in metrics and autoscaling, and "
+        "for requests without a TTFT, ms.",
     )
 
     @model_validator(mode="after")

@@ -117,10 +117,9 @@ class ClusterConfig(BaseModel):
         default=5.0, gt=0, description="A reservation unconfirmed after this time is dropped."
     )
     reference_ttft_s: float = Field(
-        default=1.0, gt=0, description="Horizon of the prefill admission budget."
-    )
-    reference_tpot_s: float = Field(
-        default=0.1, gt=0, description="Pace in that budget of decodes that state none."
+        default=1.0,
+        gt=0,
+        description="Horizon of the prefill admission budget for requests without a TTFT.",
     )
     when_unattainable: dict[str, WhenUnattainable] = Field(
         default_factory=dict,

@@ -87,7 +87,6 @@ class Mirror:
                 config.stale_after_s,
                 config.reservation_ttl_s,
                 config.reference_ttft_s,
-                config.reference_tpot_s,
             )
         )
         self.calibration: Calibration | None = None

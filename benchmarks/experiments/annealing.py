@@ -14,7 +14,7 @@ from sluice.benchmarks.experiments.systems import SETUPS, Contender, run
 from sluice.benchmarks.experiments.tables import Pivot, Rows, having
 from sluice.scheduling.batching.annealing import AnnealingOptions
 from sluice.scheduling.batching.priority_mapping import Jobs, Schedule, anneal, predict
-from sluice.scheduling.latency.request_model import InteractionLatency
+from sluice.scheduling.latency.request_model import Interaction, InteractionLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import row_of
 from sluice.simulation.metrics import TPOTMetric, attained, stages
@@ -25,20 +25,31 @@ REPEATS = 5
 MOST_EXHAUSTIVE = 6
 """Requests for which an exhaustive search takes a second."""
 
+PAPER = InteractionLatency.paper()
 Batches = Sequence[Sequence[int]]
 
 
-def make_jobs(requests: int, most: int, seed: int, tighten: float = 1.0) -> Jobs:
-    """``requests`` in random order, for batches of up to ``most``."""
+def make_jobs(
+    requests: int,
+    most: int,
+    seed: int,
+    tighten: float = 1.0,
+    error: float = 0.0,
+    model: InteractionLatency = PAPER,
+) -> Jobs:
+    """``requests`` in random order, for batches of up to ``most``, as a planner sees them: by its
+    ``model``, with a relative ``error`` (standard deviation) of output lengths."""
     rng = np.random.default_rng((seed, requests))
     code = SLO(e2e_s=30.0 / tighten)
     chat = SLO(ttft_s=10.0 / tighten, tpot_s=0.05)
     lengths = np.minimum(rng.lognormal(np.log(200), 0.9, (requests, 2)).round() + 1, 2_000)
+    kinds = rng.permutation(requests)
+    lengths[:, 1] = np.maximum(1.0, lengths[:, 1] * (1.0 + error * rng.standard_normal(requests)))
     rows = [
         row_of((code, chat)[kind % 2], 0.0, int(prompt), float(output))
-        for kind, (prompt, output) in zip(rng.permutation(requests), lengths, strict=True)
+        for kind, (prompt, output) in zip(kinds, lengths, strict=True)
     ]
-    return Jobs(predict(np.array(rows), 0.0, InteractionLatency.paper(), most, 256.0))
+    return Jobs(predict(np.array(rows), 0.0, model, most, 256.0))
 
 
 def score(jobs: Jobs, batches: Batches) -> tuple[int, float]:
@@ -89,9 +100,28 @@ def in_order(requests: int, most: int) -> Batches:
     return [range(start, min(start + most, requests)) for start in range(0, requests, most)]
 
 
-def mapping(seed: int, requests: int, batch: int, objectives: float) -> Mapping[str, float]:
-    """Figures of the best mapping found for one set of requests, predicted by the paper's model."""
+def mapping(
+    seed: int,
+    requests: int,
+    batch: int,
+    objectives: float = 1.0,
+    error: float = 0.0,
+    coefficient: str = "alpha",
+    deviation: float = 0.0,
+    instances: int = 1,
+) -> Mapping[str, float]:
+    """Figures of the mapping found for one set of requests: its G by the paper's model.
+
+    The planner's output lengths have an ``error``, a ``coefficient`` of its model a relative
+    ``deviation``. ``instances`` get the same requests each and are planned one after the other.
+    """
     jobs = make_jobs(requests, batch, seed, objectives)
+    prefill, decode = (
+        phase._replace(**{coefficient: getattr(phase, coefficient) * (1.0 + deviation)})
+        for phase in (PAPER.prefill, PAPER.decode)
+    )
+    model = InteractionLatency(prefill, decode)
+    believed = make_jobs(requests, batch, seed, objectives, error, model)
     chosen = AnnealingOptions()
     schedule = Schedule.of(
         *(chosen.initial_temperature, chosen.threshold, chosen.iterations, chosen.decay),
@@ -101,25 +131,29 @@ def mapping(seed: int, requests: int, batch: int, objectives: float) -> Mapping[
     # The first call may load the compiled loops.
     for _ in range(1 + REPEATS):
         started = time.perf_counter_ns()
-        found = anneal(jobs, schedule)
+        for _ in range(instances):
+            found = anneal(believed, schedule)
         times_ms.append((time.perf_counter_ns() - started) / 1e6)
-    met, latency_s = score(jobs, in_order(requests, batch))
+    batches = [part.tolist() for part in np.split(found.order, np.cumsum(found.sizes)[:-1])]
+    met, latency_s = score(jobs, batches)
+    met_fcfs, fcfs_s = score(jobs, in_order(requests, batch))
     figures = {
         "decide_ms": float(np.median(times_ms[1:])),
-        "g": found.g,
-        "g_fcfs": met / latency_s,
+        "g": met / latency_s,
+        "g_fcfs": met_fcfs / fcfs_s,
+        "kept": met / latency_s / max(anneal(jobs, schedule).g, 1e-12),
     }
     if requests <= MOST_EXHAUSTIVE:
         figures["g_exhaustive"] = exhaustive(jobs)
     return figures
 
 
-def engine(seed: int, requests: int, batch: int, policy: str) -> Mapping[str, float]:
+def engine(seed: int, requests: int, batch: int, policy: Contender) -> Mapping[str, float]:
     """Figures of the same mix in a simulated engine, all requests at once."""
     setup = SETUPS["8b"]
     config = setup.engine.model_copy(update={"max_sequences": batch})
-    setup, kind = setup._replace(engine=config), Contender(policy, policy)
-    result = run(chat_and_code(requests, seed), kind, setup, seed, oracle=True).result
+    setup = setup._replace(engine=config)
+    result = run(chat_and_code(requests, seed), policy, setup, seed, oracle=True).result
     measured = stages(result.requests)
     met = attained(result.requests, measured, TPOTMetric.MEAN)
     latency_s = float(measured.e2e_s.sum())
@@ -130,7 +164,7 @@ def compared(rows: Rows) -> Rows:
     """G over that of FCFS, and over that of an exhaustive search where there is one."""
     found = []
     for row in rows:
-        row = {**row, "batch size": f"{row.get('objectives')}, batch {row['batch']:g}"}
+        row = {**row, "batch size": f"{row.get('objectives')}, batch {row.get('batch')}"}
         g, fcfs, best = (float(row.get(name, 0.0)) for name in ("g", "g_fcfs", "g_exhaustive"))
         if fcfs > 0:
             row |= {"over_fcfs": g / max(fcfs, 1e-12), "gains": "yes"}
@@ -151,13 +185,18 @@ def against_exhaustive(rows: Rows) -> Table:
     return Pivot(title, "share", ("objectives", "batch"), "requests", 4, note)(searched)
 
 
-MAPPED = {"gains": "yes"}
+MAPPED = {"what": "mapping", "gains": "yes"}
 ENGINE = {"what": "engine"}
+IN_ENGINE = (
+    *(Contender(name, name) for name in ("fcfs", "annealing")),
+    Contender("annealing, in order", "annealing", {"admits": "in_order"}),
+    *(Contender(name, name) for name in ("sjf", "deadline_triage")),
+)
 NOISY = "On a shared machine; measure with --jobs 1 on a quiet one."
 
 EXPERIMENT = Experiment(
     "annealing",
-    "002 (simulated annealing), Fig. 7 and Table 1",
+    "002 (simulated annealing), Fig. 7 and 9 to 11, and Table 1",
     "How near does annealing come to the best mapping, how much does it gain over FCFS, and how "
     "long does it take?",
     seeds=10,
@@ -170,7 +209,7 @@ EXPERIMENT = Experiment(
         "end), in random order; divided by 4 where named (TPOT stays); one priority",
         "Latency": "mapping: the paper's Table 2 (2 V100, Qwen2.5-7B); engine: setup 8b of "
         "benchmarks/experiments/systems.py, the policy's predictor derived from its step times",
-        "Output lengths": "known",
+        "Output lengths": "known, but for §5.3",
     },
     grids=[
         Product(
@@ -187,9 +226,33 @@ EXPERIMENT = Experiment(
             {
                 "requests": Scaled((10,), (40, 100)),
                 "batch": Scaled((4,), (4, 16)),
-                "policy": ("fcfs", "annealing", "sjf", "deadline_triage"),
+                "policy": {kind.label: kind for kind in IN_ENGINE},
             },
             labels={"what": "engine"},
+        ),
+        Product(
+            mapping,
+            {
+                "requests": Scaled((10,), (10, 20, 40)),
+                "batch": Scaled((4,), (1, 2, 4)),
+                "error": (0.0, 0.025, 0.05, 0.1, 0.5),
+            },
+            labels={"what": "lengths"},
+        ),
+        Product(
+            mapping,
+            {
+                "coefficient": Interaction._fields,
+                "deviation": Scaled((0.0, 0.2), (-0.5, -0.2, 0.0, 0.2, 0.5)),
+            },
+            fixed={"requests": 10, "batch": 4},
+            labels={"what": "latency"},
+        ),
+        Product(
+            mapping,
+            {"instances": (1, 2, 4)},
+            fixed={"requests": 10, "batch": 1},
+            labels={"what": "instances"},
         ),
     ],
     derive=compared,
@@ -206,5 +269,20 @@ EXPERIMENT = Experiment(
             where=ENGINE,
         ),
         Pivot("The same: attainment", "attained", ("requests", "batch"), "policy", where=ENGINE),
+        Pivot(
+            "§5.3: G over that with known output lengths, by their error",
+            *("kept", ("requests", "batch"), "error"),
+            where={"what": "lengths"},
+        ),
+        Pivot(
+            "§5.4: G over that with the true coefficients, by the deviation of one",
+            *("kept", ("coefficient",), "deviation"),
+            where={"what": "latency"},
+        ),
+        Pivot(
+            "§5.5: time to decide for several instances in turn, ms",
+            *("decide_ms", ("what",), "instances", 3, NOISY),
+            where={"what": "instances"},
+        ),
     ),
 )

@@ -3,14 +3,22 @@ Fig. 7 (breakdown); and Fig. 8: balancing by prefill admission budget, on severa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import exp, log
 from statistics import fmean
 
 from sluice.benchmarks.experiments import systems
-from sluice.benchmarks.experiments.grid import Experiment, Scaled
-from sluice.benchmarks.experiments.loads import Make, Span, Sweep, generated, workloads
+from sluice.benchmarks.experiments.grid import Experiment, Plan, Planned, Scaled
+from sluice.benchmarks.experiments.loads import (
+    Make,
+    Span,
+    Sweep,
+    alone_s,
+    generated,
+    recorded,
+    workloads,
+)
 from sluice.benchmarks.experiments.systems import DEFAULT, ROUTER, SETUPS, Contender, System
 from sluice.benchmarks.experiments.tables import Lines, Pivot, Rows, Value, estimate, grouped, mean
 from sluice.scheduling.latency.model import LinearLatency
@@ -18,6 +26,7 @@ from sluice.scheduling.request.objective import SLO
 from sluice.simulation.estimate import Estimate
 from sluice.simulation.planning.plots import Table
 from sluice.simulation.workload import Workload, with_objectives
+from sluice.simulation.workloads.generators import Slowdown
 from sluice.simulation.workloads.settings import FAIRBATCHING, fairbatching
 
 FIGURE = "attainment_running_max"
@@ -262,6 +271,32 @@ LINES: Mapping[str, tuple[str, ...]] = {
 }
 
 
+def _traced(make: Make, setup: systems.Setup, rate: float, requests: int, seed: int) -> Workload:
+    slo = Slowdown(3.0, alone_s(setup.truth), 2.0, 0.05)
+    words = "TTFT 2 s, for long prompts 3 times that on an idle engine; TPOT 50 ms."
+    return with_objectives(
+        make(setup, rate, requests, seed), lambda arrival: slo(arrival.prompt_tokens), words
+    )
+
+
+def _bursts(scaling: str, plan: Plan) -> Mapping[str, Make]:
+    traces = recorded(plan.traces, (scaling,))
+    return {name: partial(_traced, make) for name, make in traces.items()}
+
+
+def _cluster(
+    arrivals: Callable[[Plan], Mapping[str, Make]], layouts: Planned[Sequence[systems.Layout]]
+) -> Sweep:
+    return Sweep(
+        named=("dataset",),
+        workloads=arrivals,
+        layouts=layouts,
+        loads=Scaled((0.9,), (0.6, 0.8, 1.0, 1.25)),
+        kinds=(_labelled("vllm + fcfs", "vllm", FCFS), *TUNED, *OTHERS),
+        span=Scaled(Span(1.0, 4, 6), Span(15.0, 40, 150)),
+    )
+
+
 def _fig_8(rows: Rows) -> list[str]:
     found = {name: peak(rows, policies) for name, policies in LINES.items()}
     base = found[f"vllm + {BASE}"].mean
@@ -276,20 +311,19 @@ CLUSTER = Experiment(
     seeds=2,
     setting={
         **SETTING,
+        "Arrivals": "generated, Poisson; with `--traces DIR` also recorded ones: at 8 replicas "
+        "stretched to the rate as in the paper, at 2 in real time, thinned to the rate",
+        "Objectives and priorities": "Table 2; of recorded requests those of Azure, or a TTFT of 3 "
+        "times that on an idle engine where that is longer; one priority",
         "Balancing": "vLLM's own weighs a waiting request as four running ones (the paper says "
         "only that it counts active requests)",
         "Admission": "none where not named; `refusing`: a request whose objective no replica can "
         "guarantee is refused, and counts as missed",
     },
     grids=[
-        Sweep(
-            named=("dataset",),
-            workloads=DATASETS,
-            layouts=Scaled((systems.colocated(2),), (systems.colocated(8),)),
-            loads=Scaled((0.9,), (0.6, 0.8, 1.0, 1.25)),
-            kinds=(_labelled("vllm + fcfs", "vllm", FCFS), *TUNED, *OTHERS),
-            span=Scaled(Span(1.0, 4, 6), Span(15.0, 40, 150)),
-        )
+        _cluster(DATASETS, Scaled((systems.colocated(2),), (systems.colocated(8),))),
+        _cluster(partial(_bursts, "stretched"), Scaled((), (systems.colocated(8),))),
+        _cluster(partial(_bursts, "thinned"), (systems.colocated(2),)),
     ],
     tables=[
         Lines(

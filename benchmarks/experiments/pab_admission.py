@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from math import inf
-
 import numpy as np
 
-from sluice.scheduling.admission.pab import replica_pab_tokens
 from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy, make_policy
 from sluice.scheduling.batching.base import BatchBuilder
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.fleet.report import Report
+from sluice.scheduling.fleet.rows import spare_after_s
 from sluice.scheduling.fleet.state import rows_of
 from sluice.scheduling.latency.model import LatencyModel
-from sluice.scheduling.request.kernels import ARRIVAL, PENDING, RUNNING, TTFT
+from sluice.scheduling.request.kernels import (
+    ARRIVAL,
+    COMPUTED,
+    PENDING,
+    RUNNING,
+    TTFT,
+    most_work_s,
+)
 from sluice.scheduling.request.queue import QueueView
-
-REFERENCE_TPOT_S = 0.1
-"""TPOT that the budget assumes for decodes without a TPOT objective."""
 
 
 class Rejecting(BatchPolicy):
@@ -36,6 +40,7 @@ class Rejecting(BatchPolicy):
         self._idle = make_policy("fcfs")
         self.refused: set[int] = set()
         self._known: set[int] = set()
+        self._fleet = Fleet()
 
     def plan(
         self, queue: QueueView, now_s: float, latency: LatencyModel, budget: BatchBudget
@@ -67,15 +72,16 @@ class Rejecting(BatchPolicy):
 
     def _holds(self, queue: QueueView, row: int, now_s: float, latency: LatencyModel) -> bool:
         """Whether the request in ``row`` fits the budget that the accepted requests leave."""
-        table = queue.table
-        left_s = float(table[row, ARRIVAL] + table[row, TTFT]) - now_s
-        if left_s == inf:
-            return True
+        wanted = queue.table[row]
         before = [
             place
             for place, key in enumerate(queue.keys.tolist())
             if key in self._known and key not in self.refused
         ]
-        rows = rows_of(table[before])
-        room = replica_pab_tokens(rows, now_s, latency, left_s, REFERENCE_TPOT_S)
-        return float(table[row, PENDING]) <= room
+        rows = rows_of(queue.table[before])
+        made = Report(rows, now_s, 0.0, now_s, latency, 0, 1, 1, len(before))
+        self._fleet.report("engine", made, now_s)
+        due_s, nothing = float(wanted[ARRIVAL] + wanted[TTFT]), np.zeros(1)
+        work_s = nothing + most_work_s(latency.pieces, wanted[PENDING], wanted[COMPUTED])
+        own = np.zeros(1, np.int64)
+        return bool(spare_after_s(self._fleet.arrays, own, now_s, due_s, nothing, work_s)[0] >= 0)

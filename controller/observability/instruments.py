@@ -22,8 +22,6 @@ from sluice.scheduling.fleet.fleet import CONDITIONS
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.roles import ROLES
 
-_BUDGET = "sluice_replica_pab_tokens"
-
 _REPLICA_GAUGES: dict[str, tuple[str, Callable[[Floats], float]]] = {
     "sluice_replica_waiting_requests": (
         "Waiting requests in the replica.",
@@ -57,11 +55,6 @@ _REPLICA_GAUGES: dict[str, tuple[str, Callable[[Floats], float]]] = {
     "sluice_replica_kv_usage_ratio": (
         "Share of the replica's KV blocks in use, 0 to 1.",
         lambda figures: 1 - figures[figure.FREE_BLOCKS] / max(1, figures[figure.TOTAL_BLOCKS]),
-    ),
-    _BUDGET: (
-        "Prefill admission budget of the replica, tokens; negative when it is overloaded. Not "
-        "reported in quarantine.",
-        lambda figures: figures[figure.PAB],
     ),
 }
 
@@ -174,10 +167,18 @@ def _replicas(figures: Figures) -> Iterator[Metric]:
     for name, (documentation, read) in _REPLICA_GAUGES.items():
         gauge = GaugeMetricFamily(name, documentation, labels=("replica", "role"))
         for replica_id, role, place in places:
-            if name == _BUDGET and replica_id in figures.quarantined:
-                continue  # no request may use its budget
             gauge.add_metric((replica_id, role), float(read(figures.figures[place])))
         yield gauge
+    budgets = GaugeMetricFamily(
+        "sluice_replica_pab_tokens",
+        "Prefill admission budget of the replica, tokens; negative when it is overloaded. Not "
+        "reported in quarantine.",
+        labels=("replica", "role"),
+    )
+    for replica_id, role, place in places:
+        if replica_id not in figures.quarantined:  # no request may use its budget
+            budgets.add_metric((replica_id, role), float(figures.pab_tokens[place]))
+    yield budgets
     ages = GaugeMetricFamily(
         "sluice_replica_report_age_seconds",
         "Time since the replica's last report.",
@@ -234,6 +235,7 @@ def _names() -> frozenset[str]:
     counts = Counters().read()
     none = Figures(
         *(0.0, counts, 0, {}, (0, 0), {}, {}, {}, {}, {}, (), (), (), ()),
+        pab_tokens=np.zeros(0),
         figures=np.zeros((0, figure.FIGURES)),
     )
     return frozenset([family.name for family in families(none, "", 0)])

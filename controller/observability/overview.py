@@ -60,7 +60,7 @@ def _replica(detail: Detail, place: int, name: str, own: ReplicaDetail) -> dict[
     found, summary = detail.figures, np.frombuffer(own.summary, SUMMARY)[0]
     figures = found.figures[place].tolist()
     free, total = int(figures[figure.FREE_BLOCKS]), int(figures[figure.TOTAL_BLOCKS])
-    pab_tokens = figures[figure.PAB]
+    pab_tokens = float(found.pab_tokens[place])
     return {
         "replica_id": name,
         "node_id": own.node_id,

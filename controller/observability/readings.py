@@ -10,6 +10,8 @@ import asyncio
 from collections import Counter
 from typing import Final
 
+import numpy as np
+
 from sluice.controller.observability.counters import Counters
 from sluice.controller.observability.records import Detail, Figures, Reliable, ReplicaDetail
 from sluice.controller.state.drains import drain_of
@@ -21,6 +23,7 @@ from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.placement.calibration import Calibration
 from sluice.scheduling.placement.placer import Placer
 from sluice.scheduling.placement.reliability import Curve
+from sluice.scheduling.request.kernels import PREFILL_TOKENS, Floats
 from sluice.scheduling.roles import ROLES
 
 AT_ONCE: Final = 8
@@ -75,8 +78,15 @@ class Readings:
             tuple([fleet.roles[row] for row in rows]),
             tuple([fleet.condition(row, now_s) for row in rows]),
             [now_s - replicas[name].received_s for name in fleet.row_of],
+            self._pab_tokens(rows, now_s),
             fleet.figures[rows],
         )
+
+    def _pab_tokens(self, rows: list[int], now_s: float) -> Floats:
+        token_s = self._fleet.pieces[rows, :, PREFILL_TOKENS].max(axis=1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found: Floats = self._fleet.budgets_s(np.array(rows, np.int64), now_s) / token_s
+        return found
 
     async def detail(self, now_s: float, up_s: float, took_s: list[float]) -> Detail:
         """The state for an operator, without the actor's own ``up_s`` and ``took_s``, which are

@@ -35,6 +35,8 @@ class Figures(NamedTuple):
         quarantined: the replicas in quarantine.
         replicas, roles, conditions: id, role and condition of each replica.
         ages_s: time since the last report of each.
+        pab_tokens: prefill admission budget of each, in prompt tokens; negative in overload. Not
+            finite for a model in which tokens cost nothing.
         figures: ``float64[replicas, FIGURES]``, see :mod:`sluice.scheduling.fleet.rows`.
     """
 
@@ -52,6 +54,7 @@ class Figures(NamedTuple):
     roles: tuple[Role, ...]
     conditions: tuple[Condition, ...]
     ages_s: Sequence[float]
+    pab_tokens: Floats
     figures: Floats
 
 

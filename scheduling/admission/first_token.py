@@ -6,9 +6,6 @@
 from __future__ import annotations
 
 from math import ceil, floor, inf
-from typing import Any
-
-import numpy as np
 
 from sluice.scheduling.fleet.rows import (
     AHEAD_S,
@@ -20,7 +17,6 @@ from sluice.scheduling.fleet.rows import (
     QUEUED,
     STEP_ENDS_S,
     STEP_WORK_S,
-    FleetArrays,
     room_s,
 )
 from sluice.scheduling.request.kernels import Floats, compiled
@@ -67,17 +63,3 @@ def first_token_s(
     batches = max(1.0, ceil(left_s / most_s))
     filled_s = min(max(0.0, total_s - done_s) + work_s, batches * most_s)
     return max(0.0, ends_s - now_s) + batches * step_s + max(left_s, filled_s)
-
-
-@compiled
-def first_tokens_s(fleet: FleetArrays, candidates: Any, asked: Any) -> Floats:
-    """The time to the end of its prefill on each of a job's replicas."""
-    job = asked[0]
-    ttft_s = np.empty(candidates.shape[0])
-    for place in range(candidates.shape[0]):
-        candidate = candidates[place]
-        figures, start = fleet.figures[candidate.row], fleet.starts[candidate.row]
-        due_s = job.due_s - candidate.lead_s
-        queue = fleet.prefills[start:]
-        ttft_s[place] = first_token_s(figures, queue, candidate.work_s, job.now_s, due_s)
-    return ttft_s

@@ -42,6 +42,7 @@ from sluice.scheduling.fleet.rows import (
     Prefill,
     capacity_s,
     pace_of,
+    spare_s,
 )
 from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.request.job import Job
@@ -180,10 +181,8 @@ def late_by(
         return 0.0
     place = place_of(figures, prefills, due_s)
     ahead_s = prefills[place - 1, LEFT_AHEAD_S] if place > 0 else 0.0
-    # Capacity before now is used or lost; after that, the prefill needs a step of its own.
-    start_s = max(ahead_s, capacity_s(figures, loads, now_s) + figures[FIXED_S])
     usable_s = now_s + (due_s - now_s) * (1.0 - headroom)
-    late_s = start_s + work_s - capacity_s(figures, loads, usable_s)
+    late_s = work_s - spare_s(figures, loads, ahead_s, now_s, usable_s)
     begins_s = max(now_s, figures[STEP_ENDS_S]) + figures[FIXED_S]
     return max(late_s, begins_s + work_s - usable_s)
 

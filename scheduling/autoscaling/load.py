@@ -17,7 +17,6 @@ from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.pairs import DecodeChoice
 from sluice.scheduling.request.job import Job, RouteDecision, Tier
-from sluice.scheduling.request.kernels import FIXED, PREFILL_TOKENS
 from sluice.scheduling.roles import ROLES, Role
 
 MAX_UNPLACED = 4096
@@ -198,29 +197,16 @@ class Demand:
         decode_s = figures[:, figure.DECODE_S]
         busy = (step_s > 0) & (decode_s > 0)
         decodes = figures[:, figure.DECODES] > 0
-        pace_s = np.minimum(figures[:, figure.DECODE_PACE_S], fleet.settings.reference_tpot_s)
-        usable = 1.0 - figures[decodes, figure.FIXED_S] / pace_s[decodes]
+        usable = 1.0 - figures[decodes, figure.FIXED_S] / figures[decodes, figure.DECODE_PACE_S]
+        idle_s = np.maximum(fleet.settings.reference_ttft_s - figures[:, figure.FIXED_S], 1e-9)
+        budget = fleet.budgets_s(rows, now_s) / idle_s
         total = figures[:, figure.TOTAL_BLOCKS].sum()
         kept = (figures[:, figure.FREE_BLOCKS] + figures[:, figure.LENT_BLOCKS]).sum()
         return counted._replace(
             decode_share=float((decode_s[busy] / step_s[busy]).sum()),
             capacity=float(np.clip(usable, LEAST_CAPACITY, 1.0).mean()) if decodes.any() else 1.0,
-            head_room=_head_room(fleet, rows),
+            head_room=float(np.minimum(budget, 1.0).mean()),
             kv_share=float(np.clip(1.0 - kept / total, 0.0, 1.0)) if total > 0 else 0.0,
             best_effort_s=float(figures[:, figure.BEST_EFFORT_S].sum()),
             ongoing=float(figure.requests_at(figures).sum()),
         )
-
-
-def _head_room(fleet: Fleet, rows: np.ndarray) -> float:
-    """See :attr:`Load.head_room`; a replica to which tokens cost nothing counts as idle."""
-    pieces = fleet.pieces[rows]
-    token_s = pieces[:, :, PREFILL_TOKENS]
-    left_s = np.maximum(fleet.settings.reference_ttft_s - pieces[:, :, FIXED], 0.0)
-    idle = np.divide(left_s, token_s, out=np.full_like(left_s, np.inf), where=token_s > 0)
-    whole = idle.min(axis=1)
-    budget = fleet.figures[rows, figure.PAB]
-    known = np.isfinite(whole) & (whole > 0) & np.isfinite(budget)
-    share = np.where(np.isneginf(budget), 0.0, 1.0)
-    share[known] = budget[known] / whole[known]
-    return float(np.minimum(share, 1.0).mean())

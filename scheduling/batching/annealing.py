@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Self
+from typing import Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -45,11 +45,22 @@ class AnnealingOptions(PolicyOptions):
         description="Maximum number of waiting requests that are mapped, the earliest arrivals "
         "first. The others wait behind them in order of arrival.",
     )
+    admits: Literal["first_batch", "in_order"] = Field(
+        default="first_batch",
+        description="Which waiting requests run. `first_batch`: those of the first batch, even if "
+        "more would fit `batch_size`. `in_order`: the next ones in the whole order, whichever "
+        "batch they are in, as an FCFS engine runs what it gets in that order.",
+    )
     expected_tokens: float = Field(
         default=256.0,
         ge=1,
         le=1_000_000,
         description="Output length of a request without a prediction, tokens.",
+    )
+    output_tokens: tuple[float, float] = Field(
+        default=(1.0, 1_000_000.0),
+        description="Minimum and maximum output length, tokens: a prediction outside counts as the "
+        "nearer of the two.",
     )
     prefill: Interaction | None = Field(
         default=None,
@@ -88,6 +99,12 @@ class AnnealingOptions(PolicyOptions):
                 f"initial_temperature, threshold, decay and iterations make {steps:,} steps a "
                 f"search, at most {MOST_STEPS:,} are allowed"
             )
+        shortest, longest = self.output_tokens
+        if not 1 <= shortest <= longest <= 1_000_000:
+            raise ValueError(
+                "output_tokens must be a minimum and a maximum from 1 to 1,000,000, "
+                f"got {shortest:g} and {longest:g}"
+            )
         if (self.prefill is None) != (self.decode is None):
             raise ValueError("prefill and decode must be stated together, or neither")
         if self.prefill is not None and self.decode is not None:
@@ -105,7 +122,10 @@ class Annealing(BatchPolicy):
     - Running requests continue, decodes before prefills. They belong to the mapping's first batch,
       with their remaining work and their lateness so far.
     - The other requests of the first batch are admitted, in its order. Requests of later batches
-      wait: by the mapping, running them beside the first batch costs more than it gains.
+      wait: by the mapping, running them beside the first batch costs more than it gains. With
+      ``admits: in_order`` they take the slots that are left, in the order of the mapping: that is
+      what an engine with FCFS makes of the paper's dispatch, which sends one batch after the other
+      0.1 ms apart (§5.1).
     - Whenever a request arrives, ends or is preempted, the mapping is computed again, as in the
       paper when its pool changes. So later batches rarely run as mapped: their requests compete for
       every slot that comes free.
@@ -128,6 +148,8 @@ class Annealing(BatchPolicy):
         super().__init__(options)
         self._batch_size = options.batch_size
         self._annealed = options.annealed
+        self._in_order = options.admits == "in_order"
+        self._output_tokens = options.output_tokens
         self._expected_tokens = options.expected_tokens
         self._stated: InteractionLatency | None = None
         if options.prefill is not None and options.decode is not None:
@@ -147,7 +169,7 @@ class Annealing(BatchPolicy):
     def fill(
         self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
     ) -> None:
-        """Take the running requests, then the first batch of the mapping."""
+        """Take the running requests, then those of the mapping that are admitted."""
         table = queue.table
         waiting = table[:, kernels.RUNNING] == 0
         running = np.flatnonzero(~waiting)
@@ -165,6 +187,8 @@ class Annealing(BatchPolicy):
             free = self._batch_size - len(running)
             mapped = rows[: self._annealed] if free > 0 else rows[:0]
             order, admitted = self._map(table, decodes, prefills, mapped, now_s, latency)
+            if self._in_order:
+                admitted = max(free, 0)
             self._first = order[:admitted]
             self._later = np.concatenate((order[admitted:], rows[len(mapped) :]))
         batch.take(self._first)
@@ -190,6 +214,9 @@ class Annealing(BatchPolicy):
             most=self._batch_size,
             expected_tokens=self._expected_tokens,
         )
+        # Predictions are nan where nothing is known.
+        table = table.copy()
+        np.clip(table[:, kernels.EXPECTED], *self._output_tokens, out=table[:, kernels.EXPECTED])
         rows = np.concatenate((decodes, prefills, waiting))
         jobs = Jobs(
             times(table[waiting]), waited_s=float(np.sum(now_s - table[rows, kernels.ARRIVAL]))

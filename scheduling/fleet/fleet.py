@@ -52,15 +52,13 @@ class FleetSettings(NamedTuple):
             there, and it is chosen only where no other is left.
         stale_after_s: one that has been silent for longer is left out.
         reservation_ttl_s: a decision that no replica confirmed by then is dropped.
-        reference_ttft_s: horizon of the prefill admission budget (FairBatching's node TTFT).
-        reference_tpot_s: pace in that budget of decodes that state none.
+        reference_ttft_s: horizon of the prefill admission budget where no request states one.
     """
 
     aged_after_s: float = 1.0
     stale_after_s: float = 2.0
     reservation_ttl_s: float = 5.0
     reference_ttft_s: float = 1.0
-    reference_tpot_s: float = 0.1
 
 
 class Fleet:
@@ -283,6 +281,13 @@ class Fleet:
             return np.zeros(len(rows))
         return self.prefixes.cached_tokens(prefix, rows).astype(np.float64)
 
+    def budgets_s(self, rows: Ints, now_s: float) -> Floats:
+        """The prefill admission budget of each of ``rows`` within the reference TTFT, seconds, see
+        :func:`sluice.scheduling.fleet.rows.budget_s`."""
+        due_s, nothing = now_s + self.settings.reference_ttft_s, np.zeros(len(rows))
+        found: Floats = figure.spare_after_s(self.arrays, rows, now_s, due_s, nothing, nothing)
+        return found
+
     def hold(
         self, replica_id: str, slots: NDArray[np.integer], held: np.ndarray, renew: bool = False
     ) -> None:
@@ -419,8 +424,6 @@ class Fleet:
         figures[figure.ORDER] = ORDERS.get(report.policy, SLIDE)
         own = (figures, self.pieces[row], *self._entries(row))
         moment = (report.made_s, report.stepped_s, report.offset_s, report.preempts)
-        settings = self.settings
-        reference = (settings.reference_ttft_s, settings.reference_tpot_s)
-        fold(*own, report.rows, moment, reference)
+        fold(*own, report.rows, moment)
         for reservation in made:
             add_reservation(*own, reservation.record)

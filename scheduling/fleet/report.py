@@ -33,7 +33,6 @@ from sluice.scheduling.fleet.rows import (
     LENT_QUEUED,
     LOADS,
     NEEDED_BLOCKS,
-    PAB,
     PACE_S,
     PROMISED,
     QUEUE_PACE_S,
@@ -63,10 +62,7 @@ from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.request.deadline import FIRST
 from sluice.scheduling.request.expected import claim
 from sluice.scheduling.request.kernels import (
-    DECODE_CONTEXT,
-    DECODE_SEQUENCE,
     FIXED,
-    PREFILL_TOKENS,
     Floats,
     compiled,
     most_work_s,
@@ -171,21 +167,6 @@ def set_step(figures: Floats, least_ttft_s: float, work_s: float, busy: bool) ->
 
 
 @compiled
-def budget_tokens(pieces: Floats, decode_s: Floats, forced: float, horizon_s: float) -> float:
-    """Prompt tokens that fit ``horizon_s`` beside the decodes, before those that are queued:
-    FairBatching appendix A, steps 4 and 5; of a model of several pieces, the least by one."""
-    budget = inf
-    for piece in range(pieces.shape[0]):
-        left_s = horizon_s - pieces[piece, FIXED] * (forced + 1.0) - decode_s[piece]
-        if pieces[piece, PREFILL_TOKENS] > 0.0:
-            budget = min(budget, left_s / pieces[piece, PREFILL_TOKENS])
-        elif left_s <= 0.0:
-            budget = -inf
-    # Extreme coefficients can overflow; not-a-number would win or lose every comparison.
-    return -inf if np.isnan(budget) else budget
-
-
-@compiled
 def count_best_effort(
     figures: Floats, pieces: Floats, lent: Floats, row: Any, due_s: float, prefill: bool
 ) -> None:
@@ -214,48 +195,29 @@ def count_prefill(
 
 
 @compiled
-def count_decode(
-    figures: Floats,
-    pieces: Floats,
-    loads: Floats,
-    row: Any,
-    pace: Pace,
-    reference: tuple[float, float],
-    decode_s: Floats,
-) -> float:
-    """Count a reported decode that was guaranteed; return how often it runs within the horizon of
-    ``reference`` (see :func:`fold`), and add that work to ``decode_s``, by piece of the model."""
-    horizon_s, unpaced_s = reference
+def count_decode(figures: Floats, pieces: Floats, loads: Floats, row: Any, pace: Pace) -> None:
+    """Count a reported decode that was guaranteed."""
     now_s, due_s, tpot_s, output_tokens = pace
     computed = row.computed_tokens
     own_s = most_work_s(pieces, 1.0, computed)
-    pace_s = pace_of(tpot_s, figures[FIXED_S], own_s)
     figures[PROMISED] += 1.0
     figures[DECODES] += 1.0
     figures[CONTEXT] += computed
     figures[DECODE_S] += own_s
-    slack_s = max(0.0, due_s - now_s)
-    if tpot_s < inf:
-        add_load(figures, loads, max(due_s, now_s), own_s / pace_s, pace_s, False)
-        if tpot_s >= pace_s:
-            figures[PACE_S] = min(figures[PACE_S], pace_s)
-            figures[DUE_S] = min(figures[DUE_S], due_s)
-        figures[DECODE_SHARES] += own_s / pace_s
-        figures[DECODE_PACE_S] = min(figures[DECODE_PACE_S], pace_s)
-        # One that ends soon frees what it holds, and no more.
-        left_s = max(output_tokens - row.emitted_tokens, 1.0) * pace_s
-        freed = row.kv_blocks / max(left_s, FREED_WITHIN_S)
-        grown = min(left_s, FREED_WITHIN_S) / (FREED_WITHIN_S * figures[BLOCK_TOKENS] * pace_s)
-        figures[BLOCKS_PER_S] += freed - grown
-    else:
-        slack_s = unpaced_s
-        pace_s = pace_of(unpaced_s, figures[FIXED_S], own_s)
-    steps = max(0.0, (horizon_s - slack_s) / pace_s)
-    for piece in range(pieces.shape[0]):
-        decode_s[piece] += steps * (
-            pieces[piece, DECODE_SEQUENCE] + pieces[piece, DECODE_CONTEXT] * computed
-        )
-    return steps
+    if tpot_s == inf:
+        return
+    pace_s = pace_of(tpot_s, figures[FIXED_S], own_s)
+    add_load(figures, loads, max(due_s, now_s), own_s / pace_s, pace_s, False)
+    if tpot_s >= pace_s:
+        figures[PACE_S] = min(figures[PACE_S], pace_s)
+        figures[DUE_S] = min(figures[DUE_S], due_s)
+    figures[DECODE_SHARES] += own_s / pace_s
+    figures[DECODE_PACE_S] = min(figures[DECODE_PACE_S], pace_s)
+    # One that ends soon frees what it holds, and no more.
+    left_s = max(output_tokens - row.emitted_tokens, 1.0) * pace_s
+    freed = row.kv_blocks / max(left_s, FREED_WITHIN_S)
+    grown = min(left_s, FREED_WITHIN_S) / (FREED_WITHIN_S * figures[BLOCK_TOKENS] * pace_s)
+    figures[BLOCKS_PER_S] += freed - grown
 
 
 @compiled
@@ -267,7 +229,6 @@ def fold(
     lent: Floats,
     rows: np.ndarray,
     moment: tuple[float, float, float, bool],
-    reference: tuple[float, float],
 ) -> None:
     """Take in a whole report; what was known of the replica's requests goes.
     ``O(requests log requests)``.
@@ -277,15 +238,12 @@ def fold(
         rows: :data:`sluice.scheduling.fleet.state.ROW` of the replica; those of phase 0 are
             skipped.
         moment: ``made_s``, ``stepped_s``, ``offset_s`` and ``preempts`` of the :class:`Report`.
-        reference: TTFT and TPOT of the prefill admission budget, seconds: its horizon, and the
-            pace of decodes that state none.
     """
     made_s, stepped_s, offset_s, preempts = moment
     clear(figures, pieces)
     now_s = made_s + offset_s
     earliest_s = least_ttft_s = inf
-    first_work_s = step_work_s = forced = 0.0
-    decode_s = np.zeros(pieces.shape[0])
+    first_work_s = step_work_s = 0.0
     for slot in range(rows.shape[0]):
         row = rows[slot]
         if row.phase == 0:
@@ -329,8 +287,7 @@ def fold(
             if first:
                 first_work_s = work_s
         else:
-            steps = count_decode(figures, pieces, loads, row, pace, reference, decode_s)
-            forced = max(forced, steps)
+            count_decode(figures, pieces, loads, row, pace)
     # An engine that was idle began with the first request that came. One that hangs must not look
     # as if it had done its work.
     begun_s = made_s
@@ -342,7 +299,6 @@ def fold(
         set_step(figures, least_ttft_s, 0.0, False)
     else:
         set_step(figures, least_ttft_s, work_s, earliest_s < inf)
-    figures[PAB] = budget_tokens(pieces, decode_s, forced, reference[0]) - figures[TOKENS]
     put_in_order(prefills, int(figures[QUEUED]))
     put_in_order(loads, int(figures[LOADS]))
     put_in_order(lent, int(figures[LENT_QUEUED]))
@@ -375,7 +331,6 @@ def add_reservation(
         figures, pieces, made.later_stages, made.later_tokens, prompt_tokens, made.output_tokens,
         made.tpot_s,
     )  # fmt: skip
-    figures[PAB] -= made.new_tokens
     advance(figures, prefills, loads, made.made_s)
     prompt = Prompt(
         made.due_s, made.tpot_s, made.priority, made.new_tokens, made.cached_tokens,

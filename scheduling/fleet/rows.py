@@ -43,36 +43,35 @@ DECODES = 5  # guaranteed decodes
 FREE_BLOCKS = 6  # KV blocks, as reported
 TOTAL_BLOCKS = 7
 BLOCK_TOKENS = 8
-PAB = 9  # prefill admission budget, tokens; may be negative
-BEGUN_S = 10  # since when the reported work is being worked on
-FIXED_S = 11  # time of an empty step
-PREFILL_S = 12  # predicted time of the guaranteed prefills
-DECODE_S = 13  # work of one step of the guaranteed decodes
-PACE_S = 14  # their least pace that can be held; infinite for none
-DUE_S = 15  # when the first of them is due; infinite for none
-NEEDED_BLOCKS = 16  # blocks that guaranteed prefills need beyond those they hold
-LENT_BLOCKS = 17  # blocks of best-effort requests, which guaranteed ones may take
-LENT_PLACES = 18  # running best-effort requests
-BEST_EFFORT_S = 19  # predicted time of the best-effort prefills
-EXPECTED_BLOCKS = 20  # blocks that all live requests are expected to need beyond those they hold
-BLOCKS_PER_S = 21  # that the guaranteed decodes free soon, less what they take, in the mean
-PLACES = 22  # most running sequences
-QUEUED = 23  # guaranteed prefills, entries of `prefills`
-LOADS = 24  # entries of `loads`
-STEP_ENDS_S = 25  # when the step under way is expected to end
-PROMISED = 26  # guaranteed requests, those on their way included
-DECODE_SHARES = 27  # of each second, for the steps of the guaranteed decodes that state a pace
-DECODE_PACE_S = 28  # their least pace; infinite for none
-BATCH_S = 29  # time of a batch that is full; infinite where nothing limits it
-STEP_WORK_S = 30  # guaranteed prefill in the step under way
-SPENT_UNTIL_S = 31  # when the latest decision was made, or the work began
-SPENT_S = 32  # capacity until then, which is spent
-CLAIMED_BLOCKS = 33  # blocks that guaranteed requests are expected to need beyond those they hold
-LATER_S = 34  # prefill of later stages that is expected each second
-QUEUE_PACE_S = 35  # least pace that can be held of the guaranteed prefills' decodes later
-LENT_QUEUED = 36  # best-effort prefills, entries of `lent`
-ORDER = 37  # in which its local policy takes prefills, a code of `local_orders`
-FIGURES = 38
+BEGUN_S = 9  # since when the reported work is being worked on
+FIXED_S = 10  # time of an empty step
+PREFILL_S = 11  # predicted time of the guaranteed prefills
+DECODE_S = 12  # work of one step of the guaranteed decodes
+PACE_S = 13  # their least pace that can be held; infinite for none
+DUE_S = 14  # when the first of them is due; infinite for none
+NEEDED_BLOCKS = 15  # blocks that guaranteed prefills need beyond those they hold
+LENT_BLOCKS = 16  # blocks of best-effort requests, which guaranteed ones may take
+LENT_PLACES = 17  # running best-effort requests
+BEST_EFFORT_S = 18  # predicted time of the best-effort prefills
+EXPECTED_BLOCKS = 19  # blocks that all live requests are expected to need beyond those they hold
+BLOCKS_PER_S = 20  # that the guaranteed decodes free soon, less what they take, in the mean
+PLACES = 21  # most running sequences
+QUEUED = 22  # guaranteed prefills, entries of `prefills`
+LOADS = 23  # entries of `loads`
+STEP_ENDS_S = 24  # when the step under way is expected to end
+PROMISED = 25  # guaranteed requests, those on their way included
+DECODE_SHARES = 26  # of each second, for the steps of the guaranteed decodes that state a pace
+DECODE_PACE_S = 27  # their least pace; infinite for none
+BATCH_S = 28  # time of a batch that is full; infinite where nothing limits it
+STEP_WORK_S = 29  # guaranteed prefill in the step under way
+SPENT_UNTIL_S = 30  # when the latest decision was made, or the work began
+SPENT_S = 31  # capacity until then, which is spent
+CLAIMED_BLOCKS = 32  # blocks that guaranteed requests are expected to need beyond those they hold
+LATER_S = 33  # prefill of later stages that is expected each second
+QUEUE_PACE_S = 34  # least pace that can be held of the guaranteed prefills' decodes later
+LENT_QUEUED = 35  # best-effort prefills, entries of `lent`
+ORDER = 36  # in which its local policy takes prefills, a code of `local_orders`
+FIGURES = 37
 
 # A guaranteed prefill.
 PREFILL_DUE_S = 0
@@ -186,6 +185,53 @@ def capacity_s(figures: Floats, loads: Floats, until_s: float) -> float:
     if low > 0:
         capacity -= loads[low - 1, SHARES] * until_s - loads[low - 1, OFFSETS_S]
     return capacity
+
+
+@compiled
+def spare_s(figures: Floats, loads: Floats, ahead_s: float, now_s: float, until_s: float) -> float:
+    """Time until ``until_s`` for one more prefill behind ``ahead_s`` of work that is left; negative
+    where that work does not fit; infinite without an end. ``O(log loads)``.
+
+    Capacity before now is used or lost; after that, the prefill needs a step of its own.
+    """
+    if until_s == inf:
+        return inf
+    begins_s = ahead_s
+    # Loads only lower the capacity until now: mostly more work is left than there was time.
+    if now_s - figures[BEGUN_S] - figures[SPENT_S] > ahead_s:
+        begins_s = max(ahead_s, capacity_s(figures, loads, now_s) + figures[FIXED_S])
+    return capacity_s(figures, loads, until_s) - begins_s
+
+
+@compiled
+def budget_s(figures: Floats, prefills: Floats, loads: Floats, now_s: float, due_s: float) -> float:
+    """The prefill admission budget (PAB) for a prompt that is due at ``due_s``, seconds: the time
+    for its prefill behind all guaranteed prefills. ``O(log loads)``.
+
+    FairBatching appendix A: steps 1 to 4 are :func:`capacity_s`, with the decodes of pending
+    prefills (A.3) from their first tokens on. The horizon is the request's own TTFT (§3.4). Steps 5
+    and 6 divide by the time of a token and subtract the queued tokens; seconds are the same where a
+    token costs the same everywhere, and hold in every latency model.
+    """
+    queued = int(figures[QUEUED])
+    ahead_s = prefills[queued - 1, LEFT_AHEAD_S] if queued > 0 else 0.0
+    return spare_s(figures, loads, ahead_s, now_s, due_s)
+
+
+@compiled
+def spare_after_s(
+    fleet: FleetArrays, rows: Ints, now_s: float, due_s: float, lead_s: Floats, work_s: Floats
+) -> Floats:
+    """What a prefill of ``work_s[i]`` that is due at ``due_s - lead_s[i]`` leaves of the budget of
+    each of ``rows``, seconds; negative where it does not fit. ``O(log loads)`` per row."""
+    spare = np.empty(rows.shape[0])
+    for place in range(rows.shape[0]):
+        row = rows[place]
+        start = fleet.starts[row]
+        prefills, loads = fleet.prefills[start:], fleet.loads[start:]
+        own_s = budget_s(fleet.figures[row], prefills, loads, now_s, due_s - lead_s[place])
+        spare[place] = own_s - work_s[place]
+    return spare
 
 
 @compiled

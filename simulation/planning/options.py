@@ -239,7 +239,6 @@ def fleet(
                 "stale_after_s": controller.stale_after_s,
                 "reservation_ttl_s": controller.reservation_ttl_s,
                 "reference_ttft_s": controller.reference_ttft_ms / 1e3,
-                "reference_tpot_s": controller.reference_tpot_ms / 1e3,
             },
         ),
         name,

@@ -40,7 +40,7 @@ INFO = EngineInfo("model", "fcfs", 8192, 2048, 256, 4096, 16, PROFILE)
 ROLES: tuple[Role, ...] = ("mixed", "mixed", "prefill", "decode")
 CAPACITY = 64
 FIGURES = (
-    *("WAITING", "RUNNING", "TOKENS", "CONTEXT", "PREFILL_S", "PAB", "NEEDED_BLOCKS"),
+    *("WAITING", "RUNNING", "TOKENS", "CONTEXT", "PREFILL_S", "NEEDED_BLOCKS"),
     *("EXPECTED_BLOCKS", "RESERVED", "BEST_EFFORT_S", "QUEUED", "LOADS", "FREE_BLOCKS"),
 )
 

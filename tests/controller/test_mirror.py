@@ -71,7 +71,9 @@ def test_the_prefill_budget_is_that_of_the_model() -> None:
     mirror, fleet = make_mirror()
     mirror.hello(hello("a", [waiting_row(1, 300)]), now_s=0)
     # No decode: one step's fixed time, the rest at b + c a token, less what is queued.
-    assert figure(fleet, "a", "PAB") == pytest.approx((1 - 0.004) / 0.000101 - 300)
+    assert fleet.budgets_s(np.array([fleet.row_of["a"]]), 0.0) == pytest.approx(
+        0.996 - 300 * 0.000101
+    )
 
 
 def test_nothing_waits_for_the_step_of_a_replica_that_preempts() -> None:
@@ -427,5 +429,5 @@ def test_what_is_known_equals_a_recount_after_any_history(data: st.DataObject) -
             assert live_keys(mirror, name) == sorted(int(row["key"]) for row in rows)
             anew, known_anew = make_mirror()
             anew.hello(hello(name, rows, seq=1), now_s)
-            for what in ("WAITING", "TOKENS", "PREFILL_S", "PAB", "NEEDED_BLOCKS"):
+            for what in ("WAITING", "TOKENS", "PREFILL_S", "NEEDED_BLOCKS"):
                 assert figure(fleet, name, what) == pytest.approx(figure(known_anew, name, what))

@@ -101,14 +101,16 @@ class InProcess:
     def generate(self, requests: Requests) -> list[tuple[int, ...]]:
         """Greedy output tokens of ``requests``, which are all there before the first batch."""
         ends = self.reasoning_ends
-        params = [_params(str(i), output, slo, ends) for i, (_, output, slo) in enumerate(requests)]
+        params = [
+            params_of(str(i), output, slo, ends) for i, (_, output, slo) in enumerate(requests)
+        ]
         prompts = [{"prompt_token_ids": prompt} for prompt, _, _ in requests]
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         return [tuple(output.outputs[0].token_ids) for output in outputs]
 
     def run(self, requests: Requests, transfers: Sequence[Mapping[str, Any] | None]) -> list[Any]:
         """vLLM's outputs of ``requests``, each with what vLLM is told of its prompt's KV."""
-        params = [_params(str(i), output, slo) for i, (_, output, slo) in enumerate(requests)]
+        params = [params_of(str(i), output, slo) for i, (_, output, slo) in enumerate(requests)]
         for each, transfer in zip(params, transfers, strict=True):
             if transfer is not None:
                 each.extra_args = {**(each.extra_args or {}), "kv_transfer_params": dict(transfer)}
@@ -127,7 +129,7 @@ class InProcess:
         while arrived < len(requests) or engine.has_unfinished_requests():
             if arrived < len(requests) and batches >= arrived * every:
                 prompt, output, slo = requests[arrived]
-                params = _params(str(arrived), output, slo)
+                params = params_of(str(arrived), output, slo)
                 engine.add_request(str(arrived), {"prompt_token_ids": prompt}, params)
                 if arrived in aborted:
                     stopping.append((batches + 2 + arrived % 5, arrived))
@@ -148,9 +150,10 @@ class InProcess:
         gc.collect()
 
 
-def _params(
+def params_of(
     name: str, output: int, slo: SLO | None, reasoning_ends: frozenset[int] = frozenset()
 ) -> Any:
+    """Sampling parameters of a greedy request with exactly ``output`` tokens."""
     from vllm import SamplingParams
 
     extra = None

@@ -1,6 +1,7 @@
 """Simulated-annealing priority mapping in the engine, by hand: 10 ms a step, 1 ms a new token."""
 
 from collections.abc import Sequence
+from math import nan
 
 import numpy as np
 import pytest
@@ -68,6 +69,41 @@ def test_a_loose_request_waits_where_it_would_break_the_pace_of_strict_ones() ->
     assert sorted(order(plan(by, *queue))) == ["a", "b"]
     gone = [queue[0], decode("b", strict)._replace(expected_tokens=10.0)]
     assert order(plan(by, *gone)) == ["b", "loose"], "two are fast enough"
+
+
+def test_in_order_the_slots_that_are_left_go_to_later_batches() -> None:
+    # As above, but an engine with FCFS would run the loose one, too, from the first step on.
+    strict = SLO(tpot_s=0.0125)
+    queue = [waiting("loose", 10), waiting("a", 10, strict), waiting("b", 10, strict)]
+    assert order(plan(policy(admits="in_order"), *queue))[2:] == ["loose"]
+    assert len(order(plan(policy(admits="in_order", batch_size=2), *queue))) == 2
+    assert order(plan(policy(admits="in_order", batch_size=1), decode("d"), *queue)) == ["d"]
+
+
+def test_in_order_requests_run_in_the_order_in_which_an_fcfs_engine_would_get_them() -> None:
+    queue = [waiting(f"r{n}", 10 * (7 * n % 12 + 1)) for n in range(12)]
+    by = policy(admits="in_order", batch_size=4)
+    assert order(plan(by, *queue)) == by_length(queue)[:4]
+    by_name = {request.request_id: request for request in queue}
+    first, *rest = by_length(queue)
+    running = [decode(name)._replace(expected_tokens=10.0) for name in rest[:3]]
+    others = [by_name[name] for name in sorted(rest[3:])]
+    assert order(plan(by, *running, *others))[3:] == [rest[3]], f"the next one as {first} ends"
+
+
+def test_predictions_outside_the_range_of_output_lengths_count_as_its_ends() -> None:
+    queue = [
+        waiting("long prompt", 100, expected=1.0),
+        waiting("long output", 10, expected=5_000.0),
+        waiting("unknown", 11, expected=nan),
+    ]
+    plain = plan(policy(batch_size=1, expected_tokens=50), *queue)
+    assert order(plain) == ["long prompt"]
+    # At 20 tokens each, the shortest prompt is first.
+    ranged = policy(batch_size=1, expected_tokens=20, output_tokens=(20, 20))
+    assert order(plan(ranged, *queue)) == ["long output"]
+    with pytest.raises(ValidationError, match="a minimum and a maximum"):
+        policy(output_tokens=(30, 20))
 
 
 def test_a_request_that_cannot_make_it_is_put_off_for_one_that_can() -> None:

@@ -3,16 +3,14 @@
 from math import inf
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.scheduling.admission.pab import replica_pab_tokens
 from sluice.scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
 from sluice.scheduling.fleet.ledger import Reservation
-from sluice.scheduling.latency.model import LatencyModel, LinearLatency, RooflineLatency
+from sluice.scheduling.latency.model import LinearLatency, RooflineLatency
 from sluice.scheduling.request.deadline import paced
 from sluice.scheduling.request.objective import SLO
 from tests.scheduling.fleets import fleet_of, report, row
@@ -45,28 +43,6 @@ best_effort = st.builds(
     row, slos, prompts, arrival_s=EIGHTHS, best_effort=st.just(True), running=st.booleans()
 )
 tables = st.lists(st.one_of(waiting, decoding, best_effort), max_size=12)
-
-
-@given(rows=tables, latency=st.sampled_from([MODEL, ROOFLINE]))
-def test_the_budget_is_that_of_the_promised_rows(
-    rows: list[np.ndarray], latency: LatencyModel
-) -> None:
-    fleet = Fleet()
-    fleet.report("0", report(*rows, latency=latency), 0.0)
-    made = report(*rows).rows
-    promised = made[made["best_effort"] == 0]
-    # An end-to-end objective counts as the pace that it asks for, in double precision.
-    promised = promised.astype([(name, "<f8") for name in made.dtype.names])
-    for each in promised:
-        length = max(UNKNOWN_OUTPUT_TOKENS, each["emitted_tokens"] + 1)
-        each["ttft_s"], each["tpot_s"] = paced(
-            each["ttft_s"], each["tpot_s"], each["e2e_s"], length
-        )
-    settings_ = fleet.settings
-    expected = replica_pab_tokens(
-        promised, 0.0, latency, settings_.reference_ttft_s, settings_.reference_tpot_s
-    )
-    assert fleet.figures[0, figure.PAB] == pytest.approx(expected, rel=1e-9, abs=1e-6)
 
 
 def state(fleet: Fleet) -> dict[str, tuple[list[float], *tuple[list[list[float]], ...]]]:

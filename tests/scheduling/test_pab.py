@@ -1,5 +1,6 @@
-"""The prefill admission budget: by hand, from state rows, and what must raise or lower it."""
+"""The prefill admission budget: by hand, and against the sums of the appendix in plain loops."""
 
+from itertools import pairwise
 from math import inf, nan
 
 import numpy as np
@@ -7,139 +8,175 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.scheduling.admission.pab import pab_tokens, replica_pab_tokens, rows_due_s
-from sluice.scheduling.fleet.state import ROW, RUNNING, WAITING
-from sluice.scheduling.latency.model import LinearLatency
-from sluice.scheduling.request.objective import SLO, Anchor
-from sluice.scheduling.request.queue import QueueView, RequestView
-from tests.scheduling.views import decode, latencies, prefill, queues
+from sluice.scheduling.admission import make_policy
+from sluice.scheduling.admission.base import Promises
+from sluice.scheduling.admission.constraint import Constraint
+from sluice.scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.fleet.ledger import Reservation
+from sluice.scheduling.fleet.rows import spare_after_s
+from sluice.scheduling.latency.model import LatencyModel, LinearLatency
+from sluice.scheduling.request.deadline import FIRST, needs_prefill, next_due_s, paced
+from sluice.scheduling.request.objective import SLO
+from tests.scheduling.fleets import MODEL, QUERY, fleet_of, job, report, row
+from tests.scheduling.test_fleet import ROOFLINE, prompts, slos, tables
 
-MODEL = LinearLatency(a=0.010, b=0.001, c=0.000_01)
-
-
-def rows_of(*requests: RequestView) -> np.ndarray:
-    """State rows of ``requests``, as an engine writes them."""
-    rows = np.zeros(len(requests), dtype=ROW)
-    for row, request in zip(rows, requests, strict=True):
-        slo = request.slo
-        row["arrival_s"] = request.arrival_s
-        row["first_token_s"] = nan if request.first_token_s is None else request.first_token_s
-        row["ttft_s"] = slo.ttft_s or inf
-        row["tpot_s"] = slo.tpot_s or inf
-        row["e2e_s"] = slo.e2e_s or inf
-        row["priority"] = slo.priority
-        row["prompt_tokens"] = request.prompt_tokens
-        row["computed_tokens"] = request.computed_tokens
-        row["pending_tokens"] = request.pending_tokens
-        row["emitted_tokens"] = request.emitted_tokens
-        row["kv_blocks"] = request.kv_blocks
-        row["phase"] = RUNNING if request.running else WAITING
-    return rows
+SLOW = LinearLatency(a=0.010, b=0.001, c=0.000_01)
+TOKEN_S = 0.00101
+EIGHTH = SLO(ttft_s=0.25, tpot_s=0.125)
 
 
-def arrays(*values: list[float]) -> list[np.ndarray]:
-    return [np.array(value, dtype=np.float64) for value in values]
+def promised(fleet: Fleet, prompt: int, ttft_s: float | None, reserve: float = 0.0) -> Promises:
+    query = QUERY._replace(slo=SLO(ttft_s=ttft_s), prompt_tokens=prompt)
+    asked = job(fleet, query)._replace(reserve_tokens=reserve)
+    return make_policy("pab").promises(asked, fleet)
 
 
-def test_the_budget_by_hand() -> None:
-    # Horizon 1 s. Decode 1: slack 0.5 s at 0.1 s a token, 5 steps; decode 2: 0.9 s at 0.05 s, 2.
-    # Overhead 10 ms * (5 + 1) = 60 ms; work 5 * (1 + 1) + 2 * (1 + 2) = 16 ms; left 924 ms,
-    # at 1.01 ms a token; less the 300 tokens that are queued.
-    slack, tpot, context = arrays([0.5, 0.9], [0.1, 0.05], [100, 200])
-    budget = pab_tokens(slack, tpot, context, 300, MODEL, 1.0)
-    assert budget == pytest.approx(0.924 / 0.00101 - 300)
+def fits(fleet: Fleet, prompt: int, ttft_s: float | None, reserve: float = 0.0) -> bool:
+    return bool(promised(fleet, prompt, ttft_s, reserve).holds[0])
+
+
+def budget_s(fleet: Fleet, within_s: float, now_s: float = 0.0) -> float:
+    own, nothing = np.zeros(1, np.int64), np.zeros(1)
+    found = spare_after_s(fleet.arrays, own, now_s, now_s + within_s, nothing, nothing)
+    return float(found[0])
+
+
+def appendix() -> Fleet:
+    """One TPOT, P = 125 ms, for all. Decodes with a slack of 0.5 s and a context of 100, and 0.75 s
+    and 200; a prompt of 299 tokens that is due in 0.25 s, so its second token in 0.375 s."""
+    return fleet_of(
+        report(
+            row(EIGHTH, 96, emitted=4, arrival_s=-0.25, first_token_s=0.0),
+            row(EIGHTH, 194, emitted=6, arrival_s=-0.25, first_token_s=0.0),
+            row(EIGHTH, 299),
+            latency=SLOW,
+        )
+    )
+
+
+def test_the_appendix_by_number() -> None:
+    # A.1: 1 s. A.2: the most urgent decode is that of the pending prompt, (1 - 0.375) / 0.125 = 5
+    # steps and one more of 10 ms. A.3: 4 steps of 1 + 1 ms, 2 of 1 + 2 ms, 5 of 1 + 3 ms.
+    left_s = 1.0 - 0.010 * (5 + 1) - (4 * 0.002 + 2 * 0.003 + 5 * 0.004)
+    assert left_s == pytest.approx(0.906)
+    # A.5 and A.6: at 1.01 ms a token, less the 299 tokens of the pending prompt, 598.03 tokens.
+    tokens = left_s / TOKEN_S - 299
+    assert budget_s(appendix(), 1.0) / TOKEN_S == pytest.approx(tokens)
+    assert fits(appendix(), 598, 1.0)
+    assert not fits(appendix(), 599, 1.0)
+
+
+def test_the_horizon_is_the_ttft_of_the_request() -> None:
+    # Within 0.5 s only the pending prompt has to decode, once: 500 - 20 - 4 ms.
+    assert budget_s(appendix(), 0.5) == pytest.approx(0.476 - 299 * TOKEN_S)
+    assert fits(appendix(), 172, 0.5)
+    assert not fits(appendix(), 173, 0.5)
+    # What is queued takes longer than the shortest of three TTFTs.
+    assert budget_s(appendix(), 0.25) == pytest.approx(-0.06199)
+
+
+def test_a_refusal_tells_the_constraint_and_the_wait() -> None:
+    refused = promised(appendix(), 172 + 100, 0.5)
+    assert refused.binds.tolist() == [Constraint.PREFILL_BUDGET]
+    assert refused.wait_s[0] == pytest.approx((272 + 299) * TOKEN_S - 0.476)
+    # An idle replica prefills 485 tokens within 0.5 s, never 486.
+    assert promised(appendix(), 485, 0.5).wait_s[0] < inf
+    assert promised(appendix(), 486, 0.5).wait_s[0] == inf
 
 
 def test_an_idle_replica_can_take_the_horizon_less_one_step() -> None:
-    none = np.empty(0)
-    assert pab_tokens(none, none, none, 0, MODEL, 1.0) == pytest.approx(0.99 / 0.00101)
-    assert replica_pab_tokens(rows_of(), 5.0, MODEL, 1.0, 0.1) == pytest.approx(0.99 / 0.00101)
+    idle = fleet_of(report(latency=SLOW))
+    assert budget_s(idle, 1.0) == pytest.approx(0.99)
+    assert budget_s(idle, 1.0, now_s=7.0) == pytest.approx(0.99), "idle time is not saved up"
+    assert budget_s(fleet_of(report(latency=SLOW.corrected(2.0))), 1.0) == pytest.approx(0.98)
+    assert fits(idle, 980, 1.0) and not fits(idle, 981, 1.0)
 
 
-def test_a_correction_scales_the_model() -> None:
-    none = np.empty(0)
-    slow = pab_tokens(none, none, none, 0, MODEL.corrected(2.0), 1.0)
-    assert slow == pytest.approx(0.98 / 0.00202)
+def test_a_request_without_a_ttft_always_fits() -> None:
+    assert fits(appendix(), 100_000, None)
 
 
-def test_where_tokens_are_free_only_the_steps_count() -> None:
-    free = LinearLatency(a=0.4, b=0.0)
-    none = np.empty(0)
-    assert pab_tokens(none, none, none, 50, free, 1.0) == inf
-    slack, tpot, context = arrays([0.0], [0.5], [10])
-    assert pab_tokens(slack, tpot, context, 50, free, 1.0) == -inf
-
-
-def test_a_replica_by_hand() -> None:
-    # At t = 10 s: the decode's 3rd token is due at 9 + 1 + 2 * 0.25 = 10.5 s by the envelope and
-    # at 9.4 + 0.5 = 9.9 s, so now, since its first token.
-    slo = SLO(ttft_s=1.0, tpot_s=0.25)
-    rows = rows_of(
-        decode("d", slo, emitted=2, context=99, arrival_s=9.0, first_token_s=9.4),
-        prefill("waiting", 100, slo, arrival_s=9.9),
-        prefill("begun", 50, slo, arrival_s=9.9, computed=20),
-    )
-    envelope = 1.0 - 0.010 * (2 + 1) - 2 * (0.001 + 0.00001 * 100)
-    budget = replica_pab_tokens(rows, 10.0, MODEL, 1.0, 0.1, Anchor.ENVELOPE)
-    assert budget == pytest.approx(envelope / 0.00101 - 130)
-    first_token = 1.0 - 0.010 * (4 + 1) - 4 * (0.001 + 0.00001 * 100)
-    assert replica_pab_tokens(rows, 10.0, MODEL, 1.0, 0.1) == pytest.approx(
-        first_token / 0.00101 - 130
-    )
+def test_a_reserve_is_kept_where_something_is_guaranteed() -> None:
+    assert not fits(appendix(), 598, 1.0, reserve=100.0)
+    assert fits(appendix(), 498, 1.0, reserve=100.0)
+    assert fits(fleet_of(report(latency=SLOW)), 980, 1.0, reserve=100.0)
 
 
 def test_one_hopeless_decode_cannot_empty_the_budget_without_bound() -> None:
     hopeless = SLO(ttft_s=0.001, tpot_s=0.000_001)
-    late = decode("d", hopeless, emitted=2, context=99, arrival_s=-1e6, first_token_s=-1e6)
+    late = row(hopeless, 98, emitted=2, arrival_s=-1e6, first_token_s=-1e6)
     # It runs in every step of 10 + 1 + 1 ms and no more often: 1000 / 12 steps of the horizon.
-    steps = 1.0 / 0.012
-    left = 1.0 - 0.010 * (steps + 1) - steps * 0.002
-    budget = replica_pab_tokens(rows_of(late), 10.0, MODEL, 1.0, 0.1)
-    assert budget == pytest.approx(left / 0.00101)
+    left_s = 1.0 - 0.010 - 1.0 / 0.012 * (0.010 + 0.002)
+    assert budget_s(fleet_of(report(late, latency=SLOW)), 1.0) == pytest.approx(left_s)
 
 
-def test_a_decode_without_a_tpot_runs_at_the_reference_pace() -> None:
-    rows = rows_of(decode("d", SLO(), context=99))
-    # Next in 0.2 s: 4 steps of 0.2 s.
-    left = 1.0 - 0.010 * (4 + 1) - 4 * 0.002
-    assert replica_pab_tokens(rows, 10.0, MODEL, 1.0, 0.2) == pytest.approx(left / 0.00101)
+def test_a_decode_without_a_tpot_takes_nothing() -> None:
+    decode = row(SLO(), 99, emitted=1, arrival_s=-1.0, first_token_s=-0.5)
+    assert budget_s(fleet_of(report(decode, latency=SLOW)), 1.0) == pytest.approx(0.99)
+
+
+def naive_budget_s(rows: list[np.ndarray], latency: LatencyModel, horizon_s: float) -> float:
+    """The appendix in plain loops, at time 0; with several paces, steps come as often as the
+    tightest of the decodes that are due asks for. ``O(n^2)``."""
+    queued_s, decodes = 0.0, []
+    for each in rows:
+        if each["best_effort"]:
+            continue
+        length = max(UNKNOWN_OUTPUT_TOKENS, each["emitted_tokens"] + 1)
+        stated = [float(each[name]) for name in ("ttft_s", "tpot_s", "e2e_s")]
+        arrival_s, first_s = float(each["arrival_s"]), float(each["first_token_s"])
+        ttft_s, tpot_s = paced(*stated, length)
+        emitted, computed = int(each["emitted_tokens"]), int(each["computed_tokens"])
+        due_s = next_due_s(emitted, arrival_s, ttft_s, tpot_s, stated[2], first_s, nan, FIRST)
+        if needs_prefill(emitted, int(each["pending_tokens"])):
+            queued_s += latency.work_s(int(each["pending_tokens"]), computed)
+            computed += int(each["pending_tokens"])
+            due_s += tpot_s
+        own_s = latency.work_s(1, computed)
+        if tpot_s < inf:
+            decodes.append((max(0.0, due_s), max(tpot_s, latency.fixed_s + own_s), own_s))
+    decode_s = sum(max(0.0, horizon_s - due_s) / pace_s * own_s for due_s, pace_s, own_s in decodes)
+    times = sorted({0.0, horizon_s, *(due_s for due_s, _, _ in decodes if due_s < horizon_s)})
+    steps = 1.0
+    for begin_s, end_s in pairwise(times):
+        paces = [pace_s for due_s, pace_s, _ in decodes if due_s <= begin_s]
+        steps += (end_s - begin_s) / min(paces, default=inf)
+    return horizon_s - latency.fixed_s * steps - decode_s - queued_s
 
 
 @given(
-    latency=latencies,
-    decodes=st.lists(
-        st.tuples(st.floats(-1, 5), st.floats(0.01, 1), st.integers(1, 9_999)), max_size=8
-    ),
-    prefill_tokens=st.integers(0, 10_000),
-    more=st.floats(0, 3),
+    rows=tables,
+    latency=st.sampled_from([MODEL, ROOFLINE]),
+    horizon_s=st.sampled_from([0.125, 0.5, 1.0, 3.0, 20.0]),
 )
-def test_more_work_never_raises_the_budget_and_more_slack_never_lowers_it(
-    latency: LinearLatency,
-    decodes: list[tuple[float, float, int]],
-    prefill_tokens: int,
-    more: float,
+def test_the_budget_is_that_of_the_guaranteed_rows(
+    rows: list[np.ndarray], latency: LatencyModel, horizon_s: float
 ) -> None:
-    slack, tpot, context = np.array(decodes, dtype=float).reshape(-1, 3).T
-    budget = pab_tokens(slack, tpot, context, prefill_tokens, latency, 1.0)
-    tolerance = 1e-6 * max(1.0, abs(budget)) if np.isfinite(budget) else 0.0
-
-    def other(
-        slack: np.ndarray = slack, context: np.ndarray = context, tokens: float = prefill_tokens
-    ) -> float:
-        return pab_tokens(slack, tpot, context, tokens, latency, 1.0)
-
-    assert other(slack=slack + more) >= budget - tolerance
-    assert other(context=context + more) <= budget + tolerance
-    assert other(tokens=prefill_tokens + more) <= budget + tolerance
+    fleet = fleet_of(report(*rows, latency=latency))
+    expected = naive_budget_s(rows, latency, horizon_s)
+    assert budget_s(fleet, horizon_s) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-@given(queue=queues(), anchor=st.sampled_from(Anchor))
-def test_rows_and_views_agree(queue: QueueView, anchor: Anchor) -> None:
-    requests = queue.requests
-    rows = rows_of(*requests)
-    prefill, due_s = rows_due_s(rows, anchor.code)
-    assert prefill.tolist() == [request.is_prefill for request in requests]
-    # Rows do not hold when the last token left.
-    expected = [r._replace(last_token_s=None).next_deadline_s(anchor) for r in requests]
-    # Objectives are single precision in a row.
-    assert due_s.tolist() == pytest.approx(expected, rel=1e-6)
+@given(rows=tables, asked=st.lists(st.tuples(slos, prompts), max_size=12))
+def test_admission_never_exceeds_the_capacity(
+    rows: list[np.ndarray], asked: list[tuple[SLO, int]]
+) -> None:
+    fleet = fleet_of(report(*rows, latency=MODEL))
+    for key, (slo, prompt) in enumerate(asked):
+        ttft_s, tpot_s = paced(*slo.columns[:3], UNKNOWN_OUTPUT_TOKENS)
+        query = QUERY._replace(key=key, slo=slo, prompt_tokens=prompt)
+        found = job(fleet, query)._replace(due_s=ttft_s)
+        holds = bool(make_policy("pab").promises(found, fleet).holds[0])
+        if ttft_s < inf:
+            left_s = naive_budget_s(rows, MODEL, ttft_s) - MODEL.work_s(prompt, 0)
+            assert abs(left_s) < 1e-9 or holds == (left_s > 0)
+        if holds:
+            fleet.reserve(
+                key,
+                Reservation(
+                    "0", 0.0, True, prompt, 0, prompt, ttft_s, tpot_s, slo.priority,
+                    UNKNOWN_OUTPUT_TOKENS,
+                ),
+            )  # fmt: skip
+            rows = [*rows, row(slo, prompt)]

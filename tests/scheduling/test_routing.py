@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice.scheduling.admission import make_policy as make_admission
 from sluice.scheduling.fleet.fleet import Fleet
-from sluice.scheduling.fleet.rows import EXPECTED_BLOCKS, PAB, work_on
+from sluice.scheduling.fleet.rows import EXPECTED_BLOCKS, work_on
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import POLICIES, make_policy
@@ -23,7 +24,7 @@ replicas = st.fixed_dictionaries(
         "TOKENS": st.integers(0, 5_000),
         "CONTEXT": st.integers(0, 5_000),
         "FREE_BLOCKS": st.integers(0, 100),
-        "PAB": st.floats(-1e5, 1e5),
+        "SPENT_S": st.floats(0, 2),
     }
 )
 
@@ -85,8 +86,11 @@ def test_least_tokens_compares_prefill_then_decodes_then_context_then_order() ->
 
 @given(fleet=st.lists(replicas, min_size=1, max_size=9).map(lambda each: figures_of(*each)))
 def test_pab_takes_a_replica_that_suffices_if_any_does(fleet: Fleet) -> None:
-    budgets = fleet.figures[: len(fleet), PAB]
-    assert budgets[choose("pab", fleet)] == budgets.max()
+    asked = job(fleet)
+    promised = make_admission("pab").promises(asked, fleet)
+    chosen = make_policy("pab").choose(asked, fleet)
+    assert promised.holds[chosen] == promised.holds.any()
+    assert promised.wait_s[chosen] == promised.wait_s.min(), "or it is late by the least"
 
 
 def test_pab_breaks_ties_by_requests_and_then_by_order() -> None:
@@ -94,9 +98,16 @@ def test_pab_breaks_ties_by_requests_and_then_by_order() -> None:
     assert choose("pab", figures_of({}, {})) == 0
 
 
+def test_pab_has_the_reference_horizon_where_no_ttft_is_stated() -> None:
+    fleet = fleet_of(report(row(SLO(ttft_s=9.0), 3_000)), report(row(SLO(ttft_s=9.0), 2_000)))
+    assert make_policy("pab").choose(job(fleet, QUERY._replace(slo=SLO())), fleet) == 1
+
+
 def test_what_a_replica_has_in_its_cache_counts() -> None:
-    fleet = figures_of({"TOKENS": 300, "PAB": 700}, {"TOKENS": 200, "PAB": 800})
-    warm = job(fleet)._replace(cached_tokens=np.array([400.0, 0.0]))
+    fleet = fleet_of(report(row(prompt=300)), report(row(prompt=200)))
+    warm = job(fleet)
+    work_s = work_on(fleet.pieces, warm.rows, 500.0, np.array([400.0, 0.0]))
+    warm = warm._replace(cached_tokens=np.array([400.0, 0.0]), work_s=work_s)
     for name in ("least_tokens", "pab"):
         assert choose(name, fleet) == 1
         assert make_policy(name).choose(warm, fleet) == 0

@@ -22,7 +22,7 @@ from sluice.simulation.truth import Belief, Truth
 from tests.controller.fleet import hello, summary
 from tests.simulation.loads import MODEL, workload
 
-CONFIG = ClusterConfig(reference_ttft_s=1.0, reference_tpot_s=0.1, reservation_ttl_s=5.0)
+CONFIG = ClusterConfig(reference_ttft_s=1.0, reservation_ttl_s=5.0)
 
 
 def make_mirror() -> Mirror:
@@ -82,7 +82,7 @@ def test_the_figures_are_those_of_the_controller() -> None:
     simulated.register("one", list(range(8)), made, now_s)
     assert simulated.place(query(90, 700), now_s).replica_id == "one"
 
-    fleet = Fleet(FleetSettings(reference_ttft_s=1.0, reference_tpot_s=0.1))
+    fleet = Fleet(FleetSettings(reference_ttft_s=1.0))
     real = RealMirror(1, fleet, 30.0)
     state = summary(free_kv_blocks=engine.free_blocks, total_kv_blocks=engine.config.kv_blocks)
     state["updated_s"] = now_s
@@ -155,7 +155,7 @@ def test_the_budget_is_that_of_the_corrected_model() -> None:
     mirror.register("fast", [], sent(engine, now_s), now_s)
     mirror.register("slow", [], sent(engine, now_s, latency=MODEL.corrected(2.0)), now_s)
     mirror.place(query(50, 1), now_s)
-    fast, slow = mirror.fleet.figures[:2, figure.PAB]
+    fast, slow = mirror.fleet.budgets_s(np.arange(2), now_s)
     assert slow < fast
 
 
