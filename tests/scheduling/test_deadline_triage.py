@@ -44,6 +44,18 @@ def test_a_late_decode_does_not_shrink_the_time_budget() -> None:
     assert entries == {"on time": 1, "late": 1, "new": 88}
 
 
+@pytest.mark.parametrize(("spread", "tokens"), [(0.0, 79), (0.04, 79), (0.1, 69), (0.9, 54)])
+def test_the_head_room_grows_with_the_errors_of_recent_steps(spread: float, tokens: int) -> None:
+    slo = SLO(ttft_s=5.0, tpot_s=0.1)
+    queue = queue_of(
+        decode("a", slo, arrival_s=9.5, first_token_s=10.0), prefill("b", 500, slo, arrival_s=9.0)
+    )
+    policy = make_policy("deadline_triage", {"headroom": 0.1})
+    entries = policy.plan(queue, 10.0, MODEL.corrected(1.0, spread=spread), ROOMY).entries
+    # A tenth of 100 ms, or twice the spread, or 35 ms; less 10 ms a step and 1 ms for the decode.
+    assert dict(entries) == {"a": 1, "b": tokens}
+
+
 def test_a_late_decode_that_was_promised_is_caught_up_with() -> None:
     late = decode("late", SLO(ttft_s=1.0, tpot_s=0.1), emitted=50, first_token_s=0.0)
     new = prefill("new", 500, SLO(ttft_s=5.0), arrival_s=9.0)

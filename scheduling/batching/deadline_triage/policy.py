@@ -59,6 +59,13 @@ Mask = NDArray[np.bool_]
 TTFT_MEMORY_S = 60.0
 """How long a TTFT counts as recent, seconds after its request has left the queue."""
 
+SPREADS = 2.0
+"""The head-room is at least as many spreads of recent steps around their prediction: a step in 20
+or so is longer than that, if the errors are noise."""
+
+MOST_HEADROOM = 0.35
+"""Up to this share. Steps that cannot be predicted must not leave the engine idle."""
+
 STANDBY_PROMPTS = 2.0
 """The tail starts no output unless this many mean prompts could be prefilled in a mean TTFT."""
 
@@ -76,9 +83,10 @@ class DeadlineTriageOptions(PolicyOptions):
         default=0.1,
         ge=0,
         le=0.5,
-        description="Share of every time budget that is left unused, in addition to the latency "
-        "model's own head-room: step times vary around their prediction, the model has errors, "
-        "and a TPOT measured as a maximum tolerates neither.",
+        description="Minimum share of every time budget that is left unused, in addition to the "
+        "latency model's own head-room: step times vary around their prediction, the model has "
+        "errors, and a TPOT measured as a maximum tolerates neither. It is larger while recent "
+        "steps were further from their prediction.",
     )
     tail_backlog_s: float = Field(
         default=1.0,
@@ -143,8 +151,9 @@ class DeadlineTriage(BatchPolicy):
     ``O(n log n)``. Per batch:
 
     1. *Time budget*: the minimum slack of the decodes that can still be on time, at least their
-       minimum TPOT, minus the head-room (FairBatching §3.2). Late decodes do not shrink it, except
-       guaranteed ones that can be on time again when their expected output ends.
+       minimum TPOT, minus the head-room (FairBatching §3.2), which is the larger one of the option
+       and twice the spread of recent steps around their prediction. Late decodes do not shrink it,
+       except guaranteed ones that can be on time again when their expected output ends.
     2. *Triage*: prefills by deadline, kept by weighted Moore-Hodgson
        (:mod:`sluice.scheduling.batching.deadline_triage.selection`) against the time that is left
        for prefill until each deadline if decodes are delayed until their slack is spent (the
@@ -188,6 +197,7 @@ class DeadlineTriage(BatchPolicy):
         options = options or DeadlineTriageOptions()
         super().__init__(options)
         self._anchor = options.anchor
+        self._headroom = options.headroom
         self._usable = 1 - options.headroom
         self._tail_backlog_s = options.tail_backlog_s
         self._tail_reserve = options.tail_reserve
@@ -207,6 +217,7 @@ class DeadlineTriage(BatchPolicy):
         if not len(table):
             return
         fixed_s = latency.fixed_s
+        self._usable = 1 - max(self._headroom, min(SPREADS * latency.spread, MOST_HEADROOM))
         self._notice_ttft(float(table[:, TTFT].min()), now_s)
         work_s = pending_work_s(table, latency.pieces)
         prefill = is_prefill(table)
