@@ -93,5 +93,6 @@ class Planner:
         """Learn from one step; its predicted parts come from :attr:`pieces`."""
         if self._correction is None:
             return
-        self._correction.observe(fixed_s, work_s, real_s)
-        self.latency = self.latency.corrected(self._correction.work, self._correction.fixed)
+        learned = self._correction
+        learned.observe(fixed_s, work_s, real_s)
+        self.latency = self.latency.corrected(learned.work, learned.fixed, learned.spread)

@@ -324,7 +324,7 @@ class LocalScheduler:
             self._base_model = changed
             self._correction = StepCorrection()
         learned = self._correction
-        self._model = self._base_model.corrected(learned.work, learned.fixed)
+        self._model = self._base_model.corrected(learned.work, learned.fixed, learned.spread)
 
     def plan(self, queue: QueueView, now_s: float, budget: BatchBudget) -> BatchPlan:
         """Plan the next batch by the policy, with the corrected latency model."""

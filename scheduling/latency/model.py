@@ -150,6 +150,8 @@ class LatencyModel(ABC):
             see :class:`~sluice.scheduling.latency.step_correction.StepCorrection`.
         headroom: factor on every prediction that is wanted, at least 1: a planner that believes in
             steps 5 % longer than they are meets objectives where an exact one would miss half.
+        spread: relative error of recent predictions without head-room, root mean square; 0 where
+            nothing was learned.
 
     Attributes:
         pieces: ``float64[pieces, COEFFICIENTS]`` of :mod:`sluice.scheduling.request.kernels`, with
@@ -170,6 +172,7 @@ class LatencyModel(ABC):
     correction: float = 1.0
     fixed_correction: float = 1.0
     headroom: float = 1.0
+    spread: float = 0.0
     pieces: Floats = field(init=False, compare=False)
     _bare: Floats = field(init=False, compare=False)
 
@@ -243,17 +246,21 @@ class LatencyModel(ABC):
         costs = np.zeros(len(self.pieces))
         return tokens_within(self.pieces, costs, float(seconds), computed_tokens, UNBOUNDED_TOKENS)
 
-    def corrected(self, correction: float, fixed_correction: float | None = None) -> Self:
+    def corrected(
+        self, correction: float, fixed_correction: float | None = None, spread: float = 0.0
+    ) -> Self:
         """The same model with another correction, of its fixed part, too: the same one without
-        ``fixed_correction``. Cheap enough for every step."""
+        ``fixed_correction``; and with the spread that is left. Cheap enough for every step."""
         fixed = correction if fixed_correction is None else fixed_correction
-        return self._scaled(correction, fixed, self.headroom)
+        return self._scaled(correction, fixed, self.headroom, spread)
 
     def with_headroom(self, headroom: float) -> Self:
         """The same model with another head-room."""
-        return self._scaled(self.correction, self.fixed_correction, headroom)
+        return self._scaled(self.correction, self.fixed_correction, headroom, self.spread)
 
-    def _scaled(self, correction: float, fixed_correction: float, headroom: float) -> Self:
+    def _scaled(
+        self, correction: float, fixed_correction: float, headroom: float, spread: float
+    ) -> Self:
         check_factors(correction, headroom)
         check_factors(fixed_correction, headroom)
         model = object.__new__(type(self))
@@ -263,6 +270,7 @@ class LatencyModel(ABC):
             correction=correction,
             fixed_correction=fixed_correction,
             headroom=headroom,
+            spread=spread,
             pieces=self._pieces(correction, fixed_correction, headroom),
         )
         return model

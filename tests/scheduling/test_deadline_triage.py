@@ -44,6 +44,18 @@ def test_a_late_decode_does_not_shrink_the_time_budget() -> None:
     assert entries == {"on time": 1, "late": 1, "new": 88}
 
 
+@pytest.mark.parametrize(("spread", "tokens"), [(0.0, 79), (0.04, 79), (0.1, 69), (0.9, 54)])
+def test_the_head_room_grows_with_the_errors_of_recent_steps(spread: float, tokens: int) -> None:
+    slo = SLO(ttft_s=5.0, tpot_s=0.1)
+    queue = queue_of(
+        decode("a", slo, arrival_s=9.5, first_token_s=10.0), prefill("b", 500, slo, arrival_s=9.0)
+    )
+    policy = make_policy("deadline_triage", {"headroom": 0.1})
+    entries = policy.plan(queue, 10.0, MODEL.corrected(1.0, spread=spread), ROOMY).entries
+    # A tenth of 100 ms, or twice the spread, or 35 ms; less 10 ms a step and 1 ms for the decode.
+    assert dict(entries) == {"a": 1, "b": tokens}
+
+
 def test_a_late_decode_that_was_promised_is_caught_up_with() -> None:
     late = decode("late", SLO(ttft_s=1.0, tpot_s=0.1), emitted=50, first_token_s=0.0)
     new = prefill("new", 500, SLO(ttft_s=5.0), arrival_s=9.0)
@@ -84,6 +96,34 @@ def test_the_tail_begins_no_answer_that_would_take_the_room_of_new_prompts() -> 
     ]
     assert "late" in planned(*answers[:5], late, now_s=10.0)
     assert "late" not in planned(*answers, late, now_s=10.0)
+
+
+def test_few_answers_that_would_all_be_late_begin_while_new_prompts_have_little_room() -> None:
+    slo, now_s = SLO(ttft_s=0.5, tpot_s=0.1), 100.0
+    hopeless = [prefill(f"h{i}", 20, SLO(ttft_s=0.1, tpot_s=0.1)) for i in range(2)]
+    timely = prefill("timely", 20, SLO(ttft_s=0.1, tpot_s=0.1), arrival_s=99.8)
+
+    def begun(context: int, *others: RequestView) -> set[str]:
+        answers = [
+            decode(f"d{i}", slo, context=context, arrival_s=99.8, first_token_s=now_s)
+            for i in range(5)
+        ]
+        taken = planned(*answers, *others, now_s=now_s)
+        return {name for name in taken if not name.startswith("d")}
+
+    # Prompts of 20 to 150 tokens, and 320 ms for them until a mean TTFT has passed.
+    assert begun(150, *hopeless) == {"h0"}
+    assert begun(150, *hopeless, timely) == {"h0", "timely"}
+    late = decode("late", slo, emitted=50, context=150, first_token_s=80.0)
+    assert begun(150, late, *hopeless) == {"late"}
+    assert begun(20, *hopeless) == {"h0", "h1"}
+
+
+def test_what_the_tail_has_begun_goes_before_what_waits() -> None:
+    running = decode("running", SLO(ttft_s=1.0, tpot_s=0.2), arrival_s=9.5, first_token_s=10.0)
+    begun = prefill("begun", 100, SLO(ttft_s=0.1, tpot_s=0.2), arrival_s=-10.0, computed=50)
+    dear = prefill("dear", 100, SLO(ttft_s=0.1, tpot_s=0.2, priority=9), arrival_s=9.8)
+    assert list(planned(running, dear, begun, now_s=10.0)) == ["running", "begun", "dear"]
 
 
 def test_a_decode_with_slack_waits_only_where_that_holds_a_prefill() -> None:

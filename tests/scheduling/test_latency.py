@@ -146,6 +146,7 @@ def test_correction_and_headroom_scale_every_prediction(
     same = type(model).of(model.coefficients)
     assert scaled == same.with_headroom(headroom).corrected(correction)
     assert scaled.coefficients == model.coefficients
+    assert model.corrected(correction, spread=0.2).with_headroom(headroom).spread == 0.2
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -26,9 +26,9 @@ from sluice.scheduling.batching.deadline_triage.rows import (
     fit_beside,
     hold_ends,
     mean_prompt_s,
-    worth,
 )
-from sluice.scheduling.batching.deadline_triage.selection import before, fitting, keep
+from sluice.scheduling.batching.deadline_triage.selection import before, keep
+from sluice.scheduling.batching.deadline_triage.tail import Limits, tail
 from sluice.scheduling.batching.prefill_share import least_useful_s
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.policy import PolicyOptions
@@ -37,7 +37,6 @@ from sluice.scheduling.request.kernels import (
     COMPUTED,
     E2E,
     FIRST_TOKEN,
-    KV_BLOCKS,
     LAST_TOKEN,
     PRIORITY,
     PROMISED,
@@ -59,8 +58,12 @@ Mask = NDArray[np.bool_]
 TTFT_MEMORY_S = 60.0
 """How long a TTFT counts as recent, seconds after its request has left the queue."""
 
-STANDBY_PROMPTS = 2.0
-"""The tail starts no output unless this many mean prompts could be prefilled in a mean TTFT."""
+SPREADS = 2.0
+"""The head-room is at least as many spreads of recent steps around their prediction: a step in 20
+or so is longer than that, if the errors are noise."""
+
+MOST_HEADROOM = 0.35
+"""Up to this share. Steps that cannot be predicted must not leave the engine idle."""
 
 
 class DeadlineTriageOptions(PolicyOptions):
@@ -76,12 +79,13 @@ class DeadlineTriageOptions(PolicyOptions):
         default=0.1,
         ge=0,
         le=0.5,
-        description="Share of every time budget that is left unused, in addition to the latency "
-        "model's own head-room: step times vary around their prediction, the model has errors, "
-        "and a TPOT measured as a maximum tolerates neither.",
+        description="Minimum share of every time budget that is left unused, in addition to the "
+        "latency model's own head-room: step times vary around their prediction, the model has "
+        "errors, and a TPOT measured as a maximum tolerates neither. It is larger while recent "
+        "steps were further from their prediction.",
     )
     tail_backlog_s: float = Field(
-        default=1.0,
+        default=0.3,
         gt=0,
         le=3600,
         description="Backlog of shed prefills, seconds of work, up to which the tail gets its "
@@ -143,8 +147,9 @@ class DeadlineTriage(BatchPolicy):
     ``O(n log n)``. Per batch:
 
     1. *Time budget*: the minimum slack of the decodes that can still be on time, at least their
-       minimum TPOT, minus the head-room (FairBatching §3.2). Late decodes do not shrink it, except
-       guaranteed ones that can be on time again when their expected output ends.
+       minimum TPOT, minus the head-room (FairBatching §3.2), which is the larger one of the option
+       and twice the spread of recent steps around their prediction. Late decodes do not shrink it,
+       except guaranteed ones that can be on time again when their expected output ends.
     2. *Triage*: prefills by deadline, kept by weighted Moore-Hodgson
        (:mod:`sluice.scheduling.batching.deadline_triage.selection`) against the time that is left
        for prefill until each deadline if decodes are delayed until their slack is spent (the
@@ -158,11 +163,13 @@ class DeadlineTriage(BatchPolicy):
        is due, and soon enough for a request that arrives in the meantime. While the kept prefills
        can meet their deadlines beside all decodes, or blocks or sequences are short, all decodes
        come first: leaving one out then gains nothing and holds its memory longer.
-    4. *Tail*: shed prefills by worth, descending: priority times the share of the output that can
-       still be on time (a late first token is caught up with at twice the pace of its TPOT), over
-       work. The tail gets 0.1 to 0.8 of the minimum TPOT in a batch, less with a larger backlog,
-       and leaves a share of blocks and sequences free. A shed prefill starts only while the running
-       decodes leave time for new prompts.
+    4. *Tail*: shed prefills (:mod:`sluice.scheduling.batching.deadline_triage.tail`): those that
+       have begun, then the others, both by worth, descending: priority times the share of the
+       output that can still be on time (a late first token is caught up with at twice the pace of
+       its TPOT), over work. The tail gets 0.1 to 0.8 of the minimum TPOT in a batch, less with a
+       larger backlog, and leaves a share of blocks and sequences free. A shed prefill starts only
+       while the running decodes leave time for new prompts; while they leave little, only a few
+       start whose output would all be late.
     5. *Ageing*: requests that are not kept and older than ``patience_s`` get ``aged_share`` of the
        time and of the running sequences, in order of arrival.
        :class:`~sluice.scheduling.batching.aged_lane.AgedLane` states the starvation bound. A decode
@@ -188,6 +195,7 @@ class DeadlineTriage(BatchPolicy):
         options = options or DeadlineTriageOptions()
         super().__init__(options)
         self._anchor = options.anchor
+        self._headroom = options.headroom
         self._usable = 1 - options.headroom
         self._tail_backlog_s = options.tail_backlog_s
         self._tail_reserve = options.tail_reserve
@@ -207,6 +215,7 @@ class DeadlineTriage(BatchPolicy):
         if not len(table):
             return
         fixed_s = latency.fixed_s
+        self._usable = 1 - max(self._headroom, min(SPREADS * latency.spread, MOST_HEADROOM))
         self._notice_ttft(float(table[:, TTFT].min()), now_s)
         work_s = pending_work_s(table, latency.pieces)
         prefill = is_prefill(table)
@@ -252,10 +261,11 @@ class DeadlineTriage(BatchPolicy):
         if len(shed):
             calm = not len(kept) and not decodes.live.any()
             tail_s = self._tail_s(work_s[shed], decodes, calm, left_s, latency)
-            tail = self._tail(batch, table, shed, running, active, left_s, work_s)
-            if len(decodes.rows) and not _has_standby(table, decodes, latency):
-                tail = tail[running[tail]]
-            batch.take(tail, min(until_s, batch.cost_s + tail_s))
+            late = int(np.searchsorted(decodes.left_s, 0.0))
+            standby = _standby(table, decodes, latency)
+            limits = Limits(standby, late, active, self._tail_reserve)
+            rows = tail(batch, table, shed, running, left_s, work_s, limits)
+            batch.take(rows, min(until_s, batch.cost_s + tail_s))
         if batch.empty:
             batch.spare(0)
             batch.ensure_progress(np.concatenate((decodes.rows, prefills)))
@@ -403,26 +413,6 @@ class DeadlineTriage(BatchPolicy):
         share = min(0.8, max(0.1, self._tail_backlog_s / max(float(shed_s.sum()), 1e-9)))
         return share * min(decodes.least_pace_s, LONGEST_STEPS * latency.fixed_s)
 
-    def _tail(
-        self,
-        batch: BatchBuilder,
-        table: Floats,
-        shed: Ints,
-        running: Mask,
-        active: int,
-        left_s: Floats,
-        work_s: Floats,
-    ) -> Ints:
-        """The shed prefills that may run, by worth descending."""
-        tail = shed[np.argsort(-worth(table, shed, left_s, work_s), kind="stable")]
-        blocks = batch.free_blocks + float(table[running, KV_BLOCKS].sum())
-        room = batch.free_blocks - self._tail_reserve * blocks
-        tail = tail[fitting(blocks_needed(table, tail, batch.block_tokens), room)]
-        sequences = batch.sequences_left + active
-        places = batch.sequences_left - int(self._tail_reserve * sequences)
-        waiting = ~running[tail]
-        return tail[~waiting | (np.cumsum(waiting) <= places)]
-
 
 def _admissible(
     table: Floats,
@@ -449,15 +439,15 @@ def _admissible(
     return kept
 
 
-def _has_standby(table: Floats, decodes: _Decodes, latency: LatencyModel) -> bool:
-    """Whether prompts like those in the queue could still meet their TTFT beside the decodes: each
-    request that the tail starts takes time from every prefill that arrives while it decodes."""
+def _standby(table: Floats, decodes: _Decodes, latency: LatencyModel) -> float:
+    """How many prompts like those in the queue could meet their TTFT beside the decodes; infinite
+    where there are none, or no TTFT is stated."""
     stated_s = table[:, TTFT]
     stated_s = stated_s[stated_s < inf]
-    if not len(stated_s):
-        return True
+    if not len(stated_s) or not len(decodes.rows):
+        return inf
     room_s = decodes.capacity_s(np.array([stated_s.mean()]), latency)
-    return bool(room_s[0] >= STANDBY_PROMPTS * mean_prompt_s(table, latency.pieces))
+    return float(room_s[0]) / max(mean_prompt_s(table, latency.pieces), 1e-9)
 
 
 def _take_urgent(

@@ -19,7 +19,6 @@ from sluice.scheduling.request.kernels import (
     EXPECTED,
     KV_BLOCKS,
     PENDING,
-    PRIORITY,
     PROMISED,
     PROMPT,
     TPOT,
@@ -32,6 +31,9 @@ from sluice.scheduling.request.kernels import (
 UNPACED_S = 1.0
 """A decode without TPOT is due its next token this long after the last one, so that it never stalls
 indefinitely."""
+
+LEAST_TIMELY = 0.01
+"""Share of an output that counts as on time where none can be: late requests have some worth."""
 
 
 @compiled
@@ -134,19 +136,17 @@ def blocks_needed(table: Floats, rows: Ints, block_tokens: int) -> Floats:
 
 
 @compiled
-def worth(table: Floats, rows: Ints, left_s: Floats, work_s: Floats) -> Floats:
-    """The worth of serving each of the prefills ``rows`` now, per second of work.
-
-    Priority times the share of the expected output that can still be on time, if the output catches
-    up after a late first token at twice the pace of the TPOT.
-    """
-    value = np.empty(rows.shape[0])
+def timely_share(table: Floats, rows: Ints, left_s: Floats, work_s: Floats) -> Floats:
+    """The share of the expected output of each of the prefills ``rows``, served now, that can still
+    be on time, if the output catches up after a late first token at twice the pace of the TPOT; at
+    least :data:`LEAST_TIMELY`."""
+    share = np.empty(rows.shape[0])
     for place, row in enumerate(rows):
         pace_s = table[row, TPOT] if table[row, TPOT] < inf else UNPACED_S
         late_s = max(0.0, work_s[row] - left_s[row])
-        on_time = max(0.01, 1.0 - 2.0 * late_s / (pace_s * expected_tokens(table[row])))
-        value[place] = table[row, PRIORITY] * on_time / max(work_s[row], 1e-9)
-    return value
+        on_time = 1.0 - 2.0 * late_s / (pace_s * expected_tokens(table[row]))
+        share[place] = max(LEAST_TIMELY, on_time)
+    return share
 
 
 @compiled
