@@ -253,7 +253,7 @@ CHUNKS = tuple(
 ONE = {"one objective": single}
 ATTAINED = (FIGURE, TTFT, 3)
 THROUGHPUT = ("throughput", "requests/s until the last one ends", 2)
-BATCHES = ("batches", "batches per request", 3)
+PER_REQUEST = ("batches", "batches per request", 3)
 
 PARTS = Experiment(
     "flowprefill_parts",
@@ -279,7 +279,7 @@ PARTS = Experiment(
         ),
         *_tables("batching", "Fig. 11: batching, ", ATTAINED),
         *_tables("short", "Fig. 11 with the short prompts of Fig. 14, ", ATTAINED, THROUGHPUT),
-        *_tables("single", "Fig. 14: one objective, ", ATTAINED, THROUGHPUT, BATCHES),
+        *_tables("single", "Fig. 14: one objective, ", ATTAINED, THROUGHPUT, PER_REQUEST),
         *_tables("chunks", "Fig. 15: operators and chunks, ", ATTAINED, THROUGHPUT),
     ],
 )
