@@ -179,6 +179,14 @@ class EngineConfig(BaseModel):
     def _check_adapters(self) -> EngineConfig:
         if self.served_name in self.adapters:
             raise ValueError(f"an adapter has the model's own name, {self.served_name!r}")
+        arguments = {name.replace("_", "-"): value for name, value in self.vllm_args.items()}
+        together = str(arguments.get("max-loras") or 1)  # vLLM's default
+        if together.isdigit() and len(self.adapters) > int(together):
+            # vLLM ends when a batch has more, and a plan may have a request wait beside others.
+            raise ValueError(
+                f"vllm_args: max-loras is {together}, but must be at least {len(self.adapters)}, "
+                "the number of lora-modules"
+            )
         return self
 
     @model_validator(mode="after")
@@ -189,8 +197,6 @@ class EngineConfig(BaseModel):
             raise ValueError(
                 "preemption.granularity must be off: only vLLM's prefills are preempted"
             )
-        if self.adapters:
-            raise ValueError("preemption.granularity must be off with LoRA adapters")
         if self.speculates:
             raise ValueError(
                 "preemption.granularity must be off with speculative decoding: tokens are drafted "

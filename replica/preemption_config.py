@@ -70,10 +70,10 @@ class PreemptionConfig(BaseModel):
         default=0.05,
         gt=0,
         le=60,
-        description="While prefills run, the time after which a decode without a TPOT, or with one "
-        "that is shorter than a decode step, has its next step, seconds. The others have it a step "
-        "before their TPOT has passed. A running prefill is suspended for it, a guaranteed one for "
-        "guaranteed decodes only.",
+        description="A fallback: while prefills run, the time after which a decode without a TPOT, "
+        "or with one that no step can hold, has its next step, seconds. The others have it in time "
+        "for their TPOT. A running prefill is suspended for it, a guaranteed one for guaranteed "
+        "decodes only.",
     )
 
     @model_validator(mode="after")

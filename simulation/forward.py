@@ -43,6 +43,9 @@ class Model(NamedTuple):
 
 LLAMA3_8B = Model.of_sizes(32, 4_096, 1_024, 14_336)
 LLAMA3_70B = Model.of_sizes(80, 8_192, 1_024, 28_672)
+QWEN3_30B_A3B = Model(48, 2_048 * 5_120, 4_096 * 2_048, 2_048 * 128, 8 * 3 * 2_048 * 768)
+"""With the router's gate and the 8 experts of a token in place of ``gate_up_proj`` and
+``down_proj`` (§6.5)."""
 
 
 class Pass:

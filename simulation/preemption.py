@@ -1,8 +1,9 @@
-"""One simulated engine that only prefills, and can suspend a running prefill for another.
+"""One simulated engine that can suspend a running prefill for another, or for a step of decodes.
 
-What runs is decided by the policy of production, :func:`sluice.scheduling.preemption.decide`, and
-when it is asked is what production does: at an arrival and at the end of a task. Tasks in flight
-are a stack, of which the last one computes; it resumes in the opposite order.
+What runs is decided by the policies of production, :func:`sluice.scheduling.preemption.decide` and
+:func:`~sluice.scheduling.preemption.decode_step_due_s`, and when they are asked is what production
+does: at an arrival, at the end of a task and when a step of decodes is due. Tasks in flight are a
+stack, of which the last one computes; it resumes in the opposite order.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from sluice.scheduling.preemption import (
     Options,
     Prefill,
     decide,
+    decode_step_due_s,
 )
 from sluice.scheduling.request.kernels import (
     COMPUTED,
@@ -79,6 +81,9 @@ class PreemptionConfig(BaseModel):
     )
     foresight: Foresight = Field(default="slack", description="By what a prefill counts as late.")
     switch_s: float = Field(default=0.0013, ge=0, description="Idle time of a suspension.")
+    decode_gap_s: float = Field(
+        default=0.05, gt=0, description="Time between tokens of a decode without a TPOT."
+    )
     check_s: float = Field(default=3.2e-7, ge=0, description="Time of a check.")
 
     @property
@@ -143,8 +148,18 @@ class _Task:
         return self.runs_s + self.forward.seconds - self.done_s
 
 
-class PrefillEngine:
-    """Runs prefills one task at a time.
+@dataclass(slots=True)
+class _Decode:
+    """A request's tokens that are not emitted yet, and when its last one was, if any was."""
+
+    left: int
+    tpot_s: float
+    best_effort: bool
+    last_s: float = -inf
+
+
+class PreemptiveEngine:
+    """Runs prefills, and steps of decodes, one task at a time.
 
     The caller owns the clock, and calls :meth:`round` once after all that happens at a moment.
 
@@ -181,26 +196,42 @@ class PrefillEngine:
         self._waiting: dict[str, Prefill] = {}
         self._computed: dict[str, int] = {}
         self._pending: dict[str, int] = {}
-        self._tier: dict[str, tuple[float, bool]] = {}
+        self._due: dict[str, float] = {}
+        self._output: dict[str, _Decode] = {}
         self._stack: list[_Task] = []
         self._held = 0
+        self._stop_s = self._allowed_stop_s = 0.0
 
     @property
-    def ends_s(self) -> float:
-        """When the running task ends; infinite for none."""
-        return self._stack[-1].ends_s if self._stack else inf
+    def next_s(self) -> float:
+        """When the next round is, unless a request arrives before: the running task ends, or a step
+        of decodes is due in it. Infinite for an idle engine."""
+        if not self._stack:
+            return inf
+        top = self._stack[-1]
+        return min(top.ends_s, self._decodes_due_s(top) if self._can_nest(top) else inf)
 
-    def submit(self, key: str, tokens: int, due_s: float, best_effort: bool) -> None:
-        """Queue a prefill; ``due_s`` is infinite without a deadline."""
+    def submit(
+        self,
+        key: str,
+        tokens: int,
+        due_s: float,
+        best_effort: bool,
+        output: int = 1,
+        tpot_s: float = inf,
+    ) -> None:
+        """Queue a request of ``tokens`` whose first token is due at ``due_s``, and which emits
+        ``output`` tokens, one every ``tpot_s``; infinite without an objective."""
         self._computed[key], self._pending[key] = 0, tokens
-        self._tier[key] = due_s, best_effort
+        self._due[key] = due_s
+        self._output[key] = _Decode(output, tpot_s, best_effort)
         self._queue(key)
 
     def _queue(self, key: str) -> None:
         tokens, computed = self._pending[key], self._computed[key]
-        due_s, best_effort = self._tier[key]
         alone_s = self._foreseen(self._believed.step_s(StepSample.of([(tokens, computed)])))
-        self._waiting[key] = Prefill(key, due_s, tokens, alone_s, best_effort)
+        best_effort = self._output[key].best_effort
+        self._waiting[key] = Prefill(key, self._due[key], tokens, alone_s, best_effort)
 
     def _foreseen(self, seconds: float) -> float:
         """What lateness is judged by, of a predicted time."""
@@ -212,7 +243,7 @@ class PrefillEngine:
         """Take the end of a task, and decide.
 
         Returns:
-            The prefills that are through, with the times of their first tokens.
+            The emitted tokens: their requests and times.
         """
         through: list[tuple[str, float]] = []
         top = self._stack[-1] if self._stack else None
@@ -227,14 +258,18 @@ class PrefillEngine:
             left_s = self._foreseen(top.predicted_s * left)
             in_flight = InFlight(top.batch.due_s, left_s, top.batch.best_effort)
         self.counts.rounds += 1
-        batch = decide(
-            self._waiting.values(),
-            in_flight,
-            now_s,
-            self._together_s,
-            self._options,
-            full=len(self._stack) >= self._depth,
-        )
+        decodes = now_s >= self._decodes_due_s(top)
+        if decodes:
+            batch: Batch | None = Batch(tuple((key, 1) for key in self._decodes), now_s, False)
+        else:
+            batch = decide(
+                self._waiting.values(),
+                in_flight,
+                now_s,
+                self._together_s,
+                self._options,
+                full=len(self._stack) >= self._depth,
+            )
         if batch is None:
             if top is not None and top.suspended:
                 top.suspended, top.runs_s = False, now_s
@@ -243,8 +278,36 @@ class PrefillEngine:
         if top is not None and not top.suspended:
             start_s, ended = self._stop(top, now_s)
             through += ended
-        self._start(batch, start_s)
+        self._start(batch, start_s, decodes)
         return through
+
+    @property
+    def _decodes(self) -> list[str]:
+        """The requests that have emitted a token."""
+        return [key for key in self._output if key not in self._pending]
+
+    def _decodes_due_s(self, top: _Task | None) -> float:
+        """When a step of all decodes is due, inside ``top`` if there is one; infinite for none."""
+        keys = self._decodes
+        if not keys:
+            return inf
+        if top is None and not self._waiting:
+            return -inf
+        step_s = self._believed.step_s(StepSample.of((1, self._computed[key]) for key in keys))
+        guaranteed = top is not None and not top.batch.best_effort
+        timed = [
+            each
+            for each in map(self._output.__getitem__, keys)
+            if not (guaranteed and each.best_effort)
+        ]
+        due_s = decode_step_due_s(
+            np.array([each.last_s for each in timed]),
+            np.array([each.tpot_s for each in timed]),
+            step_s,
+            self._config.decode_gap_s,
+            self._allowed_stop_s if top is not None else 0.0,
+        )
+        return inf if due_s is None else due_s
 
     def _can_nest(self, top: _Task) -> bool:
         """Whether another task may run inside ``top``."""
@@ -256,7 +319,10 @@ class PrefillEngine:
         done_s = top.progress_s(now_s)
         stop_s = top.forward.next_check_s(done_s)
         stopped_s = max(now_s, top.runs_s) + stop_s - done_s
-        self.counts.blocked_s.append(stopped_s - now_s)
+        blocked_s = self.counts.blocked_s
+        blocked_s.append(stopped_s - now_s)
+        self._stop_s += blocked_s[-1]
+        self._allowed_stop_s = 2 * self._stop_s / len(blocked_s)
         if stop_s >= top.forward.seconds:
             return stopped_s, self._end()
         self.counts.busy_s += stop_s - top.done_s
@@ -268,11 +334,12 @@ class PrefillEngine:
         self.counts.deepest = max(self.counts.deepest, len(self._stack))
         return stopped_s + self._config.switch_s, []
 
-    def _start(self, batch: Batch, start_s: float) -> None:
+    def _start(self, batch: Batch, start_s: float, decodes: bool) -> None:
         config, members = self._config, batch.members
         tokens = sum(count for _, count in members)
         preemptible = (
             config.granularity != "off"
+            and not decodes
             and tokens >= config.least_tokens
             and len(self._stack) < self._depth
         )
@@ -288,26 +355,31 @@ class PrefillEngine:
         predicted_s = self._believed.step_s(step)
         self._stack.append(_Task(batch, forward, preemptible, predicted_s, start_s))
         for key, _ in members:
-            del self._waiting[key]
+            self._waiting.pop(key, None)
         self.counts.tasks += 1
         self._held += tokens
         self.counts.held_tokens = max(self.counts.held_tokens, self._held)
 
     def _end(self) -> list[tuple[str, float]]:
-        """The running task has ended. Returns the completed prefills with their times."""
+        """The running task has ended. Returns the emitted tokens: their requests and times."""
         task = self._stack.pop()
         ends_s = task.ends_s
         self.counts.busy_s += task.forward.seconds - task.done_s
         through = []
         for key, tokens in task.batch.members:
             self._computed[key] += tokens
-            self._pending[key] -= tokens
-            if self._pending[key]:
-                self._queue(key)
-                continue
-            self._held -= self._computed.pop(key)
-            del self._pending[key], self._tier[key]
+            if key in self._pending:
+                self._pending[key] -= tokens
+                if self._pending[key]:
+                    self._queue(key)
+                    continue
+                del self._pending[key], self._due[key]
             through.append((key, ends_s))
+            output = self._output[key]
+            output.left, output.last_s = output.left - 1, ends_s
+            if not output.left:
+                self._held -= self._computed.pop(key)
+                del self._output[key]
         return through
 
     def _together_s(self, members: Sequence[Prefill]) -> float:

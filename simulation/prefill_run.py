@@ -12,13 +12,13 @@ from sluice.scheduling.fleet.report import Report
 from sluice.scheduling.fleet.state import ROW
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.request.job import Tier
-from sluice.scheduling.request.kernels import BEST_EFFORT, FIELDS, KV_BLOCKS, TTFT, Floats
+from sluice.scheduling.request.kernels import BEST_EFFORT, FIELDS, KV_BLOCKS, TPOT, TTFT, Floats
 from sluice.scheduling.routing import RouteQuery
 from sluice.scheduling.routing import make_policy as make_routing
 from sluice.simulation.config import ClusterConfig
 from sluice.simulation.forward import LLAMA3_8B, Model
 from sluice.simulation.mirror import Mirror, Sent
-from sluice.simulation.preemption import BLOCK_TOKENS, Counts, PreemptionConfig, PrefillEngine
+from sluice.simulation.preemption import BLOCK_TOKENS, Counts, PreemptionConfig, PreemptiveEngine
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import HEADROOM
 from sluice.simulation.truth import Truth
@@ -81,7 +81,7 @@ class Gate:
         )
         return Sent(table, report, len(self._given))
 
-    def lets_in(self, key: int, engine: PrefillEngine, now_s: float) -> bool:
+    def lets_in(self, key: int, engine: PreemptiveEngine, now_s: float) -> bool:
         """Whether a request is admitted to the engine, guaranteed or not; a refused one fails."""
         requests = self._requests
         self._mirror.hear(_REPLICA, self._sent(engine.table(requests, now_s), now_s), now_s)
@@ -109,10 +109,10 @@ def simulate_prefills(
     admission: AdmissionPolicy | None = None,
     refuses: bool = False,
 ) -> PrefillRun:
-    """Run ``workload`` through one engine until every request has its first token or was refused.
+    """Run ``workload`` through one engine until every request has its tokens or was refused.
 
     Args:
-        workload: what arrives; each request emits one token.
+        workload: what arrives. With ``admission`` each request emits one token.
         truth: real times of a task.
         believed: the latency model used for decisions; default: the truth with head-room.
         config: where prefills stop.
@@ -122,19 +122,19 @@ def simulate_prefills(
         refuses: see :class:`Gate`.
 
     Raises:
-        ValueError: a request emits more than one token.
+        ValueError: a request emits more than one token, and there is an admission policy.
     """
     longer = [key for key, each in enumerate(workload.arrivals) if each.output_tokens != 1]
-    if longer:
+    if longer and admission is not None:
         raise ValueError(
             f"workload {workload.name}: request {longer[0]} emits "
-            f"{workload.arrivals[longer[0]].output_tokens} tokens; an engine that only prefills "
-            "takes requests of one"
+            f"{workload.arrivals[longer[0]].output_tokens} tokens; with an admission policy this "
+            "engine only prefills, and takes requests of one"
         )
     believed = truth.model.with_headroom(HEADROOM) if believed is None else believed
     requests = Requests(workload)
     rng = np.random.default_rng(seed)
-    engine = PrefillEngine(config or PreemptionConfig(), model, truth, believed, rng)
+    engine = PreemptiveEngine(config or PreemptionConfig(), model, truth, believed, rng)
     gate = None
     if admission is not None:
         gate = Gate(admission, refuses, requests, believed.with_headroom(1.0), 0.0)
@@ -142,13 +142,14 @@ def simulate_prefills(
     return PrefillRun(requests, engine.counts)
 
 
-def _drive(engine: PrefillEngine, requests: Requests, gate: Gate | None) -> float:
+def _drive(engine: PreemptiveEngine, requests: Requests, gate: Gate | None) -> float:
     """Run the clock until all ``requests`` have ended; return the time."""
     arrivals = requests.arrivals
+    places = requests.offsets[requests.first_stage[:-1]].copy()
     arrived, now_s = 0, 0.0
     while True:
         next_s = arrivals[arrived].arrival_s if arrived < len(arrivals) else inf
-        next_s = min(next_s, engine.ends_s)
+        next_s = min(next_s, engine.next_s)
         if next_s == inf:
             return now_s
         now_s = max(now_s, next_s)
@@ -157,7 +158,9 @@ def _drive(engine: PrefillEngine, requests: Requests, gate: Gate | None) -> floa
                 row = requests.rows[arrived]
                 apart = bool(row[BEST_EFFORT])
                 due_s = inf if apart else arrivals[arrived].arrival_s + float(row[TTFT])
-                engine.submit(str(arrived), arrivals[arrived].prompt_tokens, due_s, apart)
+                tokens, output = arrivals[arrived].prompt_tokens, arrivals[arrived].output_tokens
+                engine.submit(str(arrived), tokens, due_s, apart, output, float(row[TPOT]))
             arrived += 1
-        for key, first_s in engine.round(now_s):
-            requests.emitted_s[int(key)] = first_s
+        for key, emitted_s in engine.round(now_s):
+            requests.emitted_s[places[int(key)]] = emitted_s
+            places[int(key)] += 1

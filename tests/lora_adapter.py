@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 
-def write_adapter(directory: Path, model: Path, rank: int = 4) -> Path:
+def write_adapter(directory: Path, model: Path, rank: int = 4, seed: int = 0) -> Path:
     """Write an adapter with random weights for the attention of the Llama in ``model``."""
     config = AutoConfig.from_pretrained(model)
     heads, groups = config.num_attention_heads, config.num_key_value_heads
@@ -18,7 +18,7 @@ def write_adapter(directory: Path, model: Path, rank: int = 4) -> Path:
         "q_proj": config.hidden_size,
         "v_proj": config.hidden_size * groups // heads,
     }
-    chance = torch.Generator().manual_seed(0)
+    chance = torch.Generator().manual_seed(seed)
     weights = {}
     for layer in range(config.num_hidden_layers):
         for name, size in outputs.items():

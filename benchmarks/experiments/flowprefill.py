@@ -1,10 +1,12 @@
 """FlowPrefill on instances that only prefill: Fig. 9 (rates and objectives), 10 (S-EDF), 11
-(batching), 14 (one objective), 15 (operators and chunks); the cost of bounds in such an engine
-(Fig. 12), and the gain of admission past saturation."""
+(batching), 13 (predicted TTFT), 14 (one objective), 15 (operators and chunks), 17 (experts); on
+instances that also decode: Fig. 16; the cost of bounds in such an engine (Fig. 12), and the gain of
+admission past saturation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -19,12 +21,17 @@ from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import EngineConfig
 from sluice.simulation.preemption import WHOLE, PreemptionConfig
 from sluice.simulation.workload import Arrival, Workload, with_objectives
+from sluice.simulation.workloads.lengths import LengthDistribution
 from sluice.simulation.workloads.settings import FLOWPREFILL_TTFT_S, flowprefill, flowprefill_single
 
 FIGURE = "attainment_mean"
 TTFT = "TTFT attainment"
-MODELS = {"8b": "llama3-8b", "70b": "llama3-70b"}
-"""By setup with its step times: the model, of whose tasks the objectives are."""
+MODELS = {"8b": "llama3-8b", "70b": "llama3-70b", "30b-a3b": "llama3-8b"}
+"""By setup with its step times: the model, of whose tasks the objectives are. The paper states none
+for its model with experts."""
+
+TBT_S = {"text": 0.1, "image": 0.1, "search": 0.2, "file": 0.2}
+"""Objectives between two tokens, by task (§6.5)."""
 
 LONG_TOKENS = 2_500
 """A recorded prompt without a task of Table 1 counts as search from this length, else as text."""
@@ -61,6 +68,14 @@ def _mix(scale: float, setup: Setup, rate: float, requests: int, seed: int) -> W
 def mix(scale: float) -> Make:
     """The paper's tasks with the objectives of the setup's model times ``scale``."""
     return partial(_mix, scale)
+
+
+def colocated(setup: Setup, rate: float, requests: int, seed: int) -> Workload:
+    """The paper's run with both phases on one instance (§6.5): 3 times the TTFT, and outputs."""
+    output = LengthDistribution.of_p90(100, 200)
+    made = flowprefill(MODELS[setup.name], rate, requests, seed, 3.0, output)
+    words = "TBT of FlowPrefill §6.5, by task."
+    return with_objectives(made, lambda a: replace(a.slo, tpot_s=TBT_S[a.task]), words)
 
 
 def single(setup: Setup, rate: float, requests: int, seed: int) -> Workload:
@@ -238,6 +253,7 @@ CHUNKS = tuple(
 ONE = {"one objective": single}
 ATTAINED = (FIGURE, TTFT, 3)
 THROUGHPUT = ("throughput", "requests/s until the last one ends", 2)
+PER_REQUEST = ("batches", "batches per request", 3)
 
 PARTS = Experiment(
     "flowprefill_parts",
@@ -263,8 +279,63 @@ PARTS = Experiment(
         ),
         *_tables("batching", "Fig. 11: batching, ", ATTAINED),
         *_tables("short", "Fig. 11 with the short prompts of Fig. 14, ", ATTAINED, THROUGHPUT),
-        *_tables("single", "Fig. 14: one objective, ", ATTAINED, THROUGHPUT),
+        *_tables("single", "Fig. 14: one objective, ", ATTAINED, THROUGHPUT, PER_REQUEST),
         *_tables("chunks", "Fig. 15: operators and chunks, ", ATTAINED, THROUGHPUT),
+    ],
+)
+
+# Other settings of the paper.
+
+VLLM = Contender("vllm-cp2k", "sarathi", {"token_budget": 2_048}, batch_tokens=2_048)
+EXPERTS = setup_of("30b-a3b")
+DENSE = (DISTSERVE, CP8K, CP2K, FLOW, BOUNDED)
+
+SETTINGS = Experiment(
+    "flowprefill_settings",
+    "FlowPrefill Fig. 13, 16 and 17",
+    "Is the TTFT predictable, and does preemption pay beside decodes, and with experts?",
+    seeds=5,
+    setting={
+        **SETTING,
+        **WORDS,
+        "Fig. 13": "near: TTFT within 10 or 50 % of the step time of the prompt alone, which the "
+        "planner knows but for its noise of 3 %",
+        "Fig. 16": "vllm-cp2k: decodes first, then prompts in order of arrival up to 2,048 tokens; "
+        "outputs of 100 tokens in the mean (assumed). The paper's engine runs both phases at once "
+        "on a device, ours in turn: decodes have a step one TPOT after their last token",
+        "Fig. 17": "Qwen3-30B-A3B on two GPUs; objectives of Llama3-8B, as the paper states none",
+    },
+    grids=[
+        _sweep("prediction", (FLOW,), Scaled((0.3,), (0.1, 0.3, 0.5, 0.7)), setups=_both),
+        _sweep("colocated", (VLLM, DEFAULT, FLOW, BOUNDED), made={"co-located": colocated}),
+        _sweep("experts", DENSE, setups=(EXPERTS,)),
+        _sweep("goodput", DENSE, setups=(EXPERTS,), search=Search(FIGURE)),
+        _tightest(DENSE, 0.6, {"30b-a3b": EXPERTS}),
+    ],
+    tables=[
+        *_tables(
+            *("prediction", "Fig. 13: share of the requests with a TTFT as predicted, "),
+            ("near_10", "within 10 %", 3),
+            ("near_50", "within 50 %", 3),
+            down=("setup",),
+        ),
+        *_tables(
+            *("colocated", "Fig. 16: both phases on one instance, "),
+            ("ttft_met", "TTFT attainment by request", 3),
+            ("tbt_met", "TBT attainment by token", 3),
+        ),
+        *_tables("experts", "Fig. 17: a model with experts, ", ATTAINED),
+        *_tables(
+            *("goodput", "Fig. 17: goodput at 90 %, requests/s", ("rate_0.9", "", 2)),
+            down=("workload",),
+            across="policy",
+        ),
+        *_tables(
+            *("tightest", "Fig. 17: lowest SLO scale at which 90 % attain, load 0.6"),
+            ("tightest", "", 2),
+            down=("workload",),
+            across="policy",
+        ),
     ],
 )
 

@@ -228,7 +228,8 @@ def measure(
     if isinstance(kind, Contender):
         return systems.figures(systems.run(workload, kind, setup, seed, oracle))
     if isinstance(kind, Suspending):
-        return systems.prefill_figures(systems.run_suspending(workload, kind, setup, seed))
+        served = systems.run_suspending(workload, kind, setup, seed)
+        return systems.prefill_figures(served, setup.believed)
     assert layout is not None
     done = systems.run_cluster(workload, kind, setup, layout, seed, oracle)
     return systems.cluster_figures(done)

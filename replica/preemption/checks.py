@@ -198,4 +198,6 @@ def _places(model: Any, granularity: Granularity) -> Iterator[_Place]:
             yield module, layer, ("forward_modular", "forward_monolithic"), True
         elif isinstance(module, LinearBase | AttentionLayerBase):
             reduces = isinstance(module, RowParallelLinear) and module.reduce_results
-            yield module, layer, ("forward",), reduces
+            # With LoRA the model calls what stands around the layer.
+            called = model.get_submodule(name.removesuffix(".base_layer"))
+            yield called, layer, ("forward",), reduces

@@ -116,6 +116,7 @@ class EngineLoop:
         task = next(each for each in self._stack if each.number == answer.task)
         self._stack.remove(task)
         self.stats.ended(task.signalled_s, answer.timing)
+        self._scheduler.stop_s = self.stats.allowed_stop_s
         if isinstance(answer, Done):
             outputs = self._scheduler.completed(task, answer.output, answer.timing)
             attach = getattr(self._core, "_attach_weight_version", None)

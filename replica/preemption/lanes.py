@@ -8,8 +8,8 @@ later.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 SHARED_NAMES = ("model", "kv_caches", "requests", "num_prompt_logprobs", "encoder_cache")
@@ -27,15 +27,20 @@ class Lanes:
     def __init__(self, worker: Any, depth: int) -> None:
         self.stock: Any = worker.model_runner
         self._connector = _kv_connector()
+        self._adapters = _Adapters(self.stock) if hasattr(self.stock, "lora_manager") else None
         self.private = [_private_lane(worker, self._connector) for _ in range(depth + 1)]
 
-    def nested(self) -> AbstractContextManager[None]:
-        """In this context other tasks run inside the one that computes. A KV connector has one
-        task's commands at a time: they have their own, and the suspended one gets its own back."""
-        if self._connector is None:
-            return nullcontext()
-        suspended: AbstractContextManager[None] = self._connector.step_suspended()
-        return suspended
+    @contextmanager
+    def nested(self) -> Iterator[None]:
+        """In this context other tasks run inside the one that computes. The KV connector has one
+        task's commands at a time, and the model one task's LoRA adapters: nested tasks have their
+        own, and the suspended one gets its own back."""
+        with ExitStack() as kept:
+            if self._connector is not None:
+                kept.enter_context(self._connector.step_suspended())
+            if self._adapters is not None:
+                kept.enter_context(self._adapters.kept())
+            yield
 
     def enter(self, lane: Any, batch: Any) -> None:
         """Called before ``lane`` computes ``batch``: removes old state of its requests from all
@@ -65,6 +70,30 @@ class Lanes:
         batch.refresh_metadata()
 
 
+class _Adapters:
+    """The LoRA adapter of each token, which vLLM sets in the model before each batch. ``runner`` is
+    any lane: all share what manages the adapters."""
+
+    def __init__(self, runner: Any) -> None:
+        self._set = runner.lora_manager.set_active_adapters
+        self._latest: tuple[Any, Any] = (set(), None)
+        runner.lora_manager.set_active_adapters = self._activate
+
+    def _activate(self, requests: Any, mapping: Any) -> None:
+        self._latest = requests, mapping
+        self._set(requests, mapping)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """After this context the adapters are those of before, also where others took their
+        place in memory."""
+        latest = self._latest
+        try:
+            yield
+        finally:
+            self._activate(*latest)
+
+
 def new_runner(worker: Any) -> Any:
     """One more model runner for ``worker``, without a model and a KV cache."""
     from vllm.config import set_current_vllm_config
@@ -88,6 +117,8 @@ def _private_lane(worker: Any, connector: Any) -> Any:
     with set_current_vllm_config(worker.vllm_config):
         for name in SHARED_NAMES:
             setattr(lane, name, getattr(stock, name))
+        if hasattr(stock, "lora_manager"):
+            lane.lora_manager = stock.lora_manager
         # Everything but the cache itself, which exists and is bound to the model's layers.
         lane.initialize_kv_cache_tensors = lambda *args, **kwargs: {}
         lane.initialize_kv_cache(stock.kv_cache_config)

@@ -8,6 +8,7 @@ from inspect import signature, unwrap
 from typing import Any
 
 from vllm.forward_context import ForwardContext
+from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -34,6 +35,7 @@ _NAMES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (UniProcExecutor, ("_init_executor", "shutdown")),
     (MultiprocExecutor, ("_init_executor", "shutdown")),
     (Worker, ("execute_model", "sample_tokens")),
+    (WorkerLoRAManager, ("set_active_adapters",)),
     (
         GPUModelRunner,
         (
@@ -68,6 +70,7 @@ _MADE: tuple[tuple[Callable[..., Any], tuple[str, ...]], ...] = (
         ),
     ),
     (GPUModelRunner.load_model, ("model",)),
+    (GPUModelRunner.load_lora_model, ("lora_manager",)),
     (InputBatch.__init__, ("req_id_to_index",)),
     (CudagraphDispatcher.__init__, ("keys_initialized",)),
     (RowParallelLinear.__init__, ("reduce_results",)),

@@ -20,7 +20,14 @@ from sluice.replica.scheduler.xargs import SchedulerSettings
 from sluice.replica.vllm.scheduler import SloScheduler
 from sluice.scheduling.batching import BatchPlan
 from sluice.scheduling.latency.model import StepSample
-from sluice.scheduling.preemption import AgedShare, InFlight, Options, Prefill, decide
+from sluice.scheduling.preemption import (
+    AgedShare,
+    InFlight,
+    Options,
+    Prefill,
+    decide,
+    decode_step_due_s,
+)
 from sluice.scheduling.request.deadline import ENVELOPE
 from sluice.scheduling.request.kernels import (
     ARRIVAL,
@@ -103,6 +110,8 @@ class PreemptiveScheduler(SloScheduler):
         self._aged = AgedShare(settings.best_effort.patience_s, settings.best_effort.aged_share)
         self.in_flight: dict[str, int] = {}
         self.ending: dict[str, RequestStatus] = {}
+        self.stop_s = 0.0
+        """The time to plan for the stop of a prefill, seconds."""
         self._tasks = 0
         self._tasks_in_flight = 0
         self._given: tuple[list[RequestView], BatchPlan] | None = None
@@ -288,21 +297,19 @@ class PreemptiveScheduler(SloScheduler):
     def _due_s(
         self, queue: QueueView, decodes: Any, step_s: float, top: Task | None
     ) -> float | None:
-        """When a step of all ``decodes``, which takes ``step_s``, has to begin, so that each has
-        its next token a TPOT after its last one; inside ``top``, of those that may stop it.
-
-        A TPOT that is not stated, or shorter than the step, counts as ``decode_gap_s``: no step
-        would hold it, and prefills would starve.
-        """
+        """When a step of all ``decodes``, which takes ``step_s``, has to begin; inside ``top``, for
+        those of them that may stop it."""
         table = queue.table[decodes]
         timed = ~np.isnan(table[:, LAST_TOKEN])
         if top is not None and not top.best_effort:
             timed &= table[:, BEST_EFFORT] == 0
-        if not timed.any():
-            return None
-        gaps_s = table[timed, TPOT] - step_s
-        gaps_s[~((gaps_s > 0) & (gaps_s < inf))] = self.settings.decode_gap_s
-        return float((table[timed, LAST_TOKEN] + gaps_s).min())
+        return decode_step_due_s(
+            table[timed, LAST_TOKEN],
+            table[timed, TPOT],
+            step_s,
+            self.settings.decode_gap_s,
+            self.stop_s if top is not None else 0.0,
+        )
 
     def _decode_step(self, queue: QueueView, decodes: Any) -> BatchPlan:
         """One token of each of ``decodes``, as far as a batch goes."""

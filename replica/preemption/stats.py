@@ -74,6 +74,12 @@ class Stats:
             self.stop_histogram[bisect_left(STOP_BUCKETS_S, took_s)] += 1
             self.latest_stop_s.append(took_s)
 
+    @property
+    def allowed_stop_s(self) -> float:
+        """The time to plan for a stop: twice the mean, which most stops do not exceed."""
+        stops = self.suspensions
+        return 2 * self.stop_s / stops if stops else 0.0
+
     def summary(self) -> dict[str, Any]:
         """The fields of the state table."""
         return {name: getattr(self, name) for name in _PUBLISHED}

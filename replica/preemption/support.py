@@ -75,8 +75,15 @@ def _rules(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
         (not model.is_hybrid, "models with state-space layers are not supported"),
         (not model.is_attention_free, "models without attention are not supported"),
         (model.runner_type == "generate", "only models that generate are supported"),
-        (vllm_config.lora_config is None, "LoRA must be off"),
-        (vllm_config.speculative_config is None, "speculative decoding must be off"),
+        (
+            vllm_config.lora_config is None or not model.is_moe,
+            "LoRA with a model that has experts is not supported",
+        ),
+        (
+            vllm_config.speculative_config is None,
+            "speculative decoding must be off: vLLM takes drafts from the model runner of the last "
+            "batch, and each suspended prefill has a runner of its own",
+        ),
         (
             # Others keep state of the running batch, which a nested one would overwrite.
             transfer is None or transfer.kv_connector_module_path == KV_CONNECTOR_MODULE,

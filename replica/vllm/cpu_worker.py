@@ -1,4 +1,4 @@
-"""vLLM's worker on CPUs, with four faults of 0.29 to 0.32 fixed.
+"""vLLM's worker on CPUs, with five faults of 0.29 to 0.32 fixed.
 
 Seeds: vLLM samples for every request of a batch, also for one whose prompt continues in the next
 batch, and drops that token. Where such a request has a seed, its generator is then moved back by
@@ -20,9 +20,13 @@ compiles it to save the memory of a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
+from vllm.lora.ops.torch_ops import lora_ops
+from vllm.lora.punica_wrapper import punica_cpu
 from vllm.v1.sample import rejection_sampler, sampler
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -45,6 +49,7 @@ class PatchedCpuWorker(CPUWorker):
         """
         mend_rejection_sampler()
         mend_token_ranks()
+        mend_adapters()
         super().init_device()
         runner = self.model_runner
         if not self.use_v2_model_runner and not (
@@ -93,6 +98,28 @@ def token_ranks(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     # Ones and zeros are summed as floats, which takes a tenth of the time that booleans take.
     at_least = torch.empty(logprobs.shape, dtype=torch.float32)
     return torch.ge(logprobs, values, out=at_least).sum(-1).to(torch.int64)
+
+
+def mend_adapters() -> None:
+    """Have vLLM leave tokens without a LoRA adapter as they are, in this process."""
+    for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"):
+        mended = without_adapter_as_is(getattr(lora_ops, name))
+        for module in (lora_ops, punica_cpu):
+            setattr(module, name, mended)
+
+
+def without_adapter_as_is(multiply: Callable[..., None]) -> Callable[..., None]:
+    """``multiply``, by the weights of each token's adapter, with 0 as the input of tokens that have
+    none."""
+
+    @wraps(multiply)
+    def mended(
+        inputs: Any, weights: Any, output: Any, adapters: Any, *more: Any, **named: Any
+    ) -> None:
+        inputs = torch.where(adapters[:, None] < 0, 0, inputs)
+        multiply(inputs, weights, output, adapters, *more, **named)
+
+    return mended
 
 
 def _constrained(logits: torch.Tensor, *others: Any) -> torch.Tensor:

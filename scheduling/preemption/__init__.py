@@ -1,6 +1,7 @@
 """Which prefill runs, and which one gives way, where a running prefill can be suspended."""
 
 from sluice.scheduling.preemption.aged_share import AgedShare
+from sluice.scheduling.preemption.decode_turns import decode_step_due_s
 from sluice.scheduling.preemption.s_edf import (
     BATCH_TOKENS,
     CHUNK_TOKENS,
@@ -26,4 +27,5 @@ __all__ = [
     "Options",
     "Prefill",
     "decide",
+    "decode_step_due_s",
 ]

@@ -111,7 +111,7 @@ def test_a_wrong_entry_is_refused(data: dict[str, Any], message: str) -> None:
     ],
 )
 def test_adapters_are_named_as_vllm_names_them(given: Any, names: tuple[str, ...]) -> None:
-    assert EngineConfig(vllm_args={"lora_modules": given}).adapters == names
+    assert EngineConfig(vllm_args={"lora_modules": given, "max_loras": 2}).adapters == names
 
 
 @pytest.mark.parametrize(
@@ -122,6 +122,7 @@ def test_adapters_are_named_as_vllm_names_them(given: Any, names: tuple[str, ...
         (["{"], "is not JSON"),
         (["a=/x", "a=/y"], "name two adapters alike: a"),
         (["local=/x"], "the model's own name"),
+        (["a=/x", "b=/y"], "max-loras is 1, but must be at least 2"),
     ],
 )
 def test_wrong_adapters_are_refused(given: Any, message: str) -> None:

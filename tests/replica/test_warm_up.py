@@ -118,6 +118,24 @@ def test_ranks_are_those_of_stock_vllm_without_a_compiler():
     assert ranks(logprobs, values).dtype == stock(logprobs, values).dtype
 
 
+@pytest.mark.vllm
+def test_tokens_without_a_lora_adapter_are_computed_without_one():
+    import torch
+    from vllm.lora.ops.torch_ops.lora_ops import bgmv_expand, bgmv_shrink
+
+    from sluice.replica.vllm.cpu_worker import without_adapter_as_is
+
+    a, b = torch.randn(2, 1, 4, 8), torch.randn(2, 1, 8, 4)
+    inputs, outputs = torch.randn(3, 8), torch.randn(3, 8)
+    between, found = torch.empty(3, 4), outputs.clone()
+    adapters = torch.tensor([0, -1, 1])
+    without_adapter_as_is(bgmv_shrink)(inputs, a, between, adapters, 1.0)
+    without_adapter_as_is(bgmv_expand)(between, b, found, adapters, add_inputs=True)
+    for row, adapter in enumerate(adapters.tolist()):
+        more = b[adapter, 0] @ a[adapter, 0] @ inputs[row] if adapter >= 0 else 0
+        assert torch.allclose(found[row], outputs[row] + more, atol=1e-5)
+
+
 class Refusing:
     """An engine that refuses each request with this status, or dies at the one of this number."""
 

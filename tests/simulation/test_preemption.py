@@ -33,6 +33,12 @@ def load(*requests):
     return Workload("test", tuple(sorted(made, key=lambda each: each.arrival_s)))
 
 
+def load_of(requests, output):
+    """Requests of ``output`` tokens that arrive together."""
+    each = Arrival(0.0, 100, output, SLO(ttft_s=1.0))
+    return Workload("decodes", (each,) * requests)
+
+
 def served(workload, config=PAPER, truth=EXACT, **options):
     return simulate_prefills(workload, truth, config=config, **options)
 
@@ -147,10 +153,32 @@ class TestExamples:
         assert urgent_s < 0.3
         assert late_s == also_s
 
-    def test_a_request_of_several_tokens_is_refused(self):
+    def test_admission_is_of_requests_of_one_token(self):
         longer = Workload("longer", (Arrival(0.0, 10, 2, SLO(ttft_s=1.0)),))
         with pytest.raises(ValueError, match="request 0 emits 2 tokens"):
-            served(longer)
+            served(longer, admission=make_policy("pab"))
+
+    @pytest.mark.parametrize(("tpot_s", "gap_s"), [(0.1, 0.1), (0.2, 0.2), (None, 0.06)])
+    def test_a_decode_stops_a_long_prefill_for_each_of_its_tokens(self, tpot_s, gap_s):
+        """At most one TPOT after the one before: after two stops, it is known how long they take.
+        Without a TPOT, a step after the configured gap, the next operator and the suspension."""
+        both = (
+            Arrival(0.0, 100, 5, SLO(ttft_s=1.0, tpot_s=tpot_s)),
+            Arrival(0.01, 16_000, 1, SLO(ttft_s=60.0)),
+        )
+        run = served(Workload("both", both))
+        *tokens_s, long_s = run.requests.emitted_s
+        assert tokens_s[-1] < long_s
+        assert run.counts.suspensions == 4
+        operator_s = forward(16_000).seconds / 32 / 2
+        gaps_s = np.diff(tokens_s)
+        assert (np.abs(gaps_s - gap_s) < operator_s + 2e-3).all()
+        assert tpot_s is None or (gaps_s[2:] <= tpot_s).all()
+
+    def test_decodes_run_together_where_no_prefill_waits(self):
+        run = served(load_of(2, 4))
+        assert run.counts.suspensions == 0
+        assert run.counts.tasks == 2 + 3
 
 
 requests = st.tuples(

@@ -24,7 +24,7 @@ _DEFAULTS: dict[str, Any] = {
 
 class CheckedEngine(PreemptiveEngine):
     """The same engine, whose checks are counted. ``stops``: how often a check waited for its stop
-    signal."""
+    signal; ``adapters``: LoRA adapters, by the name of the request that uses it."""
 
     def __init__(
         self, model: Path, directory: Path, options: Mapping[str, Any], ranks: int = 1, **args: Any
@@ -36,11 +36,16 @@ class CheckedEngine(PreemptiveEngine):
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(each)
         super().__init__(model, directory, options, ranks, **(_DEFAULTS | args))
         self.stops = 0
+        self.adapters: dict[str, Any] = {}
 
     @property
     def free_blocks(self) -> int:
         """Number of unused KV blocks."""
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def _request(self, work: Any, arrived_s: float | None, **more: Any) -> tuple[Any, ...]:
+        request = super()._request(work, arrived_s, **more)
+        return *request, None, self.adapters.get(work.name)
 
     def abort(self, names: Sequence[str]) -> None:
         """Stop requests; on the engine's thread."""

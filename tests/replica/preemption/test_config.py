@@ -11,10 +11,6 @@ OPERATOR = {"granularity": "operator"}
     ("given", "message"),
     [
         ({"kind": "simulated", "preemption": OPERATOR}, "only vLLM's prefills"),
-        (
-            {"preemption": OPERATOR, "vllm_args": {"lora-modules": ["a=/a"]}},
-            "off with LoRA adapters",
-        ),
         ({"preemption": OPERATOR, "transfer": {}}, "transfer.connector tcp, not auto"),
         ({"preemption": OPERATOR, "transfer": {"connector": "nixl"}}, "tcp, not nixl"),
         ({"preemption": OPERATOR | {"chunk_tokens": 256}}, r"\(512\) must be at most chunk_tokens"),

@@ -179,7 +179,7 @@ REFUSED = [
     ("parallel_config.enable_expert_parallel", True, "expert parallelism"),
     ("scheduler_config.async_scheduling", True, "async scheduling"),
     ("compilation_config.mode", 1, "STOCK_TORCH_COMPILE"),
-    ("lora_config", object(), "LoRA"),
+    ("speculative_config", SimpleNamespace(method="ngram"), "speculative decoding"),
     (
         "kv_transfer_config",
         SimpleNamespace(kv_connector_module_path=None, kv_role="kv_producer"),

@@ -1,10 +1,14 @@
-"""Prefills of models with experts, and of compiled ones, stop at random places, too."""
+"""Prefills of models with experts, of compiled ones and of ones with LoRA adapters stop at random
+places, too."""
+
+import random
 
 import pytest
 
 from sluice.replica.vllm.local_model import local_model
+from tests.lora_adapter import write_adapter
 from tests.replica.preemption.engine import CheckedEngine
-from tests.replica.preemption.trials import random_trials
+from tests.replica.preemption.trials import nested_work, random_trials
 
 pytestmark = pytest.mark.vllm
 
@@ -55,3 +59,34 @@ def test_compiled_code_runs_what_has_no_checks(engine_of, tmp_path):
     assert found["stops"] >= TRIALS
     # Every prefill runs twice, alone and among others; decodes of all of them are compiled.
     assert len(eager) >= 2 * TRIALS
+
+
+def test_a_suspended_prefill_has_its_own_lora_adapter_when_it_resumes(engine_of, tmp_path):
+    """Prefills with one adapter, another one or none are nested in each other, and decodes with and
+    without them share batches."""
+    model = local_model(tmp_path, layers=2, hidden=128)
+    engine = engine_of(
+        model,
+        dtype="float32",
+        worker_cls="sluice.replica.vllm.cpu_worker.PatchedCpuWorker",
+        enable_lora=True,
+        max_loras=2,
+        max_lora_rank=8,
+    )
+    from vllm.lora.request import LoRARequest
+
+    first, second = (
+        LoRARequest(f"a{seed}", seed, str(write_adapter(tmp_path / f"a{seed}", model, seed=seed)))
+        for seed in (1, 2)
+    )
+    work = nested_work(random.Random(4), 1)[0]
+    texts = {engine.alone(work).tokens}
+    for adapter in (first, second):
+        engine.adapters = {work.name: adapter}
+        texts.add(engine.alone(work).tokens)
+    assert len(texts) == 3
+    engine.adapters = {"w0": first, "w1": second, "w3": first}
+    assert engine.use("operator") == 5 * 2
+    found = random_trials(engine, TRIALS, seed=4)
+    assert found["same"] == TRIALS
+    assert found["stops"] >= TRIALS
