@@ -81,17 +81,12 @@ class RequestViews:
                 # The tokens in flight leave when their batches end.
                 last_s = busy_until_s
                 first_s = last_s if first_s is None else first_s
-            prompt, expected = request.num_prompt_tokens, tracked.expected_tokens
-            if tracked.begun:
-                prompt, emitted = prompt + tracked.begun, emitted - tracked.begun
-                expected -= tracked.begun
-                drafted = drafted if emitted else 0
             views.append(
                 RequestView(
                     request_id,
                     tracked.slo,
                     tracked.arrival_s,
-                    prompt,
+                    request.num_prompt_tokens,
                     computed,
                     pending,
                     emitted,
@@ -99,7 +94,7 @@ class RequestViews:
                     held,
                     running,
                     last_s,
-                    expected,
+                    tracked.expected_tokens,
                     tracked.best_effort,
                     drafted,
                     acceptance,
@@ -108,6 +103,8 @@ class RequestViews:
                     tracked.promised,
                 )
             )
+            if tracked.begun:
+                views[-1] = _of_stage(views[-1], tracked.begun)
         return views
 
     def _could_run(self, request: Request) -> bool:
@@ -135,6 +132,18 @@ class RequestViews:
         drafted = self._drafts.offer(request)
         rate = self._local.drafts.rates.rate(tracked.slo.service_class) if drafted else nan
         return drafted, rate
+
+
+def _of_stage(view: RequestView, begun: int) -> RequestView:
+    """The same as the request of its current stage, whose prompt includes the ``begun`` tokens of
+    output before it. Before the stage's first token there is no decode to check drafts."""
+    emitted = view.emitted_tokens - begun
+    return view._replace(
+        prompt_tokens=view.prompt_tokens + begun,
+        emitted_tokens=emitted,
+        expected_tokens=view.expected_tokens - begun,
+        drafted_tokens=view.drafted_tokens if emitted else 0,
+    )
 
 
 def _ends_in_flight(request: Request) -> bool:
