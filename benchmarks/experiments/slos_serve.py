@@ -20,7 +20,7 @@ from sluice.scheduling.request.stages import Stage
 from sluice.simulation.config import Speculation
 from sluice.simulation.planning.plots import Table
 from sluice.simulation.workload import Workload
-from sluice.simulation.workloads.arrivals import Gamma, Poisson
+from sluice.simulation.workloads.arrivals import AtOnce, Gamma, MakeArrivals, Poisson
 from sluice.simulation.workloads.generators import Reasoning, always, generate
 from sluice.simulation.workloads.settings import (
     SLOS_SERVE_OUTPUTS,
@@ -91,6 +91,31 @@ def _capacities(
 
 DRAFTED = FCFS._replace(label="fcfs, 3 drafts", all_drafts=True)
 ADAPTIVE = SLOS_SERVE._replace(label="slos_serve, adaptive drafts")
+
+
+REASONING = Experiment(
+    "slos_serve_reasoning",
+    "SLOs-Serve §6.1, the reasoning scenario; fixed loads are ours",
+    "What do long outputs attain where they no longer all run at once?",
+    seeds=1,
+    setting={**SETTING, "Capacity": "not searched for: a run has 300 requests at each load"},
+    grids=[
+        Sweep(
+            named=("scenario",),
+            workloads=workloads(("reasoning",), SCENARIO),
+            kinds=(FCFS, SARATHI, SLOS_SERVE),
+            loads=Scaled((1.2,), (1.2, 1.4, 2.0, 2.8)),
+            span=Scaled(Span(1.0, 3, 3), Span(1.0, 300, 300)),
+            oracle=True,
+        )
+    ],
+    tables=pivots(
+        {
+            "attainment_window": "Share of the requests that attain",
+            "preemptions": "Preemptions per request",
+        }
+    ),
+)
 
 
 def _windows(*windows_ms: float) -> tuple[System, ...]:
@@ -171,29 +196,44 @@ CAPACITY = Experiment(
 )
 
 
+def _at_once(_rate: float) -> AtOnce:
+    return AtOnce()
+
+
+BURSTS: Mapping[str, MakeArrivals] = {"ten at once": _at_once, "gamma": partial(Gamma, cv=4.0)}
+
+
+def _bursts(*scenarios: str) -> list[tuple[str, str]]:
+    return [(name, scenario) for name in BURSTS for scenario in scenarios]
+
+
+def _burst(name: tuple[str, str]) -> loads.Make:
+    return SCENARIO(name[1], arrivals=BURSTS[name[0]])
+
+
 TOGETHER = Experiment(
     "slos_serve_together",
     "SLOs-Serve §3.2.1 and Algorithm 1; the window is ours",
     "What do bursts gain if their requests are decided together?",
-    seeds=3,
+    seeds=10,
     setting={
         **SETTING,
-        "Arrivals": "generated, Gamma: the gaps deviate by 4 times their mean, so more than half "
-        "of them are below 2 ms",
+        "Arrivals": "generated; ten at once on idle replicas; gamma: the gaps deviate by 4 times "
+        "their mean, so more than half of them are below 2 ms",
         "Window": "how long a request waits at the controller for others; with 0 ms each is "
         "decided by itself",
     },
     grids=[
         Sweep(
-            named=("scenario",),
+            named=("arrivals", "scenario"),
             workloads=workloads(
-                Scaled(("tools",), ("chatbot", "summarizer", "tools")),
-                partial(SCENARIO, arrivals=partial(Gamma, cv=4.0)),
+                Scaled(_bursts("tools"), _bursts(*SLOS_SERVE_SCENARIOS[:5])), _burst
             ),
             layouts=Scaled((colocated(1),), (colocated(1), colocated(4))),
             kinds=Scaled(_windows(0, 2), _windows(0, 2, 10)),
-            loads=Scaled((0.8,), (0.8, 1.3)),
+            loads=(1.0,),
             span=Scaled(Span(3.0, 10, 20), Span(60.0, 100, 300)),
+            spans={"ten at once": Span(1.0, 10, 10)},
             oracle=True,
         )
     ],
@@ -203,7 +243,7 @@ TOGETHER = Experiment(
             "kept": "Share of these that attain",
             "attainment_window": "Share of all requests that attain",
         },
-        *(("scenario", "replicas", "load"), "policy"),
+        *(("arrivals", "scenario", "replicas"), "policy"),
     ),
 )
 
