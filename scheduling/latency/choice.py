@@ -16,6 +16,10 @@ from sluice.scheduling.latency.profile import FitReport
 FOLDS = 5
 """Each step is predicted by a fit to the other parts of this many."""
 
+LEAST_GAIN = 0.1
+"""By at least this share its error must be less. A smaller difference is chance on a disturbed
+machine, and ``linear`` has fewer coefficients to extrapolate with."""
+
 LEAST_PRICE = 0.1
 """Of the price of ``linear``. With less, budgets in tokens would be nearly infinite, such as
 FairBatching's prefill admission budget."""
@@ -23,7 +27,8 @@ FairBatching's prefill admission budget."""
 
 def best_fit(samples: Sequence[StepSample], trim: float = 0.1) -> tuple[LatencyModel, FitReport]:
     """The ``linear`` or the ``prefill_decode`` model of ``samples``: the latter where its mean
-    error on held-out steps is less, if it has a price for each new token (:data:`LEAST_PRICE`).
+    error on held-out steps is clearly less (:data:`LEAST_GAIN`), if it has a price for each new
+    token (:data:`LEAST_PRICE`).
 
     ProServe §4.1 prices prefills and decodes apart (Eq. 4 to 7), FairBatching §3.2 by the same
     terms: which one fits is a property of the engine. The roofline is left out: policies plan with
@@ -41,7 +46,7 @@ def best_fit(samples: Sequence[StepSample], trim: float = 0.1) -> tuple[LatencyM
     if error is None:
         return chosen
     apart = held_out_error(samples, _fit_apart, trim)
-    if apart is not None and apart < error:
+    if apart is not None and apart < (1 - LEAST_GAIN) * error:
         rival, own = _fit_apart(samples, trim)
         if rival.c_p > LEAST_PRICE * model.b:
             chosen, error = (rival, own), apart

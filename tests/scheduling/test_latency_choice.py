@@ -36,6 +36,11 @@ def test_each_step_is_predicted_by_a_fit_without_it() -> None:
     assert all(sum(step in seen for seen in parts) == 4 for step in samples)
 
 
+def test_where_noise_hides_the_form_it_is_linear() -> None:
+    # Half of the time is chance: both forms are about as far off.
+    assert best_fit(steps(PREFILL_DECODE, 60, 0.8))[0].family == "linear"
+
+
 def test_a_form_that_prices_no_new_token_is_not_chosen() -> None:
     # Each prefill costs by the square of its tokens alone: the budget of tokens would be infinite.
     free = PrefillDecodeLatency(a_p=2e-6, b_p=0.0, c_p=0.0, a_d=2e-6, b_d=8e-4, t_c=0.005)
