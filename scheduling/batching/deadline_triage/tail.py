@@ -68,7 +68,8 @@ def tail(
     sequences = batch.sequences_left + limits.active
     places = batch.sequences_left - int(limits.reserve * sequences)
     waiting = ~running[rows]
-    return rows[~waiting | (np.cumsum(waiting) <= places)]
+    fitted: Ints = rows[~waiting | (np.cumsum(waiting) <= places)]
+    return fitted
 
 
 def _startable(begun: Mask, hopeless: Mask, limits: Limits) -> Mask:
