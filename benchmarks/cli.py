@@ -19,7 +19,6 @@ from sluice.benchmarks.live.gateway.command import gateway
 from sluice.benchmarks.live.overload import overload
 from sluice.benchmarks.live.promises import with_real
 from sluice.benchmarks.live.replay import replay
-from sluice.benchmarks.live.soak import soak
 from sluice.benchmarks.micro.decision import decision
 from sluice.benchmarks.micro.planning import planning
 from sluice.benchmarks.options import as_json, number_option
@@ -50,7 +49,7 @@ def list_experiments() -> None:
     print_table(table)
 
 
-for _command in (planning, decision, gateway, overload, replay, soak):
+for _command in (planning, decision, gateway, overload, replay):
     bench.add_command(_command)
 
 

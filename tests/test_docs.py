@@ -202,6 +202,8 @@ def check_module(words: list[str]) -> None:
     path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
     source = path.read_text(encoding="utf-8")
     assert 'if __name__ == "__main__"' in source, f"{words[0]} cannot be run"
+    if "benchmarks.options import" in source:
+        source += (ROOT / "benchmarks" / "options.py").read_text(encoding="utf-8")
     for flag in (word for word in words[1:] if word.startswith("--")):
         assert f'"{flag}"' in source, f"{words[0]} has no {flag}"
 

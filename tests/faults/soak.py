@@ -2,10 +2,10 @@
 With ``--faults``: while processes of it are killed and frozen at random. A frozen process (SIGSTOP)
 is alive and does nothing, like a hung driver or a paused virtual machine.
 
-Run with ``sluice bench soak``. Every answer is checked against its request: with simulated engines
-its whole text, so that missing and duplicated tokens are detected. In the end, when the application
-is idle, nothing may be left: no request, no reservation, no byte of a body. Without faults the
-routers' counters must then match the client's own counts.
+Run with ``python -m tests.faults.soak``. Every answer is checked against its request: with
+simulated engines its whole text, so that missing and duplicated tokens are detected. In the end,
+when the application is idle, nothing may be left: no request, no reservation, no byte of a body.
+Without faults the routers' counters must then match the client's own counts.
 
 The exit status is 1 if a request was lost, memory grows, something is left, or counters differ.
 """
@@ -142,8 +142,8 @@ def soak(minutes: float, faults: bool, seed: int, rate: float | None, as_json: b
 
     \b
     Examples:
-      sluice bench soak --minutes 40
-      sluice bench soak --minutes 20 --faults --seed 7
+      python -m tests.faults.soak --minutes 40
+      python -m tests.faults.soak --minutes 20 --faults --seed 7
     """
     share = LOAD_WITH_FAULTS if faults else LOAD
     load = make_load(60 * minutes, rate or share * CAPACITY * REPLICAS, seed)
@@ -438,3 +438,7 @@ def tables(found: Json) -> list[Table]:
         table(found["memory_mib"], "process", "first", "last", "per_hour", "error", title="MiB"),
         table(found["faults"], "at_s", "what", "seconds", title="faults"),
     ]
+
+
+if __name__ == "__main__":
+    soak()

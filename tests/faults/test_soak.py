@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from sluice.benchmarks.live.client import End, Outcome
 from sluice.benchmarks.live.loads import KINDS, LIGHT_ENGINE
-from sluice.benchmarks.live.soak import (
+from sluice.scheduling.request.objective import SLO
+from tests.e2e.conftest import on_the_shared_ray
+from tests.faults.soak import (
     ALL_CLASSES,
     BURST,
     BURST_EVERY_S,
@@ -30,8 +32,6 @@ from sluice.benchmarks.live.soak import (
     summary,
     tables,
 )
-from sluice.scheduling.request.objective import SLO
-from tests.e2e.conftest import on_the_shared_ray
 from tests.own_ray import shared_ray
 
 # The load.
@@ -188,7 +188,7 @@ def test_a_short_soak_loses_nothing(
 ) -> None:
     monkeypatch.setattr("sluice.benchmarks.live.application.running", on_the_shared_ray)
     monkeypatch.setattr("sluice.benchmarks.live.application.free_port", shared_ray.serve_port)
-    monkeypatch.setattr("sluice.benchmarks.live.soak.PAUSE_S", (2.0, 4.0))
+    monkeypatch.setattr("tests.faults.soak.PAUSE_S", (2.0, 4.0))
     command = ["--minutes", str(minutes), *options, "--seed", "3", "--rate", "4", "--json"]
     done = CliRunner().invoke(soak, command)
     assert done.exception is None or isinstance(done.exception, SystemExit), done.output
