@@ -9,9 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from ray import serve
 
-from sluice.deploy.app import deployment_name
 from tests.e2e.conftest import ASKING, LENIENT, System, system, wait_until
 from tests.e2e.pools import (
     Streamed,
@@ -125,22 +123,6 @@ def test_two_engines_give_the_text_of_one(serving: System, pair: dict[str, Proce
     assert answer.text == whole(serving, "undisturbed", by="decode")
     wait_until(lambda: value(serving, "sluice_kv_transfers_total") > before, "it is counted")
     assert value(serving, "sluice_kv_transfer_failures_total") == 0
-
-
-def test_the_policy_knows_the_role_of_its_replica(
-    serving: System, pair: dict[str, Process]
-) -> None:
-    name = deployment_name(None, "prefill")
-    handle = serve.get_deployment_handle(name, serving.config.name)
-    found: list[dict[str, Any]] = []
-
-    def told() -> bool:
-        found[:] = handle.broadcast("engine_snapshot").results(timeout_s=120)
-        return bool(found)
-
-    wait_until(told, "the handle has learnt of the replica")
-    info = found[0]["info"]
-    assert (info["policy"], info["policy_options"]["boundary"]) == ("slidebatching", "phi_p")
 
 
 def test_decode_dies_before_a_first_token_and_in_mid_stream(

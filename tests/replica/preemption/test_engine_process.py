@@ -47,6 +47,7 @@ def config(tmp_path_factory):
         model=str(local_model(directory, layers=LAYERS, hidden=128)),
         served_model_name="small",
         cache_dir=directory,
+        policy="slidebatching",
         preemption=PREEMPTION,
         transfer=TransferConfig(connector="tcp", host="127.0.0.1"),
         vllm_args={
@@ -62,15 +63,21 @@ def config(tmp_path_factory):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(config):
+async def started(config):
+    """The engine, and what it says of itself."""
     engine = VllmEngine(config, "replica-1", 32, role="prefill")
     cores = sorted(os.sched_getaffinity(0))
     with pytest.MonkeyPatch.context() as patch:
         # By itself vLLM binds one worker to each NUMA node, and this machine may have but one.
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
-        await engine.start()
-    yield engine
+        info = await engine.start()
+    yield engine, info
     await engine.stop()
+
+
+@pytest.fixture
+def engine(started):
+    return started[0]
 
 
 def request(name, prompt, ttft_s, output=6):
@@ -92,6 +99,11 @@ async def text(engine, request):
         for item in items
         if isinstance(item, ResponseChunk)
     )
+
+
+async def test_the_policy_knows_the_role_of_its_replica(started):
+    _, info = started
+    assert (info.policy, info.policy_options["boundary"]) == ("slidebatching", "phi_p")
 
 
 async def test_long_and_short_prompts_together_have_the_tokens_of_runs_alone(engine):
