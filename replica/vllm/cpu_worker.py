@@ -13,6 +13,9 @@ drafted and some request has a ``top_k`` ends the engine, as no row has a larges
 Ranks of log probabilities: a function of one line is compiled, by torch's inductor and the C++
 compiler, when the first request asks for log probabilities. That step takes 20 to 40 s. vLLM
 compiles it to save the memory of a GPU.
+
+LoRA adapters: a token without one has the index -1, which selects the last adapter in memory. So
+where requests to the model share a batch with requests to an adapter, their text is the adapter's.
 """
 
 # vLLM's classes are untyped here, so their subclasses are, too.

@@ -1,9 +1,9 @@
 """vLLM's prefix cache for :mod:`sluice.replica.scheduler.prefix_index`: which blocks it holds, and
 which are removed.
 
-vLLM can keep a queue of KV events for every block that enters or leaves its prefix cache. For each
-block that enters, an event copies the block's tokens, which most of the queue's cost comes from. So
-the queue stays as the operator has configured it, and this module hooks the one place where all
+vLLM can keep a queue of KV events for every block that enters or leaves its prefix cache. Each
+block that enters costs an event with a copy of the block's tokens, which the index does not need.
+So the queue stays as the operator has configured it, and this module hooks the one place where all
 events of removed blocks are made.
 """
 

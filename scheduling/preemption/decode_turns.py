@@ -17,11 +17,10 @@ def decode_step_due_s(
 
     Args:
         last_token_s: when each emitted its last token, ``[decodes]``.
-        tpot_s: the TPOT of each, seconds. One that is not stated, or not longer than the step and
-            the stop, counts as ``gap_s`` without the two: no step would hold it, and prefills would
-            starve.
+        tpot_s: the TPOT of each, seconds.
         step_s: predicted time of the step.
-        gap_s: see ``tpot_s``.
+        gap_s: time from the last token to the step for a decode without a TPOT, or with one that is
+            not longer than the step and the stop: no step could hold it, and prefills would starve.
         stop_s: how long it takes until the running prefill has stopped for the step.
     """
     if not len(last_token_s):
