@@ -17,7 +17,18 @@ from sluice.scheduling.fleet.state import EngineState
 from sluice.scheduling.latency.profile import LatencyProfile
 from sluice.scheduling.request.objective import SLO
 
-Endpoint = Literal["chat", "completions", "responses", "embeddings", "tokenize", "detokenize"]
+Endpoint = Literal[
+    "chat",
+    "completions",
+    "responses",
+    "messages",
+    "embeddings",
+    "score",
+    "rerank",
+    "tokenize",
+    "detokenize",
+]
+"""What is asked of an engine: OpenAI's endpoints, Anthropic's messages, and vLLM's own."""
 
 UNSCHEDULED: frozenset[Endpoint] = frozenset(("tokenize", "detokenize"))
 """Endpoints whose requests never reach an engine's scheduler: they have no SLO, and any replica

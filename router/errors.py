@@ -148,7 +148,8 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """OpenAI's error body, with ``retry_after_ms`` where that was predicted."""
+        """OpenAI's error body, which is Anthropic's, too; with ``retry_after_ms`` where that was
+        predicted."""
         error: dict[str, Any] = {
             "message": self.message,
             "type": self.rule.type,
@@ -157,7 +158,7 @@ class ApiError(Exception):
         }
         if self.retry_after_s is not None:
             error["retry_after_ms"] = round(self.retry_after_s * 1000, 3)
-        return {"error": error}
+        return {"type": "error", "error": error}
 
     def response(self, headers: dict[str, str] | None = None) -> JSONResponse:
         """The complete HTTP response, with ``headers`` added."""
@@ -171,9 +172,11 @@ class ApiError(Exception):
             merged[wire.SHOULD_RETRY_HEADER] = "false"
         return JSONResponse(self.body, status_code=self.rule.status, headers=merged)
 
-    def event(self) -> bytes:
-        """The error as a server-sent event, for a stream that has begun."""
-        return b"data: " + json.dumps(self.body).encode() + b"\n\n"
+    def event(self, name: str = "") -> bytes:
+        """The error as a server-sent event, for a stream that has begun. Anthropic's clients go by
+        its ``name``, OpenAI's by the field ``error``."""
+        head = f"event: {name}\n" if name else ""
+        return f"{head}data: {json.dumps(self.body)}\n\n".encode()
 
 
 def invalid(message: str, param: str | None = None) -> ApiError:

@@ -65,7 +65,10 @@ _SUMMARIES: Final[dict[Endpoint, str]] = {
     "chat": "Answer a conversation",
     "completions": "Continue a prompt",
     "responses": "Answer an input",
+    "messages": "Answer a conversation in Anthropic's format",
     "embeddings": "Embed inputs",
+    "score": "Score pairs of texts",
+    "rerank": "Order documents by their relevance to a query",
     "tokenize": "Turn a prompt into tokens",
     "detokenize": "Turn tokens into text",
 }
@@ -105,7 +108,7 @@ def document(config: RouterConfig) -> Schema:
 
 def _inference(endpoint: Endpoint, config: RouterConfig) -> Schema:
     content = _json(_OBJECT)
-    if endpoint in ("chat", "completions", "responses"):
+    if endpoint in ("chat", "completions", "responses", "messages"):
         content["text/event-stream"] = {}
     operation = _operation(_SUMMARIES[endpoint], content)
     scheduled = endpoint not in UNSCHEDULED
@@ -224,6 +227,19 @@ def _prompt(most: int) -> Schema:
     return {"anyOf": [_TEXT, tokens, {**several, "items": _TEXT}, {**several, "items": tokens}]}
 
 
+_SCORED_ENTRY: Final[Schema] = {
+    "anyOf": [
+        _TEXT,
+        {"type": "object", "required": ["content"], "properties": {"content": {"type": "array"}}},
+    ]
+}
+_SCORED: Final[Schema] = {
+    "anyOf": [
+        *_SCORED_ENTRY["anyOf"],
+        {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": _SCORED_ENTRY},
+    ]
+}
+
 _SHAPES: Final[dict[Endpoint, dict[str, Schema]]] = {
     "chat": {"messages": _MESSAGES, "tools": {"maxItems": MAX_ENTRIES["tools"]}},
     "completions": {"prompt": _prompt(MAX_PROMPTS)},
@@ -235,7 +251,10 @@ _SHAPES: Final[dict[Endpoint, dict[str, Schema]]] = {
             ]
         },
     },
+    "messages": {"messages": _MESSAGES, "tools": {"maxItems": MAX_ENTRIES["tools"]}},
     "embeddings": {"input": _prompt(MAX_INPUTS)},
+    "score": {"queries": _SCORED, "documents": _SCORED},
+    "rerank": {"query": _SCORED_ENTRY, "documents": _SCORED},
     "tokenize": {"prompt": _TEXT},
     "detokenize": {"tokens": _TOKEN_IDS},
 }
@@ -243,7 +262,10 @@ _REQUIRED: Final[dict[Endpoint, tuple[str, ...]]] = {
     "chat": ("messages",),
     "completions": ("prompt",),
     "responses": ("input",),
+    "messages": ("messages",),
     "embeddings": ("input",),
+    "score": ("queries", "documents"),
+    "rerank": ("query", "documents"),
     "tokenize": ("prompt",),
     "detokenize": ("tokens",),
 }

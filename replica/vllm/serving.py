@@ -33,6 +33,7 @@ class Serving(NamedTuple):
 
 
 _OPENAI = "vllm.entrypoints.openai"
+_SCORING = "vllm.entrypoints.pooling.scoring.protocol"
 _PLACES: dict[Endpoint, tuple[str, str, str, str]] = {
     "chat": (
         "openai_serving_chat",
@@ -52,12 +53,20 @@ _PLACES: dict[Endpoint, tuple[str, str, str, str]] = {
         f"{_OPENAI}.responses.protocol",
         "ResponsesRequest",
     ),
+    "messages": (
+        "anthropic_serving_messages",
+        "create_messages",
+        "vllm.entrypoints.anthropic.protocol",
+        "AnthropicMessagesRequest",
+    ),
     "embeddings": (
         "serving_embedding",
         "__call__",
         "vllm.entrypoints.pooling.embed.protocol",
         "EmbeddingRequest",
     ),
+    "score": ("serving_scores", "__call__", _SCORING, "ScoreRequest"),
+    "rerank": ("serving_scores", "__call__", _SCORING, "RerankRequest"),
     "tokenize": (
         "serving_tokenization",
         "create_tokenize",
@@ -73,7 +82,7 @@ _PLACES: dict[Endpoint, tuple[str, str, str, str]] = {
 }
 """Endpoint -> the layer's name in vLLM's state, its method, and where its type of request is."""
 
-_GENERATING = frozenset[Endpoint](("chat", "completions", "responses"))
+_GENERATING = frozenset[Endpoint](("chat", "completions", "responses", "messages"))
 
 
 def servings(state: Any) -> dict[Endpoint, Serving]:

@@ -96,7 +96,8 @@ class CallResponse(Response):
             await error.response(self._own_headers())(scope, receive, send)
             return Outcome.of_status(error.rule.status)
         if self._answer.head.media_type == EVENT_STREAM:
-            last = error.event() if error is not None else b""
+            name = "error" if self._call.endpoint == "messages" else ""
+            last = error.event(name) if error is not None else b""
             if self._direct is not None and self._answer.head.fetch:
                 await send.wait(self._direct.end(last))
                 last = b""

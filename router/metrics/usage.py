@@ -38,10 +38,13 @@ PROVIDER = "sluice"
 OPERATIONS: dict[Endpoint, str] = {
     "chat": "chat",
     "responses": "chat",
+    "messages": "chat",
     "completions": "text_completion",
     "embeddings": "embeddings",
+    "score": "score",
+    "rerank": "rerank",
 }
-"""The conventions' names of what the scheduled endpoints do."""
+"""The conventions' names of what the scheduled endpoints do; they have none for scores."""
 
 _OPERATION = ["gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model"]
 
@@ -163,8 +166,8 @@ class UsageMetrics:
             return
         service_class = call.slo.service_class
         generated = clock.tokens if tail is None else tail.output_tokens
-        if call.endpoint == "embeddings":
-            generated = 0  # the engine counts a vector as a token
+        if call.endpoint in ("embeddings", "score", "rerank"):
+            generated = 0  # the engine counts a vector or a score as a token
         counts = {"generated": generated}
         if tail is not None:
             counts |= {"prompt": tail.prompt_tokens, "cached": cached_tokens}

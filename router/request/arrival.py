@@ -12,7 +12,10 @@ INFERENCE_PATHS: dict[str, Endpoint] = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
     "/v1/responses": "responses",
+    "/v1/messages": "messages",
     "/v1/embeddings": "embeddings",
+    "/v1/score": "score",
+    "/v1/rerank": "rerank",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }

@@ -20,6 +20,7 @@ MAX_ENTRIES: Final = {
     "logit_bias": 1_024,
     "logprob_token_ids": 128,
     "stop": 16,
+    "stop_sequences": 16,
     "stop_token_ids": 1_024,
     "tools": 1_024,
 }
@@ -38,7 +39,10 @@ MAX_PATTERN_CHARACTERS: Final = 2_048
 """Maximum characters of all regular expressions in it. The worst patterns of this length, such as
 ``a?`` and then ``a`` hundreds of times, take xgrammar seconds of one core."""
 
-_CONSTRAINTS: Final = ("response_format", "structured_outputs", "text")
+_STOPS: Final = ("stop", "stop_sequences")
+_CONSTRAINTS: Final = ("response_format", "structured_outputs", "text", "output_config")
+_FORMATTED: Final = ("text", "output_config")
+"""Of these, the ones with the constraint in their field `format`."""
 _PATTERNS: Final = frozenset(("pattern", "regex", "whitespace_pattern"))
 _TEXTS_OF_JSON: Final = ("json", "structural_tag")
 """Fields of `structured_outputs` that may be a string of JSON."""
@@ -54,9 +58,10 @@ def check_options(body: dict[str, Any]) -> None:
         value = body.get(name)
         if isinstance(value, list | dict) and len(value) > most:
             raise invalid(f"{name} must have at most {most} entries, got {len(value)}", name)
-    stop = body.get("stop")
-    if _characters([stop] if isinstance(stop, str) else stop) > MAX_STOP_CHARACTERS:
-        raise invalid(f"stop must have at most {MAX_STOP_CHARACTERS} characters in all", "stop")
+    for name in _STOPS:
+        stop = body.get(name)
+        if _characters([stop] if isinstance(stop, str) else stop) > MAX_STOP_CHARACTERS:
+            raise invalid(f"{name} must have at most {MAX_STOP_CHARACTERS} characters in all", name)
     for name in _CONSTRAINTS:
         if isinstance(body.get(name), dict):
             _check_constraint(name, body[name])
@@ -66,11 +71,13 @@ def is_structured(body: dict[str, Any]) -> bool:
     """Whether the output must match a grammar that the body states. ``O(tools)``."""
     for name in _CONSTRAINTS:
         value = body.get(name)
-        form = value.get("format") if name == "text" and isinstance(value, dict) else value
+        form = value.get("format") if name in _FORMATTED and isinstance(value, dict) else value
         if isinstance(form, dict) and form and form.get("type") != "text":
             return True
     choice = body.get("tool_choice")
-    if choice == "required" or isinstance(choice, dict):
+    if isinstance(choice, dict):
+        choice = choice.get("type", "required")
+    if choice not in (None, "auto", "none"):
         return True
     tools = body.get("tools")
     return isinstance(tools, list) and any(map(_is_strict, tools))
@@ -107,9 +114,13 @@ def check_media(contents: list[Any], name: str) -> None:
         ApiError: 400.
     """
     for key, value in _entries(contents):
-        if not key.endswith("_url"):
+        if key == "source" and isinstance(value, dict):
+            # Anthropic's: with another type than `url` it holds the medium.
+            address = value.get("url") if value.get("type") == "url" else None
+        elif key.endswith("_url"):
+            address = value.get("url") if isinstance(value, dict) else value
+        else:
             continue
-        address = value.get("url") if isinstance(value, dict) else value
         if isinstance(address, str) and address[:5].lower() != "data:":
             raise invalid(
                 f"{key} must contain the medium itself, as a data: URL, got {shown(address)}: "

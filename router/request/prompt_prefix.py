@@ -46,7 +46,7 @@ _SETTINGS = (
 _UNREADABLE = ("prompt_embeds", "truncate_prompt_tokens")
 """Fields with which a prompt does not begin with its text."""
 
-_READABLE: tuple[Endpoint, ...] = ("chat", "completions", "responses")
+_READABLE: tuple[Endpoint, ...] = ("chat", "completions", "responses", "messages")
 
 _MEDIUM_UNITS = MEDIA_TOKENS * TOKEN_UNITS
 
@@ -61,10 +61,9 @@ def prefix_of(endpoint: Endpoint, body: dict[str, Any]) -> PromptPrefix:
         return NO_PREFIX
     settings = {field: body[field] for field in _SETTINGS if body.get(field) is not None}
     hasher = blake2b(json.dumps([endpoint, settings]).encode(), digest_size=8)
-    if endpoint == "chat":
-        return _of_texts(hasher, list(_chat_texts(body)))
-    if endpoint == "responses":
-        return _of_texts(hasher, list(_chat_texts({**body, "messages": messages_of(body)})))
+    if endpoint != "completions":
+        messages = messages_of(endpoint, body)
+        return _of_texts(hasher, list(_chat_texts({**body, "messages": messages})))
     prompt = body["prompt"]
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]

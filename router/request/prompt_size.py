@@ -24,6 +24,14 @@ MEDIA_TOKENS = 512
 COMPLETION_TOKENS = 16
 """Output tokens of a completion that states no maximum: OpenAI's default, and vLLM's."""
 
+SCORED = (
+    ("queries", "documents"),
+    ("queries", "items"),
+    ("data_1", "data_2"),
+    ("text_1", "text_2"),
+)
+"""The names that a scoring request may give to what it scores and against what."""
+
 MAX_OUTPUT_TOKENS = 1 << 31
 """Upper bound of the counted output tokens."""
 
@@ -38,12 +46,14 @@ class PromptSize:
 
 def measure(endpoint: Endpoint, body: dict[str, Any]) -> PromptSize:
     """Measure a validated body. ``O(messages)``: it never reads the text."""
-    if endpoint == "chat":
-        return _measure_chat(body)
+    if endpoint in ("chat", "messages"):
+        return _measure_chat({**body, "messages": messages_of(endpoint, body)})
     if endpoint == "completions":
         return _measure_prompt(body["prompt"])
     if endpoint == "responses":
-        return _measure_chat({**body, "messages": messages_of(body)})
+        return _measure_chat({**body, "messages": messages_of(endpoint, body)})
+    if endpoint in ("score", "rerank"):
+        return _measure_pairs(*scored(endpoint, body))
     if endpoint == "embeddings":
         return _measure_chat(body) if body.get("input") is None else _measure_prompt(body["input"])
     if endpoint == "tokenize":
@@ -75,8 +85,10 @@ def output_limit(endpoint: Endpoint, body: dict[str, Any]) -> int:
         tokens = body.get("max_tokens") or COMPLETION_TOKENS
     elif endpoint == "responses":
         tokens = body.get("max_output_tokens") or 0
-    elif endpoint == "embeddings":
-        # An embedding counts as one token.
+    elif endpoint == "messages":
+        tokens = body.get("max_tokens") or 0
+    elif endpoint in ("embeddings", "score", "rerank"):
+        # An embedding or a score counts as one token.
         tokens = 1
     else:
         return 0
@@ -87,7 +99,9 @@ def outputs_of(endpoint: Endpoint, body: dict[str, Any]) -> int:
     """Number of outputs that a validated body asks for: the choices of all its prompts."""
     if endpoint == "embeddings":
         return _prompts(body.get("input"))
-    if endpoint == "responses":
+    if endpoint in ("score", "rerank"):
+        return max(map(len, scored(endpoint, body)))
+    if endpoint in ("responses", "messages"):
         return 1
     prompts = _prompts(body["prompt"]) if endpoint == "completions" else 1
     return prompts * (body.get("n") or 1)
@@ -98,8 +112,29 @@ def _prompts(prompt: Any) -> int:
     return len(prompt) if several else 1
 
 
-def messages_of(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The validated input of a response as messages; some have no role."""
+def scored(endpoint: Endpoint, body: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """What a scoring body scores, and against what. A list of one is scored against each entry of
+    the other list.
+
+    Raises:
+        KeyError: a field is missing.
+    """
+    pairs = (("query", "documents"),) if endpoint == "rerank" else SCORED
+    names = next((pair for pair in pairs if all(name in body for name in pair)), pairs[0])
+    left, right = (body[name] for name in names)
+    return left if isinstance(left, list) else [left], right if isinstance(right, list) else [right]
+
+
+def messages_of(endpoint: Endpoint, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The validated conversation of a body, with what the system says first; some messages of a
+    response have no role."""
+    if endpoint == "messages":
+        system = body.get("system")
+        first = [{"role": "system", "content": system}] if system else []
+        return [*first, *body["messages"]]
+    if endpoint == "chat":
+        messages: list[dict[str, Any]] = body["messages"]
+        return messages
     given = body["input"]
     items = [{"content": given}] if isinstance(given, str) else given
     instructions = body.get("instructions")
@@ -139,6 +174,21 @@ def _measure_chat(body: dict[str, Any]) -> PromptSize:
                 tokens += MEDIA_TOKENS
     if body.get("tools"):
         characters += len(repr(body["tools"]))
+    return PromptSize(characters, tokens)
+
+
+def _measure_pairs(left: list[Any], right: list[Any]) -> PromptSize:
+    """The engine reads what is scored once for each entry that it is scored against."""
+    pairs = max(len(left), len(right))
+    characters = tokens = 0
+    for entries in (left, right):
+        times = pairs if len(entries) == 1 else 1
+        for entry in entries:
+            parts = [entry] if isinstance(entry, str) else entry["content"]
+            for part in parts:
+                text = part.get("text") if isinstance(part, dict) else part
+                characters += times * len(text) if isinstance(text, str) else 0
+                tokens += 0 if isinstance(text, str) else times * MEDIA_TOKENS
     return PromptSize(characters, tokens)
 
 

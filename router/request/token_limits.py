@@ -8,7 +8,7 @@ from typing import Any, Final
 from sluice.replica.engine import Endpoint
 from sluice.router.config import RouterConfig
 from sluice.router.errors import ApiError, Reason, invalid, shown
-from sluice.router.request.prompt_size import MEDIA_TOKENS, output_limit
+from sluice.router.request.prompt_size import MEDIA_TOKENS, SCORED, output_limit
 from sluice.router.tenancy.limits import TenantLimits
 
 CHARACTERS_PER_TOKEN: Final = 4
@@ -19,6 +19,7 @@ UNSTATED_OUTPUT_TOKENS: Final = 512
 
 _PROMPT_FIELDS: Final = (
     "messages",
+    "system",
     "prompt",
     "tokens",
     "input",
@@ -28,19 +29,26 @@ _PROMPT_FIELDS: Final = (
     "functions",
     "documents",
     "chat_template_kwargs",
+    "query",
+    "instruction",
+    *(name for pair in SCORED for name in pair),
 )
 """All fields that a chat template may put into the prompt, and tokens to be decoded."""
 
-_PROMPTS: Final = ("prompt", "messages", "input", "tokens")
+_PROMPTS: Final = ("prompt", "messages", "input", "tokens", "documents", "query")
 """The fields that a refusal names."""
 
 _MEDIA: Final = frozenset(
     ("image_url", "input_image", "image_pil", "audio_url", "input_audio", "video_url")
 )
+_SOURCES: Final = {"image": "source"}
+"""By the kind of a part of a message of Anthropic's, where the medium is."""
+
 _OUTPUT_FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "chat": ("max_completion_tokens", "max_tokens"),
     "completions": ("max_tokens",),
     "responses": ("max_output_tokens",),
+    "messages": ("max_tokens",),
 }
 """Endpoints that generate, and their fields for output tokens; the first given one counts."""
 
@@ -108,10 +116,11 @@ def _check_prompt(body: dict[str, Any], most: int) -> None:
             characters += len(value)
         elif isinstance(value, dict):
             kind = value.get("type")
-            if isinstance(kind, str) and kind in _MEDIA:
+            if isinstance(kind, str) and (kind in _MEDIA or kind in _SOURCES):
                 tokens += MEDIA_TOKENS
                 # The object's other fields are text that may become part of the prompt.
-                value = {name: part for name, part in value.items() if name not in _MEDIA}
+                medium = _MEDIA | {_SOURCES.get(kind, "")}
+                value = {name: part for name, part in value.items() if name not in medium}
             level.extend(value.values())
             characters += sum(map(len, value))
         elif isinstance(value, list):

@@ -7,7 +7,7 @@ fields that the router uses. The engine checks the rest, and its 4xx answers pas
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -16,6 +16,7 @@ from sluice.replica.engine import Endpoint
 from sluice.router import wire
 from sluice.router.errors import ApiError, invalid, shown
 from sluice.router.request.engine_bounds import check_media, check_options
+from sluice.router.request.prompt_size import scored
 from sluice.router.wire import MAX_TOKENS
 
 MAX_CHOICES = 16
@@ -32,6 +33,12 @@ MAX_MESSAGES = 4096
 
 MAX_CONTENT_PARTS = 16_384
 """Maximum number of content parts of one chat request, over all its messages."""
+
+_WITH_MEDIA = (
+    *("messages", "input", "system", "query", "documents", "queries", "items"),
+    *("data_1", "data_2", "text_1", "text_2"),
+)
+"""The fields that may hold media, alone or in a list."""
 
 _SLICE = 1 << 16
 """Token ids that are checked in one call."""
@@ -52,6 +59,8 @@ _NOT_KEPT = {
 
 _ARGS_FIELD = "vllm_xargs"
 _RESERVED_ARGS_PREFIX = "sluice"
+
+_SCORED = "a string or an object with a list as content, or a list of these"
 
 _Count = Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None
 _Name = Annotated[str, Field(min_length=1, max_length=512)]
@@ -85,7 +94,10 @@ _FIELDS: dict[Endpoint, type[_Any]] = {
     "chat": _Generate,
     "completions": _Generate,
     "responses": _Generate,
+    "messages": _Generate,
     "embeddings": _Embed,
+    "score": _Any,
+    "rerank": _Any,
     "tokenize": _Tokens,
     "detokenize": _Tokens,
 }
@@ -131,8 +143,9 @@ def engine_body(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_media(body: dict[str, Any]) -> None:
-    for name in ("messages", "input"):
+    for name in _WITH_MEDIA:
         given = body.get(name)
+        given = [given] if isinstance(given, dict) else given
         if isinstance(given, list):
             # Most messages are text, and need no walk.
             messages = [message for message in given if isinstance(message, dict)]
@@ -224,6 +237,33 @@ def _check_response(body: dict[str, Any]) -> None:
     _check_parts(given, "input")
 
 
+def _check_conversation(body: dict[str, Any]) -> None:
+    system = body.get("system")
+    if isinstance(system, list):
+        _check_parts([{"content": system}], "system")
+    elif system is not None and not isinstance(system, str):
+        raise invalid(
+            f"system must be a string or a list of content parts, got {shown(system)}", "system"
+        )
+    _check_messages(body.get("messages"))
+
+
+def _check_scored(endpoint: Endpoint, body: dict[str, Any]) -> None:
+    names = ("query", "documents") if endpoint == "rerank" else ("queries", "documents")
+    try:
+        left, right = scored(endpoint, body)
+    except KeyError:
+        missing = next(name for name in names if name not in body)
+        raise invalid(f"{missing} must be {_SCORED}, got nothing", missing) from None
+    for name, given in zip(names, (left, right), strict=True):
+        if not 1 <= len(given) <= MAX_INPUTS:
+            raise invalid(f"{name} must have 1 to {MAX_INPUTS} entries, got {len(given)}", name)
+    for entry in (*left, *right):
+        content = entry.get("content") if isinstance(entry, dict) else None
+        if not isinstance(entry, str) and not isinstance(content, list):
+            raise invalid(f"{names[0]} and {names[1]} must be {_SCORED}", names[0])
+
+
 def _check_embeddings(body: dict[str, Any]) -> None:
     if body.get("input") is None and body.get("messages") is not None:
         _check_messages(body["messages"])
@@ -250,7 +290,10 @@ _CHECKS: dict[Endpoint, Callable[[dict[str, Any]], None]] = {
     "chat": lambda body: _check_messages(body.get("messages")),
     "completions": lambda body: _check_prompt(body.get("prompt"), "prompt", MAX_PROMPTS),
     "responses": _check_response,
+    "messages": _check_conversation,
     "embeddings": _check_embeddings,
+    "score": partial(_check_scored, "score"),
+    "rerank": partial(_check_scored, "rerank"),
     "tokenize": _check_tokenize,
     "detokenize": _check_detokenize,
 }

@@ -114,6 +114,10 @@ class Maker:
         match self.path:
             case "/v1/embeddings" | "/v1/responses":
                 return {**body, "input": "hello"}
+            case "/v1/score":
+                return {**body, "queries": "hello", "documents": ["one", "two"]}
+            case "/v1/rerank":
+                return {**body, "query": "hello", "documents": ["one", "two"]}
             case "/detokenize":
                 return {**body, "tokens": [1, 2]}
             case "/tokenize":

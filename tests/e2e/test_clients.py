@@ -100,7 +100,7 @@ def test_the_documents_examples_run(serving: System) -> None:
         with contextlib.redirect_stdout(output):
             exec(block.replace("http://127.0.0.1:8000", serving.url), names)
         printed.append(output.getvalue().strip())
-    models, streamed, gathered, mood, tool, response, embeddings = printed
+    models, streamed, gathered, mood, tool, response, embeddings, ranked, message = printed
     assert models.splitlines()[0] == "['local', 'local-tuned', 'embedder']"
     assert streamed.endswith(" 8 tokens")
     assert len(eval(gathered)) == 2
@@ -109,6 +109,10 @@ def test_the_documents_examples_run(serving: System) -> None:
     assert name == "weather"
     assert json.loads(arguments)["city"] in ("Rome", "Oslo")
     assert response.endswith(" 8 tokens")
+    (first, score), (second, _) = eval(ranked)
+    assert {first, second} == {0, 1}
+    assert -1 < score <= 1
+    assert message.endswith(" 8 tokens")
     size, likeness = embeddings.split()
     assert int(size) > 100
     assert -1 < float(likeness) < 1
@@ -211,7 +215,7 @@ def test_a_model_offers_what_it_is_made_for(http: httpx.Client) -> None:
     ]
     assert [answer.status_code for answer in refused] == [404] * 3
     told = [answer.json()["error"] for answer in refused]
-    assert "it offers detokenize, embeddings, tokenize" in told[0]["message"]
+    assert "it offers detokenize, embeddings, rerank, score, tokenize" in told[0]["message"]
     assert "does not offer embeddings" in told[1]["message"]
     assert told[2]["code"] == "model_not_found"
 
