@@ -16,12 +16,13 @@ from sluice.benchmarks.experiments import (
     retry_after,
     routers,
     slos_serve,
+    speculation,
 )
 from sluice.benchmarks.experiments.grid import Experiment
 
 _MODULES = (
     *(default_policy, best_effort, proserve, disaggregation, fairbatching, slos_serve, annealing),
-    *(flowprefill, routers, promises, retry_after, fair_shares, autoscaling),
+    *(speculation, flowprefill, routers, promises, retry_after, fair_shares, autoscaling),
 )
 
 EXPERIMENTS: dict[str, Experiment] = {

@@ -1,5 +1,5 @@
-"""SLOs-Serve: Fig. 9 (capacity), 13 (scaling with replicas), 14 (ablation); bursts whose requests
-are decided together; and how many drafted tokens to check (§3.2.3)."""
+"""SLOs-Serve: Fig. 9 (capacity), 10 to 12 (under load), 13 (scaling with replicas), 14 (ablation);
+bursts whose requests are decided together; and how many drafted tokens to check (§3.2.3)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,22 @@ from functools import partial
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from sluice.benchmarks.experiments import loads, systems
 from sluice.benchmarks.experiments.disaggregation import RATIOS
-from sluice.benchmarks.experiments.grid import Axes, Experiment, Planned, Product, Scaled
+from sluice.benchmarks.experiments.grid import Experiment, Planned, Product, Scaled
 from sluice.benchmarks.experiments.loads import Search, Span, Sweep, generated, workloads
 from sluice.benchmarks.experiments.systems import DEFAULT, SETUPS, Contender, System, colocated
 from sluice.benchmarks.experiments.tables import Pivot, Rows, grouped, mean, pivots
+from sluice.scheduling.batching import BatchBuilder, BatchPolicy
+from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.queue import QueueView
 from sluice.scheduling.request.stages import Stage
 from sluice.simulation.config import Speculation
 from sluice.simulation.planning.plots import Table
+from sluice.simulation.run import simulate
 from sluice.simulation.workload import Workload
 from sluice.simulation.workloads.arrivals import AtOnce, Gamma, MakeArrivals, Poisson
 from sluice.simulation.workloads.generators import Reasoning, always, generate
@@ -311,6 +317,93 @@ ABLATION = Experiment(
     ],
 )
 
+# What the batches and the tiers look like under load.
+
+
+class Weighed(BatchPolicy):
+    """Plans as ``inner`` does, and notes of each batch its tokens and its predicted seconds."""
+
+    name = "weighed"
+    source = "SLOs-Serve Fig. 10"
+
+    def __init__(self, inner: BatchPolicy) -> None:
+        super().__init__()
+        self._inner = inner
+        self.seen: list[tuple[int, float]] = []
+
+    def fill(
+        self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
+    ) -> None:
+        """As ``inner``."""
+        self._inner.fill(batch, queue, now_s, latency)
+        self.seen.append((int(batch.granted.sum()), batch.cost_s))
+
+
+def batch_sizes(seed: int, policy: Contender, load: float, span: Span) -> dict[str, float]:
+    """The share of the engine's time in batches above Sarathi's budget."""
+    make, node = SCENARIO("summarizer"), systems.node_of(SETUP)
+    rate = load * loads.full_load_rate(make, SETUP)
+    workload = make(SETUP, rate, span.requests(rate), seed)
+    weighed = Weighed(systems.local_policy(policy, workload))
+    lengths = systems.lengths_of(workload, oracle=True, seed=seed)
+    simulate(workload, weighed, node.truth, node.belief, SETUP.engine, seed, lengths)
+    tokens, cost_s = np.array(weighed.seen).T
+    return {"above": float(cost_s[tokens > SARATHI_TOKENS].sum() / cost_s.sum())}
+
+
+LOAD = Experiment(
+    "slos_serve_load",
+    "SLOs-Serve Fig. 10a, 11 and 12",
+    "How large are the batches, and what keeps the requests of the standard tier in time?",
+    seeds=3,
+    setting={
+        **SETTING,
+        "Standard tier": "what is guaranteed or not best effort; without admission all requests",
+        "Sarathi": f"its budget is {SARATHI_TOKENS} tokens; the paper's is 512",
+    },
+    grids=[
+        Product(
+            batch_sizes,
+            {
+                "policy": {each.label: each for each in (SARATHI, SLOS_SERVE)},
+                "load": Scaled((1.0,), (0.6, 0.8, 1.0)),
+            },
+            {"span": Scaled(Span(3.0, 10, 20), Span(60.0, 100, 600))},
+            {"scenario": "summarizer"},
+        ),
+        Sweep(
+            named=("scenario",),
+            workloads=workloads(Scaled(("coder",), ("coder", "mixed")), SCENARIO),
+            layouts=(colocated(1),),
+            kinds=(
+                *(System("round_robin", each) for each in (FCFS, SARATHI)),
+                System("slos_serve", SLOS_SERVE, "slos_serve"),
+            ),
+            loads=Scaled((1.2,), (0.1, 0.2, 0.4, 0.6, 0.8)),
+            span=Scaled(Span(3.0, 10, 20), Span(300.0, 100, 1_500)),
+            oracle=True,
+        ),
+    ],
+    tables=[
+        Pivot(
+            "Fig. 10a: share of the time in batches above Sarathi's budget",
+            *("above", ("policy",), "load"),
+            where={"scenario": "summarizer"},
+        ),
+        *pivots(
+            {
+                "standard_most": "Fig. 11: most requests of the standard tier at a time",
+                "best_effort_most": "and of best effort",
+                "standard_ttft": "Fig. 12: P99 of the standard tier's TTFT over its objective",
+                "standard_tpot": "and of its TPOT",
+                "attainment_window": "share of all requests that attain",
+            },
+            ("scenario", "policy"),
+            where={"scenario": ("coder", "mixed")},
+        ),
+    ],
+)
+
 # Whether an engine follows the stages of a request.
 
 
@@ -352,80 +445,4 @@ STAGES = Experiment(
         )
     ],
     tables=[Pivot("Attainment by load", "attainment_mean", ("paces", "planned"))],
-)
-
-# How many drafted tokens to check.
-
-DRAFTS = {"3": 3, "5": 5, "adaptive": 9}
-JUDGED = {"slos_serve": "attainment_window", "deadline_triage": "attainment_mean"}
-"""By policy, the TPOT metric that it targets."""
-
-
-def drafts_at_capacity(
-    seed: int, setup: str, policy: str, drafts: str, acceptance: float, span: Span
-) -> Mapping[str, float]:
-    """The highest rate of chat at which 90 % of the requests attain, and the drafted tokens checked
-    and accepted at that rate, per output token."""
-    make, own = SCENARIO("chatbot"), SETUPS[setup]
-    if drafts in DRAFTS:
-        own = drafting(own, acceptance, DRAFTS[drafts], 0.0)
-    kind = Contender("", policy, all_drafts=drafts in ("3", "5"))
-    full = loads.full_load_rate(make, own)
-
-    def served(load: float) -> tuple[float, float, float]:
-        rate = load * full
-        workload = make(own, rate, span.requests(rate), seed)
-        done = systems.run(workload, kind, own, seed, oracle=True)
-        output, result = workload.mean_output_tokens * len(workload), done.result
-        shares = result.checked_drafts / output, result.accepted_drafts / output
-        return systems.figures(done)[JUDGED[policy]], *shares
-
-    load = loads.greatest_loads(lambda load: served(load)[0], (0.9,), 0.5, 1.8, 5)[0.9]
-    checked, accepted = served(load)[1:] if load else (0.0, 0.0)
-    return {"rate": load * full, "checked": checked, "accepted": accepted}
-
-
-def _drafts(drafts: tuple[str, ...], acceptance: Planned[Mapping[str, float]]) -> Product:
-    axes: Axes = {
-        "setup": Scaled(("8b",), ("8b", "70b")),
-        "policy": tuple(JUDGED),
-        "acceptance": acceptance,
-        "drafts": drafts,
-    }
-    span = Scaled(Span(3.0, 10, 20), Span(60.0, 100, 200))
-    return Product(drafts_at_capacity, axes, {"span": span})
-
-
-def _by_policy(rows: Rows) -> Rows:
-    return [row for own in grouped(rows, "setup", "policy").values() for row in own]
-
-
-LENGTHS = Experiment(
-    "speculation_lengths",
-    "SLOs-Serve §3.2.3 and appendix D, with lengths by request; the comparison is ours",
-    "How much capacity does choosing the number of drafted tokens to check gain, at equal "
-    "attainment?",
-    seeds=2,
-    setting={
-        **{name: SETTING[name] for name in ("Objectives and priorities", "Output lengths")},
-        "TPOT": "slos_serve: the largest mean over 10 tokens; deadline_triage: the mean",
-        "Arrivals": "chatbot of SLOs-Serve, generated, Poisson",
-        "Latency": "setups 8b and 70b; checking a drafted token costs as much as a prompt token",
-        "Drafts": "each is right with the stated probability if all before it are; `adaptive` "
-        "drafts up to 9 and does not know the probability; drafting costs nothing",
-        "Capacity": "bisection over loads from 0.5 to 1.8 in 5 halvings, within 4 %",
-    },
-    grids=[
-        _drafts(("none",), {"-": 0.0}),
-        _drafts(tuple(DRAFTS), Scaled({"0.7": 0.7}, {"0.3": 0.3, "0.6": 0.6, "0.9": 0.9})),
-    ],
-    derive=_by_policy,
-    tables=pivots(
-        {
-            "rate": "Capacity at 90 % attainment by acceptance, requests/s",
-            "checked": "Drafted tokens checked per token of output, at that rate",
-            "accepted": "Drafted tokens accepted per token of output, at that rate",
-        },
-        *(("setup", "policy", "drafts"), "acceptance", 2),
-    ),
 )

@@ -392,8 +392,39 @@ def cluster_figures(done: Run) -> dict[str, float]:
     ):
         found[name] = float(tier.mean())
         found[kept] = float(met[tier].mean()) if tier.any() else nan
+    found |= _by_tier(done, measured)
     over = (ttft_s / requests.promised_s)[promised & ~np.isnan(ttft_s)]
     return found | {f"ttft_over_p{each}": _percentile(over, each) for each in (50, 90)}
+
+
+def _by_tier(done: Run, measured: Stages) -> dict[str, float]:
+    """``standard_most``, ``best_effort_most``: most requests of a tier in the system at a time; the
+    standard tier is all that is not best effort. Its 99th percentiles: ``standard_ttft``,
+    ``standard_tpot``, over the objectives, TPOT by its worst 10 tokens."""
+    requests = done.result.requests
+    arrived_s = np.array([arrival.arrival_s for arrival in requests.arrivals])
+    last = requests.offsets[requests.first_stage[1:]] - 1
+    ended_s = np.nan_to_num(requests.emitted_s[last], nan=done.result.end_s)
+    standard = ~requests.best_effort
+    standard[list(done.refused)] = False
+    found = {
+        "standard_most": _most_at_once(arrived_s[standard], ended_s[standard]),
+        "best_effort_most": _most_at_once(
+            arrived_s[requests.best_effort], ended_s[requests.best_effort]
+        ),
+    }
+    of = standard[requests.stage_request]
+    pace_s = measured.tpot_s[TPOTMetric.WINDOW]
+    for name, objective, values in (("ttft", 0, measured.ttft_s), ("tpot", 1, pace_s)):
+        over = (values / column(requests, objective))[of]
+        found[f"standard_{name}"] = _percentile(over[~np.isnan(over)], 99)
+    return found
+
+
+def _most_at_once(begun_s: Floats, ended_s: Floats) -> float:
+    times_s = np.concatenate((begun_s, ended_s))
+    change = np.repeat((1, -1), len(begun_s))
+    return float(change[np.argsort(times_s, kind="stable")].cumsum().max(initial=0))
 
 
 def prefill_figures(served: PrefillRun, believed: LatencyModel) -> dict[str, float]:

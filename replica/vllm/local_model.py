@@ -19,7 +19,7 @@ from typing import Any
 
 _log = logging.getLogger(__name__)
 
-_FORMAT = 2
+_FORMAT = 3
 """Part of the directory name: increment it with every change below, so that no older model is
 found."""
 
@@ -31,6 +31,10 @@ _SPECIAL = ("<|end|>", "<|begin|>", "<|pad|>")
 
 _CHAT_TEMPLATE = (
     "{{ '<|begin|>' }}"
+    # The format of calls that vLLM's parser `hermes` reads.
+    "{% if tools %}{{ 'tools: ' + tools | tojson + ' <tool_call>"
+    '{"name": "", "arguments": {}}'
+    "</tool_call>\\n' }}{% endif %}"
     "{% for message in messages %}"
     "{{ message['role'] + ': ' }}"
     "{% if message['content'] is string %}{{ message['content'] }}"

@@ -20,6 +20,7 @@ from sluice.replica.scheduler.speculation import with_all_lengths
 from sluice.replica.scheduler.xargs import SchedulerSettings
 from sluice.replica.transfer_config import TransferConfig
 from sluice.replica.vllm.serving import Serving, servings
+from sluice.replica.vllm.tool_parser import choose_parser
 from sluice.replica.vllm.variants import STOCK_SCHEDULER, variant_of
 from sluice.scheduling.roles import Role
 
@@ -240,6 +241,8 @@ async def launch(arguments: Any, grammar_check_s: float = 0.0) -> Launched:
             grammars.stop()
         raise
     llm.grammars = grammars
+    if vllm_config.model_config.runner_type == "generate":
+        choose_parser(arguments, llm.get_tokenizer())
     state = State()
     await init_app_state(llm, state, arguments, supported_tasks=await llm.get_supported_tasks())
     return Launched(llm, state.openai_serving_models, servings(state))

@@ -46,8 +46,6 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     adapter = write_adapter(tmp_path_factory.mktemp("adapters") / "tuned", model)
     chat = {
         **_LENGTH,
-        "enable-auto-tool-choice": True,
-        "tool-call-parser": "hermes",
         # The model is noise: between the marks of JSON it would write blanks for ever.
         "structured-outputs-config": {
             "backend": "xgrammar",
@@ -235,6 +233,20 @@ def test_responses_plain_and_what_they_refuse(serving: System) -> None:
         client.responses.create(model="local", input="hi", previous_response_id=response.id)
     with pytest.raises(openai.NotFoundError, match="not kept"):
         client.responses.retrieve(response.id)
+
+
+def test_the_model_may_call_tools_without_any_setting(serving: System) -> None:
+    client = openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0)
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    asked: Any = {
+        "model": "local",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 4,
+    }
+    plain = client.chat.completions.create(**asked)
+    free = client.chat.completions.create(**asked, tools=[tool], tool_choice="auto")
+    assert plain.usage and free.usage
+    assert free.usage.prompt_tokens > plain.usage.prompt_tokens
 
 
 def test_the_tier_that_served_comes_back(serving: System) -> None:

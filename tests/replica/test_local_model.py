@@ -78,7 +78,7 @@ def test_one_whose_maker_crashed_is_not_there(tmp_path, monkeypatch):
     models = tmp_path / "models"
     assert [path.name for path in models.iterdir()] == [".lock"]
     # One that was killed leaves what it had.
-    name = "sluice-llama-1x64-8192-seed0-v2"
+    name = "sluice-llama-1x64-8192-seed0-v3"
     (models / f".{name}.part").mkdir()
     (models / f".{name}.part" / "model.safetensors").write_bytes(b"half")
     assert local_model(tmp_path, layers=1, hidden=64) == models / name
