@@ -90,7 +90,6 @@ def document(config: RouterConfig) -> Schema:
     paths[PATH] = {"get": _operation("This document", _json(_OBJECT))}
     if config.batches.directory is not None:
         paths |= _files() | _batches(config)
-    has_keys = bool(config.api_keys or config.api_keys_file)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Sluice", "version": version()},
@@ -99,7 +98,7 @@ def document(config: RouterConfig) -> Schema:
             "schemas": {"Error": _ERROR},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
-        "security": [{"key": []}] if has_keys else [],
+        "security": [] if config.is_open else [{"key": []}],
     }
 
 
