@@ -196,7 +196,7 @@ def _objective_headers(config: RouterConfig) -> list[Schema]:
     }
     return [
         _header(name, schemas.get(field, {"type": "number", **_MS}))
-        for names in (wire.SLO_HEADERS, wire.SLO_HEADER_ALIASES)
+        for names in wire.SLO_HEADER_SETS
         for field, name in names.items()
     ]
 
