@@ -140,8 +140,13 @@ class SigningKeys:
         self._pending = True
         self._tried_s = self._clock()
         try:
+            # Here, as each command of the CLI would take 0.2 s longer, and not in the timeout.
+            from aiohttp import ClientSession
+
             async with asyncio.timeout(self._config.timeout_s):
-                keys = _usable(await _read_jwks(self._config), self._config)
+                # Proxies of the environment are used.
+                async with ClientSession(trust_env=True) as session:
+                    keys = _usable(await _read_jwks(session, self._config), self._config)
         except Exception as error:
             self._failed(error)
         else:
@@ -162,24 +167,20 @@ class SigningKeys:
         self._metrics.reads.labels(self._name, "failed").inc()
 
 
-async def _read_jwks(config: TokenIssuer) -> list[Any]:
+async def _read_jwks(session: aiohttp.ClientSession, config: TokenIssuer) -> list[Any]:
     """The issuer's keys as published.
 
     Raises:
         ValueError: an answer is not what it should be. OSError, aiohttp.ClientError: there is none.
     """
-    import aiohttp  # 0.2 s, which each command of the CLI would take longer
-
-    # Proxies of the environment are used.
-    async with aiohttp.ClientSession(trust_env=True) as session:
-        url = config.jwks_url
-        if url is None:
-            base = config.issuer.rstrip("/")
-            found = await _get(session, f"{base}/.well-known/openid-configuration")
-            if found.get("issuer") != config.issuer:
-                raise ValueError("its discovery document is of another issuer")
-            url = check_url(str(found.get("jwks_uri")))
-        keys = (await _get(session, url)).get("keys")
+    url = config.jwks_url
+    if url is None:
+        base = config.issuer.rstrip("/")
+        found = await _get(session, f"{base}/.well-known/openid-configuration")
+        if found.get("issuer") != config.issuer:
+            raise ValueError("its discovery document is of another issuer")
+        url = check_url(str(found.get("jwks_uri")))
+    keys = (await _get(session, url)).get("keys")
     if not isinstance(keys, list) or not 1 <= len(keys) <= MAX_KEYS:
         raise ValueError(f"{url} has no list of 1 to {MAX_KEYS} keys")
     return keys
