@@ -194,14 +194,17 @@ def _objective_headers(config: RouterConfig) -> list[Schema]:
         wire.PRIORITY: {"type": "integer", **_PRIORITY},
         wire.CLASS: {"enum": [*config.classes]},
     }
-    return [
+    stated = [
         _header(name, schemas.get(field, {"type": "number", **_MS}))
         for names in wire.SLO_HEADER_SETS
         for field, name in names.items()
     ]
+    return [*stated, _header(wire.QUEUE_TTL_HEADER, _DURATION)]
 
 
 _MS: Final[Schema] = {"minimum": wire.MIN_OBJECTIVE_MS, "maximum": wire.MAX_OBJECTIVE_MS}
+_DURATION: Final[Schema] = {"type": "string", "pattern": "^[1-9][0-9]{0,2}(ms|s|m)$"}
+"""Some of the durations as in Go."""
 _PRIORITY: Final[Schema] = {"minimum": MIN_PRIORITY, "maximum": MAX_PRIORITY}
 
 
