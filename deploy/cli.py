@@ -17,6 +17,7 @@ import click
 from sluice.deploy.commands.config import config
 from sluice.deploy.commands.deploy import deploy
 from sluice.deploy.commands.drain import drain
+from sluice.deploy.commands.env import env
 from sluice.deploy.commands.keys import keys
 from sluice.deploy.commands.options import CONTEXT
 from sluice.deploy.commands.policies import policies
@@ -62,6 +63,7 @@ for _command in (
     drain,
     profile,
     config,
+    env,
     keys,
     policies,
 ):

@@ -54,13 +54,13 @@ def base_url(config: SluiceConfig) -> str:
 
 
 def needs_key(config: SluiceConfig) -> bool:
-    """Whether requests need an API key."""
-    return bool(config.router.api_keys) or config.router.api_keys_file is not None
+    """Whether requests need an API key or a token."""
+    return not config.router.is_open
 
 
 def curl_line(config: SluiceConfig) -> str:
     """A command that sends the application a request with an objective. Where that needs an API
-    key, the shell takes it from the variable :data:`KEY_VARIABLE`."""
+    key or a token, the shell takes it from the variable :data:`KEY_VARIABLE`."""
     body = {
         "model": config.fleets[0].model,
         "messages": [{"role": "user", "content": "Say hello."}],

@@ -1,7 +1,7 @@
 """Ray settings that Sluice runs with. They are environment variables that Ray reads on import, so
 :func:`apply` comes before the first ``import ray`` of the process that starts the cluster.
 
-``eval "$(python -m sluice.deploy.ray_settings)"`` sets them in a shell, for `ray start`.
+``eval "$(sluice env)"`` sets them in a shell, for `ray start`.
 
 HAProxy in front and Serve's gRPC data plane behind it cost the edge a fraction of the CPU time that
 Serve's default Python proxy and actor calls do.
@@ -14,7 +14,6 @@ import itertools
 import os
 import random
 import secrets
-import shlex
 import socket
 import sys
 from collections.abc import Iterator, Mapping
@@ -210,8 +209,3 @@ def apply(local_dir: Path | None = None) -> None:
         settings["RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"] = str(ports.stop)
     for name, value in settings.items():
         os.environ.setdefault(name, value)
-
-
-if __name__ == "__main__":
-    for _name, _value in TUNED.items():
-        print(f"export {_name}={shlex.quote(_value)}")

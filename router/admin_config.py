@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from ipaddress import ip_address
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from sluice.router.tenancy.keys import KeyEntry, KeyFile, check_bare, check_entries
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address, without a port, is a loopback one."""
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class AdminConfig(BaseModel):

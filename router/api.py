@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -41,11 +41,11 @@ from sluice.router.openapi import PATH, document
 from sluice.router.request.arrival import INFERENCE_PATHS, Arrival
 from sluice.router.request.call import CallReader
 from sluice.router.request.token_limits import output_to_expect
-from sluice.router.tenancy.auth import KeyMetrics
 from sluice.router.tenancy.rate_limits import NO_CHARGE, RateLimiter, Share
 from sluice.router.wire import BROKEN_PATH
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+Job = Callable[[], Coroutine[Any, Any, None]]
 
 
 def make_api(
@@ -69,14 +69,14 @@ def make_api(
         share: the way to the other routers' use of rate limits.
         loop_age: the way to when tool loops began at other routers.
         admin_service: the way to the controllers, for the admin API; without it there is none.
-        unix_clock: Unix seconds, which files and batches expire by.
+        unix_clock: Unix seconds, which tokens, files and batches expire by.
         telemetry: logs and traces requests; by default it logs them all.
 
     Raises:
         OSError: the folder of files and batches, or a file of keys, cannot be used.
         ValueError: a file of keys cannot be used.
     """
-    access = Access(config, KeyMetrics(fleets.edge.registry))
+    access = Access(config, fleets.edge.registry, fleets.clock, unix_clock)
     limiter = RateLimiter(share, config.replicas, fleets.clock)
     shedder = shedder or Shedder(fleets.edge.loop_delay_s, fleets.clock)
     api = FastAPI(
@@ -173,7 +173,9 @@ def make_api(
     async def metrics_page() -> Response:
         return Response(await page.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    api.include_router(APIRouter(lifespan=_running(access.watch, limiter.run, shedder.watch)))
+    api.include_router(
+        APIRouter(lifespan=_running(access.start, access.watch, limiter.run, shedder.watch))
+    )
     if access.admin.on and admin_service is not None:
         api.include_router(admin_routes(admin_service))
         api.include_router(page_routes())
@@ -195,11 +197,12 @@ def make_api(
     return api
 
 
-def _running(*jobs: Callable[[], Coroutine[Any, Any, None]]) -> Lifespan:
-    """Runs background jobs for as long as the application runs."""
+def _running(first: Callable[[], Awaitable[None]], *jobs: Job) -> Lifespan:
+    """Waits for ``first``, and then runs background jobs for as long as the application runs."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await first()
         tasks = [asyncio.create_task(job()) for job in jobs]
         yield
         for task in tasks:

@@ -6,8 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from sluice.router.admin_config import AdminConfig, is_loopback
+from sluice.router.admin_config import AdminConfig
 from sluice.router.batches_config import BatchesConfig
+from sluice.router.loopback import is_loopback
+from sluice.router.tenancy.issuers import MAX_ISSUERS, TokenIssuer, check_issuers
 from sluice.router.tenancy.keys import KeyEntry, KeyFile, check_bare, check_entries, digest_of
 from sluice.router.tenancy.limits import OutputLimit, PromptLimit
 from sluice.router.wire import LABEL, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
@@ -168,12 +170,18 @@ class RouterConfig(BaseModel):
         max_length=1_000,
         description="Accepted `Authorization: Bearer` keys: each a string, or an object with the "
         "key or its digest and the limits of its client. With none here and in `api_keys_file`, "
-        "every request is accepted.",
+        "and without `issuers`, every request is accepted.",
     )
     api_keys_file: KeyFile | None = Field(
         default=None,
         description="Absolute path of a YAML list of more such keys, on every node with a router. "
         "It is read again when it changes.",
+    )
+    issuers: dict[str, TokenIssuer] = Field(
+        default_factory=dict,
+        max_length=MAX_ISSUERS,
+        description="Issuers whose tokens (JWTs) are accepted in place of API keys, by a name that "
+        "labels metrics and owns their tenants' files and batches.",
     )
     metrics: MetricsConfig = Field(
         default_factory=MetricsConfig, description="Access to the page of metrics."
@@ -275,6 +283,11 @@ class RouterConfig(BaseModel):
     )
 
     @property
+    def is_open(self) -> bool:
+        """Whether the API needs neither a key nor a token."""
+        return not (self.api_keys or self.api_keys_file or self.issuers)
+
+    @property
     def first_weights(self) -> dict[str, float]:
         """By class, the weight of a first token where it is configured."""
         weights = {name: entry.first_token_weight for name, entry in self.classes.items()}
@@ -287,6 +300,11 @@ class RouterConfig(BaseModel):
         check_bare(self.metrics.keys, "metrics.keys")
         if set(map(digest_of, self.api_keys)) & set(map(digest_of, self.metrics.keys)):
             raise ValueError("a key is in both api_keys and metrics.keys; use different keys")
+        return self
+
+    @model_validator(mode="after")
+    def _check_issuers(self) -> RouterConfig:
+        check_issuers(self.issuers, self.classes)
         return self
 
     @model_validator(mode="after")

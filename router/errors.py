@@ -31,6 +31,7 @@ class Reason(enum.StrEnum):
     INVALID_VALUE = "invalid_value"
     INVALID_JSON = "invalid_json"
     INVALID_API_KEY = "invalid_api_key"
+    INVALID_TOKEN = "invalid_token"
     UNKNOWN_URL = "unknown_url"
     NOT_FOUND = "not_found"
     MODEL_NOT_FOUND = "model_not_found"
@@ -55,6 +56,7 @@ class Reason(enum.StrEnum):
     ROUTER_OVERLOADED = "router_overloaded"
     REPLICAS_FULL = "replicas_full"
     CONTROLLER_DOWN = "controller_down"
+    ISSUER_UNAVAILABLE = "issuer_unavailable"
     NO_REPLICA = "no_replica"
     REPLICA_FAILED = "replica_failed"
     STREAM_BROKEN = "stream_broken"
@@ -77,6 +79,7 @@ RULES: dict[Reason, Rule] = {
     Reason.INVALID_JSON: Rule(400, INVALID_REQUEST),
     Reason.BODY_TOO_SLOW: Rule(400, INVALID_REQUEST),
     Reason.INVALID_API_KEY: Rule(401, INVALID_REQUEST),
+    Reason.INVALID_TOKEN: Rule(401, INVALID_REQUEST),
     Reason.NOT_PERMITTED: Rule(403, PERMISSION_ERROR),
     # A limit that waiting does not lift.
     Reason.STORAGE_LIMIT: Rule(403, INVALID_REQUEST),
@@ -103,6 +106,7 @@ RULES: dict[Reason, Rule] = {
     Reason.ROUTER_OVERLOADED: Rule(503, SERVER_ERROR, retry_after_s=1),
     Reason.REPLICAS_FULL: Rule(503, SERVER_ERROR, retry_after_s=1),
     Reason.CONTROLLER_DOWN: Rule(503, SERVER_ERROR, retry_after_s=1),
+    Reason.ISSUER_UNAVAILABLE: Rule(503, SERVER_ERROR, retry_after_s=2),
     Reason.NO_REPLICA: Rule(503, SERVER_ERROR, retry_after_s=2),
     Reason.REPLICA_FAILED: Rule(503, SERVER_ERROR, retry_after_s=1),
     Reason.STORAGE_FULL: Rule(507, SERVER_ERROR),

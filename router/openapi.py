@@ -93,7 +93,6 @@ def document(config: RouterConfig) -> Schema:
     paths[PATH] = {"get": _operation("This document", _json(_OBJECT))}
     if config.batches.directory is not None:
         paths |= _files() | _batches(config)
-    has_keys = bool(config.api_keys or config.api_keys_file)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Sluice", "version": version()},
@@ -102,7 +101,7 @@ def document(config: RouterConfig) -> Schema:
             "schemas": {"Error": _ERROR},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
-        "security": [{"key": []}] if has_keys else [],
+        "security": [] if config.is_open else [{"key": []}],
     }
 
 
@@ -198,14 +197,17 @@ def _objective_headers(config: RouterConfig) -> list[Schema]:
         wire.PRIORITY: {"type": "integer", **_PRIORITY},
         wire.CLASS: {"enum": [*config.classes]},
     }
-    return [
+    stated = [
         _header(name, schemas.get(field, {"type": "number", **_MS}))
-        for names in (wire.SLO_HEADERS, wire.SLO_HEADER_ALIASES)
+        for names in wire.SLO_HEADER_SETS
         for field, name in names.items()
     ]
+    return [*stated, _header(wire.QUEUE_TTL_HEADER, _DURATION)]
 
 
 _MS: Final[Schema] = {"minimum": wire.MIN_OBJECTIVE_MS, "maximum": wire.MAX_OBJECTIVE_MS}
+_DURATION: Final[Schema] = {"type": "string", "pattern": "^[1-9][0-9]{0,2}(ms|s|m)$"}
+"""Some of the durations as in Go."""
 _PRIORITY: Final[Schema] = {"minimum": MIN_PRIORITY, "maximum": MAX_PRIORITY}
 
 

@@ -1,6 +1,7 @@
 """Every name that Sluice adds to the OpenAI API: body fields, request and response headers.
 
-The aliases are the names that the llm-d router reads for the same two objectives.
+Some request headers have a second name, by which the llm-d router or the Gateway API Inference
+Extension reads the same.
 """
 
 from __future__ import annotations
@@ -49,11 +50,23 @@ SLO_HEADERS: Final = {
 }
 """Key of the body object -> request header that states the same."""
 
-SLO_HEADER_ALIASES: Final = {
+LLM_D_HEADERS: Final = {
     TTFT: "x-llm-d-slo-ttft-ms",
     TPOT: "x-llm-d-slo-tpot-ms",
+    CLASS: "x-llm-d-inference-objective",
 }
-"""Key of the body object -> second name of its header."""
+"""Key of the body object -> the llm-d router's name of its header. Its deprecated names
+``x-slo-ttft-ms`` and ``x-slo-tpot-ms`` are among :data:`SLO_HEADERS`."""
+
+GATEWAY_HEADERS: Final = {CLASS: "x-gateway-inference-objective"}
+"""Key of the body object -> the name of its header in the Gateway API Inference Extension, which
+the llm-d router has as a deprecated one."""
+
+SLO_HEADER_SETS: Final = (SLO_HEADERS, LLM_D_HEADERS, GATEWAY_HEADERS)
+"""The headers that state objectives, in order of precedence."""
+
+QUEUE_TTL_HEADER: Final = "x-llm-d-inference-ttl"
+"""Request: maximum wait in an admission queue, a duration as in Go."""
 
 REPLICA_HEADER: Final = "x-sluice-replica"
 """Response: the replica that served the request."""

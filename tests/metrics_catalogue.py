@@ -18,6 +18,7 @@ from sluice.router.batches.metrics import BatchMetrics
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.metrics.page import ControllerMetricsPage
 from sluice.router.tenancy.auth import KeyMetrics
+from sluice.router.tenancy.jwks import IssuerMetrics
 
 
 class Family(NamedTuple):
@@ -32,6 +33,7 @@ def catalogue() -> dict[str, Family]:
     router = RouterMetrics().registry
     BatchMetrics(router)
     KeyMetrics(router)
+    IssuerMetrics(router)
     CallMetrics(router)
     engine = SimulatedEngine(EngineConfig(kind="simulated"), "r", 8)
     replica = CollectorRegistry(auto_describe=False)

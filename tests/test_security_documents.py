@@ -8,11 +8,15 @@ import pytest
 
 from sluice.deploy.haproxy import TLS_CERTIFICATE_VARIABLE, TLS_CONFIG
 from sluice.router.config import RouterConfig
+from sluice.router.metrics.client_names import MAX_NAMES
 from sluice.router.request.token_limits import CHARACTERS_PER_TOKEN, UNSTATED_OUTPUT_TOKENS
 from sluice.router.tenancy.auth import POLL_S
+from sluice.router.tenancy.issuers import TokenIssuer
+from sluice.router.tenancy.jwks import MAX_BYTES, MAX_KEYS, MIN_PAUSE_S, MIN_RSA_BITS
 from sluice.router.tenancy.keys import WEAK_CHARACTERS, ApiKey, client_of, parse_keys
 from sluice.router.tenancy.limits import Client, TenantLimits
 from sluice.router.tenancy.rate_limits import EXCHANGE_S, RateLimiter
+from sluice.router.tenancy.tokens import MAX_CACHED, MAX_TOKEN_BYTES, REMEMBERED_S
 from tests.documents import ROOT, marked, section
 
 PAGE = ROOT / "docs" / "security.md"
@@ -51,6 +55,20 @@ def test_the_figures_are_those_of_the_code() -> None:
     assert f"a token for each {CHARACTERS_PER_TOKEN} characters" in text
     assert EXCHANGE_S == 1 and "through the controller once a second" in text
     assert TenantLimits().burst_s == 60 and "a minute's by default" in text
+
+
+def test_the_figures_of_tokens_are_those_of_the_code() -> None:
+    text = " ".join(section(PAGE, "Tokens").split())
+    config = TokenIssuer(issuer="https://a.example", audience=("a",), default_limits=TenantLimits())
+    assert f"at most {MAX_TOKEN_BYTES >> 10} KiB" in text
+    assert f"tolerance of `leeway_s`, {config.leeway_s:g} s" in text
+    assert f"every `refresh_s`, {config.refresh_s / 60:g} min" in text
+    assert f"until they are `stale_s` old, {config.stale_s / 3_600:g} h" in text
+    assert f"at most every {MIN_PAUSE_S:g} s" in text
+    assert f"({MAX_BYTES >> 10} KiB, {MAX_KEYS} keys" in text
+    assert f"RSA keys need {MIN_RSA_BITS:,} bits" in text
+    assert f"the first {MAX_NAMES:,} names" in text and f"last {MAX_CACHED:,} accepted" in text
+    assert REMEMBERED_S == 86_400 and "up to a day after its last token" in text
 
 
 def test_the_headers_of_rate_limits_are_those_that_are_sent() -> None:

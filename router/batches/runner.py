@@ -13,8 +13,7 @@ from typing import NamedTuple
 from sluice.router.batches.records import BatchRecord
 from sluice.router.batches.run import BatchRun, Resources
 from sluice.router.batches.state import State
-from sluice.router.tenancy.auth import KeyRing
-from sluice.router.tenancy.limits import ANYONE
+from sluice.router.tenancy.limits import ANYONE, Client
 
 SWEEP_S = 60.0
 """Interval at which expired files and batches are deleted, seconds."""
@@ -39,13 +38,19 @@ class Runner:
     router died resumes on another one after ``poll_s``.
 
     Args:
-        keys: the API keys. Batches of a client whose key was removed do not run; they only expire.
+        holder: finds the client with an owner's name. Batches of an owner without a client, such
+            as one whose key was removed, do not run; they only expire.
         clock: monotonic seconds.
     """
 
-    def __init__(self, resources: Resources, keys: KeyRing, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        resources: Resources,
+        holder: Callable[[str], Client | None],
+        clock: Callable[[], float],
+    ) -> None:
         self._resources = resources
-        self._keys = keys
+        self._holder = holder
         self._clock = clock
         self._woken = asyncio.Event()
         self._runs: dict[str, _Running] = {}
@@ -105,7 +110,7 @@ class Runner:
             await self._try_to_run(record)
 
     def _look_after(self, running: _Running, record: BatchRecord) -> None:
-        client = self._keys.holder(record.owner)
+        client = self._holder(record.owner)
         running.run.look(record, client)
         taken_away = client is None and not self._is_to_end(record)
         # Only once: a second cancellation would interrupt the orderly end.
@@ -126,7 +131,7 @@ class Runner:
     async def _try_to_run(self, record: BatchRecord) -> None:
         """Run a batch if there is a slot for it, and no other router runs it."""
         resources = self._resources
-        client = self._keys.holder(record.owner)
+        client = self._holder(record.owner)
         if self._is_to_end(record):
             places = 2 * resources.config.max_running
         else:

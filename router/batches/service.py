@@ -21,7 +21,7 @@ from sluice.router.config import RouterConfig
 from sluice.router.dispatch.access_log import Telemetry
 from sluice.router.dispatch.models import ModelRegistry
 from sluice.router.errors import ApiError, Reason
-from sluice.router.tenancy.auth import KeyRing
+from sluice.router.tenancy.clients import ApiClients
 from sluice.router.tenancy.rate_limits import RateLimiter
 
 _METHODS = ["GET", "POST", "DELETE"]
@@ -30,7 +30,7 @@ _METHODS = ["GET", "POST", "DELETE"]
 def batch_routes(
     config: RouterConfig,
     fleets: ModelRegistry,
-    keys: KeyRing,
+    clients: ApiClients,
     limiter: RateLimiter,
     now: Callable[[], float] = time.time,
     telemetry: Telemetry | None = None,
@@ -38,8 +38,8 @@ def batch_routes(
     """``/v1/files`` and ``/v1/batches``. Batches run between the application's start and end.
 
     Args:
-        keys: those of the API.
-        limiter: applies their clients' rate limits to the lines.
+        clients: those of the API.
+        limiter: applies their rate limits to the lines.
         now: Unix seconds.
         telemetry: logs and traces the lines, as requests.
 
@@ -58,7 +58,7 @@ def batch_routes(
         metrics=batch_metrics,
         now=now,
     )
-    runner = Runner(resources, keys, fleets.clock)
+    runner = Runner(resources, clients.holder, fleets.clock)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice, zip_longest
+from math import inf
 
 from sluice.controller.messages import RouteDecision
 from sluice.router.config import ServiceClass
@@ -42,7 +43,8 @@ class Slot:
         called: set when the request should ask, or has no time left.
         answered: set when it has asked, or has left.
         refused: its last refusal, or the last one of any request in the queue before it joined.
-        late: its deadline passes before it has waited for as long as the class allows.
+        limit_s: longest wait, by the class and the client, seconds.
+        late: its deadline passes before it has waited for that long.
     """
 
     def __init__(self, queue: AdmissionQueue, refused: RouteDecision | None) -> None:
@@ -51,6 +53,7 @@ class Slot:
         self.called = asyncio.Event()
         self.answered = asyncio.Event()
         self.refused = refused
+        self.limit_s = inf
         self.late = False
 
     async def turn(self) -> None:
@@ -116,7 +119,11 @@ class AdmissionQueue:
 
     @contextmanager
     def slot(
-        self, due_s: float, refused: RouteDecision | None = None, client: Client = ANYONE
+        self,
+        due_s: float,
+        refused: RouteDecision | None = None,
+        client: Client = ANYONE,
+        ttl_s: float = inf,
     ) -> Iterator[Slot]:
         """A slot at the end of the queue, within the block. The request waits for its turn, asks
         the controller, and leaves the block unless it :func:`may_wait` on.
@@ -125,6 +132,7 @@ class AdmissionQueue:
             due_s: the request's deadline, on the clock; may be infinite.
             refused: the decision that sent the request here, if it has asked.
             client: of the request.
+            ttl_s: longest wait that the client accepts, seconds, if the class allows a longer one.
 
         Raises:
             ApiError: 429; the queue is full.
@@ -133,8 +141,9 @@ class AdmissionQueue:
         joined_s = self._clock()
         left_s = due_s - joined_s
         slot, served = self._join(refused, client.owner), False
-        slot.late = left_s <= self._limit_s
-        expiry = asyncio.create_task(slot.expire(self._pause, min(self._limit_s, left_s)))
+        slot.limit_s = min(self._limit_s, ttl_s)
+        slot.late = left_s <= slot.limit_s
+        expiry = asyncio.create_task(slot.expire(self._pause, min(slot.limit_s, left_s)))
         try:
             yield slot
             served = True
@@ -150,7 +159,7 @@ class AdmissionQueue:
             message = "The SLO's deadline passed before a replica could guarantee it."
         else:
             reason = Reason.QUEUE_TIMEOUT
-            message = f"No replica could guarantee this SLO within {self._limit_s:g} seconds."
+            message = f"No replica could guarantee this SLO within {slot.limit_s:g} seconds."
         return ApiError(reason, message, retry_after_s=_told_s(slot.refused))
 
     def _check_room(self, client: Client) -> None:

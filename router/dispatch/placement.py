@@ -220,7 +220,8 @@ class PlacementClient:
             if queue is None or refused is None or not may_wait(refused):
                 return refused
         ttft_s, _, e2e_s, _ = call.slo.columns
-        with queue.slot(call.received_s + min(ttft_s, e2e_s), refused, call.client) as slot:
+        due_s = call.received_s + min(ttft_s, e2e_s)
+        with queue.slot(due_s, refused, call.client, call.queue_ttl_s) as slot:
             while True:
                 await slot.turn()
                 decision = await self._answered(call, key, failed, prefill_key, tiers)

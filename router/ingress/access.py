@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Final
+
+from prometheus_client import CollectorRegistry
 
 from sluice.router.config import RouterConfig
 from sluice.router.errors import ApiError, Reason
 from sluice.router.ingress.admin_access import ADMIN_PREFIX, AdminAccess, is_page
 from sluice.router.tenancy.auth import KeyMetrics, KeyRing
+from sluice.router.tenancy.clients import ApiClients
 from sluice.router.tenancy.limits import ANYONE, Client
+from sluice.router.tenancy.tokens import TokenVerifier
 from sluice.router.wire import BROKEN_PATH
 
 OPEN_PATH: Final = "/health"
@@ -30,21 +35,34 @@ def is_for_operators(path: str) -> bool:
 class Access:
     """Access control by path. One per router process.
 
-    - The API needs an API key; if none is configured, it is open.
-    - ``/metrics`` shows the names and counts of all clients. If there are API keys, it needs a
+    - The API needs an API key or a token; if neither is configured, it is open.
+    - ``/metrics`` shows the names and counts of all clients. If the API is not open, it needs a
       separate metrics key, unless it is open by configuration.
     - The admin API needs an admin key, see :mod:`sluice.router.ingress.admin_access`. The live page
       holds no data and needs no key.
 
     Args:
-        metrics: counts the loads of key files.
+        registry: of the metrics of key files and issuers.
+        clock: monotonic seconds.
+        unix_clock: Unix seconds.
 
     Raises:
         ValueError, OSError: a key file cannot be used.
     """
 
-    def __init__(self, config: RouterConfig, metrics: KeyMetrics | None = None) -> None:
-        self.api = KeyRing(config.api_keys, config.api_keys_file, config.classes, "api", metrics)
+    def __init__(
+        self,
+        config: RouterConfig,
+        registry: CollectorRegistry | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:
+        registry = registry or CollectorRegistry()
+        metrics = KeyMetrics(registry)
+        self.api = ApiClients(
+            KeyRing(config.api_keys, config.api_keys_file, config.classes, "api", metrics),
+            TokenVerifier(config.issuers, registry, clock, unix_clock),
+        )
         page = config.metrics
         self._page = KeyRing(page.keys, page.keys_file, ring="metrics", metrics=metrics)
         self._page_is_open = page.access == "open"
@@ -55,7 +73,7 @@ class Access:
         headers.
 
         Raises:
-            ApiError: 401, or 403 if no key could give access.
+            ApiError: 401, 403 if no key could give access, or 503 if a token cannot be checked now.
         """
         if path in (OPEN_PATH, ROOT_PATH, BROKEN_PATH):  # the ticket opens the last one
             return ANYONE
@@ -67,8 +85,12 @@ class Access:
             return ANYONE
         return self.api.check(headers)
 
+    async def start(self) -> None:
+        """Read what the first requests need."""
+        await self.api.start()
+
     async def watch(self) -> None:
-        """Apply changes of key files, indefinitely."""
+        """Apply changes of key files and of issuers' keys, indefinitely."""
         await asyncio.gather(self.api.watch(), self._page.watch(), self.admin.watch())
 
     def _check_page(self, headers: Iterable[tuple[bytes, bytes]]) -> Client:

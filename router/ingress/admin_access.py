@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
-from sluice.router.admin_config import AdminConfig, is_loopback
+from sluice.router.admin_config import AdminConfig
 from sluice.router.errors import ApiError, Reason
+from sluice.router.loopback import is_loopback
 from sluice.router.tenancy.auth import KeyMetrics, KeyRing
 from sluice.router.tenancy.limits import ANYONE, Client
 

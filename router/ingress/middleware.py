@@ -90,10 +90,10 @@ class IngressMiddleware:
         arrival = Arrival(secrets.token_hex(16), self._clock(), client_request_id=theirs)
         refusal: list[Message] = []
         with of_request(arrival.request_id):
-            await self._admit(arrival, scope, receive, send, refusal)
+            has_access = await self._admit(arrival, scope, receive, send, refusal)
             # The request's body and slot have been released by now.
             if refusal:
-                await self._pace_of(refusal[0]["status"]).turn()
+                await (self._pace if has_access else self._pace_of_strangers).turn()
             for message in refusal:
                 await send(message)
 
@@ -104,8 +104,9 @@ class IngressMiddleware:
         receive: Receive,
         send: Send,
         refusal: list[Message],
-    ) -> None:
-        """Answer the request; a refusal is stored in ``refusal`` and not sent."""
+    ) -> bool:
+        """Answer the request; a refusal is stored in ``refusal`` and not sent. Returns whether the
+        client has access."""
         scope.setdefault("state", {})["arrival"] = arrival
         named = [(wire.REQUEST_ID_HEADER.encode(), arrival.request_id.encode())]
 
@@ -124,8 +125,10 @@ class IngressMiddleware:
         counted = scope["method"] == "POST" and path in _COUNTED_PATHS
         paced = path != OPEN_PATH
         endpoint = INFERENCE_PATHS.get(path) if counted else None
+        has_access = False
         try:
             arrival = arrival._replace(client=self._access.check(path, scope["headers"]))
+            has_access = True
             if endpoint is not None:
                 self._check_load(arrival.client)
                 self._check_room(arrival.client)
@@ -136,17 +139,15 @@ class IngressMiddleware:
                 self._metrics.refused(endpoint, error.reason, arrival.client)
                 self._telemetry.refused(arrival, endpoint, error.reason)
             await error.response()(scope, receive, send_named)
-            return
+            return has_access
         if endpoint is None:
             scope["state"]["arrival"] = arrival
             await self._app(scope, receive, send_named)
-            return
+            return True
         with HeldBytes(self._bodies, arrival.client) as held:
             arrival = scope["state"]["arrival"] = arrival._replace(held=held)
             await self._count(arrival.client.owner, scope, receive, send_named)
-
-    def _pace_of(self, status: int) -> Pace:
-        return self._pace_of_strangers if status == 401 else self._pace
+        return True
 
     def _check_load(self, client: Client) -> None:
         if not self._shedder.takes(client.owner):

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -21,6 +22,7 @@ from sluice.router.request.engine_bounds import refuse_structured
 from sluice.router.request.loop import Loop, loop_of
 from sluice.router.request.prompt_prefix import prefix_of, salted
 from sluice.router.request.prompt_size import PromptSize, longest_ids, measure, output_limit
+from sluice.router.request.queue_ttl import queue_ttl_s
 from sluice.router.request.session import session_of
 from sluice.router.request.slo import SloReader
 from sluice.router.request.token_limits import TokenLimits
@@ -61,6 +63,7 @@ class Call:
         client_request_id: the client's own request id, for lookups.
         service_tier: OpenAI's name for its class, if it named one.
         loop: the tool loop that it is a turn of.
+        queue_ttl_s: longest wait in an admission queue that its client accepts, seconds.
     """
 
     request_id: str
@@ -80,6 +83,7 @@ class Call:
     client_request_id: str = ""
     service_tier: str | None = None
     loop: Loop | None = None
+    queue_ttl_s: float = inf
 
     @property
     def scheduled(self) -> bool:
@@ -175,7 +179,9 @@ class CallReader:
         client = arrival.client
         body: dict[str, Any] = parsed
         slo, clamped, tier, loop = SLO(service_class=NO_CLASS), _UNCHANGED, None, None
+        ttl_s = inf
         if endpoint not in UNSCHEDULED:
+            ttl_s = queue_ttl_s(headers)
             slo, clamped, loop = self._objectives.read(body, headers, client.caps)
             if body.get(wire.SERVICE_TIER_FIELD) is not None:
                 tier = self._objectives.tier_of(slo.service_class)
@@ -201,4 +207,5 @@ class CallReader:
             client_request_id=arrival.client_request_id,
             service_tier=tier,
             loop=loop_of(loop, client.owner),
+            queue_ttl_s=ttl_s,
         )

@@ -1,8 +1,8 @@
 """The SLO of a request, from the client's statements, its service class and its key's limits.
 
-Precedence, field by field: the body's ``slo`` object, the ``x-slo-*`` headers, their
-``x-llm-d-slo-*`` aliases, the service class. The class itself: ``slo.class``, ``x-slo-class``,
-``service_tier``, the configured default.
+Precedence, field by field: the body's ``slo`` object, the ``x-slo-*`` headers, the second names of
+these headers, the service class. The class itself: ``slo.class``, ``x-slo-class``, its second
+names, ``service_tier``, the configured default.
 
 Only a body can state stages and a tool loop. Stages replace a TTFT and TPOT from any other source;
 stating these in the same body is a contradiction.
@@ -46,7 +46,7 @@ _Milliseconds = Annotated[
 
 
 class _Stated(BaseModel):
-    """The values that one source (body, headers or aliases) states. Strict: no string for a
+    """The values that one source (the body, or a set of headers) states. Strict: no string for a
     number."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -59,13 +59,16 @@ class _Stated(BaseModel):
 
 
 _NOTHING = _Stated()
-_HEADER_FIELDS = {name: (0, field) for field, name in wire.SLO_HEADERS.items()} | {
-    name: (1, field) for field, name in wire.SLO_HEADER_ALIASES.items()
+_HEADER_FIELDS = {
+    name: (source, field)
+    for source, names in enumerate(wire.SLO_HEADER_SETS)
+    for field, name in names.items()
 }
-
+_NO_HEADERS = (_NOTHING,) * len(wire.SLO_HEADER_SETS)
 
 _BODY_NAMES = {key: f"{wire.SLO_FIELD}.{key}" for key in wire.SLO_HEADERS}
 _BODY_KEYS = (*wire.SLO_HEADERS, wire.STAGES, wire.LOOP)
+_SOURCE_NAMES = (_BODY_NAMES, *wire.SLO_HEADER_SETS)
 
 
 class Objective(NamedTuple):
@@ -77,22 +80,15 @@ class Objective(NamedTuple):
     loop: StatedLoop | None = None
 
 
-class _Sources(NamedTuple):
-    """The client's statements by source, in order of precedence."""
-
-    body: _Stated
-    headers: _Stated
-    aliases: _Stated
-
-    def first(self, field: str) -> tuple[Any, str | None]:
-        """The value of ``field`` and the client's name for it; ``None`` for both if not stated."""
-        attribute = "service_class" if field == wire.CLASS else field
-        names = (_BODY_NAMES, wire.SLO_HEADERS, wire.SLO_HEADER_ALIASES)
-        for source, name in zip(self, names, strict=True):
-            value = getattr(source, attribute)
-            if value is not None:
-                return value, name[field]
-        return None, None
+def _first(sources: Iterable[_Stated], field: str) -> tuple[Any, str | None]:
+    """The value of ``field`` in the first source that states it, and the client's name for it;
+    ``None`` for both if none does. ``sources``: as :data:`_SOURCE_NAMES`."""
+    attribute = "service_class" if field == wire.CLASS else field
+    for source, names in zip(sources, _SOURCE_NAMES, strict=True):
+        value = getattr(source, attribute)
+        if value is not None:
+            return value, names[field]
+    return None, None
 
 
 class SloReader:
@@ -118,19 +114,19 @@ class SloReader:
                 more than ``caps`` allow, and these refuse that.
         """
         stated, stages, loop = self._stated(body.get(wire.SLO_FIELD))
-        sources = _Sources(stated, *self._from_headers(headers))
+        sources = (stated, *self._from_headers(headers))
         tier_class = self._of_tier(body.get(wire.SERVICE_TIER_FIELD))
-        class_name, said_in = sources.first(wire.CLASS)
+        class_name, said_in = _first(sources, wire.CLASS)
         if class_name is None and tier_class is not None:
             class_name, said_in = tier_class, wire.SERVICE_TIER_FIELD
         limit_check = LimitCheck(caps)
         class_name = limit_check.service_class(class_name or self._default_class, said_in)
         defaults = self._classes[class_name]
-        priority, said_in = sources.first(wire.PRIORITY)
+        priority, said_in = _first(sources, wire.PRIORITY)
         priority = limit_check.priority(priority or defaults.priority, said_in)
 
         def seconds(field: str, preset_ms: float | None) -> float | None:
-            value_ms, said_in = sources.first(field)
+            value_ms, said_in = _first(sources, field)
             value_ms = limit_check.objective_ms(
                 field, preset_ms if value_ms is None else value_ms, said_in
             )
@@ -196,9 +192,10 @@ class SloReader:
         rest = {key: each for key, each in value.items() if key in wire.SLO_HEADERS}
         return self._checked(rest, _BODY_NAMES), stages, read_loop(value.get(wire.LOOP))
 
-    def _from_headers(self, headers: Iterable[tuple[bytes, bytes]]) -> tuple[_Stated, _Stated]:
-        """The values of the headers and of their aliases. One pass over the headers."""
-        found: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    def _from_headers(self, headers: Iterable[tuple[bytes, bytes]]) -> Iterable[_Stated]:
+        """The values of each of :data:`~sluice.router.wire.SLO_HEADER_SETS`. One pass over the
+        headers."""
+        found: tuple[dict[str, Any], ...] = ({}, {}, {})
         for raw_name, raw_value in headers:
             name = raw_name.decode("latin-1")
             known = _HEADER_FIELDS.get(name)
@@ -214,12 +211,9 @@ class SloReader:
             if field in found[source]:
                 raise invalid(f"{name} must be given once, got it several times", name)
             found[source][field] = _parsed(field, name, raw_value.decode("latin-1"))
-        if not found[0] and not found[1]:
-            return _NOTHING, _NOTHING
-        return (
-            self._checked(found[0], wire.SLO_HEADERS),
-            self._checked(found[1], wire.SLO_HEADER_ALIASES),
-        )
+        if not any(found):
+            return _NO_HEADERS
+        return [self._checked(*each) for each in zip(found, wire.SLO_HEADER_SETS, strict=True)]
 
     def _checked(self, values: dict[str, Any], names: Mapping[str, str]) -> _Stated:
         """``values`` by field, validated; ``names`` are the client's names of the fields."""

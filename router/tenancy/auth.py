@@ -133,13 +133,18 @@ class KeyRing:
         """
         if self.accepts_anyone:
             return ANYONE
-        values = [value for name, value in headers if name == b"authorization"]
-        if len(values) != 1 or values[0][: len(_SCHEME)].lower() != _SCHEME:
-            raise _refusal("Send one header 'Authorization: Bearer <key>'.")
-        client = self._find(values[0][len(_SCHEME) :].strip())
+        client = self.find(bearer_of(headers))
         if client is None:
-            raise _refusal("The API key is not accepted.")
+            raise unknown_key()
         return client
+
+    def find(self, key: bytes) -> Client | None:
+        """The client with this key; ``None`` if it is not accepted."""
+        digest = hashlib.sha256(key).digest()
+        found = self._keys.holders.get(self._place_of(digest))
+        if found is None or not hmac.compare_digest(digest, found[0]):
+            return None
+        return found[1]
 
     def holder(self, owner: str) -> Client | None:
         """The client with this :attr:`~sluice.router.tenancy.limits.Client.owner`; ``None`` if it
@@ -230,15 +235,25 @@ class KeyRing:
                 WEAK_CHARACTERS,
             )
 
-    def _find(self, key: bytes) -> Client | None:
-        digest = hashlib.sha256(key).digest()
-        found = self._keys.holders.get(self._place_of(digest))
-        if found is None or not hmac.compare_digest(digest, found[0]):
-            return None
-        return found[1]
-
     def _place_of(self, digest: bytes) -> bytes:
         return hashlib.blake2b(digest, key=self._secret, digest_size=16).digest()
+
+
+def bearer_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The key or token in these raw request headers (lower-case names).
+
+    Raises:
+        ApiError: 401.
+    """
+    values = [value for name, value in headers if name == b"authorization"]
+    if len(values) != 1 or values[0][: len(_SCHEME)].lower() != _SCHEME:
+        raise _refusal("Send one header 'Authorization: Bearer <key>'.")
+    return values[0][len(_SCHEME) :].strip()
+
+
+def unknown_key() -> ApiError:
+    """The 401 for every key that is not accepted."""
+    return _refusal("The API key is not accepted.")
 
 
 def _read(path: Path) -> bytes:

@@ -15,7 +15,7 @@ from sluice.deploy.cli import main
 from sluice.deploy.commands.exits import Exit, Failure
 from sluice.deploy.config import SluiceConfig
 from sluice.deploy.local import StartError, curl_line, running, stop_signals
-from sluice.deploy.ray_settings import free_port
+from sluice.deploy.ray_settings import TUNED, free_port
 from sluice.scheduling import admission, autoscaling, batching, routing
 
 
@@ -37,6 +37,16 @@ def test_policies_lists_every_policy_with_source_and_options() -> None:
     }
     assert all(entry["source"] for entry in listed)
     assert all(option["description"] for entry in listed for option in entry["options"].values())
+
+
+def test_env_is_what_a_shell_sets_for_ray() -> None:
+    told = CliRunner().invoke(main, ["env", "--json"])
+    assert json.loads(told.stdout) == dict(TUNED)
+    commands = CliRunner().invoke(main, ["env"]).stdout
+    done = subprocess.run(
+        ["bash", "-euc", f"{commands} env"], env={}, capture_output=True, text=True, check=True
+    )
+    assert dict(line.split("=", 1) for line in done.stdout.splitlines()).items() >= TUNED.items()
 
 
 def test_config_prints_what_it_accepts_again(tmp_path: Path) -> None:

@@ -314,6 +314,19 @@ def test_the_key_files_are_where_the_configuration_says() -> None:
             assert file.name == "keys.yaml"
 
 
+def test_tokens_close_the_application_as_keys_do() -> None:
+    issuer = {"issuer": "https://login.example", "audience": ["sluice"], "default_limits": {}}
+    values: Document = {
+        "config": {"router": {"issuers": {"corp": issuer}}},
+        "ingress": {"enabled": True, "hosts": ["a.example"]},
+    }
+    release = render(values)
+    assert release.of("Ingress") and "no API keys" not in release.notes
+    values["monitoring"] = {"serviceMonitor": {"enabled": True}}
+    with pytest.raises(ValueError, match="asks for a key"):
+        render(values)
+
+
 def test_the_notes_say_what_is_open() -> None:
     assert "no API keys" in render({}).notes
     assert "no API keys" not in render({"apiKeys": {"existingSecret": "keys"}}).notes

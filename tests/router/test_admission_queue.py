@@ -22,6 +22,7 @@ from sluice.router.dispatch.admission_queue import (
 from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.tenancy.limits import ANYONE, Client
+from tests.router.far_side import CHAT_BODY
 from tests.router.test_admission import edge_of, guaranteed, post, unattainable
 from tests.router.virtual_time import VirtualTime, settle
 
@@ -344,6 +345,37 @@ async def test_a_wait_that_is_too_long_ends_with_a_429_that_says_why(
     assert edge.side.calls == []
     labels = {"class": "patient", "reason": reason.value}
     assert edge.sample("sluice_refusals_total", **labels) == 1
+
+
+@pytest.mark.parametrize(
+    ("ttl", "ends_s", "reason"),
+    [
+        ("1500ms", 1.5, Reason.QUEUE_TIMEOUT),
+        ("1h", 3.0, Reason.QUEUE_TIMEOUT),
+        ("2.5s", 2.0, Reason.DEADLINE_PASSED),
+    ],
+)
+async def test_a_queue_ttl_shortens_the_wait_that_the_class_allows_and_never_extends_it(
+    ttl: str, ends_s: float, reason: Reason
+) -> None:
+    """A request as a client of the llm-d router sends it; its class allows 3 s."""
+    time = VirtualTime()
+    edge = edge_of(unattainable(), clock=time)
+    headers = {"x-llm-d-inference-objective": "patient", "x-llm-d-inference-ttl": ttl}
+    if reason is Reason.DEADLINE_PASSED:
+        headers["x-llm-d-slo-ttft-ms"] = "2000"
+    async with edge.client() as client:
+        sent = client.post("/v1/chat/completions", json=CHAT_BODY, headers=headers)
+        answered = asyncio.create_task(sent)
+        await time.advance(0.99 * ends_s)
+        assert not answered.done()
+        await time.advance(0.02 * ends_s)
+        response = await answered
+    assert response.status_code == 429
+    error = response.json()["error"]
+    assert error["code"] == reason
+    if reason is Reason.QUEUE_TIMEOUT:
+        assert f"within {ends_s:g} seconds" in error["message"]
 
 
 async def test_a_full_line_refuses() -> None:

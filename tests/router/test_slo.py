@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from math import inf
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 
 from sluice.router.config import RouterConfig, ServiceClass
 from sluice.router.errors import ApiError, Reason
+from sluice.router.request.queue_ttl import queue_ttl_s
 from sluice.router.request.slo import SloReader
 from sluice.router.wire import MAX_OBJECTIVE_MS
 from sluice.scheduling.request.objective import SLO
@@ -29,6 +31,7 @@ READER = SloReader(CONFIG)
 
 HEADERS = ("x-slo-ttft-ms", "x-slo-tpot-ms", "x-slo-e2e-ms", "x-slo-priority", "x-slo-class")
 ALIASES = ("x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms")
+OBJECTIVES = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 
 
 def read(body: dict[str, Any] | None = None, *headers: tuple[str, str]) -> SLO:
@@ -94,6 +97,35 @@ def test_the_class_comes_from_body_then_header_then_service_tier_then_default(
     slo = read(body, *([("x-slo-class", header)] if header else []))
     assert slo.service_class == expected
     assert slo.priority == CONFIG.classes[expected].priority
+
+
+OURS, LLM_D, GATEWAY = ("x-slo-class", *OBJECTIVES)
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "expected"),
+    [
+        ({"slo": {"class": "fast"}}, {LLM_D: "free", GATEWAY: "free"}, "fast"),
+        ({}, {OURS: "fast", LLM_D: "free", GATEWAY: "free"}, "fast"),
+        ({}, {LLM_D: "fast", GATEWAY: "free"}, "fast"),
+        ({"service_tier": "flex"}, {GATEWAY: "fast"}, "fast"),
+        ({}, {GATEWAY: "free"}, "free"),
+    ],
+)
+def test_an_inference_objective_names_the_class(
+    body: dict[str, Any], headers: dict[str, str], expected: str
+) -> None:
+    slo = read(body, *headers.items())
+    assert slo == CONFIG.classes[expected].objective(expected)
+    # As with our own header, one that is overridden is checked, and stated times come first.
+    assert read(body, *headers.items(), ("x-llm-d-slo-tpot-ms", "70")).tpot_s == 0.07
+    last = list(headers)[-1]
+    error = refused(body, *{**headers, last: "gold"}.items())
+    assert (error.param, error.message) == (
+        last,
+        f"{last} must be one of fast, slow, free, got 'gold'",
+    )
+    assert "once" in refused(body, *headers.items(), (last, "free")).message
 
 
 def test_a_class_without_objectives_promises_nothing() -> None:
@@ -247,7 +279,7 @@ _FIELDS = st.sampled_from(["ttft_ms", "tpot_ms", "e2e_ms", "priority", "class", 
     tier=_JSON,
     headers=st.lists(
         st.tuples(
-            st.sampled_from([*HEADERS, *ALIASES, "x-slo-x", "accept"]),
+            st.sampled_from([*HEADERS, *ALIASES, *OBJECTIVES, "x-slo-x", "accept"]),
             st.text(st.characters(max_codepoint=255), max_size=12)
             | st.floats().map(str)
             | st.integers().map(str),
@@ -302,7 +334,55 @@ def test_a_priority_is_the_same_in_the_body_and_in_its_header(value: int) -> Non
 
 @pytest.mark.parametrize("name", [*CONFIG.classes, "gold", "", "FAST", "fast ", "\xe9"])
 def test_a_class_is_the_same_in_the_body_and_in_its_header(name: str) -> None:
-    assert outcome({}, ("x-slo-class", name)) == outcome({"slo": {"class": name}})
+    for header in ("x-slo-class", *OBJECTIVES):
+        assert outcome({}, (header, name)) == outcome({"slo": {"class": name}})
+
+
+def ttl_s(*values: str) -> float:
+    return queue_ttl_s([(b"x-llm-d-inference-ttl", value.encode("latin-1")) for value in values])
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("1500ms", 1.5),
+        ("2s", 2),
+        (" 2s ", 2),
+        ("1m30s", 90),
+        ("1h0.5m", 3_630),
+        ("10us", 1e-5),
+        ("24h", 86_400),
+    ],
+)
+def test_a_queue_ttl_is_a_duration_as_in_go(text: str, seconds: float) -> None:
+    assert ttl_s(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "5", "0s", "-1s", "1", "s", "1 s", "1d", "soon", "24h1ns", "9" * 12 + "h", "1s" * 7],
+)
+def test_a_bad_queue_ttl_is_named(text: str) -> None:
+    with pytest.raises(
+        ApiError, match=r"must be a duration such as 1500ms .* at most 24h"
+    ) as caught:
+        ttl_s(text)
+    assert caught.value.reason is Reason.INVALID_VALUE
+    assert caught.value.param == "x-llm-d-inference-ttl"
+
+
+def test_a_queue_ttl_is_given_once_or_not_at_all() -> None:
+    assert ttl_s() == inf
+    with pytest.raises(ApiError, match="once"):
+        ttl_s("1s", "1s")
+
+
+@given(st.text(st.characters(max_codepoint=255), max_size=12))
+def test_anything_is_a_queue_ttl_or_a_400(text: str) -> None:
+    try:
+        assert 0 < ttl_s(text) <= 86_400
+    except ApiError as error:
+        assert error.rule.status == 400 and error.message.isascii()
 
 
 @given(

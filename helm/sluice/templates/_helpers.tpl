@@ -105,9 +105,16 @@ applications:
       {{- include "sluice.config" . | nindent 6 }}
 {{- end -}}
 
-{{/* Rules of an Ingress or an HTTPRoute must not expose an application that requires no key. */}}
+{{/* Not empty if requests need an API key or a token. */}}
+{{- define "sluice.needsKey" -}}
+{{- if or (include "sluice.keysSecret" (dict "root" . "kind" "api")) (dig "router" "issuers" dict .Values.config) -}}
+true
+{{- end -}}
+{{- end -}}
+
+{{/* Rules of an Ingress or an HTTPRoute must not expose an application that requires no key or token. */}}
 {{- define "sluice.requireKeys" -}}
-{{- if not (or .Values.apiKeys.anonymous (include "sluice.keysSecret" (dict "root" . "kind" "api"))) -}}
-{{- fail "an Ingress or an HTTPRoute would let everybody in: set apiKeys, or apiKeys.anonymous to true" -}}
+{{- if not (or .Values.apiKeys.anonymous (include "sluice.needsKey" .)) -}}
+{{- fail "an Ingress or an HTTPRoute would let everybody in: set apiKeys or config.router.issuers, or apiKeys.anonymous to true" -}}
 {{- end -}}
 {{- end -}}

@@ -253,7 +253,7 @@ async def test_a_batch_whose_key_is_gone_ends_in_order(tmp_path: Path) -> None:
         record = (await kept.batch()).model_copy(update={"owner": "name-acme"})
         keys = KeyRing([], path, ["batch"])
         resources = resources_of(kept, side)
-        runner = Runner(resources, keys, Clock())
+        runner = Runner(resources, keys.holder, Clock())
         claimed = await kept.store.claim(record.id)
         assert claimed is not None
         run = BatchRun(resources, claimed, ANYONE)
