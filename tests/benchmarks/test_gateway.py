@@ -385,6 +385,7 @@ def sluice_here(bench: Bench) -> Iterator[System]:
         yield System((base_url(config),), {os.getpid(): ""})
 
 
+@pytest.mark.release
 @pytest.mark.ray
 def test_sluice_is_measured_beside_engines_without_a_gateway(
     monkeypatch: pytest.MonkeyPatch,
@@ -461,6 +462,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.release
 @pytest.mark.vllm
 def test_vllms_server_takes_its_arguments_and_its_engines_process_is_told_by_its_title(
     tmp_path: Path,

@@ -143,6 +143,7 @@ def _token(it: Serving) -> Path:
     return Path(it.one("raylet").environ()["RAY_AUTH_TOKEN_PATH"])
 
 
+@pytest.mark.release
 def test_the_end_of_ray_ends_all_of_it_in_one_line(tmp_path: Path) -> None:
     with serving(tmp_path, *AS_MODULE) as it:
         shown = it.out
