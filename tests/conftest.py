@@ -63,9 +63,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     that starts Rays of its own, each one test after the other, and the rest is shared out by file.
     What takes longest begins first. In a single process the shared Ray is started once, too."""
     for item in items:
-        marked = (mark for mark in ("own_ray", "ray") if item.get_closest_marker(mark))
-        item.add_marker(pytest.mark.xdist_group(next(marked, str(item.path))))
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
     items.sort(key=_begins)
+
+
+def _group(item: pytest.Item) -> str:
+    """Of the tests that one process runs, one after the other."""
+    for mark in ("own_ray", "ray"):
+        if item.get_closest_marker(mark):
+            return mark
+    # Those that share an engine process.
+    return "vllm" if "vllm" in getattr(item, "fixturenames", ()) else str(item.path)
 
 
 def _begins(item: pytest.Item) -> int:
