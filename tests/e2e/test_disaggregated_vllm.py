@@ -125,7 +125,6 @@ def test_two_engines_give_the_text_of_one(serving: System, pair: dict[str, Proce
     assert value(serving, "sluice_kv_transfer_failures_total") == 0
 
 
-@pytest.mark.release
 def test_decode_dies_before_a_first_token_and_in_mid_stream(
     serving: System, pair: dict[str, Process], asked: Any
 ) -> None:

@@ -19,7 +19,6 @@ from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xa
 from sluice.replica.transfer.offer import Offer, prompt_digest
 from sluice.replica.transfer.wire import Handle
 from sluice.replica.transfer_config import TransferConfig
-from sluice.replica.vllm.local_model import local_model
 from sluice.replica.vllm.setup import transfer_argument
 from sluice.scheduling.batching import POLICIES
 from sluice.scheduling.request.objective import SLO
@@ -179,11 +178,6 @@ def loop(scheduler, in_flight, arriving, abort, model):
 
 ONE = [("deadline_triage", 1), ("fcfs", 1)]
 """Policies with one batch in flight, as on CPUs: the other tests run all of them so."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return local_model(tmp_path_factory.mktemp("models"), layers=2, hidden=128)
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,6 @@ import pytest
 
 from sluice.replica.scheduler.speculation import BY_BATCH_SIZE, with_all_lengths
 from sluice.replica.scheduler.xargs import RequestArgs, to_xargs
-from sluice.replica.vllm.local_model import local_model
 from sluice.scheduling.batching import POLICIES, BatchPolicy
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.latency.speculation import AdaptiveLengths, Speculation
@@ -118,11 +117,6 @@ def structured(engine, count):
     prompts = [f"list {number} numbers: 1, 2, 3, 1, 2, 3, 1, 2, 3" for number in range(count)]
     outputs = engine.llm.generate(prompts, params, use_tqdm=False)
     return [(output.outputs[0].text, output.outputs[0].finish_reason) for output in outputs]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return local_model(tmp_path_factory.mktemp("models"), layers=2, hidden=128)
 
 
 @pytest.fixture(scope="module")
