@@ -38,7 +38,7 @@ ARGS = {
     "max_model_len": 1024,
     "max_num_batched_tokens": 128,
 }
-MANY, FEW = 20, 10
+MANY, FEW = 20, 5
 TIERS = {"tight": (0.6, 96), "middle": (1.2, 76), "loose": (6.0, 60)}
 """TPOT of a service class, seconds, and output tokens of its requests."""
 DIGITS = r"\{\"numbers\": \[\d(, \d){12,30}\]\}"
@@ -355,6 +355,7 @@ def test_lengths_follow_the_tiers_while_a_prompt_waits(ngrams, as_predicted):
     )
 
 
+@pytest.mark.release
 def test_a_drafting_model_drafts_as_much_as_is_checked(model, stock, tmp_path):
     """The model as its own draft is always right, so what it drafts is what the plan asks for."""
     config = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
