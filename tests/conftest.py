@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import sys
@@ -38,6 +39,9 @@ _TEST_SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
+
+# As in the programs that tests start: tests/site/ says why.
+gc.set_threshold(100_000, 50, 100)
 
 os.environ.update(_TEST_SETTINGS)
 sys.dont_write_bytecode = False

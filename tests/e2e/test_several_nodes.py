@@ -186,6 +186,7 @@ def test_no_request_is_lost_in_silence_with_a_node(deployed: Cluster) -> None:
     assert deployed.sluice("status", SLUICE_ADMIN_KEY=KEY).returncode == Exit.OK
 
 
+@pytest.mark.release
 def test_another_number_of_replicas_is_reached_without_touching_the_others(
     deployed: Cluster,
 ) -> None:
