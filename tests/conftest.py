@@ -61,23 +61,19 @@ hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
 
 
+_GROUPS = ("own_ray", "ray", "vllm")
+
+
 @pytest.hookimpl(tryfirst=True)  # before what shares the tests out reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where several processes test, one of them runs all on the Ray that tests share, another all
-    that starts Rays of its own, each one test after the other, and the rest is shared out by file.
-    What takes longest begins first. In a single process the shared Ray is started once, too."""
+    that starts Rays of its own, and a third all that imports vLLM, each one test after the other;
+    the rest is shared out by file. What takes longest begins first. In a single process the shared
+    Ray is started once, too."""
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
+        marked = (mark for mark in _GROUPS if item.get_closest_marker(mark))
+        item.add_marker(pytest.mark.xdist_group(next(marked, str(item.path))))
     items.sort(key=_begins)
-
-
-def _group(item: pytest.Item) -> str:
-    """Of the tests that one process runs, one after the other."""
-    for mark in ("own_ray", "ray"):
-        if item.get_closest_marker(mark):
-            return mark
-    # Those that share an engine process.
-    return "vllm" if "vllm" in getattr(item, "fixturenames", ()) else str(item.path)
 
 
 def _begins(item: pytest.Item) -> int:
