@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.own_ray]
 
 SLUICE = Path(sys.executable).with_name("sluice")
 BODY = {"model": "local", "prompt": "Hello.", "max_tokens": 3}
-FAST = {"RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.05", "OMP_NUM_THREADS": "1"}
+FAST = {"RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.1", "OMP_NUM_THREADS": "1"}
 
 
 class Serving:

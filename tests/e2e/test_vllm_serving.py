@@ -461,6 +461,7 @@ def test_an_urgent_request_passes_long_prefills_at_one_replica(
     check_urgent(serving, batch_log)
 
 
+@pytest.mark.release
 def test_a_best_effort_stream_survives_promised_work_at_one_replica(serving: System) -> None:
     check_best_effort(serving)
 
