@@ -82,6 +82,12 @@ def _begins(item: pytest.Item) -> int:
     return 2 if item.get_closest_marker("vllm") else 3
 
 
+def pytest_collection_finish() -> None:
+    """What all tests have imported stays: no search for garbage looks through it again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Actors that tests start find their loops compiled, so none waits for a compiler; and the

@@ -287,6 +287,7 @@ def measure(*options: str) -> Result:
 LEAST = ["--rounds", "1", "--seconds", "0.2", "--at-once", "2", "--tokens", "5"]
 
 
+@pytest.mark.release
 def test_a_router_that_cannot_be_installed_is_left_out_and_the_rest_measured(
     no_index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

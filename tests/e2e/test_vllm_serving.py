@@ -466,6 +466,7 @@ def test_a_best_effort_stream_survives_promised_work_at_one_replica(serving: Sys
     check_best_effort(serving)
 
 
+@pytest.mark.release
 def test_a_frozen_engine_ends_with_its_replica(serving: System) -> None:
     """The last test: its replica is gone."""
     (row,) = serving.snapshot()["replicas"]

@@ -293,6 +293,7 @@ def as_predicted(ngrams, monkeypatch):
     return clock
 
 
+@pytest.mark.release
 def test_drafts_that_are_wrong_are_hardly_checked_any_more(ngrams, as_predicted):
     """On an engine that takes 0.4 s for a step, and 40 ms for each token.
 
