@@ -15,7 +15,7 @@ serve: $(VENV)/.installed
 	$(BIN)/sluice serve $(ARGS)
 
 # Who runs what: tests/conftest.py.
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
 
 test: $(VENV)/.installed-test
 	$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder $(ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import sys
@@ -31,13 +32,16 @@ _TEST_SETTINGS = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.05",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.1",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.2",
     "RAY_health_check_period_ms": "500",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
+
+# As in the programs that tests start: tests/site/ says why.
+gc.set_threshold(100_000, 50, 100)
 
 os.environ.update(_TEST_SETTINGS)
 sys.dont_write_bytecode = False
@@ -57,13 +61,17 @@ hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
 
 
+_GROUPS = ("own_ray", "ray", "vllm")
+
+
 @pytest.hookimpl(tryfirst=True)  # before what shares the tests out reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where several processes test, one of them runs all on the Ray that tests share, another all
-    that starts Rays of its own, each one test after the other, and the rest is shared out by file.
-    What takes longest begins first. In a single process the shared Ray is started once, too."""
+    that starts Rays of its own, and a third all that imports vLLM, each one test after the other;
+    the rest is shared out by file. What takes longest begins first. In a single process the shared
+    Ray is started once, too."""
     for item in items:
-        marked = (mark for mark in ("own_ray", "ray") if item.get_closest_marker(mark))
+        marked = (mark for mark in _GROUPS if item.get_closest_marker(mark))
         item.add_marker(pytest.mark.xdist_group(next(marked, str(item.path))))
     items.sort(key=_begins)
 
@@ -72,6 +80,12 @@ def _begins(item: pytest.Item) -> int:
     if item.get_closest_marker("ray"):
         return 1 if item.get_closest_marker("own_ray") else 0
     return 2 if item.get_closest_marker("vllm") else 3
+
+
+def pytest_collection_finish() -> None:
+    """What all tests have imported stays: no search for garbage looks through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
-from transformers import AutoConfig
-
 
 def write_adapter(directory: Path, model: Path, rank: int = 4, seed: int = 0) -> Path:
     """Write an adapter with random weights for the attention of the Llama in ``model``."""
+    # Here: importing them takes seconds, which collecting tests need not.
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig
+
     config = AutoConfig.from_pretrained(model)
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     outputs = {

@@ -91,7 +91,7 @@ ON_RAY = "python -m sluice.benchmarks.micro.spine"
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(each, marks=(pytest.mark.ray, pytest.mark.own_ray))
+        pytest.param(each, marks=(pytest.mark.ray, pytest.mark.own_ray, pytest.mark.release))
         if each.startswith(ON_RAY)
         else each
         for each in BENCHMARKS

@@ -38,6 +38,7 @@ def shared() -> Iterator[None]:
     yield
 
 
+@pytest.mark.release
 @pytest.mark.ray
 def test_decisions_are_timed_inside_and_in_a_real_actor_while_its_fleet_reports(
     monkeypatch: pytest.MonkeyPatch,

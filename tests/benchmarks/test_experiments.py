@@ -352,7 +352,18 @@ def test_cells_of_every_experiment_are_named_apart(name: str) -> None:
     assert len({tuple(cell.labels.items()) for cell in cells}) == len(cells) > 1
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+LONG = {
+    *("autoscaling", "fairbatching_breakdown", "fairbatching_cluster", "flowprefill_settings"),
+    *("flowprefill_systems", "heterogeneous", "promises", "proserve_colocated", "slow_node"),
+    *("slos_serve_capacity", "slos_serve_reasoning", "slos_serve_scaling", "slos_serve_together"),
+    *("speculation_lengths", "stale_mirror"),
+}
+"""They take more than a second each, and are run before a release."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.release if n in LONG else ()) for n in EXPERIMENTS]
+)
 def test_every_experiment_runs_and_repeats_itself(name: str) -> None:
     experiment = EXPERIMENTS[name]
     cells = experiment.cells(QUICK)

@@ -287,6 +287,7 @@ def measure(*options: str) -> Result:
 LEAST = ["--rounds", "1", "--seconds", "0.2", "--at-once", "2", "--tokens", "5"]
 
 
+@pytest.mark.release
 def test_a_router_that_cannot_be_installed_is_left_out_and_the_rest_measured(
     no_index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -385,6 +386,7 @@ def sluice_here(bench: Bench) -> Iterator[System]:
         yield System((base_url(config),), {os.getpid(): ""})
 
 
+@pytest.mark.release
 @pytest.mark.ray
 def test_sluice_is_measured_beside_engines_without_a_gateway(
     monkeypatch: pytest.MonkeyPatch,
@@ -461,6 +463,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.release
 @pytest.mark.vllm
 def test_vllms_server_takes_its_arguments_and_its_engines_process_is_told_by_its_title(
     tmp_path: Path,

@@ -370,6 +370,7 @@ def test_the_default_is_compared_with_plain_controllers() -> None:
         assert (made.admission == NO_ADMISSION) == (name != "default")
 
 
+@pytest.mark.release
 @pytest.mark.ray
 def test_a_short_replay_serves_every_request_on_real_ray(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -36,17 +36,16 @@ from sluice.controller.transport.channel import MAX_TIMEOUTS
 from sluice.controller.transport.wire_format import MAX_QUERIES
 from tests.controller.fleet import Clock, delta, hello, query, waiting_row
 from tests.controller.pushes import newer_push
-from tests.own_ray import own_ray
+from tests.own_ray import shared_ray
 
-pytestmark = [pytest.mark.ray, pytest.mark.own_ray]
+pytestmark = pytest.mark.ray
 
 CONFIG = ControllerConfig(admission="none", aged_after_s=60, stale_after_s=60, forget_after_s=120)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _ray() -> Iterator[None]:
-    with own_ray(num_cpus=4):
-        yield
+def _ray() -> None:
+    shared_ray.serve_port()
 
 
 @pytest.fixture
@@ -108,26 +107,20 @@ def test_one_application_has_one_controller(app: str) -> None:
     assert not stop_controller(f"{app}-2")
 
 
-def test_a_controller_of_another_configuration_is_replaced(app: str) -> None:
+def test_a_controller_and_an_observer_of_another_configuration_are_replaced(app: str) -> None:
     first = ensure_controller(app, CONFIG, 120)
     epoch = ray.get(first.route.remote([]), timeout=120).epoch
+    observer = ensure_observer(app, CONFIG, 120)
     changed = ControllerConfig(policy="round_robin")
     second = ensure_controller(app, changed, 120)
     assert ray.get(second.route.remote([]), timeout=120).epoch != epoch
     assert ray.get(second.fingerprint.remote(), timeout=120) == fingerprint_of(changed)
+    another = ensure_observer(app, changed, 120)
+    assert another != observer
+    assert ray.get(another.snapshot.remote(), timeout=120)["policy"] == "round_robin"
 
 
-def test_an_observer_of_another_configuration_is_replaced(app: str) -> None:
-    ensure_controller(app, CONFIG, 120)
-    first = ensure_observer(app, CONFIG, 120)
-    changed = ControllerConfig(policy="round_robin")
-    ensure_controller(app, changed, 120)
-    second = ensure_observer(app, changed, 120)
-    assert first != second
-    view = ray.get(second.snapshot.remote(), timeout=120)
-    assert view["policy"] == "round_robin"
-
-
+@pytest.mark.release
 def test_a_controller_that_never_matches_is_not_replaced_for_ever(
     app: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,7 +128,7 @@ def wall_time_steps() -> Iterator[None]:
 
 
 @given(_actions, _skews)
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=12)
 async def test_skewed_clocks_and_steps_of_wall_time_change_no_decision(
     actions: list[tuple[object, ...]], skews_s: tuple[float, ...]
 ) -> None:

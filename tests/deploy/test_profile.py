@@ -96,6 +96,7 @@ def test_one_of_several_models_is_measured(tmp_path: Path) -> None:
         assert "fast, slow" in open_question.stderr
 
 
+@pytest.mark.release
 @pytest.mark.vllm
 def test_a_real_engine_is_measured_and_its_replicas_find_the_profile(tmp_path: Path) -> None:
     engine = {

@@ -30,7 +30,7 @@ START_S = 400.0
 """Longest wait for nodes and applications to start, seconds: many processes import Ray."""
 
 _FAST = {
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.05",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.1",
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_health_check_period_ms": "500",
     "OMP_NUM_THREADS": "1",

@@ -127,6 +127,7 @@ def test_the_documents_tokens(serving: System) -> None:
     assert json.loads(text)["prompt"]
 
 
+@pytest.mark.release
 def test_vllms_load_generator(serving: System, tmp_path: Path) -> None:
     (block,) = marked(DOCUMENT, "run: bench")
     command = block.replace("http://127.0.0.1:8000", serving.url).replace("\\\n", " ")

@@ -18,7 +18,7 @@ from sluice.benchmarks.live.answers import AnswerCheck, simulated
 from tests.e2e.conftest import ASKING, LENIENT, System, system, wait_until
 from tests.processes import title_of
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.release]
 
 NAME = "connections"
 STREAMS = 8

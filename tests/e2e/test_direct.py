@@ -18,7 +18,7 @@ from tests.e2e.command import ServeCommand
 from tests.e2e.conftest import ASKING, LENIENT, wait_until
 from tests.processes import title_of
 
-pytestmark = [pytest.mark.ray, pytest.mark.own_ray]
+pytestmark = [pytest.mark.ray, pytest.mark.own_ray, pytest.mark.release]
 
 STREAMS = 6
 TOKENS = 80

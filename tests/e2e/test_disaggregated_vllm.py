@@ -24,7 +24,7 @@ from tests.injuries import Process, replica
 from tests.known_profile import known_profile
 from tests.replica.attentive import attentive_model
 
-pytestmark = [pytest.mark.ray, pytest.mark.vllm]
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.release]
 
 PAIR = {"prefill": 1, "decode": 1}
 PREFILL = {

@@ -98,6 +98,7 @@ def test_no_request_is_lost_whoever_dies_and_when(serving: System, text: str) ->
     assert value(serving, "sluice_replicas", 'role="mixed"') == 1
 
 
+@pytest.mark.release
 def test_every_mode_serves_while_replicas_come_and_go(serving: System) -> None:
     """Clients keep asking, for what can be split and for what cannot, while each pool loses one."""
     client = openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0)

@@ -13,7 +13,7 @@ import ray
 
 from tests.e2e.conftest import ASKING, PATIENT, System, system, wait_until
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.release]
 
 FIELDS = {
     "name": "sequential",

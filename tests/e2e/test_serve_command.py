@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.own_ray]
 
 SLUICE = Path(sys.executable).with_name("sluice")
 BODY = {"model": "local", "prompt": "Hello.", "max_tokens": 3}
-FAST = {"RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.05", "OMP_NUM_THREADS": "1"}
+FAST = {"RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.1", "OMP_NUM_THREADS": "1"}
 
 
 class Serving:
@@ -143,6 +143,7 @@ def _token(it: Serving) -> Path:
     return Path(it.one("raylet").environ()["RAY_AUTH_TOKEN_PATH"])
 
 
+@pytest.mark.release
 def test_the_end_of_ray_ends_all_of_it_in_one_line(tmp_path: Path) -> None:
     with serving(tmp_path, *AS_MODULE) as it:
         shown = it.out

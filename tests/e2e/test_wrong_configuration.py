@@ -9,7 +9,7 @@ import pytest
 from sluice.deploy.local import StartError
 from tests.e2e.conftest import system
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.release]
 
 
 def test_a_replica_that_cannot_run_as_configured_is_not_started_again(tmp_path: Path) -> None:

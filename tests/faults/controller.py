@@ -62,5 +62,5 @@ SCENARIOS = (
         undecided=True,
         quick=False,
     ),
-    Scenario("controller frozen", FLEET, controller_frozen, tidy=True, undecided=True),
+    Scenario("controller frozen", FLEET, controller_frozen, tidy=True, undecided=True, quick=False),
 )

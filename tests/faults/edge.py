@@ -78,10 +78,18 @@ def tls_parts_killed(trial: Trial) -> Callable[[], bool]:
 _STREAMS = Load(output_tokens=(40, 100), plain=0)
 
 SCENARIOS = (
-    Scenario("all replicas killed", FLEET, all_killed, may_fail=True, may_refuse=True),
+    Scenario("all replicas killed", FLEET, all_killed, may_fail=True, may_refuse=True, quick=False),
     Scenario("one of two routers killed", FLEET, router_killed, may_fail=True, forgets=True),
-    Scenario("Serve's controller killed", FLEET, serve_controller_killed),
-    Scenario("HAProxy killed", FLEET, haproxy_killed, _STREAMS, may_fail=True, may_refuse=True),
+    Scenario("Serve's controller killed", FLEET, serve_controller_killed, quick=False),
+    Scenario(
+        "HAProxy killed",
+        FLEET,
+        haproxy_killed,
+        _STREAMS,
+        may_fail=True,
+        may_refuse=True,
+        quick=False,
+    ),
     Scenario(
         "HAProxy and its manager killed",
         FLEET,

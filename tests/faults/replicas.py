@@ -75,7 +75,7 @@ _STREAMS = Load(output_tokens=(60, 120), plain=0)
 _PREFILLS = Load(prompt_tokens=(500, 900), output_tokens=(2, 8))
 
 SCENARIOS = (
-    Scenario("replica killed before first tokens", FLEET, killed, _PREFILLS),
+    Scenario("replica killed before first tokens", FLEET, killed, _PREFILLS, quick=False),
     Scenario("replica killed in mid-stream", FLEET, killed_in_mid_stream, _STREAMS, resumes=True),
     Scenario("two of three replicas killed", FLEET, two_killed, quick=False),
     Scenario("replica frozen and thawed", FLEET, frozen, _STREAMS, resumes=True),

@@ -1,6 +1,6 @@
-"""Nothing is lost, whatever breaks: the scenarios of one fleet in their short form.
+"""Nothing is lost, whatever breaks: a death of each part of one fleet, and a replica that hangs.
 
-The others of the table start systems of their own: ``make test-release`` runs them.
+``make test-release`` runs every scenario of the table.
 """
 
 from __future__ import annotations

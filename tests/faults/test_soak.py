@@ -181,11 +181,9 @@ def test_counters_must_be_what_the_client_counted() -> None:
 # All of it.
 
 
+@pytest.mark.release
 @pytest.mark.ray
-@pytest.mark.parametrize(
-    ("minutes", "options"),
-    [pytest.param(0.1, [], marks=pytest.mark.release), (0.2, ["--faults"])],
-)
+@pytest.mark.parametrize(("minutes", "options"), [(0.1, []), (0.2, ["--faults"])])
 def test_a_short_soak_loses_nothing(
     monkeypatch: pytest.MonkeyPatch, minutes: float, options: list[str]
 ) -> None:

@@ -75,7 +75,9 @@ def _is_idle(trial: Trial, replica_id: str) -> bool:
 
 
 SCENARIOS = (
-    Scenario("replica drained and taken back", FLEET, drained, tidy=True, planned=True),
+    Scenario(
+        "replica drained and taken back", FLEET, drained, tidy=True, planned=True, quick=False
+    ),
     Scenario(
         "three replicas, then one, then three",
         FLEET,
@@ -83,6 +85,7 @@ SCENARIOS = (
         Load(rate=4.0),
         tidy=True,
         planned=True,
+        quick=False,
     ),
     Scenario(
         "replicas and routers replaced by an update",

@@ -460,7 +460,7 @@ SWITCHES = {
 }
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sets(st.sampled_from(sorted(SWITCHES))))
 def test_any_mix_of_options_is_accepted(chosen: set[str]) -> None:
     values: Document = {name: SWITCHES[name] for name in sorted(chosen)}

@@ -21,7 +21,7 @@ from tests.e2e.conftest import wait_until
 from tests.helm.chart import Release, render
 from tests.helm.test_document import DOCUMENT
 
-pytestmark = [pytest.mark.ray, pytest.mark.own_ray]
+pytestmark = [pytest.mark.ray, pytest.mark.own_ray, pytest.mark.release]
 
 KEYS = {kind: f"some-{kind}-key-of-the-tests" for kind in ("api", "admin", "metrics")}
 VALUES = {
@@ -100,7 +100,6 @@ def test_who_has_a_key_is_served(client: httpx.Client) -> None:
         assert set(answers.values()) <= {401, 403}, path
 
 
-@pytest.mark.release
 def test_a_node_taken_out_of_service_hands_over_first(
     cluster: Cluster, client: httpx.Client
 ) -> None:

@@ -150,6 +150,31 @@ class InProcess:
         gc.collect()
 
 
+class Since:
+    """What an engine has done since this was made."""
+
+    def __init__(self, engine: InProcess) -> None:
+        self._engine = engine
+        self._before = engine.table.read().summary
+        self._batches = len(engine.batches())
+
+    def __getitem__(self, counter: str) -> Any:
+        return self._engine.table.read().summary[counter] - self._before[counter]
+
+    def batches(self) -> list[dict[str, Any]]:
+        return self._engine.batches()[self._batches :]
+
+
+def outputs_of_stock(
+    model: Path, directory: Path, requests: Requests, **args: Any
+) -> list[tuple[int, ...]]:
+    """What stock vLLM generates."""
+    engine = InProcess(model, directory, **args)
+    outputs = engine.generate(requests)
+    engine.close()
+    return outputs
+
+
 def params_of(
     name: str, output: int, slo: SLO | None, reasoning_ends: frozenset[int] = frozenset()
 ) -> Any:

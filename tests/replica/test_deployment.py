@@ -31,8 +31,6 @@ from sluice.scheduling.request.objective import SLO
 from tests.e2e.conftest import PATIENT
 from tests.own_ray import own_ray
 
-pytestmark = [pytest.mark.ray, pytest.mark.own_ray]
-
 APP = "replicas"
 CONTROLLER = ControllerConfig.model_validate({**PATIENT, "policy": "round_robin"})
 LIMIT_S = 60.0
@@ -113,6 +111,9 @@ def fresh(snapshot: dict[str, Any] | None) -> set[str]:
     return {entry["replica_id"] for entry in listed if entry["condition"] == "fresh"}
 
 
+@pytest.mark.release
+@pytest.mark.ray
+@pytest.mark.own_ray
 async def test_life_of_a_replica(replicas: Any) -> None:
     client = await asyncio.to_thread(ControllerClient, APP, CONTROLLER, 5.0)
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 from sluice.replica.scheduler.xargs import RequestArgs, to_xargs
-from sluice.replica.vllm.local_model import local_model
 from sluice.scheduling.fleet.prefix import CHUNK_ENDS, NO_PREFIX, TOKEN_UNITS, PromptPrefix
 from sluice.scheduling.request.objective import SLO
 
@@ -20,11 +19,6 @@ pytestmark = pytest.mark.vllm
 BLOCK = 32
 CHUNK = CHUNK_ENDS[0] // TOKEN_UNITS
 SMALL = {"num_gpu_blocks_override": 22, "max_model_len": 600}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return local_model(tmp_path_factory.mktemp("models"), layers=2, hidden=128)
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xa
 from sluice.replica.transfer.offer import Offer, prompt_digest
 from sluice.replica.transfer.wire import Handle
 from sluice.replica.transfer_config import TransferConfig
-from sluice.replica.vllm.local_model import local_model
 from sluice.replica.vllm.setup import transfer_argument
 from sluice.scheduling.batching import POLICIES
 from sluice.scheduling.request.objective import SLO
@@ -181,19 +180,20 @@ ONE = [("deadline_triage", 1), ("fcfs", 1)]
 """Policies with one batch in flight, as on CPUs: the other tests run all of them so."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return local_model(tmp_path_factory.mktemp("models"), layers=2, hidden=128)
-
-
 @pytest.fixture(autouse=True)
 def no_full_collection(monkeypatch):
     """A scheduler collects garbage before its first batch: in this process, all of the tests'."""
     monkeypatch.setattr(gc, "collect", lambda: 0)
 
 
-@pytest.mark.parametrize("blocks", [1000, 40], ids=["roomy", "low-kv"])
-@pytest.mark.parametrize(("policy", "in_flight"), [*((each, 2) for each in POLICIES), *ONE])
+@pytest.mark.parametrize(
+    ("policy", "in_flight", "blocks"),
+    [
+        *((each, 2, 40) for each in POLICIES),
+        *((*each, 1000) for each in ONE),
+        *((*each, 40) for each in ONE),
+    ],
+)
 def test_every_token_comes_once_and_in_order(model, tmp_path, policy, in_flight, blocks):
     scheduler, table = make(model, tmp_path, policy, blocks, in_flight)
     kind = type(scheduler).__name__
@@ -212,7 +212,7 @@ def test_every_token_comes_once_and_in_order(model, tmp_path, policy, in_flight,
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
-@pytest.mark.parametrize("policy", ["deadline_triage", "fcfs", "slidebatching"])
+@pytest.mark.parametrize("policy", ["deadline_triage", "fcfs"])
 def test_evicted_requests_go_on_with_the_next_token(model, tmp_path, policy, in_flight):
     """Best-effort requests hold the KV when promised ones come: those evict them, also while a
     batch with a token of theirs is in flight."""
@@ -275,7 +275,7 @@ class ModelWithTransfers(KnownModel):
 
 @pytest.mark.parametrize("blocks", [1000, 40], ids=["roomy", "low-kv"])
 @pytest.mark.parametrize("in_flight", [1, 2])
-@pytest.mark.parametrize("policy", ["deadline_triage", "fcfs", "slidebatching"])
+@pytest.mark.parametrize("policy", ["deadline_triage", "fcfs"])
 def test_kv_of_other_engines_is_read_when_it_is_there(model, tmp_path, policy, in_flight, blocks):
     from vllm.config import KVTransferConfig
 

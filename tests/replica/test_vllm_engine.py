@@ -1,4 +1,4 @@
-"""The vLLM engine behind the engine contract: one real engine process for the whole file."""
+"""The vLLM engine behind the engine contract: one real engine process for all tests."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import pytest_asyncio
 
-from sluice.replica.config import EngineConfig
 from sluice.replica.engine import (
     EVENT_STREAM,
     MAX_CHUNK_BYTES,
@@ -28,57 +26,27 @@ from sluice.replica.engine import (
 )
 from sluice.replica.scheduler.xargs import SchedulerSettings
 from sluice.replica.vllm.engine import VllmEngine
-from sluice.replica.vllm.local_model import local_model
 from sluice.replica.vllm.setup import parse_arguments, prepare_environment
 from sluice.replica.watchdog import FIRST_STEPS, Watchdog
 from sluice.router.request.prompt_prefix import prefix_of
 from sluice.scheduling.fleet.prefix import HELD_SLOTS, PrefixIndex
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage
-from tests.known_profile import known_profile
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
 MESSAGES = [{"role": "user", "content": "Please write a short story"}]
 PROMPT = "In the morning the river was quiet"
-ARGS = {
-    "max-model-len": 2048,
-    "max-num-batched-tokens": 256,
-    "kv-cache-memory-bytes": 64 << 20,
-    "block-size": 32,
-    # As exact as a comparison of one step with another needs it.
-    "dtype": "float32",
-    "enable-auto-tool-choice": True,
-    "tool-call-parser": "hermes",
-}
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("engine")
-    return EngineConfig(
-        model=str(local_model(directory, layers=2, hidden=128)),
-        served_model_name="small",
-        cache_dir=directory,
-        batch_log=directory / "batches",
-        vllm_args=ARGS,
-        profile_budget_s=3.0,
-        max_prompt_logprobs=1_000,
-    )
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def started(config):
-    engine = VllmEngine(config, "replica-1", 32)
-    info = await engine.start()
-    yield engine, info
-    await engine.stop()
-    await engine.stop()
 
 
 @pytest.fixture
-def engine(started):
-    return started[0]
+def engine(vllm):
+    return vllm.engine
+
+
+@pytest.fixture
+def config(engine):
+    return engine._config
 
 
 def request(request_id, endpoint, slo=None, **body):
@@ -117,8 +85,8 @@ async def until(condition):
             await asyncio.sleep(0.01)
 
 
-async def test_what_is_fixed_about_the_engine(started):
-    _, info = started
+async def test_what_is_fixed_about_the_engine(vllm):
+    info = vllm.info
     assert (info.model, info.policy) == ("small", "deadline_triage")
     assert (info.max_model_tokens, info.max_batch_tokens) == (2048, 256)
     assert info.block_tokens == 32
@@ -193,15 +161,15 @@ async def test_of_several_prompts_and_choices_the_first_is_followed(engine):
     assert tail.output_tokens == 48
 
 
-async def test_a_seed_gives_the_same_text_however_its_prompt_is_cut_into_chunks(engine, config):
+async def test_a_seed_gives_the_same_text_however_its_prompt_is_cut_into_chunks(vllm, engine):
     """The first of them computes its prompt in several batches, the second finds nearly all of it
     in the prefix cache."""
 
     async def text(request_id, **body):
-        prompt = "".join(f"{i} ships came to the {config.served_model_name} " for i in range(150))
+        prompt = "".join(f"{i} ships came to the harbour " for i in range(150))
         asked = request(request_id, "completions", prompt=prompt, max_tokens=24, **body)
         _, (answer,), tail = split(await items(engine, asked))
-        assert tail.prompt_tokens > 3 * ARGS["max-num-batched-tokens"]
+        assert tail.prompt_tokens > 3 * vllm.info.max_batch_tokens
         cached[request_id] = tail.cached_tokens / tail.prompt_tokens
         return json.loads(answer.data)["choices"][0]["text"]
 
@@ -211,8 +179,8 @@ async def test_a_seed_gives_the_same_text_however_its_prompt_is_cut_into_chunks(
     assert await text("cached", **seeded) == chunked
     assert await text("other seed", **{**seeded, "seed": 12}) != chunked
     assert await text("greedy", seed=11) == await text("greedy, no seed") != chunked
-    batches = (config.batch_log / "replica-1.jsonl").read_text().splitlines()
-    ran = [name for line in batches for name, tokens, _ in json.loads(line)["ran"] if tokens > 1]
+    batches = [json.loads(line)["ran"] for line in vllm.batch_log]
+    ran = [name for batch in batches for name, tokens, _ in batch if tokens > 1]
     assert ran.count("chunked") > 3
     assert ran.count("cached") == 1
     assert cached["chunked"] == 0 and 0.8 < cached["cached"] < 1
@@ -462,7 +430,7 @@ async def test_models(engine):
     assert [model["id"] for model in listing["data"]] == ["small"]
 
 
-async def test_many_at_once_all_finish(engine, config):
+async def test_many_at_once_all_finish(vllm, engine):
     requests = [
         request(f"load-{i}", "completions", prompt=PROMPT + f" {i} the" * 20 * i, stream=i % 2 == 0)
         for i in range(24)
@@ -471,8 +439,7 @@ async def test_many_at_once_all_finish(engine, config):
     for response in responses:
         _, chunks, tail = split(response)
         assert sum(chunk.tokens for chunk in chunks) == tail.output_tokens == 12
-    log = (config.batch_log / "replica-1.jsonl").read_text().splitlines()
-    names = [[name for name, _, _ in json.loads(line)["ran"]] for line in log]
+    names = [[name for name, _, _ in json.loads(line)["ran"]] for line in vllm.batch_log]
     most = max(sum(name.startswith("load-") for name in batch) for batch in names)
     assert most >= 8
 
@@ -513,8 +480,8 @@ async def test_a_corrupt_explicit_profile_is_an_error(config, tmp_path):
         await VllmEngine(other, "replica-3", 4).check_health()
 
 
-async def test_an_engine_that_stands_still_is_seen_to_and_answers_when_it_moves(engine, started):
-    dog = Watchdog(engine, started[1], hung_after_s=0.5)
+async def test_an_engine_that_stands_still_is_seen_to_and_answers_when_it_moves(vllm, engine):
+    dog = Watchdog(engine, vllm.info, hung_after_s=0.5)
     dog._first_step = -FIRST_STEPS
     assert engine.waits_since_s() is None
     (core,) = engine._llm.engine_core.resources.engine_manager.processes
@@ -535,26 +502,6 @@ async def test_an_engine_that_stands_still_is_seen_to_and_answers_when_it_moves(
         os.kill(core.pid, signal.SIGCONT)
     await until(lambda: not dog.look())
     dog.stop()
-
-
-async def test_stopping_an_engine_ends_its_requests_with_an_error(config, tmp_path):
-    update = {"latency_profile": known_profile(tmp_path), "batch_log": None, "grammar_check_s": 0}
-    other = VllmEngine(config.model_copy(update=update), "replica-4", 4)
-    await other.start()
-    tasks = [
-        asyncio.create_task(
-            items(other, request(f"cut-{stream}", "completions", stream=stream, max_tokens=1800))
-        )
-        for stream in (False, True)
-    ]
-    try:
-        await until(lambda: sum(other.state().rows["emitted_tokens"] > 3) == 2)
-    finally:
-        await other.stop()
-    for task in tasks:
-        with pytest.raises(EngineDeadError, match="was stopped"):
-            await asyncio.wait_for(task, 120)
-    await asyncio.wait_for(other.drain(), 120)
 
 
 @pytest.mark.parametrize(
@@ -594,24 +541,3 @@ async def test_a_long_answer_comes_in_chunks(engine):
     assert max(len(chunk.data) for chunk in chunks) == MAX_CHUNK_BYTES
     answer = json.loads(b"".join(chunk.data for chunk in chunks))
     assert answer["count"] == len(answer["tokens"]) > len(text) / 8
-
-
-async def test_a_dead_engine_ends_its_requests_with_an_error(engine):
-    """Last in this file: the engine is gone afterwards."""
-    tasks = [
-        asyncio.create_task(
-            items(engine, request(f"lost-{stream}", "completions", stream=stream, max_tokens=1800))
-        )
-        for stream in (False, True)
-    ]
-    await until(lambda: sum(engine.state().rows["emitted_tokens"] > 3) == 2)
-    manager = engine._llm.engine_core.resources.engine_manager
-    for process in manager.processes:
-        process.kill()
-    for task in tasks:
-        with pytest.raises(EngineDeadError):
-            await asyncio.wait_for(task, 120)
-    with pytest.raises(EngineDeadError):
-        await engine.check_health()
-    with pytest.raises(EngineDeadError):
-        await items(engine, request("late", "chat"))

@@ -7,57 +7,27 @@ import json
 import re
 
 import pytest
-import pytest_asyncio
 
-from sluice.replica.config import EngineConfig
 from sluice.replica.engine import EngineRequest, ResponseHead, ResponseTail
-from sluice.replica.vllm.engine import VllmEngine
-from sluice.replica.vllm.local_model import local_model
 from sluice.scheduling.request.objective import SLO
-from tests.known_profile import known_profile
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
 LOOPS = 'a ::= [a-z]* b\nb ::= [a-z]* a | ""\n'
 POISON = "root ::= " + " ".join(['(a|b|"")'] * 500) + "\n" + LOOPS
 """4.5 KB. Each letter can be read in thousands of ways."""
 
-ARGS = {
-    "max-model-len": 512,
-    "max-num-batched-tokens": 256,
-    "kv-cache-memory-bytes": 32 << 20,
-    "enable-auto-tool-choice": True,
-    "tool-call-parser": "hermes",
-}
+
+@pytest.fixture
+def engine(vllm):
+    return vllm.engine
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("engine")
-    return EngineConfig(
-        model=str(local_model(directory, layers=2, hidden=128)),
-        served_model_name="small",
-        cache_dir=directory,
-        vllm_args=ARGS,
-        latency_profile=known_profile(directory),
-    )
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(config):
-    engine = VllmEngine(config, "checked", 32)
-    await engine.start()
-    yield engine
-    await engine.stop()
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def unchecked(config):
-    update = {"grammar_check_s": 0.0}
-    engine = VllmEngine(config.model_copy(update=update), "unchecked", 32)
-    await engine.start()
-    yield engine
-    await engine.stop()
+@pytest.fixture
+def unchecked(engine, monkeypatch):
+    """The same one, where nothing is tried before."""
+    monkeypatch.setattr(engine._llm, "grammars", None)
+    return engine
 
 
 async def answer(engine, name, **body):

@@ -20,7 +20,7 @@ from sluice.simulation.workload import Arrival
 from tests.known_profile import known_profile
 from tests.simulation.loads import of
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.release]
 
 NGRAMS = {
     "method": "ngram",

@@ -299,7 +299,7 @@ async def test_an_aborted_hand_over_leaves_nothing(engines):
 
 
 async def test_a_prefill_replica_that_died_costs_the_prompt_only(engines):
-    """The last test: it ends the first engine."""
+    """It ends the first engine."""
     asked = request("killed", prompt=words(120, 12))
     whole = content(await items(engines[0], replace(asked, request_id="whole")))
     handoff = await prefill(engines[0], asked)
@@ -311,3 +311,22 @@ async def test_a_prefill_replica_that_died_costs_the_prompt_only(engines):
     assert counts(engines[1])["transfer_failures"] == before["transfer_failures"] + 1
     with pytest.raises(EngineDeadError):
         await prefill(engines[0], replace(asked, request_id="dead"))
+
+
+async def test_stopping_an_engine_ends_its_requests_with_an_error(engines):
+    """The last test: it ends the second engine."""
+    (_, engine) = engines
+    tasks = [
+        asyncio.create_task(
+            items(engine, request(f"cut-{stream}", stream=stream, max_tokens=800, prompt=words(5)))
+        )
+        for stream in (False, True)
+    ]
+    async with asyncio.timeout(120):
+        while sum(engine.state().rows["emitted_tokens"] > 3) < 2:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.01)
+    await engine.stop()
+    for task in tasks:
+        with pytest.raises(EngineDeadError, match="was stopped"):
+            await asyncio.wait_for(task, 120)
+    await asyncio.wait_for(engine.drain(), 120)

@@ -10,13 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from sluice.replica.vllm.local_model import local_model
 from sluice.scheduling.batching import POLICIES, BatchPolicy
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage
 
-from .in_process import InProcess, mixed_requests
+from .in_process import InProcess, Since, mixed_requests
 
 pytestmark = pytest.mark.vllm
 
@@ -24,6 +23,7 @@ LOW_KV = {
     "num_gpu_blocks_override": 22,
     "max_model_len": 600,
     "enable_prefix_caching": False,
+    "max_num_batched_tokens": 64,
 }
 
 
@@ -52,32 +52,36 @@ class PlansNothing(BatchPolicy):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return local_model(tmp_path_factory.mktemp("models"), layers=2, hidden=128)
+def engines(model, tmp_path_factory):
+    """Starts an engine with these arguments, unless it runs: one at a time."""
+    running = {}
 
+    def start(**args):
+        if running.get("args") != args:
+            close()
+            engine = InProcess(model, tmp_path_factory.mktemp("engine"), "fcfs", **args)
+            running.update(args=args, engine=engine)
+        return running["engine"]
 
-@pytest.fixture(scope="module")
-def stock(model, tmp_path_factory):
-    """Output of stock vLLM, with room for everything."""
-    engine = InProcess(model, tmp_path_factory.mktemp("stock"))
-    outputs = engine.generate(mixed_requests(24))
-    engine.close()
-    assert len(set(outputs)) > 20
-    return outputs
+    def close():
+        if running:
+            running["engine"].close()
+            running.clear()
+
+    yield start
+    close()
 
 
 @pytest.fixture
-def run(model, tmp_path):
-    """Start an engine with a policy; freed after the test."""
-    engines = []
+def run(engines):
+    """An engine with a policy, and what it does from now on."""
 
-    def start(policy, options=None, **args):
-        engines.append(InProcess(model, tmp_path, policy, options, **args))
-        return engines[-1]
+    def start(policy, **args):
+        engine = engines(**args)
+        engine.use(policy)
+        return engine, Since(engine)
 
-    yield start
-    for engine in engines:
-        engine.close()
+    return start
 
 
 STAGES = Stage(9.0, 0.9, tokens=3), Stage(8.0, 0.8), Stage(7.0, 0.7)
@@ -90,6 +94,23 @@ def staged(requests):
         (prompt, output, slo if i % 4 else SLO.of_stages(STAGES, service_class=str(i)))
         for i, (prompt, output, slo) in enumerate(requests)
     ]
+
+
+def test_an_empty_plan_falls_back_to_stock_and_is_counted(run, stock, monkeypatch):
+    monkeypatch.setitem(POLICIES.own, PlansNothing.name, PlansNothing)
+    engine, since = run(PlansNothing.name)
+    assert engine.generate(mixed_requests(24)) == stock
+    assert since["plan_mismatches"] == since["steps"] > 0
+
+
+def test_a_prefix_in_the_cache_is_not_computed_again(run):
+    engine, since = run("slidebatching")
+    requests = [(list(range(300, 700)), 4, SLO())]
+    first = engine.generate(requests)
+    assert engine.generate(requests) == first
+    computed = [sum(tokens for _, tokens, _ in batch["ran"]) for batch in since.batches()]
+    assert computed[0] == 400
+    assert sum(computed[1:]) < 100
 
 
 @pytest.mark.parametrize("args", [{}, LOW_KV], ids=["roomy", "low-kv"])
@@ -107,12 +128,13 @@ def test_greedy_output_equals_stock_under_random_deferral(run, stock, monkeypatc
             super().fill(batch, queue, now_s, latency)
 
     monkeypatch.setitem(POLICIES.own, Watched.name, Watched)
-    engine = run(Watched.name, **args)
+    engine, since = run(Watched.name, **args)
     requests = mixed_requests(24)
     last = stock[4][6]
     engine.reasoning_ends = frozenset({last})
     assert engine.generate(staged(requests)) == stock
-    batches = engine.batches()
+    engine.reasoning_ends = frozenset()
+    batches = since.batches()
     deferred = [batch for batch in batches if len(batch["ran"]) < batch["live"]]
     assert len(deferred) > len(batches) // 2
 
@@ -129,38 +151,19 @@ def test_greedy_output_equals_stock_under_random_deferral(run, stock, monkeypatc
 
 
 def test_every_planned_token_is_run_and_no_other(run):
-    engine = run("sarathi", enable_prefix_caching=False, max_num_batched_tokens=64)
+    engine, since = run("sarathi", **LOW_KV)
     engine.generate(mixed_requests(24))
-    batches = engine.batches()
-    for batch in batches:
+    for batch in since.batches():
         ran = {name: tokens for name, tokens, _ in batch["ran"]}
         assert dict(map(tuple, batch["plan"])) == ran
         assert sum(ran.values()) <= 64
-    assert engine.table.read().summary["plan_mismatches"] == 0
+    assert since["plan_mismatches"] == 0
 
 
-def test_an_empty_plan_falls_back_to_stock_and_is_counted(run, stock, monkeypatch):
-    monkeypatch.setitem(POLICIES.own, PlansNothing.name, PlansNothing)
-    engine = run(PlansNothing.name)
-    assert engine.generate(mixed_requests(24)) == stock
-    summary = engine.table.read().summary
-    assert summary["plan_mismatches"] == summary["steps"] > 0
-
-
-def test_a_prefix_in_the_cache_is_not_computed_again(run):
-    engine = run("slidebatching")
-    requests = [(list(range(300, 700)), 4, SLO())]
-    first = engine.generate(requests)
-    assert engine.generate(requests) == first
-    computed = [sum(tokens for _, tokens, _ in batch["ran"]) for batch in engine.batches()]
-    assert computed[0] == 400
-    assert sum(computed[1:]) < 100
-
-
-def last_prefill_batches(engine, lengths):
+def last_prefill_batches(batches, lengths):
     """For each request, the number of the batch that ends its prefill."""
     done = {}
-    for number, batch in enumerate(engine.batches()):
+    for number, batch in enumerate(batches):
         for name, tokens, computed in batch["ran"]:
             if computed + tokens >= lengths[name]:
                 done.setdefault(name, number)
@@ -180,12 +183,12 @@ def test_a_tight_deadline_passes_long_prefills(run):
     ]
     not_after = {}
     for policy in ("fcfs", "fairbatching", "slidebatching"):
-        engine = run(policy, enable_prefix_caching=False, max_num_batched_tokens=256)
+        engine, since = run(policy, enable_prefix_caching=False, max_num_batched_tokens=256)
         engine.table.set_model(LinearLatency(a=0.05, b=0.002))
         engine.generate(requests)
-        done = last_prefill_batches(engine, lengths)
+        done = last_prefill_batches(since.batches(), lengths)
         not_after[policy] = sum(done[name] <= done["6"] for name in lengths if name != "6")
-        for batch in engine.batches():
+        for batch in since.batches():
             assert sum(tokens for _, tokens, _ in batch["ran"]) <= 256
     assert not_after == {"fcfs": 6, "fairbatching": 0, "slidebatching": 0}
 

@@ -13,7 +13,6 @@ import pytest
 
 from sluice.replica.scheduler.speculation import BY_BATCH_SIZE, with_all_lengths
 from sluice.replica.scheduler.xargs import RequestArgs, to_xargs
-from sluice.replica.vllm.local_model import local_model
 from sluice.scheduling.batching import POLICIES, BatchPolicy
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.latency.speculation import AdaptiveLengths, Speculation
@@ -39,7 +38,7 @@ ARGS = {
     "max_model_len": 1024,
     "max_num_batched_tokens": 128,
 }
-MANY, FEW = 20, 10
+MANY, FEW = 20, 5
 TIERS = {"tight": (0.6, 96), "middle": (1.2, 76), "loose": (6.0, 60)}
 """TPOT of a service class, seconds, and output tokens of its requests."""
 DIGITS = r"\{\"numbers\": \[\d(, \d){12,30}\]\}"
@@ -118,11 +117,6 @@ def structured(engine, count):
     prompts = [f"list {number} numbers: 1, 2, 3, 1, 2, 3, 1, 2, 3" for number in range(count)]
     outputs = engine.llm.generate(prompts, params, use_tqdm=False)
     return [(output.outputs[0].text, output.outputs[0].finish_reason) for output in outputs]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return local_model(tmp_path_factory.mktemp("models"), layers=2, hidden=128)
 
 
 @pytest.fixture(scope="module")
@@ -299,6 +293,7 @@ def as_predicted(ngrams, monkeypatch):
     return clock
 
 
+@pytest.mark.release
 def test_drafts_that_are_wrong_are_hardly_checked_any_more(ngrams, as_predicted):
     """On an engine that takes 0.4 s for a step, and 40 ms for each token.
 
@@ -361,6 +356,7 @@ def test_lengths_follow_the_tiers_while_a_prompt_waits(ngrams, as_predicted):
     )
 
 
+@pytest.mark.release
 def test_a_drafting_model_drafts_as_much_as_is_checked(model, stock, tmp_path):
     """The model as its own draft is always right, so what it drafts is what the plan asks for."""
     config = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}

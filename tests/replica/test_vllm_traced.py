@@ -19,7 +19,7 @@ from tests.otlp_collector import collector
 from tests.replica.controller_side import MirrorOfOne
 from tests.replica.waiting import until
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.release]
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 CONTEXT = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}

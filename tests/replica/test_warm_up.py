@@ -7,9 +7,7 @@ import json
 from collections.abc import AsyncIterator
 
 import pytest
-import pytest_asyncio
 
-from sluice.replica.config import EngineConfig
 from sluice.replica.engine import (
     EngineDeadError,
     EngineRequest,
@@ -18,7 +16,6 @@ from sluice.replica.engine import (
     ResponseItem,
 )
 from sluice.replica.profiling.warm_up import SAMPLING_FEATURES, STRUCTURED_FEATURES, warm_up
-from sluice.replica.vllm.local_model import local_model
 from sluice.scheduling.request.objective import SLO
 
 MESSAGES = [{"role": "user", "content": "Please write a short story"}]
@@ -33,30 +30,6 @@ CHAT_FEATURES = {
 }
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(tmp_path_factory):
-    from sluice.replica.vllm.engine import VllmEngine
-
-    directory = tmp_path_factory.mktemp("engine")
-    config = EngineConfig(
-        model=str(local_model(directory, layers=2, hidden=128)),
-        served_model_name="small",
-        cache_dir=directory,
-        batch_log=directory / "batches",
-        vllm_args={
-            "max-model-len": 512,
-            "max-num-batched-tokens": 256,
-            "kv-cache-memory-bytes": 64 << 20,
-            "worker-cls": "tests.replica.compiling.CompilingWorker",
-        },
-        profile_budget_s=1.0,
-    )
-    engine = VllmEngine(config, "replica-1", 64)
-    await engine.start()
-    yield engine
-    await engine.stop()
-
-
 async def use(engine, endpoint, name, fields, tokens):
     prompt = {"messages": MESSAGES} if endpoint == "chat" else {"prompt": "The river was quiet"}
     body = {"model": "small", "temperature": 0, "ignore_eos": True, "max_tokens": tokens} | prompt
@@ -67,9 +40,9 @@ async def use(engine, endpoint, name, fields, tokens):
 
 
 @pytest.mark.vllm
-@pytest.mark.asyncio(loop_scope="module")
-async def test_the_first_use_of_no_feature_compiles_anything(engine):
-    before = await engine._llm.collective_rpc("compilations")
+@pytest.mark.asyncio(loop_scope="session")
+async def test_the_first_use_of_no_feature_compiles_anything(vllm):
+    engine, before = vllm.engine, [vllm.compiled]
     # The ranks of log probabilities, which only their first use compiles.
     assert before[0][0] >= 1
     uses = [("chat", name, fields) for name, fields in CHAT_FEATURES.items()]
@@ -86,10 +59,9 @@ async def test_the_first_use_of_no_feature_compiles_anything(engine):
 
 
 @pytest.mark.vllm
-@pytest.mark.asyncio(loop_scope="module")
-async def test_the_steps_of_the_first_uses_teach_the_latency_model_nothing(engine, tmp_path):
-    lines = (engine._config.batch_log / "replica-1.jsonl").read_text().splitlines()
-    names = [[name for name, _, _ in json.loads(line)["ran"]] for line in lines]
+@pytest.mark.asyncio(loop_scope="session")
+async def test_the_steps_of_the_first_uses_teach_the_latency_model_nothing(vllm):
+    names = [[name for name, _, _ in json.loads(line)["ran"]] for line in vllm.batch_log]
     used = [names_ for names_ in names if any(name.startswith("warm-up-") for name in names_)]
     both = {len(set(names_)) for names_ in used}
     # Batches of one request, of two, and of all features at once.
@@ -97,7 +69,7 @@ async def test_the_steps_of_the_first_uses_teach_the_latency_model_nothing(engin
     assert max(both) > len(STRUCTURED_FEATURES)
     profiled = next(at for at, batch in enumerate(names) if batch[0].startswith("profile-"))
     assert all(name.startswith("warm-up-") for batch in names[:profiled] for name in batch)
-    assert len(engine._table.samples()) <= len(names) - len(used)
+    assert len(vllm.engine._table.samples()) <= len(names) - len(used)
 
 
 @pytest.mark.vllm

@@ -209,7 +209,7 @@ def poisson(rate: float, seconds: float, seed: int) -> Workload:
     return Workload("poisson", arrivals)
 
 
-@pytest.mark.parametrize("rate", [10.0, 12.0, 14.0, 18.0])
+@pytest.mark.parametrize("rate", [10.0, 18.0])
 def test_four_fifths_of_those_who_come_when_told_to_are_promised(rate: float) -> None:
     """All come again, up to ten times; at the highest rate more come than can be promised."""
     requests = simulated(rate)

@@ -17,7 +17,6 @@ import pytest_asyncio
 import sluice.replica.preemption.variant  # noqa: F401 - it registers itself
 from sluice.replica.config import EngineConfig
 from sluice.replica.engine import EngineDeadError, EngineRequest, ResponseChunk, ResponseTail
-from sluice.replica.preemption.support import check_preemption
 from sluice.replica.scheduler.xargs import SchedulerSettings
 from sluice.replica.transfer.client import fetch
 from sluice.replica.transfer.offer import Offer
@@ -25,7 +24,6 @@ from sluice.replica.transfer_config import TransferConfig
 from sluice.replica.vllm.engine import VllmEngine
 from sluice.replica.vllm.local_model import local_model
 from sluice.replica.vllm.setup import parse_arguments
-from sluice.replica.vllm.support import UnsupportedVllmError
 from sluice.scheduling.request.objective import SLO
 from tests.known_profile import known_profile
 from tests.replica.waiting import until
@@ -205,6 +203,9 @@ REFUSED = [
 
 @pytest.mark.parametrize(("path", "value", "reason"), REFUSED, ids=[each[0] for each in REFUSED])
 async def test_what_is_not_supported_is_refused_at_start(vllm_config, path, value, reason):
+    from sluice.replica.preemption.support import check_preemption
+    from sluice.replica.vllm.support import UnsupportedVllmError
+
     check_preemption(vllm_config)
     owner, _, name = path.rpartition(".")
     target = getattr(vllm_config, owner) if owner else vllm_config
@@ -215,6 +216,9 @@ async def test_what_is_not_supported_is_refused_at_start(vllm_config, path, valu
 
 @pytest.mark.parametrize("version", ["0.28.1", "0.33.0", "dev"])
 async def test_other_versions_are_refused(vllm_config, version):
+    from sluice.replica.preemption.support import check_preemption
+    from sluice.replica.vllm.support import UnsupportedVllmError
+
     with pytest.raises(UnsupportedVllmError, match=r"supported are 0\.29 to 0\.32"):
         check_preemption(vllm_config, version)
 
@@ -222,6 +226,9 @@ async def test_other_versions_are_refused(vllm_config, version):
 async def test_missing_names_are_told(vllm_config, monkeypatch):
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from sluice.replica.preemption.support import check_preemption
+    from sluice.replica.vllm.support import UnsupportedVllmError
 
     monkeypatch.delattr(GPUModelRunner, "_model_forward")
     monkeypatch.setattr(KVCacheManager, "allocate_slots", lambda self, request: None)
@@ -232,6 +239,9 @@ async def test_missing_names_are_told(vllm_config, monkeypatch):
 
 
 async def test_a_missing_module_is_told(vllm_config, monkeypatch):
+    from sluice.replica.preemption.support import check_preemption
+    from sluice.replica.vllm.support import UnsupportedVllmError
+
     monkeypatch.delitem(sys.modules, "sluice.replica.preemption.names", raising=False)
     monkeypatch.setitem(sys.modules, "vllm.v1.cudagraph_dispatcher", None)
     with pytest.raises(UnsupportedVllmError, match=r"lacks .*vllm\.v1\.cudagraph_dispatcher"):

@@ -193,6 +193,7 @@ def test_a_prefill_without_room_stops_nobody(engine):
         assert results[work.name].tokens == expected[work.name].tokens
 
 
+@pytest.mark.release
 def test_the_benchmark_compares_with_stock_vllm(engine, tmp_path):
     """A stop in each run, unless the short prompt came too late for one; and the same tokens on
     both engines, whatever preempts."""

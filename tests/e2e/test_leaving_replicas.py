@@ -1,0 +1,206 @@
+"""A replica stops while a promised request waits there, and another one keeps the promise; then an
+operator drains replicas."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import ray
+
+from tests import injuries
+from tests.documents import ROOT, marked, shell
+from tests.e2e.conftest import System, system, wait_until
+
+pytestmark = pytest.mark.ray
+
+KEY = "admin-key-of-the-drain-test"
+DOCUMENT = ROOT / "docs" / "page.md"
+BODY = {"model": "sim", "prompt": "one", "max_tokens": 2}
+PREFILL_S = 3.0
+FIELDS = {
+    "name": "leaving",
+    "engine": {
+        "kind": "simulated",
+        "model": "sim",
+        "simulated": {"step_s": 0.01, "token_s": PREFILL_S / 300, "context_token_s": 0.0},
+    },
+    "replica": {"count": 2, "num_cpus": 0.1},
+    # A silent replica is silent in earnest, however busy the machine is.
+    "controller": {"aged_after_s": 4, "stale_after_s": 60, "forget_after_s": 100},
+    # What looks for replicas that hang does not come first.
+    "router": {
+        "replicas": 1,
+        "stall_after_s": 3_600,
+        "decision_timeout_s": 10,
+        "admin": {"keys": [KEY]},
+    },
+}
+PROMISED = {
+    "model": "sim",
+    "prompt": list(range(300)),
+    "max_tokens": 3,
+    "stream": True,
+    "slo": {"ttft_ms": 25_000, "tpot_ms": 5_000},
+}
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[System]:
+    with system(FIELDS) as running:
+        wait_until(lambda: len(running.snapshot()["replicas"]) == 2, "both have reported")
+        yield running
+
+
+def admin(serving: System, method: str, path: str, key: str = KEY) -> httpx.Response:
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.request(method, f"{serving.url}/admin/v1/{path}", headers=headers, timeout=120)
+
+
+def served_by(serving: System, count: int) -> set[str]:
+    """The replicas of so many requests, one after the other."""
+    answers = [
+        httpx.post(f"{serving.url}/v1/completions", json=BODY, timeout=120) for _ in range(count)
+    ]
+    assert {answer.status_code for answer in answers} == {200}
+    return {answer.headers["x-sluice-replica"] for answer in answers}
+
+
+def drains(serving: System) -> dict[str, Any]:
+    """Who drains each replica, as the controller says; nothing while it is away."""
+    answer = admin(serving, "GET", "fleet")
+    rows = answer.json()["replicas"] if answer.status_code == 200 else []
+    return {row["replica_id"]: row["drain"] for row in rows}
+
+
+def test_a_promised_request_leaves_a_replica_that_stopped(serving: System) -> None:
+    answers: list[httpx.Response] = []
+    asked = threading.Thread(target=lambda: answers.append(_ask(serving)))
+    asked.start()
+    wait_until(lambda: _busy(serving) != [], "a replica has it")
+    (victim,) = _busy(serving)
+    (placed,) = _log(serving)
+    assert (placed["replica_id"], placed["tier"]) == (victim, "guaranteed"), placed["why"]
+    with injuries.replica(victim).frozen():
+        asked.join(timeout=120)
+    (answer,) = answers
+    assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
+    assert answer.text.count('"text"') == PROMISED["max_tokens"], "no token comes twice"
+    assert answer.headers["x-sluice-admission"] == "guaranteed"
+    assert answer.headers["x-sluice-replica"] != victim
+    _check_counted(serving, victim, answer.headers["x-sluice-request-id"])
+
+
+def _ask(serving: System) -> httpx.Response:
+    return httpx.post(f"{serving.url}/v1/completions", json=PROMISED, timeout=120)
+
+
+def _log(serving: System) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = ray.get(serving.observer().decisions.remote(10), timeout=120)
+    return found
+
+
+def _busy(serving: System) -> list[str]:
+    return [
+        each["replica_id"]
+        for each in serving.snapshot()["replicas"]
+        if each["waiting"] + each["running"]
+    ]
+
+
+def _check_counted(serving: System, victim: str, request_id: str) -> None:
+    """It moved once, its promise was kept, and the log of decisions says so."""
+
+    def told() -> dict[str, Any]:
+        found: dict[str, Any] = serving.snapshot()["calibration"]
+        return found
+
+    wait_until(lambda: told()["promised"] == 1, "its end is known", show=told)
+    assert (told()["kept"], told()["moved"], told()["moved_kept"]) == (1, 1, 1)
+    page = httpx.get(f"{serving.url}/metrics", timeout=120).text
+    lines = [line for line in page.splitlines() if line.startswith("sluice_promises_moved_total")]
+    assert [float(line.rsplit(" ", 1)[1]) for line in lines] == [1.0], lines
+    assert 'outcome="kept"' in lines[0]
+    moved, first = _log(serving)
+    assert moved["request_id"] == first["request_id"] == request_id
+    assert (first["replica_id"], first["tried_again"]) == (victim, True)
+    assert moved["moved_from"] == victim and victim in moved["why"]
+    assert moved["ended"]["attained"] is True
+
+
+def test_a_drained_replica_gets_nothing_until_it_is_taken_back(serving: System) -> None:
+    wait_until(lambda: serving.live() == 0, "nothing is left of the test before")
+    drained, other = sorted(drains(serving))
+    assert admin(serving, "POST", f"replicas/{drained}/drain", "user").status_code == 401
+    told = admin(serving, "POST", f"replicas/{drained}/drain").json()
+    assert told["draining"] and told["left"] == 0
+    assert served_by(serving, 10) == {other}
+
+    # Neither does Serve's own choice send there while the controller is away, nor a new
+    # controller, which the replica tells.
+    before = serving.snapshot()["epoch"]
+    ray.kill(serving.controller(), no_restart=False)
+    assert served_by(serving, 20) == {other}
+    wait_until(
+        lambda: drains(serving) == {drained: "operator", other: None},
+        "the new controller knows",
+        show=lambda: drains(serving),
+    )
+    assert serving.snapshot()["epoch"] != before
+    assert served_by(serving, 10) == {other}
+
+    wanted, found = "", []
+
+    def decided() -> bool:
+        nonlocal wanted, found
+        last = httpx.post(f"{serving.url}/v1/completions", json=BODY, timeout=120)
+        wanted = last.headers["x-sluice-request-id"]
+        found = admin(serving, "GET", f"decisions?request_id={wanted}").json()["decisions"]
+        return bool(found)
+
+    wait_until(decided, "the controller answers in time")
+    assert [(each["replica_id"], each["candidates"]) for each in found] == [(other, 1)]
+
+    assert not admin(serving, "DELETE", f"replicas/{drained}/drain").json()["draining"]
+    wait_until(lambda: drained in served_by(serving, 5), "it gets requests again")
+
+    # With all of them drained nothing is well, and each answer says why.
+    assert admin(serving, "POST", f"replicas/{drained}/drain").json()["draining"]
+    refused = admin(serving, "POST", f"replicas/{other}/drain")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "last_replica")
+    assert admin(serving, "POST", f"replicas/{other}/drain?force=true").json()["draining"]
+    for path, body in (("/health", None), ("/v1/completions", BODY)):
+
+        def unserved(path: str = path, body: Any = body) -> bool:
+            method = "GET" if body is None else "POST"
+            answer = httpx.request(method, f"{serving.url}{path}", json=body, timeout=120)
+            if answer.status_code == 200:  # the router has not heard of it yet
+                return False
+            assert answer.status_code == 503
+            assert "drained" in answer.json()["error"]["message"]
+            return True
+
+        wait_until(unserved, f"{path} says that all are drained")
+    assert httpx.get(f"{serving.url}/-/healthz", timeout=120).status_code == 200
+    assert httpx.get(f"{serving.url}/v1/models", timeout=120).json()["data"]
+    for name in (drained, other):
+        assert not admin(serving, "DELETE", f"replicas/{name}/drain").json()["draining"]
+
+    def well() -> bool:
+        return httpx.get(f"{serving.url}/health", timeout=120).json() == {"status": "ok"}
+
+    wait_until(well, "it is healthy again")
+    values = {"SLUICE_ADMIN_KEY": KEY, "REQUEST_ID": wanted, "REPLICA": drained}
+    for command in [
+        line for block in marked(DOCUMENT, "run: admin") for line in block.splitlines()
+    ]:
+        set_ = " ".join(f"{name}={value}" for name, value in values.items())
+        told = shell(f"{set_}\n{command.replace('http://127.0.0.1:8000', serving.url)}")
+        assert "error" not in json.loads(told), command
+    assert set(drains(serving).values()) == {None}, "drained and taken back"
+    page = httpx.get(f"{serving.url}/ui", timeout=120)
+    assert page.status_code == 200 and "Sluice" in page.text
