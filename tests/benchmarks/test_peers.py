@@ -101,7 +101,7 @@ def test_traces_of_a_folder_are_patterns_without_their_longest_requests(tmp_path
     (tmp_path / "azure.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
     found = recorded(tmp_path, 4_000)["azure"].trace
     assert found is not None and len(found) == 39
-    assert "10 over 4000 tokens left out" in found.description
+    assert "Left out 10 over 4000 tokens" in found.description
     with pytest.raises(TraceError, match="no two requests of at most 50 tokens"):
         recorded(tmp_path, 50)
 

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from sluice.benchmarks.live.client import Body, End, Json, LoadError, replay, stream_body
+from sluice.benchmarks.live.loads import fitting, trace_files
 from sluice.router.config import ServiceClass
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.workload import Arrival, Workload, stretched, thinned, window
@@ -101,26 +102,27 @@ class Pattern(NamedTuple):
         Raises:
             LoadError: none arrives in that time.
         """
-        found = self._recorded(rate, seconds, seed) if self.trace is not None else None
-        if found is None:
-            chance = np.random.default_rng(seed)
-            times = self.arrivals(rate).times(round(2 * rate * seconds) + 100, chance).tolist()
-            arrivals = tuple(
-                each._replace(arrival_s=time_s)
-                for time_s, each in zip(times, generated(seed), strict=False)
-                if time_s < seconds
-            )
-            found = Workload(self.name, arrivals, SHARED_TOKENS)
+        make = self._generated if self.trace is None else self._recorded
+        found = make(rate, seconds, seed)
         if not len(found):
             raise LoadError(
                 f"{self.name}: no request arrives in {seconds:g} s at {rate:.3g} requests/s: take "
                 "more --seconds"
             )
         stated = tuple(
-            each._replace(slo=slos[each.task or kind_of(each.prompt_tokens)])
+            each._replace(
+                slo=slos[each.task if each.task in KINDS else kind_of(each.prompt_tokens)]
+            )
             for each in found.arrivals
         )
         return changed(found, arrivals=stated)
+
+    def _generated(self, rate: float, seconds: float, seed: int) -> Workload:
+        chance = np.random.default_rng(seed)
+        times = self.arrivals(rate).times(round(2 * rate * seconds) + 100, chance)
+        pairs = zip(times[times < seconds].tolist(), generated(seed), strict=False)
+        arrivals = tuple(each._replace(arrival_s=time_s) for time_s, each in pairs)
+        return Workload(self.name, arrivals, SHARED_TOKENS)
 
     def _recorded(self, rate: float, seconds: float, seed: int) -> Workload:
         trace = self.trace
@@ -163,20 +165,11 @@ def recorded(folder: Path, most_tokens: int) -> dict[str, Pattern]:
         TraceError: a trace cannot be read, the folder has none, or all requests are too long.
     """
     found = {}
-    for path in sorted(each for each in folder.iterdir() if each.suffix in (".csv", ".jsonl")):
-        trace = load(path)
-        kept = tuple(
-            each._replace(task="")
-            for each in trace.arrivals
-            if each.prompt_tokens + each.output_tokens <= most_tokens
-        )
-        if len(kept) < 2:
+    for path in trace_files(folder):
+        trace = fitting(load(path), most_tokens)
+        if len(trace) < 2:
             raise TraceError(f"{path}: has no two requests of at most {most_tokens} tokens")
-        words = f"{trace.description} {len(trace) - len(kept)} over {most_tokens} tokens left out."
-        trace = changed(trace, arrivals=kept, description=words)
         found[trace.name] = Pattern(trace.name, trace=trace)
-    if not found:
-        raise TraceError(f"{folder}: has no .csv or .jsonl file")
     return found
 
 

@@ -13,6 +13,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Final, NamedTuple
 
+import psutil
+
 from sluice.benchmarks.live.client import Json
 from sluice.benchmarks.live.gateway.engine import MODEL
 from sluice.benchmarks.live.processes import VLLM_ENVIRONMENT, vllm_command
@@ -106,10 +108,12 @@ def _stock(policy: str, more: Json, setting: Setting) -> Start:
 
 
 def _pin(roots: Mapping[int, str]) -> None:
-    """Pin the engines below these processes to a core each, as Sluice pins its own."""
+    """Pin the engines below these processes to a core each, as Sluice pins its own: the process of
+    each that has no other below it, which computes."""
     cores = sorted(os.sched_getaffinity(0))
     found = [pid for pid, each in processes(roots).items() if each.kind == CORES]
-    for number, pid in enumerate(found):
+    parents = {psutil.Process(pid).ppid() for pid in found}
+    for number, pid in enumerate(pid for pid in found if pid not in parents):
         os.sched_setaffinity(pid, {cores[number % len(cores)]})
 
 
@@ -124,7 +128,14 @@ def _serve_llm(prefix_aware: bool, setting: Setting) -> Start:
         options = ("--replicas", str(setting.replicas), "--vllm", str(file))
         return serve_llm(bench, port, *options)
 
-    return served("ray-serve-llm", server_on)
+    @contextmanager
+    def start(bench: Bench) -> Iterator[System]:
+        with served("ray-serve-llm", server_on)(bench) as system:
+            if not setting.gpus:
+                _pin(system.processes)
+            yield system
+
+    return start
 
 
 def _sluice(engine: Json, controller: Json, setting: Setting) -> Start:
