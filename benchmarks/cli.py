@@ -17,6 +17,7 @@ from sluice.benchmarks.experiments.grid import Experiment, Plan, Scale, measured
 from sluice.benchmarks.experiments.tables import Row
 from sluice.benchmarks.live.gateway.command import gateway
 from sluice.benchmarks.live.overload import overload
+from sluice.benchmarks.live.peers.command import peers
 from sluice.benchmarks.live.promises import with_real
 from sluice.benchmarks.live.replay import replay
 from sluice.benchmarks.micro.decision import decision
@@ -49,7 +50,7 @@ def list_experiments() -> None:
     print_table(table)
 
 
-for _command in (planning, decision, gateway, overload, replay):
+for _command in (planning, decision, gateway, overload, peers, replay):
     bench.add_command(_command)
 
 

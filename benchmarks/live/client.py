@@ -11,8 +11,9 @@ import enum
 import re
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from math import inf
 from typing import Any
 
@@ -28,7 +29,7 @@ from sluice.benchmarks.live.answers import (
 )
 from sluice.router import wire
 from sluice.scheduling.request.objective import SLO
-from sluice.scheduling.request.tpot import TPOTMeter
+from sluice.scheduling.request.tpot import TPOTAnchor, TPOTMeter
 from sluice.simulation.workload import Arrival, Workload
 
 GRACE_S = 300.0
@@ -37,6 +38,11 @@ GRACE_S = 300.0
 _CHARACTERS_PER_TOKEN = 4
 _ERROR_CODE = re.compile(rb'"error": ?\{.*?"code": ?"?([a-z_0-9]+)', re.DOTALL)
 _ERROR_BYTES = 2048
+
+
+class LoadError(RuntimeError):
+    """A load without the answers that its figures need; the message says what is missing."""
+
 
 Json = dict[str, Any]
 Body = Callable[[str, int, Arrival], Json]
@@ -70,6 +76,7 @@ class Outcome:
         ttft_s: until its first token; for an answer that is not streamed its end minus the time
             that its objective allows for the tokens after the first.
         tpot_s: time per token after the first, by the objective's anchor; 0 for a single one.
+        worst_tpot_s: the running maximum of the time per token, of a stream.
         gap_s: longest time between two pieces of its stream.
         refusals: how often it was refused.
         refused_s: total time of these refusals.
@@ -87,19 +94,26 @@ class Outcome:
     predicted_ttft_s: float | None = None
     ttft_s: float | None = None
     tpot_s: float | None = None
+    worst_tpot_s: float | None = None
     gap_s: float = 0.0
     refusals: int = 0
     refused_s: float = 0.0
 
     @property
-    def attained(self) -> bool:
-        """Whether it was answered within every objective that it states."""
+    def met(self) -> tuple[bool, ...]:
+        """Whether it met its TTFT, its TPOT and its end-to-end time; one that it does not state is
+        met by an answer. Without an answer none is met."""
         if self.end is not End.ANSWERED or self.ttft_s is None or self.tpot_s is None:
-            return False
+            return False, False, False
         ended_s = inf if self.ended_s is None else self.ended_s
         observed = (self.ttft_s, self.tpot_s, ended_s - self.sent_s - self.refused_s)
         pairs = zip(observed, self.slo.times_s, strict=True)
-        return all(limit is None or value <= limit for value, limit in pairs)
+        return tuple(limit is None or value <= limit for value, limit in pairs)
+
+    @property
+    def attained(self) -> bool:
+        """Whether it was answered within every objective that it states."""
+        return all(self.met)
 
 
 def prompt_text(number: int, tokens: int) -> str:
@@ -172,6 +186,41 @@ async def replay(
     return outcomes
 
 
+async def saturated(
+    url: str,
+    model: str,
+    arrivals: Iterator[Arrival],
+    body: Body,
+    in_flight: int,
+    warm_up_s: float,
+    seconds: float,
+) -> float:
+    """Requests a second that end in ``seconds`` after ``warm_up_s``, with ``in_flight`` requests
+    always in flight: a closed loop over ``arrivals``, of which there must be enough.
+
+    Raises:
+        LoadError: a request was not answered, or none ended in that time.
+    """
+    numbers, ended_s, begun_s = count(), list[float](), time.monotonic()
+    end_s = begun_s + warm_up_s + seconds
+
+    async def one_by_one() -> None:
+        while time.monotonic() < end_s:
+            number, arrival = next(numbers), next(arrivals)
+            one = Workload("one", (arrival._replace(arrival_s=0.0),))
+            made = body(model, number, arrival)
+            (outcome,) = await replay(url, model, one, body=lambda *_, made=made: made, exact=False)
+            if outcome.end is not End.ANSWERED:
+                raise LoadError(f"a request was not answered: {outcome.reason}")
+            ended_s.append(time.monotonic())
+
+    await asyncio.gather(*(one_by_one() for _ in range(in_flight)))
+    ended = sum(begun_s + warm_up_s < each <= end_s for each in ended_s)
+    if not ended:
+        raise LoadError(f"no request ended in {seconds:g} s: take more --seconds")
+    return ended / seconds
+
+
 @dataclass(slots=True)
 class _Request:
     """One running request."""
@@ -233,12 +282,15 @@ class _Request:
     ) -> None:
         outcome, check = self._outcome, AnswerCheck(expected)
         meter, last_s = TPOTMeter(outcome.slo.tpot_anchor), sent_s
+        worst = TPOTMeter(TPOTAnchor.RUNNING_MAX)
         async for data in response.content.iter_any():
             before_s, last_s = last_s, time.monotonic()
             if outcome.ttft_s is not None:
                 outcome.gap_s = max(outcome.gap_s, last_s - before_s)
             check.feed(data)
-            meter.emit(check.first_chunks - meter.tokens, last_s)
+            new = check.first_chunks - meter.tokens
+            meter.emit(new, last_s)
+            worst.emit(new, last_s)
             if outcome.ttft_s is None and check.chunks:
                 outcome.ttft_s = last_s - sent_s
             if self._leaves_after is not None and check.chunks >= self._leaves_after:
@@ -250,6 +302,7 @@ class _Request:
             raise WrongAnswerError("no text")
         # Tokens without text of their own count as arrived with the last piece of text.
         meter.emit(outcome.output_tokens - meter.tokens, meter.last_s or last_s)
+        outcome.worst_tpot_s = max(meter.tpot_s or 0.0, worst.tpot_s or 0.0)
         self._answered(outcome.ttft_s, meter.tpot_s or 0.0)
 
     async def _whole(

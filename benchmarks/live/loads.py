@@ -7,12 +7,15 @@ milliseconds, which cost no processor time. The classes' objectives are longer i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from sluice.benchmarks.live.client import Json, prompt_text
 from sluice.router.config import ServiceClass
 from sluice.scheduling.request.objective import SLO
-from sluice.simulation.workload import Arrival
+from sluice.simulation.workload import Arrival, Workload
+from sluice.simulation.workloads.traces import TraceError
 
 ENGINE: Final[dict[str, Any]] = {
     "step_s": 0.06,
@@ -49,6 +52,26 @@ SHARES: Final = {"interactive": 0.5, "standard": 0.35, "batch": 0.15}
 def objectives(classes: Mapping[str, ServiceClass] = CLASSES) -> dict[str, SLO]:
     """The objective of each class, as a router reads it."""
     return {name: entry.objective(name) for name, entry in classes.items()}
+
+
+def trace_files(folder: Path) -> list[Path]:
+    """The traces of a folder by name.
+
+    Raises:
+        TraceError: there are none.
+    """
+    found = sorted(each for each in folder.iterdir() if each.suffix in (".csv", ".jsonl"))
+    if not found:
+        raise TraceError(f"{folder}: has no .csv or .jsonl file")
+    return found
+
+
+def fitting(workload: Workload, most: int) -> Workload:
+    """``workload`` without the requests of more than ``most`` tokens."""
+    every = workload.arrivals
+    kept = tuple(each for each in every if each.prompt_tokens + each.output_tokens <= most)
+    words = f"{workload.description} Left out {len(workload) - len(kept)} over {most} tokens."
+    return replace(workload, arrivals=kept, description=words)
 
 
 class Kind(NamedTuple):

@@ -70,14 +70,23 @@ def serving(
         LeftOutError: the server did not start; the message has the end of its log.
         StoppedError: ``stop`` was set before it was ready.
     """
+    with spawned(command, log, environment) as server:
+        asked = f"{url}{ready}" if isinstance(ready, str) else ready
+        wait_until_ready(server, asked, log, limit_s, stop or threading.Event())
+        yield server.pid
+
+
+@contextmanager
+def spawned(
+    command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A server's process, which may not answer yet; see :func:`serving`."""
     with log.open("wb") as output:
         server = subprocess.Popen(
             _ending_with_parent(command), env=environment, stdout=output, stderr=output
         )
     try:
-        asked = f"{url}{ready}" if isinstance(ready, str) else ready
-        _wait(server, asked, log, limit_s, stop or threading.Event())
-        yield server.pid
+        yield server
     finally:
         _end(server)
 
@@ -89,13 +98,14 @@ def _ending_with_parent(command: Sequence[str | Path]) -> Sequence[str | Path]:
     return [sys.executable, "-c", _WITH_PARENT, *command]
 
 
-def _wait(
+def wait_until_ready(
     server: subprocess.Popen[bytes],
     asked: str | urllib.request.Request,
     log: Path,
     limit_s: float,
     stop: threading.Event,
 ) -> None:
+    """Wait until a server answers ``asked``, a URL or a request; raises as :func:`serving`."""
     deadline_s = time.monotonic() + limit_s
     while True:
         with suppress(urllib.error.URLError, OSError), urllib.request.urlopen(asked, timeout=5):
@@ -125,8 +135,8 @@ def _end(server: subprocess.Popen[bytes]) -> None:
     psutil.wait_procs(below, timeout=_END_LIMIT_S)
 
 
-def vllm_command(model: Path, name: str, port: int, args: Mapping[str, Any]) -> list[str]:
-    """The command of vLLM's own server, for the model in a directory under a name; ``args`` are
+def vllm_command(model: Path | str, name: str, port: int, args: Mapping[str, Any]) -> list[str]:
+    """The command of vLLM's own server, for a model under a name; ``args`` are
     vLLM's by command-line name without dashes."""
     # Not `vllm serve`: it does not start from vLLM's build for CPUs, which has another name.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]

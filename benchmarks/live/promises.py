@@ -22,7 +22,6 @@ import asyncio
 import random
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -45,7 +44,16 @@ from sluice.benchmarks.live.application import (
     router_fields,
     simulated,
 )
-from sluice.benchmarks.live.client import Body, End, Json, Outcome, replay, stream_body
+from sluice.benchmarks.live.client import (
+    Body,
+    End,
+    Json,
+    LoadError,
+    Outcome,
+    replay,
+    saturated,
+    stream_body,
+)
 from sluice.benchmarks.live.loads import LIGHT_ENGINE, objectives
 from sluice.benchmarks.live.processes import in_own_process
 from sluice.benchmarks.live.report import (
@@ -215,28 +223,15 @@ def _capacity(served: Application, in_flight: int, load: _Load) -> float:
     Raises:
         ClickException: a request was not answered.
     """
-    chance, numbers, ended_s = random.Random(f"capacity {load.seeds[0]}"), count(), list[float]()
-    begun_s = time.monotonic()
-    end_s = WARM_UP_S + load.seconds
-
-    async def one_by_one() -> None:
-        while time.monotonic() - begun_s < end_s:
-            one = Workload("one", (draw(chance, 0.0)._replace(slo=SLOS[NO_OBJECTIVE]),))
-            body = body_of(f"capacity {next(numbers)}")
-            sending = replay(served.completions, served.model, one, body=body, exact=False)
-            (outcome,) = await sending
-            if outcome.end is not End.ANSWERED:
-                raise click.ClickException(f"a request was not answered: {outcome.reason}")
-            ended_s.append(time.monotonic() - begun_s)
-
-    async def all_of_them() -> None:
-        await asyncio.gather(*(one_by_one() for _ in range(in_flight)))
-
-    asyncio.run(all_of_them())
-    ended = sum(WARM_UP_S < each <= end_s for each in ended_s)
-    if not ended:
-        raise click.ClickException(f"no request ended in {load.seconds:g} s: take more --seconds")
-    return ended / load.seconds
+    chance = random.Random(f"capacity {load.seeds[0]}")
+    drawn = (draw(chance, 0.0)._replace(slo=SLOS[NO_OBJECTIVE]) for _ in count())
+    where = (served.completions, served.model)
+    try:
+        return asyncio.run(
+            saturated(*where, drawn, body_of("capacity"), in_flight, WARM_UP_S, load.seconds)
+        )
+    except LoadError as error:
+        raise click.ClickException(str(error)) from None
 
 
 def _run(

@@ -22,7 +22,14 @@ from rich.table import Table
 
 from sluice.benchmarks.live.application import application, metrics, simulated
 from sluice.benchmarks.live.client import End, Outcome
-from sluice.benchmarks.live.loads import CLASSES, ENGINE, SHARES, objectives
+from sluice.benchmarks.live.loads import (
+    CLASSES,
+    ENGINE,
+    SHARES,
+    fitting,
+    objectives,
+    trace_files,
+)
 from sluice.benchmarks.live.processes import in_own_process
 from sluice.benchmarks.live.report import (
     Json,
@@ -148,9 +155,7 @@ def _read(paths: Sequence[Path]) -> Workload:
     for path in paths:
         found = [path]
         if path.is_dir():
-            found = sorted(each for each in path.iterdir() if each.suffix in (".csv", ".jsonl"))
-            if not found:
-                raise TraceError(f"{path}: has no .csv or .jsonl file")
+            found = trace_files(path)
         files += found
     # Nothing here caches prefixes, and traces of different block sizes can then be merged.
     plain = []
@@ -161,12 +166,7 @@ def _read(paths: Sequence[Path]) -> Workload:
 
 
 def _fitting(workload: Workload) -> Workload:
-    """``workload`` without the requests that exceed the engine's context."""
-    most = ENGINE["max_model_tokens"]
-    every = workload.arrivals
-    kept = tuple(each for each in every if each.prompt_tokens + each.output_tokens <= most)
-    words = f"{workload.description} Left out {len(workload) - len(kept)} over {most} tokens."
-    return changed(workload, arrivals=kept, description=words)
+    return fitting(workload, ENGINE["max_model_tokens"])
 
 
 def _classified(workload: Workload, seed: int) -> Workload:

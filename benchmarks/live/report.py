@@ -18,12 +18,15 @@ _Z = 1.96  # of a two-sided interval of 95 % under a normal distribution
 Json = dict[str, Any]
 
 
-def of_class(outcomes: Sequence[Outcome]) -> Json:
+MEDIAN_P99 = (0.5, 0.99)
+
+
+def of_class(outcomes: Sequence[Outcome], at: Sequence[float] = MEDIAN_P99) -> Json:
     """Counts, attainment and latencies of some requests.
 
     ``attained``: share of all sent requests that were answered within their objectives; refused
-    requests count as missed. ``kept``: the same share of the guaranteed requests. Times are median
-    and 99th percentile.
+    requests count as missed. ``kept``: the same share of the guaranteed requests. Times are
+    quantiles of the answers, by default median and 99th percentile.
     """
     ends = Counter(each.end for each in outcomes)
     promised = [each for each in outcomes if each.admission == GUARANTEED]
@@ -35,17 +38,17 @@ def of_class(outcomes: Sequence[Outcome]) -> Json:
         **{end.value: ends[end] for end in End},
         "attained": share(sum(each.attained for each in outcomes), len(outcomes)),
         "kept": share(sum(each.attained for each in promised), len(promised)),
-        "ttft_ms": milliseconds([each.ttft_s or 0.0 for each in answered]),
-        "tpot_ms": milliseconds([each.tpot_s or 0.0 for each in answered]),
+        "ttft_ms": milliseconds([each.ttft_s or 0.0 for each in answered], at),
+        "tpot_ms": milliseconds([each.tpot_s or 0.0 for each in answered], at),
     }
 
 
-def by_class(outcomes: Sequence[Outcome]) -> dict[str, Json]:
+def by_class(outcomes: Sequence[Outcome], at: Sequence[float] = MEDIAN_P99) -> dict[str, Json]:
     """:func:`of_class` of each service class, and of all requests."""
     found = {}
     for name in sorted({each.slo.service_class for each in outcomes}):
-        found[name] = of_class([each for each in outcomes if each.slo.service_class == name])
-    return {**found, "all": of_class(outcomes)}
+        found[name] = of_class([each for each in outcomes if each.slo.service_class == name], at)
+    return {**found, "all": of_class(outcomes, at)}
 
 
 def class_table(classes: Mapping[str, Json], title: str) -> Table:

@@ -24,7 +24,13 @@ from typing import Any, Final, NamedTuple
 
 from sluice.benchmarks.live.gateway.client import chat_body
 from sluice.benchmarks.live.gateway.engine import MODEL
-from sluice.benchmarks.live.processes import VLLM_ENVIRONMENT, LeftOutError, serving, vllm_command
+from sluice.benchmarks.live.processes import (
+    VLLM_ENVIRONMENT,
+    LeftOutError,
+    spawned,
+    vllm_command,
+    wait_until_ready,
+)
 from sluice.deploy.haproxy import DIRECT_VARIABLE
 from sluice.deploy.ray_settings import free_port
 from sluice.replica.config import EngineConfig
@@ -106,37 +112,57 @@ def served(name: str, server_on: Callable[[Bench, int], Server]) -> Start:
     def start(bench: Bench) -> Iterator[System]:
         port = free_port()
         server = server_on(bench, port)
-        url, log = f"http://127.0.0.1:{port}", bench.folder / f"{name}.log"
-        head = {"content-type": "application/json"}
-        asked = urllib.request.Request(f"{url}/v1/chat/completions", chat_body(1), head)
-        variables = os.environ | dict(server.environment)
-        limits = (server.limit_s, bench.stop)
-        with serving(server.command, url, log, *limits, variables, asked) as pid:
+        with together(bench, {name: (port, server)}) as (pid,):
             others = dict.fromkeys(bench.engines, ENGINES) if server.engines else {}
-            yield System((url,), {**others, pid: server.kind})
+            yield System((f"http://127.0.0.1:{port}",), {**others, pid: server.kind})
 
     return start
 
 
 @contextmanager
-def engines(bench: Bench) -> Iterator[dict[int, str]]:
-    """Process id and address of :data:`REPLICAS` engines that compute nothing, until the block
-    ends.
+def together(bench: Bench, servers: Mapping[str, tuple[int, Server]]) -> Iterator[list[int]]:
+    """Process ids of servers by name, each with its port, that start together and answer.
 
     Raises:
         LeftOutError: one does not start.
     """
-    program = [sys.executable, "-m", "sluice.benchmarks.live.gateway.engine", "--port"]
     with ExitStack() as stack:
-        found = {}
-        for number in range(REPLICAS):
-            start = served(
-                f"engine-{number}",
-                lambda bench, port: Server([*program, f"{port}", "--step-ms", f"{bench.step_ms}"]),
+        logs = {name: bench.folder / f"{name}.log" for name in servers}
+        running = {
+            name: stack.enter_context(
+                spawned(server.command, logs[name], os.environ | dict(server.environment))
             )
-            system = stack.enter_context(start(bench))
-            found[next(iter(system.processes))] = system.urls[0]
-        yield found
+            for name, (_, server) in servers.items()
+        }
+        for name, (port, server) in servers.items():
+            url, head = f"http://127.0.0.1:{port}", {"content-type": "application/json"}
+            asked = urllib.request.Request(f"{url}/v1/chat/completions", chat_body(1), head)
+            wait_until_ready(running[name], asked, logs[name], server.limit_s, bench.stop)
+        yield [process.pid for process in running.values()]
+
+
+def _nothing_on(bench: Bench, port: int, number: int) -> Server:
+    """An engine that computes nothing."""
+    program = [sys.executable, "-m", "sluice.benchmarks.live.gateway.engine"]
+    return Server([*program, "--port", f"{port}", "--step-ms", f"{bench.step_ms}"])
+
+
+@contextmanager
+def engines(
+    bench: Bench,
+    server_on: Callable[[Bench, int, int], Server] = _nothing_on,
+    count: int = REPLICAS,
+) -> Iterator[dict[int, str]]:
+    """Process id and address of ``count`` engines, until the block ends; by default of those that
+    compute nothing. ``server_on`` has the port and the number of the engine.
+
+    Raises:
+        LeftOutError: one does not start.
+    """
+    ports = [free_port() for _ in range(count)]
+    servers = {f"engine-{n}": (port, server_on(bench, port, n)) for n, port in enumerate(ports)}
+    with together(bench, servers) as pids:
+        yield {pid: f"http://127.0.0.1:{port}" for pid, port in zip(pids, ports, strict=True)}
 
 
 @contextmanager
@@ -149,17 +175,20 @@ def _direct(bench: Bench) -> Iterator[System]:
 VLLM_ROUTER: Final = "vllm-router==0.1.17"
 
 
-def router_command(python: Path, port: int, workers: Sequence[str]) -> list[str]:
-    """The command that starts :data:`VLLM_ROUTER` in front of ``workers``."""
+def router_command(
+    python: Path, port: int, workers: Sequence[str], policy: str = "power_of_two"
+) -> list[str]:
+    """The command that starts :data:`VLLM_ROUTER` with a policy in front of ``workers``."""
     places = ["--host", "127.0.0.1", "--port", str(port)]
     metrics = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
-    rest = ["--policy", "power_of_two", "--log-level", "error", "--worker-urls", *workers]
+    rest = ["--policy", policy, "--log-level", "error", "--worker-urls", *workers]
     return [str(python), "-m", "vllm_router.launch_router", *places, *metrics, *rest]
 
 
-def _vllm_router(bench: Bench, port: int) -> Server:
+def vllm_router(bench: Bench, port: int, policy: str = "power_of_two") -> Server:
+    """:data:`VLLM_ROUTER` in front of the engines of ``bench``."""
     python = environment(VLLM_ROUTER, bench.say)
-    command = router_command(python, port, [*bench.engines.values()])
+    command = router_command(python, port, [*bench.engines.values()], policy)
     return Server(command, kind="routers", engines=True)
 
 
@@ -216,13 +245,21 @@ def sluice_config(port: int, step_ms: float = 0.0, vllm: bool = False) -> dict[s
     return {"engine": engine, "replica": replica, "router": {"port": port}}
 
 
-def sluice(name: str, program: Path, direct: bool = False, vllm: bool = False) -> Start:
-    """A function that starts ``program serve``, of any version of Sluice: with ``direct`` HAProxy
-    fetches streams from the replicas; ``vllm``: one vLLM engine in place of two simulated ones."""
+def sluice(
+    name: str,
+    program: Path,
+    direct: bool = False,
+    config_on: Callable[[Bench, int], Mapping[str, Any]] = (
+        lambda bench, port: sluice_config(port, bench.step_ms)
+    ),
+) -> Start:
+    """A function that starts ``program serve``, of any version of Sluice, with the configuration
+    for a port, by default of simulated engines; ``direct``: HAProxy fetches streams from the
+    replicas."""
 
     def server_on(bench: Bench, port: int) -> Server:
         config = bench.folder / f"{name}.json"
-        config.write_text(json.dumps(sluice_config(port, bench.step_ms, vllm)))
+        config.write_text(json.dumps(config_on(bench, port)))
         # Other commands must not mistake it for the user's application.
         variables = {
             "XDG_STATE_HOME": str(bench.folder),
@@ -234,33 +271,42 @@ def sluice(name: str, program: Path, direct: bool = False, vllm: bool = False) -
     return served(name, server_on)
 
 
+def _one_vllm(bench: Bench, port: int) -> dict[str, Any]:
+    return sluice_config(port, vllm=True)
+
+
 def _vllm(bench: Bench, port: int) -> Server:
     """vLLM's own server, with the engine of :func:`sluice_config`."""
     model = local_model(EngineConfig().cache_dir)
     return Server(vllm_command(model, MODEL, port, _VLLM_ARGS), VLLM_ENVIRONMENT)
 
 
-def _serve_llm(bench: Bench, port: int) -> Server:
+def serve_llm(bench: Bench, port: int, *options: str) -> Server:
     """Ray Serve LLM with the installed Ray. One package that it imports is not installed here."""
     python = environment("pyarrow==26.0.1", bench.say)
     extra = sysconfig.get_path("purelib", vars={"base": str(python.parents[1])})
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), extra)))
     command = [sys.executable, "-m", "sluice.benchmarks.live.gateway.serve_llm"]
-    command += ["--port", str(port), "--replicas", str(REPLICAS), "--step-ms", str(bench.step_ms)]
+    command += ["--port", str(port), *options]
     return Server(command, {"PYTHONPATH": path}, _RAY_START_LIMIT_S)
 
 
-_SLUICE: Final = Path(sys.executable).with_name("sluice")
+def _serve_nothing(bench: Bench, port: int) -> Server:
+    return serve_llm(bench, port, "--replicas", f"{REPLICAS}", "--step-ms", f"{bench.step_ms}")
+
+
+SLUICE: Final = Path(sys.executable).with_name("sluice")
+"""The installed program."""
 
 SYSTEMS: Final[dict[str, Start]] = {
     "direct": _direct,
-    "vllm-router": served("vllm-router", _vllm_router),
-    "ray-serve-llm": served("ray-serve-llm", _serve_llm),
-    "sluice": sluice("sluice", _SLUICE),
-    "sluice-direct": sluice("sluice-direct", _SLUICE, direct=True),
+    "vllm-router": served("vllm-router", vllm_router),
+    "ray-serve-llm": served("ray-serve-llm", _serve_nothing),
+    "sluice": sluice("sluice", SLUICE),
+    "sluice-direct": sluice("sluice-direct", SLUICE, direct=True),
     "vllm": served("vllm", _vllm),
-    "sluice-vllm": sluice("sluice-vllm", _SLUICE, vllm=True),
-    "sluice-direct-vllm": sluice("sluice-direct-vllm", _SLUICE, direct=True, vllm=True),
+    "sluice-vllm": sluice("sluice-vllm", SLUICE, config_on=_one_vllm),
+    "sluice-direct-vllm": sluice("sluice-direct-vllm", SLUICE, True, _one_vllm),
 }
 """The function that starts each system."""
 

@@ -19,8 +19,9 @@ import pytest
 from aiohttp import web
 from click.testing import CliRunner, Result
 
+from sluice.benchmarks.live.client import LoadError
 from sluice.benchmarks.live.gateway import command as gateway_command
-from sluice.benchmarks.live.gateway.client import Load, LoadError, load
+from sluice.benchmarks.live.gateway.client import Load, load
 from sluice.benchmarks.live.gateway.command import figures, further_tokens, summary, tables
 from sluice.benchmarks.live.gateway.engine import MODEL, events
 from sluice.benchmarks.live.processes import LeftOutError, serving, vllm_command

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from sluice.benchmarks.live.client import LoadError
 from sluice.benchmarks.live.gateway.engine import MODEL
 
 ANSWER_LIMIT_S = 120.0
@@ -28,10 +29,6 @@ _USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
 _SHOWN = 300
 _STATED = {"ignore_eos": True, "stream_options": {"include_usage": True}}
 """For engines whose tokens are not words: generate all tokens, and report usage."""
-
-
-class LoadError(RuntimeError):
-    """An answer that does not match its request; the message has the server and the answer."""
 
 
 class Load(NamedTuple):

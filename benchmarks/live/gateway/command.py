@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from sluice.benchmarks.experiments.tables import grouped
-from sluice.benchmarks.live.gateway.client import Load, LoadError, load
+from sluice.benchmarks.live.client import LoadError
+from sluice.benchmarks.live.gateway.client import Load, load
 from sluice.benchmarks.live.processes import LeftOutError
 from sluice.benchmarks.live.report import Json, quantiles, table
 from sluice.benchmarks.live.resources import CORES, OWN, processes, spent

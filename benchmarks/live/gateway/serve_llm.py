@@ -1,12 +1,15 @@
-"""Ray Serve LLM with its own ingress, in front of engines that answer at once, for ``sluice bench
-gateway``: a separate program, since it imports packages that Sluice does not need.
+"""Ray Serve LLM with its own ingress, for ``sluice bench gateway`` in front of engines that answer
+at once, for ``sluice bench peers`` with vLLM: a separate program, since it imports packages that
+Sluice does not need.
 
-Everything but the engine is Serve LLM's, with its defaults; Serve's settings are those of Sluice.
+Everything but the first engine is Serve LLM's, with its defaults; Serve's settings are those of
+Sluice.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 from collections.abc import AsyncIterator
@@ -16,6 +19,7 @@ from typing import Any
 import click
 
 from sluice.benchmarks.live.gateway.engine import MODEL, events
+from sluice.benchmarks.live.processes import VLLM_ENVIRONMENT
 from sluice.deploy import ray_settings
 from sluice.deploy.leftovers import Cleaner
 from sluice.deploy.local import stop_signals
@@ -49,20 +53,25 @@ class Engine:
 @click.option("--port", required=True, type=click.IntRange(1, 65_535))
 @click.option("--replicas", required=True, type=click.IntRange(1, 64))
 @click.option("--step-ms", default=0.0, type=click.FloatRange(0, 10_000))
-def main(port: int, replicas: int, step_ms: float) -> None:
-    """Serve on this machine, in its own Ray instance, until the process is terminated."""
+@click.option("--vllm", type=click.Path(exists=True, path_type=Path))
+def main(port: int, replicas: int, step_ms: float, vllm: Path | None) -> None:
+    """Serve on this machine, in its own Ray instance, until the process is terminated; with --vllm
+    the real engine of a JSON file: model, args, gpus of an engine, prefix_aware."""
     local_dir = ray_settings.make_local_dir()
     cleaner = Cleaner(local_dir)
     try:
         with stop_signals() as stop:
             ray_settings.apply(local_dir)
-            _serve(local_dir, port, replicas, step_ms / 1e3)
+            given = json.loads(vllm.read_text()) if vllm is not None else None
+            _serve(local_dir, port, replicas, step_ms / 1e3, given)
             stop.wait()
     finally:
         cleaner.clean()
 
 
-def _serve(local_dir: Path, port: int, replicas: int, step_s: float) -> None:
+def _serve(
+    local_dir: Path, port: int, replicas: int, step_s: float, vllm: dict[str, Any] | None
+) -> None:
     # Ray reads its environment on import.
     from ray import serve
     from ray.serve.llm import LLMConfig, LLMServer, build_openai_app
@@ -80,15 +89,41 @@ def _serve(local_dir: Path, port: int, replicas: int, step_s: float) -> None:
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.WARNING}
     start_ray(local_dir / "ray", num_cpus=max(os.cpu_count() or 1, 4), **quiet)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    model = LLMConfig(
-        model_loading_config={"model_id": MODEL},
-        deployment_config={"num_replicas": replicas, "ray_actor_options": {"num_cpus": 0.1}},
-        server_cls=Server,
-        experimental_configs={"step_s": step_s},
-    )
+    deployment = {"num_replicas": replicas, "ray_actor_options": {"num_cpus": 0.1}}
+    if vllm is None:
+        model = LLMConfig(
+            model_loading_config={"model_id": MODEL},
+            deployment_config=deployment,
+            server_cls=Server,
+            experimental_configs={"step_s": step_s},
+        )
+    else:
+        model = _real(LLMConfig, deployment, vllm)
     ingress = {"autoscaling_config": None, "num_replicas": 1}
     app = build_openai_app({"llm_configs": [model], "ingress_deployment_config": ingress})
     serve.run(app, name="serve-llm")
+
+
+def _real(config: Any, deployment: dict[str, Any], vllm: dict[str, Any]) -> Any:
+    """Serve LLM's configuration with vLLM."""
+    from ray.serve.config import RequestRouterConfig
+    from ray.serve.llm.request_router import PrefixCacheAffinityRouter
+
+    if vllm["prefix_aware"]:
+        router = RequestRouterConfig(request_router_class=PrefixCacheAffinityRouter)
+        deployment = {**deployment, "request_router_config": router}
+    gpus = vllm["gpus"]
+    bundle = {"CPU": 0.1, "GPU": gpus} if gpus else {"CPU": 0.1}
+    # Two engines with all cores would take turns on them.
+    variables = {} if gpus else {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return config(
+        model_loading_config={"model_id": MODEL, "model_source": vllm["model"]},
+        deployment_config=deployment,
+        engine_kwargs=vllm["args"],
+        placement_group_config={"bundle_per_worker": bundle},
+        runtime_env={"env_vars": {**VLLM_ENVIRONMENT, **variables}},
+        log_engine_metrics=False,
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,227 @@
+"""What is sent in ``sluice bench peers``: kinds of requests, their objectives, and their arrivals.
+
+Words are prompts' tokens: each of :data:`_WORDS` is one token of the local model, and of most
+others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from dataclasses import replace as changed
+from functools import partial
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from sluice.benchmarks.live.client import Body, End, Json, LoadError, replay, stream_body
+from sluice.benchmarks.live.loads import fitting, trace_files
+from sluice.router.config import ServiceClass
+from sluice.scheduling.request.objective import SLO
+from sluice.simulation.workload import Arrival, Workload, stretched, thinned, window
+from sluice.simulation.workloads.arrivals import Gamma, MakeArrivals, Poisson
+from sluice.simulation.workloads.traces import TraceError, load
+
+
+class Kind(NamedTuple):
+    """Requests of one service class.
+
+    Attributes:
+        share: of the generated requests.
+        prompt_tokens, output_tokens: ranges of uniform lengths. A recorded request is of the first
+            kind whose prompts are as long as its own, else of the last.
+        ttft_times, tpot_times: its objectives, as multiples of the TTFT of its longest prompt and
+            of the TPOT, both of a request alone on an idle engine.
+        priority: in stock vLLM, which serves the lower one first.
+    """
+
+    share: float
+    prompt_tokens: tuple[int, int]
+    output_tokens: tuple[int, int]
+    ttft_times: float
+    tpot_times: float
+    priority: int
+
+
+KINDS: Final = {
+    "chat": Kind(0.6, (160, 640), (16, 128), 5.0, 5.0, 0),
+    "code": Kind(0.25, (256, 2_048), (8, 64), 5.0, 10.0, 1),
+    "document": Kind(0.15, (1_024, 4_096), (16, 128), 10.0, 10.0, 2),
+}
+"""SLOs-Serve Table 3 has 3 and 5 times the idle TTFT, and TPOTs of 50 and 100 ms, which are some 5
+to 10 idle steps. Documents have the double TTFT here."""
+
+LONGEST: Final = max(kind.prompt_tokens[1] + kind.output_tokens[1] for kind in KINDS.values())
+"""Tokens of the longest generated request."""
+
+SHARED_TOKENS, SHARED = 128, 8
+"""A chat begins with one of 8 system prompts of 128 tokens, a block of vLLM's on CPUs."""
+
+BURSTS: Final = 2.0
+"""Standard deviation over mean of the gaps between bursty arrivals."""
+
+_ALONE = 5
+_WORDS: Final = """
+the of and to in a is that for it as was with be by on not he this are or his from at which but have
+an had they you were their one all we can her has there been if more when will would who so she
+other its may these what them than some him time into only could new then do first any my such
+""".split()  # noqa: SIM905
+
+
+class Pattern(NamedTuple):
+    """When requests arrive, and which: recorded ones of ``trace``, or generated ones with the
+    arrival process that ``arrivals`` makes."""
+
+    name: str
+    arrivals: MakeArrivals = Poisson
+    trace: Workload | None = None
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block of prompts that requests share."""
+        return SHARED_TOKENS if self.trace is None else self.trace.block_tokens
+
+    def drawn(self, seed: int) -> Iterator[Arrival]:
+        """Requests without end; recorded ones in their order from a place drawn by ``seed``."""
+        if self.trace is None:
+            yield from generated(seed)
+        every = self.trace.arrivals if self.trace is not None else ()
+        place = Random(seed).randrange(len(every))
+        while True:
+            yield every[place % len(every)]
+            place += 1
+
+    def workload(self, rate: float, seconds: float, seed: int, slos: Mapping[str, SLO]) -> Workload:
+        """The requests of ``seconds`` at a mean ``rate``, each with its class's objective. Recorded
+        ones are thinned to the rate, or their times compressed where they have fewer, and begin at
+        a place drawn by ``seed``.
+
+        Raises:
+            LoadError: none arrives in that time.
+        """
+        make = self._generated if self.trace is None else self._recorded
+        found = make(rate, seconds, seed)
+        if not len(found):
+            raise LoadError(
+                f"{self.name}: no request arrives in {seconds:g} s at {rate:.3g} requests/s: take "
+                "more --seconds"
+            )
+        stated = tuple(
+            each._replace(
+                slo=slos[each.task if each.task in KINDS else kind_of(each.prompt_tokens)]
+            )
+            for each in found.arrivals
+        )
+        return changed(found, arrivals=stated)
+
+    def _generated(self, rate: float, seconds: float, seed: int) -> Workload:
+        chance = np.random.default_rng(seed)
+        times = self.arrivals(rate).times(round(2 * rate * seconds) + 100, chance)
+        pairs = zip(times[times < seconds].tolist(), generated(seed), strict=False)
+        arrivals = tuple(each._replace(arrival_s=time_s) for time_s, each in pairs)
+        return Workload(self.name, arrivals, SHARED_TOKENS)
+
+    def _recorded(self, rate: float, seconds: float, seed: int) -> Workload:
+        trace = self.trace
+        assert trace is not None
+        share = rate / trace.rate
+        scaled = thinned(trace, share, seed) if share < 1 else stretched(trace, 1 / share)
+        start_s = Random(seed).uniform(0.0, max(0.0, scaled.duration_s - seconds))
+        return window(scaled, start_s, seconds)
+
+
+GENERATED: Final = {
+    "poisson": Pattern("poisson"),
+    "bursty": Pattern("bursty", partial(Gamma, cv=BURSTS)),
+}
+
+
+def generated(seed: int) -> Iterator[Arrival]:
+    """Requests of :data:`KINDS` without end, at time 0; each names its kind as its task."""
+    chance = Random(seed)
+    names, shares = list(KINDS), [kind.share for kind in KINDS.values()]
+    while True:
+        (name,) = chance.choices(names, shares)
+        prompt, output = (
+            chance.randint(*span) for span in (KINDS[name].prompt_tokens, KINDS[name].output_tokens)
+        )
+        shared = (chance.randrange(SHARED),) if name == "chat" else ()
+        yield Arrival(0.0, prompt, output, SLO(service_class=name), name, shared)
+
+
+def kind_of(prompt_tokens: int) -> str:
+    """The kind of a recorded request."""
+    fitting = (name for name, kind in KINDS.items() if prompt_tokens <= kind.prompt_tokens[1])
+    return next(fitting, list(KINDS)[-1])
+
+
+def recorded(folder: Path, most_tokens: int) -> dict[str, Pattern]:
+    """A pattern for each trace of a folder, without the requests of more than ``most_tokens``.
+
+    Raises:
+        TraceError: a trace cannot be read, the folder has none, or all requests are too long.
+    """
+    found = {}
+    for path in trace_files(folder):
+        trace = fitting(load(path), most_tokens)
+        if len(trace) < 2:
+            raise TraceError(f"{path}: has no two requests of at most {most_tokens} tokens")
+        found[trace.name] = Pattern(trace.name, trace=trace)
+    return found
+
+
+def body_of(run: str, block_tokens: int, priorities: bool = False) -> Body:
+    """A function that makes the requests of a run. Their words are drawn by the run's name, so that
+    no engine has cached a prompt's prefix from another run; prompts with equal block hashes begin
+    alike. ``priorities``: each states that of its kind."""
+
+    def body(model: str, number: int, arrival: Arrival) -> Json:
+        words: list[str] = []
+        for block in arrival.block_hashes:
+            words += Random(f"{run} block {block}").choices(_WORDS, k=block_tokens)
+        own = arrival.prompt_tokens - len(words)
+        words += Random(f"{run} {number}").choices(_WORDS, k=max(0, own))
+        text = " ".join(words[: arrival.prompt_tokens])
+        more: dict[str, Any] = {"ignore_eos": True, "temperature": 0}
+        if priorities:
+            more["priority"] = KINDS[arrival.slo.service_class].priority
+        return stream_body(model, text, arrival.output_tokens, **more)
+
+    return body
+
+
+def alone(url: str, model: str) -> dict[str, tuple[float, float]]:
+    """TTFT and TPOT, seconds, of each kind's longest request on an idle system: medians.
+
+    Raises:
+        LoadError: a request was not answered.
+    """
+    found = {}
+    for name, kind in KINDS.items():
+        arrival = Arrival(0.0, kind.prompt_tokens[1], kind.output_tokens[1], SLO(), name)
+        seen = []
+        for number in range(_ALONE + 1):
+            one, body = Workload("one", (arrival,)), body_of(f"alone {name} {number}", 1)
+            (outcome,) = asyncio.run(replay(url, model, one, body=body, exact=False))
+            if outcome.end is not End.ANSWERED:
+                raise LoadError(f"a request was not answered: {outcome.reason}")
+            seen.append((outcome.ttft_s or 0.0, outcome.tpot_s or 0.0))
+        ttfts_s, tpots_s = zip(*seen[1:], strict=True)  # the first one warms up
+        found[name] = (median(ttfts_s), median(tpots_s))
+    return found
+
+
+def classes_of(
+    idle: Mapping[str, tuple[float, float]], scale: float = 1.0
+) -> dict[str, ServiceClass]:
+    """The service class of each kind, by the times of :func:`alone`; ``scale``: factor on all."""
+    return {
+        name: ServiceClass(
+            ttft_ms=round(1e3 * scale * kind.ttft_times * idle[name][0], 1),
+            tpot_ms=round(1e3 * scale * kind.tpot_times * idle[name][1], 2),
+        )
+        for name, kind in KINDS.items()
+    }

@@ -1,0 +1,210 @@
+"""The systems of ``sluice bench peers``: Sluice, and what is used in its place, on real engines.
+
+All of them have the same model, engine arguments and number of engines. On CPUs each engine has a
+core and one thread, as Sluice's have. To add a system, extend :data:`SYSTEMS`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Final, NamedTuple
+
+import psutil
+
+from sluice.benchmarks.live.client import Json
+from sluice.benchmarks.live.gateway.engine import MODEL
+from sluice.benchmarks.live.processes import VLLM_ENVIRONMENT, vllm_command
+from sluice.benchmarks.live.resources import CORES, processes
+from sluice.benchmarks.live.systems import (
+    SLUICE,
+    Bench,
+    Server,
+    Start,
+    System,
+    engines,
+    serve_llm,
+    served,
+    sluice,
+    vllm_router,
+)
+from sluice.controller.config import NO_ADMISSION
+from sluice.router.config import ServiceClass
+
+START_LIMIT_S = 900.0
+
+CPU_ARGS: Final[Json] = {
+    "enforce-eager": True,
+    "kv-cache-memory-bytes": 256 << 20,
+    "dtype": "float32",
+}
+"""vLLM's arguments on CPUs, with which Sluice runs the local model. vLLM would choose bfloat16,
+which is slow there, and take most of the memory."""
+
+_CPU_STOCK_ARGS: Final[Json] = {"distributed-executor-backend": "uni"}
+_STOCK_ARGS: Final[Json] = {"disable-log-stats": True, "disable-uvicorn-access-log": True}
+_CPU_ENVIRONMENT: Final = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""With it, and with vLLM's default executor, the model is in one more process, which is slower."""
+
+
+class Setting(NamedTuple):
+    """What all systems share: the model's path or hub id, vLLM's arguments by command-line name
+    without dashes, the number of engines, the GPUs of this machine, and the service classes, which
+    only Sluice can use."""
+
+    model: str
+    args: Json
+    replicas: int
+    gpus: int
+    classes: Mapping[str, ServiceClass]
+
+    @property
+    def gpus_each(self) -> float:
+        """GPUs of an engine; a share of one where engines share it."""
+        wanted = int(self.args.get("tensor-parallel-size", 1))
+        return min(float(wanted), self.gpus / self.replicas)
+
+    def devices(self, number: int) -> str:
+        """The GPUs of engine ``number``, as CUDA names them."""
+        each = max(1, int(self.gpus_each))
+        return ",".join(str((number * each + own) % self.gpus) for own in range(each))
+
+
+class Peer(NamedTuple):
+    """A system: what it is, a function that starts it with a setting, and whether requests state
+    vLLM's priority of their class."""
+
+    words: str
+    start: Callable[[Setting], Start]
+    priorities: bool = False
+
+
+def _stock(policy: str, more: Json, setting: Setting) -> Start:
+    """vLLM's own servers with ``more`` arguments behind vllm-router with a policy."""
+
+    def engine_on(_: Bench, port: int, number: int) -> Server:
+        args, variables = {**setting.args, **_STOCK_ARGS, **more}, dict(VLLM_ENVIRONMENT)
+        if setting.gpus:
+            variables["CUDA_VISIBLE_DEVICES"] = setting.devices(number)
+        else:
+            args, variables = {**_CPU_STOCK_ARGS, **args}, {**variables, **_CPU_ENVIRONMENT}
+        command = vllm_command(setting.model, MODEL, port, args)
+        return Server(command, variables, START_LIMIT_S)
+
+    @contextmanager
+    def start(bench: Bench) -> Iterator[System]:
+        with ExitStack() as stack:
+            found = stack.enter_context(engines(bench, engine_on, setting.replicas))
+            if not setting.gpus:
+                _pin(dict.fromkeys(found, ""))
+            router = served("vllm-router", partial(vllm_router, policy=policy))
+            system = stack.enter_context(router(bench._replace(engines=found)))
+            yield system._replace(processes={**system.processes, **dict.fromkeys(found, "")})
+
+    return start
+
+
+def _pin(roots: Mapping[int, str]) -> None:
+    """Pin the engines below these processes to a core each, as Sluice pins its own: the process of
+    each that has no other below it, which computes."""
+    cores = sorted(os.sched_getaffinity(0))
+    found = [pid for pid, each in processes(roots).items() if each.kind == CORES]
+    parents = {psutil.Process(pid).ppid() for pid in found}
+    for number, pid in enumerate(pid for pid in found if pid not in parents):
+        os.sched_setaffinity(pid, {cores[number % len(cores)]})
+
+
+def _serve_llm(prefix_aware: bool, setting: Setting) -> Start:
+    """Ray Serve LLM with vLLM's engines, and one of its two routers."""
+
+    def server_on(bench: Bench, port: int) -> Server:
+        file = bench.folder / "serve-llm.json"
+        arguments = {name.replace("-", "_"): value for name, value in setting.args.items()}
+        given = {"model": setting.model, "args": arguments, "gpus": setting.gpus_each}
+        file.write_text(json.dumps({**given, "prefix_aware": prefix_aware}))
+        options = ("--replicas", str(setting.replicas), "--vllm", str(file))
+        return serve_llm(bench, port, *options)
+
+    @contextmanager
+    def start(bench: Bench) -> Iterator[System]:
+        with served("ray-serve-llm", server_on)(bench) as system:
+            if not setting.gpus:
+                _pin(system.processes)
+            yield system
+
+    return start
+
+
+def _sluice(engine: Json, controller: Json, setting: Setting) -> Start:
+    """Sluice with these fields of its configuration."""
+    config_on = partial(sluice_config, engine, controller, setting)
+    return sluice("sluice", SLUICE, config_on=lambda _, port: config_on(port))
+
+
+def sluice_config(engine: Json, controller: Json, setting: Setting, port: int) -> Json:
+    """The configuration of Sluice with these fields of its engine and controller."""
+    model = {"model": setting.model, "served_model_name": MODEL, "vllm_args": setting.args}
+    replica: Json = {"count": setting.replicas, "num_cpus": 0.1}
+    if setting.gpus:
+        replica["num_gpus"] = setting.gpus_each
+    router: Json = {"port": port}
+    if setting.classes:
+        classes = {name: each.model_dump() for name, each in setting.classes.items()}
+        router |= {"classes": classes, "default_class": next(iter(classes))}
+    parts = {"controller": controller, "replica": replica, "router": router}
+    return {"engine": {**model, **engine}, **parts}
+
+
+def _paper(words: str, engine: Json, policy: str, admission: str = NO_ADMISSION) -> Peer:
+    return Peer(words, partial(_sluice, engine, {"policy": policy, "admission": admission}))
+
+
+SYSTEMS: Final[dict[str, Peer]] = {
+    "stock-round-robin": Peer("vLLM, vllm-router round_robin", partial(_stock, "round_robin", {})),
+    "stock-power-of-two": Peer(
+        "vLLM, vllm-router power_of_two", partial(_stock, "power_of_two", {})
+    ),
+    "stock-cache-aware": Peer("vLLM, vllm-router cache_aware", partial(_stock, "cache_aware", {})),
+    "stock-priority": Peer(
+        "vLLM with priorities by class, vllm-router power_of_two",
+        partial(_stock, "power_of_two", {"scheduling-policy": "priority"}),
+        priorities=True,
+    ),
+    "serve-llm": Peer("Ray Serve LLM, power of two", partial(_serve_llm, False)),
+    "serve-llm-prefix": Peer("Ray Serve LLM, prefix-aware", partial(_serve_llm, True)),
+    "sluice": Peer("Sluice with its defaults", partial(_sluice, {}, {})),
+    "sluice-proserve": _paper(
+        "SlideBatching and GoRouting", {"policy": "slidebatching"}, "go_routing"
+    ),
+    "sluice-fairbatching": _paper("FairBatching and PAB", {"policy": "fairbatching"}, "pab", "pab"),
+    "sluice-slos-serve": _paper(
+        "SLOs-Serve's batches, routing and admission",
+        {"policy": "slos_serve"},
+        "slos_serve",
+        "slos_serve",
+    ),
+    "sluice-annealing": _paper(
+        "annealed dispatch, least memory", {"policy": "annealing"}, "least_memory"
+    ),
+    "sluice-flowprefill": Peer(
+        "prefills that are preempted at operators (FlowPrefill), Sluice's router",
+        partial(_sluice, {"preemption": {"granularity": "operator"}}, {}),
+    ),
+}
+"""By name."""
+
+FIRST: Final = "stock-round-robin"
+"""On it the idle times and the capacity are measured."""
+
+DEFAULT: Final = (
+    FIRST,
+    "stock-power-of-two",
+    "stock-cache-aware",
+    "stock-priority",
+    "serve-llm",
+    "serve-llm-prefix",
+    "sluice",
+)
