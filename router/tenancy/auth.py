@@ -33,6 +33,7 @@ MAX_FILE_BYTES = 4 << 20
 """Maximum size of a key file."""
 
 _SCHEME = b"bearer "
+_KEY_HEADER = b"x-api-key"  # that of Anthropic's clients
 
 _log = logging.getLogger(__name__)
 
@@ -245,10 +246,14 @@ def bearer_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     Raises:
         ApiError: 401.
     """
-    values = [value for name, value in headers if name == b"authorization"]
-    if len(values) != 1 or values[0][: len(_SCHEME)].lower() != _SCHEME:
-        raise _refusal("Send one header 'Authorization: Bearer <key>'.")
-    return values[0][len(_SCHEME) :].strip()
+    found = [(name, value) for name, value in headers if name in (b"authorization", _KEY_HEADER)]
+    if len(found) == 1:
+        name, value = found[0]
+        if name == _KEY_HEADER:
+            return value.strip()
+        if value[: len(_SCHEME)].lower() == _SCHEME:
+            return value[len(_SCHEME) :].strip()
+    raise _refusal("Send one header, 'Authorization: Bearer <key>' or 'x-api-key: <key>'.")
 
 
 def unknown_key() -> ApiError:

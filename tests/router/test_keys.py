@@ -71,6 +71,31 @@ async def test_a_digest_stands_for_its_key_and_for_the_same_holder() -> None:
     assert who(hashed, digest("first-key")) is None
 
 
+@pytest.mark.parametrize(
+    ("headers", "accepted"),
+    [
+        ([(b"authorization", b"Bearer first-key")], True),
+        ([(b"x-api-key", b"first-key")], True),
+        ([(b"x-api-key", b"other-key")], False),
+        ([(b"authorization", b"first-key")], False),
+        # Of two it would not be clear which counts.
+        ([(b"x-api-key", b"first-key"), (b"authorization", b"Bearer first-key")], False),
+        ([(b"x-api-key", b"first-key"), (b"x-api-key", b"first-key")], False),
+        ([], False),
+    ],
+)
+def test_a_key_comes_in_one_of_two_headers(
+    headers: list[tuple[bytes, bytes]], accepted: bool
+) -> None:
+    ring = KeyRing([ApiKey(key=SecretStr("first-key"), name="a")], classes=CLASSES)
+    if accepted:
+        assert ring.check(headers).name == "a"
+    else:
+        with pytest.raises(ApiError) as refused:
+            ring.check(headers)
+        assert refused.value.rule.status == 401
+
+
 async def test_a_swapped_secret_is_taken_in_and_what_is_left_out_goes(tmp_path: Path) -> None:
     registry = CollectorRegistry()
     mount = Mounted(tmp_path, "- {key: old-key, name: acme}\n")
