@@ -17,7 +17,9 @@ from openai import OpenAI
 from ray.serve.context import _get_global_client
 
 from sluice.controller.messages import QuotaUse
+from sluice.router.tenancy.tokens import MAX_TOKEN_BYTES
 from tests.e2e.conftest import System, system, wait_until
+from tests.router.token_issuer import Issuer, issuing
 
 pytestmark = pytest.mark.ray
 
@@ -42,7 +44,15 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory, keys: Path) -> Iterator[System]:
+def issuer() -> Iterator[Issuer]:
+    with issuing() as issuer:
+        yield issuer
+
+
+@pytest.fixture(scope="module")
+def serving(
+    tmp_path_factory: pytest.TempPathFactory, keys: Path, issuer: Issuer
+) -> Iterator[System]:
     fields = {
         "name": "edge",
         "engine": {"kind": "simulated", "model": "sim"},
@@ -51,6 +61,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory, keys: Path) -> Iterator[Sy
             "replicas": 2,
             "api_keys": [FIXED],
             "api_keys_file": str(keys),
+            "issuers": {"corp": issuer.config().model_dump(mode="json")},
             "batches": {"directory": str(tmp_path_factory.mktemp("batches"))},
         },
     }
@@ -95,6 +106,16 @@ def test_headers_are_those_of_the_head(port: int) -> None:
         answer = send(port, KEY, trailers)
         assert answer.startswith(b"HTTP/1.1 200 "), answer
         assert b"x-sluice-class: standard" in answer and b"data: [DONE]" in answer
+
+
+def test_a_token_is_as_good_as_a_key(port: int, issuer: Issuer) -> None:
+    """The longest one, too; and routers had the issuer's keys when they began to serve."""
+    token = issuer.sign({"x": "x" * (MAX_TOKEN_BYTES * 3 // 4 - 400)})
+    assert MAX_TOKEN_BYTES - 400 < len(token) <= MAX_TOKEN_BYTES
+    answer = send(port, f"authorization: Bearer {token}\r\n")
+    assert answer.startswith(b"HTTP/1.1 200 ") and b"data: [DONE]" in answer
+    answer = send(port, f"authorization: Bearer {issuer.sign({'aud': 'mail'})}\r\n")
+    assert answer.startswith(b"HTTP/1.1 401 ") and b"audience is another" in answer
 
 
 def test_serve_is_not_steered_by_clients(port: int) -> None:
