@@ -339,7 +339,13 @@ def test_the_command_measures_what_starts_in_alternating_order_and_names_the_res
     assert sent[:2] == [sent[0]] * 2 and sent[2:] == [sent[2]] * 2  # the same for all systems
     assert {None, 0} < {body.get("priority") for body in asked} <= {None, 0, 1, 2}
     drawn = {path.name for path in (tmp_path / "plots").iterdir()}
-    assert drawn == {"attainment-poisson.svg", "ttft-poisson-2.svg", "ttft-poisson-4.svg"}
+    assert json.loads((tmp_path / "plots" / "peers.json").read_text()) == found
+    assert drawn == {
+        "peers.json",
+        "attainment-poisson.svg",
+        "ttft-poisson-2.svg",
+        "ttft-poisson-4.svg",
+    }
     assert b"<svg" in (tmp_path / "plots" / "attainment-poisson.svg").read_bytes()[:2_000]
 
 
