@@ -136,7 +136,8 @@ def peers(
     Example:
       sluice bench peers --system stock-power-of-two --system sluice --pattern bursty --rounds 1
     """
-    say = Console(stderr=True, highlight=False, soft_wrap=True).print
+    # What servers say may look like markup.
+    say = Console(stderr=True, highlight=False, soft_wrap=True, markup=False).print
     try:
         if plots is not None:
             require_matplotlib()
@@ -149,9 +150,10 @@ def peers(
         with stop_signals() as stop, tempfile.TemporaryDirectory(prefix="sluice-") as folder:
             bench = Bench({}, Path(folder), say, stop, 0.0)
             found = _Campaign(bench, setting, chosen, loads, seconds, seed)
-            found.prepare(names or DEFAULT, scale)
+            systems = list(dict.fromkeys(names or DEFAULT))
+            found.prepare(systems, scale)
             for number in range(rounds):
-                for name in (names or DEFAULT)[:: -1 if number % 2 else 1]:
+                for name in systems[:: -1 if number % 2 else 1]:
                     found.measure(name, number)
         runs = found.runs
         if not runs:
@@ -167,9 +169,12 @@ def peers(
         raise click.ClickException(str(error)) from None
     except StoppedError:
         raise click.Abort from None
-    lines = [f"{what}: {words}" for what, words in found.conditions().items()]
-    lines += [f"{name} was left out: {reason}" for name, reason in found.left_out.items()]
-    show(shown, tables(rows), as_json, *lines)
+    show(shown, tables(rows), as_json)
+    if not as_json:
+        for what, words in found.conditions().items():
+            click.echo(f"{what}: {words}")
+        for name, reason in found.left_out.items():
+            click.echo(f"{name} was left out: {reason}")
 
 
 def _labels(run: Run) -> Json:
