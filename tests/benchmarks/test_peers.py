@@ -83,6 +83,11 @@ def test_recorded_arrivals_are_thinned_or_compressed_to_the_rate(rate: float) ->
     assert all(each.slo.service_class == kind_of(each.prompt_tokens) for each in load.arrivals)
 
 
+def test_for_the_capacity_recorded_requests_repeat_in_their_order_from_any_place() -> None:
+    drawn = list(islice(Pattern("trace", trace=TRACE).drawn(1), len(TRACE) + 1))
+    assert drawn[0] == drawn[-1] and set(drawn) == set(TRACE.arrivals)
+
+
 def test_a_recorded_request_is_of_the_first_kind_with_prompts_as_long() -> None:
     assert [kind_of(tokens) for tokens in (1, 640, 641, 2_048, 2_049, 8_000)] == [
         *("chat", "chat", "code", "code", "document", "document")

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from dataclasses import replace as changed
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -87,12 +88,10 @@ class Pattern(NamedTuple):
     def drawn(self, seed: int) -> Iterator[Arrival]:
         """Requests without end; recorded ones in their order from a place drawn by ``seed``."""
         if self.trace is None:
-            yield from generated(seed)
-        every = self.trace.arrivals if self.trace is not None else ()
+            return generated(seed)
+        every = self.trace.arrivals
         place = Random(seed).randrange(len(every))
-        while True:
-            yield every[place % len(every)]
-            place += 1
+        return cycle((*every[place:], *every[:place]))
 
     def workload(self, rate: float, seconds: float, seed: int, slos: Mapping[str, SLO]) -> Workload:
         """The requests of ``seconds`` at a mean ``rate``, each with its class's objective. Recorded
