@@ -316,7 +316,8 @@ def test_the_command_measures_what_starts_in_alternating_order_and_names_the_res
     monkeypatch.setattr(command, "WARM_UP_S", 0.2)
     monkeypatch.setattr(command, "CAPACITY_S", 0.2)
     monkeypatch.setattr(command, "IN_FLIGHT", 1)
-    # Engines that answer at once have no capacity of their own.
+    # Servers that answer at once have no times and no capacity of their own.
+    monkeypatch.setattr(command, "alone", lambda url, model: IDLE)
     monkeypatch.setattr(command, "saturated", slow)
     asked: list[dict[str, Any]] = []
     with at_once(asked) as url:

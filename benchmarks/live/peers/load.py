@@ -196,7 +196,7 @@ def alone(url: str, model: str) -> dict[str, tuple[float, float]]:
     """TTFT and TPOT, seconds, of each kind's longest request on an idle system: medians.
 
     Raises:
-        LoadError: a request was not answered.
+        LoadError: a request was not answered, or its tokens came together.
     """
     found = {}
     for name, kind in KINDS.items():
@@ -207,7 +207,9 @@ def alone(url: str, model: str) -> dict[str, tuple[float, float]]:
             (outcome,) = asyncio.run(replay(url, model, one, body=body, exact=False))
             if outcome.end is not End.ANSWERED:
                 raise LoadError(f"a request was not answered: {outcome.reason}")
-            seen.append((outcome.ttft_s or 0.0, outcome.tpot_s or 0.0))
+            if not outcome.ttft_s or not outcome.tpot_s:
+                raise LoadError("all tokens of a request came together: its TPOT is unknown")
+            seen.append((outcome.ttft_s, outcome.tpot_s))
         ttfts_s, tpots_s = zip(*seen[1:], strict=True)  # the first one warms up
         found[name] = (median(ttfts_s), median(tpots_s))
     return found
