@@ -83,6 +83,11 @@ def test_recorded_arrivals_are_thinned_or_compressed_to_the_rate(rate: float) ->
     assert all(each.slo.service_class == kind_of(each.prompt_tokens) for each in load.arrivals)
 
 
+def test_for_the_capacity_recorded_requests_repeat_in_their_order_from_any_place() -> None:
+    drawn = list(islice(Pattern("trace", trace=TRACE).drawn(1), len(TRACE) + 1))
+    assert drawn[0] == drawn[-1] and set(drawn) == set(TRACE.arrivals)
+
+
 def test_a_recorded_request_is_of_the_first_kind_with_prompts_as_long() -> None:
     assert [kind_of(tokens) for tokens in (1, 640, 641, 2_048, 2_049, 8_000)] == [
         *("chat", "chat", "code", "code", "document", "document")
@@ -311,7 +316,8 @@ def test_the_command_measures_what_starts_in_alternating_order_and_names_the_res
     monkeypatch.setattr(command, "WARM_UP_S", 0.2)
     monkeypatch.setattr(command, "CAPACITY_S", 0.2)
     monkeypatch.setattr(command, "IN_FLIGHT", 1)
-    # Engines that answer at once have no capacity of their own.
+    # Servers that answer at once have no times and no capacity of their own.
+    monkeypatch.setattr(command, "alone", lambda url, model: IDLE)
     monkeypatch.setattr(command, "saturated", slow)
     asked: list[dict[str, Any]] = []
     with at_once(asked) as url:
@@ -339,7 +345,13 @@ def test_the_command_measures_what_starts_in_alternating_order_and_names_the_res
     assert sent[:2] == [sent[0]] * 2 and sent[2:] == [sent[2]] * 2  # the same for all systems
     assert {None, 0} < {body.get("priority") for body in asked} <= {None, 0, 1, 2}
     drawn = {path.name for path in (tmp_path / "plots").iterdir()}
-    assert drawn == {"attainment-poisson.svg", "ttft-poisson-2.svg", "ttft-poisson-4.svg"}
+    assert json.loads((tmp_path / "plots" / "peers.json").read_text()) == found
+    assert drawn == {
+        "peers.json",
+        "attainment-poisson.svg",
+        "ttft-poisson-2.svg",
+        "ttft-poisson-4.svg",
+    }
     assert b"<svg" in (tmp_path / "plots" / "attainment-poisson.svg").read_bytes()[:2_000]
 
 

@@ -56,7 +56,7 @@ class Engine:
 @click.option("--vllm", type=click.Path(exists=True, path_type=Path))
 def main(port: int, replicas: int, step_ms: float, vllm: Path | None) -> None:
     """Serve on this machine, in its own Ray instance, until the process is terminated; with --vllm
-    the real engine of a JSON file: model, args, gpus of an engine, prefix_aware."""
+    the real engine of a JSON file: model, args, gpus of a worker, prefix_aware."""
     local_dir = ray_settings.make_local_dir()
     cleaner = Cleaner(local_dir)
     try:

@@ -107,7 +107,7 @@ def _engine_args(_: click.Context, __: click.Parameter, value: str | None) -> Js
 @click.option(
     "--plots",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for plots (SVG): attainment by load, and the distribution of TTFT.",
+    help="Folder for plots (SVG) of attainment and TTFT, and for the JSON.",
 )
 @as_json
 def peers(
@@ -136,7 +136,8 @@ def peers(
     Example:
       sluice bench peers --system stock-power-of-two --system sluice --pattern bursty --rounds 1
     """
-    say = Console(stderr=True, highlight=False, soft_wrap=True).print
+    # What servers say may look like markup.
+    say = Console(stderr=True, highlight=False, soft_wrap=True, markup=False).print
     try:
         if plots is not None:
             require_matplotlib()
@@ -149,26 +150,31 @@ def peers(
         with stop_signals() as stop, tempfile.TemporaryDirectory(prefix="sluice-") as folder:
             bench = Bench({}, Path(folder), say, stop, 0.0)
             found = _Campaign(bench, setting, chosen, loads, seconds, seed)
-            found.prepare(names or DEFAULT, scale)
+            systems = list(dict.fromkeys(names or DEFAULT))
+            found.prepare(systems, scale)
             for number in range(rounds):
-                for name in (names or DEFAULT)[:: -1 if number % 2 else 1]:
+                for name in systems[:: -1 if number % 2 else 1]:
                     found.measure(name, number)
         runs = found.runs
         if not runs:
             raise LoadError(f"no system could be started: {found.left_out}")
         rows = summary(runs)
-        for name, chart in charts(rows, runs).items() if plots is not None else ():
-            assert plots is not None
-            draw(chart, plots / f"{name}.svg")
+        every = [{**_labels(run), **figures([run])} for run in runs]
+        shown = {"left_out": found.left_out, **found.conditions(), "summary": rows, "runs": every}
+        if plots is not None:
+            (plots / "peers.json").write_text(json.dumps(shown, indent=1), encoding="utf-8")
+            for name, chart in charts(rows, runs).items():
+                draw(chart, plots / f"{name}.svg")
     except (LeftOutError, LoadError, ReportError, TraceError, OSError) as error:
         raise click.ClickException(str(error)) from None
     except StoppedError:
         raise click.Abort from None
-    shown = {"left_out": found.left_out, **found.conditions(), "summary": rows}
-    every = [{**_labels(run), **figures([run])} for run in runs]
-    lines = [f"{what}: {words}" for what, words in found.conditions().items()]
-    lines += [f"{name} was left out: {reason}" for name, reason in found.left_out.items()]
-    show({**shown, "runs": every}, tables(rows), as_json, *lines)
+    show(shown, tables(rows), as_json)
+    if not as_json:
+        for what, words in found.conditions().items():
+            click.echo(f"{what}: {words}")
+        for name, reason in found.left_out.items():
+            click.echo(f"{name} was left out: {reason}")
 
 
 def _labels(run: Run) -> Json:
@@ -262,7 +268,7 @@ class _Campaign:
         self._setting = self._setting._replace(classes=classes)
         self._slos = {name: each.objective(name) for name, each in classes.items()}
 
-    def _leave_out(self, name: str, error: LeftOutError) -> None:
+    def _leave_out(self, name: str, error: Exception) -> None:
         self.left_out[name] = str(error)
         self._bench.say(f"{name} is left out: {error}")
 
@@ -288,7 +294,7 @@ class _Campaign:
                     self.runs.append(Run(*at, outcomes, cpu_s, busy))
                     met = sum(each.attained for each in outcomes)
                     self._bench.say(f"  {pattern.name} {load:g}: {met} of {len(outcomes)} attained")
-        except LeftOutError as error:
+        except (LeftOutError, OSError, psutil.Error) as error:  # the others are measured still
             self._leave_out(name, error)
 
     def _send(

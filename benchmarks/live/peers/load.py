@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from dataclasses import replace as changed
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -87,12 +88,10 @@ class Pattern(NamedTuple):
     def drawn(self, seed: int) -> Iterator[Arrival]:
         """Requests without end; recorded ones in their order from a place drawn by ``seed``."""
         if self.trace is None:
-            yield from generated(seed)
-        every = self.trace.arrivals if self.trace is not None else ()
+            return generated(seed)
+        every = self.trace.arrivals
         place = Random(seed).randrange(len(every))
-        while True:
-            yield every[place % len(every)]
-            place += 1
+        return cycle((*every[place:], *every[:place]))
 
     def workload(self, rate: float, seconds: float, seed: int, slos: Mapping[str, SLO]) -> Workload:
         """The requests of ``seconds`` at a mean ``rate``, each with its class's objective. Recorded
@@ -197,7 +196,7 @@ def alone(url: str, model: str) -> dict[str, tuple[float, float]]:
     """TTFT and TPOT, seconds, of each kind's longest request on an idle system: medians.
 
     Raises:
-        LoadError: a request was not answered.
+        LoadError: a request was not answered, or its tokens came together.
     """
     found = {}
     for name, kind in KINDS.items():
@@ -208,7 +207,9 @@ def alone(url: str, model: str) -> dict[str, tuple[float, float]]:
             (outcome,) = asyncio.run(replay(url, model, one, body=body, exact=False))
             if outcome.end is not End.ANSWERED:
                 raise LoadError(f"a request was not answered: {outcome.reason}")
-            seen.append((outcome.ttft_s or 0.0, outcome.tpot_s or 0.0))
+            if not outcome.ttft_s or not outcome.tpot_s:
+                raise LoadError("all tokens of a request came together: its TPOT is unknown")
+            seen.append((outcome.ttft_s, outcome.tpot_s))
         ttfts_s, tpots_s = zip(*seen[1:], strict=True)  # the first one warms up
         found[name] = (median(ttfts_s), median(tpots_s))
     return found
