@@ -93,7 +93,7 @@ ON_RAY = "python -m sluice.benchmarks.micro.spine"
     [
         pytest.param(each, marks=(pytest.mark.ray, pytest.mark.own_ray, pytest.mark.release))
         if each.startswith(ON_RAY)
-        else each
+        else pytest.param(each, marks=pytest.mark.release if "default_policy" in each else ())
         for each in BENCHMARKS
     ],
 )

@@ -108,6 +108,7 @@ SCENARIOS = (
         may_fail=True,
         may_refuse=True,
         longer_s=3.0,
+        quick=False,
         tls=True,
     ),
 )

@@ -1,4 +1,4 @@
-"""Nothing is lost, whatever breaks: a death of each part of one fleet, and a replica that hangs.
+"""Nothing is lost, whatever breaks: a replica, the controller or a router dies, or a replica hangs.
 
 ``make test-release`` runs every scenario of the table.
 """

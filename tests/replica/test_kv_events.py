@@ -94,6 +94,7 @@ def check_shown(engine):
     assert shown(engine)
 
 
+@pytest.mark.release
 def test_an_engine_without_a_prefix_cache_holds_nothing(start):
     engine = start(enable_prefix_caching=False)
     serve(engine, 1, 300)
@@ -101,6 +102,7 @@ def test_an_engine_without_a_prefix_cache_holds_nothing(start):
     assert engine.scheduler.kv_cache_manager.take_events() == []
 
 
+@pytest.mark.release
 def test_an_operators_own_events_are_made_as_before(start):
     engine = start(**SMALL, kv_events_config={"enable_kv_cache_events": True, "publisher": "null"})
     told = []

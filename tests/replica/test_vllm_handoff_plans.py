@@ -15,7 +15,7 @@ from .attentive import attentive_model
 from .in_process import InProcess, mixed_requests
 from .test_vllm_scheduler import RandomDeferral
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.release]
 
 REQUESTS = mixed_requests(24, longest=300)
 FEW_BLOCKS = 22

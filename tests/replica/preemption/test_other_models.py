@@ -10,7 +10,7 @@ from tests.lora_adapter import write_adapter
 from tests.replica.preemption.engine import CheckedEngine
 from tests.replica.preemption.trials import nested_work, random_trials
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.release]
 
 OPTIONS = {"granularity": "operator", "depth": 3, "least_tokens": 1}
 TRIALS = 12
@@ -30,7 +30,6 @@ def engine_of(tmp_path):
         engine.close()
 
 
-@pytest.mark.release
 def test_experts_have_checks_at_their_gate_and_before_they_compute(engine_of, tmp_path):
     engine = engine_of(local_model(tmp_path, layers=2, hidden=128, experts=4), dtype="float32")
     model = engine.executor.driver_worker.worker.model_runner.get_model()
@@ -44,7 +43,6 @@ def test_experts_have_checks_at_their_gate_and_before_they_compute(engine_of, tm
     assert found["stops"] >= TRIALS
 
 
-@pytest.mark.release
 def test_compiled_code_runs_what_has_no_checks(engine_of, tmp_path):
     """Tasks with checks run beside it, as the model is written. So it never depends on what else is
     there which of the two a prompt gets, and with it the last bits of its probabilities."""

@@ -17,7 +17,7 @@ from tests.replica.in_process import InProcess
 from tests.replica.preemption.engine import CheckedEngine
 from tests.replica.preemption.trials import nested_work, run_nested
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.release]
 
 BLOCK = 32
 WHOLE = 1024
