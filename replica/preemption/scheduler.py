@@ -261,6 +261,7 @@ class PreemptiveScheduler(SloScheduler):
                 views[row].pending_tokens,
                 self._together_s([(views[row].pending_tokens, views[row].computed_tokens)]),
                 bool(apart[row]),
+                float(due_s[row] - queue.table[row, ARRIVAL]),
             )
             for row in waiting.tolist()
         ]
