@@ -36,7 +36,7 @@ NGRAM = {
     "prompt_lookup_max": 3,
 }
 TRIALS = 24
-TEXTS = 3
+TEXTS = 2
 
 
 @pytest.fixture(scope="module")
