@@ -50,7 +50,9 @@ class PreemptionConfig(BaseModel):
         ge=0,
         le=1_048_576,
         description="Prefills share a batch only while their total tokens are below this. 0: "
-        "never. Prefills of one batch are suspended together, so more is not better.",
+        "never. Prefills of one batch are suspended together, so more is not better. Late "
+        "prefills, and shorter ones than this with one objective, share a batch up to "
+        "`chunk_tokens`.",
     )
     least_tokens: int = Field(
         default=LEAST_TOKENS,

@@ -74,7 +74,10 @@ class PreemptionConfig(BaseModel):
         description="The same of a task that cannot be suspended, as the stack is full.",
     )
     batch_tokens: int = Field(
-        default=BATCH_TOKENS, ge=0, description="Prefills run together below this sum of tokens."
+        default=BATCH_TOKENS,
+        ge=0,
+        description="Prefills run together below this sum of tokens; shorter ones than this with "
+        "one objective, and late ones, up to a chunk.",
     )
     least_tokens: int = Field(
         default=LEAST_TOKENS, ge=1, description="Tasks of fewer tokens are not suspended."
@@ -196,7 +199,7 @@ class PreemptiveEngine:
         self._waiting: dict[str, Prefill] = {}
         self._computed: dict[str, int] = {}
         self._pending: dict[str, int] = {}
-        self._due: dict[str, float] = {}
+        self._due: dict[str, tuple[float, float]] = {}
         self._output: dict[str, _Decode] = {}
         self._stack: list[_Task] = []
         self._held = 0
@@ -215,23 +218,24 @@ class PreemptiveEngine:
         self,
         key: str,
         tokens: int,
-        due_s: float,
+        arrival_s: float,
+        ttft_s: float,
         best_effort: bool,
         output: int = 1,
         tpot_s: float = inf,
     ) -> None:
-        """Queue a request of ``tokens`` whose first token is due at ``due_s``, and which emits
-        ``output`` tokens, one every ``tpot_s``; infinite without an objective."""
+        """Queue a request of ``tokens`` whose first token is due ``ttft_s`` after ``arrival_s``,
+        and which emits ``output`` tokens, one every ``tpot_s``; infinite without an objective."""
         self._computed[key], self._pending[key] = 0, tokens
-        self._due[key] = due_s
+        self._due[key] = arrival_s + ttft_s, ttft_s
         self._output[key] = _Decode(output, tpot_s, best_effort)
         self._queue(key)
 
     def _queue(self, key: str) -> None:
         tokens, computed = self._pending[key], self._computed[key]
         alone_s = self._foreseen(self._believed.step_s(StepSample.of([(tokens, computed)])))
-        best_effort = self._output[key].best_effort
-        self._waiting[key] = Prefill(key, self._due[key], tokens, alone_s, best_effort)
+        (due_s, ttft_s), best_effort = self._due[key], self._output[key].best_effort
+        self._waiting[key] = Prefill(key, due_s, tokens, alone_s, best_effort, ttft_s)
 
     def _foreseen(self, seconds: float) -> float:
         """What lateness is judged by, of a predicted time."""

@@ -157,9 +157,10 @@ def _drive(engine: PreemptiveEngine, requests: Requests, gate: Gate | None) -> f
             if gate is None or gate.lets_in(arrived, engine, now_s):
                 row = requests.rows[arrived]
                 apart = bool(row[BEST_EFFORT])
-                due_s = inf if apart else arrivals[arrived].arrival_s + float(row[TTFT])
-                tokens, output = arrivals[arrived].prompt_tokens, arrivals[arrived].output_tokens
-                engine.submit(str(arrived), tokens, due_s, apart, output, float(row[TPOT]))
+                ttft_s = inf if apart else float(row[TTFT])
+                arrival_s, tokens = arrivals[arrived].arrival_s, arrivals[arrived].prompt_tokens
+                output, tpot_s = arrivals[arrived].output_tokens, float(row[TPOT])
+                engine.submit(str(arrived), tokens, arrival_s, ttft_s, apart, output, tpot_s)
             arrived += 1
         for key, emitted_s in engine.round(now_s):
             requests.emitted_s[places[int(key)]] = emitted_s

@@ -251,6 +251,8 @@ CHUNKS = tuple(
     for tokens in (2_048, 4_096, 8_192, 16_384, WHOLE)
 )
 ONE = {"one objective": single}
+PROPORTIONAL = SETUP.truth.of([0.0, *SETUP.truth.coefficients[1:]])
+NOTHING_FIXED = SETUP._replace(truth=PROPORTIONAL, believed=PROPORTIONAL)
 ATTAINED = (FIGURE, TTFT, 3)
 THROUGHPUT = ("throughput", "requests/s until the last one ends", 2)
 PER_REQUEST = ("batches", "batches per request", 3)
@@ -268,6 +270,7 @@ PARTS = Experiment(
         _tightest(ORDER, 0.8, {"8b": SETUP}),
         _sweep("short", BATCHES, made=ONE),
         _sweep("single", (CP2K, FLOW, BOUNDED, CHUNKED), made=ONE),
+        _sweep("proportional", (CP2K, FLOW, BOUNDED), made=ONE, setups=(NOTHING_FIXED,)),
     ],
     tables=[
         *_tables("order", "Fig. 10: order of prefills, ", ATTAINED),
@@ -280,6 +283,7 @@ PARTS = Experiment(
         *_tables("batching", "Fig. 11: batching, ", ATTAINED),
         *_tables("short", "Fig. 11 with the short prompts of Fig. 14, ", ATTAINED, THROUGHPUT),
         *_tables("single", "Fig. 14: one objective, ", ATTAINED, THROUGHPUT, PER_REQUEST),
+        *_tables("proportional", "Fig. 14 without a fixed time of a step, ", ATTAINED, THROUGHPUT),
         *_tables("chunks", "Fig. 15: operators and chunks, ", ATTAINED, THROUGHPUT),
     ],
 )

@@ -15,6 +15,9 @@ Our changes, for engines whose stack of suspended prefills is bounded:
   is suspended.
 - What would find the stack full, and could not be suspended for that, runs in small chunks: it can
   be passed at the end of each.
+- Short prefills with an objective as tight as the head's join it beyond Algorithm 1's sum ``G``, up
+  to a chunk, while the head has slack. ``G`` keeps more urgent arrivals from waiting for a batch
+  that has the head's deadline; an arrival with the same objective waits for these in any case.
 - One without a deadline joins no batch of one that has a deadline, and one without a guarantee no
   batch of a guaranteed one.
 - Equal deadlines do not preempt.
@@ -46,6 +49,7 @@ class Prefill(NamedTuple):
         tokens: how many it still has to compute.
         alone_s: predicted time of these, running alone.
         best_effort: it has no guarantee.
+        ttft_s: its objective, from its arrival to ``due_s``; infinite without one.
     """
 
     request_id: str
@@ -53,6 +57,7 @@ class Prefill(NamedTuple):
     tokens: int
     alone_s: float
     best_effort: bool = False
+    ttft_s: float = inf
 
 
 class InFlight(NamedTuple):
@@ -76,7 +81,8 @@ class Options:
     Attributes:
         chunk: most of one prefill in a task.
         small_chunk: the same of a task that is not to be suspended, as the stack is full.
-        together: prefills join a task while the sum is below this one.
+        together: prefills join a task while the sum is below this one, and prefills of fewer tokens
+            with an objective as tight as the head's up to a chunk.
         most: most in a task.
     """
 
@@ -151,7 +157,7 @@ def decide(
     if first.late:
         joined = _late_together(ranked, chunk)
     else:
-        joined = _joined(ranked, now_s, together_s, min(options.together, options.most))
+        joined = _joined(ranked, now_s, together_s, min(options.together, options.most), chunk)
     members = tuple([(each.request_id, each.tokens) for each in joined])
     return Batch(members, head.due_s, head.best_effort)
 
@@ -181,6 +187,7 @@ def _joined(
     now_s: float,
     together_s: Callable[[Sequence[Prefill]], float],
     together: int,
+    chunk: int,
 ) -> list[Prefill]:
     """Algorithm 1: the head, and those that fit beside it. One that does not is passed over. So is
     one without a deadline or a guarantee where the head has it: it would take the head's slack from
@@ -189,12 +196,26 @@ def _joined(
     joined = [head]
     tokens = head.tokens
     left_s = head.due_s - now_s
+    most = chunk + 1  # a sum that takes more than the head's slack, with all above it
     for each in ranked[1:]:
-        if tokens + each.tokens >= together or each.best_effort > head.best_effort:
+        total = tokens + each.tokens
+        if total >= (most if _alike(head, each, now_s, together) else min(together, most)):
             continue
-        if each.due_s == inf and head.due_s < inf:
+        if each.best_effort > head.best_effort or (each.due_s == inf and head.due_s < inf):
             continue
         if together_s([*joined, each]) < left_s:
             joined.append(each)
-            tokens += each.tokens
+            tokens = total
+        else:
+            most = total
     return joined
+
+
+def _alike(head: Prefill, each: Prefill, now_s: float, together: int) -> bool:
+    """Whether both are short, and ``each`` can be on time and is as urgent as an arrival with the
+    head's objective."""
+    return (
+        max(head.tokens, each.tokens) < together
+        and each.ttft_s <= head.ttft_s
+        and each.due_s - now_s >= each.alone_s
+    )

@@ -27,7 +27,9 @@ def queues(draw, most=12):
     for index in range(draw(st.integers(0, most))):
         count = draw(tokens)
         due_s = draw(seconds | st.just(math.inf))
-        made.append(Prefill(f"r{index}", due_s, count, count * S_PER_TOKEN, draw(st.booleans())))
+        ttft_s = draw(st.sampled_from([1.0, 5.0])) if due_s < math.inf else math.inf
+        alone_s, free = count * S_PER_TOKEN, draw(st.booleans())
+        made.append(Prefill(f"r{index}", due_s, count, alone_s, free, ttft_s))
     return made
 
 
@@ -65,7 +67,15 @@ def test_a_task_holds_waiting_prefills_once_within_its_bounds(waiting, top, now_
     assert all(1 <= count <= pending[name] for name, count in batch.members)
     total = sum(count for _, count in batch.members)
     assert total <= OPTIONS.chunk
-    assert len(names) == 1 or not feasible(batch, waiting, now_s) or total < OPTIONS.together
+    if len(names) > 1 and feasible(batch, waiting, now_s) and total >= OPTIONS.together:
+        by_name = {each.request_id: each for each in waiting}
+        head, *joined = (by_name[name] for name in names)
+        alike = [each for each in joined if each.ttft_s <= head.ttft_s and not late(each, now_s)]
+        assert head.tokens < OPTIONS.together
+        assert all(each.tokens < OPTIONS.together for each in alike)
+        # The others joined while the sum was small.
+        rest = [each for each in joined if each not in alike]
+        assert not rest or sum(each.tokens for each in rest) + head.tokens < OPTIONS.together
 
 
 @given(queues(), seconds)
@@ -152,6 +162,23 @@ def test_without_batching_every_task_is_one_prefill():
     alone = Options(chunk=1000, small_chunk=100, together=0, most=2000)
     assert chosen(waiting, None, 0.0, alone).members == (("r0", 10),)
     assert len(chosen(waiting, None, 0.0).members) == 5
+
+
+def test_short_prefills_with_one_objective_run_together_up_to_a_chunk():
+    """Whatever arrives with their objective would wait for them. With a longer one, or late ones,
+    or where they are long, the sum stays below ``together``."""
+
+    def joined(**changes):
+        first = Prefill("head", 10.0, 300, 0.3, ttft_s=1.0)
+        others = [Prefill(f"r{index}", 10.1, 300, 0.3, ttft_s=1.0) for index in range(4)]
+        waiting = [first, *(each._replace(**changes) for each in others)]
+        return len(chosen(waiting, None, 8.5).members)
+
+    assert joined() == 3  # 1000 tokens
+    assert joined(due_s=10.0, alone_s=0.7) == 2  # 1.5 s of slack
+    assert joined(tokens=400) == 1
+    assert joined(ttft_s=1.1) == 1
+    assert joined(due_s=8.7) == 1
 
 
 def test_what_could_not_be_suspended_runs_in_small_chunks():
