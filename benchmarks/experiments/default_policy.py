@@ -41,17 +41,18 @@ def headline(rows: Rows) -> Table:
         ours, theirs = (1 - AGAINST.mean(rows, name, figure) for name in (DEFAULT.policy, best))
         change = f"{(ours / theirs - 1) * 100:+.0f} %" if theirs > 0 else "-"
         fixed = [AGAINST.lead(own, best, figure).mean for own in cells]
-        gaps = [AGAINST.lead(own, AGAINST.best(own, figure), figure).mean for own in cells]
-        below = sum(gap < -0.01 for gap in gaps)
+        gaps = [AGAINST.lead(own, AGAINST.best(own, figure), figure) for own in cells]
+        below = [gap for gap in gaps if gap.mean < -0.01]
+        sure = sum(gap.mean + gap.half_width < 0 for gap in below)
         line = [words, best, f"{ours * 100:.2f} %", f"{theirs * 100:.2f} %", change]
-        line += [f"{min(leads) * 100:+.2f}" for leads in (fixed, gaps)]
-        lines.append((*line, f"{below} of {len(gaps)}"))
+        line += [f"{min(fixed) * 100:+.2f}", f"{min(gap.mean for gap in gaps) * 100:+.2f}"]
+        lines.append((*line, f"{len(below)} of {len(gaps)}", str(sure)))
     return Table(
         "The default policy against the best single policy",
         (
             *("figure", "best single policy", "misses, default", "misses, best single", "change"),
             *("worst cell against it, points", "worst against the cell's best"),
-            "cells > 1 point below their best",
+            *("cells > 1 point below their best", "of these by more than the range over seeds"),
         ),
         lines,
         "Best single: highest mean over all cells. Best of a cell: highest there, after the fact, "

@@ -275,18 +275,22 @@ class TestDefaultPolicy:
             *(outcome(DEFAULT.policy, seed, 0.7, 2.0) for seed in (1, 2)),
             *(outcome("edf", seed, 0.4, 2.0) for seed in (1, 2)),
             *(outcome("fcfs", seed, 0.75, 2.0) for seed in (1, 2)),
+            *(outcome(DEFAULT.policy, seed, met, 3.0) for seed, met in ((1, 0.7), (2, 0.8))),
+            *(outcome("edf", seed, 0.4, 3.0) for seed in (1, 2)),
+            *(outcome("fcfs", seed, met, 3.0) for seed, met in ((1, 0.9), (2, 0.7))),
         ]
         assert AGAINST.best(rows, "tdg") == "fcfs"
         assert AGAINST.best(rows, "tdg", ("edf", "absent")) == "edf"
         headline = EXPERIMENT.findings(rows).tables[1].rows[0]
         assert headline[1:] == (
             "fcfs",
-            "20.00 %",
-            "32.50 %",
-            "-38 %",
+            "21.67 %",
+            "28.33 %",
+            "-24 %",
             "-5.00",
             "-5.00",
-            "1 of 2",
+            "2 of 3",
+            "1",
         )
 
 
