@@ -41,6 +41,11 @@ TUNED: Mapping[str, str] = {
     # Ray starts workers with niceness 15: beside one busy process of normal priority an engine, a
     # router or the controller would get 3 % of a core that they share.
     "RAY_worker_niceness": "0",
+    # While HAProxy knows no healthy router, Serve's own proxy takes the requests: it reads heads as
+    # the routers do.
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": (
+        "sluice.router.request.http_head.use_strict_heads"
+    ),
     # Lets HAProxy see clients that leave; see deploy/haproxy.py.
     BINARY_VARIABLE: str(Path(sys.executable).with_name(COMMAND)),
 }

@@ -55,5 +55,5 @@ class StrictHeadProtocol(HttpToolsProtocol):
 
 def use_strict_heads() -> None:
     """Make servers that this process starts later use :class:`StrictHeadProtocol`. Serve has no
-    setting for the protocol of its replicas' servers."""
+    setting for the protocol of its servers, those of replicas and of its own proxy."""
     config.HTTP_PROTOCOLS["auto"] = f"{__name__}:{StrictHeadProtocol.__name__}"

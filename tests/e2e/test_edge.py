@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,11 +70,14 @@ def serving(
         yield running
 
 
-@pytest.fixture(params=["haproxy", "router"])
+@pytest.fixture(params=["haproxy", "fallback", "router"])
 def port(request: pytest.FixtureRequest, serving: System) -> int:
-    """Where requests go: HAProxy's port, or that of a router's own."""
+    """Where requests go: HAProxy's port, that of Serve's proxy, to which HAProxy falls back while it
+    knows no router, or that of a router's own."""
     if request.param == "haproxy":
         return serving.config.router.port
+    if request.param == "fallback":
+        return int(os.environ["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"])
     groups = ray.get(
         _get_global_client()._controller.get_target_groups.remote(app_name=serving.config.name)
     )
