@@ -72,8 +72,8 @@ def serving(
 
 @pytest.fixture(params=["haproxy", "fallback", "router"])
 def port(request: pytest.FixtureRequest, serving: System) -> int:
-    """Where requests go: HAProxy's port, that of Serve's proxy, which has them while HAProxy knows no
-    router, or that of a router's own."""
+    """Where requests go: HAProxy, Serve's proxy, which has them while HAProxy knows no router, or a
+    router."""
     if request.param == "haproxy":
         return serving.config.router.port
     if request.param == "fallback":
