@@ -76,12 +76,10 @@ class Timing(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A task is complete; ``output`` is vLLM's ``ModelRunnerOutput``, and ``drafts`` its
-    ``DraftTokenIds``, if tokens were drafted after it."""
+    """A task is complete; ``output`` is vLLM's ``ModelRunnerOutput``."""
 
     task: int
     output: Any
-    drafts: Any
     timing: Timing
 
 
