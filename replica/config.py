@@ -17,6 +17,7 @@ from pydantic import (
 
 from sluice.replica.adapters import adapter_names
 from sluice.replica.preemption_config import PreemptionConfig
+from sluice.replica.scheduler.speculation import with_all_lengths
 from sluice.replica.transfer_config import TransferConfig
 from sluice.scheduling.autoscaling import AutoscalingPolicy
 from sluice.scheduling.autoscaling import make_policy as make_autoscaling_policy
@@ -197,10 +198,11 @@ class EngineConfig(BaseModel):
             raise ValueError(
                 "preemption.granularity must be off: only vLLM's prefills are preempted"
             )
-        if self.speculates:
+        if self.draft_method not in (None, "ngram"):
             raise ValueError(
-                "preemption.granularity must be off with speculative decoding: tokens are drafted "
-                "after whole steps, and suspended tasks have none"
+                f"preemption.granularity must be off with drafts by {self.draft_method}, or the "
+                "method of speculative-config ngram: other drafters keep KV or tokens of the "
+                "requests, which a preempting prefill would not share"
             )
         if self.transfer is not None and self.transfer.connector != "tcp":
             raise ValueError(
@@ -216,12 +218,16 @@ class EngineConfig(BaseModel):
         return self.served_model_name or self.model
 
     @property
-    def speculates(self) -> bool:
-        """Whether vLLM decodes speculatively."""
-        return any(
-            name.replace("_", "-") == "speculative-config" and value is not None
-            for name, value in self.vllm_args.items()
-        )
+    def draft_method(self) -> str | None:
+        """vLLM's name of the method that drafts tokens; ``None`` without speculative decoding.
+
+        Raises:
+            ValueError: the speculative configuration is invalid.
+        """
+        for name, value in self.vllm_args.items():
+            if name.replace("_", "-") == "speculative-config" and value is not None:
+                return str(with_all_lengths(value).get("method", "a draft model"))
+        return None
 
     @property
     def adapters(self) -> tuple[str, ...]:

@@ -118,7 +118,7 @@ class EngineLoop:
         self.stats.ended(task.signalled_s, answer.timing)
         self._scheduler.stop_s = self.stats.allowed_stop_s
         if isinstance(answer, Done):
-            outputs = self._scheduler.completed(task, answer.output, answer.timing)
+            outputs = self._scheduler.completed(task, answer.output, answer.drafts, answer.timing)
             attach = getattr(self._core, "_attach_weight_version", None)
             if attach is not None:
                 attach(outputs)

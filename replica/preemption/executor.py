@@ -65,6 +65,9 @@ class PreemptiveExecutor(UniProcExecutor):
             return super().collective_rpc(*args, **kwargs)
         return self._on_thread(partial(super().collective_rpc, *args, **kwargs))
 
+    def take_draft_token_ids(self) -> None:
+        """Nothing: each task's answer has its drafts."""
+
     def determine_available_memory(self) -> list[int]:
         """Bytes available for the KV cache: without the reserve for suspended prefills."""
         return keep(self, super().determine_available_memory())

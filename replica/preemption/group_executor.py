@@ -64,6 +64,9 @@ class PreemptiveGroupExecutor(MultiprocExecutor):
             serving.result()
         return super().collective_rpc(*args, **kwargs)
 
+    def take_draft_token_ids(self) -> None:
+        """Nothing: each task's answer has its drafts."""
+
     def determine_available_memory(self) -> list[int]:
         """Bytes available for the KV cache on each worker: without the reserve for suspended
         prefills."""

@@ -76,10 +76,12 @@ class Timing(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A task is complete; ``output`` is vLLM's ``ModelRunnerOutput``."""
+    """A task is complete; ``output`` is vLLM's ``ModelRunnerOutput``, and ``drafts`` its
+    ``DraftTokenIds``, if tokens were drafted after it."""
 
     task: int
     output: Any
+    drafts: Any
     timing: Timing
 
 

@@ -20,6 +20,7 @@ from sluice.replica.scheduler.xargs import SchedulerSettings
 from sluice.replica.vllm.scheduler import SloScheduler
 from sluice.scheduling.batching import BatchPlan
 from sluice.scheduling.latency.model import StepSample
+from sluice.scheduling.latency.speculation import AdaptiveLengths
 from sluice.scheduling.preemption import (
     AgedShare,
     InFlight,
@@ -32,11 +33,15 @@ from sluice.scheduling.request.deadline import ENVELOPE
 from sluice.scheduling.request.kernels import (
     ARRIVAL,
     BEST_EFFORT,
+    COMPUTED,
+    DRAFTED,
+    KV_BLOCKS,
     LAST_TOKEN,
     TPOT,
     deadlines_s,
     is_prefill,
 )
+from sluice.scheduling.request.objective import Anchor
 from sluice.scheduling.request.queue import QueueView, RequestView
 
 
@@ -108,6 +113,7 @@ class PreemptiveScheduler(SloScheduler):
             most=self.max_num_scheduled_tokens,
         )
         self._aged = AgedShare(settings.best_effort.patience_s, settings.best_effort.aged_share)
+        self._lengths = AdaptiveLengths()
         self.in_flight: dict[str, int] = {}
         self.ending: dict[str, RequestStatus] = {}
         self.stop_s = 0.0
@@ -191,20 +197,26 @@ class PreemptiveScheduler(SloScheduler):
         decodes = np.flatnonzero(~is_prefill(queue.table))
         if not len(decodes):
             return None
-        return self._due_s(queue, decodes, self._decode_step(queue, decodes).predicted_s, top)
+        step_s = self._decode_step(queue, decodes, time.monotonic()).predicted_s
+        return self._due_s(queue, decodes, step_s, top)
 
-    def completed(self, task: Task, output: Any, timing: Timing) -> Any:
-        """Take the result of a task; vLLM's outputs by client."""
+    def completed(self, task: Task, output: Any, drafts: Any, timing: Timing) -> Any:
+        """Take the result of a task, and the tokens drafted after it; vLLM's outputs by client."""
         self._end(task)
         for request_id in task.request_ids:
             request = self.requests.get(request_id)
             if request is not None:
-                self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
+                # Those of drafts, which may be wrong, have no hashes yet.
+                written = min(request.num_computed_tokens, request.num_tokens)
+                self.kv_cache_manager.cache_blocks(request, written)
         self._seconds = timing.busy_s
         try:
-            return self.update_from_output(task.batch, output)
+            outputs = self.update_from_output(task.batch, output)
         finally:
             self._seconds = None
+        if drafts is not None:
+            self.update_draft_token_ids(drafts)
+        return outputs
 
     def failed(self, task: Task) -> list[Any]:
         """A task ended without a result; returns the requests that end with an error for it."""
@@ -243,7 +255,7 @@ class PreemptiveScheduler(SloScheduler):
         decodes = np.flatnonzero(~prefill)
         waiting = np.flatnonzero(prefill)
         if len(decodes):
-            step = self._decode_step(queue, decodes)
+            step = self._decode_step(queue, decodes, now_s)
             next_s = self._due_s(queue, decodes, step.predicted_s, top)
             alone = top is None and not len(waiting)
             if alone or (next_s is not None and now_s >= next_s):
@@ -312,10 +324,24 @@ class PreemptiveScheduler(SloScheduler):
             self.stop_s if top is not None else 0.0,
         )
 
-    def _decode_step(self, queue: QueueView, decodes: Any) -> BatchPlan:
-        """One token of each of ``decodes``, as far as a batch goes."""
+    def _decode_step(self, queue: QueueView, decodes: Any, now_s: float) -> BatchPlan:
+        """The next token of each of ``decodes``, and drafts, as far as a batch goes.
+
+        Prefills are in none of these batches. So the time of a step is the decodes' own, and they
+        check the drafts that give most tokens per second, whether prefills wait or not.
+        """
         rows = decodes[: min(self.options.most, self.max_num_running_reqs)]
-        return self._plan_of(queue, rows.tolist(), [1] * len(rows))
+        tokens = np.ones(len(rows), np.int64)
+        if queue.table[rows, DRAFTED].any():
+            own = QueueView([queue.requests[row] for row in rows.tolist()])
+            most, model = self.options.most, self._local.model
+            chosen = self._lengths.choose(own, now_s, model, most, 0.0, Anchor.ENVELOPE)
+            tokens += chosen.drafts
+            ends = own.table[:, COMPUTED].astype(np.int64) + tokens
+            new = np.maximum(0, -(-ends // self.block_size) - own.table[:, KV_BLOCKS])
+            if new.sum() * self._groups > self._pool.get_num_free_blocks():
+                tokens[:] = 1  # no draft evicts a request
+        return self._plan_of(queue, rows.tolist(), tokens.tolist())
 
     def _together_s(self, sequences: Iterable[tuple[int, int]]) -> float:
         return self._local.model.step_s(StepSample.of(sequences))

@@ -46,6 +46,7 @@ def _rules(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
     ranks = parallel.tensor_parallel_size
     offload = vllm_config.offload_config
     transfer = vllm_config.kv_transfer_config
+    speculative = vllm_config.speculative_config
     backend = parallel.distributed_executor_backend
     if isinstance(backend, type):
         backend = f"{backend.__module__}.{backend.__qualname__}"
@@ -80,9 +81,14 @@ def _rules(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
             "LoRA with a model that has experts is not supported",
         ),
         (
-            vllm_config.speculative_config is None,
-            "speculative decoding must be off: vLLM takes drafts from the model runner of the last "
-            "batch, and each suspended prefill has a runner of its own",
+            speculative is None or speculative.method == "ngram",
+            f"speculative decoding by {speculative and speculative.method} is not supported, only "
+            "by ngram: other drafters keep KV or tokens of the requests, and each suspended "
+            "prefill has a model runner with a drafter of its own",
+        ),
+        (
+            speculative is None or transfer is None,
+            "speculative decoding must be off on a prefill replica, which decodes nothing",
         ),
         (
             # Others keep state of the running batch, which a nested one would overwrite.

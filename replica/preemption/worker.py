@@ -147,11 +147,11 @@ class TaskRunner:
             with torch.inference_mode(), self.checks.running(run.task if run.checked else 0):
                 lanes.enter(lane, run.batch)
                 try:
-                    output = self._compute(lane, run)
+                    output, drafts = self._compute(lane, run)
                 finally:
                     running.checks = self.checks.passed
                     lanes.leave(lane)
-            answer = Done(run.task, output, running.timing(self._clock()))
+            answer = Done(run.task, output, drafts, running.timing(self._clock()))
         except _GivenUpError:
             answer = Discarded(run.task, running.timing(self._clock()))
         except Exception as error:
@@ -160,14 +160,25 @@ class TaskRunner:
             self._stack.pop()
         self._answer(answer)
 
-    def _compute(self, lane: Any, run: Run) -> Any:
-        """Compute one batch with vLLM's worker, with ``lane`` as its model runner."""
+    def _compute(self, lane: Any, run: Run) -> tuple[Any, Any]:
+        """Compute one batch with vLLM's worker, with ``lane`` as its model runner; returns the
+        output and the drafts."""
         worker = self._worker
-        outer = worker.model_runner
+        outer, threads = worker.model_runner, torch.get_num_threads()
         worker.model_runner = lane
         try:
             output = worker.execute_model(run.batch)
-            return worker.sample_tokens(run.grammar) if output is None else output
+            if output is not None:
+                return output, None
+            output = worker.sample_tokens(run.grammar)
+            drafts = worker.take_draft_token_ids()
+            if drafts is not None:
+                # vLLM returns the list of the lane's batch, which is emptied after the task.
+                drafts.req_ids = list(drafts.req_ids)
+                # numba, which finds n-grams, sets OpenMP's number of threads in this thread. The
+                # attention of a suspended task was prepared for the former one.
+                torch.set_num_threads(threads)
+            return output, drafts
         finally:
             worker.model_runner = outer
 

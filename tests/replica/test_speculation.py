@@ -57,11 +57,18 @@ def test_what_is_wrong_with_a_configuration_is_said(given, reason):
         with_all_lengths(given)
 
 
-def test_prefills_are_not_suspended_beside_speculation():
-    for name in ("speculative-config", "speculative_config"):
-        with pytest.raises(ValueError, match="off with speculative decoding"):
-            EngineConfig(vllm_args={name: NGRAM}, preemption={"granularity": "layer"})
-    assert EngineConfig(vllm_args={"speculative-config": NGRAM}).speculates
+def test_only_n_grams_are_drafted_beside_suspended_prefills():
+    layer = {"granularity": "layer"}
+    model = {"model": "small", "num_speculative_tokens": 3}
+    eagle = {**model, "method": "eagle3"}
+    for config in (eagle, json.dumps(eagle), model):
+        for name in ("speculative-config", "speculative_config"):
+            with pytest.raises(ValueError, match=r"drafts by (eagle3|a draft model), or"):
+                EngineConfig(vllm_args={name: config}, preemption=layer)
+    for none in ({}, {"speculative-config": None}):
+        assert EngineConfig(vllm_args=none, preemption=layer).draft_method is None
+    found = EngineConfig(vllm_args={"speculative_config": NGRAM}, preemption=layer)
+    assert found.draft_method == "ngram"
 
 
 steps = st.lists(st.tuples(st.booleans(), st.floats(0, 1)), max_size=60)

@@ -191,7 +191,8 @@ REFUSED = [
     ("parallel_config.enable_expert_parallel", True, "expert parallelism"),
     ("scheduler_config.async_scheduling", True, "async scheduling"),
     ("compilation_config.mode", 1, "STOCK_TORCH_COMPILE"),
-    ("speculative_config", SimpleNamespace(method="ngram"), "speculative decoding"),
+    ("speculative_config", SimpleNamespace(method="eagle3"), "by eagle3 is not supported, only by"),
+    ("speculative_config", SimpleNamespace(method="ngram"), "which decodes nothing"),
     (
         "kv_transfer_config",
         SimpleNamespace(kv_connector_module_path=None, kv_role="kv_producer"),
@@ -203,7 +204,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "reason"), REFUSED, ids=[each[0] for each in REFUSED])
+@pytest.mark.parametrize(("path", "value", "reason"), REFUSED, ids=[each[2] for each in REFUSED])
 async def test_what_is_not_supported_is_refused_at_start(vllm_config, path, value, reason):
     check_preemption(vllm_config)
     owner, _, name = path.rpartition(".")

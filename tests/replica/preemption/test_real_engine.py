@@ -1,4 +1,5 @@
-"""Preemption in a real vLLM engine on the CPU: one engine, many ways to stop its prefills."""
+"""Preemption in a real vLLM engine on the CPU: one engine, many ways to stop its prefills. It
+drafts n-grams, so in each of the tests decodes check drafts."""
 
 import random
 import time
@@ -6,11 +7,12 @@ from functools import partial
 
 import pytest
 
+from sluice.replica.scheduler.speculation import with_all_lengths
 from sluice.replica.vllm.local_model import local_model
 from sluice.scheduling.preemption import AgedShare
 from tests.replica.engines import EngineProcess, StockEngine, Work
 from tests.replica.preemption.engine import CheckedEngine
-from tests.replica.preemption.trials import nested_work, random_trials
+from tests.replica.preemption.trials import nested_work, random_trials, run_nested
 from tests.replica.preemption.waits import STOCK, WAYS, Bench, Prompts, random_prompt
 
 pytestmark = pytest.mark.vllm
@@ -24,20 +26,44 @@ STOCK_ARGS = {
     "kv_cache_memory_bytes": 16 << 20,
     "block_size": 32,
     "enforce_eager": True,
+    # The number of drafts in a step is no other run's, and in 16 bits rounding depends on it.
+    "dtype": "float32",
+}
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 5,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
 }
 TRIALS = 24
+TEXTS = 2
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("preemption")
-    model = local_model(directory, layers=LAYERS, hidden=128)
+def model(tmp_path_factory):
+    return local_model(tmp_path_factory.mktemp("model"), layers=LAYERS, hidden=128)
+
+
+@pytest.fixture(scope="module")
+def engine(model, tmp_path_factory):
     made = CheckedEngine(
         model,
-        directory,
+        tmp_path_factory.mktemp("preemption"),
         {"granularity": "operator", "depth": DEPTH, "least_tokens": 1},
         num_gpu_blocks_override=BLOCKS,
+        dtype="float32",
+        speculative_config=with_all_lengths(NGRAM),
+        worker_cls="sluice.replica.vllm.cpu_worker.PatchedCpuWorker",
     )
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def stock(model):
+    """Stock vLLM, with the same drafts."""
+    make = partial(StockEngine, model, max_model_len=1024, speculative_config=NGRAM, **STOCK_ARGS)
+    made = EngineProcess(make)
     yield made
     made.close()
 
@@ -74,7 +100,7 @@ def test_memory_is_kept_for_what_a_layer_of_this_model_holds(engine):
     width, intermediate, queries, keys = 128, 320, 128, 64
     elements = 4 * width + max(intermediate, 2 * queries + 2 * keys)
     reserve = engine.executor.reserve
-    assert reserve.prefill == 2 * elements * reserve.tokens
+    assert reserve.prefill == 4 * elements * reserve.tokens
     assert reserve.prefills == 3
     assert engine.stats.reserved_bytes == reserve.total > 3 * reserve.prefill
 
@@ -193,17 +219,46 @@ def test_a_prefill_without_room_stops_nobody(engine):
         assert results[work.name].tokens == expected[work.name].tokens
 
 
-def test_the_benchmark_compares_with_stock_vllm(engine, tmp_path):
+def texts(engine, made):
+    """The tokens of requests that arrive together, on any engine."""
+    for work in made:
+        engine.add(work)
+    return {name: result.tokens for name, result in engine.run().items()}
+
+
+def test_text_that_repeats_is_that_of_stock_vllm_with_the_same_drafts(engine, stock):
+    """Prefills stop inside layers, for each other and for steps of decodes, many of whose drafts
+    are right. Then the text so far is a prompt, whose blocks are in the prefix cache."""
+    checks = engine.use("operator")
+    chance = random.Random(15)
+    counts = engine.scheduler._local.drafts
+    before = counts.checked, counts.accepted, engine.stops
+    for trial in range(TEXTS):
+        made = []
+        for work in nested_work(chance, DEPTH, output=40):
+            phrase = random_prompt(chance, chance.randrange(3, 9))
+            prompt = (phrase * 240)[: len(work.prompt)]
+            made.append(work._replace(prompt=prompt, tpot_s=0.004 * (1 + trial % 2)))
+        expected = stock.call(texts, made)
+        engine.reset()
+        results = run_nested(engine, made, chance, checks)
+        assert {name: result.tokens for name, result in results.items()} == expected
+        parts = [
+            work._replace(prompt=[*work.prompt, *expected[work.name][:30]], output=10)
+            for work in made
+        ]
+        assert texts(engine, parts) == {name: found[30:] for name, found in expected.items()}
+    checked, accepted = counts.checked - before[0], counts.accepted - before[1]
+    assert checked > accepted > TEXTS * 40
+    assert engine.stops - before[2] == TEXTS * DEPTH
+
+
+def test_the_benchmark_compares_with_stock_vllm(engine, stock):
     """A stop in each run, unless the short prompt came too late for one; and the same tokens on
     both engines, whatever preempts."""
-    model = local_model(tmp_path, layers=LAYERS, hidden=128)
-    stock = EngineProcess(partial(StockEngine, model, max_model_len=1024, **STOCK_ARGS))
-    try:
-        found = Bench(engine, stock, Prompts.draw(700, 32, seed=4)).all(repeats=3, pairs=6)
-        with pytest.raises(TypeError):
-            stock.call(StockEngine.use, "what is no number", "nor this", "one too many")
-    finally:
-        stock.close()
+    found = Bench(engine, stock, Prompts.draw(700, 32, seed=4)).all(repeats=3, pairs=6)
+    with pytest.raises(TypeError):
+        stock.call(StockEngine.use, "what is no number", "nor this", "one too many")
     rows = {row["way"]: row for row in found["rows"]}
     assert list(rows) == [*WAYS, *STOCK]
     assert all(row["same"] == 1 for row in rows.values())

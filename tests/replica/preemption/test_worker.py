@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -55,6 +56,7 @@ class Worker:
         self._words = words
         self._checks = checks
         self.trace: list[tuple[int, int]] = []
+        self._drafted: list[int] = []
 
     def execute_model(self, step: Step) -> None:
         lane = self.model_runner
@@ -67,9 +69,14 @@ class Worker:
             self.trace.append((step.number, at))
         if step.ends == "failed":
             raise ArithmeticError(step.number)
+        self._drafted[:] = [step.number]
 
     def sample_tokens(self, grammar: None) -> str:
         return self.model_runner
+
+    def take_draft_token_ids(self) -> SimpleNamespace:
+        """With the list of requests itself, which later tasks change."""
+        return SimpleNamespace(req_ids=self._drafted)
 
 
 def number(shape, counter):
@@ -130,6 +137,7 @@ def test_every_task_is_answered_once_the_last_started_first(shape):
             assert passed == list(range(len(passed)))
             assert answer.timing.checks == len(passed)
             assert answer.timing.busy_s >= 0
+            assert answer.drafts.req_ids == [answer.task]
 
 
 @given(shapes, st.data())
