@@ -176,8 +176,9 @@ class TaskRunner:
                 # vLLM returns the list of the lane's batch, which is emptied after the task.
                 drafts.req_ids = list(drafts.req_ids)
                 # numba, which finds n-grams, sets OpenMP's number of threads in this thread. The
-                # attention of a suspended task was prepared for the former one.
-                torch.set_num_threads(threads)
+                # attention of a suspended task was prepared for the former one. On CPUs vLLM has
+                # made torch.set_num_threads do nothing.
+                torch._C.set_num_threads(threads)
             return output, drafts
         finally:
             worker.model_runner = outer
