@@ -164,7 +164,7 @@ class TaskRunner:
         """Compute one batch with vLLM's worker, with ``lane`` as its model runner; returns the
         output and the drafts."""
         worker = self._worker
-        outer = worker.model_runner
+        outer, threads = worker.model_runner, torch.get_num_threads()
         worker.model_runner = lane
         try:
             output = worker.execute_model(run.batch)
@@ -175,6 +175,10 @@ class TaskRunner:
             if drafts is not None:
                 # vLLM returns the list of the lane's batch, which is emptied after the task.
                 drafts.req_ids = list(drafts.req_ids)
+                # numba, which finds n-grams, sets OpenMP's number of threads in this thread. The
+                # attention of a suspended task was prepared for the former one. On CPUs vLLM has
+                # made torch.set_num_threads do nothing.
+                torch._C.set_num_threads(threads)
             return output, drafts
         finally:
             worker.model_runner = outer

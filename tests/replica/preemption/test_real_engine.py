@@ -81,6 +81,41 @@ def nothing_left(engine):
     assert engine.free_blocks == pool.num_gpu_blocks - 1  # one is vLLM's null block
 
 
+def texts(engine, made):
+    """The tokens of requests that arrive together, on any engine."""
+    for work in made:
+        engine.add(work)
+    return {name: result.tokens for name, result in engine.run().items()}
+
+
+def test_text_that_repeats_is_that_of_stock_vllm_with_the_same_drafts(engine, stock):
+    """Prefills stop inside layers, for each other and for steps of decodes, many of whose drafts
+    are right. Then the text so far is a prompt, whose blocks are in the prefix cache. First in this
+    file, so that the engine has its first drafts while prefills are suspended."""
+    checks = engine.use("operator")
+    chance = random.Random(15)
+    counts = engine.scheduler._local.drafts
+    before = counts.checked, counts.accepted, engine.stops
+    for trial in range(TEXTS):
+        made = []
+        for work in nested_work(chance, DEPTH, output=40):
+            phrase = random_prompt(chance, chance.randrange(3, 9))
+            prompt = (phrase * 240)[: len(work.prompt)]
+            made.append(work._replace(prompt=prompt, tpot_s=0.004 * (1 + trial % 2)))
+        expected = stock.call(texts, made)
+        engine.reset()
+        results = run_nested(engine, made, chance, checks)
+        assert {name: result.tokens for name, result in results.items()} == expected
+        parts = [
+            work._replace(prompt=[*work.prompt, *expected[work.name][:30]], output=10)
+            for work in made
+        ]
+        assert texts(engine, parts) == {name: found[30:] for name, found in expected.items()}
+    checked, accepted = counts.checked - before[0], counts.accepted - before[1]
+    assert checked > accepted > TEXTS * 40
+    assert engine.stops - before[2] == TEXTS * DEPTH
+
+
 def test_tokens_are_those_of_runs_without_preemption(engine):
     """At random places, by operator and layer, whole and in chunks, nested one to three deep, with
     and without a common prefix. `python -m tests.replica.preemption.trials` does
@@ -217,40 +252,6 @@ def test_a_prefill_without_room_stops_nobody(engine):
     assert engine.stats.suspensions == before
     for work in (long, urgent):
         assert results[work.name].tokens == expected[work.name].tokens
-
-
-def texts(engine, made):
-    """The tokens of requests that arrive together, on any engine."""
-    for work in made:
-        engine.add(work)
-    return {name: result.tokens for name, result in engine.run().items()}
-
-
-def test_text_that_repeats_is_that_of_stock_vllm_with_the_same_drafts(engine, stock):
-    """Prefills stop inside layers, for each other and for steps of decodes, many of whose drafts
-    are right. Then the text so far is a prompt, whose blocks are in the prefix cache."""
-    checks = engine.use("operator")
-    chance = random.Random(15)
-    counts = engine.scheduler._local.drafts
-    before = counts.checked, counts.accepted, engine.stops
-    for trial in range(TEXTS):
-        made = []
-        for work in nested_work(chance, DEPTH, output=40):
-            phrase = random_prompt(chance, chance.randrange(3, 9))
-            prompt = (phrase * 240)[: len(work.prompt)]
-            made.append(work._replace(prompt=prompt, tpot_s=0.004 * (1 + trial % 2)))
-        expected = stock.call(texts, made)
-        engine.reset()
-        results = run_nested(engine, made, chance, checks)
-        assert {name: result.tokens for name, result in results.items()} == expected
-        parts = [
-            work._replace(prompt=[*work.prompt, *expected[work.name][:30]], output=10)
-            for work in made
-        ]
-        assert texts(engine, parts) == {name: found[30:] for name, found in expected.items()}
-    checked, accepted = counts.checked - before[0], counts.accepted - before[1]
-    assert checked > accepted > TEXTS * 40
-    assert engine.stops - before[2] == TEXTS * DEPTH
 
 
 @pytest.mark.release
