@@ -129,6 +129,9 @@ def test_a_nested_task_waits_behind_what_the_suspended_one_has_queued():
         def sample_tokens(self, grammar):
             return "tokens"
 
+        def take_draft_token_ids(self):
+            return None
+
     class Lanes:
         stock, private = "stock", ("first", "second")
         nested = staticmethod(nullcontext)
