@@ -30,6 +30,12 @@ Endpoint = Literal[
 ]
 """What is asked of an engine: OpenAI's endpoints, Anthropic's messages, and vLLM's own."""
 
+GENERATING: frozenset[Endpoint] = frozenset(("chat", "completions", "responses", "messages"))
+"""Endpoints that generate text: they have sampling parameters and can be streamed."""
+
+POOLING: frozenset[Endpoint] = frozenset(("embeddings", "score", "rerank"))
+"""Endpoints that answer with vectors or scores; the engine counts each as an output token."""
+
 UNSCHEDULED: frozenset[Endpoint] = frozenset(("tokenize", "detokenize"))
 """Endpoints whose requests never reach an engine's scheduler: they have no SLO, and any replica
 answers them."""

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import Any, Final
 
 from sluice.controller.version import version
-from sluice.replica.engine import UNSCHEDULED, Endpoint
+from sluice.replica.engine import GENERATING, UNSCHEDULED, Endpoint
 from sluice.router import wire
 from sluice.router.batches import batches_api, files_api
 from sluice.router.batches.expiry import MAX_S, MIN_S
@@ -107,7 +107,7 @@ def document(config: RouterConfig) -> Schema:
 
 def _inference(endpoint: Endpoint, config: RouterConfig) -> Schema:
     content = _json(_OBJECT)
-    if endpoint in ("chat", "completions", "responses", "messages"):
+    if endpoint in GENERATING:
         content["text/event-stream"] = {}
     operation = _operation(_SUMMARIES[endpoint], content)
     scheduled = endpoint not in UNSCHEDULED

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
-from sluice.replica.engine import Endpoint
+from sluice.replica.engine import GENERATING, Endpoint
 
 
 class Serving(NamedTuple):
@@ -82,8 +82,6 @@ _PLACES: dict[Endpoint, tuple[str, str, str, str]] = {
 }
 """Endpoint -> the layer's name in vLLM's state, its method, and where its type of request is."""
 
-_GENERATING = frozenset[Endpoint](("chat", "completions", "responses", "messages"))
-
 
 def servings(state: Any) -> dict[Endpoint, Serving]:
     """The endpoints that the engine of this vLLM application state offers."""
@@ -93,7 +91,7 @@ def servings(state: Any) -> dict[Endpoint, Serving]:
         if layer is None:
             continue
         body = TypeAdapter(getattr(import_module(module), request_type))
-        generates = endpoint in _GENERATING
+        generates = endpoint in GENERATING
         offered[endpoint] = Serving(body, layer, getattr(layer, method), generates)
     return offered
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from sluice.replica.engine import Endpoint, ResponseTail
+from sluice.replica.engine import POOLING, Endpoint, ResponseTail
 from sluice.router.metrics.client_names import ClientNames
 from sluice.scheduling.request.objective import TokenClock
 
@@ -166,7 +166,7 @@ class UsageMetrics:
             return
         service_class = call.slo.service_class
         generated = clock.tokens if tail is None else tail.output_tokens
-        if call.endpoint in ("embeddings", "score", "rerank"):
+        if call.endpoint in POOLING:
             generated = 0  # the engine counts a vector or a score as a token
         counts = {"generated": generated}
         if tail is not None:

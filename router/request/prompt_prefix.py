@@ -19,7 +19,7 @@ from hashlib import blake2b
 from itertools import takewhile
 from typing import Any
 
-from sluice.replica.engine import Endpoint
+from sluice.replica.engine import GENERATING, Endpoint
 from sluice.router.request.prompt_size import MEDIA_TOKENS, messages_of
 from sluice.scheduling.fleet.prefix import (
     CHUNK_ENDS,
@@ -46,8 +46,6 @@ _SETTINGS = (
 _UNREADABLE = ("prompt_embeds", "truncate_prompt_tokens")
 """Fields with which a prompt does not begin with its text."""
 
-_READABLE: tuple[Endpoint, ...] = ("chat", "completions", "responses", "messages")
-
 _MEDIUM_UNITS = MEDIA_TOKENS * TOKEN_UNITS
 
 
@@ -57,13 +55,13 @@ def prefix_of(endpoint: Endpoint, body: dict[str, Any]) -> PromptPrefix:
     There are no hashes for a prompt shorter than a chunk, or for a call with several prompts.
     ``O(characters)`` up to the last of :data:`~sluice.scheduling.fleet.prefix.CHUNK_ENDS`.
     """
-    if endpoint not in _READABLE or any(body.get(field) is not None for field in _UNREADABLE):
+    if endpoint not in GENERATING or any(body.get(field) is not None for field in _UNREADABLE):
         return NO_PREFIX
     settings = {field: body[field] for field in _SETTINGS if body.get(field) is not None}
     hasher = blake2b(json.dumps([endpoint, settings]).encode(), digest_size=8)
     if endpoint != "completions":
-        messages = messages_of(endpoint, body)
-        return _of_texts(hasher, list(_chat_texts({**body, "messages": messages})))
+        texts = _chat_texts(messages_of(endpoint, body), body.get("tools"))
+        return _of_texts(hasher, list(texts))
     prompt = body["prompt"]
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
@@ -83,11 +81,11 @@ def salted(body: dict[str, Any], owner: str) -> dict[str, Any]:
     return {**body, _SALT: blake2b(text, digest_size=16, person=b"sluice-salt").hexdigest()}
 
 
-def _chat_texts(body: dict[str, Any]) -> Iterator[str | None]:
+def _chat_texts(messages: list[dict[str, Any]], tools: Any) -> Iterator[str | None]:
     """The texts of a conversation in order; ``None`` for a medium."""
-    if body.get("tools"):
-        yield json.dumps(body["tools"], ensure_ascii=False)
-    for message in body["messages"]:
+    if tools:
+        yield json.dumps(tools, ensure_ascii=False)
+    for message in messages:
         content = message.get("content")
         rest = {key: value for key, value in message.items() if key not in ("content", "role")}
         # A text with zeros can look like two messages; the only effect is a wrong prediction.

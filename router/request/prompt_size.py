@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sluice.replica.engine import Endpoint
+from sluice.replica.engine import GENERATING, POOLING, Endpoint
 
 MIN_RATIO = 1.0
 MAX_RATIO = 16.0
@@ -46,20 +46,21 @@ class PromptSize:
 
 def measure(endpoint: Endpoint, body: dict[str, Any]) -> PromptSize:
     """Measure a validated body. ``O(messages)``: it never reads the text."""
-    if endpoint in ("chat", "messages"):
-        return _measure_chat({**body, "messages": messages_of(endpoint, body)})
     if endpoint == "completions":
         return _measure_prompt(body["prompt"])
-    if endpoint == "responses":
-        return _measure_chat({**body, "messages": messages_of(endpoint, body)})
+    if endpoint in GENERATING:
+        return _measure_chat(messages_of(endpoint, body), body.get("tools"))
     if endpoint in ("score", "rerank"):
         return _measure_pairs(*scored(endpoint, body))
     if endpoint == "embeddings":
-        return _measure_chat(body) if body.get("input") is None else _measure_prompt(body["input"])
-    if endpoint == "tokenize":
+        text = body.get("input")
+    elif endpoint == "tokenize":
         text = body.get("prompt")
-        return _measure_chat(body) if text is None else _measure_prompt(text)
-    return PromptSize(tokens=len(body["tokens"]))
+    else:
+        return PromptSize(tokens=len(body["tokens"]))
+    if text is None:
+        return _measure_chat(body["messages"], body.get("tools"))
+    return _measure_prompt(text)
 
 
 def longest_ids(endpoint: Endpoint, body: dict[str, Any]) -> tuple[str, int]:
@@ -87,8 +88,7 @@ def output_limit(endpoint: Endpoint, body: dict[str, Any]) -> int:
         tokens = body.get("max_output_tokens") or 0
     elif endpoint == "messages":
         tokens = body.get("max_tokens") or 0
-    elif endpoint in ("embeddings", "score", "rerank"):
-        # An embedding or a score counts as one token.
+    elif endpoint in POOLING:
         tokens = 1
     else:
         return 0
@@ -160,9 +160,9 @@ class TokenEstimator:
         self.ratio += SMOOTHING * (seen - self.ratio)
 
 
-def _measure_chat(body: dict[str, Any]) -> PromptSize:
+def _measure_chat(messages: list[dict[str, Any]], tools: Any) -> PromptSize:
     characters = tokens = 0
-    for message in body["messages"]:
+    for message in messages:
         tokens += MESSAGE_TOKENS
         content = message.get("content")
         parts = content if isinstance(content, list) else [content]
@@ -172,8 +172,8 @@ def _measure_chat(body: dict[str, Any]) -> PromptSize:
                 characters += len(text)
             elif part is not None:
                 tokens += MEDIA_TOKENS
-    if body.get("tools"):
-        characters += len(repr(body["tools"]))
+    if tools:
+        characters += len(repr(tools))
     return PromptSize(characters, tokens)
 
 
