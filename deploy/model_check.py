@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sluice.replica.config import EngineConfig
+from sluice.replica.vllm_args import by_option
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _DESCRIPTIONS = ("config.json", "params.json")
@@ -39,9 +40,7 @@ def check_model(engine: EngineConfig) -> None:
         if not path.is_file():
             raise ValueError(f"engine.model: there is no folder {model}")
     elif _HUB_ID.fullmatch(model) and not os.environ.get("VLLM_USE_MODELSCOPE"):
-        _check_hub(
-            model, {name.replace("_", "-"): value for name, value in engine.vllm_args.items()}
-        )
+        _check_hub(model, by_option(engine.vllm_args))
 
 
 def _check_hub(model: str, arguments: dict[str, Any]) -> None:

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from sluice.replica.vllm_args import by_option
+
 ADAPTERS_ARGUMENT = "lora-modules"
 _FORMS = "a list of 'name=path' or of objects with name and path"
 
@@ -17,8 +19,7 @@ def adapter_names(vllm_args: Mapping[str, Any]) -> tuple[str, ...]:
     Raises:
         ValueError: it has none of the forms that vLLM accepts.
     """
-    arguments = {name.replace("_", "-"): value for name, value in vllm_args.items()}
-    given = arguments.get(ADAPTERS_ARGUMENT)
+    given = by_option(vllm_args).get(ADAPTERS_ARGUMENT)
     if given is None:
         return ()
     entries = given if isinstance(given, list | tuple) else [given]

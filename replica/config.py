@@ -19,6 +19,7 @@ from sluice.replica.adapters import adapter_names
 from sluice.replica.preemption_config import PreemptionConfig
 from sluice.replica.scheduler.speculation import with_all_lengths
 from sluice.replica.transfer_config import TransferConfig
+from sluice.replica.vllm_args import by_option
 from sluice.scheduling.autoscaling import AutoscalingPolicy
 from sluice.scheduling.autoscaling import make_policy as make_autoscaling_policy
 from sluice.scheduling.batching import BestEffortOptions, make_policy
@@ -180,8 +181,7 @@ class EngineConfig(BaseModel):
     def _check_adapters(self) -> EngineConfig:
         if self.served_name in self.adapters:
             raise ValueError(f"an adapter has the model's own name, {self.served_name!r}")
-        arguments = {name.replace("_", "-"): value for name, value in self.vllm_args.items()}
-        together = str(arguments.get("max-loras") or 1)  # vLLM's default
+        together = str(by_option(self.vllm_args).get("max-loras") or 1)  # vLLM's default
         if together.isdigit() and len(self.adapters) > int(together):
             # vLLM ends when a batch has more, and a plan may have a request wait beside others.
             raise ValueError(
@@ -224,10 +224,10 @@ class EngineConfig(BaseModel):
         Raises:
             ValueError: the speculative configuration is invalid.
         """
-        for name, value in self.vllm_args.items():
-            if name.replace("_", "-") == "speculative-config" and value is not None:
-                return str(with_all_lengths(value).get("method", "a draft model"))
-        return None
+        given = by_option(self.vllm_args).get("speculative-config")
+        return (
+            None if given is None else str(with_all_lengths(given).get("method", "a draft model"))
+        )
 
     @property
     def adapters(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from sluice.replica.config import EngineConfig, ReplicaConfig
+from sluice.replica.vllm_args import by_option
 from sluice.scheduling.roles import ROLES, Role
 
 _SAME_FIELDS = ("cache_dir", "kind", "model", "served_model_name", "transfer")
@@ -100,10 +101,10 @@ def _engine(shared: EngineConfig, replica: ReplicaConfig, role: Role) -> EngineC
     if pool.engine.get("policy", shared.policy) != shared.policy:
         base.pop("policy_options", None)  # they are options of the shared policy
     if "vllm_args" in base:
-        base["vllm_args"] = _dashed(base["vllm_args"])
+        base["vllm_args"] = by_option(base["vllm_args"])
     own = dict(pool.engine)
     if isinstance(own.get("vllm_args"), Mapping):
-        own["vllm_args"] = _dashed(own["vllm_args"])
+        own["vllm_args"] = by_option(own["vllm_args"])
     try:
         return EngineConfig.model_validate(_laid_over(base, own))
     except ValidationError as error:
@@ -148,7 +149,7 @@ def _differences(pools: tuple[Pool, ...]) -> Iterator[tuple[tuple[str, ...], str
     for pool in pools[1:]:
         place: tuple[str, ...] = ("replica", "pools", pool.role, "engine")
         for name in _SAME_ARGUMENTS:
-            here, there = (_dashed(each.engine.vllm_args).get(name) for each in (pool, first))
+            here, there = (by_option(each.engine.vllm_args).get(name) for each in (pool, first))
             if here != there:
                 yield (*place, "vllm_args", name), _unlike(here, there, first.role)
         for name in _SAME_SIMULATED:
@@ -174,10 +175,6 @@ def _refuse(problems: Iterable[tuple[tuple[Any, ...], str]]) -> None:
     ]
     if found:
         raise ValidationError.from_exception_data("pools", found)
-
-
-def _dashed(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {name.replace("_", "-"): value for name, value in arguments.items()}
 
 
 def _laid_over(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from sluice.replica.transfer_config import TransferConfig
 from sluice.replica.vllm.serving import Serving, servings
 from sluice.replica.vllm.tool_parser import choose_parser
 from sluice.replica.vllm.variants import STOCK_SCHEDULER, variant_of
+from sluice.replica.vllm_args import by_option
 from sluice.scheduling.roles import Role
 
 RESERVED_ARGUMENTS = frozenset(
@@ -140,7 +141,7 @@ def parse_arguments(
     except ImportError:  # older versions
         from vllm.entrypoints.openai.cli_args import make_arg_parser
 
-    arguments = {name.replace("_", "-"): value for name, value in given.items()}
+    arguments = by_option(given)
     reserved = sorted(RESERVED_ARGUMENTS & arguments.keys())
     if reserved:
         raise ValueError(f"vllm_args may not hold {', '.join(reserved)}: Sluice sets them itself")
