@@ -337,6 +337,13 @@ class Controller:
             **left,
         }
 
+    async def remembers(self, replica_id: str) -> bool | None:
+        """Whether a replica remembers its last setting of :meth:`drain`, over a restart of this
+        controller; ``None`` for an unknown replica."""
+        self._hear()
+        known = replica_id in self._mirror.replicas
+        return self._drains.remembered(replica_id) if known else None
+
     async def fingerprint(self) -> str:
         """See :func:`fingerprint_of`."""
         self._hear()
@@ -427,6 +434,7 @@ class Controller:
         if applied:
             self._classes.ended(delta.finished)
             self._quarantine.reported(delta, delta.finished, now_s)
+            self._drains.answered(delta.replica_id)
         closed = self._fleet.is_closed(delta.replica_id)
         return ReportReply(self._epoch, resync=not applied, closed=closed)
 

@@ -294,6 +294,13 @@ class ControllerClient:
         told = await self._call("drain", replica_id, drain, spare_last, timeout_s=SCRAPE_TIMEOUT_S)
         return told
 
+    async def remembers(self, replica_id: str) -> bool | None:
+        """See :meth:`sluice.controller.actor.Controller.remembers`; also ``None`` without an
+        answer."""
+        told: bool | None
+        told = await self._answer("remembers", replica_id, timeout_s=SCRAPE_TIMEOUT_S)
+        return told
+
     async def load(self, role: Role | None = None) -> Load | None:
         """The load on all replicas together, or on the replicas of ``role``, from the observer;
         autoscaling reads it.

@@ -4,11 +4,15 @@ While a controller runs, its own settings are authoritative. Replicas carry them
 each remembers its last setting and sends it in its hello. The replica's memory counts only if this
 controller has no setting for it: a replica that was reopened while it was unreachable stays open,
 whatever it remembers.
+
+A replica hears a setting in the answer to its next report. Until then a restart of the controller
+would lose the setting, so :meth:`Drains.remembered` says whether that time has passed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from sluice.controller.state.mirror import Mirror
 from sluice.scheduling.fleet import rows as figure
@@ -27,6 +31,9 @@ MOST_SILENT = 1024
 """Most silent replicas whose setting is kept; of more, the one silent for longest is forgotten.
 Every answer to a router lists the closed replicas among them."""
 
+_HEARD: Final = 2
+"""Answers after which the first of them has arrived: reports come one after the other."""
+
 
 class Drains:
     """The drain settings by replica. All methods are ``O(1)``, amortised.
@@ -43,6 +50,7 @@ class Drains:
         self._kept_s = kept_s
         self._most_silent = most_silent
         self._words: dict[str, bool] = {}
+        self._answers: dict[str, int] = {}
         self._silent_since_s: dict[str, float] = {}
 
     def __len__(self) -> int:
@@ -51,20 +59,37 @@ class Drains:
     def drain(self, replica_id: str) -> None:
         """Close a replica to new requests."""
         self._fleet.close(replica_id)
-        self._words[replica_id] = True
+        self._set(replica_id, True)
 
     def take_back(self, replica_id: str) -> bool:
         """Open a replica again. Returns whether it was drained."""
         drained = self._fleet.reopen(replica_id)
         if drained:
-            self._words[replica_id] = False
+            self._set(replica_id, False)
         return drained
+
+    def _set(self, replica_id: str, word: bool) -> None:
+        if self._words.get(replica_id) is not word:
+            self._words[replica_id], self._answers[replica_id] = word, 0
+
+    def answered(self, replica_id: str) -> None:
+        """A report of a replica was answered with its setting."""
+        if replica_id in self._answers:
+            self._answers[replica_id] += 1
+
+    def remembered(self, replica_id: str) -> bool:
+        """Whether the replica surely remembers its setting: it has reported again since an answer
+        brought it."""
+        return self._answers.get(replica_id, _HEARD) >= _HEARD
 
     def greet(self, replica_id: str, closed: bool) -> None:
         """A replica registered; ``closed`` is the setting that it remembers."""
         self._silent_since_s.pop(replica_id, None)
         if closed and replica_id not in self._words:
             self.drain(replica_id)
+        if replica_id in self._words:
+            # After a lost answer a replica greets again, and says what it remembers.
+            self._answers[replica_id] = _HEARD if self._words[replica_id] is closed else 1
 
     def silent(self, replica_ids: Iterable[str], now_s: float) -> None:
         """The mirror has forgotten these replicas. Drops the settings of those silent for long."""
@@ -79,6 +104,7 @@ class Drains:
     def forget(self, replica_id: str) -> None:
         """A replica has ended."""
         self._words.pop(replica_id, None)
+        self._answers.pop(replica_id, None)
         self._silent_since_s.pop(replica_id, None)
         self._fleet.reopen(replica_id)
 

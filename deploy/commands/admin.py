@@ -92,6 +92,7 @@ class _Drained(BaseModel):
     replica_id: str
     draining: bool
     left: int
+    remembered: bool
 
 
 KEY_HINT = "give --key, or set SLUICE_ADMIN_KEY, to one of the configuration's router.admin.keys"

@@ -24,6 +24,10 @@ _LAST = (
     "model gets a 503, until a replica is taken back with --undo or a new one starts."
 )
 
+_NOT_HEARD = (
+    "{} has not confirmed it yet. If the controller restarts before it does, repeat the command."
+)
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,255}")
 
 
@@ -72,6 +76,8 @@ def drain(
     """
     api = AdminApi(address, key)
     told = api.take_back(replica_id) if undo else _close(api, replica_id, yes)
+    if not told["remembered"]:
+        click.echo(_NOT_HEARD.format(replica_id), err=True)
     if undo or not wait:
         _say(told, as_json)
         return

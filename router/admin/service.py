@@ -23,6 +23,11 @@ FORCE = "force"
 FEW_DECISIONS = 50
 """Number that the live page shows. It asks so often that only this many are fetched for it."""
 
+REMEMBER_LIMIT_S = 3.0
+"""How long a drain's answer waits until the replica remembers it, seconds: a few reports."""
+
+_LOOK_AGAIN_S = 0.05
+
 
 class Overseen(Protocol):
     """The part of a controller's client that the service uses."""
@@ -41,6 +46,9 @@ class Overseen(Protocol):
             NoAnswerError: it did not answer.
         """
 
+    async def remembers(self, replica_id: str) -> bool | None:
+        """Whether a replica remembers the last drain setting; ``None`` if that is unknown."""
+
 
 class AdminService:
     """One per router process. Each controller is asked at most once in :data:`TTL_S`, however many
@@ -55,6 +63,7 @@ class AdminService:
         self, controllers: Mapping[str, Overseen], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._controllers = dict(controllers)
+        self._clock = clock
         self._fleet = Recent(self._make_fleet, TTL_S, clock)
         self._decisions = {
             most: Recent(lambda most=most: self._make_decisions(most), TTL_S, clock)  # type: ignore[misc]
@@ -88,6 +97,9 @@ class AdminService:
     async def drain(self, replica_id: str, drain: bool, force: bool = False) -> dict[str, Any]:
         """Close a replica to new requests, or open it again; says what is left there.
 
+        Waits until the replica remembers it, so that it survives a restart of the controller; after
+        :data:`REMEMBER_LIMIT_S` the answer has ``remembered: false``.
+
         Args:
             force: also the last one of its model that takes requests.
 
@@ -106,10 +118,19 @@ class AdminService:
                 if told.pop("last"):
                     raise _last(replica_id, model)
                 self._fleet.drop()
-                return {"model": model, **told}
+                remembered = await self._remembered(controller, replica_id)
+                return {"model": model, **told, "remembered": remembered}
         if silent:
             raise _no_controller()
         raise ApiError(Reason.NOT_FOUND, f"There is no replica {shown(replica_id)}.", "replica_id")
+
+    async def _remembered(self, controller: Overseen, replica_id: str) -> bool:
+        since_s = self._clock()
+        while (remembers := await controller.remembers(replica_id)) is False:
+            if self._clock() - since_s > REMEMBER_LIMIT_S:
+                break
+            await asyncio.sleep(_LOOK_AGAIN_S)
+        return bool(remembers)
 
     async def _make_fleet(self) -> dict[str, Any]:
         found = await self._ask(lambda controller: controller.snapshot())

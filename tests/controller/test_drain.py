@@ -176,6 +176,29 @@ async def test_a_drain_taken_back_while_the_replica_was_away_does_not_come_back_
     assert not (await controller.hello(again)).closed
 
 
+async def test_a_setting_is_remembered_once_the_replica_reports_after_the_answer_with_it() -> None:
+    controller = make()
+    await controller.hello(hello("a"))
+    epoch = (await controller.snapshot())["epoch"]
+    assert await controller.remembers("b") is None
+    assert await controller.remembers("a"), "it was never drained, and remembers nothing else"
+    seq = 0
+    for drained in (True, False):
+        await controller.drain("a", drained)
+        for heard in (False, False, True):
+            assert await controller.remembers("a") is heard
+            await controller.drain("a", drained)
+            seq += 1
+            assert (await controller.report(delta("a", epoch, seq))).closed is drained
+    await controller.drain("a", True)
+    # The answer to the next report is lost: the replica greets again, with what it remembers.
+    await controller.report(delta("a", epoch, seq + 1))
+    await controller.hello(hello("a", seq=seq + 2))
+    assert await controller.remembers("a") is False
+    await controller.hello(hello("a", seq=seq + 3)._replace(closed=True))
+    assert await controller.remembers("a")
+
+
 async def test_what_a_restarted_controller_learnt_from_a_replica_can_be_taken_back() -> None:
     clock = Clock()
     restarted = make(clock)

@@ -166,7 +166,8 @@ class Admin:
 
     def answer(self, method: str, path: str, body: Any) -> Answer:
         if method == "POST":
-            return 200, {"model": "m", "replica_id": "one", "draining": True, "left": 2}
+            told = {"model": "m", "replica_id": "one", "left": 2}
+            return 200, {**told, "draining": True, "remembered": True}
         return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
 
     def drain(self, *words: str) -> Result:

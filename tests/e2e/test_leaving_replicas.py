@@ -165,7 +165,12 @@ def test_a_drained_replica_gets_nothing_until_it_is_taken_back(serving: System) 
     wait_until(decided, "the controller answers in time")
     assert [(each["replica_id"], each["candidates"]) for each in found] == [(other, 1)]
 
-    assert not admin(serving, "DELETE", f"replicas/{drained}/drain").json()["draining"]
+    # A new controller learns that it was taken back, too.
+    told = admin(serving, "DELETE", f"replicas/{drained}/drain").json()
+    assert (told["draining"], told["remembered"]) == (False, True)
+    ray.kill(serving.controller(), no_restart=False)
+    both = {drained: None, other: None}
+    wait_until(lambda: drains(serving) == both, "it knows both", show=lambda: drains(serving))
     wait_until(lambda: drained in served_by(serving, 5), "it gets requests again")
 
     # With all of them drained nothing is well, and each answer says why.

@@ -29,6 +29,8 @@ class LocalController:
         self.up = True
         self.snapshots = 0
         self.listings = 0
+        # How often it was asked what a replica remembers, and after how often that it does.
+        self.asked = self.forgets = 0
         self.endings: list[RequestEnding] = []
         self.late_notices: list[LateNotice] = []
         # What an edge without a way of its own to replicas does not set.
@@ -79,6 +81,10 @@ class LocalController:
         if not self.up:
             raise NoAnswerError("unavailable")
         return await self.controller.drain(replica_id, drain, spare_last)
+
+    async def remembers(self, replica_id: str) -> bool | None:
+        self.asked += 1
+        return None if not self.up else self.asked > self.forgets
 
     async def hear(self, metrics: RouterMetrics) -> None:
         """Take in what a router has counted."""

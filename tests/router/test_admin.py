@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,7 +15,13 @@ import pytest
 from sluice.deploy.admin_key import page_address, with_admin_key
 from sluice.deploy.app import build
 from sluice.deploy.config import SluiceConfig, parse_config
-from sluice.router.admin.service import FEW_DECISIONS, MAX_DECISIONS, TTL_S, AdminService
+from sluice.router.admin.service import (
+    FEW_DECISIONS,
+    MAX_DECISIONS,
+    REMEMBER_LIMIT_S,
+    TTL_S,
+    AdminService,
+)
 from sluice.router.config import RouterConfig
 from tests.controller.fleet import decode_row, hello
 from tests.router.far_side import CHAT_BODY, Clock, Edge, FarSide, serve
@@ -318,6 +325,7 @@ async def test_a_replica_is_drained_and_taken_back() -> None:
         "waiting": 0,
         "running": 0,
         "reserved": 0,
+        "remembered": True,
     }
     for _ in range(4):
         assert (await system.chat()).headers["x-sluice-replica"] == "b"
@@ -328,6 +336,19 @@ async def test_a_replica_is_drained_and_taken_back() -> None:
     assert again.json()["draining"] is False
     await system.ask("/admin/v1/replicas/b/drain", method="POST")
     assert (await system.chat()).headers["x-sluice-replica"] == "a"
+
+
+async def test_a_drain_is_answered_once_the_replica_remembers_it() -> None:
+    controller = LocalController(Clock())
+    service = AdminService({"m": controller}, count().__next__)  # a second for each look
+    await controller.controller.hello(hello("a"))
+    controller.forgets = 2
+    assert (await service.drain("a", True, force=True))["remembered"]
+    assert controller.asked == 3
+    controller.asked, controller.forgets = 0, 1_000_000
+    told = await service.drain("a", False)
+    assert (told["draining"], told["remembered"]) == (False, False)
+    assert controller.asked == REMEMBER_LIMIT_S + 1
 
 
 async def test_the_last_replica_of_a_model_is_drained_only_with_force() -> None:

@@ -99,7 +99,13 @@ def _engine_args(_: click.Context, __: click.Parameter, value: str | None) -> Js
 @number_option("--rounds", default=3, least=1, most=100)
 @click.option("--model", default=LOCAL, show_default=True, help="Path or hub id of the model.")
 @click.option("--engine-args", "args", callback=_engine_args, help="vLLM's arguments, as JSON.")
-@number_option("--replicas", default=2, least=1, most=64, words="Engines of each system.")
+@number_option(
+    "--replicas",
+    default=None,
+    least=1,
+    most=64,
+    words="Engines of each system.  [default: one for each GPU; on CPUs one less than cores]",
+)
 @number_option(
     "--slo-scale", "scale", default=1.0, least=0.1, most=100, words="Factor on all objectives."
 )
@@ -119,7 +125,7 @@ def peers(
     rounds: int,
     model: str,
     args: Json,
-    replicas: int,
+    replicas: int | None,
     scale: float,
     seed: int,
     plots: Path | None,
@@ -181,10 +187,12 @@ def _labels(run: Run) -> Json:
     return {name: getattr(run, name) for name in ("pattern", "load", "system", "round")}
 
 
-def _setting(model: str, args: Json, replicas: int) -> Setting:
+def _setting(model: str, args: Json, replicas: int | None) -> Setting:
     import torch
 
     gpus = torch.cuda.device_count()
+    # A core is left for everything else, as a GPU machine has cores that no engine needs.
+    replicas = replicas or gpus or max(1, len(psutil.Process().cpu_affinity()) - 1)
     given = {"max-model-len": MODEL_TOKENS, **({} if gpus else CPU_ARGS), **args}
     path = str(local_model(EngineConfig().cache_dir)) if model == LOCAL else model
     return Setting(path, given, replicas, gpus, {})
