@@ -9,7 +9,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 # `LOCKED=1` installs the versions in deploy/requirements/ and checks their hashes, as images and CI do.
 LOCKED ?=
 
-.PHONY: serve test test-release check format docs lock audit clean
+.PHONY: serve test test-release check format docs pictures lock audit clean
 
 serve: $(VENV)/.installed
 	$(BIN)/sluice serve $(ARGS)
@@ -38,6 +38,10 @@ format: $(VENV)/.installed-test
 docs: $(VENV)/.installed-test
 	$(BIN)/python -m sluice.deploy.reference
 	$(BIN)/python -m sluice.deploy.chart
+
+# The pictures in the documents.
+pictures: $(VENV)/.installed-test
+	$(BIN)/python -m tests.pictures
 
 # The exact versions with hashes, for the Python and the platform of the images. test.txt holds what
 # comes on top of cpu.txt, deploy/ray/requirements.txt what comes on top of the images. They are installed without resolving, so the CPU build can go without

@@ -29,7 +29,7 @@ class LocalRun(BaseModel):
 def noted(run: LocalRun) -> Iterator[None]:
     """Keep a note of ``run`` until the block ends; no note where the folder cannot be written."""
     try:
-        folder = _folder()
+        folder = state_folder()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor, draft = tempfile.mkstemp(dir=folder, prefix=".")
     except (OSError, RuntimeError):
@@ -51,7 +51,7 @@ def local_runs() -> list[LocalRun]:
     """What this user serves on this machine now. Notes of runs that have ended are removed."""
     found = []
     with contextlib.suppress(OSError, RuntimeError):
-        for note in sorted(_folder().glob(f"{_prefix()}*.json")):
+        for note in sorted(state_folder().glob(f"{_prefix()}*.json")):
             with contextlib.suppress(OSError, ValidationError):
                 found += [run] if (run := _read(note)) is not None else []
     return found
@@ -70,7 +70,12 @@ def _read(note: Path) -> LocalRun | None:
         return None
 
 
-def _folder() -> Path:
+def state_folder() -> Path:
+    """Where this user's programs keep what outlives them (XDG base directories).
+
+    Raises:
+        RuntimeError: the user has no home.
+    """
     state = os.environ.get("XDG_STATE_HOME")
     return (Path(state) if state else Path.home() / ".local" / "state") / "sluice"
 

@@ -53,6 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("numprocesses", None):
         private_dir = ray_settings.make_local_dir()
         atexit.register(shutil.rmtree, private_dir, ignore_errors=True)
+        # What `sluice serve` keeps for its user.
+        os.environ["XDG_STATE_HOME"] = str(private_dir / "state")
         ray_settings.apply(private_dir)
 
 

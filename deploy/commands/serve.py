@@ -9,6 +9,7 @@ import click
 from rich.console import Console
 
 from sluice.deploy.admin_key import page_address, with_admin_key
+from sluice.deploy.batches_folder import with_batches_folder
 from sluice.deploy.commands.exits import Exit, Failure
 from sluice.deploy.commands.options import CONFIG_FILE, load
 from sluice.deploy.config import SluiceConfig
@@ -57,7 +58,7 @@ def serve(path: Path | None, **flags: Any) -> None:
       sluice serve --engine simulated --replicas 4
       sluice serve --config sluice.yaml --port 9000
     """
-    config, admin_key = with_admin_key(load(path, _overrides(flags)))
+    config, admin_key = with_admin_key(with_batches_folder(load(path, _overrides(flags))))
     err = Console(stderr=True)
 
     def report(line: str) -> None:
@@ -72,6 +73,8 @@ def serve(path: Path | None, **flags: Any) -> None:
                 page = page_address(config, url, admin_key)
                 if page is not None:
                     report(f"live page: {page}")
+                if config.router.batches.directory is not None:
+                    report(f"files and batches: {config.router.batches.directory}")
                 report("Ctrl-C stops")
                 stop.wait()
         except StoppedError:

@@ -173,6 +173,9 @@ def test_it_listens_where_security_md_says_and_leaves_nothing_when_it_is_killed(
 ) -> None:
     with serving(tmp_path) as it:
         check_ports(it)
+        files = it.home / ".local" / "state" / "sluice" / "batches" / str(it.port)
+        assert files.is_dir() and f"files and batches: {files}" in it.err.replace("\n", "")
+        assert httpx.get(f"{it.url}/v1/files", timeout=120).json()["data"] == []
         folder = _token(it).parent
         assert folder.is_dir()
         it.process.kill()

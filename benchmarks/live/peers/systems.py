@@ -101,7 +101,9 @@ def _stock(policy: str, more: Json, setting: Setting) -> Start:
             found = stack.enter_context(engines(bench, engine_on, setting.replicas))
             if not setting.gpus:
                 _pin(dict.fromkeys(found, ""))
-            router = served("vllm-router", partial(vllm_router, policy=policy))
+            # In front of a single engine all policies are one, and some refuse to start.
+            chosen = policy if setting.replicas > 1 else "round_robin"
+            router = served("vllm-router", partial(vllm_router, policy=chosen))
             system = stack.enter_context(router(bench._replace(engines=found)))
             yield system._replace(processes={**system.processes, **dict.fromkeys(found, "")})
 
