@@ -17,7 +17,7 @@ serve: $(VENV)/.installed
 # Who runs what: tests/conftest.py.
 TEST_PROCESSES ?= 3
 
-test: $(VENV)/.installed-test
+test: $(VENV)/.installed-test $(VENV)/.compiled
 	$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 # What `make test` leaves out: systems of their own for rare cases, and every fault under load.
@@ -99,6 +99,11 @@ define install
 endef
 
 $(VENV)/.installed $(VENV)/.installed-test: pyproject.toml $(wildcard deploy/requirements/*.txt)
+
+# Otherwise each process that tests compiles the same loops at once.
+$(VENV)/.compiled: $(VENV)/.installed-test $(shell find scheduling simulation controller -name '*.py')
+	$(BIN)/python -m sluice.deploy.compile
+	touch $@
 
 $(VENV)/.installed: | $(BIN)/python
 	@echo "installing Sluice and its engine into $(VENV); the first time takes some minutes"

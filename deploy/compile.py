@@ -1,0 +1,46 @@
+"""Compile the loops of every policy ahead: ``python -m sluice.deploy.compile``.
+
+After an installation, a replica and a controller compile what they need when they start, for up
+to a minute of one core. What is compiled is kept beside the sources, or in ``NUMBA_CACHE_DIR``,
+for this kind of processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+
+from sluice.controller.config import ControllerConfig
+from sluice.controller.transport import report_rows
+from sluice.scheduling import admission, batching, routing
+from sluice.scheduling.batching.warm_up import warm_up
+from sluice.scheduling.placement.warm_up import warm_up_placement
+from sluice.simulation import rows
+
+
+def _placements() -> None:
+    default = ControllerConfig().make_routing
+    for name in routing.POLICIES.own:
+        warm_up_placement(partial(routing.make_policy, name), lambda: None)
+    for name in admission.POLICIES.own:
+        warm_up_placement(default, partial(admission.make_policy, name))
+    report_rows.compile_now()
+
+
+def _batches() -> None:
+    for name in batching.POLICIES.own:
+        warm_up(name)
+    rows.compile_now()
+
+
+def main() -> None:
+    """Compile in two processes, as much of it is on two sides."""
+    parts: tuple[Callable[[], None], ...] = (_batches, _placements)
+    with ProcessPoolExecutor(len(parts)) as pool:
+        for done in [pool.submit(part) for part in parts]:
+            done.result()
+
+
+if __name__ == "__main__":
+    main()
