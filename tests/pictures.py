@@ -21,7 +21,7 @@ from PIL import Image, PngImagePlugin
 
 import sluice.router.admin.page
 from sluice.benchmarks.live.client import replay
-from sluice.benchmarks.live.peers.report import charts
+from sluice.benchmarks.live.peers.report import attainment
 from sluice.benchmarks.live.processes import serving
 from sluice.benchmarks.live.systems import SLUICE
 from sluice.deploy.ray_settings import free_port
@@ -131,8 +131,7 @@ def draw_page() -> None:
 def draw_peers() -> None:
     """Draw the measured attainment against load."""
     rows = json.loads(RESULTS.read_text(encoding="utf-8"))["summary"]
-    (chart,) = charts(rows, []).values()
-    draw(chart, PEERS)
+    draw(attainment(rows)["attainment-bursty"], PEERS)
     with PEERS.open("a", encoding="utf-8") as file:
         file.write(f"<!-- {DIGEST} {digest([RESULTS])} -->\n")
 

@@ -37,7 +37,14 @@ from sluice.benchmarks.live.peers.load import (
     classes_of,
     recorded,
 )
-from sluice.benchmarks.live.peers.report import Run, charts, figures, summary, tables
+from sluice.benchmarks.live.peers.report import (
+    Run,
+    attainment,
+    figures,
+    first_tokens,
+    summary,
+    tables,
+)
 from sluice.benchmarks.live.peers.systems import CPU_ARGS, DEFAULT, FIRST, SYSTEMS, Setting
 from sluice.benchmarks.live.processes import LeftOutError
 from sluice.benchmarks.live.resources import processes, spent
@@ -169,7 +176,7 @@ def peers(
         shown = {"left_out": found.left_out, **found.conditions(), "summary": rows, "runs": every}
         if plots is not None:
             (plots / "peers.json").write_text(json.dumps(shown, indent=1), encoding="utf-8")
-            for name, chart in charts(rows, runs).items():
+            for name, chart in {**attainment(rows), **first_tokens(runs)}.items():
                 draw(chart, plots / f"{name}.svg")
     except (LeftOutError, LoadError, ReportError, TraceError, OSError) as error:
         raise click.ClickException(str(error)) from None
@@ -225,7 +232,7 @@ class _Campaign:
     def conditions(self) -> Json:
         """What was measured under: model, arguments, objectives and load 1 by pattern."""
         return {
-            "model": self._setting.model,
+            "model": Path(self._setting.model).name,
             "engine_args": self._setting.args,
             "replicas": self._setting.replicas,
             "seed": self._seed,

@@ -6,7 +6,7 @@ not. A request that was refused, or not answered, has missed all of its objectiv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final, NamedTuple
 
@@ -117,39 +117,49 @@ def tables(rows: Sequence[Json]) -> list[Table]:
     ]
 
 
-def charts(rows: Sequence[Json], runs: Sequence[Run]) -> dict[str, Chart]:
-    """By name: attainment against load for each pattern, and the distribution of TTFT for each
-    pattern and load, as a share of all sent requests."""
-    found = {}
-    systems = list(dict.fromkeys(run.system for run in runs))
-
-    def lines(of: Callable[[str], list[Point]]) -> dict[str, list[Point]]:
-        return {system: points for system in systems if (points := of(system))}
-
-    for pattern in dict.fromkeys(run.pattern for run in runs):
-        within = [row for row in rows if row["pattern"] == pattern]
-        found[f"attainment-{pattern}"] = Chart(
+def attainment(rows: Sequence[Json]) -> dict[str, Chart]:
+    """By name: attainment against load for each pattern of the summary, with half of the interval
+    over requests."""
+    return {
+        f"attainment-{pattern}": Chart(
             f"Requests within all objectives, {pattern}",
             "load, 1 is the capacity of stock vLLM",
             "share of sent requests",
-            lines(lambda system, within=within: _by_load(within, system)),  # type: ignore[misc]
+            {
+                system: _by_load(rows, pattern, system)
+                for system in dict.fromkeys(row["system"] for row in rows)
+            },
         )
-        for load in dict.fromkeys(row["load"] for row in within):
-            own = [run for run in runs if (run.pattern, run.load) == (pattern, load)]
-            found[f"ttft-{pattern}-{load:g}"] = Chart(
-                f"Time to first token, {pattern}, load {load:g}",
-                "seconds",
-                "share of sent requests",
-                lines(lambda system, own=own: _curve(own, system)),  # type: ignore[misc]
-            )
+        for pattern in dict.fromkeys(row["pattern"] for row in rows)
+    }
+
+
+def first_tokens(runs: Sequence[Run]) -> dict[str, Chart]:
+    """By name: the distribution of TTFT for each pattern and load, as a share of all sent
+    requests."""
+    found = {}
+    systems = dict.fromkeys(run.system for run in runs)
+    for pattern, load in dict.fromkeys((run.pattern, run.load) for run in runs):
+        own = [run for run in runs if (run.pattern, run.load) == (pattern, load)]
+        curves = {system: _curve(own, system) for system in systems}
+        found[f"ttft-{pattern}-{load:g}"] = Chart(
+            f"Time to first token, {pattern}, load {load:g}",
+            "seconds",
+            "share of sent requests",
+            {system: points for system, points in curves.items() if points},
+        )
     return found
 
 
-def _by_load(rows: Sequence[Json], system: str) -> list[Point]:
+def _half_of(interval: tuple[float, float]) -> float:
+    return (interval[1] - interval[0]) / 2
+
+
+def _by_load(rows: Sequence[Json], pattern: str, system: str) -> list[Point]:
     return [
-        Point(row["load"], row["attained"], row["range"]["attained"] or 0.0)
+        Point(row["load"], row["attained"], _half_of(row["attained_interval"]))
         for row in rows
-        if row["system"] == system
+        if (row["pattern"], row["system"]) == (pattern, system)
     ]
 
 
