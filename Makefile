@@ -102,7 +102,7 @@ $(VENV)/.installed $(VENV)/.installed-test: pyproject.toml $(wildcard deploy/req
 
 # Otherwise each process that tests compiles the same loops at once.
 $(VENV)/.compiled: $(VENV)/.installed-test $(shell find scheduling simulation controller -name '*.py')
-	$(BIN)/python -m sluice.deploy.compile
+	$(BIN)/python -m sluice.replica.compile
 	touch $@
 
 $(VENV)/.installed: | $(BIN)/python

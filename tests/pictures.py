@@ -40,6 +40,9 @@ PAGE, PEERS, RESULTS = (
     ROOT / "docs" / name for name in ("page.png", "peers.svg", "results/peers.json")
 )
 
+SHOWN = 1_880
+"""Pixels of its height: the list of decisions is longer."""
+
 SECONDS = 75.0
 RATE = 7.0
 PROMPT_TOKENS, OUTPUT_TOKENS = (100, 1_500), (10, 120)
@@ -101,31 +104,29 @@ def draw_page() -> None:
         file = folder / "config.json"
         file.write_text(config(port))
         command: list[str | Path] = [SLUICE, "serve", "--config", file]
-        with (
-            serving(command, url, folder / "log", 600.0),
-            browser() as chromium,
-            chromium.tab(1280, 1790) as tab,
-        ):
-            tab.go(f"{url}/ui#key={KEY}")
-
-            def picture() -> None:
-                tab.until("document.querySelectorAll('[data-replica]').length === 2")
-                tab.picture(PAGE)
+        with serving(command, url, folder / "log", 600.0):
 
             async def run() -> None:
                 sent = asyncio.Event()
-                answers = asyncio.create_task(
-                    replay(f"{url}/v1/completions", "local", load(), on_sent=sent.set)
-                )
+                where = f"{url}/v1/completions", "local"
+                answers = asyncio.create_task(replay(*where, load(), on_sent=sent.set))
                 await sent.wait()
-                picture()
+                await asyncio.to_thread(_take, f"{url}/ui#key={KEY}")
                 answers.cancel()
 
             asyncio.run(run())
     made_from = PngImagePlugin.PngInfo()
     made_from.add_text(DIGEST, digest(page_sources()))
     with Image.open(PAGE) as shot:
-        shot.quantize(64).save(PAGE, pnginfo=made_from, optimize=True)
+        top = shot.crop((0, 0, shot.width, SHOWN)).quantize(64)
+    top.save(PAGE, pnginfo=made_from, optimize=True)
+
+
+def _take(address: str) -> None:
+    with browser() as chromium, chromium.tab(1280, 1790) as tab:
+        tab.go(address)
+        tab.until("document.querySelectorAll('[data-replica]').length === 2")
+        tab.picture(PAGE)
 
 
 def draw_peers() -> None:

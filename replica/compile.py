@@ -1,4 +1,4 @@
-"""Compile the loops of every policy ahead: ``python -m sluice.deploy.compile``.
+"""Compile the loops of every policy ahead: ``python -m sluice.replica.compile``.
 
 After an installation, a replica and a controller compile what they need when they start, for up
 to a minute of one core. What is compiled is kept beside the sources, or in ``NUMBA_CACHE_DIR``,
@@ -11,8 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
-from sluice.controller.config import ControllerConfig
-from sluice.controller.transport import report_rows
 from sluice.scheduling import admission, batching, routing
 from sluice.scheduling.batching.warm_up import warm_up
 from sluice.scheduling.placement.warm_up import warm_up_placement
@@ -20,12 +18,11 @@ from sluice.simulation import rows
 
 
 def _placements() -> None:
-    default = ControllerConfig().make_routing
     for name in routing.POLICIES.own:
         warm_up_placement(partial(routing.make_policy, name), lambda: None)
     for name in admission.POLICIES.own:
-        warm_up_placement(default, partial(admission.make_policy, name))
-    report_rows.compile_now()
+        any_routing = partial(routing.make_policy, next(iter(routing.POLICIES.own)))
+        warm_up_placement(any_routing, partial(admission.make_policy, name))
 
 
 def _batches() -> None:
@@ -35,7 +32,7 @@ def _batches() -> None:
 
 
 def main() -> None:
-    """Compile in two processes, as much of it is on two sides."""
+    """Compile in two processes: each has about half of it."""
     parts: tuple[Callable[[], None], ...] = (_batches, _placements)
     with ProcessPoolExecutor(len(parts)) as pool:
         for done in [pool.submit(part) for part in parts]:
