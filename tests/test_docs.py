@@ -71,6 +71,13 @@ def test_links_lead_somewhere(path: Path) -> None:
         assert not anchor or anchor in anchors(to), f"{path.name} links to {target}"
 
 
+def test_the_index_lists_every_page_once() -> None:
+    text = (DOCS / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^- \[[^\]]+\]\(([\w-]+\.md)\)", text, re.MULTILINE)
+    pages = {path.name for path in DOCS.glob("*.md")} - {"README.md"}
+    assert sorted(listed) == sorted(pages)
+
+
 def test_the_documented_default_classes_are_the_defaults() -> None:
     documented = rows(section(DOCS / "slo.md", "Service classes"))
     assert set(documented) == set(SluiceConfig().router.classes)
