@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from sluice.router.admin_config import AdminConfig
 from sluice.router.batches_config import BatchesConfig
 from sluice.router.loopback import is_loopback
+from sluice.router.picker_config import PickerConfig
 from sluice.router.tenancy.issuers import MAX_ISSUERS, TokenIssuer, check_issuers
 from sluice.router.tenancy.keys import KeyEntry, KeyFile, check_bare, check_entries, digest_of
 from sluice.router.tenancy.limits import OutputLimit, PromptLimit
@@ -280,6 +281,9 @@ class RouterConfig(BaseModel):
     )
     batches: BatchesConfig = Field(
         default_factory=BatchesConfig, description="OpenAI's files and batches."
+    )
+    picker: PickerConfig = Field(
+        default_factory=PickerConfig, description="The endpoint picker for Envoy."
     )
 
     @property
