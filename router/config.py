@@ -328,6 +328,11 @@ class RouterConfig(BaseModel):
                 f"admin.access is open, but host is {self.host!r}: without a key, host must be a "
                 "loopback address such as 127.0.0.1"
             )
+        if self.admin.access == "open" and self.picker.port is not None:
+            raise ValueError(
+                "admin.access is open, but clients of an Envoy would reach the admin API by "
+                "picker.port: set admin.access to key or off"
+            )
         others = set(map(digest_of, (*self.api_keys, *self.metrics.keys)))
         if others & set(map(digest_of, self.admin.keys)):
             raise ValueError("a key of admin.keys is also an API or metrics key; use another")

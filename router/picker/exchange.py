@@ -164,7 +164,7 @@ class Exchange:
                 return
             if received.part in (Part.REQUEST_BODY, Part.REQUEST_TRAILERS):
                 if complete and received.part is Part.REQUEST_BODY:
-                    raise MalformedError("a request goes on after its end")
+                    raise MalformedError("a request continues after its end")
                 self._has_trailers = received.part is Part.REQUEST_TRAILERS
                 ends = received.ends or self._mode is BodyMode.BUFFERED
                 if not complete:

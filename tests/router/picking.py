@@ -72,7 +72,9 @@ class System:
         self.ports: dict[str, DirectPort] = {}
         side = FarSide(**{name: self._behaviour(name) for name in NAMES})
         self.edge = Edge(side, self.local, config)  # type: ignore[arg-type]
-        self.server = PickerServer(self.edge.api, self.edge.fleets.health, 1 << 20, 64)
+        self.server = PickerServer(
+            self.edge.api, self.edge.fleets.health, 1 << 20, self.edge.config.max_in_flight
+        )
         self.port = 0
         self.envoy: asyncio.subprocess.Process | None = None
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from sluice.replica.streams.wire import TICKET_HEADER
 from sluice.router.config import RouterConfig, ServiceClass
-from sluice.router.picker import exchange
+from sluice.router.picker import exchange, server
 from sluice.router.picker.messages import (
     CLASSES,
     ENDPOINT_KEY,
@@ -354,6 +354,18 @@ async def test_a_request_that_does_not_go_on_ends(monkeypatch: pytest.MonkeyPatc
         async with streaming(system.port) as begun:
             await begun.send(request_headers(modes=DUPLEX))
             assert await begun.status() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC looks before it takes a call, so one more than the limit may come in."""
+    monkeypatch.setattr(server, "MORE_STREAMS", 1)
+    async with picking(RouterConfig(max_in_flight=1)) as system, AsyncExitStack() as streams:
+        for _ in range(3):
+            stream = await streams.enter_async_context(streaming(system.port))
+            await stream.send(request_headers(modes=BUFFERED))
+            assert await stream.answer()
+        async with streaming(system.port) as beyond:
+            assert await beyond.status() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 @pytest.fixture(scope="module")
