@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -211,9 +212,9 @@ async def test_without_capacity_a_class_that_rejects_gets_429_with_the_time_to_w
             return refused.status.code, set_headers(refused.headers), refused.body
 
     async with picking(config) as system:
-        outcomes = await asyncio.gather(*(one(system) for _ in range(12)))
+        outcomes = await asyncio.gather(*(one(system) for _ in range(24)))
         refused = [outcome for outcome in outcomes if outcome is not None]
-        assert 0 < len(refused) < 12
+        assert 0 < len(refused) < 24
         for status, headers, content in refused:
             assert status == 429 and json.loads(content)["error"]["code"] == "slo_unattainable"
             assert int(headers["retry-after"]) >= 1
@@ -354,6 +355,19 @@ async def test_a_request_that_does_not_go_on_ends(monkeypatch: pytest.MonkeyPatc
         async with streaming(system.port) as begun:
             await begun.send(request_headers(modes=DUPLEX))
             assert await begun.status() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_port_that_is_taken_is_an_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
+            await server.PickerServer(no_app, no_app, 1, 1).start("127.0.0.1", port)
+
+
+async def no_app(*_: object) -> None:
+    pytest.fail("no request comes")
 
 
 async def test_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
