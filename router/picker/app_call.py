@@ -108,6 +108,7 @@ class AppCall:
         loop = asyncio.get_running_loop()
         self.outcome: asyncio.Future[Pick | Whole | None] = loop.create_future()
         self._body: asyncio.Queue[tuple[bytes, bool]] = asyncio.Queue(1)
+        self._wanted = asyncio.Event()
         self._over = asyncio.Event()
         self._status = 500
         self._headers: Headers = ()
@@ -115,8 +116,14 @@ class AppCall:
         self.broken = False
         self.task = asyncio.create_task(self._run(app, scope_of(headers)))
 
+    async def wanted(self) -> None:
+        """Return when the application reads the request's body. A request that it refuses before
+        takes no memory for one."""
+        await self._wanted.wait()
+
     async def feed(self, body: bytes, ends: bool) -> None:
-        """More of the request's body. Waits until the application has taken what came before."""
+        """More of the request's body."""
+        self._wanted.clear()
         await self._body.put((body, ends))
 
     def leave(self) -> None:
@@ -136,6 +143,7 @@ class AppCall:
 
     async def _receive(self) -> Message:
         """ASGI's ``receive``."""
+        self._wanted.set()
         body = asyncio.ensure_future(self._body.get())
         over = asyncio.ensure_future(self._over.wait())
         try:

@@ -158,6 +158,8 @@ class Exchange:
         """Take Envoy's messages after the first, until it sends no more."""
         complete = not self._has_body
         while True:
+            if not complete:
+                await call.wanted()
             async with asyncio.timeout(None if complete else REQUEST_S):
                 received = await self._next()
             if received is None:

@@ -8,7 +8,7 @@ decoding returns has been checked and is plain Python.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -228,7 +228,7 @@ def cleared_body(headers: Headers, remove: Sequence[str], endpoint: str) -> byte
     return _sealed(response, endpoint)
 
 
-def streamed(part: Part, body: bytes, ends: bool) -> Iterable[bytes]:
+def streamed(part: Part, body: bytes, ends: bool) -> Iterator[bytes]:
     """A body, in messages of :data:`STREAMED_BYTES`, that replaces what came of it."""
     for begin in range(0, max(1, len(body)), STREAMED_BYTES):
         response = CLASSES["ProcessingResponse"]()

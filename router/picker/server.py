@@ -20,8 +20,8 @@ HEALTH: Final = "grpc.health.v1.Health"
 MORE_STREAMS: Final = 256
 """Streams in addition to the requests that a router may have in flight: it refuses those itself."""
 
-DRAIN_S: Final = 60.0
-"""Longest wait for open streams when the server stops, seconds."""
+DRAIN_S: Final = 300.0
+"""Longest wait for open streams when the server stops, seconds. Serve may end the router before."""
 
 _KEEPALIVE: Final = (
     # A host that vanished is noticed within 30 s.

@@ -196,6 +196,13 @@ async def test_what_is_refused_gets_what_http_clients_get() -> None:
         await system.idle()
 
 
+async def test_the_body_of_a_request_that_is_refused_is_not_read() -> None:
+    async with picking(RouterConfig(api_keys=(KEY,))) as system, streaming(system.port) as stream:
+        await stream.send(request_headers(modes=DUPLEX))
+        status, _, _ = await immediate(stream)
+        assert status == 401
+
+
 async def test_without_capacity_a_class_that_rejects_gets_429_with_the_time_to_wait() -> None:
     strict = ServiceClass(ttft_ms=2_000, tpot_ms=1_000, when_unattainable="reject")
     config = RouterConfig(classes={"strict": strict}, default_class="strict")
@@ -371,10 +378,9 @@ async def no_app(*_: object) -> None:
 
 
 async def test_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gRPC looks before it takes a call, so one more than the limit may come in."""
-    monkeypatch.setattr(server, "MORE_STREAMS", 1)
-    async with picking(RouterConfig(max_in_flight=1)) as system, AsyncExitStack() as streams:
-        for _ in range(3):
+    monkeypatch.setattr(server, "MORE_STREAMS", 0)
+    async with picking(RouterConfig(max_in_flight=2)) as system, AsyncExitStack() as streams:
+        for _ in range(2):
             stream = await streams.enter_async_context(streaming(system.port))
             await stream.send(request_headers(modes=BUFFERED))
             assert await stream.answer()
