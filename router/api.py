@@ -26,7 +26,13 @@ from sluice.router.admin.service import AdminService
 from sluice.router.batches.service import batch_routes
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.access_log import Telemetry
-from sluice.router.dispatch.direct import EDGE_HEADER, DirectAnswer, DirectAnswers
+from sluice.router.dispatch.direct import (
+    EDGE_HEADER,
+    HAPROXY,
+    PICKER,
+    DirectAnswer,
+    DirectAnswers,
+)
 from sluice.router.dispatch.loop_deadlines import LoopAge, LoopDeadlines
 from sluice.router.dispatch.models import ModelRegistry
 from sluice.router.dispatch.response import CallResponse
@@ -114,9 +120,9 @@ def make_api(
             return Response(status_code=400)  # never read: the client has left
         if charge is not NO_CHARGE or span is not None:
             call = replace(call, charge=charge, span=span)
-        direct = None
-        if request.headers.get(EDGE_HEADER) == "direct" and call.service_tier is None:
-            direct = DirectAnswer(answers, config.stalled_reader_s)
+        direct, edge = None, request.headers.get(EDGE_HEADER)
+        if edge == PICKER or (edge == HAPROXY and call.service_tier is None):
+            direct = DirectAnswer(answers, config.stalled_reader_s, reported=edge == HAPROXY)
         return CallResponse(
             call, fleet.dispatcher, fleet.metrics, telemetry, config.stalled_reader_s, direct
         )

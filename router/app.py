@@ -23,6 +23,7 @@ from sluice.router.dispatch.dispatcher import Dispatcher
 from sluice.router.dispatch.models import Model, ModelRegistry
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.metrics.page import NO_MODEL, ControllerMetricsPage, MetricsOfModels
+from sluice.router.picker.server import PickerServer
 from sluice.router.request.http_head import use_strict_heads
 from sluice.router.serve.replicas import ServeReplicas
 from sluice.scheduling.roles import Role
@@ -120,7 +121,10 @@ class Router:
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
             for pusher in pushers:
                 pusher.start()
+            if config.picker.port is not None:
+                await picker.start(config.picker.host, config.picker.port)
             yield
+            await picker.stop()
             for pusher in pushers:
                 await pusher.stop()
             for part in parts:
@@ -131,7 +135,7 @@ class Router:
         fleets = ModelRegistry([part.fleet for part in parts], edge)
         told = Telemetry(telemetry.logs, tracer)
         admin_service = AdminService({part.fleet.model: part.client for part in parts})
-        self._api = make_api(
+        self._api = api = make_api(
             config,
             fleets,
             page,
@@ -141,6 +145,7 @@ class Router:
             telemetry=told,
             admin_service=admin_service,
         )
+        picker = PickerServer(api, fleets.health, config.max_body_bytes, config.max_in_flight)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after the constructor."""

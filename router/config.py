@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from sluice.router.admin_config import AdminConfig
 from sluice.router.batches_config import BatchesConfig
 from sluice.router.loopback import is_loopback
+from sluice.router.picker_config import PickerConfig
 from sluice.router.tenancy.issuers import MAX_ISSUERS, TokenIssuer, check_issuers
 from sluice.router.tenancy.keys import KeyEntry, KeyFile, check_bare, check_entries, digest_of
 from sluice.router.tenancy.limits import OutputLimit, PromptLimit
@@ -281,6 +282,9 @@ class RouterConfig(BaseModel):
     batches: BatchesConfig = Field(
         default_factory=BatchesConfig, description="OpenAI's files and batches."
     )
+    picker: PickerConfig = Field(
+        default_factory=PickerConfig, description="The endpoint picker for Envoy."
+    )
 
     @property
     def is_open(self) -> bool:
@@ -323,6 +327,11 @@ class RouterConfig(BaseModel):
             raise ValueError(
                 f"admin.access is open, but host is {self.host!r}: without a key, host must be a "
                 "loopback address such as 127.0.0.1"
+            )
+        if self.admin.access == "open" and self.picker.port is not None:
+            raise ValueError(
+                "admin.access is open, but clients of an Envoy would reach the admin API by "
+                "picker.port: set admin.access to key or off"
             )
         others = set(map(digest_of, (*self.api_keys, *self.metrics.keys)))
         if others & set(map(digest_of, self.admin.keys)):

@@ -11,6 +11,9 @@ A record is the part of the response that was ready at once. ``CHUNKS`` says of 
 ``TOKENS[,TOKEN ...];``: the number of its output tokens and, if another replica can resume the
 stream, their ids. If the connection ends before ``end``, the reader tells the router the chunks
 that the client has.
+
+A gateway that asked a router for an endpoint sends an HTTP request with the ticket in a header, and
+gets the stream as the response (:mod:`sluice.replica.streams.formats`).
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from math import inf
 from typing import Final, cast
@@ -34,6 +37,13 @@ from sluice.replica.engine import (
     ResponseSent,
     ResponseTail,
 )
+from sluice.replica.streams.formats import (
+    LINE_BYTES,
+    MAX_HEAD_BYTES,
+    RECORDS,
+    Format,
+    asked,
+)
 
 FETCH_S: Final = 10.0
 """Timeout for the reader of a stream to connect, seconds."""
@@ -48,15 +58,9 @@ MAX_STRANGERS: Final = 1024
 """Max connections that have not shown a ticket yet; one more closes the oldest."""
 
 STRANGER_S: Final = 5.0
-_MAX_TICKET = 128
 _ID_BYTES = 9
 _SECRET_BYTES = 24
 _MAX_WAITING_BYTES = 64 << 10
-
-_LINE_BYTES = 4 << 10
-"""A record ends with the chunk that makes its description of chunks reach this size: twice as much,
-one line, must fit into a buffer of HAProxy's. A chunk with a longer description has only the number
-of its tokens."""
 
 
 async def sent_directly(
@@ -138,6 +142,7 @@ class DirectStream:
         self._flushing = False
         self._paused = False
         self._transport: asyncio.Transport | None = None
+        self._format = RECORDS
         self._room = asyncio.Event()
         self._room.set()
         self._gone = asyncio.Event()
@@ -161,7 +166,7 @@ class DirectStream:
             ClientStalledError: the reader has taken nothing for too long.
         """
         told = f"{chunk.tokens}{''.join([f',{token}' for token in chunk.token_ids])};".encode()
-        if len(told) > _LINE_BYTES:
+        if len(told) > LINE_BYTES:
             told = b"%d;" % chunk.tokens
         self._told.append(told)
         self._data.append(chunk.data)
@@ -203,16 +208,16 @@ class DirectStream:
         if self._transport is None or self._transport.is_closing() or self._gone.is_set():
             return
         if not self._ended and not self._paused:
-            self._transport.write(b"0\n")
+            self._transport.write(self._format.beat)
 
     def opens(self, secret: str) -> bool:
         """Whether a ticket with this secret opens the stream."""
         return hmac.compare_digest(self._secret.encode(), secret.encode())
 
-    def taken_by(self, transport: asyncio.Transport) -> None:
-        """Its reader is here."""
-        self._transport = transport
-        self._flush()
+    def taken_by(self, transport: asyncio.Transport, form: Format) -> None:
+        """Its reader is here, and wants it in this format."""
+        self._transport, self._format = transport, form
+        self._flush(form.begin)
 
     def reader_has_room(self, room: bool) -> None:
         """Whether the reader can take more data now."""
@@ -238,30 +243,20 @@ class DirectStream:
         except TimeoutError:
             raise ClientStalledError from None
 
-    def _flush(self) -> None:
-        """Send all buffered data in one write, if there is a reader."""
+    def _flush(self, before: bytes = b"") -> None:
+        """Send all buffered data in one write after ``before``, if there is a reader."""
         self._flushing = False
         if self._transport is None or self._transport.is_closing():
             return
-        records = b"".join(_records(self._told, self._data))
+        ready = before + self._format.pack(self._told, self._data)
         self._data.clear()
         self._told.clear()
         self._waiting_bytes = 0
-        self._transport.write(records + b"end\n" if self._ended else records)
+        self._transport.write(ready + self._format.end if self._ended else ready)
         if not self._paused:  # the write may have paused the reader
             self._room.set()
         if self._ended:
             self._transport.close()
-
-
-def _records(told: Sequence[bytes], data: Sequence[bytes]) -> Iterator[bytes]:
-    begin = size = 0
-    for end, each in enumerate(told, 1):
-        size += len(each)
-        if size >= _LINE_BYTES or end == len(told):
-            joined = b"".join(data[begin:end])
-            yield b"%d %s\n%s" % (len(joined), b"".join(told[begin:end]), joined)
-            begin, size = end, 0
 
 
 def _nothing() -> None:
@@ -273,7 +268,7 @@ class _Reader(asyncio.Protocol):
 
     def __init__(self, port: DirectPort) -> None:
         self._port = port
-        self._line = b""
+        self._received = bytearray()
         self._stream: DirectStream | None = None
         self.transport: asyncio.Transport | None = None
 
@@ -287,16 +282,22 @@ class _Reader(asyncio.Protocol):
         assert self.transport is not None
         if self._stream is not None:
             return  # further input is ignored
-        self._line += data[: _MAX_TICKET + 1]
-        line, ended, _ = self._line.partition(b"\n")
-        if not ended and len(self._line) <= _MAX_TICKET:
-            return
-        self._stream = self._port.claim(line.decode("latin-1")) if ended else None
-        if self._stream is None:
+        self._received += data[: MAX_HEAD_BYTES + 8]
+        try:
+            wanted = asked(self._received)
+        except ValueError:
             self.transport.abort()
             return
+        if wanted is None:
+            return
+        self._stream = self._port.claim(wanted.ticket)
+        if self._stream is None:
+            self.transport.write(wanted.format.refusal)
+            self.transport.close()
+            return
+        self._received.clear()
         self._port.stranger_went(self)
-        self._stream.taken_by(self.transport)
+        self._stream.taken_by(self.transport, wanted.format)
 
     def pause_writing(self) -> None:
         if self._stream is not None:

@@ -34,6 +34,9 @@ from sluice.scheduling.fleet.prefix import PromptPrefix
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage
 
+TICKET_HEADER: Final = "x-sluice-ticket"
+"""HTTP header that names a direct stream (:mod:`sluice.replica.streams.direct`) by its ticket."""
+
 WELCOME: Final = b"ok"
 GOODBYE: Final = b""
 

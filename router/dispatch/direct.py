@@ -1,12 +1,13 @@
 """Streams that flow from a replica to the client without passing through this process.
 
 HAProxy forwards the request to a router, and states that it can fetch a stream by itself
-(:data:`EDGE_HEADER`). The head of the router's answer then names the stream's address
-(:data:`STREAM_HEADER`). Its body is empty and ends with the stream: if the client leaves, HAProxy
-closes that connection, and the call ends as usual. The replica reports to the router what it has
-sent. If the stream breaks, or cannot be fetched, HAProxy reports what the client has
-(:data:`BROKEN_PATH`). The answer to that report is the rest of the stream: it comes from another
-replica and passes through this process.
+(:data:`EDGE_HEADER`), as the endpoint picker (:mod:`sluice.router.picker`) does for Envoy. The head
+of the router's answer then names the stream's address (:data:`STREAM_HEADER`). Its body is empty
+and ends with the stream: if the client leaves, HAProxy closes that connection, and the call ends as
+usual. The replica reports to the router what it has sent. If the stream breaks, or cannot be
+fetched, HAProxy reports what the client has (:data:`BROKEN_PATH`). The answer to that report is the
+rest of the stream: it comes from another replica and passes through this process. Envoy reports
+nothing, so its streams are not resumed.
 ``deploy/direct/relay.lua`` is the other side.
 """
 
@@ -22,18 +23,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from sluice.replica.streams.wire import TICKET_HEADER
 from sluice.router.dispatch.attempt import Attempt
 from sluice.router.errors import ApiError, Reason
 from sluice.router.serve.contract import NobodyTakesError
 
 EDGE_HEADER: Final = "x-sluice-edge"
-"""Request: ``direct`` if the sender can fetch a stream. Clients cannot send it through HAProxy; a
-client that sends it without HAProxy can only fetch its own stream."""
+"""Request: :data:`HAPROXY` or :data:`PICKER` if the sender can fetch a stream. Clients cannot send
+it through HAProxy or Envoy; a client that sends it to a router can only fetch its own stream."""
+
+HAPROXY: Final = "direct"
+PICKER: Final = "picker"
 
 STREAM_HEADER: Final = "x-sluice-stream"
 """Response: ``HOST:PORT TICKET`` of a stream to fetch."""
 
-TICKET_HEADER: Final = "x-sluice-ticket"
 BYTES_HEADER: Final = "x-sluice-bytes"
 CREATED_HEADER: Final = "x-sluice-created"
 
@@ -72,16 +76,18 @@ class Got(NamedTuple):
 
 
 class DirectAnswer:
-    """A stream that HAProxy fetches, and its rest if it breaks.
+    """A stream that HAProxy or Envoy fetches, and its rest if it breaks.
 
     Args:
         answers: of this process.
         patience_s: how long its client may read nothing, seconds.
+        reported: the sender reports a break, so another replica may resume the stream.
     """
 
-    def __init__(self, answers: DirectAnswers, patience_s: float) -> None:
+    def __init__(self, answers: DirectAnswers, patience_s: float, reported: bool = True) -> None:
         self._answers = answers
         self._patience_s = patience_s
+        self.reported = reported
         self._name = self._ticket = ""
         self._attempt: Attempt | None = None
         self._got: asyncio.Future[Got] | None = None

@@ -22,7 +22,7 @@ from sluice.router.config import RouterConfig
 from sluice.router.dispatch.answer import Answer
 from sluice.router.dispatch.attempt import Attempt, MovedError
 from sluice.router.dispatch.client_watch import StalledReaderError
-from sluice.router.dispatch.direct import DirectAnswer
+from sluice.router.dispatch.direct import DirectAnswer, NotReportedError
 from sluice.router.dispatch.endings import Endings
 from sluice.router.dispatch.moves import Moves
 from sluice.router.dispatch.placement import Controller, PlacementClient, unguaranteed
@@ -112,7 +112,8 @@ class Dispatcher:
                 be guaranteed and the class does not allow best effort; or the call is quarantined.
         """
         case = self._suspicion.open(call)
-        transcript = Transcript() if may_resume(call) else None
+        reported = direct is None or direct.reported
+        transcript = Transcript() if reported and may_resume(call) else None
         clock = clock or clock_of(call.slo, call.received_s)
         answer = Answer(call, case, clock, transcript, self._max_attempts, direct)
         try:
@@ -216,7 +217,9 @@ class Dispatcher:
         if isinstance(failure, NobodyTakesError) and failure.stalled:
             raise StalledReaderError from failure
         direct, answer.direct = answer.direct, None
-        if direct is not None:
+        if direct is not None and not direct.reported and isinstance(failure, NobodyTakesError):
+            raise NotReportedError from failure
+        if direct is not None and direct.reported:
             got = await direct.broken()
             if not got.counts:
                 self._metrics.stream(StreamWay.UNFETCHED)

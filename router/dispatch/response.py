@@ -98,7 +98,7 @@ class CallResponse(Response):
         if self._answer.head.media_type == EVENT_STREAM:
             name = "error" if self._call.endpoint == "messages" else ""
             last = error.event(name) if error is not None else b""
-            if self._direct is not None and self._answer.head.fetch:
+            if self._direct is not None and self._direct.is_broken:
                 await send.wait(self._direct.end(last))
                 last = b""
             await send({"type": "http.response.body", "body": last, "more_body": False})

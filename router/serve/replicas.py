@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import grpc  # type: ignore[import-untyped]
+import grpc
 from ray.exceptions import (
     ActorDiedError,
     RayActorError,

@@ -3,6 +3,7 @@ and rate limits over two routers that share a folder, on real Ray Serve behind i
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import io
 import json
@@ -18,8 +19,12 @@ from openai import OpenAI
 from ray.serve.context import _get_global_client
 
 from sluice.controller.messages import QuotaUse
+from sluice.deploy.ray_settings import free_port
+from sluice.replica.streams.wire import TICKET_HEADER
+from sluice.router.picker.messages import ENDPOINT_KEY
 from sluice.router.tenancy.tokens import MAX_TOKEN_BYTES
 from tests.e2e.conftest import System, system, wait_until
+from tests.router.picking import request_body, request_headers, set_headers, streaming
 from tests.router.token_issuer import Issuer, issuing
 
 pytestmark = pytest.mark.ray
@@ -64,6 +69,7 @@ def serving(
             "api_keys_file": str(keys),
             "issuers": {"corp": issuer.config().model_dump(mode="json")},
             "batches": {"directory": str(tmp_path_factory.mktemp("batches"))},
+            "picker": {"port": free_port()},
         },
     }
     with system(fields) as running:
@@ -130,6 +136,30 @@ def test_serve_is_not_steered_by_clients(port: int) -> None:
     ):
         answer = send(port, KEY + header)
         assert answer.startswith(b"HTTP/1.1 200 ") and b"data: [DONE]" in answer, answer
+
+
+def test_envoy_asks_either_router_for_an_endpoint(serving: System) -> None:
+    """Several times: they share the port, and connections are spread over them."""
+
+    async def ask(key: str) -> tuple[int, str]:
+        port = serving.config.router.picker.port
+        assert port is not None
+        async with streaming(port) as stream:
+            await stream.send(request_headers(headers={"authorization": f"Bearer {key}"}))
+            await stream.send(request_body(json.dumps(BODY).encode()))
+            answer = await stream.answer()
+            if answer.HasField("immediate_response"):
+                return answer.immediate_response.status.code, ""
+            named = set_headers(answer.request_headers.response.header_mutation)
+            async with httpx.AsyncClient(timeout=120) as client:
+                url = f"http://{named[ENDPOINT_KEY]}/v1/completions"
+                found = await client.post(url, headers={TICKET_HEADER: named[TICKET_HEADER]})
+                return found.status_code, found.text
+
+    for _ in range(4):
+        assert asyncio.run(ask("unknown"))[0] == 401
+        status, text = asyncio.run(ask(FIXED))
+        assert status == 200 and text.endswith("data: [DONE]\n\n")
 
 
 def test_a_batch_runs_behind_the_proxy(serving: System) -> None:

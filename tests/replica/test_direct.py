@@ -8,7 +8,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sluice.replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
 from sluice.replica.engine import (
@@ -25,6 +28,8 @@ from sluice.replica.engine import (
 from sluice.replica.server import Replica
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.replica.streams.direct import DirectPort, sent_directly
+from sluice.replica.streams.formats import HTTP, MAX_HEAD_BYTES, RECORDS, asked
+from sluice.replica.streams.wire import TICKET_HEADER
 from sluice.scheduling.request.objective import SLO
 from tests.replica.controller_side import MirrorOfOne
 from tests.replica.waiting import until
@@ -257,3 +262,100 @@ async def read_all(reader: asyncio.StreamReader) -> bytes:
         return await reader.read()
     except ConnectionResetError:
         return b""
+
+
+async def forwarded(
+    fetch: str, headers: Sequence[tuple[str, str]] = (), body: bytes = b"x"
+) -> httpx.Response:
+    """The answer to a client's request that a gateway forwards to where a stream is."""
+    address, ticket = fetch.split(" ")
+    async with httpx.AsyncClient(timeout=60) as client:
+        return await client.post(
+            f"http://{address}/v1/completions",
+            headers=[*(headers or [(TICKET_HEADER, ticket)]), ("cookie", "c" * 30_000)],
+            content=body,
+        )
+
+
+async def test_a_gateway_gets_the_stream_as_the_answer_to_its_clients_request() -> None:
+    answers: list[httpx.Response] = []
+    async with running() as replica:
+        alone = replace(request(), direct_patience_s=None)
+        relayed = [item async for batch in replica.generate(alone) for item in batch]
+        items: list[ResponseItem] = []
+        async for batch in replica.generate(request()):
+            items += batch
+            if isinstance(batch[0], ResponseHead):
+                fetch = batch[0].fetch
+                ticket = fetch.split(" ")[1]
+                other = f"{ticket[:-1]}!"
+                wrong = ([("x", "y")], [(TICKET_HEADER, other)], [(TICKET_HEADER, ticket)] * 2)
+                answers += [await forwarded(fetch, each) for each in wrong]
+                good = asyncio.create_task(forwarded(fetch))
+        answers.append(await forwarded(fetch))  # valid once
+    assert [answer.status_code for answer in answers] == [404] * 4
+    assert answers[0].json()["error"]["code"] == "not_found"
+    answer = await good
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == f"{EVENT_STREAM}; charset=utf-8"
+    assert undated(answer.content) == undated(plain(relayed))
+    assert sum(sum(item.tokens) for item in items if isinstance(item, ResponseSent)) == TOKENS
+
+
+@asynccontextmanager
+async def reading(head: ResponseItem) -> AsyncIterator[httpx.Response]:
+    """A stream as a gateway reads it, from its first bytes on."""
+    assert isinstance(head, ResponseHead)
+    address, ticket = head.fetch.split(" ")
+    headers = {TICKET_HEADER: ticket}
+    async with (
+        httpx.AsyncClient(timeout=60) as client,
+        client.stream("POST", f"http://{address}/", headers=headers) as answer,
+    ):
+        yield answer
+
+
+async def test_a_gateway_sees_that_a_stream_broke() -> None:
+    async with running(step_s=0.01) as replica:
+        batches = replica.generate(request(500))
+        async with reading((await anext(batches))[0]) as answer:
+            with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
+                async for _ in answer.aiter_raw():
+                    await batches.aclose()
+
+
+async def test_the_work_ends_when_a_gateways_client_leaves() -> None:
+    async with running(step_s=0.01) as replica:
+        batches = replica.generate(request(500))
+        async with reading((await anext(batches))[0]):
+            pass
+        with pytest.raises(ClientLeftError):
+            async for _ in batches:
+                pass
+        await until(lambda: replica.live_requests == 0)
+
+
+@given(st.binary(max_size=300), st.integers(1, 40))
+def test_what_a_reader_sends_means_the_same_however_it_arrives(data: bytes, step: int) -> None:
+    def outcome(received: bytes) -> object:
+        try:
+            return asked(received)
+        except ValueError:
+            return "refused"
+
+    for end in range(0, len(data), step):
+        early = outcome(data[:end])
+        if early is not None:  # it is not read any further
+            assert early == "refused" or outcome(data) == early
+            return
+
+
+def test_readers_are_told_apart_and_bounded() -> None:
+    head = b"POST /v1/x HTTP/1.1\r\nX-Sluice-Ticket:  a.b \r\n\r\nbody"
+    assert asked(head) == ("a.b", HTTP)
+    assert asked(head[:40]) is None
+    assert asked(b"a.b\n") == ("a.b", RECORDS)
+    assert asked(b"a.b") is None
+    for long in (b"x" * 200, b"GET / HTTP/1.1\r\nx: " + b"x" * MAX_HEAD_BYTES):
+        with pytest.raises(ValueError, match="at most"):
+            asked(long)

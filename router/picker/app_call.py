@@ -1,0 +1,184 @@
+"""One request of Envoy in the router's own application: keys, limits, objectives, placement and
+errors are those of a request that comes to the router by HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, Final, NamedTuple
+from urllib.parse import unquote_to_bytes
+
+from starlette.types import ASGIApp, Message
+
+from sluice.router.dispatch.direct import EDGE_HEADER, PICKER, STREAM_HEADER
+from sluice.router.errors import ApiError, Reason
+from sluice.router.picker.messages import Headers, MalformedError
+
+MAX_ANSWER_BYTES: Final = 64 << 20
+"""Maximum of an answer that the router writes itself, bytes. Envoy gets it in one message."""
+
+_EDGE: Final = EDGE_HEADER.encode()
+_STREAM: Final = STREAM_HEADER.encode()
+
+_OF_THE_BODY: Final = frozenset(
+    (_STREAM, b"content-type", b"content-length", b"cache-control", b"x-accel-buffering")
+)
+"""Headers of an answer that come with its body: from the replica, if that sends it."""
+
+_log = logging.getLogger(__name__)
+
+
+class Pick(NamedTuple):
+    """A replica has begun the answer, and sends it to the reader with the ticket.
+
+    Attributes:
+        endpoint: ``HOST:PORT``.
+        headers: for the response, which the replica does not know.
+    """
+
+    endpoint: str
+    ticket: str
+    headers: Headers
+
+
+class Whole(NamedTuple):
+    """The router's own answer: an error, or any response that is no event stream."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+def whole_of(error: ApiError) -> Whole:
+    """The answer that reports an error."""
+    response = error.response()
+    kept = [(name, value) for name, value in response.raw_headers if name != b"content-length"]
+    return Whole(response.status_code, kept, bytes(response.body))
+
+
+def scope_of(headers: Headers) -> dict[str, Any]:
+    """The ASGI scope of a request, with Envoy's pseudo headers.
+
+    Raises:
+        MalformedError: a pseudo header is missing or invalid.
+    """
+    pseudo = {name: value for name, value in headers if name.startswith(b":")}
+    try:
+        method = pseudo[b":method"].decode("ascii")
+        target = pseudo[b":path"]
+        path, _, query = target.partition(b"?")
+        decoded = unquote_to_bytes(path).decode()
+    except (KeyError, UnicodeDecodeError) as error:
+        raise MalformedError(f"a request needs a method and a path, in UTF-8: {error}") from None
+    if not path.startswith(b"/"):
+        raise MalformedError("a path must begin with /")
+    kept = [(b"host", pseudo.get(b":authority", b"")), (_EDGE, PICKER.encode())]
+    kept += [pair for pair in headers if not pair[0].startswith(b":") and pair[0] != _EDGE]
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method.upper(),
+        "scheme": "http",
+        "path": decoded,
+        "raw_path": path,
+        "query_string": query,
+        "root_path": "",
+        "headers": kept,
+        "client": None,
+        "server": None,
+        "state": {},
+    }
+
+
+class AppCall:
+    """A request in the application. Construct it on the event loop that runs the application.
+
+    Attributes:
+        outcome: the application's answer, once a replica sends it or it is complete; ``None``: the
+            client had left before.
+        task: runs the application; it ends with the response.
+        broken: a stream broke after :class:`Pick`.
+
+    Raises:
+        MalformedError: the headers are no request's.
+    """
+
+    def __init__(self, app: ASGIApp, headers: Headers) -> None:
+        loop = asyncio.get_running_loop()
+        self.outcome: asyncio.Future[Pick | Whole | None] = loop.create_future()
+        self._body: asyncio.Queue[tuple[bytes, bool]] = asyncio.Queue(1)
+        self._wanted = asyncio.Event()
+        self._over = asyncio.Event()
+        self._status = 500
+        self._headers: Headers = ()
+        self._written = bytearray()
+        self.broken = False
+        self.task = asyncio.create_task(self._run(app, scope_of(headers)))
+
+    async def wanted(self) -> None:
+        """Return when the application reads the request's body. A request that it refuses before
+        takes no memory for one."""
+        await self._wanted.wait()
+
+    async def feed(self, body: bytes, ends: bool) -> None:
+        """More of the request's body."""
+        self._wanted.clear()
+        await self._body.put((body, ends))
+
+    def leave(self) -> None:
+        """The client has left. Idempotent."""
+        self._over.set()
+
+    async def _run(self, app: ASGIApp, scope: dict[str, Any]) -> None:
+        error = ApiError(Reason.INTERNAL, "The router failed; its log says why.")
+        try:
+            await app(scope, self._receive, self._send)
+        except Exception:
+            _log.exception("a request that Envoy forwarded failed")
+            self.broken = True
+        finally:
+            if not self.outcome.done():
+                self.outcome.set_result(None if self._over.is_set() else whole_of(error))
+
+    async def _receive(self) -> Message:
+        """ASGI's ``receive``."""
+        self._wanted.set()
+        body = asyncio.ensure_future(self._body.get())
+        over = asyncio.ensure_future(self._over.wait())
+        try:
+            await asyncio.wait((body, over), return_when=asyncio.FIRST_COMPLETED)
+            if over.done():
+                return {"type": "http.disconnect"}
+            data, ends = body.result()
+            return {"type": "http.request", "body": data, "more_body": not ends}
+        finally:
+            body.cancel()
+            over.cancel()
+
+    async def _send(self, message: Message) -> None:
+        """ASGI's ``send``."""
+        if message["type"] == "http.response.start":
+            self._status, self._headers = message["status"], list(message.get("headers", ()))
+            fetch = next((value for name, value in self._headers if name == _STREAM), None)
+            if fetch is not None and not self.outcome.done():
+                endpoint, _, ticket = fetch.decode("latin-1").partition(" ")
+                self.outcome.set_result(Pick(endpoint, ticket, self._kept()))
+            return
+        body = message.get("body", b"")
+        if self.outcome.done():  # the replica sends the stream, and the router why it broke
+            self.broken = self.broken or bool(body)
+            return
+        self._written += body
+        if len(self._written) > MAX_ANSWER_BYTES:
+            text = f"An endpoint picker can answer with at most {MAX_ANSWER_BYTES} bytes."
+            self.outcome.set_result(whole_of(ApiError(Reason.TOO_LARGE, text)))
+            self.leave()
+        elif not message.get("more_body", False):
+            self.outcome.set_result(Whole(self._status, self._own(), bytes(self._written)))
+
+    def _kept(self) -> Headers:
+        return [(name, value) for name, value in self._headers if name not in _OF_THE_BODY]
+
+    def _own(self) -> Headers:
+        return [(name, value) for name, value in self._headers if name != b"content-length"]

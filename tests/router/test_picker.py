@@ -1,0 +1,440 @@
+"""The endpoint picker over real gRPC: real router, controller and replicas with simulated engines;
+the test is Envoy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from google.protobuf.struct_pb2 import Struct
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sluice.replica.streams.wire import TICKET_HEADER
+from sluice.router.config import RouterConfig, ServiceClass
+from sluice.router.picker import exchange, server
+from sluice.router.picker.messages import (
+    CLASSES,
+    ENDPOINT_KEY,
+    ENDPOINT_NAMESPACE,
+    MAX_HEADERS,
+    STREAMED_BYTES,
+    BodyMode,
+    MalformedError,
+    Part,
+    decode,
+)
+from sluice.router.picker.server import HEALTH
+from tests.replica.waiting import until
+from tests.router.far_side import COMPLETION_BODY
+from tests.router.picking import (
+    Stream,
+    System,
+    picking,
+    request_body,
+    request_headers,
+    set_headers,
+    streaming,
+)
+
+DUPLEX = (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUPLEX_STREAMED)
+BUFFERED = (BodyMode.BUFFERED, BodyMode.NONE)
+KEY = "a-key"
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps({**COMPLETION_BODY, "stream": True, "max_tokens": 4, **fields}).encode()
+
+
+def message(part: Part, content: bytes = b"", status: str = "", ends: bool = False) -> bytes:
+    """A part of a response."""
+    made = CLASSES["ProcessingRequest"]()
+    sent = getattr(made, part.value)
+    sent.SetInParent()
+    if part is Part.RESPONSE_HEADERS:
+        sent.headers.headers.add(key=":status", raw_value=status.encode())
+    if part is Part.RESPONSE_BODY:
+        sent.body, sent.end_of_stream = content, ends
+    data: bytes = made.SerializeToString()
+    return data
+
+
+async def picked(stream: Stream) -> dict[str, str]:
+    """The headers of an answer that names an endpoint, and no body for it."""
+    headers = await stream.answer()
+    emptied = await stream.answer()
+    mutation = emptied.request_body.response.body_mutation.streamed_response
+    assert (mutation.body, mutation.end_of_stream) == (b"", True)
+    common = headers.request_headers.response
+    assert set(common.header_mutation.remove_headers) == {"authorization", "x-api-key"}
+    named = set_headers(common.header_mutation)
+    metadata = Struct.FromString(headers.dynamic_metadata)
+    assert metadata[ENDPOINT_NAMESPACE][ENDPOINT_KEY] == named[ENDPOINT_KEY]
+    return named
+
+
+@asynccontextmanager
+async def opened(named: dict[str, str]) -> AsyncIterator[httpx.Response]:
+    """The endpoint's answer once it has begun."""
+    url = f"http://{named[ENDPOINT_KEY]}/v1/completions"
+    headers = {TICKET_HEADER: named[TICKET_HEADER]}
+    async with (
+        httpx.AsyncClient(timeout=60) as client,
+        client.stream("POST", url, headers=headers) as answer,
+    ):
+        yield answer
+
+
+async def fetched(named: dict[str, str]) -> httpx.Response:
+    """The endpoint's whole answer."""
+    async with opened(named) as answer:
+        await answer.aread()
+        return answer
+
+
+async def test_an_objective_is_placed_and_its_stream_comes_from_the_replica() -> None:
+    async with picking() as system, streaming(system.port) as stream:
+        headers = {"x-slo-ttft-ms": "5000", "x-request-id": "mine", "x-sluice-edge": "direct"}
+        await stream.send(request_headers(modes=DUPLEX, headers=headers))
+        sent = body(slo={"tpot_ms": 500})
+        await stream.send(request_body(sent[:10], ends=False))
+        await stream.send(request_body(sent[10:]))
+        named = await picked(stream)
+        addresses = {port.address for port in system.ports.values()}
+        assert named[ENDPOINT_KEY] in addresses
+        answer = await fetched(named)
+        assert answer.status_code == 200 and answer.content.endswith(b"data: [DONE]\n\n")
+        await stream.send(message(Part.RESPONSE_HEADERS, status="200"))
+        added = set_headers((await stream.answer()).response_headers.response.header_mutation)
+        assert added["x-sluice-admission"] == "guaranteed"
+        assert added["x-sluice-promised-ttft-ms"] == "5000.0"
+        assert named[ENDPOINT_KEY] == system.ports[added["x-sluice-replica"]].address
+        assert not {"x-sluice-stream", "content-type"} & set(added)
+        # Envoy needs the body of a response back in this mode, in parts that every proxy takes.
+        content = answer.content + b"x" * STREAMED_BYTES
+        await stream.send(message(Part.RESPONSE_BODY, content, ends=True))
+        echoed = [
+            (await stream.answer()).response_body.response.body_mutation.streamed_response
+            for _ in range(2)
+        ]
+        assert b"".join(part.body for part in echoed) == content
+        assert [part.end_of_stream for part in echoed] == [False, True]
+        await stream.end()
+        assert await stream.answer() is None
+        assert await stream.status() is grpc.StatusCode.OK
+        await system.idle()
+        ended = {"class": "standard", "outcome": "ok", "endpoint": "completions"}
+        assert system.edge.sample("sluice_requests_total", **ended) == 1
+        assert system.edge.sample("sluice_streams_total", way="direct") == 1
+
+
+async def test_where_envoy_buffers_bodies_the_answer_to_the_body_names_the_endpoint() -> None:
+    async with picking() as system, streaming(system.port) as stream:
+        await stream.send(request_headers(modes=BUFFERED))
+        first = await stream.answer()
+        assert not set_headers(first.request_headers.response.header_mutation)
+        await stream.send(request_body(body()))
+        answer = await stream.answer()
+        common = answer.request_body.response
+        named = set_headers(common.header_mutation)
+        assert common.body_mutation.clear_body and named["content-length"] == "0"
+        assert (await fetched(named)).status_code == 200
+        await stream.send(message(Part.RESPONSE_HEADERS, status="200"))
+        assert set_headers((await stream.answer()).response_headers.response.header_mutation)
+        await stream.end()
+        await system.idle()
+
+
+async def immediate(stream: Stream) -> tuple[int, dict[str, str], bytes]:
+    """An answer in place of the endpoint's, which ends the stream."""
+    answer = (await stream.answer()).immediate_response
+    assert await stream.answer() is None
+    return answer.status.code, set_headers(answer.headers), answer.body
+
+
+async def asked(system: System, **fields: Any) -> tuple[int, dict[str, str], bytes]:
+    """The answer to a request that no endpoint gets."""
+    sent = fields.pop("body", None)
+    async with streaming(system.port) as stream:
+        await stream.send(request_headers(**{"modes": DUPLEX, **fields}))
+        if sent is not None:
+            await stream.send(request_body(sent))
+        return await immediate(stream)
+
+
+async def test_what_is_refused_gets_what_http_clients_get() -> None:
+    strict = ServiceClass(ttft_ms=1e4, tpot_ms=1e3, when_unattainable="reject")
+    config = RouterConfig(api_keys=(KEY,), classes={"strict": strict}, default_class="strict")
+    keyed = {"authorization": f"Bearer {KEY}"}
+    async with picking(config) as system:
+        status, headers, content = await asked(system, body=body())
+        assert (status, json.loads(content)["error"]["code"]) == (401, "invalid_api_key")
+        status, headers, content = await asked(system, headers=keyed, body=b"{")
+        assert (status, json.loads(content)["error"]["code"]) == (400, "invalid_json")
+        assert headers["content-type"] == "application/json" and headers["x-sluice-request-id"]
+        never = {**keyed, "x-slo-ttft-ms": "0.01"}
+        status, headers, content = await asked(system, headers=never, body=body())
+        assert (status, json.loads(content)["error"]["code"]) == (429, "slo_unattainable")
+        assert headers["x-should-retry"] == "false"
+        status, _, content = await asked(system, path="/v1/models", ends=True, headers=keyed)
+        assert (status, json.loads(content)["data"][0]["id"]) == (200, "m")
+        status, _, content = await asked(system, headers=keyed, body=body(stream=False))
+        assert (status, json.loads(content)["usage"]["completion_tokens"]) == (200, 4)
+        status, _, content = await asked(system, path="/%ff", headers=keyed, body=body())
+        assert (status, json.loads(content)["error"]["code"]) == (400, "invalid_value")
+        for mode in (BodyMode.NONE, BodyMode.STREAMED, BodyMode.BUFFERED_PARTIAL):
+            status, _, content = await asked(system, modes=(mode, mode), headers=keyed)
+            assert status == 500 and mode.name.encode() in content
+        assert await asked(system, modes=(BodyMode.NONE,) * 2, path="/health", ends=True)
+        await system.idle()
+
+
+async def test_the_body_of_a_request_that_is_refused_is_not_read() -> None:
+    async with picking(RouterConfig(api_keys=(KEY,))) as system, streaming(system.port) as stream:
+        await stream.send(request_headers(modes=DUPLEX))
+        status, _, _ = await immediate(stream)
+        assert status == 401
+
+
+async def test_without_capacity_a_class_that_rejects_gets_429_with_the_time_to_wait() -> None:
+    strict = ServiceClass(ttft_ms=2_000, tpot_ms=1_000, when_unattainable="reject")
+    config = RouterConfig(classes={"strict": strict}, default_class="strict")
+    prompt = "word " * 4_000
+
+    async def one(system: System) -> tuple[int, dict[str, str], bytes] | None:
+        async with streaming(system.port) as stream:
+            await stream.send(request_headers(modes=DUPLEX))
+            await stream.send(request_body(body(prompt=prompt)))
+            answer = await stream.answer()
+            if not answer.HasField("immediate_response"):
+                return None
+            refused = answer.immediate_response
+            return refused.status.code, set_headers(refused.headers), refused.body
+
+    async with picking(config) as system:
+        outcomes = await asyncio.gather(*(one(system) for _ in range(24)))
+        refused = [outcome for outcome in outcomes if outcome is not None]
+        assert 0 < len(refused) < 24
+        for status, headers, content in refused:
+            assert status == 429 and json.loads(content)["error"]["code"] == "slo_unattainable"
+            assert int(headers["retry-after"]) >= 1
+        await system.idle()
+
+
+@pytest.mark.parametrize("lost", [True, False])
+async def test_a_lost_stream_of_envoy_ends_the_request(lost: bool) -> None:
+    """Before an endpoint was named: the prompt is long."""
+    async with picking() as system:
+        async with streaming(system.port) as stream:
+            await stream.send(request_headers(modes=DUPLEX))
+            await stream.send(request_body(body(prompt="word " * 6_000)))
+            await until(lambda: system.held == 1)
+            if lost:
+                stream.lose()
+            else:
+                await stream.end()
+            await system.idle()
+        ended = {"class": "standard", "outcome": "cancelled", "endpoint": "completions"}
+        await until(lambda: system.edge.sample("sluice_requests_total", **ended) == 1)
+
+
+async def test_an_envoy_that_does_not_fetch_the_stream_ends_the_request() -> None:
+    async with picking(step_s=0.02) as system:
+        async with streaming(system.port) as stream:
+            await stream.send(request_headers(modes=DUPLEX))
+            await stream.send(request_body(body(max_tokens=8_000)))
+            await picked(stream)
+            assert system.held == 1
+        await system.idle()
+
+
+async def test_the_clients_end_of_the_stream_ends_the_request() -> None:
+    async with picking(step_s=0.02) as system, streaming(system.port) as stream:
+        await stream.send(request_headers(modes=BUFFERED))
+        await stream.answer()
+        await stream.send(request_body(body(max_tokens=8_000)))
+        named = set_headers((await stream.answer()).request_body.response.header_mutation)
+        async with opened(named):
+            await stream.send(message(Part.RESPONSE_HEADERS, status="200"))
+            await stream.answer()
+            await stream.end()
+            assert await stream.status() is grpc.StatusCode.OK
+            assert system.held == 1, "the stream is still read"
+        await system.idle()
+
+
+async def test_a_response_that_breaks_is_reset() -> None:
+    """The replica's engine ends the stream while it is read: Envoy resets its client's."""
+    async with picking(step_s=0.02) as system, streaming(system.port) as stream:
+        await stream.send(request_headers(modes=DUPLEX))
+        await stream.send(request_body(body(max_tokens=8_000)))
+        async with opened(await picked(stream)) as reading:
+            await stream.send(message(Part.RESPONSE_HEADERS, status="200"))
+            added = set_headers((await stream.answer()).response_headers.response.header_mutation)
+            await system.replicas[added["x-sluice-replica"]].stop()
+            assert await stream.answer() is None
+            assert await stream.status() is grpc.StatusCode.UNAVAILABLE
+            with pytest.raises(httpx.HTTPError):
+                await reading.aread()
+
+
+async def test_of_a_subset_only_its_endpoints_are_named() -> None:
+    async with picking() as system:
+        everyone = [port.address for port in system.ports.values()]
+        for subset, inside in ((everyone, True), (["10.0.0.1:80"], False), ([], False)):
+            hint = Struct()
+            hint.update({"x-gateway-destination-endpoint-subset": subset})
+            async with streaming(system.port) as stream:
+                await stream.send(request_headers(modes=DUPLEX, subset=hint.SerializeToString()))
+                await stream.send(request_body(body()))
+                if inside:
+                    await picked(stream)
+                else:
+                    status, _, content = await immediate(stream)
+                    assert (status, json.loads(content)["error"]["code"]) == (503, "no_replica")
+        await system.idle()
+
+
+@pytest.mark.parametrize(("drained", "readiness"), [(False, b"\x08\x01"), (True, b"\x08\x02")])
+async def test_health_is_that_of_the_router(drained: bool, readiness: bytes) -> None:
+    async with (
+        picking() as system,
+        grpc.aio.insecure_channel(f"127.0.0.1:{system.port}") as channel,
+    ):
+        system.edge.side.drained = drained
+        check = channel.unary_unary(f"/{HEALTH}/Check")
+        assert await check(b"") == await check(b"\n\x09readiness") == readiness
+        assert await check(b"\n\x08liveness") == b"\x08\x01"
+
+
+# Hostile peers.
+
+
+async def status_of(system: System, *messages: bytes) -> grpc.StatusCode:
+    async with streaming(system.port) as stream:
+        for each in messages:
+            await stream.send(each)
+        await stream.end()
+        async with asyncio.timeout(60):
+            while await stream.answer() is not None:
+                pass
+            return await stream.status()
+
+
+async def test_what_is_no_message_of_the_protocol_is_refused_and_ends_nothing() -> None:
+    both = request_headers() + request_body(b"x")
+    many = request_headers(headers={f"x-{number}": "1" for number in range(MAX_HEADERS)})
+    async with picking() as system:
+        for messages in (
+            (b"\xff\xff\xff",),
+            (b"",),
+            (both,),
+            (many,),
+            (request_headers(headers={"x": "a" * (64 << 10)}),),
+            (request_headers(headers={"x": "a\nb"}),),
+            (request_headers(subset=b"\xff\xff"),),
+            (request_headers() + b"\x50\x01",),  # observability_mode
+            (request_body(b"x"),),
+            (request_headers(modes=DUPLEX), request_body(body()), request_body(b"more")),
+        ):
+            assert await status_of(system, *messages) is grpc.StatusCode.INVALID_ARGUMENT
+        too_large = (request_headers(modes=DUPLEX), request_body(b" " * (3 << 20)))
+        assert await status_of(system, *too_large) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await status_of(system) is grpc.StatusCode.OK
+        await system.idle()
+        async with streaming(system.port) as stream:
+            await stream.send(request_headers(modes=DUPLEX))
+            await stream.send(request_body(body()))
+            await fetched(await picked(stream))
+
+
+async def test_a_request_that_does_not_go_on_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "REQUEST_S", 0.05)
+    async with picking() as system, streaming(system.port) as stream:
+        assert await stream.status() is grpc.StatusCode.DEADLINE_EXCEEDED
+        async with streaming(system.port) as begun:
+            await begun.send(request_headers(modes=DUPLEX))
+            assert await begun.status() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_port_that_is_taken_is_an_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
+            await server.PickerServer(no_app, no_app, 1, 1).start("127.0.0.1", port)
+
+
+async def no_app(*_: object) -> None:
+    pytest.fail("no request comes")
+
+
+async def test_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MORE_STREAMS", 0)
+    async with picking(RouterConfig(max_in_flight=2)) as system, AsyncExitStack() as streams:
+        for _ in range(2):
+            stream = await streams.enter_async_context(streaming(system.port))
+            await stream.send(request_headers(modes=BUFFERED))
+            assert await stream.answer()
+        async with streaming(system.port) as beyond:
+            assert await beyond.status() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.fixture(scope="module")
+def valid() -> bytes:
+    return request_headers(modes=DUPLEX, headers={"x-slo-ttft-ms": "1"}, subset=b"")
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_decoding_takes_any_bytes(valid: bytes, data: st.DataObject) -> None:
+    changed = bytearray(valid)
+    for _ in range(data.draw(st.integers(0, 8))):
+        changed[data.draw(st.integers(0, len(valid) - 1))] = data.draw(st.integers(0, 255))
+    cut = bytes(changed[: data.draw(st.integers(0, len(changed)))]) + data.draw(st.binary())
+    try:
+        received = decode(cut)
+    except MalformedError as error:
+        assert str(error)
+    else:
+        assert all(name.isascii() and b"\n" not in name + value for name, value in received.headers)
+
+
+@given(st.lists(st.binary(max_size=40), max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_bytes_of_any_kind_end_no_picker(messages: list[bytes]) -> None:
+    async def one() -> None:
+        queue = iter([request_headers(modes=DUPLEX), *messages])
+        answers: list[bytes] = []
+
+        async def read() -> bytes | None:
+            return next(queue, None)
+
+        async def write(data: bytes) -> None:
+            answers.append(data)
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            while (await receive()).get("more_body"):
+                pass
+            await send({"type": "http.response.start", "status": 204, "headers": []})
+            await send({"type": "http.response.body"})
+
+        calls: set[asyncio.Task[None]] = set()
+        try:
+            await exchange.Exchange(app, calls, read, write).run()
+        except MalformedError:
+            return
+        finally:
+            await asyncio.wait(calls) if calls else None
+        for answer in answers:
+            CLASSES["ProcessingResponse"].FromString(answer)
+
+    asyncio.run(one())
