@@ -86,7 +86,9 @@ class Fleet:
         async def behaviour(
             side: FarSide, name: str, request: EngineRequest
         ) -> AsyncIterator[ResponseItem]:
-            truth = SimulatedEngineConfig(step_s=self.step_s, token_s=0, context_token_s=0)
+            # One that fails is slow, so that its stream is not complete before, on any machine.
+            step_s = self.step_s if cut == NEVER else 20 * self.step_s
+            truth = SimulatedEngineConfig(step_s=step_s, token_s=0, context_token_s=0)
             engine = SimulatedEngine(
                 EngineConfig(kind="simulated", policy="fcfs", model="m", simulated=truth), name, 8
             )
@@ -105,7 +107,7 @@ class Fleet:
                         yield item
                     left -= 1
                     if left <= 0:
-                        await asyncio.sleep(5 * self.step_s)
+                        await asyncio.sleep(3 * step_s)
                         raise ReplicaFailedError(Reason.REPLICA_FAILED, "It failed.")
             finally:
                 await port.stop()
