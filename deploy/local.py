@@ -80,6 +80,8 @@ def stop_signals() -> Iterator[threading.Event]:
     stop = threading.Event()
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
+        # Ray's handler of SIGTERM, which calls this one, aborts the process by an alarm after 3 s.
+        signal.alarm(0)
         stop.set()
 
     previous = {number: signal.signal(number, on_signal) for number in _STOP_SIGNALS}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -107,6 +108,14 @@ def test_serve_says_when_the_port_is_taken() -> None:
             running(config, stop, report=print),
         ):
             pytest.fail("it started")
+
+
+def test_a_stop_may_take_longer_than_the_alarm_of_ray_s_handler() -> None:
+    """It sets one on SIGTERM, which would abort the process, before it calls the next handler."""
+    with stop_signals() as stop:
+        signal.alarm(300)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.is_set() and signal.alarm(0) == 0
 
 
 @pytest.mark.parametrize("router", [{"api_keys": ["secret"]}, {"api_keys_file": "/keys.yaml"}])
