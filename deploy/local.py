@@ -80,8 +80,6 @@ def stop_signals() -> Iterator[threading.Event]:
     stop = threading.Event()
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
-        # Ray's handler of SIGTERM, which calls this one, aborts the process by an alarm after 3 s.
-        signal.alarm(0)
         stop.set()
 
     previous = {number: signal.signal(number, on_signal) for number in _STOP_SIGNALS}
@@ -90,6 +88,18 @@ def stop_signals() -> Iterator[threading.Event]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def own_sigterm() -> Iterator[None]:
+    """Keep this process's handler of SIGTERM in a block that starts Ray: Ray's would end the process
+    midway, and abort it 3 s later."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager
@@ -116,7 +126,8 @@ def running(
     ray_settings.apply(local_dir)
     report("starting Ray")
     try:
-        _start_ray(config, local_dir)
+        with own_sigterm():
+            _start_ray(config, local_dir)
         with _stop_when_ray_ends(stop):
             _check_gpus(config)
             logging.getLogger("ray.serve").setLevel(logging.WARNING)
