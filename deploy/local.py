@@ -92,8 +92,8 @@ def stop_signals() -> Iterator[threading.Event]:
 
 @contextmanager
 def own_sigterm() -> Iterator[None]:
-    """Keep this process's handler of SIGTERM in a block that starts Ray: Ray's would end the process
-    midway, and abort it 3 s later."""
+    """Keep this process's handler of SIGTERM in a block that starts Ray: Ray's would end it midway,
+    and abort it 3 s later."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
