@@ -9,7 +9,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 # `LOCKED=1` installs the versions in deploy/requirements/ and checks their hashes, as images and CI do.
 LOCKED ?=
 
-.PHONY: serve test test-release check format docs pictures site lock audit clean
+.PHONY: serve test test-release check format docs pictures site lock audit sbom clean
 
 serve: $(VENV)/.installed
 	$(BIN)/sluice serve $(ARGS)
@@ -78,11 +78,19 @@ lock: $(VENV)/.installed-test
 audit: $(VENV)/.installed-test
 	.ci/audit
 
+# Bills of materials: the Python packages of the images, with their hashes.
+sbom: $(VENV)/.installed-test
+	$(BIN)/pip install --quiet cyclonedx-bom
+	mkdir -p build
+	for image in vllm cpu; do \
+	  $(BIN)/cyclonedx-py requirements $(REQUIREMENTS)/$$image.txt --pyproject pyproject.toml \
+	    --output-reproducible --output-file build/sbom-$$image.json || exit 1; done
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info
 
 $(BIN)/python:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Sluice needs Python 3.11 or newer")'
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and "Sluice needs Python 3.11 to 3.13")'
 	$(PYTHON) -m venv $(VENV)
 
 comma := ,

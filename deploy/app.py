@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import metadata
-from typing import Any
+from typing import Any, Final
 
+import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
@@ -31,6 +32,9 @@ REPLICA_DEPLOYMENTS: dict[Role, str] = {
 }
 ROUTER_DEPLOYMENT = "Router"
 
+SUPPORTED_RAY: Final = "2.60"
+"""The minor version of Ray whose request router and HAProxy interfaces Sluice uses."""
+
 OTHER_POOL_WAIT_S = 0.25
 """How long a request waits for the first replica of a pool if it may use another pool, seconds. If
 all pools are empty they are tried again, see :mod:`sluice.router.dispatch.pools`."""
@@ -47,9 +51,10 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
     """The application for ``args``: a :class:`SluiceConfig`, or a mapping with its fields.
 
     Raises:
-        ValueError: a field is unknown or out of range, or the admin API would be open to every
-            client that reaches the cluster's port.
+        ValueError: a field is unknown or out of range, the admin API would be open to every client
+            that reaches the cluster's port, or this Ray is not supported.
     """
+    check_ray()
     config = args if isinstance(args, SluiceConfig) else parse_config(args)
     if config.router.admin.access == "open" and not isinstance(args, SluiceConfig):
         # On a cluster, Serve's own options set the address of HTTP, not `router.host`.
@@ -83,6 +88,16 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
         config.router,
         config.telemetry,
     )
+
+
+def check_ray(version: str = ray.__version__) -> None:
+    """Check that Sluice supports this version of Ray.
+
+    Raises:
+        ValueError: it does not; the message says which it supports.
+    """
+    if not version.startswith(f"{SUPPORTED_RAY}."):
+        raise ValueError(f"Sluice does not support Ray {version}; supported is {SUPPORTED_RAY}")
 
 
 def deployment_name(key: str | None, role: Role = "mixed") -> str:

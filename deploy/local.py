@@ -91,6 +91,18 @@ def stop_signals() -> Iterator[threading.Event]:
 
 
 @contextmanager
+def own_sigterm() -> Iterator[None]:
+    """Keep this process's handler of SIGTERM in a block that starts Ray: Ray's would end it midway,
+    and abort it 3 s later."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
 def running(
     config: SluiceConfig, stop: threading.Event, report: Callable[[str], None]
 ) -> Iterator[None]:
@@ -114,7 +126,8 @@ def running(
     ray_settings.apply(local_dir)
     report("starting Ray")
     try:
-        _start_ray(config, local_dir)
+        with own_sigterm():
+            _start_ray(config, local_dir)
         with _stop_when_ray_ends(stop):
             _check_gpus(config)
             logging.getLogger("ray.serve").setLevel(logging.WARNING)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from ray.serve.schema import RayActorOptionsSchema
 
-from sluice.deploy.app import OTHER_POOL_WAIT_S, build
+from sluice.deploy.app import OTHER_POOL_WAIT_S, build, check_ray
 from sluice.deploy.config import parse_config
 
 
@@ -70,3 +71,11 @@ def test_an_update_starts_a_router_before_it_stops_one_and_replicas_where_there_
         for percent in (0, 50)
     }
     assert [each._deployment_config.max_surge_percent for each in surges.values()] == [0, 50]
+
+
+def test_another_minor_version_of_ray_is_refused() -> None:
+    check_ray()
+    check_ray("2.60.7")
+    for version in ("2.59.1", "2.61.0", "2.6.0", "3.0.0.dev0"):
+        with pytest.raises(ValueError, match=rf"not support Ray {version}; supported is 2\.60"):
+            check_ray(version)

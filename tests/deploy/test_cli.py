@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from click.testing import CliRunner
 from sluice.deploy.cli import main
 from sluice.deploy.commands.exits import Exit, Failure
 from sluice.deploy.config import SluiceConfig
-from sluice.deploy.local import StartError, curl_line, running, stop_signals
+from sluice.deploy.local import StartError, curl_line, own_sigterm, running, stop_signals
 from sluice.deploy.ray_settings import TUNED, free_port
 from sluice.scheduling import admission, autoscaling, batching, routing
 
@@ -107,6 +108,14 @@ def test_serve_says_when_the_port_is_taken() -> None:
             running(config, stop, report=print),
         ):
             pytest.fail("it started")
+
+
+def test_ray_s_handler_of_sigterm_does_not_stay() -> None:
+    with stop_signals() as stop:
+        with own_sigterm():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as Ray sets one when it starts
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.is_set()
 
 
 @pytest.mark.parametrize("router", [{"api_keys": ["secret"]}, {"api_keys_file": "/keys.yaml"}])

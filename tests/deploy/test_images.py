@@ -51,7 +51,7 @@ def test_images_are_pinned_and_built_in_stages(dockerfile: Path) -> None:
     assert len(bases) == 2 and all(base.startswith("${PYTHON_IMAGE}") for base in bases)
     (image,) = (each for each in of(dockerfile, "ARG") if each.startswith("PYTHON_IMAGE="))
     assert re.fullmatch(r"PYTHON_IMAGE=python:\d+\.\d+\.\d+-slim-\w+", image)
-    least = PROJECT["project"]["requires-python"].removeprefix(">=")
+    least, _, _ = PROJECT["project"]["requires-python"].removeprefix(">=").partition(",")
     assert image.removeprefix("PYTHON_IMAGE=python:").startswith(least)
     assert not of(dockerfile, "HEALTHCHECK"), "KubeRay probes"
     assert of(dockerfile, "COPY")[-1] == f"--from=build {IMAGE_ENVIRONMENT} {IMAGE_ENVIRONMENT}"

@@ -155,13 +155,15 @@ def test_the_end_of_ray_ends_all_of_it_in_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.release
-def test_ctrl_c_ends_all_of_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_of_it(tmp_path: Path, number: signal.Signals) -> None:
     with serving(tmp_path) as it:
         token = _token(it)
         status = subprocess.run([SLUICE, "status"], env=it.environment, cwd="/", check=False)
         assert status.returncode == Exit.OK, "the address and the key are found"
         shown = it.out
-        os.killpg(it.process.pid, signal.SIGINT)  # as a terminal does
+        # As a terminal sends SIGINT, and a service manager SIGTERM.
+        (os.killpg if number == signal.SIGINT else os.kill)(it.process.pid, number)
         assert it.wait_end() == Exit.OK
         assert it.err.partition("Ctrl-C stops\n")[2] == "sluice: stopping\n"
         assert it.out == shown

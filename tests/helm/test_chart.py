@@ -271,6 +271,7 @@ def test_containers_run_without_rights(release: Release) -> None:
         assert spec["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
         for container in spec["containers"]:
             assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["securityContext"]["readOnlyRootFilesystem"] is True
             assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
 
 
@@ -379,6 +380,12 @@ def test_numbers_of_workers(
         {"workers": [{"name": "w", "resources": {}, "rayStartParams": {"num-cpus": 2}}]},
         {"autoscaling": {"enabled": "yes"}},
         {"upgrade": {"strategy": "Recreate"}},
+        {"upgrade": {"clusterUpgradeOptions": {"stepSizePercent": 0}}},
+        {"upgrade": {"clusterUpgradeOptions": {"maxSurgePercent": 101}}},
+        {"upgrade": {"clusterUpgradeOptions": {"intervalSeconds": "60s"}}},
+        {"hfToken": {"secret": "huggingface"}},
+        {"image": {"digest": "b6d81b36"}},
+        {"extraObjects": [{"kind": "ConfigMap"}]},
         {"ingress": {"paths": ["v1"]}},
         {"apiKeys": {"keys": ["a"]}},
         {"monitoring": {"serviceMonitor": {"interval": "often"}}},
@@ -398,6 +405,7 @@ def test_the_schema_refuses(values: Document) -> None:
         ({"ingress": {"enabled": True}, "apiKeys": {"anonymous": True}}, "ingress.hosts"),
         ({"httpRoute": {"enabled": True}, "apiKeys": {"anonymous": True}}, "parentRefs"),
         ({"apiKeys": {"existingSecret": "a", "entries": ["b"]}}, "not both"),
+        ({"hfToken": {"existingSecret": "a", "value": "b"}}, "hfToken: set"),
         ({"config": {"router": {"api_keys": ["a"]}}}, "use apiKeys"),
         ({"config": {"router": {"admin": {"keys": ["a"]}}}}, "use adminKeys"),
         ({"config": {"router": {"metrics": {"keys_file": "/a"}}}}, "use metricsKeys"),
@@ -444,7 +452,7 @@ SWITCHES = {
     "serviceAccount": {"create": False},
     "rayAuth": {"enabled": False},
     "service": {"type": "LoadBalancer", "annotations": {"a": "b"}},
-    "image": {"tag": "1.2", "pullSecrets": [{"name": "registry"}]},
+    "image": {"digest": f"sha256:{DIGEST}", "pullSecrets": [{"name": "registry"}]},
     "adminKeys": {"existingSecret": "operators"},
     "fullnameOverride": "a-name-that-is-so-long-that-kuberay-would-not-take-it",
     "upgrade": {"strategy": "None"},
@@ -457,6 +465,8 @@ SWITCHES = {
     "volumes": [{"name": "batches", "persistentVolumeClaim": {"claimName": "batches"}}],
     "volumeMounts": [{"name": "batches", "mountPath": "/batches"}],
     "envFrom": [{"secretRef": {"name": "huggingface"}}],
+    "hfToken": {"value": "hf_some_token"},
+    "scratchSize": "1Gi",
 }
 
 

