@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse
 
-from sluice.replica.vllm.serving import event_bytes, response_bytes, servings
+from sluice.replica.vllm.serving import event_bytes, servings, whole_response
 
 pytestmark = pytest.mark.vllm
 
@@ -38,12 +38,14 @@ def test_events_of_responses_are_named_and_others_are_passed_on() -> None:
 
 def test_bodies_are_those_of_vllms_own_server() -> None:
     given = {"type": "t", "schema": 1}
-    assert json.loads(response_bytes(Answer(**given, object="response"))) == {
-        **given,
-        "object": "response",
-    }
-    assert "schema_" in json.loads(response_bytes(Answer(**given, object="chat.completion")))
-    assert response_bytes(JSONResponse({"data": [1]})) == b'{"data":[1]}'
+    chat = SimpleNamespace(response_format=None)
+    kind, body = whole_response(chat, Answer(**given, object="response"))
+    assert (kind, json.loads(body)) == ("application/json", {**given, "object": "response"})
+    assert b"schema_" in whole_response(chat, Answer(**given, object="chat.completion"))[1]
+    plain = ("application/json", b'{"data":[1]}')
+    assert whole_response(chat, JSONResponse({"data": [1]})) == plain
+    spoken = SimpleNamespace(response_format="text"), SimpleNamespace(text="hello")
+    assert whole_response(*spoken) == ("text/plain", b"hello")
 
 
 def test_only_what_the_model_has_is_offered() -> None:
