@@ -10,7 +10,9 @@ import pytest
 from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse
 
-from sluice.replica.vllm.serving import event_bytes, servings, whole_response
+from sluice.replica.openai_format import RequestError
+from sluice.replica.vllm import serving
+from sluice.replica.vllm.serving import event_bytes, servings, whole_response, with_upload
 
 pytestmark = pytest.mark.vllm
 
@@ -27,6 +29,7 @@ class Answer(Event):
 class Layer:
     async def create_chat_completion(self, body: Any, raw: None) -> None: ...
     async def create_tokenize(self, body: Any, raw: None) -> None: ...
+    async def create_transcription(self, sound: bytes, body: Any, raw: None) -> None: ...
     async def create_detokenize(self, body: Any, raw: None) -> None: ...
 
 
@@ -46,6 +49,19 @@ def test_bodies_are_those_of_vllms_own_server() -> None:
     assert whole_response(chat, JSONResponse({"data": [1]})) == plain
     spoken = SimpleNamespace(response_format="text"), SimpleNamespace(text="hello")
     assert whole_response(*spoken) == ("text/plain", b"hello")
+
+
+def test_what_reads_no_sounds_offers_no_speech(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = SimpleNamespace(openai_serving_transcription=Layer(), serving_tokenization=Layer())
+    monkeypatch.setattr(serving, "SOUND_PACKAGES", ("asyncio", "av-of-another-name"))
+    assert set(servings(state)) == {"tokenize", "detokenize"}
+    assert "install av-of-another-name, or Sluice with its extra `audio`" in caplog.text
+    monkeypatch.setattr(serving, "SOUND_PACKAGES", ())
+    assert "transcriptions" in servings(state)
+    with pytest.raises(RequestError, match="file must be a sound"):
+        with_upload({"file": "text"})
 
 
 def test_only_what_the_model_has_is_offered() -> None:

@@ -17,6 +17,7 @@ import pytest_asyncio
 from sluice.replica.config import EngineConfig
 from sluice.replica.engine import EngineRequest, ResponseHead, ResponseItem, ResponseTail
 from sluice.replica.profiling.warm_up import silence
+from sluice.replica.scheduler.xargs import ARRIVAL_S, E2E_S, ID, TTFT_S
 from sluice.replica.vllm.engine import VllmEngine
 from sluice.scheduling.request.objective import SLO
 from tests.documents import ROOT, marked
@@ -94,6 +95,8 @@ async def asked(served: Served, **given: Any) -> Any:
     return await served.client.audio.transcriptions.create(**given, extra_body=extra)
 
 
+# OpenAI's client deprecates its translations.
+@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")
 async def test_what_is_heard_in_each_form(served: Served) -> None:
     sound: Any = {"file": ("a.wav", noise(1))}
     plain = await asked(served, **sound)
@@ -118,7 +121,18 @@ async def test_a_long_sound_is_heard_in_clips(served: Served) -> None:
     assert whole.usage.seconds == 5 and len(whole.text.split(" ")) >= 3
 
 
-async def test_each_token_of_all_clips_is_counted(served: Served) -> None:
+async def test_a_stream_of_clips_is_planned_and_counted_as_one(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[dict[str, Any]] = []
+    core = served.engine._llm.engine_core
+    send = core.add_request_async
+
+    async def note(request: Any) -> None:
+        planned.append(request.sampling_params.extra_args)
+        await send(request)
+
+    monkeypatch.setattr(core, "add_request_async", note)
     slo = SLO(ttft_s=5.0, tpot_s=1.0, e2e_s=60.0)
     body = {"model": "m", "file": LONG, "max_completion_tokens": TOKENS, "stream": True}
     request = EngineRequest("each", "transcriptions", body, slo)
@@ -128,6 +142,17 @@ async def test_each_token_of_all_clips_is_counted(served: Served) -> None:
     assert isinstance(tail, ResponseTail)
     tokens = sum(item.tokens for item in items[1:-1])  # type: ignore[union-attr]
     assert tokens == tail.output_tokens >= 3 * TOKENS
+    # Without a language vLLM asks for it first. A later clip is due after the one before it, and
+    # the end of all is due when it was.
+    language, *clips = planned
+    assert {each[ID] for each in planned} == {"each"}
+    assert len(clips) * TOKENS == tokens
+    assert language == clips[0]
+    begun = [each[ARRIVAL_S] for each in clips]
+    assert begun == sorted(set(begun))
+    ends = [each[ARRIVAL_S] + each[E2E_S] for each in clips]
+    assert ends == pytest.approx([ends[0]] * len(ends))
+    assert {each[TTFT_S] for each in planned} == {5.0}
 
 
 async def test_many_at_once_hear_what_each_hears_alone(served: Served) -> None:

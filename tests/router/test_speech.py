@@ -75,6 +75,8 @@ async def hear(side: FarSide, replica: str, request: EngineRequest) -> AsyncIter
     yield ResponseTail(20, 3, (0.1, 0.2, 0.3))
 
 
+# OpenAI's client deprecates its translations.
+@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")
 async def test_what_openais_client_sends_reaches_a_replica() -> None:
     edge = Edge(FarSide(a=hear))
     asked: Any = {"model": "m", "file": ("a.wav", SOUND), "language": "en"}
