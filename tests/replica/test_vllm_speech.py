@@ -155,6 +155,25 @@ async def test_a_stream_of_clips_is_planned_and_counted_as_one(
     assert {each[TTFT_S] for each in planned} == {5.0}
 
 
+async def test_the_sounds_of_a_key_share_no_kv_with_others(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's serving layer for speech has no salt; its prompts have one."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    salts = []
+    generate = AsyncLLM.generate
+
+    def note(llm: Any, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        salts.append(prompt.get("cache_salt"))
+        return generate(llm, prompt, *args, **kwargs)
+
+    monkeypatch.setattr(AsyncLLM, "generate", note)
+    for salt in ({}, {"cache_salt": "x"}):
+        assert (await asked(served, extra_body=salt)).text
+    assert salts == [None, "x"]
+
+
 async def test_many_at_once_hear_what_each_hears_alone(served: Served) -> None:
     """Also where the plan cuts a prompt in two: its sound is encoded with the first part."""
 
