@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import json
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,7 +16,13 @@ import pytest
 import pytest_asyncio
 
 from sluice.replica.config import EngineConfig
-from sluice.replica.engine import EngineRequest, ResponseHead, ResponseItem, ResponseTail
+from sluice.replica.engine import (
+    EngineRequest,
+    ResponseChunk,
+    ResponseHead,
+    ResponseItem,
+    ResponseTail,
+)
 from sluice.replica.profiling.warm_up import silence
 from sluice.replica.scheduler.xargs import ARRIVAL_S, E2E_S, ID, TTFT_S
 from sluice.replica.vllm.engine import VllmEngine
@@ -60,8 +67,8 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         latency_profile=known_profile(directory),
         grammar_check_s=0,
         vllm_args={
-            # Five requests at their longest.
-            "kv-cache-memory-bytes": 2 << 20,
+            # Seven requests at their longest.
+            "kv-cache-memory-bytes": 3 << 20,
             "block-size": 32,
             "dtype": "float32",
             # Two sounds, or one longest prompt: prompts are cut into chunks.
@@ -179,13 +186,23 @@ async def test_many_at_once_hear_what_each_hears_alone(served: Served) -> None:
     """Also where the plan cuts a prompt in two: its sound is encoded with the first part. And where
     the KV of all does not fit: none is preempted, as vLLM would continue it wrongly."""
 
-    async def text(number: int) -> str:
-        given: Any = {"file": ("a.wav", noise(number)), "prompt": "word " * number}
-        return str((await asked(served, **given, extra_body={"max_completion_tokens": 120})).text)
+    async def text(number: int, name: str) -> str:
+        body = {
+            "model": "m",
+            "file": noise(number),
+            "language": "en",
+            "prompt": "word " * (number % 2 * 7),
+            "max_completion_tokens": 150,
+        }
+        slo = SLO(ttft_s=1.0, tpot_s=0.05)
+        request = EngineRequest(f"{name}-{number}", "transcriptions", body, slo)
+        _, chunk, _ = [item async for item in served.engine.generate(request)]
+        assert isinstance(chunk, ResponseChunk)
+        return str(json.loads(chunk.data)["text"])
 
-    alone = [await text(number) for number in range(12)]
-    together = await asyncio.gather(*map(text, range(12)))
-    assert alone == together and len(set(alone)) == 12
+    alone = [await text(number, "alone") for number in range(24)]
+    together = await asyncio.gather(*(text(number, "together") for number in range(24)))
+    assert alone == together and len(set(alone)) == 24
 
 
 async def test_what_is_no_sound_or_no_speech_is_refused(served: Served) -> None:
