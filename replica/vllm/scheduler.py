@@ -123,12 +123,10 @@ class PlanMixin(_Base):
         """Run only as many requests as the KV cache holds at their longest. An encoder-decoder
         model continues a preempted request with wrong text, also under stock scheduling (seen in
         vLLM 0.32 on CPUs)."""
-        encoded = getattr(
-            self.vllm_config.model_config.hf_config,
-            "max_source_positions",
-            self.max_num_encoder_input_tokens,
-        )
-        each = sum(-(-tokens // self.block_size) for tokens in (self.max_model_len, encoded))
+        config = self.vllm_config.model_config.hf_config
+        stated: Any = getattr(config, "max_source_positions", None)
+        encoded = int(stated or self.max_num_encoder_input_tokens)
+        each = sum(-(-tokens // self.block_size) for tokens in (int(self.max_model_len), encoded))
         # One block is vLLM's own.
         fit = max(1, (self._pool.num_gpu_blocks - 1) // each)
         for name in ("max_num_running_reqs", "max_num_active_reqs"):
