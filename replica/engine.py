@@ -25,12 +25,17 @@ Endpoint = Literal[
     "embeddings",
     "score",
     "rerank",
+    "transcriptions",
+    "translations",
     "tokenize",
     "detokenize",
 ]
 """What is asked of an engine: OpenAI's endpoints, Anthropic's messages, and vLLM's own."""
 
-GENERATING: frozenset[Endpoint] = frozenset(("chat", "completions", "responses", "messages"))
+SPEECH: frozenset[Endpoint] = frozenset(("transcriptions", "translations"))
+"""Endpoints that write down what is said in a sound: the body has it as ``file``, bytes."""
+
+GENERATING: frozenset[Endpoint] = SPEECH | {"chat", "completions", "responses", "messages"}
 """Endpoints that generate text: they have sampling parameters and can be streamed."""
 
 POOLING: frozenset[Endpoint] = frozenset(("embeddings", "score", "rerank"))
@@ -165,7 +170,8 @@ class ResponseTaken(NamedTuple):
 
 class ResponseHead(NamedTuple):
     """First item of a response. ``media_type`` is without parameters: :data:`EVENT_STREAM` for a
-    streamed response, ``application/json`` for any other. ``fetch`` is where the client's side
+    streamed response, ``text/plain`` for a transcription that is asked for as text,
+    ``application/json`` for any other. ``fetch`` is where the client's side
     fetches a stream that the replica sends directly, ``HOST:PORT TICKET``."""
 
     status: int

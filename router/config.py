@@ -209,6 +209,12 @@ class RouterConfig(BaseModel):
     max_body_bytes: int = Field(
         default=4 << 20, ge=1 << 10, le=1 << 30, description="Maximum request body, bytes."
     )
+    max_audio_bytes: int = Field(
+        default=25 << 20,
+        ge=1 << 10,
+        le=1 << 30,
+        description="Maximum sound to be transcribed or translated, bytes.",
+    )
     max_held_bytes: int = Field(
         default=512 << 20,
         ge=1 << 10,
@@ -313,11 +319,11 @@ class RouterConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_bytes(self) -> RouterConfig:
-        least = 2 * self.max_body_bytes
+        least = 2 * max(self.max_body_bytes, self.max_audio_bytes)
         if self.max_held_bytes < least:
             raise ValueError(
-                f"max_held_bytes must be at least twice max_body_bytes, {least}, so that one API "
-                f"key can send the largest body; got {self.max_held_bytes}"
+                "max_held_bytes must be at least twice max_body_bytes and twice max_audio_bytes, "
+                f"{least}, so that one API key can send the largest body; got {self.max_held_bytes}"
             )
         return self
 

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import Any, Final
 
 from sluice.controller.version import version
-from sluice.replica.engine import GENERATING, UNSCHEDULED, Endpoint
+from sluice.replica.engine import GENERATING, SPEECH, UNSCHEDULED, Endpoint
 from sluice.router import wire
 from sluice.router.batches import batches_api, files_api
 from sluice.router.batches.expiry import MAX_S, MIN_S
@@ -69,6 +69,8 @@ _SUMMARIES: Final[dict[Endpoint, str]] = {
     "embeddings": "Embed inputs",
     "score": "Score pairs of texts",
     "rerank": "Order documents by their relevance to a query",
+    "transcriptions": "Write down what is said in a sound",
+    "translations": "Write down in English what is said in a sound",
     "tokenize": "Turn a prompt into tokens",
     "detokenize": "Turn tokens into text",
 }
@@ -109,11 +111,14 @@ def _inference(endpoint: Endpoint, config: RouterConfig) -> Schema:
     content = _json(_OBJECT)
     if endpoint in GENERATING:
         content["text/event-stream"] = {}
+    if endpoint in SPEECH:
+        content["text/plain"] = {"schema": _TEXT}
     operation = _operation(_SUMMARIES[endpoint], content)
     scheduled = endpoint not in UNSCHEDULED
     objective = _objective_headers(config) if scheduled else ()
     operation["parameters"] = [*objective, _SESSION, _CLIENT_REQUEST_ID]
-    operation["requestBody"] = {"required": True, "content": _json(_body(endpoint, config))}
+    asked = _form(config) if endpoint in SPEECH else _json(_body(endpoint, config))
+    operation["requestBody"] = {"required": True, "content": asked}
     return operation
 
 
@@ -133,6 +138,25 @@ def _body(endpoint: Endpoint, config: RouterConfig) -> Schema:
     # Those that are the server's own.
     fields |= {name: {"type": "null"} for name in ("request_id", "priority")}
     return {"type": "object", "required": sorted(required), "properties": fields}
+
+
+def _form(config: RouterConfig) -> Schema:
+    keys = {
+        wire.PRIORITY: {"type": "integer", **_PRIORITY},
+        wire.CLASS: {"enum": [*config.classes]},
+    }
+    fields: dict[str, Schema] = {
+        "file": {"type": "string", "format": "binary", "minLength": 1},
+        "model": _TEXT,
+        "stream": {"type": "boolean"},
+        "max_completion_tokens": {"type": "integer", "minimum": 1, "maximum": MAX_TOKENS},
+    }
+    fields |= {
+        f"{wire.SLO_FIELD}[{key}]": keys.get(key, {"type": "number", **_MS})
+        for key in wire.SLO_HEADERS
+    }
+    schema = {"type": "object", "required": ["file", "model"], "properties": fields}
+    return {"multipart/form-data": {"schema": schema}}
 
 
 def _objective(config: RouterConfig) -> Schema:

@@ -18,6 +18,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sluice.replica.config import EngineConfig
 from sluice.replica.scheduler.local_scheduler import DEFAULT_MODEL
 from sluice.replica.scheduler.state_table import StateTable
@@ -36,6 +38,9 @@ _DECODE_BATCHES = ((1, 64), (8, 16), (2, 512), (24, 128), (4, 1024), (16, 400))
 
 _SLO = SLO(service_class="profile")
 """A separate service class: these output lengths must not affect predictions for clients."""
+
+_SOUND_SAMPLES = 16_000
+"""A second, for models that transcribe; Whisper takes as long for any sound up to its longest."""
 
 _DECODE_STEPS = 12
 _ENOUGH_ROUNDS = 3
@@ -231,9 +236,13 @@ class _Load:
 
         self._serial += 1
         low = min(16, self._vocabulary - 1)
-        prompt = {
+        prompt: dict[str, Any] = {
             "prompt_token_ids": self._chance.choices(range(low, self._vocabulary), k=prompt_tokens)
         }
+        if self._llm.vllm_config.model_config.is_encoder_decoder:
+            # A prefill of such a model has its encoder's time in it.
+            sound = {"prompt": "", "multi_modal_data": {"audio": np.zeros(_SOUND_SAMPLES)}}
+            prompt = {"encoder_prompt": sound, "decoder_prompt": prompt}
         name = f"profile-{self._serial}"
         xargs = to_xargs(RequestArgs(name, time.monotonic(), _SLO))
         if self._llm.vllm_config.model_config.runner_type == "pooling":

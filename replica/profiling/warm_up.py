@@ -8,8 +8,10 @@ for it.
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import time
+import wave
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,6 +62,18 @@ STRUCTURED_FEATURES: Mapping[str, Mapping[str, Any]] = {
 }
 """Body fields of a completion with structured output, by feature."""
 
+
+def silence(seconds: float, rate: int = 16_000) -> bytes:
+    """A WAV with nothing to hear, of ``rate`` samples per second."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as sound:
+        sound.setnchannels(1)
+        sound.setsampwidth(2)
+        sound.setframerate(rate)
+        sound.writeframes(bytes(2 * round(seconds * rate)))
+    return file.getvalue()
+
+
 ENDPOINT_FEATURES: Mapping[Endpoint, Sequence[Mapping[str, Any]]] = {
     "chat": (
         {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2, "stream": True},
@@ -74,6 +88,8 @@ ENDPOINT_FEATURES: Mapping[Endpoint, Sequence[Mapping[str, Any]]] = {
     ),
     "responses": ({"input": "Hello", "max_output_tokens": 2},),
     "embeddings": ({"input": [16, 17, 18, 19]}, {"input": "Hello"}),
+    # Of a rate that hardly any model takes as it is.
+    "transcriptions": ({"file": silence(0.5, 22_050), "max_completion_tokens": 2},),
     "tokenize": ({"prompt": "Hello"},),
 }
 """Bodies of the endpoints other than completions. An engine offers some of them."""

@@ -24,12 +24,16 @@ from sluice.replica.engine import ResponseChunk, Resume
 from sluice.replica.grammar.bound import TOO_COSTLY
 from sluice.replica.grammar.check import GrammarCheck, structural_tags
 from sluice.replica.openai_format import RequestError
-from sluice.replica.scheduler.xargs import ID
+from sluice.replica.scheduler.xargs import ARRIVAL_S, E2E_S, ID
 from sluice.replica.vllm.reasoning import end_among
 from sluice.replica.vllm.resume import AT_ONCE, may_go_on, repeat, rest_of
 
 CURRENT_CALL: ContextVar[ApiCall | None] = ContextVar("CURRENT_CALL", default=None)
 """The API call that this task serves, for places where vLLM's requests do not carry it."""
+
+
+_SHORTEST_S = 0.001
+"""Of the time that is left to an objective, seconds."""
 
 
 class AbortedError(ValueError):
@@ -70,6 +74,9 @@ class ApiCall:
         reasoned: the reasoning has ended with this token of the first choice, counted from 1; 0: it
             has not.
         unsent_reasoned: the same, counted in :attr:`unsent_tokens`.
+        in_turn: its engine requests are parts of one stream, each begun when the one before has
+            ended: all of them are tracked as the first one is.
+        cache_salt: of its prompts, if vLLM's serving layer does not set it.
     """
 
     received_s: float
@@ -96,6 +103,8 @@ class ApiCall:
     ends: frozenset[int] = frozenset()
     reasoned: int = 0
     unsent_reasoned: int = 0
+    in_turn: bool = False
+    cache_salt: str | None = None
 
     def chunks(self, event: bytes) -> list[ResponseChunk]:
         """``event`` with the tokens that came since the last one. If chunks carry the token ids,
@@ -148,6 +157,10 @@ class WatchedLLM(AsyncLLM):
         consumer still gets it in one piece.
         """
         call = self.calls.get((sampling_params.extra_args or {}).get(ID, ""))
+        current = CURRENT_CALL.get()
+        if call is None and current is not None and sampling_params.extra_args is None:
+            # vLLM asks for the language of a sound before it transcribes it.
+            sampling_params.extra_args = dict(current.xargs)
         plain = sampling_params.output_kind == RequestOutputKind.FINAL_ONLY
         if call is not None:
             if call.aborted:
@@ -157,6 +170,10 @@ class WatchedLLM(AsyncLLM):
             if call.resume is not None:
                 # The id of its first attempt: this engine may still have a request with that id.
                 request_id = f"{request_id}.{call.xargs[ID]}"
+            if call.in_turn and call.engine_ids:
+                sampling_params = _later_part(sampling_params)
+            if call.cache_salt is not None:
+                prompt = {**prompt, "cache_salt": call.cache_salt}
             call.engine_ids.append(request_id)
             call.resumable = call.resumable and may_go_on(sampling_params)
             if call.trace and self.observability_config.otlp_traces_endpoint is not None:
@@ -167,7 +184,7 @@ class WatchedLLM(AsyncLLM):
             if call.transfer is not None:
                 sampling_params = _with_transfer(sampling_params, call)
         source = super().generate(prompt, sampling_params, request_id, *args, **kwargs)
-        first = call is not None and len(call.engine_ids) == 1
+        first = call is not None and (call.in_turn or len(call.engine_ids) == 1)
         watched = source if call is None else _watch(source, call, plain, first)
         async with aclosing(self._timed(source, watched)) as outputs:
             async for output in outputs:
@@ -336,7 +353,7 @@ def _count(
     if not counted:
         call.prompt_tokens += len(output.prompt_token_ids or ())
         call.cached_tokens += output.num_cached_tokens or 0
-        if first_prompt:
+        if first_prompt and call.stats is None:
             call.stats = output.metrics
     if first_prompt and output.kv_transfer_params:
         call.offer = output.kv_transfer_params
@@ -357,6 +374,19 @@ def _count(
                 call.offsets_s += [time.monotonic() - call.received_s] * new
             elif call.resumable and new:
                 call.unsent_groups.append(tuple(choice.token_ids))
+
+
+def _later_part(sampling_params: Any) -> Any:
+    """The parameters of a later part of a stream: the TTFT of a part counts from the end of the one
+    before."""
+    now_s = time.monotonic()
+    changed = {ARRIVAL_S: now_s}
+    extra = sampling_params.extra_args
+    if E2E_S in extra:
+        changed[E2E_S] = max(_SHORTEST_S, extra[E2E_S] - (now_s - extra[ARRIVAL_S]))
+    sampling_params = copy(sampling_params)  # the parts share it
+    sampling_params.extra_args = {**extra, **changed}
+    return sampling_params
 
 
 def _with_transfer(sampling_params: Any, call: ApiCall) -> Any:

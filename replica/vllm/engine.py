@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from sluice.replica.config import EngineConfig
 from sluice.replica.engine import (
     EVENT_STREAM,
+    SPEECH,
     UNSCHEDULED,
     Endpoint,
     EngineDeadError,
@@ -42,7 +43,7 @@ from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, reser
 from sluice.replica.transfer.requests import check_transfer, refuse_transfer_fields
 from sluice.replica.vllm.local_model import local_model
 from sluice.replica.vllm.reasoning import reasoning_ends
-from sluice.replica.vllm.serving import Serving, event_bytes, response_bytes
+from sluice.replica.vllm.serving import Serving, event_bytes, whole_response, with_upload
 from sluice.replica.vllm.setup import (
     Launched,
     client_error_types,
@@ -283,6 +284,10 @@ class VllmEngine:
         call.xargs = to_xargs(args)
         call.prefill_only = request.prefill_only
         call.transfer = _transfer(request)
+        if request.endpoint in SPEECH:
+            body = with_upload(body)
+            call.in_turn = bool(body.get("stream"))
+            call.cache_salt = body.pop("cache_salt", None)
         if serving.generates:
             body["vllm_xargs"] = {**(extra or {}), **call.xargs}
         if request.endpoint not in UNSCHEDULED:
@@ -333,9 +338,9 @@ class VllmEngine:
             async for item in self._stream(response, call):
                 yield item
         elif not call.aborted:
-            yield ResponseHead(200, "application/json")
             # In a thread, as one with many numbers takes a while.
-            data = await asyncio.to_thread(response_bytes, response)
+            media_type, data = await asyncio.to_thread(whole_response, body, response)
+            yield ResponseHead(200, media_type)
             for chunk in chunks_of(data, call.unsent_tokens):
                 yield chunk
         if not call.aborted:

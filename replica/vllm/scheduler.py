@@ -105,6 +105,9 @@ class PlanMixin(_Base):
         self._held = HeldPrefixes(table, blocks.holds, self.block_size, self._pool.hash_block_size)
         blocks.tell_removed(self._held.removed)
         self._reserve_prompt = bool(getattr(self, "scheduler_reserve_full_isl", False))
+        self._preempts = not self.vllm_config.model_config.is_encoder_decoder
+        if not self._preempts:
+            self._run_what_fits()
         most: int | None = getattr(self, "max_num_active_reqs", None)  # from 0.32
         self._most_running: int = self.max_num_running_reqs if most is None else most
         speculates = self.vllm_config.speculative_config is not None
@@ -115,6 +118,20 @@ class PlanMixin(_Base):
         self._garbage = GarbageCollector()
         if hook_name() == "_mamba_block_aligned_split":
             self._enable_old_hook()
+
+    def _run_what_fits(self) -> None:
+        """Run only as many requests as the KV cache holds at their longest. An encoder-decoder
+        model continues a preempted request with wrong text, also under stock scheduling (seen in
+        vLLM 0.32 on CPUs)."""
+        config = self.vllm_config.model_config.hf_config
+        stated: Any = getattr(config, "max_source_positions", None)
+        encoded = int(stated or self.max_num_encoder_input_tokens)
+        each = sum(-(-tokens // self.block_size) for tokens in (int(self.max_model_len), encoded))
+        # One block is vLLM's own.
+        fit = max(1, (self._pool.num_gpu_blocks - 1) // each)
+        for name in ("max_num_running_reqs", "max_num_active_reqs"):
+            if hasattr(self, name):
+                setattr(self, name, min(fit, getattr(self, name)))
 
     # Called by vLLM.
 
@@ -193,7 +210,7 @@ class PlanMixin(_Base):
             self._local.update(self._updates(fetched))
         # Where not even stock scheduling ran anything, an empty plan was right. An eviction that
         # freed fewer blocks than planned, as other requests share them, is followed by another.
-        evicted = planned and len(plan.evicted) > 0
+        evicted = planned and self._preempts and len(plan.evicted) > 0
         self._stalled = len(plan) > 0 and not ran and not evicted and not fetched
         # Includes the requests that were evicted before the call.
         preempted = tuple(output.preempted_req_ids or ())
@@ -365,6 +382,8 @@ class PlanMixin(_Base):
     def _evict(self, plan: BatchPlan) -> None:
         """Preempt the requests that the plan evicts as vLLM preempts within a step: output in
         flight is still delivered, and the request does not run again before that."""
+        if not self._preempts:
+            return
         for request_id in plan.evicted_ids:
             request = self.requests[request_id]
             self.running.remove(request)

@@ -6,13 +6,20 @@ texts. Which of them exist depends on the model: one that embeds generates no te
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from importlib import import_module
+from importlib.util import find_spec
+from io import BytesIO
 from typing import Any, NamedTuple
 
+from fastapi import UploadFile
 from pydantic import TypeAdapter
 
-from sluice.replica.engine import GENERATING, Endpoint
+from sluice.replica.engine import GENERATING, SPEECH, Endpoint
+from sluice.replica.openai_format import RequestError
+
+logger = logging.getLogger(__name__)
 
 
 class Serving(NamedTuple):
@@ -34,6 +41,7 @@ class Serving(NamedTuple):
 
 _OPENAI = "vllm.entrypoints.openai"
 _SCORING = "vllm.entrypoints.pooling.scoring.protocol"
+_SPEECH = "vllm.entrypoints.speech_to_text"
 _PLACES: dict[Endpoint, tuple[str, str, str, str]] = {
     "chat": (
         "openai_serving_chat",
@@ -67,6 +75,18 @@ _PLACES: dict[Endpoint, tuple[str, str, str, str]] = {
     ),
     "score": ("serving_scores", "__call__", _SCORING, "ScoreRequest"),
     "rerank": ("serving_scores", "__call__", _SCORING, "RerankRequest"),
+    "transcriptions": (
+        "openai_serving_transcription",
+        "create_transcription",
+        f"{_SPEECH}.transcription.protocol",
+        "TranscriptionRequest",
+    ),
+    "translations": (
+        "openai_serving_translation",
+        "create_translation",
+        f"{_SPEECH}.translation.protocol",
+        "TranslationRequest",
+    ),
     "tokenize": (
         "serving_tokenization",
         "create_tokenize",
@@ -82,18 +102,60 @@ _PLACES: dict[Endpoint, tuple[str, str, str, str]] = {
 }
 """Endpoint -> the layer's name in vLLM's state, its method, and where its type of request is."""
 
+SOUND_PACKAGES = ("av", "soundfile")
+"""What vLLM decodes sounds with. Without them it would blame the sound."""
+
 
 def servings(state: Any) -> dict[Endpoint, Serving]:
     """The endpoints that the engine of this vLLM application state offers."""
     offered: dict[Endpoint, Serving] = {}
     for endpoint, (layer_name, method, module, request_type) in _PLACES.items():
         layer = getattr(state, layer_name, None)
-        if layer is None:
+        if layer is None or (endpoint in SPEECH and not _reads_sounds(endpoint, module)):
             continue
         body = TypeAdapter(getattr(import_module(module), request_type))
-        generates = endpoint in GENERATING
-        offered[endpoint] = Serving(body, layer, getattr(layer, method), generates)
+        create = getattr(layer, method)
+        if endpoint in SPEECH:
+            create = _with_sound(create)
+        offered[endpoint] = Serving(body, layer, create, endpoint in GENERATING)
     return offered
+
+
+def _reads_sounds(endpoint: Endpoint, module: str) -> bool:
+    missing = [package for package in SOUND_PACKAGES if find_spec(package) is None]
+    if missing:
+        logger.warning(
+            "%s are not offered: install %s, or Sluice with its extra `audio`",
+            endpoint,
+            " and ".join(missing),
+        )
+        return False
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        logger.warning("%s are not offered with this version of vLLM", endpoint)
+        return False
+
+
+def _with_sound(create: Callable[..., Awaitable[Any]]) -> Callable[[Any, None], Awaitable[Any]]:
+    """A method of vLLM's that takes the sound beside its request, as one that takes the request."""
+
+    def with_sound(request: Any, raw_request: None) -> Awaitable[Any]:
+        return create(request.file.file.read(), request, raw_request)
+
+    return with_sound
+
+
+def with_upload(body: dict[str, Any]) -> dict[str, Any]:
+    """A body with a sound, which has it as vLLM's requests do.
+
+    Raises:
+        RequestError: it has none.
+    """
+    sound = body.get("file")
+    if not isinstance(sound, bytes):
+        raise RequestError("file must be a sound.", "file")
+    return {**body, "file": UploadFile(BytesIO(sound))}
 
 
 def event_bytes(event: Any) -> bytes:
@@ -105,11 +167,14 @@ def event_bytes(event: Any) -> bytes:
     return f"event: {event.type}\ndata: {data}\n\n".encode()
 
 
-def response_bytes(response: Any) -> bytes:
-    """The body of a response that is not streamed."""
+def whole_response(request: Any, response: Any) -> tuple[str, bytes]:
+    """The media type and the body of a response that is not streamed."""
     body = getattr(response, "body", None)  # an HTTP response
     if isinstance(body, bytes):
-        return body
+        return "application/json", body
+    if getattr(request, "response_format", None) == "text":
+        # Of speech. vLLM's own server answers with JSON, which clients would take for the text.
+        return "text/plain", response.text.encode()
     aliases = getattr(response, "object", None) == "response"  # as vLLM's own server does
     text: str = response.model_dump_json(by_alias=aliases)
-    return text.encode()
+    return "application/json", text.encode()

@@ -149,7 +149,11 @@ def check_config(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     rules = (
         (scheduler.policy == "fcfs", "scheduling-policy must be fcfs"),
-        (scheduler.enable_chunked_prefill, "chunked prefill must be on"),
+        (
+            # vLLM turns it off for these, whose prompts are a few tokens.
+            scheduler.enable_chunked_prefill or vllm_config.model_config.is_encoder_decoder,
+            "chunked prefill must be on",
+        ),
         (scheduler.long_prefill_token_threshold == 0, "long-prefill-token-threshold must be 0"),
         (parallel.pipeline_parallel_size == 1, "pipeline-parallel-size must be 1"),
         # Every engine process of one client would write the same state table.

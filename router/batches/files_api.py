@@ -17,8 +17,8 @@ from sluice.router.batches.paging import listed, page_of
 from sluice.router.batches.records import FileRecord
 from sluice.router.batches.run import Resources
 from sluice.router.batches.state import State, file_not_found
-from sluice.router.batches.upload import Form, receive
 from sluice.router.errors import ApiError, Reason, invalid, shown
+from sluice.router.request.form import Form, receive
 from sluice.router.tenancy.limits import ANYONE
 
 MAX_PAGE = 10_000
@@ -78,7 +78,9 @@ class FilesApi:
         limits = self._resources.config
         upload = await self._resources.store.begin_upload(owner_of(request))
         try:
-            form = await receive(request, upload, limits.max_file_bytes, limits.upload_timeout_s)
+            form = await receive(
+                request, upload.write, limits.max_file_bytes, limits.upload_timeout_s
+            )
             changes: dict[str, Any] = {"filename": _printable(form.filename or "")}
             kept_s = _checked(form)
             record = await upload.close()
@@ -141,7 +143,7 @@ def _checked(form: Form) -> int | None:
         ApiError: 400, a field is missing, unknown or wrong.
     """
     fields = form.fields
-    for name in fields:
+    for name in (*fields, *form.lists):
         if name not in _FIELDS:
             raise invalid(
                 f"{shown(name)} is not a known field; allowed: file, {', '.join(_FIELDS)}",

@@ -249,5 +249,10 @@ def _size(call: Call) -> tuple[int, int]:
 
 def _digest(call: Call) -> bytes:
     """Digest of the content and its client: no request is refused because of another client's."""
-    content = json.dumps([call.endpoint, call.client.owner, call.body], sort_keys=True)
-    return hashlib.sha256(content.encode()).digest()
+    content = [call.endpoint, call.client.owner, call.body]
+    text = json.dumps(content, sort_keys=True, default=_digest_of_sound)
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _digest_of_sound(sound: bytes) -> str:
+    return hashlib.sha256(sound).hexdigest()

@@ -43,8 +43,11 @@ OPERATIONS: dict[Endpoint, str] = {
     "embeddings": "embeddings",
     "score": "score",
     "rerank": "rerank",
+    "transcriptions": "transcription",
+    "translations": "translation",
 }
-"""The conventions' names of what the scheduled endpoints do; they have none for scores."""
+"""The conventions' names of what the scheduled endpoints do; they have none for scores and for
+speech."""
 
 _OPERATION = ["gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model"]
 

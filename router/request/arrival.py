@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sluice.replica.engine import Endpoint
+from sluice.replica.engine import SPEECH, Endpoint
 from sluice.router.request.body import HeldBytes
 from sluice.router.tenancy.limits import ANYONE, Client
 
@@ -16,11 +16,17 @@ INFERENCE_PATHS: dict[str, Endpoint] = {
     "/v1/embeddings": "embeddings",
     "/v1/score": "score",
     "/v1/rerank": "rerank",
+    "/v1/audio/transcriptions": "transcriptions",
+    "/v1/audio/translations": "translations",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }
-BATCH_PATHS = tuple(path for path in INFERENCE_PATHS if path.startswith("/v1/"))
-"""The paths that a batch may be for."""
+BATCH_PATHS = tuple(
+    path
+    for path, endpoint in INFERENCE_PATHS.items()
+    if path.startswith("/v1/") and endpoint not in SPEECH
+)
+"""The paths that a batch may be for: its lines are JSON."""
 
 
 class Arrival(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from sluice.replica.engine import UNSCHEDULED, Endpoint
+from sluice.replica.engine import SPEECH, UNSCHEDULED, Endpoint
 from sluice.replica.request_body import RequestBody
 from sluice.router import wire
 from sluice.router.config import RouterConfig
@@ -25,6 +25,7 @@ from sluice.router.request.prompt_size import PromptSize, longest_ids, measure, 
 from sluice.router.request.queue_ttl import queue_ttl_s
 from sluice.router.request.session import session_of
 from sluice.router.request.slo import SloReader
+from sluice.router.request.speech import read_speech
 from sluice.router.request.token_limits import TokenLimits
 from sluice.router.request.validation import check_body, engine_body
 from sluice.router.tenancy.limits import ANYONE, Client
@@ -115,6 +116,7 @@ class CallReader:
 
     def __init__(self, config: RouterConfig, model_length: ModelLength = _takes_any) -> None:
         self._max_body_bytes = config.max_body_bytes
+        self._max_audio_bytes = config.max_audio_bytes
         self._objectives = SloReader(config)
         self._tokens = TokenLimits(config)
         self._fetch_media = config.fetch_media
@@ -131,8 +133,11 @@ class CallReader:
             starlette.requests.ClientDisconnect: the client left while it sent the body.
         """
         arrival: Arrival = request.state.arrival
-        raw = await read_body(request, self._max_body_bytes, arrival.held)
         rest = (request.headers.raw, endpoint, arrival)
+        if endpoint in SPEECH:
+            form = await read_speech(request, self._max_audio_bytes, arrival.held)
+            return self.make(form, *rest)
+        raw = await read_body(request, self._max_body_bytes, arrival.held)
         if len(raw) <= MAX_INLINE_BYTES:
             return self.make(parse_object(raw), *rest)
         body = await self._in_turn(parse_object, raw)

@@ -19,7 +19,7 @@ from hashlib import blake2b
 from itertools import takewhile
 from typing import Any
 
-from sluice.replica.engine import GENERATING, Endpoint
+from sluice.replica.engine import GENERATING, SPEECH, Endpoint
 from sluice.router.request.prompt_size import MEDIA_TOKENS, messages_of
 from sluice.scheduling.fleet.prefix import (
     CHUNK_ENDS,
@@ -55,7 +55,7 @@ def prefix_of(endpoint: Endpoint, body: dict[str, Any]) -> PromptPrefix:
     There are no hashes for a prompt shorter than a chunk, or for a call with several prompts.
     ``O(characters)`` up to the last of :data:`~sluice.scheduling.fleet.prefix.CHUNK_ENDS`.
     """
-    if endpoint not in GENERATING or any(body.get(field) is not None for field in _UNREADABLE):
+    if endpoint not in GENERATING - SPEECH or any(body.get(f) is not None for f in _UNREADABLE):
         return NO_PREFIX
     settings = {field: body[field] for field in _SETTINGS if body.get(field) is not None}
     hasher = blake2b(json.dumps([endpoint, settings]).encode(), digest_size=8)

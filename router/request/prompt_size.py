@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
-from sluice.replica.engine import GENERATING, POOLING, Endpoint
+from sluice.replica.engine import GENERATING, POOLING, SPEECH, Endpoint
 
 MIN_RATIO = 1.0
 MAX_RATIO = 16.0
@@ -20,6 +21,18 @@ MESSAGE_TOKENS = 4
 
 MEDIA_TOKENS = 512
 """Assumed tokens of an image or a sound; only the engine knows the number."""
+
+SOUND_CHARACTERS_PER_S = 50
+"""A second of sound counts as this many characters of text. With :data:`FIRST_RATIO` that is 12.5
+tokens, usual for models that read sounds as a part of the prompt; then the ratio is learned as for
+text."""
+
+SOUND_BYTES_PER_S = 4_000
+"""Assumed bytes of a second of a compressed sound, 32 kbit/s: most formats take more, so it is
+shorter than assumed."""
+
+_MIN_WAV_BYTES_PER_S = 1_000
+"""Bytes of a second of the poorest WAV. A header that states fewer is not believed."""
 
 COMPLETION_TOKENS = 16
 """Output tokens of a completion that states no maximum: OpenAI's default, and vLLM's."""
@@ -48,6 +61,8 @@ def measure(endpoint: Endpoint, body: dict[str, Any]) -> PromptSize:
     """Measure a validated body. ``O(messages)``: it never reads the text."""
     if endpoint == "completions":
         return _measure_prompt(body["prompt"])
+    if endpoint in SPEECH:
+        return PromptSize(sound_characters(body["file"]) + len(body.get("prompt") or ""))
     if endpoint in GENERATING:
         return _measure_chat(messages_of(endpoint, body), body.get("tools"))
     if endpoint in ("score", "rerank"):
@@ -61,6 +76,17 @@ def measure(endpoint: Endpoint, body: dict[str, Any]) -> PromptSize:
     if text is None:
         return _measure_chat(body["messages"], body.get("tools"))
     return _measure_prompt(text)
+
+
+def sound_characters(sound: bytes) -> int:
+    """The characters that a sound counts as, by its duration: exactly that of a WAV, an upper bound
+    for usual files of other formats. ``O(1)``."""
+    per_s = SOUND_BYTES_PER_S
+    if sound[:4] == b"RIFF" and sound[8:16] == b"WAVEfmt ":
+        # By the fields that decoders go by; the header's own bytes per second may say anything.
+        rate, frame = int.from_bytes(sound[24:28], "little"), int.from_bytes(sound[32:34], "little")
+        per_s = max(rate * frame, _MIN_WAV_BYTES_PER_S)
+    return ceil(SOUND_CHARACTERS_PER_S * len(sound) / per_s)
 
 
 def longest_ids(endpoint: Endpoint, body: dict[str, Any]) -> tuple[str, int]:
@@ -88,6 +114,8 @@ def output_limit(endpoint: Endpoint, body: dict[str, Any]) -> int:
         tokens = body.get("max_output_tokens") or 0
     elif endpoint == "messages":
         tokens = body.get("max_tokens") or 0
+    elif endpoint in SPEECH:
+        tokens = body.get("max_completion_tokens") or 0
     elif endpoint in POOLING:
         tokens = 1
     else:
@@ -101,7 +129,7 @@ def outputs_of(endpoint: Endpoint, body: dict[str, Any]) -> int:
         return _prompts(body.get("input"))
     if endpoint in ("score", "rerank"):
         return max(map(len, scored(endpoint, body)))
-    if endpoint in ("responses", "messages"):
+    if endpoint in SPEECH or endpoint in ("responses", "messages"):
         return 1
     prompts = _prompts(body["prompt"]) if endpoint == "completions" else 1
     return prompts * (body.get("n") or 1)

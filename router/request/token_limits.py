@@ -8,7 +8,12 @@ from typing import Any, Final
 from sluice.replica.engine import Endpoint
 from sluice.router.config import RouterConfig
 from sluice.router.errors import ApiError, Reason, invalid, shown
-from sluice.router.request.prompt_size import MEDIA_TOKENS, SCORED, output_limit
+from sluice.router.request.prompt_size import (
+    MEDIA_TOKENS,
+    SCORED,
+    output_limit,
+    sound_characters,
+)
 from sluice.router.tenancy.limits import TenantLimits
 
 CHARACTERS_PER_TOKEN: Final = 4
@@ -31,11 +36,12 @@ _PROMPT_FIELDS: Final = (
     "chat_template_kwargs",
     "query",
     "instruction",
+    "file",
     *(name for pair in SCORED for name in pair),
 )
 """All fields that a chat template may put into the prompt, and tokens to be decoded."""
 
-_PROMPTS: Final = ("prompt", "messages", "input", "tokens", "documents", "query")
+_PROMPTS: Final = ("file", "prompt", "messages", "input", "tokens", "documents", "query")
 """The fields that a refusal names."""
 
 _MEDIA: Final = frozenset(
@@ -49,6 +55,8 @@ _OUTPUT_FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "completions": ("max_tokens",),
     "responses": ("max_output_tokens",),
     "messages": ("max_tokens",),
+    "transcriptions": ("max_completion_tokens",),
+    "translations": ("max_completion_tokens",),
 }
 """Endpoints that generate, and their fields for output tokens; the first given one counts."""
 
@@ -114,6 +122,8 @@ def _check_prompt(body: dict[str, Any], most: int) -> None:
         value = level.pop()
         if isinstance(value, str):
             characters += len(value)
+        elif isinstance(value, bytes):
+            characters += sound_characters(value)
         elif isinstance(value, dict):
             kind = value.get("type")
             if isinstance(kind, str) and (kind in _MEDIA or kind in _SOURCES):

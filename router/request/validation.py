@@ -82,6 +82,12 @@ class _Generate(_Any):
     max_output_tokens: _Count = None
 
 
+class _Speech(_Any):
+    stream: bool | None = None
+    n: Annotated[int, Field(ge=1, le=1)] | None = None
+    max_completion_tokens: _Count = None
+
+
 class _Embed(_Any):
     encoding_format: Literal["float", "base64"] | None = None
 
@@ -98,6 +104,8 @@ _FIELDS: dict[Endpoint, type[_Any]] = {
     "embeddings": _Embed,
     "score": _Any,
     "rerank": _Any,
+    "transcriptions": _Speech,
+    "translations": _Speech,
     "tokenize": _Tokens,
     "detokenize": _Tokens,
 }
@@ -264,6 +272,11 @@ def _check_scored(endpoint: Endpoint, body: dict[str, Any]) -> None:
             raise invalid(f"{names[0]} and {names[1]} must be {_SCORED}", names[0])
 
 
+def _check_sound(body: dict[str, Any]) -> None:
+    if not isinstance(body.get("file"), bytes):
+        raise invalid("file must be a sound, as the file of a form", "file")
+
+
 def _check_embeddings(body: dict[str, Any]) -> None:
     if body.get("input") is None and body.get("messages") is not None:
         _check_messages(body["messages"])
@@ -294,6 +307,8 @@ _CHECKS: dict[Endpoint, Callable[[dict[str, Any]], None]] = {
     "embeddings": _check_embeddings,
     "score": partial(_check_scored, "score"),
     "rerank": partial(_check_scored, "rerank"),
+    "transcriptions": _check_sound,
+    "translations": _check_sound,
     "tokenize": _check_tokenize,
     "detokenize": _check_detokenize,
 }

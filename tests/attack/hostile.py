@@ -16,6 +16,8 @@ from sluice.router.request.arrival import INFERENCE_PATHS
 
 PATHS = (*INFERENCE_PATHS, "/v1/models", "/health", "/v1/files", "/v1/batches", "/v1/responses/x")
 
+SPEECH_PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
+
 NUMBERS = (
     *("-1", "0", "-0", "1e400", "-1e400", "NaN", "Infinity", "-Infinity", "1e-400", "0x10", "1_0"),
     *(
@@ -69,6 +71,11 @@ FIELDS = (
 
 Chance = random.Random
 
+
+_FORM = b"content-type: multipart/form-data; boundary=B"
+_PART = b'--B\r\ncontent-disposition: form-data; name="%b"\r\n\r\n%b\r\n'
+_FILE = b'--B\r\ncontent-disposition: form-data; name="file"; filename="%b"\r\n\r\n{}\r\n'
+_END = b"--B--\r\n"
 
 _BOMB = gzip.compress(bytes(1 << 22), mtime=0)
 """Four kilobytes that decompress to four megabytes."""
@@ -150,6 +157,9 @@ class Maker:
     ) -> bytes:
         """A request, valid if the arguments are."""
         line = b"POST " + self.path.encode() + b" HTTP/1.1" if line is None else line
+        if body is None and self.path in SPEECH_PATHS:
+            body = _PART % (b"model", self.target.model.encode()) + _FILE % b"a" + _END
+            headers = (_FORM, *headers)
         body = json.dumps(self.body()).encode() if body is None else body
         own = [b"host: sluice", *self.target.headers]
         own += [b"content-length: %d" % len(body)] if length else []
@@ -377,21 +387,22 @@ def _encoded(make: Maker) -> bytes:
 def _upload(make: Maker) -> bytes:
     pick = make.chance
     name = pick.choice(TEXTS).encode("utf-8", "replace")
-    part = b'--B\r\ncontent-disposition: form-data; name="%b"\r\n\r\n%b\r\n'
-    file = b'--B\r\ncontent-disposition: form-data; name="file"; filename="%b"\r\n\r\n{}\r\n' % name
+    file = _FILE % name
     body = pick.choice(
         (
-            part % (b"purpose", b"batch") + file + b"--B--\r\n",
-            part % (b"purpose", name) + file + b"--B--\r\n",
-            part % (name, b"x" * 5_000) + b"--B--\r\n",
-            part % (b"a", b"b") * 100 + b"--B--\r\n",
-            file + file + b"--B--\r\n",
+            _PART % (b"purpose", b"batch") + file + _END,
+            _PART % (b"purpose", name) + file + _END,
+            _PART % (b"model", b"m") + _PART % (b"slo[%b" % name, name) + file + _END,
+            _PART % (name, b"x" * 5_000) + _END,
+            _PART % (b"a", b"b") * 100 + _END,
+            file + file + _END,
             file[: pick.randrange(len(file))],
             b"--B\r\n" * 1_000,
         )
     )
-    media = pick.choice((b"multipart/form-data; boundary=B", b"multipart/form-data", b"text/plain"))
-    return make.request(b"content-type: " + media, line=b"POST /v1/files HTTP/1.1", body=body)
+    media = pick.choice((_FORM, b"content-type: multipart/form-data", b"content-type: text/plain"))
+    path = pick.choice(("/v1/files", *SPEECH_PATHS)).encode()
+    return make.request(media, line=b"POST " + path + b" HTTP/1.1", body=body)
 
 
 _KINDS: dict[str, Callable[[Maker], bytes | Raw]] = {

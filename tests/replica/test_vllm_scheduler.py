@@ -248,6 +248,7 @@ def test_configurations_that_cannot_carry_plans_are_refused(part, field, value, 
             policy="fcfs", enable_chunked_prefill=True, long_prefill_token_threshold=0
         ),
         parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
+        model_config=SimpleNamespace(is_encoder_decoder=False),
         speculative_config=None,
     )
     check_config(config)

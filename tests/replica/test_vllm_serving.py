@@ -10,7 +10,9 @@ import pytest
 from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse
 
-from sluice.replica.vllm.serving import event_bytes, response_bytes, servings
+from sluice.replica.openai_format import RequestError
+from sluice.replica.vllm import serving
+from sluice.replica.vllm.serving import event_bytes, servings, whole_response, with_upload
 
 pytestmark = pytest.mark.vllm
 
@@ -27,6 +29,7 @@ class Answer(Event):
 class Layer:
     async def create_chat_completion(self, body: Any, raw: None) -> None: ...
     async def create_tokenize(self, body: Any, raw: None) -> None: ...
+    async def create_transcription(self, sound: bytes, body: Any, raw: None) -> None: ...
     async def create_detokenize(self, body: Any, raw: None) -> None: ...
 
 
@@ -38,12 +41,27 @@ def test_events_of_responses_are_named_and_others_are_passed_on() -> None:
 
 def test_bodies_are_those_of_vllms_own_server() -> None:
     given = {"type": "t", "schema": 1}
-    assert json.loads(response_bytes(Answer(**given, object="response"))) == {
-        **given,
-        "object": "response",
-    }
-    assert "schema_" in json.loads(response_bytes(Answer(**given, object="chat.completion")))
-    assert response_bytes(JSONResponse({"data": [1]})) == b'{"data":[1]}'
+    chat = SimpleNamespace(response_format=None)
+    kind, body = whole_response(chat, Answer(**given, object="response"))
+    assert (kind, json.loads(body)) == ("application/json", {**given, "object": "response"})
+    assert b"schema_" in whole_response(chat, Answer(**given, object="chat.completion"))[1]
+    plain = ("application/json", b'{"data":[1]}')
+    assert whole_response(chat, JSONResponse({"data": [1]})) == plain
+    spoken = SimpleNamespace(response_format="text"), SimpleNamespace(text="hello")
+    assert whole_response(*spoken) == ("text/plain", b"hello")
+
+
+def test_what_reads_no_sounds_offers_no_speech(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = SimpleNamespace(openai_serving_transcription=Layer(), serving_tokenization=Layer())
+    monkeypatch.setattr(serving, "SOUND_PACKAGES", ("asyncio", "av-of-another-name"))
+    assert set(servings(state)) == {"tokenize", "detokenize"}
+    assert "install av-of-another-name, or Sluice with its extra `audio`" in caplog.text
+    monkeypatch.setattr(serving, "SOUND_PACKAGES", ())
+    assert "transcriptions" in servings(state)
+    with pytest.raises(RequestError, match="file must be a sound"):
+        with_upload({"file": "text"})
 
 
 def test_only_what_the_model_has_is_offered() -> None:

@@ -145,7 +145,7 @@ async def test_what_is_refused_or_left_pays_for_what_was_done() -> None:
 
 
 async def test_the_bodies_inside_are_bounded_together() -> None:
-    config = RouterConfig(max_body_bytes=1_700, max_held_bytes=3_400)
+    config = RouterConfig(max_body_bytes=1_700, max_audio_bytes=1_700, max_held_bytes=3_400)
     edge = Edge(FarSide(a=hang), config=config)
     body = {**CHAT_BODY, "metadata": {"note": "x" * 1_450}}
     async with edge.client() as client:

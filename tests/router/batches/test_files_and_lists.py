@@ -208,7 +208,7 @@ BAD_FORMS: dict[str, tuple[bytes, str]] = {
     "unknown field": (form(FILE, PURPOSE, ('; name="path"', b"/")), "'path' is not a known field"),
     "not text": (form(FILE, ('; name="purpose"', b"\xff")), "must be UTF-8"),
     "huge field": (form(FILE, ('; name="purpose"', b"x" * 5_000)), "at most 4096 bytes"),
-    "many parts": (form(*[(f'; name="f{n}"', b"") for n in range(20)]), "at most 16 parts"),
+    "many parts": (form(*[(f'; name="f{n}"', b"") for n in range(70)]), "at most 64 parts"),
     "huge header": (form((f'; name="{"x" * 9_000}"', b"")), "not a form"),
     "wrong anchor": (
         form(FILE, PURPOSE, ('; name="expires_after[seconds]"', b"3600")),

@@ -1,9 +1,9 @@
-"""Reading an upload: ``multipart/form-data``, its file straight to the store, each part bounded."""
+"""Reading a form with a file: ``multipart/form-data``, each part bounded, the file in pieces."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from python_multipart import MultipartParser
@@ -11,24 +11,23 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
-from sluice.router.batches.store import Upload
 from sluice.router.errors import ApiError, Reason, invalid, shown
-from sluice.router.request.body import announces_more, check_plain
+from sluice.router.request.body import HeldBytes, announces_more, check_plain
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
-MAX_FIELDS = 16
+MAX_PARTS = 64
 """Most parts of a form."""
 
 MAX_FIELD_BYTES = 4 << 10
 """Largest value of a form field that is not the file, bytes."""
 
-MAX_OVERHEAD_BYTES = 128 << 10
+MAX_OVERHEAD_BYTES = 512 << 10
 """Most bytes of a form besides its file: more than the fields and headers may have together."""
 
-WRITE_BYTES = 1 << 20
-"""Bytes that are gathered before they are written."""
+PIECE_BYTES = 1 << 20
+"""Bytes of the file that are gathered before they are taken."""
 
 _FILE = "file"
 
@@ -38,12 +37,14 @@ class Form:
 
     Attributes:
         fields: the values of the fields that are not the file.
+        lists: those of the fields that may be given several times: their names end with ``[]``.
         filename: as the client calls the file; ``None`` until there is one.
         ready: bytes of the file that were not taken yet.
     """
 
     def __init__(self, content_type: str) -> None:
         self.fields: dict[str, str] = {}
+        self.lists: dict[str, list[str]] = {}
         self.filename: str | None = None
         self.ready = bytearray()
         media_type, options = parse_options_header(content_type)
@@ -105,8 +106,8 @@ class Form:
 
     def _begin_part(self) -> None:
         self._parts += 1
-        if self._parts > MAX_FIELDS:
-            raise invalid(f"The form must have at most {MAX_FIELDS} parts.")
+        if self._parts > MAX_PARTS:
+            raise invalid(f"The form must have at most {MAX_PARTS} parts.")
         self._disposition = b""
 
     def _end_header(self) -> None:
@@ -145,51 +146,59 @@ class Form:
         if self._value is None:
             return
         try:
-            self.fields[self._name] = self._value.decode("utf-8")
+            value = self._value.decode("utf-8")
         except UnicodeDecodeError:
             raise invalid(f"{shown(self._name)} must be UTF-8.", self._name[:64]) from None
+        if self._name.endswith("[]"):
+            self.lists.setdefault(self._name, []).append(value)
+        else:
+            self.fields[self._name] = value
 
     def _end(self) -> None:
         self._complete = True
 
 
-async def receive(request: Request, upload: Upload, max_bytes: int, timeout_s: float) -> Form:
-    """Write the file of the form in ``request`` to ``upload``, and return the rest of the form.
+async def receive(
+    request: Request,
+    take: Callable[[bytes], Awaitable[None]],
+    max_bytes: int,
+    timeout_s: float,
+    held: HeldBytes | None = None,
+) -> Form:
+    """The form in ``request``, but for its file, of at most ``max_bytes``: ``take`` gets its pieces
+    in order. What arrives is counted in ``held``.
 
     Raises:
-        ApiError: 400, 413 or 415.
-        OSError: it could not be written.
+        ApiError: 400, 413 or 415, or 503 or 429 if the budget in ``held`` is exhausted.
+        OSError: from ``take``.
         starlette.requests.ClientDisconnect: the client left.
     """
     check_plain(request)
     if announces_more(request, max_bytes + MAX_OVERHEAD_BYTES):
         raise _too_large(max_bytes)
     form = Form(request.headers.get("content-type", ""))
+    received = taken = 0
     try:
         async with asyncio.timeout(timeout_s):
-            await _copy(request, form, upload, max_bytes)
+            async for chunk in request.stream():
+                received += len(chunk)
+                if held is not None:
+                    held.add(len(chunk))
+                form.write(chunk)
+                size = taken + len(form.ready)
+                if size > max_bytes or received > max_bytes + MAX_OVERHEAD_BYTES:
+                    raise _too_large(max_bytes)
+                if len(form.ready) >= PIECE_BYTES:
+                    await take(bytes(form.ready))
+                    taken = size
+                    form.ready.clear()
+            form.finish()
+            await take(bytes(form.ready))
     except TimeoutError:
         raise ApiError(
-            Reason.BODY_TOO_SLOW, f"The upload did not arrive within {timeout_s:g} seconds."
+            Reason.BODY_TOO_SLOW, f"The file did not arrive within {timeout_s:g} seconds."
         ) from None
     return form
-
-
-async def _copy(request: Request, form: Form, upload: Upload, max_bytes: int) -> None:
-    received = written = 0
-    async for chunk in request.stream():
-        received += len(chunk)
-        form.write(chunk)
-        size = written + len(form.ready)
-        if size > max_bytes or received > max_bytes + MAX_OVERHEAD_BYTES:
-            raise _too_large(max_bytes)
-        if len(form.ready) >= WRITE_BYTES:
-            await upload.write(bytes(form.ready))
-            written = size
-            form.ready.clear()
-    form.finish()
-    await upload.write(bytes(form.ready))
-    form.ready.clear()
 
 
 def _too_large(max_bytes: int) -> ApiError:
