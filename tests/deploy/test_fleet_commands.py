@@ -43,13 +43,20 @@ from tests.router.far_side import FarController, FarSide, LocalPage
 KEY = "an-admin-key-of-the-tests"
 
 
+class Remembering(ObservedController):
+    """Its replicas do not report, but remember at once that they are drained."""
+
+    async def remembers(self, replica_id: str) -> bool | None:
+        return True
+
+
 class Application:
     """A router with a controller, served on a port, and a hand in what its replicas report."""
 
     def __init__(self) -> None:
         self.port = free_port()
         self.clock = Clock()
-        self.controller = ObservedController(ControllerConfig(), self.clock)
+        self.controller = Remembering(ControllerConfig(), self.clock)
         config = RouterConfig(
             api_keys=("a-key-of-a-user",), admin=AdminConfig(keys=(KEY,)), port=self.port
         )
