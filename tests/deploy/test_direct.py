@@ -33,7 +33,7 @@ from sluice.router.dispatch.direct import (
 from sluice.router.errors import ApiError, Reason
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.wire import BROKEN_PATH
-from tests.deploy.haproxy_process import answering
+from tests.proxy_process import answering
 from tests.replica.controller_side import MirrorOfOne
 from tests.replica.waiting import until
 from tests.router.far_side import COMPLETION_BODY, Behaviour, Edge, FarController, FarSide

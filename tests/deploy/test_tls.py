@@ -29,7 +29,7 @@ from sluice.deploy.haproxy import (
 from sluice.deploy.local import StartError, running, stop_signals
 from sluice.deploy.ray_settings import free_port
 from tests.deploy.certificate import make_certificate
-from tests.deploy.haproxy_process import answering
+from tests.proxy_process import answering
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, hang, serve, stall
 from tests.router.listening import listening
 

@@ -4,7 +4,6 @@ its spans over HTTP, and its logs are read from Ray's."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import yaml
 from sluice.deploy.ray_settings import free_port
 from tests.documents import ROOT
 from tests.e2e.conftest import ASKING, PATIENT, System, system, wait_until
+from tests.lacking import lacking
 from tests.otlp_collector import Collector, collector
 
 pytestmark = pytest.mark.ray
@@ -38,9 +38,7 @@ def prometheus(folder: Path, target: str) -> Iterator[str]:
     """A Prometheus with the project's configuration, more eager: its address."""
     program = shutil.which("prometheus")
     if program is None:
-        if os.environ.get("CI"):
-            pytest.fail("prometheus is missing: install the Debian package of this name")
-        pytest.skip("needs prometheus, the Debian package of this name")
+        lacking("prometheus is missing: install the Debian package of this name")
     config = yaml.safe_load((PROMETHEUS / "prometheus.yaml").read_text(encoding="utf-8"))
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     (job,) = config["scrape_configs"]

