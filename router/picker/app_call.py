@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote_to_bytes
 
@@ -24,6 +25,9 @@ _OF_THE_BODY: Final = frozenset(
     (_STREAM, b"content-type", b"content-length", b"cache-control", b"x-accel-buffering")
 )
 """Headers of an answer that come with its body: from the replica, if that sends it."""
+
+_LENGTH: Final = frozenset((b"content-length",))
+"""Envoy counts the body of a whole answer by itself."""
 
 _log = logging.getLogger(__name__)
 
@@ -52,8 +56,12 @@ class Whole(NamedTuple):
 def whole_of(error: ApiError) -> Whole:
     """The answer that reports an error."""
     response = error.response()
-    kept = [(name, value) for name, value in response.raw_headers if name != b"content-length"]
-    return Whole(response.status_code, kept, bytes(response.body))
+    headers = _without(_LENGTH, response.raw_headers)
+    return Whole(response.status_code, headers, bytes(response.body))
+
+
+def _without(left_out: Collection[bytes], headers: Headers) -> Headers:
+    return [(name, value) for name, value in headers if name not in left_out]
 
 
 def scope_of(headers: Headers) -> dict[str, Any]:
@@ -163,7 +171,9 @@ class AppCall:
             fetch = next((value for name, value in self._headers if name == _STREAM), None)
             if fetch is not None and not self.outcome.done():
                 endpoint, _, ticket = fetch.decode("latin-1").partition(" ")
-                self.outcome.set_result(Pick(endpoint, ticket, self._kept()))
+                self.outcome.set_result(
+                    Pick(endpoint, ticket, _without(_OF_THE_BODY, self._headers))
+                )
             return
         body = message.get("body", b"")
         if self.outcome.done():  # the replica sends the stream, and the router why it broke
@@ -175,10 +185,5 @@ class AppCall:
             self.outcome.set_result(whole_of(ApiError(Reason.TOO_LARGE, text)))
             self.leave()
         elif not message.get("more_body", False):
-            self.outcome.set_result(Whole(self._status, self._own(), bytes(self._written)))
-
-    def _kept(self) -> Headers:
-        return [(name, value) for name, value in self._headers if name not in _OF_THE_BODY]
-
-    def _own(self) -> Headers:
-        return [(name, value) for name, value in self._headers if name != b"content-length"]
+            headers = _without(_LENGTH, self._headers)
+            self.outcome.set_result(Whole(self._status, headers, bytes(self._written)))

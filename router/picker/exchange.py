@@ -19,7 +19,6 @@ from sluice.router.picker.messages import (
     Part,
     Received,
     answer,
-    cleared_body,
     decode,
     immediate,
     streamed,
@@ -143,7 +142,8 @@ class Exchange:
         ]
         if buffered:
             set_headers.append((b"content-length", b"0"))
-            await self._write(cleared_body(set_headers, SECRETS, outcome.endpoint))
+            rest = (set_headers, SECRETS, outcome.endpoint)
+            await self._write(answer(Part.REQUEST_BODY, *rest, clears=True))
             return True
         await self._write(answer(Part.REQUEST_HEADERS, set_headers, SECRETS, outcome.endpoint))
         # The replica has the body already.

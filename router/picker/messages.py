@@ -201,30 +201,27 @@ def _subset(namespaces: Sequence[Any]) -> frozenset[str] | None:
 
 
 def answer(
-    part: Part, headers: Headers = (), remove: Sequence[str] = (), endpoint: str = ""
+    part: Part,
+    headers: Headers = (),
+    remove: Sequence[str] = (),
+    endpoint: str = "",
+    clears: bool = False,
 ) -> bytes:
     """The answer to a part that continues, with these headers set and removed.
 
     Args:
         endpoint: the chosen one, in the dynamic metadata.
+        clears: the part is a body that came as a whole, and the endpoint gets none.
     """
     response = CLASSES["ProcessingResponse"]()
-    getattr(response, part.value).SetInParent()
+    answered = getattr(response, part.value)
+    answered.SetInParent()
     if headers or remove:
-        mutation = getattr(response, part.value).response.header_mutation
+        mutation = answered.response.header_mutation
         _set(mutation, headers)
         mutation.remove_headers.extend(remove)
-    return _sealed(response, endpoint)
-
-
-def cleared_body(headers: Headers, remove: Sequence[str], endpoint: str) -> bytes:
-    """The answer to a request's body that came as a whole: the same as :func:`answer` to its
-    headers, and no body for the endpoint."""
-    response = CLASSES["ProcessingResponse"]()
-    common = response.request_body.response
-    _set(common.header_mutation, headers)
-    common.header_mutation.remove_headers.extend(remove)
-    common.body_mutation.clear_body = True
+    if clears:
+        answered.response.body_mutation.clear_body = True
     return _sealed(response, endpoint)
 
 
