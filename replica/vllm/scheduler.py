@@ -210,7 +210,7 @@ class PlanMixin(_Base):
             self._local.update(self._updates(fetched))
         # Where not even stock scheduling ran anything, an empty plan was right. An eviction that
         # freed fewer blocks than planned, as other requests share them, is followed by another.
-        evicted = planned and self._preempts and len(plan.evicted) > 0
+        evicted = planned and len(plan.evicted) > 0
         self._stalled = len(plan) > 0 and not ran and not evicted and not fetched
         # Includes the requests that were evicted before the call.
         preempted = tuple(output.preempted_req_ids or ())
@@ -292,7 +292,10 @@ class PlanMixin(_Base):
 
     def _plan(self, views: list[RequestView], queue: QueueView, start_s: float) -> BatchPlan:
         """The next batch, by the policy."""
-        return self._local.plan(queue, start_s, self._budget(views))
+        plan = self._local.plan(queue, start_s, self._budget(views))
+        if not self._preempts:
+            plan.evicted = plan.evicted[:0]
+        return plan
 
     def _seconds_of(self, scheduler_output: Any) -> float | None:
         """How long a batch took, if that is not the time between two calls."""
@@ -382,8 +385,6 @@ class PlanMixin(_Base):
     def _evict(self, plan: BatchPlan) -> None:
         """Preempt the requests that the plan evicts as vLLM preempts within a step: output in
         flight is still delivered, and the request does not run again before that."""
-        if not self._preempts:
-            return
         for request_id in plan.evicted_ids:
             request = self.requests[request_id]
             self.running.remove(request)
