@@ -116,10 +116,9 @@ endef
 
 $(VENV)/.installed $(VENV)/.installed-test: pyproject.toml $(wildcard deploy/requirements/*.txt)
 
-# Loops, and the bytecode of the tests: otherwise each process that tests compiles the same at once.
+# Otherwise each process that tests compiles the same loops at once.
 $(VENV)/.compiled: $(VENV)/.installed-test $(shell find scheduling simulation controller -name '*.py')
 	$(BIN)/python -m sluice.replica.compile
-	$(BIN)/pytest --collect-only --quiet >/dev/null
 	touch $@
 
 $(VENV)/.installed: | $(BIN)/python
