@@ -33,7 +33,7 @@ Endpoint = Literal[
 """What is asked of an engine: OpenAI's endpoints, Anthropic's messages, and vLLM's own."""
 
 SPEECH: frozenset[Endpoint] = frozenset(("transcriptions", "translations"))
-"""Endpoints that write down what is said in a sound: the body has it as ``file``, bytes."""
+"""Endpoints that transcribe or translate audio: the body has it as ``file``, bytes."""
 
 GENERATING: frozenset[Endpoint] = SPEECH | {"chat", "completions", "responses", "messages"}
 """Endpoints that generate text: they have sampling parameters and can be streamed."""

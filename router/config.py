@@ -213,7 +213,7 @@ class RouterConfig(BaseModel):
         default=25 << 20,
         ge=1 << 10,
         le=1 << 30,
-        description="Maximum sound to be transcribed or translated, bytes.",
+        description="Maximum size of audio to be transcribed or translated, bytes.",
     )
     max_held_bytes: int = Field(
         default=512 << 20,
@@ -258,7 +258,7 @@ class RouterConfig(BaseModel):
     )
     fetch_media: bool = Field(
         default=False,
-        description="Whether engines may fetch images, sounds and videos from clients' URLs, from "
+        description="Whether engines may fetch images, audio and videos from clients' URLs, from "
         "inside your network: then restrict them with `allowed-media-domains` in "
         "engine.vllm_args. False: media must be `data:` URLs.",
     )

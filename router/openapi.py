@@ -69,8 +69,8 @@ _SUMMARIES: Final[dict[Endpoint, str]] = {
     "embeddings": "Embed inputs",
     "score": "Score pairs of texts",
     "rerank": "Order documents by their relevance to a query",
-    "transcriptions": "Write down what is said in a sound",
-    "translations": "Write down in English what is said in a sound",
+    "transcriptions": "Transcribe audio",
+    "translations": "Translate audio into English",
     "tokenize": "Turn a prompt into tokens",
     "detokenize": "Turn tokens into text",
 }

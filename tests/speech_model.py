@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 CLIP_S = 2
-"""It takes so many seconds of sound at once, in place of 30."""
+"""It takes so many seconds of audio at once, in place of 30."""
 
 _WIDTH = 64
 _FRAMES_PER_S = 50
@@ -70,14 +70,14 @@ def speech_model(directory: Path, seed: int = 0) -> Path:
     return directory
 
 
-def heard(model: Path, sound: bytes, tokens: int) -> str:
+def heard(model: Path, audio: bytes, tokens: int) -> str:
     """What transformers has the model write, greedily, for the samples of a WAV in English."""
     import numpy as np
     import torch
     from transformers import WhisperForConditionalGeneration, WhisperProcessor
 
     processor = WhisperProcessor.from_pretrained(model)
-    samples = np.frombuffer(sound[44:], np.int16).astype(np.float32) / (1 << 15)
+    samples = np.frombuffer(audio[44:], np.int16).astype(np.float32) / (1 << 15)
     features = processor.feature_extractor(samples, sampling_rate=16_000, return_tensors="pt")
     prompt = "<|startoftranscript|><|en|><|transcribe|><|notimestamps|>"
     ids = torch.tensor([processor.tokenizer.encode(prompt, add_special_tokens=False)])

@@ -39,8 +39,8 @@ _DECODE_BATCHES = ((1, 64), (8, 16), (2, 512), (24, 128), (4, 1024), (16, 400))
 _SLO = SLO(service_class="profile")
 """A separate service class: these output lengths must not affect predictions for clients."""
 
-_SOUND_SAMPLES = 16_000
-"""A second, for models that transcribe; Whisper takes as long for any sound up to its longest."""
+_AUDIO_SAMPLES = 16_000
+"""A second, for models that transcribe; Whisper takes as long for any audio up to its longest."""
 
 _DECODE_STEPS = 12
 _ENOUGH_ROUNDS = 3
@@ -241,8 +241,8 @@ class _Load:
         }
         if self._llm.vllm_config.model_config.is_encoder_decoder:
             # A prefill of such a model has its encoder's time in it.
-            sound = {"prompt": "", "multi_modal_data": {"audio": np.zeros(_SOUND_SAMPLES)}}
-            prompt = {"encoder_prompt": sound, "decoder_prompt": prompt}
+            audio = {"prompt": "", "multi_modal_data": {"audio": np.zeros(_AUDIO_SAMPLES)}}
+            prompt = {"encoder_prompt": audio, "decoder_prompt": prompt}
         name = f"profile-{self._serial}"
         xargs = to_xargs(RequestArgs(name, time.monotonic(), _SLO))
         if self._llm.vllm_config.model_config.runner_type == "pooling":

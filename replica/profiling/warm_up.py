@@ -66,11 +66,11 @@ STRUCTURED_FEATURES: Mapping[str, Mapping[str, Any]] = {
 def silence(seconds: float, rate: int = 16_000) -> bytes:
     """A WAV with nothing to hear, of ``rate`` samples per second."""
     file = io.BytesIO()
-    with wave.open(file, "wb") as sound:
-        sound.setnchannels(1)
-        sound.setsampwidth(2)
-        sound.setframerate(rate)
-        sound.writeframes(bytes(2 * round(seconds * rate)))
+    with wave.open(file, "wb") as audio:
+        audio.setnchannels(1)
+        audio.setsampwidth(2)
+        audio.setframerate(rate)
+        audio.writeframes(bytes(2 * round(seconds * rate)))
     return file.getvalue()
 
 

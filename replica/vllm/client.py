@@ -159,7 +159,7 @@ class WatchedLLM(AsyncLLM):
         call = self.calls.get((sampling_params.extra_args or {}).get(ID, ""))
         current = CURRENT_CALL.get()
         if call is None and current is not None and sampling_params.extra_args is None:
-            # vLLM asks for the language of a sound before it transcribes it.
+            # vLLM asks for the language of audio before it transcribes it.
             sampling_params.extra_args = dict(current.xargs)
         plain = sampling_params.output_kind == RequestOutputKind.FINAL_ONLY
         if call is not None:

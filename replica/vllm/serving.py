@@ -102,8 +102,8 @@ _PLACES: dict[Endpoint, tuple[str, str, str, str]] = {
 }
 """Endpoint -> the layer's name in vLLM's state, its method, and where its type of request is."""
 
-SOUND_PACKAGES = ("av", "soundfile")
-"""What vLLM decodes sounds with. Without them it would blame the sound."""
+AUDIO_PACKAGES = ("av", "soundfile")
+"""What vLLM decodes audio with. Without them it would blame the audio."""
 
 
 def servings(state: Any) -> dict[Endpoint, Serving]:
@@ -111,18 +111,18 @@ def servings(state: Any) -> dict[Endpoint, Serving]:
     offered: dict[Endpoint, Serving] = {}
     for endpoint, (layer_name, method, module, request_type) in _PLACES.items():
         layer = getattr(state, layer_name, None)
-        if layer is None or (endpoint in SPEECH and not _reads_sounds(endpoint, module)):
+        if layer is None or (endpoint in SPEECH and not _reads_audio(endpoint, module)):
             continue
         body = TypeAdapter(getattr(import_module(module), request_type))
         create = getattr(layer, method)
         if endpoint in SPEECH:
-            create = _with_sound(create)
+            create = _with_audio(create)
         offered[endpoint] = Serving(body, layer, create, endpoint in GENERATING)
     return offered
 
 
-def _reads_sounds(endpoint: Endpoint, module: str) -> bool:
-    missing = [package for package in SOUND_PACKAGES if find_spec(package) is None]
+def _reads_audio(endpoint: Endpoint, module: str) -> bool:
+    missing = [package for package in AUDIO_PACKAGES if find_spec(package) is None]
     if missing:
         logger.warning(
             "%s are not offered: install %s, or Sluice with its extra `audio`",
@@ -137,25 +137,25 @@ def _reads_sounds(endpoint: Endpoint, module: str) -> bool:
         return False
 
 
-def _with_sound(create: Callable[..., Awaitable[Any]]) -> Callable[[Any, None], Awaitable[Any]]:
-    """A method of vLLM's that takes the sound beside its request, as one that takes the request."""
+def _with_audio(create: Callable[..., Awaitable[Any]]) -> Callable[[Any, None], Awaitable[Any]]:
+    """A method of vLLM's that takes the audio beside its request, as one that takes the request."""
 
-    def with_sound(request: Any, raw_request: None) -> Awaitable[Any]:
+    def with_audio(request: Any, raw_request: None) -> Awaitable[Any]:
         return create(request.file.file.read(), request, raw_request)
 
-    return with_sound
+    return with_audio
 
 
 def with_upload(body: dict[str, Any]) -> dict[str, Any]:
-    """A body with a sound, which has it as vLLM's requests do.
+    """A body with audio, which has it as vLLM's requests do.
 
     Raises:
         RequestError: it has none.
     """
-    sound = body.get("file")
-    if not isinstance(sound, bytes):
-        raise RequestError("file must be a sound.", "file")
-    return {**body, "file": UploadFile(BytesIO(sound))}
+    audio = body.get("file")
+    if not isinstance(audio, bytes):
+        raise RequestError("file must be audio.", "file")
+    return {**body, "file": UploadFile(BytesIO(audio))}
 
 
 def event_bytes(event: Any) -> bytes:

@@ -250,9 +250,9 @@ def _size(call: Call) -> tuple[int, int]:
 def _digest(call: Call) -> bytes:
     """Digest of the content and its client: no request is refused because of another client's."""
     content = [call.endpoint, call.client.owner, call.body]
-    text = json.dumps(content, sort_keys=True, default=_digest_of_sound)
+    text = json.dumps(content, sort_keys=True, default=_digest_of_audio)
     return hashlib.sha256(text.encode()).digest()
 
 
-def _digest_of_sound(sound: bytes) -> str:
-    return hashlib.sha256(sound).hexdigest()
+def _digest_of_audio(audio: bytes) -> str:
+    return hashlib.sha256(audio).hexdigest()

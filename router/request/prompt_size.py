@@ -20,15 +20,15 @@ MESSAGE_TOKENS = 4
 """Approximate tokens that a chat template adds to a message."""
 
 MEDIA_TOKENS = 512
-"""Assumed tokens of an image or a sound; only the engine knows the number."""
+"""Assumed tokens of an image or of audio; only the engine knows the number."""
 
-SOUND_CHARACTERS_PER_S = 50
-"""A second of sound counts as this many characters of text. With :data:`FIRST_RATIO` that is 12.5
-tokens, usual for models that read sounds as a part of the prompt; then the ratio is learned as for
+AUDIO_CHARACTERS_PER_S = 50
+"""A second of audio counts as this many characters of text. With :data:`FIRST_RATIO` that is 12.5
+tokens, usual for models that read audio as a part of the prompt; then the ratio is learned as for
 text."""
 
-SOUND_BYTES_PER_S = 4_000
-"""Assumed bytes of a second of a compressed sound, 32 kbit/s: most formats take more, so it is
+AUDIO_BYTES_PER_S = 4_000
+"""Assumed bytes of a second of compressed audio, 32 kbit/s: most formats take more, so it is
 shorter than assumed."""
 
 _MIN_WAV_BYTES_PER_S = 1_000
@@ -62,7 +62,7 @@ def measure(endpoint: Endpoint, body: dict[str, Any]) -> PromptSize:
     if endpoint == "completions":
         return _measure_prompt(body["prompt"])
     if endpoint in SPEECH:
-        return PromptSize(sound_characters(body["file"]) + len(body.get("prompt") or ""))
+        return PromptSize(audio_characters(body["file"]) + len(body.get("prompt") or ""))
     if endpoint in GENERATING:
         return _measure_chat(messages_of(endpoint, body), body.get("tools"))
     if endpoint in ("score", "rerank"):
@@ -78,15 +78,15 @@ def measure(endpoint: Endpoint, body: dict[str, Any]) -> PromptSize:
     return _measure_prompt(text)
 
 
-def sound_characters(sound: bytes) -> int:
-    """The characters that a sound counts as, by its duration: exactly that of a WAV, an upper bound
+def audio_characters(audio: bytes) -> int:
+    """The characters that audio counts as, by its duration: exactly that of a WAV, an upper bound
     for usual files of other formats. ``O(1)``."""
-    per_s = SOUND_BYTES_PER_S
-    if sound[:4] == b"RIFF" and sound[8:16] == b"WAVEfmt ":
+    per_s = AUDIO_BYTES_PER_S
+    if audio[:4] == b"RIFF" and audio[8:16] == b"WAVEfmt ":
         # By the fields that decoders go by; the header's own bytes per second may say anything.
-        rate, frame = int.from_bytes(sound[24:28], "little"), int.from_bytes(sound[32:34], "little")
+        rate, frame = int.from_bytes(audio[24:28], "little"), int.from_bytes(audio[32:34], "little")
         per_s = max(rate * frame, _MIN_WAV_BYTES_PER_S)
-    return ceil(SOUND_CHARACTERS_PER_S * len(sound) / per_s)
+    return ceil(AUDIO_CHARACTERS_PER_S * len(audio) / per_s)
 
 
 def longest_ids(endpoint: Endpoint, body: dict[str, Any]) -> tuple[str, int]:

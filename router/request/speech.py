@@ -1,5 +1,5 @@
-"""A request for a transcription or a translation: a form with a sound, read into a body as if it
-were JSON, with the sound as bytes in its field ``file``."""
+"""A request for a transcription or a translation: a form with audio, read into a body as if it
+were JSON, with the audio as bytes in its field ``file``."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ async def read_speech(request: Request, max_bytes: int, held: HeldBytes | None) 
         pieces.append(piece)
 
     form = await receive(request, keep, max_bytes, TIMEOUT_S, held)
-    sound = b"".join(pieces)
-    if not sound:
+    audio = b"".join(pieces)
+    if not audio:
         raise invalid("The file is empty.", "file")
     fields = fields_of(form)
-    # The sound is no part of the JSON, so it is sent to a replica as it is.
-    return RequestBody.of(fields).with_fields({**fields, "file": sound})
+    # The audio is no part of the JSON, so it is sent to a replica as it is.
+    return RequestBody.of(fields).with_fields({**fields, "file": audio})
 
 
 def fields_of(form: Form) -> dict[str, Any]:

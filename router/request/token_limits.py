@@ -11,8 +11,8 @@ from sluice.router.errors import ApiError, Reason, invalid, shown
 from sluice.router.request.prompt_size import (
     MEDIA_TOKENS,
     SCORED,
+    audio_characters,
     output_limit,
-    sound_characters,
 )
 from sluice.router.tenancy.limits import TenantLimits
 
@@ -123,7 +123,7 @@ def _check_prompt(body: dict[str, Any], most: int) -> None:
         if isinstance(value, str):
             characters += len(value)
         elif isinstance(value, bytes):
-            characters += sound_characters(value)
+            characters += audio_characters(value)
         elif isinstance(value, dict):
             kind = value.get("type")
             if isinstance(kind, str) and (kind in _MEDIA or kind in _SOURCES):

@@ -274,7 +274,7 @@ def _check_scored(endpoint: Endpoint, body: dict[str, Any]) -> None:
 
 def _check_sound(body: dict[str, Any]) -> None:
     if not isinstance(body.get("file"), bytes):
-        raise invalid("file must be a sound, as the file of a form", "file")
+        raise invalid("file must be audio, as the file of a form", "file")
 
 
 def _check_embeddings(body: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ class Answer(Event):
 class Layer:
     async def create_chat_completion(self, body: Any, raw: None) -> None: ...
     async def create_tokenize(self, body: Any, raw: None) -> None: ...
-    async def create_transcription(self, sound: bytes, body: Any, raw: None) -> None: ...
+    async def create_transcription(self, audio: bytes, body: Any, raw: None) -> None: ...
     async def create_detokenize(self, body: Any, raw: None) -> None: ...
 
 
@@ -55,12 +55,12 @@ def test_what_reads_no_sounds_offers_no_speech(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = SimpleNamespace(openai_serving_transcription=Layer(), serving_tokenization=Layer())
-    monkeypatch.setattr(serving, "SOUND_PACKAGES", ("asyncio", "av-of-another-name"))
+    monkeypatch.setattr(serving, "AUDIO_PACKAGES", ("asyncio", "av-of-another-name"))
     assert set(servings(state)) == {"tokenize", "detokenize"}
     assert "install av-of-another-name, or Sluice with its extra `audio`" in caplog.text
-    monkeypatch.setattr(serving, "SOUND_PACKAGES", ())
+    monkeypatch.setattr(serving, "AUDIO_PACKAGES", ())
     assert "transcriptions" in servings(state)
-    with pytest.raises(RequestError, match="file must be a sound"):
+    with pytest.raises(RequestError, match="file must be audio"):
         with_upload({"file": "text"})
 
 

@@ -8,6 +8,7 @@ import io
 import json
 import random
 from collections.abc import AsyncIterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,26 +27,28 @@ from sluice.replica.engine import (
 from sluice.replica.profiling.warm_up import silence
 from sluice.replica.scheduler.xargs import ARRIVAL_S, E2E_S, ID, TTFT_S
 from sluice.replica.vllm.engine import VllmEngine
+from sluice.replica.vllm.serving import AUDIO_PACKAGES
 from sluice.scheduling.request.objective import SLO
 from tests.documents import ROOT, marked
 from tests.known_profile import known_profile
+from tests.lacking import lacking
 from tests.router.far_side import Edge, FarSide
 from tests.router.listening import listening
 from tests.speech_model import CLIP_S, heard, speech_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
-pytest.importorskip("av")
-pytest.importorskip("soundfile")
+if not all(map(find_spec, AUDIO_PACKAGES)):
+    lacking(f"not installed: {' or '.join(AUDIO_PACKAGES)}")
 
 TOKENS = 12
-SOUND = silence(1.0)
+AUDIO = silence(1.0)
 LONG = silence(2.5 * CLIP_S)
 
 
 def noise(seed: int) -> bytes:
     """A second that sounds like no other."""
-    return SOUND[:44] + random.Random(seed).randbytes(len(SOUND) - 44)
+    return AUDIO[:44] + random.Random(seed).randbytes(len(AUDIO) - 44)
 
 
 class Served(NamedTuple):
@@ -71,7 +74,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
             "kv-cache-memory-bytes": 3 << 20,
             "block-size": 32,
             "dtype": "float32",
-            # Two sounds, or one longest prompt: prompts are cut into chunks.
+            # Two audio files, or one longest prompt: prompts are cut into chunks.
             "max-num-batched-tokens": 256,
         },
     )
@@ -99,25 +102,25 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
 
 async def asked(served: Served, **given: Any) -> Any:
     extra = {"max_completion_tokens": TOKENS, **given.pop("extra_body", {})}
-    given = {"model": "m", "file": ("a.wav", SOUND), "language": "en", **given}
+    given = {"model": "m", "file": ("a.wav", AUDIO), "language": "en", **given}
     return await served.client.audio.transcriptions.create(**given, extra_body=extra)
 
 
 # OpenAI's client deprecates its translations.
 @pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")
 async def test_what_is_heard_in_each_form(served: Served) -> None:
-    sound: Any = {"file": ("a.wav", noise(1))}
-    plain = await asked(served, **sound)
+    audio: Any = {"file": ("a.wav", noise(1))}
+    plain = await asked(served, **audio)
     assert plain.text == heard(served.model, noise(1), TOKENS)
     assert plain.usage.seconds == 1
-    assert await asked(served, **sound, response_format="text") == plain.text
-    stream = await asked(served, **sound, stream=True)
+    assert await asked(served, **audio, response_format="text") == plain.text
+    stream = await asked(served, **audio, stream=True)
     words = [event.choices[0]["delta"]["content"] async for event in stream]
     assert "".join(words) == plain.text and len(words) > 1
-    verbose = await asked(served, **sound, response_format="verbose_json")
+    verbose = await asked(served, **audio, response_format="verbose_json")
     assert verbose.duration == 1.0
     english = await served.client.audio.translations.create(
-        model="m", file=("a.wav", SOUND), extra_body={"language": "en"}
+        model="m", file=("a.wav", AUDIO), extra_body={"language": "en"}
     )
     assert english.text
 
@@ -184,7 +187,7 @@ async def test_the_sounds_of_a_key_share_no_kv_with_others(
 
 
 async def test_many_at_once_hear_what_each_hears_alone(served: Served) -> None:
-    """Also where the plan cuts a prompt in two: its sound is encoded with the first part. And where
+    """Also where the plan cuts a prompt in two: its audio is encoded with the first part. And where
     the KV of all does not fit: none is preempted, as vLLM would continue it wrongly."""
 
     async def text(number: int, name: str) -> str:
@@ -229,7 +232,7 @@ async def test_the_documents_example_runs(served: Served, tmp_path: Path) -> Non
 
     def run() -> None:
         with contextlib.chdir(tmp_path), contextlib.redirect_stdout(output):
-            Path("speech.wav").write_bytes(SOUND)
+            Path("speech.wav").write_bytes(AUDIO)
             exec(code, {})
 
     await asyncio.to_thread(run)

@@ -1,5 +1,5 @@
 """Transcriptions and translations at the edge: the form of OpenAI's own client becomes a body with
-a sound in it, each part is bounded, and a replica gets the sound as it is."""
+audio in it, each part is bounded, and a replica gets the audio as it is."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from sluice.router.errors import ApiError, Reason
 from sluice.router.request.form import MAX_PARTS
 from sluice.router.request.prompt_prefix import prefix_of
 from sluice.router.request.prompt_size import (
-    SOUND_BYTES_PER_S,
-    SOUND_CHARACTERS_PER_S,
+    AUDIO_BYTES_PER_S,
+    AUDIO_CHARACTERS_PER_S,
+    audio_characters,
     measure,
-    sound_characters,
 )
 from sluice.router.request.token_limits import TokenLimits
 from sluice.router.serve.contract import ReplicaFailedError
@@ -42,20 +42,20 @@ PATH = "/v1/audio/transcriptions"
 def wav(seconds: float, rate: int = 16_000, channels: int = 1) -> bytes:
     """Silence."""
     file = io.BytesIO()
-    with wave.open(file, "wb") as sound:
-        sound.setnchannels(channels)
-        sound.setsampwidth(2)
-        sound.setframerate(rate)
-        sound.writeframes(bytes(2 * channels * round(seconds * rate)))
+    with wave.open(file, "wb") as audio:
+        audio.setnchannels(channels)
+        audio.setsampwidth(2)
+        audio.setframerate(rate)
+        audio.writeframes(bytes(2 * channels * round(seconds * rate)))
     return file.getvalue()
 
 
-SOUND = wav(1.5)
-BODY = {"model": "m", "prompt": "hi", "file": SOUND}
+AUDIO = wav(1.5)
+BODY = {"model": "m", "prompt": "hi", "file": AUDIO}
 
 
 async def hear(side: FarSide, replica: str, request: EngineRequest) -> AsyncIterator[ResponseItem]:
-    """A replica that hears how long the sound is, once it has come over the wire."""
+    """A replica that hears how long the audio is, once it has come over the wire."""
     sent = msgspec.msgpack.encode(Open.of(1, request))
     body = msgspec.msgpack.decode(sent, type=Open).asked().body
     assert body == request.body
@@ -79,7 +79,7 @@ async def hear(side: FarSide, replica: str, request: EngineRequest) -> AsyncIter
 @pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")
 async def test_what_openais_client_sends_reaches_a_replica() -> None:
     edge = Edge(FarSide(a=hear))
-    asked: Any = {"model": "m", "file": ("a.wav", SOUND), "language": "en"}
+    asked: Any = {"model": "m", "file": ("a.wav", AUDIO), "language": "en"}
     objective = {"slo": {"ttft_ms": 2_000, "tpot_ms": 0.5, "priority": 3, "class": "batch"}}
     async with (
         listening(edge, lifespan="off") as system,
@@ -92,21 +92,21 @@ async def test_what_openais_client_sends_reaches_a_replica() -> None:
             timestamp_granularities=["word", "segment"],
             extra_body={**objective, "max_completion_tokens": 40},
         )
-        assert plain.text == f"{len(SOUND)} bytes"
+        assert plain.text == f"{len(AUDIO)} bytes"
         text = await audio.transcriptions.create(
             **asked, response_format="text", extra_headers={"x-slo-e2e-ms": "4000"}
         )
-        assert text == f"{len(SOUND)} bytes"
+        assert text == f"{len(AUDIO)} bytes"
         stream = await audio.transcriptions.create(**asked, stream=True)
         (event,) = [each async for each in stream]
-        assert event.choices[0]["delta"]["content"] == f"{len(SOUND)} bytes"  # type: ignore[union-attr]
-        await audio.translations.create(model="m", file=("a.wav", SOUND))
+        assert event.choices[0]["delta"]["content"] == f"{len(AUDIO)} bytes"  # type: ignore[union-attr]
+        await audio.translations.create(model="m", file=("a.wav", AUDIO))
         with pytest.raises(openai.NotFoundError, match="'x' does not exist"):
-            await audio.transcriptions.create(model="x", file=("a.wav", SOUND))
+            await audio.transcriptions.create(model="x", file=("a.wav", AUDIO))
     first, second, third, fourth = (request for _, request in edge.side.calls)
     assert first.body == {
         "model": "m",
-        "file": SOUND,
+        "file": AUDIO,
         "language": "en",
         "temperature": "0.5",
         "timestamp_granularities[]": ["word", "segment"],
@@ -117,8 +117,8 @@ async def test_what_openais_client_sends_reaches_a_replica() -> None:
     assert second.slo.e2e_s == 4.0
     assert third.body["stream"] is True
     assert [each.endpoint for each in (third, fourth)] == ["transcriptions", "translations"]
-    # 1.5 s of sound, whatever its bytes.
-    assert edge.controller.queries[0].prompt_tokens == round(1.5 * SOUND_CHARACTERS_PER_S / 4)
+    # 1.5 s of audio, whatever its bytes.
+    assert edge.controller.queries[0].prompt_tokens == round(1.5 * AUDIO_CHARACTERS_PER_S / 4)
 
 
 BAD: dict[str, tuple[dict[str, Any], int, str]] = {
@@ -160,7 +160,7 @@ async def test_what_is_refused(name: str) -> None:
     edge = Edge(FarSide(a=hear), config=RouterConfig(max_audio_bytes=64_000))
     async with edge.client() as client:
         if "json" not in given:
-            given = {"data": {"model": "m"}, "files": {"file": SOUND}} | given
+            given = {"data": {"model": "m"}, "files": {"file": AUDIO}} | given
         refused = await client.post(PATH, **given)
     assert (refused.status_code, edge.side.calls) == (status, [])
     assert told in refused.json()["error"]["message"]
@@ -169,14 +169,14 @@ async def test_what_is_refused(name: str) -> None:
 
 async def test_a_sound_is_sent_again_where_nothing_was_answered_and_never_twice() -> None:
     lost = ReplicaFailedError(Reason.REPLICA_FAILED, "It died.", dead=True)
-    form: Any = {"data": {"model": "m", "stream": "true"}, "files": {"file": SOUND}}
+    form: Any = {"data": {"model": "m", "stream": "true"}, "files": {"file": AUDIO}}
     edge = Edge(FarSide(a=fail(lost), b=hear))
     async with edge.client() as client:
         answered = await client.post(PATH, **form)
-    assert f"{len(SOUND)} bytes" in answered.text
+    assert f"{len(AUDIO)} bytes" in answered.text
     assert [(name, len(request.body["file"])) for name, request in edge.side.calls] == [
-        ("a", len(SOUND)),
-        ("b", len(SOUND)),
+        ("a", len(AUDIO)),
+        ("b", len(AUDIO)),
     ]
     edge = Edge(FarSide(a=fail(lost, after=1), b=hear))
     async with edge.client() as client:
@@ -191,10 +191,10 @@ async def test_a_sound_that_ends_two_replicas_is_known_by_its_bytes() -> None:
     codes = []
     async with edge.client() as client:
         for _ in range(2):
-            refused = await client.post(PATH, data={"model": "m"}, files={"file": SOUND})
+            refused = await client.post(PATH, data={"model": "m"}, files={"file": AUDIO})
             codes.append(refused.json()["error"]["code"])
         edge.side.behaviours = {"a": hear}
-        other = SOUND[:-1] + b"\1"
+        other = AUDIO[:-1] + b"\1"
         answered = await client.post(PATH, data={"model": "m"}, files={"file": other})
     assert codes == [Reason.REQUEST_SUSPECTED.value, Reason.REQUEST_QUARANTINED.value]
     assert len(edge.side.calls) == 3
@@ -204,22 +204,22 @@ async def test_a_sound_that_ends_two_replicas_is_known_by_its_bytes() -> None:
 async def test_an_engines_refusal_comes_through() -> None:
     edge = Edge(FarSide(a=answer(404, b'{"error": {"message": "it offers chat"}}')))
     async with edge.client() as client:
-        refused = await client.post(PATH, data={"model": "m"}, files={"file": SOUND})
+        refused = await client.post(PATH, data={"model": "m"}, files={"file": AUDIO})
     assert (refused.status_code, refused.json()["error"]["message"]) == (404, "it offers chat")
 
 
 def test_how_long_a_sound_counts() -> None:
-    seconds = SOUND_CHARACTERS_PER_S
-    for sound in (wav(2.0), wav(2.0, rate=8_000), wav(2.0, channels=2)):
-        assert sound_characters(sound) == pytest.approx(2 * seconds, rel=0.01)
-    assert sound_characters(bytes(2 * SOUND_BYTES_PER_S)) == 2 * seconds
+    seconds = AUDIO_CHARACTERS_PER_S
+    for audio in (wav(2.0), wav(2.0, rate=8_000), wav(2.0, channels=2)):
+        assert audio_characters(audio) == pytest.approx(2 * seconds, rel=0.01)
+    assert audio_characters(bytes(2 * AUDIO_BYTES_PER_S)) == 2 * seconds
     # What says that it is short by a field that no decoder reads; what says that it is endless.
     lying = bytearray(wav(2.0))
     lying[28:32] = b"\xff\xff\xff\x7f"
-    assert sound_characters(bytes(lying)) == pytest.approx(2 * seconds, rel=0.01)
+    assert audio_characters(bytes(lying)) == pytest.approx(2 * seconds, rel=0.01)
     lying[24:28] = b"\1\0\0\0"
-    assert sound_characters(bytes(lying)) < 65 * seconds
-    assert measure("transcriptions", BODY).characters == sound_characters(SOUND) + 2
+    assert audio_characters(bytes(lying)) < 65 * seconds
+    assert measure("transcriptions", BODY).characters == audio_characters(AUDIO) + 2
     assert not prefix_of("translations", BODY).hashes
 
 
