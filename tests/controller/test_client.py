@@ -57,6 +57,25 @@ def app(request: pytest.FixtureRequest) -> Iterator[str]:
         stop_controller(name)
 
 
+@pytest.fixture(scope="module")
+def common_app() -> Iterator[str]:
+    name = "app-common"
+    try:
+        yield name
+    finally:
+        stop_controller(name)
+
+
+@pytest.fixture
+def common(common_app: str) -> Iterator[str]:
+    """An application of those tests that leave its actors as they were. All find it empty."""
+    yield common_app
+    actor = actor_of(common_app)
+    rows = ray.get(actor_of(common_app, observer_actor_name).snapshot.remote(), timeout=120)
+    for row in rows["replicas"]:
+        ray.get(actor.goodbye.remote(row["replica_id"]), timeout=120)
+
+
 @contextlib.asynccontextmanager
 async def connected(
     app: str,
@@ -129,8 +148,8 @@ def test_a_controller_that_never_matches_is_not_replaced_for_ever(
         ensure_controller(app, CONFIG, 120)
 
 
-async def test_the_whole_conversation(app: str) -> None:
-    async with connected(app) as client:
+async def test_the_whole_conversation(common: str) -> None:
+    async with connected(common) as client:
         assert await client.route(query(1)) == RouteDecision(None, "no_replica")
         reply = await client.hello(hello("a", now_s=5))
         assert reply is not None and not reply.resync
@@ -162,9 +181,9 @@ async def test_the_whole_conversation(app: str) -> None:
         assert page is not None and b"sluice_decisions_total" in page
 
 
-async def test_troubles_are_told_and_what_becomes_of_them_is_heard(app: str) -> None:
+async def test_troubles_are_told_and_what_becomes_of_them_is_heard(common: str) -> None:
     clock = Clock()
-    async with connected(app, clock=clock) as client:
+    async with connected(common, clock=clock) as client:
         assert await client.hello(hello("a", now_s=5)) is not None
         await until(lambda: _placed_by_connection(client), "the connection is open")
         assert await client.hello(hello("b", now_s=5)) is not None
@@ -181,8 +200,8 @@ async def test_troubles_are_told_and_what_becomes_of_them_is_heard(app: str) -> 
         assert client.quarantined == frozenset()
 
 
-async def test_with_the_metrics_it_asks_which_requests_are_going_to_be_late(app: str) -> None:
-    async with connected(app) as client:
+async def test_with_the_metrics_it_asks_which_requests_are_going_to_be_late(common: str) -> None:
+    async with connected(common) as client:
         rows = [waiting_row(1, 100_000, 4.9), waiting_row(2, 10, 4.0)]
         assert await client.hello(hello("a", rows, now_s=5)) is not None
         assert await client.hello(hello("b", now_s=5)) is not None
@@ -204,8 +223,8 @@ async def test_with_the_metrics_it_asks_which_requests_are_going_to_be_late(app:
         await until(heard, "the quarantine comes with the answer")
 
 
-async def test_endings_go_with_the_metrics_and_wait_while_nobody_answers(app: str) -> None:
-    async with connected(app) as client:
+async def test_endings_go_with_the_metrics_and_wait_while_nobody_answers(common: str) -> None:
+    async with connected(common) as client:
         assert await client.hello(hello("a")) is not None
         await client.route(query(1)._replace(request_id="one"))
         await client.route(query(2)._replace(request_id="two"))
@@ -213,12 +232,13 @@ async def test_endings_go_with_the_metrics_and_wait_while_nobody_answers(app: st
         async def endings() -> dict[str, Any]:
             found = await client.decisions(10)
             assert found is not None
-            return {each["request_id"]: each["ended"] for each in found}
+            ends = {each["request_id"]: each["ended"] for each in found}
+            return {name: ends[name] for name in ("one", "two")}
 
         client.on_push(tuple, lambda _: None)
         client.ended(RequestEnding("one", "ok", (), 3, 0.1, 0.01, 0.12))
         assert set((await endings()).values()) == {None}
-        process = process_of(app)
+        process = process_of(common)
         os.kill(process, signal.SIGSTOP)
         try:
             # The observer takes the metrics all the same.
@@ -266,11 +286,11 @@ async def test_without_its_observer_decisions_go_on_and_the_metrics_come_back(ap
         await until(back, "another observer has the metrics")
 
 
-async def test_without_the_controller_its_observer_shows_the_metrics(app: str) -> None:
+async def test_without_the_controller_its_observer_shows_the_metrics(common: str) -> None:
     gauge = MetricSample("sluice_x", "gauge", "X.", "sluice_x", (), 3.0)
-    async with connected(app) as client:
+    async with connected(common) as client:
         assert await client.push_metrics(newer_push("router", (gauge,)))
-        process = process_of(app)
+        process = process_of(common)
         os.kill(process, signal.SIGSTOP)
         try:
             page = await client.render_metrics(timeout_s=60)
@@ -281,9 +301,9 @@ async def test_without_the_controller_its_observer_shows_the_metrics(app: str) -
             os.kill(process, signal.SIGCONT)
 
 
-async def test_concurrent_questions_share_calls(app: str) -> None:
+async def test_concurrent_questions_share_calls(common: str) -> None:
     registry = CollectorRegistry()
-    async with connected(app, registry=registry) as client:
+    async with connected(common, registry=registry) as client:
         await client.hello(hello("a"))
         await client.hello(hello("b"))
         decisions = await asyncio.gather(*(client.route(query(key)) for key in range(64)))
@@ -341,12 +361,12 @@ async def test_a_stopped_controller_is_started_again_by_who_needs_it(app: str) -
         await until(recovered, "another controller answers")
 
 
-async def test_a_paused_controller_costs_few_deadlines(app: str) -> None:
+async def test_a_paused_controller_costs_few_deadlines(common: str) -> None:
     registry = CollectorRegistry()
-    async with connected(app, timeout_s=0.25, registry=registry) as client:
+    async with connected(common, timeout_s=0.25, registry=registry) as client:
         await client.hello(hello("a"))
         await until(lambda: _placed_by_connection(client), "a decision")
-        pid = process_of(app)
+        pid = process_of(common)
         os.kill(pid, signal.SIGSTOP)
         try:
             # One late answer might be this process's own fault; several in a row are not.
@@ -395,9 +415,9 @@ async def test_a_controller_ends_when_nobody_speaks_to_it(app: str) -> None:
         assert await client.route(query(1)) == RouteDecision(None, "no_replica")
 
 
-async def test_a_refused_batch_is_no_answer_to_its_requests(app: str) -> None:
+async def test_a_refused_batch_is_no_answer_to_its_requests(common: str) -> None:
     registry = CollectorRegistry()
-    async with connected(app, registry=registry) as client:
+    async with connected(common, registry=registry) as client:
         client._queries._batch = 2 * MAX_QUERIES  # a client that does not know the limit
         count = MAX_QUERIES + 1
         assert await asyncio.gather(*(client.route(query(key)) for key in range(count))) == (
@@ -408,8 +428,8 @@ async def test_a_refused_batch_is_no_answer_to_its_requests(app: str) -> None:
         assert await client.route(query(1)) == RouteDecision(None, "no_replica")
 
 
-async def test_a_slow_page_does_not_take_the_decisions_away(app: str) -> None:
-    async with connected(app) as client:
+async def test_a_slow_page_does_not_take_the_decisions_away(common: str) -> None:
+    async with connected(common) as client:
         await client.hello(hello("a"))
         assert await client.render_metrics(timeout_s=1e-6) is None
         assert await client.snapshot(timeout_s=1e-6) is None

@@ -28,7 +28,7 @@ _FIELDS = {
         "drain_timeout_s": 30,
         "autoscaling": {
             "min_replicas": 1,
-            "max_replicas": 3,
+            "max_replicas": 2,
             "interval_s": 0.2,
             "policy_options": {"smoothing_s": 0.5, "startup_s": 2.0, "down_after_s": 2.0},
         },
@@ -91,10 +91,10 @@ def test_load_brings_replicas_and_silence_takes_them_without_a_failed_request() 
     with system(_FIELDS) as running:
         wait_until(lambda: _taking(running) == 1, "it begins with the fewest")
         clients = Clients(running.url)
-        with clients.asking(12):
-            wait_until(lambda: _taking(running) == 3, "load brings replicas", PATIENCE_S)
+        with clients.asking(8):
+            wait_until(lambda: _taking(running) == 2, "load brings replicas", PATIENCE_S)
         # Little enough for one replica on a busy machine, too, but there are requests all the time.
-        with clients.asking(2, pause_s=2.0):
+        with clients.asking(1, pause_s=1.0):
             wait_until(lambda: _taking(running) == 1, "silence takes them", PATIENCE_S)
         assert clients.answered and not clients.failed
         wait_until(

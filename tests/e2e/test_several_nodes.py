@@ -22,7 +22,7 @@ from tests.e2e.conftest import LENIENT
 pytestmark = [pytest.mark.ray, pytest.mark.own_ray]
 
 KEY = "an-admin-key-of-the-tests"
-CLIENTS = 12
+CLIENTS = 4
 
 
 @pytest.fixture(scope="module")

@@ -88,6 +88,7 @@ def texts(engine, made):
     return {name: result.tokens for name, result in engine.run().items()}
 
 
+@pytest.mark.release
 def test_text_that_repeats_is_that_of_stock_vllm_with_the_same_drafts(engine, stock):
     """Prefills stop inside layers, for each other and for steps of decodes, many of whose drafts
     are right. Then the text so far is a prompt, whose blocks are in the prefix cache. First in this
