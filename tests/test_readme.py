@@ -24,10 +24,11 @@ GUIDE = ROOT / "docs" / "getting-started.md"
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[str]:
-    """`sluice serve` as `make serve` starts it, but on a free port; its address."""
+    """`sluice serve` as `make serve` starts it, but on a free port and with one replica, as other
+    tests have two real engines; its address."""
     port = free_port()
     process = subprocess.Popen(
-        [BIN / "sluice", "serve", "--port", str(port)],
+        [BIN / "sluice", "serve", "--port", str(port), "--replicas", "1"],
         cwd=ROOT,
         env=newcomer(),
         stdout=subprocess.PIPE,

@@ -211,6 +211,7 @@ async def test_tool_calls_that_are_cut_are_those_of_stock_vllm(
     assert same(ours[1]) == same(theirs[1])
 
 
+@pytest.mark.release
 async def test_a_check_that_was_killed_is_started_anew(engine):
     checker = engine._llm.grammars
     status, _ = await answer(engine, "first", structured_outputs={"choice": ["a", "b"]})

@@ -186,6 +186,7 @@ async def test_the_sounds_of_a_key_share_no_kv_with_others(
     assert salts == [None, "x"]
 
 
+@pytest.mark.release
 async def test_many_at_once_hear_what_each_hears_alone(served: Served) -> None:
     """Also where the plan cuts a prompt in two: its audio is encoded with the first part. And where
     the KV of all does not fit: none is preempted, as vLLM would continue it wrongly."""

@@ -99,11 +99,13 @@ async def text(engine, request):
     )
 
 
+@pytest.mark.release
 async def test_the_policy_knows_the_role_of_its_replica(started):
     _, info = started
     assert (info.policy, info.policy_options["boundary"]) == ("slidebatching", "phi_p")
 
 
+@pytest.mark.release
 async def test_long_and_short_prompts_together_have_the_tokens_of_runs_alone(engine):
     asked = [(f"long-{i}", LONG[i : i + 1000], 100.0) for i in range(3)]
     asked += [(f"short-{i}", LONG[500 + i : 560 + i], 10.0) for i in range(9)]
@@ -126,6 +128,7 @@ async def kv(engine, request):
     return digests
 
 
+@pytest.mark.release
 async def test_the_kv_of_a_suspended_prompt_is_that_of_a_run_alone_on_each_worker(engine):
     long, short = request("kv-long", LONG[: 40 * BLOCK], 100.0), request("kv-short", [7] * 64, 9.0)
     await engine._llm.reset_prefix_cache()
@@ -138,6 +141,7 @@ async def test_the_kv_of_a_suspended_prompt_is_that_of_a_run_alone_on_each_worke
             assert await asyncio.gather(kv(engine, long), kv(engine, short)) == expected
 
 
+@pytest.mark.release
 async def test_a_call_is_answered_when_no_request_is_left(engine):
     await text(engine, request("last", LONG[:64], 10.0, 1))
     async with asyncio.timeout(60):
@@ -148,6 +152,7 @@ def all_free(summary):
     return summary["free_kv_blocks"] == summary["total_kv_blocks"] - 1  # one is vLLM's null block
 
 
+@pytest.mark.release
 async def test_disconnected_clients_leave_nothing_behind(engine):
     async def leave(index):
         pieces = engine.generate(request(f"left-{index}", LONG[index : index + 900], 50.0 / index))
@@ -167,6 +172,7 @@ async def test_disconnected_clients_leave_nothing_behind(engine):
             await text(engine, request("more", [400, 401], 10.0, 1))
 
 
+@pytest.mark.release
 async def test_the_health_check_passes(engine):
     await engine.check_health()
 
@@ -257,6 +263,7 @@ async def test_arguments_that_preemption_needs_cannot_be_others(config, tmp_path
         parse_arguments({"async-scheduling": True}, config.model, "small", settings)
 
 
+@pytest.mark.release
 async def test_a_dead_worker_ends_all_requests_with_an_error(engine):
     """Last in this file: the engine is gone afterwards."""
     asked = [request(f"lost-{i}", LONG[i : i + 900], 20.0 / i, 1000) for i in (1, 2, 3)]
