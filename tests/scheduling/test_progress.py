@@ -14,6 +14,7 @@ from sluice.scheduling.batching import POLICIES, BatchBudget, BatchPolicy, make_
 from sluice.scheduling.latency.model import LinearLatency, StepSample
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, RequestView
+from tests.examples import examples
 from tests.scheduling.views import slos
 
 BLOCK = 16
@@ -182,7 +183,7 @@ def test_an_endless_stream_of_tight_decodes_does_not_stop_a_prefill(
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     data=st.lists(
         st.tuples(st.integers(1, 300), st.integers(1, 40), slos, st.floats(0, 2)),

@@ -14,6 +14,7 @@ from sluice.simulation.requests import Requests
 from sluice.simulation.run import drive
 from sluice.simulation.truth import Belief, Truth
 from sluice.simulation.workload import Arrival, Workload
+from tests.examples import examples
 from tests.simulation.loads import MODEL, configs, families, of, workloads
 
 CHAT = SLO(ttft_s=0.5, tpot_s=0.05)
@@ -37,7 +38,7 @@ def serve(
     return engine, requests
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(
     load=st.one_of(workloads, families()),
     config=configs,
