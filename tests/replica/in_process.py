@@ -148,6 +148,8 @@ class InProcess:
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
+        # vLLM has let the collector look through all modules again, as it does often when it starts.
+        gc.freeze()
 
 
 class Since:

@@ -224,8 +224,9 @@ def test_what_policies_keep_does_not_grow_while_requests_come_and_go() -> None:
         sizes = []
         for step in range(300):
             policy.plan(queue_at(step), float(step), MODEL, ROOMY)
-            sizes.append(len(pickle.dumps(vars(policy))))
-        assert max(sizes[100:]) <= max(sizes[:100]), policy.name
+            if step % 5 == 0:
+                sizes.append(len(pickle.dumps(vars(policy))))
+        assert max(sizes[20:]) <= max(sizes[:20]), policy.name
 
 
 @settings(max_examples=examples(60))

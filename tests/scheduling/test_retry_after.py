@@ -210,7 +210,7 @@ def poisson(rate: float, seconds: float, seed: int) -> Workload:
     return Workload("poisson", arrivals)
 
 
-@pytest.mark.parametrize("rate", [10.0, 18.0])
+@pytest.mark.parametrize("rate", [10.0, pytest.param(18.0, marks=pytest.mark.release)])
 def test_four_fifths_of_those_who_come_when_told_to_are_promised(rate: float) -> None:
     """All come again, up to ten times; at the highest rate more come than can be promised."""
     requests = simulated(rate)

@@ -26,7 +26,7 @@ def demand(
 ) -> Demand:
     """Requests of (due, prefill, TPOT, decode step), seconds, on a model of one piece."""
     table = np.array(requests, dtype=np.float64).reshape(-1, 4)
-    due_s, prefill_s, tpot_s, step_s = table.T
+    due_s, prefill_s, tpot_s, step_s = table.T.copy()
     more = np.ones(len(table))
     return Demand(due_s, prefill_s, tpot_s, step_s[:, np.newaxis], more * blocks, more * value)
 

@@ -100,7 +100,14 @@ def shares(requests: Requests, flags: list[bool]) -> tuple[float, float]:
     return float(met[promised].mean()), float(last)
 
 
-@pytest.mark.parametrize("name", ["fcfs", "deadline_triage", "slos_serve", "weighted_vtc"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fcfs",
+        "deadline_triage",
+        *(pytest.param(n, marks=pytest.mark.release) for n in ("slos_serve", "weighted_vtc")),
+    ],
+)
 def test_promised_requests_hardly_notice_a_backlog_behind_them(name: str) -> None:
     load, flags = two_tiers(rate=6.0, behind=150)
     alone = of([arrival for arrival in load.arrivals if arrival.task == "chat"])
