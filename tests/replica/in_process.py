@@ -148,7 +148,7 @@ class InProcess:
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
-        # vLLM has let the collector look through all modules again, as it does often when it starts.
+        # vLLM has given all modules back to the collector, which it calls when the next one starts.
         gc.freeze()
 
 

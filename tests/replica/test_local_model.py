@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from sluice.replica.vllm.local_model import local_model
 
+pytestmark = pytest.mark.vllm
+
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
