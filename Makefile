@@ -20,9 +20,10 @@ TEST_PROCESSES ?= 3
 test: $(VENV)/.installed-test $(VENV)/.compiled
 	$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
-# What `make test` leaves out: systems of their own for rare cases, and every fault under load.
+# What `make test` leaves out: systems of their own for rare cases, all examples of property tests, and
+# every fault under load.
 test-release: $(VENV)/.installed-test
-	$(BIN)/pytest -m release $(ARGS)
+	$(BIN)/pytest -m 'release or hypothesis' --hypothesis-profile release $(ARGS)
 	$(BIN)/python -m tests.faults --quick
 
 check: $(VENV)/.installed-test

@@ -58,9 +58,11 @@ def pytest_configure(config: pytest.Config) -> None:
         ray_settings.apply(private_dir)
 
 
-# Property tests are judged by what they find, not by how long an example takes.
-hypothesis.settings.register_profile("patient", deadline=None)
-hypothesis.settings.load_profile("patient")
+# Property tests are judged by what they find, not by how long an example takes. Every run draws
+# other examples, so few are enough; `make test-release` tries as many as the tests ask for.
+hypothesis.settings.register_profile("release", deadline=None)
+hypothesis.settings.register_profile("short", deadline=None, max_examples=30)
+hypothesis.settings.load_profile("short")
 
 
 _GROUPS = ("own_ray", "ray", "vllm")

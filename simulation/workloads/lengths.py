@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import erfc, exp, log, pi, sqrt
 from statistics import NormalDist
 from typing import Any, Self
@@ -65,6 +66,7 @@ class LengthDistribution:
         return cls(tokens, tokens)
 
     @classmethod
+    @lru_cache(maxsize=64)
     def of_p99(cls, mean: float, p99: float, std: float) -> Self:
         """With this mean, 99th percentile and standard deviation.
 
@@ -98,25 +100,27 @@ class LengthDistribution:
     def draw(self, count: int, rng: np.random.Generator) -> Lengths:
         """``count`` independent lengths, tokens."""
         places = rng.random(count) * _STEPS
-        lengths = np.interp(places, np.arange(_STEPS + 1), self._quantiles())
+        lengths = np.interp(places, np.arange(_STEPS + 1), _quantiles(self))
         tokens: Lengths = np.maximum(np.rint(lengths), 1).astype(np.int64)
         return tokens
 
-    def _quantiles(self) -> NDArray[np.float64]:
-        """Lengths at ``0, 1/_STEPS, .. 1``. The first stands half a step in, as the body's
-        logarithm has no lower end."""
-        normal = NormalDist()
-        below = erfc(-self.cut / sqrt(2)) / 2
-        values = []
-        for step in range(_STEPS + 1):
-            place = max(step, 0.5) / _STEPS
-            if place > self.share:
-                above = (place - self.share) / (1 - self.share)
-                values.append(self.cap * self.reach**above)
-            else:
-                deviation = normal.inv_cdf(min(place / self.share * below, 1 - 1e-12))
-                values.append(self.cap * exp(self.sigma * (deviation - self.cut)))
-        return np.array(values)
+
+@lru_cache(maxsize=64)
+def _quantiles(of: LengthDistribution) -> NDArray[np.float64]:
+    """Lengths at ``0, 1/_STEPS, .. 1``. The first stands half a step in, as the body's
+    logarithm has no lower end."""
+    normal = NormalDist()
+    below = erfc(-of.cut / sqrt(2)) / 2
+    values = []
+    for step in range(_STEPS + 1):
+        place = max(step, 0.5) / _STEPS
+        if place > of.share:
+            above = (place - of.share) / (1 - of.share)
+            values.append(of.cap * of.reach**above)
+        else:
+            deviation = normal.inv_cdf(min(place / of.share * below, 1 - 1e-12))
+            values.append(of.cap * exp(of.sigma * (deviation - of.cut)))
+    return np.array(values)
 
 
 def _body_moment(moment: float, share: float, cap: float, reach: float, power: int) -> float:

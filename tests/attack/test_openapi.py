@@ -50,7 +50,7 @@ OF_MODE = {
     GenerationMode.POSITIVE: checks.positive_data_acceptance,
     GenerationMode.NEGATIVE: checks.negative_data_rejection,
 }
-EXAMPLES = 12
+EXAMPLES = 8
 NAMES = {"file_id": "f", "batch_id": "b", "model_id": "m"}
 
 

@@ -357,12 +357,14 @@ def test_cells_of_every_experiment_are_named_apart(name: str) -> None:
 
 
 LONG = {
-    *("autoscaling", "fairbatching_breakdown", "fairbatching_cluster", "flowprefill_settings"),
-    *("flowprefill_systems", "heterogeneous", "promises", "proserve_colocated", "slow_node"),
+    *("admission", "autoscaling", "default_policy", "fairbatching_breakdown"),
+    *("fairbatching_cluster", "fairbatching_latency", "fairbatching_peak", "flowprefill_settings"),
+    *("flowprefill_systems", "heterogeneous", "promises", "proserve_colocated"),
+    *("proserve_disaggregated", "proserve_large", "proserve_policies", "retry_after", "slow_node"),
     *("slos_serve_capacity", "slos_serve_reasoning", "slos_serve_scaling", "slos_serve_together"),
-    *("speculation_lengths", "stale_mirror"),
+    *("speculation_lengths", "stage_paces", "stale_mirror"),
 }
-"""They take more than a second each, and are run before a release."""
+"""They take about a second or more each, and are run before a release."""
 
 
 @pytest.mark.parametrize(

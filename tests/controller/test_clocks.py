@@ -17,6 +17,7 @@ from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import RouteDecision, RouteQuery
 from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import Clock, decode_row, delta, free_row, hello, waiting_row
+from tests.examples import examples
 
 CONFIG = ControllerConfig()
 NAMES = ("a", "b", "c")
@@ -128,7 +129,7 @@ def wall_time_steps() -> Iterator[None]:
 
 
 @given(_actions, _skews)
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=examples(12))
 async def test_skewed_clocks_and_steps_of_wall_time_change_no_decision(
     actions: list[tuple[object, ...]], skews_s: tuple[float, ...]
 ) -> None:

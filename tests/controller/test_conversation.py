@@ -34,6 +34,7 @@ from sluice.scheduling.placement.placer import MOST_AWAITED_S
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
 from tests.controller.fleet import PROFILE, Clock, summary, waiting_row
+from tests.examples import examples
 
 CONFIG = ControllerConfig(aged_after_s=20, stale_after_s=40, forget_after_s=80)
 INFO = EngineInfo("model", "fcfs", 8192, 2048, 256, 4096, 16, PROFILE)
@@ -329,5 +330,7 @@ class Conversation(RuleBasedStateMachine):
         return [float(row[getattr(fleet_rows, figure)]) for figure in FIGURES]
 
 
-Conversation.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Conversation.TestCase.settings = settings(
+    max_examples=examples(150), stateful_step_count=40, deadline=None
+)
 TestConversation = Conversation.TestCase

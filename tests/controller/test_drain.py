@@ -18,6 +18,7 @@ from sluice.scheduling.fleet.fleet import Fleet
 from tests.controller.fleet import Clock, decode_row, delta, hello, query, waiting_row
 from tests.controller.observed import ObservedController
 from tests.controller.pushes import newer_push
+from tests.examples import examples
 
 
 def make(clock: Clock | None = None) -> ObservedController:
@@ -247,7 +248,7 @@ def test_words_on_silent_replicas_are_bounded_and_those_on_living_ones_are_kept(
 Step = tuple[str, float]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -21,6 +21,7 @@ from sluice.scheduling.roles import Role
 from tests.controller.fleet import Clock, delta, free_row, hello, query, summary, waiting_row
 from tests.controller.observed import ObservedController
 from tests.controller.pushes import newer_push
+from tests.examples import examples
 
 ROUTER, OTHER = 11, 12
 PROMISED = frozenset({Tier.GUARANTEED})
@@ -364,7 +365,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(EVENTS, max_size=40))
 def test_whatever_happens_one_request_tries_a_replica_and_somebody_serves(
     events: list[tuple[str, str, Any]],

@@ -60,7 +60,7 @@ class Release(NamedTuple):
 
 
 def read(path: Path) -> Document:
-    return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    return next(parsed(path.read_text(encoding="utf-8")), {})
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Document:
@@ -105,7 +105,7 @@ def render(over: Mapping[str, Any]) -> Release:
 
 def parsed(text: str) -> Iterator[Document]:
     """The documents in rendered YAML; empty ones are not documents."""
-    yield from (document for document in yaml.safe_load_all(text) if document)
+    yield from (document for document in yaml.load_all(text, yaml.CSafeLoader) if document)
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from sluice.deploy.chart import CHART, contents
 from sluice.deploy.config import parse_config
 from sluice.router.tenancy.keys import parse_keys
 from tests.documents import ROOT
+from tests.examples import examples
 from tests.helm.chart import CUSTOM_RESOURCES, Document, Release, parsed, read, render, values_with
 from tests.helm.schemas import NATIVE, check_native, check_ray_service
 
@@ -470,7 +471,7 @@ SWITCHES = {
 }
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(10), suppress_health_check=[HealthCheck.too_slow])
 @given(st.sets(st.sampled_from(sorted(SWITCHES))))
 def test_any_mix_of_options_is_accepted(chosen: set[str]) -> None:
     values: Document = {name: SWITCHES[name] for name in sorted(chosen)}

@@ -148,6 +148,8 @@ class InProcess:
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
+        # vLLM has given all modules back to the collector, which it calls when the next one starts.
+        gc.freeze()
 
 
 class Since:

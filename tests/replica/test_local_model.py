@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sluice.replica.vllm.local_model import local_model
+
+pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +22,8 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokenizer(model_dir):
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(model_dir)
 
 
@@ -106,6 +109,8 @@ def test_the_chat_template_takes_text_and_parts(tokenizer):
 
 
 def test_greedy_output_varies_and_is_readable(model_dir, tokenizer):
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     prompt = tokenizer("Please write a short story", return_tensors="pt")["input_ids"]
     output = model.generate(prompt, max_new_tokens=40, do_sample=False)[0, prompt.shape[1] :]

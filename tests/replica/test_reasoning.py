@@ -25,6 +25,7 @@ def engine(parser: str) -> Any:
     return SimpleNamespace(vllm_config=config, get_tokenizer=Tokenizer)
 
 
+@pytest.mark.vllm
 def test_the_parser_of_the_engine_says_with_which_tokens_reasoning_ends() -> None:
     assert reasoning_ends(engine("deepseek_r1")) == {END}
     assert reasoning_ends(engine("")) == frozenset()
@@ -61,6 +62,7 @@ def call_of(resumable: bool = False, ends: frozenset[int] = frozenset({END})) ->
     return ApiCall(0.0, resumable=resumable, ends=ends)
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize("resumable", [False, True])
 def test_a_chunk_says_with_which_of_its_tokens_reasoning_ended(resumable: bool) -> None:
     from sluice.replica.vllm.client import _count
@@ -77,6 +79,7 @@ def test_a_chunk_says_with_which_of_its_tokens_reasoning_ended(resumable: bool) 
     )
 
 
+@pytest.mark.vllm
 def test_a_plain_response_says_with_which_of_all_tokens() -> None:
     from sluice.replica.vllm.client import _count
 

@@ -20,6 +20,7 @@ from sluice.scheduling.fleet.state import EngineState
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.latency.profile import LatencyProfile
 from sluice.scheduling.request.objective import SLO
+from tests.examples import examples
 from tests.replica.controller_side import MirrorOfOne
 from tests.replica.waiting import until
 
@@ -286,7 +287,7 @@ events = st.lists(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(events)
 def test_the_mirror_ends_equal_to_the_table(script: list[tuple[str, int, str | None]]) -> None:
     asyncio.run(play(script))

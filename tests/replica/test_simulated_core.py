@@ -21,6 +21,7 @@ from sluice.scheduling.request.objective import SLO, Anchor
 from sluice.scheduling.request.queue import QueueView
 from sluice.scheduling.request.stages import Stage
 from tests.compiled_loops import run
+from tests.examples import examples
 
 TRUTH = {"step_s": 0.01, "token_s": 0.001, "context_token_s": 0.0001}
 
@@ -325,7 +326,7 @@ def play(load: Load) -> tuple[list[tuple[float, Any]], list[Any]]:
     return bench.emissions, ran
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(loads)
 def test_every_request_ends_once_and_everything_returns(load: Load) -> None:
     assert play(load) == play(load)

@@ -14,6 +14,7 @@ from sluice.replica.engine import EngineRequest, Handoff, ResponseHead, Response
 from sluice.replica.simulated.core import Transfer
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.scheduling.request.objective import SLO
+from tests.examples import examples
 from tests.replica.test_simulated_core import Bench
 from tests.replica.test_simulated_engine import (
     INSTANT,
@@ -119,7 +120,7 @@ async def test_an_aborted_transfer_leaves_nothing() -> None:
         assert not len(engine.state().rows)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(2, 60), st.integers(1, 8), st.floats(0, 0.5), st.booleans()),

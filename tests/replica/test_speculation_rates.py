@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO, Anchor
 from sluice.scheduling.request.queue import QueueView, RequestView
+from tests.examples import examples
 from tests.replica.speculation_rates import KINDS, FixedLengths, arrivals, rate_at
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(rate=st.floats(0.5, 50), step_s=st.floats(0.001, 0.1), seed=st.text(max_size=5))
 def test_the_load_is_what_was_asked_for(rate, step_s, seed):
     drawn = arrivals(step_s, rate, 400, seed)

@@ -47,6 +47,7 @@ def chosen(template: object, **stated: object) -> tuple[object, object]:
     return arguments.enable_auto_tool_choice, arguments.tool_call_parser
 
 
+@pytest.mark.vllm
 def test_what_is_stated_stays(caplog: pytest.LogCaptureFixture, tmp_path) -> None:
     hermes = TEMPLATES["hermes"]
     assert chosen(hermes) == (True, "hermes")

@@ -36,6 +36,7 @@ from sluice.replica.transfer.wire import (
 )
 from sluice.replica.transfer_config import TransferConfig
 from sluice.scheduling.request.objective import SLO
+from tests.examples import examples
 
 LAYOUT = b"a model's layout"
 SIZES = [6, 10]
@@ -83,7 +84,7 @@ def ask(server: TransferServer, data: bytes) -> bytes:
         return answer
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(1, 40), st.data())
 def test_whoever_has_the_handle_gets_the_blocks_asked_for_once(blocks: int, data: Any) -> None:
     first = data.draw(st.integers(0, blocks))
@@ -126,7 +127,7 @@ def test_memory_is_taken_only_for_what_was_asked() -> None:
         fetch(source(server, keep(server._store, 3)), 0, 3, [7, 10], soon())
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.binary(max_size=2 * QUESTION.size))
 def test_garbage_is_answered_with_an_error_or_not_at_all(data: bytes) -> None:
     with serving() as server:
@@ -238,7 +239,7 @@ def test_nobody_there_is_an_error() -> None:
 # What is kept.
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.lists(
         st.one_of(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sluice.replica.scheduler.xargs import SchedulerSettings
 from sluice.replica.transfer_config import TransferConfig
 from sluice.replica.vllm.setup import parse_arguments, transfer_argument
+from tests.examples import examples
 
 pytestmark = pytest.mark.vllm
 
@@ -34,7 +35,7 @@ def caches(shape: tuple[int | None, ...], blocks: int, dtype: Any, seed: int) ->
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.data())
 def test_blocks_arrive_as_they_were_and_touch_no_other(
     shape: tuple[int | None, ...], data: Any

@@ -9,7 +9,6 @@ import time
 import pytest
 
 from sluice.replica.scheduler.xargs import RequestArgs, to_xargs
-from sluice.replica.vllm.local_model import local_model
 from sluice.scheduling.request.objective import SLO
 
 from .in_process import InProcess
@@ -38,8 +37,7 @@ PROMISED = [(f"chat{n}", prompt(10 + n, 425), 8, CHAT, False) for n in range(2)]
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["prefix-cache", "no-cache"])
-def engine(request, tmp_path_factory):
-    model = local_model(tmp_path_factory.mktemp("models"), layers=2, hidden=128)
+def engine(request, model, tmp_path_factory):
     directory = tmp_path_factory.mktemp("engine")
     started = InProcess(model, directory, "fcfs", enable_prefix_caching=request.param, **ARGS)
     yield started
@@ -132,8 +130,9 @@ def test_a_preempted_stream_goes_on_with_its_own_random_numbers(engine):
     assert (len(again) > 1) != engine.scheduler.kv_cache_manager.enable_caching
 
 
-def test_evictions_that_free_less_than_was_counted_go_on_until_the_promised_prompt_fits(tmp_path):
-    model = local_model(tmp_path, layers=2, hidden=128)
+def test_evictions_that_free_less_than_was_counted_go_on_until_the_promised_prompt_fits(
+    model, tmp_path
+):
     engine = InProcess(model, tmp_path, "fcfs", async_scheduling=False, **ARGS)
     # Each holds eight blocks when the chat comes, of which six are the same: one frees but two.
     shared = prompt(2, 192)

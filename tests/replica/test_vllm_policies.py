@@ -28,8 +28,8 @@ CONFIGURATIONS = {
     },
 }
 
-DIFFERENT = ["annealing", "deadline_triage", "fcfs"]
-"""By deadlines, by a search, and in the order of arrival."""
+DIFFERENT = [pytest.param("annealing", marks=pytest.mark.release), "deadline_triage", "fcfs"]
+"""By a search, by deadlines, and in the order of arrival."""
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from sluice.replica.engine import Resume
 from sluice.replica.vllm.local_model import local_model
+from tests.examples import examples
 
 pytestmark = pytest.mark.vllm
 
@@ -111,7 +112,7 @@ TOKENS = st.one_of(st.integers(131, 258), st.integers(259, 2047), st.sampled_fro
     st.sampled_from([[], ["a"], ["e "], ["th", "er"], ["\ufffd"]]),
     st.data(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_what_is_made_again_is_what_was_made(
     tokenizer: Any, tokens: list[int], sizes: list[int], stop: list[str], data: st.DataObject
 ) -> None:

@@ -113,6 +113,39 @@ def test_a_prefix_in_the_cache_is_not_computed_again(run):
     assert sum(computed[1:]) < 100
 
 
+def last_prefill_batches(batches, lengths):
+    """For each request, the number of the batch that ends its prefill."""
+    done = {}
+    for number, batch in enumerate(batches):
+        for name, tokens, computed in batch["ran"]:
+            if computed + tokens >= lengths[name]:
+                done.setdefault(name, number)
+    return done
+
+
+def test_a_tight_deadline_passes_long_prefills(run):
+    """Six long prompts without an objective arrive before a short one with 2 s to its first token,
+    on an engine that is believed to take 10 s for the long ones. All are there before the first
+    batch, so the order of the batches decides alone."""
+    chance = random.Random(1)
+    lengths = {str(i): 900 for i in range(6)} | {"6": 40}
+    objectives = [SLO()] * 6 + [SLO(ttft_s=2.0, tpot_s=0.5, priority=4)]
+    requests = [
+        ([chance.randrange(300, 1000) for _ in range(length)], 8, slo)
+        for length, slo in zip(lengths.values(), objectives, strict=True)
+    ]
+    not_after = {}
+    for policy in ("fcfs", "fairbatching", "slidebatching"):
+        engine, since = run(policy)
+        engine.table.set_model(LinearLatency(a=0.05, b=0.002))
+        engine.generate(requests)
+        done = last_prefill_batches(since.batches(), lengths)
+        not_after[policy] = sum(done[name] <= done["6"] for name in lengths if name != "6")
+        for batch in since.batches():
+            assert sum(tokens for _, tokens, _ in batch["ran"]) <= 512
+    assert not_after == {"fcfs": 6, "fairbatching": 0, "slidebatching": 0}
+
+
 @pytest.mark.parametrize("args", [{}, LOW_KV], ids=["roomy", "low-kv"])
 def test_greedy_output_equals_stock_under_random_deferral(run, stock, monkeypatch, args):
     """Each plan sees the objective of the stage that a request is in."""
@@ -158,39 +191,6 @@ def test_every_planned_token_is_run_and_no_other(run):
         assert dict(map(tuple, batch["plan"])) == ran
         assert sum(ran.values()) <= 64
     assert since["plan_mismatches"] == 0
-
-
-def last_prefill_batches(batches, lengths):
-    """For each request, the number of the batch that ends its prefill."""
-    done = {}
-    for number, batch in enumerate(batches):
-        for name, tokens, computed in batch["ran"]:
-            if computed + tokens >= lengths[name]:
-                done.setdefault(name, number)
-    return done
-
-
-def test_a_tight_deadline_passes_long_prefills(run):
-    """Six long prompts without an objective arrive before a short one with 2 s to its first token,
-    on an engine that is believed to take 10 s for the long ones. All are there before the first
-    batch, so the order of the batches decides alone."""
-    chance = random.Random(1)
-    lengths = {str(i): 900 for i in range(6)} | {"6": 40}
-    objectives = [SLO()] * 6 + [SLO(ttft_s=2.0, tpot_s=0.5, priority=4)]
-    requests = [
-        ([chance.randrange(300, 1000) for _ in range(length)], 8, slo)
-        for length, slo in zip(lengths.values(), objectives, strict=True)
-    ]
-    not_after = {}
-    for policy in ("fcfs", "fairbatching", "slidebatching"):
-        engine, since = run(policy, enable_prefix_caching=False, max_num_batched_tokens=256)
-        engine.table.set_model(LinearLatency(a=0.05, b=0.002))
-        engine.generate(requests)
-        done = last_prefill_batches(since.batches(), lengths)
-        not_after[policy] = sum(done[name] <= done["6"] for name in lengths if name != "6")
-        for batch in since.batches():
-            assert sum(tokens for _, tokens, _ in batch["ran"]) <= 256
-    assert not_after == {"fcfs": 6, "fairbatching": 0, "slidebatching": 0}
 
 
 def test_only_the_calling_thread_is_pinned_and_only_to_an_allowed_core(caplog):

@@ -23,6 +23,7 @@ from sluice.replica.watchdog import (
 from sluice.scheduling.fleet.state import EngineState
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.latency.profile import LatencyProfile
+from tests.examples import examples
 
 HUNG_AFTER_S = 5.0
 LOOK_S = 0.5
@@ -205,7 +206,7 @@ def test_the_longest_step_is_of_a_full_batch() -> None:
     steps=st.lists(st.floats(0.01, 4.9), min_size=1, max_size=30),
     stop_s=st.floats(5.6, 60),
 )
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_no_false_alarm_and_none_that_does_not_come(steps: list[float], stop_s: float) -> None:
     """Requests always wait, and steps come at any times within the patience; then they stop."""
     bench = Bench()

@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from starlette.types import Message
 
+from tests.examples import examples
 from tests.router.test_admin import ADMIN, Operated, operated
 
 Header = tuple[bytes, bytes]
@@ -149,7 +150,7 @@ def at(path: str, *given_headers: Header) -> Sent:
 def test_where_it_is_open_nothing_that_is_sent_breaks_it(runner: asyncio.Runner) -> None:
     asked = Asked(runner, OPEN)
 
-    @settings(max_examples=200)
+    @settings(max_examples=examples(200))
     @given(sent)
     @example(at("/admin/v1/fleet", (b"host", b"[::1")))
     @example(at("/admin/v1/fleet", (b"host", b"localhost"), (b"origin", b"http://[")))
@@ -167,7 +168,7 @@ def test_where_it_is_open_nothing_that_is_sent_breaks_it(runner: asyncio.Runner)
 def test_where_a_key_opens_it_nothing_else_does(runner: asyncio.Runner) -> None:
     asked = Asked(runner, None)
 
-    @settings(max_examples=200)
+    @settings(max_examples=examples(200))
     @given(sent)
     def holds(request: Sent) -> None:
         status = asked.check(request)
@@ -182,7 +183,7 @@ def test_who_has_the_key_breaks_nothing_either(runner: asyncio.Runner) -> None:
     asked = Asked(runner, None)
     key = (b"authorization", f"Bearer {ADMIN}".encode())
 
-    @settings(max_examples=200)
+    @settings(max_examples=examples(200))
     @given(sent)
     def holds(request: Sent) -> None:
         rest = [header for header in request[3] if header[0] != b"authorization"]

@@ -22,6 +22,7 @@ from sluice.router.dispatch.admission_queue import (
 from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.tenancy.limits import ANYONE, Client
+from tests.examples import examples
 from tests.router.far_side import CHAT_BODY
 from tests.router.test_admission import edge_of, guaranteed, post, unattainable
 from tests.router.virtual_time import VirtualTime, settle
@@ -247,7 +248,7 @@ _STEPS = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(steps=_STEPS, length=st.integers(1, 12), limit_s=st.floats(0.1, 4.0))
 async def test_whatever_happens_the_line_is_bounded_in_order_and_ends(
     steps: list[tuple[str, float]], length: int, limit_s: float

@@ -20,6 +20,7 @@ from sluice.router.request.call import MAX_INLINE_BYTES
 from sluice.router.request.validation import check_body
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.request.objective import SLO
+from tests.examples import examples
 from tests.router.far_side import (
     CHAT_BODY,
     COMPLETION_BODY,
@@ -448,7 +449,7 @@ _KEYS = st.sampled_from(
 )
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.too_slow])
 @given(
     changes=st.dictionaries(_KEYS, _VALUES, max_size=3),
     path=st.sampled_from(list(ENDPOINTS)),

@@ -32,6 +32,7 @@ from sluice.router.picker.messages import (
     decode,
 )
 from sluice.router.picker.server import HEALTH
+from tests.examples import examples
 from tests.replica.waiting import until
 from tests.router.far_side import COMPLETION_BODY
 from tests.router.picking import (
@@ -394,7 +395,7 @@ def valid() -> bytes:
 
 
 @given(st.data())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_decoding_takes_any_bytes(valid: bytes, data: st.DataObject) -> None:
     changed = bytearray(valid)
     for _ in range(data.draw(st.integers(0, 8))):
@@ -409,7 +410,7 @@ def test_decoding_takes_any_bytes(valid: bytes, data: st.DataObject) -> None:
 
 
 @given(st.lists(st.binary(max_size=40), max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_bytes_of_any_kind_end_no_picker(messages: list[bytes]) -> None:
     async def one() -> None:
         queue = iter([request_headers(modes=DUPLEX), *messages])

@@ -36,6 +36,7 @@ from sluice.router.request.prompt_size import PromptSize
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage
+from tests.examples import examples
 from tests.router.far_side import (
     CHAT_BODY,
     COMPLETION_BODY,
@@ -139,7 +140,7 @@ def without_time_and_name(stream: str) -> str:
 
 @pytest.mark.parametrize("path", PATHS)
 @given(cuts=st.lists(st.integers(1, TOKENS + 5), max_size=5))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @virtual
 async def test_a_client_sees_nothing_of_any_sequence_of_deaths(path: str, cuts: list[int]) -> None:
     options = {"stream_options": {"include_usage": True}}
@@ -149,7 +150,7 @@ async def test_a_client_sees_nothing_of_any_sequence_of_deaths(path: str, cuts: 
 
 
 @given(cuts=st.lists(st.tuples(st.integers(1, TOKENS + 5), st.integers(0, 2)), max_size=3))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @virtual
 async def test_nor_where_each_part_is_anothers(cuts: list[tuple[int, int]]) -> None:
     """Pairs of replicas, of which the one or the other dies at any place."""

@@ -158,8 +158,8 @@ async def test_a_cancellation_from_elsewhere_passes_a_patient_send() -> None:
     assert this is not None and this.cancelling() == 0
 
 
-async def test_thousands_of_refused_and_slow_requests_leave_nothing_behind() -> None:
-    """2,000 that are refused, by everything that refuses, and 500 that are slow, all at once."""
+async def test_hundreds_of_refused_and_slow_requests_leave_nothing_behind() -> None:
+    """1,000 that are refused, by everything that refuses, and 200 that are slow, all at once."""
     time = VirtualTime()
     keys = (
         ApiKey(key=SecretStr(KEY), name="acme"),
@@ -204,14 +204,14 @@ async def test_thousands_of_refused_and_slow_requests_leave_nothing_behind() -> 
         edge.controller.released.clear()
         return sorted({each.status for each in turned})
 
-    await storm(8, 400)
+    await storm(8, 200)
     gc.collect()
     before, objects = left(), len(gc.get_objects())
-    assert await storm(500, 2_000) == [400, 401, 429]
+    assert await storm(200, 1_000) == [400, 401, 429]
     # Whoever watches silent streams looks once more, and ends.
     async with asyncio.timeout(120):
         while any(now > then for now, then in zip(left(), before, strict=True)):
             await settle()
     gc.collect()
     # Less than one object for each of them: no table grows with what comes.
-    assert len(gc.get_objects()) - objects < 1_000
+    assert len(gc.get_objects()) - objects < 500

@@ -36,6 +36,7 @@ from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.serve.contract import ReplicaFailedError, ReplicaStream
 from sluice.scheduling.roles import Role
+from tests.examples import examples
 from tests.router.far_side import Behaviour, Edge, FarController, FarSide, attempt_at, waiting_call
 from tests.router.test_resume import TOKENS, simulated, text, without_time_and_name
 from tests.router.test_resume import virtual as in_virtual_time
@@ -105,7 +106,7 @@ async def asked(router: Edge, path: str = CHAT, **body: Any) -> asyncio.Task[str
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @given(cuts=st.lists(st.integers(0, TOKENS + 2), max_size=1), engine=st.booleans())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @virtual
 async def test_a_client_sees_nothing_of_replicas_that_freeze(
     path: str, cuts: list[int], engine: bool
@@ -359,7 +360,7 @@ def silent_at(place: str | None, stream: ReplicaStream | None = None, name: str 
         max_size=6,
     )
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @virtual
 async def test_given_up_if_and_only_if_it_stands_still(turns: list[tuple[str, float]]) -> None:
     script = Script(turns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -39,6 +40,7 @@ class OneFactor:
         self.factor *= 0.95 + 0.05 * off
 
 
+@cache
 def decodes(count: int, seed: int = 0, prefill_share: float = 0.0) -> list[Parts]:
     """Batches of 1 to 32 decodes, whose number changes slowly; that share of them has a prefill
     chunk, too."""
@@ -46,19 +48,21 @@ def decodes(count: int, seed: int = 0, prefill_share: float = 0.0) -> list[Parts
     running, parts = 8, []
     for _ in range(count):
         running = int(np.clip(running + draw.integers(-1, 2), 1, 32))
-        batch = [(1, int(draw.integers(16, 2_000))) for _ in range(running)]
+        batch = [(1, context) for context in draw.integers(16, 2_000, running).tolist()]
         if draw.random() < prefill_share:
             batch.append((int(draw.integers(2, 513)), int(draw.integers(0, 2_001))))
         parts.append(PROFILE.parts_s(StepSample.of(batch)))
     return parts
 
 
+@cache
 def mixed(count: int, seed: int = 0) -> list[Parts]:
     """Batches of any up to 32 decodes and up to two prefill chunks."""
     draw = np.random.default_rng(seed)
     parts = []
     for _ in range(count):
-        batch = [(1, int(draw.integers(16, 2_000))) for _ in range(draw.integers(0, 33))]
+        contexts = draw.integers(16, 2_000, draw.integers(0, 33))
+        batch = [(1, context) for context in contexts.tolist()]
         chunks = draw.integers(0 if batch else 1, 3)
         batch += [(int(draw.integers(2, 513)), int(draw.integers(0, 2_001))) for _ in range(chunks)]
         parts.append(PROFILE.parts_s(StepSample.of(batch)))

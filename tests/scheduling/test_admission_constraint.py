@@ -12,6 +12,7 @@ from sluice.scheduling.admission.constraint import Constraint
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.request.job import RouteQuery
 from sluice.scheduling.request.objective import SLO
+from tests.examples import examples
 from tests.scheduling.fleets import fleet_of, job, report, row
 
 WALKS = ("moore_hodgson", "slos_serve")
@@ -56,7 +57,7 @@ def test_the_prefill_budget_names_itself() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     queue=st.lists(st.tuples(st.integers(1, 9_000), st.booleans()), max_size=6),
     prompt=st.integers(1, 20_000),

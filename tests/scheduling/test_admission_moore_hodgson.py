@@ -15,6 +15,7 @@ from sluice.scheduling.placement.placer import Placer
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import RouteQuery, Tier
 from sluice.scheduling.routing import make_policy as make_routing
+from tests.examples import examples
 from tests.scheduling.fleets import fleet_of, job, report, row
 
 MODEL = LinearLatency(a=0.010, b=0.000_1, c=0.000_001)
@@ -107,7 +108,7 @@ slos = st.sampled_from(SLOS)
 tokens = st.integers(2, 4_000)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     waiting=st.lists(st.tuples(slos, tokens, st.integers(0, 8)), max_size=8),
     decoding=st.lists(st.tuples(slos, tokens, st.integers(1, 40)), max_size=8),
@@ -208,7 +209,7 @@ def ends(promises: list[Promise]) -> list[float]:
 PROMISE_ONLY = frozenset({Tier.GUARANTEED})
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     asked=st.lists(
         st.tuples(

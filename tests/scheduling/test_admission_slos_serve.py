@@ -15,6 +15,7 @@ from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.kernels import most_work_s
 from sluice.scheduling.request.objective import SLO, Anchor
 from sluice.scheduling.routing import Job, RouteQuery
+from tests.examples import examples
 from tests.scheduling.fleets import fleet_of, job, report, row
 
 MODEL = LinearLatency(a=0.010, b=0.000_1, c=0.000_001)
@@ -115,7 +116,7 @@ decoding = st.builds(
 others = st.builds(row, slos, tokens, best_effort=st.just(True), running=st.booleans())
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(
     rows=st.lists(st.one_of(waiting, decoding, others), max_size=14),
     reserved=st.lists(st.tuples(slos, tokens), max_size=4),

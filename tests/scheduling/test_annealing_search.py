@@ -26,6 +26,7 @@ from sluice.scheduling.latency.request_model import InteractionLatency
 from sluice.scheduling.request.kernels import COMPUTED, EMITTED, FIRST_TOKEN, PENDING, RUNNING
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import row_of
+from tests.examples import examples
 
 PAPER = Schedule.of(500.0, 20.0, 100, 0.95, seed=0)
 TABLE_2 = InteractionLatency.paper()
@@ -117,7 +118,7 @@ def some_jobs(draw: st.DrawFn, most_requests: int) -> Jobs:
     return Jobs(times(waiting), first, joining, draw(st.floats(0, 5)))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(jobs=some_jobs(most_requests=12), seed=st.integers(0, 3))
 def test_a_mapping_is_complete_within_the_batch_size_and_worth_what_it_says(
     jobs: Jobs, seed: int
@@ -137,7 +138,7 @@ def test_a_mapping_is_complete_within_the_batch_size_and_worth_what_it_says(
     assert again.sizes.tolist() == found.sizes.tolist()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(jobs=some_jobs(most_requests=4))
 def test_no_mapping_is_better_than_the_exhaustive_one(jobs: Jobs) -> None:
     assert anneal(jobs, PAPER).g <= exhaustive(jobs) * (1 + 1e-9)

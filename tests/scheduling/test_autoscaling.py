@@ -23,6 +23,7 @@ from sluice.scheduling.autoscaling import (
     make_policy,
 )
 from sluice.scheduling.autoscaling.head_room import LEAST_LIMIT
+from tests.examples import examples
 
 INTERVAL_S = 2.0
 ASKED = 10.0
@@ -110,7 +111,7 @@ def histories(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     history=histories(), least=st.integers(1, 5), extra=st.integers(0, 8), start=st.integers(1, 20)
 )
@@ -139,7 +140,7 @@ def test_a_policy_says_what_it_is(name: str) -> None:
 
 
 class TestHeadRoom:
-    @settings(max_examples=25)
+    @settings(max_examples=examples(25))
     @given(demand=st.floats(0, 12), start=st.integers(1, 16))
     def test_under_constant_load_it_settles_and_stays(self, demand: float, start: int) -> None:
         life = Life(head_room(), start)
@@ -151,7 +152,7 @@ class TestHeadRoom:
         ways = [after - before for before, after in pairwise(life.sizes) if after != before]
         assert all(way > 0 for way in ways) or all(way < 0 for way in ways)
 
-    @settings(max_examples=40)
+    @settings(max_examples=examples(40))
     @given(history=histories(), more=st.floats(1, 3), start=st.integers(1, 10))
     def test_more_work_never_means_fewer_replicas(
         self, history: list[dict[str, Any]], more: float, start: int
@@ -273,7 +274,7 @@ class TestOngoingRequests:
         life.look_for(10, 0.0, ongoing=22.0)
         assert life.pool.target == 6
 
-    @settings(max_examples=30)
+    @settings(max_examples=examples(30))
     @given(
         ongoing=st.lists(st.floats(0, 60), min_size=5, max_size=60),
         target=st.floats(0.5, 8),

@@ -21,6 +21,7 @@ from sluice.scheduling.latency.model import LatencyModel, LinearLatency
 from sluice.scheduling.request.kernels import TENANT
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, RequestView
+from tests.examples import examples
 from tests.scheduling.test_plan_invariants import VARIANTS, run_as_engine
 from tests.scheduling.views import ROOMY, budgets, decode, latencies, prefill, queue_of, queues
 
@@ -60,7 +61,7 @@ def without_best_effort(
     return promised, budget._replace(kv_blocks=budget.kv_blocks + freed)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(data=st.data(), queue=queues(), latency=latencies)
 def test_promised_requests_are_planned_as_if_nobody_else_were_there(
     data: st.DataObject, queue: QueueView, latency: LatencyModel
@@ -80,7 +81,7 @@ def test_promised_requests_are_planned_as_if_nobody_else_were_there(
         assert both.entries[: len(taken)] == taken, name
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data(), queue=queues(), latency=latencies)
 def test_plans_with_an_aged_lane_can_be_run(
     data: st.DataObject, queue: QueueView, latency: LatencyModel
@@ -101,7 +102,7 @@ def test_plans_with_an_aged_lane_can_be_run(
             assert all(views[rid].running and views[rid].best_effort for rid in made.kept_ids)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     sizes=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 300)), max_size=8),
     blocks=st.integers(-2, 60),
@@ -415,7 +416,7 @@ def test_the_turns_are_by_weight_and_keep_the_order_of_deadlines() -> None:
     assert [key for key, _ in made.entries] == ["soon"]
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(queue=queues(max_size=20), data=st.data())
 def test_turns_change_no_tenant_s_own_order_and_stay_even(
     queue: QueueView, data: st.DataObject

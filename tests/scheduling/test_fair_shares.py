@@ -18,6 +18,7 @@ from sluice.scheduling.tenancy.fair_shares import (
     has_room,
     water_level,
 )
+from tests.examples import examples
 
 EASY = SLO(ttft_s=1.0)
 
@@ -146,7 +147,7 @@ events = st.lists(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(events)
 def test_who_is_below_its_share_is_never_held_back(
     events: list[tuple[float, int, int, str, int]],

@@ -17,6 +17,7 @@ from sluice.scheduling.placement.placer import Placer
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import RouteQuery, Tier
 from sluice.scheduling.routing import make_policy as make_routing
+from tests.examples import examples
 from tests.scheduling.fleets import fleet_of, report, row
 
 MODEL = LinearLatency(a=0.010, b=0.000_1, c=0.0)
@@ -83,7 +84,7 @@ def test_best_effort_prompts_may_be_what_takes_so_long() -> None:
         st.tuples(st.floats(0.1, 8.0), st.integers(1, 20_000), st.floats(0.0, 1.0)), max_size=12
     )
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_nothing_that_was_just_promised_is_late(asked: list[tuple[float, int, float]]) -> None:
     fleet = fleet_of(report(latency=MODEL))
     placer = Placer(fleet, make_routing("least_tokens"), make_admission("moore_hodgson"))
@@ -101,7 +102,7 @@ def test_nothing_that_was_just_promised_is_late(asked: list[tuple[float, int, fl
     slower=st.floats(1.0, 8.0),
     seen_s=st.floats(0.0, 3.0),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_who_stays_is_in_time_once_the_others_have_left(
     tokens: list[int], slower: float, seen_s: float
 ) -> None:

@@ -23,6 +23,7 @@ from sluice.scheduling.roles import ROLES, Role
 from sluice.scheduling.routing import POLICIES as ROUTERS
 from sluice.scheduling.routing import RouteQuery, Tier
 from sluice.scheduling.routing import make_policy as make_routing
+from tests.examples import examples
 from tests.scheduling.fleets import MODEL, fleet_of, report, row
 
 PROMISED, BEST_EFFORT = frozenset({Tier.GUARANTEED}), frozenset({Tier.BEST_EFFORT})
@@ -269,7 +270,7 @@ def check(fleet: Fleet, made: RouteDecision, asked: RouteQuery, there: list[Repo
 
 
 @pytest.mark.parametrize("admission", [*ADMISSIONS, None])
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     there=st.lists(some_report, min_size=1, max_size=5),
     asked=st.lists(some_query, min_size=1, max_size=6),
@@ -299,7 +300,7 @@ def test_every_decision_is_a_pair_or_a_replica_and_all_that_it_takes_ends(
     np.testing.assert_array_equal(fleet.figures, before)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(there=st.lists(some_report, min_size=2, max_size=5), asked=some_query)
 def test_a_pair_that_promises_is_one_of_which_both_can(
     there: list[Report], asked: tuple[SLO, int, frozenset[Tier], bool]

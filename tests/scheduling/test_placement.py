@@ -15,6 +15,7 @@ from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
 from sluice.scheduling.routing import RouteQuery, Tier
 from sluice.scheduling.routing import make_policy as make_routing
+from tests.examples import examples
 from tests.scheduling.fleets import MODEL, fleet_of, report, row
 
 ADMISSIONS = ("moore_hodgson", "pab", "slos_serve")
@@ -130,7 +131,7 @@ asked = st.lists(
 
 
 @pytest.mark.parametrize("admission", ADMISSIONS)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(asked=asked)
 def test_decisions_are_those_of_the_promised_alone_and_the_same_again(
     admission: str, asked: list[tuple[float, SLO, int, frozenset[Tier]]]

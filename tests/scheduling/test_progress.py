@@ -4,7 +4,10 @@ The engine takes exactly the model's time for each step, holds KV blocks, and pr
 what a plan draws on, as the real one does.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
+from functools import cache
+from operator import attrgetter
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +17,7 @@ from sluice.scheduling.batching import POLICIES, BatchBudget, BatchPolicy, make_
 from sluice.scheduling.latency.model import LinearLatency, StepSample
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, RequestView
+from tests.examples import examples
 from tests.scheduling.views import slos
 
 BLOCK = 16
@@ -62,11 +66,11 @@ def run(
     now_s = 0.0
     steps = 0
     while live and (until is None or until in live):
-        arrived = [job for job in live if job.arrival_s <= now_s]
+        arrived = live[: bisect_right(live, now_s, key=attrgetter("arrival_s"))]
         if not arrived:
             now_s = live[0].arrival_s
             continue
-        free = blocks - sum(job.blocks for job in live)
+        free = blocks - sum(job.blocks for job in arrived)
         budget = BatchBudget(tokens, sequences, free, BLOCK)
         queue = QueueView(tuple(job.view() for job in arrived))
         plan = policy.plan(queue, now_s, model, budget)
@@ -75,7 +79,9 @@ def run(
         now_s += plan.predicted_s
         steps += 1
         _apply(plan.entries, arrived, free, now_s)
-        live = [job for job in live if len(job.emitted_s) < job.output]
+        for job in arrived:
+            if len(job.emitted_s) == job.output:
+                live.remove(job)
     return {job.name: job for job in jobs}, steps
 
 
@@ -135,8 +141,9 @@ def test_a_running_answer_keeps_its_pace_while_long_prompts_come_in(name: str) -
     assert slowest(name) <= 0.03 * 1.001
 
 
+@cache
 def prompts_beside_tight_decodes(
-    name: str, tpot_s: float, decodes: int = 1, output: int = 4_000
+    name: str, tpot_s: float, decodes: int = 1, output: int = 2_000
 ) -> tuple[float, float]:
     """Slowest TTFT of eight prompts, and slowest TPOT of the decodes that run when they come."""
     model = LinearLatency(a=0.004, b=0.000_2, c=0.000_001)
@@ -166,8 +173,8 @@ def test_tight_decodes_that_can_be_held_keep_their_pace(
 
 
 @pytest.mark.parametrize("name", ["fairbatching", "slidebatching"])
-@pytest.mark.parametrize("tpot_s", [0.005, 0.006, 0.008, 0.012, 0.02])
-@pytest.mark.parametrize("prompt", [1_000, 7_000])
+@pytest.mark.parametrize("tpot_s", [0.005, 0.008, 0.02])
+@pytest.mark.parametrize("prompt", [pytest.param(1_000, marks=pytest.mark.release), 7_000])
 def test_an_endless_stream_of_tight_decodes_does_not_stop_a_prefill(
     name: str, tpot_s: float, prompt: int
 ) -> None:
@@ -182,7 +189,7 @@ def test_an_endless_stream_of_tight_decodes_does_not_stop_a_prefill(
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     data=st.lists(
         st.tuples(st.integers(1, 300), st.integers(1, 40), slos, st.floats(0, 2)),

@@ -29,6 +29,7 @@ from sluice.simulation.cluster import simulate_cluster
 from sluice.simulation.config import ClusterConfig
 from sluice.simulation.requests import Requests
 from sluice.simulation.workload import Arrival, Workload
+from tests.examples import examples
 from tests.scheduling.fleets import fleet_of, report, row
 
 SLOW = SLO(ttft_s=1.0, tpot_s=0.1)
@@ -162,7 +163,7 @@ def test_what_is_told_is_within_bounds_whatever_comes(
         assert len(line) <= 9
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(late=st.floats(0.3, 20.0), spread=st.floats(0.05, 1.0), seed=st.integers(0, 99))
 def test_the_level_is_held_however_far_off_predictions_are(
     late: float, spread: float, seed: int
@@ -209,7 +210,7 @@ def poisson(rate: float, seconds: float, seed: int) -> Workload:
     return Workload("poisson", arrivals)
 
 
-@pytest.mark.parametrize("rate", [10.0, 18.0])
+@pytest.mark.parametrize("rate", [10.0, pytest.param(18.0, marks=pytest.mark.release)])
 def test_four_fifths_of_those_who_come_when_told_to_are_promised(rate: float) -> None:
     """All come again, up to ten times; at the highest rate more come than can be promised."""
     requests = simulated(rate)

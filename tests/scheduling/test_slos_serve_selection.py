@@ -16,6 +16,7 @@ from sluice.scheduling.admission.slos_serve_selection import (
 )
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.request.objective import Anchor
+from tests.examples import examples
 
 SLIP_S = 1e-9
 
@@ -25,7 +26,7 @@ def demand(
 ) -> Demand:
     """Requests of (due, prefill, TPOT, decode step), seconds, on a model of one piece."""
     table = np.array(requests, dtype=np.float64).reshape(-1, 4)
-    due_s, prefill_s, tpot_s, step_s = table.T
+    due_s, prefill_s, tpot_s, step_s = table.T.copy()
     more = np.ones(len(table))
     return Demand(due_s, prefill_s, tpot_s, step_s[:, np.newaxis], more * blocks, more * value)
 
@@ -142,7 +143,7 @@ def contended(seed: int) -> tuple[Demand, Demand, Supply]:
     return new, promised, given_
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(seed=st.integers(0, 2**32))
 def test_it_admits_what_an_exhaustive_search_finds_best(seed: int) -> None:
     case = contended(seed)
@@ -157,7 +158,7 @@ def test_it_admits_what_an_exhaustive_search_finds_best(seed: int) -> None:
     assert new.value[list(chosen)].sum() == best
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @example(seed=134217728)
 @given(seed=st.integers(0, 2**32))
 def test_more_time_blocks_or_places_never_admit_less(seed: int) -> None:

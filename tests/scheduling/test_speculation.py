@@ -38,6 +38,7 @@ from sluice.scheduling.latency.speculation_solver import (
 from sluice.scheduling.request.kernels import FIXED, PREFILL_TOKENS, Ints, work_s
 from sluice.scheduling.request.objective import SLO, Anchor
 from sluice.scheduling.request.queue import RequestView
+from tests.examples import examples
 from tests.scheduling.views import ROOMY, decode, prefill, queue_of
 
 MODEL = LinearLatency(a=0.02, b=0.0001)
@@ -120,7 +121,7 @@ def prefill_rate(
     return best
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     decodes=decodes_of,
     draft_s=st.sampled_from([0.0, 0.001, 0.01]),
@@ -165,7 +166,7 @@ def test_with_one_tier_it_is_the_problem_of_the_paper() -> None:
     assert set(lengths) == {max(expected, key=lambda length: expected[length])}
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     decodes=decodes_of,
     draft_s=st.sampled_from([0.0, 0.001]),
@@ -392,7 +393,7 @@ def check(rates: AcceptanceRates, name: str, alpha: float, steps: int, checked: 
         rates.observe(name, checked, accepted)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(alpha=st.floats(0, 0.97), checked=st.integers(1, 9))
 def test_the_rate_becomes_that_of_the_class_whatever_is_checked(alpha: float, checked: int) -> None:
     rates = AcceptanceRates()

@@ -17,6 +17,7 @@ from sluice.scheduling.request.job import RouteDecision
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import RouteQuery, Tier
 from sluice.scheduling.routing import make_policy as make_routing
+from tests.examples import examples
 from tests.scheduling.fleets import fleet_of, job, report, row
 
 GUARANTEED = frozenset({Tier.GUARANTEED})
@@ -113,7 +114,7 @@ def keyed(queries: Sequence[RouteQuery]) -> list[RouteQuery]:
     return [query._replace(key=1_000 + index) for index, query in enumerate(queries)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     rows=st.lists(present, max_size=6),
     queries=st.lists(asked, min_size=2, max_size=5),
@@ -137,7 +138,7 @@ def test_on_one_replica_no_set_is_worth_more(
     assert worth(queries, made) == pytest.approx(most)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     rows=st.lists(st.lists(present, max_size=4), min_size=2, max_size=3),
     queries=st.lists(asked, min_size=2, max_size=MOST_TOGETHER),
@@ -156,7 +157,7 @@ def test_on_several_replicas_the_set_is_worth_at_least_as_much_as_one_by_one(
     assert worth(queries, together(placer(fleets[1], routing), queries)) >= one_by_one
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(rows=st.lists(present, max_size=8), query=asked, now_s=st.sampled_from([0.0, 0.2]))
 def test_the_program_for_one_request_answers_as_the_walk(
     rows: list[np.ndarray], query: RouteQuery, now_s: float

@@ -8,6 +8,7 @@ from sluice.scheduling.batching import BatchBudget, BatchPolicy, make_policy
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import RequestView
+from tests.examples import examples
 from tests.scheduling.steps import run
 from tests.scheduling.views import ROOMY, decode, prefill, queue_of
 
@@ -118,7 +119,7 @@ def test_a_key_that_comes_back_is_another_request() -> None:
     assert order(policy, *queue) == ["other", "waits", "again"]
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(
     data=st.data(),
     weights=st.lists(st.integers(1, 5), min_size=2, max_size=3, unique=True),

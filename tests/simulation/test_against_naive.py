@@ -20,6 +20,7 @@ from sluice.simulation.config import EngineConfig
 from sluice.simulation.run import TOO_LONG, simulate
 from sluice.simulation.truth import Truth
 from sluice.simulation.workload import Arrival, Workload
+from tests.examples import examples
 from tests.simulation.loads import of
 
 # Powers of two, so that a step's time is exact in whatever order it is summed.
@@ -210,7 +211,7 @@ loads = st.lists(small, min_size=1, max_size=14).map(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     load=loads,
     name=st.sampled_from(sorted(ORDERS)),

@@ -14,6 +14,7 @@ from sluice.simulation.requests import Requests
 from sluice.simulation.run import drive
 from sluice.simulation.truth import Belief, Truth
 from sluice.simulation.workload import Arrival, Workload
+from tests.examples import examples
 from tests.simulation.loads import MODEL, configs, families, of, workloads
 
 CHAT = SLO(ttft_s=0.5, tpot_s=0.05)
@@ -37,7 +38,7 @@ def serve(
     return engine, requests
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(
     load=st.one_of(workloads, families()),
     config=configs,
@@ -99,7 +100,14 @@ def shares(requests: Requests, flags: list[bool]) -> tuple[float, float]:
     return float(met[promised].mean()), float(last)
 
 
-@pytest.mark.parametrize("name", ["fcfs", "deadline_triage", "slos_serve", "weighted_vtc"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fcfs",
+        "deadline_triage",
+        *(pytest.param(n, marks=pytest.mark.release) for n in ("slos_serve", "weighted_vtc")),
+    ],
+)
 def test_promised_requests_hardly_notice_a_backlog_behind_them(name: str) -> None:
     load, flags = two_tiers(rate=6.0, behind=150)
     alone = of([arrival for arrival in load.arrivals if arrival.task == "chat"])

@@ -213,7 +213,7 @@ def test_random_requests_wait_as_in_an_m_d_1_queue() -> None:
     is 0.784: one replica holds 75 %, and not 82 %."""
     slo = SLO(ttft_s=0.1 + 0.09)
     rng = np.random.default_rng(5)
-    times = np.cumsum(rng.exponential(0.2, 8_000)).tolist()
+    times = np.cumsum(rng.exponential(0.2, 3_000)).tolist()
     load = Workload("poisson", tuple(Arrival(when, 1_000, 1, slo) for when in times))
     curve = {replicas: attainment_of(load, replicas) for replicas in (1, 2)}
     assert curve[1] == pytest.approx(0.5 * exp(0.45), abs=0.02)

@@ -40,6 +40,7 @@ from sluice.simulation.requests import Requests
 from sluice.simulation.run import TOO_LONG, Result, simulate
 from sluice.simulation.truth import Belief, Truth
 from sluice.simulation.workload import Workload
+from tests.examples import examples
 from tests.simulation.clusters import EXACT, batch, ended_well, pools, route, steady
 from tests.simulation.loads import MODEL, families, workload, workloads
 
@@ -79,7 +80,7 @@ incidents = st.lists(
 )
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(
     load=st.one_of(workloads, families()),
     what_happens=incidents,

@@ -19,6 +19,7 @@ from sluice.simulation.requests import Requests
 from sluice.simulation.run import TOO_LONG, Result, drive, simulate
 from sluice.simulation.truth import Belief, Truth
 from sluice.simulation.workload import Arrival, Stage, Workload
+from tests.examples import examples
 from tests.simulation.loads import MODEL, OBJECTIVE, configs, of, workload, workloads
 
 EXACT = Truth(MODEL, noise=0)
@@ -89,7 +90,7 @@ def run_engine(
     return engine, requests
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     load=workloads,
     config=configs,

@@ -26,6 +26,7 @@ from sluice.simulation.requests import Requests
 from sluice.simulation.run import simulate
 from sluice.simulation.summary import summarise
 from sluice.simulation.workload import Arrival, Stage, Workload
+from tests.examples import examples
 from tests.simulation.loads import MODEL, of, workload, workloads
 
 # Token times of one request that arrived at 1.0.
@@ -82,7 +83,7 @@ def windows_by_definition(times: list[float]) -> float:
     return max(found) if max(found) >= 0 else (times[-1] - times[0]) / (len(times) - 1)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     groups=st.lists(st.tuples(st.floats(0.01, 1.0), st.integers(1, 6)), min_size=1, max_size=12),
     others=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=30),
@@ -145,7 +146,7 @@ def clocks_of(requests: Requests, weights: GainWeights, anchor: Anchor) -> list[
     return clocks
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(load=workloads, anchor=st.sampled_from([Anchor.ENVELOPE, Anchor.FIRST_TOKEN]))
 def test_measurements_agree_with_the_token_clock(load: Workload, anchor: Anchor) -> None:
     config = EngineConfig(max_batch_tokens=64, max_sequences=3)
@@ -167,7 +168,7 @@ def test_measurements_agree_with_the_token_clock(load: Workload, anchor: Anchor)
     assert gain.ideal.sum() == pytest.approx(sum(clock.ideal_gain for clock in clocks))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     streams=st.lists(
         st.tuples(
@@ -213,7 +214,7 @@ def test_results_name_the_tpot_that_was_judged() -> None:
     assert metric_name(TPOTMetric.ENVELOPE, [mean]) == "envelope"
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(load=workloads)
 def test_readings_are_ordered(load: Workload) -> None:
     config = EngineConfig(max_batch_tokens=64, max_sequences=3)

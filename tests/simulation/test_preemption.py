@@ -17,6 +17,7 @@ from sluice.simulation.prefill_run import REFUSED, simulate_prefills
 from sluice.simulation.truth import Truth
 from sluice.simulation.workload import Arrival, Workload
 from sluice.simulation.workloads.settings import flowprefill
+from tests.examples import examples
 
 MODEL = LinearLatency(a=0.01, b=1e-4, c=1e-7, d=4e-9)
 EXACT = Truth(MODEL, 0.0)
@@ -196,7 +197,7 @@ configs = st.builds(
 
 
 class TestProperties:
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60), deadline=None)
     @given(st.lists(requests, min_size=1, max_size=12), configs)
     def test_everything_is_served_within_the_bounds(self, made, config):
         run = served(load(*made), config)
@@ -213,7 +214,7 @@ class TestProperties:
         prompts = sum(arrival.prompt_tokens for arrival in arrivals)
         assert max(a.prompt_tokens for a in arrivals) <= counts.held_tokens <= prompts
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60), deadline=None)
     @given(
         st.lists(st.tuples(st.floats(0, 2), st.integers(1, 6_000)), min_size=1, max_size=10),
         st.sampled_from(["operator", "layer"]),

@@ -12,6 +12,7 @@ from sluice.simulation.requests import Requests
 from sluice.simulation.run import TOO_LONG, drive, simulate
 from sluice.simulation.truth import Belief, Truth
 from sluice.simulation.workload import Arrival, Workload
+from tests.examples import examples
 from tests.simulation.loads import HASHED, MODEL, OBJECTIVE, families
 
 EXACT = Truth(MODEL, noise=0)
@@ -70,7 +71,7 @@ def test_hashed_blocks_must_be_whole_blocks_of_the_engine() -> None:
         computed_tokens(load, block_tokens=24)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     load=families(),
     name=st.sampled_from(sorted(POLICIES)),
@@ -140,7 +141,7 @@ class Pool:
         return hits * HASHED
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(load=families(), kv_blocks=st.integers(12, 24), tokens=st.integers(32, 300))
 def test_requests_in_turn_find_what_vllms_queue_of_free_blocks_would_keep(
     load: Workload, kv_blocks: int, tokens: int

@@ -14,7 +14,8 @@ from tests.simulation.loads import OBJECTIVE
 
 MODEL = LinearLatency(a=0.02, b=1e-4)
 ONE_AT_A_TIME = EngineConfig(max_batch_tokens=8_192, max_sequences=1)
-REQUESTS = 60_000
+MANY = 60_000
+release = pytest.mark.release
 
 
 def poisson(prompts: np.ndarray, rate: float, rng: np.random.Generator) -> Workload:
@@ -31,19 +32,40 @@ def mean_wait_s(load: Workload, noise: float) -> float:
     return float(measured.ttft_s.mean()) - result.busy_s / len(load)
 
 
-@pytest.mark.parametrize("load", [0.4, 0.75])
-def test_equal_prompts_wait_as_in_an_m_d_1_queue(load: float) -> None:
+def test_each_waits_for_those_before_it() -> None:
+    """Lindley's recursion, of which the formula is the mean."""
+    rng = np.random.default_rng(10)
+    load = poisson(rng.choice([50, 400, 6_000], 2_000, p=[0.5, 0.4, 0.1]), 6.0, rng)
+    result = simulate(load, make_policy("fcfs"), Truth(MODEL, 0.0), config=ONE_AT_A_TIME)
+    free_s, waited = 0.0, 0
+    for arrival, emitted_s in zip(load.arrivals, result.requests.emitted_s, strict=True):
+        waited += free_s > arrival.arrival_s
+        free_s = max(free_s, arrival.arrival_s) + MODEL.a + MODEL.b * arrival.prompt_tokens
+        assert emitted_s == pytest.approx(free_s)
+    assert 500 < waited < 1_500
+
+
+@pytest.mark.parametrize(
+    ("load", "count"),
+    [
+        (0.4, 15_000),
+        pytest.param(0.4, MANY, marks=release),
+        pytest.param(0.75, MANY, marks=release),
+    ],
+)
+def test_equal_prompts_wait_as_in_an_m_d_1_queue(load: float, count: int) -> None:
     service_s = MODEL.a + MODEL.b * 800
     rng = np.random.default_rng(11)
-    arriving = poisson(np.full(REQUESTS, 800), load / service_s, rng)
+    arriving = poisson(np.full(count, 800), load / service_s, rng)
     expected_s = load * service_s / (2 * (1 - load))
     assert mean_wait_s(arriving, noise=0.0) == pytest.approx(expected_s, rel=0.03)
 
 
+@release
 @pytest.mark.parametrize(("load", "noise"), [(0.5, 0.0), (0.7, 0.5)])
 def test_mixed_prompts_and_noise_wait_as_in_an_m_g_1_queue(load: float, noise: float) -> None:
     rng = np.random.default_rng(12)
-    prompts = rng.choice([50, 400, 6_000], REQUESTS, p=[0.5, 0.4, 0.1])
+    prompts = rng.choice([50, 400, 6_000], MANY, p=[0.5, 0.4, 0.1])
     sizes, shares = np.array([50, 400, 6_000]), np.array([0.5, 0.4, 0.1])
     service_s = MODEL.a + MODEL.b * sizes
     mean_s = float(service_s @ shares)

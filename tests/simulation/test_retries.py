@@ -104,7 +104,7 @@ def served(load: float, seed: int, patience_s: float) -> tuple[int, int, int]:
     return count, tokens, run.refusals
 
 
-@pytest.mark.parametrize("load", [3.0, 10.0])
+@pytest.mark.parametrize("load", [pytest.param(3.0, marks=pytest.mark.release), 10.0])
 def test_who_comes_again_at_once_takes_the_place_of_others_and_as_much_is_served(
     load: float,
 ) -> None:

@@ -161,7 +161,7 @@ class TestCluster:
         assert last.attained <= met.sum()
 
     def test_head_room_follows_a_load_up_and_down(self) -> None:
-        gaps = [*[1.0] * 60, *[0.05] * 2400, *[1.0] * 240]
+        gaps = [*[1.0] * 60, *[0.05] * 1000, *[1.0] * 240]
         policy = make_policy("head_room", {"startup_s": 5.0, "down_after_s": 20.0})
         done = run_with(policy, arrivals(gaps), startup_s=5.0)
         sizes = [size.replicas for size in done.sizes["mixed"]]

@@ -34,10 +34,11 @@ from sluice.router.errors import Reason
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.tenancy.limits import ANYONE
 from sluice.router.tenancy.rate_limits import RateLimiter
+from tests.examples import examples
 from tests.router.batches.routers import URL, config, jsonl, line
 from tests.router.far_side import Edge, FarSide, answer, fail, hang, serve
 
-FAST = settings(max_examples=60)
+FAST = settings(max_examples=examples(60))
 LINE_BYTES = 1_000
 
 
