@@ -26,7 +26,7 @@ def demand(
 ) -> Demand:
     """Requests of (due, prefill, TPOT, decode step), seconds, on a model of one piece."""
     table = np.array(requests, dtype=np.float64).reshape(-1, 4)
-    due_s, prefill_s, tpot_s, step_s = table.T.copy()
+    due_s, prefill_s, tpot_s, step_s = table.T
     more = np.ones(len(table))
     return Demand(due_s, prefill_s, tpot_s, step_s[:, np.newaxis], more * blocks, more * value)
 
@@ -38,7 +38,8 @@ def supply(
     places: int = 1_000,
     anchor: Anchor = Anchor.LAST_TOKEN,
 ) -> Supply:
-    return Supply(np.array([fixed_s]), np.ones(1), longest_s, blocks, places, anchor)
+    # A float, as admission has it: for an integer the loops would be compiled once more.
+    return Supply(np.array([fixed_s]), np.ones(1), longest_s, float(blocks), places, anchor)
 
 
 NOBODY = demand()
