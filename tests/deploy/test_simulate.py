@@ -201,7 +201,7 @@ def test_both_pools_are_sized_beside_the_replicas_that_do_both(phases: Path) -> 
 
 def test_a_slow_network_needs_more_than_no_pools_can_give(phases: Path) -> None:
     # Moving a prompt takes a second, more than its TTFT; replicas that do both do not mind.
-    arguments = [*APART, "--transfer-rate", "1000", "--max-replicas", "5"]
+    arguments = [*APART, "--transfer-rate", "1000", "--max-replicas", "8"]
     result = simulate(phases, *arguments)
     assert result.exit_code == NO_ANSWER
     words = " ".join(result.stdout.split())
