@@ -216,6 +216,6 @@ def test_random_requests_wait_as_in_an_m_d_1_queue() -> None:
     times = np.cumsum(rng.exponential(0.2, 3_000)).tolist()
     load = Workload("poisson", tuple(Arrival(when, 1_000, 1, slo) for when in times))
     curve = {replicas: attainment_of(load, replicas) for replicas in (1, 2)}
-    assert curve[1] == pytest.approx(0.5 * exp(0.45), abs=0.02)
+    assert curve[1] == pytest.approx(0.5 * exp(0.45), abs=0.03)
     assert search(curve.__getitem__, 0.75, 1, 2).replicas == 1
     assert search(curve.__getitem__, 0.82, 1, 2).replicas == 2

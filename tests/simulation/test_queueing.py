@@ -58,7 +58,9 @@ def test_equal_prompts_wait_as_in_an_m_d_1_queue(load: float, count: int) -> Non
     rng = np.random.default_rng(11)
     arriving = poisson(np.full(count, 800), load / service_s, rng)
     expected_s = load * service_s / (2 * (1 - load))
-    assert mean_wait_s(arriving, noise=0.0) == pytest.approx(expected_s, rel=0.03)
+    # Over seeds, the deviation of the mean of 15,000 is 2 %.
+    near = 0.03 if count == MANY else 0.07
+    assert mean_wait_s(arriving, noise=0.0) == pytest.approx(expected_s, rel=near)
 
 
 @release
