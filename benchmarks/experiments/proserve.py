@@ -23,6 +23,7 @@ from sluice.simulation.planning.plots import Table
 from sluice.simulation.workloads.settings import PROSERVE_DATASETS, proserve
 
 SLIDE = Contender("slidebatching", "slidebatching")
+BASELINES = ("fcfs", "weighted_vtc", "sarathi", "sarathi_priority", "fairbatching")
 SPAN = Scaled(Span(3.0, 10, 20), Span(60.0, 200, 600))
 TDG, ATTAINED, MEAN_TPOT = "tdg", "attainment_mean", "SLO attainment, mean TPOT"
 BY_POLICY = ("dataset", "policy")
@@ -67,10 +68,7 @@ POLICIES = Experiment(
     setting={**SETTING, "Latency": "setups 8b and 70b in place of Qwen2-7B and Qwen3-32B"},
     grids=[
         _datasets(
-            [
-                *_plain("fcfs", "weighted_vtc", "sarathi", "sarathi_priority", "fairbatching"),
-                *(SLIDE, DEFAULT),
-            ],
+            [*_plain(*BASELINES), SLIDE, DEFAULT],
             Scaled(PROSERVE_DATASETS[:1], PROSERVE_DATASETS),
             Scaled((1.1,), (0.8, 1.0, 1.2, 1.5)),
             ("8b", "70b"),
@@ -378,7 +376,6 @@ COLOCATED = _on_cluster(
     Scaled((systems.colocated(3),), (systems.colocated(6),)),
     Replicas="6; the paper does not say how many",
 )
-BASELINES = ("fcfs", "weighted_vtc", "sarathi", "sarathi_priority", "fairbatching")
 LARGE = _on_cluster(
     "proserve_large",
     "Fig. 19",

@@ -51,8 +51,9 @@ def figures(runs: Sequence[Run]) -> Json:
     ``objectives``: share of the sent requests that met each objective; ``classes``: attainment of
     each class. ``goodput``: requests that met all of their objectives, per second of arrivals,
     ``goodput_tokens`` their output tokens; ``tokens``: those of all answers until the last request
-    ended. ``worst_tpot_ms``: the running maximum of the answers' TPOT; ``lost``: requests without a
-    whole answer and without an error. Of the processes the means over the runs.
+    ended. ``worst_tpot_ms``: the running maximum of the answers' TPOT; ``ttft_error_ms``: observed
+    minus predicted TTFT; ``lost``: requests without a whole answer and without an error. Of the
+    processes the means over the runs.
     """
     outcomes = [each for run in runs for each in run.outcomes]
     classes = by_class(outcomes, AT)
@@ -76,6 +77,9 @@ def figures(runs: Sequence[Run]) -> Json:
         "goodput_tokens": round(sum(each.output_tokens for each in good) / seconds, 1),
         "tokens": round(sum(each.output_tokens for each in answered) / sum(map(max, ends_s)), 1),
         "worst_tpot_ms": milliseconds([each.worst_tpot_s or 0.0 for each in answered], AT),
+        "ttft_error_ms": milliseconds(
+            [(x.ttft_s or 0.0) - x.predicted_ttft_s for x in answered if x.predicted_ttft_s], AT
+        ),
         "lost": every[End.SILENT] + every[End.CUT],
         "late_ms": milliseconds([each.late_s for each in outcomes], (0.5, 0.99, 1.0)),
         **_used([run.usage for run in runs]),
@@ -129,8 +133,8 @@ def of_class(outcomes: Sequence[Outcome], at: Sequence[float] = MEDIAN_P99) -> J
     """Counts, attainment and latencies of some requests.
 
     ``attained``: share of all sent requests that were answered within their objectives; refused
-    requests count as missed. ``kept``: the same share of the guaranteed requests. ``refusals``
-    counts those of all attempts. Times are quantiles, those of tokens of the answers.
+    requests count as missed. ``kept``: the same share of the guaranteed requests. Times are
+    quantiles of the answers, by default median and 99th percentile.
     """
     ends = Counter(each.end for each in outcomes)
     promised = [each for each in outcomes if each.admission == GUARANTEED]

@@ -191,7 +191,7 @@ def outcome(name: str, end: End, ttft_s: float, tpot_s: float, tokens: int, **mo
 def seen() -> list[Outcome]:
     """Objectives: chat 0.5 s and 50 ms, document 8 s and 100 ms."""
     return [
-        outcome("chat", End.ANSWERED, 0.5, 0.05, 20, admission="guaranteed"),
+        outcome("chat", End.ANSWERED, 0.5, 0.05, 20, admission="guaranteed", predicted_ttft_s=0.4),
         outcome("chat", End.ANSWERED, 0.6, 0.01, 30, admission="guaranteed"),
         outcome("chat", End.ANSWERED, 0.1, 0.06, 40),
         outcome("chat", End.REFUSED, 0.0, 0.0, 50),
@@ -216,7 +216,7 @@ def test_every_system_is_judged_alike_and_a_refusal_has_missed_all_objectives() 
     assert found["ttft_ms"][0] == 550.0 and len(found["ttft_ms"]) == 3
     assert found["worst_tpot_ms"][2] == pytest.approx(119.4, abs=0.1)
     assert (found["cpu_s"], found["engine_cpu_s"], found["busy"]) == (6.0, 5.0, 0.5)
-    assert found["late_ms"] == [2.0, 2.0, 2.0]
+    assert found["late_ms"] == [2.0, 2.0, 2.0] and found["ttft_error_ms"] == [100.0] * 3
 
 
 def test_a_run_without_answers_has_figures() -> None:

@@ -274,7 +274,7 @@ def tables(rows: Sequence[Json]) -> list[Table]:
     met = ("attained", "range.attained", "attained_interval", "objectives.ttft", "objectives.tpot")
     good = ("goodput", "range.goodput", "goodput_tokens", "tokens", "ttft_ms", "tpot_ms")
     ends = [end.value for end in End if end not in (End.ANSWERED, End.LEFT)]
-    rest = ("guaranteed", "kept", "cpu_s", "engine_cpu_s", "busy", "late_ms")
+    rest = ("guaranteed", "kept", "ttft_error_ms", "cpu_s", "engine_cpu_s", "busy", "late_ms")
     return [
         table(rows, *CELL, "sent", *met, *classes, title="share of requests within objectives"),
         table(rows, *CELL, *good, "worst_tpot_ms", title="goodput; P50 / P95 / P99"),
