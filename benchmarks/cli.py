@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -19,10 +18,9 @@ from sluice.benchmarks.live.gateway.command import gateway
 from sluice.benchmarks.live.overload import overload
 from sluice.benchmarks.live.peers.command import peers
 from sluice.benchmarks.live.promises import with_real
-from sluice.benchmarks.live.replay import replay
 from sluice.benchmarks.micro.decision import decision
 from sluice.benchmarks.micro.planning import planning
-from sluice.benchmarks.options import as_json, number_option
+from sluice.benchmarks.options import as_json, folder, number_option
 from sluice.deploy.tables import print_table
 from sluice.simulation.estimate import METHOD
 from sluice.simulation.planning.plots import Report, ReportError, require_matplotlib
@@ -50,7 +48,7 @@ def list_experiments() -> None:
     print_table(table)
 
 
-for _command in (planning, decision, gateway, overload, peers, replay):
+for _command in (planning, decision, gateway, overload, peers):
     bench.add_command(_command)
 
 
@@ -71,7 +69,6 @@ def report_of(experiment: Experiment, plan: Plan, jobs: int, command: str) -> Re
 
 def command_of(experiment: Experiment) -> click.Command:
     """The command that runs an experiment."""
-    folder = partial(click.Path, file_okay=False, path_type=Path)
     words = [experiment.question, f"Source: {experiment.source}."]
     words += [f"{what}: {text}." for what, text in experiment.conditions.items()]
     words += [f"\b\nExample:\n  sluice bench {experiment.name} --scale quick"]

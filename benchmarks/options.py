@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -44,6 +46,9 @@ def choices_option(*names: str, of: Iterable[str], words: str) -> Option[Any]:
     """A repeatable option that takes names ``of`` these; ``words`` are its help."""
     return click.option(*names, multiple=True, type=click.Choice(sorted(of)), help=words)
 
+
+folder = partial(click.Path, file_okay=False, path_type=Path)
+"""The type of an option that takes a folder."""
 
 seed = number_option("--seed", default=1, least=0, most=2**31, words="Of everything that is drawn.")
 """The option ``--seed``."""

@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 import json
 import tempfile
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,8 +22,8 @@ from PIL import Image, PngImagePlugin
 
 import sluice.router.admin.page
 from sluice.benchmarks.live.client import replay
-from sluice.benchmarks.live.peers.report import attainment
-from sluice.benchmarks.live.processes import serving
+from sluice.benchmarks.live.peers.command import attainment
+from sluice.benchmarks.live.processes import spawned, wait_until_ready
 from sluice.benchmarks.live.systems import SLUICE
 from sluice.deploy.ray_settings import free_port
 from sluice.router.config import ServiceClass
@@ -104,7 +105,8 @@ def draw_page() -> None:
         file = folder / "config.json"
         file.write_text(config(port))
         command: list[str | Path] = [SLUICE, "serve", "--config", file]
-        with serving(command, url, folder / "log", 600.0):
+        with spawned(command, folder / "log") as server:
+            wait_until_ready(server, f"{url}/health", folder / "log", 600.0, threading.Event())
 
             async def run() -> None:
                 sent = asyncio.Event()

@@ -86,7 +86,7 @@ def test_the_commands_work() -> None:
 
 
 BENCHMARKS = [line for block in marked(README, "run: bench") for line in block.splitlines()]
-ON_RAY = "python -m sluice.benchmarks.micro.spine"
+ON_RAY = "sluice bench gateway"
 
 
 @pytest.mark.parametrize(

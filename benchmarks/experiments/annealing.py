@@ -226,7 +226,7 @@ EXPERIMENT = Experiment(
             {
                 "requests": Scaled((10,), (40, 100)),
                 "batch": Scaled((4,), (4, 16)),
-                "policy": {kind.label: kind for kind in IN_ENGINE},
+                "policy": IN_ENGINE,
             },
             labels={"what": "engine"},
         ),

@@ -5,19 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sluice.benchmarks.experiments import loads
+from sluice.benchmarks.experiments import loads, tables
 from sluice.benchmarks.experiments.grid import Axes, Experiment, Product, Scaled
 from sluice.benchmarks.experiments.loads import Make, Span, Sweep, recorded, workloads
 from sluice.benchmarks.experiments.systems import DEFAULT, SETUPS, Contender
-from sluice.benchmarks.experiments.tables import (
-    Lines,
-    Pivot,
-    Rivals,
-    Rows,
-    estimate,
-    grouped,
-    pivots,
-)
+from sluice.benchmarks.experiments.tables import Lines, Pivot, Rivals, Rows, grouped, pivots
 from sluice.scheduling.batching import POLICIES
 from sluice.simulation.planning.plots import Table
 
@@ -84,7 +76,7 @@ def worst(rows: Rows) -> Table:
         for figure, words in FIGURES.items():
             best = AGAINST.best(own, figure)
             gap = AGAINST.lead(own, best, figure)
-            value = estimate(AGAINST.of(own, DEFAULT.policy), figure).shown()
+            value = tables.estimate(AGAINST.of(own, DEFAULT.policy), figure).shown()
             gaps.append((gap.mean, [*map(str, labels), words, value, best, gap.shown(4)]))
     gaps.sort(key=lambda entry: entry[0])
     return Table(
@@ -97,7 +89,7 @@ def worst(rows: Rows) -> Table:
 def overall(rows: Rows) -> list[str]:
     """The figures of one policy."""
     wait_s = max(float(row["longest_wait_s"]) for row in rows)
-    return [*(estimate(rows, figure).shown(4) for figure in FIGURES), f"{wait_s:.0f}"]
+    return [*(tables.estimate(rows, figure).shown(4) for figure in FIGURES), f"{wait_s:.0f}"]
 
 
 EXPERIMENT = Experiment(
@@ -146,7 +138,8 @@ def _lasting(
 ) -> Mapping[str, float]:
     setup = SETUPS["8b"]
     rate = load * loads.full_load_rate(workload, setup)
-    return loads.measure(policy, seed, workload, setup, rate, max(2, round(rate * seconds)))
+    requests = max(2, round(rate * seconds))
+    return loads.measure(policy, seed, loads.Case(workload, setup), rate, requests)
 
 
 def _by_length(
@@ -161,7 +154,7 @@ def _by_length(
             Scaled(("proserve sharegpt",), ("proserve sharegpt", "proserve azure"))
         ),
         "seconds": seconds,
-        "policy": lambda plan: {kind.label: kind for kind in kinds(plan)},
+        "policy": kinds,
     }
     shares = {"attainment_mean": "SLO attainment, mean TPOT", "tdg": "TDG ratio, envelope"}
     by = ("workload", "policy"), "seconds"

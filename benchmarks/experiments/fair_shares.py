@@ -10,7 +10,7 @@ import numpy as np
 
 from sluice.benchmarks.experiments import systems
 from sluice.benchmarks.experiments.grid import Experiment, Product, Scaled
-from sluice.benchmarks.experiments.loads import GENERATED, cluster_rate
+from sluice.benchmarks.experiments.loads import GENERATED, Case
 from sluice.benchmarks.experiments.systems import ADMISSION, DEFAULT, ROUTER, SETUPS, System
 from sluice.benchmarks.experiments.tables import Lines, Rows, having, mean
 from sluice.scheduling.request.kernels import Floats
@@ -89,7 +89,7 @@ def measure(
     ``goodput``: tokens a second of requests that met their objective.
     """
     group, layout = GROUPS[tenants], systems.colocated(replicas)
-    load = workload(group, OVERLOAD * cluster_rate(MAKE, SETUP, layout), seconds, seed)
+    load = workload(group, OVERLOAD * Case(MAKE, SETUP, layout).full_rate, seconds, seed)
     asked = load
     if shares == "none":
         asked = replace(load, arrivals=tuple(a._replace(tenant=0) for a in load.arrivals))

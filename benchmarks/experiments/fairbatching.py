@@ -8,17 +8,9 @@ from functools import partial
 from math import exp, log
 from statistics import fmean
 
-from sluice.benchmarks.experiments import systems
+from sluice.benchmarks.experiments import loads, systems
 from sluice.benchmarks.experiments.grid import Experiment, Plan, Planned, Scaled
-from sluice.benchmarks.experiments.loads import (
-    Make,
-    Span,
-    Sweep,
-    alone_s,
-    generated,
-    recorded,
-    workloads,
-)
+from sluice.benchmarks.experiments.loads import Make, Span, Sweep, generated, recorded, workloads
 from sluice.benchmarks.experiments.systems import DEFAULT, ROUTER, SETUPS, Contender, System
 from sluice.benchmarks.experiments.tables import Lines, Pivot, Rows, Value, estimate, grouped, mean
 from sluice.scheduling.latency.model import LinearLatency
@@ -272,7 +264,7 @@ LINES: Mapping[str, tuple[str, ...]] = {
 
 
 def _traced(make: Make, setup: systems.Setup, rate: float, requests: int, seed: int) -> Workload:
-    slo = Slowdown(3.0, alone_s(setup.truth), 2.0, 0.05)
+    slo = Slowdown(3.0, loads.alone_s(setup.truth), 2.0, 0.05)
     words = "TTFT 2 s, for long prompts 3 times that on an idle engine; TPOT 50 ms."
     return with_objectives(
         make(setup, rate, requests, seed), lambda arrival: slo(arrival.prompt_tokens), words

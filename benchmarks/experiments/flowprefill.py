@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sluice.benchmarks.experiments import loads, systems
-from sluice.benchmarks.experiments.grid import Experiment, Plan, Planned, Product, Scaled
+from sluice.benchmarks.experiments.grid import Axes, Experiment, Plan, Planned, Product, Scaled
 from sluice.benchmarks.experiments.loads import Make, Search, Span, Sweep, recorded, workloads
 from sluice.benchmarks.experiments.systems import DEFAULT, Contender, Kind, Setup, Suspending
 from sluice.benchmarks.experiments.tables import Pivot, Rows, Where, pivots
@@ -115,8 +115,8 @@ def tightest(seed: int, policy: Kind, setup: Setup, load: float, span: Span) -> 
     rate = load * loads.full_load_rate(mix(1.0), setup)
 
     def attainment(strictness: float) -> float:
-        run = mix(1.0 / strictness), setup, rate, span.requests(rate)
-        return loads.measure(policy, seed, *run)[FIGURE]
+        case = loads.Case(mix(1.0 / strictness), setup)
+        return loads.measure(policy, seed, case, rate, span.requests(rate))[FIGURE]
 
     found = loads.greatest_loads(attainment)[0.9]
     return {"tightest": 1.0 / found if found else inf}
@@ -149,7 +149,7 @@ def _both(plan: Plan) -> list[Setup]:
 def _tightest(
     kinds: Sequence[Contender | Suspending], load: float, setups: Planned[Mapping[str, Setup]]
 ) -> Product:
-    axes = {"setup": setups, "policy": {kind.label: kind for kind in kinds}}
+    axes: Axes = {"setup": setups, "policy": kinds}
     fixed = {"load": load, "span": SPAN}
     return Product(tightest, axes, fixed, {"part": "tightest", "workload": "generated"})
 
@@ -191,6 +191,17 @@ WORDS = {
 }
 
 
+GOODPUT = ("rate_0.9", "goodput at 90 %, requests/s", 2)
+BY_LOAD = (FIGURE, f"{TTFT} by load", 3)
+BY_SCALE = (FIGURE, f"{TTFT} at load 0.6 by SLO scale", 3)
+SECOND = "Fig. 9, second row: "
+
+
+def tightest_at(load: float) -> tuple[str, str, int]:
+    """The figure of :func:`tightest` at a load, its words and digits."""
+    return "tightest", f"lowest SLO scale at which 90 % attain, load {load:g}", 2
+
+
 def by_model(rows: Rows) -> Rows:
     """The model of each setup."""
     return [{**row, "model": MODELS[str(row["setup"])]} for row in rows]
@@ -215,27 +226,10 @@ SYSTEMS = Experiment(
     ],
     derive=by_model,
     tables=[
-        *_tables(
-            *("goodput", "Fig. 9: goodput at 90 %, requests/s", ("rate_0.9", "", 2)),
-            down=("workload", "model"),
-            across="policy",
-        ),
-        *_tables(
-            *("rates", f"Fig. 9, first row: {TTFT} by load", (FIGURE, "", 3)),
-            down=("workload", "model", "policy"),
-        ),
-        *_tables(
-            *("objectives", f"Fig. 9, second row: {TTFT} at load 0.6 by SLO scale"),
-            (FIGURE, "", 3),
-            down=("model", "policy"),
-            across="scale",
-        ),
-        *_tables(
-            *("tightest", "Fig. 9, second row: lowest SLO scale at which 90 % attain, load 0.6"),
-            ("tightest", "", 2),
-            down=("model",),
-            across="policy",
-        ),
+        *_tables("goodput", "Fig. 9: ", GOODPUT, down=("workload", "model"), across="policy"),
+        *_tables("rates", "Fig. 9, first row: ", BY_LOAD, down=("workload", "model", "policy")),
+        *_tables("objectives", SECOND, BY_SCALE, down=("model", "policy"), across="scale"),
+        *_tables("tightest", SECOND, tightest_at(0.6), down=("model",), across="policy"),
     ],
 )
 
@@ -274,12 +268,7 @@ PARTS = Experiment(
     ],
     tables=[
         *_tables("order", "Fig. 10: order of prefills, ", ATTAINED),
-        *_tables(
-            *("tightest", "Fig. 10: lowest SLO scale at which 90 % attain, load 0.8"),
-            ("tightest", "", 2),
-            down=("workload",),
-            across="policy",
-        ),
+        *_tables("tightest", "Fig. 10: ", tightest_at(0.8), down=("workload",), across="policy"),
         *_tables("batching", "Fig. 11: batching, ", ATTAINED),
         *_tables("short", "Fig. 11 with the short prompts of Fig. 14, ", ATTAINED, THROUGHPUT),
         *_tables("single", "Fig. 14: one objective, ", ATTAINED, THROUGHPUT, PER_REQUEST),
@@ -329,17 +318,8 @@ SETTINGS = Experiment(
             ("tbt_met", "TBT attainment by token", 3),
         ),
         *_tables("experts", "Fig. 17: a model with experts, ", ATTAINED),
-        *_tables(
-            *("goodput", "Fig. 17: goodput at 90 %, requests/s", ("rate_0.9", "", 2)),
-            down=("workload",),
-            across="policy",
-        ),
-        *_tables(
-            *("tightest", "Fig. 17: lowest SLO scale at which 90 % attain, load 0.6"),
-            ("tightest", "", 2),
-            down=("workload",),
-            across="policy",
-        ),
+        *_tables("goodput", "Fig. 17: ", GOODPUT, down=("workload",), across="policy"),
+        *_tables("tightest", "Fig. 17: ", tightest_at(0.6), down=("workload",), across="policy"),
     ],
 )
 

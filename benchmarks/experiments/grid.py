@@ -70,8 +70,9 @@ Planned: TypeAlias = T | Callable[[Plan], T]
 """A part of a grid: itself, or a function of the plan such as :class:`Scaled`."""
 
 
-Axes: TypeAlias = Mapping[str, Planned[Sequence[Value] | Mapping[Any, Any]]]
-"""Values by axis; a mapping has the label of each value."""
+Axes: TypeAlias = Mapping[str, Planned[Sequence[Any] | Mapping[Any, Any]]]
+"""Values by axis. A mapping has the label of each value; of others it is their own ``label``, or
+they are labels themselves."""
 
 
 class Cell(NamedTuple):
@@ -114,7 +115,9 @@ class Product:
         """The cells in this plan."""
         fixed = {name: plan.of(value) for name, value in self.fixed.items()}
         axes = [
-            list(values.items()) if isinstance(values, Mapping) else [(v, v) for v in values]
+            list(values.items())
+            if isinstance(values, Mapping)
+            else [(getattr(value, "label", value), value) for value in values]
             for values in map(plan.of, self.axes.values())
         ]
         found = []

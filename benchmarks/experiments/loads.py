@@ -85,6 +85,18 @@ GENERATED: dict[str, Make] = {
 and one in bursts of 8 s on average with 12 s of silence between them."""
 
 
+def trace_files(folder: Path) -> list[Path]:
+    """The traces of a folder by name.
+
+    Raises:
+        TraceError: there are none.
+    """
+    found = sorted(each for each in folder.iterdir() if each.suffix in (".csv", ".jsonl"))
+    if not found:
+        raise TraceError(f"{folder}: has no .csv or .jsonl file")
+    return found
+
+
 @lru_cache(maxsize=8)
 def _trace(path: Path) -> Workload:
     return traces.load(path)
@@ -102,7 +114,7 @@ def _recorded(
     share = min(1.0, rate / trace.rate) if scaling == "thinned" else 1.0
     wanted = min(len(trace), max(1, round(requests / share)))
     start = int(np.random.default_rng(seed).integers(len(trace) - wanted + 1))
-    workload = _slice(trace, start, wanted)
+    workload = part_of(trace, start, wanted)
     if share < 1:
         workload = thinned(workload, share, seed)
     # The rate is a mean over the trace; this window has its own.
@@ -115,7 +127,8 @@ def _recorded(
     return with_priorities(judged, {2: 1.0, 1: 1.0}, seed)
 
 
-def _slice(trace: Workload, start: int, count: int) -> Workload:
+def part_of(trace: Workload, start: int, count: int) -> Workload:
+    """``count`` requests of a trace from request ``start`` on, the first of them at time 0."""
     chosen = trace.arrivals[start : start + count]
     begin_s = chosen[0].arrival_s
     moved = tuple(arrival._replace(arrival_s=arrival.arrival_s - begin_s) for arrival in chosen)
@@ -133,11 +146,8 @@ def recorded(
     """
     if folder is None:
         return {}
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".csv", ".jsonl"))
-    if not files:
-        raise TraceError(f"{folder}: has no .csv or .jsonl file")
     found: dict[str, Make] = {}
-    for path in files:
+    for path in trace_files(folder):
         _trace(path)
         for scaling in scalings:
             found[f"{path.stem} ({scaling})"] = partial(_recorded, path, scaling)
@@ -198,40 +208,46 @@ class Span(NamedTuple):
         return round(min(max(rate * self.seconds, self.least), self.most))
 
 
-def cluster_rate(make: Make, setup: Setup, layout: Layout | None) -> float:
-    """Requests per second that are load 1 of all replicas together, or of one engine."""
-    if layout is None:
-        return full_load_rate(make, setup)
-    others = layout.size - len(layout.nodes)
-    of_node = {node.name: full_load_rate(make, node) for node in layout.nodes}
-    rate = others * full_load_rate(make, setup) if others else 0.0
-    return rate + sum(of_node[node.name] for node in layout.nodes)
+class Case(NamedTuple):
+    """What systems are measured with.
+
+    Attributes:
+        make: makes the workload.
+        setup: of the engine, or of the replicas that ``layout`` does not name.
+        layout: the replicas of a system with a router; ``None``: one engine.
+        oracle: whether output lengths are known.
+    """
+
+    make: Make
+    setup: Setup
+    layout: Layout | None = None
+    oracle: bool = False
+
+    @property
+    def size(self) -> int:
+        """Replicas; one without a layout."""
+        return 1 if self.layout is None else self.layout.size
+
+    @property
+    def full_rate(self) -> float:
+        """Requests per second that are load 1 of all replicas together, or of one engine."""
+        nodes = () if self.layout is None else self.layout.nodes
+        named = sum(full_load_rate(self.make, node) for node in nodes)
+        others = self.size - len(nodes)
+        return named + (others * full_load_rate(self.make, self.setup) if others else 0.0)
 
 
-def size_of(layout: Layout | None) -> int:
-    """Replicas; one without a layout."""
-    return 1 if layout is None else layout.size
-
-
-def measure(
-    kind: Kind,
-    seed: int,
-    make: Make,
-    setup: Setup,
-    rate: float,
-    requests: int,
-    layout: Layout | None = None,
-    oracle: bool = False,
-) -> Mapping[str, float]:
-    """The figures of one run of a cell; a system with a router needs a layout."""
-    workload = make(setup, rate, requests, seed)
+def measure(kind: Kind, seed: int, case: Case, rate: float, requests: int) -> Mapping[str, float]:
+    """The figures of one run of a cell."""
+    setup, layout = case.setup, case.layout
+    workload = case.make(setup, rate, requests, seed)
     if isinstance(kind, Contender):
-        return systems.figures(systems.run(workload, kind, setup, seed, oracle))
+        return systems.figures(systems.run(workload, kind, setup, seed, case.oracle))
     if isinstance(kind, Suspending):
         served = systems.run_suspending(workload, kind, setup, seed)
         return systems.prefill_figures(served, setup.believed)
     assert layout is not None
-    done = systems.run_cluster(workload, kind, setup, layout, seed, oracle)
+    done = systems.run_cluster(workload, kind, setup, layout, seed, case.oracle)
     return systems.cluster_figures(done)
 
 
@@ -294,7 +310,8 @@ class Sweep:
                     labels: dict[str, Value] = {**own, "setup": setup.name}
                     if layout is not None:
                         labels |= {"layout": layout.name, "replicas": layout.size}
-                    for more, run in self._runs(plan, make, setup, layout, span):
+                    case = Case(make, setup, layout, self.oracle)
+                    for more, run in self._runs(plan, case, span):
                         found += [
                             Cell({**labels, **more, **systems.labels_of(kind)}, partial(run, kind))
                             for kind in kinds
@@ -302,42 +319,27 @@ class Sweep:
         return found
 
     def _runs(
-        self, plan: Plan, make: Make, setup: Setup, layout: Layout | None, span: Span
+        self, plan: Plan, case: Case, span: Span
     ) -> Iterator[tuple[Mapping[str, Value], Callable[..., Mapping[str, float]]]]:
         """Labels, and the measurement of a system and a seed."""
-        shared: dict[str, Any] = {
-            "make": make,
-            "setup": setup,
-            "layout": layout,
-            "oracle": self.oracle,
-        }
         search = plan.of(self.search)
         if search is not None:
-            yield {}, partial(capacity, **shared, span=span, search=search)
+            yield {}, partial(capacity, case=case, span=span, search=search)
             return
-        size, full = size_of(layout), cluster_rate(make, setup, layout)
+        full = case.full_rate
         for load in plan.of(self.loads):
             rate = load * full
-            requests = span.requests(rate / size) * size
-            yield {"load": load}, partial(measure, **shared, rate=rate, requests=requests)
+            requests = span.requests(rate / case.size) * case.size
+            yield {"load": load}, partial(measure, case=case, rate=rate, requests=requests)
 
 
-def capacity(
-    kind: Kind,
-    seed: int,
-    make: Make,
-    setup: Setup,
-    span: Span,
-    search: Search,
-    layout: Layout | None = None,
-    oracle: bool = False,
-) -> Mapping[str, float]:
+def capacity(kind: Kind, seed: int, case: Case, span: Span, search: Search) -> Mapping[str, float]:
     """The figures of a cell with a search."""
-    full, size = full_load_rate(make, setup), size_of(layout)
+    full = full_load_rate(case.make, case.setup)
 
     def attainment(load: float) -> float:
-        rate, requests = load * full * size, span.requests(load * full) * size
-        return measure(kind, seed, make, setup, rate, requests, layout, oracle)[search.figure]
+        rate, requests = load * full * case.size, span.requests(load * full) * case.size
+        return measure(kind, seed, case, rate, requests)[search.figure]
 
     found = greatest_loads(attainment, *search[1:])
     return {f"rate_{share:g}": load * full for share, load in found.items()}

@@ -11,14 +11,7 @@ from sluice.scheduling.fleet.report import Report
 from sluice.scheduling.fleet.rows import spare_after_s
 from sluice.scheduling.fleet.state import rows_of
 from sluice.scheduling.latency.model import LatencyModel
-from sluice.scheduling.request.kernels import (
-    ARRIVAL,
-    COMPUTED,
-    PENDING,
-    RUNNING,
-    TTFT,
-    most_work_s,
-)
+from sluice.scheduling.request import kernels
 from sluice.scheduling.request.queue import QueueView
 
 
@@ -57,7 +50,7 @@ class Rejecting(BatchPolicy):
             return self._inner.plan(queue, now_s, latency, budget)
         refused = np.array([key in self.refused for key in keys])
         # A refused request that started while the engine was idle holds KV, and continues.
-        rows = np.flatnonzero(~refused | (queue.table[:, RUNNING] > 0))
+        rows = np.flatnonzero(~refused | (queue.table[:, kernels.RUNNING] > 0))
         if not len(rows):
             return self._idle.plan(queue, now_s, latency, budget)
         part = QueueView.of_table(queue.keys[rows], queue.table[rows], ())
@@ -81,7 +74,9 @@ class Rejecting(BatchPolicy):
         rows = rows_of(queue.table[before])
         made = Report(rows, now_s, 0.0, now_s, latency, 0, 1, 1, len(before))
         self._fleet.report("engine", made, now_s)
-        due_s, nothing = float(wanted[ARRIVAL] + wanted[TTFT]), np.zeros(1)
-        work_s = nothing + most_work_s(latency.pieces, wanted[PENDING], wanted[COMPUTED])
+        due_s, nothing = float(wanted[kernels.ARRIVAL] + wanted[kernels.TTFT]), np.zeros(1)
+        work_s = nothing + kernels.most_work_s(
+            latency.pieces, wanted[kernels.PENDING], wanted[kernels.COMPUTED]
+        )
         own = np.zeros(1, np.int64)
         return bool(spare_after_s(self._fleet.arrays, own, now_s, due_s, nothing, work_s)[0] >= 0)

@@ -9,38 +9,21 @@ from functools import partial
 
 import numpy as np
 
-from sluice.benchmarks.experiments import systems
+from sluice.benchmarks.experiments import loads, systems
 from sluice.benchmarks.experiments.grid import Experiment, Planned, Product, Scaled
-from sluice.benchmarks.experiments.loads import (
-    Make,
-    Span,
-    Sweep,
-    budget_of,
-    fitted,
-    full_load_rate,
-    generated,
-    workloads,
-)
-from sluice.benchmarks.experiments.systems import (
-    DEFAULT,
-    ROUTER,
-    SETUPS,
-    Contender,
-    System,
-    local_policy,
-    node_of,
-)
+from sluice.benchmarks.experiments.loads import Make, Span, Sweep, generated, workloads
+from sluice.benchmarks.experiments.systems import DEFAULT, ROUTER, SETUPS, Contender, System
 from sluice.benchmarks.experiments.tables import Pivot, Rows, grouped, mean, pivots
-from sluice.scheduling.batching import BatchBuilder, BatchPolicy
+from sluice.scheduling.batching import BatchBuilder
 from sluice.scheduling.batching.slidebatching import SlideBatching
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.request.queue import QueueView
 from sluice.simulation.metrics import stages, token_gain
 from sluice.simulation.planning.plots import Table
-from sluice.simulation.run import simulate
 from sluice.simulation.workloads.settings import PROSERVE_DATASETS, proserve
 
 SLIDE = Contender("slidebatching", "slidebatching")
+BASELINES = ("fcfs", "weighted_vtc", "sarathi", "sarathi_priority", "fairbatching")
 SPAN = Scaled(Span(3.0, 10, 20), Span(60.0, 200, 600))
 TDG, ATTAINED, MEAN_TPOT = "tdg", "attainment_mean", "SLO attainment, mean TPOT"
 BY_POLICY = ("dataset", "policy")
@@ -85,10 +68,7 @@ POLICIES = Experiment(
     setting={**SETTING, "Latency": "setups 8b and 70b in place of Qwen2-7B and Qwen3-32B"},
     grids=[
         _datasets(
-            [
-                *_plain("fcfs", "weighted_vtc", "sarathi", "sarathi_priority", "fairbatching"),
-                *(SLIDE, DEFAULT),
-            ],
+            [*_plain(*BASELINES), SLIDE, DEFAULT],
             Scaled(PROSERVE_DATASETS[:1], PROSERVE_DATASETS),
             Scaled((1.1,), (0.8, 1.0, 1.2, 1.5)),
             ("8b", "70b"),
@@ -232,48 +212,31 @@ TOKEN_BUDGETS = Experiment(
 )
 
 
-class Watched(BatchPolicy):
-    """Plans as ``inner`` does, and notes before each batch, by SlideBatching's partition, how many
-    requests are urgent, normal, and past the deadline of their next token."""
-
-    name = "watched"
-    source = "ProServe §3.2 and §5.5"
-
-    def __init__(self, inner: BatchPolicy, slide: SlideBatching) -> None:
-        super().__init__()
-        self._inner, self._slide = inner, slide
-        self.seen: list[tuple[float, int, int, int]] = []
-
-    def fill(
-        self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
-    ) -> None:
-        """As ``inner``."""
-        split = self._slide.partition(queue.table, now_s, latency)
-        urgent, late = int(split.urgent.sum()), int((split.due_s < now_s).sum())
-        self.seen.append((now_s, urgent, len(split.urgent) - urgent, late))
-        self._inner.fill(batch, queue, now_s, latency)
-
-
 PARTS = 10
 """Parts of a time line."""
 
 
 def time_line(seed: int, policy: Contender, load: float, span: Span) -> dict[str, float]:
-    """Of each part of the arrivals' time, by figure and number: the mean counts of
-    :class:`Watched`, and the TDG per second over the greatest there could be in the mean."""
+    """Of each part of the arrivals' time, by figure and number: how many requests are urgent,
+    normal, by SlideBatching's partition, and past the deadline of their next token, in the mean of
+    the batches; and the TDG per second over the greatest there could be in the mean."""
     make, setup = generated(proserve, "azure"), SETUPS["8b"]
-    rate = load * full_load_rate(make, setup)
+    rate = load * loads.full_load_rate(make, setup)
     workload = make(setup, rate, span.requests(rate), seed)
-    budgeted, slide = fitted(policy, partial(budget_of, make, setup)), local_policy(SLIDE, workload)
-    assert isinstance(budgeted, Contender)
-    assert isinstance(slide, SlideBatching)
-    watched, node = Watched(local_policy(budgeted, workload), slide), node_of(setup)
-    lengths = systems.lengths_of(workload, oracle=False, seed=seed)
-    ran = simulate(workload, watched, node.truth, node.belief, setup.engine, seed, lengths)
-    requests = ran.requests
+    budgeted = loads.fitted(policy, partial(loads.budget_of, make, setup))
+    slide = systems.local_policy(SLIDE, workload)
+    assert isinstance(budgeted, Contender) and isinstance(slide, SlideBatching)
+    counted: list[tuple[float, int, int, int]] = []
+
+    def note(_: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel) -> None:
+        split = slide.partition(queue.table, now_s, latency)
+        urgent, late = int(split.urgent.sum()), int((split.due_s < now_s).sum())
+        counted.append((now_s, urgent, len(split.urgent) - urgent, late))
+
+    requests = systems.run(workload, budgeted, setup, seed, note=note).result.requests
     gained = token_gain(requests, stages(requests))
     part_s = workload.arrivals[-1].arrival_s / PARTS
-    seen = np.array(watched.seen)
+    seen = np.array(counted)
     parts = (seen[:, 0] // part_s).astype(int)
     counts = np.bincount(parts, minlength=PARTS)
     found = {}
@@ -299,10 +262,6 @@ def by_part(rows: Rows) -> Rows:
     ]
 
 
-def _labelled(kinds: Sequence[Contender]) -> dict[str, Contender]:
-    return {each.label: each for each in kinds}
-
-
 TIMED, HIGH = (*_plain("fcfs", "sjf", "sarathi", "edf"), SLIDE), 1.3
 TIME_LINES = Experiment(
     "proserve_time_lines",
@@ -319,7 +278,7 @@ TIME_LINES = Experiment(
         Product(
             time_line,
             {
-                "policy": Scaled(_labelled(TIMED[-2:]), _labelled(TIMED)),
+                "policy": Scaled(TIMED[-2:], TIMED),
                 "load": Scaled((HIGH,), (0.8, 1.0, HIGH)),
             },
             {"span": SPAN},
@@ -417,7 +376,6 @@ COLOCATED = _on_cluster(
     Scaled((systems.colocated(3),), (systems.colocated(6),)),
     Replicas="6; the paper does not say how many",
 )
-BASELINES = ("fcfs", "weighted_vtc", "sarathi", "sarathi_priority", "fairbatching")
 LARGE = _on_cluster(
     "proserve_large",
     "Fig. 19",

@@ -10,7 +10,7 @@ import numpy as np
 
 from sluice.benchmarks.experiments import systems
 from sluice.benchmarks.experiments.grid import Experiment, Product, Scaled
-from sluice.benchmarks.experiments.loads import Make, Span, cluster_rate, workloads
+from sluice.benchmarks.experiments.loads import Case, Make, Span, workloads
 from sluice.benchmarks.experiments.systems import ADMISSION, DEFAULT, ROUTER, SETUPS, colocated
 from sluice.benchmarks.experiments.tables import Lines, Rows, estimate, having, mean
 from sluice.simulation.metrics import TPOTMetric, attained, stages
@@ -37,7 +37,7 @@ def measure(
     seed: int, workload: Make, load: float, clients: str, span: Span
 ) -> Mapping[str, float]:
     """The counts of one run."""
-    rate = load * cluster_rate(workload, SETUP, colocated(REPLICAS))
+    rate = load * Case(workload, SETUP, colocated(REPLICAS)).full_rate
     made = workload(SETUP, rate, span.requests(rate), seed)
     lasts_s = made.arrivals[-1].arrival_s
     if clients == NO_ROOM:

@@ -17,24 +17,16 @@ from sluice.benchmarks.experiments.grid import Experiment, Planned, Product, Sca
 from sluice.benchmarks.experiments.loads import Search, Span, Sweep, generated, workloads
 from sluice.benchmarks.experiments.systems import DEFAULT, SETUPS, Contender, System, colocated
 from sluice.benchmarks.experiments.tables import Pivot, Rows, grouped, mean, pivots
-from sluice.scheduling.batching import BatchBuilder, BatchPolicy
-from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.batching import BatchBuilder
 from sluice.scheduling.request.objective import SLO
-from sluice.scheduling.request.queue import QueueView
 from sluice.scheduling.request.stages import Stage
 from sluice.simulation.config import Speculation
 from sluice.simulation.planning.plots import Table
-from sluice.simulation.run import simulate
 from sluice.simulation.workload import Workload
+from sluice.simulation.workloads import settings
 from sluice.simulation.workloads.arrivals import AtOnce, Gamma, MakeArrivals, Poisson
 from sluice.simulation.workloads.generators import Reasoning, always, generate
-from sluice.simulation.workloads.settings import (
-    SLOS_SERVE_OUTPUTS,
-    SLOS_SERVE_PROMPTS,
-    SLOS_SERVE_SCENARIOS,
-    TIGHT_TPOT_S,
-    slos_serve,
-)
+from sluice.simulation.workloads.settings import SLOS_SERVE_SCENARIOS, slos_serve
 
 SETUP = SETUPS["8b"]
 SCENARIO = partial(generated, slos_serve)
@@ -55,7 +47,7 @@ SETTING = {
     "Not repeated": "larger models",
 }
 
-SARATHI_TOKENS = loads.profiled_budget(SETUP, TIGHT_TPOT_S)
+SARATHI_TOKENS = loads.profiled_budget(SETUP, settings.TIGHT_TPOT_S)
 FCFS = Contender("fcfs", "fcfs")
 SARATHI = Contender("sarathi", "sarathi", {"token_budget": SARATHI_TOKENS})
 FAIR = Contender("fairbatching", "fairbatching", {"anchor": "last_token"})
@@ -320,34 +312,17 @@ ABLATION = Experiment(
 # What the batches and the tiers look like under load.
 
 
-class Weighed(BatchPolicy):
-    """Plans as ``inner`` does, and notes of each batch its tokens and its predicted seconds."""
-
-    name = "weighed"
-    source = "SLOs-Serve Fig. 10"
-
-    def __init__(self, inner: BatchPolicy) -> None:
-        super().__init__()
-        self._inner = inner
-        self.seen: list[tuple[int, float]] = []
-
-    def fill(
-        self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
-    ) -> None:
-        """As ``inner``."""
-        self._inner.fill(batch, queue, now_s, latency)
-        self.seen.append((int(batch.granted.sum()), batch.cost_s))
-
-
 def batch_sizes(seed: int, policy: Contender, load: float, span: Span) -> dict[str, float]:
     """The share of the engine's time in batches above Sarathi's budget."""
-    make, node = SCENARIO("summarizer"), systems.node_of(SETUP)
+    make, seen = SCENARIO("summarizer"), list[tuple[int, float]]()
     rate = load * loads.full_load_rate(make, SETUP)
     workload = make(SETUP, rate, span.requests(rate), seed)
-    weighed = Weighed(systems.local_policy(policy, workload))
-    lengths = systems.lengths_of(workload, oracle=True, seed=seed)
-    simulate(workload, weighed, node.truth, node.belief, SETUP.engine, seed, lengths)
-    tokens, cost_s = np.array(weighed.seen).T
+
+    def note(batch: BatchBuilder, *_: object) -> None:
+        seen.append((int(batch.granted.sum()), batch.cost_s))
+
+    systems.run(workload, policy, SETUP, seed, oracle=True, note=note)
+    tokens, cost_s = np.array(seen).T
     return {"above": float(cost_s[tokens > SARATHI_TOKENS].sum() / cost_s.sum())}
 
 
@@ -365,7 +340,7 @@ LOAD = Experiment(
         Product(
             batch_sizes,
             {
-                "policy": {each.label: each for each in (SARATHI, SLOS_SERVE)},
+                "policy": (SARATHI, SLOS_SERVE),
                 "load": Scaled((1.0,), (0.6, 0.8, 1.0)),
             },
             {"span": Scaled(Span(3.0, 10, 20), Span(60.0, 100, 600))},
@@ -410,8 +385,8 @@ LOAD = Experiment(
 def _thinking(thinking_s: float, answer_s: float, tightest: bool, *made: Any) -> Workload:
     """Requests that think and answer, planned by stage or by the tightest pace, judged by stage."""
     _, rate, requests, seed = made
-    output = SLOS_SERVE_OUTPUTS["chatbot"].lengths
-    prompt, first = SLOS_SERVE_PROMPTS["chatbot"].lengths, always(SLO(1.0, thinking_s))
+    output = settings.SLOS_SERVE_OUTPUTS["chatbot"].lengths
+    prompt, first = settings.SLOS_SERVE_PROMPTS["chatbot"].lengths, always(SLO(1.0, thinking_s))
     task = Reasoning("thinking", prompt, output, output, first, answer_s)
     workload = generate("thinking", [task], Poisson(rate), requests, seed, "")
     if not tightest:

@@ -9,7 +9,7 @@ correction of production.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import nan
 from typing import Any, NamedTuple
 
@@ -19,12 +19,13 @@ from sluice.benchmarks.experiments.pab_admission import Rejecting
 from sluice.controller.config import ControllerConfig
 from sluice.scheduling import admission as admissions
 from sluice.scheduling import routing
-from sluice.scheduling.batching import POLICIES, BatchPolicy, make_policy
+from sluice.scheduling.batching import POLICIES, BatchBuilder, BatchPolicy, make_policy
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency, StepSample
 from sluice.scheduling.latency.speculation import AllDrafts
 from sluice.scheduling.placement.length import OracleLengths, TaskLengths
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.request.objective import SLO, GainWeights
+from sluice.scheduling.request.queue import QueueView
 from sluice.scheduling.roles import Role
 from sluice.simulation.cluster import REFUSED, Incident, Node, simulate_cluster
 from sluice.simulation.config import Autoscaling, ClusterConfig, EngineConfig, WhenUnattainable
@@ -235,11 +236,38 @@ def local_policy(contender: Contender, workload: Workload, role: Role = "mixed")
     return make_policy(contender.policy, options, role=role)
 
 
+Note = Callable[[BatchBuilder, QueueView, float, LatencyModel], None]
+"""Gets a batch when it is filled, the queue, the time and the latency model."""
+
+
+class Noted(BatchPolicy):
+    """Plans as ``inner`` does, and calls ``note`` for each batch."""
+
+    name = "noted"
+    source = "ours"
+
+    def __init__(self, inner: BatchPolicy, note: Note) -> None:
+        super().__init__()
+        self._inner, self._note = inner, note
+
+    def fill(
+        self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
+    ) -> None:
+        """As ``inner``."""
+        self._inner.fill(batch, queue, now_s, latency)
+        self._note(batch, queue, now_s, latency)
+
+
 def run(
-    workload: Workload, contender: Contender, setup: Setup, seed: int, oracle: bool = False
+    workload: Workload,
+    contender: Contender,
+    setup: Setup,
+    seed: int,
+    oracle: bool = False,
+    note: Note | None = None,
 ) -> Run:
     """One run of an engine; ``seed`` is that of the noise, for ``oracle`` see
-    :func:`lengths_of`."""
+    :func:`lengths_of`, for ``note`` :class:`Noted`."""
     policy = local_policy(contender, workload)
     if contender.all_drafts:
         policy.speculation = AllDrafts()
@@ -248,7 +276,7 @@ def run(
     if contender.batch_tokens is not None:
         config = config.model_copy(update={"max_batch_tokens": contender.batch_tokens})
     lengths = lengths_of(workload, oracle, seed)
-    chosen = rejecting or policy
+    chosen = rejecting or (Noted(policy, note) if note is not None else policy)
     result = simulate(workload, chosen, node.truth, node.belief, config, seed, lengths)
     return Run(result, frozenset(rejecting.refused if rejecting else ()))
 

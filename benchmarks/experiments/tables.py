@@ -137,10 +137,9 @@ class Rivals:
         """The mean of one contender."""
         return mean(self.of(rows, name), figure)
 
-    def best(self, rows: Rows, figure: str, among: Iterable[str] = ()) -> str:
-        """The rival, of all or of those in ``among``, with the highest mean over ``rows``."""
-        known = [str(name) for (name,) in grouped(rows, self.label) if name != self.ours]
-        names = [name for name in among or known if name in known]
+    def best(self, rows: Rows, figure: str) -> str:
+        """The rival with the highest mean over ``rows``."""
+        names = [str(name) for (name,) in grouped(rows, self.label) if name != self.ours]
         return max(names, key=lambda name: self.mean(rows, name, figure))
 
     def lead(self, rows: Rows, rival: str, figure: str) -> Estimate:

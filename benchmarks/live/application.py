@@ -1,101 +1,80 @@
-"""An application that a benchmark serves on this machine: its configuration, its address, and the
-counters on its page of metrics."""
+"""Applications that benchmarks serve: their configuration, with simulated engines, and the counters
+on their page of metrics.
+
+Client, cluster and engines share the machine, so simulated engines are slow: steps of tens of
+milliseconds, which cost no processor time. Objectives are longer in proportion.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import sys
-import threading
-import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final
 
 from prometheus_client.parser import text_string_to_metric_families
-from rich.console import Console
 
-from sluice.benchmarks.live.client import Outcome, replay
-from sluice.benchmarks.live.resources import Meter, Usage
-from sluice.deploy.config import SluiceConfig, parse_config
-from sluice.deploy.local import base_url, running, stop_signals
-from sluice.deploy.ray_settings import free_port
+from sluice.benchmarks.live.client import Json
+from sluice.benchmarks.live.gateway.engine import MODEL
 from sluice.router.config import ServiceClass
-from sluice.simulation.workload import Workload
+from sluice.scheduling.request.objective import SLO
 
-SIMULATED = "simulated"
-"""Name of the model of simulated engines."""
+ENGINE: Final[dict[str, Any]] = {
+    "step_s": 0.06,
+    "token_s": 0.0005,
+    "context_token_s": 1e-7,
+    "kv_blocks": 4096,
+    "block_tokens": 16,
+    "max_model_tokens": 8192,
+    "max_batch_tokens": 2048,
+    "max_sequences": 64,
+}
+"""The simulated engine: about the steps of a model of 70B parameters on two older GPUs. None of it
+was measured."""
 
-_POLL_S = 0.5
-
-
-class Application(NamedTuple):
-    """A running application: its root URL, its model's name, and an event that is set when this
-    process is to end."""
-
-    url: str
-    model: str
-    stop: threading.Event
-
-    @property
-    def completions(self) -> str:
-        """URL of the completions endpoint."""
-        return f"{self.url}/v1/completions"
-
-    def send(self, workload: Workload, **options: Any) -> list[Outcome]:
-        """The outcomes of a workload, see :func:`sluice.benchmarks.live.client.replay`."""
-        return asyncio.run(replay(self.completions, self.model, workload, **options))
-
-    def send_metered(self, workload: Workload, **options: Any) -> tuple[list[Outcome], Usage]:
-        """The same, and the usage until the last arrival."""
-        meter = Meter()
-        return self.send(workload, on_sent=meter.stop, **options), meter.usage
-
-    def until(self, done: Callable[[], bool], limit_s: float) -> bool:
-        """Wait until ``done`` returns true; ``False`` after a timeout or when stopped."""
-        deadline_s = time.monotonic() + limit_s
-        while not done():
-            if time.monotonic() > deadline_s or self.stop.wait(_POLL_S):
-                return False
-        return True
-
-
-@contextmanager
-def application(config: SluiceConfig) -> Iterator[Application]:
-    """Serve ``config`` until the block ends, whose standard output is standard error: Ray's own
-    messages must not stand between the lines of the JSON."""
-    say = Console(stderr=True).print
-    with redirect_stdout(sys.stderr), stop_signals() as stop, running(config, stop, say):
-        yield Application(base_url(config), config.engine.model, stop)
+LIGHT_ENGINE: Final[dict[str, Any]] = {
+    **ENGINE,
+    "step_s": 0.05,
+    "token_s": 0.0004,
+    "max_model_tokens": 4096,
+    "max_batch_tokens": 1024,
+    "max_sequences": 16,
+}
+"""An engine that few requests saturate: its steps are long compared with their delays."""
 
 
 def simulated(
+    port: int,
     engine: Mapping[str, Any],
     replicas: int,
     classes: Mapping[str, ServiceClass] | None = None,
-    router: Mapping[str, Any] | None = None,
     latency_profile: Path | None = None,
     **parts: Any,
-) -> SluiceConfig:
-    """An application of simulated engines with fields of ``engine.simulated``, service classes by
-    name, further fields of the router, and further parts of the configuration. Planners believe the
-    profile of a file, by default the real one."""
+) -> Json:
+    """The configuration of an application of simulated engines with fields of ``engine.simulated``,
+    service classes by name, the first of which is the default, and further parts. Planners believe
+    the profile of a file, by default the real one."""
     believed = {"latency_profile": str(latency_profile)} if latency_profile is not None else {}
-    return parse_config(
-        {
-            "engine": {"kind": "simulated", "model": SIMULATED, "simulated": engine, **believed},
-            "replica": {"count": replicas, "num_cpus": 0.1},
-            "router": router_fields(classes) | dict(router or {}),
-            **parts,
-        }
-    )
+    return {
+        "engine": {"kind": "simulated", "model": MODEL, "simulated": engine, **believed},
+        "replica": {"count": replicas, "num_cpus": 0.1},
+        "router": router(port, classes or {}),
+        **parts,
+    }
 
 
-def router_fields(classes: Mapping[str, ServiceClass] | None = None) -> dict[str, Any]:
-    """A router on a free port with these service classes."""
-    named = {name: entry.model_dump() for name, entry in (classes or {}).items()}
-    return {"port": free_port(), **({"classes": named} if named else {})}
+def router(port: int, classes: Mapping[str, ServiceClass]) -> Json:
+    """A router with these service classes, the first of which is the default."""
+    fields: Json = {"port": port}
+    if classes:
+        named = {name: entry.model_dump(mode="json") for name, entry in classes.items()}
+        fields |= {"classes": named, "default_class": next(iter(named))}
+    return fields
+
+
+def objectives(classes: Mapping[str, ServiceClass]) -> dict[str, SLO]:
+    """The objective of each class, as a router reads it."""
+    return {name: entry.objective(name) for name, entry in classes.items()}
 
 
 def metrics(url: str, timeout_s: float = 10.0, **labels: str) -> dict[str, float]:

@@ -19,14 +19,8 @@ from typing import Any
 
 import aiohttp
 
-from sluice.benchmarks.live.answers import (
-    AnswerCheck,
-    Expected,
-    ToldError,
-    WrongAnswerError,
-    of_any_engine,
-    simulated,
-)
+from sluice.benchmarks.live import answers
+from sluice.benchmarks.live.answers import simulated
 from sluice.router import wire
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.tpot import TPOTAnchor, TPOTMeter
@@ -254,7 +248,7 @@ class _Request:
         if exact:
             expected = simulated("chat" if chat else "completions", body)
         else:
-            expected = of_any_engine(body, outcome.output_tokens)
+            expected = answers.of_any_engine(body, outcome.output_tokens)
         headers = {wire.SLO_HEADERS[wire.CLASS]: outcome.slo.service_class}
         begun = False
         try:
@@ -268,9 +262,9 @@ class _Request:
                     await self._stream(response, expected, sent_s)
                 else:
                     await self._whole(response, expected, sent_s)
-        except ToldError as error:
+        except answers.ToldError as error:
             outcome.end, outcome.reason = End.FAILED, str(error)
-        except WrongAnswerError as error:
+        except answers.WrongAnswerError as error:
             outcome.end, outcome.reason = End.SILENT, str(error)
         except (aiohttp.ClientError, OSError) as error:
             # Before the response's head, no server has accepted the request.
@@ -278,9 +272,9 @@ class _Request:
             outcome.reason = type(error).__name__
 
     async def _stream(
-        self, response: aiohttp.ClientResponse, expected: Expected, sent_s: float
+        self, response: aiohttp.ClientResponse, expected: answers.Expected, sent_s: float
     ) -> None:
-        outcome, check = self._outcome, AnswerCheck(expected)
+        outcome, check = self._outcome, answers.AnswerCheck(expected)
         meter, last_s = TPOTMeter(outcome.slo.tpot_anchor), sent_s
         worst = TPOTMeter(TPOTAnchor.RUNNING_MAX)
         async for data in response.content.iter_any():
@@ -299,16 +293,16 @@ class _Request:
                 return
         check.end_stream()
         if outcome.ttft_s is None:
-            raise WrongAnswerError("no text")
+            raise answers.WrongAnswerError("no text")
         # Tokens without text of their own count as arrived with the last piece of text.
         meter.emit(outcome.output_tokens - meter.tokens, meter.last_s or last_s)
         outcome.worst_tpot_s = max(meter.tpot_s or 0.0, worst.tpot_s or 0.0)
         self._answered(outcome.ttft_s, meter.tpot_s or 0.0)
 
     async def _whole(
-        self, response: aiohttp.ClientResponse, expected: Expected, sent_s: float
+        self, response: aiohttp.ClientResponse, expected: answers.Expected, sent_s: float
     ) -> None:
-        AnswerCheck(expected).whole(await response.read())
+        answers.AnswerCheck(expected).whole(await response.read())
         took_s = time.monotonic() - sent_s
         gaps = self._outcome.output_tokens - 1
         tpot_s = min(self._outcome.slo.tpot_s or 0.0, took_s / (gaps + 1))

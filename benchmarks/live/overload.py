@@ -12,28 +12,30 @@ The exit status is 1 if an answer was lost, or if the goodput with retries is be
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import product
 from math import sqrt
 from statistics import fmean, stdev
-from typing import Final, NamedTuple
+from typing import Final
 
 import click
-import numpy as np
-from rich.console import Console
 
-from sluice.benchmarks.live.application import application, simulated
-from sluice.benchmarks.live.client import Outcome
-from sluice.benchmarks.live.loads import LIGHT_ENGINE
-from sluice.benchmarks.live.report import Json, milliseconds, of_class, quantiles, share, table
-from sluice.benchmarks.live.resources import Usage, held
+from sluice.benchmarks.live.application import LIGHT_ENGINE, objectives, simulated
+from sluice.benchmarks.live.client import End, Json
+from sluice.benchmarks.live.drive import campaign, run
+from sluice.benchmarks.live.mix import Kind, Pattern
+from sluice.benchmarks.live.report import Run, quantiles, share, single, summary, table
+from sluice.benchmarks.live.resources import held
+from sluice.benchmarks.live.systems import sluice
 from sluice.benchmarks.options import as_json, number_option, seed, show
 from sluice.router.config import ServiceClass
-from sluice.scheduling.request.objective import SLO
-from sluice.simulation.workload import Arrival, Workload, window
+from sluice.simulation.workload import Workload, window
 
-SLO_OF: Final = SLO(ttft_s=1.5, tpot_s=0.15, priority=2, service_class="strict")
-CLASS: Final = ServiceClass(ttft_ms=1_500, tpot_ms=150, priority=2, when_unattainable="reject")
+CLASSES: Final = {
+    "strict": ServiceClass(ttft_ms=1_500, tpot_ms=150, priority=2, when_unattainable="reject")
+}
+
+SLOS: Final = objectives(CLASSES)
 
 RATE: Final = 3.6
 """About the rate that one engine can guarantee, requests a second: 1x."""
@@ -48,8 +50,10 @@ LEAST_RATIO: Final = 0.95
 WARM_UP_S: Final = 5.0
 """Requests that end in the first seconds of a run do not count: the engines begin it empty."""
 
-_PROMPT_TOKENS, _OUTPUT_TOKENS = 300, 40
-_SHAPE = 8.0  # of the lengths' distribution: the more they vary, the noisier are the results
+PATTERN: Final = Pattern("overload", kinds={"strict": Kind(1.0, (150, 450), (20, 60))})
+"""The more lengths vary, the noisier are the results."""
+
+CELL: Final = ("load", "retries")
 _SETTINGS: Final = {"none": 0.0, "at once": PATIENCE_S}
 
 
@@ -70,121 +74,80 @@ def overload(
     Example:
       sluice bench overload --load 3 --load 10
     """
-    say = Console(stderr=True).print
-    name = SLO_OF.service_class
-    config = simulated(LIGHT_ENGINE, REPLICAS, {name: CLASS}, {"default_class": name})
+    start = sluice("sluice", lambda _, port: simulated(port, LIGHT_ENGINE, REPLICAS, CLASSES))
     rate = RATE * REPLICAS
     runs: list[Run] = []
-    with application(config) as running:
+    with campaign() as bench, start(bench) as system:
         # Of the heaviest kind, so that memory that grows once in a storm has grown.
         storm = window(make_load(10 * rate, 60.0, seed), 0.0, WARM_UP_S)
-        running.send(storm, patience_s=PATIENCE_S)
+        run(bench, system, {}, WARM_UP_S, storm, patience_s=PATIENCE_S)
+        before = held()
         for turn, load in product(range(rounds), loads):
             workload = make_load(load * rate, seconds, seed + turn)
             for retries in list(_SETTINGS)[:: -1 if turn % 2 else 1]:
-                before = held()
-                outcomes, usage = running.send_metered(workload, patience_s=_SETTINGS[retries])
-                runs.append(Run(load, retries, seconds, outcomes, usage, before, held()))
-                say(f"{load:g}x, retries {retries}: {runs[-1].goodput:.2f}/s in time")
-    rows = summary(runs)
-    cell = ("load", "retries")
-    served = ("sent", "goodput", "ratio", "error", "kept", "lost", "failed")
+                labels, patience_s = {"load": load, "retries": retries}, _SETTINGS[retries]
+                found = run(bench, system, labels, seconds, workload, patience_s=patience_s)
+                runs.append(found)
+                bench.say(f"{load:g}x, retries {retries}: {goodput(found):.2f}/s in time")
+        after = held()
+    rows = compared(runs)
+    memory = [{"kind": kind, "before": before.get(kind), "after": after[kind]} for kind in after]
+    served = ("sent", "goodput", "ratio", "error", "answers_in_time", "lost", "failed")
     cost = ("refusals", "refusal_ms", "late_ms", "busy", "cores.routers", "cores.client")
     tables = [
-        table(rows, *cell, *served, title=f"served in time, mean of {rounds} rounds"),
-        table(rows, *cell, *cost, "memory_mib.routers", "memory_mib.HAProxy", title="resources"),
+        table(rows, *CELL, *served, title=f"served in time, mean of {rounds} rounds"),
+        table(rows, *CELL, *cost, title="resources"),
+        table(memory, *memory[0], title="memory before the first and after the last round, MiB"),
     ]
-    every = [figures([run]) for run in runs]
-    show({"summary": rows, "runs": every}, tables, as_json)
+    show({"summary": rows, "memory_mib": memory, "runs": single(runs)}, tables, as_json)
     missed = any(row["ratio"] < LEAST_RATIO for row in rows)
     raise SystemExit(missed or any(row["lost"] for row in rows))
 
 
 def make_load(rate: float, seconds: float, seed: int) -> Workload:
-    """Poisson arrivals for ``seconds``, with lengths drawn from gamma distributions."""
-    chance = np.random.default_rng(seed)
-    times = np.cumsum(chance.exponential(1 / rate, size=round(2 * rate * seconds) + 50))
-    times = times[times < seconds]
-    most = LIGHT_ENGINE["max_model_tokens"] // 2
-    prompts = np.clip(chance.gamma(_SHAPE, _PROMPT_TOKENS / _SHAPE, len(times)), 8, most)
-    outputs = np.clip(chance.gamma(_SHAPE, _OUTPUT_TOKENS / _SHAPE, len(times)), 2, most)
-    return Workload(
-        "overload",
-        tuple(
-            Arrival(float(time_s), int(prompt), int(output), SLO_OF)
-            for time_s, prompt, output in zip(times, prompts, outputs, strict=True)
-        ),
-    )
+    """Poisson arrivals for ``seconds``."""
+    return PATTERN.workload(rate, seconds, seed, SLOS)
 
 
-class Run(NamedTuple):
-    """One run: its load and retry behaviour, how long its arrivals lasted, seconds, its outcomes,
-    the usage, and the memory before and after it, MiB, by kind of process."""
-
-    load: float
-    retries: str
-    seconds: float
-    outcomes: Sequence[Outcome]
-    usage: Usage
-    before: Mapping[str, float]
-    after: Mapping[str, float]
-
-    @property
-    def goodput(self) -> float:
-        """Requests answered within their objective, per second, that ended between
-        :data:`WARM_UP_S` and the time of the last arrival."""
-        ended_s = (each.ended_s or 0.0 for each in self.outcomes if each.attained)
-        in_time = sum(WARM_UP_S <= each_s <= self.seconds for each_s in ended_s)
-        return in_time / (self.seconds - WARM_UP_S)
+def goodput(run: Run) -> float:
+    """Requests answered within their objective, per second, that ended between :data:`WARM_UP_S`
+    and the time of the last arrival."""
+    ended_s = (each.ended_s or 0.0 for each in run.outcomes if each.attained)
+    in_time = sum(WARM_UP_S <= each_s <= run.seconds for each_s in ended_s)
+    return in_time / (run.seconds - WARM_UP_S)
 
 
-def figures(runs: Sequence[Run]) -> Json:
-    """The figures of all requests of some runs of one kind, and means over the runs. ``kept``:
-    answers within their objective; ``memory_mib``: before the first and after the last run."""
+def _figures(runs: Sequence[Run]) -> Json:
+    """Mean goodput, ``answers_in_time``: the share of the answers within their objective, and the
+    number and time of refusals."""
     outcomes = [each for run in runs for each in run.outcomes]
-    found = of_class(outcomes)
     refused_ms = [1e3 * each.refused_s / each.refusals for each in outcomes if each.refusals]
-    first, last = runs[0].before, runs[-1].after
-    cores = {
-        kind: [run.usage.kinds[kind].cores for run in runs if kind in run.usage.kinds]
-        for kind in runs[0].usage.kinds
-    }
+    answered = sum(each.end is End.ANSWERED for each in outcomes)
     return {
-        "load": runs[0].load,
-        "retries": runs[0].retries,
-        "rounds": len(runs),
-        **found,
-        "goodput": round(fmean(run.goodput for run in runs), 3),
-        "kept": share(sum(each.attained for each in outcomes), found["answered"]),
-        "lost": found["silent"] + found["cut"],
+        "goodput": round(fmean(map(goodput, runs)), 3),
+        "answers_in_time": share(sum(each.attained for each in outcomes), answered),
         "refusals": sum(each.refusals for each in outcomes),
         "refusal_ms": quantiles(refused_ms),
-        "late_ms": milliseconds([each.late_s for each in outcomes]),
-        "busy": round(fmean(run.usage.machine_busy for run in runs), 3),
-        "cores": {kind: round(fmean(each), 3) for kind, each in cores.items()},
-        "memory_mib": {kind: [first.get(kind, 0.0), last[kind]] for kind in last},
     }
 
 
-def summary(runs: Sequence[Run]) -> list[Json]:
-    """Each load and retry behaviour over all rounds, in the order of ``runs``.
-
-    ``ratio`` is the goodput over that of the same rounds without retries, and ``error`` its
-    standard error by the scatter of the rounds' own ratios; ``None`` with one round.
-    """
-    groups: dict[tuple[float, str], list[Run]] = {}
-    for run in runs:
-        groups.setdefault((run.load, run.retries), []).append(run)
-    rows = []
-    for (load, _), own in groups.items():
-        ratio, error = _ratio(own, groups[load, "none"])
-        rows.append({**figures(own), "ratio": ratio, "error": error})
+def compared(runs: Sequence[Run]) -> list[Json]:
+    """Each load and retry behaviour over all rounds. ``ratio`` is the goodput over that of the same
+    rounds without retries, and ``error`` its standard error by the scatter of the rounds' own
+    ratios; ``None`` with one round."""
+    rows = summary(runs, *CELL, more=_figures)
+    for row in rows:
+        own, bases = (
+            [run for run in runs if run.labels == {"load": row["load"], "retries": retries}]
+            for retries in (row["retries"], "none")
+        )
+        row["ratio"], row["error"] = _ratio(own, bases)
     return rows
 
 
 def _ratio(runs: Sequence[Run], bases: Sequence[Run]) -> tuple[float, float | None]:
     """Ratio of the goodputs, and its standard error. 1 where nothing was served without retries."""
-    goodputs = ((run.goodput, base.goodput) for run, base in zip(runs, bases, strict=True))
+    goodputs = ((goodput(run), goodput(base)) for run, base in zip(runs, bases, strict=True))
     pairs = [(own, base) for own, base in goodputs if base]
     if not pairs:
         return 1.0, None

@@ -6,7 +6,6 @@ client in another session would wait for the processor beside busy servers.
 
 from __future__ import annotations
 
-import multiprocessing
 import subprocess
 import sys
 import threading
@@ -14,16 +13,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import psutil
 
-from sluice.deploy.local import StoppedError, stop_signals
+from sluice.deploy.local import StoppedError
 
 VLLM_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
 """In which vLLM's own server starts."""
@@ -48,39 +45,11 @@ class LeftOutError(RuntimeError):
 
 
 @contextmanager
-def serving(
-    command: Sequence[str | Path],
-    url: str,
-    log: Path,
-    limit_s: float,
-    stop: threading.Event | None = None,
-    environment: Mapping[str, str] | None = None,
-    ready: str | urllib.request.Request = "/health",
-) -> Iterator[int]:
-    """A server's process id, until the block ends; then it and every process below it end.
-
-    Args:
-        command: starts the server at ``url``; its output goes to ``log``.
-        limit_s: how long it may take to start, seconds.
-        stop: set when this process is to end.
-        environment: of the process; by default this one's.
-        ready: a request that it answers once it is ready; a path is asked for by GET.
-
-    Raises:
-        LeftOutError: the server did not start; the message has the end of its log.
-        StoppedError: ``stop`` was set before it was ready.
-    """
-    with spawned(command, log, environment) as server:
-        asked = f"{url}{ready}" if isinstance(ready, str) else ready
-        wait_until_ready(server, asked, log, limit_s, stop or threading.Event())
-        yield server.pid
-
-
-@contextmanager
 def spawned(
     command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A server's process, which may not answer yet; see :func:`serving`."""
+    """A server's process, which may not answer yet, until the block ends; then it and every process
+    below it end. ``log`` gets its output."""
     with log.open("wb") as output:
         server = subprocess.Popen(
             _ending_with_parent(command), env=environment, stdout=output, stderr=output
@@ -105,7 +74,12 @@ def wait_until_ready(
     limit_s: float,
     stop: threading.Event,
 ) -> None:
-    """Wait until a server answers ``asked``, a URL or a request; raises as :func:`serving`."""
+    """Wait until a server answers ``asked``, a URL or a request.
+
+    Raises:
+        LeftOutError: it did not within ``limit_s``; the message has the end of its log.
+        StoppedError: ``stop`` was set before.
+    """
     deadline_s = time.monotonic() + limit_s
     while True:
         with suppress(urllib.error.URLError, OSError), urllib.request.urlopen(asked, timeout=5):
@@ -149,28 +123,10 @@ def vllm_command(model: Path | str, name: str, port: int, args: Mapping[str, Any
     return command
 
 
-R = TypeVar("R")
-
-
-def in_own_process(function: Callable[..., R], *args: Any) -> R:
-    """The result of ``function`` in a new process, which gets SIGTERM when this one is stopped.
-
-    Ray and Serve read most of their settings once, when they are imported: a second cluster of the
-    same process would look for the token, the ports and the sockets of the first. Function,
-    arguments and result must be picklable. Exceptions of the function are raised here.
-
-    Raises:
-        Abort: the process was killed.
-    """
-    context = multiprocessing.get_context("spawn")
-    with stop_signals() as stop, ProcessPoolExecutor(1, mp_context=context) as pool:
-        future = pool.submit(function, *args)
-        while not future.done():
-            if stop.wait(POLL_S):
-                for process in multiprocessing.active_children():
-                    process.terminate()
-                break
-        try:
-            return future.result()
-        except BrokenProcessPool:
-            raise click.Abort from None
+def until(done: Callable[[], bool], limit_s: float, stop: threading.Event) -> bool:
+    """Wait until ``done`` returns true; ``False`` after a timeout or when stopped."""
+    deadline_s = time.monotonic() + limit_s
+    while not done():
+        if time.monotonic() > deadline_s or stop.wait(POLL_S):
+            return False
+    return True

@@ -1,24 +1,132 @@
-"""The figures that the live benchmarks share, as plain data, and tables of such data."""
+"""What the live benchmarks report: the figures of runs as plain data, and tables of such data.
+
+Every request is judged by its client's clocks, whatever the system promised. A request that was
+refused, or not answered, has missed all of its objectives.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import sqrt
-from typing import Any
+from statistics import fmean
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from rich.table import Table
 
 from sluice.benchmarks.live.client import End, Outcome
+from sluice.benchmarks.live.client import Json as Json
+from sluice.benchmarks.live.resources import CORES, Usage
+from sluice.simulation.estimate import Estimate
 
 GUARANTEED, BEST_EFFORT = "guaranteed", "best-effort"
+MEDIAN_P99: Final = (0.5, 0.99)
+AT: Final = (0.5, 0.95, 0.99)
+_MEANS: Final = ("attained", "goodput", "goodput_tokens", "tokens", "kept", "cpu_s", "engine_cpu_s")
 _Z = 1.96  # of a two-sided interval of 95 % under a normal distribution
 
-Json = dict[str, Any]
+
+class Run(NamedTuple):
+    """One run.
+
+    Attributes:
+        labels: name it, such as its system, its load and its round.
+        seconds: how long its arrivals lasted.
+        outcomes: of its requests.
+        usage: of the system's processes meanwhile.
+        counts: what the routers counted meanwhile, where a benchmark reads it.
+    """
+
+    labels: Mapping[str, Any]
+    seconds: float
+    outcomes: Sequence[Outcome]
+    usage: Usage
+    counts: Mapping[str, int] = {}
 
 
-MEDIAN_P99 = (0.5, 0.99)
+def figures(runs: Sequence[Run]) -> Json:
+    """The figures of all requests of some runs: those of :func:`of_class`, and these.
+
+    ``objectives``: share of the sent requests that met each objective; ``classes``: attainment of
+    each class. ``goodput``: requests that met all of their objectives, per second of arrivals,
+    ``goodput_tokens`` their output tokens; ``tokens``: those of all answers until the last request
+    ended. ``worst_tpot_ms``: the running maximum of the answers' TPOT; ``ttft_error_ms``: observed
+    minus predicted TTFT; ``lost``: requests without a whole answer and without an error. Of the
+    processes the means over the runs.
+    """
+    outcomes = [each for run in runs for each in run.outcomes]
+    classes = by_class(outcomes, AT)
+    every = classes.pop("all")
+    answered = [each for each in outcomes if each.end is End.ANSWERED]
+    good = [each for each in outcomes if each.attained]
+    kept = sum(each.admission == GUARANTEED for each in good)
+    seconds = sum(run.seconds for run in runs)
+    ends_s = ([run.seconds, *(each.ended_s or 0.0 for each in run.outcomes)] for run in runs)
+    return {
+        **every,
+        "attained_interval": interval(len(good), len(outcomes)),
+        "kept_interval": interval(kept, every["guaranteed"]),
+        "objectives": {
+            name: share(sum(each.met[place] for each in outcomes), len(outcomes))
+            for place, name in enumerate(("ttft", "tpot"))
+        },
+        "classes": {name: each["attained"] for name, each in classes.items()},
+        "by_class": classes,
+        "goodput": round(len(good) / seconds, 3),
+        "goodput_tokens": round(sum(each.output_tokens for each in good) / seconds, 1),
+        "tokens": round(sum(each.output_tokens for each in answered) / sum(map(max, ends_s)), 1),
+        "worst_tpot_ms": milliseconds([each.worst_tpot_s or 0.0 for each in answered], AT),
+        "ttft_error_ms": milliseconds(
+            [(x.ttft_s or 0.0) - x.predicted_ttft_s for x in answered if x.predicted_ttft_s], AT
+        ),
+        "lost": every[End.SILENT] + every[End.CUT],
+        "late_ms": milliseconds([each.late_s for each in outcomes], (0.5, 0.99, 1.0)),
+        **_used([run.usage for run in runs]),
+    }
+
+
+def _used(usages: Sequence[Usage]) -> Json:
+    kinds = sorted({kind for usage in usages for kind in usage.kinds})
+    by_kind = {kind: [each.kinds[kind] for each in usages if kind in each.kinds] for kind in kinds}
+    cpu_s = {kind: sum(each.cpu_s for each in own) / len(usages) for kind, own in by_kind.items()}
+    return {
+        "cores": {kind: round(fmean(x.cores for x in own), 3) for kind, own in by_kind.items()},
+        "memory_mib": {kind: max(each.memory_mib for each in own) for kind, own in by_kind.items()},
+        "cpu_s": round(sum(cpu_s.values()), 2),
+        "engine_cpu_s": round(cpu_s.get(CORES, 0.0), 2),
+        "busy": round(fmean(each.machine_busy for each in usages), 3),
+    }
+
+
+def summary(
+    runs: Sequence[Run], *labels: str, more: Callable[[Sequence[Run]], Json] = lambda _: {}
+) -> list[Json]:
+    """The figures of the runs with equal ``labels``, and ``more`` of them: a row for each
+    combination, sorted by the order in which a label's values appear. ``range`` has half of the
+    95 % t-interval of the mean over these runs, ``None`` with one."""
+    places = {name: [*dict.fromkeys(run.labels[name] for run in runs)] for name in labels}
+    groups: dict[tuple[int, ...], list[Run]] = {}
+    for run in runs:
+        key = tuple(places[name].index(run.labels[name]) for name in labels)
+        groups.setdefault(key, []).append(run)
+    rows = []
+    for _, own in sorted(groups.items()):
+        each = [figures([run]) for run in own]
+        ranges = {name: _half([row[name] for row in each]) for name in _MEANS}
+        cell = {name: own[0].labels[name] for name in labels}
+        rows.append({**cell, "rounds": len(own), **figures(own), **more(own), "range": ranges})
+    return rows
+
+
+def single(runs: Iterable[Run]) -> list[Json]:
+    """The labels and figures of each run."""
+    return [{**run.labels, **figures([run])} for run in runs]
+
+
+def _half(values: Sequence[float | None]) -> float | None:
+    half = Estimate.of([value for value in values if value is not None]).half_width
+    return round(half, 4) if half == half else None  # not a number with one round
 
 
 def of_class(outcomes: Sequence[Outcome], at: Sequence[float] = MEDIAN_P99) -> Json:
@@ -51,19 +159,7 @@ def by_class(outcomes: Sequence[Outcome], at: Sequence[float] = MEDIAN_P99) -> d
     return {**found, "all": of_class(outcomes, at)}
 
 
-def class_table(classes: Mapping[str, Json], title: str) -> Table:
-    """:func:`by_class` as a table."""
-    rows = [{"class": name, **row} for name, row in classes.items()]
-    met = ("attained", "guaranteed", "kept", "ttft_ms", "tpot_ms")
-    return table(rows, "class", "sent", *(end.value for end in End), *met, title=title)
-
-
-def reasons(outcomes: Sequence[Outcome], end: End) -> dict[str, int]:
-    """Number of the requests that ended in this way, by reason."""
-    return dict(Counter(each.reason for each in outcomes if each.end is end).most_common())
-
-
-def share(count: int, of: int) -> float | None:
+def share(count: float, of: float) -> float | None:
     """A share; ``None`` of nothing."""
     return round(count / of, 4) if of else None
 
@@ -79,15 +175,13 @@ def interval(count: int, of: int) -> list[float] | None:
     return [round(min(max(end, 0.0), 1.0), 4) for end in ends]
 
 
-def quantiles(values: Any, at: Sequence[float] = (0.5, 0.99), digits: int = 1) -> list[float]:
+def quantiles(values: Any, at: Sequence[float] = MEDIAN_P99, digits: int = 1) -> list[float]:
     """Quantiles, by default median and 99th percentile; zeros without values."""
     found = np.quantile(values if len(values) else [0.0], at)
     return [round(float(value), digits) for value in found]
 
 
-def milliseconds(
-    values_s: Sequence[float], at: Sequence[float] = (0.5, 0.99)
-) -> list[float] | None:
+def milliseconds(values_s: Sequence[float], at: Sequence[float] = MEDIAN_P99) -> list[float] | None:
     """Quantiles of seconds, in milliseconds; ``None`` without values."""
     return quantiles(1e3 * np.array(values_s), at) if values_s else None
 

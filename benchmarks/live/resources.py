@@ -38,10 +38,11 @@ REST = "Ray"
 
 
 class Used(NamedTuple):
-    """Processor time in cores and resident memory in MiB."""
+    """Processor time in cores and in seconds, and resident memory at the end, MiB."""
 
     cores: float
     memory_mib: float
+    cpu_s: float = 0.0
 
 
 class Usage(NamedTuple):
@@ -63,28 +64,28 @@ class Process(NamedTuple):
 
 
 class Meter:
-    """Measures from its creation to :meth:`stop`. Processes that end in between do not count."""
+    """Measures :func:`processes` of these ``roots`` from its creation to :meth:`stop`. Processes
+    that ended in between do not count."""
 
-    def __init__(self) -> None:
-        self.usage = Usage({}, 0.0)
-        """The usage, once stopped."""
-        self._begun = processes()
+    def __init__(self, roots: Mapping[int, str] | None = None) -> None:
+        self._roots = roots
+        self._begun = processes(roots)
         self._begun_s = time.monotonic()
         psutil.cpu_percent()
 
-    def stop(self) -> None:
-        """Record the usage since the meter was created."""
+    def stop(self) -> Usage:
+        """The usage since the meter was created."""
         busy = psutil.cpu_percent() / 100
         elapsed_s = time.monotonic() - self._begun_s
-        now = processes()
+        now = processes(self._roots)
         memory: dict[str, float] = defaultdict(float)
         for each in now.values():
             memory[each.kind] += each.resident_mib
         kinds = {
-            kind: Used(round(seconds / elapsed_s, 3), round(memory[kind], 1))
+            kind: Used(round(seconds / elapsed_s, 3), round(memory[kind], 1), seconds)
             for kind, seconds in sorted(spent(self._begun, now).items())
         }
-        self.usage = Usage(kinds, round(busy, 3))
+        return Usage(kinds, round(busy, 3))
 
 
 def processes(roots: Mapping[int, str] | None = None) -> dict[int, Process]:

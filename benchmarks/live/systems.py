@@ -1,8 +1,6 @@
-"""Systems under test that take the same requests: engines alone, vllm-router, Ray Serve LLM, vLLM,
-and Sluice.
+"""How the live benchmarks start what they measure: engines, vllm-router, Ray Serve LLM, and Sluice.
 
-Each runs in processes of its own; :mod:`sluice.benchmarks.live.resources` says what these use. To
-add a system, extend :data:`SYSTEMS`.
+Each runs in processes of its own; :mod:`sluice.benchmarks.live.resources` says what these use.
 """
 
 from __future__ import annotations
@@ -23,18 +21,9 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from sluice.benchmarks.live.gateway.client import chat_body
-from sluice.benchmarks.live.gateway.engine import MODEL
-from sluice.benchmarks.live.processes import (
-    VLLM_ENVIRONMENT,
-    LeftOutError,
-    spawned,
-    vllm_command,
-    wait_until_ready,
-)
+from sluice.benchmarks.live.processes import LeftOutError, spawned, wait_until_ready
 from sluice.deploy.haproxy import DIRECT_VARIABLE
 from sluice.deploy.ray_settings import free_port
-from sluice.replica.config import EngineConfig
-from sluice.replica.vllm.local_model import local_model
 
 REPLICAS = 2
 """Engines behind each gateway, and replicas of Sluice."""
@@ -42,7 +31,9 @@ REPLICAS = 2
 ENGINES = "replicas"
 """The kind of engine processes."""
 
-_RAY_START_LIMIT_S = 900.0
+START_LIMIT_S: Final = 900.0
+"""How long a system with Ray or vLLM may take to start, seconds."""
+
 _INSTALL_LIMIT_S = 600.0
 _SHOWN = 300
 
@@ -165,30 +156,18 @@ def engines(
         yield {pid: f"http://127.0.0.1:{port}" for pid, port in zip(pids, ports, strict=True)}
 
 
-@contextmanager
-def _direct(bench: Bench) -> Iterator[System]:
-    yield System(tuple(bench.engines.values()), dict.fromkeys(bench.engines, ENGINES))
-
-
 # Programs from PyPI, each in a virtual environment in the user's cache, created if missing.
 
 VLLM_ROUTER: Final = "vllm-router==0.1.17"
 
 
-def router_command(
-    python: Path, port: int, workers: Sequence[str], policy: str = "power_of_two"
-) -> list[str]:
-    """The command that starts :data:`VLLM_ROUTER` with a policy in front of ``workers``."""
-    places = ["--host", "127.0.0.1", "--port", str(port)]
-    metrics = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
-    rest = ["--policy", policy, "--log-level", "error", "--worker-urls", *workers]
-    return [str(python), "-m", "vllm_router.launch_router", *places, *metrics, *rest]
-
-
 def vllm_router(bench: Bench, port: int, policy: str = "power_of_two") -> Server:
-    """:data:`VLLM_ROUTER` in front of the engines of ``bench``."""
+    """:data:`VLLM_ROUTER` with a policy in front of the engines of ``bench``."""
     python = environment(VLLM_ROUTER, bench.say)
-    command = router_command(python, port, [*bench.engines.values()], policy)
+    places = ["--host", "127.0.0.1", "--port", f"{port}"]
+    metrics = ["--prometheus-host", "127.0.0.1", "--prometheus-port", f"{free_port()}"]
+    rest = ["--policy", policy, "--log-level", "error", "--worker-urls", *bench.engines.values()]
+    command = [str(python), "-m", "vllm_router.launch_router", *places, *metrics, *rest]
     return Server(command, kind="routers", engines=True)
 
 
@@ -230,55 +209,28 @@ def _run(command: list[str]) -> None:
         raise LeftOutError(f"cannot install it: {said}")
 
 
-# Sluice, and what runs on Ray or vLLM beside it.
+# Sluice, and Ray Serve LLM.
 
-_VLLM_ARGS = {"max-model-len": 2048, "max-num-seqs": 64, "kv-cache-memory-bytes": 256 << 20}
-
-
-def sluice_config(port: int, step_ms: float = 0.0, vllm: bool = False) -> dict[str, Any]:
-    """Sluice in front of simulated engines with this step time, or of one engine of vLLM."""
-    engine: dict[str, Any] = {"served_model_name": MODEL, "vllm_args": _VLLM_ARGS}
-    if not vllm:
-        times = {"step_s": step_ms / 1e3, "token_s": 0.0, "context_token_s": 0.0}
-        engine = {"kind": "simulated", "model": MODEL, "simulated": times}
-    replica = {"count": 1 if vllm else REPLICAS, "num_cpus": 0.1}
-    return {"engine": engine, "replica": replica, "router": {"port": port}}
+SLUICE: Final = Path(sys.executable).with_name("sluice")
+"""The installed program."""
 
 
 def sluice(
-    name: str,
-    program: Path,
-    direct: bool = False,
-    config_on: Callable[[Bench, int], Mapping[str, Any]] = (
-        lambda bench, port: sluice_config(port, bench.step_ms)
-    ),
+    name: str, config_on: Callable[[Bench, int], Mapping[str, Any]], direct: bool = False
 ) -> Start:
-    """A function that starts ``program serve``, of any version of Sluice, with the configuration
-    for a port, by default of simulated engines; ``direct``: HAProxy fetches streams from the
-    replicas."""
+    """A function that starts ``sluice serve`` with the configuration for a port; ``direct``:
+    HAProxy fetches streams from the replicas."""
 
     def server_on(bench: Bench, port: int) -> Server:
         config = bench.folder / f"{name}.json"
         config.write_text(json.dumps(config_on(bench, port)))
         # Other commands must not mistake it for the user's application.
-        variables = {
-            "XDG_STATE_HOME": str(bench.folder),
-            **({DIRECT_VARIABLE: "1"} if direct else {}),
-        }
-        command: list[str | Path] = [program, "serve", "--config", config]
-        return Server(command, variables, _RAY_START_LIMIT_S)
+        variables = {"XDG_STATE_HOME": str(bench.folder)}
+        if direct:
+            variables[DIRECT_VARIABLE] = "1"
+        return Server([SLUICE, "serve", "--config", config], variables, START_LIMIT_S)
 
     return served(name, server_on)
-
-
-def _one_vllm(bench: Bench, port: int) -> dict[str, Any]:
-    return sluice_config(port, vllm=True)
-
-
-def _vllm(bench: Bench, port: int) -> Server:
-    """vLLM's own server, with the engine of :func:`sluice_config`."""
-    model = local_model(EngineConfig().cache_dir)
-    return Server(vllm_command(model, MODEL, port, _VLLM_ARGS), VLLM_ENVIRONMENT)
 
 
 def serve_llm(bench: Bench, port: int, *options: str) -> Server:
@@ -288,27 +240,4 @@ def serve_llm(bench: Bench, port: int, *options: str) -> Server:
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), extra)))
     command = [sys.executable, "-m", "sluice.benchmarks.live.gateway.serve_llm"]
     command += ["--port", str(port), *options]
-    return Server(command, {"PYTHONPATH": path}, _RAY_START_LIMIT_S)
-
-
-def _serve_nothing(bench: Bench, port: int) -> Server:
-    return serve_llm(bench, port, "--replicas", f"{REPLICAS}", "--step-ms", f"{bench.step_ms}")
-
-
-SLUICE: Final = Path(sys.executable).with_name("sluice")
-"""The installed program."""
-
-SYSTEMS: Final[dict[str, Start]] = {
-    "direct": _direct,
-    "vllm-router": served("vllm-router", vllm_router),
-    "ray-serve-llm": served("ray-serve-llm", _serve_nothing),
-    "sluice": sluice("sluice", SLUICE),
-    "sluice-direct": sluice("sluice-direct", SLUICE, direct=True),
-    "vllm": served("vllm", _vllm),
-    "sluice-vllm": sluice("sluice-vllm", SLUICE, config_on=_one_vllm),
-    "sluice-direct-vllm": sluice("sluice-direct-vllm", SLUICE, True, _one_vllm),
-}
-"""The function that starts each system."""
-
-REAL: Final = ("vllm", "sluice-vllm", "sluice-direct-vllm")
-"""Systems with a real engine, to compare the usage of the processes around it."""
+    return Server(command, {"PYTHONPATH": path}, START_LIMIT_S)

@@ -31,8 +31,9 @@ from typing import Any, TypeVar
 import click
 from rich.table import Table
 
+from sluice.benchmarks.live.report import table
 from sluice.benchmarks.micro.decision_fleet import Voices, figures
-from sluice.benchmarks.options import as_json, number_option, show
+from sluice.benchmarks.options import as_json, choices_option, number_option, show
 from sluice.controller.config import NO_ADMISSION, ControllerConfig
 from sluice.scheduling.placement.together import MOST_TOGETHER
 from sluice.scheduling.routing import POLICIES
@@ -41,7 +42,6 @@ FLEETS = {"64": (64, False), "512": (512, False), "64 + 64": (64, True)}
 """Number of replicas, and whether there are this many prefill and this many decode replicas."""
 
 ACTOR_REPLICAS = 64
-SCRAPED_REPLICAS = 512
 QUERIES_PER_S = 500.0
 REPORTS_PER_S = 64 * 50.0
 """Of all replicas together."""
@@ -53,6 +53,7 @@ BATCH = 64
 """Queries in a call, where they are batched."""
 
 TOGETHER = "slos_serve, together"
+ASKED = "connection"
 
 _FIRST_KEY = 1 << 50
 _LIVE: dict[str, Any] = {
@@ -196,14 +197,12 @@ def contenders(names: Sequence[str]) -> dict[str, ControllerConfig]:
     return found
 
 
-async def _asked(
-    label: str, config: ControllerConfig, replicas: int, seconds: float, scrapes: bool
-) -> Cell:
+async def _asked(label: str, config: ControllerConfig, seconds: float) -> Cell:
     from sluice.benchmarks.micro.decision_actor import Session
 
-    session = Session(label, config, replicas)
+    session = Session(label, config, ACTOR_REPLICAS)
     try:
-        return await (session.measure_scrapes if scrapes else session.measure)(seconds)
+        return await session.measure(seconds)
     finally:
         await session.close()
 
@@ -211,16 +210,13 @@ async def _asked(
 def measure_actor(
     configs: dict[str, ControllerConfig], results: dict[str, dict[str, Cell]], seconds: float
 ) -> None:
-    """Add the figures of a real actor's callers to the cells of :data:`ACTOR_REPLICAS` replicas,
-    and for the last policy with scrapes to that of :data:`SCRAPED_REPLICAS`."""
+    """Add the figures of a real actor's callers to the cells of :data:`ACTOR_REPLICAS` replicas."""
     from sluice.benchmarks.micro.decision_actor import own_ray
 
     with redirect_stdout(sys.stderr), own_ray():
         for label, config in configs.items():
-            asked = asyncio.run(_asked(label, config, ACTOR_REPLICAS, seconds, False))
-            results[label][str(ACTOR_REPLICAS)]["connection"] = asked
-        asked = asyncio.run(_asked("scrape", config, SCRAPED_REPLICAS, seconds, True))
-        results[label][str(SCRAPED_REPLICAS)]["scraped"] = asked
+            asked = asyncio.run(_asked(label, config, seconds))
+            results[label][str(ACTOR_REPLICAS)][ASKED] = asked
 
 
 @click.command(name="decision")
@@ -229,20 +225,8 @@ def measure_actor(
 @click.option(
     "--actor/--no-actor", default=True, help="Also query a real actor, in its own Ray instance."
 )
-@number_option(
-    "--seconds",
-    default=2.0,
-    least=0.1,
-    most=60,
-    words="Duration of each measurement of the real actor.",
-)
-@click.option(
-    "--policy",
-    "names",
-    multiple=True,
-    type=click.Choice(sorted(POLICIES)),
-    help="Routing policies to measure.  [default: all]",
-)
+@number_option("--seconds", default=2.0, least=0.1, most=60, words="Of each query of the actor.")
+@choices_option("--policy", "names", of=POLICIES, words="Routing policies.  [default: all]")
 def decision(
     as_json: bool, decisions: int, actor: bool, seconds: float, names: tuple[str, ...]
 ) -> None:
@@ -252,8 +236,7 @@ def decision(
 
     The JSON maps policy -> replicas -> p50_ms and p99_ms of a decision, ten: of a call with ten
     queries, per_second of batched decisions; the same with reports from the fleet, and over the
-    connection to a real actor. The last policy is also asked with 512 replicas and 32 routers that
-    push metrics, in turns with and without a scrape of /metrics each second.
+    connection to a real actor; scrape: of what a page of /metrics takes of the actor.
 
     \b
     Example:
@@ -270,30 +253,23 @@ def decision(
     if actor:
         measure_actor(configs, results, seconds)
     cells = {(label, size): cell for label, own in results.items() for size, cell in own.items()}
+    asked = {labels: cell[ASKED] for labels, cell in cells.items() if ASKED in cell}
     tables = [_table(f"inside the actor, {REPORTS_PER_S:,.0f} reports/s", cells)]
-    for part, title in ASKED.items():
-        asked = {labels: cell[part] for labels, cell in cells.items() if part in cell}
-        tables += [_table(title, asked)] if asked else []
+    if asked:
+        tables.append(_table("one caller over the connection to a real actor", asked))
     show(results, tables, as_json)
-
-
-ASKED = {
-    "connection": "one caller over the connection to a real actor",
-    "scraped": "one caller, 32 routers that push metrics; with a scrape each second, and without",
-}
 
 
 def _table(title: str, cells: dict[tuple[str, str], Cell]) -> Table:
     """The figures of each policy and number of replicas, times as p50 / p99 in milliseconds."""
-    names = [name for name in next(iter(cells.values())) if name not in ASKED]
-    heads = (name.replace("_", " ") for name in names)
-    table = Table("policy", "replicas", *heads, title=f"{title}: p50 / p99 ms")
-    for labels, cell in cells.items():
-        table.add_row(*labels, *(_shown(cell[name]) for name in names))
-    return table
+    rows = [
+        {"policy": policy, "replicas": replicas}
+        | {name: _shown(value) for name, value in cell.items() if name != ASKED}
+        for (policy, replicas), cell in cells.items()
+    ]
+    return table(rows, *rows[0], title=f"{title}: p50 / p99 ms")
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"{value['p50_ms']:.3f} / {value['p99_ms']:.3f}"
-    return f"{value:,}"
+def _shown(value: Any) -> Any:
+    times = isinstance(value, dict)
+    return f"{value['p50_ms']:.3f} / {value['p99_ms']:.3f}" if times else value

@@ -17,7 +17,7 @@ from functools import partial
 import click
 import numpy as np
 
-from sluice.benchmarks.live.report import table
+from sluice.benchmarks.live.report import quantiles, table
 from sluice.benchmarks.options import as_json, number_option, show
 from sluice.scheduling import batching
 from sluice.scheduling.batching.base import BatchBudget
@@ -82,8 +82,8 @@ def measure(calls: list[Callable[[], object]], repeats: int) -> dict[str, float]
                 times.append(time.thread_time_ns() - started)
     finally:
         gc.enable()
-    median, p99 = np.quantile(np.array(times) / 1e6, (0.5, 0.99))
-    return {"median_ms": round(float(median), 4), "p99_ms": round(float(p99), 4)}
+    p50_ms, p99_ms = quantiles(np.array(times) / 1e6, digits=4)
+    return {"median_ms": p50_ms, "p99_ms": p99_ms}
 
 
 def _plan(policy: batching.BatchPolicy, requests: Sequence[RequestView]) -> object:

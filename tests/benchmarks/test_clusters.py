@@ -9,9 +9,9 @@ import pytest
 from sluice.benchmarks.experiments.grid import Plan
 from sluice.benchmarks.experiments.loads import (
     GENERATED,
+    Case,
     Span,
     Sweep,
-    cluster_rate,
     fitted,
     full_load_rate,
 )
@@ -50,10 +50,10 @@ class TestLayouts:
     def test_load_one_is_what_all_replicas_serve_together(self) -> None:
         one, fast = full_load_rate(AZURE, SETUP), full_load_rate(AZURE, SETUPS["8b-fast"])
         assert fast > one
-        assert cluster_rate(AZURE, SETUP, colocated(4)) == pytest.approx(4 * one)
-        assert cluster_rate(AZURE, SETUP, disaggregated(4)) == pytest.approx(4 * one)
+        assert Case(AZURE, SETUP, colocated(4)).full_rate == pytest.approx(4 * one)
+        assert Case(AZURE, SETUP, disaggregated(4)).full_rate == pytest.approx(4 * one)
         mixed = colocated(4)._replace(nodes=(SETUPS["8b-fast"],))
-        assert cluster_rate(AZURE, SETUP, mixed) == pytest.approx(3 * one + fast)
+        assert Case(AZURE, SETUP, mixed).full_rate == pytest.approx(3 * one + fast)
 
     @pytest.mark.parametrize(("size", "decoders"), [(2, 1), (4, 1), (8, 2), (32, 8)])
     def test_a_quarter_decodes(self, size: int, decoders: int) -> None:

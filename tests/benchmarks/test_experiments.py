@@ -280,7 +280,6 @@ class TestDefaultPolicy:
             *(outcome("fcfs", seed, met, 3.0) for seed, met in ((1, 0.9), (2, 0.7))),
         ]
         assert AGAINST.best(rows, "tdg") == "fcfs"
-        assert AGAINST.best(rows, "tdg", ("edf", "absent")) == "edf"
         headline = EXPERIMENT.findings(rows).tables[1].rows[0]
         assert headline[1:] == (
             "fcfs",
@@ -380,7 +379,8 @@ def test_every_experiment_runs_and_repeats_itself(name: str) -> None:
         assert table.rows
         assert all(len(row) == len(table.columns) for row in table.rows)
     (again,) = measured(cells[-1:], QUICK.seeds, jobs=1)
-    # How long a decision took is read from the clock.
+    # How long a decision or a run took is read from the clock.
     for row in (again, rows[-1]):
         row.pop("decide_ms", None)
+        row.pop("batches_per_minute", None)
     assert again == rows[-1]

@@ -19,26 +19,37 @@ import pytest
 from aiohttp import web
 from click.testing import CliRunner, Result
 
+from sluice.benchmarks.live import systems as live
 from sluice.benchmarks.live.client import LoadError
 from sluice.benchmarks.live.gateway import command as gateway_command
 from sluice.benchmarks.live.gateway.client import Load, load
-from sluice.benchmarks.live.gateway.command import figures, further_tokens, summary, tables
+from sluice.benchmarks.live.gateway.command import (
+    SYSTEMS,
+    figures,
+    further_tokens,
+    sluice_config,
+    summary,
+    tables,
+)
 from sluice.benchmarks.live.gateway.engine import MODEL, events
-from sluice.benchmarks.live.processes import LeftOutError, serving, vllm_command
+from sluice.benchmarks.live.peers.systems import CPU_ARGS
+from sluice.benchmarks.live.processes import (
+    LeftOutError,
+    spawned,
+    vllm_command,
+    wait_until_ready,
+)
 from sluice.benchmarks.live.resources import CORES, Process, kind_of, processes, spent
 from sluice.benchmarks.live.systems import (
-    REAL,
-    SYSTEMS,
     VLLM_ROUTER,
     Bench,
     Server,
     System,
     engines,
     environment,
-    router_command,
     served,
     sluice,
-    sluice_config,
+    vllm_router,
 )
 from sluice.deploy.cli import main
 from sluice.deploy.config import SluiceConfig
@@ -178,11 +189,20 @@ def test_a_process_that_came_counts_whole_and_one_that_ended_not_at_all() -> Non
     assert spent(before, after) == {"routers": 1.75}
 
 
+@contextmanager
+def serving(command: list[str], port: int, log: Path) -> Iterator[int]:
+    """The process id of a server that is ready, until the block ends."""
+    with spawned(command, log) as server:
+        url = f"http://127.0.0.1:{port}/health"
+        wait_until_ready(server, url, log, START_S, threading.Event())
+        yield server.pid
+
+
 def test_a_server_that_does_not_start_is_left_out_with_what_it_said(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "raise SystemExit('\\x1b[31mno such\\x1b[0m flag')"]
     with (
         pytest.raises(LeftOutError, match="has ended: no such flag"),
-        serving(command, "http://127.0.0.1:1", tmp_path / "log", START_S),
+        serving(command, 1, tmp_path / "log"),
     ):
         pass
 
@@ -191,12 +211,10 @@ ENGINE = [sys.executable, "-m", "sluice.benchmarks.live.gateway.engine", "--port
 
 
 def test_all_processes_below_a_server_end_with_the_block(tmp_path: Path) -> None:
-    port = str(free_port())
-    below = f"import subprocess; subprocess.Popen({[*ENGINE, port]!r}).wait()"
+    port = free_port()
+    below = f"import subprocess; subprocess.Popen({[*ENGINE, str(port)]!r}).wait()"
     command = [sys.executable, "-c", below]
-    with serving(
-        command, f"http://127.0.0.1:{port}", tmp_path / "log", START_S, threading.Event()
-    ) as pid:
+    with serving(command, port, tmp_path / "log") as pid:
         family = psutil.Process(pid).children(recursive=True)
         assert family
     assert not any(process.is_running() for process in family)
@@ -205,11 +223,13 @@ def test_all_processes_below_a_server_end_with_the_block(tmp_path: Path) -> None
 KILLED = """
 import sys
 from pathlib import Path
-from sluice.benchmarks.live.processes import serving
+from threading import Event
+from sluice.benchmarks.live.processes import spawned, wait_until_ready
 port, log = sys.argv[1:]
 command = [sys.executable, "-m", "sluice.benchmarks.live.gateway.engine", "--port", port]
-with serving(command, f"http://127.0.0.1:{port}", Path(log), 120) as pid:
-    print(pid, flush=True)
+with spawned(command, Path(log)) as server:
+    wait_until_ready(server, f"http://127.0.0.1:{port}/health", Path(log), 120, Event())
+    print(server.pid, flush=True)
     sys.stdin.read()
 """
 
@@ -244,9 +264,13 @@ def test_a_signal_ends_the_command_and_its_engines() -> None:
 # Other gateways.
 
 
-def test_a_router_is_started_in_front_of_all_engines_with_ports_of_its_own() -> None:
+def test_a_router_is_started_in_front_of_all_engines_with_ports_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "environment", lambda package, say: Path("python"))
     workers = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
-    command = router_command(Path("python"), 3, workers)
+    bench = Bench(dict(enumerate(workers)), tmp_path, print, threading.Event(), 0.0)
+    command = [*map(str, vllm_router(bench, 3).command)]
     assert command[:3] == ["python", "-m", "vllm_router.launch_router"]
     assert command[command.index("--port") + 1] == "3"
     assert command[command.index("--prometheus-port") + 1] != "3"
@@ -382,7 +406,7 @@ def test_a_further_token_is_the_difference_of_long_and_short_streams() -> None:
 @contextmanager
 def sluice_here(bench: Bench) -> Iterator[System]:
     """Sluice as the command configures it, on the Ray that tests share."""
-    config = SluiceConfig.model_validate(sluice_config(shared_ray.serve_port(), bench.step_ms))
+    config = SluiceConfig.model_validate(sluice_config(bench, shared_ray.serve_port()))
     with redirect_stdout(sys.stderr), on_the_shared_ray(config):
         yield System((base_url(config),), {os.getpid(): ""})
 
@@ -392,9 +416,7 @@ def sluice_here(bench: Bench) -> Iterator[System]:
 def test_sluice_is_measured_beside_engines_without_a_gateway(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert {"direct", "sluice", "sluice-direct", "ray-serve-llm", "vllm-router", *REAL} == set(
-        SYSTEMS
-    )
+    assert {"direct", "sluice", "sluice-direct", "ray-serve-llm", "vllm-router"} == set(SYSTEMS)
     monkeypatch.setitem(SYSTEMS, "sluice", sluice_here)
     names = ("direct", "sluice")
     result = measure(*(f"--system={name}" for name in names), *LEAST, "--tokens", "25", "--json")
@@ -428,13 +450,15 @@ main(["--port", str(config.router.port), "--step-ms", str(step_ms)])
 """
 
 
-def test_a_version_of_sluice_is_started_by_its_program_apart_from_the_users(
-    tmp_path: Path,
+def test_sluice_is_started_by_its_program_apart_from_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "sluice"
     program.write_text(STAND_IN.format(python=sys.executable, folder=tmp_path))
     program.chmod(0o755)
-    with sluice("other", program)(Bench({}, tmp_path, print, threading.Event(), 2.0)) as system:
+    monkeypatch.setattr(live, "SLUICE", program)
+    bench = Bench({}, tmp_path, print, threading.Event(), 2.0)
+    with sluice("other", sluice_config)(bench) as system:
         (pid,) = system.processes
         assert psutil.Process(pid).is_running() and len(system.urls) == 1
     assert not psutil.pid_exists(pid)
@@ -469,9 +493,7 @@ sys.stdin.read()
 def test_vllms_server_takes_its_arguments_and_its_engines_process_is_told_by_its_title(
     tmp_path: Path,
 ) -> None:
-    config = sluice_config(8000, vllm=True)
-    SluiceConfig.model_validate(config)
-    command = vllm_command(tmp_path, MODEL, 8001, config["engine"]["vllm_args"])
+    command = vllm_command(tmp_path, MODEL, 8001, {"max-model-len": 2_048, **CPU_ARGS})
     assert kind_of(" ".join(command)) == "replicas"
     run = [sys.executable, "-c", TITLED, *command[3:]]
     with subprocess.Popen(run, stdin=-1, stdout=-1, text=True) as process:

@@ -9,19 +9,13 @@ import pytest
 from aiohttp import web
 
 from sluice.benchmarks.live.client import End, Outcome, replay
-from sluice.benchmarks.live.overload import (
-    RATE,
-    SLO_OF,
-    WARM_UP_S,
-    Run,
-    figures,
-    make_load,
-    summary,
-)
+from sluice.benchmarks.live.overload import RATE, SLOS, WARM_UP_S, compared, goodput, make_load
+from sluice.benchmarks.live.report import Run
 from sluice.benchmarks.live.resources import Usage, Used
 from sluice.simulation.workload import Arrival, Workload
 
 SECONDS = 25.0
+SLO_OF = SLOS["strict"]
 BUSY = Usage({"routers": Used(0.4, 200.0), "client": Used(0.2, 100.0)}, 0.5)
 
 
@@ -44,37 +38,39 @@ def test_goodput_is_what_ends_in_time_between_the_warm_up_and_the_last_arrival()
     refused = Outcome(SLO_OF, 100, 10, 0.0, 0.0, End.REFUSED, refusals=4, refused_s=2.0)
     counted = [answered(WARM_UP_S), answered(SECONDS, tokens=30)]
     others = [answered(WARM_UP_S - 0.1), answered(SECONDS + 0.1), answered(10.0, ttft_s=2.0)]
-    row = figures([Run(3.0, "none", SECONDS, [*counted, *others, refused], BUSY, {}, {})])
+    run = Run({"load": 3.0, "retries": "none"}, SECONDS, [*counted, *others, refused], BUSY)
+    assert goodput(run) == 2 / (SECONDS - WARM_UP_S)
+    (row,) = compared([run])
     assert row["goodput"] == 2 / (SECONDS - WARM_UP_S)
-    assert (row["sent"], row["answered"], row["kept"], row["lost"]) == (6, 5, 0.8, 0)
+    assert (row["sent"], row["answered"], row["answers_in_time"], row["lost"]) == (6, 5, 0.8, 0)
     assert row["refusals"] == 4 and row["refusal_ms"] == [500.0, 500.0]
 
 
-def run_of(retries: str, in_time: int, memory_mib: float = 100.0) -> Run:
-    memory = {"routers": memory_mib}, {"routers": memory_mib + 1}
-    return Run(3.0, retries, SECONDS, [answered(10.0)] * in_time, BUSY, *memory)
+def run_of(retries: str, in_time: int) -> Run:
+    labels = {"load": 3.0, "retries": retries}
+    return Run(labels, SECONDS, [answered(10.0)] * in_time, BUSY)
 
 
 def test_runs_are_compared_with_those_of_the_same_round_and_the_scatter_is_told() -> None:
     runs = [
         run_of("none", 10),
         run_of("at once", 9),
-        run_of("at once", 22, 105.0),
+        run_of("at once", 22),
         run_of("none", 20),
     ]
-    none, at_once = summary(runs)
+    none, at_once = compared(runs)
     assert (none["ratio"], none["error"]) == (1.0, 0.0)
     # The rounds' own are 0.9 and 1.1.
     assert (at_once["ratio"], at_once["error"]) == (round(31 / 30, 3), 0.1)
-    assert at_once["memory_mib"]["routers"] == [100.0, 106.0]
+    assert at_once["memory_mib"]["routers"] == 200.0
     assert at_once["cores"] == {"routers": 0.4, "client": 0.2}
     assert json.loads(json.dumps([none, at_once])) == [none, at_once]
 
 
 def test_one_round_tells_no_scatter_and_nothing_served_is_no_ratio() -> None:
-    _, at_once = summary([run_of("none", 8), run_of("at once", 4)])
+    _, at_once = compared([run_of("none", 8), run_of("at once", 4)])
     assert (at_once["ratio"], at_once["error"]) == (0.5, None)
-    _, at_once = summary([run_of("none", 0), run_of("at once", 4)])
+    _, at_once = compared([run_of("none", 0), run_of("at once", 4)])
     assert (at_once["ratio"], at_once["error"]) == (1.0, None)
 
 

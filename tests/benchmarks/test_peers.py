@@ -18,9 +18,9 @@ import pytest
 from aiohttp import web
 from click.testing import CliRunner, Result
 
+from sluice.benchmarks.live import mix
 from sluice.benchmarks.live.client import End, LoadError, Outcome
-from sluice.benchmarks.live.peers import command
-from sluice.benchmarks.live.peers.load import (
+from sluice.benchmarks.live.mix import (
     GENERATED,
     KINDS,
     LONGEST,
@@ -31,14 +31,8 @@ from sluice.benchmarks.live.peers.load import (
     kind_of,
     recorded,
 )
-from sluice.benchmarks.live.peers.report import (
-    Run,
-    attainment,
-    figures,
-    first_tokens,
-    summary,
-    tables,
-)
+from sluice.benchmarks.live.peers import command
+from sluice.benchmarks.live.peers.command import CELL, attainment, tables
 from sluice.benchmarks.live.peers.systems import (
     DEFAULT,
     SYSTEMS,
@@ -47,7 +41,8 @@ from sluice.benchmarks.live.peers.systems import (
     sluice_config,
 )
 from sluice.benchmarks.live.processes import LeftOutError
-from sluice.benchmarks.live.resources import CORES
+from sluice.benchmarks.live.report import Run, figures, summary
+from sluice.benchmarks.live.resources import CORES, Usage, Used
 from sluice.benchmarks.live.systems import Bench, System
 from sluice.deploy.cli import main
 from sluice.deploy.config import SluiceConfig
@@ -153,6 +148,13 @@ def test_the_longest_request_is_the_least_context() -> None:
 SETTING = Setting("/a/model", {"max-model-len": 8192}, 2, 0, classes_of(IDLE))
 
 
+def test_simulated_engines_have_a_reference_of_their_own() -> None:
+    assert {name for name, peer in SYSTEMS.items() if peer.reference != DEFAULT[0]} == {
+        *("simulated", "simulated-round-robin", "simulated-min-load")
+    }
+    assert {peer.reference for peer in SYSTEMS.values()} <= set(SYSTEMS)
+
+
 @pytest.mark.parametrize("name", [name for name in SYSTEMS if name.startswith("sluice")])
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_every_sluice_has_a_valid_configuration_with_the_objectives(name: str, gpus: int) -> None:
@@ -189,7 +191,7 @@ def outcome(name: str, end: End, ttft_s: float, tpot_s: float, tokens: int, **mo
 def seen() -> list[Outcome]:
     """Objectives: chat 0.5 s and 50 ms, document 8 s and 100 ms."""
     return [
-        outcome("chat", End.ANSWERED, 0.5, 0.05, 20, admission="guaranteed"),
+        outcome("chat", End.ANSWERED, 0.5, 0.05, 20, admission="guaranteed", predicted_ttft_s=0.4),
         outcome("chat", End.ANSWERED, 0.6, 0.01, 30, admission="guaranteed"),
         outcome("chat", End.ANSWERED, 0.1, 0.06, 40),
         outcome("chat", End.REFUSED, 0.0, 0.0, 50),
@@ -198,7 +200,9 @@ def seen() -> list[Outcome]:
 
 
 def run(system: str, number: int, outcomes: list[Outcome], load: float = 1.0) -> Run:
-    return Run("bursty", load, system, number, 10.0, outcomes, {CORES: 5.0, "Ray": 1.0}, 0.5)
+    labels = {"pattern": "bursty", "load": load, "system": system, "round": number}
+    used = {CORES: Used(0.5, 900.0, 5.0), "Ray": Used(0.1, 100.0, 1.0)}
+    return Run(labels, 10.0, outcomes, Usage(used, 0.5))
 
 
 def test_every_system_is_judged_alike_and_a_refusal_has_missed_all_objectives() -> None:
@@ -212,7 +216,7 @@ def test_every_system_is_judged_alike_and_a_refusal_has_missed_all_objectives() 
     assert found["ttft_ms"][0] == 550.0 and len(found["ttft_ms"]) == 3
     assert found["worst_tpot_ms"][2] == pytest.approx(119.4, abs=0.1)
     assert (found["cpu_s"], found["engine_cpu_s"], found["busy"]) == (6.0, 5.0, 0.5)
-    assert found["late_ms"] == [2.0, 2.0, 2.0]
+    assert found["late_ms"] == [2.0, 2.0, 2.0] and found["ttft_error_ms"] == [100.0] * 3
 
 
 def test_a_run_without_answers_has_figures() -> None:
@@ -224,7 +228,9 @@ def test_a_run_without_answers_has_figures() -> None:
 def test_rounds_are_summed_up_with_the_range_of_their_mean() -> None:
     good = [outcome("chat", End.ANSWERED, 0.1, 0.01, 20)]
     bad = [outcome("chat", End.ANSWERED, 0.1, 0.06, 20)]
-    rows = summary([run("a", 0, good), run("b", 0, good), run("b", 1, good), run("a", 1, bad)])
+    rows = summary(
+        [run("a", 0, good), run("b", 0, good), run("b", 1, good), run("a", 1, bad)], *CELL
+    )
     assert [(row["system"], row["rounds"], row["attained"]) for row in rows] == [
         ("a", 2, 0.5),
         ("b", 2, 1.0),
@@ -232,23 +238,20 @@ def test_rounds_are_summed_up_with_the_range_of_their_mean() -> None:
     # Student's t with one degree of freedom: 12.706 times the standard error, which is 0.5.
     assert rows[0]["range"]["attained"] == pytest.approx(6.353)
     assert rows[1]["range"]["attained"] == 0.0 and rows[1]["range"]["kept"] is None
-    (alone,) = summary([run("a", 0, good)])
+    (alone,) = summary([run("a", 0, good)], *CELL)
     assert alone["range"]["attained"] is None
     assert [each.row_count for each in tables(rows)] == [2, 2, 2]
     assert json.loads(json.dumps(rows)) == rows
 
 
-def test_charts_have_a_line_for_each_system_and_refusals_keep_the_curve_below_one() -> None:
+def test_charts_have_a_line_for_each_system() -> None:
     runs = [run(name, 0, seen(), load) for load in (1.5, 0.5) for name in ("a", "b")]
-    found = {**attainment(summary(runs)), **first_tokens(runs)}
-    assert set(found) == {"attainment-bursty", "ttft-bursty-0.5", "ttft-bursty-1.5"}
+    found = attainment(summary(runs, *CELL))
     lines = found["attainment-bursty"].lines
     assert {name: [point.x for point in line] for name, line in lines.items()} == {
         "a": [0.5, 1.5],
         "b": [0.5, 1.5],
     }
-    last = found["ttft-bursty-0.5"].lines["a"][-1]
-    assert (last.x, last.y) == (7.0, pytest.approx(0.8))
 
 
 # The command.
@@ -324,8 +327,8 @@ def test_the_command_measures_what_starts_in_alternating_order_and_names_the_res
     monkeypatch.setattr(command, "CAPACITY_S", 0.2)
     monkeypatch.setattr(command, "IN_FLIGHT", 1)
     # Servers that answer at once have no times and no capacity of their own.
-    monkeypatch.setattr(command, "alone", lambda url, model: IDLE)
-    monkeypatch.setattr(command, "saturated", slow)
+    monkeypatch.setattr(mix, "alone", lambda url, model: IDLE)
+    monkeypatch.setattr(command, "capacity", lambda *_: 8.0)
     asked: list[dict[str, Any]] = []
     with at_once(asked) as url:
         for name in ("stock-round-robin", "stock-priority", "serve-llm", "sluice"):
@@ -353,17 +356,8 @@ def test_the_command_measures_what_starts_in_alternating_order_and_names_the_res
     assert {None, 0} < {body.get("priority") for body in asked} <= {None, 0, 1, 2}
     drawn = {path.name for path in (tmp_path / "plots").iterdir()}
     assert json.loads((tmp_path / "plots" / "peers.json").read_text()) == found
-    assert drawn == {
-        "peers.json",
-        "attainment-poisson.svg",
-        "ttft-poisson-2.svg",
-        "ttft-poisson-4.svg",
-    }
+    assert drawn == {"peers.json", "attainment-poisson.svg"}
     assert b"<svg" in (tmp_path / "plots" / "attainment-poisson.svg").read_bytes()[:2_000]
-
-
-async def slow(*_: Any) -> float:
-    return 8.0
 
 
 def test_without_any_system_there_is_an_error(

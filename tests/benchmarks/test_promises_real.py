@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -22,47 +23,47 @@ from sluice.benchmarks.cli import bench
 from sluice.benchmarks.experiments.promises import MARGINS, NONE
 from sluice.benchmarks.live import promises as promises_real
 from sluice.benchmarks.live.application import sums
-from sluice.benchmarks.live.client import End, Outcome
+from sluice.benchmarks.live.client import End, LoadError, Outcome
+from sluice.benchmarks.live.mix import body_of
 from sluice.benchmarks.live.promises import (
     ALL,
+    CLASSES,
     KINDS,
     NO_OBJECTIVE,
+    PATTERN,
     SLOS,
-    Run,
-    body_of,
     cells,
-    draw,
-    figures,
     lateness,
-    make_load,
     tables,
 )
-from sluice.benchmarks.live.report import interval
+from sluice.benchmarks.live.report import Run, interval
 from sluice.benchmarks.live.resources import Usage, Used
+from sluice.benchmarks.live.systems import Bench
 from sluice.controller.config import ControllerConfig
+from sluice.deploy.config import SluiceConfig
 from sluice.scheduling.placement.calibration import Calibration
 from sluice.scheduling.request.objective import SLO
 from tests.replica.waiting import until
 
 
 def test_the_load_has_its_rate_its_classes_and_bursts() -> None:
-    load = make_load(20.0, 200.0, seed=1)
+    load = PATTERN.workload(20.0, 400.0, 1, SLOS)
     assert load.rate == pytest.approx(20.0, rel=0.1)
     shares = Counter(arrival.slo.service_class for arrival in load.arrivals)
     for name, kind in KINDS.items():
         assert shares[name] / len(load) == pytest.approx(kind.share, abs=0.04)
     gaps_s = np.diff([arrival.arrival_s for arrival in load.arrivals])
     assert np.std(gaps_s) / np.mean(gaps_s) == pytest.approx(2**0.5, rel=0.1)
-    assert make_load(20.0, 200.0, seed=1) == load
+    assert all(SLOS[each.slo.service_class] == each.slo for each in load.arrivals)
 
 
 def test_a_load_without_requests_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"no request arrives in 2 s at 0\.01 requests/s"):
-        make_load(0.01, 2.0, seed=1)
+    with pytest.raises(LoadError, match=r"no request arrives in 2 s at 0\.001 requests/s"):
+        PATTERN.workload(0.001, 2.0, 1, SLOS)
 
 
 def test_no_prompt_begins_like_one_of_another_run() -> None:
-    arrival = draw(random.Random(1), 0.0)._replace(prompt_tokens=30)
+    arrival = next(PATTERN.drawn(1))._replace(prompt_tokens=30)
     prompts = {
         body_of(run)("model", number, arrival)["prompt"]
         for run in ("quiet 1", "busy 1")
@@ -82,7 +83,7 @@ def test_the_systems_differ_in_their_margins_alone() -> None:
 @pytest.mark.parametrize("factor", [0.5, 1.05, 2.0])
 def test_without_margins_what_is_late_teaches_nothing(factor: float) -> None:
     calibration = Calibration(promises_real.CONTROLLERS[NONE].promise_level)
-    slo = KINDS["chat"].objective.objective("chat")
+    slo = CLASSES["chat"].objective("chat")
     ttft_s, tpot_s, _ = slo.times_s
     assert ttft_s is not None and tpot_s is not None
     for number in range(500):
@@ -101,7 +102,10 @@ def test_the_command_line_leaves_ray_for_after_its_settings() -> None:
 
 
 def test_simulated_engines_are_slower_than_believed_and_drift(tmp_path: Path) -> None:
-    config = promises_real.make_config(MARGINS, 8, 20.0, tmp_path)
+    bench = Bench({}, tmp_path, print, threading.Event(), 0.0)
+    real = SluiceConfig.model_validate(promises_real.make_config(NONE, 0, 20.0, bench, 8_000))
+    assert real.replica.count == 2 and real.router.default_class == "chat"
+    config = SluiceConfig.model_validate(promises_real.make_config(MARGINS, 8, 20.0, bench, 8_000))
     assert config.replica.count == 8
     assert config.controller == promises_real.CONTROLLERS[MARGINS]
     assert config.engine.latency_profile is not None
@@ -176,12 +180,14 @@ def seen() -> list[Outcome]:
 
 
 def run(system: str, machine: str, load: float, found: list[Outcome], seed: int = 1) -> Run:
-    told = Counter(missed=sum(each.admission == "guaranteed" for each in found))
-    return Run(system, machine, load, seed, 10.0, found, told, 0.1 * seed)
+    counted = {"missed": sum(each.admission == "guaranteed" for each in found)}
+    labels = {"system": system, "machine": machine, "load": load, "seed": seed}
+    others = 0.1 * seed / (psutil.cpu_count() or 1)
+    return Run(labels, 10.0, found, Usage({}, others), counted)
 
 
 def test_figures_are_those_of_the_promised_requests() -> None:
-    found = figures([run(NONE, "quiet", 0.7, seen())])
+    found, _ = cells([run(NONE, "quiet", 0.7, seen())])
     assert (found["sent"], found["attained"], found["cut"]) == (6, round(2 / 6, 4), 1)
     assert (found["guaranteed"], found["kept"], found["kept_by_router"]) == (4, 0.25, 0.0)
 
@@ -203,7 +209,7 @@ def test_cells_sum_up_seeds_and_then_loads() -> None:
     found = cells(runs)
     assert len(found) == 2 * (2 + 1) * 2
     one = found[0]
-    assert (one["machine"], one["load"], one["system"], one["runs"]) == ("quiet", 0.7, NONE, 2)
+    assert (one["machine"], one["load"], one["system"], one["rounds"]) == ("quiet", 0.7, NONE, 2)
     assert (one["guaranteed"], one["kept"], one["goodput"]) == (8, 0.25, 0.1)
     assert one["late"]["ttft"]["missed"] == 2
     assert one["others_cores"] == 0.2

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from sluice.benchmarks.live.loads import SHARES, objectives
+from sluice.benchmarks.live.application import objectives
 from sluice.simulation.workload import Arrival, Workload
+from tests.faults.kinds import CLASSES, SHARES
 
 
 @dataclass(frozen=True)
 class Load:
-    """Poisson arrivals in the classes of the replays, their lengths drawn evenly.
+    """Poisson arrivals in three classes, their lengths drawn evenly.
 
     Attributes:
         rate: requests a second.
@@ -28,7 +29,7 @@ class Load:
     def make(self, seconds: float) -> Workload:
         """The requests of so many seconds."""
         draw = random.Random(self.seed)
-        known = objectives()
+        known = objectives(CLASSES)
         arrivals = []
         at_s = 0.0
         while (at_s := at_s + draw.expovariate(self.rate)) < seconds:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sluice.benchmarks.live.loads import CLASSES
 from tests import injuries
 from tests.e2e.conftest import wait_until
+from tests.faults.kinds import CLASSES
 from tests.faults.load import Load
 from tests.faults.scenario import Scenario, Setting, Trial
 

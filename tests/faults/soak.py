@@ -26,15 +26,17 @@ import numpy as np
 import psutil
 from rich.table import Table
 
-from sluice.benchmarks.live.application import Application, application, metrics, simulated
+from sluice.benchmarks.live.application import LIGHT_ENGINE, metrics, objectives, simulated
 from sluice.benchmarks.live.client import End, Json, Outcome, replay
-from sluice.benchmarks.live.loads import CLASSES, KINDS, LIGHT_ENGINE, SHARES, Kind, objectives
-from sluice.benchmarks.live.report import by_class, class_table, table
+from sluice.benchmarks.live.report import by_class, table
 from sluice.benchmarks.live.resources import processes
 from sluice.benchmarks.options import as_json, number_option, seed, show
-from sluice.deploy.config import SluiceConfig
+from sluice.deploy.config import SluiceConfig, parse_config
+from sluice.deploy.ray_settings import free_port
 from sluice.router.config import ServiceClass
 from sluice.simulation.workload import Arrival, Workload
+from tests.faults.application import Application, application
+from tests.faults.kinds import CLASSES, KINDS, SHARES, Kind
 
 SAMPLE_S: Final = 10.0
 WARM_UP_S: Final = 60.0
@@ -147,7 +149,9 @@ def soak(minutes: float, faults: bool, seed: int, rate: float | None, as_json: b
     """
     share = LOAD_WITH_FAULTS if faults else LOAD
     load = make_load(60 * minutes, rate or share * CAPACITY * REPLICAS, seed)
-    config = simulated(LIGHT_ENGINE, REPLICAS, ALL_CLASSES, {"replicas": ROUTERS})
+    fields = simulated(free_port(), LIGHT_ENGINE, REPLICAS, ALL_CLASSES)
+    fields["router"]["replicas"] = ROUTERS
+    config = parse_config(fields)
     with application(config) as served:
         chaos = Chaos(seed, config, served) if faults else None
         outcomes, samples = asyncio.run(_drive(served, load, chaos))
@@ -432,8 +436,10 @@ def summary(
 def tables(found: Json) -> list[Table]:
     """The summary as tables."""
     reasons = [{"reason": reason, "count": count} for reason, count in found["reasons"].items()]
+    classes = [{"class": name, **row} for name, row in found["classes"].items()]
+    met = ("attained", "guaranteed", "kept", "ttft_ms", "tpot_ms")
     return [
-        class_table(found["classes"], "requests"),
+        table(classes, "class", "sent", *(end.value for end in End), *met, title="requests"),
         table(reasons, "reason", "count", title="other ends than answers"),
         table(found["memory_mib"], "process", "first", "last", "per_hour", "error", title="MiB"),
         table(found["faults"], "at_s", "what", "seconds", title="faults"),

@@ -9,10 +9,11 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice.benchmarks.live.application import LIGHT_ENGINE
 from sluice.benchmarks.live.client import End, Outcome
-from sluice.benchmarks.live.loads import KINDS, LIGHT_ENGINE
 from sluice.scheduling.request.objective import SLO
 from tests.e2e.conftest import on_the_shared_ray
+from tests.faults.kinds import KINDS
 from tests.faults.soak import (
     ALL_CLASSES,
     BURST,

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sluice.benchmarks.live.loads import LIGHT_ENGINE
-from sluice.benchmarks.live.overload import PATIENCE_S, RATE, SLO_OF, WARM_UP_S, make_load
+from sluice.benchmarks.live.application import LIGHT_ENGINE
+from sluice.benchmarks.live.overload import PATIENCE_S, RATE, SLOS, WARM_UP_S, make_load
 from sluice.controller.config import ControllerConfig
 from sluice.replica.config import EngineConfig as ReplicaEngineConfig
 from sluice.router.config import RouterConfig
@@ -78,9 +78,7 @@ def served(load: float, seed: int, patience_s: float) -> tuple[int, int, int]:
         return Engine(EngineConfig(**limits), policy, belief, Truth(MODEL, 0.0), requests, rng)
 
     control = ControllerConfig()
-    config = ClusterConfig(
-        replicas=REPLICAS, when_unattainable={str(SLO_OF.service_class): "reject"}
-    )
+    config = ClusterConfig(replicas=REPLICAS, when_unattainable={"strict": "reject"})
     run = Impatient(
         requests,
         make_engine,
@@ -98,7 +96,7 @@ def served(load: float, seed: int, patience_s: float) -> tuple[int, int, int]:
             continue
         ttft_s = times[0] - requests.rows[key, ARRIVAL]
         pace_s = (times[-1] - times[0]) / max(1, len(times) - 1)
-        if ttft_s <= (SLO_OF.ttft_s or 0.0) and pace_s <= (SLO_OF.tpot_s or 0.0):
+        if ttft_s <= (SLOS["strict"].ttft_s or 0.0) and pace_s <= (SLOS["strict"].tpot_s or 0.0):
             count += 1
             tokens += len(times)
     return count, tokens, run.refusals

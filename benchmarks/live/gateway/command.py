@@ -10,30 +10,28 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import product
-from pathlib import Path
 from statistics import median
 from typing import Final
 
 import click
-import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from sluice.benchmarks.experiments.tables import grouped
-from sluice.benchmarks.live.client import LoadError
+from sluice.benchmarks.live import systems as live
+from sluice.benchmarks.live.application import simulated
+from sluice.benchmarks.live.drive import campaign
 from sluice.benchmarks.live.gateway.client import Load, load
-from sluice.benchmarks.live.processes import LeftOutError
 from sluice.benchmarks.live.report import Json, quantiles, table
-from sluice.benchmarks.live.resources import CORES, OWN, processes, spent
-from sluice.benchmarks.live.systems import ENGINES, REAL, SYSTEMS, Bench, System, started
+from sluice.benchmarks.live.resources import OWN, Meter
+from sluice.benchmarks.live.systems import ENGINES, REPLICAS, Bench, Server, System, served, sluice
 from sluice.benchmarks.options import as_json, choices_option, number_option, show
-from sluice.deploy.local import StoppedError, stop_signals
+from sluice.deploy.local import StoppedError
 
 WARM_UP_S = 1.0
 IDLE_S = 2.0
@@ -46,6 +44,31 @@ GATEWAY: Final = "gateway"
 """All processes but those of engines and the client."""
 
 
+@contextmanager
+def _direct(bench: Bench) -> Iterator[System]:
+    yield System(tuple(bench.engines.values()), dict.fromkeys(bench.engines, ENGINES))
+
+
+def sluice_config(bench: Bench, port: int) -> Json:
+    """Sluice in front of simulated engines with the step time of ``bench``."""
+    times = {"step_s": bench.step_ms / 1e3, "token_s": 0.0, "context_token_s": 0.0}
+    return simulated(port, times, REPLICAS)
+
+
+def _serve_llm(bench: Bench, port: int) -> Server:
+    return live.serve_llm(bench, port, "--replicas", f"{REPLICAS}", "--step-ms", f"{bench.step_ms}")
+
+
+SYSTEMS: Final[dict[str, live.Start]] = {
+    "direct": _direct,
+    "vllm-router": served("vllm-router", live.vllm_router),
+    "ray-serve-llm": served("ray-serve-llm", _serve_llm),
+    "sluice": sluice("sluice", sluice_config),
+    "sluice-direct": sluice("sluice-direct", sluice_config, direct=True),
+}
+"""The function that starts each system."""
+
+
 @click.command(name="gateway")
 @number_option("--rounds", default=3, least=1, most=100)
 @number_option("--seconds", default=1.5, least=0.1, most=600, words="Of each measurement.")
@@ -54,9 +77,7 @@ GATEWAY: Final = "gateway"
 @number_option(
     "--step-ms", default=0.0, least=0, most=1_000, words="Time between two tokens of an engine."
 )
-@choices_option(
-    "--system", "names", of=SYSTEMS, words="[default: all but those with vLLM as the engine]"
-)
+@choices_option("--system", "names", of=SYSTEMS, words="[default: all]")
 @as_json
 def gateway(
     rounds: int,
@@ -77,30 +98,22 @@ def gateway(
     Example:
       sluice bench gateway --system direct --system sluice --at-once 16
     """
-    say = Console(stderr=True, highlight=False, soft_wrap=True).print
-    starts = {name: SYSTEMS[name] for name in names or SYSTEMS if names or name not in REAL}
-    try:
-        with stop_signals() as stop, tempfile.TemporaryDirectory(prefix="sluice-") as folder:
-            bench = Bench({}, Path(folder), say, stop, step_ms)
-            with started(starts, bench) as (systems, left_out):
-                if not systems:
-                    raise click.ClickException("no system could be started")
-                for system in systems.values():
-                    _measured(system, max(at_onces), min(token_counts), WARM_UP_S, stop)
-                runs: list[Json] = []
-                for number in range(rounds):
-                    turn = list(systems)[:: -1 if number % 2 else 1]
-                    for at_once, tokens, name in product(at_onces, token_counts, turn):
-                        row = _measured(systems[name], at_once, tokens, seconds, stop)
-                        cell = {"system": name, "at_once": at_once, "tokens": tokens}
-                        runs.append({**cell, "round": number, **row})
-                    say(f"round {number + 1} of {rounds}")
-                # Not before: a system that has just started is busy with its own start-up.
-                idle_cores = _idle(systems)
-    except (LeftOutError, LoadError) as error:
-        raise click.ClickException(str(error)) from None
-    except StoppedError:
-        raise click.Abort from None
+    starts = {name: SYSTEMS[name] for name in names or SYSTEMS}
+    with campaign(step_ms) as bench, live.started(starts, bench) as (systems, left_out):
+        if not systems:
+            raise click.ClickException("no system could be started")
+        for system in systems.values():
+            _measured(system, max(at_onces), min(token_counts), WARM_UP_S, bench.stop)
+        runs: list[Json] = []
+        for number in range(rounds):
+            turn = list(systems)[:: -1 if number % 2 else 1]
+            for at_once, tokens, name in product(at_onces, token_counts, turn):
+                row = _measured(systems[name], at_once, tokens, seconds, bench.stop)
+                cell = {"system": name, "at_once": at_once, "tokens": tokens}
+                runs.append({**cell, "round": number, **row})
+            bench.say(f"round {number + 1} of {rounds}")
+        # Not before: a system that has just started is busy with its own start-up.
+        idle_cores = _idle(systems)
     rows = summary(runs)
     further = further_tokens(rows)
     found = {"summary": rows, "further_token": further, "idle_cores": idle_cores}
@@ -114,25 +127,21 @@ def gateway(
 
 def _idle(systems: Mapping[str, System]) -> dict[str, float]:
     """Cores that each system uses while nothing is sent, its engines included."""
-    begun_s = time.monotonic()
-    before = {name: processes(system.processes) for name, system in systems.items()}
+    meters = {name: Meter(system.processes) for name, system in systems.items()}
     time.sleep(IDLE_S)
-    elapsed_s = time.monotonic() - begun_s
-    return {
-        name: round(sum(spent(before[name], processes(system.processes)).values()) / elapsed_s, 3)
-        for name, system in systems.items()
-    }
+    used = {name: meter.stop().kinds.values() for name, meter in meters.items()}
+    return {name: round(sum(each.cores for each in kinds), 3) for name, kinds in used.items()}
 
 
 def _measured(
     system: System, at_once: int, tokens: int, seconds: float, stop: threading.Event
 ) -> Json:
     gc.collect()
-    before = processes(system.processes)
+    meter = Meter(system.processes)
     measured = asyncio.run(load(system.urls, at_once, tokens, seconds, stop.is_set))
     if stop.is_set():
         raise StoppedError("stopped in the middle of a measurement")
-    return figures(measured, spent(before, processes(system.processes)))
+    return figures(measured, {kind: used.cpu_s for kind, used in meter.stop().kinds.items()})
 
 
 # The report.
@@ -162,9 +171,6 @@ def summary(runs: Sequence[Json]) -> list[Json]:
     rows = []
     for (at_once, tokens), cell in grouped(runs, "at_once", "tokens").items():
         systems = {name: own for (name,), own in grouped(cell, "system").items()}
-        rates = {
-            name: np.array([run["per_second"] for run in own]) for name, own in systems.items()
-        }
         for system, own in systems.items():
             row: Json = {"at_once": at_once, "tokens": tokens, "system": system}
             row["requests"] = sum(run["requests"] for run in own)
@@ -172,12 +178,18 @@ def summary(runs: Sequence[Json]) -> list[Json]:
             for name in ("per_second", "ttft_p50_ms", "ttft_p99_ms"):
                 row[name] = round(median(run[name] for run in own), 3)
             row["ratio"] = {
-                name: round(float(np.median(rates[system] / rates[name])), 3)
+                name: _ratio(own, systems[name])
                 for name in REFERENCES
                 if name in systems and name != system
             }
             rows.append(row)
     return rows
+
+
+def _ratio(runs: Sequence[Json], bases: Sequence[Json]) -> float:
+    pairs = zip(runs, bases, strict=True)
+    ratios = [float(run["per_second"] / base["per_second"]) for run, base in pairs]
+    return round(median(ratios), 3)
 
 
 def _cpu_ms(runs: Sequence[Json], requests: int) -> dict[str, float]:
@@ -186,7 +198,7 @@ def _cpu_ms(runs: Sequence[Json], requests: int) -> dict[str, float]:
     for run in runs:
         sums.update({kind: ms * run["requests"] for kind, ms in run["cpu_ms"].items()})
     found = {kind: total / requests for kind, total in sums.items()}
-    found[GATEWAY] = sum(ms for kind, ms in found.items() if kind not in (ENGINES, CORES, OWN))
+    found[GATEWAY] = sum(ms for kind, ms in found.items() if kind not in (ENGINES, OWN))
     return {kind: round(ms, 3) for kind, ms in found.items()}
 
 

@@ -9,32 +9,21 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Final, NamedTuple
 
 import psutil
 
+from sluice.benchmarks.live import systems as live
+from sluice.benchmarks.live.application import ENGINE, router, simulated
 from sluice.benchmarks.live.client import Json
 from sluice.benchmarks.live.gateway.engine import MODEL
 from sluice.benchmarks.live.processes import VLLM_ENVIRONMENT, vllm_command
 from sluice.benchmarks.live.resources import CORES, processes
-from sluice.benchmarks.live.systems import (
-    SLUICE,
-    Bench,
-    Server,
-    Start,
-    System,
-    engines,
-    serve_llm,
-    served,
-    sluice,
-    vllm_router,
-)
+from sluice.benchmarks.live.systems import Bench, Server, Start, System, engines, served, sluice
 from sluice.controller.config import NO_ADMISSION
 from sluice.router.config import ServiceClass
-
-START_LIMIT_S = 900.0
 
 CPU_ARGS: Final[Json] = {
     "enforce-eager": True,
@@ -75,12 +64,19 @@ class Setting(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """A system: what it is, a function that starts it with a setting, and whether requests state
-    vLLM's priority of their class."""
+    """A system.
+
+    Attributes:
+        words: what it is.
+        start: returns what starts it with a setting.
+        priorities: whether requests state vLLM's priority of their class.
+        reference: the system on which the idle times and the capacity are measured for it.
+    """
 
     words: str
     start: Callable[[Setting], Start]
     priorities: bool = False
+    reference: str = "stock-round-robin"
 
 
 def _stock(policy: str, more: Json, setting: Setting) -> Start:
@@ -93,19 +89,19 @@ def _stock(policy: str, more: Json, setting: Setting) -> Start:
         else:
             args, variables = {**_CPU_STOCK_ARGS, **args}, {**variables, **_CPU_ENVIRONMENT}
         command = vllm_command(setting.model, MODEL, port, args)
-        return Server(command, variables, START_LIMIT_S)
+        return Server(command, variables, live.START_LIMIT_S)
 
     @contextmanager
     def start(bench: Bench) -> Iterator[System]:
-        with ExitStack() as stack:
-            found = stack.enter_context(engines(bench, engine_on, setting.replicas))
+        # In front of a single engine all policies are one, and some refuse to start.
+        chosen = policy if setting.replicas > 1 else "round_robin"
+        router = served("vllm-router", partial(live.vllm_router, policy=chosen))
+        with engines(bench, engine_on, setting.replicas) as found:
+            own = dict.fromkeys(found, "")
             if not setting.gpus:
-                _pin(dict.fromkeys(found, ""))
-            # In front of a single engine all policies are one, and some refuse to start.
-            chosen = policy if setting.replicas > 1 else "round_robin"
-            router = served("vllm-router", partial(vllm_router, policy=chosen))
-            system = stack.enter_context(router(bench._replace(engines=found)))
-            yield system._replace(processes={**system.processes, **dict.fromkeys(found, "")})
+                _pin(own)
+            with router(bench._replace(engines=found)) as system:
+                yield system._replace(processes={**system.processes, **own})
 
     return start
 
@@ -129,7 +125,7 @@ def _serve_llm(prefix_aware: bool, setting: Setting) -> Start:
         given = {"model": setting.model, "args": arguments, "gpus": min(1.0, setting.gpus_each)}
         file.write_text(json.dumps({**given, "prefix_aware": prefix_aware}))
         options = ("--replicas", str(setting.replicas), "--vllm", str(file))
-        return serve_llm(bench, port, *options)
+        return live.serve_llm(bench, port, *options)
 
     @contextmanager
     def start(bench: Bench) -> Iterator[System]:
@@ -143,8 +139,7 @@ def _serve_llm(prefix_aware: bool, setting: Setting) -> Start:
 
 def _sluice(engine: Json, controller: Json, setting: Setting) -> Start:
     """Sluice with these fields of its configuration."""
-    config_on = partial(sluice_config, engine, controller, setting)
-    return sluice("sluice", SLUICE, config_on=lambda _, port: config_on(port))
+    return sluice("sluice", lambda _, port: sluice_config(engine, controller, setting, port))
 
 
 def sluice_config(engine: Json, controller: Json, setting: Setting, port: int) -> Json:
@@ -153,24 +148,38 @@ def sluice_config(engine: Json, controller: Json, setting: Setting, port: int) -
     replica: Json = {"count": setting.replicas, "num_cpus": 0.1}
     if setting.gpus:
         replica["num_gpus"] = setting.gpus_each
-    router: Json = {"port": port}
-    if setting.classes:
-        classes = {name: each.model_dump() for name, each in setting.classes.items()}
-        router |= {"classes": classes, "default_class": next(iter(classes))}
-    parts = {"controller": controller, "replica": replica, "router": router}
+    parts = {"controller": controller, "replica": replica, "router": router(port, setting.classes)}
     return {"engine": {**model, **engine}, **parts}
 
 
-def _paper(words: str, engine: Json, policy: str, admission: str = NO_ADMISSION) -> Peer:
-    return Peer(words, partial(_sluice, engine, {"policy": policy, "admission": admission}))
+def _paper(batching: str, policy: str, admission: str = NO_ADMISSION) -> Peer:
+    words = f"Sluice with the batching policy {batching}, routing {policy}, admission {admission}"
+    controller = {"policy": policy, "admission": admission}
+    return Peer(words, partial(_sluice, {"policy": batching}, controller))
+
+
+def _simulated(controller: Json, setting: Setting) -> Start:
+    """Sluice with simulated engines."""
+    replicas, classes = setting.replicas, setting.classes
+    return sluice(
+        "sluice",
+        lambda _, port: simulated(port, ENGINE, replicas, classes, controller=controller),
+    )
+
+
+def _plain(words: str, **controller: str) -> Peer:
+    start = partial(_simulated, controller)
+    return Peer(f"Sluice with simulated engines, {words}", start, reference="simulated-round-robin")
+
+
+def _router(policy: str) -> Peer:
+    return Peer(f"vLLM, vllm-router {policy}", partial(_stock, policy, {}))
 
 
 SYSTEMS: Final[dict[str, Peer]] = {
-    "stock-round-robin": Peer("vLLM, vllm-router round_robin", partial(_stock, "round_robin", {})),
-    "stock-power-of-two": Peer(
-        "vLLM, vllm-router power_of_two", partial(_stock, "power_of_two", {})
-    ),
-    "stock-cache-aware": Peer("vLLM, vllm-router cache_aware", partial(_stock, "cache_aware", {})),
+    "stock-round-robin": _router("round_robin"),
+    "stock-power-of-two": _router("power_of_two"),
+    "stock-cache-aware": _router("cache_aware"),
     "stock-priority": Peer(
         "vLLM with priorities by class, vllm-router power_of_two",
         partial(_stock, "power_of_two", {"scheduling-policy": "priority"}),
@@ -179,31 +188,22 @@ SYSTEMS: Final[dict[str, Peer]] = {
     "serve-llm": Peer("Ray Serve LLM, power of two", partial(_serve_llm, False)),
     "serve-llm-prefix": Peer("Ray Serve LLM, prefix-aware", partial(_serve_llm, True)),
     "sluice": Peer("Sluice with its defaults", partial(_sluice, {}, {})),
-    "sluice-proserve": _paper(
-        "SlideBatching and GoRouting", {"policy": "slidebatching"}, "go_routing"
-    ),
-    "sluice-fairbatching": _paper("FairBatching and PAB", {"policy": "fairbatching"}, "pab", "pab"),
-    "sluice-slos-serve": _paper(
-        "SLOs-Serve's batches, routing and admission",
-        {"policy": "slos_serve"},
-        "slos_serve",
-        "slos_serve",
-    ),
-    "sluice-annealing": _paper(
-        "annealed dispatch, least memory", {"policy": "annealing"}, "least_memory"
-    ),
+    "sluice-proserve": _paper("slidebatching", "go_routing"),
+    "sluice-fairbatching": _paper("fairbatching", "pab", "pab"),
+    "sluice-slos-serve": _paper("slos_serve", "slos_serve", "slos_serve"),
+    "sluice-annealing": _paper("annealing", "least_memory"),
     "sluice-flowprefill": Peer(
         "prefills that are preempted at operators (FlowPrefill), Sluice's router",
         partial(_sluice, {"preemption": {"granularity": "operator"}}, {}),
     ),
+    "simulated": _plain("its defaults"),
+    "simulated-round-robin": _plain("round robin", policy="round_robin", admission=NO_ADMISSION),
+    "simulated-min-load": _plain("fewest requests", policy="min_load", admission=NO_ADMISSION),
 }
 """By name."""
 
-FIRST: Final = "stock-round-robin"
-"""On it the idle times and the capacity are measured."""
-
 DEFAULT: Final = (
-    FIRST,
+    "stock-round-robin",
     "stock-power-of-two",
     "stock-cache-aware",
     "stock-priority",

@@ -1,4 +1,4 @@
-"""What is sent in ``sluice bench peers``: kinds of requests, their objectives, and their arrivals.
+"""Mixed loads for real engines: kinds of requests, their arrivals, their prompts and objectives.
 
 Words are prompts' tokens: each of :data:`_WORDS` is one token of the local model, and of most
 others.
@@ -18,8 +18,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from sluice.benchmarks.experiments.loads import trace_files
 from sluice.benchmarks.live.client import Body, End, Json, LoadError, replay, stream_body
-from sluice.benchmarks.live.loads import fitting, trace_files
 from sluice.router.config import ServiceClass
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.workload import Arrival, Workload, stretched, thinned, window
@@ -34,32 +34,31 @@ class Kind(NamedTuple):
         share: of the generated requests.
         prompt_tokens, output_tokens: ranges of uniform lengths. A recorded request is of the first
             kind whose prompts are as long as its own, else of the last.
-        ttft_times, tpot_times: its objectives, as multiples of the TTFT of its longest prompt and
-            of the TPOT, both of a request alone on an idle engine.
-        priority: in stock vLLM, which serves the lower one first.
+        common: number of prompts with one of which each begins; 0: none does.
     """
 
     share: float
     prompt_tokens: tuple[int, int]
     output_tokens: tuple[int, int]
-    ttft_times: float
-    tpot_times: float
-    priority: int
+    common: int = 0
 
 
 KINDS: Final = {
-    "chat": Kind(0.6, (160, 640), (16, 128), 5.0, 5.0, 0),
-    "code": Kind(0.25, (256, 2_048), (8, 64), 5.0, 10.0, 1),
-    "document": Kind(0.15, (1_024, 4_096), (16, 128), 10.0, 10.0, 2),
+    "chat": Kind(0.6, (160, 640), (16, 128), common=8),
+    "code": Kind(0.25, (256, 2_048), (8, 64)),
+    "document": Kind(0.15, (1_024, 4_096), (16, 128)),
 }
-"""SLOs-Serve Table 3 has 3 and 5 times the idle TTFT, and TPOTs of 50 and 100 ms, which are some 5
-to 10 idle steps. Documents have the double TTFT here."""
+
+IDLE_TIMES: Final = {"chat": (5.0, 5.0), "code": (5.0, 10.0), "document": (10.0, 10.0)}
+"""The objectives of each kind, as multiples of the TTFT of its longest prompt and of the TPOT, both
+of a request alone on an idle engine. SLOs-Serve Table 3 has 3 and 5 times the idle TTFT, and TPOTs
+of 50 and 100 ms, which are some 5 to 10 idle steps. Documents have the double TTFT here."""
 
 LONGEST: Final = max(kind.prompt_tokens[1] + kind.output_tokens[1] for kind in KINDS.values())
 """Tokens of the longest generated request."""
 
-SHARED_TOKENS, SHARED = 128, 8
-"""A chat begins with one of 8 system prompts of 128 tokens, a block of vLLM's on CPUs."""
+SHARED_TOKENS: Final = 128
+"""Tokens of a common prompt, a block of vLLM's on CPUs."""
 
 BURSTS: Final = 2.0
 """Standard deviation over mean of the gaps between bursty arrivals."""
@@ -73,12 +72,13 @@ other its may these what them than some him time into only could new then do fir
 
 
 class Pattern(NamedTuple):
-    """When requests arrive, and which: recorded ones of ``trace``, or generated ones with the
-    arrival process that ``arrivals`` makes."""
+    """When requests arrive, and which: recorded ones of ``trace``, or generated ones of ``kinds``
+    with the arrival process that ``arrivals`` makes."""
 
     name: str
     arrivals: MakeArrivals = Poisson
     trace: Workload | None = None
+    kinds: Mapping[str, Kind] = KINDS
 
     @property
     def block_tokens(self) -> int:
@@ -88,7 +88,7 @@ class Pattern(NamedTuple):
     def drawn(self, seed: int) -> Iterator[Arrival]:
         """Requests without end; recorded ones in their order from a place drawn by ``seed``."""
         if self.trace is None:
-            return generated(seed)
+            return generated(seed, self.kinds)
         every = self.trace.arrivals
         place = Random(seed).randrange(len(every))
         return cycle((*every[place:], *every[:place]))
@@ -110,7 +110,7 @@ class Pattern(NamedTuple):
             )
         stated = tuple(
             each._replace(
-                slo=slos[each.task if each.task in KINDS else kind_of(each.prompt_tokens)]
+                slo=slos[each.task if each.task in self.kinds else kind_of(each.prompt_tokens)]
             )
             for each in found.arrivals
         )
@@ -119,7 +119,7 @@ class Pattern(NamedTuple):
     def _generated(self, rate: float, seconds: float, seed: int) -> Workload:
         chance = np.random.default_rng(seed)
         times = self.arrivals(rate).times(round(2 * rate * seconds) + 100, chance)
-        pairs = zip(times[times < seconds].tolist(), generated(seed), strict=False)
+        pairs = zip(times[times < seconds].tolist(), self.drawn(seed), strict=False)
         arrivals = tuple(each._replace(arrival_s=time_s) for time_s, each in pairs)
         return Workload(self.name, arrivals, SHARED_TOKENS)
 
@@ -138,16 +138,17 @@ GENERATED: Final = {
 }
 
 
-def generated(seed: int) -> Iterator[Arrival]:
-    """Requests of :data:`KINDS` without end, at time 0; each names its kind as its task."""
+def generated(seed: int, kinds: Mapping[str, Kind] = KINDS) -> Iterator[Arrival]:
+    """Requests of ``kinds`` without end, at time 0; each names its kind as its task."""
     chance = Random(seed)
-    names, shares = list(KINDS), [kind.share for kind in KINDS.values()]
+    names, shares = list(kinds), [kind.share for kind in kinds.values()]
     while True:
         (name,) = chance.choices(names, shares)
+        kind = kinds[name]
         prompt, output = (
-            chance.randint(*span) for span in (KINDS[name].prompt_tokens, KINDS[name].output_tokens)
+            chance.randint(*span) for span in (kind.prompt_tokens, kind.output_tokens)
         )
-        shared = (chance.randrange(SHARED),) if name == "chat" else ()
+        shared = (chance.randrange(kind.common),) if kind.common else ()
         yield Arrival(0.0, prompt, output, SLO(service_class=name), name, shared)
 
 
@@ -165,17 +166,22 @@ def recorded(folder: Path, most_tokens: int) -> dict[str, Pattern]:
     """
     found = {}
     for path in trace_files(folder):
-        trace = fitting(load(path), most_tokens)
-        if len(trace) < 2:
+        whole = load(path)
+        every = whole.arrivals
+        kept = [each for each in every if each.prompt_tokens + each.output_tokens <= most_tokens]
+        if len(kept) < 2:
             raise TraceError(f"{path}: has no two requests of at most {most_tokens} tokens")
+        words = f"{whole.description} Left out {len(whole) - len(kept)} over {most_tokens} tokens."
+        trace = changed(whole, arrivals=tuple(kept), description=words)
         found[trace.name] = Pattern(trace.name, trace=trace)
     return found
 
 
-def body_of(run: str, block_tokens: int, priorities: bool = False) -> Body:
+def body_of(run: str, block_tokens: int = SHARED_TOKENS, priorities: bool = False) -> Body:
     """A function that makes the requests of a run. Their words are drawn by the run's name, so that
     no engine has cached a prompt's prefix from another run; prompts with equal block hashes begin
-    alike. ``priorities``: each states that of its kind."""
+    alike. ``priorities``: each states vLLM's priority of its kind; the lower one comes first."""
+    order = list(KINDS)
 
     def body(model: str, number: int, arrival: Arrival) -> Json:
         words: list[str] = []
@@ -186,7 +192,7 @@ def body_of(run: str, block_tokens: int, priorities: bool = False) -> Body:
         text = " ".join(words[: arrival.prompt_tokens])
         more: dict[str, Any] = {"ignore_eos": True, "temperature": 0}
         if priorities:
-            more["priority"] = KINDS[arrival.slo.service_class].priority
+            more["priority"] = order.index(arrival.slo.service_class)
         return stream_body(model, text, arrival.output_tokens, **more)
 
     return body
@@ -203,7 +209,7 @@ def alone(url: str, model: str) -> dict[str, tuple[float, float]]:
         arrival = Arrival(0.0, kind.prompt_tokens[1], kind.output_tokens[1], SLO(), name)
         seen = []
         for number in range(_ALONE + 1):
-            one, body = Workload("one", (arrival,)), body_of(f"alone {name} {number}", 1)
+            one, body = Workload("one", (arrival,)), body_of(f"alone {name} {number}")
             (outcome,) = asyncio.run(replay(url, model, one, body=body, exact=False))
             if outcome.end is not End.ANSWERED:
                 raise LoadError(f"a request was not answered: {outcome.reason}")
@@ -221,8 +227,8 @@ def classes_of(
     """The service class of each kind, by the times of :func:`alone`; ``scale``: factor on all."""
     return {
         name: ServiceClass(
-            ttft_ms=round(1e3 * scale * kind.ttft_times * idle[name][0], 1),
-            tpot_ms=round(1e3 * scale * kind.tpot_times * idle[name][1], 2),
+            ttft_ms=round(1e3 * scale * ttft_times * idle[name][0], 1),
+            tpot_ms=round(1e3 * scale * tpot_times * idle[name][1], 2),
         )
-        for name, kind in KINDS.items()
+        for name, (ttft_times, tpot_times) in IDLE_TIMES.items()
     }

@@ -1,0 +1,73 @@
+"""How many batches a minute the simulator runs, on one core."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import numpy as np
+
+from sluice.benchmarks.experiments.grid import Experiment, Product, Scaled
+from sluice.benchmarks.experiments.tables import pivots
+from sluice.scheduling import batching, routing
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.simulation.cluster import simulate_cluster
+from sluice.simulation.config import ClusterConfig
+from sluice.simulation.metrics import stages
+from sluice.simulation.run import Result, simulate
+from sluice.simulation.truth import Truth
+from sluice.simulation.workload import Workload, window
+from sluice.simulation.workloads.settings import proserve
+
+TRUTH = Truth(LinearLatency(a=0.008, b=0.000_04, c=0.000_000_1, d=0.000_000_001), noise=0.03)
+LOADS = {"7/s": (7.0, 1), "10/s": (10.0, 1), "4 x 7/s": (28.0, 4)}
+"""Requests per second, and engines behind a router. Some tens of requests are alive, or about a
+hundred."""
+
+
+def speed(seed: int, policy: str, load: tuple[float, int], requests: int) -> Mapping[str, float]:
+    """The speed of a run from the workload to the last token, by the processor time of its one
+    thread. Live requests are counted by Little's law."""
+    rate, replicas = load
+
+    def run(workload: Workload) -> Result:
+        if replicas == 1:
+            return simulate(workload, batching.make_policy(policy), TRUTH)
+        cluster = ClusterConfig(replicas=replicas)
+        make, router = (lambda role: batching.make_policy(policy)), routing.make_policy("pab")
+        return simulate_cluster(workload, make, router, TRUTH, cluster=cluster)
+
+    workload = proserve("sharegpt", rate, requests, seed)
+    run(window(workload, 0.0, 5.0))  # compiles its loops
+    started_s = time.process_time()
+    result = run(workload)
+    seconds, batches = time.process_time() - started_s, sum(result.steps)
+    lived_s = float(np.nansum(stages(result.requests).e2e_s))
+    return {
+        "mean_live": lived_s / (result.end_s - result.requests.arrivals[0].arrival_s),
+        "batches_per_minute": 60 * batches / seconds,
+    }
+
+
+EXPERIMENT = Experiment(
+    "simulator_speed",
+    "ours",
+    "How many batches a minute does the simulator run?",
+    seeds=1,
+    setting={
+        "Arrivals": "ProServe's ShareGPT setting, 2,000 requests",
+        "Load": "7 or 10 requests/s for an engine, 7 for each of four",
+        "Latency": "about that of one A100 with an 8B model",
+    },
+    grids=[
+        Product(
+            speed,
+            {"policy": Scaled(("deadline_triage",), tuple(batching.POLICIES)), "load": LOADS},
+            {"requests": Scaled(200, 2_000)},
+        )
+    ],
+    tables=pivots(
+        {"batches_per_minute": "Batches per minute", "mean_live": "Live requests, mean over time"},
+        digits=0,
+    ),
+)

@@ -1,0 +1,99 @@
+"""The frame of the live benchmarks: what they start in, and loads that are sent to a system."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+
+from sluice.benchmarks.live.client import LoadError, Outcome, replay, saturated
+from sluice.benchmarks.live.gateway.engine import MODEL
+from sluice.benchmarks.live.processes import LeftOutError
+from sluice.benchmarks.live.report import Run
+from sluice.benchmarks.live.resources import Meter, Usage
+from sluice.benchmarks.live.systems import Bench, System
+from sluice.deploy.local import StoppedError, stop_signals
+from sluice.simulation.planning.plots import ReportError
+from sluice.simulation.workload import Workload
+from sluice.simulation.workloads.traces import TraceError
+
+T = TypeVar("T")
+
+
+@contextmanager
+def campaign(step_ms: float = 0.0) -> Iterator[Bench]:
+    """What systems are started with, until the block ends; its errors are those of a command."""
+    # What servers say may look like markup.
+    say = Console(stderr=True, highlight=False, soft_wrap=True, markup=False).print
+    try:
+        with stop_signals() as stop, tempfile.TemporaryDirectory(prefix="sluice-") as folder:
+            yield Bench({}, Path(folder), say, stop, step_ms)
+    except (LeftOutError, LoadError, ReportError, TraceError, OSError) as error:
+        raise click.ClickException(str(error)) from None
+    except StoppedError:
+        raise click.Abort from None
+
+
+def run(
+    bench: Bench,
+    system: System,
+    labels: Mapping[str, Any],
+    seconds: float,
+    workload: Workload,
+    roots: Mapping[int, str] | None = None,
+    beside: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    **options: Any,
+) -> Run:
+    """One run of a workload whose arrivals last ``seconds``, with the usage until its last request
+    ended of the processes of ``roots``, by default this one and all below it.
+
+    Args:
+        beside: runs meanwhile, until it is cancelled.
+        options: of :func:`sluice.benchmarks.live.client.replay`.
+    """
+    gc.collect()
+    meter = Meter(roots)
+
+    async def both() -> tuple[list[Outcome], Usage]:
+        other = asyncio.create_task(beside()) if beside is not None else None
+        try:
+            sent = replay(completions(system), MODEL, workload, **options)
+            return await until_stopped(bench, sent), meter.stop()
+        finally:
+            if other is not None:
+                other.cancel()
+                (ended,) = await asyncio.gather(other, return_exceptions=True)
+                if isinstance(ended, Exception):
+                    raise ended
+
+    outcomes, usage = asyncio.run(both())
+    return Run(labels, seconds, outcomes, usage)
+
+
+def capacity(bench: Bench, system: System, *load: Any) -> float:
+    """Requests a second with ``load``, see :func:`sluice.benchmarks.live.client.saturated`."""
+    return asyncio.run(until_stopped(bench, saturated(completions(system), MODEL, *load)))
+
+
+async def until_stopped(bench: Bench, load: Coroutine[Any, Any, T]) -> T:
+    """The result of a load; raises :class:`StoppedError` if this process is to end before."""
+    task = asyncio.create_task(load)
+    while not task.done():
+        await asyncio.wait([task], timeout=1.0)
+        if bench.stop.is_set():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            raise StoppedError("stopped in the middle of a run")
+    return task.result()
+
+
+def completions(system: System) -> str:
+    """URL of the completions endpoint."""
+    return f"{system.urls[0]}/v1/completions"

@@ -1,0 +1,42 @@
+"""An application that is served in this process, on a Ray of its own."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import NamedTuple
+
+from rich.console import Console
+
+from sluice.benchmarks.live import processes
+from sluice.deploy.config import SluiceConfig
+from sluice.deploy.local import base_url, running, stop_signals
+
+
+class Application(NamedTuple):
+    """A running application: its root URL, its model's name, and an event that is set when this
+    process is to end."""
+
+    url: str
+    model: str
+    stop: threading.Event
+
+    @property
+    def completions(self) -> str:
+        """URL of the completions endpoint."""
+        return f"{self.url}/v1/completions"
+
+    def until(self, done: Callable[[], bool], limit_s: float) -> bool:
+        """Wait until ``done`` returns true; ``False`` after a timeout or when stopped."""
+        return processes.until(done, limit_s, self.stop)
+
+
+@contextmanager
+def application(config: SluiceConfig) -> Iterator[Application]:
+    """Serve ``config`` until the block ends, whose standard output is standard error: Ray's own
+    messages must not stand between the lines of the JSON."""
+    say = Console(stderr=True).print
+    with redirect_stdout(sys.stderr), stop_signals() as stop, running(config, stop, say):
+        yield Application(base_url(config), config.engine.model, stop)
