@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
-from math import inf, sqrt
+from math import inf, log, sqrt
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -351,9 +351,9 @@ def greatest_loads(
     steps: int = 7,
 ) -> Mapping[float, float]:
     """By share, in (0, 1]: the load from ``least`` to ``most`` at which that share attains, by
-    ``steps`` halvings of the logarithm of the range, and in the last part on a straight line; 0 if
-    it is not reached at the lowest. Every run serves all searches, and the ends, which cost most,
-    run only if they are needed."""
+    ``steps`` halvings of the logarithm of the range, and in the last part on a straight line of the
+    log odds; 0 if it is not reached at the lowest. Every run serves all searches, and the ends,
+    which cost most, run only if they are needed."""
     at = cache(attainment)
 
     def search(share: float) -> float:
@@ -365,9 +365,16 @@ def greatest_loads(
             return 0.0
         if at(high) >= share:
             return high
-        return low * (high / low) ** ((at(low) - share) / (at(low) - at(high)))
+        below, wanted, above = (log_odds(each) for each in (at(low), share, at(high)))
+        return low * (high / low) ** ((below - wanted) / max(below - above, 1e-9))
 
     return {share: search(share) for share in shares}
+
+
+def log_odds(share: float) -> float:
+    """Of a share, as far as some hundred requests tell."""
+    share = min(max(share, 0.002), 0.998)
+    return log(share / (1 - share))
 
 
 STATIC = ("sarathi", "sarathi_priority", "edf", "sjf")

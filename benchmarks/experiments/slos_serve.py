@@ -66,9 +66,9 @@ SETTING = {
     "Objectives and priorities": "SLOs-Serve Tables 1 and 3: TTFT 3 or 5 times the idle engine's, "
     "at least 0.2 s; TPOT 50 or 100 ms; one priority",
     "Output lengths": "known to every policy, as in the paper",
-    "Capacity": "bisection over loads from 0.05 to 4 in 5 halvings, then a straight line between "
-    "two runs whose loads differ by 15 %; each seed has its own, with the same requests and bursts "
-    "at every load; attainment is taken to fall with the load, which noise can break",
+    "Capacity": "bisection over loads from 0.05 to 4 in 5 halvings, then a straight line of "
+    "log odds between loads that differ by 15 %; each seed has its own, with the same requests and "
+    "bursts at every load; attainment is taken to fall with the load, which noise can break",
     "Not repeated": "larger models",
 }
 
