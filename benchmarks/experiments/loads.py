@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
-from math import inf, log, sqrt
+from math import inf, sqrt
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -365,16 +365,11 @@ def greatest_loads(
             return 0.0
         if at(high) >= share:
             return high
-        below, wanted, above = (log_odds(each) for each in (at(low), share, at(high)))
+        odds = np.clip((at(low), share, at(high)), 0.002, 0.998)
+        below, wanted, above = np.log(odds / (1 - odds)).tolist()
         return low * (high / low) ** ((below - wanted) / max(below - above, 1e-9))
 
     return {share: search(share) for share in shares}
-
-
-def log_odds(share: float) -> float:
-    """Of a share, as far as some hundred requests tell."""
-    share = min(max(share, 0.002), 0.998)
-    return log(share / (1 - share))
 
 
 STATIC = ("sarathi", "sarathi_priority", "edf", "sjf")

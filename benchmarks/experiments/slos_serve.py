@@ -15,16 +15,13 @@ from sluice.benchmarks.experiments.disaggregation import RATIOS
 from sluice.benchmarks.experiments.grid import Experiment, Planned, Product, Scaled
 from sluice.benchmarks.experiments.loads import Search, Span, Sweep, generated, workloads
 from sluice.benchmarks.experiments.systems import DEFAULT, SETUPS, Contender, System, colocated
-from sluice.benchmarks.experiments.tables import Pivot, Rows, by_seed, grouped, having, pivots
+from sluice.benchmarks.experiments.tables import Pivot, Row, Rows, Value, grouped, pivots
 from sluice.scheduling.batching import BatchBuilder, BatchPolicy
 from sluice.scheduling.latency.model import LatencyModel
-from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView
 from sluice.scheduling.request.stages import Stage
 from sluice.simulation.config import Speculation
-from sluice.simulation.estimate import Estimate
-from sluice.simulation.planning.plots import Table
 from sluice.simulation.run import simulate
 from sluice.simulation.workload import Workload
 from sluice.simulation.workloads.arrivals import AtOnce, Gamma, MakeArrivals, Poisson
@@ -66,9 +63,9 @@ SETTING = {
     "Objectives and priorities": "SLOs-Serve Tables 1 and 3: TTFT 3 or 5 times the idle engine's, "
     "at least 0.2 s; TPOT 50 or 100 ms; one priority",
     "Output lengths": "known to every policy, as in the paper",
-    "Capacity": "bisection over loads from 0.05 to 4 in 5 halvings, then a straight line of "
-    "log odds between loads that differ by 15 %; each seed has its own, with the same requests and "
-    "bursts at every load; attainment is taken to fall with the load, which noise can break",
+    "Capacity": "bisection over loads from 0.05 to 4 in 5 halvings, then by log odds between loads "
+    "that differ by 15 %; a seed has the same requests and bursts at every load; attainment is "
+    "taken to fall with the load, which noise can break",
     "Not repeated": "larger models",
 }
 
@@ -95,8 +92,6 @@ def _capacities(
 ) -> Sweep:
     """The highest rates at which 90 % and 98 % of the requests attain, per replica."""
     quick = Span(3.0, 10, 20)
-    # Some bursts, which come once a minute.
-    bursts = Scaled(quick, Span(300.0, 100, 600))
     window = "attainment_window", (0.9, 0.98)
     return Sweep(
         named=("scenario",),
@@ -105,11 +100,9 @@ def _capacities(
         layouts=layouts,
         kinds=kinds,
         span=Scaled(quick, Span(60.0, 100, 600)),
-        # A request lasts minutes, and as many must run at once as the KV or the pace allows.
-        spans={
-            "reasoning": Scaled(quick, Span(900.0, 100, 300)),
-            **dict.fromkeys(("coder", "tools", "coder, gamma"), bursts),
-        },
+        # A request of reasoning lasts minutes; bursts come once a minute.
+        spans={"reasoning": Scaled(quick, Span(900.0, 100, 300))}
+        | dict.fromkeys(("coder", "tools", "coder, gamma"), Scaled(quick, Span(300.0, 100, 600))),
         search=Scaled(Search(*window, 0.5, 1.0, 1), Search(*window, steps=5)),
         oracle=True,
     )
@@ -178,27 +171,23 @@ OVER = {
 }
 
 
-def _rates(rows: Rows, scenario: str, policy: str) -> Floats:
-    """Capacities by seed; 0 where there are none."""
-    own = having(rows, {"scenario": scenario, "policy": policy})
-    return np.array(list(by_seed(own, RATE).values()) or [0.0])
-
-
-def over_others(rows: Rows) -> Table:
-    """By scenario how many times the others' capacity is served, by seed, and the geometric
-    means."""
-    lines: list[list[str]] = [[str(scenario)] for (scenario,) in grouped(rows, "scenario")]
-    means = ["geometric mean"]
-    for ours, *rivals in OVER.values():
-        logs: list[Floats] = []
-        for line in lines:
-            own, *others = (_rates(rows, line[0], each.label) for each in (ours, *rivals))
-            best = np.max(np.broadcast_arrays(*others), axis=0)
-            there = bool(own.all() and best.all())
-            logs += [np.log(own / best)] if there else []
-            line.append(Estimate.of((own / best).tolist()).shown(2) if there else "")
-        means.append(Estimate.of(np.exp(np.mean(logs or [[0]], axis=0)).tolist()).shown(2))
-    return Table("Capacity at 90 % over that of others", ("scenario", *OVER), [*lines, means])
+def over_others(rows: Rows) -> Rows:
+    """How many times the others' capacity is served, and the geometric mean over scenarios."""
+    found: list[Row] = []
+    for (seed,), own in grouped(rows, "seed").items():
+        rates = {(row["scenario"], row["policy"]): float(row[RATE]) for row in own}
+        for name, (ours, *rivals) in OVER.items():
+            times: dict[Value, float] = {}
+            for (scenario,) in grouped(own, "scenario"):
+                rate, *others = (rates.get((scenario, each.label), 0.0) for each in (ours, *rivals))
+                if rate and any(others):
+                    times[scenario] = rate / max(others)
+            times["geometric mean"] = float(np.exp(np.mean(np.log(list(times.values()) or [1.0]))))
+            found += [
+                {"scenario": scenario, "over": name, "seed": seed, "times": ratio}
+                for scenario, ratio in times.items()
+            ]
+    return found
 
 
 CAPACITY = Experiment(
@@ -227,11 +216,16 @@ CAPACITY = Experiment(
             *(("scenario",), "policy", 2),
             title="Fig. 9: capacity at {} % attainment, requests/s",
         ),
-        over_others,
+        Pivot(
+            "Capacity at 90 % over that of others",
+            *("times", ("scenario",), "over", 2),
+            derive=over_others,
+        ),
     ],
 )
 
 
+_BURSTS = [f"{name}, {how}" for how in ARRIVALS for name in SLOS_SERVE_SCENARIOS[:5]]
 TOGETHER = Experiment(
     "slos_serve_together",
     "SLOs-Serve §3.2.1 and Algorithm 1; the window is ours",
@@ -247,18 +241,12 @@ TOGETHER = Experiment(
     grids=[
         Sweep(
             named=("scenario",),
-            workloads=workloads(
-                Scaled(
-                    [f"tools, {how}" for how in ARRIVALS],
-                    [f"{name}, {how}" for how in ARRIVALS for name in SLOS_SERVE_SCENARIOS[:5]],
-                ),
-                _scenario,
-            ),
+            workloads=workloads(Scaled(("tools, at once", "tools, gamma"), _BURSTS), _scenario),
             layouts=Scaled((colocated(1),), (colocated(1), colocated(4))),
             kinds=Scaled(_windows(0, 2), _windows(0, 2, 10)),
             loads=(1.0,),
             span=Scaled(Span(3.0, 10, 20), Span(60.0, 100, 300)),
-            spans={f"{name}, at once": Span(1.0, 10, 10) for name in SLOS_SERVE_SCENARIOS},
+            spans=dict.fromkeys(_BURSTS[:5], Span(1.0, 10, 10)),
             oracle=True,
         )
     ],
