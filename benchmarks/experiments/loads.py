@@ -366,8 +366,8 @@ def greatest_loads(
         if at(high) >= share:
             return high
         odds = np.clip((at(low), share, at(high)), 0.002, 0.998)
-        below, wanted, above = np.log(odds / (1 - odds)).tolist()
-        return low * (high / low) ** ((below - wanted) / max(below - above, 1e-9))
+        below, wanted, above = np.log(odds / (1 - odds))
+        return low * float((high / low) ** ((below - wanted) / max(below - above, 1e-9)))
 
     return {share: search(share) for share in shares}
 

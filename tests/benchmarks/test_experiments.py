@@ -166,8 +166,13 @@ class TestCapacity:
         assert found[0.9] == pytest.approx(1.0, rel=0.005)
 
     def test_the_ends_run_only_if_they_are_needed(self) -> None:
-        ran = []
-        greatest_loads(lambda load: ran.append(load) or float(load <= 1), (0.9, 0.98), steps=3)
+        ran: list[float] = []
+
+        def attainment(load: float) -> float:
+            ran.append(load)
+            return float(load <= 1)
+
+        greatest_loads(attainment, (0.9, 0.98), steps=3)
         assert len(ran) == len(set(ran)) == 3
 
 
