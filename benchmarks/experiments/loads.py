@@ -352,21 +352,24 @@ def greatest_loads(
     most: float = MOST_LOAD,
     steps: int = 7,
 ) -> Mapping[float, float]:
-    """By share, in (0, 1]: the highest load from ``least`` to ``most`` at which at least that share
-    attains, by ``steps`` halvings of the logarithm of the range; 0 if it is not reached at the
-    lowest. Every run serves all searches."""
+    """By share, in (0, 1]: the load from ``least`` to ``most`` at which that share attains, by
+    ``steps`` halvings of the logarithm of the range, and in the last part on a straight line of the
+    log odds; 0 if it is not reached at the lowest. Every run serves all searches, and the ends,
+    which cost most, run only if they are needed."""
     at = cache(attainment)
 
     def search(share: float) -> float:
         low, high = least, most
-        if at(high) >= share:
-            return high
-        if at(low) < share:
-            return 0.0
         for _ in range(steps):
             middle = sqrt(low * high)
             low, high = (middle, high) if at(middle) >= share else (low, middle)
-        return low
+        if at(low) < share:
+            return 0.0
+        if at(high) >= share:
+            return high
+        odds = np.clip((at(low), share, at(high)), 0.002, 0.998)
+        below, wanted, above = np.log(odds / (1 - odds))
+        return low * float((high / low) ** ((below - wanted) / max(below - above, 1e-9)))
 
     return {share: search(share) for share in shares}
 

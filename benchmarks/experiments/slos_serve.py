@@ -3,10 +3,9 @@ bursts whose requests are decided together; and how many drafted tokens to check
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,11 @@ from sluice.benchmarks.experiments.disaggregation import RATIOS
 from sluice.benchmarks.experiments.grid import Experiment, Planned, Product, Scaled
 from sluice.benchmarks.experiments.loads import Search, Span, Sweep, generated, workloads
 from sluice.benchmarks.experiments.systems import DEFAULT, SETUPS, Contender, System, colocated
-from sluice.benchmarks.experiments.tables import Pivot, Rows, grouped, mean, pivots
+from sluice.benchmarks.experiments.tables import Pivot, Row, Rows, Value, grouped, pivots
 from sluice.scheduling.batching import BatchBuilder
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage
 from sluice.simulation.config import Speculation
-from sluice.simulation.planning.plots import Table
 from sluice.simulation.workload import Workload
 from sluice.simulation.workloads import settings
 from sluice.simulation.workloads.arrivals import AtOnce, Gamma, MakeArrivals, Poisson
@@ -30,6 +28,21 @@ from sluice.simulation.workloads.settings import SLOS_SERVE_SCENARIOS, slos_serv
 
 SETUP = SETUPS["8b"]
 SCENARIO = partial(generated, slos_serve)
+
+
+def _at_once(_rate: float) -> AtOnce:
+    return AtOnce()
+
+
+ARRIVALS: dict[str, MakeArrivals] = {"at once": _at_once, "gamma": partial(Gamma, cv=4.0)}
+"""Other than the paper's: bursts of as many requests at every rate."""
+
+
+def _scenario(name: str) -> loads.Make:
+    scenario, _, arrivals = name.partition(", ")
+    return SCENARIO(scenario, arrivals=ARRIVALS.get(arrivals))
+
+
 RATE = "rate_0.9"
 ALPHA = 0.7
 DRAFT_S = 0.0005
@@ -42,8 +55,9 @@ SETTING = {
     "Objectives and priorities": "SLOs-Serve Tables 1 and 3: TTFT 3 or 5 times the idle engine's, "
     "at least 0.2 s; TPOT 50 or 100 ms; one priority",
     "Output lengths": "known to every policy, as in the paper",
-    "Capacity": "bisection over loads from 0.05 to 4 in 7 halvings, within 2 %; each seed has its "
-    "own; attainment is taken to fall with the load, which noise can break near the crossing",
+    "Capacity": "bisection over loads from 0.05 to 4 in 5 halvings, then by log odds between loads "
+    "that differ by 15 %; a seed has the same requests and bursts at every load; attainment is "
+    "taken to fall with the load, which noise can break",
     "Not repeated": "larger models",
 }
 
@@ -70,19 +84,18 @@ def _capacities(
 ) -> Sweep:
     """The highest rates at which 90 % and 98 % of the requests attain, per replica."""
     quick = Span(3.0, 10, 20)
-    # Some bursts, which come once a minute.
-    bursts = Scaled(quick, Span(300.0, 100, 600))
     window = "attainment_window", (0.9, 0.98)
     return Sweep(
         named=("scenario",),
-        workloads=workloads(Scaled(scenarios[:1], scenarios), SCENARIO),
+        workloads=workloads(Scaled(scenarios[:1], scenarios), _scenario),
         setups=(setup,),
         layouts=layouts,
         kinds=kinds,
         span=Scaled(quick, Span(60.0, 100, 600)),
-        # A request lasts minutes, and as many must run at once as the KV or the pace allows.
-        spans={"reasoning": Scaled(quick, Span(600.0, 100, 200)), "coder": bursts, "tools": bursts},
-        search=Scaled(Search(*window, 0.5, 1.0, 1), Search(*window)),
+        # A request of reasoning lasts minutes; bursts come once a minute.
+        spans={"reasoning": Scaled(quick, Span(900.0, 100, 300))}
+        | dict.fromkeys(("coder", "tools", "coder, gamma"), Scaled(quick, Span(300.0, 100, 600))),
+        search=Scaled(Search(*window, 0.5, 1.0, 1), Search(*window, steps=5)),
         oracle=True,
     )
 
@@ -95,14 +108,15 @@ REASONING = Experiment(
     "slos_serve_reasoning",
     "SLOs-Serve §6.1, the reasoning scenario; fixed loads are ours",
     "What do long outputs attain where they no longer all run at once?",
-    seeds=1,
-    setting={**SETTING, "Capacity": "not searched for: a run has 300 requests at each load"},
+    seeds=3,
+    setting={**SETTING, "Capacity": "not searched for: 300 requests for each replica at each load"},
     grids=[
         Sweep(
             named=("scenario",),
             workloads=workloads(("reasoning",), SCENARIO),
-            kinds=(FCFS, SARATHI, SLOS_SERVE),
-            loads=Scaled((1.2,), (1.2, 1.4, 2.0, 2.8)),
+            layouts=(colocated(1), colocated(4)),
+            kinds=(System("round_robin", FCFS), System("slos_serve", SLOS_SERVE)),
+            loads=Scaled((1.2,), (1.2, 1.4, 1.7, 2.0)),
             span=Scaled(Span(1.0, 3, 3), Span(1.0, 300, 300)),
             oracle=True,
         )
@@ -111,7 +125,8 @@ REASONING = Experiment(
         {
             "attainment_window": "Share of the requests that attain",
             "preemptions": "Preemptions per request",
-        }
+        },
+        ("policy", "replicas"),
     ),
 )
 
@@ -148,19 +163,23 @@ OVER = {
 }
 
 
-def over_others(rows: Rows) -> Table:
-    """By scenario how many times the others' capacity is served, and the geometric means."""
-    rates = {of: mean(own, RATE) for of, own in grouped(rows, "scenario", "policy").items()}
-    lines: list[list[str]] = [[str(scenario)] for (scenario,) in grouped(rows, "scenario")]
-    means = ["geometric mean"]
-    for ours, *rivals in OVER.values():
-        times = []
-        for line in lines:
-            own, *others = (rates.get((line[0], each.label), 0.0) for each in (ours, *rivals))
-            line.append(f"{own / max(others):.2f}" if own and max(others) else "")
-            times += [own / max(others)] if line[-1] else []
-        means.append(f"{prod(times) ** (1 / max(1, len(times))):.2f}")
-    return Table("Capacity at 90 % over that of others", ("scenario", *OVER), [*lines, means])
+def over_others(rows: Rows) -> Rows:
+    """How many times the others' capacity is served, and the geometric mean over scenarios."""
+    found: list[Row] = []
+    for (seed,), own in grouped(rows, "seed").items():
+        rates = {(row["scenario"], row["policy"]): float(row[RATE]) for row in own}
+        for name, (ours, *rivals) in OVER.items():
+            times: dict[Value, float] = {}
+            for (scenario,) in grouped(own, "scenario"):
+                rate, *others = (rates.get((scenario, each.label), 0.0) for each in (ours, *rivals))
+                if rate and any(others):
+                    times[scenario] = rate / max(others)
+            times["geometric mean"] = float(np.exp(np.mean(np.log(list(times.values()) or [1.0]))))
+            found += [
+                {"scenario": scenario, "over": name, "seed": seed, "times": ratio}
+                for scenario, ratio in times.items()
+            ]
+    return found
 
 
 CAPACITY = Experiment(
@@ -189,26 +208,16 @@ CAPACITY = Experiment(
             *(("scenario",), "policy", 2),
             title="Fig. 9: capacity at {} % attainment, requests/s",
         ),
-        over_others,
+        Pivot(
+            "Capacity at 90 % over that of others",
+            *("times", ("scenario",), "over", 2),
+            derive=over_others,
+        ),
     ],
 )
 
 
-def _at_once(_rate: float) -> AtOnce:
-    return AtOnce()
-
-
-BURSTS: Mapping[str, MakeArrivals] = {"ten at once": _at_once, "gamma": partial(Gamma, cv=4.0)}
-
-
-def _bursts(*scenarios: str) -> list[tuple[str, str]]:
-    return [(name, scenario) for name in BURSTS for scenario in scenarios]
-
-
-def _burst(name: tuple[str, str]) -> loads.Make:
-    return SCENARIO(name[1], arrivals=BURSTS[name[0]])
-
-
+_BURSTS = [f"{name}, {how}" for how in ARRIVALS for name in SLOS_SERVE_SCENARIOS[:5]]
 TOGETHER = Experiment(
     "slos_serve_together",
     "SLOs-Serve §3.2.1 and Algorithm 1; the window is ours",
@@ -223,15 +232,13 @@ TOGETHER = Experiment(
     },
     grids=[
         Sweep(
-            named=("arrivals", "scenario"),
-            workloads=workloads(
-                Scaled(_bursts("tools"), _bursts(*SLOS_SERVE_SCENARIOS[:5])), _burst
-            ),
+            named=("scenario",),
+            workloads=workloads(Scaled(("tools, at once", "tools, gamma"), _BURSTS), _scenario),
             layouts=Scaled((colocated(1),), (colocated(1), colocated(4))),
             kinds=Scaled(_windows(0, 2), _windows(0, 2, 10)),
             loads=(1.0,),
             span=Scaled(Span(3.0, 10, 20), Span(60.0, 100, 300)),
-            spans={"ten at once": Span(1.0, 10, 10)},
+            spans=dict.fromkeys(_BURSTS[:5], Span(1.0, 10, 10)),
             oracle=True,
         )
     ],
@@ -241,7 +248,7 @@ TOGETHER = Experiment(
             "kept": "Share of these that attain",
             "attainment_window": "Share of all requests that attain",
         },
-        *(("arrivals", "scenario", "replicas"), "policy"),
+        *(("scenario", "replicas"), "policy"),
     ),
 )
 
@@ -257,7 +264,6 @@ def over_one(rows: Rows) -> Rows:
     return found
 
 
-_REPLICAS = tuple(colocated(replicas) for replicas in (1, 2, 4))
 SCALING = Experiment(
     "slos_serve_scaling",
     "SLOs-Serve Fig. 13",
@@ -266,10 +272,10 @@ SCALING = Experiment(
     setting={**SETTING, "Routers": "slos_serve forwards declined requests (Fig. 7)"},
     grids=[
         _capacities(
-            ("chatbot", "coder"),
+            ("chatbot", "coder", "coder, gamma"),
             System("round_robin", FCFS),
-            *(System(router, SLOS_SERVE) for router in ("round_robin", "slos_serve", "pab")),
-            layouts=Scaled(_REPLICAS[:2], _REPLICAS),
+            *(System(router, SLOS_SERVE) for router in ("round_robin", "slos_serve")),
+            layouts=(colocated(1), colocated(4)),
         )
     ],
     derive=over_one,

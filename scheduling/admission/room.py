@@ -74,9 +74,9 @@ def room_wait_s(
 def claims_wait_s(
     figures: Floats, prompt_tokens: float, output_tokens: float, reserve_tokens: float
 ) -> float:
-    """As :func:`room_wait_s`, but a guarantee claims the blocks of its whole expected output at
-    once, as in ``slos_serve``. Blocks count once they are free, and a cached prefix saves none, as
-    its blocks count as free."""
+    """As :func:`room_wait_s`, but the request claims the blocks of its whole expected output beside
+    the most that the guaranteed ones will need at a time, as in ``slos_serve``. A cached prefix
+    saves none, as its blocks count as free."""
     block, total = figures[BLOCK_TOKENS], figures[TOTAL_BLOCKS]
     promised, wanted = figures[PROMISED], figures[CLAIMED_BLOCKS]
     if ceil(prompt_tokens / block) >= total or figures[PLACES] < 1.0:

@@ -113,9 +113,10 @@ class SLOsServeAdmission(AdmissionPolicy):
       that it can keep: one infeasible guarantee must not block all other requests.
     - All TPOT objectives are distinct: a sum over the decodes needs no tiers. Deadlines of later
       tokens start with the first token.
-    - KV blocks are claimed for the whole expected output, as on the replica
-      (:func:`~sluice.scheduling.request.expected.claim`). Blocks of best-effort requests count as
-      free (§4.1).
+    - A new request claims the KV blocks of its whole expected output beside the most that the
+      reported guarantees will need at a time, as on the replica
+      (:func:`~sluice.scheduling.request.expected.peak`); requests on their way to it count with
+      their whole claims. Blocks of best-effort requests count as free (§4.1).
     - A TPOT that leaves prefill no useful share of a batch is not guaranteed, as on the replica.
 
     With a latency model of one piece it guarantees what the replicas' policy

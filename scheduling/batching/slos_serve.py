@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,6 +110,11 @@ class SLOsServe(BatchPolicy):
     - Alg. 1 forgets declined requests. Here, a declined request without output is decided again
       when requests arrive or leave, until its deadline: at most ten together with the new ones, by
       worth per predicted second, descending.
+    - The memory ``m_i`` of a guaranteed request grows with its output, whose length is expected,
+      and is free once that ends. The printed program counts all of it from the start, which for
+      long outputs is twice what they hold in the mean. Here a new request needs all of its memory
+      beside the most that the guaranteed ones will need at a time
+      (:func:`~sluice.scheduling.request.expected.peak`).
     - The tightest stage of a request counts while its row states it; when the row's objective
       changes with the stage, the request is decided again. A guarantee is kept in later stages.
     - A request whose TPOT no batch with a useful share of prefill can meet
@@ -124,9 +130,10 @@ class SLOsServe(BatchPolicy):
     - The paper preempts best-effort requests when new ones arrive. An engine gives no blocks of a
       running request to a waiting one, so here best-effort requests lose their KV to running
       guaranteed requests only. As eviction causes recompute, it is bounded beforehand: a waiting
-      best-effort request is admitted only if its whole predicted length fits beside all guaranteed
-      and running requests. A request that exceeds its prediction counts as twice its current
-      length, so its prediction fails ``log2(length)`` times at most.
+      best-effort request is admitted only if its whole predicted length fits beside the whole
+      length of running ones and what the guaranteed ones will need. A request that exceeds its
+      prediction counts as twice its current length, so its prediction fails ``log2(length)`` times
+      at most.
 
     Each decision is ``O(n)`` plus the dynamic program.
     """
@@ -240,19 +247,25 @@ class SLOsServe(BatchPolicy):
         return min(until_s, float(left_s[ending].min(initial=inf)))
 
     def _let_in(
-        self, table: Floats, rows: Ints, claims: Floats, growth: Floats, free_blocks: int
+        self, table: Floats, rows: Ints, claims: Any, growth: Floats, free_blocks: int
     ) -> Ints:
         """The best-effort ``rows`` that can be served without taking blocks from other requests:
         running ones, then waiting ones whose whole predicted length fits."""
         running = table[rows, RUNNING] > 0
         begun, waiting = rows[running], rows[~running]
         needs = growth[begun]
-        room = self._budget.kv_blocks - claims[self._promised].sum() - claims[begun].sum()
+        blocks = claims["blocks"]
+        room = self._room(claims) - blocks[begun].sum()
         begun = begun[(needs == 0) | (np.cumsum(needs) <= free_blocks)]
-        return np.concatenate((begun, waiting[np.cumsum(claims[waiting]) <= room]))
+        return np.concatenate((begun, waiting[np.cumsum(blocks[waiting]) <= room]))
+
+    def _room(self, claims: Any) -> float:
+        """Free KV blocks beyond those that the guaranteed requests will need."""
+        needed = expected.peak(claims[self._promised], float(self._budget.block_tokens))
+        return float(self._budget.kv_blocks - needed)
 
     def _promise(
-        self, queue: QueueView, table: Floats, left_s: Floats, claims: Floats, latency: LatencyModel
+        self, queue: QueueView, table: Floats, left_s: Floats, claims: Any, latency: LatencyModel
     ) -> None:
         """Decide on new requests, if the queue or its objectives have changed."""
         keys, objectives = queue.keys, queue.table[:, TTFT:PRIORITY]
@@ -289,7 +302,7 @@ class SLOsServe(BatchPolicy):
         if not len(new):
             return
         supply = self._supply(table, claims, pieces, latency)
-        demand = _demand(table, left_s, work_s, claims, pieces)
+        demand = _demand(table, left_s, work_s, claims["blocks"], pieces)
         held = demand.of(promised)
         # A TPOT shorter than a step with its decode alone must not block all other requests.
         alone_s = self._within * (pieces[:, FIXED] + held.decode_s).max(axis=1)
@@ -308,9 +321,7 @@ class SLOsServe(BatchPolicy):
         seen = self._keys[place] == keys
         return seen, seen & self._promised[place], seen & self._decided[place]
 
-    def _supply(
-        self, table: Floats, claims: Floats, pieces: Floats, latency: LatencyModel
-    ) -> Supply:
+    def _supply(self, table: Floats, claims: Any, pieces: Floats, latency: LatencyModel) -> Supply:
         """The capacity left for guarantees."""
         promised, prefill = self._promised, is_prefill(table)
         share = np.ones(len(pieces))
@@ -328,7 +339,7 @@ class SLOsServe(BatchPolicy):
             np.ascontiguousarray(pieces[:, FIXED]),
             share,
             longest_s / self._within,
-            self._budget.kv_blocks - float(claims[promised].sum()),
+            self._room(claims),
             self._budget.sequences - int((running | promised).sum()),
             self._anchor,
         )
@@ -341,11 +352,11 @@ def _blocks(tokens: Floats, budget: BatchBudget) -> Floats:
 
 
 def _demand(
-    table: Floats, left_s: Floats, work_s: Floats, claims: Floats, pieces: Floats
+    table: Floats, left_s: Floats, work_s: Floats, blocks: Floats, pieces: Floats
 ) -> Demand:
     """The demand of each row; a decode counts with the context of its next or first step."""
     prefill = is_prefill(table)
     context = table[:, COMPUTED] + np.where(prefill, table[:, PENDING], 0.0)
     decode_s = pieces[:, DECODE_SEQUENCE] + np.outer(context, pieces[:, DECODE_CONTEXT])
     prefill_s = np.where(prefill, work_s, 0.0)
-    return Demand(left_s, prefill_s, table[:, TPOT], decode_s, claims, table[:, PRIORITY])
+    return Demand(left_s, prefill_s, table[:, TPOT], decode_s, blocks, table[:, PRIORITY])

@@ -60,7 +60,7 @@ from sluice.scheduling.fleet.rows import (
 from sluice.scheduling.fleet.transfer import NO_TRANSFERS, Transfers
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.request.deadline import FIRST
-from sluice.scheduling.request.expected import claim
+from sluice.scheduling.request.expected import CLAIM, claim, peak, whole
 from sluice.scheduling.request.kernels import (
     FIXED,
     Floats,
@@ -244,6 +244,7 @@ def fold(
     now_s = made_s + offset_s
     earliest_s = least_ttft_s = inf
     first_work_s = step_work_s = 0.0
+    claims, guaranteed = np.empty(rows.shape[0], CLAIM), 0
     for slot in range(rows.shape[0]):
         row = rows[slot]
         if row.phase == 0:
@@ -253,8 +254,8 @@ def fold(
         earliest_s = min(earliest_s, row.arrival_s)
         whole_tokens = expected_tokens(row)
         expected = max(whole_tokens, row.emitted_tokens + 1.0)
-        whole = ceil((row.prompt_tokens + expected) / figures[BLOCK_TOKENS])
-        figures[EXPECTED_BLOCKS] += max(0.0, whole - row.kv_blocks)
+        blocks = ceil((row.prompt_tokens + expected) / figures[BLOCK_TOKENS])
+        figures[EXPECTED_BLOCKS] += max(0.0, blocks - row.kv_blocks)
         prefill = needs_prefill(row.emitted_tokens, row.pending_tokens)
         ttft_s, tpot_s = paced(float(row.ttft_s), float(row.tpot_s), float(row.e2e_s), expected)
         due_s = offset_s + next_due_s(
@@ -270,10 +271,14 @@ def fold(
         if row.best_effort > 0:
             count_best_effort(figures, pieces, lent, row, due_s, prefill)
             continue
-        figures[CLAIMED_BLOCKS] += claim(
+        own = claims[guaranteed]
+        own.blocks = claim(
             row.prompt_tokens, whole_tokens, row.emitted_tokens, row.kv_blocks,
             figures[BLOCK_TOKENS], figures[TOTAL_BLOCKS],
         )  # fmt: skip
+        own.held, own.tpot_s = row.kv_blocks, tpot_s
+        own.left = whole(whole_tokens, row.emitted_tokens) - row.emitted_tokens
+        guaranteed += 1
         add_later(
             figures, pieces, float(row.later_stages), float(row.later_tokens),
             float(row.prompt_tokens), expected - row.emitted_tokens, float(row.tpot_s),
@@ -288,6 +293,7 @@ def fold(
                 first_work_s = work_s
         else:
             count_decode(figures, pieces, loads, row, pace)
+    figures[CLAIMED_BLOCKS] = peak(claims[:guaranteed], figures[BLOCK_TOKENS])
     # An engine that was idle began with the first request that came. One that hangs must not look
     # as if it had done its work.
     begun_s = made_s

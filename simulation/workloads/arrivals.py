@@ -2,8 +2,8 @@
 
 Each is made with its mean ``rate``, requests per second, first, so that an experiment that varies
 the rate can be given the class, or a partial call of it. With one seed a process gives the same
-pattern at every rate, only slower or faster; only :class:`OnOff` draws other phases at each rate,
-because their lengths do not follow the rate.
+pattern at every rate, only slower or faster; only of :class:`OnOff` the phases stay as long, with
+more or fewer requests in them.
 """
 
 from __future__ import annotations
@@ -133,14 +133,14 @@ class OnOff:
 
     def times(self, count: int, rng: np.random.Generator) -> Times:
         """Poisson arrivals on a clock that runs in bursts only, moved on by the silences."""
-        arrivals, phases = rng.spawn(2)
+        arrivals, bursts, silences = rng.spawn(3)
         busy_rate = self.rate * (self.on_s + self.off_s) / self.on_s
         busy_s = np.cumsum(arrivals.exponential(size=count)) / busy_rate
-        # On the clock of the bursts, silences come at a constant rate.
-        silences = int(phases.poisson(busy_s[-1] / self.on_s)) if count else 0
-        starts_s = np.sort(phases.uniform(0, busy_s[-1], silences)) if silences else np.empty(0)
-        passed_s = np.concatenate([[0.0], np.cumsum(phases.exponential(self.off_s, silences))])
-        times: Times = busy_s + passed_s[np.searchsorted(starts_s, busy_s)]
+        # Twice as many as the mean, and some: bursts of every seed last long enough.
+        phases = 50 + int(2 * busy_s[-1] / self.on_s) if count else 0
+        ends_s = np.cumsum(bursts.exponential(self.on_s, phases))
+        passed_s = np.concatenate([[0.0], np.cumsum(silences.exponential(self.off_s, phases))])
+        times: Times = busy_s + passed_s[np.searchsorted(ends_s, busy_s)]
         return times
 
 

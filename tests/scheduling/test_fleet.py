@@ -63,8 +63,10 @@ COUNTED_APART = (
     figure.BATCH_S,
     figure.STEP_ENDS_S,
     figure.STEP_WORK_S,
+    figure.CLAIMED_BLOCKS,
 )
-"""Figures that tell where a request is, or what the engine does at that very moment."""
+"""Figures that tell where a request is, or what the engine does at that very moment; a reservation
+claims the memory of its whole output, whatever the others free before its end."""
 
 
 @given(rows=tables, slo=slos, prompt=prompts, promised=st.booleans())

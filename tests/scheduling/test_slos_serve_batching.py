@@ -169,6 +169,23 @@ def test_memory_is_promised_by_the_expected_length() -> None:
     assert promised(policy(), grown, first, budget=ROOMY._replace(kv_blocks=37)) == {"grown"}
 
 
+def test_memory_that_an_output_frees_when_it_ends_is_promised_to_others() -> None:
+    # Of 101 blocks each, the old one lacks 10 and the young one 99. In 160 tokens the old one ends,
+    # and until then both need 10, and one more where a block begins: 22, and 25 for the first.
+    old = decode("old", FAST, emitted=1_440, context=1_455)._replace(expected_tokens=1_600.0)
+    young = decode("young", FAST, emitted=16, context=31)._replace(expected_tokens=1_600.0)
+    first = prefill("first", 100, FAST)._replace(expected_tokens=300.0)
+    everyone = {"old", "young", "first"}
+    fits, short = ROOMY._replace(kv_blocks=47), ROOMY._replace(kv_blocks=46)
+    assert promised(policy(), old, young, first, budget=fits) == everyone
+    assert promised(policy(), old, young, first, budget=short) == everyone - {"first"}
+    # At half the pace the young one may run as often, or end so late: it counts with all of it.
+    slow = young._replace(slo=SLOW)
+    fits, short = ROOMY._replace(kv_blocks=134), ROOMY._replace(kv_blocks=133)
+    assert promised(policy(), old, slow, first, budget=fits) == everyone
+    assert promised(policy(), old, slow, first, budget=short) == everyone - {"first"}
+
+
 def test_places_are_promised_too() -> None:
     waiting = [prefill(f"w{index}", 10, FAST) for index in range(4)]
     budget = ROOMY._replace(sequences=3)

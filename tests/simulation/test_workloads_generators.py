@@ -104,6 +104,16 @@ def test_bursts_have_the_rate_over_all_and_more_inside() -> None:
     assert silences.mean() == pytest.approx(5.0 + 30.0, rel=0.05)
 
 
+def test_bursts_last_as_long_at_every_rate() -> None:
+    slow, fast = (OnOff(rate).times(2_000, np.random.default_rng(5)) for rate in (2.0, 8.0))
+    # The silences of the slow one's first quarter.
+    ends_s = fast[np.flatnonzero(np.diff(fast) > 5.0)]
+    assert len(ends_s) > 3
+    for end_s in ends_s:
+        before, after = slow[slow <= end_s + 1.0].max(), slow[slow > end_s + 1.0].min()
+        assert end_s - before < 3.0 and after - before > 5.0
+
+
 def test_a_day_has_its_rate_and_its_swing() -> None:
     process = Diurnal(5.0, period_s=1_000.0, swing=0.8)
     times = process.times(100_000, np.random.default_rng(3))
