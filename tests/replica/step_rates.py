@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,6 +27,7 @@ from sluice.benchmarks.options import number_option
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import SchedulerSettings
 from sluice.replica.vllm.local_model import local_model
+from sluice.replica.vllm.setup import survive_module_scan
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 
@@ -65,11 +65,17 @@ class Device(UniProcExecutor):
     """Takes ``step_s`` for each batch, one after the other."""
 
     steps, step_s = 0, 0.0
+    in_flight = 1
+
+    def _init_executor(self) -> None:
+        super()._init_executor()
+        # vLLM turns it off on CPUs, whose model runner cannot. The schedulers are made after this.
+        self.vllm_config.scheduler_config.async_scheduling = self.in_flight > 1
+        self._free_s = 0.0
 
     def execute_model(self, output: Any, non_block: bool = False) -> Any:
         from vllm.v1.outputs import ModelRunnerOutput
 
-        free_s = self.__dict__.get("_free_s", 0.0)
         cached = output.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         computed.update((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs)
@@ -83,7 +89,7 @@ class Device(UniProcExecutor):
             ],
         )
         self.steps += bool(ids)
-        self._free_s = max(time.monotonic(), free_s) + (self.step_s if ids else 0.0)
+        self._free_s = max(time.monotonic(), self._free_s) + (self.step_s if ids else 0.0)
         self._ran = Result(ran, self._free_s)
         return Result(None) if ids else self._ran
 
@@ -91,18 +97,23 @@ class Device(UniProcExecutor):
         return self._ran if non_block else self._ran.result()
 
 
+class PipelinedDevice(Device):
+    """Has the next batch ready while it computes one."""
+
+    in_flight = 2
+
+
 class Core:
     """An engine core with both schedulers."""
 
-    def __init__(
-        self, model: Path, directory: Path, kind: type[Any], policy: str, asynchronous: bool
-    ) -> None:
+    def __init__(self, model: Path, directory: Path, kind: type[Any], policy: str) -> None:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.engine.core import EngineCore
 
-        path = directory / f"{kind.__name__}-{asynchronous}"
+        survive_module_scan()
+        path = directory / kind.__name__
         table = StateTable.create(1024, path)
         table.set_model(LinearLatency(a=0.005, b=0.0001))
         config = EngineArgs(
@@ -120,11 +131,9 @@ class Core:
                 state_table=path, policy=policy
             ).to_additional_config(),
         ).create_engine_config()
-        # On CPUs vLLM turns it off after all settings.
-        config.scheduler_config.async_scheduling = asynchronous
         self.core: Any = EngineCore(config, kind, log_stats=False)
         own = self.core.scheduler
-        stock = (AsyncScheduler if asynchronous else Scheduler)(
+        stock = (AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler)(
             vllm_config=config,
             kv_cache_config=own.kv_cache_config,
             structured_output_manager=self.core.structured_output_manager,
@@ -145,8 +154,15 @@ class Core:
         for number in range(count):
             name = f"{self._rounds}-{number}"
             slo = SLO(ttft_s=60.0, tpot_s=1.0) if system == "sluice" else None
+            prompt = [300 + (self._rounds + number * each) % 700 for each in range(PROMPT)]
             core.scheduler.add_request(
-                Request(name, [300 + self._rounds] * PROMPT, params_of(name, OUTPUT, slo), None)
+                Request(
+                    name,
+                    prompt,
+                    params_of(name, OUTPUT, slo),
+                    None,
+                    block_hasher=core.request_block_hasher,
+                )
             )
         steps, started_s = core.model_executor.steps, time.monotonic()
         tokens = 0
@@ -184,18 +200,18 @@ def compare(core: Core, rounds: int, count: int) -> str:
 def main(rounds: int, requests: int, step_ms: int, policy: str) -> None:
     """Compare the rates of steps."""
     Device.step_s = step_ms / 1e3
-    kinds: list[tuple[str, Callable[..., Any], bool]] = [
-        ("model", Counting, False),
-        ("device", Device, False),
-        ("device, asynchronous", Device, True),
-    ]
+    kinds = {
+        "model": Counting,
+        "device": Device,
+        "device, asynchronous": PipelinedDevice,
+    }
     click.echo("| runs on | requests | stock, steps/s | Sluice, steps/s | ratio | of tokens/s |")
     click.echo("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         model = local_model(directory / "model", layers=4, hidden=512)
-        for text, kind, asynchronous in kinds:
-            core = Core(model, directory, kind, policy, asynchronous)
+        for text, kind in kinds.items():
+            core = Core(model, directory, kind, policy)
             click.echo(f"| {text} | {requests} | {compare(core, rounds, requests)} |")
             core.core.shutdown()
 

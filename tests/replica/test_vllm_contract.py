@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
+from sluice.replica.scheduler.xargs import SchedulerSettings
 from tests.documents import ROOT
 
 pytestmark = pytest.mark.vllm
@@ -50,6 +52,15 @@ def test_every_import_from_vllm_is_there() -> None:
                 for alias in node.names:
                     if not hasattr(module, alias.name):  # a module, or an error
                         import_module(f"{node.module}.{alias.name}")
+
+
+def test_asynchronous_scheduling_is_vllms_choice(tmp_path: Path) -> None:
+    from sluice.replica.vllm.setup import parse_arguments
+
+    settings = SchedulerSettings(state_table=tmp_path / "table", policy="fcfs")
+    assert parse_arguments({}, "model", "name", settings).async_scheduling is None
+    off = {"async-scheduling": False}
+    assert parse_arguments(off, "model", "name", settings).async_scheduling is False
 
 
 def test_old_versions_are_refused_and_new_ones_warned_of(caplog: pytest.LogCaptureFixture) -> None:
