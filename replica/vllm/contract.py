@@ -70,9 +70,12 @@ def takes(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
 
 
 def binds(function: Callable[..., Any], positional: int, named: Iterable[str] = ()) -> bool:
-    """Whether a function takes so many arguments by position, and these by name."""
+    """Whether a function takes ``positional`` arguments by position, and these by name. Compiled
+    ones without a signature count as if they did."""
     try:
         signature(function).bind(*[None] * positional, **dict.fromkeys(named))
+    except ValueError:
+        return True
     except TypeError:
         return False
     return True

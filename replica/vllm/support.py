@@ -94,7 +94,7 @@ _SERVING: Final = (
     Part(("vllm.v1.engine.core_client:EngineCoreClient",), "add_request_async(_)"),
     Part(
         ("vllm.v1.engine.output_processor:OutputProcessor",),
-        "add_request(_, _, _, _, _) has_request(_) process_outputs(_, _, _) propagate_error(_)",
+        "add_request(_, _, _, _, _) process_outputs(_, _, _) propagate_error(_)",
         "request_states",
     ),
     Part(
