@@ -9,8 +9,9 @@ with the same worker and KV cache:
   it is beside a GPU; one batch at a time, and two in flight (asynchronous scheduling). It computes
   nothing, so this shows what the loop of the engine can hide, not what a GPU does.
 
-In a round all requests decode together. Printed are the medians over the rounds, and the median of
-the ratios within a round, of steps and of tokens per second.
+In a round all requests decode together. Printed are medians over the rounds of the steps per second
+and of the engine loop's processor time per step, which other work on the cores hardly changes, and
+the median of the ratios within a round.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ class Core:
         self._rounds = 0
 
     def round(self, system: str, count: int) -> tuple[float, float]:
-        """Steps and tokens per second of ``count`` requests."""
+        """Steps per second of ``count`` requests, and processor time per step, milliseconds."""
         from vllm.v1.request import Request
 
         core = self.core
@@ -164,15 +165,16 @@ class Core:
                     block_hasher=core.request_block_hasher,
                 )
             )
-        steps, started_s = core.model_executor.steps, time.monotonic()
+        steps, started_s, began_s = core.model_executor.steps, time.monotonic(), time.thread_time()
         tokens = 0
         while core.scheduler.has_requests() or core.batch_queue:
             outputs, _ = core.step_fn()
             for client in (outputs or {}).values():
                 tokens += sum(len(each.new_token_ids) for each in client.outputs)
-        taken_s = time.monotonic() - started_s
         assert tokens == count * OUTPUT
-        return (core.model_executor.steps - steps) / taken_s, tokens / taken_s
+        steps = core.model_executor.steps - steps
+        busy_s = time.thread_time() - began_s
+        return steps / (time.monotonic() - started_s), 1e3 * busy_s / steps
 
 
 def compare(core: Core, rounds: int, count: int) -> str:
@@ -183,13 +185,12 @@ def compare(core: Core, rounds: int, count: int) -> str:
     for number in range(rounds):
         for system in sorted(core.schedulers, reverse=bool(number % 2)):
             found[system].append(core.round(system, count))
-    steps = {system: median(each for each, _ in rates) for system, rates in found.items()}
-    pairs = list(zip(found["sluice"], found["stock"], strict=True))
-    ratios = [[ours[i] / theirs[i] for ours, theirs in pairs] for i in (0, 1)]
-    return (
-        f"{steps['stock']:.1f} | {steps['sluice']:.1f} | {median(ratios[0]):.3f} "
-        f"({min(ratios[0]):.3f} .. {max(ratios[0]):.3f}) | {median(ratios[1]):.3f}"
-    )
+    rates, busy = ({s: median(each[i] for each in found[s]) for s in found} for i in (0, 1))
+    pairs = zip(found["sluice"], found["stock"], strict=True)
+    ratios = [ours / theirs for (ours, _), (theirs, _) in pairs]
+    spread = f"{median(ratios):.3f} ({min(ratios):.3f} .. {max(ratios):.3f})"
+    cells = [f"{rates['stock']:.1f}", f"{rates['sluice']:.1f}", spread]
+    return " | ".join([*cells, f"{busy['stock']:.2f}", f"{busy['sluice']:.2f}"])
 
 
 @click.command()
@@ -205,8 +206,10 @@ def main(rounds: int, requests: int, step_ms: int, policy: str) -> None:
         "device": Device,
         "device, asynchronous": PipelinedDevice,
     }
-    click.echo("| runs on | requests | stock, steps/s | Sluice, steps/s | ratio | of tokens/s |")
-    click.echo("|---|---|---|---|---|---|")
+    click.echo(
+        "| runs on | requests | stock, steps/s | Sluice, steps/s | ratio | stock, ms a step | "
+        "Sluice, ms a step |\n|---|---|---|---|---|---|---|"
+    )
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         model = local_model(directory / "model", layers=4, hidden=512)
