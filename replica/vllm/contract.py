@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
-from inspect import Parameter, isabstract, isclass, isfunction, signature, unwrap
+from inspect import Parameter, isclass, isfunction, signature, unwrap
 from typing import Any, Final, NamedTuple
 
 _OWN: Final = __name__.partition(".")[0]
 _USE: Final = re.compile(r"(\w+)(\([^)]*\))?")
-_VARIABLE: Final = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+_VARIABLE: Final[tuple[Any, ...]] = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 class Part(NamedTuple):
@@ -47,8 +47,8 @@ def unfit(kinds: Iterable[type]) -> list[str]:
     method of vLLM that they override, and abstract methods that they do not have."""
     found = []
     for kind in kinds:
-        if isabstract(kind):
-            found += [f"{kind.__name__} without {n}" for n in sorted(kind.__abstractmethods__)]
+        absent = sorted(getattr(kind, "__abstractmethods__", ()))
+        found += [f"{kind.__name__} without {name}" for name in absent]
         found += [
             f"{theirs.__qualname__}{_arguments(theirs)} as {kind.__name__} overrides it: "
             f"{_arguments(ours)}"
@@ -106,7 +106,7 @@ def _unmet(part: Part) -> Iterator[str]:
         return
     name = owner.__name__
     for attribute, arguments in _uses(part.used):
-        value = getattr(owner, attribute, None)
+        value: Any = getattr(owner, attribute, None)
         if value is None and not hasattr(owner, attribute):
             yield f"{name}.{attribute}"
         elif arguments is not None:
@@ -166,10 +166,10 @@ def _is_static(owner: type, name: str) -> bool:
 
 def _arguments(function: Callable[..., Any]) -> str:
     """As they are written, without types."""
-    texts = [
-        {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**"}.get(each.kind, "")
-        + each.name
-        + ("" if each.default is Parameter.empty else "=")
-        for each in _parameters(function)
-    ]
-    return f"({', '.join(texts)})"
+    stars = dict(zip(_VARIABLE, ("*", "**"), strict=True))
+    return "({})".format(
+        ", ".join(
+            stars.get(each.kind, "") + each.name + ("" if each.default is Parameter.empty else "=")
+            for each in _parameters(function)
+        )
+    )
