@@ -23,6 +23,7 @@ from sluice.replica.vllm.contract import located
 from sluice.replica.vllm.serving import Serving, servings
 from sluice.replica.vllm.tool_parser import choose_parser
 from sluice.replica.vllm.variants import STOCK_SCHEDULER, variant_of
+from sluice.replica.vllm.versions import ASYNC_TRANSFER, age
 from sluice.replica.vllm_args import by_option
 from sluice.scheduling.roles import Role
 
@@ -157,6 +158,7 @@ def parse_arguments(
         if arguments.get(_TRANSFER) is not None:
             raise ValueError(f"vllm_args may not hold {_TRANSFER}: set engine.transfer")
         arguments[_TRANSFER] = transfer_argument(transfer, role)
+        arguments |= _in_step(arguments)
     if _on_cpu():
         arguments = _cpu_defaults(arguments) | arguments
     arguments |= {
@@ -322,6 +324,19 @@ def transfer_argument(transfer: TransferConfig, role: Role = "mixed") -> dict[st
         "kv_connector_extra_config": {"sluice": transfer.model_dump(mode="json")},
         **shared,
     }
+
+
+def _in_step(given: dict[str, Any]) -> dict[str, Any]:
+    """vLLM arguments without asynchronous scheduling, where that loses tokens beside transfers."""
+    import vllm
+
+    if age(vllm.__version__, ASYNC_TRANSFER) != "older":
+        return {}
+    if given.get("async-scheduling"):
+        raise ValueError(
+            "vllm_args: before vLLM 0.32 KV transfer needs async-scheduling to be False"
+        )
+    return {"async-scheduling": False}
 
 
 def _prepare_nixl(transfer: TransferConfig) -> None:

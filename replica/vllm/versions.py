@@ -17,6 +17,10 @@ WITH_PREEMPTION: Final[Versions] = ((0, 29), (0, 32))
 WITH_TRANSFER: Final[Versions] = ((0, 29), (0, 32))
 """Versions in which Sluice's connector can transfer KV."""
 
+ASYNC_TRANSFER: Final[Versions] = ((0, 32), (0, 33))
+"""Versions in which KV is transferred under asynchronous scheduling. In 0.29 a token was lost where
+KV was short; 0.30 and 0.31 were not run so."""
+
 WITH_SPECULATION: Final[Versions] = ((0, 29), (0, 32))
 """Versions in which the plan can choose how many drafted tokens are checked."""
 

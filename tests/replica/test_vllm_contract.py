@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from sluice.replica.scheduler.xargs import SchedulerSettings
+from sluice.replica.transfer_config import TransferConfig
 from tests.documents import ROOT
 
 pytestmark = pytest.mark.vllm
@@ -61,6 +62,24 @@ def test_asynchronous_scheduling_is_vllms_choice(tmp_path: Path) -> None:
     assert parse_arguments({}, "model", "name", settings).async_scheduling is None
     off = {"async-scheduling": False}
     assert parse_arguments(off, "model", "name", settings).async_scheduling is False
+
+
+def test_it_is_off_where_it_loses_tokens_of_transferred_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm
+
+    from sluice.replica.vllm.setup import parse_arguments
+
+    settings = SchedulerSettings(state_table=tmp_path / "table", policy="fcfs")
+    tcp = TransferConfig(connector="tcp")
+    for version, choice in (("0.31.0", False), ("0.32.0", None)):
+        monkeypatch.setattr(vllm, "__version__", version)
+        parsed = parse_arguments({}, "model", "name", settings, transfer=tcp)
+        assert parsed.async_scheduling is choice
+    monkeypatch.setattr(vllm, "__version__", "0.31.0")
+    with pytest.raises(ValueError, match=r"before vLLM 0\.32 KV transfer needs async-scheduling"):
+        parse_arguments({"async-scheduling": True}, "model", "name", settings, transfer=tcp)
 
 
 def test_old_versions_are_refused_and_new_ones_warned_of(caplog: pytest.LogCaptureFixture) -> None:
