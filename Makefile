@@ -9,7 +9,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 # `LOCKED=1` installs the versions in deploy/requirements/ and checks their hashes, as images and CI do.
 LOCKED ?=
 
-.PHONY: serve test test-release check format docs pictures site lock audit sbom clean
+.PHONY: serve test test-release versions check format docs pictures site lock audit sbom clean
 
 serve: $(VENV)/.installed
 	$(BIN)/sluice serve $(ARGS)
@@ -25,6 +25,10 @@ test: $(VENV)/.installed-test $(VENV)/.compiled
 test-release: $(VENV)/.installed-test
 	$(BIN)/pytest -m 'release or hypothesis' --hypothesis-profile release $(ARGS)
 	$(BIN)/python -m tests.faults --quick
+
+# The contract tests on each supported version of vLLM, or on those in ARGS.
+versions: $(VENV)/.installed-test
+	$(BIN)/python -m tests.versions $(ARGS)
 
 check: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -108,7 +108,7 @@ def bound_grammars(manager: Any) -> None:
     gets :data:`TOO_COSTLY` as its stop reason."""
     create = manager._create_grammar
 
-    def bounded(request: Any) -> BoundedGrammar:
+    def bounded(request: Any, *args: Any, **kwargs: Any) -> BoundedGrammar:
         # The request holds its grammar; a cycle would wait for the garbage collector.
         weak = weakref.ref(request)
 
@@ -117,6 +117,6 @@ def bound_grammars(manager: Any) -> None:
             if stopped is not None:
                 stopped.stop_reason = TOO_COSTLY
 
-        return BoundedGrammar(create(request), told)
+        return BoundedGrammar(create(request, *args, **kwargs), told)
 
     manager._create_grammar = bounded

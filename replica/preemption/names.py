@@ -1,101 +1,78 @@
-"""Names of vLLM that preemption uses, beyond those in :mod:`sluice.replica.vllm.support`. Versions
-that it does not support may lack even the modules that are imported here."""
+"""What preemption uses of vLLM, beyond :mod:`sluice.replica.vllm.support`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from inspect import signature, unwrap
-from typing import Any
-
-from vllm.forward_context import ForwardContext
-from vllm.lora.worker_manager import WorkerLoRAManager
-from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import RowParallelLinear
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
-from vllm.v1.engine import FinishReason
-from vllm.v1.engine.core import EngineCore, EngineCoreProc
-from vllm.v1.executor.abstract import Executor
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
-from vllm.v1.request import RequestStatus
-from vllm.v1.worker.gpu_input_batch import InputBatch
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-from vllm.v1.worker.gpu_worker import Worker
+from typing import Final
 
 from sluice.replica.preemption.lanes import SHARED_NAMES
+from sluice.replica.vllm.contract import Part
 
-_NAMES: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (EngineCore, ("step", "_process_aborts_queue")),
-    (EngineCoreProc, ("_handle_client_request",)),
-    (Scheduler, ("finish_requests", "get_grammar_bitmask", "has_requests", "update_from_output")),
-    (Scheduler, ("update_draft_token_ids",)),
-    (KVCacheManager, ("allocate_slots", "cache_blocks")),
-    (Executor, ("collective_rpc", "compile_or_warm_up_model", "determine_available_memory")),
-    (Executor, ("take_draft_token_ids",)),
-    (UniProcExecutor, ("_init_executor", "shutdown")),
-    (MultiprocExecutor, ("_init_executor", "shutdown")),
-    (Worker, ("execute_model", "sample_tokens", "take_draft_token_ids")),
-    (WorkerLoRAManager, ("set_active_adapters",)),
-    (
-        GPUModelRunner,
-        (
-            "_dummy_run",
-            "_model_forward",
-            "get_model",
-            "initialize_kv_cache",
-            "initialize_kv_cache_tensors",
-        ),
+_CORE: Final = "vllm.v1.engine.core"
+_EXECUTOR: Final = "vllm.v1.executor"
+_RUNNER: Final = ("vllm.v1.worker.gpu_model_runner:GPUModelRunner",)
+_LAYERS: Final = "vllm.model_executor.layers"
+
+PARTS: Final = (
+    Part((f"{_CORE}:EngineCore",), "step() _process_aborts_queue()"),
+    Part((f"{_CORE}:EngineCoreProc",), "_handle_client_request(_, _)", "input_queue"),
+    Part(
+        ("vllm.v1.engine",),
+        "EngineCoreOutput(_, _, finish_reason=) EngineCoreOutputs(outputs=, finished_requests=)",
     ),
-    (InputBatch, ("condense", "refresh_metadata", "remove_request")),
-    (RoutedExperts, ("forward_modular", "forward_monolithic")),
-    (ForwardContext, ("skip_compiled",)),
-    (FinishReason, ("ERROR",)),
-    (RequestStatus, ("FINISHED_ERROR",)),
-)
-"""Methods, and members, by class."""
-
-_MADE: tuple[tuple[Callable[..., Any], tuple[str, ...]], ...] = (
-    (EngineCoreProc.__init__, ("input_queue",)),
-    (Scheduler.__init__, ("finished_req_ids", "requests", "running")),
-    (UniProcExecutor._init_executor, ("driver_worker",)),
-    (MultiprocExecutor._init_executor, ("is_failed", "workers")),
-    (
-        GPUModelRunner.__init__,
-        (
-            "attn_groups",
-            "cudagraph_dispatcher",
-            "execute_model_state",
-            "input_batch",
-            *(name for name in SHARED_NAMES if name != "model"),
-        ),
+    Part(("vllm.v1.engine:EngineCoreRequestType",), "UTILITY WAKEUP"),
+    Part(("vllm.v1.engine:FinishReason",), "ERROR"),
+    Part(("vllm.v1.request:RequestStatus",), "FINISHED_ERROR"),
+    Part(
+        ("vllm.v1.core.sched.scheduler:Scheduler",),
+        "finish_requests(_, _) get_grammar_bitmask(_) has_requests() update_draft_token_ids(_)",
+        "finished_req_ids",
     ),
-    (GPUModelRunner.load_model, ("model",)),
-    (GPUModelRunner.load_lora_model, ("lora_manager",)),
-    (InputBatch.__init__, ("req_id_to_index",)),
-    (CudagraphDispatcher.__init__, ("keys_initialized",)),
-    (RowParallelLinear.__init__, ("reduce_results",)),
+    Part(
+        ("vllm.v1.core.kv_cache_manager:KVCacheManager",),
+        "allocate_slots(_, _, delay_cache_blocks=) cache_blocks(_, _)",
+    ),
+    Part(
+        (f"{_EXECUTOR}.abstract:Executor",),
+        "collective_rpc(_, args=) compile_or_warm_up_model() determine_available_memory() "
+        "take_draft_token_ids()",
+    ),
+    Part(
+        (f"{_EXECUTOR}.uniproc_executor:UniProcExecutor",),
+        "_init_executor() shutdown()",
+        called="driver_worker",
+        by="_init_executor",
+    ),
+    Part(
+        (f"{_EXECUTOR}.multiproc_executor:MultiprocExecutor",),
+        "collective_rpc(_, args=, non_block=) _init_executor() shutdown()",
+        called="is_failed workers",
+        by="_init_executor",
+    ),
+    Part(
+        ("vllm.v1.worker.gpu_worker:Worker",),
+        "execute_model(_) sample_tokens(_) take_draft_token_ids()",
+    ),
+    Part(("vllm.lora.worker_manager:WorkerLoRAManager",), "set_active_adapters(_, _)"),
+    Part(("vllm.v1.worker.gpu_model_runner",), "GPUModelRunner(_, _)"),
+    Part(
+        _RUNNER,
+        "_dummy_run(_, is_profile=) _model_forward get_model() initialize_kv_cache(_) "
+        "initialize_kv_cache_tensors",
+        "attn_groups cudagraph_dispatcher execute_model_state input_batch "
+        + " ".join(name for name in SHARED_NAMES if name != "model"),
+    ),
+    Part(_RUNNER, called="model", by="load_model"),
+    Part(_RUNNER, called="lora_manager", by="load_lora_model"),
+    Part(
+        ("vllm.v1.worker.gpu_input_batch:InputBatch",),
+        "condense() refresh_metadata() remove_request(_)",
+        "req_id_to_index",
+    ),
+    Part(("vllm.v1.cudagraph_dispatcher:CudagraphDispatcher",), made="keys_initialized"),
+    Part((f"{_LAYERS}.fused_moe:RoutedExperts",), "forward_modular forward_monolithic"),
+    Part((f"{_LAYERS}.linear:LinearBase",)),
+    Part((f"{_LAYERS}.linear:RowParallelLinear",), made="reduce_results"),
+    Part((f"{_LAYERS}.attention_layer_base:AttentionLayerBase",)),
+    Part(("vllm.forward_context:ForwardContext",), "skip_compiled"),
+    Part(("vllm.forward_context",), "get_forward_context()"),
 )
-"""Attributes, by the method that makes them."""
-
-
-def missing_names() -> list[str]:
-    """The names that this version of vLLM does not have."""
-    missing = [
-        *(f"{kind.__name__}.{n}" for kind, names in _NAMES for n in names if not hasattr(kind, n)),
-        *(
-            f"an attribute {name} of {method.__qualname__.partition('.')[0]}"
-            for method, names in _MADE
-            for name in names
-            if name not in _names_in(method)
-        ),
-    ]
-    if "delay_cache_blocks" not in signature(KVCacheManager.allocate_slots).parameters:
-        missing.append("KVCacheManager.allocate_slots(delay_cache_blocks)")
-    return missing
-
-
-def _names_in(method: Any) -> set[str]:
-    """Attributes that a method uses, ignoring decorators."""
-    return set(unwrap(method).__code__.co_names)

@@ -1,5 +1,5 @@
-"""Requirements of preemption on vLLM, beyond :mod:`sluice.replica.vllm.support`: names, and a
-configuration in which a forward pass can be suspended and resumed."""
+"""Requirements of preemption on vLLM, beyond :mod:`sluice.replica.vllm.support`: what it uses of
+vLLM, and a configuration in which a forward pass can be suspended and resumed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 import vllm
 from vllm.config import CompilationMode
 
+from sluice.replica.preemption.names import PARTS
 from sluice.replica.preemption.words import MAX_RANKS
 from sluice.replica.vllm.setup import KV_CONNECTOR_MODULE, SENDS_KV
-from sluice.replica.vllm.support import WITH_PREEMPTION, UnsupportedVllmError, check_version
+from sluice.replica.vllm.support import UnsupportedVllmError, check, check_overrides
+from sluice.replica.vllm.versions import WITH_PREEMPTION
 
 
 def executor(ranks: int) -> str:
@@ -26,16 +28,13 @@ def check_preemption(vllm_config: Any, version: str = vllm.__version__) -> None:
     Raises:
         UnsupportedVllmError: they cannot; the message says why.
     """
-    check_version(version, WITH_PREEMPTION, "preemption")
-    try:
-        from sluice.replica.preemption.names import missing_names
-    except ImportError as error:
-        raise UnsupportedVllmError(
-            f"vLLM {version} lacks what preemption needs: {error}"
-        ) from error
-    missing = missing_names()
-    if missing:
-        raise UnsupportedVllmError(f"vLLM {version} lacks {', '.join(missing)}")
+    check("preemption", WITH_PREEMPTION, PARTS, version)
+    # These are made of what was checked.
+    from sluice.replica.preemption.executor import PreemptiveExecutor
+    from sluice.replica.preemption.group_executor import PreemptiveGroupExecutor
+    from sluice.replica.preemption.scheduler import PreemptiveScheduler
+
+    check_overrides("preemption", PreemptiveScheduler, PreemptiveExecutor, PreemptiveGroupExecutor)
     for allowed, rule in _rules(vllm_config):
         if not allowed:
             raise UnsupportedVllmError(f"prefills cannot be preempted here: {rule}")

@@ -260,7 +260,7 @@ class WatchedLLM(AsyncLLM):
         processor.add_request(request, prompt, parent_req, index, queue)
         most = self.vllm_config.model_config.max_model_len
         call.repeated = await repeat(processor, request, queue, call.resume, most)
-        if processor.has_request(request.request_id):
+        if request.request_id in processor.request_states:
             await self.engine_core.add_request_async(rest)
         elif queue.output is None:  # it has ended; the abort has notified the queue already
             queue.put(call.repeated.pop())

@@ -6,7 +6,7 @@ blocks that its own prefix cache lacks while it runs other requests; vLLM calls 
 load. If the fetch fails, for whatever reason, vLLM recomputes the prompt.
 
 vLLM loads this module by ``kv_connector_module_path``, once for its scheduler and once in each
-worker. It relies on ``KVConnectorBase_V1`` as of vLLM 0.29 to 0.32.
+worker. It relies on ``KVConnectorBase_V1`` as of vLLM 0.29.
 """
 
 # vLLM's classes are untyped here, so their subclasses are, too.
@@ -40,7 +40,8 @@ from sluice.replica.transfer.server import TransferServer
 from sluice.replica.transfer.store import KeptPrompts
 from sluice.replica.transfer.wire import Handle, TransferError
 from sluice.replica.transfer_config import TransferConfig
-from sluice.replica.vllm.support import WITH_TRANSFER, check_version
+from sluice.replica.vllm.support import TRANSFER, check, check_overrides
+from sluice.replica.vllm.versions import WITH_TRANSFER
 
 logger = logging.getLogger(__name__)
 
@@ -416,12 +417,13 @@ def check_model(vllm_config: Any) -> None:
 
     Raises:
         UnsupportedLayoutError: why it cannot.
-        UnsupportedVllmError: the connector was not tested with this version of vLLM.
+        UnsupportedVllmError: this version of vLLM is too old, or lacks what the connector uses.
     """
     transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
     if transfer is None or transfer.kv_connector != TcpConnector.__name__:
         return
-    check_version(vllm.__version__, WITH_TRANSFER, "engine.transfer")
+    check("engine.transfer", WITH_TRANSFER, TRANSFER)
+    check_overrides("engine.transfer", TcpConnector)
     rules = (
         (model.runner_type == "generate", "a model that generates no text"),
         (not model.use_mla, "a model with multi-head latent attention"),

@@ -34,8 +34,8 @@ class PooledBlocks:
 
         emit = self._pool._emit_block_removed_events
 
-        def emit_and_tell(block_hashes: list[Any]) -> None:
-            emit(block_hashes)
+        def emit_and_tell(block_hashes: list[Any], *args: Any, **kwargs: Any) -> None:
+            emit(block_hashes, *args, **kwargs)
             for block_hash in block_hashes:
                 listener(get_block_hash(block_hash))
 

@@ -79,13 +79,13 @@ async def repeat(
         made = queue.get_nowait()
         if made is not None:
             outputs.append(made)
-        if not processor.has_request(request.request_id):
+        if request.request_id not in processor.request_states:
             return outputs
         # Its prompt is still to be computed.
         state.is_prefilling = True
         if number % AT_ONCE == 0:
             await asyncio.sleep(0)
-            if not processor.has_request(request.request_id):
+            if request.request_id not in processor.request_states:
                 return outputs
     return outputs
 

@@ -41,6 +41,7 @@ from sluice.replica.vllm.reasoning import end_among
 from sluice.replica.vllm.support import (
     UnsupportedVllmError,
     check_config,
+    check_overrides,
     check_vllm,
     hook_name,
     second_queue_name,
@@ -457,6 +458,7 @@ def prepare(vllm_config: Any) -> None:
         ValueError: ``additional_config["sluice"]`` is missing or wrong.
     """
     check_vllm()
+    check_overrides("Sluice", SloScheduler, SloAsyncScheduler)
     check_config(vllm_config)
     settings = SchedulerSettings.from_additional_config(vllm_config.additional_config)
     if settings.cpu_core is not None:

@@ -7,17 +7,18 @@ texts. Which of them exist depends on the model: one that embeds generates no te
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 from importlib import import_module
 from importlib.util import find_spec
 from io import BytesIO
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from fastapi import UploadFile
 from pydantic import TypeAdapter
 
-from sluice.replica.engine import GENERATING, SPEECH, Endpoint
+from sluice.replica.engine import GENERATING, SPEECH, ConfigurationError, Endpoint
 from sluice.replica.openai_format import RequestError
+from sluice.replica.vllm.contract import binds
 
 logger = logging.getLogger(__name__)
 
@@ -105,19 +106,34 @@ _PLACES: dict[Endpoint, tuple[str, str, str, str]] = {
 AUDIO_PACKAGES = ("av", "soundfile")
 """What vLLM decodes audio with. Without them it would blame the audio."""
 
+_ALWAYS: Final[tuple[Endpoint, ...]] = ("chat", "completions")
+"""What every model that generates text offers."""
 
-def servings(state: Any) -> dict[Endpoint, Serving]:
-    """The endpoints that the engine of this vLLM application state offers."""
+
+def servings(state: Any, tasks: Container[str] = ()) -> dict[Endpoint, Serving]:
+    """The endpoints that the engine of this vLLM application state offers.
+
+    Args:
+        tasks: vLLM's names of what the model can do.
+
+    Raises:
+        ConfigurationError: this vLLM lacks a layer that it should have, or calls it otherwise.
+    """
     offered: dict[Endpoint, Serving] = {}
     for endpoint, (layer_name, method, module, request_type) in _PLACES.items():
         layer = getattr(state, layer_name, None)
         if layer is None or (endpoint in SPEECH and not _reads_audio(endpoint, module)):
             continue
         body = TypeAdapter(getattr(import_module(module), request_type))
-        create = getattr(layer, method)
+        create = getattr(layer, method, None)
+        if create is None or not binds(create, 3 if endpoint in SPEECH else 2):
+            raise ConfigurationError(f"{type(layer).__name__}.{method} of this vLLM is not usable")
         if endpoint in SPEECH:
             create = _with_audio(create)
         offered[endpoint] = Serving(body, layer, create, endpoint in GENERATING)
+    absent = [each for each in _ALWAYS if "generate" in tasks and each not in offered]
+    if absent:
+        raise ConfigurationError(f"this vLLM has no layer under the names of {', '.join(absent)}")
     return offered
 
 

@@ -19,9 +19,11 @@ from sluice.replica.private_dir import SOCKETS_VARIABLE, make_private_dir
 from sluice.replica.scheduler.speculation import with_all_lengths
 from sluice.replica.scheduler.xargs import SchedulerSettings
 from sluice.replica.transfer_config import TransferConfig
+from sluice.replica.vllm.contract import located
 from sluice.replica.vllm.serving import Serving, servings
 from sluice.replica.vllm.tool_parser import choose_parser
 from sluice.replica.vllm.variants import STOCK_SCHEDULER, variant_of
+from sluice.replica.vllm.versions import ASYNC_TRANSFER, age
 from sluice.replica.vllm_args import by_option
 from sluice.scheduling.roles import Role
 
@@ -132,14 +134,15 @@ def parse_arguments(
         role: which phases of a request the engine serves.
 
     Raises:
+        sluice.replica.vllm.support.UnsupportedVllmError: this vLLM is too old, or lacks something.
         ValueError: an argument that vLLM refuses, or that is reserved.
     """
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from sluice.replica.vllm.support import ARGUMENTS, check_vllm
 
-    try:
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    except ImportError:  # older versions
-        from vllm.entrypoints.openai.cli_args import make_arg_parser
+    # Before anything else is imported of vLLM: what is missing is named, all at once.
+    check_vllm(serving=True)
+
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     arguments = by_option(given)
     reserved = sorted(RESERVED_ARGUMENTS & arguments.keys())
@@ -155,6 +158,7 @@ def parse_arguments(
         if arguments.get(_TRANSFER) is not None:
             raise ValueError(f"vllm_args may not hold {_TRANSFER}: set engine.transfer")
         arguments[_TRANSFER] = transfer_argument(transfer, role)
+        arguments |= _in_step(arguments)
     if _on_cpu():
         arguments = _cpu_defaults(arguments) | arguments
     arguments |= {
@@ -170,7 +174,7 @@ def parse_arguments(
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            parser = make_arg_parser(FlexibleArgumentParser())
+            parser = located(ARGUMENTS).make_arg_parser(FlexibleArgumentParser())
             return parser.parse_args(_command_line(arguments))
     except SystemExit as error:
         reason = _reason(errors.getvalue()) or "see `vllm serve --help`"
@@ -206,17 +210,14 @@ async def launch(arguments: Any, grammar_check_s: float = 0.0) -> Launched:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
+    from sluice.replica.grammar.bound import BoundedGrammar
     from sluice.replica.grammar.check import GrammarCheck
     from sluice.replica.vllm.client import WatchedLLM
     from sluice.replica.vllm.kv_connector import check_model
-    from sluice.replica.vllm.support import check_config, check_vllm
+    from sluice.replica.vllm.scheduler import SloAsyncScheduler, SloScheduler
+    from sluice.replica.vllm.support import APP_STATE, check_config, check_overrides
 
-    try:
-        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-    except ImportError:  # before 0.29
-        from vllm.entrypoints.openai.api_server import init_app_state
-
-    check_vllm()
+    check_overrides("Sluice", SloScheduler, SloAsyncScheduler, WatchedLLM, BoundedGrammar)
     context = UsageContext.OPENAI_API_SERVER
     engine_args = AsyncEngineArgs.from_cli_args(arguments)
     vllm_config = engine_args.create_engine_config(usage_context=context)
@@ -244,9 +245,9 @@ async def launch(arguments: Any, grammar_check_s: float = 0.0) -> Launched:
     llm.grammars = grammars
     if vllm_config.model_config.runner_type == "generate":
         choose_parser(arguments, llm.get_tokenizer())
-    state = State()
-    await init_app_state(llm, state, arguments, supported_tasks=await llm.get_supported_tasks())
-    return Launched(llm, state.openai_serving_models, servings(state))
+    state, tasks = State(), await llm.get_supported_tasks()
+    await located(APP_STATE).init_app_state(llm, state, arguments, supported_tasks=tasks)
+    return Launched(llm, state.openai_serving_models, servings(state, tasks))
 
 
 def _has_grammars(vllm_config: Any) -> bool:
@@ -323,6 +324,19 @@ def transfer_argument(transfer: TransferConfig, role: Role = "mixed") -> dict[st
         "kv_connector_extra_config": {"sluice": transfer.model_dump(mode="json")},
         **shared,
     }
+
+
+def _in_step(given: dict[str, Any]) -> dict[str, Any]:
+    """vLLM arguments without asynchronous scheduling, where that loses tokens beside transfers."""
+    import vllm
+
+    if age(vllm.__version__, ASYNC_TRANSFER) != "older":
+        return {}
+    if given.get("async-scheduling"):
+        raise ValueError(
+            "vllm_args: before vLLM 0.32 KV transfer needs async-scheduling to be False"
+        )
+    return {"async-scheduling": False}
 
 
 def _prepare_nixl(transfer: TransferConfig) -> None:

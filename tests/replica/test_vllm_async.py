@@ -20,6 +20,7 @@ from sluice.replica.transfer.offer import Offer, prompt_digest
 from sluice.replica.transfer.wire import Handle
 from sluice.replica.transfer_config import TransferConfig
 from sluice.replica.vllm.setup import transfer_argument
+from sluice.replica.vllm.versions import ASYNC_TRANSFER, age
 from sluice.scheduling.batching import POLICIES
 from sluice.scheduling.request.objective import SLO
 
@@ -277,10 +278,13 @@ class ModelWithTransfers(KnownModel):
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("policy", ["deadline_triage", "fcfs"])
 def test_kv_of_other_engines_is_read_when_it_is_there(model, tmp_path, policy, in_flight, blocks):
+    import vllm
     from vllm.config import KVTransferConfig
 
     from sluice.replica.vllm.kv_connector import WorkerAddress
 
+    if in_flight > 1 and age(vllm.__version__, ASYNC_TRANSFER) == "older":
+        pytest.skip("this vLLM loses tokens so, and asynchronous scheduling is off")
     transfer = KVTransferConfig(**transfer_argument(TransferConfig(connector="tcp")))
     scheduler, table = make(model, tmp_path, policy, blocks, in_flight, kv_transfer_config=transfer)
     assert scheduler.defer_block_free == (in_flight > 1)

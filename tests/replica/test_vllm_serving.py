@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse
 
+from sluice.replica.engine import ConfigurationError
 from sluice.replica.openai_format import RequestError
 from sluice.replica.vllm import serving
 from sluice.replica.vllm.serving import event_bytes, servings, whole_response, with_upload
@@ -74,3 +75,15 @@ def test_only_what_the_model_has_is_offered() -> None:
     assert [offered[each].generates for each in ("chat", "tokenize")] == [True, False]
     body = offered["tokenize"].body.validate_python({"model": "m", "prompt": "hello"})
     assert body.prompt == "hello"
+
+
+def test_layers_that_are_missing_or_called_otherwise_are_found_at_start() -> None:
+    class Changed:
+        async def create_chat_completion(self, body: Any, raw: None, session: str) -> None: ...
+
+    chat = SimpleNamespace(openai_serving_chat=Layer())
+    assert set(servings(chat)) == {"chat"}
+    with pytest.raises(ConfigurationError, match="no layer under the names of completions"):
+        servings(chat, tasks=("generate",))
+    with pytest.raises(ConfigurationError, match=r"Changed\.create_chat_completion .* not usable"):
+        servings(SimpleNamespace(openai_serving_chat=Changed()))
