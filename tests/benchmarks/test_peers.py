@@ -328,7 +328,13 @@ def test_the_command_measures_what_starts_in_alternating_order_and_names_the_res
     monkeypatch.setattr(command, "IN_FLIGHT", 1)
     # Servers that answer at once have no times and no capacity of their own.
     monkeypatch.setattr(mix, "alone", lambda url, model: IDLE)
-    monkeypatch.setattr(command, "capacity", lambda *_: 8.0)
+    drawn: list[Arrival] = []
+
+    def capacity(_: Bench, __: System, arrivals: Iterator[Arrival], *___: Any) -> float:
+        drawn.append(next(arrivals))
+        return 8.0
+
+    monkeypatch.setattr(command, "capacity", capacity)
     asked: list[dict[str, Any]] = []
     with at_once(asked) as url:
         for name in ("stock-round-robin", "stock-priority", "serve-llm", "sluice"):
@@ -342,6 +348,7 @@ def test_the_command_measures_what_starts_in_alternating_order_and_names_the_res
         )
     assert result.exit_code == 0, result.output
     assert started == ["stock-round-robin", *("absent", "stock-priority", "sluice"), *started[4:]]
+    assert [each.slo for each in drawn] == [SLO()]  # of no class: none is configured yet
     assert started[4:] == ["sluice", "stock-priority"]
     found = json.loads(result.stdout)
     assert found["left_out"] == {"serve-llm": "it is not here"}

@@ -222,7 +222,9 @@ class _Campaign:
         classes = mix.classes_of(mix.alone(completions(system), MODEL), scale)
         for name, pattern in self.patterns.items():
             body = mix.body_of(f"capacity {name}", pattern.block_tokens)
-            drawn, in_flight = pattern.drawn(self.seed), IN_FLIGHT * self.setting.replicas
+            in_flight = IN_FLIGHT * self.setting.replicas
+            # Sluice has no classes yet.
+            drawn = (each._replace(slo=SLO()) for each in pattern.drawn(self.seed))
             load = (drawn, body, in_flight, WARM_UP_S, CAPACITY_S)
             self.capacities[name] = capacity(self.bench, system, *load)
         self.setting = self.setting._replace(classes=classes)
