@@ -29,12 +29,7 @@ from sluice.simulation.workloads.settings import SLOS_SERVE_SCENARIOS, slos_serv
 SETUP = SETUPS["8b"]
 SCENARIO = partial(generated, slos_serve)
 
-
-def _at_once(_rate: float) -> AtOnce:
-    return AtOnce()
-
-
-ARRIVALS: dict[str, MakeArrivals] = {"at once": _at_once, "gamma": partial(Gamma, cv=4.0)}
+ARRIVALS: dict[str, MakeArrivals] = {"at once": lambda _: AtOnce(), "gamma": partial(Gamma, cv=4.0)}
 """Other than the paper's: bursts of as many requests at every rate."""
 
 
