@@ -6,9 +6,11 @@ here, too.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import vllm
+from vllm.platforms import current_platform
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -28,6 +30,10 @@ WITH_PREEMPTION: Versions = ((0, 29), (0, 32))
 
 WITH_TRANSFER: Versions = ((0, 29), (0, 32))
 """Versions in which Sluice's connector can transfer KV."""
+
+WITH_PIPELINE: Versions = ((0, 29), (0, 32))
+"""Versions in which several batches can be in a pipeline: a request that is preempted while one of
+its tokens is on the way waits for that token."""
 
 WITH_SPECULATION: Versions = ((0, 29), (0, 32))
 """Versions in which the plan can choose how many drafted tokens are checked."""
@@ -155,15 +161,52 @@ def check_config(vllm_config: Any) -> None:
             "chunked prefill must be on",
         ),
         (scheduler.long_prefill_token_threshold == 0, "long-prefill-token-threshold must be 0"),
-        (parallel.pipeline_parallel_size == 1, "pipeline-parallel-size must be 1"),
-        # Every engine process of one client would write the same state table.
-        (parallel.data_parallel_size == 1, "data-parallel-size must be 1"),
+        (
+            # Every engine process of one client would write the same state table.
+            parallel.data_parallel_size == 1,
+            "data-parallel-size must be 1: for more engines of a model set replica.count",
+        ),
+        (
+            getattr(parallel, "prefill_context_parallel_size", 1) == 1,
+            "prefill-context-parallel-size must be 1",
+        ),
+        (
+            parallel.distributed_executor_backend != "ray" or bool(current_platform.ray_device_key),
+            "distributed-executor-backend may not be ray on CPUs, which vLLM's executor for Ray "
+            "does not support; mp runs all workers on the replica's node",
+        ),
     )
-    for kept, rule in rules:
-        if not kept:
-            raise UnsupportedVllmError(f"Sluice's scheduler cannot run here: {rule}")
+    _check_rules("Sluice's scheduler", rules)
+    if parallel.pipeline_parallel_size > 1:
+        _check_pipeline(vllm_config)
     if vllm_config.speculative_config is not None:
         _check_speculation(vllm_config)
+
+
+def _check_rules(user: str, rules: Iterable[tuple[bool, str]]) -> None:
+    for kept, rule in rules:
+        if not kept:
+            raise UnsupportedVllmError(f"{user} cannot run here: {rule}")
+
+
+def _check_pipeline(vllm_config: Any) -> None:
+    """Check that several batches can be in flight.
+
+    Raises:
+        UnsupportedVllmError: the setting, and what is allowed.
+    """
+    check_version(vllm.__version__, WITH_PIPELINE, "pipeline parallelism")
+    rules = (
+        # What is not shown to be right with several batches in flight.
+        (vllm_config.speculative_config is None, "speculative decoding must be off"),
+        (vllm_config.kv_transfer_config is None, "KV transfer must be off"),
+        (
+            # Such a model must never be preempted, and stock scheduling may preempt it here.
+            not vllm_config.model_config.is_encoder_decoder,
+            "the model may not be an encoder-decoder model",
+        ),
+    )
+    _check_rules("pipeline parallelism", rules)
 
 
 def _check_speculation(vllm_config: Any) -> None:
@@ -192,6 +235,4 @@ def _check_speculation(vllm_config: Any) -> None:
         (config.method != "extract_hidden_states", "extract_hidden_states drafts nothing"),
         (not config.enable_adaptive_verification, "enable_adaptive_verification must be off"),
     )
-    for kept, rule in rules:
-        if not kept:
-            raise UnsupportedVllmError(f"speculative decoding cannot run here: {rule}")
+    _check_rules("speculative decoding", rules)
