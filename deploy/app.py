@@ -20,7 +20,9 @@ from sluice.deploy.autoscaling import serve_autoscaling
 from sluice.deploy.config import SluiceConfig, parse_config
 from sluice.deploy.models import ModelFleet
 from sluice.replica.deployment import ReplicaServer
+from sluice.replica.placement import resources
 from sluice.replica.pools import Pool
+from sluice.replica.vllm_args import workers
 from sluice.router.app import Router, ServedModel
 from sluice.scheduling.roles import Role
 from sluice.telemetry.config import TelemetryConfig
@@ -115,9 +117,6 @@ def _replicas(fleet: ModelFleet, pool: Pool, telemetry: TelemetryConfig) -> Appl
         size = {"autoscaling_config": serve_autoscaling(replica.autoscaling)}
     if replica.max_per_node is not None:
         size["max_replicas_per_node"] = replica.max_per_node
-    actor: dict[str, Any] = {"num_cpus": replica.num_cpus, "num_gpus": gpus_per_replica(pool)}
-    if replica.node_labels:
-        actor["label_selector"] = dict(replica.node_labels)
     hints: dict[str, Any] = {"controller": controller.model_dump(mode="json"), "key": fleet.key}
     if len(fleet.pools) > 1:
         hints |= {"other_pools": True, "no_replica_wait_s": OTHER_POOL_WAIT_S}
@@ -125,7 +124,7 @@ def _replicas(fleet: ModelFleet, pool: Pool, telemetry: TelemetryConfig) -> Appl
         name=deployment_name(fleet.key, pool.role),
         logging_config=_LOGGING,
         **size,
-        ray_actor_options=actor,
+        **resources(pool.engine, replica, gpus_per_replica(pool)),
         max_ongoing_requests=_ADMITTED_BY_CONTROLLER,
         health_check_period_s=replica.health_check_period_s,
         health_check_timeout_s=30.0,
@@ -141,10 +140,12 @@ def _replicas(fleet: ModelFleet, pool: Pool, telemetry: TelemetryConfig) -> Appl
 
 
 def gpus_per_replica(pool: Pool) -> float:
-    """Ray GPUs of one replica: as configured, else 1 for the CUDA build of vLLM and 0 otherwise."""
+    """Ray GPUs of one replica: as configured, else one for each worker of the CUDA build of vLLM, 0
+    otherwise."""
     if pool.replica.num_gpus is not None:
         return pool.replica.num_gpus
-    return 1.0 if pool.engine.kind == "vllm" and has_cuda_vllm() else 0.0
+    on_gpus = pool.engine.kind == "vllm" and has_cuda_vllm()
+    return float(workers(pool.engine.vllm_args)) if on_gpus else 0.0
 
 
 def has_cuda_vllm() -> bool:

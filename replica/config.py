@@ -330,7 +330,13 @@ class ReplicaConfig(BaseModel):
     num_gpus: float | None = Field(
         default=None,
         ge=0,
-        description="Ray GPUs per replica; default: 1 for the CUDA build of vLLM, else 0.",
+        description="Ray GPUs per replica; default: for the CUDA build of vLLM one for each worker "
+        "(`tensor-parallel-size` x `pipeline-parallel-size` in `vllm_args`), else 0.",
+    )
+    placement_strategy: Literal["PACK", "STRICT_PACK"] = Field(
+        default="PACK",
+        description="Where Ray reserves the GPUs of a replica with `distributed-executor-backend: "
+        "ray` in `vllm_args`. `PACK`: on as few nodes as it can. `STRICT_PACK`: on one node.",
     )
     max_per_node: int | None = Field(
         default=None,

@@ -32,6 +32,7 @@ from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.replica.streams.direct import DirectPort
 from sluice.replica.streams.server import StreamServer
 from sluice.replica.streams.wire import StreamEndpoint
+from sluice.replica.vllm_args import on_ray, workers
 from sluice.scheduling.batching.warm_up import warm_up
 from sluice.scheduling.roles import Role
 from sluice.simulation.rows import compile_now
@@ -83,6 +84,9 @@ class ReplicaServer:
         self._client = ControllerClient(
             fleet_name(context.app_name, key), controller, registry=registry
         )
+        if on_ray(engine.vllm_args):
+            # The engine's process, which starts the workers, must not look for another cluster.
+            os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
         with _configuration_errors():
             made = make_engine(
                 engine,
@@ -235,14 +239,15 @@ def make_engine(
 
     if config.preemption.granularity != "off":
         import sluice.replica.preemption.variant  # noqa: F401 - the import registers it
-    core = _core(rank) if config.pin_cpu else None
+    core = _core(rank * workers(config.vllm_args)) if config.pin_cpu else None
     return VllmEngine(config, replica_id, max_live_requests, core, traced, role)
 
 
-def _core(rank: int) -> int:
-    """The CPU core for replica ``rank`` of this host, one of those that this process may use."""
+def _core(worker: int) -> int:
+    """The CPU core for the ``worker``-th worker of this host, one of those that this process may
+    use."""
     if hasattr(os, "sched_getaffinity"):
         cores = sorted(os.sched_getaffinity(0))
     else:  # missing on some systems
         cores = list(range(os.cpu_count() or 1))
-    return cores[rank % len(cores)]
+    return cores[worker % len(cores)]

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from sluice.replica.config import EngineConfig, ReplicaConfig
+from sluice.replica.placement import unplaceable
 from sluice.replica.vllm_args import by_option
 from sluice.scheduling.roles import ROLES, Role
 
@@ -74,6 +75,7 @@ def pools_of(engine: EngineConfig, replica: ReplicaConfig) -> tuple[Pool, ...]:
     if not replica.pools:
         alone = Pool("mixed", engine, replica)
         _refuse(_preemption_where_kv_arrives(alone, ("engine",)))
+        _refuse(unplaceable(engine, replica, ("replica",)))
         return (alone,)
     pools = tuple(
         Pool(role, _engine(engine, replica, role), _replica(replica, role))
@@ -83,6 +85,7 @@ def pools_of(engine: EngineConfig, replica: ReplicaConfig) -> tuple[Pool, ...]:
     for pool in pools:
         place = ("replica", "pools", pool.role, "engine")
         _refuse(_preemption_where_kv_arrives(pool, place))
+        _refuse(unplaceable(pool.engine, pool.replica, place[:-1]))
     _refuse(_differences(pools))
     return pools
 

@@ -10,3 +10,23 @@ def by_option(vllm_args: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments by the names of vLLM's command-line options, without the leading dashes; a
     configuration may also have them with ``_`` in place of ``-``."""
     return {name.replace("_", "-"): value for name, value in vllm_args.items()}
+
+
+def workers(vllm_args: Mapping[str, Any]) -> int:
+    """How many workers an engine with these arguments has, each with a device of its own.
+
+    Raises:
+        ValueError: a size is not a positive whole number.
+    """
+    given, product = by_option(vllm_args), 1
+    for name in ("tensor-parallel-size", "pipeline-parallel-size"):
+        size = str(given.get(name) or 1)
+        if not size.isdecimal() or int(size) < 1:
+            raise ValueError(f"vllm_args: {name} must be a whole number of at least 1, not {size}")
+        product *= int(size)
+    return product
+
+
+def on_ray(vllm_args: Mapping[str, Any]) -> bool:
+    """Whether the workers are actors of Ray, which may be on several nodes."""
+    return by_option(vllm_args).get("distributed-executor-backend") == "ray"

@@ -113,6 +113,8 @@ def profile_key(vllm_config: Any, config: EngineConfig) -> str:
         # It is measured under the policy, and valid for the batches that this policy makes.
         "policy": config.policy,
     }
+    if parallel.pipeline_parallel_size > 1:
+        parts["pipeline_parallel"] = parallel.pipeline_parallel_size
     if config.preemption.granularity != "off":
         parts["preemption"] = config.preemption.granularity
     drafts = vllm_config.speculative_config

@@ -11,11 +11,13 @@ import time
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any, TextIO
 
 from sluice.replica.scheduler.speculation import DraftCounts, DraftTime
 from sluice.replica.scheduler.state_table import RowUpdate, StateTable, TableFullError
+from sluice.replica.scheduler.step_times import StepTimes
 from sluice.replica.transfer.counts import TransferCounts
 from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy
 from sluice.scheduling.batching.best_effort import longest_wait_s
@@ -127,7 +129,9 @@ class StepInFlight:
     """A batch that the engine is running. ``parts_s`` are the fixed part and the work of its
     uncorrected prediction, ``preempted`` lists the requests that lost their KV, ``record`` is its
     line in the batch log, ``checked`` the drafted tokens among its own, and
-    ``drafted`` the most that a model drafts in it for one request, ``None`` where no model does."""
+    ``drafted`` the most that a model drafts in it for one request, ``None`` where no model does.
+    ``next_start_s``, in a pipeline: see :func:`~sluice.replica.scheduler.step_times.next_start_s`.
+    """
 
     started_s: float
     plan: BatchPlan
@@ -137,6 +141,7 @@ class StepInFlight:
     record: dict[str, object] | None = None
     checked: Mapping[str, int] = field(default_factory=dict)
     drafted: int | None = None
+    next_start_s: float = inf
 
 
 class BatchLog:
@@ -178,6 +183,8 @@ class LocalScheduler:
 
     For each batch: :meth:`plan`, then :meth:`begin_step` with what the engine will really run, then
     :meth:`end_step`. Batches end in the order in which they began. Not thread-safe.
+
+    ``stages`` is the number of stages of the engine's pipeline.
     """
 
     def __init__(
@@ -186,6 +193,7 @@ class LocalScheduler:
         table: StateTable,
         model: LatencyModel = DEFAULT_MODEL,
         log: BatchLog | None = None,
+        stages: int = 1,
     ) -> None:
         self.requests: dict[str, TrackedRequest] = {}
         self.transfers = TransferCounts()
@@ -208,7 +216,7 @@ class LocalScheduler:
         self._best_effort_wait_s = 0.0
         self._plan_seconds = 0.0
         self._ratio_sum = 0.0
-        self._last_end_s = 0.0
+        self.times = StepTimes(stages)
         self._rowless = 0
         self._unlearned = 0
 
@@ -409,12 +417,10 @@ class LocalScheduler:
 
         The time of a step that was ``disturbed`` by other work of the engine is not learned from.
 
-        With two steps in flight the second one's time starts where the first ended, unless the
-        engine says how many ``seconds`` it took.
+        Its time is that of :class:`StepTimes`, unless the engine says how many ``seconds`` it took.
         """
-        if seconds is None:
-            seconds = now_s - max(step.started_s, self._last_end_s)
-        self._last_end_s = now_s
+        passed_s = self.times.ended(step.started_s, now_s, step.work.new_tokens > 0)
+        seconds = passed_s if seconds is None else seconds
         if self._log is not None and step.record is not None:
             self._log.write({**step.record, "seconds": seconds})
         undrafted_s = self._correction.predicted_s(*step.parts_s)

@@ -1,4 +1,4 @@
-"""vLLM's worker on CPUs, with five faults of 0.29 to 0.32 fixed.
+"""vLLM's worker on CPUs, with six faults of 0.29 to 0.32 fixed.
 
 Seeds: vLLM samples for every request of a batch, also for one whose prompt continues in the next
 batch, and drops that token. Where such a request has a seed, its generator is then moved back by
@@ -16,6 +16,9 @@ compiles it to save the memory of a GPU.
 
 LoRA adapters: a token without one has the index -1, which selects the last adapter in memory. So
 where requests to the model share a batch with requests to an adapter, their text is the adapter's.
+
+Pipelines: the later stages make room for the tensors of the stage before in a trial run, which is
+left out with eager execution and a KV cache of a given size. Then the first batch ends the engine.
 """
 
 # vLLM's classes are untyped here, so their subclasses are, too.
@@ -28,6 +31,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.v1.sample import rejection_sampler, sampler
@@ -59,6 +63,22 @@ class PatchedCpuWorker(CPUWorker):
             hasattr(runner, "discard_request_mask") and hasattr(runner.input_batch, "generators")
         ):
             raise UnsupportedVllmError("vLLM's model runner lacks discard_request_mask, generators")
+
+    def compile_or_warm_up_model(self) -> Any:
+        """The last step of the start. Afterwards every stage has room for its input."""
+        done = super().compile_or_warm_up_model()
+        runner = self.model_runner
+        if not (
+            self.use_v2_model_runner
+            or get_pp_group().is_first_rank
+            or runner.intermediate_tensors is not None
+        ):
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens,
+                dtype=runner.model_config.dtype,
+                device=runner.device,
+            )
+        return done
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample for the batch. Requests whose token will be dropped have no generator meanwhile:

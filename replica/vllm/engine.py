@@ -46,6 +46,7 @@ from sluice.replica.vllm.reasoning import reasoning_ends
 from sluice.replica.vllm.serving import Serving, event_bytes, whole_response, with_upload
 from sluice.replica.vllm.setup import (
     Launched,
+    bind_workers,
     client_error_types,
     launch,
     local_model_arguments,
@@ -53,6 +54,7 @@ from sluice.replica.vllm.setup import (
     parse_arguments,
     prepare_environment,
 )
+from sluice.replica.vllm_args import workers
 from sluice.scheduling.fleet.state import EngineState
 from sluice.scheduling.latency.profile import LatencyProfile
 from sluice.scheduling.roles import Role
@@ -142,6 +144,8 @@ class VllmEngine:
         log = config.batch_log
         preemption = config.preemption.granularity != "off"
         prepare_environment(model, config.pin_cpu, preemption)
+        if config.pin_cpu:
+            bind_workers(workers(config.vllm_args), self._cpu_core)
         # Once both processes have mapped the table its file is deleted, so none can be left behind.
         with private_dir(_shared_memory()) as directory:
             path = directory / "state"

@@ -31,6 +31,7 @@ from sluice.replica.parent_watch import end_with_parent
 from sluice.replica.scheduler.local_scheduler import BatchLog, LocalScheduler, StepInFlight
 from sluice.replica.scheduler.prefix_index import HeldPrefixes
 from sluice.replica.scheduler.state_table import RowUpdate, StateTable
+from sluice.replica.scheduler.step_times import next_start_s, spare_tokens
 from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, from_xargs
 from sluice.replica.transfer.incoming import IncomingKv, hands_over
 from sluice.replica.vllm.drafts import PlannedDrafts
@@ -82,15 +83,13 @@ class PlanMixin(_Base):
         logger.info("policy loaded in %.1f s", time.monotonic() - started_s)
         log = BatchLog(settings.batch_log) if settings.batch_log is not None else None
         table = StateTable.open(settings.state_table)
-        self._local = LocalScheduler(
-            settings.make_policy(),
-            table,
-            log=log,
-        )
+        stages = self.parallel_config.pipeline_parallel_size
+        self._local = LocalScheduler(settings.make_policy(), table, log=log, stages=stages)
         bound_grammars(self.structured_output_manager)
         self._names: set[str] = set()
         self._caps: dict[str, int] | None = None
         self._in_flight: dict[int, StepInFlight] = {}
+        self._entry_free_s = 0.0
         self._busy_until_s = 0.0
         self._stalled = False
         self._queues = (self.waiting, getattr(self, second_queue_name()))
@@ -185,16 +184,19 @@ class PlanMixin(_Base):
         """Plan the next batch, and have vLLM build it.
 
         If there is nothing to plan, or the plan is empty or could not run at all, stock scheduling
-        decides the (next) step, so that live requests always make progress.
+        decides the (next) step, so that live requests always make progress. In a pipeline a batch
+        in flight is progress, and stock scheduling would preempt its requests.
         """
         now_s = time.monotonic()
-        # The batch begins when the batches before it have ended.
-        start_s = max(now_s, self._busy_until_s) if self._in_flight else now_s
+        # The batch begins when those before it have ended, or left the pipeline's first stage.
+        start_s = max(now_s, self._entry_free_s) if self._in_flight else now_s
         views = self._views()
         queue = QueueView(views)
         plan = self._plan(views, queue, start_s) if views else _EMPTY
         self._garbage.before_batch(queue, plan.predicted_s)
-        planned = bool(plan.entries) and not self._stalled
+        stages = self._local.times.stages
+        waits = stages > 1 and any(step.work.new_tokens for step in self._in_flight.values())
+        planned = (bool(plan.entries) or waits) and not self._stalled
         drafts = self._drafts
         if planned:
             if drafts is not None:
@@ -212,7 +214,7 @@ class PlanMixin(_Base):
         # Where not even stock scheduling ran anything, an empty plan was right. An eviction that
         # freed fewer blocks than planned, as other requests share them, is followed by another.
         evicted = planned and len(plan.evicted) > 0
-        self._stalled = len(plan) > 0 and not ran and not evicted and not fetched
+        self._stalled = len(plan) > 0 and not (ran or evicted or fetched or waits)
         # Includes the requests that were evicted before the call.
         preempted = tuple(output.preempted_req_ids or ())
         step = self._local.begin_step(
@@ -224,8 +226,16 @@ class PlanMixin(_Base):
             None if drafts is None else drafts.drafted,
             fetched=fetched,
         )
+        if ran:
+            start_s = max(step.started_s, start_s)
+            stage_s = plan.predicted_s / stages
+            # At the earliest a stage's time after the batch before it.
+            behind_s = self._busy_until_s + stage_s if self._in_flight else 0.0
+            self._entry_free_s = start_s + stage_s
+            self._busy_until_s = max(start_s + plan.predicted_s, behind_s)
+        if ran and planned and stages > 1:
+            step.next_start_s = next_start_s(queue, plan, self._busy_until_s)
         self._in_flight[id(output)] = step
-        self._busy_until_s = max(step.started_s, start_s) + plan.predicted_s
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -293,7 +303,15 @@ class PlanMixin(_Base):
 
     def _plan(self, views: list[RequestView], queue: QueueView, start_s: float) -> BatchPlan:
         """The next batch, by the policy."""
-        plan = self._local.plan(queue, start_s, self._budget(views))
+        budget, stages = self._budget(views), self._local.times.stages
+        if stages > 1:
+            steps = self._in_flight.values()
+            before = [(step.next_start_s, step.plan.predicted_s) for step in steps]
+            spare = spare_tokens(before, start_s, self._local.model, stages)
+            # Each running request may have a token in any case.
+            tokens = max(1, spare, sum(view.running for view in views))
+            budget = budget._replace(tokens=min(budget.tokens, tokens))
+        plan = self._local.plan(queue, start_s, budget)
         if not self._preempts:
             plan.evicted = plan.evicted[:0]
         return plan
@@ -350,8 +368,11 @@ class PlanMixin(_Base):
         rank.update(dict.fromkeys(plan.kept_ids, _KEPT))
 
         def key(request: Request) -> tuple[int, float]:
-            return rank.get(request.request_id, _UNPLANNED), request.arrival_time
+            # The plan knows nothing of a request whose batch is still in the pipeline.
+            unplanned = _KEPT if pipelined and request.num_in_flight_tokens else _UNPLANNED
+            return rank.get(request.request_id, unplanned), request.arrival_time
 
+        pipelined = self._local.times.stages > 1
         blocked = self._is_blocked_waiting_status
         hidden: list[tuple[Any, list[Request]]] = []
         self.running.sort(key=key)

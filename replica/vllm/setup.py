@@ -24,7 +24,8 @@ from sluice.replica.vllm.serving import Serving, servings
 from sluice.replica.vllm.tool_parser import choose_parser
 from sluice.replica.vllm.variants import STOCK_SCHEDULER, variant_of
 from sluice.replica.vllm.versions import ASYNC_TRANSFER, age
-from sluice.replica.vllm_args import by_option
+from sluice.replica.vllm.worker_extension import EXTENSION
+from sluice.replica.vllm_args import by_option, workers
 from sluice.scheduling.roles import Role
 
 RESERVED_ARGUMENTS = frozenset(
@@ -99,6 +100,17 @@ def prepare_environment(model: str, one_thread: bool, preemption: bool = False) 
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 
+def bind_workers(number: int, first: int | None) -> None:
+    """On CPUs, bind each of several workers with one thread to a core that this process may use:
+    the first worker to the core ``first``, or any. vLLM by itself would give each worker a NUMA
+    node, and most machines have one."""
+    if number > 1 and _on_cpu() and hasattr(os, "sched_getaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        place = cores.index(first) if first in cores else 0
+        bound = [str(cores[(place + worker) % len(cores)]) for worker in range(number)]
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(bound))
+
+
 def survive_module_scan() -> None:
     """Have vLLM's scan of all loaded modules survive numba's. It must be called before an engine
     starts in a process that has loaded compiled policies; importing this module does.
@@ -149,7 +161,7 @@ def parse_arguments(
     if reserved:
         raise ValueError(f"vllm_args may not hold {', '.join(reserved)}: Sluice sets them itself")
     variant = variant_of(settings)
-    needed = variant.arguments(_ranks(arguments)) if variant is not None else {}
+    needed = variant.arguments(workers(arguments)) if variant is not None else {}
     for name, value in needed.items():
         if variant is not None and arguments.get(name, value) != value:
             raise ValueError(f"vllm_args: with {variant.name}, {name} must be {value}")
@@ -161,6 +173,8 @@ def parse_arguments(
         arguments |= _in_step(arguments)
     if _on_cpu():
         arguments = _cpu_defaults(arguments) | arguments
+    if variant is None and workers(arguments) > 1:
+        arguments.setdefault("worker-extension-cls", EXTENSION)
     arguments |= {
         "model": model,
         "served-model-name": served_name,
@@ -243,6 +257,8 @@ async def launch(arguments: Any, grammar_check_s: float = 0.0) -> Launched:
             grammars.stop()
         raise
     llm.grammars = grammars
+    if arguments.worker_extension_cls == EXTENSION:
+        await llm.collective_rpc("end_with_engine")
     if vllm_config.model_config.runner_type == "generate":
         choose_parser(arguments, llm.get_tokenizer())
     state, tasks = State(), await llm.get_supported_tasks()
@@ -348,17 +364,13 @@ def _prepare_nixl(transfer: TransferConfig) -> None:
     os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", str(get_open_port()))
 
 
-def _ranks(given: dict[str, Any]) -> int:
-    return int(given.get("tensor-parallel-size", 1))
-
-
 def _cpu_defaults(given: dict[str, Any]) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "enforce-eager": True,
         "kv-cache-memory-bytes": _CPU_KV_BYTES,
         "worker-cls": "sluice.replica.vllm.cpu_worker.PatchedCpuWorker",
     }
-    if _ranks(given) == 1:
+    if workers(given) == 1:
         defaults["distributed-executor-backend"] = "uni"
     return defaults
 

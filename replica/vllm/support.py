@@ -13,10 +13,17 @@ from functools import cache
 from typing import Any, Final
 
 import vllm
+from vllm.platforms import current_platform
 
 from sluice.replica.engine import ConfigurationError
 from sluice.replica.vllm.contract import Part, unfit, unmet
-from sluice.replica.vllm.versions import SUPPORTED, WITH_SPECULATION, Versions, age
+from sluice.replica.vllm.versions import (
+    SUPPORTED,
+    WITH_PIPELINE,
+    WITH_SPECULATION,
+    Versions,
+    age,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +146,9 @@ SPECULATION: Final = (
     Part((f"{_SCHED}.output:SchedulerOutput",), made="scheduled_spec_decode_tokens"),
 )
 """For speculative decoding by the plan."""
+
+PIPELINE: Final = (Part(_REQUEST, made="num_in_flight_tokens"),)
+"""For several batches in a pipeline."""
 
 
 class UnsupportedVllmError(ConfigurationError):
@@ -264,15 +274,52 @@ def check_config(vllm_config: Any) -> None:
             getattr(scheduler, "prefill_schedule_interval", 1) == 1,
             "prefill-schedule-interval must be 1",
         ),
-        (parallel.pipeline_parallel_size == 1, "pipeline-parallel-size must be 1"),
-        # Every engine process of one client would write the same state table.
-        (parallel.data_parallel_size == 1, "data-parallel-size must be 1"),
+        (
+            # Every engine process of one client would write the same state table.
+            parallel.data_parallel_size == 1,
+            "data-parallel-size must be 1: for more engines of a model set replica.count",
+        ),
+        (
+            getattr(parallel, "prefill_context_parallel_size", 1) == 1,
+            "prefill-context-parallel-size must be 1",
+        ),
+        (
+            parallel.distributed_executor_backend != "ray" or bool(current_platform.ray_device_key),
+            "distributed-executor-backend may not be ray on CPUs, which vLLM's executor for Ray "
+            "does not support; mp runs all workers on the replica's node",
+        ),
     )
-    for kept, rule in rules:
-        if not kept:
-            raise UnsupportedVllmError(f"Sluice's scheduler cannot run here: {rule}")
+    _check_rules("Sluice's scheduler", rules)
+    if parallel.pipeline_parallel_size > 1:
+        _check_pipeline(vllm_config)
     if vllm_config.speculative_config is not None:
         _check_speculation(vllm_config)
+
+
+def _check_rules(user: str, rules: Iterable[tuple[bool, str]]) -> None:
+    for kept, rule in rules:
+        if not kept:
+            raise UnsupportedVllmError(f"{user} cannot run here: {rule}")
+
+
+def _check_pipeline(vllm_config: Any) -> None:
+    """Check that several batches can be in flight.
+
+    Raises:
+        UnsupportedVllmError: the setting, and what is allowed.
+    """
+    check("pipeline parallelism", WITH_PIPELINE, PIPELINE)
+    rules = (
+        # What is not shown to be right with several batches in flight.
+        (vllm_config.speculative_config is None, "speculative decoding must be off"),
+        (vllm_config.kv_transfer_config is None, "KV transfer must be off"),
+        (
+            # Such a model must never be preempted, and stock scheduling may preempt it here.
+            not vllm_config.model_config.is_encoder_decoder,
+            "the model may not be an encoder-decoder model",
+        ),
+    )
+    _check_rules("pipeline parallelism", rules)
 
 
 def _check_speculation(vllm_config: Any) -> None:
@@ -295,6 +342,4 @@ def _check_speculation(vllm_config: Any) -> None:
         (config.method != "extract_hidden_states", "extract_hidden_states drafts nothing"),
         (not config.enable_adaptive_verification, "enable_adaptive_verification must be off"),
     )
-    for kept, rule in rules:
-        if not kept:
-            raise UnsupportedVllmError(f"speculative decoding cannot run here: {rule}")
+    _check_rules("speculative decoding", rules)

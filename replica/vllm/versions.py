@@ -21,6 +21,10 @@ ASYNC_TRANSFER: Final[Versions] = ((0, 32), (0, 33))
 """Versions in which KV is transferred under asynchronous scheduling. In 0.29 a token was lost where
 KV was short; 0.30 and 0.31 were not run so."""
 
+WITH_PIPELINE: Final[Versions] = ((0, 29), (0, 32))
+"""Versions in which several batches can be in a pipeline: a request that is preempted while one of
+its tokens is on the way waits for that token."""
+
 WITH_SPECULATION: Final[Versions] = ((0, 29), (0, 32))
 """Versions in which the plan can choose how many drafted tokens are checked."""
 

@@ -65,7 +65,7 @@ class RequestViews:
             pending = request.num_tokens + promised - computed
             if running:
                 pending = min(pending, self._longest - computed)
-                if pending <= 0 or _ends_in_flight(request):
+                if pending <= 0 or _ends_in_flight(request) or self._paused(request):
                     continue
             tracked = self._local.requests[request_id]
             drafted, acceptance = 0, nan
@@ -106,6 +106,12 @@ class RequestViews:
             if tracked.begun:
                 views[-1] = _of_stage(views[-1], tracked.begun)
         return views
+
+    def _paused(self, request: Request) -> bool:
+        """Whether vLLM leaves it out of the next step: with asynchronous scheduling a decode runs
+        in every ``pipeline-parallel-size``-th step."""
+        step: int = getattr(request, "next_decode_eligible_step", 0)
+        return step > 0 and self._scheduler.current_step + 1 < step
 
     def _could_run(self, request: Request) -> bool:
         """Whether a request that is not running could run."""

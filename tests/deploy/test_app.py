@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -30,6 +31,69 @@ def test_without_pools_there_is_one_deployment() -> None:
     assert (name, one.num_replicas, others) == ("Replica", 3, [])
     assert "label_selector" not in one.ray_actor_options
     assert waits_s(one) is None
+
+
+ON_RAY = {
+    "tensor-parallel-size": 2,
+    "pipeline-parallel-size": 2,
+    "distributed-executor-backend": "ray",
+}
+
+
+def test_workers_on_one_node_are_in_the_actor_that_has_their_gpus() -> None:
+    engine = {"vllm_args": {**ON_RAY, "distributed-executor-backend": "mp"}}
+    (one,) = deployments({"engine": engine, "replica": {"num_gpus": 4}}).values()
+    assert one.ray_actor_options["num_gpus"] == 4
+    assert one._replica_config.placement_group_bundles is None
+
+
+def test_workers_that_are_actors_have_a_placement_group() -> None:
+    replica = {
+        "num_cpus": 3,
+        "num_gpus": 4,
+        "placement_strategy": "STRICT_PACK",
+        "node_labels": {"ray.io/accelerator-type": "H100"},
+    }
+    (one,) = deployments({"engine": {"vllm_args": ON_RAY}, "replica": replica}).values()
+    options, group = one.ray_actor_options, one._replica_config
+    assert (options["num_cpus"], options["num_gpus"]) == (3, 0)
+    assert "label_selector" not in options
+    assert group.placement_group_bundles == [{"CPU": 3, "GPU": 1}] + [{"GPU": 1}] * 3
+    assert group.placement_group_strategy == "STRICT_PACK"
+    assert group.placement_group_bundle_label_selector == [replica["node_labels"]] * 4
+
+
+def test_by_default_each_worker_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sluice.deploy.app.has_cuda_vllm", lambda: True)
+    data: dict[str, Any] = {"engine": {"vllm_args": {"tensor_parallel_size": 2}}}
+    assert deployments(data)["Replica"].ray_actor_options["num_gpus"] == 2
+    data["engine"]["vllm_args"] |= ON_RAY
+    assert len(deployments(data)["Replica"]._replica_config.placement_group_bundles) == 4
+    data["engine"]["kind"] = "simulated"
+    assert deployments(data)["Replica"]._replica_config.placement_group_bundles is None
+
+
+@pytest.mark.parametrize(
+    ("args", "replica", "fault"),
+    [
+        (ON_RAY, {"num_gpus": 2}, "replica.num_gpus: must be 4"),
+        (ON_RAY, {"max_per_node": 1}, "replica.max_per_node: cannot be set with"),
+        (ON_RAY, {"placement_strategy": "SPREAD"}, "'PACK' or 'STRICT_PACK'"),
+        ({"tensor-parallel-size": 4}, {"num_gpus": 2}, "replica.num_gpus: must be at least 4"),
+        ({"pipeline-parallel-size": "x"}, {}, "pipeline-parallel-size must be a whole number"),
+        ({}, {"node_labels": {"ray.io/tpu-topology": "4x4"}}, "ray.io/tpu-topology asks for TPUs"),
+        (
+            {},
+            {"pools": {"mixed": {"node_labels": {"ray.io/accelerator-type": "TPU-V5P"}}}},
+            "replica.pools.mixed.node_labels: ray.io/accelerator-type asks for TPUs",
+        ),
+    ],
+)
+def test_what_ray_could_not_place_is_refused(
+    args: dict[str, Any], replica: dict[str, Any], fault: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(fault)):
+        parse_config({"engine": {"vllm_args": args}, "replica": replica})
 
 
 def test_each_pool_is_a_deployment_of_its_own() -> None:

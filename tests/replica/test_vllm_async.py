@@ -1,7 +1,8 @@
-"""Plans under asynchronous scheduling, where a batch is scheduled before the one before it is
-through. CPUs do not offer it, so real vLLM schedulers are driven here with two batches in flight
-and a model that knows which token belongs at each position of each request: a scheduler that loses,
-repeats or reorders work gets other tokens, or trips over vLLM's own assertions."""
+"""Plans with several batches in flight: under asynchronous scheduling, where a batch is scheduled
+before the one before it is through, and in a pipeline. CPUs do not offer the first, so real vLLM
+schedulers are driven here with two or three batches in flight and a model that knows which token
+belongs at each position of each request: a scheduler that loses, repeats or reorders work gets
+other tokens, or trips over vLLM's own assertions."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import random
 import time
 from collections import deque
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 
@@ -87,7 +89,7 @@ def configuration(model, **args):
     ).create_engine_config()
 
 
-def make(model, directory, policy, blocks, in_flight, **args):
+def make(model, directory, policy, blocks, in_flight, stages=1, **args):
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
@@ -99,7 +101,8 @@ def make(model, directory, policy, blocks, in_flight, **args):
     settings = SchedulerSettings(state_table=path, policy=policy)
     config = configuration(model, **args) if args else copy.deepcopy(usual_configuration(model))
     config.additional_config = settings.to_additional_config()
-    config.scheduler_config.async_scheduling = in_flight > 1
+    config.parallel_config.pipeline_parallel_size = stages
+    config.scheduler_config.async_scheduling = in_flight > stages
     config.cache_config.num_gpu_blocks = blocks
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
     scheduler = make_scheduler(
@@ -117,27 +120,31 @@ def make(model, directory, policy, blocks, in_flight, **args):
 
 def requests(count, objectives=OBJECTIVES, arrival_s=0.0, best_effort=0):
     """Random requests, the first ``best_effort`` of which nothing was promised."""
-    from vllm import SamplingParams
-    from vllm.v1.request import Request
-
     chance = random.Random(3)
     made = []
     for index in range(count):
-        request_id = f"r{index}"
         length, output = chance.randrange(1, 300), chance.randrange(1, 30)
         objective = objectives[index % len(objectives)]
-        args = RequestArgs(request_id, arrival_s, objective, index < best_effort)
         made.append(
-            Request(
-                request_id=request_id,
-                prompt_token_ids=[token_at(request_id, i) for i in range(length)],
-                sampling_params=SamplingParams(
-                    temperature=0.0, max_tokens=output, ignore_eos=True, extra_args=to_xargs(args)
-                ),
-                pooling_params=None,
-            )
+            request_of(f"r{index}", length, output, objective, arrival_s, index < best_effort)
         )
     return made
+
+
+def request_of(request_id, length, output, objective, arrival_s=0.0, best_effort=False):
+    """One with these numbers of tokens."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    args = RequestArgs(request_id, arrival_s, objective, best_effort)
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=[token_at(request_id, i) for i in range(length)],
+        sampling_params=SamplingParams(
+            temperature=0.0, max_tokens=output, ignore_eos=True, extra_args=to_xargs(args)
+        ),
+        pooling_params=None,
+    )
 
 
 def drive(scheduler, in_flight, arriving, abort=(), model=None):
@@ -212,12 +219,73 @@ def test_every_token_comes_once_and_in_order(model, tmp_path, policy, in_flight,
         assert state.summary["preemptions"] > 0
 
 
-@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.fixture
+def second_runner(model, monkeypatch):
+    """vLLM's second model runner, the only one with a pipeline and asynchronous scheduling."""
+    from vllm.config import VllmConfig
+
+    usual_configuration(model)  # is made for the first one: the second one wants a GPU
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
+
+
+PIPELINE = [(2, 2), (3, 2), (3, 3)]
+"""Batches in flight and stages; more batches than stages: with asynchronous scheduling."""
+
+
+@pytest.mark.parametrize(("in_flight", "stages"), PIPELINE)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_in_a_pipeline_every_token_comes_once_and_in_order(
+    model, tmp_path, policy, in_flight, stages, second_runner
+):
+    """Also of requests that are preempted while a batch with a token of theirs is in flight."""
+    scheduler, table = make(model, tmp_path, policy, 40, in_flight, stages)
+    arriving = requests(40)
+    received = drive(scheduler, in_flight, arriving)
+    for request in arriving:
+        length, output = request.num_prompt_tokens, request.max_tokens
+        expected = [token_at(request.request_id, length + i) for i in range(output)]
+        assert received[request.request_id] == expected
+    state = table.read()
+    assert len(state.rows) == 0
+    assert state.summary["plan_mismatches"] == 0
+    if policy == "fcfs":
+        assert state.summary["preemptions"] > 0
+
+
+@pytest.mark.parametrize(("tpot_s", "expected"), [(0.012, 128), (0.008, 57), (0.004, 128)])
+def test_a_batch_beside_a_decode_in_a_pipeline_leaves_it_its_pace(
+    model, tmp_path, monkeypatch, tpot_s, expected
+):
+    """A step takes 5 ms, and 0.2 ms for each token. The decode begins at 7 ms and ends at 12.2 ms;
+    its next token is due two TPOT after 7 ms. Until it must begin, the long prompt has the first
+    stage of two from 9.6 ms on: with a TPOT of 8 ms for 8.2 ms, a batch of 16.4 ms, or 57 tokens.
+    With 4 ms the decode is late in any case."""
+    clock = SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr(
+        "sluice.replica.vllm.scheduler.time", SimpleNamespace(monotonic=lambda: clock.now_s)
+    )
+    scheduler, _ = make(model, tmp_path, "fcfs", 1000, 2, 2)
+    worker = KnownModel()
+    scheduler.add_request(request_of("short", 10, 30, SLO(ttft_s=1.0, tpot_s=tpot_s)))
+    first = scheduler.schedule()
+    ran = worker.run(first)
+    clock.now_s = 0.007
+    scheduler.update_from_output(first, ran)
+    assert scheduler.schedule().num_scheduled_tokens == {"short": 1}
+    scheduler.add_request(request_of("long", 300, 1, SLO()))
+    tokens = scheduler.schedule().num_scheduled_tokens
+    scheduler.shutdown()
+    assert tokens == {"long": pytest.approx(expected, abs=1)}
+
+
+@pytest.mark.parametrize(("in_flight", "stages"), [(1, 1), (2, 1), *PIPELINE])
 @pytest.mark.parametrize("policy", ["deadline_triage", "fcfs"])
-def test_evicted_requests_go_on_with_the_next_token(model, tmp_path, policy, in_flight):
+def test_evicted_requests_go_on_with_the_next_token(
+    model, tmp_path, policy, in_flight, stages, second_runner
+):
     """Best-effort requests hold the KV when promised ones come: those evict them, also while a
     batch with a token of theirs is in flight."""
-    scheduler, table = make(model, tmp_path, policy, 40, in_flight)
+    scheduler, table = make(model, tmp_path, policy, 40, in_flight, stages)
     arriving = requests(50, [CALM], time.monotonic(), best_effort=25)
     received = drive(scheduler, in_flight, arriving)
     for request in arriving:

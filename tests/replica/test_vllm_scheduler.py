@@ -218,22 +218,53 @@ def test_only_the_calling_thread_is_pinned_and_only_to_an_allowed_core(caplog):
         ("scheduler_config", "enable_chunked_prefill", False, "chunked prefill must be on"),
         ("scheduler_config", "long_prefill_token_threshold", 100, "must be 0"),
         ("scheduler_config", "prefill_schedule_interval", 2, "must be 1"),
-        ("parallel_config", "pipeline_parallel_size", 2, "must be 1"),
         ("parallel_config", "data_parallel_size", 2, "data-parallel-size must be 1"),
+        ("parallel_config", "prefill_context_parallel_size", 2, "must be 1"),
+        ("parallel_config", "distributed_executor_backend", "ray", "mp runs all workers on"),
     ],
 )
 def test_configurations_that_cannot_carry_plans_are_refused(part, field, value, rule):
     from sluice.replica.vllm.support import UnsupportedVllmError, check_config
 
-    config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(
-            policy="fcfs", enable_chunked_prefill=True, long_prefill_token_threshold=0
-        ),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
-        model_config=SimpleNamespace(is_encoder_decoder=False),
-        speculative_config=None,
-    )
+    config = plain_configuration()
     check_config(config)
     setattr(getattr(config, part), field, value)
     with pytest.raises(UnsupportedVllmError, match=rule):
         check_config(config)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("speculative_config", SimpleNamespace(), "speculative decoding must be off"),
+        ("kv_transfer_config", SimpleNamespace(), "KV transfer must be off"),
+        ("model_config", SimpleNamespace(is_encoder_decoder=True), "encoder-decoder"),
+    ],
+)
+def test_what_was_not_shown_beside_a_pipeline_is_refused(field, value, rule):
+    from sluice.replica.vllm.support import UnsupportedVllmError, check_config
+
+    config = plain_configuration()
+    config.parallel_config.pipeline_parallel_size = 2
+    check_config(config)
+    setattr(config, field, value)
+    with pytest.raises(UnsupportedVllmError, match=rf"pipeline parallelism cannot run.*{rule}"):
+        check_config(config)
+
+
+def plain_configuration():
+    """What the check reads of one of vLLM in which plans can be carried out."""
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(
+            policy="fcfs", enable_chunked_prefill=True, long_prefill_token_threshold=0
+        ),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            prefill_context_parallel_size=1,
+            distributed_executor_backend="mp",
+        ),
+        model_config=SimpleNamespace(is_encoder_decoder=False),
+        speculative_config=None,
+        kv_transfer_config=None,
+    )

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from sluice.replica.scheduler.speculation import BY_BATCH_SIZE, with_all_lengths
+from sluice.replica.scheduler.step_times import StepTimes
 from sluice.replica.scheduler.xargs import RequestArgs, to_xargs
 from sluice.scheduling.batching import POLICIES, BatchPolicy
 from sluice.scheduling.latency.model import LinearLatency
@@ -287,7 +288,7 @@ def as_predicted(ngrams, monkeypatch):
     depend on how fast this machine is."""
     scheduler = ngrams.scheduler
     monkeypatch.setattr(scheduler, "_busy_until_s", 0.0)
-    monkeypatch.setattr(scheduler._local, "_last_end_s", 0.0)
+    monkeypatch.setattr(scheduler._local, "times", StepTimes())
     clock = SimpleNamespace(monotonic=lambda: scheduler._busy_until_s)
     monkeypatch.setattr("sluice.replica.vllm.scheduler.time", clock)
     return clock
@@ -393,7 +394,9 @@ def speculative(**changes):
         scheduler[name] = changes.pop(name)
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(**scheduler),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1, data_parallel_size=1, distributed_executor_backend="uni"
+        ),
         speculative_config=SimpleNamespace(**(config | changes)),
     )
 

@@ -1,0 +1,80 @@
+"""How long the steps of an engine take, and what a step leaves to the next one in a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+
+import numpy as np
+
+from sluice.scheduling.batching import BatchPlan
+from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.request.kernels import BEST_EFFORT, EMITTED, PENDING, TPOT, deadlines_s
+from sluice.scheduling.request.objective import Anchor
+from sluice.scheduling.request.queue import QueueView
+
+
+class StepTimes:
+    """Times of steps that overlap: the next one is scheduled before the last one has ended.
+
+    In a pipeline each stage works on a different batch, so batches end about a stage's time apart.
+    A step's time is that of its batch in all stages, as a request has its next token no sooner.
+
+    Args:
+        stages: of the pipeline. They count as equal, as vLLM divides the layers evenly.
+    """
+
+    def __init__(self, stages: int = 1) -> None:
+        self.stages = stages
+        self._last_end_s = 0.0
+        self._past_entry_s = 0.0
+
+    def ended(self, started_s: float, now_s: float, computed: bool = True) -> float:
+        """A step ends now. Returns the seconds that its batch was computed, without its waits.
+
+        A batch that never waits inside is computed from the moment when the batch before it has
+        left the first stage; one that waits ends a stage's time after the batch before it. Each of
+        the two times is too long in the other case.
+
+        Args:
+            started_s: when it was scheduled. Steps end in the order in which they are scheduled.
+            computed: false of an empty batch.
+        """
+        entered_s = max(started_s, self._last_end_s - self._past_entry_s)
+        seconds = min(now_s - entered_s, self.stages * (now_s - self._last_end_s))
+        self._last_end_s = now_s
+        if computed:
+            self._past_entry_s = seconds * (1 - 1 / self.stages)
+        return seconds
+
+
+def next_start_s(queue: QueueView, plan: BatchPlan, end_s: float) -> float:
+    """When the batch after ``plan`` must begin for its guaranteed decodes to have their next token
+    in time, too; infinite if none of them can, or none has a TPOT. ``O(batch)``.
+
+    Args:
+        queue: which was planned.
+        end_s: when the batch ends: then these tokens leave, and no request of it runs before.
+    """
+    rows = queue.table[plan.rows]
+    rows = rows[(rows[:, PENDING] <= plan.tokens) & (rows[:, BEST_EFFORT] == 0)]
+    due_s = deadlines_s(rows, Anchor.FIRST_TOKEN.code)
+    due_s = np.where(rows[:, EMITTED] == 0, np.minimum(due_s, end_s), due_s) + rows[:, TPOT]
+    latest_s = due_s - plan.predicted_s
+    return float(latest_s[latest_s >= end_s].min(initial=inf))
+
+
+def spare_tokens(
+    before: Iterable[tuple[float, float]], start_s: float, latency: LatencyModel, stages: int
+) -> int:
+    """Most tokens of a batch that begins at ``start_s`` behind others in a pipeline, if their
+    decodes must keep their pace: the next batch of these waits until it has left the first stage.
+    It may always be as long as the shortest of them. ``O(batches)``.
+
+    Args:
+        before: of each batch in flight :func:`next_start_s`, and the seconds that it takes.
+    """
+    longest_s = min(
+        (max(stages * (next_s - start_s), seconds) for next_s, seconds in before), default=inf
+    )
+    return latency.tokens_within(longest_s - latency.fixed_s, 0)
