@@ -232,8 +232,14 @@ PIPELINE = [(2, 2), (3, 2), (3, 3)]
 """Batches in flight and stages; more batches than stages: with asynchronous scheduling."""
 
 
+PIPELINED = [
+    pytest.param(each, marks=() if each in ("deadline_triage", "fcfs") else pytest.mark.release)
+    for each in POLICIES
+]
+
+
 @pytest.mark.parametrize(("in_flight", "stages"), PIPELINE)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", PIPELINED)
 def test_in_a_pipeline_every_token_comes_once_and_in_order(
     model, tmp_path, policy, in_flight, stages, second_runner
 ):
