@@ -194,6 +194,19 @@ def no_full_collection(monkeypatch):
     monkeypatch.setattr(gc, "collect", lambda: 0)
 
 
+def check_whole(received, arriving, table):
+    """Every request has had all of its tokens, once and in order, and nothing is left. Returns the
+    summary of the state table."""
+    for request in arriving:
+        length, output = request.num_prompt_tokens, request.max_tokens
+        expected = [token_at(request.request_id, length + i) for i in range(output)]
+        assert received[request.request_id] == expected
+    state = table.read()
+    assert len(state.rows) == 0
+    assert state.summary["plan_mismatches"] == 0
+    return state.summary
+
+
 @pytest.mark.parametrize(
     ("policy", "in_flight", "blocks"),
     [
@@ -208,15 +221,9 @@ def test_every_token_comes_once_and_in_order(model, tmp_path, policy, in_flight,
     assert kind == ("SloAsyncScheduler" if in_flight > 1 else "SloScheduler")
     arriving = requests(40)
     received = drive(scheduler, in_flight, arriving)
-    for request in arriving:
-        length, output = request.num_prompt_tokens, request.max_tokens
-        expected = [token_at(request.request_id, length + i) for i in range(output)]
-        assert received[request.request_id] == expected
-    state = table.read()
-    assert len(state.rows) == 0
-    assert state.summary["plan_mismatches"] == 0
+    summary = check_whole(received, arriving, table)
     if blocks < 100 and policy == "fcfs":
-        assert state.summary["preemptions"] > 0
+        assert summary["preemptions"] > 0
 
 
 @pytest.fixture
@@ -247,15 +254,9 @@ def test_in_a_pipeline_every_token_comes_once_and_in_order(
     scheduler, table = make(model, tmp_path, policy, 40, in_flight, stages)
     arriving = requests(40)
     received = drive(scheduler, in_flight, arriving)
-    for request in arriving:
-        length, output = request.num_prompt_tokens, request.max_tokens
-        expected = [token_at(request.request_id, length + i) for i in range(output)]
-        assert received[request.request_id] == expected
-    state = table.read()
-    assert len(state.rows) == 0
-    assert state.summary["plan_mismatches"] == 0
+    summary = check_whole(received, arriving, table)
     if policy == "fcfs":
-        assert state.summary["preemptions"] > 0
+        assert summary["preemptions"] > 0
 
 
 @pytest.mark.parametrize(("tpot_s", "expected"), [(0.012, 128), (0.008, 57), (0.004, 128)])
@@ -294,12 +295,7 @@ def test_evicted_requests_go_on_with_the_next_token(
     scheduler, table = make(model, tmp_path, policy, 40, in_flight, stages)
     arriving = requests(50, [CALM], time.monotonic(), best_effort=25)
     received = drive(scheduler, in_flight, arriving)
-    for request in arriving:
-        length, output = request.num_prompt_tokens, request.max_tokens
-        expected = [token_at(request.request_id, length + i) for i in range(output)]
-        assert received[request.request_id] == expected
-    summary = table.read().summary
-    assert summary["plan_mismatches"] == 0
+    summary = check_whole(received, arriving, table)
     assert summary["preemptions"] >= summary["evictions"] > 0
     assert summary["evicted_tokens"] > 0
 

@@ -9,16 +9,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 import pytest
 import pytest_asyncio
 
 from sluice.replica.config import EngineConfig
-from sluice.replica.engine import EngineDeadError, EngineRequest, ResponseChunk, ResponseTail
+from sluice.replica.engine import EngineRequest, ResponseChunk, ResponseTail
 from sluice.replica.vllm.engine import VllmEngine
 from tests.known_profile import known_profile
 from tests.replica.in_process import OBJECTIVES, mixed_requests
-from tests.replica.waiting import until
+from tests.replica.killed_worker import check_killed_worker
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
@@ -111,17 +110,4 @@ async def test_with_a_worker_the_engine_ends_and_leaves_no_process(spanning: Spa
     """Its requests are not answered in part as if that were all: another replica continues them."""
     engine = spanning.engine
     asked = [tokens(engine, f"lost-{i}", list(range(300, 800)), 500, i) for i in range(3)]
-    tasks = [asyncio.ensure_future(each) for each in asked]
-    await until(lambda: any(engine.state().rows["emitted_tokens"] > 3), 120)
-    (core,) = engine._llm.engine_core.resources.engine_manager.processes
-    family = psutil.Process(core.pid).children(recursive=True)
-    workers = [each for each in family if "Worker" in each.name()]
-    assert len(workers) == 2
-    workers[1].kill()
-    for task in tasks:
-        with pytest.raises(EngineDeadError):
-            await asyncio.wait_for(task, 120)
-    with pytest.raises(EngineDeadError):
-        await engine.check_health()
-    _, alive = await asyncio.to_thread(psutil.wait_procs, [*family, psutil.Process(core.pid)], 60)
-    assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
+    await check_killed_worker(engine, asked)

@@ -11,13 +11,12 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import pytest_asyncio
 
 import sluice.replica.preemption.variant  # noqa: F401 - it registers itself
 from sluice.replica.config import EngineConfig
-from sluice.replica.engine import EngineDeadError, EngineRequest, ResponseChunk, ResponseTail
+from sluice.replica.engine import EngineRequest, ResponseChunk, ResponseTail
 from sluice.replica.scheduler.xargs import SchedulerSettings
 from sluice.replica.transfer.client import fetch
 from sluice.replica.transfer.offer import Offer
@@ -27,7 +26,7 @@ from sluice.replica.vllm.local_model import local_model
 from sluice.replica.vllm.setup import parse_arguments
 from sluice.scheduling.request.objective import SLO
 from tests.known_profile import known_profile
-from tests.replica.waiting import until
+from tests.replica.killed_worker import check_killed_worker
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
@@ -264,17 +263,4 @@ async def test_arguments_that_preemption_needs_cannot_be_others(config, tmp_path
 async def test_a_dead_worker_ends_all_requests_with_an_error(engine):
     """Last in this file: the engine is gone afterwards."""
     asked = [request(f"lost-{i}", LONG[i : i + 900], 20.0 / i, 1000) for i in (1, 2, 3)]
-    tasks = [asyncio.ensure_future(text(engine, each)) for each in asked]
-    await until(lambda: any(engine.state().rows["emitted_tokens"] > 3))
-    (core,) = engine._llm.engine_core.resources.engine_manager.processes
-    workers = [child for child in psutil.Process(core.pid).children() if "Worker" in child.name()]
-    assert len(workers) == 2
-    workers[1].kill()
-    for task in tasks:
-        with pytest.raises(EngineDeadError):
-            await asyncio.wait_for(task, 120)
-    with pytest.raises(EngineDeadError):
-        await engine.check_health()
-    # The other one has computed with it, and waited for it.
-    _, alive = await asyncio.to_thread(psutil.wait_procs, workers, 60)
-    assert alive == []
+    await check_killed_worker(engine, [text(engine, each) for each in asked])
