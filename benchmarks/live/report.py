@@ -15,8 +15,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from rich.table import Table
 
-from sluice.benchmarks.live.client import End, Outcome
-from sluice.benchmarks.live.client import Json as Json
+from sluice.benchmarks.live.client import End, Json, Outcome
 from sluice.benchmarks.live.resources import CORES, Usage
 from sluice.simulation.estimate import Estimate
 

@@ -42,6 +42,7 @@ FLEETS = {"64": (64, False), "512": (512, False), "64 + 64": (64, True)}
 """Number of replicas, and whether there are this many prefill and this many decode replicas."""
 
 ACTOR_REPLICAS = 64
+SCRAPED_REPLICAS = 512
 QUERIES_PER_S = 500.0
 REPORTS_PER_S = 64 * 50.0
 """Of all replicas together."""
@@ -53,7 +54,11 @@ BATCH = 64
 """Queries in a call, where they are batched."""
 
 TOGETHER = "slos_serve, together"
-ASKED = "connection"
+ASKED = {
+    "connection": "one caller over the connection to a real actor",
+    "scraped": "one caller, 32 routers that push metrics; with a scrape each second, and without",
+}
+"""What is measured over the connection to a real actor, and the titles of its tables."""
 
 _FIRST_KEY = 1 << 50
 _LIVE: dict[str, Any] = {
@@ -197,12 +202,14 @@ def contenders(names: Sequence[str]) -> dict[str, ControllerConfig]:
     return found
 
 
-async def _asked(label: str, config: ControllerConfig, seconds: float) -> Cell:
+async def _asked(
+    label: str, config: ControllerConfig, replicas: int, seconds: float, scrapes: bool
+) -> Cell:
     from sluice.benchmarks.micro.decision_actor import Session
 
-    session = Session(label, config, ACTOR_REPLICAS)
+    session = Session(label, config, replicas)
     try:
-        return await session.measure(seconds)
+        return await (session.measure_scrapes if scrapes else session.measure)(seconds)
     finally:
         await session.close()
 
@@ -210,13 +217,16 @@ async def _asked(label: str, config: ControllerConfig, seconds: float) -> Cell:
 def measure_actor(
     configs: dict[str, ControllerConfig], results: dict[str, dict[str, Cell]], seconds: float
 ) -> None:
-    """Add the figures of a real actor's callers to the cells of :data:`ACTOR_REPLICAS` replicas."""
+    """Add the figures of a real actor's callers to the cells of :data:`ACTOR_REPLICAS` replicas,
+    and for the last policy with scrapes to that of :data:`SCRAPED_REPLICAS`."""
     from sluice.benchmarks.micro.decision_actor import own_ray
 
     with redirect_stdout(sys.stderr), own_ray():
         for label, config in configs.items():
-            asked = asyncio.run(_asked(label, config, seconds))
-            results[label][str(ACTOR_REPLICAS)][ASKED] = asked
+            asked = asyncio.run(_asked(label, config, ACTOR_REPLICAS, seconds, False))
+            results[label][str(ACTOR_REPLICAS)]["connection"] = asked
+        asked = asyncio.run(_asked("scrape", config, SCRAPED_REPLICAS, seconds, True))
+        results[label][str(SCRAPED_REPLICAS)]["scraped"] = asked
 
 
 @click.command(name="decision")
@@ -236,7 +246,9 @@ def decision(
 
     The JSON maps policy -> replicas -> p50_ms and p99_ms of a decision, ten: of a call with ten
     queries, per_second of batched decisions; the same with reports from the fleet, and over the
-    connection to a real actor; scrape: of what a page of /metrics takes of the actor.
+    connection to a real actor; scrape: of what a page of /metrics takes of the actor. The last
+    policy is also asked with 512 replicas and 32 routers that push metrics, in turns with and
+    without a scrape of /metrics each second.
 
     \b
     Example:
@@ -253,10 +265,10 @@ def decision(
     if actor:
         measure_actor(configs, results, seconds)
     cells = {(label, size): cell for label, own in results.items() for size, cell in own.items()}
-    asked = {labels: cell[ASKED] for labels, cell in cells.items() if ASKED in cell}
     tables = [_table(f"inside the actor, {REPORTS_PER_S:,.0f} reports/s", cells)]
-    if asked:
-        tables.append(_table("one caller over the connection to a real actor", asked))
+    for part, title in ASKED.items():
+        asked = {labels: cell[part] for labels, cell in cells.items() if part in cell}
+        tables += [_table(title, asked)] if asked else []
     show(results, tables, as_json)
 
 
@@ -264,7 +276,7 @@ def _table(title: str, cells: dict[tuple[str, str], Cell]) -> Table:
     """The figures of each policy and number of replicas, times as p50 / p99 in milliseconds."""
     rows = [
         {"policy": policy, "replicas": replicas}
-        | {name: _shown(value) for name, value in cell.items() if name != ASKED}
+        | {name: _shown(value) for name, value in cell.items() if name not in ASKED}
         for (policy, replicas), cell in cells.items()
     ]
     return table(rows, *rows[0], title=f"{title}: p50 / p99 ms")

@@ -47,6 +47,7 @@ def test_decisions_are_timed_inside_and_in_a_real_actor_while_its_fleet_reports(
     few = {"8": (8, False), "4 + 4": (4, True)}
     monkeypatch.setattr("sluice.benchmarks.micro.decision.FLEETS", few)
     monkeypatch.setattr("sluice.benchmarks.micro.decision.ACTOR_REPLICAS", 8)
+    monkeypatch.setattr("sluice.benchmarks.micro.decision.SCRAPED_REPLICAS", 8)
     found = run("--policy", "most_gain", "--decisions", "100", "--seconds", "0.2")
     assert list(found) == ["floor", "most_gain"]
     for cells in found.values():
@@ -62,6 +63,10 @@ def test_decisions_are_timed_inside_and_in_a_real_actor_while_its_fleet_reports(
         assert connection["memory_mib"] > 10
         for way in ("alone", "with_reports", "batched", "actor_calls"):
             assert connection[way]["per_second"] > 0
+    scraped = found["most_gain"]["8"]["scraped"]
+    assert isinstance(scraped, dict)
+    assert scraped["without"]["per_second"] > 0 and scraped["scraped"]["per_second"] > 0
+    assert scraped["ratio"] > 0 and scraped["pages"] > 0
 
 
 def test_the_controller_believes_the_fleet() -> None:

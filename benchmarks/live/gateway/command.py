@@ -25,9 +25,10 @@ from rich.table import Table
 from sluice.benchmarks.experiments.tables import grouped
 from sluice.benchmarks.live import systems as live
 from sluice.benchmarks.live.application import simulated
+from sluice.benchmarks.live.client import Json
 from sluice.benchmarks.live.drive import campaign
 from sluice.benchmarks.live.gateway.client import Load, load
-from sluice.benchmarks.live.report import Json, quantiles, table
+from sluice.benchmarks.live.report import quantiles, table
 from sluice.benchmarks.live.resources import OWN, Meter
 from sluice.benchmarks.live.systems import ENGINES, REPLICAS, Bench, Server, System, served, sluice
 from sluice.benchmarks.options import as_json, choices_option, number_option, show
