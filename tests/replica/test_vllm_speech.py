@@ -36,7 +36,11 @@ from tests.router.far_side import Edge, FarSide
 from tests.router.listening import listening
 from tests.speech_model import CLIP_S, heard, speech_model
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.release,
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 if not all(map(find_spec, AUDIO_PACKAGES)):
     lacking(f"not installed: {' or '.join(AUDIO_PACKAGES)}")
@@ -186,7 +190,6 @@ async def test_the_sounds_of_a_key_share_no_kv_with_others(
     assert salts == [None, "x"]
 
 
-@pytest.mark.release
 async def test_many_at_once_hear_what_each_hears_alone(served: Served) -> None:
     """Also where the plan cuts a prompt in two: its audio is encoded with the first part. And where
     the KV of all does not fit: none is preempted, as vLLM would continue it wrongly."""

@@ -19,7 +19,11 @@ from tests.known_profile import known_profile
 from tests.replica.in_process import OBJECTIVES, mixed_requests
 from tests.replica.killed_worker import check_killed_worker
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.release,
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 
 class Spanning(NamedTuple):
@@ -33,10 +37,7 @@ class Spanning(NamedTuple):
 @pytest_asyncio.fixture(
     scope="module",
     loop_scope="module",
-    params=[
-        "pipeline-parallel-size",
-        pytest.param("tensor-parallel-size", marks=pytest.mark.release),
-    ],
+    params=["pipeline-parallel-size", "tensor-parallel-size"],
 )
 async def spanning(
     request: Any, model: Path, tmp_path_factory: pytest.TempPathFactory
