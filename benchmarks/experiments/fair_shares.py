@@ -164,7 +164,6 @@ EXPERIMENT = Experiment(
     "ours; weighted max-min fairness, trunk reservation",
     "Under overload, does each tenant get its fair share of guaranteed capacity, and what does "
     "that cost?",
-    seeds=2,
     setting={
         "Tenants": "; ".join(f"{name}: {words}" for name, words in _ASKED.items()),
         "Arrivals": f"generated, Poisson, at load {OVERLOAD:g}, to which the demands are scaled "

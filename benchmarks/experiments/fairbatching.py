@@ -300,7 +300,6 @@ CLUSTER = Experiment(
     "fairbatching_cluster",
     "FairBatching Fig. 8",
     "What does balancing by the prefill admission budget add to FairBatching?",
-    seeds=2,
     setting={
         **SETTING,
         "Arrivals": "generated, Poisson; with `--traces DIR` also recorded ones: at 8 replicas "

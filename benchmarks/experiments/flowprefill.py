@@ -118,7 +118,7 @@ def tightest(seed: int, policy: Kind, setup: Setup, load: float, span: Span) -> 
         case = loads.Case(mix(1.0 / strictness), setup)
         return loads.measure(policy, seed, case, rate, span.requests(rate))[FIGURE]
 
-    found = loads.greatest_loads(attainment)[0.9]
+    found = Search(FIGURE).loads(attainment)[0.9]
     return {"tightest": 1.0 / found if found else inf}
 
 
@@ -131,7 +131,7 @@ BELOW = Scaled((0.8,), (0.5, 0.7, 0.9, 1.1, 1.3))
 def _sweep(
     part: str,
     kinds: Sequence[Kind],
-    at: Planned[Sequence[float]] = BELOW,
+    at: Planned[Sequence[float | Search]] = BELOW,
     made: Planned[Mapping[Any, Make]] = MIX,
     setups: Planned[Sequence[Setup]] = (SETUP,),
     **more: Any,
@@ -215,7 +215,7 @@ SYSTEMS = Experiment(
     setting={**SETTING, **WORDS},
     grids=[
         _sweep("rates", KINDS, Scaled((0.6,), (0.3, 0.5, 0.7, 0.9, 1.1)), setups=_both),
-        _sweep("goodput", KINDS, setups=_both, search=Search(FIGURE)),
+        _sweep("goodput", KINDS, (Search(FIGURE),), setups=_both),
         _tightest(KINDS, 0.6, BOTH),
         _sweep(
             *("objectives", KINDS, (0.6,)),
@@ -302,7 +302,7 @@ SETTINGS = Experiment(
         _sweep("prediction", (FLOW,), Scaled((0.3,), (0.1, 0.3, 0.5, 0.7)), setups=_both),
         _sweep("colocated", (VLLM, DEFAULT, FLOW, BOUNDED), made={"co-located": colocated}),
         _sweep("experts", DENSE, setups=(EXPERTS,)),
-        _sweep("goodput", DENSE, setups=(EXPERTS,), search=Search(FIGURE)),
+        _sweep("goodput", DENSE, (Search(FIGURE),), setups=(EXPERTS,)),
         _tightest(DENSE, 0.6, {"30b-a3b": EXPERTS}),
     ],
     tables=[

@@ -3,7 +3,7 @@ a system serves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from math import inf, sqrt
@@ -114,7 +114,9 @@ def _recorded(
     share = min(1.0, rate / trace.rate) if scaling == "thinned" else 1.0
     wanted = min(len(trace), max(1, round(requests / share)))
     start = int(np.random.default_rng(seed).integers(len(trace) - wanted + 1))
-    workload = part_of(trace, start, wanted)
+    chosen = trace.arrivals[start : start + wanted]
+    moved = tuple(a._replace(arrival_s=a.arrival_s - chosen[0].arrival_s) for a in chosen)
+    workload = replace(trace, arrivals=moved)
     if share < 1:
         workload = thinned(workload, share, seed)
     # The rate is a mean over the trace; this window has its own.
@@ -125,15 +127,6 @@ def _recorded(
     words = "TTFT 3 times that of the prompt on an idle engine, at least 0.8 s; TPOT 0.08 s."
     judged = with_objectives(workload, lambda a: slowdown(a.prompt_tokens), words)
     return with_priorities(judged, {2: 1.0, 1: 1.0}, seed)
-
-
-def part_of(trace: Workload, start: int, count: int) -> Workload:
-    """``count`` requests of a trace from request ``start`` on, the first of them at time 0."""
-    chosen = trace.arrivals[start : start + count]
-    begin_s = chosen[0].arrival_s
-    moved = tuple(arrival._replace(arrival_s=arrival.arrival_s - begin_s) for arrival in chosen)
-    words = f"{trace.description} Requests {start} to {start + count - 1}."
-    return replace(trace, arrivals=moved, description=words)
 
 
 def recorded(
@@ -255,15 +248,36 @@ LEAST_LOAD, MOST_LOAD = 0.05, 4.0
 
 
 class Search(NamedTuple):
-    """For the greatest rates, per replica, at which the ``shares`` of the requests attain by
-    ``figure``: ``rate_0.9``; ``least``, ``most`` and ``steps`` are those of
-    :func:`greatest_loads`."""
+    """For the greatest rates, per replica, at which the ``shares`` of the requests, in (0, 1],
+    attain by ``figure``: ``rate_0.9``. Between the loads ``least`` and ``most`` by ``steps``
+    halvings of the logarithm of the range, and in the last part on a straight line of the log
+    odds."""
 
     figure: str
     shares: Sequence[float] = (0.9,)
     least: float = LEAST_LOAD
     most: float = MOST_LOAD
     steps: int = 7
+
+    def loads(self, attainment: Callable[[float], float]) -> Mapping[float, float]:
+        """The load by share; 0 if a share is not reached at the lowest. Every run serves all
+        shares, and the ends, which cost most, run only if they are needed."""
+        at = cache(attainment)
+
+        def search(share: float) -> float:
+            low, high = self.least, self.most
+            for _ in range(self.steps):
+                middle = sqrt(low * high)
+                low, high = (middle, high) if at(middle) >= share else (low, middle)
+            if at(low) < share:
+                return 0.0
+            if at(high) >= share:
+                return high
+            odds = np.clip((at(low), share, at(high)), 0.002, 0.998)
+            below, wanted, above = np.log(odds / (1 - odds))
+            return low * float((high / low) ** ((below - wanted) / max(below - above, 1e-9)))
+
+        return {share: search(share) for share in self.shares}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,8 +289,7 @@ class Sweep:
         kinds: the systems. A static policy without a token budget gets the profiled one.
         span: of the arrivals; its numbers of requests apply to each replica.
         spans: of single workloads, in place of ``span``.
-        loads: as :data:`~sluice.benchmarks.experiments.grid.COMMON` says.
-        search: in place of given loads, the greatest one is searched for.
+        loads: as :data:`~sluice.benchmarks.experiments.grid.COMMON` says; a search is no label.
         setups: of the engine, or of the replicas that a layout does not name.
         layouts: the replicas of systems with a router.
         named: see ``workloads``.
@@ -287,9 +300,8 @@ class Sweep:
     workloads: Planned[Mapping[Any, Make]]
     kinds: Planned[Sequence[Kind]]
     span: Planned[Span]
+    loads: Planned[Sequence[float | Search]]
     spans: Mapping[str, Planned[Span]] = field(default_factory=dict)
-    loads: Planned[Sequence[float]] = ()
-    search: Planned[Search | None] = None
     setups: Planned[Sequence[Setup]] = (SETUPS["8b"],)
     layouts: Planned[Sequence[Layout | None]] = (None,)
     named: Sequence[str] = ("workload",)
@@ -311,67 +323,31 @@ class Sweep:
                     if layout is not None:
                         labels |= {"layout": layout.name, "replicas": layout.size}
                     case = Case(make, setup, layout, self.oracle)
-                    for more, run in self._runs(plan, case, span):
+                    full_rate = case.full_rate
+                    for load in plan.of(self.loads):
+                        at = {} if isinstance(load, Search) else {"load": load}
+                        run = partial(at_load, case=case, full_rate=full_rate, load=load, span=span)
                         found += [
-                            Cell({**labels, **more, **systems.labels_of(kind)}, partial(run, kind))
+                            Cell({**labels, **at, **systems.labels_of(kind)}, partial(run, kind))
                             for kind in kinds
                         ]
         return found
 
-    def _runs(
-        self, plan: Plan, case: Case, span: Span
-    ) -> Iterator[tuple[Mapping[str, Value], Callable[..., Mapping[str, float]]]]:
-        """Labels, and the measurement of a system and a seed."""
-        search = plan.of(self.search)
-        if search is not None:
-            yield {}, partial(capacity, case=case, span=span, search=search)
-            return
-        full = case.full_rate
-        for load in plan.of(self.loads):
-            rate = load * full
-            requests = span.requests(rate / case.size) * case.size
-            yield {"load": load}, partial(measure, case=case, rate=rate, requests=requests)
 
+def at_load(
+    kind: Kind, seed: int, case: Case, full_rate: float, load: float | Search, span: Span
+) -> Mapping[str, float]:
+    """The figures at a load, 1 of which is ``full_rate``, or the rates that a search finds."""
 
-def capacity(kind: Kind, seed: int, case: Case, span: Span, search: Search) -> Mapping[str, float]:
-    """The figures of a cell with a search."""
-    full = full_load_rate(case.make, case.setup)
+    def run(load: float) -> Mapping[str, float]:
+        rate = load * full_rate
+        return measure(kind, seed, case, rate, span.requests(rate / case.size) * case.size)
 
-    def attainment(load: float) -> float:
-        rate, requests = load * full * case.size, span.requests(load * full) * case.size
-        return measure(kind, seed, case, rate, requests)[search.figure]
-
-    found = greatest_loads(attainment, *search[1:])
-    return {f"rate_{share:g}": load * full for share, load in found.items()}
-
-
-def greatest_loads(
-    attainment: Callable[[float], float],
-    shares: Sequence[float] = (0.9,),
-    least: float = LEAST_LOAD,
-    most: float = MOST_LOAD,
-    steps: int = 7,
-) -> Mapping[float, float]:
-    """By share, in (0, 1]: the load from ``least`` to ``most`` at which that share attains, by
-    ``steps`` halvings of the logarithm of the range, and in the last part on a straight line of the
-    log odds; 0 if it is not reached at the lowest. Every run serves all searches, and the ends,
-    which cost most, run only if they are needed."""
-    at = cache(attainment)
-
-    def search(share: float) -> float:
-        low, high = least, most
-        for _ in range(steps):
-            middle = sqrt(low * high)
-            low, high = (middle, high) if at(middle) >= share else (low, middle)
-        if at(low) < share:
-            return 0.0
-        if at(high) >= share:
-            return high
-        odds = np.clip((at(low), share, at(high)), 0.002, 0.998)
-        below, wanted, above = np.log(odds / (1 - odds))
-        return low * float((high / low) ** ((below - wanted) / max(below - above, 1e-9)))
-
-    return {share: search(share) for share in shares}
+    if not isinstance(load, Search):
+        return run(load)
+    figure, full = load.figure, full_load_rate(case.make, case.setup)
+    found = load.loads(lambda each: run(each)[figure])
+    return {f"rate_{share:g}": each * full for share, each in found.items()}
 
 
 STATIC = ("sarathi", "sarathi_priority", "edf", "sjf")

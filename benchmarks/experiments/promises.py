@@ -208,7 +208,6 @@ EXPERIMENT = Experiment(
     "promises",
     "ours; adaptive conformal inference is Gibbs and Candès 2021",
     "Are guarantees kept where the engine's latency model is wrong, and what do the margins cost?",
-    seeds=2,
     setting={
         "TPOT": "mean since the first token; kept: every stated objective of every stage is met",
         "Goodput": "guaranteed and kept; all systems have the same arrivals, so ratios per request "

@@ -19,7 +19,7 @@ from sluice.benchmarks.experiments.pab_admission import Rejecting
 from sluice.controller.config import ControllerConfig
 from sluice.scheduling import admission as admissions
 from sluice.scheduling import routing
-from sluice.scheduling.batching import POLICIES, BatchBuilder, BatchPolicy, make_policy
+from sluice.scheduling.batching import POLICIES, BatchBudget, BatchPlan, BatchPolicy, make_policy
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency, StepSample
 from sluice.scheduling.latency.speculation import AllDrafts
 from sluice.scheduling.placement.length import OracleLengths, TaskLengths
@@ -46,6 +46,7 @@ from sluice.simulation.requests import Requests
 from sluice.simulation.run import HEADROOM, Result, simulate
 from sluice.simulation.truth import Belief, Truth
 from sluice.simulation.workload import Workload
+from sluice.simulation.wrapped import Wrapped
 
 
 class Setup(NamedTuple):
@@ -236,26 +237,24 @@ def local_policy(contender: Contender, workload: Workload, role: Role = "mixed")
     return make_policy(contender.policy, options, role=role)
 
 
-Note = Callable[[BatchBuilder, QueueView, float, LatencyModel], None]
-"""Gets a batch when it is filled, the queue, the time and the latency model."""
+Note = Callable[[BatchPlan, QueueView, float, LatencyModel], None]
+"""Gets the plan of a batch, the queue, the time and the latency model."""
 
 
-class Noted(BatchPolicy):
+class Noted(Wrapped):
     """Plans as ``inner`` does, and calls ``note`` for each batch."""
 
-    name = "noted"
-    source = "ours"
-
     def __init__(self, inner: BatchPolicy, note: Note) -> None:
-        super().__init__()
-        self._inner, self._note = inner, note
+        super().__init__(inner)
+        self._note = note
 
-    def fill(
-        self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
-    ) -> None:
-        """As ``inner``."""
-        self._inner.fill(batch, queue, now_s, latency)
-        self._note(batch, queue, now_s, latency)
+    def plan(
+        self, queue: QueueView, now_s: float, latency: LatencyModel, budget: BatchBudget
+    ) -> BatchPlan:
+        """The plan of ``inner``."""
+        plan = super().plan(queue, now_s, latency, budget)
+        self._note(plan, queue, now_s, latency)
+        return plan
 
 
 def run(
@@ -296,17 +295,10 @@ def run_cluster(
     oracle: bool = False,
     autoscaling: Autoscaling | None = None,
 ) -> Run:
-    """One run behind a router.
+    """One run behind a router, with ``setup`` for the replicas that ``layout`` does not name.
 
-    Args:
-        workload: what arrives.
-        system: router, local policy and admission policy.
-        setup: of the replicas that ``layout`` does not name.
-        layout: the replicas.
-        seed: of the noise, of lost reports and of randomized routers.
-        oracle: see :func:`lengths_of`.
-        autoscaling: changes the numbers of replicas that ``layout`` begins with; ``None``: they
-            are fixed.
+    ``seed`` is that of the noise, of lost reports and of randomized routers; for ``oracle`` see
+    :func:`lengths_of`. ``autoscaling`` changes the numbers of replicas that ``layout`` begins with.
     """
     local, name = system.local, system.admission
     options = system.admission_options

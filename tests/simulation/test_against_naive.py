@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy, make_policy
-from sluice.scheduling.batching.base import BatchBuilder
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView
@@ -20,6 +19,7 @@ from sluice.simulation.config import EngineConfig
 from sluice.simulation.run import TOO_LONG, simulate
 from sluice.simulation.truth import Truth
 from sluice.simulation.workload import Arrival, Workload
+from sluice.simulation.wrapped import Wrapped
 from tests.examples import examples
 from tests.simulation.loads import of
 
@@ -162,29 +162,20 @@ class Naive:
         return plan
 
 
-class Recorded(BatchPolicy):
+class Recorded(Wrapped):
     """Plans as ``inner`` does, and keeps what it planned."""
 
-    name = "recorded"
-    source = "a spy"
-
     def __init__(self, inner: BatchPolicy) -> None:
-        super().__init__()
-        self._inner = inner
+        super().__init__(inner)
         self.batches: list[Batch] = []
 
     def plan(
         self, queue: QueueView, now_s: float, latency: LatencyModel, budget: BatchBudget
     ) -> BatchPlan:
-        plan = self._inner.plan(queue, now_s, latency, budget)
+        plan = super().plan(queue, now_s, latency, budget)
         keys = queue.keys[plan.rows].tolist()
         self.batches.append((now_s, list(zip(keys, plan.tokens.tolist(), strict=True))))
         return plan
-
-    def fill(
-        self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
-    ) -> None:
-        raise NotImplementedError("plan() does not call it")
 
 
 def compared(load: Workload, name: str, config: EngineConfig) -> Naive:

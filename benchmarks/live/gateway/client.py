@@ -47,12 +47,8 @@ async def load(
     seconds: float,
     stopped: Callable[[], bool],
 ) -> Load:
-    """Keep ``at_once`` streams of ``tokens`` tokens running; no request is sent after ``seconds``.
-
-    Args:
-        urls: root URL of each server; connections take them in turn. A path in front of ``/v1`` is
-            kept.
-        stopped: returns whether to stop sending requests early.
+    """Keep ``at_once`` streams of ``tokens`` tokens running; no request is sent after ``seconds``,
+    or once ``stopped`` returns true. Connections take the servers' root ``urls`` in turn.
 
     Raises:
         LoadError: a request was not answered with all of its tokens.

@@ -1,9 +1,8 @@
 """The cost of a gateway in front of engines: Sluice, other routers, and no gateway.
 
-Run with ``sluice bench gateway``. All systems run at the same time, on this machine, and take turns
-in each round. Their engines compute nothing, so that only the path is measured. Client, engines and
-gateways share the cores: read the processor time of a request, which hardly depends on this, and
-the ratios of one run.
+Run with ``sluice bench gateway``. All systems run at the same time on this machine, and take turns
+in each round. Client, engines and gateways share the cores: read the processor time of a request,
+which hardly depends on this, and the ratios of one run.
 """
 
 from __future__ import annotations
