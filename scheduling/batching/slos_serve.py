@@ -9,7 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from sluice.scheduling.admission.slos_serve_selection import MOST_NEW, Demand, Supply, admissible
+from sluice.scheduling.admission.slos_serve.selection import (
+    MOST_NEW,
+    Demand,
+    Supply,
+    admissible,
+)
 from sluice.scheduling.batching.base import BatchBudget, BatchBuilder, BatchPolicy
 from sluice.scheduling.batching.prefill_share import least_useful_s
 from sluice.scheduling.latency.model import LatencyModel
@@ -79,7 +84,7 @@ class SLOsServe(BatchPolicy):
 
     Admission (§3.1, §3.2.1): when a request arrives, ends or changes its objectives, the policy
     decides which new requests are guaranteed
-    (:mod:`sluice.scheduling.admission.slos_serve_selection`). Between these events no decision
+    (:mod:`sluice.scheduling.admission.slos_serve.selection`). Between these events no decision
     changes. The state of requests that left the queue is dropped. Of a burst of arrivals, a call
     decides the :data:`MOST_DECIDED` earliest; the others are best effort until a later call decides
     them.

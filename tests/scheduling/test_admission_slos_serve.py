@@ -6,8 +6,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.scheduling.admission.slos_serve import SLOsServeAdmission, SLOsServeAdmissionOptions
-from sluice.scheduling.admission.slos_serve_selection import Demand, Supply, admissible
+from sluice.scheduling.admission.slos_serve.policy import (
+    SLOsServeAdmission,
+    SLOsServeAdmissionOptions,
+)
+from sluice.scheduling.admission.slos_serve.selection import Demand, Supply, admissible
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.ledger import Reservation

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sluice.scheduling.admission.slos_serve_selection import (
+from sluice.scheduling.admission.slos_serve.selection import (
     HORIZON_S,
     MOST_NEW,
     Demand,

@@ -37,7 +37,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sluice.scheduling.admission.slos_serve_dp import CLASS, EVENT, PIECE, Tiers, solve
+from sluice.scheduling.admission.slos_serve.dynamic_program import CLASS, EVENT, PIECE, Tiers, solve
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.request.objective import Anchor
 
