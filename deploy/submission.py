@@ -2,7 +2,9 @@
 
 The API takes all applications at once and deletes those that are not named, so the others are sent
 along as they were deployed. Settings that can change in place are kept out of the application's
-``args``: if those differ, Serve rebuilds the application and replaces every replica.
+``args``: if those differ, Serve rebuilds the application and replaces every replica. Ray's own
+client, ``ServeSubmissionClient``, is not used: it waits without a timeout, and follows redirects,
+to which it would send the token.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ class Cluster:
         deliver = partial(self._deliver, target, key)
         if placed.prefill_id is not None:
             source = self._named[placed.prefill_id]
-            deliver = partial(self._prefill, source, target, key, placed.handover_s)
+            deliver = partial(self._prefill, source, target, key, placed.kv_transfer_s)
         self.events.after(self._config.dispatch_s, deliver)
 
     def _refused(self, key: int, retry_after_s: float | None) -> None:
@@ -342,11 +342,11 @@ class Cluster:
 
     # From prefill to decode.
 
-    def _prefill(self, source: Replica, target: Replica, key: int, handover_s: float) -> None:
+    def _prefill(self, source: Replica, target: Replica, key: int, kv_transfer_s: float) -> None:
         """A request comes to the replica that computes its prompt for ``target``."""
         if not source.alive:
             self._lost(source, key)
-        elif source.prefill(key, handover_s):
+        elif source.prefill(key, kv_transfer_s):
             self._targets[key] = target
         else:
             self._end(key, TOO_LONG)

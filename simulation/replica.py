@@ -72,10 +72,10 @@ class Replica:
         """Take a request; ``False`` if it can never run here."""
         return self._took(key, self.engine.submit(key))
 
-    def prefill(self, key: int, handover_s: float) -> bool:
+    def prefill(self, key: int, kv_transfer_s: float) -> bool:
         """Take a request whose context is to be computed for another replica; its KV transfer is
-        predicted to take ``handover_s``. ``False`` if it can never run here."""
-        return self._took(key + PREFILL_KEYS, self.engine.prefill(key, handover_s))
+        predicted to take ``kv_transfer_s``. ``False`` if it can never run here."""
+        return self._took(key + PREFILL_KEYS, self.engine.prefill(key, kv_transfer_s))
 
     def take_over(self, key: int, tokens: int, seconds: float) -> bool:
         """Take a request with the KV of its context of ``tokens`` tokens, whose transfer took

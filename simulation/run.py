@@ -37,7 +37,8 @@ class Result:
         computed_tokens: tokens that went through steps.
         recomputed_tokens: of these, those that had been computed before, or were cached, and lost.
         hit_tokens: tokens that prefix caches had.
-        fallbacks: steps that the policy left empty, see :class:`~sluice.simulation.engine.Engine`.
+        fallbacks: steps that the policy left empty, see
+            :class:`~sluice.simulation.engine.Engine`.
         dropped: planned entries that the engine could not run.
         correction: mean of the engines' learnt corrections at the end.
         moved: times that a request was placed again after a replica failed.

@@ -104,7 +104,7 @@ class BatchRun:
                 await self._answer()
             await self._finish()
         except BatchLostError as error:
-            _log.warning("stops: %s", error)
+            _log.warning("stopped running a batch: %s", error)
         finally:
             self._resources.metrics.running.dec()
             await self._store.ask(State.release, self._record.id)

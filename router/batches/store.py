@@ -146,8 +146,8 @@ class Store:
         return await self.ask(State.claim, batch_id, holder)
 
     async def write_results(self, batch: BatchRecord, ok: bool) -> FileRecord | None:
-        """Write the output or the errors of a batch to a file, for :meth:`State.end`; ``None`` if
-        there are none. Doing it again, also in another router, gives the same file."""
+        """Write the output or the errors of a batch to a file, for :meth:`State.end`;
+        ``None`` if there are none. Doing it again, also in another router, gives the same file."""
         entries, place = await self.ask(State.results, batch.id, ok, 0)
         if not entries:
             return None

@@ -43,7 +43,7 @@ class Moves:
         is earlier: a guaranteed one with a TTFT objective. At most once per call; not for a phase
         of a P/D pair, and not for a call suspected of losing replicas. ``O(1)``."""
         request = attempt.request
-        whole = not request.prefill_only and request.handoff is None and request.resume is None
+        whole = not request.prefill_only and request.kv_handle is None and request.resume is None
         stated = answer.call.slo.ttft_s is not None
         if request.promised and stated and whole and not (answer.moved or answer.case.suspected):
             self._waiting[attempt.key] = attempt, answer

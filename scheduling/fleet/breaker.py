@@ -114,8 +114,8 @@ class Breaker:
         self.probe = None
 
     def trouble(self, trouble: Trouble, now_s: float, stepping: bool) -> bool:
-        """A router saw trouble; whether that opened it. ``stepping``: the replica has told of a
-        step of its engine just now, so that what hangs is not that."""
+        """Count a failure that a router saw; whether it opened the breaker. ``stepping``: the
+        replica has just reported a step, so its engine does not hang."""
         self.advance(now_s)
         if self.state is State.OPEN:
             return False

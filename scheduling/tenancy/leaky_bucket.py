@@ -6,7 +6,7 @@ from bisect import bisect_left
 
 
 class Bucket:
-    """A leaky bucket of unbounded size: who fills it decides what fits."""
+    """A leaky bucket of unbounded size: its caller decides what fits."""
 
     __slots__ = ("_at_s", "_lows", "level", "per_s")
 

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.replica.preemption.checks import Checks
-from sluice.replica.preemption.messages import Discard, Discarded, Done, Exit, Failed, Resume, Run
+from sluice.replica.preemption.messages import (
+    Discard,
+    Discarded,
+    Done,
+    Exit,
+    Failed,
+    Resume,
+    Run,
+)
 from sluice.replica.preemption.words import ControlWords, mark
 from sluice.replica.preemption.worker import TaskRunner
 
