@@ -80,7 +80,7 @@ class Part(NamedTuple):
     status: str
 
 
-class State(NamedTuple):
+class ApplicationState(NamedTuple):
     """An application's state, as Serve reports it.
 
     Attributes:
@@ -234,7 +234,7 @@ def _others(serve: _Serve, name: str) -> list[dict[str, Any]]:
     return others
 
 
-def state_of(server: JsonServer, name: str) -> State | None:
+def state_of(server: JsonServer, name: str) -> ApplicationState | None:
     """The state of the application ``name``; ``None`` if Serve does not know it.
 
     Raises:
@@ -245,7 +245,7 @@ def state_of(server: JsonServer, name: str) -> State | None:
     if found is None:
         return None
     messages = [found.message, *(each.message for each in found.deployments.values())]
-    return State(
+    return ApplicationState(
         found.status,
         next((line for line in map(_last_line, messages) if line), ""),
         found.last_deployed_time_s,

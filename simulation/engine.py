@@ -29,7 +29,7 @@ class StuckError(RuntimeError):
     """An engine has live requests and could run none of them."""
 
 
-class Engine:
+class VirtualEngine:
     """Runs a batch policy over its live requests, one step at a time.
 
     The caller owns the clock: :meth:`begin` says how long the step takes, :meth:`complete` ends it.

@@ -12,15 +12,15 @@ from sluice.scheduling.fleet.state import ROW
 from sluice.scheduling.fleet.transfer import NO_TRANSFERS, Transfers
 from sluice.scheduling.roles import Role
 from sluice.simulation.config import ClusterConfig
-from sluice.simulation.engine import Engine, StuckError
+from sluice.simulation.engine import StuckError, VirtualEngine
 from sluice.simulation.events import Events
-from sluice.simulation.mirror import PREFILL_KEYS, Mirror, Sent
+from sluice.simulation.mirror import PREFILL_KEYS, Sent, VirtualMirror
 
 _NO_ROWS = np.zeros(0, ROW)
 _NOTHING_HELD: frozenset[int] = frozenset()
 
 
-class Replica:
+class VirtualReplica:
     """Steps its engine whenever it has requests, and reports to a mirror.
 
     Args:
@@ -39,12 +39,12 @@ class Replica:
         self,
         name: str,
         role: Role,
-        engine: Engine,
+        engine: VirtualEngine,
         events: Events,
-        mirror: Mirror,
+        mirror: VirtualMirror,
         config: ClusterConfig,
         rng: np.random.Generator,
-        on_finished: Callable[[Replica, list[int]], None],
+        on_finished: Callable[[VirtualReplica, list[int]], None],
     ) -> None:
         self.name = name
         self.role = role

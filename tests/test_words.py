@@ -62,7 +62,14 @@ def test_sources_and_documents_hold_no_phrase_of_the_list() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["Nobody waits.", "it goes\n    on", "# it stands\n# still", "KV hand-over", "handover", "Computed anew."],
+    [
+        "Nobody waits.",
+        "it goes\n    on",
+        "# it stands\n# still",
+        "KV hand-over",
+        "handover",
+        "Computed anew.",
+    ],
 )
 def test_the_check_sees_a_phrase(text: str) -> None:
     assert len(hits(text)) == 1

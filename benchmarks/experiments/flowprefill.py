@@ -19,7 +19,7 @@ from sluice.benchmarks.experiments.systems import DEFAULT, Contender, Kind, Setu
 from sluice.benchmarks.experiments.tables import Pivot, Rows, Where, pivots
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import EngineConfig
-from sluice.simulation.preemption import WHOLE, PreemptionConfig
+from sluice.simulation.preemption import WHOLE, SuspensionConfig
 from sluice.simulation.workload import Arrival, Workload, with_objectives
 from sluice.simulation.workloads.lengths import LengthDistribution
 from sluice.simulation.workloads.settings import FLOWPREFILL_TTFT_S, flowprefill, flowprefill_single
@@ -47,7 +47,7 @@ SETTING = {
     "and a check 0.32 us, both measured on a CPU",
 }
 SPAN = Scaled(Span(3.0, 10, 20), Span(120.0, 150, 500))
-PAPER = PreemptionConfig(depth=None, chunk_tokens=WHOLE, batch_tokens=4_096)
+PAPER = SuspensionConfig(depth=None, chunk_tokens=WHOLE, batch_tokens=4_096)
 """As in the paper: prompts are not split, and the number of suspended prefills is unlimited."""
 
 
@@ -58,7 +58,7 @@ def flow(label: str, **changes: object) -> Suspending:
 
 def bounded(label: str, **changes: object) -> Suspending:
     """The engine with its default bounds, and changes."""
-    return Suspending(label, PreemptionConfig().model_copy(update=changes))
+    return Suspending(label, SuspensionConfig().model_copy(update=changes))
 
 
 def _mix(scale: float, setup: Setup, rate: float, requests: int, seed: int) -> Workload:
@@ -374,7 +374,7 @@ BOUNDS = Experiment(
 # Admission.
 
 _ADMITTED = [
-    Suspending(f"{name}, {words}", PreemptionConfig(), name, refuses=refuses)
+    Suspending(f"{name}, {words}", SuspensionConfig(), name, refuses=refuses)
     for name in ("moore_hodgson", "slos_serve", "pab")
     for words, refuses in (("refuse", True), ("best effort", False))
 ]

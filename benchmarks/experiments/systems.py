@@ -40,7 +40,7 @@ from sluice.simulation.metrics import (
     workload_weights,
     worst_by_request,
 )
-from sluice.simulation.preemption import PreemptionConfig
+from sluice.simulation.preemption import SuspensionConfig
 from sluice.simulation.prefill_run import PrefillRun, simulate_prefills
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import HEADROOM, Result, simulate
@@ -190,7 +190,7 @@ class Suspending(NamedTuple):
     """
 
     label: str
-    config: PreemptionConfig
+    config: SuspensionConfig
     admission: str = ""
     refuses: bool = False
 

@@ -25,7 +25,7 @@ from sluice.router.dispatch.client_watch import StalledReaderError
 from sluice.router.dispatch.direct import DirectAnswer, NotReportedError
 from sluice.router.dispatch.endings import Endings
 from sluice.router.dispatch.moves import Moves
-from sluice.router.dispatch.placement import Controller, PlacementClient, unguaranteed
+from sluice.router.dispatch.placement import DecisionService, PlacementClient, unguaranteed
 from sluice.router.dispatch.pools import Pools
 from sluice.router.dispatch.resumable import (
     NOT_RESUMABLE,
@@ -70,7 +70,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        controller: Controller,
+        controller: DecisionService,
         replicas: Replicas,
         metrics: RouterMetrics,
         config: RouterConfig,

@@ -18,7 +18,7 @@ from sluice.controller.messages import MAX_WAITS, FirstTokenWait
 from sluice.replica.engine import request_key
 from sluice.router.dispatch.answer import Answer
 from sluice.router.dispatch.attempt import Attempt, MovedError
-from sluice.router.dispatch.placement import Controller, PlacementClient
+from sluice.router.dispatch.placement import DecisionService, PlacementClient
 
 
 class Moves:
@@ -29,7 +29,7 @@ class Moves:
     """
 
     def __init__(
-        self, controller: Controller, placements: PlacementClient, clock: Callable[[], float]
+        self, controller: DecisionService, placements: PlacementClient, clock: Callable[[], float]
     ) -> None:
         self._controller = controller
         self._placements = placements

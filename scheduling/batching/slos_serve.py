@@ -11,7 +11,7 @@ from pydantic import Field
 
 from sluice.scheduling.admission.slos_serve.selection import (
     MOST_NEW,
-    Demand,
+    PlanDemand,
     Supply,
     admissible,
 )
@@ -358,10 +358,10 @@ def _blocks(tokens: Floats, budget: BatchBudget) -> Floats:
 
 def _demand(
     table: Floats, left_s: Floats, work_s: Floats, blocks: Floats, pieces: Floats
-) -> Demand:
+) -> PlanDemand:
     """The demand of each row; a decode counts with the context of its next or first step."""
     prefill = is_prefill(table)
     context = table[:, COMPUTED] + np.where(prefill, table[:, PENDING], 0.0)
     decode_s = pieces[:, DECODE_SEQUENCE] + np.outer(context, pieces[:, DECODE_CONTEXT])
     prefill_s = np.where(prefill, work_s, 0.0)
-    return Demand(left_s, prefill_s, table[:, TPOT], decode_s, blocks, table[:, PRIORITY])
+    return PlanDemand(left_s, prefill_s, table[:, TPOT], decode_s, blocks, table[:, PRIORITY])

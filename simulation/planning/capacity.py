@@ -163,7 +163,7 @@ def _turned(workload: Workload, share: float) -> Workload:
     return replace(workload, arrivals=tuple(arrivals))
 
 
-class Fleet(NamedTuple):
+class PlannedFleet(NamedTuple):
     """How it is served: every replica alike, behind one router.
 
     Attributes:
@@ -206,7 +206,7 @@ class Run(NamedTuple):
     """
 
     traffic: Traffic
-    fleet: Fleet
+    fleet: PlannedFleet
     metric: TPOTMetric | None
     sizes: Sizes
     seed: int

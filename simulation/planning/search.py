@@ -20,9 +20,9 @@ from sluice.simulation.capacity import (
 from sluice.simulation.metrics import TPOTMetric, metric_name
 from sluice.simulation.parallel import in_processes
 from sluice.simulation.planning.capacity import (
-    Fleet,
     Measured,
     OutOfTimeError,
+    PlannedFleet,
     Run,
     Sizes,
     Traffic,
@@ -48,7 +48,7 @@ class Question(NamedTuple):
     """
 
     traffic: Traffic
-    fleet: Fleet
+    fleet: PlannedFleet
     metric: TPOTMetric | None
     target: float
     most: int

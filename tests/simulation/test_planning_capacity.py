@@ -15,8 +15,8 @@ from sluice.simulation.metrics import TPOTMetric
 from sluice.simulation.parallel import in_processes
 from sluice.simulation.planning.capacity import (
     MOST_TOKENS,
-    Fleet,
     OutOfTimeError,
+    PlannedFleet,
     Run,
     SharedClass,
     Sizes,
@@ -29,7 +29,7 @@ from sluice.simulation.workloads.traces import MAX_REQUESTS
 
 CHAT = SLO(ttft_s=0.115, priority=2, service_class="chat")
 BATCH = SLO(service_class="batch")
-FLEET = Fleet(
+FLEET = PlannedFleet(
     LinearLatency(a=0.05, b=5e-5),
     EngineConfig(max_sequences=1),
     ClusterConfig(),

@@ -30,7 +30,7 @@ from sluice.scheduling.admission.slos_serve.dynamic_program import SLIP_S
 from sluice.scheduling.admission.slos_serve.selection import (
     HORIZON_S,
     LEAST_STEP_S,
-    Demand,
+    PlanDemand,
     Supply,
     admissible,
 )
@@ -198,12 +198,12 @@ Wanted = tuple[float, float, float, float, float, float]
 """Time until it is due, prefill, TPOT and decode step, seconds; KV blocks; value."""
 
 
-def demand_of(wanted: Sequence[Wanted], usable: float) -> Demand:
+def demand_of(wanted: Sequence[Wanted], usable: float) -> PlanDemand:
     """The demand of requests where a share ``usable`` of each second is."""
     columns = np.array(wanted, np.float64).reshape(len(wanted), 6).T
     due_s, prefill_s, tpot_s, decode_s, blocks, value = columns
     step_s = np.ascontiguousarray(decode_s[:, np.newaxis]) / usable
-    return Demand(due_s, prefill_s / usable, tpot_s, step_s, blocks, value)
+    return PlanDemand(due_s, prefill_s / usable, tpot_s, step_s, blocks, value)
 
 
 def guaranteed(
