@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from sluice.deploy.tables import print_table
@@ -53,8 +52,7 @@ def show(found: Any, tables: Iterable[Table], json_wanted: bool, *lines: str) ->
     if json_wanted:
         click.echo(json.dumps(found, indent=2))
         return
-    console = Console()
     for line in lines:
-        console.print(line)
+        click.echo(line)
     for table in tables:
-        print_table(table, console)
+        print_table(table)

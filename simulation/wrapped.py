@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from sluice.scheduling.batching import BatchBudget, BatchBuilder, BatchPlan, BatchPolicy
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.request.queue import QueueView
@@ -30,3 +32,23 @@ class Wrapped(BatchPolicy):
     ) -> None:
         """As ``inner``."""
         self.inner.fill(batch, queue, now_s, latency)
+
+
+Note = Callable[[BatchPlan, QueueView, float, LatencyModel], None]
+"""Gets the plan of a batch, the queue, the time and the latency model."""
+
+
+class Noted(Wrapped):
+    """Plans as ``inner`` does, and calls ``note`` for each batch."""
+
+    def __init__(self, inner: BatchPolicy, note: Note) -> None:
+        super().__init__(inner)
+        self._note = note
+
+    def plan(
+        self, queue: QueueView, now_s: float, latency: LatencyModel, budget: BatchBudget
+    ) -> BatchPlan:
+        """The plan of ``inner``."""
+        plan = super().plan(queue, now_s, latency, budget)
+        self._note(plan, queue, now_s, latency)
+        return plan

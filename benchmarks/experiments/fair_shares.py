@@ -113,7 +113,7 @@ def measure(
     for number in np.unique(window[counted]):
         here = counted & (window == number)
         wanted, got = by_tenant(here), by_tenant(here & promised)
-        fair = fair_shares(wanted, weights, float(got.sum()))
+        fair = np.minimum(wanted, weights * water_level(wanted, weights, float(got.sum())))
         errors.append(np.abs(got - fair) / got.sum())
         modest = (fair >= wanted) & (wanted > 0.0)
         if modest.any():
@@ -127,12 +127,6 @@ def measure(
         "goodput": float(tokens[counted & met].sum()) / span_s,
         "kept": float(met[counted & promised].mean()),
     }
-
-
-def fair_shares(wanted: Floats, weights: Floats, capacity: float) -> Floats:
-    """Each tenant's share of ``capacity`` by weighted max-min fairness."""
-    shares: Floats = np.minimum(wanted, weights * water_level(wanted, weights, capacity))
-    return shares
 
 
 FIGURES = {

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
-from math import inf, sqrt
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from sluice.benchmarks.experiments.grid import Cell, Plan, Planned
 from sluice.benchmarks.experiments.systems import SETUPS, Contender, Kind, Layout, Setup, Suspending
 from sluice.benchmarks.experiments.tables import Value
 from sluice.scheduling.latency.model import LatencyModel
+from sluice.simulation.capacity import full_rate, greatest_loads
 from sluice.simulation.workload import (
     Workload,
     stretched,
@@ -28,7 +29,6 @@ from sluice.simulation.workloads import settings, traces
 from sluice.simulation.workloads.arrivals import OnOff
 from sluice.simulation.workloads.generators import Slowdown
 from sluice.simulation.workloads.lengths import LengthDistribution
-from sluice.simulation.workloads.traces import TraceError
 
 Make = Callable[[Setup, float, int, int], Workload]
 """A workload for a setup: its rate, the number of requests, and the seed."""
@@ -85,18 +85,6 @@ GENERATED: dict[str, Make] = {
 and one in bursts of 8 s on average with 12 s of silence between them."""
 
 
-def trace_files(folder: Path) -> list[Path]:
-    """The traces of a folder by name.
-
-    Raises:
-        TraceError: there are none.
-    """
-    found = sorted(each for each in folder.iterdir() if each.suffix in (".csv", ".jsonl"))
-    if not found:
-        raise TraceError(f"{folder}: has no .csv or .jsonl file")
-    return found
-
-
 @lru_cache(maxsize=8)
 def _trace(path: Path) -> Workload:
     return traces.load(path)
@@ -140,7 +128,7 @@ def recorded(
     if folder is None:
         return {}
     found: dict[str, Make] = {}
-    for path in trace_files(folder):
+    for path in traces.trace_files(folder):
         _trace(path)
         for scaling in scalings:
             found[f"{path.stem} ({scaling})"] = partial(_recorded, path, scaling)
@@ -163,29 +151,7 @@ def workloads(
 
 def full_load_rate(make: Make, setup: Setup) -> float:
     """The rate of load 1, see :data:`~sluice.benchmarks.experiments.grid.COMMON`."""
-    sample = make(setup, 1.0, SAMPLE, 0)
-    model = setup.truth
-    work_s, held_tokens = 0.0, 0.0
-    for arrival in sample.arrivals:
-        prompts = [arrival.prompt_tokens, *(stage.prompt_tokens for stage in arrival.stages)]
-        output, context = arrival.output_tokens, 0
-        for prompt in prompts:
-            work_s += model.work_s(prompt, context) if prompt else 0.0
-            context += prompt
-        middle = context + output // 2
-        work_s += output * model.work_s(1, middle)
-        held_tokens += output * middle
-    work_s, held_tokens = work_s / len(sample), held_tokens / len(sample)
-    tpot_s = least_tpot_s(sample)
-    if tpot_s == inf:
-        return 1 / work_s
-    busy = (1 - min(model.fixed_s / tpot_s, 0.7)) / work_s
-    return min(busy, setup.engine.kv_tokens / (held_tokens * tpot_s))
-
-
-def least_tpot_s(workload: Workload) -> float:
-    """The tightest TPOT objective that a request states; infinite without any."""
-    return min((arrival.slo.tpot_s or inf for arrival in workload.arrivals), default=inf)
+    return full_rate(make(setup, 1.0, SAMPLE, 0), setup.truth, setup.engine)
 
 
 class Span(NamedTuple):
@@ -244,40 +210,20 @@ def measure(kind: Kind, seed: int, case: Case, rate: float, requests: int) -> Ma
     return systems.cluster_figures(done)
 
 
-LEAST_LOAD, MOST_LOAD = 0.05, 4.0
-
-
 class Search(NamedTuple):
-    """For the greatest rates, per replica, at which the ``shares`` of the requests, in (0, 1],
-    attain by ``figure``: ``rate_0.9``. Between the loads ``least`` and ``most`` by ``steps``
-    halvings of the logarithm of the range, and in the last part on a straight line of the log
-    odds."""
+    """For the greatest rates, per replica, at which the ``shares`` of the requests attain by
+    ``figure``: ``rate_0.9``; the others are those of
+    :func:`~sluice.simulation.capacity.greatest_loads`."""
 
     figure: str
     shares: Sequence[float] = (0.9,)
-    least: float = LEAST_LOAD
-    most: float = MOST_LOAD
+    least: float = 0.05
+    most: float = 4.0
     steps: int = 7
 
     def loads(self, attainment: Callable[[float], float]) -> Mapping[float, float]:
-        """The load by share; 0 if a share is not reached at the lowest. Every run serves all
-        shares, and the ends, which cost most, run only if they are needed."""
-        at = cache(attainment)
-
-        def search(share: float) -> float:
-            low, high = self.least, self.most
-            for _ in range(self.steps):
-                middle = sqrt(low * high)
-                low, high = (middle, high) if at(middle) >= share else (low, middle)
-            if at(low) < share:
-                return 0.0
-            if at(high) >= share:
-                return high
-            odds = np.clip((at(low), share, at(high)), 0.002, 0.998)
-            below, wanted, above = np.log(odds / (1 - odds))
-            return low * float((high / low) ** ((below - wanted) / max(below - above, 1e-9)))
-
-        return {share: search(share) for share in self.shares}
+        """The load by share."""
+        return greatest_loads(attainment, *self[1:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,7 +313,7 @@ def fitted(kind: Kind, budget: Callable[[], int]) -> Kind:
 
 def budget_of(make: Make, setup: Setup) -> int:
     """:func:`profiled_budget` for a workload."""
-    return profiled_budget(setup, least_tpot_s(make(setup, 1.0, SAMPLE, 0)))
+    return profiled_budget(setup, make(setup, 1.0, SAMPLE, 0).tightest_tpot_s)
 
 
 def profiled_budget(setup: Setup, tpot_s: float) -> int:

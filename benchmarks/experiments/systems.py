@@ -9,23 +9,21 @@ correction of production.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import nan
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from sluice.benchmarks.experiments.pab_admission import Rejecting
 from sluice.controller.config import ControllerConfig
 from sluice.scheduling import admission as admissions
 from sluice.scheduling import routing
-from sluice.scheduling.batching import POLICIES, BatchBudget, BatchPlan, BatchPolicy, make_policy
+from sluice.scheduling.batching import POLICIES, BatchPolicy, make_policy
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency, StepSample
 from sluice.scheduling.latency.speculation import AllDrafts
 from sluice.scheduling.placement.length import OracleLengths, TaskLengths
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.request.objective import SLO, GainWeights
-from sluice.scheduling.request.queue import QueueView
 from sluice.scheduling.roles import Role
 from sluice.simulation.cluster import REFUSED, Incident, Node, simulate_cluster
 from sluice.simulation.config import Autoscaling, ClusterConfig, EngineConfig, WhenUnattainable
@@ -42,11 +40,12 @@ from sluice.simulation.metrics import (
 )
 from sluice.simulation.preemption import SuspensionConfig
 from sluice.simulation.prefill_run import PrefillRun, simulate_prefills
+from sluice.simulation.rejecting import Rejecting
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import HEADROOM, Result, simulate
 from sluice.simulation.truth import Belief, Truth
 from sluice.simulation.workload import Workload
-from sluice.simulation.wrapped import Wrapped
+from sluice.simulation.wrapped import Note, Noted
 
 
 class Setup(NamedTuple):
@@ -237,26 +236,6 @@ def local_policy(contender: Contender, workload: Workload, role: Role = "mixed")
     return make_policy(contender.policy, options, role=role)
 
 
-Note = Callable[[BatchPlan, QueueView, float, LatencyModel], None]
-"""Gets the plan of a batch, the queue, the time and the latency model."""
-
-
-class Noted(Wrapped):
-    """Plans as ``inner`` does, and calls ``note`` for each batch."""
-
-    def __init__(self, inner: BatchPolicy, note: Note) -> None:
-        super().__init__(inner)
-        self._note = note
-
-    def plan(
-        self, queue: QueueView, now_s: float, latency: LatencyModel, budget: BatchBudget
-    ) -> BatchPlan:
-        """The plan of ``inner``."""
-        plan = super().plan(queue, now_s, latency, budget)
-        self._note(plan, queue, now_s, latency)
-        return plan
-
-
 def run(
     workload: Workload,
     contender: Contender,
@@ -340,8 +319,7 @@ def figures(run: Run) -> dict[str, float]:
     result, requests = run.result, run.result.requests
     measured = stages(requests)
     first = requests.first_stage[:-1]
-    accepted = np.ones(len(requests), np.bool_)
-    accepted[list(run.refused)] = False
+    accepted = ~np.isin(np.arange(len(requests)), list(run.refused))
     gain = deadline_gain(requests, measured)
     arrival_s = np.array([arrival.arrival_s for arrival in requests.arrivals])
     waited_s = measured.ttft_s[first]
@@ -427,11 +405,9 @@ def _by_tier(done: Run, measured: Stages) -> dict[str, float]:
     ended_s = np.nan_to_num(requests.emitted_s[last], nan=done.result.end_s)
     standard = ~requests.best_effort
     standard[list(done.refused)] = False
+    tiers = {"standard": standard, "best_effort": requests.best_effort}
     found = {
-        "standard_most": _most_at_once(arrived_s[standard], ended_s[standard]),
-        "best_effort_most": _most_at_once(
-            arrived_s[requests.best_effort], ended_s[requests.best_effort]
-        ),
+        f"{name}_most": _most_at_once(arrived_s[own], ended_s[own]) for name, own in tiers.items()
     }
     of = standard[requests.stage_request]
     pace_s = measured.tpot_s[TPOTMetric.WINDOW]

@@ -1,10 +1,8 @@
 """Cost of the controller's decisions, for every routing policy: ``sluice bench decision``.
 
-In the fleet with roles each decode replica has 64 requests in the mirror, and each prefill replica
-its prefill backlog; there every decision chooses and reserves two replicas. The floor is round
-robin without admission through the same code: checks, mirror, ledger, counters, and next to no
-policy. All other policies run with the default admission, and ``slos_serve`` also with its own,
-which decides the ten requests of a call together.
+The floor is round robin without admission through the same code: checks, mirror, ledger, counters,
+and next to no policy. All other policies run with the default admission, and ``slos_serve`` also
+with its own, which decides the ten requests of a call together.
 
 Inside, the code runs as fast as it can, and a time line is computed afterwards: queries arrive by a
 Poisson process and reports at a steady rate, and each takes its measured processor time, one after

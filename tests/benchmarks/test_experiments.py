@@ -19,8 +19,6 @@ from sluice.benchmarks.experiments.fairbatching import peaks
 from sluice.benchmarks.experiments.grid import Cell, Plan, Product, Scaled, measured
 from sluice.benchmarks.experiments.loads import (
     GENERATED,
-    LEAST_LOAD,
-    MOST_LOAD,
     Search,
     Span,
     full_load_rate,
@@ -150,6 +148,7 @@ class TestGrids:
 
 
 GREATEST = Search("")
+LEAST_LOAD, MOST_LOAD = GREATEST.least, GREATEST.most
 
 
 class TestCapacity:

@@ -117,12 +117,11 @@ def gateway(
     rows = summary(runs)
     further = further_tokens(rows)
     found = {"summary": rows, "further_token": further, "idle_cores": idle_cores}
-    show({**found, "left_out": left_out, "runs": runs}, tables(rows, further), as_json)
-    if not as_json:
-        for name, cores in idle_cores.items():
-            click.echo(f"{name} uses {cores:.3f} cores while nothing is sent")
-        for name, reason in left_out.items():
-            click.echo(f"{name} was left out: {reason}")
+    lines = [
+        f"{name}: {cores:.3f} cores while nothing is sent" for name, cores in idle_cores.items()
+    ]
+    lines += [f"{name} was left out: {reason}" for name, reason in left_out.items()]
+    show({**found, "left_out": left_out, "runs": runs}, tables(rows, further), as_json, *lines)
 
 
 def _idle(systems: Mapping[str, System]) -> dict[str, float]:

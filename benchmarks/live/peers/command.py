@@ -136,12 +136,9 @@ def peers(
             (plots / "peers.json").write_text(json.dumps(shown, indent=1), encoding="utf-8")
             for name, chart in attainment(rows).items():
                 draw(chart, plots / f"{name}.svg")
-    show(shown, tables(rows), as_json)
-    if not as_json:
-        for what, words in found.conditions().items():
-            click.echo(f"{what}: {words}")
-        for name, reason in found.left_out.items():
-            click.echo(f"{name} was left out: {reason}")
+    lines = [f"{what}: {words}" for what, words in found.conditions().items()]
+    lines += [f"{name} was left out: {reason}" for name, reason in found.left_out.items()]
+    show(shown, tables(rows), as_json, *lines)
 
 
 def _setting(model: str, args: Json, replicas: int | None) -> Setting:
@@ -186,9 +183,7 @@ class _Campaign:
             "measured_on": self.reference,
             "load_1": {name: round(rate, 3) for name, rate in self.capacities.items()},
             "traces": {
-                name: each.trace.description
-                for name, each in self.patterns.items()
-                if each.trace is not None
+                name: each.trace.description for name, each in self.patterns.items() if each.trace
             },
         }
 
@@ -206,11 +201,10 @@ class _Campaign:
                     self._prepare_on(system, scale)
             except LeftOutError as error:
                 self._leave_out(name, error)
-                continue
-            self.reference = name
-            shown = self.conditions()
-            self.bench.say(f"objectives {shown['objectives_ms']}, load 1 {shown['load_1']}")
-            return
+            else:
+                self.reference, shown = name, self.conditions()
+                self.bench.say(f"objectives {shown['objectives_ms']}, load 1 {shown['load_1']}")
+                return
         raise LoadError(f"no system could be started: {self.left_out}")
 
     def _prepare_on(self, system: System, scale: float) -> None:

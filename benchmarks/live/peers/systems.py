@@ -158,17 +158,11 @@ def _paper(batching: str, policy: str, admission: str = NO_ADMISSION) -> Peer:
     return Peer(words, partial(_sluice, {"policy": batching}, controller))
 
 
-def _simulated(controller: Json, setting: Setting) -> Start:
-    """Sluice with simulated engines."""
-    replicas, classes = setting.replicas, setting.classes
-    return sluice(
-        "sluice",
-        lambda _, port: simulated(port, ENGINE, replicas, classes, controller=controller),
-    )
-
-
 def _plain(words: str, **controller: str) -> Peer:
-    start = partial(_simulated, controller)
+    def start(setting: Setting) -> Start:
+        fleet = ENGINE, setting.replicas, setting.classes
+        return sluice("sluice", lambda _, port: simulated(port, *fleet, controller=controller))
+
     return Peer(f"Sluice with simulated engines, {words}", start, reference="simulated-round-robin")
 
 

@@ -1,4 +1,4 @@
-"""FairBatching-PAB on one node: an engine that refuses requests above its budget."""
+"""FairBatching-PAB on one engine: a policy that refuses requests above the admission budget."""
 
 from __future__ import annotations
 
