@@ -27,14 +27,9 @@ BURST_S, SILENCE_S = 3.0, 7.0
 
 
 class Tenant(NamedTuple):
-    """One tenant.
-
-    Attributes:
-        weight: of its share.
-        demand: its demand over its share by weight of the guaranteed capacity; the demands are
-            scaled together so that their sum is the load.
-        bursty: all requests arrive in bursts of :data:`BURST_S`, with :data:`SILENCE_S` between.
-    """
+    """One tenant: the weight of its share; its demand over its share by weight of the guaranteed
+    capacity, scaled so that the sum of all is the load; and whether its requests arrive in bursts
+    of :data:`BURST_S`, with :data:`SILENCE_S` between."""
 
     weight: float
     demand: float

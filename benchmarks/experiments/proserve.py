@@ -238,11 +238,11 @@ def time_line(seed: int, policy: Contender, load: float, span: Span) -> dict[str
     part_s = workload.arrivals[-1].arrival_s / PARTS
     seen = np.array(counted)
     parts = (seen[:, 0] // part_s).astype(int)
-    counts = np.bincount(parts, minlength=PARTS)
-    found = {}
-    for place, figure in enumerate(("urgent", "normal", "late"), start=1):
-        sums = np.bincount(parts, seen[:, place], PARTS)
-        found[figure] = sums[:PARTS] / np.maximum(counts[:PARTS], 1)
+    counts = np.maximum(np.bincount(parts, minlength=PARTS)[:PARTS], 1)
+    found = {
+        figure: np.bincount(parts, seen[:, place], PARTS)[:PARTS] / counts
+        for place, figure in enumerate(("urgent", "normal", "late"), start=1)
+    }
     left = ~np.isnan(requests.emitted_s)
     when = (requests.emitted_s[left] // part_s).astype(int)
     gain = np.bincount(when, gained.gain[left], PARTS)[:PARTS]

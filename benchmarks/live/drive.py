@@ -55,12 +55,8 @@ def run(
     **options: Any,
 ) -> Run:
     """One run of a workload whose arrivals last ``seconds``, with the usage until its last request
-    ended of the processes of ``roots``, by default this one and all below it.
-
-    Args:
-        beside: runs meanwhile, until it is cancelled.
-        options: of :func:`sluice.benchmarks.live.client.replay`.
-    """
+    ended of the processes of ``roots``, by default this one and all below it. ``beside`` runs
+    meanwhile; the options are those of :func:`sluice.benchmarks.live.client.replay`."""
     gc.collect()
     meter = Meter(roots)
 

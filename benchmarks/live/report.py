@@ -28,15 +28,9 @@ _Z = 1.96  # of a two-sided interval of 95 % under a normal distribution
 
 
 class Run(NamedTuple):
-    """One run.
-
-    Attributes:
-        labels: name it, such as its system, its load and its round.
-        seconds: how long its arrivals lasted.
-        outcomes: of its requests.
-        usage: of the system's processes meanwhile.
-        counts: what the routers counted meanwhile, where a benchmark reads it.
-    """
+    """One run: its labels, such as system, load and round; how long its arrivals lasted, seconds;
+    the outcomes of its requests; the usage of the system's processes meanwhile; and the routers'
+    counts meanwhile, where a benchmark reads them."""
 
     labels: Mapping[str, Any]
     seconds: float

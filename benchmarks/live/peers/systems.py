@@ -64,14 +64,8 @@ class Setting(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """A system.
-
-    Attributes:
-        words: what it is.
-        start: returns what starts it with a setting.
-        priorities: whether requests state vLLM's priority of their class.
-        reference: the system on which the idle times and the capacity are measured for it.
-    """
+    """A system: what it is, in words; what starts it with a setting; whether requests state vLLM's
+    priority of their class; and the system on which its idle times and capacity are measured."""
 
     words: str
     start: Callable[[Setting], Start]
