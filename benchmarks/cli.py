@@ -8,12 +8,11 @@ from typing import get_args
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import track
 from rich.table import Table
 
 from sluice.benchmarks.experiments import EXPERIMENTS
 from sluice.benchmarks.experiments.grid import Experiment, Plan, Scale, measured
-from sluice.benchmarks.experiments.tables import Row
 from sluice.benchmarks.live.gateway.command import gateway
 from sluice.benchmarks.live.overload import overload
 from sluice.benchmarks.live.peers.command import peers
@@ -55,14 +54,9 @@ for _command in (planning, decision, gateway, overload, peers):
 def report_of(experiment: Experiment, plan: Plan, jobs: int, command: str) -> Report:
     """Run an experiment, with its progress on standard error."""
     cells = experiment.cells(plan)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    found, total = measured(cells, plan.seeds, jobs), len(cells) * len(plan.seeds)
     console = Console(stderr=True)
-    rows: list[Row] = []
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
-        task = progress.add_task(experiment.name, total=len(cells) * len(plan.seeds))
-        for row in measured(cells, plan.seeds, jobs):
-            rows.append(row)
-            progress.advance(task)
+    rows = list(track(found, experiment.name, total, console=console, transient=True))
     said = experiment.name, experiment.source, experiment.question, experiment.conditions
     return Report(*said, METHOD, command, *experiment.findings(rows), rows)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from sluice.deploy.tables import print_table
@@ -24,15 +23,9 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON inste
 def number_option(
     *names: str, default: Any, least: Any, most: Any, words: str = "", **more: Any
 ) -> Option[Any]:
-    """An option that takes a number from ``least`` to ``most``.
-
-    Args:
-        names: as on the command line, then that of the parameter if it differs.
-        default: whole numbers only are taken where it, and the bounds, are whole.
-        least, most: bounds, both allowed.
-        words: help.
-        more: further arguments of :func:`click.option`; ``multiple`` makes it repeatable.
-    """
+    """An option that takes a number from ``least`` to ``most``, whole ones only where these and the
+    default are whole. ``words`` are its help; ``more`` has further arguments of
+    :func:`click.option`: ``multiple`` makes it repeatable."""
     sample = default[0] if isinstance(default, tuple) else default
     whole = isinstance(least, int) and isinstance(sample, int | None)
     kind: click.IntRange | click.FloatRange = (
@@ -59,8 +52,7 @@ def show(found: Any, tables: Iterable[Table], json_wanted: bool, *lines: str) ->
     if json_wanted:
         click.echo(json.dumps(found, indent=2))
         return
-    console = Console()
     for line in lines:
-        console.print(line)
+        click.echo(line)
     for table in tables:
-        print_table(table, console)
+        print_table(table)

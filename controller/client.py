@@ -14,9 +14,9 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from sluice.controller.actor_handle import Link
 from sluice.controller.config import ControllerConfig
-from sluice.controller.link import Link
-from sluice.controller.lookup import (
+from sluice.controller.discovery import (
     controller_actor_name,
     ensure_controller,
     fleet_name,
@@ -41,8 +41,8 @@ from sluice.controller.messages import (
     Trouble,
     TroubleNotice,
 )
+from sluice.controller.transport.batching import Coalescer
 from sluice.controller.transport.channel import Endpoint, RouteChannel
-from sluice.controller.transport.coalesce import Coalescer
 from sluice.controller.transport.failure import NoAnswerError
 from sluice.controller.transport.report_wire import fits
 from sluice.scheduling.autoscaling import Load

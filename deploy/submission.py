@@ -2,7 +2,9 @@
 
 The API takes all applications at once and deletes those that are not named, so the others are sent
 along as they were deployed. Settings that can change in place are kept out of the application's
-``args``: if those differ, Serve rebuilds the application and replaces every replica.
+``args``: if those differ, Serve rebuilds the application and replaces every replica. Ray's own
+client, ``ServeSubmissionClient``, is not used: it waits without a timeout, and follows redirects,
+to which it would send the token.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ class Part(NamedTuple):
     status: str
 
 
-class State(NamedTuple):
+class ApplicationState(NamedTuple):
     """An application's state, as Serve reports it.
 
     Attributes:
@@ -232,7 +234,7 @@ def _others(serve: _Serve, name: str) -> list[dict[str, Any]]:
     return others
 
 
-def state_of(server: JsonServer, name: str) -> State | None:
+def state_of(server: JsonServer, name: str) -> ApplicationState | None:
     """The state of the application ``name``; ``None`` if Serve does not know it.
 
     Raises:
@@ -243,7 +245,7 @@ def state_of(server: JsonServer, name: str) -> State | None:
     if found is None:
         return None
     messages = [found.message, *(each.message for each in found.deployments.values())]
-    return State(
+    return ApplicationState(
         found.status,
         next((line for line in map(_last_line, messages) if line), ""),
         found.last_deployed_time_s,

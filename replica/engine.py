@@ -67,7 +67,7 @@ def request_key(request_id: str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-class Handoff(NamedTuple):
+class KVHandle(NamedTuple):
     """The KV of a prompt that one replica has computed, for transfer to another one.
 
     Attributes:
@@ -115,9 +115,9 @@ class EngineRequest:
             it.
         trace: its W3C trace context, by header; empty: it is not traced.
         prefill_only: the engine computes only its prompt, and keeps its KV for another replica: the
-            response is a head and a tail with a :class:`Handoff`, or a refusal.
-        handoff: where the KV of its prompt is. If that cannot be fetched, the engine recomputes the
-            prompt.
+            response is a head and a tail with a :class:`KVHandle`, or a refusal.
+        kv_handle: where the KV of its prompt is. If that cannot be fetched, the engine recomputes
+            the prompt.
         resume: the part of the response that its client has already; ``None``: none.
         resumable: the chunks say which tokens they carry, so that another replica can resume the
             stream.
@@ -142,7 +142,7 @@ class EngineRequest:
     prefix: PromptPrefix = NO_PREFIX
     trace: Mapping[str, str] = field(default_factory=dict)
     prefill_only: bool = False
-    handoff: Handoff | None = None
+    kv_handle: KVHandle | None = None
     resume: Resume | None = None
     resumable: bool = False
     tenant: int = 0
@@ -208,18 +208,18 @@ class ResponseTail(NamedTuple):
 
     ``token_offsets_s`` is filled for plain (not streamed) responses only: for each output token of
     the first choice, when it left the engine, in seconds after the request reached the replica.
-    ``queued_s`` is the time from there to its first batch, if the engine reports it. ``handoff`` is
-    the answer to a request for its prompt only. ``cached_tokens`` of the prompt were in the
-    engine's prefix cache. ``reasoned`` is filled for plain responses only: the reasoning ended with
-    this output token of the first choice, counted from 1; 0: it did not end, or its end is not
-    tracked.
+    ``queued_s`` is the time from there to its first batch, if the engine reports it.
+    ``kv_handle`` is the answer to a request for its prompt only. ``cached_tokens`` of the prompt
+    were in the engine's prefix cache. ``reasoned`` is filled for plain responses only: the
+    reasoning ended with this output token of the first choice, counted from 1; 0: it did not end,
+    or its end is not tracked.
     """
 
     prompt_tokens: int
     output_tokens: int
     token_offsets_s: tuple[float, ...] = ()
     queued_s: float | None = None
-    handoff: Handoff | None = None
+    kv_handle: KVHandle | None = None
     cached_tokens: int = 0
     reasoned: int = 0
 

@@ -69,7 +69,7 @@ class RequestTrace:
                     self._first_s = self._last_s
         elif isinstance(item, ResponseTail):
             self._tail = item
-            if item.handoff is not None:  # only its prompt was requested
+            if item.kv_handle is not None:  # only its prompt was requested
                 self._first_s = self._clock()
         elif isinstance(item, ResponseHead):
             self._status = item.status

@@ -9,7 +9,7 @@ import numpy as np
 from sluice.scheduling.admission.base import Promises
 from sluice.scheduling.request.job import Job
 
-HANDOVER_STEPS = 2.0
+TRANSFER_STEPS = 2.0
 """Steps of the decode replica between the arrival of the KV and the first token, at most: the one
 under way, and the first of its own."""
 
@@ -22,13 +22,13 @@ class DecodeChoice(NamedTuple):
         promises: what each of them can guarantee; ``None`` without admission.
         chosen: index in ``job.rows`` of the decode replica: one that can guarantee its part, if any
             can.
-        handover_s: predicted time from the end of the prefill to the first token there.
+        kv_transfer_s: predicted time from the end of the prefill to the first token there.
     """
 
     job: Job
     promises: Promises | None
     chosen: int
-    handover_s: float
+    kv_transfer_s: float
 
     @property
     def row(self) -> int:

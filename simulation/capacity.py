@@ -1,10 +1,14 @@
-"""How many replicas a service needs, of one role or of two: the searches, and where they start."""
+"""How many replicas a service needs, of one role or of two, and the load that one serves: the
+searches, and where they start."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from math import ceil
+from collections.abc import Callable, Sequence
+from functools import cache
+from math import ceil, inf, sqrt
 from typing import NamedTuple
+
+import numpy as np
 
 from sluice.scheduling.fleet.pool_ratio import PoolDemand, demand_of_work
 from sluice.scheduling.latency.model import LatencyModel
@@ -16,6 +20,9 @@ MOST_REPLICAS = 4096
 
 _MOST_FIXED = 0.9
 """Share of the pace that steps without tokens may take, as far as the formula goes."""
+
+_MOST_OF_PACE = 0.7
+"""The same in :func:`full_rate`."""
 
 _ONE_LESS = ((-1, 0), (0, -1), (1, -2), (-2, 1))
 _AS_MANY = ((1, -1), (-1, 1))
@@ -131,6 +138,65 @@ def _work_s(arrival: Arrival, model: LatencyModel) -> tuple[float, float]:
     return prompt_s, later + (arrival.output_tokens - 1) * model.work_s(1, middle)
 
 
+def full_rate(workload: Workload, model: LatencyModel, engine: EngineConfig) -> float:
+    """Requests per second whose work fills an engine's time in steps as long as the tightest TPOT,
+    or whose decodes fill its KV. ``O(requests)``.
+
+    Args:
+        workload: its mean request counts; it has at least one request.
+        model: step times of the engine.
+        engine: its KV.
+    """
+    work_s, held_tokens = 0.0, 0.0
+    for arrival in workload.arrivals:
+        prompts = [arrival.prompt_tokens, *(stage.prompt_tokens for stage in arrival.stages)]
+        output, context = arrival.output_tokens, 0
+        for prompt in prompts:
+            work_s += model.work_s(prompt, context) if prompt else 0.0
+            context += prompt
+        middle = context + output // 2
+        work_s += output * model.work_s(1, middle)
+        held_tokens += output * middle
+    work_s, held_tokens = work_s / len(workload), held_tokens / len(workload)
+    tpot_s = workload.tightest_tpot_s
+    if tpot_s == inf:
+        return 1 / work_s
+    busy = (1 - min(model.fixed_s / tpot_s, _MOST_OF_PACE)) / work_s
+    return min(busy, engine.kv_tokens / (held_tokens * tpot_s))
+
+
+def greatest_loads(
+    attainment: Callable[[float], float],
+    shares: Sequence[float],
+    least: float,
+    most: float,
+    steps: int,
+) -> dict[float, float]:
+    """By share of the requests, in (0, 1]: the greatest load at which it attains, from ``least`` to
+    ``most``; 0 if it does not at the lowest.
+
+    It halves the logarithm of the range ``steps`` times; in the last part the load is on a straight
+    line of the log odds. Every run serves all shares, and the ends, which cost most, run only if
+    they are needed. Attainment is taken to fall with the load.
+    """
+    at = cache(attainment)
+
+    def found(share: float) -> float:
+        low, high = least, most
+        for _ in range(steps):
+            middle = sqrt(low * high)
+            low, high = (middle, high) if at(middle) >= share else (low, middle)
+        if at(low) < share:
+            return 0.0
+        if at(high) >= share:
+            return high
+        odds = np.clip((at(low), share, at(high)), 0.002, 0.998)
+        below, wanted, above = np.log(odds / (1 - odds))
+        return low * float((high / low) ** ((below - wanted) / max(below - above, 1e-9)))
+
+    return {share: found(share) for share in shares}
+
+
 def pool_demand(workload: Workload, model: LatencyModel, engine: EngineConfig) -> PoolDemand:
     """A workload's demand on each role per request and second, by the formula of SLOs-Serve.
 
@@ -154,7 +220,7 @@ def pool_demand(workload: Workload, model: LatencyModel, engine: EngineConfig) -
         decode_s += later_s + model.work_s(1, arrival.prompt_tokens)
         tokens += arrival.output_tokens
         held_tokens += arrival.output_tokens * (arrival.prompt_tokens + arrival.output_tokens / 2)
-    tpot_s = min(arrival.slo.columns[1] for arrival in workload.arrivals)
+    tpot_s = workload.tightest_tpot_s
     # Where steps are too slow for the pace, nothing attains with any number of replicas.
     fixed_s = min(model.fixed_s, _MOST_FIXED * tpot_s)
     count = len(workload)

@@ -27,11 +27,11 @@ from sluice.simulation.config import (
     Slowdown,
     WhenUnattainable,
 )
-from sluice.simulation.engine import Engine
+from sluice.simulation.engine import VirtualEngine
 from sluice.simulation.events import Events
 from sluice.simulation.judged import Judged, late, observed
-from sluice.simulation.mirror import PREFILL_KEYS, Mirror
-from sluice.simulation.replica import Replica
+from sluice.simulation.mirror import PREFILL_KEYS, VirtualMirror
+from sluice.simulation.replica import VirtualReplica
 from sluice.simulation.requests import Requests, Return
 from sluice.simulation.run import TOO_LONG, Result, Size, result_of, sides
 from sluice.simulation.scaling import Scaler
@@ -93,7 +93,7 @@ class Cluster:
     def __init__(
         self,
         requests: Requests,
-        make_engine: Callable[[Role, int], Engine],
+        make_engine: Callable[[Role, int], VirtualEngine],
         routing: RoutingPolicy,
         config: ClusterConfig,
         rng: np.random.Generator,
@@ -104,14 +104,14 @@ class Cluster:
         self.moved = 0
         self.split = 0
         self.ended = 0
-        self.replicas: list[Replica] = []
+        self.replicas: list[VirtualReplica] = []
         """Every replica that there was, in order of start."""
         self._requests = requests
         self._make_engine = make_engine
         self._config = config
         self._rng = rng
-        self._mirror = Mirror(config, routing, admission, requests.depths)
-        self._named: dict[str, Replica] = {}
+        self._mirror = VirtualMirror(config, routing, admission, requests.depths)
+        self._named: dict[str, VirtualReplica] = {}
         self._attempts: dict[int, int] = {}
         # Guaranteed requests in progress, and requests that ended since the last push.
         self._promised: set[int] = set()
@@ -123,7 +123,7 @@ class Cluster:
         # Requests that wait at the router to be decided together.
         self._asking: list[int] = []
         # Requests whose prompt is being computed for another replica, and that replica.
-        self._targets: dict[int, Replica] = {}
+        self._targets: dict[int, VirtualReplica] = {}
         self._arrived = 0
         self._roles = [role for role, count in config.counts.items() if count]
         for role in self._roles:
@@ -217,7 +217,7 @@ class Cluster:
         deliver = partial(self._deliver, target, key)
         if placed.prefill_id is not None:
             source = self._named[placed.prefill_id]
-            deliver = partial(self._prefill, source, target, key, placed.handover_s)
+            deliver = partial(self._prefill, source, target, key, placed.kv_transfer_s)
         self.events.after(self._config.dispatch_s, deliver)
 
     def _refused(self, key: int, retry_after_s: float | None) -> None:
@@ -277,13 +277,13 @@ class Cluster:
         else:
             self.events.after(self._config.retry_s, partial(self._place, key))
 
-    def _deliver(self, replica: Replica, key: int) -> None:
+    def _deliver(self, replica: VirtualReplica, key: int) -> None:
         if not replica.alive:
             self._lost(replica, key)
         elif not replica.submit(key):
             self._end(key, TOO_LONG)
 
-    def _lost(self, replica: Replica, key: int) -> None:
+    def _lost(self, replica: VirtualReplica, key: int) -> None:
         """A request reached a replica that is gone."""
         self._mirror.forget(replica.name)
         self._retry(key)
@@ -299,7 +299,7 @@ class Cluster:
         self._mirror.release(key)
         self.events.after(self._config.retry_s * 2 ** (tried - 1), partial(self._place, key))
 
-    def _finished(self, replica: Replica, keys: list[int]) -> None:
+    def _finished(self, replica: VirtualReplica, keys: list[int]) -> None:
         for key in keys:
             target = self._targets.pop(key, None)
             if target is None:
@@ -342,16 +342,18 @@ class Cluster:
 
     # From prefill to decode.
 
-    def _prefill(self, source: Replica, target: Replica, key: int, handover_s: float) -> None:
+    def _prefill(
+        self, source: VirtualReplica, target: VirtualReplica, key: int, kv_transfer_s: float
+    ) -> None:
         """A request comes to the replica that computes its prompt for ``target``."""
         if not source.alive:
             self._lost(source, key)
-        elif source.prefill(key, handover_s):
+        elif source.prefill(key, kv_transfer_s):
             self._targets[key] = target
         else:
             self._end(key, TOO_LONG)
 
-    def _send(self, source: Replica, target: Replica, key: int) -> None:
+    def _send(self, source: VirtualReplica, target: VirtualReplica, key: int) -> None:
         """Notify ``target``, which fetches the KV; ``source`` keeps it meanwhile."""
         tokens = self._requests.context_tokens(key)
         blocks = source.keep(tokens)
@@ -360,7 +362,7 @@ class Cluster:
         self.events.after(self._config.dispatch_s + seconds, sent)
 
     def _sent(
-        self, source: Replica, target: Replica, key: int, blocks: int, seconds: float
+        self, source: VirtualReplica, target: VirtualReplica, key: int, blocks: int, seconds: float
     ) -> None:
         source.let_go(blocks)
         if not target.alive:
@@ -379,7 +381,7 @@ class Cluster:
     def _grow(self, role: Role, count: int) -> None:
         for _ in range(count):
             name = f"{role}-{len(self.replicas)}"
-            replica = Replica(
+            replica = VirtualReplica(
                 name,
                 role,
                 self._make_engine(role, len(self.replicas)),
@@ -414,7 +416,7 @@ class Cluster:
             for role in self._roles
         ]
 
-    def _alive(self, number: int) -> Replica | None:
+    def _alive(self, number: int) -> VirtualReplica | None:
         """The replica with a number, if it is there."""
         known = 0 <= number < len(self.replicas)
         return self.replicas[number] if known and self.replicas[number].alive else None
@@ -434,7 +436,7 @@ class Cluster:
             grow = partial(self._grow, replica.role, 1)
             self.events.after(failure.down_s, grow)
 
-    def _noticed(self, replica: Replica, keys: list[int]) -> None:
+    def _noticed(self, replica: VirtualReplica, keys: list[int]) -> None:
         self._mirror.forget(replica.name)
         for key in keys:
             self._targets.pop(key, None)
@@ -487,11 +489,11 @@ def simulate_cluster(
     seeds = np.random.SeedSequence(seed)
     network = np.random.default_rng(seeds.spawn(1)[0])
 
-    def make_engine(role: Role, number: int) -> Engine:
+    def make_engine(role: Role, number: int) -> VirtualEngine:
         rng = np.random.default_rng(seeds.spawn(1)[0])
         node = nodes[number] if number < len(nodes) else usual
         policy = make_batch(role)
-        return Engine(node.engine, policy, node.belief, node.truth, requests, rng)
+        return VirtualEngine(node.engine, policy, node.belief, node.truth, requests, rng)
 
     run = Cluster(
         requests,

@@ -29,7 +29,7 @@ class StuckError(RuntimeError):
     """An engine has live requests and could run none of them."""
 
 
-class Engine:
+class VirtualEngine:
     """Runs a batch policy over its live requests, one step at a time.
 
     The caller owns the clock: :meth:`begin` says how long the step takes, :meth:`complete` ends it.
@@ -167,16 +167,16 @@ class Engine:
         self._enter(key, requests.rows[key], requests.private[key])
         return True
 
-    def prefill(self, key: int, handover_s: float) -> bool:
+    def prefill(self, key: int, kv_transfer_s: float) -> bool:
         """Queue a request of which only the context is computed here, for another engine. It ends
-        with a token that is not sent to the client and is due ``handover_s`` before the request's
-        first token. ``False``: the context is longer than the KV."""
+        with a token that is not sent to the client and is due ``kv_transfer_s`` before the first
+        token of the request. ``False``: the context is longer than the KV."""
         requests = self._requests
         if requests.context_tokens(key) >= self.config.kv_tokens:
             return False
         row, private = requests.rows[key].copy(), requests.private[key].copy()
         private[steps.TARGET] = row[EXPECTED] = 1
-        row[TTFT] = prompt_ttft_s(row[TTFT], handover_s)
+        row[TTFT] = prompt_ttft_s(row[TTFT], kv_transfer_s)
         private[steps.STAGES_LEFT] = 0
         private[steps.OFFSET] = len(requests.emitted_s)
         self._prefills.add(key)

@@ -62,7 +62,7 @@ class _Known:
         self.news: tuple[Sent, float] | None = None
 
 
-class Mirror:
+class VirtualMirror:
     """The replicas of all roles, and the decisions about them.
 
     Reports are taken in when the next decision is made, so those that no decision looks at cost

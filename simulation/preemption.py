@@ -52,7 +52,7 @@ Foresight = Literal["slack", "deadline", "none"]
 deadline (D-EDF), or never (EDF). FlowPrefill §6.3."""
 
 
-class PreemptionConfig(BaseModel):
+class SuspensionConfig(BaseModel):
     """Where prefills stop, and at which cost. The names are those of production's configuration.
 
     The times are those that were measured on a CPU: 0.32 microseconds for a check with its wrapper,
@@ -182,7 +182,7 @@ class PreemptiveEngine:
 
     def __init__(
         self,
-        config: PreemptionConfig,
+        config: SuspensionConfig,
         model: Model,
         truth: Truth,
         believed: LatencyModel,

@@ -17,8 +17,8 @@ from sluice.scheduling.routing import RouteQuery
 from sluice.scheduling.routing import make_policy as make_routing
 from sluice.simulation.config import ClusterConfig
 from sluice.simulation.forward import LLAMA3_8B, Model
-from sluice.simulation.mirror import Mirror, Sent
-from sluice.simulation.preemption import BLOCK_TOKENS, Counts, PreemptionConfig, PreemptiveEngine
+from sluice.simulation.mirror import Sent, VirtualMirror
+from sluice.simulation.preemption import BLOCK_TOKENS, Counts, PreemptiveEngine, SuspensionConfig
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import HEADROOM
 from sluice.simulation.truth import Truth
@@ -58,7 +58,7 @@ class Gate:
         latency: LatencyModel,
         now_s: float,
     ) -> None:
-        self._mirror = Mirror(ClusterConfig(), make_routing("round_robin"), admission)
+        self._mirror = VirtualMirror(ClusterConfig(), make_routing("round_robin"), admission)
         self._tiers = frozenset({Tier.GUARANTEED}) if refuses else frozenset(Tier)
         self._requests = requests
         self._latency = latency
@@ -103,7 +103,7 @@ def simulate_prefills(
     workload: Workload,
     truth: Truth,
     believed: LatencyModel | None = None,
-    config: PreemptionConfig | None = None,
+    config: SuspensionConfig | None = None,
     model: Model = LLAMA3_8B,
     seed: int = 0,
     admission: AdmissionPolicy | None = None,
@@ -134,7 +134,7 @@ def simulate_prefills(
     believed = truth.model.with_headroom(HEADROOM) if believed is None else believed
     requests = Requests(workload)
     rng = np.random.default_rng(seed)
-    engine = PreemptiveEngine(config or PreemptionConfig(), model, truth, believed, rng)
+    engine = PreemptiveEngine(config or SuspensionConfig(), model, truth, believed, rng)
     gate = None
     if admission is not None:
         gate = Gate(admission, refuses, requests, believed.with_headroom(1.0), 0.0)

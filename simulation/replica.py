@@ -12,15 +12,15 @@ from sluice.scheduling.fleet.state import ROW
 from sluice.scheduling.fleet.transfer import NO_TRANSFERS, Transfers
 from sluice.scheduling.roles import Role
 from sluice.simulation.config import ClusterConfig
-from sluice.simulation.engine import Engine, StuckError
+from sluice.simulation.engine import StuckError, VirtualEngine
 from sluice.simulation.events import Events
-from sluice.simulation.mirror import PREFILL_KEYS, Mirror, Sent
+from sluice.simulation.mirror import PREFILL_KEYS, Sent, VirtualMirror
 
 _NO_ROWS = np.zeros(0, ROW)
 _NOTHING_HELD: frozenset[int] = frozenset()
 
 
-class Replica:
+class VirtualReplica:
     """Steps its engine whenever it has requests, and reports to a mirror.
 
     Args:
@@ -39,12 +39,12 @@ class Replica:
         self,
         name: str,
         role: Role,
-        engine: Engine,
+        engine: VirtualEngine,
         events: Events,
-        mirror: Mirror,
+        mirror: VirtualMirror,
         config: ClusterConfig,
         rng: np.random.Generator,
-        on_finished: Callable[[Replica, list[int]], None],
+        on_finished: Callable[[VirtualReplica, list[int]], None],
     ) -> None:
         self.name = name
         self.role = role
@@ -72,10 +72,10 @@ class Replica:
         """Take a request; ``False`` if it can never run here."""
         return self._took(key, self.engine.submit(key))
 
-    def prefill(self, key: int, handover_s: float) -> bool:
+    def prefill(self, key: int, kv_transfer_s: float) -> bool:
         """Take a request whose context is to be computed for another replica; its KV transfer is
-        predicted to take ``handover_s``. ``False`` if it can never run here."""
-        return self._took(key + PREFILL_KEYS, self.engine.prefill(key, handover_s))
+        predicted to take ``kv_transfer_s``. ``False`` if it can never run here."""
+        return self._took(key + PREFILL_KEYS, self.engine.prefill(key, kv_transfer_s))
 
     def take_over(self, key: int, tokens: int, seconds: float) -> bool:
         """Take a request with the KV of its context of ``tokens`` tokens, whose transfer took

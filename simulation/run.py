@@ -14,7 +14,7 @@ from sluice.scheduling.batching import BatchPolicy
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.placement.length import LengthPredictor
 from sluice.simulation.config import EngineConfig
-from sluice.simulation.engine import Engine
+from sluice.simulation.engine import VirtualEngine
 from sluice.simulation.requests import Requests
 from sluice.simulation.truth import Belief, Truth
 from sluice.simulation.workload import Workload
@@ -37,7 +37,8 @@ class Result:
         computed_tokens: tokens that went through steps.
         recomputed_tokens: of these, those that had been computed before, or were cached, and lost.
         hit_tokens: tokens that prefix caches had.
-        fallbacks: steps that the policy left empty, see :class:`~sluice.simulation.engine.Engine`.
+        fallbacks: steps that the policy left empty, see
+            :class:`~sluice.simulation.engine.VirtualEngine`.
         dropped: planned entries that the engine could not run.
         correction: mean of the engines' learnt corrections at the end.
         moved: times that a request was placed again after a replica failed.
@@ -90,7 +91,7 @@ class Size(NamedTuple):
 
 def result_of(
     requests: Requests,
-    engines: Sequence[Engine],
+    engines: Sequence[VirtualEngine],
     end_s: float,
     up_s: float,
     moved: int = 0,
@@ -152,13 +153,13 @@ def simulate(
     believed, true = sides(truth, belief)
     requests = Requests(workload, predictor)
     rng = np.random.default_rng(seed)
-    engine = Engine(config or EngineConfig(), policy, believed, true, requests, rng)
+    engine = VirtualEngine(config or EngineConfig(), policy, believed, true, requests, rng)
     end_s = drive(engine, requests)
     first_s = workload.arrivals[0].arrival_s if len(workload) else 0.0
     return result_of(requests, [engine], end_s, end_s - first_s)
 
 
-def drive(engine: Engine, requests: Requests) -> float:
+def drive(engine: VirtualEngine, requests: Requests) -> float:
     """Run the clock until ``engine`` has seen and ended all ``requests``; return the last time.
 
     Requests that arrive during a step are seen by the next plan.

@@ -142,6 +142,11 @@ class Workload:
         return fmean(arrival.prompt_tokens for arrival in self.arrivals) if self.arrivals else 0.0
 
     @property
+    def tightest_tpot_s(self) -> float:
+        """The smallest TPOT that a request states, seconds; infinite without any."""
+        return min((arrival.slo.columns[1] for arrival in self.arrivals), default=inf)
+
+    @property
     def mean_output_tokens(self) -> float:
         """Mean output length over all stages, tokens; 0 without requests."""
         return fmean(arrival.output_tokens for arrival in self.arrivals) if self.arrivals else 0.0

@@ -19,7 +19,7 @@ import ray
 from ray.serve._private.common import DeploymentID
 from ray.serve.context import _get_global_client
 
-from sluice.controller.lookup import NAMESPACE, controller_actor_name
+from sluice.controller.discovery import NAMESPACE, controller_actor_name
 from sluice.deploy.app import REPLICA_DEPLOYMENTS, ROUTER_DEPLOYMENT
 from sluice.scheduling.roles import Role
 

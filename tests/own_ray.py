@@ -12,7 +12,7 @@ from pathlib import Path
 import ray
 from ray import serve
 
-from sluice.controller.lookup import NAMESPACE
+from sluice.controller.discovery import NAMESPACE
 from sluice.deploy.local import start_serve
 from sluice.deploy.ray_settings import free_port
 from sluice.deploy.ray_start import start_ray

@@ -8,8 +8,8 @@ from sluice.benchmarks.experiments.grid import Experiment
 
 _MODULES = (
     *("default_policy", "proserve", "disaggregation", "fairbatching", "slos_serve", "annealing"),
-    *("speculation", "flowprefill", "routers", "promises", "retry_after", "fair_shares"),
-    *("autoscaling", "simulator_speed"),
+    *("flowprefill", "routers", "promises", "retry_after", "fair_shares", "autoscaling"),
+    "simulator_speed",
 )
 
 EXPERIMENTS: dict[str, Experiment] = {

@@ -13,7 +13,7 @@ from sluice.benchmarks.experiments.grid import Experiment, Product, Scaled
 from sluice.benchmarks.experiments.systems import SETUPS, Contender, run
 from sluice.benchmarks.experiments.tables import Pivot, Rows, having
 from sluice.scheduling.batching.annealing import AnnealingOptions
-from sluice.scheduling.batching.priority_mapping import Jobs, Schedule, anneal, predict
+from sluice.scheduling.batching.priority_mapping import Jobs, anneal, predict
 from sluice.scheduling.latency.request_model import Interaction, InteractionLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import row_of
@@ -57,11 +57,10 @@ def score(jobs: Jobs, batches: Batches) -> tuple[int, float]:
     requests are part of the first batch."""
     met, latency_s, wait_s = 0, jobs.waited_s, 0.0
     for index, batch in enumerate(batches):
-        members = [(jobs.waiting, job) for job in batch]
-        if index == 0:
-            members = [(jobs.joining or jobs.waiting, job) for job in batch]
-            if jobs.running is not None:
-                members += [(jobs.running, job) for job in range(len(jobs.running.exec_s))]
+        own = (jobs.joining or jobs.waiting) if index == 0 else jobs.waiting
+        members = [(own, job) for job in batch]
+        if index == 0 and jobs.running is not None:
+            members += [(jobs.running, job) for job in range(len(jobs.running.exec_s))]
         column = len(members) - 1
         longest_s = 0.0
         for times, job in members:
@@ -122,11 +121,7 @@ def mapping(
     )
     model = InteractionLatency(prefill, decode)
     believed = make_jobs(requests, batch, seed, objectives, error, model)
-    chosen = AnnealingOptions()
-    schedule = Schedule.of(
-        *(chosen.initial_temperature, chosen.threshold, chosen.iterations, chosen.decay),
-        chosen.seed,
-    )
+    schedule = AnnealingOptions().schedule
     times_ms = []
     # The first call may load the compiled loops.
     for _ in range(1 + REPEATS):

@@ -105,7 +105,6 @@ LAYOUTS = Experiment(
     "disaggregation",
     "ours; SLOs-Serve §2.3",
     "Do separate prefill and decode replicas serve more than as many co-located ones?",
-    seeds=2,
     setting={
         **SETTING,
         "Replicas": "4, behind the default router",
@@ -180,7 +179,7 @@ RATIO = Experiment(
             kinds=Scaled((DISTSERVE,), (DISTSERVE, OURS)),
             span=SPAN,
             spans={"reasoning": Span(240.0, 20, 100)},
-            search=Search("attainment_window", (0.9,), 0.15, 1.35, 5),
+            loads=(Search("attainment_window", (0.9,), 0.15, 1.35, 5),),
         )
     ],
     derive=over_even,

@@ -27,14 +27,9 @@ BURST_S, SILENCE_S = 3.0, 7.0
 
 
 class Tenant(NamedTuple):
-    """One tenant.
-
-    Attributes:
-        weight: of its share.
-        demand: its demand over its share by weight of the guaranteed capacity; the demands are
-            scaled together so that their sum is the load.
-        bursty: all requests arrive in bursts of :data:`BURST_S`, with :data:`SILENCE_S` between.
-    """
+    """One tenant: the weight of its share; its demand over its share by weight of the guaranteed
+    capacity, scaled so that the sum of all is the load; and whether its requests arrive in bursts
+    of :data:`BURST_S`, with :data:`SILENCE_S` between."""
 
     weight: float
     demand: float
@@ -113,7 +108,7 @@ def measure(
     for number in np.unique(window[counted]):
         here = counted & (window == number)
         wanted, got = by_tenant(here), by_tenant(here & promised)
-        fair = fair_shares(wanted, weights, float(got.sum()))
+        fair = np.minimum(wanted, weights * water_level(wanted, weights, float(got.sum())))
         errors.append(np.abs(got - fair) / got.sum())
         modest = (fair >= wanted) & (wanted > 0.0)
         if modest.any():
@@ -127,12 +122,6 @@ def measure(
         "goodput": float(tokens[counted & met].sum()) / span_s,
         "kept": float(met[counted & promised].mean()),
     }
-
-
-def fair_shares(wanted: Floats, weights: Floats, capacity: float) -> Floats:
-    """Each tenant's share of ``capacity`` by weighted max-min fairness."""
-    shares: Floats = np.minimum(wanted, weights * water_level(wanted, weights, capacity))
-    return shares
 
 
 FIGURES = {
@@ -164,7 +153,6 @@ EXPERIMENT = Experiment(
     "ours; weighted max-min fairness, trunk reservation",
     "Under overload, does each tenant get its fair share of guaranteed capacity, and what does "
     "that cost?",
-    seeds=2,
     setting={
         "Tenants": "; ".join(f"{name}: {words}" for name, words in _ASKED.items()),
         "Arrivals": f"generated, Poisson, at load {OVERLOAD:g}, to which the demands are scaled "

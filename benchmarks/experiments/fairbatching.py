@@ -58,16 +58,12 @@ SYSTEMS: Mapping[str, tuple[str, ...]] = {
 def peaks(rows: Rows, policies: Sequence[str]) -> dict[Value, float]:
     """The peak effective rate by seed: the largest ``rate * attainment`` over loads, of the policy
     among ``policies`` with the highest mean peak."""
-    best: dict[Value, float] = {}
-    for policy in policies:
-        own: dict[Value, float] = {}
-        for row in rows:
-            if row["policy"] == policy:
-                rate = float(row["rate"]) * float(row[FIGURE])
-                own[row["seed"]] = max(own.get(row["seed"], 0.0), rate)
-        if own and (not best or fmean(own.values()) > fmean(best.values())):
-            best = own
-    return best
+    found: dict[Value, dict[Value, float]] = {}
+    for (policy, seed), own in grouped(rows, "policy", "seed").items():
+        rates = (float(row["rate"]) * float(row[FIGURE]) for row in own)
+        found.setdefault(policy, {})[seed] = max(rates)
+    chosen = (found[policy] for policy in policies if policy in found)
+    return max(chosen, key=lambda own: fmean(own.values()), default={})
 
 
 def peak(rows: Rows, policies: Sequence[str]) -> Estimate:
@@ -152,10 +148,6 @@ def _make(
     return with_objectives(QWEN["qwen"](setup, rate, requests, seed), lambda _: slo, words)
 
 
-def _objectives(slo_s: tuple[float, float]) -> Make:
-    return partial(_make, *slo_s)
-
-
 def gains(name: str, rows: Rows) -> Rows:
     """Gain in peak effective rate over Sarathi, percent, by objective and seed."""
     found = []
@@ -177,7 +169,7 @@ OBJECTIVES = Experiment(
     grids=[
         Sweep(
             named=("ttft_s", "tpot_s"),
-            workloads=workloads(Scaled(_SLOS[:1], _SLOS), _objectives),
+            workloads=workloads(Scaled(_SLOS[:1], _SLOS), lambda slo_s: partial(_make, *slo_s)),
             loads=Scaled((1.0,), (0.75, 0.9, 1.05, 1.25)),
             kinds=(*SARATHI[1:], FAIR, PAB, DEFAULT),
             span=SPAN,
@@ -300,7 +292,6 @@ CLUSTER = Experiment(
     "fairbatching_cluster",
     "FairBatching Fig. 8",
     "What does balancing by the prefill admission budget add to FairBatching?",
-    seeds=2,
     setting={
         **SETTING,
         "Arrivals": "generated, Poisson; with `--traces DIR` also recorded ones: at 8 replicas "

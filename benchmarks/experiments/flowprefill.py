@@ -19,7 +19,7 @@ from sluice.benchmarks.experiments.systems import DEFAULT, Contender, Kind, Setu
 from sluice.benchmarks.experiments.tables import Pivot, Rows, Where, pivots
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import EngineConfig
-from sluice.simulation.preemption import WHOLE, PreemptionConfig
+from sluice.simulation.preemption import WHOLE, SuspensionConfig
 from sluice.simulation.workload import Arrival, Workload, with_objectives
 from sluice.simulation.workloads.lengths import LengthDistribution
 from sluice.simulation.workloads.settings import FLOWPREFILL_TTFT_S, flowprefill, flowprefill_single
@@ -47,7 +47,7 @@ SETTING = {
     "and a check 0.32 us, both measured on a CPU",
 }
 SPAN = Scaled(Span(3.0, 10, 20), Span(120.0, 150, 500))
-PAPER = PreemptionConfig(depth=None, chunk_tokens=WHOLE, batch_tokens=4_096)
+PAPER = SuspensionConfig(depth=None, chunk_tokens=WHOLE, batch_tokens=4_096)
 """As in the paper: prompts are not split, and the number of suspended prefills is unlimited."""
 
 
@@ -58,7 +58,7 @@ def flow(label: str, **changes: object) -> Suspending:
 
 def bounded(label: str, **changes: object) -> Suspending:
     """The engine with its default bounds, and changes."""
-    return Suspending(label, PreemptionConfig().model_copy(update=changes))
+    return Suspending(label, SuspensionConfig().model_copy(update=changes))
 
 
 def _mix(scale: float, setup: Setup, rate: float, requests: int, seed: int) -> Workload:
@@ -118,7 +118,7 @@ def tightest(seed: int, policy: Kind, setup: Setup, load: float, span: Span) -> 
         case = loads.Case(mix(1.0 / strictness), setup)
         return loads.measure(policy, seed, case, rate, span.requests(rate))[FIGURE]
 
-    found = loads.greatest_loads(attainment)[0.9]
+    found = Search(FIGURE).loads(attainment)[0.9]
     return {"tightest": 1.0 / found if found else inf}
 
 
@@ -131,7 +131,7 @@ BELOW = Scaled((0.8,), (0.5, 0.7, 0.9, 1.1, 1.3))
 def _sweep(
     part: str,
     kinds: Sequence[Kind],
-    at: Planned[Sequence[float]] = BELOW,
+    at: Planned[Sequence[float | Search]] = BELOW,
     made: Planned[Mapping[Any, Make]] = MIX,
     setups: Planned[Sequence[Setup]] = (SETUP,),
     **more: Any,
@@ -215,7 +215,7 @@ SYSTEMS = Experiment(
     setting={**SETTING, **WORDS},
     grids=[
         _sweep("rates", KINDS, Scaled((0.6,), (0.3, 0.5, 0.7, 0.9, 1.1)), setups=_both),
-        _sweep("goodput", KINDS, setups=_both, search=Search(FIGURE)),
+        _sweep("goodput", KINDS, (Search(FIGURE),), setups=_both),
         _tightest(KINDS, 0.6, BOTH),
         _sweep(
             *("objectives", KINDS, (0.6,)),
@@ -302,7 +302,7 @@ SETTINGS = Experiment(
         _sweep("prediction", (FLOW,), Scaled((0.3,), (0.1, 0.3, 0.5, 0.7)), setups=_both),
         _sweep("colocated", (VLLM, DEFAULT, FLOW, BOUNDED), made={"co-located": colocated}),
         _sweep("experts", DENSE, setups=(EXPERTS,)),
-        _sweep("goodput", DENSE, setups=(EXPERTS,), search=Search(FIGURE)),
+        _sweep("goodput", DENSE, (Search(FIGURE),), setups=(EXPERTS,)),
         _tightest(DENSE, 0.6, {"30b-a3b": EXPERTS}),
     ],
     tables=[
@@ -374,7 +374,7 @@ BOUNDS = Experiment(
 # Admission.
 
 _ADMITTED = [
-    Suspending(f"{name}, {words}", PreemptionConfig(), name, refuses=refuses)
+    Suspending(f"{name}, {words}", SuspensionConfig(), name, refuses=refuses)
     for name in ("moore_hodgson", "slos_serve", "pab")
     for words, refuses in (("refuse", True), ("best effort", False))
 ]

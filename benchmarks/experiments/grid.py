@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from sluice.benchmarks.experiments.tables import Pivot, Row, Rows, Value
+from sluice.simulation.parallel import in_processes
 from sluice.simulation.planning.plots import Chart, Table
 
 Scale = Literal["quick", "normal", "full"]
@@ -129,36 +128,31 @@ class Product:
         return found
 
 
-class Findings(NamedTuple):
-    """What an experiment shows."""
-
-    tables: Sequence[Table]
-    charts: Sequence[Chart]
-
-
-class Experiment(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Experiment:
     """One experiment.
 
     Attributes:
         name: the command's name.
         source: paper and figures that it repeats.
         question: the question that it answers, one sentence.
-        seeds: how many by default.
         setting: the conditions, in words, where they differ from :data:`COMMON`.
         grids: their cells are those of the experiment.
         tables: made of the rows of all cells and seeds, in the order of the cells. A table without
             lines is not shown.
         derive: figures that follow from those of several cells; ``None``: there are none.
+        seeds: how many by default.
     """
 
     name: str
     source: str
     question: str
-    seeds: int
+    _: KW_ONLY
     setting: Mapping[str, str]
     grids: Sequence[Grid]
     tables: Sequence[Callable[[Rows], Table]]
     derive: Callable[[Rows], Rows] | None = None
+    seeds: int = 2
 
     @property
     def conditions(self) -> Mapping[str, str]:
@@ -169,34 +163,19 @@ class Experiment(NamedTuple):
         """The cells in this plan."""
         return [cell for grid in self.grids for cell in grid.cells(plan)]
 
-    def findings(self, rows: Rows) -> Findings:
-        """What ``rows`` show; every table over a numeric label is a chart, too."""
+    def findings(self, rows: Rows) -> tuple[list[Table], list[Chart]]:
+        """The tables of ``rows``, and a chart for each table over a numeric label."""
         rows = rows if self.derive is None else self.derive(rows)
         tables = [made for made in (table(rows) for table in self.tables) if made.rows]
         charts = [table.chart(rows) for table in self.tables if isinstance(table, Pivot)]
-        return Findings(tables, [chart for chart in charts if chart is not None])
+        return tables, [chart for chart in charts if chart is not None]
 
 
 def measured(cells: Sequence[Cell], seeds: Sequence[int], jobs: int) -> Iterator[Row]:
-    """A row for each cell and seed, in their order, as soon as it is measured.
-
-    Args:
-        cells: the grid.
-        seeds: each cell is measured once for each of them.
-        jobs: processes, >= 1; with one, everything runs in this process.
-    """
-    work = [(cell, seed) for cell in cells for seed in seeds]
-    if jobs == 1:
-        yield from map(_row, work)
-        return
-    # Forked processes would inherit threads; new ones load the compiled loops from their cache.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        try:
-            yield from pool.map(_row, work, chunksize=4)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    """A row for each cell and seed, in their order, as soon as it is measured, by ``jobs`` >= 1
+    processes."""
+    with in_processes(_row, jobs) as measure_all:
+        yield from measure_all([(cell, seed) for cell in cells for seed in seeds])
 
 
 def _row(work: tuple[Cell, int]) -> Row:

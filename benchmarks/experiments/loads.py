@@ -3,10 +3,10 @@ a system serves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
-from math import inf, sqrt
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from sluice.benchmarks.experiments.grid import Cell, Plan, Planned
 from sluice.benchmarks.experiments.systems import SETUPS, Contender, Kind, Layout, Setup, Suspending
 from sluice.benchmarks.experiments.tables import Value
 from sluice.scheduling.latency.model import LatencyModel
+from sluice.simulation.capacity import full_rate, greatest_loads
 from sluice.simulation.workload import (
     Workload,
     stretched,
@@ -28,7 +29,6 @@ from sluice.simulation.workloads import settings, traces
 from sluice.simulation.workloads.arrivals import OnOff
 from sluice.simulation.workloads.generators import Slowdown
 from sluice.simulation.workloads.lengths import LengthDistribution
-from sluice.simulation.workloads.traces import TraceError
 
 Make = Callable[[Setup, float, int, int], Workload]
 """A workload for a setup: its rate, the number of requests, and the seed."""
@@ -85,18 +85,6 @@ GENERATED: dict[str, Make] = {
 and one in bursts of 8 s on average with 12 s of silence between them."""
 
 
-def trace_files(folder: Path) -> list[Path]:
-    """The traces of a folder by name.
-
-    Raises:
-        TraceError: there are none.
-    """
-    found = sorted(each for each in folder.iterdir() if each.suffix in (".csv", ".jsonl"))
-    if not found:
-        raise TraceError(f"{folder}: has no .csv or .jsonl file")
-    return found
-
-
 @lru_cache(maxsize=8)
 def _trace(path: Path) -> Workload:
     return traces.load(path)
@@ -114,7 +102,9 @@ def _recorded(
     share = min(1.0, rate / trace.rate) if scaling == "thinned" else 1.0
     wanted = min(len(trace), max(1, round(requests / share)))
     start = int(np.random.default_rng(seed).integers(len(trace) - wanted + 1))
-    workload = part_of(trace, start, wanted)
+    chosen = trace.arrivals[start : start + wanted]
+    moved = tuple(a._replace(arrival_s=a.arrival_s - chosen[0].arrival_s) for a in chosen)
+    workload = replace(trace, arrivals=moved)
     if share < 1:
         workload = thinned(workload, share, seed)
     # The rate is a mean over the trace; this window has its own.
@@ -125,15 +115,6 @@ def _recorded(
     words = "TTFT 3 times that of the prompt on an idle engine, at least 0.8 s; TPOT 0.08 s."
     judged = with_objectives(workload, lambda a: slowdown(a.prompt_tokens), words)
     return with_priorities(judged, {2: 1.0, 1: 1.0}, seed)
-
-
-def part_of(trace: Workload, start: int, count: int) -> Workload:
-    """``count`` requests of a trace from request ``start`` on, the first of them at time 0."""
-    chosen = trace.arrivals[start : start + count]
-    begin_s = chosen[0].arrival_s
-    moved = tuple(arrival._replace(arrival_s=arrival.arrival_s - begin_s) for arrival in chosen)
-    words = f"{trace.description} Requests {start} to {start + count - 1}."
-    return replace(trace, arrivals=moved, description=words)
 
 
 def recorded(
@@ -147,7 +128,7 @@ def recorded(
     if folder is None:
         return {}
     found: dict[str, Make] = {}
-    for path in trace_files(folder):
+    for path in traces.trace_files(folder):
         _trace(path)
         for scaling in scalings:
             found[f"{path.stem} ({scaling})"] = partial(_recorded, path, scaling)
@@ -170,29 +151,7 @@ def workloads(
 
 def full_load_rate(make: Make, setup: Setup) -> float:
     """The rate of load 1, see :data:`~sluice.benchmarks.experiments.grid.COMMON`."""
-    sample = make(setup, 1.0, SAMPLE, 0)
-    model = setup.truth
-    work_s, held_tokens = 0.0, 0.0
-    for arrival in sample.arrivals:
-        prompts = [arrival.prompt_tokens, *(stage.prompt_tokens for stage in arrival.stages)]
-        output, context = arrival.output_tokens, 0
-        for prompt in prompts:
-            work_s += model.work_s(prompt, context) if prompt else 0.0
-            context += prompt
-        middle = context + output // 2
-        work_s += output * model.work_s(1, middle)
-        held_tokens += output * middle
-    work_s, held_tokens = work_s / len(sample), held_tokens / len(sample)
-    tpot_s = least_tpot_s(sample)
-    if tpot_s == inf:
-        return 1 / work_s
-    busy = (1 - min(model.fixed_s / tpot_s, 0.7)) / work_s
-    return min(busy, setup.engine.kv_tokens / (held_tokens * tpot_s))
-
-
-def least_tpot_s(workload: Workload) -> float:
-    """The tightest TPOT objective that a request states; infinite without any."""
-    return min((arrival.slo.tpot_s or inf for arrival in workload.arrivals), default=inf)
+    return full_rate(make(setup, 1.0, SAMPLE, 0), setup.truth, setup.engine)
 
 
 class Span(NamedTuple):
@@ -251,19 +210,20 @@ def measure(kind: Kind, seed: int, case: Case, rate: float, requests: int) -> Ma
     return systems.cluster_figures(done)
 
 
-LEAST_LOAD, MOST_LOAD = 0.05, 4.0
-
-
 class Search(NamedTuple):
     """For the greatest rates, per replica, at which the ``shares`` of the requests attain by
-    ``figure``: ``rate_0.9``; ``least``, ``most`` and ``steps`` are those of
-    :func:`greatest_loads`."""
+    ``figure``: ``rate_0.9``; the others are those of
+    :func:`~sluice.simulation.capacity.greatest_loads`."""
 
     figure: str
     shares: Sequence[float] = (0.9,)
-    least: float = LEAST_LOAD
-    most: float = MOST_LOAD
+    least: float = 0.05
+    most: float = 4.0
     steps: int = 7
+
+    def loads(self, attainment: Callable[[float], float]) -> Mapping[float, float]:
+        """The load by share."""
+        return greatest_loads(attainment, *self[1:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,8 +235,7 @@ class Sweep:
         kinds: the systems. A static policy without a token budget gets the profiled one.
         span: of the arrivals; its numbers of requests apply to each replica.
         spans: of single workloads, in place of ``span``.
-        loads: as :data:`~sluice.benchmarks.experiments.grid.COMMON` says.
-        search: in place of given loads, the greatest one is searched for.
+        loads: as :data:`~sluice.benchmarks.experiments.grid.COMMON` says; a search is no label.
         setups: of the engine, or of the replicas that a layout does not name.
         layouts: the replicas of systems with a router.
         named: see ``workloads``.
@@ -287,9 +246,8 @@ class Sweep:
     workloads: Planned[Mapping[Any, Make]]
     kinds: Planned[Sequence[Kind]]
     span: Planned[Span]
+    loads: Planned[Sequence[float | Search]]
     spans: Mapping[str, Planned[Span]] = field(default_factory=dict)
-    loads: Planned[Sequence[float]] = ()
-    search: Planned[Search | None] = None
     setups: Planned[Sequence[Setup]] = (SETUPS["8b"],)
     layouts: Planned[Sequence[Layout | None]] = (None,)
     named: Sequence[str] = ("workload",)
@@ -311,67 +269,31 @@ class Sweep:
                     if layout is not None:
                         labels |= {"layout": layout.name, "replicas": layout.size}
                     case = Case(make, setup, layout, self.oracle)
-                    for more, run in self._runs(plan, case, span):
+                    full_rate = case.full_rate
+                    for load in plan.of(self.loads):
+                        at = {} if isinstance(load, Search) else {"load": load}
+                        run = partial(at_load, case=case, full_rate=full_rate, load=load, span=span)
                         found += [
-                            Cell({**labels, **more, **systems.labels_of(kind)}, partial(run, kind))
+                            Cell({**labels, **at, **systems.labels_of(kind)}, partial(run, kind))
                             for kind in kinds
                         ]
         return found
 
-    def _runs(
-        self, plan: Plan, case: Case, span: Span
-    ) -> Iterator[tuple[Mapping[str, Value], Callable[..., Mapping[str, float]]]]:
-        """Labels, and the measurement of a system and a seed."""
-        search = plan.of(self.search)
-        if search is not None:
-            yield {}, partial(capacity, case=case, span=span, search=search)
-            return
-        full = case.full_rate
-        for load in plan.of(self.loads):
-            rate = load * full
-            requests = span.requests(rate / case.size) * case.size
-            yield {"load": load}, partial(measure, case=case, rate=rate, requests=requests)
 
+def at_load(
+    kind: Kind, seed: int, case: Case, full_rate: float, load: float | Search, span: Span
+) -> Mapping[str, float]:
+    """The figures at a load, 1 of which is ``full_rate``, or the rates that a search finds."""
 
-def capacity(kind: Kind, seed: int, case: Case, span: Span, search: Search) -> Mapping[str, float]:
-    """The figures of a cell with a search."""
-    full = full_load_rate(case.make, case.setup)
+    def run(load: float) -> Mapping[str, float]:
+        rate = load * full_rate
+        return measure(kind, seed, case, rate, span.requests(rate / case.size) * case.size)
 
-    def attainment(load: float) -> float:
-        rate, requests = load * full * case.size, span.requests(load * full) * case.size
-        return measure(kind, seed, case, rate, requests)[search.figure]
-
-    found = greatest_loads(attainment, *search[1:])
-    return {f"rate_{share:g}": load * full for share, load in found.items()}
-
-
-def greatest_loads(
-    attainment: Callable[[float], float],
-    shares: Sequence[float] = (0.9,),
-    least: float = LEAST_LOAD,
-    most: float = MOST_LOAD,
-    steps: int = 7,
-) -> Mapping[float, float]:
-    """By share, in (0, 1]: the load from ``least`` to ``most`` at which that share attains, by
-    ``steps`` halvings of the logarithm of the range, and in the last part on a straight line of the
-    log odds; 0 if it is not reached at the lowest. Every run serves all searches, and the ends,
-    which cost most, run only if they are needed."""
-    at = cache(attainment)
-
-    def search(share: float) -> float:
-        low, high = least, most
-        for _ in range(steps):
-            middle = sqrt(low * high)
-            low, high = (middle, high) if at(middle) >= share else (low, middle)
-        if at(low) < share:
-            return 0.0
-        if at(high) >= share:
-            return high
-        odds = np.clip((at(low), share, at(high)), 0.002, 0.998)
-        below, wanted, above = np.log(odds / (1 - odds))
-        return low * float((high / low) ** ((below - wanted) / max(below - above, 1e-9)))
-
-    return {share: search(share) for share in shares}
+    if not isinstance(load, Search):
+        return run(load)
+    figure, full = load.figure, full_load_rate(case.make, case.setup)
+    found = load.loads(lambda each: run(each)[figure])
+    return {f"rate_{share:g}": each * full for share, each in found.items()}
 
 
 STATIC = ("sarathi", "sarathi_priority", "edf", "sjf")
@@ -391,7 +313,7 @@ def fitted(kind: Kind, budget: Callable[[], int]) -> Kind:
 
 def budget_of(make: Make, setup: Setup) -> int:
     """:func:`profiled_budget` for a workload."""
-    return profiled_budget(setup, least_tpot_s(make(setup, 1.0, SAMPLE, 0)))
+    return profiled_budget(setup, make(setup, 1.0, SAMPLE, 0).tightest_tpot_s)
 
 
 def profiled_budget(setup: Setup, tpot_s: float) -> int:

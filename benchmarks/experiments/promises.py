@@ -135,6 +135,9 @@ def sums_of(rows: Rows) -> list[Sums]:
     return found
 
 
+_SHARES = (("promised",), ("kept", "promised"), ("kept", "kept", ORACLE), ("attained",))
+
+
 def by_model(rows: Rows) -> Table:
     """Means over the cells of each wrong model."""
     sums = sums_of(rows)
@@ -142,13 +145,8 @@ def by_model(rows: Rows) -> Table:
     for model in dict.fromkeys(each.labels[3] for each in sums):
         cells = [each for each in sums if each.labels[3] == model]
         for system in (NONE, MARGINS, ORACLE):
-            shares = [
-                [own.share(system, "promised") for own in cells],
-                [own.share(system, "kept", "promised") for own in cells],
-                [own.share(system, "kept", "kept", ORACLE) for own in cells],
-                [own.share(system, "attained") for own in cells],
-            ]
             late = max(float(row["late_p95"]) for own in cells for row in own.of[system])
+            shares = ([own.share(system, *part) for own in cells] for part in _SHARES)
             means = (f"{100 * fmean(share):.1f} %" for share in shares)
             lines.append((model, system, *means, f"{late:.2f}"))
     return Table(
@@ -208,7 +206,6 @@ EXPERIMENT = Experiment(
     "promises",
     "ours; adaptive conformal inference is Gibbs and Candès 2021",
     "Are guarantees kept where the engine's latency model is wrong, and what do the margins cost?",
-    seeds=2,
     setting={
         "TPOT": "mean since the first token; kept: every stated objective of every stage is met",
         "Goodput": "guaranteed and kept; all systems have the same arrivals, so ratios per request "

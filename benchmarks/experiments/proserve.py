@@ -14,7 +14,7 @@ from sluice.benchmarks.experiments.grid import Experiment, Planned, Product, Sca
 from sluice.benchmarks.experiments.loads import Make, Span, Sweep, generated, workloads
 from sluice.benchmarks.experiments.systems import DEFAULT, ROUTER, SETUPS, Contender, System
 from sluice.benchmarks.experiments.tables import Pivot, Rows, grouped, mean, pivots
-from sluice.scheduling.batching import BatchBuilder
+from sluice.scheduling.batching import BatchPlan
 from sluice.scheduling.batching.slidebatching import SlideBatching
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.request.queue import QueueView
@@ -228,7 +228,7 @@ def time_line(seed: int, policy: Contender, load: float, span: Span) -> dict[str
     assert isinstance(budgeted, Contender) and isinstance(slide, SlideBatching)
     counted: list[tuple[float, int, int, int]] = []
 
-    def note(_: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel) -> None:
+    def note(_: BatchPlan, queue: QueueView, now_s: float, latency: LatencyModel) -> None:
         split = slide.partition(queue.table, now_s, latency)
         urgent, late = int(split.urgent.sum()), int((split.due_s < now_s).sum())
         counted.append((now_s, urgent, len(split.urgent) - urgent, late))
@@ -238,11 +238,11 @@ def time_line(seed: int, policy: Contender, load: float, span: Span) -> dict[str
     part_s = workload.arrivals[-1].arrival_s / PARTS
     seen = np.array(counted)
     parts = (seen[:, 0] // part_s).astype(int)
-    counts = np.bincount(parts, minlength=PARTS)
-    found = {}
-    for place, figure in enumerate(("urgent", "normal", "late"), start=1):
-        sums = np.bincount(parts, seen[:, place], PARTS)
-        found[figure] = sums[:PARTS] / np.maximum(counts[:PARTS], 1)
+    counts = np.maximum(np.bincount(parts, minlength=PARTS)[:PARTS], 1)
+    found = {
+        figure: np.bincount(parts, seen[:, place], PARTS)[:PARTS] / counts
+        for place, figure in enumerate(("urgent", "normal", "late"), start=1)
+    }
     left = ~np.isnan(requests.emitted_s)
     when = (requests.emitted_s[left] // part_s).astype(int)
     gain = np.bincount(when, gained.gain[left], PARTS)[:PARTS]
@@ -344,7 +344,6 @@ def _on_cluster(
         name,
         f"ProServe {title}",
         question,
-        seeds=2,
         setting={**SETTING, "Min-load": "fewest requests: waiting, running, in transit", **setting},
         grids=[_datasets(kinds, datasets, loads, (setup,), span, layouts)],
         derive=missed,

@@ -107,7 +107,6 @@ EXPERIMENT = Experiment(
     "ours; reservation with backfilling is Lifka 1995",
     "Is a refused request guaranteed when it retries at its Retry-After, and what does the "
     "capacity reserved for it cost?",
-    seeds=2,
     setting={
         "Admission": f"{ADMISSION}; requests that cannot be guaranteed are refused",
         "Replicas": f"{REPLICAS}, co-located, with {DEFAULT.policy}, behind the default router",

@@ -104,7 +104,6 @@ COLOCATED = Experiment(
     "routers",
     "ours; the routers are those of the five papers and the usual baselines",
     "Which router has the highest SLO attainment, and does the default lose anywhere?",
-    seeds=2,
     setting=SETTING,
     grids=[
         _sized(
@@ -126,7 +125,6 @@ DISAGGREGATED = Experiment(
     "routers_disaggregated",
     "ours, after ProServe §5.2",
     "The same with prefill and decode on separate replicas?",
-    seeds=2,
     setting={**SETTING, "Roles": "a quarter of the replicas only decode"},
     grids=[
         _sized(
@@ -163,7 +161,6 @@ def _uneven(
         name,
         f"ours; the default router is {ROUTER}",
         question,
-        seeds=2,
         setting={**SETTING, "Replicas": f"8, co-located, with {LOCAL}", **words},
         grids=[
             Sweep(
@@ -234,7 +231,6 @@ ADMISSION = Experiment(
     "ours; FairBatching §3.4 (pab), SLOs-Serve §4 (two tiers)",
     "How many requests are guaranteed, are the guarantees kept, and what do the requests get that "
     "no replica can guarantee?",
-    seeds=2,
     setting={
         **SETTING,
         "Admission": "as named, and what happens to a request that no replica can guarantee: it is "

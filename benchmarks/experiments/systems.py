@@ -9,23 +9,21 @@ correction of production.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import nan
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from sluice.benchmarks.experiments.pab_admission import Rejecting
 from sluice.controller.config import ControllerConfig
 from sluice.scheduling import admission as admissions
 from sluice.scheduling import routing
-from sluice.scheduling.batching import POLICIES, BatchBuilder, BatchPolicy, make_policy
+from sluice.scheduling.batching import POLICIES, BatchPolicy, make_policy
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency, StepSample
 from sluice.scheduling.latency.speculation import AllDrafts
 from sluice.scheduling.placement.length import OracleLengths, TaskLengths
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.request.objective import SLO, GainWeights
-from sluice.scheduling.request.queue import QueueView
 from sluice.scheduling.roles import Role
 from sluice.simulation.cluster import REFUSED, Incident, Node, simulate_cluster
 from sluice.simulation.config import Autoscaling, ClusterConfig, EngineConfig, WhenUnattainable
@@ -40,12 +38,14 @@ from sluice.simulation.metrics import (
     workload_weights,
     worst_by_request,
 )
-from sluice.simulation.preemption import PreemptionConfig
+from sluice.simulation.preemption import SuspensionConfig
 from sluice.simulation.prefill_run import PrefillRun, simulate_prefills
+from sluice.simulation.rejecting import Rejecting
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import HEADROOM, Result, simulate
 from sluice.simulation.truth import Belief, Truth
 from sluice.simulation.workload import Workload
+from sluice.simulation.wrapped import Note, Noted
 
 
 class Setup(NamedTuple):
@@ -189,7 +189,7 @@ class Suspending(NamedTuple):
     """
 
     label: str
-    config: PreemptionConfig
+    config: SuspensionConfig
     admission: str = ""
     refuses: bool = False
 
@@ -236,28 +236,6 @@ def local_policy(contender: Contender, workload: Workload, role: Role = "mixed")
     return make_policy(contender.policy, options, role=role)
 
 
-Note = Callable[[BatchBuilder, QueueView, float, LatencyModel], None]
-"""Gets a batch when it is filled, the queue, the time and the latency model."""
-
-
-class Noted(BatchPolicy):
-    """Plans as ``inner`` does, and calls ``note`` for each batch."""
-
-    name = "noted"
-    source = "ours"
-
-    def __init__(self, inner: BatchPolicy, note: Note) -> None:
-        super().__init__()
-        self._inner, self._note = inner, note
-
-    def fill(
-        self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
-    ) -> None:
-        """As ``inner``."""
-        self._inner.fill(batch, queue, now_s, latency)
-        self._note(batch, queue, now_s, latency)
-
-
 def run(
     workload: Workload,
     contender: Contender,
@@ -296,17 +274,10 @@ def run_cluster(
     oracle: bool = False,
     autoscaling: Autoscaling | None = None,
 ) -> Run:
-    """One run behind a router.
+    """One run behind a router, with ``setup`` for the replicas that ``layout`` does not name.
 
-    Args:
-        workload: what arrives.
-        system: router, local policy and admission policy.
-        setup: of the replicas that ``layout`` does not name.
-        layout: the replicas.
-        seed: of the noise, of lost reports and of randomized routers.
-        oracle: see :func:`lengths_of`.
-        autoscaling: changes the numbers of replicas that ``layout`` begins with; ``None``: they
-            are fixed.
+    ``seed`` is that of the noise, of lost reports and of randomized routers; for ``oracle`` see
+    :func:`lengths_of`. ``autoscaling`` changes the numbers of replicas that ``layout`` begins with.
     """
     local, name = system.local, system.admission
     options = system.admission_options
@@ -348,8 +319,7 @@ def figures(run: Run) -> dict[str, float]:
     result, requests = run.result, run.result.requests
     measured = stages(requests)
     first = requests.first_stage[:-1]
-    accepted = np.ones(len(requests), np.bool_)
-    accepted[list(run.refused)] = False
+    accepted = ~np.isin(np.arange(len(requests)), list(run.refused))
     gain = deadline_gain(requests, measured)
     arrival_s = np.array([arrival.arrival_s for arrival in requests.arrivals])
     waited_s = measured.ttft_s[first]
@@ -435,11 +405,9 @@ def _by_tier(done: Run, measured: Stages) -> dict[str, float]:
     ended_s = np.nan_to_num(requests.emitted_s[last], nan=done.result.end_s)
     standard = ~requests.best_effort
     standard[list(done.refused)] = False
+    tiers = {"standard": standard, "best_effort": requests.best_effort}
     found = {
-        "standard_most": _most_at_once(arrived_s[standard], ended_s[standard]),
-        "best_effort_most": _most_at_once(
-            arrived_s[requests.best_effort], ended_s[requests.best_effort]
-        ),
+        f"{name}_most": _most_at_once(arrived_s[own], ended_s[own]) for name, own in tiers.items()
     }
     of = standard[requests.stage_request]
     pace_s = measured.tpot_s[TPOTMetric.WINDOW]

@@ -128,15 +128,14 @@ class AnswerCheck:
             if not 0 <= index < len(self._said):
                 raise WrongAnswerError("a choice that was not asked for")
             text = choice["text"] if "text" in choice else choice[inner].get("content")
-            self._see_text(index, text or "")
+            if text:
+                self._see_text(index, text)
             if choice.get("finish_reason") is not None:
                 if self._finished[index]:
                     raise WrongAnswerError("two ends of one choice")
                 self._finished[index] = True
 
     def _see_text(self, index: int, text: str) -> None:
-        if not text:
-            return
         self.chunks += 1
         self.first_chunks += index == 0
         if self._finished[index]:

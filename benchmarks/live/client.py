@@ -255,7 +255,10 @@ class _Request:
             sent_s = time.monotonic()
             async with self._session.post(url, json=body, headers=headers) as response:
                 begun = True
-                _read_head(outcome, response)
+                outcome.admission = response.headers.get(wire.ADMISSION_HEADER, "")
+                predicted_ms = response.headers.get(wire.PREDICTED_TTFT_HEADER)
+                if predicted_ms is not None:
+                    outcome.predicted_ttft_s = float(predicted_ms) / 1e3
                 if response.status != 200:
                     _refused(outcome, response.status, await response.content.read(_ERROR_BYTES))
                 elif body.get("stream"):
@@ -312,13 +315,6 @@ class _Request:
         outcome = self._outcome
         outcome.end, outcome.reason = End.ANSWERED, ""
         outcome.ttft_s, outcome.tpot_s = ttft_s, tpot_s
-
-
-def _read_head(outcome: Outcome, response: aiohttp.ClientResponse) -> None:
-    outcome.admission = response.headers.get(wire.ADMISSION_HEADER, "")
-    predicted_ms = response.headers.get(wire.PREDICTED_TTFT_HEADER)
-    if predicted_ms is not None:
-        outcome.predicted_ttft_s = float(predicted_ms) / 1e3
 
 
 def _refused(outcome: Outcome, status: int, body: bytes) -> None:

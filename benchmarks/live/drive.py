@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 from rich.console import Console
 
-from sluice.benchmarks.live.client import LoadError, Outcome, replay, saturated
+from sluice.benchmarks.live.client import Body, LoadError, Outcome, replay, saturated
 from sluice.benchmarks.live.gateway.engine import MODEL
 from sluice.benchmarks.live.processes import LeftOutError
 from sluice.benchmarks.live.report import Run
@@ -21,8 +21,11 @@ from sluice.benchmarks.live.resources import Meter, Usage
 from sluice.benchmarks.live.systems import Bench, System
 from sluice.deploy.local import StoppedError, stop_signals
 from sluice.simulation.planning.plots import ReportError
-from sluice.simulation.workload import Workload
+from sluice.simulation.workload import Arrival, Workload
 from sluice.simulation.workloads.traces import TraceError
+
+IN_FLIGHT = 16
+"""Concurrent requests that saturate an engine."""
 
 T = TypeVar("T")
 
@@ -52,12 +55,8 @@ def run(
     **options: Any,
 ) -> Run:
     """One run of a workload whose arrivals last ``seconds``, with the usage until its last request
-    ended of the processes of ``roots``, by default this one and all below it.
-
-    Args:
-        beside: runs meanwhile, until it is cancelled.
-        options: of :func:`sluice.benchmarks.live.client.replay`.
-    """
+    ended of the processes of ``roots``, by default this one and all below it. ``beside`` runs
+    meanwhile; the options are those of :func:`sluice.benchmarks.live.client.replay`."""
     gc.collect()
     meter = Meter(roots)
 
@@ -77,9 +76,13 @@ def run(
     return Run(labels, seconds, outcomes, usage)
 
 
-def capacity(bench: Bench, system: System, *load: Any) -> float:
-    """Requests a second with ``load``, see :func:`sluice.benchmarks.live.client.saturated`."""
-    return asyncio.run(until_stopped(bench, saturated(completions(system), MODEL, *load)))
+def capacity(
+    bench: Bench, system: System, arrivals: Iterator[Arrival], body: Body, engines: int, *times: Any
+) -> float:
+    """Requests a second with :data:`IN_FLIGHT` requests for each engine, see
+    :func:`sluice.benchmarks.live.client.saturated`."""
+    load = saturated(completions(system), MODEL, arrivals, body, IN_FLIGHT * engines, *times)
+    return asyncio.run(until_stopped(bench, load))
 
 
 async def until_stopped(bench: Bench, load: Coroutine[Any, Any, T]) -> T:

@@ -18,13 +18,12 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from sluice.benchmarks.experiments.loads import trace_files
 from sluice.benchmarks.live.client import Body, End, Json, LoadError, replay, stream_body
 from sluice.router.config import ServiceClass
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.workload import Arrival, Workload, stretched, thinned, window
 from sluice.simulation.workloads.arrivals import Gamma, MakeArrivals, Poisson
-from sluice.simulation.workloads.traces import TraceError, load
+from sluice.simulation.workloads.traces import TraceError, load, trace_files
 
 
 class Kind(NamedTuple):

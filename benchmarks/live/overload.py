@@ -1,11 +1,8 @@
 """Overload over real HTTP on real Ray and Serve, with simulated engines: does goodput stay the same
 when clients send far more than the engines can serve, and retry at once when they are refused?
 
-Run with ``sluice bench overload``. The classes refuse requests that cannot be guaranteed. The runs
-take turns on one cluster: in each round the same requests at the same times with and without
-retries, each of the two first in every other round. Client and cluster share this machine: check
-the client's lateness, the machine's load and the error of the ratio before you trust a figure.
-
+Run with ``sluice bench overload``. The runs take turns on one cluster: in each round the same
+requests at the same times with and without retries, each of the two first in every other round.
 The exit status is 1 if an answer was lost, or if the goodput with retries is below
 :data:`LEAST_RATIO` of the goodput without.
 """

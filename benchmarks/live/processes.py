@@ -35,7 +35,7 @@ PR_SET_PDEATHSIG = 1
 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 os.execvp(sys.argv[1], sys.argv[1:])
 """
-"""Runs a command, which the kernel ends with this process, however this one ends; see prctl(2). It
+"""Runs a command, which Linux ends with this process, however this one ends; see prctl(2). It
 is a program, not a function that Python calls between fork and exec: where Ray is in this process,
 the threads of gRPC can crash such a child."""
 
@@ -50,21 +50,14 @@ def spawned(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A server's process, which may not answer yet, until the block ends; then it and every process
     below it end. ``log`` gets its output."""
+    if sys.platform == "linux":
+        command = [sys.executable, "-c", _WITH_PARENT, *command]
     with log.open("wb") as output:
-        server = subprocess.Popen(
-            _ending_with_parent(command), env=environment, stdout=output, stderr=output
-        )
+        server = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
     try:
         yield server
     finally:
         _end(server)
-
-
-def _ending_with_parent(command: Sequence[str | Path]) -> Sequence[str | Path]:
-    """The command so that it ends with this process; only on Linux."""
-    if sys.platform != "linux":
-        return command
-    return [sys.executable, "-c", _WITH_PARENT, *command]
 
 
 def wait_until_ready(

@@ -1,19 +1,10 @@
-"""Guarantees on two real vLLM replicas on this machine's CPUs, as their client sees them.
+"""Guarantees on two real vLLM replicas on this machine's CPUs, or on simulated engines, as their
+client sees them: ``sluice bench promises --real``. ``docs/results/promises.md`` has the procedure,
+and when a figure can be trusted.
 
-Run with ``sluice bench promises --real``. An open load in bursts of three classes, at shares of the
-replicas' capacity, on a quiet machine and beside a busy loop on one core that begins in the middle;
-first without margins and then with those of production. The two systems have equal engines and get
-the same requests at the same times, but each is a new cluster. It first serves requests without
-objectives, which correct the step models and teach no margin; then it keeps what it has learned.
-
-With ``--simulated N`` there are N simulated engines in place of vLLM. Their steps take 1.3 times as
-long as their profile predicts, and drift to 1.5 times as much and back, once in the time of a run.
-In place of the busy loop one random replica process after another is stopped for 300 ms.
-
-The client, the cluster and the busy loop are children of one process, so that the kernel shares the
-cores between them and not between sessions. The loop has normal priority, as the engines have
-(:mod:`sluice.deploy.ray_settings`). Check the client's lateness, the routers' count of the same
-guarantees and the cores that other processes used, before you trust a figure.
+Client, cluster and busy loop are children of one process, so that the kernel shares the cores
+between them and not between sessions. The loop has normal priority, as the engines have
+(:mod:`sluice.deploy.ray_settings`).
 """
 
 from __future__ import annotations
@@ -69,9 +60,6 @@ CONTROLLERS: Final = {
     MARGINS: ControllerConfig(promise_level=LEVEL),
 }
 """By system. At the first system's level the margin is the lowest score so far, so no margin."""
-
-IN_FLIGHT: Final = 16
-"""Concurrent requests that saturate a replica."""
 
 WARM_UP_S: Final = 15.0
 """How long it is saturated before finished requests count for its capacity."""
@@ -151,14 +139,12 @@ def _fresh(url: str) -> float:
 
 
 def _capacity(bench: Bench, system: System, replicas: int, seconds: float, seed: int) -> float:
-    """Requests a second with :data:`IN_FLIGHT` requests for each replica, without objectives, once
-    all replicas report to the controller."""
+    """Requests a second without objectives, once all replicas report to the controller."""
     (url,) = system.urls
     if not until(lambda: _fresh(url) >= replicas, _STARTED_S, bench.stop):
         raise LeftOutError(f"{replicas} replicas have not started")
     drawn = (each._replace(slo=SLOS[NO_OBJECTIVE]) for each in PATTERN.drawn(seed))
-    load = (drawn, body_of("capacity"), IN_FLIGHT * replicas, WARM_UP_S, seconds)
-    return capacity(bench, system, *load)
+    return capacity(bench, system, drawn, body_of("capacity"), replicas, WARM_UP_S, seconds)
 
 
 def _run(

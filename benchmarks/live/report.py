@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from math import sqrt
 from statistics import fmean
 from typing import Any, Final, NamedTuple
@@ -27,15 +28,9 @@ _Z = 1.96  # of a two-sided interval of 95 % under a normal distribution
 
 
 class Run(NamedTuple):
-    """One run.
-
-    Attributes:
-        labels: name it, such as its system, its load and its round.
-        seconds: how long its arrivals lasted.
-        outcomes: of its requests.
-        usage: of the system's processes meanwhile.
-        counts: what the routers counted meanwhile, where a benchmark reads it.
-    """
+    """One run: its labels, such as system, load and round; how long its arrivals lasted, seconds;
+    the outcomes of its requests; the usage of the system's processes meanwhile; and the routers'
+    counts meanwhile, where a benchmark reads them."""
 
     labels: Mapping[str, Any]
     seconds: float
@@ -104,13 +99,13 @@ def summary(
     """The figures of the runs with equal ``labels``, and ``more`` of them: a row for each
     combination, sorted by the order in which a label's values appear. ``range`` has half of the
     95 % t-interval of the mean over these runs, ``None`` with one."""
-    places = {name: [*dict.fromkeys(run.labels[name] for run in runs)] for name in labels}
-    groups: dict[tuple[int, ...], list[Run]] = {}
-    for run in runs:
-        key = tuple(places[name].index(run.labels[name]) for name in labels)
-        groups.setdefault(key, []).append(run)
+    known = {name: [*dict.fromkeys(run.labels[name] for run in runs)] for name in labels}
+
+    def place(run: Run) -> list[int]:
+        return [known[name].index(run.labels[name]) for name in labels]
+
     rows = []
-    for _, own in sorted(groups.items()):
+    for own in (list(group) for _, group in groupby(sorted(runs, key=place), place)):
         each = [figures([run]) for run in own]
         ranges = {name: _half([row[name] for row in each]) for name in _MEANS}
         cell = {name: own[0].labels[name] for name in labels}

@@ -1,18 +1,13 @@
-"""Cost of the controller's decisions, for every routing policy: inside the actor's code, and over
-the connection to a real actor.
+"""Cost of the controller's decisions, for every routing policy: ``sluice bench decision``.
 
-Run with ``sluice bench decision``. Every replica has 64 requests in the mirror. In the fleet with
-roles each decode replica has 64, and each prefill replica its prefill backlog; there every request
-is split, and its decision chooses and reserves two replicas. The floor is round robin without
-admission through the same code: checks, mirror, ledger, counters, and next to no policy. All other
-policies run with the default admission, and ``slos_serve`` also with its own, which decides the ten
-requests of a call together.
+The floor is round robin without admission through the same code: checks, mirror, ledger, counters,
+and next to no policy. All other policies run with the default admission, and ``slos_serve`` also
+with its own, which decides the ten requests of a call together.
 
 Inside, the code runs as fast as it can, and a time line is computed afterwards: queries arrive by a
 Poisson process and reports at a steady rate, and each takes its measured processor time, one after
 the other. This shows how long a decision waits behind reports, and other processes on the machine
-hardly affect it. For a page of /metrics the actor hands over its figures, which the observer,
-another process, writes.
+hardly affect it.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ import random
 import sys
 import time
 from collections.abc import Coroutine, Sequence
-from contextlib import redirect_stdout
+from contextlib import aclosing, redirect_stdout
 from typing import Any, TypeVar
 
 import click
@@ -202,31 +197,22 @@ def contenders(names: Sequence[str]) -> dict[str, ControllerConfig]:
     return found
 
 
-async def _asked(
-    label: str, config: ControllerConfig, replicas: int, seconds: float, scrapes: bool
-) -> Cell:
-    from sluice.benchmarks.micro.decision_actor import Session
-
-    session = Session(label, config, replicas)
-    try:
-        return await (session.measure_scrapes if scrapes else session.measure)(seconds)
-    finally:
-        await session.close()
-
-
 def measure_actor(
     configs: dict[str, ControllerConfig], results: dict[str, dict[str, Cell]], seconds: float
 ) -> None:
     """Add the figures of a real actor's callers to the cells of :data:`ACTOR_REPLICAS` replicas,
     and for the last policy with scrapes to that of :data:`SCRAPED_REPLICAS`."""
-    from sluice.benchmarks.micro.decision_actor import own_ray
+    from sluice.benchmarks.micro.decision_actor import Session, own_ray
+
+    async def ask(part: str, label: str, config: ControllerConfig, replicas: int) -> None:
+        async with aclosing(Session(f"{label}-{part}", config, replicas)) as session:
+            measure = session.measure_scrapes if part == "scraped" else session.measure
+            results[label][str(replicas)][part] = await measure(seconds)
 
     with redirect_stdout(sys.stderr), own_ray():
         for label, config in configs.items():
-            asked = asyncio.run(_asked(label, config, ACTOR_REPLICAS, seconds, False))
-            results[label][str(ACTOR_REPLICAS)]["connection"] = asked
-        asked = asyncio.run(_asked("scrape", config, SCRAPED_REPLICAS, seconds, True))
-        results[label][str(SCRAPED_REPLICAS)]["scraped"] = asked
+            asyncio.run(ask("connection", label, config, ACTOR_REPLICAS))
+        asyncio.run(ask("scraped", label, config, SCRAPED_REPLICAS))
 
 
 @click.command(name="decision")

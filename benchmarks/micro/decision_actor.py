@@ -213,7 +213,7 @@ class Session:
             "page_bytes": max(pages, default=0),
         }
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """End its processes."""
         await self._client.close()
         ray.kill(self._replicas)

@@ -13,6 +13,7 @@ from typing import Final
 
 import numpy as np
 
+from sluice.benchmarks.live.report import quantiles
 from sluice.controller.messages import ReplicaDelta, ReplicaHello, RouteQuery
 from sluice.scheduling.fleet.prefix import HELD
 from sluice.scheduling.fleet.state import ROW, RUNNING, SUMMARY, WAITING
@@ -148,10 +149,6 @@ Figures = dict[str, float]
 def figures(times_ns: Sequence[int], elapsed_s: float | None = None) -> Figures:
     """Median and 99th percentile, and the rate over ``elapsed_s`` seconds; by default, how many of
     them fit a second."""
-    p50, p99 = np.quantile(np.array(times_ns) / 1e6, (0.5, 0.99))
+    p50_ms, p99_ms = quantiles(np.array(times_ns) / 1e6, digits=4)
     seconds = sum(times_ns) / 1e9 if elapsed_s is None else elapsed_s
-    return {
-        "p50_ms": round(float(p50), 4),
-        "p99_ms": round(float(p99), 4),
-        "per_second": round(len(times_ns) / seconds),
-    }
+    return {"p50_ms": p50_ms, "p99_ms": p99_ms, "per_second": round(len(times_ns) / seconds)}

@@ -1,9 +1,7 @@
-"""Cost of a local plan, in one process.
+"""Cost of a local plan, in one process: ``sluice bench planning``.
 
-Run with ``sluice bench planning``. The queues are seeded mixes: half of the requests wait or
-prefill, half decode, at three priorities, with objectives. The builder of the views is not part of
-a measurement; their conversion to rows, the policy, the enforcement of its plan and the plan by
-request are.
+The builder of the views is not part of a measurement; their conversion to rows, the policy, the
+enforcement of its plan and the plan by request are.
 """
 
 from __future__ import annotations

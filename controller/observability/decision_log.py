@@ -96,7 +96,7 @@ class DecisionLog:
             "replica_id": decision.replica_id,
             "role": None if decision.replica_id is None else decision.role,
             "prefill_id": decision.prefill_id,
-            "handover_ms": None if decision.prefill_id is None else _ms(decision.handover_s),
+            "kv_transfer_ms": None if decision.prefill_id is None else _ms(decision.kv_transfer_s),
             "predicted_ttft_ms": _ms(decision.predicted_ttft_s),
             "retry_after_ms": _ms(decision.retry_after_s),
             "took_ms": _ms(entry.took_s),
@@ -190,7 +190,7 @@ class DecisionLog:
         return {
             "candidates": len(names),
             "able": _count(promises),
-            "handover_ms": _ms(second.handover_s),
+            "kv_transfer_ms": _ms(second.kv_transfer_s),
             "chosen": _figures(figures, names, second.chosen),
             "others": [
                 _figures(figures, names, place)

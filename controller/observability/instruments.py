@@ -203,7 +203,7 @@ def _quarantines(figures: Figures) -> Iterator[Metric]:
         labels=("reason",),
     )
     notices = CounterMetricFamily(
-        "sluice_trouble_notices",
+        "sluice_failure_notices",
         "Failures that routers reported of replicas; ignored from a router that had accused "
         "more than half of a role's replicas.",
         labels=("reason", "outcome"),

@@ -21,9 +21,9 @@ from sluice.controller.observability.history import History
 from sluice.controller.observability.instruments import NAMES, families
 from sluice.controller.observability.metrics import controller_up, text_of
 from sluice.controller.observability.metrics_hub import MetricsHub
-from sluice.controller.observability.overview import overview
 from sluice.controller.observability.recent_decisions import DECISIONS, LatestDecisions
 from sluice.controller.observability.records import Detail, Figures
+from sluice.controller.observability.snapshot import overview
 from sluice.controller.transport.checks import checked, short
 from sluice.controller.transport.failure import NoAnswerError
 from sluice.scheduling.autoscaling import Load

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from sluice.controller.messages import ReplicaDelta, ReplicaHello, TroubleNotice
 from sluice.controller.state.mirror import Mirror, MirroredReplica
-from sluice.scheduling.fleet.breaker import Breaker, State, Trouble
+from sluice.scheduling.fleet.breaker import Breaker, BreakerState, Trouble
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.state import WAITING
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
@@ -50,7 +50,7 @@ class Quarantined(NamedTuple):
     """
 
     cause: Trouble
-    state: State
+    state: BreakerState
     since_s: float
     retry_in_s: float | None
 
@@ -93,10 +93,10 @@ class Quarantine:
     def of(self, replica_id: str, now_s: float) -> Quarantined | None:
         """Why a replica is in quarantine, if it is."""
         breaker = self._breakers.get(replica_id)
-        if breaker is None or breaker.state is State.CLOSED:
+        if breaker is None or breaker.state is BreakerState.CLOSED:
             return None
         left_s: float | None = 0.0
-        if breaker.state is State.OPEN:
+        if breaker.state is BreakerState.OPEN:
             left_s = max(0.0, breaker.due_s - now_s) if breaker.due_s < inf else None
         return Quarantined(breaker.cause, breaker.state, breaker.since_s, left_s)
 
@@ -121,7 +121,7 @@ class Quarantine:
         for replica_id, trouble in known:
             breaker = self._breakers.get(replica_id)
             role = self._mirror.replicas[replica_id].hello.role
-            closed = breaker is None or breaker.state is State.CLOSED
+            closed = breaker is None or breaker.state is BreakerState.CLOSED
             if closed and role in doubtful:
                 self.disbelieved[trouble] += 1
                 continue
@@ -158,7 +158,7 @@ class Quarantine:
             if (
                 replica_id is not None
                 and breaker is not None
-                and breaker.state is State.HALF_OPEN
+                and breaker.state is BreakerState.HALF_OPEN
                 and breaker.probe is None
             ):
                 breaker.send(key, now_s)
@@ -242,10 +242,10 @@ class Quarantine:
 
     def _show(self, replica_id: str, breaker: Breaker) -> None:
         """Apply the state of a breaker to the fleet."""
-        if breaker.state is State.CLOSED:
+        if breaker.state is BreakerState.CLOSED:
             self._fleet.readmit(replica_id)
         else:
-            untried = breaker.state is State.HALF_OPEN and breaker.probe is None
+            untried = breaker.state is BreakerState.HALF_OPEN and breaker.probe is None
             self._fleet.quarantine(replica_id, untried)
         self._count_up()
 
@@ -254,7 +254,7 @@ class Quarantine:
         breakers = self._breakers
         self._look_s = -inf
         self._names = tuple(
-            [name for name, each in breakers.items() if each.state is not State.CLOSED]
+            [name for name, each in breakers.items() if each.state is not BreakerState.CLOSED]
         )
         for name in list(self._probes):
             if name not in breakers or breakers[name].probe is None:

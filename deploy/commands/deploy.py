@@ -18,7 +18,7 @@ from sluice.deploy.json_http import JsonServer
 from sluice.deploy.submission import (
     FAILED,
     RUNNING,
-    State,
+    ApplicationState,
     application_of,
     ray_token,
     state_of,
@@ -99,7 +99,7 @@ def deploy(
     if not wait:
         return
 
-    def look() -> State | None:
+    def look() -> ApplicationState | None:
         with talking("Ray's dashboard", address, _TOKEN_HINT):
             return state_of(server, config.name)
 
@@ -117,13 +117,13 @@ def deploy(
 
 
 def _wait(
-    look: Callable[[], State | None],
+    look: Callable[[], ApplicationState | None],
     address: str,
     name: str,
     before_s: float,
     timeout_s: float,
     err: Console,
-) -> State:
+) -> ApplicationState:
     """The state once it runs, with progress on ``err`` meanwhile.
 
     Args:
@@ -174,7 +174,7 @@ def _wait(
         time.sleep(POLL_S)
 
 
-def _plain(state: State) -> dict[str, object]:
+def _plain(state: ApplicationState) -> dict[str, object]:
     return {
         "status": state.status,
         "addresses": list(state.addresses),

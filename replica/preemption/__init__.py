@@ -8,6 +8,6 @@ suspended state is a call stack, and nothing has to be saved or restored. In the
 - :mod:`sluice.replica.preemption.engine_loop` decides on events, and sends tasks to the worker;
 - :mod:`sluice.replica.preemption.executor` holds the worker's thread;
 - :mod:`sluice.replica.preemption.worker` runs tasks, nested where they preempt;
-- :mod:`sluice.replica.preemption.lanes` gives every nesting depth a model runner of its own;
+- :mod:`sluice.replica.preemption.runner_pool` gives every nesting depth a model runner of its own;
 - :mod:`sluice.replica.preemption.checks` puts the checks into the model.
 """

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Literal
 
-from sluice.replica.preemption.pacing import Immediate, Pacer
-from sluice.replica.preemption.words import (
+from sluice.replica.preemption.control_block import (
     ANY_TASK,
     MAX_CHECKS,
     REACHED,
@@ -19,6 +18,7 @@ from sluice.replica.preemption.words import (
     mark,
     stop_word,
 )
+from sluice.replica.preemption.launch_throttle import Immediate, Pacer
 
 Granularity = Literal["layer", "operator"]
 

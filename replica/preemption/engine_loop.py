@@ -26,11 +26,19 @@ from vllm.v1.engine import (
 )
 from vllm.v1.engine.core import EngineCore
 
-from sluice.replica.preemption.messages import Answer, Died, Discard, Done, Failed, Resume, Run
+from sluice.replica.preemption.control_block import MAX_CHECKS
+from sluice.replica.preemption.messages import (
+    Answer,
+    Died,
+    DiscardTask,
+    Done,
+    Failed,
+    ResumeTask,
+    RunTask,
+)
 from sluice.replica.preemption.scheduler import PreemptiveScheduler, Task
 from sluice.replica.preemption.stats import Stats
-from sluice.replica.preemption.watchdog import Watchdog
-from sluice.replica.preemption.words import MAX_CHECKS
+from sluice.replica.preemption.watchdog import TaskWatchdog
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +86,7 @@ class EngineLoop:
         self._deferred: list[tuple[Any, Any]] = []
         self.stats = Stats(reserved_bytes=self._executor.reserve.total)
         # vLLM's own limit: its executor does not see tasks.
-        self._watchdog = Watchdog(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
+        self._watchdog = TaskWatchdog(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
         self._handle = getattr(core, "_handle_client_request", None)
         if self._handle is not None:
             core._handle_client_request = self._request
@@ -178,7 +186,7 @@ class EngineLoop:
         elif top is not None and top.suspended:
             top.suspended = False
             self.stats.resumes += 1
-            self._executor.tell(Resume(top.number))
+            self._executor.tell(ResumeTask(top.number))
 
     def _can_nest(self) -> bool:
         """Whether another task may run inside the top one."""
@@ -194,7 +202,7 @@ class EngineLoop:
         if not top.checked or not all(each in ending for each in top.request_ids):
             return False
         top.discarded = True
-        self._executor.tell(Discard(top.number))
+        self._executor.tell(DiscardTask(top.number))
         if not top.suspended:
             self._executor.words.stop(top.number)
         return True
@@ -202,7 +210,7 @@ class EngineLoop:
     def _start(self, task: Task, top: Task | None) -> None:
         # A copy, as the next batch's masks are written to the same buffer.
         grammar = copy.deepcopy(self._scheduler.get_grammar_bitmask(task.batch))
-        self._executor.tell(Run(task.number, task.batch, grammar, task.checked))
+        self._executor.tell(RunTask(task.number, task.batch, grammar, task.checked))
         if top is not None and not top.suspended:
             top.suspended = True
             top.signalled_s.append(time.monotonic())

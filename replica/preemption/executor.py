@@ -16,9 +16,9 @@ from typing import Any
 
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from sluice.replica.preemption.messages import Answer, Call, Command, Died, Exit
+from sluice.replica.preemption.control_block import ControlWords
+from sluice.replica.preemption.messages import Answer, CallWorker, Command, Died, Exit
 from sluice.replica.preemption.reserve import Reserve, keep
-from sluice.replica.preemption.words import ControlWords
 from sluice.replica.preemption.worker import TaskRunner
 from sluice.replica.preemption_config import PreemptionConfig
 from sluice.replica.scheduler.xargs import SchedulerSettings
@@ -117,7 +117,7 @@ class PreemptiveExecutor(UniProcExecutor):
 
     def _on_thread(self, function: Callable[[], Any]) -> Any:
         result: Future[Any] = Future()
-        self.tell(Call(function, result))
+        self.tell(CallWorker(function, result))
         return result.result()
 
 

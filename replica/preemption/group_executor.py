@@ -21,10 +21,10 @@ from typing import Any
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from sluice.replica.parent_watch import end_with_parent
+from sluice.replica.preemption.control_block import ControlWords
 from sluice.replica.preemption.executor import nothing
 from sluice.replica.preemption.messages import Answer, Command, Died, Exit, Failed
 from sluice.replica.preemption.reserve import Reserve, keep
-from sluice.replica.preemption.words import ControlWords
 from sluice.replica.preemption.worker import TaskRunner
 from sluice.replica.preemption_config import PreemptionConfig
 from sluice.replica.scheduler.xargs import SchedulerSettings

@@ -1,7 +1,7 @@
 """Messages between engine and worker: the engine's commands for tasks, and the worker's answers.
 
 A task is one batch. The engine numbers tasks from 1 and never uses a number again. Messages keep
-their order in both directions. The worker answers every :class:`Run` once, unless it dies.
+their order in both directions. The worker answers every :class:`RunTask` once, unless it dies.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 
-class Run(NamedTuple):
+class RunTask(NamedTuple):
     """Compute a batch: now, or from inside the check of the task that received the stop signal.
 
     Attributes:
@@ -27,19 +27,19 @@ class Run(NamedTuple):
     checked: bool
 
 
-class Resume(NamedTuple):
+class ResumeTask(NamedTuple):
     """Resume the task that was suspended last. Any other task ignores it."""
 
     task: int
 
 
-class Discard(NamedTuple):
+class DiscardTask(NamedTuple):
     """Discard the task that was suspended last. Any other task ignores it."""
 
     task: int
 
 
-class Call(NamedTuple):
+class CallWorker(NamedTuple):
     """Call a function when no task is in flight."""
 
     function: Callable[[], Any]
@@ -50,7 +50,7 @@ class Exit(NamedTuple):
     """Discard all tasks, and end."""
 
 
-Command = Run | Resume | Discard | Call | Exit
+Command = RunTask | ResumeTask | DiscardTask | CallWorker | Exit
 
 
 class Timing(NamedTuple):

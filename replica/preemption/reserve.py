@@ -29,9 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sluice.replica.preemption.checks import Checks, Granularity
-from sluice.replica.preemption.lanes import new_runner, without_compiled_code
-from sluice.replica.preemption.pacing import Immediate
-from sluice.replica.preemption.words import ControlWords
+from sluice.replica.preemption.control_block import ControlWords
+from sluice.replica.preemption.launch_throttle import Immediate
+from sluice.replica.preemption.runner_pool import new_runner, without_compiled_code
 from sluice.replica.preemption_config import PreemptionConfig
 from sluice.replica.scheduler.xargs import SchedulerSettings
 

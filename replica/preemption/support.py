@@ -8,8 +8,8 @@ from typing import Any
 import vllm
 from vllm.config import CompilationMode
 
-from sluice.replica.preemption.names import PARTS
-from sluice.replica.preemption.words import MAX_RANKS
+from sluice.replica.preemption.control_block import MAX_RANKS
+from sluice.replica.preemption.vllm_symbols import PARTS
 from sluice.replica.vllm.setup import KV_CONNECTOR_MODULE, SENDS_KV
 from sluice.replica.vllm.support import UnsupportedVllmError, check, check_overrides
 from sluice.replica.vllm.versions import WITH_PREEMPTION

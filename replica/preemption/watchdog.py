@@ -11,7 +11,7 @@ class StalledError(RuntimeError):
     """The worker makes no progress."""
 
 
-class Watchdog:
+class TaskWatchdog:
     """Checks the progress of the worker at each :meth:`look`.
 
     Args:

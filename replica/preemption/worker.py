@@ -10,22 +10,22 @@ from typing import Any
 import torch
 
 from sluice.replica.preemption.checks import Checks
-from sluice.replica.preemption.lanes import Lanes
+from sluice.replica.preemption.control_block import ControlWords
+from sluice.replica.preemption.launch_throttle import Immediate, pacer_for
 from sluice.replica.preemption.messages import (
     Answer,
-    Call,
+    CallWorker,
     Command,
-    Discard,
     Discarded,
+    DiscardTask,
     Done,
     Exit,
     Failed,
-    Resume,
-    Run,
+    ResumeTask,
+    RunTask,
     Timing,
 )
-from sluice.replica.preemption.pacing import Immediate, pacer_for
-from sluice.replica.preemption.words import ControlWords
+from sluice.replica.preemption.runner_pool import Lanes
 from sluice.replica.preemption_config import PreemptionConfig
 
 
@@ -102,7 +102,7 @@ class TaskRunner:
 
     def attach(self, worker: Any, lanes: Any) -> None:
         """Take vLLM's worker, complete with its KV cache, and its
-        :class:`~sluice.replica.preemption.lanes.Lanes`."""
+        :class:`~sluice.replica.preemption.runner_pool.Lanes`."""
         self._worker = worker
         self._lanes = lanes
 
@@ -120,20 +120,20 @@ class TaskRunner:
         while not self._exiting:
             command = self._receive()
             match command:
-                case Run():
+                case RunTask():
                     self._run(command)
-                case Resume(task) if task == suspended:
+                case ResumeTask(task) if task == suspended:
                     return
-                case Discard(task) if task == suspended:
+                case DiscardTask(task) if task == suspended:
                     raise _GivenUpError
-                case Call():
+                case CallWorker():
                     _call(command, suspended)
                 case Exit():
                     self._exiting = True
         if suspended is not None:
             raise _GivenUpError
 
-    def _run(self, run: Run) -> None:
+    def _run(self, run: RunTask) -> None:
         lanes = self._lanes
         lane = lanes.private[len(self._stack)] if run.checked else lanes.stock
         if run.checked and not self._stack:
@@ -160,7 +160,7 @@ class TaskRunner:
             self._stack.pop()
         self._answer(answer)
 
-    def _compute(self, lane: Any, run: Run) -> tuple[Any, Any]:
+    def _compute(self, lane: Any, run: RunTask) -> tuple[Any, Any]:
         """Compute one batch with vLLM's worker, with ``lane`` as its model runner; returns the
         output and the drafts."""
         worker = self._worker
@@ -194,7 +194,7 @@ class TaskRunner:
             running.stops.append((stopped_s, self._clock()))
 
 
-def _call(call: Call, suspended: int | None) -> None:
+def _call(call: CallWorker, suspended: int | None) -> None:
     if suspended is not None:
         call.result.set_exception(RuntimeError("the worker is busy with a preempted task"))
         return

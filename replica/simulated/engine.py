@@ -20,7 +20,7 @@ from sluice.replica.engine import (
     EngineDeadError,
     EngineInfo,
     EngineRequest,
-    Handoff,
+    KVHandle,
     ResponseChunk,
     ResponseHead,
     ResponseItem,
@@ -184,7 +184,7 @@ class SimulatedEngine:
             response_id = request.resume.response_id if request.resume else request.request_id
             writer = ResponseWriter(call, response_id, self._info.model, int(time.time()))
             if live.prefill_only:
-                respond = self._prefill(live, self._handoff(call, request))
+                respond = self._prefill(live, self._kv_handle(call, request))
             elif live.stream:
                 respond = self._stream(live, writer)
             else:
@@ -239,29 +239,29 @@ class SimulatedEngine:
 
     def _transfer(self, call: Call, request: EngineRequest, now_s: float) -> Transfer | None:
         """The transfer of the prompt's KV from another engine; ``None``: there is none."""
-        handoff = request.handoff
-        if handoff is None:
+        kv_handle = request.kv_handle
+        if kv_handle is None:
             return None
-        if call.choices != 1 or handoff._replace(replica_id=self._replica_id) != self._handoff(
+        if call.choices != 1 or kv_handle._replace(replica_id=self._replica_id) != self._kv_handle(
             call, request
         ):
             self._scheduler.transfers.failed()
             return None
-        tokens = handoff.prompt_tokens
+        tokens = kv_handle.prompt_tokens
         seconds = self._config.transfer_s + tokens * self._config.transfer_token_s
         return Transfer(now_s, now_s + seconds)
 
-    def _handoff(self, call: Call, request: EngineRequest) -> Handoff:
+    def _kv_handle(self, call: Call, request: EngineRequest) -> KVHandle:
         (prompt,) = call.prompts
         params = {"model": self._info.model, "prompt": prompt.seed}
-        return Handoff(self._replica_id, params, prompt.tokens + request.resumed_tokens)
+        return KVHandle(self._replica_id, params, prompt.tokens + request.resumed_tokens)
 
-    async def _prefill(self, live: _LiveCall, handoff: Handoff) -> AsyncIterator[ResponseItem]:
+    async def _prefill(self, live: _LiveCall, kv_handle: KVHandle) -> AsyncIterator[ResponseItem]:
         await self._progress(live)
         if not live.aborted:
             yield ResponseHead(200, "application/json")
-            tokens = handoff.prompt_tokens
-            yield ResponseTail(tokens, 0, queued_s=_queued_s(live), handoff=handoff)
+            tokens = kv_handle.prompt_tokens
+            yield ResponseTail(tokens, 0, queued_s=_queued_s(live), kv_handle=kv_handle)
 
     async def _stream(self, live: _LiveCall, writer: ResponseWriter) -> AsyncIterator[ResponseItem]:
         yield ResponseHead(200, EVENT_STREAM)

@@ -21,7 +21,7 @@ import msgspec
 
 from sluice.replica.engine import (
     EngineRequest,
-    Handoff,
+    KVHandle,
     ResponseChunk,
     ResponseHead,
     ResponseSent,
@@ -154,7 +154,7 @@ def _layouts() -> str:
     """Names the fields of messages, which other versions may change."""
     structs = (Open, Cancel, Consumed, Delivery)
     items = (ResponseTaken, ResponseHead, ResponseChunk, ResponseSent, ResponseTail)
-    tuples = (*items, Handoff, Resume, PromptPrefix, Stage)
+    tuples = (*items, KVHandle, Resume, PromptPrefix, Stage)
     names = [
         [each.__struct_fields__ for each in structs],
         [each._fields for each in tuples],

@@ -25,7 +25,7 @@ from sluice.replica.engine import (
     EngineDeadError,
     EngineInfo,
     EngineRequest,
-    Handoff,
+    KVHandle,
     ResponseChunk,
     ResponseHead,
     ResponseItem,
@@ -359,10 +359,10 @@ class VllmEngine:
 
     def _handed_over(self, call: ApiCall) -> tuple[ResponseItem, ...]:
         """The response to a prefill-only request. The serving layer's own response is not used."""
-        handoff = Handoff(self._replica_id, call.offer or {}, call.prompt_tokens)
+        kv_handle = KVHandle(self._replica_id, call.offer or {}, call.prompt_tokens)
         return (
             ResponseHead(200, "application/json"),
-            ResponseTail(call.prompt_tokens, 0, (), call.queued_s, handoff, call.cached_tokens),
+            ResponseTail(call.prompt_tokens, 0, (), call.queued_s, kv_handle, call.cached_tokens),
         )
 
     async def _create(self, serving: Any, creation: Any, call: ApiCall) -> Any:
@@ -499,8 +499,8 @@ class VllmEngine:
 
 def _transfer(request: EngineRequest) -> dict[str, Any] | None:
     """vLLM's KV transfer parameters of a request."""
-    if request.handoff is not None:
-        return {**request.handoff.params, "do_remote_prefill": True, "do_remote_decode": False}
+    if request.kv_handle is not None:
+        return {**request.kv_handle.params, "do_remote_prefill": True, "do_remote_decode": False}
     if request.prefill_only:
         return {"do_remote_prefill": False, "do_remote_decode": True}
     return None

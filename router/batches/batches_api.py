@@ -14,7 +14,7 @@ from sluice.router.batches.paging import listed, page_of
 from sluice.router.batches.records import BatchRecord, Status, new_batch_id
 from sluice.router.batches.run import Resources
 from sluice.router.batches.runner import Runner
-from sluice.router.batches.state import State, file_not_found
+from sluice.router.batches.state import BatchState, file_not_found
 from sluice.router.batches_config import window_s
 from sluice.router.errors import ApiError, Reason, invalid, shown
 from sluice.router.request.arrival import BATCH_PATHS
@@ -64,7 +64,7 @@ class BatchesApi:
             return Response(status_code=400)  # never read: the client has left
         store = self._resources.store
         record = self._new(owner_of(request), body)
-        source = await store.ask(State.file, record.owner, record.input_file_id)
+        source = await store.ask(BatchState.file, record.owner, record.input_file_id)
         if source is None:
             raise file_not_found(record.input_file_id, "input_file_id")
         if source.purpose != "batch":
@@ -72,7 +72,7 @@ class BatchesApi:
                 f"input_file_id must name a file with the purpose batch, got {source.purpose}",
                 "input_file_id",
             )
-        await store.ask(State.add_batch, record)
+        await store.ask(BatchState.add_batch, record)
         self._runner.wake()
         return JSONResponse(record.shown())
 
@@ -109,7 +109,7 @@ class BatchesApi:
 
     async def _list(self, request: Request) -> dict[str, Any]:
         page = page_of(request, PAGE, MAX_PAGE)
-        found = await self._resources.store.ask(State.batches, owner_of(request), page)
+        found = await self._resources.store.ask(BatchState.batches, owner_of(request), page)
         return listed(*found)
 
     async def _retrieve(self, request: Request, batch_id: str) -> dict[str, Any]:
@@ -119,12 +119,12 @@ class BatchesApi:
         record = await self._batch(request, batch_id)
         if record.ended or record.status is Status.FINALIZING:
             raise invalid(f"The batch cannot be cancelled any more: it is {record.status.value}.")
-        await self._resources.store.ask(State.cancel, batch_id)
+        await self._resources.store.ask(BatchState.cancel, batch_id)
         self._runner.wake()
         return (await self._batch(request, batch_id)).shown()
 
     async def _batch(self, request: Request, batch_id: str) -> BatchRecord:
-        record = await self._resources.store.ask(State.batch, owner_of(request), batch_id)
+        record = await self._resources.store.ask(BatchState.batch, owner_of(request), batch_id)
         if record is None:
             raise ApiError(Reason.NOT_FOUND, f"There is no batch {shown(batch_id)}.")
         return record

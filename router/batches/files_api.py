@@ -16,7 +16,7 @@ from sluice.router.batches.expiry import expiry_s
 from sluice.router.batches.paging import listed, page_of
 from sluice.router.batches.records import FileRecord
 from sluice.router.batches.run import Resources
-from sluice.router.batches.state import State, file_not_found
+from sluice.router.batches.state import BatchState, file_not_found
 from sluice.router.errors import ApiError, Reason, invalid, shown
 from sluice.router.request.form import Form, receive
 from sluice.router.tenancy.limits import ANYONE
@@ -87,7 +87,7 @@ class FilesApi:
             if kept_s is not None:
                 changes["expires_s"] = record.created_s + kept_s
             record = record.model_copy(update=changes)
-            await self._resources.store.ask(State.finish_upload, record)
+            await self._resources.store.ask(BatchState.finish_upload, record)
             return record
         except BaseException:
             await upload.abandon()
@@ -99,7 +99,7 @@ class FilesApi:
         if order not in ("asc", "desc"):
             raise invalid(f"order must be asc or desc, got {shown(order)}", "order")
         page = page_of(request, MAX_PAGE, MAX_PAGE)._replace(newest_first=order == "desc")
-        files = await self._resources.store.ask(State.files, owner_of(request), purpose, page)
+        files = await self._resources.store.ask(BatchState.files, owner_of(request), purpose, page)
         # FastAPI would check each value of thousands of files on the event loop.
         return JSONResponse(listed(*files))
 
@@ -120,7 +120,7 @@ class FilesApi:
         return {"id": file_id, "object": "file", "deleted": True}
 
     async def _file(self, request: Request, file_id: str) -> FileRecord:
-        record = await self._resources.store.ask(State.file, owner_of(request), file_id)
+        record = await self._resources.store.ask(BatchState.file, owner_of(request), file_id)
         if record is None:
             raise file_not_found(file_id)
         return record

@@ -21,7 +21,7 @@ from sluice.router.batches.metrics import BatchMetrics, LineOutcome
 from sluice.router.batches.places import LinePlaces
 from sluice.router.batches.records import BatchRecord, Status
 from sluice.router.batches.results import Reply, answered, not_run
-from sluice.router.batches.state import BatchLostError, Result, State
+from sluice.router.batches.state import BatchLostError, BatchState, Result
 from sluice.router.batches.store import Store
 from sluice.router.batches_config import BatchesConfig
 from sluice.router.tenancy.limits import Client
@@ -99,15 +99,15 @@ class BatchRun:
             self._resources.metrics.running.inc()
             if self._record.status is Status.VALIDATING and not await self._check():
                 return
-            self._answered = await self._store.ask(State.answered, self._record.id)
+            self._answered = await self._store.ask(BatchState.answered, self._record.id)
             if not self._ending.is_set():
                 await self._answer()
             await self._finish()
         except BatchLostError as error:
-            _log.warning("stops: %s", error)
+            _log.warning("stopped running a batch: %s", error)
         finally:
             self._resources.metrics.running.dec()
-            await self._store.ask(State.release, self._record.id)
+            await self._store.ask(BatchState.release, self._record.id)
 
     async def _check(self) -> bool:
         """Whether the input is valid. Otherwise the batch fails."""
@@ -124,7 +124,7 @@ class BatchRun:
         if not checked.faults:
             await self._move(Status.IN_PROGRESS, total=checked.total)
             return True
-        await self._store.ask(State.end, self._at(Status.FAILED, faults=checked.faults), [])
+        await self._store.ask(BatchState.end, self._at(Status.FAILED, faults=checked.faults), [])
         self._resources.metrics.ended(Status.FAILED)
         return False
 
@@ -193,23 +193,23 @@ class BatchRun:
         async with self._writing:
             results, self._unwritten = self._unwritten, []
             if results:
-                await self._store.ask(State.add_results, self._record.id, results)
+                await self._store.ask(BatchState.add_results, self._record.id, results)
 
     async def _wait_for_space(self) -> None:
         clock = asyncio.get_running_loop().time
         if clock() - self._had_space_s < SPACE_S:
             return
         owner = self._record.owner
-        if not await self._store.ask(State.has_space, owner):
+        if not await self._store.ask(BatchState.has_space, owner):
             _log.warning("batch %s waits: no storage is left for its results", self._record.id)
             # Other processes free storage, too, so there is no event to wait for.
-            while not await self._store.ask(State.has_space, owner):  # noqa: ASYNC110
+            while not await self._store.ask(BatchState.has_space, owner):  # noqa: ASYNC110
                 await asyncio.sleep(self._resources.config.poll_s)
         self._had_space_s = clock()
 
     async def _finish(self) -> None:
         """Write a result with the reason for every line without one, and publish the results."""
-        self._answered = await self._store.ask(State.answered, self._record.id)
+        self._answered = await self._store.ask(BatchState.answered, self._record.id)
         missing = self._record.total - len(self._answered)
         await self._move(Status.FINALIZING, cut_short=self._record.cut_short or missing > 0)
         outcome, code, message = (
@@ -226,7 +226,7 @@ class BatchRun:
         else:
             status = Status.EXPIRED if self._record.cut_short else Status.COMPLETED
         record = self._at(status, output_file_id=output_id, error_file_id=error_id)
-        await self._store.ask(State.end, record, [file for file in written if file])
+        await self._store.ask(BatchState.end, record, [file for file in written if file])
         await self._store.delete_unused(record.input_file_id)
         self._resources.metrics.line(outcome, missing)
         self._resources.metrics.ended(status)
@@ -240,7 +240,7 @@ class BatchRun:
                     for line in lines
                     if line.number not in self._answered
                 ]
-                await self._store.ask(State.add_results, self._record.id, results)
+                await self._store.ask(BatchState.add_results, self._record.id, results)
 
     def _slices(self) -> AsyncGenerator[list[BatchRequest], None]:
         read = partial(
@@ -253,4 +253,4 @@ class BatchRun:
 
     async def _move(self, status: Status, **changes: object) -> None:
         self._record = self._at(status, **changes)
-        await self._store.ask(State.save, self._record)
+        await self._store.ask(BatchState.save, self._record)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from sluice.router.batches.records import BatchRecord
 from sluice.router.batches.run import BatchRun, Resources
-from sluice.router.batches.state import State
+from sluice.router.batches.state import BatchState
 from sluice.router.tenancy.limits import ANYONE, Client
 
 SWEEP_S = 60.0
@@ -97,7 +97,7 @@ class Runner:
             self._swept_s = self._clock()
             await resources.store.sweep()
         waiting = []
-        for record in await resources.store.ask(State.unfinished):
+        for record in await resources.store.ask(BatchState.unfinished):
             if record.id in self._runs:
                 self._look_after(self._runs[record.id], record)
             else:

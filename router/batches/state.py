@@ -92,7 +92,7 @@ class BatchLostError(Exception):
     """Another router has taken over the batch, or it has ended."""
 
 
-class State:
+class BatchState:
     """The database at ``path``, which is created if it is missing. All methods block; one thread at
     a time may call them.
 

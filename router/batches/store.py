@@ -31,7 +31,7 @@ from sluice.router.batches.records import (
     new_file_id,
     result_file_id,
 )
-from sluice.router.batches.state import State, storage_full
+from sluice.router.batches.state import BatchState, storage_full
 from sluice.router.batches.threads import Threads
 from sluice.router.batches_config import BatchesConfig
 from sluice.router.errors import ApiError
@@ -72,7 +72,7 @@ class Store:
             )
         self._routers = Routers(directory / "routers")
         with self._converted_errors():
-            self._state = State(config, self._path, self._routers.id, now)
+            self._state = BatchState(config, self._path, self._routers.id, now)
         self._bytes = ByteStore(config.url or directory / "files")
         # One thread, as transactions are one at a time; a slow bucket does not delay them.
         self._state_thread = Threads(1)
@@ -80,7 +80,7 @@ class Store:
 
     async def ask(
         self,
-        method: Callable[Concatenate[State, _P], _T],
+        method: Callable[Concatenate[BatchState, _P], _T],
         /,
         *args: _P.args,
         **kwargs: _P.kwargs,
@@ -91,7 +91,7 @@ class Store:
 
     async def close(self) -> None:
         """The router has ended: other routers can claim its batches."""
-        await self.ask(State.close)
+        await self.ask(BatchState.close)
         self._routers.close()
         self._state_thread.close()
         self._byte_threads.close()
@@ -99,18 +99,18 @@ class Store:
     # Files.
 
     async def begin_upload(self, owner: str) -> Upload:
-        """Begin an upload of ``owner``; pass what it gives to :meth:`State.finish_upload`.
+        """Begin an upload of ``owner``; pass what it gives to :meth:`BatchState.finish_upload`.
 
         Raises:
             ApiError: there is no space for any.
         """
         file = self._file(new_file_id(), owner, "", "batch", self._retention_s)
-        await self.ask(State.begin_upload, file)
+        await self.ask(BatchState.begin_upload, file)
         return await self._upload(file)
 
     async def delete_file(self, file_id: str) -> None:
         """Delete a file. A batch that was made of it keeps its input until it ends."""
-        await self.ask(State.hide_file, file_id)
+        await self.ask(BatchState.hide_file, file_id)
         await self.delete_unused(file_id)
 
     async def read(self, file_id: str, use: Callable[[BinaryIO], _T]) -> _T:
@@ -139,32 +139,32 @@ class Store:
     async def claim(self, batch_id: str) -> BatchRecord | None:
         """Become the router that runs a batch, and return its current record; ``None`` if another
         router that is alive runs it, or it has ended."""
-        holder = await self.ask(State.holder, batch_id)
+        holder = await self.ask(BatchState.holder, batch_id)
         # This router asks only for batches that it does not run.
         if holder not in (None, self._routers.id) and self._routers.alive(holder):
             return None
-        return await self.ask(State.claim, batch_id, holder)
+        return await self.ask(BatchState.claim, batch_id, holder)
 
     async def write_results(self, batch: BatchRecord, ok: bool) -> FileRecord | None:
-        """Write the output or the errors of a batch to a file, for :meth:`State.end`; ``None`` if
-        there are none. Doing it again, also in another router, gives the same file."""
-        entries, place = await self.ask(State.results, batch.id, ok, 0)
+        """Write the output or the errors of a batch to a file, for :meth:`BatchState.end`;
+        ``None`` if there are none. Doing it again, also in another router, gives the same file."""
+        entries, place = await self.ask(BatchState.results, batch.id, ok, 0)
         if not entries:
             return None
         name = "output.jsonl" if ok else "errors.jsonl"
         file_id = result_file_id(batch.id, name)
         kept_s = batch.output_expires_s
         file = self._file(file_id, batch.owner, f"{batch.id}_{name}", "batch_output", kept_s)
-        await self.ask(State.begin_result_file, file, batch.id)
+        await self.ask(BatchState.begin_result_file, file, batch.id)
         upload = await self._upload(file)
         try:
             while entries:
                 await upload.write(b"".join(entries))
-                entries, place = await self.ask(State.results, batch.id, ok, place)
+                entries, place = await self.ask(BatchState.results, batch.id, ok, place)
             return await upload.close()
         except BaseException:
             # Another router that runs the batch by now writes the same file.
-            if await self.ask(State.holder, batch.id) == self._routers.id:
+            if await self.ask(BatchState.holder, batch.id) == self._routers.id:
                 await upload.abandon()
             raise
 
@@ -174,18 +174,18 @@ class Store:
         """Delete expired files and batches, and leftovers of crashes. Any router may call this at
         any time."""
         await self.delete_unused()
-        while await self.ask(State.sweep):
+        while await self.ask(BatchState.sweep):
             pass
 
     async def delete_unused(self, file_id: str | None = None) -> None:
         """Delete the bytes of files that are not used any more, only of ``file_id`` if given."""
-        for each in await self.ask(State.unused_files, file_id):
+        for each in await self.ask(BatchState.unused_files, file_id):
             try:
                 await self._run(self._bytes.delete, each)
             except OSError as error:  # its row stays, for the next sweep
                 _log.warning("cannot delete the bytes of %s; retrying later: %s", each, error)
             else:
-                await self.ask(State.forget_file, each)
+                await self.ask(BatchState.forget_file, each)
 
     # Parts.
 
@@ -254,4 +254,4 @@ class Upload:
             await self._store._run(self._writer.close)
         with suppress(OSError, ApiError):
             await self._store._run(self._store._bytes.delete, self._file.id)
-            await self._store.ask(State.forget_file, self._file.id)
+            await self._store.ask(BatchState.forget_file, self._file.id)

@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from sluice.replica.streams.wire import TICKET_HEADER
 from sluice.router.dispatch.attempt import Attempt
 from sluice.router.errors import ApiError, Reason
-from sluice.router.serve.contract import NobodyTakesError
+from sluice.router.serve.contract import ReaderLostError
 
 EDGE_HEADER: Final = "x-sluice-edge"
 """Request: :data:`HAPROXY` or :data:`PICKER` if the sender can fetch a stream. Clients cannot send
@@ -160,7 +160,7 @@ class DirectAnswer:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         self._got.set_result(got)
         # If the attempt has not failed, the connection between HAProxy and the replica has.
-        self._attempt.give_up(NobodyTakesError())
+        self._attempt.give_up(ReaderLostError())
         await asyncio.shield(self._over)
 
 

@@ -25,7 +25,7 @@ from sluice.router.dispatch.client_watch import StalledReaderError
 from sluice.router.dispatch.direct import DirectAnswer, NotReportedError
 from sluice.router.dispatch.endings import Endings
 from sluice.router.dispatch.moves import Moves
-from sluice.router.dispatch.placement import Controller, PlacementClient, unguaranteed
+from sluice.router.dispatch.placement import DecisionService, PlacementClient, unguaranteed
 from sluice.router.dispatch.pools import Pools
 from sluice.router.dispatch.resumable import (
     NOT_RESUMABLE,
@@ -44,7 +44,7 @@ from sluice.router.metrics.instruments import Fallback, Phase, RouterMetrics, St
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import TokenEstimator
 from sluice.router.serve.choices import CHOICES
-from sluice.router.serve.contract import NobodyTakesError, ReplicaFailedError, Replicas
+from sluice.router.serve.contract import ReaderLostError, ReplicaFailedError, Replicas
 from sluice.scheduling.fleet.prefix import NO_PREFIX
 from sluice.scheduling.request.objective import TokenClock
 from sluice.scheduling.request.stage_clock import clock_of
@@ -70,7 +70,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        controller: Controller,
+        controller: DecisionService,
         replicas: Replicas,
         metrics: RouterMetrics,
         config: RouterConfig,
@@ -214,10 +214,10 @@ class Dispatcher:
         broken.end_span(failure.reason.value)
         self._note_failure(answer, broken, failure)
         self._end(broken)
-        if isinstance(failure, NobodyTakesError) and failure.stalled:
+        if isinstance(failure, ReaderLostError) and failure.stalled:
             raise StalledReaderError from failure
         direct, answer.direct = answer.direct, None
-        if direct is not None and not direct.reported and isinstance(failure, NobodyTakesError):
+        if direct is not None and not direct.reported and isinstance(failure, ReaderLostError):
             raise NotReportedError from failure
         if direct is not None and direct.reported:
             got = await direct.broken()
@@ -321,9 +321,9 @@ class Dispatcher:
         if prefill.moved:
             # The guarantee was for a P/D pair with the other prefill replica.
             decision = self._void(answer, decision)._replace(prefill_id=prefill.head.replica_id)
-        handoff = prefill.tail.handoff if prefill.tail is not None else None
+        kv_handle = prefill.tail.kv_handle if prefill.tail is not None else None
         waited_s = self.clock() - answer.call.received_s
-        request = replace(request, waited_s=waited_s, handoff=handoff)
+        request = replace(request, waited_s=waited_s, kv_handle=kv_handle)
         attempt = await self._send(answer, request, decision, span)
         attempt.prefill = prefill
         return attempt
@@ -342,7 +342,7 @@ class Dispatcher:
             own_span = span.child("prefill", Kind.CLIENT)
             own_span.set(sluice__hint=decision.prefill_id)
         trace = _UNTRACED if own_span is None else own_span.context
-        request = prefill_of(whole, decision.handover_s, trace)
+        request = prefill_of(whole, decision.kv_transfer_s, trace)
         of_prefill = RouteDecision(decision.prefill_id, decision.reason, role="prefill")
         try:
             attempt = await self._begin(answer, request, of_prefill, "prefill", own_span)
@@ -359,7 +359,7 @@ class Dispatcher:
             if span is not None:
                 span.end()
             return attempt
-        self._metrics.leg(Phase.PREFILL, self.clock() - started_s)
+        self._metrics.phase(Phase.PREFILL, self.clock() - started_s)
         if attempt.moved:
             self._metrics.fallback(Fallback.MOVED)
             self._controller.release(attempt.key)
@@ -453,7 +453,7 @@ class Dispatcher:
         answer.failed.append(replica_id)
         if failure.dead:
             self._controller.replica_gone([replica_id])
-        elif isinstance(failure, NobodyTakesError):
+        elif isinstance(failure, ReaderLostError):
             return
         elif failure.reason is Reason.REPLICA_FAILED and not failure.hung:
             self._controller.troubled(replica_id, Trouble.FAILED)
@@ -470,7 +470,7 @@ class Dispatcher:
             seconds = attempt.tail.token_offsets_s[0]
         elif attempt.tail is not None and attempt.head.media_type != EVENT_STREAM:
             return
-        self._metrics.leg(Phase.HANDOVER, seconds)
+        self._metrics.phase(Phase.TRANSFER, seconds)
 
     def _count_unanswered(self, answer: Answer, left: bool) -> None:
         """Count a call that ended before its answer began; ``left``: its client left."""

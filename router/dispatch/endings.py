@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sluice.controller.messages import LateNotice, RequestEnding
-from sluice.router.dispatch.placement import Controller
+from sluice.router.dispatch.placement import DecisionService
 from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import Outcome
 from sluice.router.request.call import Call
@@ -20,7 +20,7 @@ class Endings:
         clock: monotonic seconds; the one of :attr:`~sluice.router.request.call.Call.received_s`.
     """
 
-    def __init__(self, controller: Controller, clock: Callable[[], float]) -> None:
+    def __init__(self, controller: DecisionService, clock: Callable[[], float]) -> None:
         self._controller = controller
         self._clock = clock
 

@@ -18,7 +18,7 @@ from sluice.controller.messages import MAX_WAITS, FirstTokenWait
 from sluice.replica.engine import request_key
 from sluice.router.dispatch.answer import Answer
 from sluice.router.dispatch.attempt import Attempt, MovedError
-from sluice.router.dispatch.placement import Controller, PlacementClient
+from sluice.router.dispatch.placement import DecisionService, PlacementClient
 
 
 class Moves:
@@ -29,7 +29,7 @@ class Moves:
     """
 
     def __init__(
-        self, controller: Controller, placements: PlacementClient, clock: Callable[[], float]
+        self, controller: DecisionService, placements: PlacementClient, clock: Callable[[], float]
     ) -> None:
         self._controller = controller
         self._placements = placements
@@ -43,7 +43,7 @@ class Moves:
         is earlier: a guaranteed one with a TTFT objective. At most once per call; not for a phase
         of a P/D pair, and not for a call suspected of losing replicas. ``O(1)``."""
         request = attempt.request
-        whole = not request.prefill_only and request.handoff is None and request.resume is None
+        whole = not request.prefill_only and request.kv_handle is None and request.resume is None
         stated = answer.call.slo.ttft_s is not None
         if request.promised and stated and whole and not (answer.moved or answer.case.suspected):
             self._waiting[attempt.key] = attempt, answer

@@ -33,7 +33,7 @@ FULL_FOR_S = 5.0
 """Longest time for which one decision marks a class as out of capacity, seconds."""
 
 
-class Controller(Protocol):
+class DecisionService(Protocol):
     """The part of the controller's client that the router uses."""
 
     async def route(self, query: RouteQuery) -> RouteDecision | None:
@@ -86,7 +86,7 @@ class PlacementClient:
 
     def __init__(
         self,
-        controller: Controller,
+        controller: DecisionService,
         metrics: RouterMetrics,
         config: RouterConfig,
         clock: Callable[[], float],

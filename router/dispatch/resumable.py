@@ -46,13 +46,15 @@ def prefill_id_of(request_id: str) -> str:
     return f"{request_id}.prefill"
 
 
-def prefill_of(whole: EngineRequest, handover_s: float, trace: Mapping[str, str]) -> EngineRequest:
-    """The prefill phase of a request whose first token comes ``handover_s`` after it. ``trace``:
+def prefill_of(
+    whole: EngineRequest, kv_transfer_s: float, trace: Mapping[str, str]
+) -> EngineRequest:
+    """The prefill phase of a request whose first token comes ``kv_transfer_s`` after it. ``trace``:
     its own trace context."""
     return replace(
         whole,
         request_id=prefill_id_of(whole.request_id),
-        slo=prompt_slo(whole.slo, handover_s),
+        slo=prompt_slo(whole.slo, kv_transfer_s),
         trace=trace,
         prefill_only=True,
         resumable=False,
@@ -60,11 +62,11 @@ def prefill_of(whole: EngineRequest, handover_s: float, trace: Mapping[str, str]
     )
 
 
-def prompt_slo(slo: SLO, handover_s: float) -> SLO:
-    """The SLO of the prefill phase, if the first token comes ``handover_s`` after it."""
+def prompt_slo(slo: SLO, kv_transfer_s: float) -> SLO:
+    """The SLO of the prefill phase, if the first token comes ``kv_transfer_s`` after it."""
     if slo.ttft_s is None:
         return slo
-    return replace(slo, ttft_s=prompt_ttft_s(slo.ttft_s, handover_s), stages=())
+    return replace(slo, ttft_s=prompt_ttft_s(slo.ttft_s, kv_transfer_s), stages=())
 
 
 def rest_of(call: Call, tokens: int, slo: SLO) -> Call:

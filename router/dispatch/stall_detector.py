@@ -20,7 +20,7 @@ from sluice.controller.messages import Trouble
 from sluice.replica.engine import Progress
 from sluice.router.dispatch.answer import Answer
 from sluice.router.dispatch.attempt import Attempt
-from sluice.router.dispatch.placement import Controller
+from sluice.router.dispatch.placement import DecisionService
 from sluice.router.dispatch.retry_budget import RetryBudget
 from sluice.router.dispatch.suspicion import ends_when_hung
 from sluice.router.errors import Reason
@@ -95,7 +95,7 @@ class StallDetector:
     def __init__(
         self,
         replicas: Replicas,
-        controller: Controller,
+        controller: DecisionService,
         budget: RetryBudget,
         metrics: RouterMetrics,
         after_s: float,

@@ -76,13 +76,13 @@ class AdmissionMetrics:
             ).labels
         )
         self.line_length = Gauge(
-            "sluice_line_requests",
+            "sluice_admission_queue_requests",
             "Requests in the router's admission queue.",
             ["class"],
             registry=registry,
         )
         self.line_wait_s = Histogram(
-            "sluice_line_wait_seconds",
+            "sluice_admission_queue_wait_seconds",
             "Time that requests spent in the router's admission queue, whatever the outcome.",
             ["class"],
             buckets=WAIT_BUCKETS_S,

@@ -94,7 +94,7 @@ class Phase(enum.StrEnum):
 
     PREFILL = "prefill"
     """Until the prompt is computed, transport and queueing included."""
-    HANDOVER = "handover"
+    TRANSFER = "transfer"
     """From then to the first token."""
 
 
@@ -217,7 +217,7 @@ class RouterMetrics:
             registry=registry,
         )
         self.given_up = Counter(
-            "sluice_given_up_attempts",
+            "sluice_abandoned_attempts",
             "Attempts that were abandoned because their replica was unresponsive or had lost them.",
             registry=registry,
         )
@@ -226,11 +226,11 @@ class RouterMetrics:
             "Requests ended or refused because replicas were lost while they served them.",
             registry=registry,
         )
-        self._legs = cache(
+        self._phases = cache(
             Histogram(
-                "sluice_leg_seconds",
+                "sluice_phase_seconds",
                 "Time of requests that a P/D pair serves, by phase.",
-                ["leg"],
+                ["phase"],
                 buckets=TTFT_BUCKETS_S,
                 registry=registry,
             ).labels
@@ -284,9 +284,9 @@ class RouterMetrics:
         """Count a request that did not follow the controller's decision."""
         self._fallbacks(reason.value).inc()
 
-    def leg(self, leg: Phase, seconds: float) -> None:
+    def phase(self, phase: Phase, seconds: float) -> None:
         """Observe a phase of a request."""
-        self._legs(leg.value).observe(seconds)
+        self._phases(phase.value).observe(seconds)
 
     def first_token(self, service_class: str, ttft_s: float) -> None:
         """Observe a first token."""

@@ -93,8 +93,8 @@ class ControllerMetricsPage:
             await self._pusher.push_now()
             return await self._client.render_metrics()
         except Exception:
-            # Whatever is wrong over there, this router's own metrics can be shown.
-            _log.exception("the observer's metrics could not be had")
+            # Whatever failed, this router's own metrics can be shown.
+            _log.exception("cannot read the observer's metrics")
             return None
 
 

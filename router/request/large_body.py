@@ -88,12 +88,12 @@ class _OneByOne(json.JSONDecoder):
         """The value in ``text``, which is valid JSON.
 
         Raises:
-            msgspec.DecodeError: a number is not finite, or half of a surrogate pair is alone.
+            msgspec.DecodeError: a number is not finite, or a surrogate is unpaired.
         """
         try:
             return super().decode(text)
         except UnicodeEncodeError as error:
-            raise msgspec.DecodeError("half of a surrogate pair is alone") from error
+            raise msgspec.DecodeError("a surrogate is unpaired") from error
 
     def _number(self, text: str) -> Any:
         self._take_turns()

@@ -40,7 +40,7 @@ class ReplicaFailedError(Exception):
         self.lost = lost or dead or hung
 
 
-class NobodyTakesError(ReplicaFailedError):
+class ReaderLostError(ReplicaFailedError):
     """A stream's reader is gone, which is not the replica's fault: the client left, or the
     connection between HAProxy and the replica broke.
 

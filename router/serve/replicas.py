@@ -31,7 +31,7 @@ from sluice.replica.streams.wire import StreamEndpoint
 from sluice.router import wire
 from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import Way
-from sluice.router.serve.contract import NobodyTakesError, ReplicaFailedError, ReplicaStream
+from sluice.router.serve.contract import ReaderLostError, ReplicaFailedError, ReplicaStream
 from sluice.router.serve.hint import DrainedError, Hint, NoReplicaError
 from sluice.router.serve.streams import Channels
 from sluice.scheduling.roles import WHOLE, Role
@@ -227,7 +227,7 @@ def failure_of(error: Exception) -> ReplicaFailedError:
     if isinstance(error, EngineDeadError):
         return ReplicaFailedError(Reason.REPLICA_FAILED, "The replica's engine died.", dead=True)
     if isinstance(error, ClientLeftError):
-        return NobodyTakesError(stalled=isinstance(error, ClientStalledError))
+        return ReaderLostError(stalled=isinstance(error, ClientStalledError))
     if isinstance(error, ActorDiedError):
         return ReplicaFailedError(Reason.REPLICA_FAILED, "The replica died.", dead=True)
     if isinstance(error, DrainedError):

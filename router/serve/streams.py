@@ -37,7 +37,7 @@ from sluice.replica.streams.wire import (
     cost,
 )
 from sluice.router.errors import Reason
-from sluice.router.serve.contract import NobodyTakesError, ReplicaFailedError, ReplicaStream
+from sluice.router.serve.contract import ReaderLostError, ReplicaFailedError, ReplicaStream
 from sluice.scheduling.roles import Role
 
 _CONNECT_TIMEOUT_S: Final = 5.0
@@ -62,7 +62,7 @@ def _failure_of(ending: Ending) -> ReplicaFailedError:
     if ending is Ending.CANCELLED:
         return ReplicaFailedError(Reason.REPLICA_FAILED, "The replica cancelled the request.")
     if ending in (Ending.LEFT, Ending.STALLED):
-        return NobodyTakesError(stalled=ending is Ending.STALLED)
+        return ReaderLostError(stalled=ending is Ending.STALLED)
     if ending is Ending.TOO_LARGE:
         return ReplicaFailedError(
             Reason.TOO_LARGE,

@@ -58,7 +58,7 @@ class AdmissionPolicy(ABC):
         guarantees: the set with the greatest sum of priorities. Only called if ``selects``.
 
         Args:
-            jobs: at most :data:`~sluice.scheduling.admission.slos_serve_selection.MOST_NEW`, each
+            jobs: at most :data:`~sluice.scheduling.admission.slos_serve.selection.MOST_NEW`, each
                 with one row, the same for all, which serves them whole.
         """
         raise NotImplementedError

@@ -86,6 +86,12 @@ class AnnealingOptions(PolicyOptions):
     )
     seed: int = Field(default=0, ge=0, description="Seed of the random steps.")
 
+    @property
+    def schedule(self) -> Schedule:
+        """The annealing schedule of a search."""
+        first, last = self.initial_temperature, self.threshold
+        return Schedule.of(first, last, self.iterations, self.decay, self.seed)
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.threshold > self.initial_temperature:
@@ -154,13 +160,7 @@ class Annealing(BatchPolicy):
         self._stated: InteractionLatency | None = None
         if options.prefill is not None and options.decode is not None:
             self._stated = InteractionLatency(options.prefill, options.decode)
-        self._schedule = Schedule.of(
-            options.initial_temperature,
-            options.threshold,
-            options.iterations,
-            options.decay,
-            options.seed,
-        )
+        self._schedule = options.schedule
         self._keys: Ints = np.empty(0, np.int64)
         self._waiting = np.empty(0, np.bool_)
         self._first: Ints = np.empty(0, np.int64)

@@ -9,7 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from sluice.scheduling.admission.slos_serve_selection import MOST_NEW, Demand, Supply, admissible
+from sluice.scheduling.admission.slos_serve.selection import (
+    MOST_NEW,
+    PlanDemand,
+    Supply,
+    admissible,
+)
 from sluice.scheduling.batching.base import BatchBudget, BatchBuilder, BatchPolicy
 from sluice.scheduling.batching.prefill_share import least_useful_s
 from sluice.scheduling.latency.model import LatencyModel
@@ -79,7 +84,7 @@ class SLOsServe(BatchPolicy):
 
     Admission (§3.1, §3.2.1): when a request arrives, ends or changes its objectives, the policy
     decides which new requests are guaranteed
-    (:mod:`sluice.scheduling.admission.slos_serve_selection`). Between these events no decision
+    (:mod:`sluice.scheduling.admission.slos_serve.selection`). Between these events no decision
     changes. The state of requests that left the queue is dropped. Of a burst of arrivals, a call
     decides the :data:`MOST_DECIDED` earliest; the others are best effort until a later call decides
     them.
@@ -353,10 +358,10 @@ def _blocks(tokens: Floats, budget: BatchBudget) -> Floats:
 
 def _demand(
     table: Floats, left_s: Floats, work_s: Floats, blocks: Floats, pieces: Floats
-) -> Demand:
+) -> PlanDemand:
     """The demand of each row; a decode counts with the context of its next or first step."""
     prefill = is_prefill(table)
     context = table[:, COMPUTED] + np.where(prefill, table[:, PENDING], 0.0)
     decode_s = pieces[:, DECODE_SEQUENCE] + np.outer(context, pieces[:, DECODE_CONTEXT])
     prefill_s = np.where(prefill, work_s, 0.0)
-    return Demand(left_s, prefill_s, table[:, TPOT], decode_s, blocks, table[:, PRIORITY])
+    return PlanDemand(left_s, prefill_s, table[:, TPOT], decode_s, blocks, table[:, PRIORITY])

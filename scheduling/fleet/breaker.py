@@ -39,7 +39,7 @@ class Trouble(enum.StrEnum):
     HUNG = "hung"
 
 
-class State(enum.StrEnum):
+class BreakerState(enum.StrEnum):
     """``CLOSED``: requests flow. ``OPEN``: none do. ``HALF_OPEN``: one at a time may, to see what
     becomes of it."""
 
@@ -88,7 +88,7 @@ class Breaker:
     )
 
     def __init__(self) -> None:
-        self.state = State.CLOSED
+        self.state = BreakerState.CLOSED
         self.cause = Trouble.FAILED
         """Why it was opened last."""
         self.since_s = -inf
@@ -109,19 +109,24 @@ class Breaker:
         if now_s < self.due_s:
             return
         self.due_s = inf
-        if self.state is State.OPEN:
-            self.state = State.HALF_OPEN
+        if self.state is BreakerState.OPEN:
+            self.state = BreakerState.HALF_OPEN
         self.probe = None
 
     def trouble(self, trouble: Trouble, now_s: float, stepping: bool) -> bool:
-        """A router saw trouble; whether that opened it. ``stepping``: the replica has told of a
-        step of its engine just now, so that what hangs is not that."""
+        """Count a failure that a router saw; whether it opened the breaker. ``stepping``: the
+        replica has just reported a step, so its engine does not hang."""
         self.advance(now_s)
-        if self.state is State.OPEN:
+        if self.state is BreakerState.OPEN:
             return False
         self._failures.append(_Failure(now_s, self._ended))
         hangs = trouble is Trouble.HUNG and not stepping
-        if hangs or self.state is State.HALF_OPEN or self._on_trial(now_s) or self._too_many(now_s):
+        if (
+            hangs
+            or self.state is BreakerState.HALF_OPEN
+            or self._on_trial(now_s)
+            or self._too_many(now_s)
+        ):
             self._open(trouble, now_s)
             return True
         return False
@@ -133,7 +138,7 @@ class Breaker:
         self._ended += ended
         was, self._hangs = self._hangs, hangs
         if hangs and not was:
-            opened = self.state is not State.OPEN
+            opened = self.state is not BreakerState.OPEN
             if opened:
                 self._open(Trouble.HUNG, now_s)
             self.due_s = inf  # until it takes that back
@@ -149,7 +154,7 @@ class Breaker:
         Raises:
             RuntimeError: it is not half-open, or a probe is under way.
         """
-        if self.state is not State.HALF_OPEN or self.probe is not None:
+        if self.state is not BreakerState.HALF_OPEN or self.probe is not None:
             raise RuntimeError(f"no probe may be sent: {self.state}, probe {self.probe}")
         self.probe = key
         self.due_s = now_s + PROBE_S
@@ -164,7 +169,7 @@ class Breaker:
         if self.probe is None:
             return
         self.probe, self.due_s = None, inf
-        self.state = State.CLOSED
+        self.state = BreakerState.CLOSED
         self._failures.clear()
         self._trial_until_s = now_s + max(self._open_s, FAILURES_WITHIN_S)
         self._trial_ended = self._ended
@@ -172,7 +177,7 @@ class Breaker:
     def forgettable(self, now_s: float) -> bool:
         """Whether a new breaker would do the same."""
         return (
-            self.state is State.CLOSED
+            self.state is BreakerState.CLOSED
             and now_s >= self._trial_until_s
             and (not self._failures or now_s - self._failures[-1].at_s > FAILURES_WITHIN_S)
         )
@@ -190,11 +195,11 @@ class Breaker:
         )
 
     def _open(self, cause: Trouble, now_s: float) -> None:
-        again = self.state is State.HALF_OPEN or now_s < self._trial_until_s
-        if self.state is State.CLOSED:
+        again = self.state is BreakerState.HALF_OPEN or now_s < self._trial_until_s
+        if self.state is BreakerState.CLOSED:
             self.since_s = now_s
         self._open_s = min(2 * self._open_s, MOST_OPEN_S) if again else LEAST_OPEN_S
-        self.state, self.cause, self.probe = State.OPEN, cause, None
+        self.state, self.cause, self.probe = BreakerState.OPEN, cause, None
         self.due_s = now_s + self._open_s
         self._failures.clear()
         self._trial_until_s = -inf

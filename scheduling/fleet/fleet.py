@@ -82,8 +82,8 @@ class Fleet:
         self.has_roles = False
         """Whether any replica is not ``mixed``."""
         self.ids: list[str] = []
-        """Replica of each row; empty where the row is free. A new list whenever that changes, so
-        who keeps this one knows later what the rows were."""
+        """Replica of each row; empty where the row is free. A new list whenever that changes, so a
+        caller that keeps this one knows later what the rows were."""
         self.row_of: dict[str, int] = {}
         self._closed: dict[str, None] = {}
         self.figures: Floats = np.zeros((0, FIGURES))

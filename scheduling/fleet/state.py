@@ -104,7 +104,7 @@ SUMMARY = np.dtype(
         ("transfer_seconds", "<f8"),  # that those took, from the wish for the KV to its arrival
         ("transfer_tokens", "<i8"),  # of the prompts, that were moved
         ("transfer_bytes", "<i8"),
-        ("transfer_failures", "<i8"),  # KV that could not be had: its prompts were computed here
+        ("transfer_failures", "<i8"),  # failed KV transfers: their prompts were computed here
     ]
 )
 """Counters and gauges of an engine's scheduler; counters only grow."""

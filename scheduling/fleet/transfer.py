@@ -26,10 +26,10 @@ LEAST_SHARE = 0.1
 """Minimum share of the TTFT objective that is left for the prefill of a P/D pair."""
 
 
-def prompt_ttft_s(ttft_s: float, handover_s: float) -> float:
-    """The TTFT objective of the prefill, if the request's first token comes ``handover_s`` after
+def prompt_ttft_s(ttft_s: float, kv_transfer_s: float) -> float:
+    """The TTFT objective of the prefill, if the request's first token comes ``kv_transfer_s`` after
     it, seconds."""
-    return max(ttft_s - handover_s, LEAST_SHARE * ttft_s)
+    return max(ttft_s - kv_transfer_s, LEAST_SHARE * ttft_s)
 
 
 class Transfers(NamedTuple):

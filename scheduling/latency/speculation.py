@@ -339,8 +339,8 @@ class RecentPaces:
     """How far decodes are behind their TPOT over their latest tokens.
 
     A deadline of one TPOT after the latest token forgets a slow step at once, while a window of
-    several tokens does not. So what each token or group of tokens came too late is summed up, and
-    what came early pays it off, down to nothing: a decode is behind by the largest lateness of any
+    several tokens does not. So the lateness of each token or group of tokens is summed up, early
+    ones reduce the sum, and it is never below 0: a decode is behind by the largest lateness of any
     run of tokens that ends with its latest one. Memory is that of the decodes last seen.
     """
 

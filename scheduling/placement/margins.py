@@ -196,7 +196,7 @@ class Margins:
     def tracker(
         self, objective: Objective, stated_s: float, anchor: TPOTAnchor = TPOTAnchor.MEAN
     ) -> Tracker:
-        """What learns the margin of such an objective."""
+        """The tracker that learns the margin of such an objective."""
         return self._of(_kind(objective, stated_s, anchor))
 
     def take(self, replica_id: str, other: Margins) -> None:

@@ -122,8 +122,9 @@ class OutputLengths:
         return found.within(most_tokens or inf)
 
     def observe(self, service_class: str, tenant: int, tokens: int, ended: bool) -> None:
-        """An output had ``tokens`` when it ended by itself, or else when it was cut off. One
-        without any teaches nothing, and neither does a class whose name is empty or too long."""
+        """Learn from an output that had ``tokens`` when it ended by itself, or else when it was cut
+        off. Empty outputs are ignored, and so are classes with an empty name or one that is too
+        long."""
         if tokens < 1 or not 0 < len(service_class) <= MAX_TASK_NAME:
             return
         if service_class in self._stated:

@@ -16,7 +16,7 @@ from sluice.scheduling.admission.room import LEAST_WAIT_S
 from sluice.scheduling.autoscaling.load import Demand
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.rows import BEST_EFFORT_S, DECODE_S, FIXED_S, PREFILL_S, work_on
-from sluice.scheduling.pairs import HANDOVER_STEPS, DecodeChoice, together
+from sluice.scheduling.pairs import TRANSFER_STEPS, DecodeChoice, together
 from sluice.scheduling.placement.calibration import Calibration
 from sluice.scheduling.placement.jobs import first_due_s, reservation_of
 from sluice.scheduling.placement.output_lengths import OutputLength, OutputLengths
@@ -100,7 +100,7 @@ class Placer:
     by :meth:`RoutingPolicy.choose_decode`. Then mixed and prefill replicas are compared in one
     decision, each by its part. A prefill replica can guarantee the request if the decode replica
     can, and if its prefill ends before the first token is due by the time of the KV transfer and of
-    :data:`~sluice.scheduling.pairs.HANDOVER_STEPS`. The routing policy chooses among all replicas
+    :data:`~sluice.scheduling.pairs.TRANSFER_STEPS`. The routing policy chooses among all replicas
     that can guarantee the request.
 
     An end-to-end time is guaranteed as a TTFT and a pace
@@ -288,8 +288,8 @@ class Placer:
             self._check_choice(chosen, able)
         figures = fleet.figures[able.rows[chosen]]
         step_s = figures[FIXED_S] + figures[DECODE_S] + able.work_s[chosen]
-        handover_s = fleet.transfer.seconds(query.prompt_tokens) + HANDOVER_STEPS * step_s
-        return DecodeChoice(job, promises, int(places[chosen]), float(handover_s))
+        kv_transfer_s = fleet.transfer.seconds(query.prompt_tokens) + TRANSFER_STEPS * step_s
+        return DecodeChoice(job, promises, int(places[chosen]), float(kv_transfer_s))
 
     def _decide(self, asked: _Asked, at: int | None) -> RouteDecision:
         job, second = asked.job, asked.second
@@ -481,7 +481,7 @@ class Placer:
         lead_s, splits = np.zeros(len(rows)), np.zeros(len(rows), np.bool_)
         if second is not None:
             splits = fleet.are(rows, "prefill")
-            lead_s[splits] = second.handover_s
+            lead_s[splits] = second.kv_transfer_s
         return Job(query, now_s, rows, cached, work_s, due_s, tokens, lead_s, splits, moved)
 
     def _place(
@@ -502,10 +502,10 @@ class Placer:
                 fleet.release((query.prefill_key,))
             fleet.reserve(query.key, made)
             return RouteDecision(name, PLACED, tier, ttft_s, None, role)
-        handover_s = second.handover_s
+        kv_transfer_s = second.kv_transfer_s
         fleet.reserve(
             query.prefill_key,
-            made._replace(due_s=job.due_s - handover_s, tpot_s=inf, output_tokens=1.0),
+            made._replace(due_s=job.due_s - kv_transfer_s, tpot_s=inf, output_tokens=1.0),
         )
         # It arrives when its prompt is computed: by its due time, or as predicted from the work
         # ahead, whichever is later.
@@ -515,7 +515,7 @@ class Placer:
         fleet.reserve(query.key, later._replace(awaited_s=float(awaited_s)))
         target = second.row
         return RouteDecision(
-            fleet.ids[target], PLACED, tier, ttft_s, None, fleet.roles[target], name, handover_s
+            fleet.ids[target], PLACED, tier, ttft_s, None, fleet.roles[target], name, kv_transfer_s
         )
 
 

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from sluice.scheduling.admission import AdmissionPolicy
-from sluice.scheduling.admission.slos_serve_selection import MOST_NEW
+from sluice.scheduling.admission.slos_serve.selection import MOST_NEW
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.placement.jobs import reservation_of
 from sluice.scheduling.request.job import Job

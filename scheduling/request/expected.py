@@ -60,8 +60,8 @@ def peak(claims: Any, block_tokens: float) -> float:
     A request needs its whole claim at its end only, and frees it then. Decodes of the tightest TPOT
     run in every batch, so they grow alike. The others run as seldom as their TPOT allows or as
     often as in every batch: each counts with its whole claim until its last token is due. One
-    without a TPOT has no end. A later request with a tighter TPOT makes all of them such others, so
-    what was guaranteed before may need more than was found then.
+    without a TPOT has no end. After a later request with a tighter TPOT, none of them runs in
+    every batch, so earlier guarantees may need more blocks than was found then.
     """
     tightest_s = inf
     for each in claims:

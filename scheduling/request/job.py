@@ -213,7 +213,7 @@ class RouteDecision(NamedTuple):
         role: of the replica ``replica_id``.
         prefill_id: the replica that computes its prompt first and transfers the KV to
             ``replica_id``; ``None``: ``replica_id`` serves it whole.
-        handover_s: predicted time from the end of the prefill to the first token. The prefill's
+        kv_transfer_s: predicted time from the end of the prefill to the first token. The prefill's
             deadline is earlier than the request's by this time.
         over_share: its objective could have been guaranteed, but its tenant is over its share and
             must leave that capacity to others.
@@ -232,7 +232,7 @@ class RouteDecision(NamedTuple):
     retry_after_s: float | None = None
     role: Role = "mixed"
     prefill_id: str | None = None
-    handover_s: float = 0.0
+    kv_transfer_s: float = 0.0
     over_share: bool = False
     planned: Times | None = None
     room_s: float | None = None

@@ -153,8 +153,9 @@ class SLO:
         )
 
     def with_times(self, times_s: Sequence[float | None]) -> SLO:
-        """The same with other times, seconds; itself where they are its own. Its stages have the
-        same shares of what they state, and what no stage states where that is new."""
+        """The same objective with other times, seconds; itself if they are equal. The times of its
+        stages are scaled in proportion. A time that it did not state before is that of the first
+        stage (TTFT) or of every stage (TPOT)."""
         if tuple(times_s) == self.times_s:
             return self
         ttft_s, tpot_s, e2e_s = times_s
@@ -359,7 +360,7 @@ class TokenClock:
 
     def e2e_s(self, finished_s: float) -> float:
         """Arrival to end, where the request ended at ``finished_s``. The last token may have a
-        later time than the end: those of what an engine told afterwards are on its clock."""
+        later time than the end: token times that an engine reports are on the engine's clock."""
         last_s = self.last_token_s
         return (finished_s if last_s is None else max(finished_s, last_s)) - self.arrival_s
 

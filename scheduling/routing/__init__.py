@@ -14,7 +14,7 @@ from sluice.scheduling.routing.pab import PABBalancing
 from sluice.scheduling.routing.power_of_two import PowerOfTwo
 from sluice.scheduling.routing.round_robin import RoundRobin
 from sluice.scheduling.routing.session_affinity import SessionAffinity
-from sluice.scheduling.routing.slos_serve import SLOsServe
+from sluice.scheduling.routing.slos_serve import SLOsServeRouting
 from sluice.scheduling.routing.vllm import VLLM
 
 __all__ = [
@@ -39,7 +39,7 @@ POLICIES: Registry[RoutingPolicy] = Registry(
         LeastMemory,
         PABBalancing,
         GoRouting,
-        SLOsServe,
+        SLOsServeRouting,
         SessionAffinity,
         MostGain,
     ),

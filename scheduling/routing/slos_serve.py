@@ -14,8 +14,8 @@ from sluice.scheduling.routing.inner import Inner, make_inner
 from sluice.scheduling.routing.round_robin import RoundRobin
 
 
-class SLOsServeOptions(PolicyOptions):
-    """Options of :class:`SLOsServe`."""
+class SLOsServeRoutingOptions(PolicyOptions):
+    """Options of :class:`SLOsServeRouting`."""
 
     hops: int = Field(
         default=4,
@@ -42,7 +42,7 @@ class SLOsServeOptions(PolicyOptions):
         return name
 
 
-class SLOsServe(RoutingPolicy):
+class SLOsServeRouting(RoutingPolicy):
     """Tests one replica after the other for whether it can meet the request's objective.
 
     The first replica is the next in turn (:mod:`sluice.scheduling.routing.round_robin`). If its
@@ -62,10 +62,10 @@ class SLOsServe(RoutingPolicy):
     name = "slos_serve"
     source = "SLOs-Serve §4.2 (one-shot sequential routing)"
     passed_over = "it was asked later, or declined"
-    Options = SLOsServeOptions
+    Options = SLOsServeRoutingOptions
 
-    def __init__(self, options: SLOsServeOptions | None = None) -> None:
-        options = options or SLOsServeOptions()
+    def __init__(self, options: SLOsServeRoutingOptions | None = None) -> None:
+        options = options or SLOsServeRoutingOptions()
         super().__init__(options)
         self._hops = options.hops
         self._virtual = ADMISSION[options.virtual]()

@@ -81,10 +81,10 @@ class _Charge(NamedTuple):
 
 
 class FairShares:
-    """Counts what tenants ask and are guaranteed, and tells who must leave room for others.
+    """Counts what tenants ask and are guaranteed, and which must leave capacity to others.
 
     ``O(1)`` each, and ``O(n log n)`` with ``n`` tenants ten times a second; ``O(n)`` for a tenant
-    for whom another one is forgotten. All times are seconds on one monotonic clock of the caller's.
+    that replaces another one. All times are seconds on one monotonic clock of the caller's.
 
     Args:
         most_tenants: see :data:`MOST_TENANTS`.
@@ -204,7 +204,7 @@ class FairShares:
         self._below_s = now_s
 
     def _fading(self, now_s: float) -> float:
-        """What is left of the reserve, of 1, since one who is short has asked."""
+        """The remaining share of the reserve since a tenant below its share asked last."""
         memory_s = min(max(_GAPS * self._gap_s, _LEAST_MEMORY_S), _MOST_MEMORY_S)
         return exp(min(0.0, 1.0 - (now_s - self._below_s) / memory_s))
 
@@ -226,8 +226,8 @@ class FairShares:
         return exp(windows)
 
     def _new_unit(self, now_s: float, factor: float) -> None:
-        """Count in the unit of now, and forget who has not asked for long, and the requests of so
-        long ago: some are never heard of again, as when their replica died."""
+        """Count in the unit of now. Drop tenants that have not asked for long, and requests as
+        old: the end of some is never reported, for example if their replica died."""
         for counts in (self._asked, self._promised):
             counts *= factor
         self._total *= factor

@@ -6,7 +6,7 @@ from bisect import bisect_left
 
 
 class Bucket:
-    """A leaky bucket of unbounded size: who fills it decides what fits."""
+    """A leaky bucket of unbounded size: its caller decides what fits."""
 
     __slots__ = ("_at_s", "_lows", "level", "per_s")
 
@@ -37,12 +37,11 @@ class Bucket:
         return self._lows.begin(self.level)
 
     def undo(self, mark: int, amount: float) -> float:
-        """Take out what is left of ``amount`` of what was put in at ``mark``, and end the mark.
-        Returns how much that was.
+        """Take out the remaining part of an ``amount`` that was put in at ``mark``, and end the
+        mark. Returns that part.
 
-        The bucket is then as full as if that amount had never been put in: what has drained since
-        is not taken out, or the rest would be forgiven with it. It makes a difference until the
-        bucket would be empty without, so what is left is at most the lowest level since.
+        The bucket is then as full as if the amount had never been put in: the part that has drained
+        since is not taken out again. The remaining part is at most the lowest level since.
         ``O(marks)`` that are newer.
         """
         left = self._lows.end(mark, amount)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import nan
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sluice.scheduling import batching, routing
-from sluice.scheduling.batching import BatchBudget, BatchBuilder, BatchPlan, BatchPolicy
+from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.request.objective import SLO
@@ -44,6 +41,7 @@ from sluice.simulation.workload import (
     with_objectives,
 )
 from sluice.simulation.workloads.traces import MAX_REQUESTS, load
+from sluice.simulation.wrapped import Wrapped
 
 NOISE = 0.03
 """Standard deviation of the logarithm of a step's time around the profile."""
@@ -165,7 +163,7 @@ def _turned(workload: Workload, share: float) -> Workload:
     return replace(workload, arrivals=tuple(arrivals))
 
 
-class Fleet(NamedTuple):
+class PlannedFleet(NamedTuple):
     """How it is served: every replica alike, behind one router.
 
     Attributes:
@@ -208,7 +206,7 @@ class Run(NamedTuple):
     """
 
     traffic: Traffic
-    fleet: Fleet
+    fleet: PlannedFleet
     metric: TPOTMetric | None
     sizes: Sizes
     seed: int
@@ -227,17 +225,11 @@ class Measured(NamedTuple):
     classes: dict[str, Figures]
 
 
-class _Timed(BatchPolicy):
+class _Timed(Wrapped):
     """Plans as ``inner`` does, until the time is up."""
 
-    name = "timed"
-    source = "ours"
-
     def __init__(self, inner: BatchPolicy, stop_at_s: float) -> None:
-        super().__init__()
-        # Routers predict by the name.
-        self.name = inner.name  # type: ignore[misc]
-        self._inner = inner
+        super().__init__(inner)
         self._stop_at_s = stop_at_s
 
     def plan(
@@ -245,12 +237,7 @@ class _Timed(BatchPolicy):
     ) -> BatchPlan:
         if time.monotonic() >= self._stop_at_s:
             raise OutOfTimeError("the time limit was reached")
-        return self._inner.plan(queue, now_s, latency, budget)
-
-    def fill(
-        self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
-    ) -> None:
-        self._inner.fill(batch, queue, now_s, latency)
+        return super().plan(queue, now_s, latency, budget)
 
 
 def measure(run: Run) -> Measured:
@@ -308,25 +295,3 @@ def _figures(met: Flags, ttft_s: Floats, tpot_s: Floats, chosen: Flags) -> Figur
         quantiles = np.quantile(known, (0.5, 0.99)) if len(known) else np.full(2, nan)
         latencies += (1e3 * quantiles).tolist()
     return found | dict(zip(LATENCIES, latencies, strict=True))
-
-
-Measure = Callable[[Sequence[Run]], Iterator[Measured]]
-
-
-@contextmanager
-def measuring(jobs: int) -> Iterator[Measure]:
-    """Gives a function that simulates runs in ``jobs`` processes and yields their figures in order.
-
-    With one job everything runs in this process. What is not yet begun when the block is left is
-    not begun any more.
-    """
-    if jobs == 1:
-        yield partial(map, measure)
-        return
-    # Forked processes would inherit threads; new ones load the compiled loops from their cache.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        try:
-            yield partial(pool.map, measure)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)

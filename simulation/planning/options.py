@@ -18,7 +18,7 @@ from sluice.scheduling import batching, routing
 from sluice.scheduling.latency.model import FAMILIES, LatencyModel, LinearLatency
 from sluice.scheduling.latency.profile import LatencyProfile
 from sluice.simulation.config import ClusterConfig, EngineConfig
-from sluice.simulation.planning.capacity import Fleet, SharedClass
+from sluice.simulation.planning.capacity import PlannedFleet, SharedClass
 
 MOST_CLASSES = 16
 MAX_SHARE = 1e6
@@ -199,7 +199,7 @@ def fleet(
     policy_options: str | None,
     router: str | None,
     limits: Mapping[str, int | None],
-) -> Fleet:
+) -> PlannedFleet:
     """The fleet that serves the requests: as in ``config``, overridden by the other arguments.
 
     Args:
@@ -228,7 +228,7 @@ def fleet(
     except ValueError as error:
         raise OptionError(str(error)) from error
     given = {field: value for field, value in limits.items() if value is not None}
-    return Fleet(
+    return PlannedFleet(
         model,
         _checked(EngineConfig, _limits(engine) | given),
         _checked(

@@ -14,7 +14,7 @@ from sluice.deploy.tables import print_table
 from sluice.scheduling.request.tpot import TPOTAnchor
 from sluice.simulation.config import EngineConfig
 from sluice.simulation.estimate import METHOD
-from sluice.simulation.planning.capacity import LATENCIES, NOISE, Fleet, SharedClass
+from sluice.simulation.planning.capacity import LATENCIES, NOISE, PlannedFleet, SharedClass
 from sluice.simulation.planning.plots import WIDE, Chart, Point, ReportError, draw
 from sluice.simulation.planning.points import CapacityPoint, Group, Part, PoolAnswer, Status
 from sluice.simulation.workload import Workload
@@ -104,7 +104,7 @@ class FleetFacts(Part):
     engine: EngineConfig
 
     @classmethod
-    def of(cls, fleet: Fleet) -> Self:
+    def of(cls, fleet: PlannedFleet) -> Self:
         """The facts of a fleet."""
         return cls(
             policy=fleet.policy,

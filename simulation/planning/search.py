@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -18,15 +18,15 @@ from sluice.simulation.capacity import (
     search_pools,
 )
 from sluice.simulation.metrics import TPOTMetric, metric_name
+from sluice.simulation.parallel import in_processes
 from sluice.simulation.planning.capacity import (
-    Fleet,
-    Measure,
     Measured,
     OutOfTimeError,
+    PlannedFleet,
     Run,
     Sizes,
     Traffic,
-    measuring,
+    measure,
 )
 from sluice.simulation.planning.points import CapacityPoint, PoolAnswer, PoolPoint, Range, Status
 from sluice.simulation.planning.report import CapacityReport, ClassFacts, FleetFacts, TrafficFacts
@@ -48,7 +48,7 @@ class Question(NamedTuple):
     """
 
     traffic: Traffic
-    fleet: Fleet
+    fleet: PlannedFleet
     metric: TPOTMetric | None
     target: float
     most: int
@@ -67,8 +67,8 @@ def answered(question: Question, progress: Progress) -> CapacityReport:
     """
     workload = question.traffic.workload(question.seeds[0])
     stop_at_s = time.monotonic() + question.time_limit_s
-    with measuring(min(question.jobs, len(question.seeds))) as measure:
-        trial = partial(_trial, question, progress, measure, stop_at_s)
+    with in_processes(measure, min(question.jobs, len(question.seeds))) as measure_all:
+        trial = partial(_trial, question, progress, measure_all, stop_at_s)
         status, found, points = _colocated(question, workload, trial)
         pools = _pools(question, workload, trial) if question.disaggregated else None
     total = sum(each.share for each in question.traffic.classes)
@@ -93,7 +93,7 @@ Trial = Callable[[Sizes, str], list[Measured]]
 def _trial(
     question: Question,
     progress: Progress,
-    measure: Measure,
+    measure_all: Callable[[Sequence[Run]], Iterator[Measured]],
     stop_at_s: float,
     sizes: Sizes,
     words: str,
@@ -105,7 +105,7 @@ def _trial(
     ]
     task = progress.add_task(words, total=len(runs))
     done: list[Measured] = []
-    for measured in measure(runs):
+    for measured in measure_all(runs):
         done.append(measured)
         progress.advance(task)
     shown = Range.of([each.whole["attainment"] for each in done]).shown(100, 2)

@@ -75,7 +75,7 @@ def _question(
         raise OptionError(str(error)) from error
     classes = options.classes(loaded, slos, shares)
     if not any(each.slo.stated for each in classes):
-        raise OptionError("no class states an objective, so any number of replicas holds them")
+        raise OptionError("no class states an objective, so any number of replicas is enough")
     if disaggregated and max_replicas < 2:
         raise OptionError("--disaggregated needs --max-replicas of at least 2, one of each role")
     model = options.latency(loaded, profile, latency)

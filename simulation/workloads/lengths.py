@@ -77,7 +77,7 @@ class LengthDistribution:
         body_mean = _body_moment(mean, share, p99, reach, 1)
         body_square = _body_moment(mean**2 + std**2, share, p99, reach, 2)
         if not 0 < body_mean < p99 or body_square <= body_mean**2:
-            raise ValueError(f"nothing has mean {mean}, P99 {p99} and deviation {std}")
+            raise ValueError(f"no lengths have mean {mean}, P99 {p99} and deviation {std}")
 
         def too_narrow(cut: float) -> bool:
             sigma = _sigma(body_mean / p99, cut)
@@ -93,7 +93,7 @@ class LengthDistribution:
         share, reach = 0.9, _P90_REACH
         body_mean = _body_moment(mean, share, p90, reach, 1)
         if not 0 < body_mean < p90:
-            raise ValueError(f"nothing with mean {mean} and P90 {p90} reaches {reach} times P90")
+            raise ValueError(f"no lengths with mean {mean} and P90 {p90} reach {reach} times P90")
         cut = NormalDist().inv_cdf(share)
         return cls(mean, p90, share, reach, cut, _sigma(body_mean / p90, cut))
 

@@ -153,6 +153,18 @@ def load(path: str | Path, slo: SLO | None = None, limit: int = MAX_REQUESTS) ->
         raise TraceError(f"{file}: is not UTF-8 text: {error.reason}") from error
 
 
+def trace_files(folder: Path) -> list[Path]:
+    """The traces of a folder by name.
+
+    Raises:
+        TraceError: there are none.
+    """
+    found = sorted(each for each in folder.iterdir() if each.suffix in (".csv", ".jsonl"))
+    if not found:
+        raise TraceError(f"{folder}: has no .csv or .jsonl file")
+    return found
+
+
 def _load(file: Path, stream: IO[str], slo: SLO, limit: int) -> Workload:
     arrivals: list[Arrival] = []
     interned: dict[int, int] = {}  # A number that occurs in many prompts is kept once.

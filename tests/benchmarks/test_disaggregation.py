@@ -29,7 +29,7 @@ def test_layouts_are_named_by_their_roles() -> None:
 def test_capacity_is_over_that_of_an_even_split_with_the_formula_beside_it() -> None:
     layouts = {"1P 1D": 4.0, "2P 1D": 5.0, "1P 2D": 3.0, "co-located": 8.0}
     rows = [row("coder", layout, rate) for layout, rate in layouts.items()]
-    relative, rates, formula = RATIO.findings(rows).tables
+    (relative, rates, formula), _ = RATIO.findings(rows)
     assert relative.rows == [("coder", "p", "1.00", "1.25", "0.75", "2.00")]
     assert rates.rows == [("coder", "p", "4.00", "5.00", "3.00", "8.00")]
     # Prefill decides: of 3 devices two serve twice, or one as much, as one of 2 does.

@@ -19,11 +19,9 @@ from sluice.benchmarks.experiments.fairbatching import peaks
 from sluice.benchmarks.experiments.grid import Cell, Plan, Product, Scaled, measured
 from sluice.benchmarks.experiments.loads import (
     GENERATED,
-    LEAST_LOAD,
-    MOST_LOAD,
+    Search,
     Span,
     full_load_rate,
-    greatest_loads,
     profiled_budget,
     recorded,
 )
@@ -149,19 +147,23 @@ class TestGrids:
         assert having(rows, {"load": (1.0, 3.0)}) == [rows[0], rows[2]]
 
 
+GREATEST = Search("")
+LEAST_LOAD, MOST_LOAD = GREATEST.least, GREATEST.most
+
+
 class TestCapacity:
     @given(knee=st.floats(LEAST_LOAD * 1.001, MOST_LOAD * 0.999))
     def test_is_found_within_its_resolution(self, knee: float) -> None:
-        found = greatest_loads(lambda load: 1.0 if load <= knee else 0.0, (0.9,))[0.9]
+        found = GREATEST.loads(lambda load: 1.0 if load <= knee else 0.0)[0.9]
         step = (MOST_LOAD / LEAST_LOAD) ** (2**-7) * 1.000001
         assert knee / step < found < knee * step
 
     def test_has_its_ends(self) -> None:
-        assert greatest_loads(lambda load: 1.0, (0.9,))[0.9] == MOST_LOAD
-        assert greatest_loads(lambda load: 0.0, (0.9,))[0.9] == 0.0
+        assert GREATEST.loads(lambda load: 1.0)[0.9] == MOST_LOAD
+        assert GREATEST.loads(lambda load: 0.0)[0.9] == 0.0
 
     def test_a_stricter_share_has_no_more_of_it(self) -> None:
-        found = greatest_loads(lambda load: max(0.0, 1 - load / 10), (0.9, 0.98))
+        found = Search("", (0.9, 0.98)).loads(lambda load: max(0.0, 1 - load / 10))
         assert found[0.98] == pytest.approx(0.2, rel=0.005)
         assert found[0.9] == pytest.approx(1.0, rel=0.005)
 
@@ -172,7 +174,7 @@ class TestCapacity:
             ran.append(load)
             return float(load <= 1)
 
-        greatest_loads(attainment, (0.9, 0.98), steps=3)
+        Search("", (0.9, 0.98), steps=3).loads(attainment)
         assert len(ran) == len(set(ran)) == 3
 
 
@@ -290,7 +292,7 @@ class TestDefaultPolicy:
             *(outcome("fcfs", seed, met, 3.0) for seed, met in ((1, 0.9), (2, 0.7))),
         ]
         assert AGAINST.best(rows, "tdg") == "fcfs"
-        headline = EXPERIMENT.findings(rows).tables[1].rows[0]
+        headline = EXPERIMENT.findings(rows)[0][1].rows[0]
         assert headline[1:] == (
             "fcfs",
             "21.67 %",

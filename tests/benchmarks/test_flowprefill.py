@@ -16,7 +16,7 @@ from sluice.benchmarks.experiments.flowprefill import (
     tightest,
 )
 from sluice.benchmarks.experiments.grid import Plan
-from sluice.benchmarks.experiments.loads import Case, Search, Span, capacity, measure
+from sluice.benchmarks.experiments.loads import Case, Search, Span, at_load, measure
 
 LASTING = Span(40.0, 40, 120)
 SETUP = setup_of("8b")
@@ -71,7 +71,8 @@ def test_an_experiment_has_cells_for_each_recorded_workload(traces: Path) -> Non
 def test_the_goodput_and_the_tightest_objectives_are_at_90_percent() -> None:
     ours = bounded("ours")
     case = Case(mix(1.0), SETUP)
-    rate = capacity(ours, 1, case, LASTING, Search("attainment_mean"))["rate_0.9"]
+    search = Search("attainment_mean")
+    rate = at_load(ours, 1, case, case.full_rate, search, LASTING)["rate_0.9"]
     assert measure(ours, 1, case, rate, LASTING.requests(rate))["attainment_mean"] >= 0.9
     scale = tightest(1, ours, SETUP, 0.5, LASTING)["tightest"]
     assert 0.25 <= scale < 1.0

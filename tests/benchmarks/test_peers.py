@@ -325,7 +325,6 @@ def test_the_command_measures_what_starts_in_alternating_order_and_names_the_res
 
     monkeypatch.setattr(command, "WARM_UP_S", 0.2)
     monkeypatch.setattr(command, "CAPACITY_S", 0.2)
-    monkeypatch.setattr(command, "IN_FLIGHT", 1)
     # Servers that answer at once have no times and no capacity of their own.
     monkeypatch.setattr(mix, "alone", lambda url, model: IDLE)
     drawn: list[Arrival] = []

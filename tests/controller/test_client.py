@@ -24,7 +24,7 @@ from sluice.controller.client import (
 )
 from sluice.controller.config import ControllerConfig, fingerprint_of
 from sluice.controller.detached import DetachedController
-from sluice.controller.lookup import NAMESPACE, ensure_observer
+from sluice.controller.discovery import NAMESPACE, ensure_observer
 from sluice.controller.messages import (
     FirstTokenWait,
     MetricSample,
@@ -143,7 +143,7 @@ def test_a_controller_and_an_observer_of_another_configuration_are_replaced(app:
 def test_a_controller_that_never_matches_is_not_replaced_for_ever(
     app: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sluice.controller.lookup.fingerprint_of", lambda _: "another version")
+    monkeypatch.setattr("sluice.controller.discovery.fingerprint_of", lambda _: "another version")
     with pytest.raises(RuntimeError, match="not another version, although it was replaced 3 times"):
         ensure_controller(app, CONFIG, 120)
 

@@ -14,7 +14,7 @@ from sluice.controller.observability.recent_decisions import DECISIONS
 from sluice.scheduling.placement.margins import PRIOR
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import POLICIES
-from sluice.scheduling.routing.slos_serve import SLOsServeOptions
+from sluice.scheduling.routing.slos_serve import SLOsServeRoutingOptions
 from tests.controller.fleet import Clock, hello, query, waiting_row
 from tests.controller.observed import ObservedController
 from tests.controller.pushes import newer_push
@@ -137,7 +137,7 @@ async def test_without_a_replica_or_without_admission() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_every_policy_is_told_in_words_of_its_own(policy: str) -> None:
     controller, _ = await fleet_of(*[0] * 6, policy=policy)
-    tested = SLOsServeOptions().hops if policy == "slos_serve" else 6
+    tested = SLOsServeRoutingOptions().hops if policy == "slos_serve" else 6
     await controller.route([query(key) for key in range(1, 9)])
     entries = await told(controller)
     assert len(entries) == 8

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from sluice.controller import link as link_module
+from sluice.controller import actor_handle as link_module
+from sluice.controller.actor_handle import Link
 from sluice.controller.config import ControllerConfig
-from sluice.controller.link import Link
 from sluice.controller.transport.failure import NoAnswerError
 
 

@@ -121,7 +121,7 @@ async def test_one_stream_that_hangs_is_enough_and_everybody_hears_of_it() -> No
         'sluice_quarantined_replicas{reason="failed"} 0.0',
         'sluice_breaker_opened_total{reason="hung"} 1.0',
         'sluice_replicas{role="mixed",state="quarantined"} 1.0',
-        'sluice_trouble_notices_total{outcome="counted",reason="hung"} 1.0',
+        'sluice_failure_notices_total{outcome="counted",reason="hung"} 1.0',
     ):
         assert line in lines
     assert not any("sluice_replica_pab_tokens" in line and '"a"' in line for line in lines)
@@ -277,7 +277,7 @@ async def test_a_router_that_is_cut_off_takes_at_most_half_of_the_replicas() -> 
     for name in fleet.names:
         await fleet.trouble(name)
     assert await fleet.quarantined() == ("a", "b")
-    assert 'sluice_trouble_notices_total{outcome="ignored",reason="hung"} 2.0' in (
+    assert 'sluice_failure_notices_total{outcome="ignored",reason="hung"} 2.0' in (
         await fleet.metrics()
     )
     # The others' requests bring these back, and as long as it goes on it is not believed.

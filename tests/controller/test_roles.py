@@ -51,7 +51,7 @@ async def test_each_side_of_a_pair_counts_until_its_own_replica_has_it() -> None
     made = await placed(controller, split(1))
     assert (made.prefill_id, made.replica_id, made.role) == ("prefill", "decode", "decode")
     assert made.predicted_ttft_s is not None
-    assert made.predicted_ttft_s > made.handover_s > 0
+    assert made.predicted_ttft_s > made.kv_transfer_s > 0
     assert await reserved(controller) == {"prefill": 1, "decode": 1}
     await controller.report(delta("prefill", epoch, 1, {0: waiting_row(10_001, 100)}))
     assert await reserved(controller) == {"prefill": 0, "decode": 1}
@@ -94,7 +94,7 @@ async def test_the_log_tells_both_sides_and_why() -> None:
     await placed(controller, query(2))
     whole, pair = json.loads(json.dumps(await controller.decisions(2), allow_nan=False))
     assert (pair["replica_id"], pair["prefill_id"], pair["role"]) == ("decode", "prefill", "decode")
-    assert pair["handover_ms"] == pair["second"]["handover_ms"] > 0
+    assert pair["kv_transfer_ms"] == pair["second"]["kv_transfer_ms"] > 0
     assert (pair["chosen"]["replica_id"], pair["chosen"]["prompt_only"]) == ("prefill", True)
     assert (pair["second"]["candidates"], pair["second"]["able"]) == (2, 1)
     assert pair["second"]["chosen"]["replica_id"] == "decode"
@@ -102,7 +102,7 @@ async def test_the_log_tells_both_sides_and_why() -> None:
     assert (other["replica_id"], other["can_promise"]) == ("full", False)
     assert "cannot meet" in other["why_not"]
     assert "one of 2 others decodes, of which 1 can meet" in pair["why"]
-    assert (whole["prefill_id"], whole["handover_ms"], whole["second"]) == (None, None, None)
+    assert (whole["prefill_id"], whole["kv_transfer_ms"], whole["second"]) == (None, None, None)
     assert whole["chosen"]["prompt_only"] is False
 
 
@@ -134,10 +134,12 @@ async def test_what_is_no_role_or_no_key_is_refused() -> None:
 
 async def test_learnt_transfers_are_in_the_next_promise() -> None:
     controller, epoch = await controller_of("prefill", "decode")
-    before = (await placed(controller, split(1))).handover_s
+    before = (await placed(controller, split(1))).kv_transfer_s
     told = np_summary(transfers=100, transfer_seconds=20.0, transfer_tokens=10_000)
     await controller.report(delta("decode", epoch, 1)._replace(summary=told))
-    assert (await placed(controller, split(2))).handover_s == pytest.approx(before + 0.19, abs=0.02)
+    assert (await placed(controller, split(2))).kv_transfer_s == pytest.approx(
+        before + 0.19, abs=0.02
+    )
     bad = np_summary(transfers=-1)
     with pytest.raises(ValueError, match="transfers must be finite and at least 0"):
         await controller.report(delta("decode", epoch, 2)._replace(summary=bad))

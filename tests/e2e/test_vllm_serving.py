@@ -252,7 +252,7 @@ def test_large_requests_and_answers_come_through_once(serving: System) -> None:
                 for sample in family.samples
                 if sample.name == "sluice_retries_total"
                 or (
-                    sample.name == "sluice_trouble_notices_total"
+                    sample.name == "sluice_failure_notices_total"
                     and sample.labels["reason"] == "failed"
                 )
             )

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import ray
 
-from sluice.controller.lookup import stop_controller
+from sluice.controller.discovery import stop_controller
 from tests import injuries
 from tests.e2e.conftest import wait_until
 from tests.faults.replicas import FLEET

@@ -21,7 +21,7 @@ import ray
 from ray.exceptions import RayError
 
 from sluice.benchmarks.live.client import End, Outcome, replay, text_body
-from sluice.controller.lookup import NAMESPACE, observer_actor_name
+from sluice.controller.discovery import NAMESPACE, observer_actor_name
 from sluice.deploy.config import SluiceConfig
 from sluice.simulation.workload import Arrival, Workload
 from tests import injuries

@@ -52,7 +52,7 @@ ALLOWED_MIB, ALLOWED_SHARE = 8.0, 0.04
 """By how much memory may grow."""
 
 IDLE: Final = (
-    *("sluice_in_flight_requests", "sluice_held_body_bytes", "sluice_line_requests"),
+    *("sluice_in_flight_requests", "sluice_held_body_bytes", "sluice_admission_queue_requests"),
     *("sluice_reservations", "sluice_replica_live_requests", "sluice_replica_waiting_requests"),
     *("sluice_replica_running_requests", "sluice_replica_kv_usage_ratio"),
 )

@@ -188,8 +188,8 @@ def test_counters_must_be_what_the_client_counted() -> None:
 def test_a_short_soak_loses_nothing(
     monkeypatch: pytest.MonkeyPatch, minutes: float, options: list[str]
 ) -> None:
-    monkeypatch.setattr("sluice.benchmarks.live.application.running", on_the_shared_ray)
-    monkeypatch.setattr("sluice.benchmarks.live.application.free_port", shared_ray.serve_port)
+    monkeypatch.setattr("tests.faults.application.running", on_the_shared_ray)
+    monkeypatch.setattr("tests.faults.soak.free_port", shared_ray.serve_port)
     monkeypatch.setattr("tests.faults.soak.PAUSE_S", (2.0, 4.0))
     command = ["--minutes", str(minutes), *options, "--seed", "3", "--rate", "4", "--json"]
     done = CliRunner().invoke(soak, command)

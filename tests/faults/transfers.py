@@ -15,7 +15,7 @@ from ray import serve
 from ray.serve.context import _get_global_client
 
 from sluice.deploy.app import REPLICA_DEPLOYMENTS
-from sluice.replica.engine import EngineRequest, Handoff, ResponseChunk, ResponseHead, ResponseTail
+from sluice.replica.engine import EngineRequest, KVHandle, ResponseChunk, ResponseHead, ResponseTail
 from sluice.replica.transfer.client import fetch
 from sluice.replica.transfer.offer import Offer
 from sluice.replica.transfer.wire import TransferError
@@ -81,19 +81,19 @@ async def _present_twice(replicas: ServeReplicas, model: str) -> None:
         "ignore_eos": True,
     }
     asked = EngineRequest("handed over", "completions", body, SLO(ttft_s=60.0, tpot_s=5.0))
-    handoff = await _prefill(replicas, asked)
-    text = await _answer(replicas, replace(asked, handoff=handoff))
+    kv_handle = await _prefill(replicas, asked)
+    text = await _answer(replicas, replace(asked, kv_handle=kv_handle))
     with pytest.raises(TransferError, match="no such KV"):
-        await asyncio.to_thread(_fetch, handoff)
-    late = replace(asked, request_id="handed over again", handoff=handoff)
+        await asyncio.to_thread(_fetch, kv_handle)
+    late = replace(asked, request_id="handed over again", kv_handle=kv_handle)
     assert await _answer(replicas, late) == text
 
 
-async def _prefill(replicas: ServeReplicas, asked: EngineRequest) -> Handoff:
+async def _prefill(replicas: ServeReplicas, asked: EngineRequest) -> KVHandle:
     prompt = replace(asked, request_id=f"{asked.request_id}.prefill", prefill_only=True)
     tail = (await _items(replicas, prompt, "prefill"))[-1]
-    assert isinstance(tail, ResponseTail) and tail.handoff is not None
-    return tail.handoff
+    assert isinstance(tail, ResponseTail) and tail.kv_handle is not None
+    return tail.kv_handle
 
 
 async def _answer(replicas: ServeReplicas, asked: EngineRequest) -> str:
@@ -108,9 +108,9 @@ async def _items(replicas: ServeReplicas, asked: EngineRequest, role: Role) -> l
     return [item async for items in replicas.generate(asked, None, (), role) for item in items]
 
 
-def _fetch(handoff: Handoff) -> None:
+def _fetch(kv_handle: KVHandle) -> None:
     """Ask for the first block, as an engine does."""
-    fetch(Offer.of(handoff.params).source(0), 0, 1, [1], time.monotonic() + _FETCH_S)
+    fetch(Offer.of(kv_handle.params).source(0), 0, 1, [1], time.monotonic() + _FETCH_S)
 
 
 SCENARIOS = (Scenario("vLLM: KV handle replayed", PAIR, handle_replayed, STREAMS, quick=False),)

@@ -14,7 +14,7 @@ from ray import serve
 
 from sluice.controller.client import ControllerClient, controller_actor_name, stop_controller
 from sluice.controller.config import ControllerConfig
-from sluice.controller.lookup import NAMESPACE
+from sluice.controller.discovery import NAMESPACE
 from sluice.controller.messages import RouteQuery
 from sluice.replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
 from sluice.replica.deployment import ReplicaServer, _core

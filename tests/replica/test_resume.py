@@ -80,10 +80,10 @@ async def test_a_prompt_with_what_was_sent_is_computed_apart_from_the_rest() -> 
     async with running() as first, running() as second:
         leg = replace(asked, request_id="second.prefill", prefill_only=True)
         *_, tail = await collect(first, leg)
-        assert isinstance(tail, ResponseTail) and tail.handoff is not None
-        assert tail.handoff.prompt_tokens == 2 + 3
+        assert isinstance(tail, ResponseTail) and tail.kv_handle is not None
+        assert tail.kv_handle.prompt_tokens == 2 + 3
         whole = await collect(first, stream("chat"))
-        rest = await collect(second, replace(asked, handoff=tail.handoff))
+        rest = await collect(second, replace(asked, kv_handle=tail.kv_handle))
     assert told(chunks_of(rest)) == told(chunks_of(whole))
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.replica.engine import EngineRequest, Handoff, ResponseHead, ResponseTail
+from sluice.replica.engine import EngineRequest, KVHandle, ResponseHead, ResponseTail
 from sluice.replica.simulated.core import Transfer
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.scheduling.request.objective import SLO
@@ -31,13 +31,13 @@ def prefill_of(request: EngineRequest) -> EngineRequest:
     return replace(request, request_id=f"{request.request_id}.prefill", prefill_only=True)
 
 
-async def hand_over(engine: SimulatedEngine, request: EngineRequest) -> Handoff:
+async def hand_over(engine: SimulatedEngine, request: EngineRequest) -> KVHandle:
     head, tail = await collect(engine, prefill_of(request))
     assert head == ResponseHead(200, "application/json")
     assert isinstance(tail, ResponseTail)
-    assert tail.handoff is not None
-    assert (tail.output_tokens, tail.prompt_tokens) == (0, tail.handoff.prompt_tokens)
-    return tail.handoff
+    assert tail.kv_handle is not None
+    assert (tail.output_tokens, tail.prompt_tokens) == (0, tail.kv_handle.prompt_tokens)
+    return tail.kv_handle
 
 
 @pytest.mark.parametrize("make", [chat, completion])
@@ -45,14 +45,14 @@ async def test_the_answer_is_that_of_one_engine(make: Any) -> None:
     request = make(max_tokens=8, n=1)
     async with running() as prefill, running() as decode:
         plain = await collect(prefill, request)
-        handoff = await hand_over(prefill, request)
-        split = await collect(decode, replace(request, handoff=handoff))
+        kv_handle = await hand_over(prefill, request)
+        split = await collect(decode, replace(request, kv_handle=kv_handle))
         summary = decode.state().summary
         lengths = prefill.state()
     assert [type(item) for item in split] == [type(item) for item in plain]
     assert split[1].data.split(b'"choices"')[1] == plain[1].data.split(b'"choices"')[1]
     assert (summary["transfers"], summary["transfer_failures"]) == (1, 0)
-    assert summary["transfer_tokens"] == handoff.prompt_tokens - 1
+    assert summary["transfer_tokens"] == kv_handle.prompt_tokens - 1
     assert not len(lengths.rows)
 
 
@@ -60,7 +60,7 @@ async def test_the_decode_side_streams_and_counts_everything() -> None:
     request = completion(max_tokens=6, stream=True)
     async with running() as prefill, running() as decode:
         plain = await collect(prefill, request)
-        split = await collect(decode, replace(request, handoff=await hand_over(prefill, request)))
+        split = await collect(decode, replace(request, kv_handle=await hand_over(prefill, request)))
     assert text_of(split) == text_of(plain)
     tail = split[-1]
     assert isinstance(tail, ResponseTail)
@@ -70,16 +70,16 @@ async def test_the_decode_side_streams_and_counts_everything() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        Handoff("p", {}, 2),
-        Handoff("p", {"model": "model", "prompt": 1}, 2),
-        Handoff("p", {"model": "another", "prompt": 0}, 2),
+        KVHandle("p", {}, 2),
+        KVHandle("p", {"model": "model", "prompt": 1}, 2),
+        KVHandle("p", {"model": "another", "prompt": 0}, 2),
     ],
 )
-async def test_what_cannot_be_had_is_computed(wrong: Handoff) -> None:
+async def test_what_cannot_be_had_is_computed(wrong: KVHandle) -> None:
     request = completion(max_tokens=4, stream=True)
     async with running() as engine:
         plain = await collect(engine, request)
-        split = await collect(engine, replace(request, handoff=wrong))
+        split = await collect(engine, replace(request, kv_handle=wrong))
         summary = engine.state().summary
     assert text_of(split) == text_of(plain)
     assert (summary["transfers"], summary["transfer_failures"]) == (0, 1)
@@ -107,7 +107,7 @@ async def test_an_aborted_transfer_leaves_nothing() -> None:
     async with running({**INSTANT, "transfer_s": 3600.0}) as engine:
         request = completion(max_tokens=4)
         stream = engine.generate(
-            replace(request, handoff=await hand_over(engine, request))
+            replace(request, kv_handle=await hand_over(engine, request))
         ).__aiter__()
         waiting = asyncio.ensure_future(anext(stream))
         await until_live(engine, 1)

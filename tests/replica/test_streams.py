@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sluice.controller.transport.frames import Frames
 from sluice.replica.engine import (
     EngineRequest,
-    Handoff,
+    KVHandle,
     ResponseChunk,
     ResponseHead,
     ResponseTail,
@@ -144,7 +144,7 @@ def test_a_request_arrives_as_it_was_sent(
         True,
         PromptPrefix(tuple(hashes), 600),
         {"traceparent": "00-1"},
-        handoff=Handoff("other", {"address": ["h", 1], "secret": b"\x00\xff"}, 12),
+        kv_handle=KVHandle("other", {"address": ["h", 1], "secret": b"\x00\xff"}, 12),
         resume=Resume(tuple(tokens), (1, 0), "id"),
         resumable=True,
         confirm=True,
@@ -225,8 +225,8 @@ async def test_a_frame_that_is_too_long_is_not_read() -> None:
 
 
 async def test_a_response_that_cannot_be_sent_fails_alone() -> None:
-    odd = Handoff("replica-1", {"what": object()}, 3)
-    tails = {"odd": ResponseTail(1, 0, handoff=odd), "sound": ResponseTail(1, 2)}
+    odd = KVHandle("replica-1", {"what": object()}, 3)
+    tails = {"odd": ResponseTail(1, 0, kv_handle=odd), "sound": ResponseTail(1, 2)}
 
     def serve(request: EngineRequest, wake: Callable[[], None]) -> Response:
         return Response(wake, [tails[request.request_id]])

@@ -30,8 +30,8 @@ def test_this_vllm_has_what_features_use() -> None:
 
     from sluice.replica.preemption.executor import PreemptiveExecutor
     from sluice.replica.preemption.group_executor import PreemptiveGroupExecutor
-    from sluice.replica.preemption.names import PARTS
     from sluice.replica.preemption.scheduler import PreemptiveScheduler
+    from sluice.replica.preemption.vllm_symbols import PARTS
     from sluice.replica.vllm.contract import unfit, unmet
     from sluice.replica.vllm.kv_connector import TcpConnector
     from sluice.replica.vllm.support import SPECULATION, TRANSFER

@@ -290,7 +290,7 @@ async def test_a_stream_goes_on_once_its_prompt_was_computed_apart(engine):
     head, tail = await items(engine, leg)
     assert head.status == 200
     tokens = sum(chunk.tokens for chunk in whole[:5])
-    assert tail.handoff.prompt_tokens == (await streamed(engine, asked))[1].prompt_tokens + tokens
+    assert tail.kv_handle.prompt_tokens == (await streamed(engine, asked))[1].prompt_tokens + tokens
 
 
 @pytest.mark.parametrize(

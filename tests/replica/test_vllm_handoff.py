@@ -17,7 +17,7 @@ from sluice.replica.engine import (
     EVENT_STREAM,
     EngineDeadError,
     EngineRequest,
-    Handoff,
+    KVHandle,
     ResponseChunk,
     ResponseHead,
     ResponseTail,
@@ -89,9 +89,9 @@ async def prefill(engine, request):
     asked = replace(request, request_id=f"{request.request_id}.prefill", prefill_only=True)
     head, tail = await items(engine, asked)
     assert (head, tail.output_tokens) == (ResponseHead(200, "application/json"), 0)
-    assert tail.handoff.prompt_tokens == tail.prompt_tokens
-    assert tail.handoff.replica_id == "prefill"
-    return tail.handoff
+    assert tail.kv_handle.prompt_tokens == tail.prompt_tokens
+    assert tail.kv_handle.replica_id == "prefill"
+    return tail.kv_handle
 
 
 def content(items):
@@ -120,8 +120,8 @@ def said(event):
 
 
 async def split(engines, request):
-    handoff = await prefill(engines[0], request)
-    return await items(engines[1], replace(request, handoff=handoff))
+    kv_handle = await prefill(engines[0], request)
+    return await items(engines[1], replace(request, kv_handle=kv_handle))
 
 
 def counts(engine):
@@ -231,35 +231,35 @@ async def test_several_at_once_beside_decodes(engines):
         assert not len(engine.state().rows)
 
 
-def changed(handoff, **params):
-    return handoff._replace(params={**handoff.params, **params})
+def changed(kv_handle, **params):
+    return kv_handle._replace(params={**kv_handle.params, **params})
 
 
 async def test_kv_that_cannot_be_had_is_computed(engines):
     asked = request("wrong", prompt=words(70, 10), max_tokens=6)
     whole = content(await items(engines[0], replace(asked, request_id="whole")))
     for what in ("fetched", "layout", "prompt", "tokens", "garbage", "nothing", "address"):
-        handoff = await prefill(engines[0], replace(asked, request_id=f"wrong {what}"))
+        kv_handle = await prefill(engines[0], replace(asked, request_id=f"wrong {what}"))
         match what:
             case "fetched":
-                first = replace(asked, request_id="first", handoff=handoff)
+                first = replace(asked, request_id="first", kv_handle=kv_handle)
                 assert content(await items(engines[1], first)) == whole
                 await engines[1]._llm.reset_prefix_cache()
             case "layout":
-                handoff = changed(handoff, layout="00" * 16)
+                kv_handle = changed(kv_handle, layout="00" * 16)
             case "prompt":
-                handoff = changed(handoff, prompt="00" * 16)
+                kv_handle = changed(kv_handle, prompt="00" * 16)
             case "tokens":
-                handoff = changed(handoff, prompt_tokens=7)
+                kv_handle = changed(kv_handle, prompt_tokens=7)
             case "garbage":
-                handoff = changed(handoff, addresses=[[5]], handle="x")
+                kv_handle = changed(kv_handle, addresses=[[5]], handle="x")
             case "nothing":
-                handoff = Handoff("prefill", {}, handoff.prompt_tokens)
+                kv_handle = KVHandle("prefill", {}, kv_handle.prompt_tokens)
             case "address":
                 # Of the range that is for documentation: nobody answers.
-                handoff = changed(handoff, addresses=[["192.0.2.1", 9]])
+                kv_handle = changed(kv_handle, addresses=[["192.0.2.1", 9]])
         before = counts(engines[1])
-        given = await items(engines[1], replace(asked, request_id=what, handoff=handoff))
+        given = await items(engines[1], replace(asked, request_id=what, kv_handle=kv_handle))
         assert content(given) == whole, what
         after = counts(engines[1])
         assert after["transfer_failures"] == before["transfer_failures"] + 1, what
@@ -277,9 +277,9 @@ async def test_clients_cannot_name_kv(engines):
 
 
 async def test_an_aborted_hand_over_leaves_nothing(engines):
-    handoff = await prefill(engines[0], request("left", prompt=words(90, 11)))
+    kv_handle = await prefill(engines[0], request("left", prompt=words(90, 11)))
     given = request("left", prompt=words(90, 11), max_tokens=500)
-    stream = engines[1].generate(replace(given, handoff=handoff))
+    stream = engines[1].generate(replace(given, kv_handle=kv_handle))
     waiting = asyncio.ensure_future(anext(stream))
     async with asyncio.timeout(120):
         while "left" not in engines[1]._llm.calls:  # noqa: ASYNC110 - nobody tells
@@ -302,12 +302,12 @@ async def test_a_prefill_replica_that_died_costs_the_prompt_only(engines):
     """It ends the first engine."""
     asked = request("killed", prompt=words(120, 12))
     whole = content(await items(engines[0], replace(asked, request_id="whole")))
-    handoff = await prefill(engines[0], asked)
+    kv_handle = await prefill(engines[0], asked)
     process = engines[0]._llm.engine_core.resources.engine_manager.processes[0]
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     before = counts(engines[1])
-    assert content(await items(engines[1], replace(asked, handoff=handoff))) == whole
+    assert content(await items(engines[1], replace(asked, kv_handle=kv_handle))) == whole
     assert counts(engines[1])["transfer_failures"] == before["transfer_failures"] + 1
     with pytest.raises(EngineDeadError):
         await prefill(engines[0], replace(asked, request_id="dead"))

@@ -1,4 +1,5 @@
-"""A headless Chromium, driven over its DevTools connection."""
+"""A headless Chromium, driven over its DevTools connection: a few commands, for which Playwright
+would bring Node.js along."""
 
 from __future__ import annotations
 

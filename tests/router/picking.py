@@ -24,7 +24,7 @@ from sluice.router.config import RouterConfig
 from sluice.router.errors import Reason
 from sluice.router.picker.messages import CLASSES
 from sluice.router.picker.server import SERVICE, PickerServer
-from sluice.router.serve.contract import NobodyTakesError, ReplicaFailedError
+from sluice.router.serve.contract import ReaderLostError, ReplicaFailedError
 from tests.lacking import lacking
 from tests.proxy_process import answering
 from tests.replica.waiting import until
@@ -88,7 +88,7 @@ class System:
                     for item in batch:
                         yield item
             except ClientLeftError:
-                raise NobodyTakesError from None
+                raise ReaderLostError from None
             except Exception as error:
                 raise ReplicaFailedError(Reason.REPLICA_FAILED, str(error)) from error
 

@@ -93,15 +93,15 @@ async def test_requests_are_served_in_the_order_in_which_they_came() -> None:
     queue = Queue(Fleet())
     for _ in range(3 * ASKERS):
         await queue.join()
-    assert len(queue.line) == queue.sample("sluice_line_requests") == 3 * ASKERS
+    assert len(queue.line) == queue.sample("sluice_admission_queue_requests") == 3 * ASKERS
     queue.fleet.room = ASKERS + 1
     await queue.time.advance(MAX_PAUSE_S)
     assert queue.served == list(range(ASKERS + 1))
     queue.fleet.room = 100
     await queue.time.advance(MAX_PAUSE_S)
     assert queue.served == list(range(3 * ASKERS))
-    assert queue.sample("sluice_line_requests") == 0
-    assert queue.sample("sluice_line_wait_seconds_count") == 3 * ASKERS
+    assert queue.sample("sluice_admission_queue_requests") == 0
+    assert queue.sample("sluice_admission_queue_wait_seconds_count") == 3 * ASKERS
 
 
 async def test_clients_take_turns_and_leave_places_to_others() -> None:
@@ -119,7 +119,7 @@ async def test_clients_take_turns_and_leave_places_to_others() -> None:
     assert sorted(queue.served) == [*range(16), 20, 21, 22, 23]
     # Of the first six each has two, in its own order.
     assert {queue.served.index(number) // 6 for number in (0, 1, 20, 21, 22, 23)} == {0}
-    assert queue.sample("sluice_line_requests") == 0
+    assert queue.sample("sluice_admission_queue_requests") == 0
 
 
 async def test_whose_request_leaves_before_it_could_ask_keeps_its_turn() -> None:
@@ -229,7 +229,7 @@ async def test_who_leaves_is_gone_at_once_also_while_it_asks() -> None:
     await asking.wait()
     queue.tasks[0].cancel()
     await settle()
-    assert len(queue.line) == queue.sample("sluice_line_requests") == 0
+    assert len(queue.line) == queue.sample("sluice_admission_queue_requests") == 0
     # The line goes on with the next.
     del queue.fleet.ask
     queue.fleet.room = 1
@@ -265,7 +265,7 @@ async def test_whatever_happens_the_line_is_bounded_in_order_and_ends(
         else:
             await queue.time.advance(value)
         assert len(queue.line) <= length
-        assert queue.sample("sluice_line_requests") == len(queue.line)
+        assert queue.sample("sluice_admission_queue_requests") == len(queue.line)
     # All ask for the same here, so none overtakes another.
     assert queue.served == sorted(queue.served)
     await queue.time.advance(limit_s + 0.1)
@@ -281,7 +281,7 @@ async def test_who_queues_is_served_when_its_objective_can_be_promised() -> None
     answered = asyncio.create_task(post(edge, "patient"))
     await settle()
     waiting = {"class": "patient"}
-    assert edge.sample("sluice_line_requests", **waiting) == 1
+    assert edge.sample("sluice_admission_queue_requests", **waiting) == 1
     await time.advance(1.2)
     response = await answered
     assert response.headers["x-sluice-admission"] == "guaranteed"
@@ -289,8 +289,8 @@ async def test_who_queues_is_served_when_its_objective_can_be_promised() -> None
     assert [query.waited_s for query in edge.controller.queries] == [0.0, 0.5, 1.0]
     assert response.headers["x-sluice-predicted-ttft-ms"] == "1500.0"
     assert edge.side.calls[0][1].waited_s == 1.0
-    assert edge.sample("sluice_line_requests", **waiting) == 0
-    assert edge.sample("sluice_line_wait_seconds_sum", **waiting) == 1.0
+    assert edge.sample("sluice_admission_queue_requests", **waiting) == 0
+    assert edge.sample("sluice_admission_queue_wait_seconds_sum", **waiting) == 1.0
 
 
 async def test_who_comes_later_stands_behind_who_waits() -> None:

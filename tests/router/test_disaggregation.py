@@ -11,7 +11,7 @@ import pytest
 from sluice.controller.messages import RouteDecision, Tier
 from sluice.replica.engine import (
     EngineRequest,
-    Handoff,
+    KVHandle,
     ResponseHead,
     ResponseItem,
     ResponseTail,
@@ -47,14 +47,14 @@ UNREACHABLE = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica could not b
 DEAD = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica died.", dead=True)
 PAIR = RouteDecision("d", "placed", Tier.GUARANTEED, 0.5, role="decode", prefill_id="p")
 OTHER_PAIR = PAIR._replace(replica_id="d2", prefill_id="p2")
-HANDOFF = Handoff("p", {"block": 7}, 5)
+HANDLE = KVHandle("p", {"block": 7}, 5)
 FIRST, SECOND = request_key("r"), request_key("r.prefill")
 
 
 async def prefill(side: FarSide, name: str, request: EngineRequest) -> AsyncIterator[ResponseItem]:
     assert request.prefill_only and not request.resumable
     yield ResponseHead(200, "application/json", name)
-    yield ResponseTail(5, 0, handoff=HANDOFF._replace(replica_id=name))
+    yield ResponseTail(5, 0, kv_handle=HANDLE._replace(replica_id=name))
 
 
 def edge(*decisions: RouteDecision | None, **behaviours: Behaviour) -> tuple[Edge, FarSide]:
@@ -83,8 +83,8 @@ async def test_the_prompt_goes_to_one_replica_and_its_kv_to_another(stream: bool
     assert (first, second) == ("p", "d")
     assert side.pools == ["prefill", "decode"]
     assert (leg.request_id, rest.request_id) == ("r.prefill", "r")
-    assert (leg.prefill_only, leg.handoff) == (True, None)
-    assert (rest.prefill_only, rest.handoff) == (False, HANDOFF)
+    assert (leg.prefill_only, leg.kv_handle) == (True, None)
+    assert (rest.prefill_only, rest.kv_handle) == (False, HANDLE)
     assert leg.body == rest.body
     (query,) = router.controller.queries
     assert (query.key, query.prefill_key) == (FIRST, SECOND)
@@ -107,8 +107,8 @@ async def test_the_time_of_both_parts_is_measured() -> None:
     router, _ = edge()
     for stream in (True, False):
         await headers(router, stream=stream)
-    for leg in ("prefill", "handover"):
-        assert router.sample("sluice_leg_seconds_count", leg=leg) == 2
+    for phase in ("prefill", "transfer"):
+        assert router.sample("sluice_phase_seconds_count", phase=phase) == 2
 
 
 async def test_each_part_has_its_span_and_both_replicas_are_in_the_requests() -> None:
@@ -218,7 +218,7 @@ async def test_a_decision_for_a_pair_of_which_one_has_failed() -> None:
     router, side = edge(PAIR, p=fail(UNREACHABLE))
     opened = await router.dispatcher.open(call())
     assert [name for name, _ in side.calls] == ["p", "d"]
-    assert side.calls[1][1].handoff is None
+    assert side.calls[1][1].kv_handle is None
     assert (opened.tier, side.pools[-1]) == (Tier.BEST_EFFORT, "decode")
     assert request_key("r-2.prefill") in router.controller.released
     assert request_key("r-2") not in router.controller.released
@@ -246,14 +246,14 @@ async def test_a_full_replica_of_prompts_is_left_for_another() -> None:
     assert (await router.dispatcher.open(call())).head.replica_id == "d2"
 
 
-async def test_without_a_handoff_the_other_replica_computes_the_prompt() -> None:
+async def test_without_a_kv_handle_the_other_replica_computes_the_prompt() -> None:
     async def bare(side: FarSide, name: str, request: EngineRequest) -> AsyncIterator[ResponseItem]:
         yield ResponseHead(200, "application/json", name)
         yield ResponseTail(5, 0)
 
     router, side = edge(p=bare)
     await headers(router)
-    assert side.calls[1][1].handoff is None
+    assert side.calls[1][1].kv_handle is None
 
 
 async def test_reservations_of_replicas_that_another_one_stood_in_for_are_released() -> None:
@@ -261,7 +261,7 @@ async def test_reservations_of_replicas_that_another_one_stood_in_for_are_releas
     opened = await router.dispatcher.open(call())
     assert side.calls[0][0] == "p"
     assert router.controller.released == [SECOND]
-    assert side.calls[1][1].handoff == HANDOFF
+    assert side.calls[1][1].kv_handle == HANDLE
     assert opened.tier is Tier.BEST_EFFORT, "it was promised of another replica"
 
 

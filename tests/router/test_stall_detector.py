@@ -128,7 +128,7 @@ async def test_a_client_sees_nothing_of_replicas_that_freeze(
     assert [query.avoid for query in router.controller.queries] == [
         tuple(names[:index]) for index in range(len(names))
     ]
-    assert router.sample("sluice_given_up_attempts_total") == len(cuts)
+    assert router.sample("sluice_abandoned_attempts_total") == len(cuts)
 
 
 def words(stream: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 from sluice.controller.messages import RouteDecision, Tier
 from sluice.replica.engine import (
     EngineRequest,
-    Handoff,
+    KVHandle,
     ResponseChunk,
     ResponseHead,
     ResponseItem,
@@ -131,7 +131,7 @@ async def test_the_cache_and_the_queue_are_those_of_the_replica_that_computes_th
         side: FarSide, replica: str, request: EngineRequest
     ) -> AsyncIterator[ResponseItem]:
         yield ResponseHead(200, "application/json", replica)
-        yield ResponseTail(5, 0, queued_s=0.25, handoff=Handoff("p", {}, 5), cached_tokens=1)
+        yield ResponseTail(5, 0, queued_s=0.25, kv_handle=KVHandle("p", {}, 5), cached_tokens=1)
 
     pair = RouteDecision("d", "placed", Tier.GUARANTEED, 0.5, role="decode", prefill_id="p")
     router = edge(pair, p=prefill, d=timed)

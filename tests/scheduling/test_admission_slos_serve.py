@@ -6,8 +6,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.scheduling.admission.slos_serve import SLOsServeAdmission, SLOsServeAdmissionOptions
-from sluice.scheduling.admission.slos_serve_selection import Demand, Supply, admissible
+from sluice.scheduling.admission.slos_serve.policy import (
+    SLOsServeAdmission,
+    SLOsServeAdmissionOptions,
+)
+from sluice.scheduling.admission.slos_serve.selection import PlanDemand, Supply, admissible
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.ledger import Reservation
@@ -32,11 +35,11 @@ def decided(fleet: Fleet, query: RouteQuery, now_s: float, headroom: float, anch
 Columns = tuple[float, float, float, float]
 
 
-def demand(columns: list[Columns]) -> Demand:
+def demand(columns: list[Columns]) -> PlanDemand:
     """Requests of (due, prefill, TPOT, decode step), seconds; memory is another test's."""
     due_s, prefill_s, tpot_s, step_s = np.array(columns, np.float64).reshape(-1, 4).T
     none = np.zeros(len(due_s))
-    return Demand(due_s, prefill_s, tpot_s, step_s[:, np.newaxis].copy(), none, none + 1.0)
+    return PlanDemand(due_s, prefill_s, tpot_s, step_s[:, np.newaxis].copy(), none, none + 1.0)
 
 
 def by_program(fleet: Fleet, made: Job, headroom: float, anchor: Anchor) -> bool:

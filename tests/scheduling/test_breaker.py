@@ -13,7 +13,7 @@ from sluice.scheduling.fleet.breaker import (
     MOST_OPEN_S,
     PROBE_S,
     Breaker,
-    State,
+    BreakerState,
     Trouble,
 )
 
@@ -28,7 +28,7 @@ def half_open(breaker: Breaker) -> float:
     """Wait for it to be half-open; when that is."""
     now_s = breaker.due_s
     breaker.advance(now_s)
-    assert breaker.state is State.HALF_OPEN
+    assert breaker.state is BreakerState.HALF_OPEN
     return now_s
 
 
@@ -37,7 +37,7 @@ def cured(breaker: Breaker) -> float:
     now_s = half_open(breaker)
     breaker.send(1, now_s)
     breaker.close(now_s)
-    assert breaker.state is State.CLOSED
+    assert breaker.state is BreakerState.CLOSED
     return now_s
 
 
@@ -51,7 +51,7 @@ def fail(breaker: Breaker, *times_s: float, ended: int = 0) -> list[bool]:
 
 
 def test_one_stream_that_hangs_opens_it_unless_the_engine_makes_steps() -> None:
-    assert opened(Trouble.HUNG).state is State.OPEN
+    assert opened(Trouble.HUNG).state is BreakerState.OPEN
     breaker = Breaker()
     assert not breaker.trouble(Trouble.HUNG, 0.0, stepping=True), "it counts as a failure"
     assert fail(breaker, 1.0, 2.0) == [False, True]
@@ -70,14 +70,14 @@ def test_what_a_replica_says_of_itself_holds_until_it_says_otherwise() -> None:
     assert breaker.report(True, 0, 0.0)
     assert not breaker.report(True, 0, 1.0)
     breaker.advance(1_000.0)
-    assert (breaker.state, breaker.cause, breaker.due_s) == (State.OPEN, Trouble.HUNG, inf)
+    assert (breaker.state, breaker.cause, breaker.due_s) == (BreakerState.OPEN, Trouble.HUNG, inf)
     assert not breaker.report(False, 0, 1_000.0)
-    assert breaker.state is State.HALF_OPEN, "it is tried at once"
+    assert breaker.state is BreakerState.HALF_OPEN, "it is tried at once"
     # A router saw it first: then, too.
     breaker = opened()
     assert not breaker.report(True, 0, 0.5)
     breaker.advance(1_000.0)
-    assert breaker.state is State.OPEN
+    assert breaker.state is BreakerState.OPEN
 
 
 def test_it_is_left_alone_for_longer_each_time_that_it_fails_again() -> None:
@@ -137,7 +137,7 @@ class Conversations(RuleBasedStateMachine):
 
     def note(self, opened: bool) -> None:
         if opened:
-            assert self.breaker.state is State.OPEN
+            assert self.breaker.state is BreakerState.OPEN
             self.open_until_s = self.now_s + LEAST_OPEN_S
 
     @rule(seconds=TIMES_S)
@@ -156,7 +156,9 @@ class Conversations(RuleBasedStateMachine):
         if was and not hangs:
             self.open_until_s = self.now_s
 
-    @precondition(lambda self: self.breaker.state is State.HALF_OPEN and self.breaker.probe is None)
+    @precondition(
+        lambda self: self.breaker.state is BreakerState.HALF_OPEN and self.breaker.probe is None
+    )
     @rule()
     def send(self) -> None:
         assert self.now_s >= self.open_until_s, "it was left alone first"
@@ -172,21 +174,21 @@ class Conversations(RuleBasedStateMachine):
         probed = self.breaker.probe is not None
         was = self.breaker.state
         self.breaker.close(self.now_s)
-        assert self.breaker.state is (State.CLOSED if probed else was)
+        assert self.breaker.state is (BreakerState.CLOSED if probed else was)
 
     @invariant()
     def a_probe_is_under_way_while_half_open_only(self) -> None:
-        assert self.breaker.probe is None or self.breaker.state is State.HALF_OPEN
+        assert self.breaker.probe is None or self.breaker.state is BreakerState.HALF_OPEN
 
     @invariant()
     def one_that_says_that_it_hangs_gets_nothing(self) -> None:
-        assert not self.hangs or self.breaker.state is State.OPEN
+        assert not self.hangs or self.breaker.state is BreakerState.OPEN
 
     @invariant()
     def it_is_tried_again_in_bounded_time(self) -> None:
         """Unless it says that it hangs: either a probe may go now, or that is not far."""
         breaker = self.breaker
-        if breaker.state is State.OPEN and not self.hangs:
+        if breaker.state is BreakerState.OPEN and not self.hangs:
             assert breaker.due_s <= self.now_s + MOST_OPEN_S
         if breaker.probe is not None:
             assert breaker.due_s <= self.now_s + PROBE_S
@@ -194,7 +196,7 @@ class Conversations(RuleBasedStateMachine):
     @invariant()
     def a_forgotten_one_would_do_the_same(self) -> None:
         if self.breaker.forgettable(self.now_s):
-            assert self.breaker.state is State.CLOSED and not self.hangs
+            assert self.breaker.state is BreakerState.CLOSED and not self.hangs
 
 
 TestConversations = Conversations.TestCase

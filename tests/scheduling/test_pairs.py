@@ -15,7 +15,7 @@ from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.ledger import Reservation
 from sluice.scheduling.fleet.report import Report
-from sluice.scheduling.pairs import HANDOVER_STEPS
+from sluice.scheduling.pairs import TRANSFER_STEPS
 from sluice.scheduling.placement.placer import DecisionInputs, Placer
 from sluice.scheduling.request.job import PLACED, UNATTAINABLE, RouteDecision
 from sluice.scheduling.request.objective import SLO
@@ -59,9 +59,9 @@ def busy(role: Role, prompts: int) -> Report:
     return report(*[row(EASY, 3_000, key=900 + key) for key in range(prompts)], role=role)
 
 
-def handover_s(fleet: Fleet, prompt: int = PROMPT) -> float:
+def kv_transfer_s(fleet: Fleet, prompt: int = PROMPT) -> float:
     """Of a prompt to an idle decode replica."""
-    return fleet.transfer.seconds(prompt) + HANDOVER_STEPS * (MODEL.a + MODEL.work_s(1, prompt - 1))
+    return fleet.transfer.seconds(prompt) + TRANSFER_STEPS * (MODEL.a + MODEL.work_s(1, prompt - 1))
 
 
 def test_a_pair_is_chosen_and_reserved_on_both_sides() -> None:
@@ -69,16 +69,16 @@ def test_a_pair_is_chosen_and_reserved_on_both_sides() -> None:
     made = placer(fleet).place(query(), 0.0)
     assert (made.prefill_id, made.replica_id, made.role) == ("0", "1", "decode")
     assert (made.reason, made.tier) == (PLACED, Tier.GUARANTEED)
-    assert made.handover_s == pytest.approx(handover_s(fleet))
+    assert made.kv_transfer_s == pytest.approx(kv_transfer_s(fleet))
     prefill_s = MODEL.a + MODEL.work_s(PROMPT, 0)
-    assert made.predicted_ttft_s == pytest.approx(prefill_s + made.handover_s)
+    assert made.predicted_ttft_s == pytest.approx(prefill_s + made.kv_transfer_s)
     # The prompt's work is at the first, without a decode later; the KV and the decode at the other.
     first, second = fleet.figures[0], fleet.figures[1]
     assert (first[figure.TOKENS], first[figure.LOADS]) == (PROMPT, 0)
     assert (second[figure.TOKENS], second[figure.LOADS]) == (1, 1)
     assert second[figure.NEEDED_BLOCKS] == -(-PROMPT // 16)
     (due_s,) = fleet.prefills[fleet.starts[0] : fleet.starts[0] + 1, figure.PREFILL_DUE_S]
-    assert due_s == pytest.approx(1.0 - made.handover_s)
+    assert due_s == pytest.approx(1.0 - made.kv_transfer_s)
     assert 1 in fleet.ledger
     assert 1_001 in fleet.ledger
 
@@ -147,7 +147,7 @@ def test_what_cannot_be_split_is_served_whole(
     made = placer(fleet).place(query(split=split), 0.0)
     assert made.prefill_id is None
     assert made.role == serves == there[int(made.replica_id or 0)]
-    assert (made.handover_s, len(fleet.ledger)) == (0.0, 1)
+    assert (made.kv_transfer_s, len(fleet.ledger)) == (0.0, 1)
 
 
 @pytest.mark.parametrize("admission", [*ADMISSIONS, None])
@@ -180,7 +180,7 @@ def test_a_pair_promises_only_what_its_decode_side_can_hold_too() -> None:
 def test_the_transfer_counts_in_the_promise() -> None:
     prefill_s = MODEL.a + MODEL.work_s(PROMPT, 0)
     fleet = roles("prefill", "decode")
-    enough_s = (prefill_s + handover_s(fleet)) / 0.9
+    enough_s = (prefill_s + kv_transfer_s(fleet)) / 0.9
     for ttft_s, can in ((enough_s * 1.05, True), (enough_s * 0.95, False)):
         fleet = roles("prefill", "decode")
         made = placer(fleet).place(query(slo=SLO(ttft_s=ttft_s), tiers=PROMISED), 0.0)
@@ -257,16 +257,16 @@ def check(fleet: Fleet, made: RouteDecision, asked: RouteQuery, there: list[Repo
     if made.prefill_id is None:
         first: Role = next(role for role in ("mixed", "decode", "prefill") if role in held)
         assert made.role == first
-        assert made.handover_s == 0
+        assert made.kv_transfer_s == 0
         assert asked.prefill_key not in fleet.ledger
         return
     assert made.prefill_id != made.replica_id
     assert (there[int(made.prefill_id)].role, made.role) == ("prefill", "decode")
     assert asked.prefill_key in fleet.ledger
-    assert made.handover_s > 0
+    assert made.kv_transfer_s > 0
     if made.tier is Tier.GUARANTEED:
         assert made.predicted_ttft_s is not None
-        assert made.predicted_ttft_s > made.handover_s
+        assert made.predicted_ttft_s > made.kv_transfer_s
 
 
 @pytest.mark.parametrize("admission", [*ADMISSIONS, None])

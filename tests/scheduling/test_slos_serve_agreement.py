@@ -8,7 +8,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sluice.scheduling.admission.slos_serve import SLOsServeAdmission, SLOsServeAdmissionOptions
+from sluice.scheduling.admission.slos_serve.policy import (
+    SLOsServeAdmission,
+    SLOsServeAdmissionOptions,
+)
 from sluice.scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
 from sluice.scheduling.batching import BatchBudget
 from sluice.scheduling.batching.slos_serve import SLOsServe, SLOsServeOptions

@@ -7,10 +7,10 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sluice.scheduling.admission.slos_serve_selection import (
+from sluice.scheduling.admission.slos_serve.selection import (
     HORIZON_S,
     MOST_NEW,
-    Demand,
+    PlanDemand,
     Supply,
     admissible,
 )
@@ -23,12 +23,12 @@ SLIP_S = 1e-9
 
 def demand(
     *requests: tuple[float, float, float, float], blocks: float = 0, value: float = 1
-) -> Demand:
+) -> PlanDemand:
     """Requests of (due, prefill, TPOT, decode step), seconds, on a model of one piece."""
     table = np.array(requests, dtype=np.float64).reshape(-1, 4)
     due_s, prefill_s, tpot_s, step_s = table.T
     more = np.ones(len(table))
-    return Demand(due_s, prefill_s, tpot_s, step_s[:, np.newaxis], more * blocks, more * value)
+    return PlanDemand(due_s, prefill_s, tpot_s, step_s[:, np.newaxis], more * blocks, more * value)
 
 
 def supply(
@@ -62,7 +62,9 @@ def rate(decodes: list[tuple[float, Floats]], given_: Supply) -> float:
     return float(min(parts))
 
 
-def walk(new: Demand, chosen: tuple[int, ...], promised: Demand, given_: Supply) -> list[float]:
+def walk(
+    new: PlanDemand, chosen: tuple[int, ...], promised: PlanDemand, given_: Supply
+) -> list[float]:
     """By how much each promised prefill is late, and infinity at once if a new one is, or if the
     decodes cannot be held."""
     decodes, queue = [], []
@@ -91,7 +93,9 @@ def walk(new: Demand, chosen: tuple[int, ...], promised: Demand, given_: Supply)
     return late
 
 
-def feasible(new: Demand, chosen: tuple[int, ...], promised: Demand, given_: Supply) -> bool:
+def feasible(
+    new: PlanDemand, chosen: tuple[int, ...], promised: PlanDemand, given_: Supply
+) -> bool:
     rows = list(chosen)
     if len(rows) > given_.places or new.blocks[rows].sum() > max(0.0, given_.blocks):
         return False
@@ -111,11 +115,11 @@ def subsets(count: int) -> chain[tuple[int, ...]]:
 TPOTS = [0.05, 0.08, 0.1, inf]
 
 
-def demands(random: np.random.Generator, count: int, decoding: float, pieces: int) -> Demand:
+def demands(random: np.random.Generator, count: int, decoding: float, pieces: int) -> PlanDemand:
     """Requests whose decode step depends on their TPOT only, as the classes take its mean."""
     kinds = random.integers(0, len(TPOTS), count)
     step_s = np.array([[0.001, 0.002, 0.004, 0.008], [0.004, 0.003, 0.002, 0.001]]).T
-    return Demand(
+    return PlanDemand(
         random.uniform(-0.1, 1.5, count),
         np.where(random.random(count) < decoding, 0.0, random.uniform(0.02, 0.4, count)),
         np.array(TPOTS)[kinds],
@@ -125,7 +129,7 @@ def demands(random: np.random.Generator, count: int, decoding: float, pieces: in
     )
 
 
-def contended(seed: int) -> tuple[Demand, Demand, Supply]:
+def contended(seed: int) -> tuple[PlanDemand, PlanDemand, Supply]:
     """A case in which some but mostly not all can be admitted."""
     random = np.random.default_rng(seed)
     pieces = int(random.integers(1, 3))
@@ -165,7 +169,7 @@ def test_it_admits_what_an_exhaustive_search_finds_best(seed: int) -> None:
 def test_more_time_blocks_or_places_never_admit_less(seed: int) -> None:
     new, promised, given_ = contended(seed)
 
-    def worth(new: Demand, promised: Demand, given_: Supply) -> float:
+    def worth(new: PlanDemand, promised: PlanDemand, given_: Supply) -> float:
         return float(new.value[admissible(new, promised, given_)].sum())
 
     def passed(due_s: np.ndarray) -> list[int]:

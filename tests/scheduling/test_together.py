@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.scheduling.admission import make_policy as make_admission
-from sluice.scheduling.admission.slos_serve import SLOsServeAdmission
+from sluice.scheduling.admission.slos_serve.policy import SLOsServeAdmission
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.placement.placer import Placer
 from sluice.scheduling.placement.together import MOST_TOGETHER, Turn

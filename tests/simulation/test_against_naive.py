@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy, make_policy
-from sluice.scheduling.batching.base import BatchBuilder
+from sluice.scheduling.batching import BatchPlan, make_policy
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView
@@ -20,6 +19,7 @@ from sluice.simulation.config import EngineConfig
 from sluice.simulation.run import TOO_LONG, simulate
 from sluice.simulation.truth import Truth
 from sluice.simulation.workload import Arrival, Workload
+from sluice.simulation.wrapped import Noted
 from tests.examples import examples
 from tests.simulation.loads import of
 
@@ -162,39 +162,20 @@ class Naive:
         return plan
 
 
-class Recorded(BatchPolicy):
-    """Plans as ``inner`` does, and keeps what it planned."""
-
-    name = "recorded"
-    source = "a spy"
-
-    def __init__(self, inner: BatchPolicy) -> None:
-        super().__init__()
-        self._inner = inner
-        self.batches: list[Batch] = []
-
-    def plan(
-        self, queue: QueueView, now_s: float, latency: LatencyModel, budget: BatchBudget
-    ) -> BatchPlan:
-        plan = self._inner.plan(queue, now_s, latency, budget)
-        keys = queue.keys[plan.rows].tolist()
-        self.batches.append((now_s, list(zip(keys, plan.tokens.tolist(), strict=True))))
-        return plan
-
-    def fill(
-        self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
-    ) -> None:
-        raise NotImplementedError("plan() does not call it")
-
-
 def compared(load: Workload, name: str, config: EngineConfig) -> Naive:
     """Run both engines; they must agree."""
     naive = Naive(load, ORDERS[name], config)
-    policy = Recorded(make_policy(name))
+    batches: list[Batch] = []
+
+    def note(plan: BatchPlan, queue: QueueView, now_s: float, _: LatencyModel) -> None:
+        keys = queue.keys[plan.rows].tolist()
+        batches.append((now_s, list(zip(keys, plan.tokens.tolist(), strict=True))))
+
+    policy = Noted(make_policy(name), note)
     result = simulate(load, policy, Truth(MODEL, 0), config=config)
     requests = result.requests
     assert (result.fallbacks, result.dropped) == (0, 0)
-    for ours, theirs in zip(policy.batches, naive.batches, strict=True):
+    for ours, theirs in zip(batches, naive.batches, strict=True):
         assert ours == theirs
     for key, times in enumerate(naive.times):
         left = requests.emitted_s[requests.offsets[key] : requests.offsets[key + 1]]

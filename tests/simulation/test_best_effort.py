@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sluice.scheduling.batching import POLICIES, BatchPolicy, BestEffortOptions, make_policy
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import EngineConfig
-from sluice.simulation.engine import Engine
+from sluice.simulation.engine import VirtualEngine
 from sluice.simulation.metrics import TPOTMetric, attained, stages
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import drive
@@ -26,14 +26,14 @@ def serve(
     policy: BatchPolicy,
     config: EngineConfig,
     noise: float = 0.0,
-) -> tuple[Engine, Requests]:
+) -> tuple[VirtualEngine, Requests]:
     """Run ``load``, of whose requests those marked are best effort."""
     requests = Requests(load)
     for key, flag in enumerate(best_effort):
         requests.serve_as(key, flag)
     belief = Belief(MODEL.with_headroom(1.05))
     rng = np.random.default_rng(7)
-    engine = Engine(config, policy, belief, Truth(MODEL, noise), requests, rng)
+    engine = VirtualEngine(config, policy, belief, Truth(MODEL, noise), requests, rng)
     drive(engine, requests)
     return engine, requests
 

@@ -34,7 +34,7 @@ from sluice.simulation.config import (
     Slowdown,
     WhenUnattainable,
 )
-from sluice.simulation.engine import Engine
+from sluice.simulation.engine import VirtualEngine
 from sluice.simulation.metrics import TPOTMetric, attained, stages
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import TOO_LONG, Result, simulate
@@ -163,10 +163,10 @@ def test_engines_are_empty_when_all_has_ended(cluster_config: ClusterConfig) -> 
     requests = Requests(steady(120))
     config = EngineConfig(kv_blocks=60)
 
-    def make_engine(role: Role, number: int) -> Engine:
+    def make_engine(role: Role, number: int) -> VirtualEngine:
         rng = np.random.default_rng(3)
         policy, belief = make_policy("fcfs"), Belief(MODEL)
-        return Engine(config, policy, belief, EXACT, requests, rng)
+        return VirtualEngine(config, policy, belief, EXACT, requests, rng)
 
     cluster = Cluster(requests, make_engine, route(), cluster_config, np.random.default_rng(0))
     cluster.run()

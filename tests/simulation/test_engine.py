@@ -14,7 +14,7 @@ from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView
 from sluice.simulation import steps
 from sluice.simulation.config import EngineConfig, Speculation
-from sluice.simulation.engine import Engine, StuckError
+from sluice.simulation.engine import StuckError, VirtualEngine
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import TOO_LONG, Result, drive, simulate
 from sluice.simulation.truth import Belief, Truth
@@ -81,11 +81,11 @@ def test_two_prompts_share_a_step_and_then_decode_together() -> None:
 
 def run_engine(
     load: Workload, policy: BatchPolicy, config: EngineConfig, seed: int
-) -> tuple[Engine, Requests]:
+) -> tuple[VirtualEngine, Requests]:
     requests = Requests(load)
     rng = np.random.default_rng(seed)
     belief = Belief(MODEL.with_headroom(1.05))
-    engine = Engine(config, policy, belief, Truth(MODEL, 0.1), requests, rng)
+    engine = VirtualEngine(config, policy, belief, Truth(MODEL, 0.1), requests, rng)
     drive(engine, requests)
     return engine, requests
 
@@ -169,7 +169,7 @@ def test_an_engine_that_can_run_nothing_says_so() -> None:
     requests = Requests(workload((0.0, 100, 5)))
     config = EngineConfig(kv_blocks=10)
     rng = np.random.default_rng(0)
-    engine = Engine(config, make_policy("fcfs"), Belief(MODEL), EXACT, requests, rng)
+    engine = VirtualEngine(config, make_policy("fcfs"), Belief(MODEL), EXACT, requests, rng)
     assert engine.submit(0)
     engine._counters[steps.FREE_BLOCKS] = (
         0  # No block is free, and none is held: a fault in the accounting.

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sluice.controller.state.mirror import Mirror as RealMirror
+from sluice.controller.state.mirror import VirtualMirror as RealMirror
 from sluice.scheduling.batching import make_policy
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
@@ -15,8 +15,8 @@ from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import RouteQuery
 from sluice.scheduling.routing import make_policy as make_routing
 from sluice.simulation.config import ClusterConfig, EngineConfig
-from sluice.simulation.engine import Engine
-from sluice.simulation.mirror import Mirror, Sent
+from sluice.simulation.engine import VirtualEngine
+from sluice.simulation.mirror import Sent, VirtualMirror
 from sluice.simulation.requests import Requests
 from sluice.simulation.truth import Belief, Truth
 from tests.controller.fleet import hello, summary
@@ -25,22 +25,22 @@ from tests.simulation.loads import MODEL, workload
 CONFIG = ClusterConfig(reference_ttft_s=1.0, reservation_ttl_s=5.0)
 
 
-def make_mirror() -> Mirror:
-    return Mirror(CONFIG, make_routing("least_tokens"))
+def make_mirror() -> VirtualMirror:
+    return VirtualMirror(CONFIG, make_routing("least_tokens"))
 
 
 def query(key: int, tokens: int = 100) -> RouteQuery:
     return RouteQuery(key, SLO(ttft_s=1.0, tpot_s=0.05), tokens)
 
 
-def loaded_engine() -> tuple[Engine, float]:
+def loaded_engine() -> tuple[VirtualEngine, float]:
     """An engine with requests in every state, and the time."""
     slo = SLO(ttft_s=1.0, tpot_s=0.05)
     load = workload(*((0.0, 100 + 150 * i, 20) for i in range(8)), slo=slo)
     config = EngineConfig(max_batch_tokens=256, max_sequences=5)
     rng = np.random.default_rng(1)
     belief, truth = Belief(MODEL, online=False), Truth(MODEL)
-    engine = Engine(config, make_policy("sarathi"), belief, truth, Requests(load), rng)
+    engine = VirtualEngine(config, make_policy("sarathi"), belief, truth, Requests(load), rng)
     for key in range(8):
         engine.submit(key)
     now_s = 0.0
@@ -51,7 +51,7 @@ def loaded_engine() -> tuple[Engine, float]:
 
 
 def sent(
-    engine: Engine,
+    engine: VirtualEngine,
     made_s: float,
     received: int = 8,
     draining: bool = False,
@@ -162,7 +162,7 @@ def test_the_budget_is_that_of_the_corrected_model() -> None:
 def test_what_replicas_hold_of_a_prompt_follows_their_reports() -> None:
     engine, now_s = loaded_engine()
     depths = {7: 64, 8: 128, 9: 192}
-    mirror = Mirror(CONFIG, make_routing("least_tokens"), depths=depths)
+    mirror = VirtualMirror(CONFIG, make_routing("least_tokens"), depths=depths)
     made = sent(engine, now_s)
     mirror.register("one", list(range(8)), made._replace(held=frozenset({7, 8})), now_s)
     mirror.register("two", list(range(8)), made, now_s)

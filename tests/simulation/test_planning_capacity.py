@@ -12,16 +12,16 @@ from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import ClusterConfig, EngineConfig
 from sluice.simulation.metrics import TPOTMetric
+from sluice.simulation.parallel import in_processes
 from sluice.simulation.planning.capacity import (
     MOST_TOKENS,
-    Fleet,
     OutOfTimeError,
+    PlannedFleet,
     Run,
     SharedClass,
     Sizes,
     Traffic,
     measure,
-    measuring,
     scaled,
 )
 from sluice.simulation.workload import AS_RECORDED, Arrival, Workload
@@ -29,7 +29,7 @@ from sluice.simulation.workloads.traces import MAX_REQUESTS
 
 CHAT = SLO(ttft_s=0.115, priority=2, service_class="chat")
 BATCH = SLO(service_class="batch")
-FLEET = Fleet(
+FLEET = PlannedFleet(
     LinearLatency(a=0.05, b=5e-5),
     EngineConfig(max_sequences=1),
     ClusterConfig(),
@@ -156,10 +156,10 @@ def test_a_run_that_lasts_too_long_is_given_up(trace: Path) -> None:
 
 def test_processes_measure_what_one_does_in_order(trace: Path) -> None:
     runs = [run(trace, replicas, seed) for replicas, seed in ((4, 1), (3, 2))]
-    with measuring(1) as alone, measuring(2) as shared:
+    with in_processes(measure, 1) as alone, in_processes(measure, 2) as shared:
         assert repr(list(shared(runs))) == repr(list(alone(runs)))
 
 
 def test_an_error_comes_out_of_a_process(trace: Path) -> None:
-    with measuring(2) as shared, pytest.raises(OutOfTimeError):
+    with in_processes(measure, 2) as shared, pytest.raises(OutOfTimeError):
         list(shared([run(trace, 4, stop_at_s=0.0)] * 2))

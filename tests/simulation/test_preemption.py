@@ -12,7 +12,7 @@ from sluice.scheduling.admission import make_policy
 from sluice.scheduling.latency.model import LinearLatency, StepSample
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.forward import LLAMA3_8B, LLAMA3_70B, Pass
-from sluice.simulation.preemption import WHOLE, PreemptionConfig
+from sluice.simulation.preemption import WHOLE, SuspensionConfig
 from sluice.simulation.prefill_run import REFUSED, simulate_prefills
 from sluice.simulation.truth import Truth
 from sluice.simulation.workload import Arrival, Workload
@@ -21,7 +21,7 @@ from tests.examples import examples
 
 MODEL = LinearLatency(a=0.01, b=1e-4, c=1e-7, d=4e-9)
 EXACT = Truth(MODEL, 0.0)
-PAPER = PreemptionConfig(depth=None, chunk_tokens=WHOLE, batch_tokens=0, check_s=0.0)
+PAPER = SuspensionConfig(depth=None, chunk_tokens=WHOLE, batch_tokens=0, check_s=0.0)
 
 
 def forward(tokens, granularity="operator", model=LLAMA3_8B, latency=MODEL):
@@ -186,7 +186,7 @@ requests = st.tuples(
     st.floats(0, 2), st.integers(1, 6_000), st.sampled_from([0.1, 0.5, 2.0, 10.0, 1e6])
 )
 configs = st.builds(
-    PreemptionConfig,
+    SuspensionConfig,
     granularity=st.sampled_from(["off", "layer", "operator"]),
     depth=st.sampled_from([1, 2, 3, None]),
     chunk_tokens=st.sampled_from([500, 2_000, WHOLE]),
@@ -236,7 +236,7 @@ class TestPaperWorkload:
     TRUTH = Truth(SETUPS["8b"].truth)
 
     def run(self, **changes):
-        return served(self.WORKLOAD, PreemptionConfig(**changes), self.TRUTH, seed=1)
+        return served(self.WORKLOAD, SuspensionConfig(**changes), self.TRUTH, seed=1)
 
     def test_a_finer_grain_attains_no_less(self):
         found = [attainment(self.run(granularity=grain)) for grain in ("off", "layer", "operator")]
@@ -248,7 +248,7 @@ class TestPaperWorkload:
 
     def test_promises_are_kept_and_the_rest_is_told(self):
         admission = make_policy("moore_hodgson")
-        options = {"truth": self.TRUTH, "admission": admission, "config": PreemptionConfig()}
+        options = {"truth": self.TRUTH, "admission": admission, "config": SuspensionConfig()}
         run = served(self.WORKLOAD, **options, refuses=True)
         refused = set(run.requests.failures)
         assert set(run.requests.failures.values()) == {REFUSED}

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sluice.scheduling.batching import POLICIES, make_policy
 from sluice.simulation.config import EngineConfig, Speculation
-from sluice.simulation.engine import Engine
+from sluice.simulation.engine import VirtualEngine
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import TOO_LONG, drive, simulate
 from sluice.simulation.truth import Belief, Truth
@@ -96,7 +96,7 @@ def test_no_block_and_no_token_is_lost(
     )
     requests = Requests(load)
     rng = np.random.default_rng(1)
-    engine = Engine(config, make_policy(name), Belief(MODEL), Truth(MODEL), requests, rng)
+    engine = VirtualEngine(config, make_policy(name), Belief(MODEL), Truth(MODEL), requests, rng)
     drive(engine, requests)
     assert engine.live == engine.held_blocks == 0
     assert engine.free_blocks == kv_blocks

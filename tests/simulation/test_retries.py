@@ -21,7 +21,7 @@ from sluice.scheduling.request.kernels import ARRIVAL
 from sluice.scheduling.roles import Role
 from sluice.simulation.cluster import Cluster
 from sluice.simulation.config import ClusterConfig, EngineConfig
-from sluice.simulation.engine import Engine
+from sluice.simulation.engine import VirtualEngine
 from sluice.simulation.requests import Requests
 from sluice.simulation.truth import Belief, Truth
 
@@ -71,11 +71,13 @@ def served(load: float, seed: int, patience_s: float) -> tuple[int, int, int]:
     requests = Requests(workload)
     limits: dict[str, Any] = {name: LIGHT_ENGINE[name] for name in LIMITS}
 
-    def make_engine(role: Role, number: int) -> Engine:
+    def make_engine(role: Role, number: int) -> VirtualEngine:
         policy = make_policy(ReplicaEngineConfig().policy)
         belief = Belief(MODEL.with_headroom(1.05))
         rng = np.random.default_rng(number)
-        return Engine(EngineConfig(**limits), policy, belief, Truth(MODEL, 0.0), requests, rng)
+        return VirtualEngine(
+            EngineConfig(**limits), policy, belief, Truth(MODEL, 0.0), requests, rng
+        )
 
     control = ControllerConfig()
     config = ClusterConfig(replicas=REPLICAS, when_unattainable={"strict": "reject"})

@@ -70,11 +70,11 @@ def test_lengths_have_the_printed_mean_and_p90(name: str) -> None:
 
 
 def test_lengths_that_no_distribution_has_are_refused() -> None:
-    with pytest.raises(ValueError, match="nothing has mean"):
+    with pytest.raises(ValueError, match="no lengths have mean"):
         LengthDistribution.of_p99(1000, 900, 100)
-    with pytest.raises(ValueError, match="nothing has mean"):
+    with pytest.raises(ValueError, match="no lengths have mean"):
         LengthDistribution.of_p99(500, 5000, 1)  # One percent above 5,000 deviates by more.
-    with pytest.raises(ValueError, match="nothing with mean"):
+    with pytest.raises(ValueError, match="no lengths with mean"):
         LengthDistribution.of_p90(100, 5000)
     with pytest.raises(ValueError, match="at least 1 token"):
         LengthDistribution.fixed(0)

@@ -47,12 +47,8 @@ async def load(
     seconds: float,
     stopped: Callable[[], bool],
 ) -> Load:
-    """Keep ``at_once`` streams of ``tokens`` tokens running; no request is sent after ``seconds``.
-
-    Args:
-        urls: root URL of each server; connections take them in turn. A path in front of ``/v1`` is
-            kept.
-        stopped: returns whether to stop sending requests early.
+    """Keep ``at_once`` streams of ``tokens`` tokens running; no request is sent after ``seconds``,
+    or once ``stopped`` returns true. Connections take the servers' root ``urls`` in turn.
 
     Raises:
         LoadError: a request was not answered with all of its tokens.
@@ -87,10 +83,9 @@ class _Connection(asyncio.Protocol):
     """One connection that is kept open, with one request at a time."""
 
     def __init__(self, url: str, tokens: int) -> None:
-        self._url = url
-        self._tokens = tokens
-        parts = urlsplit(url)
-        body = chat_body(tokens)
+        self._url, self._tokens = url, tokens
+        parts, body = urlsplit(url), chat_body(tokens)
+        self._address = str(parts.hostname), parts.port or 80
         head = (
             f"POST {parts.path}/v1/chat/completions HTTP/1.1\r\nhost: {parts.netloc}\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -98,17 +93,16 @@ class _Connection(asyncio.Protocol):
         self._request = head.encode() + body
         self._transport: asyncio.WriteTransport | None = None
         self._parser: Any = None
-        self._body: list[bytes] = []
+        self._body = bytearray()
         self._sent_s = 0.0
         self._ttft_s: float | None = None
         self._answered: asyncio.Future[None] | None = None
 
     async def connect(self) -> None:
         """Connect to the server."""
-        parts = urlsplit(self._url)
         loop = asyncio.get_running_loop()
         try:
-            await loop.create_connection(lambda: self, str(parts.hostname), parts.port or 80)
+            await loop.create_connection(lambda: self, *self._address)
         except OSError as error:
             raise LoadError(f"{self._url}: {error}") from None
 
@@ -134,7 +128,7 @@ class _Connection(asyncio.Protocol):
                 await self._answered
         except TimeoutError:
             raise LoadError(f"{self._url}: no end after {ANSWER_LIMIT_S:g} s") from None
-        body = b"".join(self._body)
+        body = bytes(self._body)
         stated = _USAGE.findall(body)
         got = int(stated[-1]) if stated else len(b"".join(_CONTENT.findall(body)).split())
         if self._ttft_s is None or got != self._tokens or b"[DONE]" not in body:
@@ -172,8 +166,8 @@ class _Connection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         """Keep a part of the body, and look for the first token."""
-        self._body.append(body)
-        if self._ttft_s is None and _FIRST_TOKEN.search(b"".join(self._body)):
+        self._body += body
+        if self._ttft_s is None and _FIRST_TOKEN.search(self._body):
             self._ttft_s = time.perf_counter() - self._sent_s
 
     def on_message_complete(self) -> None:

@@ -1,9 +1,8 @@
 """The cost of a gateway in front of engines: Sluice, other routers, and no gateway.
 
-Run with ``sluice bench gateway``. All systems run at the same time, on this machine, and take turns
-in each round. Their engines compute nothing, so that only the path is measured. Client, engines and
-gateways share the cores: read the processor time of a request, which hardly depends on this, and
-the ratios of one run.
+Run with ``sluice bench gateway``. All systems run at the same time on this machine, and take turns
+in each round. Client, engines and gateways share the cores: read the processor time of a request,
+which hardly depends on this, and the ratios of one run.
 """
 
 from __future__ import annotations
@@ -118,12 +117,11 @@ def gateway(
     rows = summary(runs)
     further = further_tokens(rows)
     found = {"summary": rows, "further_token": further, "idle_cores": idle_cores}
-    show({**found, "left_out": left_out, "runs": runs}, tables(rows, further), as_json)
-    if not as_json:
-        for name, cores in idle_cores.items():
-            click.echo(f"{name} uses {cores:.3f} cores while nothing is sent")
-        for name, reason in left_out.items():
-            click.echo(f"{name} was left out: {reason}")
+    lines = [
+        f"{name}: {cores:.3f} cores while nothing is sent" for name, cores in idle_cores.items()
+    ]
+    lines += [f"{name} was left out: {reason}" for name, reason in left_out.items()]
+    show({**found, "left_out": left_out, "runs": runs}, tables(rows, further), as_json, *lines)
 
 
 def _idle(systems: Mapping[str, System]) -> dict[str, float]:

@@ -1,12 +1,10 @@
 """Sluice beside what is used in its place: stock vLLM behind several routers, vLLM's priorities,
-and Ray Serve LLM. All have real engines of one model, the same requests at the same times, one
-client.
+and Ray Serve LLM, on real engines of one model, with the same requests at the same times from one
+client: ``sluice bench peers``.
 
-Run with ``sluice bench peers``. On stock vLLM the command first measures each kind of request on an
-idle engine, from which the objectives follow, and the capacity, which is load 1. Then each system
-is started, warmed up, driven at every load and stopped, one after the other, in each round in the
-reverse order of the round before. Client and systems share this machine: check the client's
-lateness before you trust a figure.
+On stock vLLM the command first measures each kind of request on an idle engine, from which the
+objectives follow, and the capacity, which is load 1. Then each system is started, warmed up, driven
+at every load and stopped, one after the other, in every second round in the reverse order.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from rich.table import Table
 from sluice.benchmarks.experiments.tables import grouped
 from sluice.benchmarks.live import drive, mix
 from sluice.benchmarks.live.application import objectives
-from sluice.benchmarks.live.client import Body, End, Json, LoadError
+from sluice.benchmarks.live.client import End, Json, LoadError
 from sluice.benchmarks.live.drive import campaign, capacity, completions
 from sluice.benchmarks.live.gateway.engine import MODEL
 from sluice.benchmarks.live.peers.systems import CPU_ARGS, DEFAULT, SYSTEMS, Peer, Setting
@@ -42,9 +40,6 @@ from sluice.simulation.planning.plots import Chart, Point, draw, require_matplot
 LOCAL: Final = "local"
 MODEL_TOKENS: Final = 8_192
 """Maximum tokens of a request where --engine-args has no ``max-model-len``."""
-
-IN_FLIGHT: Final = 16
-"""Concurrent requests that saturate an engine."""
 
 WARM_UP_S: Final = 10.0
 """How long a system is driven before it is measured, and stock vLLM before its capacity is."""
@@ -141,12 +136,9 @@ def peers(
             (plots / "peers.json").write_text(json.dumps(shown, indent=1), encoding="utf-8")
             for name, chart in attainment(rows).items():
                 draw(chart, plots / f"{name}.svg")
-    show(shown, tables(rows), as_json)
-    if not as_json:
-        for what, words in found.conditions().items():
-            click.echo(f"{what}: {words}")
-        for name, reason in found.left_out.items():
-            click.echo(f"{name} was left out: {reason}")
+    lines = [f"{what}: {words}" for what, words in found.conditions().items()]
+    lines += [f"{name} was left out: {reason}" for name, reason in found.left_out.items()]
+    show(shown, tables(rows), as_json, *lines)
 
 
 def _setting(model: str, args: Json, replicas: int | None) -> Setting:
@@ -191,9 +183,7 @@ class _Campaign:
             "measured_on": self.reference,
             "load_1": {name: round(rate, 3) for name, rate in self.capacities.items()},
             "traces": {
-                name: each.trace.description
-                for name, each in self.patterns.items()
-                if each.trace is not None
+                name: each.trace.description for name, each in self.patterns.items() if each.trace
             },
         }
 
@@ -211,21 +201,19 @@ class _Campaign:
                     self._prepare_on(system, scale)
             except LeftOutError as error:
                 self._leave_out(name, error)
-                continue
-            self.reference = name
-            shown = self.conditions()
-            self.bench.say(f"objectives {shown['objectives_ms']}, load 1 {shown['load_1']}")
-            return
+            else:
+                self.reference, shown = name, self.conditions()
+                self.bench.say(f"objectives {shown['objectives_ms']}, load 1 {shown['load_1']}")
+                return
         raise LoadError(f"no system could be started: {self.left_out}")
 
     def _prepare_on(self, system: System, scale: float) -> None:
         classes = mix.classes_of(mix.alone(completions(system), MODEL), scale)
         for name, pattern in self.patterns.items():
             body = mix.body_of(f"capacity {name}", pattern.block_tokens)
-            in_flight = IN_FLIGHT * self.setting.replicas
             # Sluice has no classes yet.
             drawn = (each._replace(slo=SLO()) for each in pattern.drawn(self.seed))
-            load = (drawn, body, in_flight, WARM_UP_S, CAPACITY_S)
+            load = (drawn, body, self.setting.replicas, WARM_UP_S, CAPACITY_S)
             self.capacities[name] = capacity(self.bench, system, *load)
         self.setting = self.setting._replace(classes=classes)
         self.slos = objectives(classes)
@@ -261,8 +249,7 @@ class _Campaign:
         make = mix.body_of(f"{pattern} {load} {seed}", workload.block_tokens, peer.priorities)
         # Before the first is sent: the client has no time for it later.
         bodies = [make(MODEL, number, each) for number, each in enumerate(workload.arrivals)]
-        made: Body = lambda _, number, __: bodies[number]  # noqa: E731
-        options: Json = {"grace_s": GRACE_S, "body": made, "exact": False}
+        options: Json = {"grace_s": GRACE_S, "body": lambda *at: bodies[at[1]], "exact": False}
         roots = system.processes
         return drive.run(self.bench, system, labels, seconds, workload, roots, **options)
 

@@ -64,14 +64,8 @@ class Setting(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """A system.
-
-    Attributes:
-        words: what it is.
-        start: returns what starts it with a setting.
-        priorities: whether requests state vLLM's priority of their class.
-        reference: the system on which the idle times and the capacity are measured for it.
-    """
+    """A system: what it is, in words; what starts it with a setting; whether requests state vLLM's
+    priority of their class; and the system on which its idle times and capacity are measured."""
 
     words: str
     start: Callable[[Setting], Start]
@@ -158,17 +152,11 @@ def _paper(batching: str, policy: str, admission: str = NO_ADMISSION) -> Peer:
     return Peer(words, partial(_sluice, {"policy": batching}, controller))
 
 
-def _simulated(controller: Json, setting: Setting) -> Start:
-    """Sluice with simulated engines."""
-    replicas, classes = setting.replicas, setting.classes
-    return sluice(
-        "sluice",
-        lambda _, port: simulated(port, ENGINE, replicas, classes, controller=controller),
-    )
-
-
 def _plain(words: str, **controller: str) -> Peer:
-    start = partial(_simulated, controller)
+    def start(setting: Setting) -> Start:
+        fleet = ENGINE, setting.replicas, setting.classes
+        return sluice("sluice", lambda _, port: simulated(port, *fleet, controller=controller))
+
     return Peer(f"Sluice with simulated engines, {words}", start, reference="simulated-round-robin")
 
 

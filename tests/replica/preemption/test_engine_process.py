@@ -119,7 +119,7 @@ async def test_long_and_short_prompts_together_have_the_tokens_of_runs_alone(eng
 async def kv(engine, request):
     """The digest of the KV that each worker gives away for a prompt that fills its blocks."""
     _, tail = [item async for item in engine.generate(replace(request, prefill_only=True))]
-    offer, blocks = Offer.of(tail.handoff.params), tail.prompt_tokens // BLOCK
+    offer, blocks = Offer.of(tail.kv_handle.params), tail.prompt_tokens // BLOCK
     digests = []
     for rank in range(len(offer.addresses)):
         asked = offer.source(rank), 0, blocks, [BLOCK_BYTES] * LAYERS, time.monotonic() + 10

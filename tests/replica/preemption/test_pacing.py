@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.replica.preemption.checks import Checks, distance
-from sluice.replica.preemption.messages import Done, Exit, Resume, Run
-from sluice.replica.preemption.pacing import Immediate, Paced, pacer_for
-from sluice.replica.preemption.words import ControlWords
+from sluice.replica.preemption.control_block import ControlWords
+from sluice.replica.preemption.launch_throttle import Immediate, Paced, pacer_for
+from sluice.replica.preemption.messages import Done, Exit, ResumeTask, RunTask
 from sluice.replica.preemption.worker import TaskRunner
 
 
@@ -108,7 +108,9 @@ def test_a_nested_task_waits_behind_what_the_suspended_one_has_queued():
     stop."""
     device = Device()
     words = ControlWords.create()
-    commands = iter([Run(1, "long", None, True), Run(2, "short", None, True), Resume(1), Exit()])
+    commands = iter(
+        [RunTask(1, "long", None, True), RunTask(2, "short", None, True), ResumeTask(1), Exit()]
+    )
     answers = []
     clock = lambda: device.now_s  # noqa: E731
     runner = TaskRunner(words, lambda: next(commands), answers.append, clock)

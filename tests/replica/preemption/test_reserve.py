@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.replica.preemption.lanes import share_workspace
 from sluice.replica.preemption.reserve import (
     Need,
     NoMemoryError,
@@ -18,6 +17,7 @@ from sluice.replica.preemption.reserve import (
     left_for_cache,
     reserve_of,
 )
+from sluice.replica.preemption.runner_pool import share_workspace
 from sluice.replica.preemption_config import PreemptionConfig
 from sluice.replica.scheduler.xargs import SchedulerSettings
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.replica.preemption.watchdog import StalledError, Watchdog
+from sluice.replica.preemption.watchdog import StalledError, TaskWatchdog
 
 LIMIT_S = 10.0
 
@@ -12,7 +12,7 @@ LIMIT_S = 10.0
 @given(st.lists(st.tuples(st.floats(0.0, 9.9), st.integers(1, 3), st.integers(0, 3))))
 def test_it_raises_only_where_nothing_has_changed_for_the_limit(looks):
     now_s, since_s, last = 0.0, 0.0, None
-    watchdog = Watchdog(LIMIT_S, clock=lambda: now_s)
+    watchdog = TaskWatchdog(LIMIT_S, clock=lambda: now_s)
     for pause_s, task, reached in looks:
         now_s += pause_s
         if (task, reached) != last:

@@ -10,8 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.replica.preemption.checks import Checks
-from sluice.replica.preemption.messages import Discard, Discarded, Done, Exit, Failed, Resume, Run
-from sluice.replica.preemption.words import ControlWords, mark
+from sluice.replica.preemption.control_block import ControlWords, mark
+from sluice.replica.preemption.messages import (
+    Discarded,
+    DiscardTask,
+    Done,
+    Exit,
+    Failed,
+    ResumeTask,
+    RunTask,
+)
 from sluice.replica.preemption.worker import TaskRunner
 
 
@@ -100,7 +108,7 @@ def depth(step):
 
 def commands(step):
     """What the engine sends, and the answers that it gets."""
-    sent, answers = [Run(step.number, step, None, True)], []
+    sent, answers = [RunTask(step.number, step, None, True)], []
     stops = [nested for nested in step.nested if nested]
     for index, nested in enumerate(stops):
         for each in nested:
@@ -108,7 +116,7 @@ def commands(step):
             sent += inner_sent
             answers += inner_answers
         last = index == len(stops) - 1
-        sent.append((Discard if step.given_up and last else Resume)(step.number))
+        sent.append((DiscardTask if step.given_up and last else ResumeTask)(step.number))
     kinds = {"done": Done, "failed": Failed, "discarded": Discarded if step.given_up else Done}
     return sent, [*answers, (step.number, kinds[step.ends])]
 
@@ -145,14 +153,14 @@ def test_an_exit_at_any_time_gives_up_all_that_is_suspended(shape, data):
     step = number(shape, iter(range(1, 1000)))
     sent, _ = commands(step)
     sent = sent[: data.draw(st.integers(0, len(sent)))]
-    started = {each.task for each in sent if isinstance(each, Run)}
+    started = {each.task for each in sent if isinstance(each, RunTask)}
     answers, _ = run([*sent, Exit()], depth(step))
     assert sorted(answer.task for answer in answers) == sorted(started)
 
 
 def test_a_task_that_cannot_be_preempted_runs_in_the_stock_lane_without_checks():
     step = Step(1, [[], []], "done")
-    answers, _ = run([Run(1, step, None, False), Exit()], 0)
+    answers, _ = run([RunTask(1, step, None, False), Exit()], 0)
     assert answers[0].output == "stock"
 
 
@@ -160,13 +168,13 @@ def test_commands_for_another_task_are_ignored():
     inner = Step(2, [[]], "done")
     step = Step(1, [[inner]], "done")
     sent = [
-        Resume(7),
-        Run(1, step, None, True),
-        Discard(9),
-        Run(2, inner, None, True),
-        Resume(2),
-        Resume(1),
-        Discard(1),
+        ResumeTask(7),
+        RunTask(1, step, None, True),
+        DiscardTask(9),
+        RunTask(2, inner, None, True),
+        ResumeTask(2),
+        ResumeTask(1),
+        DiscardTask(1),
         Exit(),
     ]
     answers, _ = run(sent, 1)

@@ -15,7 +15,7 @@ from pydantic import SecretStr
 
 from sluice.controller.messages import Tier
 from sluice.router.batches.records import FileRecord
-from sluice.router.batches.state import State
+from sluice.router.batches.state import BatchState
 from sluice.router.batches.store import NAME
 from sluice.router.batches_config import DAY_S
 from sluice.router.tenancy.keys import ApiKey
@@ -387,14 +387,14 @@ async def test_what_a_client_was_told_outlives_a_loss_of_power(
         named = path.name in names.get(path.parent, ())
         return named and (path.is_dir() or sizes.get(path.stat().st_ino) == path.stat().st_size)
 
-    ready = State._ready
+    ready = BatchState._ready
 
-    def made_ready(state: State, file: FileRecord) -> None:
+    def made_ready(state: BatchState, file: FileRecord) -> None:
         assert safe(directory / "files" / file.id)
         ready(state, file)
 
     monkeypatch.setattr("os.fsync", seen)
-    monkeypatch.setattr(State, "_ready", made_ready)
+    monkeypatch.setattr(BatchState, "_ready", made_ready)
     directory = tmp_path / "new" / "store"
     async with serving(config(directory)) as router:
         made = await submit(router.client, map(line, NAMES))

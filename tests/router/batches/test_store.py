@@ -25,7 +25,7 @@ from sluice.router.batches.places import LinePlaces
 from sluice.router.batches.records import BatchRecord, FileRecord, Status, new_batch_id
 from sluice.router.batches.run import BatchRun, Resources
 from sluice.router.batches.runner import Runner, _Running
-from sluice.router.batches.state import VERSION, BatchLostError, Result, State
+from sluice.router.batches.state import VERSION, BatchLostError, BatchState, Result
 from sluice.router.batches.store import NAME, Store
 from sluice.router.batches.threads import Threads
 from sluice.router.batches_config import DAY_S, BatchesConfig
@@ -63,7 +63,7 @@ class Kept:
         upload = await self.store.begin_upload("anyone")
         await upload.write(jsonl(lines))
         file = await upload.close()
-        await self.store.ask(State.finish_upload, file)
+        await self.store.ask(BatchState.finish_upload, file)
         return file
 
     async def batch(self) -> BatchRecord:
@@ -78,19 +78,19 @@ class Kept:
             expires_s=self.now() + DAY_S,
             output_expires_s=100_000,
         )
-        await self.store.ask(State.add_batch, record)
+        await self.store.ask(BatchState.add_batch, record)
         return record
 
     async def files(self) -> list[FileRecord]:
-        return (await self.store.ask(State.files, "anyone", None, ALL))[0]
+        return (await self.store.ask(BatchState.files, "anyone", None, ALL))[0]
 
     async def end(self, record: BatchRecord) -> FileRecord:
         """Run the batch to its end; the output is one line."""
         assert await self.store.claim(record.id)
-        await self.store.ask(State.add_results, record.id, [Result(1, True, b"{}\n")])
+        await self.store.ask(BatchState.add_results, record.id, [Result(1, True, b"{}\n")])
         output = await self.store.write_results(record, True)
         assert output is not None and await self.store.write_results(record, False) is None
-        await self.store.ask(State.end, record.at(Status.COMPLETED, self.now()), [output])
+        await self.store.ask(BatchState.end, record.at(Status.COMPLETED, self.now()), [output])
         return output
 
 
@@ -122,7 +122,7 @@ async def test_a_batch_has_one_holder_and_none_once_it_has_ended(tmp_path: Path)
         record = await one.batch()
         assert await two.store.claim(record.id) == record
         assert await one.store.claim(record.id) is None
-        await two.store.ask(State.release, record.id)
+        await two.store.ask(BatchState.release, record.id)
         await one.end(record)
         assert await two.store.claim(record.id) is None
         assert await one.store.claim(record.id) is None
@@ -132,25 +132,25 @@ async def test_a_router_that_lost_its_batch_changes_nothing(tmp_path: Path) -> N
     async with kept_in(tmp_path) as one, kept_in(tmp_path) as two:
         record = await one.batch()
         assert await one.store.claim(record.id)
-        await one.store.ask(State.add_results, record.id, [Result(1, True, b"first\n")])
+        await one.store.ask(BatchState.add_results, record.id, [Result(1, True, b"first\n")])
         one.store._routers.close()  # as a network file system may lose a lock
         one.store._routers = Routers(tmp_path / "routers")
         assert await two.store.claim(record.id)
         for change in (
-            one.store.ask(State.add_results, record.id, [Result(2, True, b"late\n")]),
-            one.store.ask(State.save, record.at(Status.FAILED, 0.0)),
-            one.store.ask(State.end, record.at(Status.FAILED, 0.0), []),
+            one.store.ask(BatchState.add_results, record.id, [Result(2, True, b"late\n")]),
+            one.store.ask(BatchState.save, record.at(Status.FAILED, 0.0)),
+            one.store.ask(BatchState.end, record.at(Status.FAILED, 0.0), []),
             one.store.write_results(record, True),
         ):
             with pytest.raises(BatchLostError):
                 await change
         both = [Result(1, False, b"again\n"), Result(2, True, b"second\n")]
-        await two.store.ask(State.add_results, record.id, both)
-        assert await two.store.ask(State.results, record.id, True, 0) == (
+        await two.store.ask(BatchState.add_results, record.id, both)
+        assert await two.store.ask(BatchState.results, record.id, True, 0) == (
             [b"first\n", b"second\n"],
             2,
         )
-        found = await two.store.ask(State.batch, "anyone", record.id)
+        found = await two.store.ask(BatchState.batch, "anyone", record.id)
         assert found is not None and (found.completed, found.failed) == (2, 0)
         assert found.status is Status.VALIDATING
 
@@ -213,11 +213,11 @@ async def test_who_takes_over_at_any_point_ends_the_batch_the_same_way(tmp_path:
             record = await one.batch()
             ended = await run_until(one, record, stop)
         async with kept_in(directory) as two:
-            found = await two.store.ask(State.batch, "anyone", record.id)
+            found = await two.store.ask(BatchState.batch, "anyone", record.id)
             if found is not None and not found.ended:
                 assert await run_until(two, record, 1_000)
             await two.store.sweep()
-            done = await two.store.ask(State.batch, "anyone", record.id)
+            done = await two.store.ask(BatchState.batch, "anyone", record.id)
             assert done is not None
             assert (done.status, done.completed, done.failed) == (Status.COMPLETED, 2, 0)
             outputs = [file for file in await two.files() if file.purpose == "batch_output"]
@@ -240,9 +240,9 @@ async def test_an_expired_batch_stays_so_when_its_router_dies_at_its_end(tmp_pat
         assert await run_until(one, record, 3) is False  # it has just been validated
         one.now.now_s += DAY_S
         assert await run_until(one, record, 7) is False  # all its lines have their result
-        assert len(await one.store.ask(State.answered, record.id)) == 2
+        assert len(await one.store.ask(BatchState.answered, record.id)) == 2
         assert await run_until(one, record, 1_000)
-        done = await one.store.ask(State.batch, "anyone", record.id)
+        done = await one.store.ask(BatchState.batch, "anyone", record.id)
         assert done is not None and done.status is Status.EXPIRED
 
 
@@ -270,7 +270,7 @@ async def test_a_batch_whose_key_is_gone_ends_in_order(tmp_path: Path) -> None:
         assert task.cancelled()
         await side.until(lambda: not side.live)
         assert resources.metrics.in_flight._value.get() == 0
-        assert await kept.store.ask(State.holder, record.id) is None
+        assert await kept.store.ask(BatchState.holder, record.id) is None
 
 
 KILLED = """
@@ -279,16 +279,16 @@ from pathlib import Path
 from sluice.router.batches_config import BatchesConfig
 from sluice.router.batches.lines import BatchRequest
 from sluice.router.batches.results import Reply, answered
-from sluice.router.batches.state import State
+from sluice.router.batches.state import BatchState
 from sluice.router.batches.store import Store
 
 async def main():
     directory = Path(sys.argv[1])
     store = Store(BatchesConfig(directory=directory), directory, lambda: 1.7e9)
-    (record,) = await store.ask(State.unfinished)
+    (record,) = await store.ask(BatchState.unfinished)
     assert await store.claim(record.id)
     result = answered(BatchRequest(1, "a", {}, 1), Reply(200, "by the one that died", b"{}"))
-    await store.ask(State.add_results, record.id, [result])
+    await store.ask(BatchState.add_results, record.id, [result])
     print("claimed", flush=True)
     sys.stdin.read()
 
@@ -357,11 +357,11 @@ async def test_a_sweep_deletes_what_is_over_and_nothing_else(tmp_path: Path) -> 
         store, now = kept.store, kept.now
         young, old = await kept.batch(), await kept.batch()
         output = await kept.end(old)
-        await store.ask(State.hide_file, kept.file.id)
+        await store.ask(BatchState.hide_file, kept.file.id)
         cut_off = await store.begin_upload("anyone")  # as by a crash
         await cut_off.write(b"x" * 100)
         await store.sweep()
-        assert await store.ask(State.batch, "anyone", old.id) is not None
+        assert await store.ask(BatchState.batch, "anyone", old.id) is not None
         assert [file.id for file in await kept.files()] == [output.id]
         assert len(names_in(tmp_path / "files")) == 3, "the input of the young batch, and an upload"
         now.now_s += 7_200
@@ -369,9 +369,9 @@ async def test_a_sweep_deletes_what_is_over_and_nothing_else(tmp_path: Path) -> 
         assert sorted(names_in(tmp_path / "files")) == sorted([kept.file.id, output.id])
         now.now_s += 100_000
         await store.sweep()
-        assert await store.ask(State.batch, "anyone", old.id) is None, "past its retention"
+        assert await store.ask(BatchState.batch, "anyone", old.id) is None, "past its retention"
         assert names_in(tmp_path / "files") == [kept.file.id]
-        assert await store.ask(State.batch, "anyone", young.id) is not None
+        assert await store.ask(BatchState.batch, "anyone", young.id) is not None
     assert rows(tmp_path, "SELECT n FROM results") == []
 
 
@@ -402,7 +402,7 @@ async def test_a_file_whose_record_cannot_be_written_leaves_nothing(tmp_path: Pa
         resource.setrlimit(resource.RLIMIT_FSIZE, (1, most[1]))
         try:
             with pytest.raises(OSError, match=r"the database .* I/O error"):
-                await kept.store.ask(State.finish_upload, file)
+                await kept.store.ask(BatchState.finish_upload, file)
             await upload.abandon()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, most)
@@ -426,9 +426,9 @@ async def test_results_of_a_key_are_bounded_in_number(tmp_path: Path) -> None:
 
 async def test_a_disk_that_is_nearly_full_takes_nothing(tmp_path: Path) -> None:
     async with kept_in(tmp_path) as kept:
-        assert await kept.store.ask(State.has_space, "anyone")
+        assert await kept.store.ask(BatchState.has_space, "anyone")
         full = Store(BatchesConfig(min_free_bytes=1 << 50), tmp_path, kept.now)
-        assert not await full.ask(State.has_space, "anyone")
+        assert not await full.ask(BatchState.has_space, "anyone")
         with pytest.raises(ApiError) as refused:
             await full.begin_upload("anyone")
         assert refused.value.reason is Reason.STORAGE_FULL
@@ -464,7 +464,7 @@ async def test_a_transaction_that_a_power_cut_interrupts_has_not_happened(tmp_pa
         assert database.execute("PRAGMA synchronous").fetchone() == (extra,)
         record = await kept.batch()
         assert await kept.store.claim(record.id)
-        await kept.store.ask(State.add_results, record.id, [Result(1, True, b"first\n")])
+        await kept.store.ask(BatchState.add_results, record.id, [Result(1, True, b"first\n")])
         database.execute("PRAGMA cache_size = 1")  # so that much is written before the end
         with kept.store._state._changing():
             for number in range(2, 500):

@@ -1,4 +1,4 @@
-"""The compiled recurrence of :mod:`sluice.scheduling.admission.slos_serve_selection`, with the
+"""The compiled recurrence of :mod:`sluice.scheduling.admission.slos_serve.selection`, with the
 readings stated there.
 
 A state is a count per class of new requests, as one number in mixed radix. Its score is the best
@@ -31,7 +31,7 @@ each; 0 where all of them fit."""
 
 PIECE = np.dtype([("fixed_s", "<f8"), ("share", "<f8")])
 """A piece of the latency model, see
-:class:`~sluice.scheduling.admission.slos_serve_selection.Supply`."""
+:class:`~sluice.scheduling.admission.slos_serve.selection.Supply`."""
 
 
 class Tiers(NamedTuple):

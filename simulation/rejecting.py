@@ -1,11 +1,10 @@
-"""FairBatching-PAB on one node: an engine that refuses requests above its budget."""
+"""FairBatching-PAB on one engine: a policy that refuses requests above the admission budget."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy, make_policy
-from sluice.scheduling.batching.base import BatchBuilder
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.report import Report
 from sluice.scheduling.fleet.rows import spare_after_s
@@ -13,9 +12,10 @@ from sluice.scheduling.fleet.state import rows_of
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.request import kernels
 from sluice.scheduling.request.queue import QueueView
+from sluice.simulation.wrapped import Wrapped
 
 
-class Rejecting(BatchPolicy):
+class Rejecting(Wrapped):
     """Refuses a request, when it is first seen, whose prompt is above the prefill admission budget
     within its TTFT (FairBatching §3.4), and plans the others as ``inner`` does.
 
@@ -24,12 +24,8 @@ class Rejecting(BatchPolicy):
     TTFT is always accepted.
     """
 
-    name = "rejecting"
-    source = "FairBatching §3.4, FairBatching-PAB"
-
     def __init__(self, inner: BatchPolicy) -> None:
-        super().__init__()
-        self._inner = inner
+        super().__init__(inner)
         self._idle = make_policy("fcfs")
         self.refused: set[int] = set()
         self._known: set[int] = set()
@@ -42,26 +38,19 @@ class Rejecting(BatchPolicy):
         keys: list[int] = queue.keys.tolist()
         self._known.intersection_update(keys)
         for row, key in enumerate(keys):
-            if key not in self._known:
-                if not self._holds(queue, row, now_s, latency):
-                    self.refused.add(key)
-                self._known.add(key)
+            if key not in self._known and not self._holds(queue, row, now_s, latency):
+                self.refused.add(key)
+            self._known.add(key)
         if self.refused.isdisjoint(keys):
-            return self._inner.plan(queue, now_s, latency, budget)
+            return super().plan(queue, now_s, latency, budget)
         refused = np.array([key in self.refused for key in keys])
         # A refused request that started while the engine was idle holds KV, and continues.
         rows = np.flatnonzero(~refused | (queue.table[:, kernels.RUNNING] > 0))
         if not len(rows):
             return self._idle.plan(queue, now_s, latency, budget)
         part = QueueView.of_table(queue.keys[rows], queue.table[rows], ())
-        plan = self._inner.plan(part, now_s, latency, budget)
+        plan = super().plan(part, now_s, latency, budget)
         return BatchPlan(queue, rows[plan.rows], plan.tokens, plan.predicted_s)
-
-    def fill(
-        self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
-    ) -> None:
-        """As ``inner``, without refusals."""
-        self._inner.fill(batch, queue, now_s, latency)
 
     def _holds(self, queue: QueueView, row: int, now_s: float, latency: LatencyModel) -> bool:
         """Whether the request in ``row`` fits the budget that the accepted requests leave."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from sluice.replica.preemption.lanes import SHARED_NAMES
+from sluice.replica.preemption.runner_pool import SHARED_NAMES
 from sluice.replica.vllm.contract import Part
 
 _CORE: Final = "vllm.v1.engine.core"

@@ -13,7 +13,7 @@ from typing import Any
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from sluice.controller.config import ControllerConfig
-from sluice.controller.lookup import Part, ensure_controller, ensure_observer, find_or_start
+from sluice.controller.discovery import Part, ensure_controller, ensure_observer, find_or_start
 from sluice.controller.transport.failure import NoAnswerError
 
 _PROBE_TIMEOUTS_S = (0.25, 0.25, 0.25, 0.25, 0.5, 0.5, 1.0)

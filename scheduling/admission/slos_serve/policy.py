@@ -26,11 +26,11 @@ from sluice.scheduling.admission.room import (
     reserve_at,
     room_constraint,
 )
-from sluice.scheduling.admission.slos_serve_dp import SLIP_S
-from sluice.scheduling.admission.slos_serve_selection import (
+from sluice.scheduling.admission.slos_serve.dynamic_program import SLIP_S
+from sluice.scheduling.admission.slos_serve.selection import (
     HORIZON_S,
     LEAST_STEP_S,
-    Demand,
+    PlanDemand,
     Supply,
     admissible,
 )
@@ -98,11 +98,11 @@ class SLOsServeAdmissionOptions(PolicyOptions):
 class SLOsServeAdmission(AdmissionPolicy):
     """Guarantees what SLOs-Serve's scheduler on a replica's mirrored state would admit (§4.2).
 
-    For one new request the program (:mod:`sluice.scheduling.admission.slos_serve_selection`) has
+    For one new request the program (:mod:`sluice.scheduling.admission.slos_serve.selection`) has
     two states, without
     it and with it, and so is one walk over the guaranteed prefills by deadline: with the request
     inserted by deadline, all prefills must end in time, beside decodes that begin as their prefills
-    end. It admits what :func:`~sluice.scheduling.admission.slos_serve_selection.admissible` admits.
+    end. It admits what :func:`~sluice.scheduling.admission.slos_serve.selection.admissible` admits.
     The readings stated there apply, and these:
 
     - All guarantees of a replica, and those of requests on their way to it, are forced in.
@@ -161,7 +161,7 @@ class SLOsServeAdmission(AdmissionPolicy):
 
     def select(self, jobs: Sequence[Job], fleet: Fleet) -> NDArray[np.bool_]:
         """Run the program on the virtual replica; the cost is that of
-        :func:`~sluice.scheduling.admission.slos_serve_selection.admissible`."""
+        :func:`~sluice.scheduling.admission.slos_serve.selection.admissible`."""
         row, now_s, usable = int(jobs[0].rows[0]), jobs[0].now_s, 1.0 - self._headroom
         of, model, start = fleet.figures[row], fleet.pieces[row], int(fleet.starts[row])
         longest_s = of[FIXED_S] + most_work_s(model, self._batch_tokens, 0.0)
@@ -198,12 +198,12 @@ Wanted = tuple[float, float, float, float, float, float]
 """Time until it is due, prefill, TPOT and decode step, seconds; KV blocks; value."""
 
 
-def demand_of(wanted: Sequence[Wanted], usable: float) -> Demand:
+def demand_of(wanted: Sequence[Wanted], usable: float) -> PlanDemand:
     """The demand of requests where a share ``usable`` of each second is."""
     columns = np.array(wanted, np.float64).reshape(len(wanted), 6).T
     due_s, prefill_s, tpot_s, decode_s, blocks, value = columns
     step_s = np.ascontiguousarray(decode_s[:, np.newaxis]) / usable
-    return Demand(due_s, prefill_s / usable, tpot_s, step_s, blocks, value)
+    return PlanDemand(due_s, prefill_s / usable, tpot_s, step_s, blocks, value)
 
 
 def guaranteed(

@@ -37,7 +37,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sluice.scheduling.admission.slos_serve_dp import CLASS, EVENT, PIECE, Tiers, solve
+from sluice.scheduling.admission.slos_serve.dynamic_program import CLASS, EVENT, PIECE, Tiers, solve
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.request.objective import Anchor
 
@@ -57,7 +57,7 @@ LEAST_STEP_S = 1e-6
 takes no time."""
 
 
-class Demand(NamedTuple):
+class PlanDemand(NamedTuple):
     """The demand of requests, one entry per request.
 
     Attributes:
@@ -78,13 +78,13 @@ class Demand(NamedTuple):
     blocks: Floats
     value: Floats
 
-    def of(self, rows: NDArray[np.int64] | NDArray[np.bool_] | slice) -> Demand:
+    def of(self, rows: NDArray[np.int64] | NDArray[np.bool_] | slice) -> PlanDemand:
         """The demand of some of them."""
-        return Demand(*(column[rows] for column in self))
+        return PlanDemand(*(column[rows] for column in self))
 
-    def beside(self, other: Demand) -> Demand:
+    def beside(self, other: PlanDemand) -> PlanDemand:
         """The demand of both."""
-        return Demand(*map(np.concatenate, zip(self, other, strict=True)))
+        return PlanDemand(*map(np.concatenate, zip(self, other, strict=True)))
 
 
 class Supply(NamedTuple):
@@ -110,7 +110,7 @@ class Supply(NamedTuple):
     anchor: Anchor
 
 
-def admissible(new: Demand, promised: Demand, supply: Supply) -> NDArray[np.bool_]:
+def admissible(new: PlanDemand, promised: PlanDemand, supply: Supply) -> NDArray[np.bool_]:
     """Which of the ``new`` requests can be guaranteed in addition to the ``promised`` ones.
 
     ``O(groups * prefills * states)``: ``prefills`` is the number of pending prefills of both kinds,
@@ -136,7 +136,7 @@ def admissible(new: Demand, promised: Demand, supply: Supply) -> NDArray[np.bool
     return admitted
 
 
-def _weigh(new: Demand, promised: Demand, supply: Supply) -> NDArray[np.bool_]:
+def _weigh(new: PlanDemand, promised: PlanDemand, supply: Supply) -> NDArray[np.bool_]:
     """The same for at most :data:`MOST_NEW`."""
     ready = promised.prefill_s <= 0
     pending, decodes = promised.of(~ready), promised.of(ready)

@@ -1,0 +1,1 @@
+"""SLOs-Serve admission: the policy, which requests to take, and the dynamic program for that."""
