@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @contextmanager
