@@ -390,11 +390,11 @@ class SimulatedEngine:
         """Return when the engine is not stalled."""
         await self._moves.wait()
 
-    def stand_still(self) -> None:
-        """Stall until :meth:`move_on`: end no step, as an engine whose device hangs."""
+    def stall(self) -> None:
+        """Stall until :meth:`recover`: end no step, as an engine whose device hangs."""
         self._moves.clear()
 
-    def move_on(self) -> None:
+    def recover(self) -> None:
         """End the stalled step, and continue."""
         self._moves.set()
 

@@ -9,11 +9,9 @@ output.
 from __future__ import annotations
 
 import random
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass
 from math import ceil, erfc, exp, inf, isfinite, log, nan, nextafter, pi, sqrt
 from statistics import NormalDist
 from typing import Protocol
@@ -141,67 +139,6 @@ class LengthRange:
         least = max(self.low, emitted_tokens + 1)
         enough = ceil(share * (self.high - least + 1))
         return float(least + max(0, enough - 1))
-
-
-@dataclass(frozen=True, slots=True)
-class LengthHistogram:
-    """Lengths with weights, as a user may state them or as a trace has them.
-
-    An output that passes the longest one is expected to have one token more, again and again.
-
-    Args:
-        lengths: tokens, ascending, >= 1.
-        weights: how often each occurs, relative to the others; positive.
-
-    Raises:
-        ValueError: no lengths, not as many weights, or values out of order or range.
-    """
-
-    lengths: tuple[int, ...]
-    weights: tuple[float, ...]
-    _tails: tuple[tuple[float, float], ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        if not self.lengths or len(self.lengths) != len(self.weights):
-            raise ValueError(
-                f"a length histogram needs lengths and as many weights, "
-                f"got {len(self.lengths)} and {len(self.weights)}"
-            )
-        pairs = zip(self.lengths, self.lengths[1:], strict=False)
-        if self.lengths[0] < 1 or any(low >= high for low, high in pairs):
-            raise ValueError("the lengths of a histogram must be >= 1 and ascending")
-        if not all(0 < weight < inf for weight in self.weights):
-            raise ValueError("the weights of a histogram must be positive and finite")
-        # Weight, and weight times length, from each length on.
-        weights = list(accumulate(reversed(self.weights)))[::-1]
-        products = [w * n for w, n in zip(self.weights, self.lengths, strict=True)]
-        moments = list(accumulate(reversed(products)))[::-1]
-        object.__setattr__(self, "_tails", tuple(zip(weights, moments, strict=True)))
-
-    @property
-    def mean(self) -> float:
-        """The weighted mean."""
-        return self.given(0)
-
-    def given(self, emitted_tokens: int) -> float:
-        """The weighted mean of the longer ones. ``O(log(lengths))``."""
-        first = bisect_right(self.lengths, emitted_tokens)
-        if first == len(self.lengths):
-            return emitted_tokens + 1.0
-        weight, moment = self._tails[first]
-        return moment / weight
-
-    def quantile(self, share: float, emitted_tokens: int = 0) -> float:
-        """The least of the longer ones that enough of them stay within. ``O(lengths)``."""
-        _check_share(share)
-        first = bisect_right(self.lengths, emitted_tokens)
-        if first == len(self.lengths):
-            return emitted_tokens + 1.0
-        beyond = (1 - share) * self._tails[first][0]
-        for index in range(first + 1, len(self.lengths)):
-            if self._tails[index][0] <= beyond:
-                return float(self.lengths[index - 1])
-        return float(self.lengths[-1])
 
 
 def _check_share(share: float) -> None:

@@ -293,7 +293,7 @@ async def test_an_engine_that_stands_still_is_told_of_and_its_requests_go_on_wit
         engine = replica.engine
         assert isinstance(engine, SimulatedEngine)
         assert tokens_of(await batches_of(replica, completion("first", max_tokens=10))) == 10
-        engine.stand_still()
+        engine.stall()
         task = asyncio.create_task(
             batches_of(replica, completion("stuck", max_tokens=10, stream=True))
         )
@@ -301,7 +301,7 @@ async def test_an_engine_that_stands_still_is_told_of_and_its_requests_go_on_wit
         assert replica.progress(["stuck", "other"]) == Progress("replica-1", True, ("other",))
         assert replica.snapshot()["hung"]
         await replica.check_health()
-        engine.move_on()
+        engine.recover()
         assert tokens_of(await task) == 10
         await until(lambda: not told())
         assert not replica.progress([]).hung
@@ -312,12 +312,12 @@ async def test_a_hung_engine_that_all_have_left_is_well_again_when_it_moves() ->
         engine = replica.engine
         assert isinstance(engine, SimulatedEngine)
         await batches_of(replica, completion("first", max_tokens=10))
-        engine.stand_still()
+        engine.stall()
         stream = replica.generate(completion("stuck", stream=True))
         await anext(stream)
         await until(lambda: replica.progress([]).hung)
         await stream.aclose()
         await until(lambda: replica.live_requests == 0)
         assert replica.progress(["stuck"]) == Progress("replica-1", True, ("stuck",))
-        engine.move_on()
+        engine.recover()
         await until(lambda: not replica.progress([]).hung)

@@ -13,7 +13,6 @@ from sluice.scheduling.placement.length import (
     MAX_TASKS,
     GaussianLength,
     LengthDistribution,
-    LengthHistogram,
     LengthRange,
     OracleLengths,
     TaskLengths,
@@ -32,14 +31,7 @@ def ranges(draw: st.DrawFn) -> LengthRange:
     return LengthRange(low, low + draw(st.integers(0, 5_000)))
 
 
-@st.composite
-def histograms(draw: st.DrawFn) -> LengthHistogram:
-    lengths = sorted(draw(st.sets(st.integers(1, 5_000), min_size=1, max_size=20)))
-    weights = [draw(st.floats(0.01, 10)) for _ in lengths]
-    return LengthHistogram(tuple(lengths), tuple(weights))
-
-
-distributions = st.one_of(gaussians, ranges(), histograms())
+distributions = st.one_of(gaussians, ranges())
 shares = st.floats(0.01, 0.99)
 
 
@@ -109,17 +101,6 @@ def test_a_range_by_hand() -> None:
     assert LengthRange(1, 10).quantile(0.5) == 5
     assert stated.quantile(1e-30) == 10
     assert stated.quantile(0.5, 18) == 19
-
-
-def test_a_histogram_by_hand() -> None:
-    stated = LengthHistogram((10, 100, 1_000), (6, 3, 1))
-    assert stated.mean == pytest.approx((60 + 300 + 1_000) / 10)
-    assert stated.given(10) == pytest.approx((300 + 1_000) / 4)
-    assert stated.given(999) == 1_000
-    assert stated.given(1_000) == 1_001
-    assert [stated.quantile(share) for share in (0.5, 0.7, 0.95)] == [10, 100, 1_000]
-    assert stated.quantile(0.5, 10) == 100
-    assert stated.quantile(0.5, 2_000) == 2_001
 
 
 @given(lengths=st.lists(st.integers(1, 9_999), min_size=1, max_size=150))
@@ -196,14 +177,8 @@ def test_the_oracle_errs_as_much_as_it_should(error: float) -> None:
         (lambda: GaussianLength(nan, 1), "mean >= 1"),
         (lambda: LengthRange(0, 5), "1 <= low <= high"),
         (lambda: LengthRange(6, 5), "1 <= low <= high"),
-        (lambda: LengthHistogram((), ()), "as many weights"),
-        (lambda: LengthHistogram((1, 2), (1.0,)), "as many weights"),
-        (lambda: LengthHistogram((2, 2), (1.0, 1.0)), "ascending"),
-        (lambda: LengthHistogram((0, 2), (1.0, 1.0)), ">= 1"),
-        (lambda: LengthHistogram((1, 2), (1.0, 0.0)), "positive"),
         (lambda: GaussianLength(5, 1).quantile(1.0), "share must be between 0 and 1"),
         (lambda: LengthRange(5, 6).quantile(0.0), "share must be between 0 and 1"),
-        (lambda: LengthHistogram((5,), (1.0,)).quantile(nan), "share must be between 0 and 1"),
         (lambda: TaskLengths(memory=1), "memory must be at least 2"),
         (lambda: TaskLengths(max_tasks=0), "max_tasks must be from 1"),
         (lambda: OracleLengths([], 1.5, 0), "error must be from 0 to 1"),

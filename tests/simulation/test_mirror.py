@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sluice.controller.state.mirror import VirtualMirror as RealMirror
+from sluice.controller.state.mirror import Mirror
 from sluice.scheduling.batching import make_policy
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
@@ -83,7 +83,7 @@ def test_the_figures_are_those_of_the_controller() -> None:
     assert simulated.place(query(90, 700), now_s).replica_id == "one"
 
     fleet = Fleet(FleetSettings(reference_ttft_s=1.0))
-    real = RealMirror(1, fleet, 30.0)
+    real = Mirror(1, fleet, 30.0)
     state = summary(free_kv_blocks=engine.free_blocks, total_kv_blocks=engine.config.kv_blocks)
     state["updated_s"] = now_s
     message = hello("one", list(rows_of(made.table)), now_s=now_s)._replace(
