@@ -11,6 +11,7 @@ from sluice.scheduling.fleet.report import Report
 from sluice.scheduling.fleet.state import ROW
 from sluice.scheduling.fleet.transfer import NO_TRANSFERS, Transfers
 from sluice.scheduling.roles import Role
+from sluice.simulation.cells import CellMirrors
 from sluice.simulation.config import ClusterConfig
 from sluice.simulation.engine import Engine, StuckError
 from sluice.simulation.events import Events
@@ -41,7 +42,7 @@ class Replica:
         role: Role,
         engine: Engine,
         events: Events,
-        mirror: Mirror,
+        mirror: Mirror | CellMirrors,
         config: ClusterConfig,
         rng: np.random.Generator,
         on_finished: Callable[[Replica, list[int]], None],

@@ -35,6 +35,7 @@ from sluice.benchmarks.live.report import table
 from sluice.benchmarks.micro.decision_fleet import Voices, figures
 from sluice.benchmarks.options import as_json, choices_option, number_option, show
 from sluice.controller.config import NO_ADMISSION, ControllerConfig
+from sluice.scheduling.placement.cells import MOST_CELLS
 from sluice.scheduling.placement.together import MOST_TOGETHER
 from sluice.scheduling.routing import POLICIES
 
@@ -191,7 +192,7 @@ def measure_inside(
     }
 
 
-def contenders(names: Sequence[str]) -> dict[str, ControllerConfig]:
+def contenders(names: Sequence[str], cells: int = 1) -> dict[str, ControllerConfig]:
     """Label -> configuration; the floor first."""
     floor = ControllerConfig(policy="round_robin", admission=NO_ADMISSION, **_LIVE)
     listed = list(names) or sorted(POLICIES)
@@ -199,7 +200,7 @@ def contenders(names: Sequence[str]) -> dict[str, ControllerConfig]:
     if "slos_serve" in found:
         own = "slos_serve"
         found[TOGETHER] = ControllerConfig(policy=own, admission=own, **_LIVE)
-    return found
+    return {name: each.model_copy(update={"cells": cells}) for name, each in found.items()}
 
 
 async def _asked(
@@ -215,16 +216,23 @@ async def _asked(
 
 
 def measure_actor(
-    configs: dict[str, ControllerConfig], results: dict[str, dict[str, Cell]], seconds: float
+    configs: dict[str, ControllerConfig],
+    results: dict[str, dict[str, Cell]],
+    seconds: float,
+    sizes: Sequence[int],
 ) -> None:
-    """Add the figures of a real actor's callers to the cells of :data:`ACTOR_REPLICAS` replicas,
-    and for the last policy with scrapes to that of :data:`SCRAPED_REPLICAS`."""
+    """Add the figures of a real actor's callers to the cells of the last of ``sizes``; without
+    sizes to those of :data:`ACTOR_REPLICAS` replicas, and for the last policy with scrapes to that
+    of :data:`SCRAPED_REPLICAS`."""
+    replicas = sizes[-1] if sizes else ACTOR_REPLICAS
     from sluice.benchmarks.micro.decision_actor import own_ray
 
     with redirect_stdout(sys.stderr), own_ray():
         for label, config in configs.items():
-            asked = asyncio.run(_asked(label, config, ACTOR_REPLICAS, seconds, False))
-            results[label][str(ACTOR_REPLICAS)]["connection"] = asked
+            asked = asyncio.run(_asked(label, config, replicas, seconds, False))
+            results[label][str(replicas)]["connection"] = asked
+        if sizes:
+            return
         asked = asyncio.run(_asked("scrape", config, SCRAPED_REPLICAS, seconds, True))
         results[label][str(SCRAPED_REPLICAS)]["scraped"] = asked
 
@@ -237,8 +245,18 @@ def measure_actor(
 )
 @number_option("--seconds", default=2.0, least=0.1, most=60, words="Of each query of the actor.")
 @choices_option("--policy", "names", of=POLICIES, words="Routing policies.  [default: all]")
+@click.option(
+    "--replicas", "sizes", multiple=True, type=click.IntRange(1, 4096), help="Of a fleet."
+)
+@number_option("--cells", default=1, least=1, most=MOST_CELLS, words="Actors that share the last.")
 def decision(
-    as_json: bool, decisions: int, actor: bool, seconds: float, names: tuple[str, ...]
+    as_json: bool,
+    decisions: int,
+    actor: bool,
+    seconds: float,
+    names: tuple[str, ...],
+    sizes: tuple[int, ...],
+    cells: int,
 ) -> None:
     """Time the controller's decisions, with 64 requests in each replica.
 
@@ -254,20 +272,21 @@ def decision(
     Example:
       sluice bench decision --no-actor
     """
-    configs = contenders(names)
+    configs = contenders(names, cells)
+    fleets = {str(size): (size, False) for size in sizes} or FLEETS
     results: dict[str, dict[str, Cell]] = {
         label: {
             name: measure_inside(config, size, decisions, split)
-            for name, (size, split) in FLEETS.items()
+            for name, (size, split) in fleets.items()
         }
         for label, config in configs.items()
     }
     if actor:
-        measure_actor(configs, results, seconds)
-    cells = {(label, size): cell for label, own in results.items() for size, cell in own.items()}
-    tables = [_table(f"inside the actor, {REPORTS_PER_S:,.0f} reports/s", cells)]
+        measure_actor(configs, results, seconds, sizes)
+    found = {(label, size): cell for label, own in results.items() for size, cell in own.items()}
+    tables = [_table(f"inside the actor, {REPORTS_PER_S:,.0f} reports/s", found)]
     for part, title in ASKED.items():
-        asked = {labels: cell[part] for labels, cell in cells.items() if part in cell}
+        asked = {labels: cell[part] for labels, cell in found.items() if part in cell}
         tables += [_table(title, asked)] if asked else []
     show(results, tables, as_json)
 

@@ -90,6 +90,7 @@ incidents = st.lists(
     delay_s=st.sampled_from([0.0, 0.3]),
     admission=st.sampled_from([None, *sorted(ADMISSIONS)]),
     when=st.sampled_from(get_args(WhenUnattainable)),
+    cells=st.sampled_from([1, 3]),
     seed=st.integers(0, 9),
 )
 def test_every_request_ends_exactly_once(
@@ -101,9 +102,11 @@ def test_every_request_ends_exactly_once(
     delay_s: float,
     admission: str | None,
     when: WhenUnattainable,
+    cells: int,
     seed: int,
 ) -> None:
     replicas, prefillers, decoders = sizes
+    decides_together = admission is not None and make_admission(admission).window_s > 0
     cluster = pools(
         prefillers,
         decoders,
@@ -112,6 +115,7 @@ def test_every_request_ends_exactly_once(
         report_delay_s=delay_s,
         edge_wait_s=1.0,
         when_unattainable={"standard": when},
+        cells=1 if prefillers or decides_together else cells,
     )
     happening = [
         incident
@@ -190,6 +194,14 @@ def test_equal_seeds_give_equal_runs() -> None:
     assert np.array_equal(times[0], times[1], equal_nan=True)
     assert not np.array_equal(times[0], times[2], equal_nan=True)
     assert runs[0].steps == runs[1].steps
+
+
+def test_cells_exclude_roles_and_decisions_on_several_requests_together() -> None:
+    with pytest.raises(ValueError, match="cells must be 1 with prefillers and decoders, got 2"):
+        pools(1, 1, cells=2)
+    together, two = make_admission("slos_serve"), ClusterConfig(replicas=4, cells=2)
+    with pytest.raises(ValueError, match="admission 'slos_serve' needs window_ms: 0"):
+        simulate_cluster(steady(), batch(), route(), EXACT, None, None, two, admission=together)
 
 
 def test_reservations_spread_a_burst_that_no_report_has_shown_yet() -> None:
