@@ -100,7 +100,7 @@ class CellMirrors:
     def place(self, query: RouteQuery, now_s: float, at: int | None = None) -> RouteDecision:
         """Ask one cell, or two."""
         # A router learns within a second which cells have replicas.
-        up = [len(cell.fleet) > 0 for cell in self._cells]
+        up = [cell.replicas > 0 for cell in self._cells]
         asked = self._choice.asked(query, now_s, up) or [0]
         for number in asked:
             cell = self._cells[number]

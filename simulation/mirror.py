@@ -103,6 +103,11 @@ class Mirror:
         self._depths = depths
         self._turn = 0
 
+    @property
+    def replicas(self) -> int:
+        """How many it knows."""
+        return len(self._known)
+
     def register(self, name: str, given: Sequence[int], sent: Sent, now_s: float) -> None:
         """A replica says hello. ``given`` are the keys that it gets, in order; the list grows."""
         self._known[name] = _Known(given)

@@ -240,8 +240,8 @@ CELLS = Experiment(
     },
     grids=[
         Sweep(
-            workloads=workloads(Scaled(TWO[:1], TWO)),
-            layouts=Scaled(_in_cells(4), (*_in_cells(64), *_in_cells(128))),
+            workloads=workloads(Scaled(TWO[:1], TWO[:1], TWO)),
+            layouts=Scaled(_in_cells(4), _in_cells(64), (*_in_cells(64), *_in_cells(128))),
             loads=Scaled((1.1,), (0.8, 0.95, 1.1)),
             kinds=[System(ROUTER, Contender(LOCAL, LOCAL), ADMISSION_POLICY)],
             span=Scaled(Span(0.5, 1, 2), Span(10.0, 20, 50)),

@@ -28,6 +28,10 @@ ANSWER_KEPT_S: Final = 2.0
 """How long a cell's last answer counts, seconds: a router syncs with all cells every second. Later
 the cell ranks first: one question shows whether that is right."""
 
+SPREAD_S: Final = 0.05
+"""Difference in slack, seconds, from which the cell with more gets every request. Below it, it gets
+a share in proportion: answers are late, and all requests until the next ones would go there."""
+
 MOST_PREFIXES: Final = 16_384
 """Most prompts whose cell a router remembers."""
 
@@ -53,7 +57,8 @@ class CellChoice:
     - A request whose session or prefix is known goes to its *home* while that has slack: to the
       first cell of its session, or to the cell that got the longest known part of its prompt.
     - A request that moves from a replica goes to that replica's cell first.
-    - Any other goes to the cell with more slack.
+    - Any other goes to the cell with more slack, or where the difference is less than
+      :data:`SPREAD_S`, to either by its hash.
     - If that one could not guarantee the last request, this request will probably be served as best
       effort, by the cell that is asked last. So the cell with more slack is then asked last.
 
@@ -89,7 +94,7 @@ class CellChoice:
             able = list(up)
         if not any(able):
             return []
-        first, second = self._drawn(query, able)
+        first, second, part = self._drawn(query, able)
         if first == second:
             return [first]
         if query.moves_from:
@@ -97,7 +102,7 @@ class CellChoice:
         home = first if query.session else self._home(query.prefix)
         if home is not None and able[home] and slack_s[home] > 0.0:
             return _beginning(home, first, second, able)
-        if slack_s[second] > slack_s[first]:
+        if slack_s[second] - slack_s[first] > part * SPREAD_S:
             first, second = second, first
         if _wants_guarantee(query) and self._full[first] and slack_s[first] < inf:
             return [second, first]
@@ -128,8 +133,8 @@ class CellChoice:
             if len(self._prefixes) > MOST_PREFIXES:
                 del self._prefixes[next(iter(self._prefixes))]
 
-    def _drawn(self, query: RouteQuery, up: Sequence[bool]) -> tuple[int, int]:
-        """Two cells that are up, the same one twice if only one is."""
+    def _drawn(self, query: RouteQuery, up: Sequence[bool]) -> tuple[int, int, float]:
+        """Two cells that are up, the same one twice if only one is; and a number from 0 to 1."""
         seed = query.session or (query.prefix[-1] if query.prefix else query.key)
         drawn = _mixed(seed)
         first = _next_up(drawn % self._cells, up)
@@ -137,7 +142,7 @@ class CellChoice:
         second = _next_up((first + step) % self._cells, up)
         if second == first:
             second = _next_up((first + 1) % self._cells, up)
-        return first, second
+        return first, second, (drawn >> 48) / (1 << 16)
 
     def _home(self, prefix: tuple[int, ...]) -> int | None:
         """The cell that got the longest known part of a prompt."""

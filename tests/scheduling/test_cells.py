@@ -13,6 +13,7 @@ from sluice.scheduling.placement.cells import (
     ANSWER_KEPT_S,
     MOST_CELLS,
     MOST_PREFIXES,
+    SPREAD_S,
     CellChoice,
     cell_of,
 )
@@ -111,6 +112,17 @@ def test_the_cell_with_more_slack_is_asked_first_and_an_old_answer_says_nothing(
     assert choice.asked(query(), 0.6, UP) == [first, second]
     # Of the second nothing is known any more, so it is asked.
     assert choice.asked(query(), ANSWER_KEPT_S + 0.1, UP) == [second, first]
+
+
+def test_until_the_next_answers_a_little_more_slack_does_not_attract_every_request() -> None:
+    choice = CellChoice(2)
+    shares = []
+    for lead_s in (0.0, 0.5 * SPREAD_S, SPREAD_S):
+        choice.heard(0, 1.0 + lead_s, 0.0)
+        choice.heard(1, 1.0, 0.0)
+        first = [choice.asked(query(key), 0.1, UP[:2])[0] for key in range(4_000)]
+        shares.append(first.count(0) / len(first))
+    assert shares == pytest.approx([0.5, 0.75, 1.0], abs=0.03)
 
 
 def test_a_request_that_moves_asks_the_cell_of_its_replica_first() -> None:

@@ -17,6 +17,7 @@ from sluice.scheduling.admission import POLICIES as ADMISSIONS
 from sluice.scheduling.admission import make_policy as make_admission
 from sluice.scheduling.batching import make_policy
 from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.placement.cells import cell_of
 from sluice.scheduling.roles import Role
 from sluice.simulation.cluster import (
     NO_ATTEMPT_LEFT,
@@ -202,6 +203,22 @@ def test_cells_exclude_roles_and_decisions_on_several_requests_together() -> Non
     together, two = make_admission("slos_serve"), ClusterConfig(replicas=4, cells=2)
     with pytest.raises(ValueError, match="admission 'slos_serve' needs window_ms: 0"):
         simulate_cluster(steady(), batch(), route(), EXACT, None, None, two, admission=together)
+
+
+def test_cells_share_the_load_and_attain_about_as_much_as_one_controller() -> None:
+    load, admission = steady(600, gap_s=0.005), make_admission("moore_hodgson")
+    met = {}
+    for cells in (1, 4):
+        cluster = ClusterConfig(replicas=12, cells=cells)
+        result = simulate_cluster(
+            load, batch("deadline_triage"), route("most_gain"), MODEL, None, None, cluster,
+            admission=admission,
+        )  # fmt: skip
+        busy = {cell_of(f"mixed-{n}", cells) for n, steps in enumerate(result.steps) if steps}
+        assert len(busy) == cells
+        requests = result.requests
+        met[cells] = attained(requests, stages(requests), TPOTMetric.MEAN).mean()
+    assert met[4] > met[1] - 0.02
 
 
 def test_reservations_spread_a_burst_that_no_report_has_shown_yet() -> None:
