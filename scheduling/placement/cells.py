@@ -52,15 +52,17 @@ class CellChoice:
 
     Two cells are drawn by a hash: of the request's session; without one, of the longest chunk of
     its prompt's prefix; without that, of its key. So the requests of a session, and equal prompts,
-    have the same two cells in every router.
+    draw the same two cells in every router.
 
     - A request whose session or prefix is known goes to its *home* while that has slack: to the
       first cell of its session, or to the cell that got the longest known part of its prompt.
     - A request that moves from a replica goes to that replica's cell first.
     - Any other goes to the cell with more slack, or where the difference is less than
       :data:`SPREAD_S`, to either by its hash.
-    - If that one could not guarantee the last request, this request will probably be served as best
-      effort, by the cell that is asked last. So the cell with more slack is then asked last.
+    - The second cell to ask is the one with the most slack of all others.
+    - If the first one could not guarantee the last request, this request will probably be served as
+      best effort, by the cell that is asked last. So of the two the one with more slack is then
+      asked last.
 
     A cell without replicas, or that did not answer, is asked only if there is no other.
 
@@ -97,16 +99,17 @@ class CellChoice:
         first, second, part = self._drawn(query, able)
         if first == second:
             return [first]
-        if query.moves_from:
-            return _beginning(cell_of(query.moves_from, self._cells), first, second, able)
-        home = first if query.session else self._home(query.prefix)
-        if home is not None and able[home] and slack_s[home] > 0.0:
-            return _beginning(home, first, second, able)
-        if slack_s[second] - slack_s[first] > part * SPREAD_S:
+        bound = self._bound(query, first, able, slack_s)
+        if bound is not None:
+            first = bound
+        elif slack_s[second] - slack_s[first] > part * SPREAD_S:
             first, second = second, first
-        if _wants_guarantee(query) and self._full[first] and slack_s[first] < inf:
-            return [second, first]
-        return [first, second]
+        others = [cell for cell in range(self._cells) if able[cell] and cell != first]
+        last = max(others, key=lambda cell: (slack_s[cell], cell == second))
+        is_full = _wants_guarantee(query) and self._full[first] and slack_s[first] < inf
+        if is_full and bound is None and slack_s[first] > slack_s[last]:
+            return [last, first]
+        return [first, last]
 
     def heard(self, cell: int, slack_s: float, now_s: float) -> None:
         """A cell reported its slack, see
@@ -144,12 +147,20 @@ class CellChoice:
             second = _next_up((first + 1) % self._cells, up)
         return first, second, (drawn >> 48) / (1 << 16)
 
-    def _home(self, prefix: tuple[int, ...]) -> int | None:
-        """The cell that got the longest known part of a prompt."""
-        if not self._prefixes:
-            return None
+    def _bound(
+        self, query: RouteQuery, first: int, able: Sequence[bool], slack_s: Sequence[float]
+    ) -> int | None:
+        """The cell that a request is asked about first whatever the others have: that of the
+        replica from which it moves, or its home with slack."""
+        if query.moves_from:
+            owner = cell_of(query.moves_from, self._cells)
+            return owner if able[owner] else None
         known = self._prefixes
-        return next((known[chunk] for chunk in reversed(prefix) if chunk in known), None)
+        home: int | None = first
+        if not query.session:
+            chunks = reversed(query.prefix) if known else ()
+            home = next((known[chunk] for chunk in chunks if chunk in known), None)
+        return home if home is not None and able[home] and slack_s[home] > 0.0 else None
 
     def _slack(self, cell: int, now_s: float) -> float:
         return self._slack_s[cell] if now_s - self._at_s[cell] <= ANSWER_KEPT_S else inf
@@ -157,13 +168,6 @@ class CellChoice:
 
 def _wants_guarantee(query: RouteQuery) -> bool:
     return Tier.GUARANTEED in query.tiers and query.slo.stated
-
-
-def _beginning(home: int, first: int, second: int, up: Sequence[bool]) -> list[int]:
-    """``home``, if it is up, then the first of the others."""
-    if not up[home]:
-        return [first, second]
-    return [home, second if home == first else first]
 
 
 def _next_up(cell: int, up: Sequence[bool]) -> int:
