@@ -24,7 +24,7 @@ LOADS = {"7/s": (7.0, 1, 1), "10/s": (10.0, 1, 1), "4 x 7/s": (28.0, 4, 1)}
 """Requests per second, engines behind a router, and its controllers. Some tens of requests are
 alive, or about a hundred."""
 
-LARGE = {"1,024 x 2/s, 8 cells": (2_048.0, 1_024, 8)}
+LARGE = {"128 x 2/s": (256.0, 128, 1)}
 
 
 def speed(
@@ -61,8 +61,8 @@ EXPERIMENT = Experiment(
     "How many batches a minute does the simulator run?",
     seeds=1,
     setting={
-        "Arrivals": "ProServe's ShareGPT setting, 2,000 requests; 20,000 for 1,024 engines",
-        "Load": "7 or 10 requests/s for an engine, 7 for each of four, 2 for each of 1,024",
+        "Arrivals": "ProServe's ShareGPT setting, 2,000 requests; 1,000 for 128 engines",
+        "Load": "7 or 10 requests/s for an engine, 7 for each of four, 2 for each of 128",
         "Latency": "about that of one A100 with an 8B model",
     },
     grids=[
@@ -74,7 +74,7 @@ EXPERIMENT = Experiment(
         Product(
             speed,
             {"policy": Scaled((), ("deadline_triage",)), "load": LARGE},
-            {"requests": 20_000},
+            {"requests": 1_000},
         ),
     ],
     tables=pivots(
