@@ -68,7 +68,7 @@ from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
 from sluice.scheduling.placement.calibration import Calibration
 from sluice.scheduling.placement.placer import Placer
 from sluice.scheduling.placement.together import MOST_TOGETHER
-from sluice.scheduling.request.job import INVALID_QUERY, STAYS
+from sluice.scheduling.request.job import DECLINED, INVALID_QUERY, STAYS
 from sluice.scheduling.request.loops import LoopStarts
 from sluice.scheduling.roles import Role
 
@@ -269,8 +269,11 @@ class Controller:
             self._calibration.behind(*notice, now_s)
         for ending in endings:
             self._learn(ending, now_s)
-        missing = late_of(waits, self._mirror, self._fleet, now_s) if waits else ()
-        return SyncReply(self._closed(), self._quarantine.names, missing)
+        missing: tuple[int, ...] = ()
+        if waits:
+            has_cells = self._config.cells > 1
+            missing = late_of(waits, self._mirror, self._fleet, now_s, has_cells)
+        return SyncReply(self._closed(), self._quarantine.names, missing, self._slack_s(now_s))
 
     async def demand(self, role: Role | None = None) -> Load:
         """The load on all replicas together, or on the replicas of ``role``, without what routers
@@ -380,11 +383,13 @@ class Controller:
 
     def _route(self, queries: list[RouteQuery | None]) -> RouteReply:
         """Decide on each query; ``None``: a malformed one."""
-        self._hear()
+        now_s = self._hear()
         decisions: list[RouteDecision] = []
         for start in range(0, len(queries), MOST_TOGETHER):
             decisions += self._together(queries[start : start + MOST_TOGETHER])
-        return RouteReply(self._epoch, tuple(decisions), self._closed(), self._quarantine.names)
+        closed, quarantined = self._closed(), self._quarantine.names
+        slack_s = self._slack_s(now_s)
+        return RouteReply(self._epoch, tuple(decisions), closed, quarantined, slack_s)
 
     def _together(self, queries: list[RouteQuery | None]) -> list[RouteDecision]:
         """Decide on queries, at most ``MOST_TOGETHER``, in the order that is best."""
@@ -421,6 +426,9 @@ class Controller:
             return None
         return self._fleet.closed
 
+    def _slack_s(self, now_s: float) -> float | None:
+        return self._fleet.slack_s(now_s) if self._config.cells > 1 else None
+
     def _read_report(self, data: msgspec.Raw) -> ReportReply:
         with self._counters.refusals():
             delta = report_wire.decode(data)
@@ -452,8 +460,9 @@ class Controller:
         self._quarantine.placed(query, decision, started_s)
         took_s = self._clock() - started_s + ordered_s
         self._counters.decided(decision.reason, took_s)
-        if decision.reason == STAYS:
-            return decision  # the log keeps why the request is where it is
+        if decision.reason in (STAYS, DECLINED):
+            # The log keeps why the request is where it is, or what another cell decides.
+            return decision
         self._recent.note(query, decision, started_s, took_s)
         if decision.replica_id is not None:
             self._classes.note(query.key, query.slo.service_class)

@@ -43,7 +43,7 @@ class Link:
         app_name: name of the application.
         config: the controller's configuration.
         on_down: called when calls begin to fail.
-        part: the actor to call.
+        part: the actor to call. cell: which of the controllers.
     """
 
     def __init__(
@@ -52,9 +52,13 @@ class Link:
         config: ControllerConfig,
         on_down: Callable[[], None],
         part: Part = "controller",
+        cell: int = 0,
     ) -> None:
-        ensure = ensure_controller if part == "controller" else ensure_observer
+        ensure: Callable[..., Any] = ensure_observer
+        if part == "controller":
+            ensure = partial(ensure_controller, cell=cell)
         self._part = part
+        self._cell = cell
         self._app_name = app_name
         self._config = config
         self._on_down = on_down
@@ -170,7 +174,7 @@ class Link:
         try:
             if self._handle is None:
                 self._handle = await asyncio.to_thread(
-                    find_or_start, self._app_name, self._config, self._part
+                    find_or_start, self._app_name, self._config, self._part, self._cell
                 )
             await self._ask("fingerprint", timeout_s=timeout_s)
         except ActorDiedError:

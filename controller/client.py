@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from math import inf
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry
 
 from sluice.controller.actor_handle import Link
+from sluice.controller.cell_client import NOTICE_TIMEOUT_S, CallMetrics, Calls, CellClient
 from sluice.controller.config import ControllerConfig
 from sluice.controller.discovery import (
     controller_actor_name,
@@ -24,8 +21,6 @@ from sluice.controller.discovery import (
     stop_controller,
 )
 from sluice.controller.messages import (
-    MAX_ENDINGS,
-    MAX_KEYS,
     FirstTokenWait,
     LateNotice,
     MetricsPush,
@@ -36,16 +31,13 @@ from sluice.controller.messages import (
     RequestEnding,
     RouteDecision,
     RouteQuery,
-    RouteReply,
-    SyncReply,
     Trouble,
     TroubleNotice,
 )
-from sluice.controller.transport.batching import Coalescer
-from sluice.controller.transport.channel import Endpoint, RouteChannel
 from sluice.controller.transport.failure import NoAnswerError
-from sluice.controller.transport.report_wire import fits
 from sluice.scheduling.autoscaling import Load
+from sluice.scheduling.placement.cells import CellChoice, cell_of
+from sluice.scheduling.request.job import DECLINED, NO_REPLICA, STAYS
 from sluice.scheduling.roles import Role
 
 __all__ = [
@@ -58,58 +50,32 @@ __all__ = [
     "stop_controller",
 ]
 
-REPORT_TIMEOUT_S = 0.5
-"""Longest wait for the answer to a report, seconds. It bounds how long a restarted controller waits
-for the replicas' hellos."""
-
-QUARANTINE_KEPT_S = 60.0
-"""How long the controller's last list of quarantined replicas counts while it does not answer: the
-longest quarantine before a replica is tried again, seconds."""
-
 LOOP_TIMEOUT_S = 0.25
 """Longest wait for the age of a tool loop, seconds: a request waits for it."""
 
-NOTICE_TIMEOUT_S = 2.0
 SCRAPE_TIMEOUT_S = 2.0
-
-_log = logging.getLogger(__name__)
-
-_BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-
-
-class CallMetrics:
-    """Metrics of a process's calls to the controller."""
-
-    def __init__(self, registry: CollectorRegistry | None) -> None:
-        self.outcomes = Counter(
-            "sluice_controller_calls",
-            "Calls to the controller and observer by method and outcome; each decision of a batch "
-            "counts.",
-            ("method", "outcome"),
-            registry=registry,
-        )
-        self.batches = Histogram(
-            "sluice_controller_batch_queries",
-            "Decisions asked for in one call to the controller.",
-            buckets=_BATCH_BUCKETS,
-            registry=registry,
-        )
 
 
 class ControllerClient:
-    """One process's access to its application's controller and observer.
+    """One process's access to its application's controller, or to the cells of it, and observer.
 
     Create one per process and use it from one event loop. The constructor blocks, and finds, starts
-    or replaces the two actors (:func:`ensure_controller`). Everything else is asynchronous and
-    returns ``None`` or ``False`` if the actor does not answer, at once while it is known to be
+    or replaces the actors (:func:`ensure_controller`). Everything else is asynchronous and returns
+    ``None`` or ``False`` if the actor does not answer, at once while it is known to be
     unresponsive. No call is retried: a caller that gets ``None`` continues without the controller.
+
+    With several cells, what concerns a replica goes to the cell that owns it
+    (:func:`~sluice.scheduling.placement.cells.cell_of`), a request's decision to at most two cells
+    (:class:`~sluice.scheduling.placement.cells.CellChoice`), and what is the application's, the
+    rate limits and the tool loops, to the first cell.
 
     Args:
         app_name: name of the application, or of one of its fleets (:func:`fleet_name`).
         config: the controller's configuration.
-        timeout_s: longest wait for a decision, seconds, time in the client's queue included.
+        timeout_s: longest wait for a cell's decision, seconds, time in the client's queue included.
         registry: registry of the client's own metrics; ``None``: they are not registered.
         clock: monotonic seconds.
+        replica_id: if the process is this replica and nothing else: it needs only its own cell.
     """
 
     def __init__(
@@ -119,50 +85,44 @@ class ControllerClient:
         timeout_s: float = 0.25,
         registry: CollectorRegistry | None = None,
         clock: Callable[[], float] = time.monotonic,
+        replica_id: str = "",
     ) -> None:
         self._clock = clock
-        self._source = secrets.randbits(63)
-        self._queries: Coalescer[RouteQuery, RouteDecision] = Coalescer(
-            self._send_queries, self._release_unwanted, timeout_s
-        )
-        self._metrics = CallMetrics(registry)
-        self._closed: frozenset[str] = frozenset()
-        self._quarantined: frozenset[str] = frozenset()
-        self._told_s = -inf
-        self._released: dict[int, None] = {}
-        self._gone: dict[str, None] = {}
-        self._troubled: list[TroubleNotice] = []
-        self._ended: deque[RequestEnding] = deque(maxlen=MAX_ENDINGS)
-        self._late: deque[LateNotice] = deque(maxlen=MAX_ENDINGS)
+        self._cells = config.cells
+        metrics, source = CallMetrics(registry), secrets.randbits(63)
+        own = range(config.cells)
+        if replica_id:
+            own = range(at := cell_of(replica_id, config.cells), at + 1)
+        self._of = {
+            number: CellClient(
+                app_name, config, number, timeout_s, metrics, source, self._heard, clock
+            )
+            for number in own
+        }
+        self._first = self._of[own[0]]
+        self._choice = CellChoice(config.cells) if len(own) > 1 else None
         self._waits: Callable[[], Sequence[FirstTokenWait]] = tuple
         self._missing: Callable[[Sequence[int]], None] = _nothing
         self._is_router = False
-        self._notice_task: asyncio.Task[None] | None = None
-        self._sync_task: asyncio.Task[None] | None = None
-        self._link = Link(app_name, config, self._queries.fail_queued)
-        self._observer = Link(app_name, config, _nothing, "observer")
-        # The connection's end is the first sign of a dead controller.
-        self._channel = RouteChannel(self._find_endpoint, self._link.lost, self._release_unwanted)
+        self._observer = Calls(Link(app_name, config, _nothing, "observer"), metrics)
 
     @property
     def up(self) -> bool:
-        """Whether the controller answered the last call."""
-        return self._link.up
+        """Whether a cell of the controller answered the last call."""
+        return any(cell.up for cell in self._of.values())
 
     @property
     def closed(self) -> frozenset[str]:
         """The replicas that an operator has closed to new requests, as the controller last
         reported with a decision or a push of metrics. The report stays valid while the controller
         does not answer."""
-        return self._closed
+        return frozenset[str]().union(*(cell.closed for cell in self._of.values()))
 
     @property
     def quarantined(self) -> frozenset[str]:
         """The replicas that have failed or hang, as the controller last reported in the same way.
         While it does not answer, the report stays valid for ``QUARANTINE_KEPT_S``."""
-        if self._clock() - self._told_s > QUARANTINE_KEPT_S:
-            return frozenset()
-        return self._quarantined
+        return frozenset[str]().union(*(cell.quarantined for cell in self._of.values()))
 
     async def route(self, query: RouteQuery) -> RouteDecision | None:
         """The decision on ``query``, or ``None`` if the controller did not answer in time.
@@ -172,21 +132,32 @@ class ControllerClient:
         detected at once. While there is no connection and decisions are actor calls, one timeout is
         enough.
         """
-        try:
-            self._link.check()
-            decision = await self._queries.ask(query)
-        except NoAnswerError as error:
-            self._count("route", error.reason)
-            return None
-        except ValueError as error:
-            _log.warning("the controller refused a batch of queries: %s", error)
-            self._count("route", "refused")
-            return None
-        except asyncio.CancelledError:
-            self._count("route", "cancelled")
-            raise
-        self._count("route", "answered")
+        choice = self._choice
+        if choice is None:
+            return await self._first.route(query)
+        up = [cell.up for cell in self._of.values()]
+        *others, last = choice.asked(query, self._clock(), up) or [0]
+        declined: RouteDecision | None = None
+        for number in others:  # at most one
+            declined = await self._route_in(choice, number, query._replace(elsewhere=True))
+            if declined is not None and declined.reason not in (DECLINED, STAYS):
+                return declined
+        decision = await self._route_in(choice, last, query)
+        if declined is not None and (decision is None or decision.reason == NO_REPLICA):
+            # The first one has declined only because of the last one, which can do nothing.
+            decision = await self._route_in(choice, others[0], query)
         return decision
+
+    async def _route_in(
+        self, choice: CellChoice, number: int, query: RouteQuery
+    ) -> RouteDecision | None:
+        decision = await self._of[number].route(query)
+        choice.answered(number, query, decision, self._clock())
+        return decision
+
+    def _heard(self, number: int, slack_s: float) -> None:
+        if self._choice is not None:
+            self._choice.heard(number, slack_s, self._clock())
 
     async def hello(self, hello: ReplicaHello) -> ReportReply | None:
         """Register a replica.
@@ -194,8 +165,7 @@ class ControllerClient:
         Raises:
             ValueError: the controller refused the message, and says why.
         """
-        reply: ReportReply | None = await self._answer("hello", hello, timeout_s=REPORT_TIMEOUT_S)
-        return reply
+        return await self._owner(hello.replica_id).hello(hello)
 
     async def report(self, delta: ReplicaDelta) -> ReportReply | None:
         """Report a replica's changes. After ``None`` it is unknown whether they arrived; if they
@@ -204,26 +174,11 @@ class ControllerClient:
         Raises:
             ValueError: the controller refused the message, and says why.
         """
-        self._channel.connect_soon()
-        if not (self._channel.open and fits(delta)):
-            told: ReportReply | None
-            told = await self._answer("report", delta, timeout_s=REPORT_TIMEOUT_S)
-            return told
-        try:
-            self._link.check()
-            reply = await self._channel.report(delta, REPORT_TIMEOUT_S)
-        except NoAnswerError as error:
-            self._count("report", error.reason)
-            return None
-        except ValueError:
-            self._count("report", "refused")
-            raise
-        self._count("report", "answered")
-        return reply
+        return await self._owner(delta.replica_id).report(delta)
 
     async def goodbye(self, replica_id: str) -> bool:
         """A replica ends."""
-        return await self._delivered("goodbye", replica_id)
+        return await self._owner(replica_id).delivered("goodbye", replica_id)
 
     async def push_metrics(self, push: MetricsPush) -> bool:
         """Deliver a process's metrics to the observer. In a router (:meth:`on_push`), also start to
@@ -232,10 +187,13 @@ class ControllerClient:
         Raises:
             ValueError: the observer refused them, and says why.
         """
-        if self._is_router and self._sync_task is None:
-            self._sync_task = asyncio.get_running_loop().create_task(self._sync())
+        if self._is_router:
+            waits = self._waits()
+            for cell in self._of.values():
+                own = [wait for wait in waits if self._owner(wait.replica_id) is cell]
+                cell.sync_soon(own, self._missing)
         try:
-            await self._call("push_metrics", push, timeout_s=NOTICE_TIMEOUT_S, to=self._observer)
+            await self._observer.call("push_metrics", push, timeout_s=NOTICE_TIMEOUT_S)
         except NoAnswerError:
             return False
         return True
@@ -248,26 +206,24 @@ class ControllerClient:
             ValueError: the controller refused the message, and says why.
         """
         levels: list[float] | None
-        levels = await self._answer("share_quotas", uses, timeout_s=NOTICE_TIMEOUT_S)
+        levels = await self._first.calls.answer("share_quotas", uses, timeout_s=NOTICE_TIMEOUT_S)
         return levels
 
     async def loop_age(self, key: int, age_s: float) -> float | None:
         """How long ago a tool loop began over all routers, seconds, if its first turn here came
         ``age_s`` ago; see :mod:`sluice.scheduling.request.loops`."""
         age: float | None
-        age = await self._answer("loop_age", key, age_s, timeout_s=LOOP_TIMEOUT_S)
+        age = await self._first.calls.answer("loop_age", key, age_s, timeout_s=LOOP_TIMEOUT_S)
         return age
 
     async def render_metrics(self, timeout_s: float = SCRAPE_TIMEOUT_S) -> bytes | None:
         """The metrics of the whole application in Prometheus' text format, from the observer."""
-        text: bytes | None
-        text = await self._answer("render_metrics", timeout_s=timeout_s, to=self._observer)
+        text: bytes | None = await self._observer.answer("render_metrics", timeout_s=timeout_s)
         return text
 
     async def snapshot(self, timeout_s: float = SCRAPE_TIMEOUT_S) -> dict[str, Any] | None:
         """The controller's state, for an operator, from the observer."""
-        view: dict[str, Any] | None
-        view = await self._answer("snapshot", timeout_s=timeout_s, to=self._observer)
+        view: dict[str, Any] | None = await self._observer.answer("snapshot", timeout_s=timeout_s)
         return view
 
     async def decisions(self, limit: int) -> list[dict[str, Any]] | None:
@@ -277,7 +233,7 @@ class ControllerClient:
             ValueError: ``limit`` is out of range.
         """
         told: list[dict[str, Any]] | None
-        told = await self._answer("decisions", limit, timeout_s=SCRAPE_TIMEOUT_S, to=self._observer)
+        told = await self._observer.answer("decisions", limit, timeout_s=SCRAPE_TIMEOUT_S)
         return told
 
     async def drain(
@@ -290,15 +246,28 @@ class ControllerClient:
             NoAnswerError: the controller did not answer; the change may have been made or not.
             ValueError: ``replica_id`` is no id.
         """
+        owner, asked = self._owner(replica_id).calls, ("drain", replica_id, drain)
         told: dict[str, Any] | None
-        told = await self._call("drain", replica_id, drain, spare_last, timeout_s=SCRAPE_TIMEOUT_S)
+        told = await owner.call(*asked, spare_last, timeout_s=SCRAPE_TIMEOUT_S)
+        if told is not None and told["last"] and await self._others_ready(replica_id):
+            told = await owner.call(*asked, False, timeout_s=SCRAPE_TIMEOUT_S)
         return told
+
+    async def _others_ready(self, replica_id: str) -> bool:
+        """Whether another cell than a replica's has replicas that take requests."""
+        for cell in self._of.values():
+            if cell is not self._owner(replica_id):
+                load: Load | None = await cell.calls.answer("demand", timeout_s=SCRAPE_TIMEOUT_S)
+                if load is not None and load.ready:
+                    return True
+        return False
 
     async def remembers(self, replica_id: str) -> bool | None:
         """See :meth:`sluice.controller.actor.Controller.remembers`; also ``None`` without an
         answer."""
-        told: bool | None
-        told = await self._answer("remembers", replica_id, timeout_s=SCRAPE_TIMEOUT_S)
+        told: bool | None = await self._owner(replica_id).calls.answer(
+            "remembers", replica_id, timeout_s=SCRAPE_TIMEOUT_S
+        )
         return told
 
     async def load(self, role: Role | None = None) -> Load | None:
@@ -308,23 +277,24 @@ class ControllerClient:
         Raises:
             ValueError: no such role.
         """
-        load: Load | None
-        load = await self._answer("load", role, timeout_s=SCRAPE_TIMEOUT_S, to=self._observer)
+        load: Load | None = await self._observer.answer("load", role, timeout_s=SCRAPE_TIMEOUT_S)
         return load
 
     def release(self, key: int) -> None:
         """Release the reservation of a request that has ended or was sent elsewhere. Does not wait;
         if the message is lost, the reservation expires."""
-        self._notice(self._released, key, "release")
+        for cell in self._of.values():
+            cell.release(key)
 
     def ended(self, ending: RequestEnding) -> None:
         """A request ended. Does not wait; the ending is sent at the next push of metrics. Of more
         than ``MAX_ENDINGS`` between two pushes the latest are sent."""
-        self._ended.append(ending)
+        self._owner(ending.replica_id).ended(ending)
 
     def late(self, notice: LateNotice) -> None:
         """A promised response is late. Sent and bounded like an ending (:meth:`ended`)."""
-        self._late.append(notice)
+        for cell in self._of.values():
+            cell.late(notice)
 
     def on_push(
         self,
@@ -341,151 +311,23 @@ class ControllerClient:
         """These replicas left the application. Does not wait; if the message is lost, the replicas
         go stale."""
         for replica_id in replica_ids:
-            self._notice(self._gone, replica_id, "replica_gone")
+            self._owner(replica_id).replica_gone(replica_id)
 
     def troubled(self, replica_id: str, trouble: Trouble) -> None:
         """A request failed at this replica, or its stream hangs. Does not wait; a lost notice is
         not repeated, and the next failure sends another."""
-        if len(self._troubled) >= MAX_KEYS:
-            self._count("troubled", "full")
-            return
-        self._troubled.append(TroubleNotice(replica_id, trouble))
-        self._send_notices_soon()
+        self._owner(replica_id).troubled(TroubleNotice(replica_id, trouble))
 
     async def close(self) -> None:
         """Send pending notices, and stop. The actors keep running."""
-        if self._notice_task is not None:
-            await self._notice_task
-        if self._sync_task is not None:
-            await self._sync_task
-        self._queries.fail_queued()
-        await self._channel.close()
-        await self._link.close()
-        await self._observer.close()
+        await asyncio.gather(*(cell.close() for cell in self._of.values()))
+        await self._observer.link.close()
 
-    async def _send_queries(self, queries: list[RouteQuery], left_s: float) -> list[RouteDecision]:
-        self._metrics.batches.observe(len(queries))
-        reply: RouteReply
-        if self._channel.open:
-            reply = await self._channel.route(queries, left_s)
-        else:
-            self._channel.connect_soon()
-            reply = await self._link.call(
-                "route", queries, timeout_s=left_s, on_late=partial(self._release_late, queries)
-            )
-        self._note(reply)
-        return list(reply.decisions)
-
-    async def _find_endpoint(self) -> Endpoint:
-        endpoint: Endpoint = await self._link.call("endpoint", timeout_s=NOTICE_TIMEOUT_S)
-        return endpoint
-
-    def _note(self, reply: RouteReply | SyncReply) -> None:
-        """Keep the closed and quarantined replicas that come with the controller's answer."""
-        if reply.closed is not None:
-            self._closed = frozenset(reply.closed)
-        self._quarantined = frozenset(reply.quarantined)
-        self._told_s = self._clock()
-
-    def _release_late(self, queries: list[RouteQuery], reply: RouteReply) -> None:
-        for query, decision in zip(queries, reply.decisions, strict=True):
-            self._release_unwanted(query, decision)
-
-    def _release_unwanted(self, query: RouteQuery, decision: RouteDecision) -> None:
-        if decision.replica_id is not None:
-            self.release(query.key)
-        if decision.prefill_id is not None:
-            self.release(query.prefill_key)
-
-    async def _sync(self) -> None:
-        """Send the endings and late notices, and ask about the requests that wait."""
-        endings, late = tuple(self._ended), tuple(self._late)
-        self._ended.clear()
-        self._late.clear()
-        try:
-            reply: SyncReply = await self._call(
-                "sync", endings, late, self._waits(), timeout_s=NOTICE_TIMEOUT_S
-            )
-        except NoAnswerError:
-            # Endings are sent again with the next push, the latest MAX_ENDINGS of them. Late
-            # notices are dropped: a late request is reported again by its ending.
-            self._ended = deque((*endings, *self._ended), maxlen=MAX_ENDINGS)
-        except ValueError as error:
-            _log.warning("the controller refused sync: %s", error)
-        else:
-            self._note(reply)
-            if reply.late:
-                self._missing(reply.late)
-        finally:
-            self._sync_task = None
-
-    async def _answer(
-        self, method: str, *args: Any, timeout_s: float, to: Link | None = None
-    ) -> Any:
-        try:
-            return await self._call(method, *args, timeout_s=timeout_s, to=to)
-        except NoAnswerError:
-            return None
-
-    async def _call(self, method: str, *args: Any, timeout_s: float, to: Link | None = None) -> Any:
-        """Call and count. ``to``: the controller if not given.
-
-        Raises:
-            NoAnswerError, ValueError: as :meth:`Link.call`.
-        """
-        try:
-            answer = await (to or self._link).call(method, *args, timeout_s=timeout_s)
-        except NoAnswerError as error:
-            self._count(method, error.reason)
-            raise
-        except ValueError:
-            self._count(method, "refused")
-            raise
-        self._count(method, "answered")
-        return answer
-
-    async def _deliver(self, method: str, *args: Any) -> None:
-        try:
-            await self._delivered(method, *args)
-        except ValueError as error:
-            _log.warning("the controller refused %s: %s", method, error)
-
-    async def _delivered(self, method: str, *args: Any) -> bool:
-        try:
-            await self._call(method, *args, timeout_s=NOTICE_TIMEOUT_S)
-        except NoAnswerError:
-            return False
-        return True
-
-    def _notice(self, pending: dict[Any, None], item: Any, method: str) -> None:
-        if len(pending) >= MAX_KEYS:
-            self._count(method, "full")
-            return
-        pending[item] = None
-        self._send_notices_soon()
-
-    def _send_notices_soon(self) -> None:
-        if self._notice_task is None:
-            self._notice_task = asyncio.get_running_loop().create_task(self._send_notices())
-
-    async def _send_notices(self) -> None:
-        """Send the pending notices until none is left; one call at a time."""
-        try:
-            while self._released or self._gone or self._troubled:
-                released, self._released = list(self._released), {}
-                gone, self._gone = list(self._gone), {}
-                troubled, self._troubled = self._troubled, []
-                if released:
-                    await self._deliver("release", released)
-                if gone:
-                    await self._deliver("replica_gone", gone)
-                if troubled:
-                    await self._deliver("troubled", self._source, troubled)
-        finally:
-            self._notice_task = None
-
-    def _count(self, method: str, outcome: str) -> None:
-        self._metrics.outcomes.labels(method, outcome).inc()
+    def _owner(self, replica_id: str) -> CellClient:
+        """The cell of a replica. Of no replica (an empty id): the first one."""
+        if self._choice is None or not replica_id:
+            return self._first
+        return self._of[cell_of(replica_id, self._cells)]
 
 
 def _nothing(*_: object) -> None:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from sluice.controller.version import version
 from sluice.scheduling.admission import AdmissionPolicy
 from sluice.scheduling.admission import make_policy as make_admission_policy
+from sluice.scheduling.placement.cells import MOST_CELLS
 from sluice.scheduling.placement.length import LengthRange
 from sluice.scheduling.placement.output_lengths import OutputLengths
 from sluice.scheduling.routing import RoutingPolicy, make_policy
@@ -73,6 +74,15 @@ class ControllerConfig(BaseModel):
         gt=0,
         description="Horizon of the prefill admission budget (PAB) in metrics and autoscaling, and "
         "for requests without a TTFT, ms.",
+    )
+
+    cells: int = Field(
+        default=1,
+        ge=1,
+        le=MOST_CELLS,
+        description="Number of controllers that share the replicas. Each decides on its own part, "
+        "and a router asks at most two of them about a request. More than one is for fleets whose "
+        "decisions one process cannot make; not for pools with roles.",
     )
 
     @model_validator(mode="after")

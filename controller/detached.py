@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import ray
 
 from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
+from sluice.controller.observability.cells import Cells
 from sluice.controller.observability.controller_handle import ControllerHandle
 from sluice.controller.observability.observer import Observer
 from sluice.controller.transport import report_rows
@@ -44,18 +45,19 @@ class DetachedObserver(Observer):
 
     Args:
         config: the controller's configuration.
-        name, namespace: of the controller.
+        names: of the controller, or of all its cells. namespace: of these.
         end_after_s: as of :class:`DetachedController`.
     """
 
     def __init__(
         self,
         config: ControllerConfig,
-        name: str,
+        names: Sequence[str],
         namespace: str,
         end_after_s: float = END_AFTER_S,
     ) -> None:
-        super().__init__(ControllerHandle(name, namespace), config)
+        handles = [ControllerHandle(name, namespace) for name in names]
+        super().__init__(handles[0] if len(handles) == 1 else Cells(handles), config)
         _end_when_silent(lambda: self.silent_s, end_after_s)
 
 

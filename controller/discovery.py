@@ -1,5 +1,5 @@
-"""Finding, starting and stopping the actors of an application: the controller and its observer. All
-calls block."""
+"""Finding, starting and stopping the actors of an application: its controller, or the cells of it,
+and its observer. All calls block."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from sluice.controller.config import ControllerConfig, fingerprint_of
 from sluice.controller.detached import DetachedController, DetachedObserver
+from sluice.scheduling.placement.cells import MOST_CELLS
 
 NAMESPACE = "sluice"
 """Ray namespace of the actors."""
@@ -21,6 +22,9 @@ _CPUS = 0.1
 """Ray CPUs of each actor. With 0 CPUs Ray may start it on any node: on a head node without CPUs,
 where it ends with the head although the rest of the cluster can outlive that, or on a node that
 counts as idle and is removed."""
+
+_CELL_CPUS = 1.0
+"""The same of one of several controllers: each has so much to do that it needs its own core."""
 
 _ASK_TIMEOUT_S = 10.0
 _RETRY_S = 0.1
@@ -37,9 +41,9 @@ def fleet_name(app_name: str, key: str | None) -> str:
     return app_name if key is None else f"{app_name}.{key}"
 
 
-def controller_actor_name(app_name: str) -> str:
-    """Name of an application's controller in :data:`NAMESPACE`."""
-    return _actor_name(app_name, "controller")
+def controller_actor_name(app_name: str, cell: int = 0) -> str:
+    """Name of an application's controller in :data:`NAMESPACE`, or of one of its cells."""
+    return _actor_name(app_name, "controller", cell)
 
 
 def observer_actor_name(app_name: str) -> str:
@@ -47,9 +51,11 @@ def observer_actor_name(app_name: str) -> str:
     return _actor_name(app_name, "observer")
 
 
-def find_or_start(app_name: str, config: ControllerConfig, part: Part = "controller") -> Any:
-    """The handle of the application's controller or observer, of any version and configuration;
-    started if there is none.
+def find_or_start(
+    app_name: str, config: ControllerConfig, part: Part = "controller", cell: int = 0
+) -> Any:
+    """The handle of the application's controller, which may be one of several cells, or observer,
+    of any version and configuration; started if there is none.
 
     The actor belongs to no job, and Ray restarts it when its process dies. Ray never retries its
     calls: the caller's request would be placed twice.
@@ -58,13 +64,14 @@ def find_or_start(app_name: str, config: ControllerConfig, part: Part = "control
     args: tuple[Any, ...] = (config,)
     if part == "observer":
         actor = DetachedObserver
-        args = (config, controller_actor_name(app_name), NAMESPACE)
+        names = tuple(controller_actor_name(app_name, each) for each in range(config.cells))
+        args = (config, names, NAMESPACE)
     options = ray.remote(actor).options(
-        name=_actor_name(app_name, part),
+        name=_actor_name(app_name, part, cell),
         namespace=NAMESPACE,
         lifetime="detached",
         get_if_exists=True,
-        num_cpus=_CPUS,
+        num_cpus=_CELL_CPUS if part == "controller" and config.cells > 1 else _CPUS,
         max_restarts=-1,
         max_task_retries=0,
         max_concurrency=_MAX_CONCURRENCY,
@@ -72,9 +79,11 @@ def find_or_start(app_name: str, config: ControllerConfig, part: Part = "control
     return options.remote(*args)
 
 
-def ensure_controller(app_name: str, config: ControllerConfig, wait_s: float = 180.0) -> Any:
-    """The handle of a controller of this version with this configuration. Its observer starts
-    beside it and is not waited for.
+def ensure_controller(
+    app_name: str, config: ControllerConfig, wait_s: float = 180.0, cell: int = 0
+) -> Any:
+    """The handle of a controller, or of one of its cells, of this version with this configuration.
+    Its observer starts beside it and is not waited for.
 
     A running controller with another fingerprint is stopped and replaced; the replicas restore its
     state. To be called when the application is deployed and by processes that start with it. A
@@ -89,7 +98,10 @@ def ensure_controller(app_name: str, config: ControllerConfig, wait_s: float = 1
             versions, or another deployment uses the same name with another configuration.
     """
     find_or_start(app_name, config, "observer")
-    return _ensure(app_name, config, "controller", wait_s)
+    if cell == 0:
+        for other in range(1, config.cells):
+            find_or_start(app_name, config, cell=other)  # they start at the same time
+    return _ensure(app_name, config, "controller", wait_s, cell)
 
 
 def ensure_observer(app_name: str, config: ControllerConfig, wait_s: float = 10.0) -> Any:
@@ -103,26 +115,30 @@ def ensure_observer(app_name: str, config: ControllerConfig, wait_s: float = 10.
 
 
 def stop_controller(app_name: str) -> bool:
-    """Stop an application's controller and observer without restart. Returns whether there was a
-    controller.
+    """Stop an application's controller, with all its cells, and its observer without restart.
+    Returns whether there was a controller.
 
     To be called once the application's routers and replicas are gone: their clients would start new
     ones.
     """
     _stop(app_name, "observer")
-    return _stop(app_name, "controller")
+    # Of any configuration: also the cells of one that had more.
+    stopped = [_stop(app_name, "controller", cell) for cell in range(MOST_CELLS)]
+    return any(stopped)
 
 
-def _actor_name(app_name: str, part: Part) -> str:
-    return f"{app_name}-{part}"
+def _actor_name(app_name: str, part: Part, cell: int = 0) -> str:
+    return f"{app_name}-{part}-{cell}" if cell else f"{app_name}-{part}"
 
 
-def _ensure(app_name: str, config: ControllerConfig, part: Part, wait_s: float) -> Any:
+def _ensure(
+    app_name: str, config: ControllerConfig, part: Part, wait_s: float, cell: int = 0
+) -> Any:
     wanted = fingerprint_of(config)
     deadline_s = time.monotonic() + wait_s
     replaced = 0
     while time.monotonic() < deadline_s:
-        handle = find_or_start(app_name, config, part)
+        handle = find_or_start(app_name, config, part, cell)
         left_s = max(_RETRY_S, deadline_s - time.monotonic())
         try:
             found = ray.get(handle.fingerprint.remote(), timeout=min(left_s, _ASK_TIMEOUT_S))
@@ -143,9 +159,9 @@ def _ensure(app_name: str, config: ControllerConfig, part: Part, wait_s: float) 
     raise TimeoutError(f"no {part} of {app_name!r} was ready within {wait_s} s")
 
 
-def _stop(app_name: str, part: Part) -> bool:
+def _stop(app_name: str, part: Part, cell: int = 0) -> bool:
     try:
-        handle = ray.get_actor(_actor_name(app_name, part), namespace=NAMESPACE)
+        handle = ray.get_actor(_actor_name(app_name, part, cell), namespace=NAMESPACE)
     except ValueError:
         return False
     ray.kill(handle, no_restart=True)

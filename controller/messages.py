@@ -83,13 +83,15 @@ class RouteReply(NamedTuple):
     ``closed`` are the replicas that an operator has closed to new requests: routers must not send
     them requests by other means either. ``None`` while the controller cannot know yet, as just
     after its restart. ``quarantined`` are the replicas that have failed or hang: routers should not
-    send them requests while there are other replicas.
+    send them requests while there are other replicas. ``slack_s``: of a fleet with several cells,
+    this cell's :meth:`~sluice.scheduling.fleet.fleet.Fleet.slack_s`.
     """
 
     epoch: int
     decisions: tuple[RouteDecision, ...]
     closed: tuple[str, ...] | None = None
     quarantined: tuple[str, ...] = ()
+    slack_s: float | None = None
 
 
 class ReplicaHello(NamedTuple):
@@ -197,6 +199,7 @@ class SyncReply(NamedTuple):
     closed: tuple[str, ...] | None
     quarantined: tuple[str, ...]
     late: tuple[int, ...] = ()
+    slack_s: float | None = None
 
 
 MAX_ENDINGS = 256

@@ -83,6 +83,16 @@ class SluiceConfig(BaseModel):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _check_cells(self) -> SluiceConfig:
+        for fleet in self.fleets:
+            if fleet.config.controller.cells > 1 and any(p.role != "mixed" for p in fleet.pools):
+                raise ValueError(
+                    "controller.cells must be 1 with pools of prefill and decode replicas: each "
+                    "cell places requests on its own replicas, which may lack one of the roles"
+                )
+        return self
+
     @property
     def fleets(self) -> tuple[ModelFleet, ...]:
         """Every model with its deployed parts, in the order of the configuration."""

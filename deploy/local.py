@@ -223,7 +223,8 @@ def _start_ray(config: SluiceConfig, local_dir: Path) -> None:
     # Ray's CPUs only place actors. A small machine must still place every replica; the engines pin
     # themselves.
     needed = config.router.replicas + sum(
-        sum(pool.replica.most * pool.replica.num_cpus for pool in fleet.pools) + 1  # two actors
+        sum(pool.replica.most * pool.replica.num_cpus for pool in fleet.pools)
+        + fleet.config.controller.cells  # the observer needs a part of one
         for fleet in config.fleets
     )
     start_ray(

@@ -82,7 +82,10 @@ class ReplicaServer:
         self._tracer = make_tracer(telemetry.tracing, process)
         registry = CollectorRegistry(auto_describe=False)
         self._client = ControllerClient(
-            fleet_name(context.app_name, key), controller, registry=registry
+            fleet_name(context.app_name, key),
+            controller,
+            registry=registry,
+            replica_id=replica_id,
         )
         if on_ray(engine.vllm_args):
             # The engine's process, which starts the workers, must not look for another cluster.

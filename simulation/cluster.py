@@ -18,6 +18,7 @@ from sluice.scheduling.request.job import UNATTAINABLE, RouteDecision
 from sluice.scheduling.request.kernels import ARRIVAL
 from sluice.scheduling.roles import Role
 from sluice.scheduling.routing import RouteQuery, RoutingPolicy, Tier
+from sluice.simulation.cells import CellMirrors
 from sluice.simulation.config import (
     Autoscaling,
     ClusterConfig,
@@ -110,7 +111,9 @@ class Cluster:
         self._make_engine = make_engine
         self._config = config
         self._rng = rng
-        self._mirror = VirtualMirror(config, routing, admission, requests.depths)
+        make_mirror: type[VirtualMirror] | type[CellMirrors]
+        make_mirror = VirtualMirror if config.cells == 1 else CellMirrors
+        self._mirror = make_mirror(config, routing, admission, requests.depths)
         self._named: dict[str, VirtualReplica] = {}
         self._attempts: dict[int, int] = {}
         # Guaranteed requests in progress, and requests that ended since the last push.

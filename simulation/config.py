@@ -8,6 +8,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from sluice.scheduling.autoscaling import AutoscalingPolicy
+from sluice.scheduling.placement.cells import MOST_CELLS
 from sluice.scheduling.roles import Role
 
 
@@ -90,6 +91,12 @@ class ClusterConfig(BaseModel):
         ge=0,
         le=4096,
         description="Replicas that decode what others prefilled; only with `prefillers`.",
+    )
+    cells: int = Field(
+        default=1,
+        ge=1,
+        le=MOST_CELLS,
+        description="Controllers that share the replicas; more than one without roles only.",
     )
     dispatch_s: float = Field(
         default=0.002, ge=0, description="From a decision until its replica has the request."
@@ -175,6 +182,8 @@ class ClusterConfig(BaseModel):
                 f"prefillers ({self.prefillers}) and decoders ({self.decoders}) need each other: "
                 "state both, or neither"
             )
+        if self.cells > 1 and self.prefillers:
+            raise ValueError(f"cells must be 1 with prefillers and decoders, got {self.cells}")
         return self
 
     @property

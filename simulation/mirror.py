@@ -103,6 +103,11 @@ class VirtualMirror:
         self._depths = depths
         self._turn = 0
 
+    @property
+    def replicas(self) -> int:
+        """How many it knows."""
+        return len(self._known)
+
     def register(self, name: str, given: Sequence[int], sent: Sent, now_s: float) -> None:
         """A replica says hello. ``given`` are the keys that it gets, in order; the list grows."""
         self._known[name] = _Known(given)
@@ -157,24 +162,29 @@ class VirtualMirror:
         return self._placer.order(queries, now_s)
 
     def place(self, query: RouteQuery, now_s: float, at: int | None = None) -> RouteDecision:
-        """The decision on a request, see :meth:`sluice.scheduling.placement.placer.Placer.place`.
+        """The decision on a request, or what happens without one (:meth:`without_decision`)."""
+        placement = self.decide(query, now_s, at)
+        return self.without_decision() if placement.reason == NO_REPLICA else placement
 
-        Where no replica has been heard of lately, those that are merely silent take turns, as
+    def decide(self, query: RouteQuery, now_s: float, at: int | None = None) -> RouteDecision:
+        """See :meth:`sluice.scheduling.placement.placer.Placer.place`."""
+        self._take_in()
+        return self._placer.place(query, now_s, at)
+
+    def without_decision(self) -> RouteDecision:
+        """Where no replica has been heard of lately, those that are merely silent take turns, as
         Serve's own routing would take over there: of the ones that do both phases, or that decode.
         """
-        self._take_in()
-        placement = self._placer.place(query, now_s, at)
-        if placement.reason == NO_REPLICA:
-            for role in WHOLE:
-                willing = [
-                    name
-                    for name, known in self._known.items()
-                    if known.role == role and not known.draining
-                ]
-                if willing:
-                    self._turn += 1
-                    return RouteDecision(willing[self._turn % len(willing)], PLACED, role=role)
-        return placement
+        for role in WHOLE:
+            willing = [
+                name
+                for name, known in self._known.items()
+                if known.role == role and not known.draining
+            ]
+            if willing:
+                self._turn += 1
+                return RouteDecision(willing[self._turn % len(willing)], PLACED, role=role)
+        return RouteDecision(None, NO_REPLICA)
 
     def load(self, judged: Judged, role: Role, now_s: float) -> Load:
         """The load on the replicas of a role, for autoscaling."""

@@ -11,6 +11,7 @@ from sluice.scheduling.fleet.report import Report
 from sluice.scheduling.fleet.state import ROW
 from sluice.scheduling.fleet.transfer import NO_TRANSFERS, Transfers
 from sluice.scheduling.roles import Role
+from sluice.simulation.cells import CellMirrors
 from sluice.simulation.config import ClusterConfig
 from sluice.simulation.engine import StuckError, VirtualEngine
 from sluice.simulation.events import Events
@@ -41,7 +42,7 @@ class VirtualReplica:
         role: Role,
         engine: VirtualEngine,
         events: Events,
-        mirror: VirtualMirror,
+        mirror: VirtualMirror | CellMirrors,
         config: ClusterConfig,
         rng: np.random.Generator,
         on_finished: Callable[[VirtualReplica, list[int]], None],

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from prometheus_client import CollectorRegistry
 
 from sluice.controller.actor import Controller
-from sluice.controller.client import CallMetrics
+from sluice.controller.cell_client import CallMetrics
 from sluice.controller.config import ControllerConfig
 from sluice.controller.observability.instruments import families
 from sluice.controller.observability.metrics import controller_up

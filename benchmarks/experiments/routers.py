@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from sluice.benchmarks.experiments import systems
 from sluice.benchmarks.experiments.grid import Experiment, Planned, Scaled
 from sluice.benchmarks.experiments.loads import Span, Sweep, recorded_stretched, workloads
+from sluice.benchmarks.experiments.systems import ADMISSION as ADMISSION_POLICY
 from sluice.benchmarks.experiments.systems import ROUTER, Contender, Layout, System, colocated
 from sluice.benchmarks.experiments.tables import Rivals, Rows, difference, estimate, grouped, pivots
 from sluice.scheduling.admission import POLICIES as ADMISSIONS
@@ -212,6 +213,42 @@ SLOW = _uneven(
     Scaled((_slower(3.0, 0.2),), (_slower(1.5, 3.0), _slower(3.0, 3.0))),
     Slow="every step of one replica takes longer from 3 s on; its planner learns this from its "
     "steps and reports it; loads are relative to the cluster before",
+)
+
+# Several controllers.
+
+
+def _in_cells(size: int) -> list[Layout]:
+    return [
+        colocated(size, cells=cells)._replace(name=f"{size} replicas, cells: {cells}")
+        for cells in (1, 2, 4, 8)
+    ]
+
+
+CELLS = Experiment(
+    "controller_cells",
+    "ours",
+    "What does it cost that several controllers share the replicas, and each decides on its own?",
+    seeds=3,
+    setting={
+        **SETTING,
+        "Admission": f"{ADMISSION_POLICY}; what it cannot guarantee is served as best effort",
+        "Replicas": f"co-located, with {LOCAL}, behind the default router",
+    },
+    grids=[
+        Sweep(
+            workloads=workloads(Scaled(TWO[:1], TWO[:1], TWO)),
+            layouts=Scaled(_in_cells(4), _in_cells(64), (*_in_cells(64), *_in_cells(128))),
+            loads=Scaled((1.1,), (0.8, 0.95, 1.1)),
+            kinds=[System(ROUTER, Contender(LOCAL, LOCAL), ADMISSION_POLICY)],
+            span=Scaled(Span(0.5, 1, 2), Span(10.0, 20, 50)),
+        )
+    ],
+    tables=pivots(
+        {**FIGURES, "promised": "share of requests that were guaranteed"},
+        ("workload", "layout"),
+        "load",
+    ),
 )
 
 # Admission.

@@ -20,20 +20,24 @@ from sluice.simulation.workload import Workload, window
 from sluice.simulation.workloads.settings import proserve
 
 TRUTH = Truth(LinearLatency(a=0.008, b=0.000_04, c=0.000_000_1, d=0.000_000_001), noise=0.03)
-LOADS = {"7/s": (7.0, 1), "10/s": (10.0, 1), "4 x 7/s": (28.0, 4)}
-"""Requests per second, and engines behind a router. Some tens of requests are alive, or about a
-hundred."""
+LOADS = {"7/s": (7.0, 1, 1), "10/s": (10.0, 1, 1), "4 x 7/s": (28.0, 4, 1)}
+"""Requests per second, engines behind a router, and its controllers. Some tens of requests are
+alive, or about a hundred."""
+
+LARGE = {"128 x 2/s": (256.0, 128, 1)}
 
 
-def speed(seed: int, policy: str, load: tuple[float, int], requests: int) -> Mapping[str, float]:
+def speed(
+    seed: int, policy: str, load: tuple[float, int, int], requests: int
+) -> Mapping[str, float]:
     """The speed of a run from the workload to the last token, by the processor time of its one
     thread. Live requests are counted by Little's law."""
-    rate, replicas = load
+    rate, replicas, cells = load
 
     def run(workload: Workload) -> Result:
         if replicas == 1:
             return simulate(workload, batching.make_policy(policy), TRUTH)
-        cluster = ClusterConfig(replicas=replicas)
+        cluster = ClusterConfig(replicas=replicas, cells=cells)
         make, router = (lambda role: batching.make_policy(policy)), routing.make_policy("pab")
         return simulate_cluster(workload, make, router, TRUTH, cluster=cluster)
 
@@ -43,9 +47,11 @@ def speed(seed: int, policy: str, load: tuple[float, int], requests: int) -> Map
     result = run(workload)
     seconds, batches = time.process_time() - started_s, sum(result.steps)
     lived_s = float(np.nansum(stages(result.requests).e2e_s))
+    simulated_s = result.end_s - result.requests.arrivals[0].arrival_s
     return {
-        "mean_live": lived_s / (result.end_s - result.requests.arrivals[0].arrival_s),
+        "mean_live": lived_s / simulated_s,
         "batches_per_minute": 60 * batches / seconds,
+        "hours_per_day": 24 * seconds / simulated_s,
     }
 
 
@@ -55,8 +61,8 @@ EXPERIMENT = Experiment(
     "How many batches a minute does the simulator run?",
     seeds=1,
     setting={
-        "Arrivals": "ProServe's ShareGPT setting, 2,000 requests",
-        "Load": "7 or 10 requests/s for an engine, 7 for each of four",
+        "Arrivals": "ProServe's ShareGPT setting, 2,000 requests; 1,000 for 128 engines",
+        "Load": "7 or 10 requests/s for an engine, 7 for each of four, 2 for each of 128",
         "Latency": "about that of one A100 with an 8B model",
     },
     grids=[
@@ -64,10 +70,19 @@ EXPERIMENT = Experiment(
             speed,
             {"policy": Scaled(("deadline_triage",), tuple(batching.POLICIES)), "load": LOADS},
             {"requests": Scaled(200, 2_000)},
-        )
+        ),
+        Product(
+            speed,
+            {"policy": Scaled((), ("deadline_triage",)), "load": LARGE},
+            {"requests": 1_000},
+        ),
     ],
     tables=pivots(
-        {"batches_per_minute": "Batches per minute", "mean_live": "Live requests, mean over time"},
-        digits=0,
+        {
+            "batches_per_minute": "Batches per minute",
+            "mean_live": "Live requests, mean over time",
+            "hours_per_day": "Hours of one core for a simulated day",
+        },
+        digits=1,
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import ActorDiedError, RayError
@@ -16,6 +16,23 @@ from sluice.scheduling.roles import Role
 
 _TIMEOUT_S = 1.0
 """Longest wait for an answer, seconds: less than routers wait for the observer's."""
+
+
+class DecidingActor(Protocol):
+    """The part of the deciding actor that the observer uses. Each method may raise
+    :class:`NoAnswerError`."""
+
+    async def figures(self) -> Figures:
+        """The numbers of its metrics."""
+
+    async def detail(self) -> Detail:
+        """Its state for an operator."""
+
+    async def latest_decisions(self, limit: int) -> LatestDecisions:
+        """At most ``limit`` of its last decisions."""
+
+    async def demand(self, role: Role | None) -> Load:
+        """The load on the replicas of ``role``, or on all; without what routers count."""
 
 
 class ControllerHandle:

@@ -7,7 +7,14 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
-from sluice.scheduling.request.job import INVALID_QUERY, NO_REPLICA, PLACED, STAYS, UNATTAINABLE
+from sluice.scheduling.request.job import (
+    DECLINED,
+    INVALID_QUERY,
+    NO_REPLICA,
+    PLACED,
+    STAYS,
+    UNATTAINABLE,
+)
 
 DECISION_BUCKETS_S: Final = (
     *(0.00001, 0.00003, 0.0001, 0.0003),
@@ -15,7 +22,7 @@ DECISION_BUCKETS_S: Final = (
 )
 """Upper bounds of the buckets of decision times, seconds; one more bucket has no bound."""
 
-_OUTCOMES = (PLACED, UNATTAINABLE, STAYS, NO_REPLICA, INVALID_QUERY)
+_OUTCOMES = (PLACED, UNATTAINABLE, DECLINED, STAYS, NO_REPLICA, INVALID_QUERY)
 _REPORTS = ("hello", "applied", "resync", "refused")
 
 

@@ -12,17 +12,17 @@ import asyncio
 import pickle
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from sluice.controller.config import ControllerConfig, fingerprint_of
 from sluice.controller.messages import MetricsPush
+from sluice.controller.observability.controller_handle import DecidingActor
 from sluice.controller.observability.decision_log import DecisionLog
 from sluice.controller.observability.history import History
 from sluice.controller.observability.instruments import NAMES, families
 from sluice.controller.observability.metrics import controller_up, text_of
 from sluice.controller.observability.metrics_hub import MetricsHub
-from sluice.controller.observability.recent_decisions import DECISIONS, LatestDecisions
-from sluice.controller.observability.records import Detail, Figures
+from sluice.controller.observability.recent_decisions import DECISIONS
 from sluice.controller.observability.snapshot import overview
 from sluice.controller.transport.checks import checked, short
 from sluice.controller.transport.failure import NoAnswerError
@@ -31,23 +31,6 @@ from sluice.scheduling.roles import Role
 
 SETTLING_S = 5.0
 """Time after a start in which all processes push their metrics, seconds."""
-
-
-class DecidingActor(Protocol):
-    """The part of the deciding actor that the observer uses. Each method may raise
-    :class:`NoAnswerError`."""
-
-    async def figures(self) -> Figures:
-        """The numbers of its metrics."""
-
-    async def detail(self) -> Detail:
-        """Its state for an operator."""
-
-    async def latest_decisions(self, limit: int) -> LatestDecisions:
-        """At most ``limit`` of its last decisions."""
-
-    async def demand(self, role: Role | None) -> Load:
-        """The load on the replicas of ``role``, or on all; without what routers count."""
 
 
 class Observer:

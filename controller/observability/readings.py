@@ -80,6 +80,7 @@ class Readings:
             [now_s - replicas[name].received_s for name in fleet.row_of],
             self._pab_tokens(rows, now_s),
             fleet.figures[rows],
+            self._mirror.epoch,
         )
 
     def _pab_tokens(self, rows: list[int], now_s: float) -> Floats:

@@ -38,6 +38,7 @@ class Figures(NamedTuple):
         pab_tokens: prefill admission budget of each, in prompt tokens; negative in overload. Not
             finite for a model in which tokens cost nothing.
         figures: ``float64[replicas, FIGURES]``, see :mod:`sluice.scheduling.fleet.rows`.
+        epoch: number of this start of the actor.
     """
 
     now_s: float
@@ -56,6 +57,7 @@ class Figures(NamedTuple):
     ages_s: Sequence[float]
     pab_tokens: Floats
     figures: Floats
+    epoch: int = 0
 
 
 class Reliable(NamedTuple):

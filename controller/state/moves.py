@@ -40,10 +40,15 @@ class _Due(NamedTuple):
 
 
 def late_of(
-    waits: Sequence[FirstTokenWait], mirror: Mirror, fleet: Fleet, now_s: float
+    waits: Sequence[FirstTokenWait],
+    mirror: Mirror,
+    fleet: Fleet,
+    now_s: float,
+    has_cells: bool = False,
 ) -> tuple[int, ...]:
     """The keys of the requests in ``waits`` (already checked) that are predicted to miss their
-    TTFT; at most :data:`MOST_LATE`. Requests at unknown replicas are skipped.
+    TTFT; at most :data:`MOST_LATE`. Requests at unknown replicas are skipped, and those that could
+    move nowhere; with ``has_cells`` they may move to a replica of another cell.
 
     ``O(requests at the replicas named)`` of at most :data:`MOST_LOOKED_AT` replicas.
     """
@@ -54,7 +59,7 @@ def late_of(
             by_replica.setdefault(wait.replica_id, {})[wait.key] = due_s
     found: list[int] = []
     for replica_id, stated_s in islice(by_replica.items(), MOST_LOOKED_AT):
-        if _is_elsewhere(replica_id, fleet, now_s):
+        if has_cells or _is_elsewhere(replica_id, fleet, now_s):
             found += _late_at(mirror.replicas[replica_id], stated_s, fleet, now_s)
     return tuple(found[:MOST_LATE])
 

@@ -41,6 +41,7 @@ class QueryRow(NamedTuple):
     weight: Annotated[float, Meta(ge=1 / MAX_WEIGHT, le=MAX_WEIGHT)]
     client_request_id: Text
     moves_from: Text
+    elsewhere: bool
 
 
 class ObjectiveRow(NamedTuple):

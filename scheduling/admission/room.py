@@ -17,8 +17,8 @@ from sluice.scheduling.fleet.rows import (
     FREE_BLOCKS,
     FREED_WITHIN_S,
     LENT_BLOCKS,
-    LOAD_PACE_S,
     LOADS,
+    LOADS_PACE_S,
     NEEDED_BLOCKS,
     PLACES,
     PROMISED,
@@ -152,9 +152,7 @@ def pace_wait_s(
     """
     count, fixed_s = int(figures[LOADS]), figures[FIXED_S]
     shares = loads[count - 1, SHARES] if count > 0 else 0.0
-    pace_s = inf
-    for load in range(count):
-        pace_s = min(pace_s, loads[load, LOAD_PACE_S])
+    pace_s = figures[LOADS_PACE_S]
     taken = shares + own_s / tpot_s + max(0.0, fixed_s / tpot_s - fixed_s / pace_s)
     over = taken - (1.0 - headroom)
     if over <= 0.0:

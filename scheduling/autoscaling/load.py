@@ -8,6 +8,7 @@ roles, each role is a pool with its own demand.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -22,6 +23,9 @@ from sluice.scheduling.roles import ROLES, Role
 MAX_UNPLACED = 4096
 """Maximum number of unplaced requests tracked, so that their retries do not count as new
 requests."""
+
+_MEANS = ("capacity", "head_room", "kv_share")
+"""Fields of a :class:`Load` that are means over replicas."""
 
 LEAST_CAPACITY = 0.3
 """Minimum share of a replica's time that counts as usable beside the fixed time of its steps."""
@@ -79,6 +83,21 @@ class Load(NamedTuple):
             getattr(self, name) >= getattr(other, name)
             for name in ("asked", "asked_s", "unpromised", "judged", "attained")
         )
+
+
+def sum_of(loads: Sequence[Load]) -> Load:
+    """The load on the pools of ``loads``, at least one, together: sums, and means weighted by the
+    replicas that are ready. ``now_s`` is the first one's."""
+    added = {
+        name: sum(getattr(load, name) for load in loads)
+        for name in Load._fields
+        if name not in ("now_s", *_MEANS)
+    }
+    ready = added["ready"]
+    if not ready:
+        return Load(loads[0].now_s, **added)
+    means = {name: sum(getattr(load, name) * load.ready for load in loads) for name in _MEANS}
+    return Load(loads[0].now_s, **added, **{name: total / ready for name, total in means.items()})
 
 
 class _Counts:

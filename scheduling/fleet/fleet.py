@@ -40,6 +40,9 @@ MOST_CLOSED = 4096
 
 _CODES: dict[Role, int] = {role: code for code, role in enumerate(ROLES)}
 
+SLACK_KEPT_S = 0.01
+"""How long :meth:`Fleet.slack_s` keeps its last value, seconds: replicas report less often."""
+
 _FIRST_REPLICAS = 8
 _FIRST_ENTRIES = 16
 
@@ -107,6 +110,7 @@ class Fleet:
         """Role of each row's replica; ``mixed`` where the row is free."""
         self._codes: Ints = np.zeros(0, np.int64)
         self._free: list[int] = []
+        self._slack_s, self._slack_at_s = -inf, -inf
 
     def __len__(self) -> int:
         return len(self.row_of)
@@ -287,6 +291,17 @@ class Fleet:
         due_s, nothing = now_s + self.settings.reference_ttft_s, np.zeros(len(rows))
         found: Floats = figure.spare_after_s(self.arrays, rows, now_s, due_s, nothing, nothing)
         return found
+
+    def slack_s(self, now_s: float) -> float:
+        """Mean over the replicas that can be chosen: the budget of :meth:`budgets_s`, less the
+        best-effort prefills, seconds; ``-inf`` without a replica. ``O(replicas)``, at most once in
+        :data:`SLACK_KEPT_S`."""
+        if now_s - self._slack_at_s >= SLACK_KEPT_S:
+            rows = self.capacity(now_s)
+            left_s = self.budgets_s(rows, now_s) - self.figures[rows, figure.BEST_EFFORT_S]
+            self._slack_s = float(left_s.mean()) if len(rows) else -inf
+            self._slack_at_s = now_s
+        return self._slack_s
 
     def hold(
         self, replica_id: str, slots: NDArray[np.integer], held: np.ndarray, renew: bool = False

@@ -71,7 +71,8 @@ LATER_S = 33  # prefill of later stages that is expected each second
 QUEUE_PACE_S = 34  # least pace that can be held of the guaranteed prefills' decodes later
 LENT_QUEUED = 35  # best-effort prefills, entries of `lent`
 ORDER = 36  # in which its local policy takes prefills, a code of `local_orders`
-FIGURES = 37
+LOADS_PACE_S = 37  # least pace of the loads; infinite for none
+FIGURES = 38
 
 # A guaranteed prefill.
 PREFILL_DUE_S = 0
@@ -249,6 +250,7 @@ def settle(figures: Floats, prefills: Floats, loads: Floats) -> None:
         offsets_s += share * loads[load, LOAD_DUE_S]
         loads[load, SHARES] = shares
         loads[load, OFFSETS_S] = offsets_s
+    figures[LOADS_PACE_S] = pace_s
     ahead_s = left_ahead_s = 0.0
     queued = int(figures[QUEUED])
     for item in range(queued):

@@ -24,6 +24,7 @@ from sluice.scheduling.placement.pacing import shared_out
 from sluice.scheduling.placement.retry_after import RetryAfter
 from sluice.scheduling.placement.together import Turn, plan
 from sluice.scheduling.request.job import (
+    DECLINED,
     NO_REPLICA,
     PLACED,
     STAYS,
@@ -189,7 +190,8 @@ class Placer:
             return asked
         job, second = asked.job, asked.second
         decision = self._decide(asked, at)
-        if not query.moves_from:  # it has been counted where it was placed first
+        # A moving request was counted where it was placed first; a declined one will be elsewhere.
+        if not query.moves_from and decision.reason != DECLINED:
             self.demand.count(job, decision, self._fleet, second)
         return decision
 
@@ -201,7 +203,7 @@ class Placer:
         fleet.expire(now_s)
         rows = fleet.candidates(now_s)
         if not len(rows):
-            return RouteDecision(None, NO_REPLICA)
+            return RouteDecision(None, DECLINED if query.elsewhere else NO_REPLICA)
         if query.avoid:
             rows = fleet.but(rows, query.avoid)
         if self._calibration is not None and not query.moves_from:
@@ -388,6 +390,8 @@ class Placer:
         query, wait_s = job.query, float(promises.wait_s.min())
         if query.moves_from:
             return RouteDecision(None, STAYS)
+        if query.elsewhere:
+            return RouteDecision(None, DECLINED)
         best_effort = Tier.BEST_EFFORT in query.tiers
         if wait_s < inf:
             # A request that can never be guaranteed uses no tenant's share.

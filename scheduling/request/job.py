@@ -16,6 +16,7 @@ from sluice.scheduling.roles import Role
 PLACED = "placed"
 UNATTAINABLE = "unattainable"
 STAYS = "stays"
+DECLINED = "declined"
 NO_REPLICA = "no_replica"
 INVALID_QUERY = "invalid_query"
 """Reasons of a :class:`RouteDecision`."""
@@ -56,6 +57,8 @@ class RouteQuery(NamedTuple):
         moves_from: the replica that has this guaranteed request already and is predicted to miss
             its first token (:mod:`sluice.controller.state.moves`): it moves to another replica that
             can guarantee the rest of its objective, or stays. Empty for any other request.
+        elsewhere: whether another cell can be asked (:mod:`sluice.scheduling.placement.cells`): a
+            guarantee that is not possible is then declined, and nothing is counted or reserved.
     """
 
     key: int
@@ -73,6 +76,7 @@ class RouteQuery(NamedTuple):
     weight: float = 1.0
     client_request_id: str = ""
     moves_from: str = ""
+    elsewhere: bool = False
 
 
 CANDIDATE = np.dtype(
@@ -199,9 +203,10 @@ class RouteDecision(NamedTuple):
     Attributes:
         replica_id: where the request goes; ``None``: nowhere, and ``reason`` says why.
         reason: ``placed``; ``unattainable``: no replica can guarantee its objective, and it may not
-            be served as best effort; ``stays``: no other replica can guarantee the rest of its
-            objective, so it is not moved; ``no_replica``: no replica has reported recently;
-            ``invalid_query``.
+            be served as best effort; ``declined``: no replica of this cell can guarantee it, and
+            another cell can be asked (:attr:`RouteQuery.elsewhere`); ``stays``: no other replica
+            can guarantee the rest of its objective, so it is not moved; ``no_replica``: no replica
+            has reported recently; ``invalid_query``.
         tier: its tier at the replica; ``None`` if admission is off: it is served like a guaranteed
             request, but nothing is guaranteed.
         predicted_ttft_s: from the decision to its first token, if that is guaranteed. It is

@@ -14,8 +14,8 @@ import pytest
 import ray
 from prometheus_client import CollectorRegistry
 
+from sluice.controller.cell_client import QUARANTINE_KEPT_S
 from sluice.controller.client import (
-    QUARANTINE_KEPT_S,
     ControllerClient,
     controller_actor_name,
     ensure_controller,
@@ -34,6 +34,7 @@ from sluice.controller.messages import (
 )
 from sluice.controller.transport.channel import MAX_TIMEOUTS
 from sluice.controller.transport.wire_format import MAX_QUERIES
+from sluice.scheduling.placement.cells import cell_of
 from tests.controller.fleet import Clock, delta, hello, query, waiting_row
 from tests.controller.pushes import newer_push
 from tests.own_ray import shared_ray
@@ -82,12 +83,14 @@ async def connected(
     timeout_s: float = 5.0,
     registry: CollectorRegistry | None = None,
     clock: Callable[[], float] = time.monotonic,
+    config: ControllerConfig = CONFIG,
 ) -> AsyncIterator[ControllerClient]:
     """A client; its deadline is generous where the test is not about deadlines."""
     # Started first and with patience: these tests may share a busy machine.
-    await asyncio.to_thread(ensure_controller, app, CONFIG, 120)
-    await asyncio.to_thread(ensure_observer, app, CONFIG, 120)
-    client = await asyncio.to_thread(ControllerClient, app, CONFIG, timeout_s, registry, clock)
+    for cell in range(config.cells):
+        await asyncio.to_thread(ensure_controller, app, config, 120, cell)
+    await asyncio.to_thread(ensure_observer, app, config, 120)
+    client = await asyncio.to_thread(ControllerClient, app, config, timeout_s, registry, clock)
     try:
         yield client
     finally:
@@ -243,8 +246,8 @@ async def test_endings_go_with_the_metrics_and_wait_while_nobody_answers(common:
         try:
             # The observer takes the metrics all the same.
             assert await client.push_metrics(newer_push("router", ()))
-            assert client._sync_task is not None
-            await client._sync_task
+            assert client._first._sync_task is not None
+            await client._first._sync_task
         finally:
             os.kill(process, signal.SIGCONT)
         client.ended(RequestEnding("two", "cancelled", (), 0, None, None, 0.2))
@@ -348,6 +351,51 @@ async def test_a_killed_controller_comes_back_and_is_rebuilt(app: str) -> None:
         assert await client.route(query(5_002)) == RouteDecision("a", "placed")
 
 
+async def test_while_one_cell_is_away_the_other_one_decides(app: str) -> None:
+    a, b = "replica-1", "replica-2"
+    assert (cell_of(a, 2), cell_of(b, 2)) == (0, 1)
+    config = CONFIG.model_copy(update={"cells": 2})
+
+    async def placed(keys: range) -> set[str | None]:
+        answers = await asyncio.gather(*(client.route(query(key)) for key in keys))
+        return {answer and answer.replica_id for answer in answers}
+
+    async with connected(app, config=config) as client:
+        before = await client.hello(hello(b))
+        assert before is not None
+        # A cell without replicas is asked, and sends the router on.
+        assert await placed(range(20)) == {b}
+        assert await client.hello(hello(a)) is not None
+
+        async def shared() -> bool:
+            return await placed(range(3_000, 3_040)) == {a, b}
+
+        await until(shared, "both cells decide")
+        os.kill(process_of(app, lambda app: controller_actor_name(app, 1)), signal.SIGKILL)
+        for first in range(1_000, 2_000, 20):
+            assert await placed(range(first, first + 20)) == {a}
+
+        # As after any restart, the replica is asked for its state, and then gets requests again.
+        async def known() -> bool:
+            told = await client.report(delta(b, before.epoch, 1))
+            return told is not None and told.resync
+
+        await until(known, "the cell is back")
+        again = await client.hello(hello(b, seq=1))
+        assert again is not None and again.epoch != before.epoch
+
+        await until(shared, "both cells decide again")
+        view = await client.snapshot(timeout_s=60)
+        assert view is not None
+        assert {each["replica_id"] for each in view["replicas"]} == {a, b}
+        # The last replica of a cell is not the last one of the fleet.
+        for name, is_last in ((a, False), (b, True)):
+            drained = await client.drain(name, True, spare_last=True)
+            assert drained is not None and drained["last"] is is_last
+        assert await placed(range(4_000, 4_020)) == {b}
+        assert client.closed == {a}
+
+
 async def test_a_stopped_controller_is_started_again_by_who_needs_it(app: str) -> None:
     async with connected(app) as client:
         before = await client.hello(hello("a"))
@@ -418,7 +466,7 @@ async def test_a_controller_ends_when_nobody_speaks_to_it(app: str) -> None:
 async def test_a_refused_batch_is_no_answer_to_its_requests(common: str) -> None:
     registry = CollectorRegistry()
     async with connected(common, registry=registry) as client:
-        client._queries._batch = 2 * MAX_QUERIES  # a client that does not know the limit
+        client._first._queries._batch = 2 * MAX_QUERIES  # a client that does not know the limit
         count = MAX_QUERIES + 1
         assert await asyncio.gather(*(client.route(query(key)) for key in range(count))) == (
             [None] * count
@@ -454,4 +502,4 @@ async def _placed(client: ControllerClient) -> bool:
 
 
 async def _placed_by_connection(client: ControllerClient) -> bool:
-    return await _placed(client) and client._channel.open
+    return await _placed(client) and client._first._channel.open

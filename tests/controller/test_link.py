@@ -42,7 +42,7 @@ class Actor:
 @pytest.fixture
 def actor(monkeypatch: pytest.MonkeyPatch) -> Actor:
     actor = Actor()
-    monkeypatch.setattr(link_module, "ensure_controller", lambda *_: actor)
+    monkeypatch.setattr(link_module, "ensure_controller", lambda *_, **__: actor)
     monkeypatch.setattr(link_module, "find_or_start", lambda *_: actor)
     return actor
 

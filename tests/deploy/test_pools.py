@@ -28,6 +28,13 @@ def test_without_pools_there_is_one_of_mixed_replicas() -> None:
     assert (pool.role, pool.engine, pool.replica) == ("mixed", config.engine, config.replica)
 
 
+def test_pools_with_roles_have_one_cell() -> None:
+    pools, cells = {"prefill": {}, "decode": {}}, {"controller": {"cells": 2}}
+    with pytest.raises(ValueError, match=r"controller\.cells must be 1 with pools of prefill"):
+        parse_config(with_pools({"transfer": TCP}, **pools) | cells)
+    assert parse_config(with_pools(mixed={}) | cells).controller.cells == 2
+
+
 def test_a_pool_takes_what_it_leaves_out_from_the_sections() -> None:
     data = with_pools(
         {

@@ -15,9 +15,11 @@ import ray
 from ray.serve._private.common import DeploymentID
 from ray.serve.context import _get_global_client
 
+from sluice.controller.discovery import controller_actor_name
 from sluice.deploy.config import SluiceConfig
 from sluice.deploy.local import base_url, deploy, running
 from sluice.deploy.ray_settings import free_port
+from sluice.scheduling.placement.cells import cell_of
 from tests.deploy.certificate import TlsPort, tls_port
 from tests.own_ray import shared_ray
 
@@ -45,9 +47,11 @@ class System:
         self.url = base_url(config)
         self.tls = tls
 
-    def controller(self) -> Any:
-        """Handle of the controller actor."""
-        return ray.get_actor(f"{self.config.name}-controller", namespace="sluice")
+    def controller(self, replica_id: str = "") -> Any:
+        """Handle of the controller actor: of several cells that of a replica, or the first."""
+        cell = cell_of(replica_id, self.config.controller.cells) if replica_id else 0
+        name = controller_actor_name(self.config.name, cell)
+        return ray.get_actor(name, namespace="sluice")
 
     def observer(self) -> Any:
         """Handle of the observer actor."""

@@ -31,7 +31,8 @@ FIELDS = {
     },
     "replica": {"count": 2, "num_cpus": 0.1},
     # A silent replica is silent in earnest, however busy the machine is.
-    "controller": {"aged_after_s": 4, "stale_after_s": 60, "forget_after_s": 100},
+    # By chance both replicas are in one of the two cells, or each in its own.
+    "controller": {"cells": 2, "aged_after_s": 4, "stale_after_s": 60, "forget_after_s": 100},
     # What looks for replicas that hang does not come first.
     "router": {
         "replicas": 1,
@@ -143,7 +144,7 @@ def test_a_drained_replica_gets_nothing_until_it_is_taken_back(serving: System) 
     # Neither does Serve's own choice send there while the controller is away, nor a new
     # controller, which the replica tells.
     before = serving.snapshot()["epoch"]
-    ray.kill(serving.controller(), no_restart=False)
+    ray.kill(serving.controller(drained), no_restart=False)
     assert served_by(serving, 20) == {other}
     wait_until(
         lambda: drains(serving) == {drained: "operator", other: None},
@@ -168,7 +169,7 @@ def test_a_drained_replica_gets_nothing_until_it_is_taken_back(serving: System) 
     # A new controller learns that it was taken back, too.
     told = admin(serving, "DELETE", f"replicas/{drained}/drain").json()
     assert (told["draining"], told["remembered"]) == (False, True)
-    ray.kill(serving.controller(), no_restart=False)
+    ray.kill(serving.controller(drained), no_restart=False)
     both = {drained: None, other: None}
     wait_until(lambda: drains(serving) == both, "it knows both", show=lambda: drains(serving))
     wait_until(lambda: drained in served_by(serving, 5), "it gets requests again")

@@ -17,6 +17,7 @@ from sluice.scheduling.admission import POLICIES as ADMISSIONS
 from sluice.scheduling.admission import make_policy as make_admission
 from sluice.scheduling.batching import make_policy
 from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.placement.cells import cell_of
 from sluice.scheduling.roles import Role
 from sluice.simulation.cluster import (
     NO_ATTEMPT_LEFT,
@@ -90,6 +91,7 @@ incidents = st.lists(
     delay_s=st.sampled_from([0.0, 0.3]),
     admission=st.sampled_from([None, *sorted(ADMISSIONS)]),
     when=st.sampled_from(get_args(WhenUnattainable)),
+    cells=st.sampled_from([1, 3]),
     seed=st.integers(0, 9),
 )
 def test_every_request_ends_exactly_once(
@@ -101,9 +103,11 @@ def test_every_request_ends_exactly_once(
     delay_s: float,
     admission: str | None,
     when: WhenUnattainable,
+    cells: int,
     seed: int,
 ) -> None:
     replicas, prefillers, decoders = sizes
+    decides_together = admission is not None and make_admission(admission).window_s > 0
     cluster = pools(
         prefillers,
         decoders,
@@ -112,6 +116,7 @@ def test_every_request_ends_exactly_once(
         report_delay_s=delay_s,
         edge_wait_s=1.0,
         when_unattainable={"standard": when},
+        cells=1 if prefillers or decides_together else cells,
     )
     happening = [
         incident
@@ -190,6 +195,30 @@ def test_equal_seeds_give_equal_runs() -> None:
     assert np.array_equal(times[0], times[1], equal_nan=True)
     assert not np.array_equal(times[0], times[2], equal_nan=True)
     assert runs[0].steps == runs[1].steps
+
+
+def test_cells_exclude_roles_and_decisions_on_several_requests_together() -> None:
+    with pytest.raises(ValueError, match="cells must be 1 with prefillers and decoders, got 2"):
+        pools(1, 1, cells=2)
+    together, two = make_admission("slos_serve"), ClusterConfig(replicas=4, cells=2)
+    with pytest.raises(ValueError, match="admission 'slos_serve' needs window_ms: 0"):
+        simulate_cluster(steady(), batch(), route(), EXACT, None, None, two, admission=together)
+
+
+def test_cells_share_the_load_and_attain_about_as_much_as_one_controller() -> None:
+    load, admission = steady(600, gap_s=0.005), make_admission("moore_hodgson")
+    met = {}
+    for cells in (1, 4):
+        cluster = ClusterConfig(replicas=12, cells=cells)
+        result = simulate_cluster(
+            load, batch("deadline_triage"), route("most_gain"), MODEL, None, None, cluster,
+            admission=admission,
+        )  # fmt: skip
+        busy = {cell_of(f"mixed-{n}", cells) for n, steps in enumerate(result.steps) if steps}
+        assert len(busy) == cells
+        requests = result.requests
+        met[cells] = attained(requests, stages(requests), TPOTMetric.MEAN).mean()
+    assert met[4] > met[1] - 0.02
 
 
 def test_reservations_spread_a_burst_that_no_report_has_shown_yet() -> None:

@@ -1,0 +1,362 @@
+"""A process's access to one deciding actor: the controller of a fleet, or one of its cells."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from sluice.controller.actor_handle import Link
+from sluice.controller.config import ControllerConfig
+from sluice.controller.messages import (
+    MAX_ENDINGS,
+    MAX_KEYS,
+    FirstTokenWait,
+    LateNotice,
+    ReplicaDelta,
+    ReplicaHello,
+    ReportReply,
+    RequestEnding,
+    RouteDecision,
+    RouteQuery,
+    RouteReply,
+    SyncReply,
+    TroubleNotice,
+)
+from sluice.controller.transport.batching import Coalescer
+from sluice.controller.transport.channel import Endpoint, RouteChannel
+from sluice.controller.transport.failure import NoAnswerError
+from sluice.controller.transport.report_wire import fits
+
+REPORT_TIMEOUT_S = 0.5
+"""Longest wait for the answer to a report, seconds. It bounds how long a restarted controller waits
+for the replicas' hellos."""
+
+QUARANTINE_KEPT_S = 60.0
+"""How long the controller's last list of quarantined replicas counts while it does not answer: the
+longest quarantine before a replica is tried again, seconds."""
+
+NOTICE_TIMEOUT_S = 2.0
+
+_log = logging.getLogger(__name__)
+
+_BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class CallMetrics:
+    """Metrics of a process's calls to the controller."""
+
+    def __init__(self, registry: CollectorRegistry | None) -> None:
+        self.outcomes = Counter(
+            "sluice_controller_calls",
+            "Calls to the controller and observer by method and outcome; each decision of a batch "
+            "counts.",
+            ("method", "outcome"),
+            registry=registry,
+        )
+        self.batches = Histogram(
+            "sluice_controller_batch_queries",
+            "Decisions asked for in one call to the controller.",
+            buckets=_BATCH_BUCKETS,
+            registry=registry,
+        )
+
+
+class Calls:
+    """Calls an actor, and counts the outcomes.
+
+    Args:
+        link: to the actor.
+        metrics: of the process.
+    """
+
+    def __init__(self, link: Link, metrics: CallMetrics) -> None:
+        self.link = link
+        self._metrics = metrics
+
+    async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """Call and count.
+
+        Raises:
+            NoAnswerError, ValueError: as :meth:`Link.call`.
+        """
+        try:
+            answer = await self.link.call(method, *args, timeout_s=timeout_s)
+        except NoAnswerError as error:
+            self.count(method, error.reason)
+            raise
+        except ValueError:
+            self.count(method, "refused")
+            raise
+        self.count(method, "answered")
+        return answer
+
+    async def answer(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """The same; ``None`` without an answer.
+
+        Raises:
+            ValueError: as :meth:`Link.call`.
+        """
+        try:
+            return await self.call(method, *args, timeout_s=timeout_s)
+        except NoAnswerError:
+            return None
+
+    def count(self, method: str, outcome: str) -> None:
+        """Count one call."""
+        self._metrics.outcomes.labels(method, outcome).inc()
+
+
+class CellClient:
+    """Calls of one process to one deciding actor. The methods are those of
+    :class:`~sluice.controller.client.ControllerClient`, which has the exceptions.
+
+    Args:
+        app_name, config, timeout_s, clock: see there.
+        number: which of the cells it is.
+        metrics: of the process.
+        source: number of the process, for notices of trouble.
+        on_slack: called with the number of the cell and its slack whenever the cell, one of
+            several, reports it.
+    """
+
+    def __init__(
+        self,
+        app_name: str,
+        config: ControllerConfig,
+        number: int,
+        timeout_s: float,
+        metrics: CallMetrics,
+        source: int,
+        on_slack: Callable[[int, float], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._source = source
+        self._queries: Coalescer[RouteQuery, RouteDecision] = Coalescer(
+            self._send_queries, self._release_unwanted, timeout_s
+        )
+        self._metrics = metrics
+        self._number = number
+        self._on_slack = on_slack
+        self.closed: frozenset[str] = frozenset()
+        """Its replicas that are closed, as it last reported."""
+        self._quarantined: frozenset[str] = frozenset()
+        self._told_s = -inf
+        self._released: dict[int, None] = {}
+        self._gone: dict[str, None] = {}
+        self._troubled: list[TroubleNotice] = []
+        self._ended: deque[RequestEnding] = deque(maxlen=MAX_ENDINGS)
+        self._late: deque[LateNotice] = deque(maxlen=MAX_ENDINGS)
+        self._notice_task: asyncio.Task[None] | None = None
+        self._sync_task: asyncio.Task[None] | None = None
+        self._link = Link(app_name, config, self._queries.fail_queued, cell=number)
+        self.calls = Calls(self._link, metrics)
+        # The connection's end is the first sign of a dead controller.
+        self._channel = RouteChannel(self._find_endpoint, self._link.lost, self._release_unwanted)
+
+    @property
+    def up(self) -> bool:
+        """Whether the actor answered the last call."""
+        return self._link.up
+
+    @property
+    def quarantined(self) -> frozenset[str]:
+        """Its replicas that have failed or hang, as it last reported; empty when that was
+        ``QUARANTINE_KEPT_S`` ago."""
+        if self._clock() - self._told_s > QUARANTINE_KEPT_S:
+            return frozenset()
+        return self._quarantined
+
+    async def route(self, query: RouteQuery) -> RouteDecision | None:
+        """The decision on ``query``, or ``None`` if there was no answer in time."""
+        try:
+            self._link.check()
+            decision = await self._queries.ask(query)
+        except NoAnswerError as error:
+            self.calls.count("route", error.reason)
+            return None
+        except ValueError as error:
+            _log.warning("the controller refused a batch of queries: %s", error)
+            self.calls.count("route", "refused")
+            return None
+        except asyncio.CancelledError:
+            self.calls.count("route", "cancelled")
+            raise
+        self.calls.count("route", "answered")
+        return decision
+
+    async def hello(self, hello: ReplicaHello) -> ReportReply | None:
+        """Register a replica."""
+        reply: ReportReply | None
+        reply = await self.calls.answer("hello", hello, timeout_s=REPORT_TIMEOUT_S)
+        return reply
+
+    async def report(self, delta: ReplicaDelta) -> ReportReply | None:
+        """Report a replica's changes."""
+        self._channel.connect_soon()
+        if not (self._channel.open and fits(delta)):
+            told: ReportReply | None
+            told = await self.calls.answer("report", delta, timeout_s=REPORT_TIMEOUT_S)
+            return told
+        try:
+            self._link.check()
+            reply = await self._channel.report(delta, REPORT_TIMEOUT_S)
+        except NoAnswerError as error:
+            self.calls.count("report", error.reason)
+            return None
+        except ValueError:
+            self.calls.count("report", "refused")
+            raise
+        self.calls.count("report", "answered")
+        return reply
+
+    async def delivered(self, method: str, *args: Any) -> bool:
+        """Call a method without a result; whether it answered."""
+        try:
+            await self.calls.call(method, *args, timeout_s=NOTICE_TIMEOUT_S)
+        except NoAnswerError:
+            return False
+        return True
+
+    def sync_soon(
+        self, waits: Sequence[FirstTokenWait], missing: Callable[[Sequence[int]], None]
+    ) -> None:
+        """Send the endings and late notices since the last time, and ask about ``waits``; skipped
+        while the last one is under way."""
+        if self._sync_task is None:
+            sync = self._sync(waits, missing)
+            self._sync_task = asyncio.get_running_loop().create_task(sync)
+
+    def release(self, key: int) -> None:
+        """Release a reservation."""
+        self._notice(self._released, key, "release")
+
+    def ended(self, ending: RequestEnding) -> None:
+        """A request ended."""
+        self._ended.append(ending)
+
+    def late(self, notice: LateNotice) -> None:
+        """A promised response is late."""
+        self._late.append(notice)
+
+    def replica_gone(self, replica_id: str) -> None:
+        """A replica left the application."""
+        self._notice(self._gone, replica_id, "replica_gone")
+
+    def troubled(self, notice: TroubleNotice) -> None:
+        """A request failed at a replica."""
+        if len(self._troubled) >= MAX_KEYS:
+            self.calls.count("troubled", "full")
+            return
+        self._troubled.append(notice)
+        self._send_notices_soon()
+
+    async def close(self) -> None:
+        """Send pending notices, and stop. The actor keeps running."""
+        if self._notice_task is not None:
+            await self._notice_task
+        if self._sync_task is not None:
+            await self._sync_task
+        self._queries.fail_queued()
+        await self._channel.close()
+        await self._link.close()
+
+    async def _send_queries(self, queries: list[RouteQuery], left_s: float) -> list[RouteDecision]:
+        self._metrics.batches.observe(len(queries))
+        reply: RouteReply
+        if self._channel.open:
+            reply = await self._channel.route(queries, left_s)
+        else:
+            self._channel.connect_soon()
+            reply = await self._link.call(
+                "route", queries, timeout_s=left_s, on_late=partial(self._release_late, queries)
+            )
+        self._note(reply)
+        return list(reply.decisions)
+
+    async def _find_endpoint(self) -> Endpoint:
+        endpoint: Endpoint = await self._link.call("endpoint", timeout_s=NOTICE_TIMEOUT_S)
+        return endpoint
+
+    def _note(self, reply: RouteReply | SyncReply) -> None:
+        """Keep the closed and quarantined replicas, and the slack, that come with an answer."""
+        if reply.slack_s is not None:
+            self._on_slack(self._number, reply.slack_s)
+        if reply.closed is not None:
+            self.closed = frozenset(reply.closed)
+        self._quarantined = frozenset(reply.quarantined)
+        self._told_s = self._clock()
+
+    def _release_late(self, queries: list[RouteQuery], reply: RouteReply) -> None:
+        for query, decision in zip(queries, reply.decisions, strict=True):
+            self._release_unwanted(query, decision)
+
+    def _release_unwanted(self, query: RouteQuery, decision: RouteDecision) -> None:
+        if decision.replica_id is not None:
+            self.release(query.key)
+        if decision.prefill_id is not None:
+            self.release(query.prefill_key)
+
+    async def _sync(
+        self, waits: Sequence[FirstTokenWait], missing: Callable[[Sequence[int]], None]
+    ) -> None:
+        endings, late = tuple(self._ended), tuple(self._late)
+        self._ended.clear()
+        self._late.clear()
+        try:
+            reply: SyncReply = await self.calls.call(
+                "sync", endings, late, waits, timeout_s=NOTICE_TIMEOUT_S
+            )
+        except NoAnswerError:
+            # Endings are sent again with the next push, the latest MAX_ENDINGS of them. Late
+            # notices are dropped: a late request is reported again by its ending.
+            self._ended = deque((*endings, *self._ended), maxlen=MAX_ENDINGS)
+        except ValueError as error:
+            _log.warning("the controller refused sync: %s", error)
+        else:
+            self._note(reply)
+            if reply.late:
+                missing(reply.late)
+        finally:
+            self._sync_task = None
+
+    async def _deliver(self, method: str, *args: Any) -> None:
+        try:
+            await self.delivered(method, *args)
+        except ValueError as error:
+            _log.warning("the controller refused %s: %s", method, error)
+
+    def _notice(self, pending: dict[Any, None], item: Any, method: str) -> None:
+        if len(pending) >= MAX_KEYS:
+            self.calls.count(method, "full")
+            return
+        pending[item] = None
+        self._send_notices_soon()
+
+    def _send_notices_soon(self) -> None:
+        if self._notice_task is None:
+            self._notice_task = asyncio.get_running_loop().create_task(self._send_notices())
+
+    async def _send_notices(self) -> None:
+        """Send the pending notices until none is left; one call at a time."""
+        try:
+            while self._released or self._gone or self._troubled:
+                released, self._released = list(self._released), {}
+                gone, self._gone = list(self._gone), {}
+                troubled, self._troubled = self._troubled, []
+                if released:
+                    await self._deliver("release", released)
+                if gone:
+                    await self._deliver("replica_gone", gone)
+                if troubled:
+                    await self._deliver("troubled", self._source, troubled)
+        finally:
+            self._notice_task = None
