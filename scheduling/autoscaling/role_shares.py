@@ -1,0 +1,340 @@
+"""How many replicas should be mixed, prefill and decode now, and which one changes.
+
+The load is that of autoscaling: engine time per second for prefills, and for decodes. From it
+follows how busy the busiest replicas would be with any split, as in
+:mod:`sluice.scheduling.fleet.pool_ratio`, of which this is the form for a measured load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import exp, inf
+from types import MappingProxyType
+from typing import NamedTuple
+
+from pydantic import Field
+
+from sluice.scheduling.autoscaling.load import Load
+from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.roles import Role
+
+SLOWER = 4.0
+"""Ratio of the two averaging times of demand; the difference of the means is the trend."""
+
+MOST_GROWTH = 2.0
+"""Maximum ratio of a forecast to the current mean."""
+
+MOST_SCALING = 4.0
+"""Maximum factor by which the decodes of guaranteed requests are scaled up for requests without a
+guarantee."""
+
+LOOK_EVERY_S = 2.5
+"""How often to decide, seconds."""
+
+_NO_CHANGES: Mapping[str, Role] = MappingProxyType({})
+
+
+class RoleSharesOptions(PolicyOptions):
+    """When replicas change their roles."""
+
+    gain: float = Field(
+        default=0.15,
+        ge=0.01,
+        lt=1,
+        description="Dead band: a role changes only if the busiest replicas would be this share "
+        "less busy with the best split.",
+    )
+    least_load: float = Field(
+        default=0.3,
+        ge=0,
+        lt=1,
+        description="No role changes while the busiest replicas are less busy than this.",
+    )
+    prefill_load: float = Field(
+        default=0.7,
+        gt=0,
+        le=1,
+        description="Share of its time for which a prefill replica counts as full: prompts that "
+        "come together wait for each other.",
+    )
+    hold_s: float = Field(
+        default=60.0,
+        ge=1,
+        le=86_400,
+        description="Minimum time between two changes, seconds.",
+    )
+    smoothing_s: float = Field(
+        default=30.0, gt=0, le=3600, description="Averaging time of the demand, seconds."
+    )
+    ahead_s: float = Field(
+        default=30.0,
+        ge=0,
+        le=3600,
+        description="How far ahead demand is forecast, seconds: at least the time of a long "
+        "answer, as a change has its full effect when the decodes of the replica have ended.",
+    )
+
+
+class Member(NamedTuple):
+    """A replica that takes requests and may change its role.
+
+    Attributes:
+        replica_id: its id.
+        role: its role now.
+        requests: how many it has.
+    """
+
+    replica_id: str
+    role: Role
+    requests: float
+
+
+class Split(NamedTuple):
+    """Replicas by role."""
+
+    mixed: int
+    prefill: int
+    decode: int
+
+    @property
+    def replicas(self) -> int:
+        """All of them."""
+        return sum(self)
+
+
+class Need(NamedTuple):
+    """Demand of all replicas together.
+
+    Attributes:
+        prefill: engine time for prefills, seconds per second.
+        decode: engine time for decodes without the fixed time of steps, seconds per second.
+        usable: share of a second that a replica with decodes has beside that fixed time, > 0.
+        held: KV in use, in replicas whose whole KV it would fill.
+    """
+
+    prefill: float
+    decode: float
+    usable: float
+    held: float = 0.0
+
+
+class Means(NamedTuple):
+    """What is remembered from look to look.
+
+    Attributes:
+        last: the load then.
+        fast, slow: means of the demand with the two averaging times; ``None`` before any.
+        asked_s, unpromised_s: mean rates of the work of asked and of unpromised requests.
+        changed_s: when a role changed last.
+        torn: one of the two roles had no replica.
+    """
+
+    last: Load
+    fast: Need | None = None
+    slow: Need | None = None
+    asked_s: float = 0.0
+    unpromised_s: float = 0.0
+    changed_s: float = -inf
+    torn: bool = False
+
+
+class Change(NamedTuple):
+    """Roles from now on.
+
+    Attributes:
+        roles: the new role of each replica that changes: of one, or of two that become a P/D pair
+            or cease to be the last one. Empty: nothing changes.
+        means: to be passed to the next decision.
+        reason: why, in a few words, with the figures that decided.
+    """
+
+    roles: Mapping[str, Role]
+    means: Means
+    reason: str = ""
+
+
+class RoleShares:
+    """Changes roles so that the busiest replicas are as little busy as possible.
+
+    With ``p`` and ``d`` the demand of prefills and decodes, ``u`` the usable share of a replica
+    with decodes, and ``l`` the ``prefill_load``: a prefill replica gives ``l`` seconds of prefill
+    per second, as all its steps are full, a decode or a mixed one ``u`` seconds of either. So
+    ``n`` mixed replicas are busy for ``(p + d) / u / n`` of their time, and of ``P`` prefill and
+    ``D`` decode ones the busier side for ``max(p / l / P, d / u / D)``. Where the pace is tight
+    ``u`` is small, and prefills are cheaper apart; where it is loose, the pool of all is better, as
+    no side waits for the other. If the KV in use needs more replicas than the decodes' time does,
+    it counts instead.
+
+    Of all mixed and of every split into both roles the best is wanted; the current one is kept
+    unless the best is better by ``gain``. The way there is a change at a time, ``hold_s`` apart,
+    and may end with some replicas mixed. They are the first to change. A pair comes and goes at
+    once, as a prefill replica without a decode one does nothing. Where a role has lost its last
+    replica, one changes at the next look.
+
+    Under a constant demand every change comes nearer to the same best split, so there are at most
+    as many changes as replicas. Of several replicas the one with the fewest requests changes, then
+    by id.
+
+    Source: ours, after ProServe appendix A and SLOs-Serve appendix A, which size fixed pools.
+    """
+
+    def __init__(self, options: RoleSharesOptions | None = None) -> None:
+        self.options = options or RoleSharesOptions()
+
+    def decide(self, load: Load, members: Sequence[Member], means: Means | None) -> Change:
+        """The roles from now on. ``O(n log n)`` with ``n`` members; the same input gives the same
+        decision.
+
+        Args:
+            load: the current load on all members together.
+            members: those that take requests, in any order.
+            means: of the last decision; ``None`` at the first one.
+        """
+        if means is None or not load.follows(means.last):
+            return Change(_NO_CHANGES, Means(load, changed_s=load.now_s))
+        means, before = self._measured(load, means), means
+        split = split_of(members)
+        torn = bool(split.prefill) != bool(split.decode)
+        # A replica may be late with its reports only, so it is looked at twice.
+        means, torn = means._replace(torn=torn), torn and before.torn
+        held = load.now_s - means.changed_s < self.options.hold_s
+        if split.replicas < 2 or (held and not torn):
+            return Change(_NO_CHANGES, means)
+        wanted, reason = self._wanted(self._forecast(means), split, torn)
+        roles = dict(_towards(members, split, wanted))
+        if not roles:
+            return Change(_NO_CHANGES, means)
+        return Change(roles, means._replace(changed_s=load.now_s), reason)
+
+    def _measured(self, load: Load, before: Means) -> Means:
+        """The means, updated by the load since the last look."""
+        last = before.last
+        passed_s = load.now_s - last.now_s
+        fast = 1.0 - exp(-passed_s / self.options.smoothing_s)
+        slow = 1.0 - exp(-passed_s / (SLOWER * self.options.smoothing_s))
+        prefill = (load.asked_s - last.asked_s) / passed_s
+        unpromised = (load.unpromised_s - last.unpromised_s) / passed_s
+        asked_s = before.asked_s + slow * (prefill - before.asked_s)
+        unpromised_s = before.unpromised_s + slow * (unpromised - before.unpromised_s)
+        promised_s = max(asked_s - unpromised_s, asked_s / MOST_SCALING)
+        scaling = asked_s / promised_s if promised_s > 0 else 1.0
+        # Without decodes the load says nothing of their pace.
+        known = load.decode_share > 0 or before.fast is None
+        usable = load.capacity if known else before.fast.usable  # type: ignore[union-attr]
+        need = Need(prefill, load.decode_share * scaling, usable, load.kv_share * load.ready)
+        return before._replace(
+            last=load,
+            fast=_mean(before.fast, need, fast),
+            slow=_mean(before.slow, need, slow),
+            asked_s=asked_s,
+            unpromised_s=unpromised_s,
+        )
+
+    def _forecast(self, means: Means) -> Need:
+        """The demand ``ahead_s`` from now."""
+        fast, slow, options = means.fast, means.slow, self.options
+        assert fast is not None and slow is not None
+        ahead = (options.ahead_s + options.smoothing_s) / ((SLOWER - 1.0) * options.smoothing_s)
+
+        def then(now: float, earlier: float) -> float:
+            return min(max(0.0, now + (now - earlier) * ahead), MOST_GROWTH * now)
+
+        prefill, decode = then(fast.prefill, slow.prefill), then(fast.decode, slow.decode)
+        return fast._replace(prefill=prefill, decode=decode)
+
+    def _wanted(self, need: Need, split: Split, torn: bool) -> tuple[Split, str]:
+        """The split to go to, and why: the current one where no other is better by enough."""
+        options = self.options
+        now = busiest(need, split, options.prefill_load)
+        then, _, best = min(
+            (busiest(need, each, options.prefill_load), _distance(split, each), each)
+            for each in _splits(split.replicas)
+        )
+        better = now >= options.least_load and then < (1.0 - options.gain) * now
+        if not better and not torn:
+            return split, ""
+        return best, (
+            f"prefill takes {need.prefill:.2f} and decode {need.decode:.2f} of a replica, with "
+            f"{need.usable:.0%} of its time usable: the busiest is {now:.0%} busy, and with "
+            f"{_named(best)} {then:.0%}"
+        )
+
+
+def busiest(need: Need, split: Split, prefill_load: float = 1.0) -> float:
+    """Share of its time for which the busiest replica is busy; 1 and above is overload. ``O(1)``.
+
+    Mixed replicas beside the roles take what is too much for one of them, so it is the largest of
+    three bounds: all replicas equally busy, or one phase in the mixed and its own ones only.
+    """
+    mixed, prefill, decode = split
+    if not prefill or not decode:
+        # No pair: one kind of replica serves requests whole, the others serve nothing.
+        mixed, prefill, decode = mixed or decode or prefill, 0, 0
+    prefill_s, decode_s = need.prefill / need.usable, max(need.decode / need.usable, need.held)
+    # What a prefill replica does of them in the time of a mixed one.
+    more = prefill * prefill_load / need.usable
+    return max(
+        (prefill_s + decode_s) / (mixed + more + decode),
+        decode_s / (mixed + decode),
+        prefill_s / (mixed + more),
+    )
+
+
+def split_of(members: Sequence[Member]) -> Split:
+    """Their numbers by role."""
+    roles = [member.role for member in members]
+    return Split(*(roles.count(role) for role in Split._fields))  # type: ignore[arg-type]
+
+
+def _splits(replicas: int) -> Iterator[Split]:
+    """The splits that may be best; at least two replicas."""
+    yield Split(replicas, 0, 0)
+    for prefill in range(1, replicas):
+        yield Split(0, prefill, replicas - prefill)
+
+
+def _distance(one: Split, other: Split) -> int:
+    """Replicas that change between two splits."""
+    return sum(abs(here - there) for here, there in zip(one, other, strict=True)) // 2
+
+
+def _towards(members: Sequence[Member], split: Split, wanted: Split) -> Iterator[tuple[str, Role]]:
+    """The next change on the way to ``wanted``: replicas and their new roles."""
+    lacks = {role: there - here for role, here, there in zip(_ROLES, split, wanted, strict=True)}
+    if not any(lacks.values()):
+        return
+    pairs = bool(split.prefill and split.decode)
+    if not wanted.prefill and split.prefill <= 1 and split.decode <= 1:
+        changes: list[tuple[Role, Role]] = [("prefill", "mixed"), ("decode", "mixed")]
+    elif wanted.prefill and not pairs and not split.prefill and not split.decode:
+        changes = [("mixed", "prefill"), ("mixed", "decode")]
+    else:
+        # To a role that has none, else to the one that lacks most; mixed replicas change first.
+        empty = {role: not has and lacks[role] > 0 for role, has in zip(_ROLES, split, strict=True)}
+        to = max(_ROLES, key=lambda role: (empty[role], lacks[role]))
+        source = max(
+            (role for role in _ROLES if lacks[role] < 0),
+            key=lambda role: (role == "mixed", -lacks[role]),
+        )
+        changes = [(source, to)]
+    left = sorted(members, key=lambda member: (member.requests, member.replica_id))
+    for source, to in changes:
+        chosen = next((member for member in left if member.role == source), None)
+        if chosen is not None:
+            left.remove(chosen)
+            yield chosen.replica_id, to
+
+
+_ROLES: tuple[Role, ...] = ("mixed", "prefill", "decode")
+
+
+def _mean(before: Need | None, now: Need, part: float) -> Need:
+    if before is None:
+        return now
+    return Need(*(was + part * (one - was) for was, one in zip(before, now, strict=True)))
+
+
+def _named(split: Split) -> str:
+    if split.mixed:
+        return "all mixed"
+    return f"{split.prefill} prefill and {split.decode} decode"
