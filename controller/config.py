@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from sluice.controller.version import version
 from sluice.scheduling.admission import AdmissionPolicy
 from sluice.scheduling.admission import make_policy as make_admission_policy
+from sluice.scheduling.autoscaling.role_shares import RoleSharesOptions
 from sluice.scheduling.placement.length import LengthRange
 from sluice.scheduling.placement.output_lengths import OutputLengths
 from sluice.scheduling.routing import RoutingPolicy, make_policy
@@ -73,6 +74,11 @@ class ControllerConfig(BaseModel):
         gt=0,
         description="Horizon of the prefill admission budget (PAB) in metrics and autoscaling, and "
         "for requests without a TTFT, ms.",
+    )
+
+    roles: RoleSharesOptions = Field(
+        default_factory=RoleSharesOptions,
+        description="When replicas change their roles, with `replica.elastic`.",
     )
 
     @model_validator(mode="after")

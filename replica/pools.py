@@ -10,6 +10,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from sluice.replica.config import EngineConfig, ReplicaConfig
 from sluice.replica.placement import unplaceable
+from sluice.replica.transfer_config import TransferConfig
 from sluice.replica.vllm_args import by_option
 from sluice.scheduling.roles import ROLES, Role
 
@@ -73,6 +74,8 @@ def pools_of(engine: EngineConfig, replica: ReplicaConfig) -> tuple[Pool, ...]:
         pydantic.ValidationError: a pool is invalid; the message says where and why.
     """
     if not replica.pools:
+        if replica.elastic and engine.transfer is None:
+            engine = engine.model_copy(update={"transfer": TransferConfig()})
         alone = Pool("mixed", engine, replica)
         _refuse(_preemption_where_kv_arrives(alone, ("engine",)))
         _refuse(unplaceable(engine, replica, ("replica",)))

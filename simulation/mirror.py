@@ -53,12 +53,12 @@ class Sent(NamedTuple):
 class _Known:
     """One replica: what it is given, and the report that no decision has looked at yet."""
 
-    def __init__(self, given: Sequence[int]) -> None:
+    def __init__(self, given: Sequence[int], role: Role) -> None:
         self.given = given
         self.confirmed = 0
         self.held: frozenset[int] = frozenset()
         self.draining = False
-        self.role: Role = "mixed"
+        self.role = role
         self.news: tuple[Sent, float] | None = None
 
 
@@ -105,15 +105,21 @@ class Mirror:
 
     def register(self, name: str, given: Sequence[int], sent: Sent, now_s: float) -> None:
         """A replica says hello. ``given`` are the keys that it gets, in order; the list grows."""
-        self._known[name] = _Known(given)
+        self._known[name] = _Known(given, sent.report.role)
         self.hear(name, sent, now_s)
 
     def hear(self, name: str, sent: Sent, now_s: float) -> None:
         """A report arrives; one of a replica that is not known is ignored."""
         known = self._known.get(name)
         if known is not None:
-            known.draining, known.role = sent.report.draining, sent.report.role
+            known.draining = sent.report.draining
             known.news = (sent, now_s)
+
+    def assign(self, name: str, role: Role) -> None:
+        """A known replica has another role from now on, also in the reports under way."""
+        self._take_in()
+        self._known[name].role = role
+        self.fleet.assign(name, role)
 
     def forget(self, name: str) -> None:
         """A replica is gone, with what was on its way to it."""
@@ -176,8 +182,8 @@ class Mirror:
                     return RouteDecision(willing[self._turn % len(willing)], PLACED, role=role)
         return placement
 
-    def load(self, judged: Judged, role: Role, now_s: float) -> Load:
-        """The load on the replicas of a role, for autoscaling."""
+    def load(self, judged: Judged, role: Role | None, now_s: float) -> Load:
+        """The load on the replicas of a role, or on all, for autoscaling."""
         self._take_in()
         demand = self._placer.demand
         return demand.load(self.fleet, now_s, judged.count, judged.attained, role)
@@ -190,7 +196,7 @@ class Mirror:
                 self.fleet.confirm(known.given[known.confirmed : sent.received], name)
                 known.confirmed = sent.received
                 rows = rows_of(sent.table, sent.later)
-                self.fleet.report(name, sent.report._replace(rows=rows), heard_s)
+                self.fleet.report(name, sent.report._replace(rows=rows, role=known.role), heard_s)
                 self._hold(name, known, sent.held)
 
     def _hold(self, name: str, known: _Known, held: frozenset[int]) -> None:

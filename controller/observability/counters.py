@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
 from sluice.scheduling.request.job import INVALID_QUERY, NO_REPLICA, PLACED, STAYS, UNATTAINABLE
+from sluice.scheduling.roles import ROLES, Role
 
 DECISION_BUCKETS_S: Final = (
     *(0.00001, 0.00003, 0.0001, 0.0003),
@@ -29,6 +30,7 @@ class Counts(NamedTuple):
             longer ones; not cumulative.
         seconds: duration of all decisions together.
         pairs: requests that were placed on a P/D pair.
+        role_changes: replicas that changed their role, by the new one.
     """
 
     decisions: Mapping[str, int]
@@ -36,6 +38,7 @@ class Counts(NamedTuple):
     buckets: tuple[int, ...]
     seconds: float
     pairs: int
+    role_changes: Mapping[Role, int]
 
 
 class Counters:
@@ -47,6 +50,7 @@ class Counters:
         self._buckets = [0] * (len(DECISION_BUCKETS_S) + 1)
         self._seconds = 0.0
         self._pairs = 0
+        self._role_changes = dict.fromkeys(ROLES, 0)
 
     def decided(self, outcome: str, seconds: float) -> None:
         """One decision was made in ``seconds``."""
@@ -57,6 +61,10 @@ class Counters:
     def paired(self) -> None:
         """A decision placed a request on two replicas."""
         self._pairs += 1
+
+    def changed(self, role: Role) -> None:
+        """A replica was given another role, this one."""
+        self._role_changes[role] += 1
 
     def reported(self, outcome: str) -> None:
         """One message of a replica was ``hello``, ``applied`` or ``resync``."""
@@ -79,4 +87,5 @@ class Counters:
             tuple(self._buckets),
             self._seconds,
             self._pairs,
+            dict(self._role_changes),
         )

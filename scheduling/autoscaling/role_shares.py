@@ -15,8 +15,10 @@ from typing import NamedTuple
 from pydantic import Field
 
 from sluice.scheduling.autoscaling.load import Load
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.fleet.rows import DECODES, requests_at
 from sluice.scheduling.policy import PolicyOptions
-from sluice.scheduling.roles import Role
+from sluice.scheduling.roles import ROLES, Role
 
 SLOWER = 4.0
 """Ratio of the two averaging times of demand; the difference of the means is the trend."""
@@ -82,15 +84,17 @@ class Member(NamedTuple):
         replica_id: its id.
         role: its role now.
         requests: how many it has.
+        decodes: how many of its guaranteed requests decode.
     """
 
     replica_id: str
     role: Role
     requests: float
+    decodes: float
 
 
 class Split(NamedTuple):
-    """Replicas by role."""
+    """Replicas by role, in the order of :data:`ROLES`."""
 
     mixed: int
     prefill: int
@@ -108,14 +112,17 @@ class Need(NamedTuple):
     Attributes:
         prefill: engine time for prefills, seconds per second.
         decode: engine time for decodes without the fixed time of steps, seconds per second.
-        usable: share of a second that a replica with decodes has beside that fixed time, > 0.
+        usable: share of a second that a replica has beside that fixed time while it has decodes, >
+            0.
         held: KV in use, in replicas whose whole KV it would fill.
+        decodes: how many requests decode at a time.
     """
 
     prefill: float
     decode: float
     usable: float
     held: float = 0.0
+    decodes: float = inf
 
 
 class Means(NamedTuple):
@@ -157,12 +164,13 @@ class RoleShares:
     """Changes roles so that the busiest replicas are as little busy as possible.
 
     With ``p`` and ``d`` the demand of prefills and decodes, ``u`` the usable share of a replica
-    with decodes, and ``l`` the ``prefill_load``: a prefill replica gives ``l`` seconds of prefill
+    that decodes, and ``l`` the ``prefill_load``: a prefill replica gives ``l`` seconds of prefill
     per second, as all its steps are full, a decode or a mixed one ``u`` seconds of either. So
     ``n`` mixed replicas are busy for ``(p + d) / u / n`` of their time, and of ``P`` prefill and
     ``D`` decode ones the busier side for ``max(p / l / P, d / u / D)``. Where the pace is tight
     ``u`` is small, and prefills are cheaper apart; where it is loose, the pool of all is better, as
-    no side waits for the other. If the KV in use needs more replicas than the decodes' time does,
+    no side waits for the other. Where so few requests decode that replicas are without decodes at
+    times, ``u`` is nearer to 1. If the KV in use needs more replicas than the decodes' time does,
     it counts instead.
 
     Of all mixed and of every split into both roles the best is wanted; the current one is kept
@@ -192,7 +200,8 @@ class RoleShares:
         """
         if means is None or not load.follows(means.last):
             return Change(_NO_CHANGES, Means(load, changed_s=load.now_s))
-        means, before = self._measured(load, means), means
+        decodes = sum(member.decodes for member in members)
+        means, before = self._measured(load, decodes, means), means
         split = split_of(members)
         torn = bool(split.prefill) != bool(split.decode)
         # A replica may be late with its reports only, so it is looked at twice.
@@ -206,8 +215,8 @@ class RoleShares:
             return Change(_NO_CHANGES, means)
         return Change(roles, means._replace(changed_s=load.now_s), reason)
 
-    def _measured(self, load: Load, before: Means) -> Means:
-        """The means, updated by the load since the last look."""
+    def _measured(self, load: Load, decodes: float, before: Means) -> Means:
+        """The means, updated by the load since the last look and the ``decodes`` now."""
         last = before.last
         passed_s = load.now_s - last.now_s
         fast = 1.0 - exp(-passed_s / self.options.smoothing_s)
@@ -221,7 +230,8 @@ class RoleShares:
         # Without decodes the load says nothing of their pace.
         known = load.decode_share > 0 or before.fast is None
         usable = load.capacity if known else before.fast.usable  # type: ignore[union-attr]
-        need = Need(prefill, load.decode_share * scaling, usable, load.kv_share * load.ready)
+        held = load.kv_share * load.ready
+        need = Need(prefill, load.decode_share * scaling, usable, held, decodes * scaling)
         return before._replace(
             last=load,
             fast=_mean(before.fast, need, fast),
@@ -270,9 +280,12 @@ def busiest(need: Need, split: Split, prefill_load: float = 1.0) -> float:
     if not prefill or not decode:
         # No pair: one kind of replica serves requests whole, the others serve nothing.
         mixed, prefill, decode = mixed or decode or prefill, 0, 0
-    prefill_s, decode_s = need.prefill / need.usable, max(need.decode / need.usable, need.held)
+    # A replica without decodes has no pace to keep. Where they are few, chance decides which have.
+    paced = 1.0 - exp(-need.decodes / (mixed + decode))
+    usable = 1.0 - paced * (1.0 - need.usable)
+    prefill_s, decode_s = need.prefill / usable, max(need.decode / usable, need.held)
     # What a prefill replica does of them in the time of a mixed one.
-    more = prefill * prefill_load / need.usable
+    more = prefill * prefill_load / usable
     return max(
         (prefill_s + decode_s) / (mixed + more + decode),
         decode_s / (mixed + decode),
@@ -280,10 +293,19 @@ def busiest(need: Need, split: Split, prefill_load: float = 1.0) -> float:
     )
 
 
+def members_of(fleet: Fleet, now_s: float) -> list[Member]:
+    """The replicas of a fleet that take requests. ``O(replicas)``."""
+    rows = fleet.present(now_s)
+    figures = fleet.figures[rows]
+    requests, decodes = requests_at(figures).tolist(), figures[:, DECODES].tolist()
+    ids, roles = [fleet.ids[row] for row in rows], [fleet.roles[row] for row in rows]
+    return list(map(Member, ids, roles, requests, decodes))
+
+
 def split_of(members: Sequence[Member]) -> Split:
     """Their numbers by role."""
     roles = [member.role for member in members]
-    return Split(*(roles.count(role) for role in Split._fields))  # type: ignore[arg-type]
+    return Split(*(roles.count(role) for role in ROLES))
 
 
 def _splits(replicas: int) -> Iterator[Split]:
@@ -300,20 +322,19 @@ def _distance(one: Split, other: Split) -> int:
 
 def _towards(members: Sequence[Member], split: Split, wanted: Split) -> Iterator[tuple[str, Role]]:
     """The next change on the way to ``wanted``: replicas and their new roles."""
-    lacks = {role: there - here for role, here, there in zip(_ROLES, split, wanted, strict=True)}
+    lacks = {role: there - here for role, here, there in zip(ROLES, split, wanted, strict=True)}
     if not any(lacks.values()):
         return
-    pairs = bool(split.prefill and split.decode)
     if not wanted.prefill and split.prefill <= 1 and split.decode <= 1:
         changes: list[tuple[Role, Role]] = [("prefill", "mixed"), ("decode", "mixed")]
-    elif wanted.prefill and not pairs and not split.prefill and not split.decode:
+    elif not split.prefill and not split.decode:
         changes = [("mixed", "prefill"), ("mixed", "decode")]
     else:
         # To a role that has none, else to the one that lacks most; mixed replicas change first.
-        empty = {role: not has and lacks[role] > 0 for role, has in zip(_ROLES, split, strict=True)}
-        to = max(_ROLES, key=lambda role: (empty[role], lacks[role]))
+        empty = {role: not has and lacks[role] > 0 for role, has in zip(ROLES, split, strict=True)}
+        to = max(ROLES, key=lambda role: (empty[role], lacks[role]))
         source = max(
-            (role for role in _ROLES if lacks[role] < 0),
+            (role for role in ROLES if lacks[role] < 0),
             key=lambda role: (role == "mixed", -lacks[role]),
         )
         changes = [(source, to)]
@@ -323,9 +344,6 @@ def _towards(members: Sequence[Member], split: Split, wanted: Split) -> Iterator
         if chosen is not None:
             left.remove(chosen)
             yield chosen.replica_id, to
-
-
-_ROLES: tuple[Role, ...] = ("mixed", "prefill", "decode")
 
 
 def _mean(before: Need | None, now: Need, part: float) -> Need:

@@ -103,8 +103,7 @@ def test_where_the_pace_is_tight_roles_follow_the_mix() -> None:
     assert run.settle(0.4, 1.0).prefill == 1
     assert "the busiest is" in run.changes[-1].reason
     # Each change is of one replica, but for the pair.
-    sizes = [len(change.roles) for change in run.changes]
-    assert sizes[0] == 2 and set(sizes[1:]) == {1}
+    assert [len(change.roles) for change in run.changes][:3] == [2, 1, 1]
     # A mixed replica that is left has use: without it 78 % would become 67 %.
     assert Run(fleet(4)).settle(1.4, 0.2) == Split(1, 2, 1)
 
