@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from math import exp
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ from sluice.scheduling.autoscaling.role_shares import (
 from sluice.scheduling.roles import ROLES, Role
 
 LOOK_S = 2.5
+MANY = 1e3
+"""Decodes of a replica that has some all the time."""
 KEEN = RoleShares(RoleSharesOptions(gain=0.01))
 """Goes to the best split also for little."""
 
@@ -32,7 +35,7 @@ KEEN = RoleShares(RoleSharesOptions(gain=0.01))
 def fleet(mixed: int, prefill: int = 0, decode: int = 0) -> list[Member]:
     """That many replicas of each role, without requests."""
     roles: list[Role] = ["mixed"] * mixed + ["prefill"] * prefill + ["decode"] * decode
-    return [Member(f"r{number:02}", role, 0.0) for number, role in enumerate(roles)]
+    return [Member(f"r{number:02}", role, 0.0, MANY) for number, role in enumerate(roles)]
 
 
 class Run:
@@ -93,6 +96,10 @@ def test_how_busy_the_busiest_is() -> None:
     assert busiest(need, Split(2, 1, 1)) == pytest.approx(4 / 5.5)
     # Without a decode replica the prefill one serves nothing.
     assert busiest(need, Split(3, 1, 0)) == pytest.approx(4 / 3)
+    # One decode at a time on four: a replica has none for exp(-1/4) of its time.
+    usable = 1 - (1 - exp(-1 / 4)) * 0.6
+    few = need._replace(decodes=1.0)
+    assert busiest(few, Split(4, 0, 0)) == pytest.approx(1.6 / usable / 4)
     # KV that fills 1.8 replicas needs more of them than the time of its decodes.
     assert busiest(need._replace(held=1.8), Split(0, 2, 2)) == pytest.approx(0.9)
 
@@ -129,10 +136,10 @@ def test_a_small_difference_changes_nothing() -> None:
 
 def test_the_least_busy_replica_changes() -> None:
     members = [
-        Member("a", "decode", 3.0),
-        Member("b", "decode", 1.0),
-        Member("c", "decode", 1.0),
-        Member("d", "prefill", 0.0),
+        Member("a", "decode", 3.0, MANY),
+        Member("b", "decode", 1.0, MANY),
+        Member("c", "decode", 1.0, MANY),
+        Member("d", "prefill", 0.0, 0.0),
     ]
     run = Run(members)
     run.settle(1.4, 0.2)
@@ -166,9 +173,8 @@ policies = st.builds(
 def runs(draw: Callable[..., Any]) -> Run:
     """Any replicas, of any roles."""
     roles = draw(st.lists(st.sampled_from(ROLES), min_size=1, max_size=7))
-    members = [
-        Member(f"r{number}", role, draw(st.integers(0, 3))) for number, role in enumerate(roles)
-    ]
+    counts = st.integers(0, 3)
+    members = [Member(f"r{at}", role, draw(counts), draw(counts)) for at, role in enumerate(roles)]
     return Run(members, draw(policies), draw(st.floats(0.3, 1.0)))
 
 
