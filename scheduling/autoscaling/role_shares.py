@@ -1,4 +1,4 @@
-"""How many replicas should be mixed, prefill and decode now, and which one changes.
+"""How many replicas should be mixed, prefill and decode now, and which one changes next.
 
 The load is that of autoscaling: engine time per second for prefills, and for decodes. From it
 follows how busy the busiest replicas would be with any split, as in
@@ -63,7 +63,7 @@ class RoleSharesOptions(PolicyOptions):
         default=60.0,
         ge=1,
         le=86_400,
-        description="Minimum time between two changes, seconds.",
+        description="Minimum time from the last change until another split is looked for, seconds.",
     )
     smoothing_s: float = Field(
         default=30.0, gt=0, le=3600, description="Averaging time of the demand, seconds."
@@ -104,6 +104,13 @@ class Split(NamedTuple):
     def replicas(self) -> int:
         """All of them."""
         return sum(self)
+
+    @property
+    def settled(self) -> bool:
+        """Whether all are mixed, or none is and both roles have replicas."""
+        return not (self.mixed and (self.prefill or self.decode)) and (
+            bool(self.prefill) == bool(self.decode)
+        )
 
 
 class Need(NamedTuple):
@@ -173,11 +180,11 @@ class RoleShares:
     times, ``u`` is nearer to 1. If the KV in use needs more replicas than the decodes' time does,
     it counts instead.
 
-    Of all mixed and of every split into both roles the best is wanted; the current one is kept
-    unless the best is better by ``gain``. The way there is a change at a time, ``hold_s`` apart,
-    and may end with some replicas mixed. They are the first to change. A pair comes and goes at
-    once, as a prefill replica without a decode one does nothing. Where a role has lost its last
-    replica, one changes at the next look.
+    The best is wanted of all mixed and of every split into both roles: mixed replicas beside pairs
+    lose to either. The current one is kept unless the best is better by ``gain``, and for
+    ``hold_s`` after a change. The way there is a change at each look. A pair comes and goes at
+    once, as a prefill replica without a decode one does nothing; mixed replicas, as new ones are,
+    change before others, and where a role has lost its last replica, another one takes it.
 
     Under a constant demand every change comes nearer to the same best split, so there are at most
     as many changes as replicas. Of several replicas the one with the fewest requests changes, then
@@ -207,9 +214,9 @@ class RoleShares:
         # A replica may be late with its reports only, so it is looked at twice.
         means, torn = means._replace(torn=torn), torn and before.torn
         held = load.now_s - means.changed_s < self.options.hold_s
-        if split.replicas < 2 or (held and not torn):
+        if split.replicas < 2 or (split.settled and held) or (means.torn and not torn):
             return Change(_NO_CHANGES, means)
-        wanted, reason = self._wanted(self._forecast(means), split, torn)
+        wanted, reason = self._wanted(self._forecast(means), split)
         roles = dict(_towards(members, split, wanted))
         if not roles:
             return Change(_NO_CHANGES, means)
@@ -252,45 +259,46 @@ class RoleShares:
         prefill, decode = then(fast.prefill, slow.prefill), then(fast.decode, slow.decode)
         return fast._replace(prefill=prefill, decode=decode)
 
-    def _wanted(self, need: Need, split: Split, torn: bool) -> tuple[Split, str]:
+    def _wanted(self, need: Need, split: Split) -> tuple[Split, str]:
         """The split to go to, and why: the current one where no other is better by enough."""
-        options = self.options
-        now = busiest(need, split, options.prefill_load)
-        then, _, best = min(
-            (busiest(need, each, options.prefill_load), _distance(split, each), each)
-            for each in _splits(split.replicas)
+        kept, replicas = 1.0 - self.options.gain, split.replicas
+
+        def busy(split: Split) -> float:
+            return busiest(need, split, self.options.prefill_load)
+
+        mixed = Split(replicas, 0, 0)
+        apart = min(
+            (Split(0, prefill, replicas - prefill) for prefill in range(1, replicas)),
+            key=lambda each: (busy(each), _distance(split, each), each),
         )
-        better = now >= options.least_load and then < (1.0 - options.gain) * now
-        if not better and not torn:
-            return split, ""
-        return best, (
+        if split == mixed:
+            best = apart if busy(apart) < kept * busy(mixed) else mixed
+        else:
+            best = mixed if busy(mixed) < kept * busy(apart) else apart
+        words = (
             f"prefill takes {need.prefill:.2f} and decode {need.decode:.2f} of a replica, with "
-            f"{need.usable:.0%} of its time usable: the busiest is {now:.0%} busy, and with "
-            f"{_named(best)} {then:.0%}"
+            f"{need.usable:.0%} of its time usable: the busiest is {busy(best):.0%} busy with "
+            f"{_named(best)}"
         )
+        if split.settled:
+            now = busy(split)
+            if now < self.options.least_load or busy(best) >= kept * now:
+                return split, ""
+            words += f", {now:.0%} before"
+        return best, words
 
 
 def busiest(need: Need, split: Split, prefill_load: float = 1.0) -> float:
-    """Share of its time for which the busiest replica is busy; 1 and above is overload. ``O(1)``.
-
-    Mixed replicas beside the roles take what is too much for one of them, so it is the largest of
-    three bounds: all replicas equally busy, or one phase in the mixed and its own ones only.
-    """
+    """Share of its time for which the busiest replica of a settled split is busy; 1 and above is
+    overload. ``O(1)``."""
     mixed, prefill, decode = split
-    if not prefill or not decode:
-        # No pair: one kind of replica serves requests whole, the others serve nothing.
-        mixed, prefill, decode = mixed or decode or prefill, 0, 0
     # A replica without decodes has no pace to keep. Where they are few, chance decides which have.
-    paced = 1.0 - exp(-need.decodes / (mixed + decode))
+    paced = 1.0 - exp(-need.decodes / (mixed or decode))
     usable = 1.0 - paced * (1.0 - need.usable)
-    prefill_s, decode_s = need.prefill / usable, max(need.decode / usable, need.held)
-    # What a prefill replica does of them in the time of a mixed one.
-    more = prefill * prefill_load / usable
-    return max(
-        (prefill_s + decode_s) / (mixed + more + decode),
-        decode_s / (mixed + decode),
-        prefill_s / (mixed + more),
-    )
+    decode_s = max(need.decode / usable, need.held)
+    if mixed:
+        return (need.prefill / usable + decode_s) / mixed
+    return max(need.prefill / prefill_load / prefill, decode_s / decode)
 
 
 def members_of(fleet: Fleet, now_s: float) -> list[Member]:
@@ -306,13 +314,6 @@ def split_of(members: Sequence[Member]) -> Split:
     """Their numbers by role."""
     roles = [member.role for member in members]
     return Split(*(roles.count(role) for role in ROLES))
-
-
-def _splits(replicas: int) -> Iterator[Split]:
-    """The splits that may be best; at least two replicas."""
-    yield Split(replicas, 0, 0)
-    for prefill in range(1, replicas):
-        yield Split(0, prefill, replicas - prefill)
 
 
 def _distance(one: Split, other: Split) -> int:

@@ -28,8 +28,6 @@ from sluice.scheduling.roles import ROLES, Role
 LOOK_S = 2.5
 MANY = 1e3
 """Decodes of a replica that has some all the time."""
-KEEN = RoleShares(RoleSharesOptions(gain=0.01))
-"""Goes to the best split also for little."""
 
 
 def fleet(mixed: int, prefill: int = 0, decode: int = 0) -> list[Member]:
@@ -92,10 +90,6 @@ def test_how_busy_the_busiest_is() -> None:
     assert busiest(need, Split(0, 1, 3)) == pytest.approx(1.0)
     # One that may be busy for 70 % only.
     assert busiest(need, Split(0, 1, 3), 0.7) == pytest.approx(1.0 / 0.7)
-    # Two mixed ones take what is too much for the decode one: (2.5 + 1.5) / (2 + 2.5 + 1).
-    assert busiest(need, Split(2, 1, 1)) == pytest.approx(4 / 5.5)
-    # Without a decode replica the prefill one serves nothing.
-    assert busiest(need, Split(3, 1, 0)) == pytest.approx(4 / 3)
     # One decode at a time on four: a replica has none for exp(-1/4) of its time.
     usable = 1 - (1 - exp(-1 / 4)) * 0.6
     few = need._replace(decodes=1.0)
@@ -105,26 +99,34 @@ def test_how_busy_the_busiest_is() -> None:
 
 
 def test_where_the_pace_is_tight_roles_follow_the_mix() -> None:
-    run = Run(fleet(4), KEEN)
+    run = Run(fleet(4))
     assert run.settle(1.5, 0.3) == Split(0, 3, 1)
-    assert run.settle(0.4, 1.0).prefill == 1
-    assert "the busiest is" in run.changes[-1].reason
-    # Each change is of one replica, but for the pair.
-    assert [len(change.roles) for change in run.changes][:3] == [2, 1, 1]
-    # A mixed replica that is left has use: without it 78 % would become 67 %.
-    assert Run(fleet(4)).settle(1.4, 0.2) == Split(1, 2, 1)
+    assert (
+        "the busiest is 75% busy with 3 prefill and 1 decode, 112% before" in run.changes[0].reason
+    )
+    assert run.splits == [Split(4, 0, 0), Split(2, 1, 1), Split(1, 2, 1), Split(0, 3, 1)]
+    assert run.settle(0.4, 1.0) == Split(0, 1, 3)
 
 
 def test_where_the_pace_is_loose_all_are_mixed() -> None:
     assert Run(fleet(4), usable=0.85).settle(1.4, 1.2) == Split(4, 0, 0)
-    assert Run(fleet(0, 2, 2), KEEN, usable=0.85).settle(0.4, 2.4) == Split(4, 0, 0)
+    run = Run(fleet(0, 2, 2), usable=0.85)
+    assert run.settle(0.8, 2.4) == Split(4, 0, 0)
+    assert run.splits[1:-1] == [Split(1, 1, 2), Split(2, 1, 1)]
 
 
-def test_changes_are_apart_in_time() -> None:
-    run = Run(fleet(6), KEEN)
-    at = [number for number in range(200) if run.look(2.4, 0.5).roles]
-    assert len(at) > 2
-    assert all((later - now) * LOOK_S >= 60.0 for now, later in pairwise(at))
+def test_new_replicas_take_what_lacks_at_once() -> None:
+    run = Run(fleet(0, 2, 2))
+    run.settle(1.2, 0.6, looks=60)
+    run.members += fleet(1)
+    assert list(run.look(1.6, 0.6).roles.values()) == ["prefill"]
+
+
+def test_the_next_split_is_looked_for_after_a_while() -> None:
+    run = Run(fleet(0, 3, 1))
+    at = [number for number in range(200) if run.look(0.4, 1.0).roles]
+    assert run.splits[-1] == Split(0, 1, 3)
+    assert all((later - now) * LOOK_S >= 60.0 for now, later in pairwise([0, *at]))
 
 
 def test_a_small_difference_changes_nothing() -> None:
