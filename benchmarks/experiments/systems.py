@@ -19,6 +19,7 @@ from sluice.benchmarks.experiments.pab_admission import Rejecting
 from sluice.controller.config import ControllerConfig
 from sluice.scheduling import admission as admissions
 from sluice.scheduling import routing
+from sluice.scheduling.autoscaling.role_shares import RoleShares
 from sluice.scheduling.batching import POLICIES, BatchBuilder, BatchPolicy, make_policy
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency, StepSample
 from sluice.scheduling.latency.speculation import AllDrafts
@@ -295,6 +296,7 @@ def run_cluster(
     seed: int,
     oracle: bool = False,
     autoscaling: Autoscaling | None = None,
+    roles: RoleShares | None = None,
 ) -> Run:
     """One run behind a router.
 
@@ -305,8 +307,8 @@ def run_cluster(
         layout: the replicas.
         seed: of the noise, of lost reports and of randomized routers.
         oracle: see :func:`lengths_of`.
-        autoscaling: changes the numbers of replicas that ``layout`` begins with; ``None``: they
-            are fixed.
+        autoscaling, roles: change the numbers or the roles of the replicas that ``layout`` begins
+            with; ``None``: they are fixed.
     """
     local, name = system.local, system.admission
     options = system.admission_options
@@ -324,6 +326,7 @@ def run_cluster(
         admission=admissions.make_policy(name, options) if name is not None else None,
         nodes=[node_of(own) for own in layout.nodes],
         autoscaling=autoscaling,
+        roles=roles,
     )
     failures = result.requests.failures
     return Run(result, frozenset(key for key, why in failures.items() if why == REFUSED))
