@@ -97,7 +97,7 @@ EXPERIMENT = Experiment(
         **SETTING,
         "Arrivals": "a third of the day each: the traces by name, stretched, or coder, chatbot and "
         "reasoning, generated",
-        "Replicas": f"{REPLICAS}, behind the default router and admission; elastic ones begin mixed",
+        "Replicas": f"{REPLICAS} behind the default router and admission; elastic: mixed at first",
         "Load": "as everywhere, of all replicas, in each third",
     },
     grids=[
