@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from sluice.benchmarks.experiments import loads, systems
-from sluice.benchmarks.experiments.disaggregation import SETTING, SETUP, of_scenario, split_in
+from sluice.benchmarks.experiments.disaggregation import (
+    SETTING,
+    SETUP,
+    of_scenario,
+    paced,
+    split_in,
+)
 from sluice.benchmarks.experiments.grid import Experiment, Plan, Product, Scaled
 from sluice.benchmarks.experiments.loads import Make, full_load_rate
 from sluice.benchmarks.experiments.systems import ADMISSION, DEFAULT, ROUTER, System, colocated
 from sluice.benchmarks.experiments.tables import Lines, Rows, estimate
 from sluice.scheduling.autoscaling.role_shares import RoleShares, RoleSharesOptions
 from sluice.simulation.metrics import TPOTMetric, attained, stages
-from sluice.simulation.workload import Workload, merged, with_objectives
+from sluice.simulation.workload import merged
 
 REPLICAS = 4
 NERVOUS = RoleSharesOptions(gain=0.01, least_load=0.0, hold_s=1.0, smoothing_s=2.5, ahead_s=0.0)
@@ -30,21 +37,12 @@ class Fleet(NamedTuple):
     roles: RoleSharesOptions | None = None
 
 
+FIXED = (colocated(REPLICAS), split_in(3, 1), split_in(2, 2), split_in(1, 3))
 FLEETS = (
-    *(Fleet(layout.name, layout) for layout in (colocated(REPLICAS),)),
-    *(Fleet(each.name, each) for each in (split_in(3, 1), split_in(2, 2), split_in(1, 3))),
+    *(Fleet(layout.name, layout) for layout in FIXED),
     Fleet("elastic", colocated(REPLICAS), RoleSharesOptions()),
     Fleet("elastic without hysteresis", colocated(REPLICAS), NERVOUS),
 )
-
-
-def _paced(make: Make, tpot_s: float) -> Make:
-    def made(setup: systems.Setup, rate: float, requests: int, seed: int) -> Workload:
-        words = f"TPOT {1e3 * tpot_s:g} ms."
-        found = make(setup, rate, requests, seed)
-        return with_objectives(found, lambda arrival: replace(arrival.slo, tpot_s=tpot_s), words)
-
-    return made
 
 
 def measure(
@@ -54,7 +52,7 @@ def measure(
     tpot_s, load = pace
     made = []
     for number, part in enumerate(parts):
-        make = _paced(part, tpot_s)
+        make = partial(paced, part, tpot_s)
         rate = load * REPLICAS * full_load_rate(make, SETUP)
         own = make(SETUP, rate, round(rate * seconds), seed)
         later = (
