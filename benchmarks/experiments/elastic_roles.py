@@ -73,7 +73,7 @@ def measure(
 
 def _parts(plan: Plan) -> Sequence[Make]:
     return [*loads.recorded_stretched(plan.traces).values()] or [
-        of_scenario(name) for name in ("coder", "chatbot", "reasoning")
+        of_scenario(name) for name in ("coder", "chatbot", "summarizer")
     ]
 
 
@@ -94,7 +94,7 @@ EXPERIMENT = Experiment(
     setting={
         **SETTING,
         "Arrivals": "a third of the day each: the traces by name, stretched, or coder, chatbot and "
-        "reasoning, generated",
+        "summarizer, generated",
         "Replicas": f"{REPLICAS} behind the default router and admission; elastic: mixed at first",
         "Load": "as everywhere, of all replicas, in each third",
     },
@@ -103,11 +103,11 @@ EXPERIMENT = Experiment(
             measure,
             {
                 "pace": Scaled(
-                    {"15 ms": (0.015, 1.2)}, {"15 ms": (0.015, 1.2), "50 ms": (0.05, 0.9)}
+                    {"15 ms": (0.015, 1.0)}, {"15 ms": (0.015, 1.0), "50 ms": (0.05, 0.9)}
                 ),
                 "fleet": Scaled((FLEETS[1], FLEETS[-1]), FLEETS),
             },
-            {"parts": _parts, "seconds": Scaled(10.0, 300.0)},
+            {"parts": _parts, "seconds": Scaled(10.0, 150.0)},
         )
     ],
     tables=(
