@@ -138,8 +138,7 @@ class Cluster:
         self.changer: RoleChanger | None = None
         """Changes roles; ``None`` where they are fixed."""
         if elastic is not None:
-            load = partial(self._mirror.load, self._judged, None)
-            self.changer = RoleChanger(elastic, self.events, self._mirror, load, self._named)
+            self.changer = RoleChanger(elastic, self.events, self._mirror, self._named)
 
     def run(self, incidents: Sequence[Incident] = ()) -> float:
         """Run until every request has ended; return the time.

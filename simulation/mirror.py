@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from sluice.scheduling.admission import AdmissionPolicy
 from sluice.scheduling.autoscaling import Load
+from sluice.scheduling.autoscaling.role_shares import Loads, loads_of
 from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
 from sluice.scheduling.fleet.report import Report
 from sluice.scheduling.fleet.state import rows_of
@@ -182,8 +183,13 @@ class Mirror:
                     return RouteDecision(willing[self._turn % len(willing)], PLACED, role=role)
         return placement
 
-    def load(self, judged: Judged, role: Role | None, now_s: float) -> Load:
-        """The load on the replicas of a role, or on all, for autoscaling."""
+    def loads(self, now_s: float) -> Loads:
+        """The loads by which roles change."""
+        self._take_in()
+        return loads_of(self._placer.demand, self.fleet, now_s)
+
+    def load(self, judged: Judged, role: Role, now_s: float) -> Load:
+        """The load on the replicas of a role, for autoscaling."""
         self._take_in()
         demand = self._placer.demand
         return demand.load(self.fleet, now_s, judged.count, judged.attained, role)

@@ -109,7 +109,6 @@ class RoleChanger:
         config: the policies.
         events: the clock.
         mirror: of the replicas.
-        load: returns the load on all of them at a time.
         replicas: by name; more may come.
     """
 
@@ -118,7 +117,6 @@ class RoleChanger:
         config: ElasticRoles,
         events: Events,
         mirror: Mirror,
-        load: Callable[[float], Load],
         replicas: Mapping[str, Replica],
     ) -> None:
         self.sizes: dict[str, list[Size]] = {role: [] for role in ROLES}
@@ -126,15 +124,14 @@ class RoleChanger:
         self._config = config
         self._events = events
         self._mirror = mirror
-        self._load = load
         self._replicas = replicas
         self._means: Means | None = None
         events.after(LOOK_EVERY_S, self._look)
 
     def _look(self) -> None:
         now_s, fleet = self._events.now_s, self._mirror.fleet
-        load = self._load(now_s)
-        change = self._config.shares.decide(load, members_of(fleet, now_s), self._means)
+        loads = self._mirror.loads(now_s)
+        change = self._config.shares.decide(loads, members_of(fleet, now_s), self._means)
         self._means = change.means
         for name, role in change.roles.items():
             self._mirror.assign(name, role)

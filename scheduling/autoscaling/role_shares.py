@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pydantic import Field
 
-from sluice.scheduling.autoscaling.load import Load
+from sluice.scheduling.autoscaling.load import Demand, Load
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.rows import DECODES, requests_at
 from sluice.scheduling.policy import PolicyOptions
@@ -29,6 +29,16 @@ MOST_GROWTH = 2.0
 MOST_SCALING = 4.0
 """Maximum factor by which the decodes of guaranteed requests are scaled up for requests without a
 guarantee."""
+
+LOST = 0.05
+"""A role that cannot guarantee more than this share of what it is asked for is full, however busy
+it should be."""
+
+MOST_STRAIN = 3.0
+"""Maximum factor that a role is learned to be busier by than it should be."""
+
+UNLEARN_S = 1800.0
+"""Time in which such a factor loses ``1 - 1/e`` of its effect, seconds."""
 
 LOOK_EVERY_S = 2.5
 """How often to decide, seconds."""
@@ -113,6 +123,15 @@ class Split(NamedTuple):
         )
 
 
+class Loads(NamedTuple):
+    """The load on all replicas together, and on those of each role."""
+
+    all: Load
+    mixed: Load
+    prefill: Load
+    decode: Load
+
+
 class Need(NamedTuple):
     """Demand of all replicas together.
 
@@ -122,7 +141,7 @@ class Need(NamedTuple):
         usable: share of a second that a replica has beside that fixed time while it has decodes, >
             0.
         held: KV in use, in replicas whose whole KV it would fill.
-        decodes: how many requests decode at a time.
+        decodes: how many requests decode while prefills come.
     """
 
     prefill: float
@@ -132,22 +151,36 @@ class Need(NamedTuple):
     decodes: float = inf
 
 
+class Asked(NamedTuple):
+    """Work that was asked of a role or of all, and that was not guaranteed: mean rates."""
+
+    asked_s: float = 0.0
+    unpromised_s: float = 0.0
+
+    @property
+    def lost(self) -> float:
+        """Share that was not guaranteed."""
+        return self.unpromised_s / self.asked_s if self.asked_s > 0 else 0.0
+
+
 class Means(NamedTuple):
     """What is remembered from look to look.
 
     Attributes:
-        last: the load then.
-        fast, slow: means of the demand with the two averaging times; ``None`` before any.
-        asked_s, unpromised_s: mean rates of the work of asked and of unpromised requests.
+        last: the loads then, on all replicas and on each role.
+        fast, slow: means of the demand with the two averaging times; ``None`` before any. Usable
+            times are weighted by the decodes in them, and decodes by the prefills.
+        asked: of all, and of each role.
+        strain: by role, how much busier it is than it should be.
         changed_s: when a role changed last.
         torn: one of the two roles had no replica.
     """
 
-    last: Load
+    last: Loads
     fast: Need | None = None
     slow: Need | None = None
-    asked_s: float = 0.0
-    unpromised_s: float = 0.0
+    asked: tuple[Asked, ...] = (Asked(),) * 4
+    strain: tuple[float, ...] = (1.0,) * 3
     changed_s: float = -inf
     torn: bool = False
 
@@ -180,15 +213,19 @@ class RoleShares:
     times, ``u`` is nearer to 1. If the KV in use needs more replicas than the decodes' time does,
     it counts instead.
 
+    Bursts need more than the mean. So a role that cannot guarantee a share of what it is asked for
+    counts as full, and from then on as busier than the formula says by the same factor, which is
+    forgotten slowly.
+
     The best is wanted of all mixed and of every split into both roles: mixed replicas beside pairs
     lose to either. The current one is kept unless the best is better by ``gain``, and for
     ``hold_s`` after a change. The way there is a change at each look. A pair comes and goes at
     once, as a prefill replica without a decode one does nothing; mixed replicas, as new ones are,
     change before others, and where a role has lost its last replica, another one takes it.
 
-    Under a constant demand every change comes nearer to the same best split, so there are at most
-    as many changes as replicas. Of several replicas the one with the fewest requests changes, then
-    by id.
+    Under a constant demand of which nothing is lost every change comes nearer to the same best
+    split, so there are at most as many changes as replicas. Of several replicas the one with the
+    fewest requests changes, then by id.
 
     Source: ours, after ProServe appendix A and SLOs-Serve appendix A, which size fixed pools.
     """
@@ -196,75 +233,100 @@ class RoleShares:
     def __init__(self, options: RoleSharesOptions | None = None) -> None:
         self.options = options or RoleSharesOptions()
 
-    def decide(self, load: Load, members: Sequence[Member], means: Means | None) -> Change:
+    def decide(self, loads: Loads, members: Sequence[Member], means: Means | None) -> Change:
         """The roles from now on. ``O(n log n)`` with ``n`` members; the same input gives the same
         decision.
 
         Args:
-            load: the current load on all members together.
+            loads: the current ones on the members.
             members: those that take requests, in any order.
             means: of the last decision; ``None`` at the first one.
         """
-        if means is None or not load.follows(means.last):
-            return Change(_NO_CHANGES, Means(load, changed_s=load.now_s))
+        now_s = loads.all.now_s
+        if means is None or not loads.all.follows(means.last.all):
+            return Change(_NO_CHANGES, Means(loads, changed_s=now_s))
         decodes = sum(member.decodes for member in members)
-        means, before = self._measured(load, decodes, means), means
+        means, before = self._measured(loads, decodes, means), means
         split = split_of(members)
         torn = bool(split.prefill) != bool(split.decode)
         # A replica may be late with its reports only, so it is looked at twice.
         means, torn = means._replace(torn=torn), torn and before.torn
-        held = load.now_s - means.changed_s < self.options.hold_s
+        held = now_s - means.changed_s < self.options.hold_s
         if split.replicas < 2 or (split.settled and held) or (means.torn and not torn):
             return Change(_NO_CHANGES, means)
-        wanted, reason = self._wanted(self._forecast(means), split)
+        if split.settled:
+            means = self._learnt(means, split)
+        wanted, reason = self._wanted(self._forecast(means), split, means.strain)
         roles = dict(_towards(members, split, wanted))
         if not roles:
             return Change(_NO_CHANGES, means)
-        return Change(roles, means._replace(changed_s=load.now_s), reason)
+        return Change(roles, means._replace(changed_s=now_s), reason)
 
-    def _measured(self, load: Load, decodes: float, before: Means) -> Means:
-        """The means, updated by the load since the last look and the ``decodes`` now."""
-        last = before.last
+    def _measured(self, loads: Loads, decodes: float, before: Means) -> Means:
+        """The means, updated by the loads since the last look and the ``decodes`` now."""
+        load, last = loads.all, before.last.all
         passed_s = load.now_s - last.now_s
         fast = 1.0 - exp(-passed_s / self.options.smoothing_s)
         slow = 1.0 - exp(-passed_s / (SLOWER * self.options.smoothing_s))
-        prefill = (load.asked_s - last.asked_s) / passed_s
-        unpromised = (load.unpromised_s - last.unpromised_s) / passed_s
-        asked_s = before.asked_s + slow * (prefill - before.asked_s)
-        unpromised_s = before.unpromised_s + slow * (unpromised - before.unpromised_s)
-        promised_s = max(asked_s - unpromised_s, asked_s / MOST_SCALING)
-        scaling = asked_s / promised_s if promised_s > 0 else 1.0
-        # Without decodes the load says nothing of their pace.
-        known = load.decode_share > 0 or before.fast is None
-        usable = load.capacity if known else before.fast.usable  # type: ignore[union-attr]
-        held = load.kv_share * load.ready
-        need = Need(prefill, load.decode_share * scaling, usable, held, decodes * scaling)
+        unlearn = 1.0 - exp(-passed_s / UNLEARN_S)
+        asked = tuple(
+            Asked(
+                mean.asked_s + fast * ((now.asked_s - then.asked_s) / passed_s - mean.asked_s),
+                mean.unpromised_s
+                + fast * ((now.unpromised_s - then.unpromised_s) / passed_s - mean.unpromised_s),
+            )
+            for mean, now, then in zip(before.asked, loads, before.last, strict=True)
+        )
+        scaling = min(1.0 / max(1.0 - asked[0].lost, 1e-9), MOST_SCALING)
+        prefill, decode = (load.asked_s - last.asked_s) / passed_s, load.decode_share * scaling
+        # Without decodes the load says nothing of their pace. Prompts come together, and so do
+        # their decodes.
+        weighted = decode * load.capacity, decodes * scaling * prefill
+        need = Need(prefill, decode, weighted[0], load.kv_share * load.ready, weighted[1])
         return before._replace(
-            last=load,
+            last=loads,
             fast=_mean(before.fast, need, fast),
             slow=_mean(before.slow, need, slow),
-            asked_s=asked_s,
-            unpromised_s=unpromised_s,
+            asked=asked,
+            strain=tuple(each + unlearn * (1.0 - each) for each in before.strain),
         )
 
-    def _forecast(self, means: Means) -> Need:
-        """The demand ``ahead_s`` from now."""
+    def _forecast(self, means: Means, ahead_s: float | None = None) -> Need:
+        """The demand ``ahead_s`` from now; default: as long as the options say."""
         fast, slow, options = means.fast, means.slow, self.options
         assert fast is not None and slow is not None
-        ahead = (options.ahead_s + options.smoothing_s) / ((SLOWER - 1.0) * options.smoothing_s)
+        ahead_s = options.ahead_s + options.smoothing_s if ahead_s is None else ahead_s
+        ahead = ahead_s / ((SLOWER - 1.0) * options.smoothing_s)
 
         def then(now: float, earlier: float) -> float:
             return min(max(0.0, now + (now - earlier) * ahead), MOST_GROWTH * now)
 
-        prefill, decode = then(fast.prefill, slow.prefill), then(fast.decode, slow.decode)
-        return fast._replace(prefill=prefill, decode=decode)
+        return Need(
+            then(fast.prefill, slow.prefill),
+            then(fast.decode, slow.decode),
+            fast.usable / fast.decode if fast.decode > 0 else 1.0,
+            fast.held,
+            fast.decodes / fast.prefill if fast.prefill > 0 else 0.0,
+        )
 
-    def _wanted(self, need: Need, split: Split) -> tuple[Split, str]:
+    def _learnt(self, means: Means, split: Split) -> Means:
+        """What the share that the roles could not guarantee teaches: they are full, and how busy
+        they should be was wrong by that much."""
+        should = busy_of(self._forecast(means, 0.0), split, self.options.prefill_load)
+        strain = list(means.strain)
+        for place, role in enumerate(ROLES):
+            lost, busy = means.asked[1 + place].lost, should.get(role, 0.0)
+            if lost > LOST and busy > 0:
+                strain[place] = max(strain[place], min((1.0 + lost) / busy, MOST_STRAIN))
+        return means._replace(strain=tuple(strain))
+
+    def _wanted(self, need: Need, split: Split, strain: Sequence[float]) -> tuple[Split, str]:
         """The split to go to, and why: the current one where no other is better by enough."""
         kept, replicas = 1.0 - self.options.gain, split.replicas
 
         def busy(split: Split) -> float:
-            return busiest(need, split, self.options.prefill_load)
+            should = busy_of(need, split, self.options.prefill_load)
+            return max(should[role] * strain[ROLES.index(role)] for role in should)
 
         mixed = Split(replicas, 0, 0)
         apart = min(
@@ -288,8 +350,8 @@ class RoleShares:
         return best, words
 
 
-def busiest(need: Need, split: Split, prefill_load: float = 1.0) -> float:
-    """Share of its time for which the busiest replica of a settled split is busy; 1 and above is
+def busy_of(need: Need, split: Split, prefill_load: float = 1.0) -> dict[Role, float]:
+    """Share of its time for which each role of a settled split should be busy; 1 and above is
     overload. ``O(1)``."""
     mixed, prefill, decode = split
     # A replica without decodes has no pace to keep. Where they are few, chance decides which have.
@@ -297,8 +359,13 @@ def busiest(need: Need, split: Split, prefill_load: float = 1.0) -> float:
     usable = 1.0 - paced * (1.0 - need.usable)
     decode_s = max(need.decode / usable, need.held)
     if mixed:
-        return (need.prefill / usable + decode_s) / mixed
-    return max(need.prefill / prefill_load / prefill, decode_s / decode)
+        return {"mixed": (need.prefill / usable + decode_s) / mixed}
+    return {"prefill": need.prefill / prefill_load / prefill, "decode": decode_s / decode}
+
+
+def loads_of(demand: Demand, fleet: Fleet, now_s: float) -> Loads:
+    """The loads on a fleet. ``O(replicas)``."""
+    return Loads(*(demand.load(fleet, now_s, role=role) for role in (None, *ROLES)))
 
 
 def members_of(fleet: Fleet, now_s: float) -> list[Member]:

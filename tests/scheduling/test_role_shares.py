@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from sluice.scheduling.autoscaling.load import Load
 from sluice.scheduling.autoscaling.role_shares import (
     Change,
+    Loads,
     Means,
     Member,
     Need,
     RoleShares,
     RoleSharesOptions,
     Split,
-    busiest,
+    busy_of,
     split_of,
 )
 from sluice.scheduling.roles import ROLES, Role
@@ -34,6 +35,10 @@ def fleet(mixed: int, prefill: int = 0, decode: int = 0) -> list[Member]:
     """That many replicas of each role, without requests."""
     roles: list[Role] = ["mixed"] * mixed + ["prefill"] * prefill + ["decode"] * decode
     return [Member(f"r{number:02}", role, 0.0, MANY) for number, role in enumerate(roles)]
+
+
+def busiest(need: Need, split: Split, prefill_load: float = 1.0) -> float:
+    return max(busy_of(need, split, prefill_load).values())
 
 
 class Run:
@@ -61,7 +66,7 @@ class Run:
             capacity=self._usable if decode else 1.0,
             **gauges,
         )
-        change = self._policy.decide(self._load, self.members, self._means)
+        change = self._policy.decide(self.loads, self.members, self._means)
         self._means = change.means
         self.members = [
             each._replace(role=change.roles.get(each.replica_id, each.role))
@@ -71,6 +76,11 @@ class Run:
             self.changes.append(change)
             self.splits.append(split_of(self.members))
         return change
+
+    @property
+    def loads(self) -> Loads:
+        """What was seen last, without a request lost."""
+        return Loads(self._load, self._load, self._load, self._load)
 
     def settle(self, prefill: float, decode: float, looks: int = 400) -> Split:
         """The split after a time under one demand."""
@@ -158,8 +168,9 @@ def test_a_role_that_lost_its_last_replica_gets_another_one_soon() -> None:
 
 def test_a_restart_of_the_controller_is_no_load() -> None:
     policy, members = RoleShares(), fleet(4)
-    means = policy.decide(Load(100.0, 4.0, asked_s=50.0), members, None).means
-    change = policy.decide(Load(900.0, 4.0, asked_s=1.0), members, means)
+    before, after = Load(100.0, 4.0, asked_s=50.0), Load(900.0, 4.0, asked_s=1.0)
+    means = policy.decide(Loads(before, before, before, before), members, None).means
+    change = policy.decide(Loads(after, after, after, after), members, means)
     assert not change.roles and change.means.fast is None
 
 
@@ -212,6 +223,6 @@ def test_equal_input_gives_equal_output(run: Run, prefill: float, decode: float)
         load = run._load
         backwards = list(reversed(run.members))
         change = run.look(prefill, decode)
-        again = policy.decide(run._load, backwards, means)
+        again = policy.decide(run.loads, backwards, means)
         assert again == change and load.now_s < run._load.now_s
         means = change.means
