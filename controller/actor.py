@@ -47,6 +47,7 @@ from sluice.controller.state.promises import PromiseLog
 from sluice.controller.state.quarantine import Quarantine
 from sluice.controller.state.quotas import Quotas
 from sluice.controller.state.request_classes import RequestClasses
+from sluice.controller.state.roles import Roles
 from sluice.controller.transport import report_wire
 from sluice.controller.transport.channel import Endpoint, RouteServer
 from sluice.controller.transport.checks import (
@@ -116,13 +117,15 @@ class Controller:
             self._epoch, self._fleet, config.forget_after_s, ended=self._placer.shares.settle
         )
         self._drains = Drains(self._fleet)
+        self._counters = counters = Counters()
+        demand = self._placer.demand
+        self._roles = Roles(self._mirror, self._fleet, demand, config.roles, counters.changed)
         self._quarantine = Quarantine(self._mirror, self._fleet)
         self._classes = RequestClasses()
         self._quotas = Quotas()
         self._loops = LoopStarts()
         window_s = admission.window_s if admission is not None else 0.0
         self._server = RouteServer(self._route, self._read_report, clock, window_s)
-        self._counters = Counters()
         self._readings = Readings(
             self._counters,
             self._mirror,
@@ -171,11 +174,11 @@ class Controller:
         self._forget_silent(now_s)
         with self._counters.refusals():
             self._mirror.hello(hello, now_s)
+        self._roles.greet(hello)
         self._drains.greet(hello.replica_id, hello.closed)
         self._quarantine.reported(hello, (), now_s)
         self._counters.reported("hello")
-        closed = self._fleet.is_closed(hello.replica_id)
-        return ReportReply(self._epoch, resync=False, closed=closed)
+        return self._reply(hello.replica_id, resync=False)
 
     async def report(self, delta: ReplicaDelta) -> ReportReply:
         """Apply what changed in a replica, or ask for a hello.
@@ -193,6 +196,7 @@ class Controller:
         self._hear()
         self._mirror.forget(replica_id)
         self._drains.forget(replica_id)
+        self._roles.forget(replica_id)
         self._quarantine.forget(replica_id)
 
     async def replica_gone(self, replica_ids: Sequence[str]) -> None:
@@ -378,6 +382,7 @@ class Controller:
         forgotten = self._mirror.forget_silent(now_s)
         self._drains.silent(forgotten, now_s)
         for replica_id in forgotten:
+            self._roles.forget(replica_id)
             self._quarantine.forget(replica_id)
         self._quarantine.advance(now_s)
 
@@ -443,8 +448,12 @@ class Controller:
             self._classes.ended(delta.finished)
             self._quarantine.reported(delta, delta.finished, now_s)
             self._drains.answered(delta.replica_id)
-        closed = self._fleet.is_closed(delta.replica_id)
-        return ReportReply(self._epoch, resync=not applied, closed=closed)
+        self._roles.advance(now_s)
+        return self._reply(delta.replica_id, resync=not applied)
+
+    def _reply(self, replica_id: str, resync: bool) -> ReportReply:
+        closed, role = self._fleet.is_closed(replica_id), self._roles.of(replica_id)
+        return ReportReply(self._epoch, resync, closed, role)
 
     def _invalid(self) -> RouteDecision:
         decision = RouteDecision(None, INVALID_QUERY)

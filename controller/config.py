@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from sluice.controller.version import version
 from sluice.scheduling.admission import AdmissionPolicy
 from sluice.scheduling.admission import make_policy as make_admission_policy
+from sluice.scheduling.autoscaling.role_shares import RoleSharesOptions
 from sluice.scheduling.placement.cells import MOST_CELLS
 from sluice.scheduling.placement.length import LengthRange
 from sluice.scheduling.placement.output_lengths import OutputLengths
@@ -83,6 +84,11 @@ class ControllerConfig(BaseModel):
         description="Number of controllers that share the replicas. Each decides on its own part, "
         "and a router asks at most two of them about a request. More than one is for fleets whose "
         "decisions one process cannot make; not for pools with roles.",
+    )
+
+    roles: RoleSharesOptions = Field(
+        default_factory=RoleSharesOptions,
+        description="When replicas change their roles, with `replica.elastic`.",
     )
 
     @model_validator(mode="after")

@@ -103,7 +103,8 @@ class ReplicaHello(NamedTuple):
     and ``held`` are as in a delta, for all chunks that it holds. ``closed`` is as in the last
     :class:`ReportReply`: the replica carries the operator's setting to a restarted controller.
     ``role``: the phases of requests that it serves. ``preempts``: its engine suspends a running
-    prefill for a more urgent one. ``hung`` as in a delta.
+    prefill for a more urgent one. ``hung`` as in a delta. ``elastic``: it follows another role
+    while it runs.
     """
 
     replica_id: Id
@@ -127,6 +128,7 @@ class ReplicaHello(NamedTuple):
     closed: bool = False
     preempts: bool = False
     hung: bool = False
+    elastic: bool = False
 
 
 class ReplicaDelta(NamedTuple):
@@ -157,11 +159,13 @@ class ReplicaDelta(NamedTuple):
 class ReportReply(NamedTuple):
     """Answer to a report. ``resync`` asks for a :class:`ReplicaHello`: the epoch is unknown, the
     replica is not registered, or a report was lost. ``closed``: an operator has closed the replica
-    to new requests."""
+    to new requests. ``role``: the role to follow from now on; ``None`` for a replica that is not
+    ``elastic``."""
 
     epoch: int
     resync: bool
     closed: bool = False
+    role: Role | None = None
 
 
 class MetricSample(NamedTuple):

@@ -24,7 +24,7 @@ from sluice.replica.placement import resources
 from sluice.replica.pools import Pool
 from sluice.replica.vllm_args import workers
 from sluice.router.app import Router, ServedModel
-from sluice.scheduling.roles import Role
+from sluice.scheduling.roles import ROLES, Role
 from sluice.telemetry.config import TelemetryConfig
 
 REPLICA_DEPLOYMENTS: dict[Role, str] = {
@@ -80,12 +80,7 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
         for fleet in config.fleets
     )
     return router.bind(
-        {
-            fleet.model: {
-                pool.role: _replicas(fleet, pool, config.telemetry) for pool in fleet.pools
-            }
-            for fleet in config.fleets
-        },
+        {fleet.model: _pools(fleet, config.telemetry) for fleet in config.fleets},
         models,
         config.router,
         config.telemetry,
@@ -107,6 +102,14 @@ def deployment_name(key: str | None, role: Role = "mixed") -> str:
     :class:`~sluice.deploy.models.ModelFleet`."""
     name = REPLICA_DEPLOYMENTS[role]
     return name if key is None else f"{name}-{key}"
+
+
+def _pools(fleet: ModelFleet, telemetry: TelemetryConfig) -> dict[Role, Application]:
+    """The deployments of one model's replicas by the roles of replicas in them. Replicas that
+    change their roles are all in one."""
+    if fleet.config.replica.elastic:
+        return dict.fromkeys(ROLES, _replicas(fleet, fleet.pools[0], telemetry))
+    return {pool.role: _replicas(fleet, pool, telemetry) for pool in fleet.pools}
 
 
 def _replicas(fleet: ModelFleet, pool: Pool, telemetry: TelemetryConfig) -> Application:

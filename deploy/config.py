@@ -86,10 +86,12 @@ class SluiceConfig(BaseModel):
     @model_validator(mode="after")
     def _check_cells(self) -> SluiceConfig:
         for fleet in self.fleets:
-            if fleet.config.controller.cells > 1 and any(p.role != "mixed" for p in fleet.pools):
+            roles = fleet.config.replica.elastic or any(p.role != "mixed" for p in fleet.pools)
+            if fleet.config.controller.cells > 1 and roles:
                 raise ValueError(
-                    "controller.cells must be 1 with pools of prefill and decode replicas: each "
-                    "cell places requests on its own replicas, which may lack one of the roles"
+                    "controller.cells must be 1 with replica.elastic, and with pools of prefill "
+                    "and decode replicas: each cell places requests on its own replicas, which may "
+                    "lack one of the roles"
                 )
         return self
 

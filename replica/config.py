@@ -356,6 +356,11 @@ class ReplicaConfig(BaseModel):
         "together. `count` and `autoscaling` are then set in the pools only. Default: all replicas "
         "are mixed.",
     )
+    elastic: bool = Field(
+        default=False,
+        description="Replicas change between the roles `mixed`, `prefill` and `decode` while they "
+        "run, by the load; all begin as `mixed`. `controller.roles` says when. Excludes `pools`.",
+    )
     max_live_requests: int = Field(
         default=2048,
         ge=1,
@@ -403,6 +408,11 @@ class ReplicaConfig(BaseModel):
     def _check_pools(self) -> ReplicaConfig:
         if not self.pools:
             return self
+        if self.elastic:
+            raise ValueError(
+                "elastic and pools exclude each other: replicas of a pool keep its role, and a "
+                "pool's engine settings cannot change without a restart"
+            )
         if ("prefill" in self.pools) != ("decode" in self.pools):
             raise ValueError(
                 "the pools prefill and decode are required together: configure both or neither"

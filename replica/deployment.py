@@ -99,6 +99,7 @@ class ReplicaServer:
                 traced=self._tracer is not None,
                 role=role,
             )
+        self._elastic = replica.elastic
         self._port = DirectPort(ray.util.get_node_ip_address())
         self._replica = Replica(
             replica_id,
@@ -172,7 +173,7 @@ class ReplicaServer:
         await self._replica.abort(request_id)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """The total load of all replicas of this one's role, as the controller knows it: the fields
+        """The total load of all replicas of this one's pool, as the controller knows it: the fields
         of :class:`~sluice.scheduling.autoscaling.Load`. With autoscaling, Serve calls this
         periodically and passes it to the policy.
 
@@ -182,7 +183,8 @@ class ReplicaServer:
         rank = serve.get_replica_context().rank
         if rank is not None and rank.rank >= LOAD_REPORTERS:
             return {}
-        load = await self._client.load(self._replica.role)
+        # Where roles change, the number of replicas is for all of them together.
+        load = await self._client.load(None if self._elastic else self._replica.role)
         return {} if load is None else load._asdict()
 
     async def engine_snapshot(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from sluice.scheduling.fleet.prefix import NO_PREFIX, PromptPrefix
 from sluice.scheduling.fleet.state import EngineState
 from sluice.scheduling.latency.profile import LatencyProfile
 from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.roles import Role
 
 Endpoint = Literal[
     "chat",
@@ -309,6 +310,10 @@ class Engine(Protocol):
 
     async def abort(self, request_id: str) -> None:
         """Stop a request; unknown ids are ignored."""
+
+    def set_role(self, role: Role) -> None:
+        """Plan as a replica of this role does, from the next batch on. What the engine has it
+        finishes, and it still serves every request that comes."""
 
     def state(self) -> EngineState:
         """The scheduler's state as of its last step. Cheap: no call into the engine."""

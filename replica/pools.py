@@ -73,6 +73,9 @@ def pools_of(engine: EngineConfig, replica: ReplicaConfig) -> tuple[Pool, ...]:
         pydantic.ValidationError: a pool is invalid; the message says where and why.
     """
     if not replica.pools:
+        if replica.elastic and engine.transfer is None:
+            base = engine.model_dump(exclude_unset=True)
+            engine = _validated({**base, "transfer": {}}, ("engine",))
         alone = Pool("mixed", engine, replica)
         _refuse(_preemption_where_kv_arrives(alone, ("engine",)))
         _refuse(unplaceable(engine, replica, ("replica",)))
@@ -108,8 +111,12 @@ def _engine(shared: EngineConfig, replica: ReplicaConfig, role: Role) -> EngineC
     own = dict(pool.engine)
     if isinstance(own.get("vllm_args"), Mapping):
         own["vllm_args"] = by_option(own["vllm_args"])
+    return _validated(_laid_over(base, own), place)
+
+
+def _validated(values: Mapping[str, Any], place: tuple[str, ...]) -> EngineConfig:
     try:
-        return EngineConfig.model_validate(_laid_over(base, own))
+        return EngineConfig.model_validate(values)
     except ValidationError as error:
         _refuse(
             ((*place, *entry["loc"]), entry["msg"])

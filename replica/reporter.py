@@ -49,13 +49,15 @@ class ReportTarget(Protocol):
 class Membership(NamedTuple):
     """The part of a hello that describes the replica, not its engine.
 
-    ``capacity`` is the number of rows of its engine's state table.
+    ``capacity`` is the number of rows of its engine's state table. ``role`` is its first role if it
+    is ``elastic``.
     """
 
     replica_id: str
     node_id: str
     capacity: int
     role: Role = "mixed"
+    elastic: bool = False
 
 
 class Changes(NamedTuple):
@@ -129,6 +131,7 @@ class Reporter:
         member: identity of this replica.
         live_requests: number of requests that the replica serves; they may not be in the state yet.
         hung: whether the engine with this state is stalled.
+        follow: called with a new role of this replica.
         clock: monotonic seconds, the clock of the state's times.
     """
 
@@ -142,6 +145,7 @@ class Reporter:
         live_requests: Callable[[], int],
         hung: Callable[[EngineState], bool],
         clock: Callable[[], float] = time.monotonic,
+        follow: Callable[[Role], None] = lambda _: None,
     ) -> None:
         self._read_state = read_state
         self._info = info
@@ -157,6 +161,8 @@ class Reporter:
         self._known_draining = False
         self._known_hung = False
         self._closed = False
+        self._role = member.role
+        self._follow = follow
         self._finished: dict[int, None] = {}
         self._epoch: int | None = None
         self._seq = 0
@@ -256,6 +262,9 @@ class Reporter:
             return self._interval_s
         self._epoch = reply.epoch
         self._closed = reply.closed
+        if reply.role is not None and reply.role != self._role:
+            self._role = reply.role
+            self._follow(self._role)
         self._acknowledged.acknowledge(state)
         return self._interval_s if self._busy(state) else self._heartbeat_s
 
@@ -274,7 +283,7 @@ class Reporter:
                 node_id=self._member.node_id,
                 model=info.model,
                 policy=info.policy,
-                role=self._member.role,
+                role=self._role,
                 max_batch_tokens=info.max_batch_tokens,
                 max_sequences=info.max_sequences,
                 block_tokens=info.block_tokens,
@@ -291,6 +300,7 @@ class Reporter:
                 closed=self._closed,
                 preempts=info.preempts,
                 hung=hung,
+                elastic=self._member.elastic,
             )
         )
         self._known_draining, self._known_hung = draining, hung

@@ -53,7 +53,8 @@ class Replica:
         config: limits and periods.
         target: the controller's client.
         tracer: makes spans of requests that are traced; ``None``: tracing is off.
-        role: which phases of a request it serves, as configured for its pool.
+        role: which phases of a request it serves, as configured for its pool; at first, if
+            ``config.elastic``.
         port: where clients' proxies fetch streams from this replica; ``None``: all streams go
             through routers.
     """
@@ -69,7 +70,7 @@ class Replica:
         role: Role = "mixed",
         port: DirectPort | None = None,
     ) -> None:
-        self.role = role
+        self._role: Role = role
         self._port = port
         self.replica_id = replica_id
         self._node_id = node_id
@@ -85,6 +86,11 @@ class Replica:
         self._info: EngineInfo | None = None
         self._reporter: Reporter | None = None
         self._watchdog: Watchdog | None = None
+
+    @property
+    def role(self) -> Role:
+        """Which phases of a request it serves now."""
+        return self._role
 
     @property
     def live_requests(self) -> int:
@@ -107,7 +113,8 @@ class Replica:
             self.replica_id,
             self._node_id,
             table_capacity(self._config.max_live_requests),
-            self.role,
+            self._role,
+            self._config.elastic,
         )
         self._watchdog = Watchdog(self._engine, self._info, self._config.hung_after_s)
         self._reporter = Reporter(
@@ -118,9 +125,16 @@ class Replica:
             member,
             lambda: self.live_requests,
             self._watchdog.look,
+            follow=self._follow,
         )
         self._reporter.start()
         return self._info
+
+    def _follow(self, role: Role) -> None:
+        """The controller has given this replica another role."""
+        logger.info("role: %s -> %s", self._role, role)
+        self._role = role
+        self._engine.set_role(role)
 
     def open(self, request: EngineRequest, wake: Callable[[], None]) -> Response:
         """Begin to serve one request; ``wake`` is called when items of the response are ready.

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sluice.scheduling.admission import AdmissionPolicy
+from sluice.scheduling.autoscaling.role_shares import RoleShares
 from sluice.scheduling.batching import BatchPolicy
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.placement.length import LengthPredictor
@@ -22,6 +23,7 @@ from sluice.simulation.cells import CellMirrors
 from sluice.simulation.config import (
     Autoscaling,
     ClusterConfig,
+    ElasticRoles,
     EngineConfig,
     Failure,
     Resize,
@@ -35,7 +37,7 @@ from sluice.simulation.mirror import PREFILL_KEYS, VirtualMirror
 from sluice.simulation.replica import VirtualReplica
 from sluice.simulation.requests import Requests, Return
 from sluice.simulation.run import TOO_LONG, Result, Size, result_of, sides
-from sluice.simulation.scaling import Scaler
+from sluice.simulation.scaling import RoleChanger, Scaler
 from sluice.simulation.truth import Belief, Truth
 from sluice.simulation.workload import Workload
 
@@ -89,6 +91,10 @@ class Cluster:
             or ends with an explicit failure, as ``config`` says for its class.
         autoscaling: changes the initial numbers of replicas from ``config``; default: they are
             fixed.
+        elastic: changes the initial roles; default: they are fixed. Not with ``autoscaling``.
+
+    Raises:
+        ValueError: roles change, and ``config`` has several cells.
     """
 
     def __init__(
@@ -100,6 +106,7 @@ class Cluster:
         rng: np.random.Generator,
         admission: AdmissionPolicy | None = None,
         autoscaling: Autoscaling | None = None,
+        elastic: ElasticRoles | None = None,
     ) -> None:
         self.events = Events()
         self.moved = 0
@@ -134,6 +141,12 @@ class Cluster:
         self._judged = Judged(requests)
         self.scalers = self._autoscale(autoscaling) if autoscaling is not None else []
         """The scaler of each role; empty without autoscaling."""
+        self.changer: RoleChanger | None = None
+        """Changes roles; ``None`` where they are fixed."""
+        if elastic is not None:
+            if not isinstance(self._mirror, VirtualMirror):
+                raise ValueError(f"cells must be 1 where roles change, got {config.cells}")
+            self.changer = RoleChanger(elastic, self.events, self._mirror, self._named)
 
     def run(self, incidents: Sequence[Incident] = ()) -> float:
         """Run until every request has ended; return the time.
@@ -460,6 +473,7 @@ def simulate_cluster(
     admission: AdmissionPolicy | None = None,
     nodes: Sequence[Node] = (),
     autoscaling: Autoscaling | None = None,
+    roles: RoleShares | None = None,
 ) -> Result:
     """Run ``workload`` through a cluster until every request has ended.
 
@@ -481,6 +495,7 @@ def simulate_cluster(
         nodes: the first replicas to start, if they differ from ``truth``, ``belief`` and
             ``engine``, which describe the other replicas.
         autoscaling: changes the numbers of replicas; default: they are fixed.
+        roles: changes roles; default: they are fixed. Not with ``autoscaling``.
 
     Raises:
         ValueError: see :meth:`Cluster.run`.
@@ -506,6 +521,7 @@ def simulate_cluster(
         network,
         admission,
         autoscaling,
+        None if roles is None else ElasticRoles(roles, make_batch),
     )
     end_s = run.run(incidents)
     up_s = sum(
@@ -515,6 +531,8 @@ def simulate_cluster(
     sizes: dict[str, tuple[Size, ...]] = {}
     for scaler in run.scalers:
         sizes[scaler.role] = tuple(scaler.sizes)
+    if run.changer is not None:
+        sizes |= {role: tuple(found) for role, found in run.changer.sizes.items()}
     started_s = sum(scaler.started_s(end_s) for scaler in run.scalers)
     engines = [replica.engine for replica in run.replicas]
     return result_of(requests, engines, end_s, up_s, run.moved, run.split, started_s, sizes)

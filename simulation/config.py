@@ -8,6 +8,8 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from sluice.scheduling.autoscaling import AutoscalingPolicy
+from sluice.scheduling.autoscaling.role_shares import RoleShares
+from sluice.scheduling.batching import BatchPolicy
 from sluice.scheduling.placement.cells import MOST_CELLS
 from sluice.scheduling.roles import Role
 
@@ -207,6 +209,18 @@ class Autoscaling(NamedTuple):
     most: int
     interval_s: float = 2.0
     startup_s: float = 60.0
+
+
+class ElasticRoles(NamedTuple):
+    """Roles that change while a cluster runs.
+
+    Attributes:
+        shares: decides which.
+        make_batch: gives an engine its policy, by its new role.
+    """
+
+    shares: RoleShares
+    make_batch: Callable[[Role], BatchPolicy]
 
 
 class Failure(NamedTuple):

@@ -93,6 +93,11 @@ class VirtualEngine:
             tokens = requests.workload.block_tokens
             self.cache = PrefixCache(requests.arrivals, tokens, config.block_tokens)
 
+    def follow(self, policy: BatchPolicy) -> None:
+        """Plan with another policy, if its options are others."""
+        if policy.options != self._policy.options:
+            self._policy = policy
+
     @property
     def policy(self) -> str:
         """Registered name of its policy."""

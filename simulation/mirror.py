@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from sluice.scheduling.admission import AdmissionPolicy
 from sluice.scheduling.autoscaling import Load
+from sluice.scheduling.autoscaling.role_shares import Loads, loads_of
 from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
 from sluice.scheduling.fleet.report import Report
 from sluice.scheduling.fleet.state import rows_of
@@ -53,12 +54,12 @@ class Sent(NamedTuple):
 class _Known:
     """One replica: what it is given, and the report that no decision has looked at yet."""
 
-    def __init__(self, given: Sequence[int]) -> None:
+    def __init__(self, given: Sequence[int], role: Role) -> None:
         self.given = given
         self.confirmed = 0
         self.held: frozenset[int] = frozenset()
         self.draining = False
-        self.role: Role = "mixed"
+        self.role = role
         self.news: tuple[Sent, float] | None = None
 
 
@@ -110,15 +111,21 @@ class VirtualMirror:
 
     def register(self, name: str, given: Sequence[int], sent: Sent, now_s: float) -> None:
         """A replica says hello. ``given`` are the keys that it gets, in order; the list grows."""
-        self._known[name] = _Known(given)
+        self._known[name] = _Known(given, sent.report.role)
         self.hear(name, sent, now_s)
 
     def hear(self, name: str, sent: Sent, now_s: float) -> None:
         """A report arrives; one of a replica that is not known is ignored."""
         known = self._known.get(name)
         if known is not None:
-            known.draining, known.role = sent.report.draining, sent.report.role
+            known.draining = sent.report.draining
             known.news = (sent, now_s)
+
+    def assign(self, name: str, role: Role) -> None:
+        """A known replica has another role from now on, also in the reports under way."""
+        self._take_in()
+        self._known[name].role = role
+        self.fleet.assign(name, role)
 
     def forget(self, name: str) -> None:
         """A replica is gone, with what was on its way to it."""
@@ -186,6 +193,11 @@ class VirtualMirror:
                 return RouteDecision(willing[self._turn % len(willing)], PLACED, role=role)
         return RouteDecision(None, NO_REPLICA)
 
+    def loads(self, now_s: float) -> Loads:
+        """The loads by which roles change."""
+        self._take_in()
+        return loads_of(self._placer.demand, self.fleet, now_s)
+
     def load(self, judged: Judged, role: Role, now_s: float) -> Load:
         """The load on the replicas of a role, for autoscaling."""
         self._take_in()
@@ -200,7 +212,7 @@ class VirtualMirror:
                 self.fleet.confirm(known.given[known.confirmed : sent.received], name)
                 known.confirmed = sent.received
                 rows = rows_of(sent.table, sent.later)
-                self.fleet.report(name, sent.report._replace(rows=rows), heard_s)
+                self.fleet.report(name, sent.report._replace(rows=rows, role=known.role), heard_s)
                 self._hold(name, known, sent.held)
 
     def _hold(self, name: str, known: _Known, held: frozenset[int]) -> None:

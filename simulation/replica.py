@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 
+from sluice.scheduling.batching import BatchPolicy
 from sluice.scheduling.fleet.report import Report
 from sluice.scheduling.fleet.state import ROW
 from sluice.scheduling.fleet.transfer import NO_TRANSFERS, Transfers
@@ -26,7 +27,7 @@ class VirtualReplica:
 
     Args:
         name: as policies see it.
-        role: what it does.
+        role: what it does, at first.
         engine: a new one.
         events: the clock.
         mirror: where its reports go.
@@ -92,6 +93,12 @@ class VirtualReplica:
             if self.engine.live == 1:
                 self._plan_report()
         return accepted
+
+    def follow(self, role: Role, policy: BatchPolicy) -> None:
+        """Have another role, and plan with ``policy`` where that of the role differs. What it has
+        it finishes."""
+        self.role = role
+        self.engine.follow(policy)
 
     def fail(self) -> list[int]:
         """Die; return the requests that it had."""

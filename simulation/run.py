@@ -46,8 +46,8 @@ class Result:
         starting_s: sum of the times for which replicas were started that served nothing yet.
         checked_drafts: drafted tokens that steps checked.
         accepted_drafts: of these, those that were right.
-        sizes: by role, the wanted numbers of replicas with time and reason; empty without
-            autoscaling.
+        sizes: by role, the wanted numbers of replicas with time and reason; empty where numbers
+            and roles are fixed.
     """
 
     requests: Requests

@@ -1,13 +1,21 @@
-"""Sizes one role's replicas while a simulated cluster runs."""
+"""Sizes one role's replicas, and changes roles, while a simulated cluster runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from sluice.scheduling.autoscaling import Load, Pool, State
-from sluice.scheduling.roles import Role
-from sluice.simulation.config import Autoscaling
+from sluice.scheduling.autoscaling.role_shares import (
+    LOOK_EVERY_S,
+    Means,
+    members_of,
+    split_of,
+)
+from sluice.scheduling.roles import ROLES, Role
+from sluice.simulation.config import Autoscaling, ElasticRoles
 from sluice.simulation.events import Events
+from sluice.simulation.mirror import VirtualMirror
+from sluice.simulation.replica import VirtualReplica
 from sluice.simulation.run import Size
 
 
@@ -91,3 +99,45 @@ class Scaler:
 
     def _end_order(self, number: int) -> None:
         self._started_s += self._events.now_s - self._ordered.pop(number)
+
+
+class RoleChanger:
+    """Looks at the load of all replicas and changes roles, as the controller does
+    (:mod:`sluice.controller.state.roles`).
+
+    Args:
+        config: the policies.
+        events: the clock.
+        mirror: of the replicas.
+        replicas: by name; more may come.
+    """
+
+    def __init__(
+        self,
+        config: ElasticRoles,
+        events: Events,
+        mirror: VirtualMirror,
+        replicas: Mapping[str, VirtualReplica],
+    ) -> None:
+        self.sizes: dict[str, list[Size]] = {role: [] for role in ROLES}
+        """The number of replicas of each role, with the times from which they had it."""
+        self._config = config
+        self._events = events
+        self._mirror = mirror
+        self._replicas = replicas
+        self._means: Means | None = None
+        events.after(LOOK_EVERY_S, self._look)
+
+    def _look(self) -> None:
+        now_s, fleet = self._events.now_s, self._mirror.fleet
+        loads = self._mirror.loads(now_s)
+        change = self._config.shares.decide(loads, members_of(fleet, now_s), self._means)
+        self._means = change.means
+        for name, role in change.roles.items():
+            self._mirror.assign(name, role)
+            self._replicas[name].follow(role, self._config.make_batch(role))
+        for role, count in zip(ROLES, split_of(members_of(fleet, now_s)), strict=True):
+            sizes = self.sizes[role]
+            if not sizes or sizes[-1].replicas != count:
+                sizes.append(Size(now_s, count, change.reason))
+        self._events.after(LOOK_EVERY_S, self._look)

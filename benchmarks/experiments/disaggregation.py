@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from sluice.benchmarks.experiments import loads, systems
 from sluice.benchmarks.experiments.grid import Experiment, Scaled
@@ -48,15 +49,19 @@ SETTING = {
 }
 
 
-def _tight(setup: systems.Setup, rate: float, requests: int, seed: int) -> Workload:
-    made = of_scenario("coder")(setup, rate, requests, seed)
-    words = f"TPOT {1e3 * TIGHT_TPOT_S:g} ms."
-    return with_objectives(made, lambda arrival: replace(arrival.slo, tpot_s=TIGHT_TPOT_S), words)
+def paced(
+    make: Make, tpot_s: float, setup: systems.Setup, rate: float, requests: int, seed: int
+) -> Workload:
+    """The workload of ``make`` with another TPOT."""
+    made, words = make(setup, rate, requests, seed), f"TPOT {1e3 * tpot_s:g} ms."
+    return with_objectives(made, lambda arrival: replace(arrival.slo, tpot_s=tpot_s), words)
 
 
 def of_scenario(scenario: str) -> Make:
     """A scenario of SLOs-Serve without its bursts, or :data:`TIGHT`."""
-    return _tight if scenario == TIGHT else generated(slos_serve, scenario, arrivals=Poisson)
+    if scenario == TIGHT:
+        return partial(paced, of_scenario("coder"), TIGHT_TPOT_S)
+    return generated(slos_serve, scenario, arrivals=Poisson)
 
 
 def split_in(prefillers: int, decoders: int, mixed: int = 0) -> systems.Layout:

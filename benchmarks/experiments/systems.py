@@ -18,6 +18,7 @@ import numpy as np
 from sluice.controller.config import ControllerConfig
 from sluice.scheduling import admission as admissions
 from sluice.scheduling import routing
+from sluice.scheduling.autoscaling.role_shares import RoleShares
 from sluice.scheduling.batching import POLICIES, BatchPolicy, make_policy
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency, StepSample
 from sluice.scheduling.latency.speculation import AllDrafts
@@ -273,11 +274,13 @@ def run_cluster(
     seed: int,
     oracle: bool = False,
     autoscaling: Autoscaling | None = None,
+    roles: RoleShares | None = None,
 ) -> Run:
     """One run behind a router, with ``setup`` for the replicas that ``layout`` does not name.
 
     ``seed`` is that of the noise, of lost reports and of randomized routers; for ``oracle`` see
-    :func:`lengths_of`. ``autoscaling`` changes the numbers of replicas that ``layout`` begins with.
+    :func:`lengths_of`. ``autoscaling`` and ``roles`` change the numbers and the roles of the
+    replicas that ``layout`` begins with.
     """
     local, name = system.local, system.admission
     options = system.admission_options
@@ -295,6 +298,7 @@ def run_cluster(
         admission=admissions.make_policy(name, options) if name is not None else None,
         nodes=[node_of(own) for own in layout.nodes],
         autoscaling=autoscaling,
+        roles=roles,
     )
     failures = result.requests.failures
     return Run(result, frozenset(key for key, why in failures.items() if why == REFUSED))

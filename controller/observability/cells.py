@@ -134,6 +134,7 @@ def _added(found: Sequence[Figures]) -> Figures:
             tuple(map(sum, zip(*(each.counts.buckets for each in found), strict=True))),
             sum(each.counts.seconds for each in found),
             sum(each.counts.pairs for each in found),
+            _sum(each.counts.role_changes for each in found),
         ),
         sum(each.reservations for each in found),
         margins,

@@ -15,6 +15,7 @@ from sluice.scheduling.request.job import (
     STAYS,
     UNATTAINABLE,
 )
+from sluice.scheduling.roles import ROLES, Role
 
 DECISION_BUCKETS_S: Final = (
     *(0.00001, 0.00003, 0.0001, 0.0003),
@@ -36,6 +37,7 @@ class Counts(NamedTuple):
             longer ones; not cumulative.
         seconds: duration of all decisions together.
         pairs: requests that were placed on a P/D pair.
+        role_changes: replicas that changed their role, by the new one.
     """
 
     decisions: Mapping[str, int]
@@ -43,6 +45,7 @@ class Counts(NamedTuple):
     buckets: tuple[int, ...]
     seconds: float
     pairs: int
+    role_changes: Mapping[Role, int]
 
 
 class Counters:
@@ -54,6 +57,7 @@ class Counters:
         self._buckets = [0] * (len(DECISION_BUCKETS_S) + 1)
         self._seconds = 0.0
         self._pairs = 0
+        self._role_changes = dict.fromkeys(ROLES, 0)
 
     def decided(self, outcome: str, seconds: float) -> None:
         """One decision was made in ``seconds``."""
@@ -64,6 +68,10 @@ class Counters:
     def paired(self) -> None:
         """A decision placed a request on two replicas."""
         self._pairs += 1
+
+    def changed(self, role: Role) -> None:
+        """A replica was given another role, this one."""
+        self._role_changes[role] += 1
 
     def reported(self, outcome: str) -> None:
         """One message of a replica was ``hello``, ``applied`` or ``resync``."""
@@ -86,4 +94,5 @@ class Counters:
             tuple(self._buckets),
             self._seconds,
             self._pairs,
+            dict(self._role_changes),
         )

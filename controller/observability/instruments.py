@@ -148,6 +148,14 @@ def _counted(figures: Figures, policy: str, refused_pushes: int) -> Iterator[Met
         "Requests that were placed on a P/D pair: a prefill replica and a decode replica.",
         value=counts.pairs,
     )
+    changes = CounterMetricFamily(
+        "sluice_role_changes",
+        "Replicas that changed their role while they ran, by the new role.",
+        labels=("role",),
+    )
+    for role, count in counts.role_changes.items():
+        changes.add_metric((role,), count)
+    yield changes
     retried = CounterMetricFamily(
         "sluice_retry_after",
         "Refused requests that retried when advised to, by whether they were guaranteed then.",

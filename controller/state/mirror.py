@@ -26,6 +26,7 @@ from sluice.scheduling.fleet.report import Report
 from sluice.scheduling.fleet.state import ROW, SUMMARY
 from sluice.scheduling.fleet.transfer import NO_TRANSFERS, Transfers
 from sluice.scheduling.latency.step_correction import caution
+from sluice.scheduling.roles import Role
 
 MAX_REPLICAS = 4096
 
@@ -209,6 +210,12 @@ class Mirror:
             for key, tokens in ended:
                 self._ended(key, tokens)
         return True
+
+    def assign(self, replica_id: str, role: Role) -> None:
+        """A known replica has another role from now on."""
+        replica = self._replicas[replica_id]
+        replica.hello = replica.hello._replace(role=role)
+        self._fleet.assign(replica_id, role)
 
     def mark_gone(self, replica_ids: Iterable[str], now_s: float) -> None:
         """Exclude replicas for ``forget_after_s``; unknown ones are ignored."""

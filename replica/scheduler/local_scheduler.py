@@ -9,7 +9,7 @@ import json
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -28,6 +28,7 @@ from sluice.scheduling.placement.length import TaskLengths
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView
 from sluice.scheduling.request.stages import Later, StagePosition, later_of
+from sluice.scheduling.roles import Role
 
 DEFAULT_MODEL = LinearLatency(a=0.005, b=0.0002, c=0.000001)
 """Used for plans until a profile is known."""
@@ -184,7 +185,8 @@ class LocalScheduler:
     For each batch: :meth:`plan`, then :meth:`begin_step` with what the engine will really run, then
     :meth:`end_step`. Batches end in the order in which they began. Not thread-safe.
 
-    ``stages`` is the number of stages of the engine's pipeline.
+    ``stages`` is the number of stages of the engine's pipeline. ``of_role`` makes the policy for a
+    role; ``policy`` is that for the table's role now.
     """
 
     def __init__(
@@ -194,11 +196,14 @@ class LocalScheduler:
         model: LatencyModel = DEFAULT_MODEL,
         log: BatchLog | None = None,
         stages: int = 1,
+        of_role: Callable[[Role], BatchPolicy] | None = None,
     ) -> None:
         self.requests: dict[str, TrackedRequest] = {}
         self.transfers = TransferCounts()
         """Counters of KV transfers from other engines."""
         self._policy = policy
+        self._of_role = of_role
+        self._role = table.role
         self._table = table
         self._base_model = model
         self._model = model
@@ -334,10 +339,22 @@ class LocalScheduler:
         learned = self._correction
         self._model = self._base_model.corrected(learned.work, learned.fixed, learned.spread)
 
+    def _follow_role(self) -> None:
+        """Adopt a role that was written to the table. A policy whose options it does not change is
+        kept, with its state."""
+        role = self._table.role
+        if role == self._role or self._of_role is None:
+            return
+        self._role = role
+        policy = self._of_role(role)
+        if policy.options != self._policy.options:
+            self._policy = policy
+
     def plan(self, queue: QueueView, now_s: float, budget: BatchBudget) -> BatchPlan:
         """Plan the next batch by the policy, with the corrected latency model."""
         started = time.perf_counter()
         self.refresh_model()
+        self._follow_role()
         plan = self._policy.plan(queue, now_s, self._model, budget)
         self._best_effort_wait_s = longest_wait_s(queue.table, now_s)
         elapsed = time.perf_counter() - started

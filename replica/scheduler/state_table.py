@@ -6,8 +6,8 @@ One writer (the process that schedules) and any number of readers on the same ho
 sequence number is odd while a write is under way, and a reader copies again if it changed, with a
 fence on either side of the copy (:mod:`sluice.replica.scheduler.memory_fence`). Writing takes
 microseconds and never waits; a call into the engine between two steps could not guarantee that. The
-table also carries the latency model that the scheduler should plan with, which readers write, and
-the latest step samples for fitting it.
+table also carries the latency model that the scheduler should plan with and the role that it should
+follow, which readers write, and the latest step samples for fitting the model.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from sluice.scheduling.fleet.state import ROW, RUNNING, SUMMARY, WAITING, Engine
 from sluice.scheduling.latency.model import FAMILIES, LatencyModel, StepSample
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Later, later_of
+from sluice.scheduling.roles import ROLES, Role
 
 SAMPLE_RING = 2048
-_MAGIC = 0x534C5549_43450008
+_MAGIC = 0x534C5549_43450009
 _READ_TRIES = 30
 _READ_TRIES_AT_ONCE = 10
 _READ_PAUSE_S = 0.001
@@ -49,6 +50,7 @@ _HEADER = np.dtype(
         ("family", "<i8"),
         ("coefficients", "<f8", (_MOST_COEFFICIENTS,)),
         ("headroom", "<f8"),
+        ("role", "<i8"),
         ("summary", SUMMARY),
     ]
 )
@@ -305,6 +307,15 @@ class StateTable:
         self._header["coefficients"][0, : len(coefficients)] = coefficients
         self._header["headroom"] = model.headroom
         self._header["model_version"] += 1
+
+    @property
+    def role(self) -> Role:
+        """The role that the scheduler should follow."""
+        return ROLES[int(self._header["role"][0])]
+
+    def set_role(self, role: Role) -> None:
+        """Have the scheduler follow ``role`` from its next step on."""
+        self._header["role"] = ROLES.index(role)
 
     def samples(self) -> list[StepSample]:
         """The latest step samples, in no order."""

@@ -208,9 +208,10 @@ class SchedulerSettings(BaseModel):
         default=None, ge=0, description="Core that the scheduling thread is pinned to."
     )
 
-    def make_policy(self) -> BatchPolicy:
-        """A new policy of these settings."""
-        return make_policy(self.policy, self.policy_options, self.best_effort, self.role)
+    def make_policy(self, role: Role | None = None) -> BatchPolicy:
+        """A new policy of these settings, for another ``role`` if one is given."""
+        role = role or self.role
+        return make_policy(self.policy, self.policy_options, self.best_effort, role)
 
     def to_additional_config(self) -> dict[str, Any]:
         """The value of vLLM's ``additional_config``."""

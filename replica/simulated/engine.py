@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 from sluice.replica.config import EngineConfig, SimulatedEngineConfig
@@ -119,9 +120,11 @@ class SimulatedEngine:
         role: Role = "mixed",
     ) -> None:
         profile = _profile(config)
-        policy = make_policy(config.policy, config.policy_options, config.best_effort, role)
+        of_role = partial(make_policy, config.policy, config.policy_options, config.best_effort)
+        policy = of_role(role)
         self._clock = clock
         self._table = StateTable.create(table_capacity(max_live_requests), clock=clock)
+        self._table.set_role(role)
         log = None
         if config.batch_log is not None:
             log = BatchLog(config.batch_log / f"{replica_id}.jsonl")
@@ -130,6 +133,7 @@ class SimulatedEngine:
             self._table,
             profile.model.with_headroom(config.headroom),
             log,
+            of_role=of_role,
         )
         self._replica_id = replica_id
         self._config = config.simulated
@@ -163,6 +167,10 @@ class SimulatedEngine:
             self._dead = None
             self._loop_task = asyncio.create_task(self._run(), name="simulated-engine")
         return self._info
+
+    def set_role(self, role: Role) -> None:
+        """See :meth:`sluice.replica.engine.Engine.set_role`."""
+        self._table.set_role(role)
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[ResponseItem]:
         """Serve one request; a refusal also ends with a tail."""

@@ -150,6 +150,7 @@ class VllmEngine:
         with private_dir(_shared_memory()) as directory:
             path = directory / "state"
             self._table = StateTable.create(self._table_capacity, path)
+            self._table.set_role(self._role)
             settings = SchedulerSettings(
                 state_table=path,
                 policy=config.policy,
@@ -189,6 +190,10 @@ class VllmEngine:
             preempts=self._config.preemption.granularity != "off",
             policy_options=settings.make_policy().options.model_dump(mode="json"),
         )
+
+    def set_role(self, role: Role) -> None:
+        """See :meth:`sluice.replica.engine.Engine.set_role`."""
+        self._table.set_role(role)
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[ResponseItem]:
         """Serve one request; a refusal also ends with a tail, an aborted request without.

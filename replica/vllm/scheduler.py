@@ -84,7 +84,8 @@ class PlanMixin(_Base):
         log = BatchLog(settings.batch_log) if settings.batch_log is not None else None
         table = StateTable.open(settings.state_table)
         stages = self.parallel_config.pipeline_parallel_size
-        self._local = LocalScheduler(settings.make_policy(), table, log=log, stages=stages)
+        make = settings.make_policy
+        self._local = LocalScheduler(make(), table, log=log, stages=stages, of_role=make)
         bound_grammars(self.structured_output_manager)
         self._names: set[str] = set()
         self._caps: dict[str, int] | None = None

@@ -143,6 +143,10 @@ class Fleet:
         self.pieces[row, : len(pieces)] = pieces
         self._fold(row, report)
 
+    def assign(self, replica_id: str, role: Role) -> None:
+        """A known replica has another role from now on; reports that follow must name it, too."""
+        self._set_role(self.row_of[replica_id], role)
+
     def leave(self, replica_id: str) -> bool:
         """Forget a replica and what is reserved there; whether it was known."""
         row = self.row_of.pop(replica_id, None)

@@ -112,6 +112,7 @@ def hello(
     draining: bool = False,
     preempts: bool = False,
     role: Role = "mixed",
+    elastic: bool = False,
 ) -> ReplicaHello:
     """A registration whose rows fill the first slots."""
     return ReplicaHello(
@@ -132,6 +133,7 @@ def hello(
         summary=summary(),
         draining=draining,
         preempts=preempts,
+        elastic=elastic,
     )
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from sluice.controller.config import ControllerConfig
-from sluice.controller.messages import RouteDecision, RouteQuery, RouteReply
+from sluice.controller.messages import ReportReply, RouteDecision, RouteQuery, RouteReply
 from sluice.controller.transport import query_wire
 from sluice.controller.transport.wire_format import Routed, decode_answer, encode
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage
 from sluice.scheduling.request.tpot import TPOTAnchor
+from sluice.scheduling.roles import Role
 from tests.controller.fleet import Clock, decode_row, delta, hello, query, summary, waiting_row
 from tests.controller.observed import ObservedController
 
@@ -161,3 +163,90 @@ def test_pairs_travel_over_the_connection() -> None:
     made = RouteDecision("d", "placed", None, 0.2, None, "decode", "p", 0.05)
     answer = Routed(1, RouteReply(2, (made,)))
     assert decode_answer(encode(answer)) == answer
+
+
+class Elastic:
+    """Replicas that follow the roles in the answers to their reports, all of them busy.
+
+    A step has 4 ms beside its tokens, and each decode should get one in 6 ms: so prefills are
+    cheaper apart.
+    """
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        roles = {"hold_s": 1.0, "smoothing_s": 1.0, "ahead_s": 0.0}
+        self.controller = ObservedController(ControllerConfig(roles=roles), self.clock)  # type: ignore[arg-type]
+        self.roles: dict[str, Role] = dict.fromkeys("abcd", "mixed")
+        self.epoch = self.seq = self.key = 0
+
+    async def register(self) -> None:
+        """Each says hello, with the role that it had last and a few decodes."""
+        row = decode_row(0, 100)
+        row["tpot_s"] = 0.006
+        rows = [row] * 4
+        self.seq = 0
+        for name, role in self.roles.items():
+            said = hello(name, rows, role=role, elastic=True, now_s=self.clock.now_s)
+            await self._answer(name, await self.controller.hello(said))
+
+    async def pass_s(self, seconds: float, prompts: int = 2) -> None:
+        """Every half second each reports, and ``prompts`` come whose prefills take 0.4 s each."""
+        for _ in range(int(seconds / 0.5)):
+            self.clock.advance(0.5)
+            self.seq += 1
+            for name in self.roles:
+                report = delta(name, self.epoch, self.seq, now_s=self.clock.now_s)
+                await self._answer(name, await self.controller.report(report))
+            for _ in range(prompts):
+                self.key += 1
+                await placed(self.controller, query(self.key, 4_000))
+
+    async def _answer(self, name: str, reply: ReportReply) -> None:
+        assert reply.role is not None and not reply.resync
+        self.epoch, self.roles[name] = reply.epoch, reply.role
+
+    async def known(self) -> dict[str, tuple[str, int]]:
+        """The role of each as the page shows it, and its live requests."""
+        found = (await self.controller.snapshot())["replicas"]
+        return {each["replica_id"]: (each["role"], each["running"]) for each in found}
+
+
+async def test_roles_follow_the_load_and_requests_stay_where_they_are() -> None:
+    fleet = Elastic()
+    await fleet.register()
+    assert set(fleet.roles.values()) == {"mixed"}
+    await fleet.pass_s(20)
+    counts = Counter(fleet.roles.values())
+    assert counts.keys() == {"prefill", "decode"}
+    assert await fleet.known() == {name: (role, 4) for name, role in fleet.roles.items()}
+    pair = await placed(fleet.controller, split(10_000))
+    assert pair.replica_id is not None and pair.prefill_id is not None
+    assert (fleet.roles[pair.prefill_id], fleet.roles[pair.replica_id]) == ("prefill", "decode")
+    text = (await fleet.controller.render_metrics()).decode()
+    for role in ("prefill", "decode"):
+        assert f'sluice_role_changes_total{{role="{role}"}} {counts[role]}.0' in text
+        assert f'sluice_replicas{{role="{role}",state="fresh"}} {counts[role]}.0' in text
+
+
+async def test_a_restarted_controller_takes_over_the_roles() -> None:
+    fleet = Elastic()
+    await fleet.register()
+    await fleet.pass_s(20)
+    roles = dict(fleet.roles)
+    assert set(roles.values()) == {"prefill", "decode"}
+    # A replica that has not heard of its role yet follows the controller's setting.
+    late = next(iter(roles))
+    reply = await fleet.controller.hello(hello(late, role="mixed", elastic=True))
+    assert reply.role == roles[late]
+    assert (await fleet.known())[late][0] == roles[late]
+    restarted = Elastic()
+    restarted.roles = roles
+    await restarted.register()
+    await restarted.pass_s(5)
+    assert restarted.roles == roles
+
+
+async def test_a_replica_of_a_pool_keeps_its_role() -> None:
+    controller, epoch = await controller_of("prefill", "decode")
+    assert (await controller.hello(hello("prefill", role="prefill"))).role is None
+    assert (await controller.report(delta("decode", epoch, 1))).role is None

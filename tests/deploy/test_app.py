@@ -117,6 +117,15 @@ def test_each_pool_is_a_deployment_of_its_own() -> None:
     assert roles == {"Prefill": "prefill", "Decode": "decode", "Replica": "mixed"}
 
 
+def test_elastic_replicas_are_one_deployment_for_every_role() -> None:
+    data = {"replica": {"elastic": True, "count": 4}}
+    ((_, pools),) = build(parse_config(data))._bound_deployment.init_args[0].items()
+    assert set(pools) == {"mixed", "prefill", "decode"}
+    assert len(set(map(id, pools.values()))) == 1
+    (one,) = deployments(data).values()
+    assert (one.num_replicas, one.init_args[5], waits_s(one)) == (4, "mixed", None)
+
+
 def test_each_model_has_pools_of_its_own() -> None:
     pools = {"prefill": {}, "decode": {}}
     models = {"small": None, "large": {"replica": {"pools": pools}}}

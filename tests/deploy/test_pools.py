@@ -30,9 +30,25 @@ def test_without_pools_there_is_one_of_mixed_replicas() -> None:
 
 def test_pools_with_roles_have_one_cell() -> None:
     pools, cells = {"prefill": {}, "decode": {}}, {"controller": {"cells": 2}}
-    with pytest.raises(ValueError, match=r"controller\.cells must be 1 with pools of prefill"):
+    with pytest.raises(ValueError, match=r"controller\.cells must be 1 with replica\.elastic"):
         parse_config(with_pools({"transfer": TCP}, **pools) | cells)
+    with pytest.raises(ValueError, match=r"controller\.cells must be 1 with replica\.elastic"):
+        parse_config({"replica": {"elastic": True}} | cells)
     assert parse_config(with_pools(mixed={}) | cells).controller.cells == 2
+
+
+def test_elastic_replicas_are_one_pool_whose_engines_send_and_receive_kv() -> None:
+    elastic = {"elastic": True, "count": 3}
+    ((pool,),) = [fleet.pools for fleet in parse_config({"replica": elastic}).fleets]
+    assert (pool.role, pool.replica.count, pool.engine.transfer) == ("mixed", 3, TransferConfig())
+    own = {"engine": {"transfer": TCP}, "replica": elastic}
+    assert parse_config(own).fleets[0].pools[0].engine.transfer == TransferConfig(connector="tcp")
+    with pytest.raises(
+        ValueError, match="elastic and pools exclude each other: replicas of a pool"
+    ):
+        parse_config({"replica": {"elastic": True, "pools": PAIR}})
+    with pytest.raises(ValueError, match=r"engine.preemption.granularity: .*may receive KV"):
+        parse_config({"engine": PREEMPTIVE, "replica": elastic})
 
 
 def test_a_pool_takes_what_it_leaves_out_from_the_sections() -> None:

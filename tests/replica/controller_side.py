@@ -9,6 +9,7 @@ import numpy as np
 from sluice.controller.messages import ReplicaDelta, ReplicaHello, ReportReply
 from sluice.scheduling.fleet.prefix import HELD, HELD_SLOTS
 from sluice.scheduling.fleet.state import ROW, EngineState
+from sluice.scheduling.roles import Role
 
 
 class MirrorOfOne:
@@ -27,6 +28,7 @@ class MirrorOfOne:
         self.draining = False
         self.left = False
         self.closed = False
+        self.role: Role | None = None
         self.lose: Callable[[], str | None] = lambda: None
 
     def restart(self) -> None:
@@ -43,7 +45,7 @@ class MirrorOfOne:
         self.held = np.zeros(HELD_SLOTS, HELD)
         self.held[hello.held_slots] = hello.held
         self.seq, self.draining = hello.seq, hello.draining
-        return None if loss else ReportReply(self.epoch, False, self.closed)
+        return None if loss else ReportReply(self.epoch, False, self.closed, self.role)
 
     async def report(self, delta: ReplicaDelta) -> ReportReply | None:
         loss = self.lose()
@@ -56,7 +58,7 @@ class MirrorOfOne:
         self.held[delta.held_slots] = delta.held
         self.seq, self.draining = delta.seq, delta.draining
         self.finished += delta.finished
-        return None if loss else ReportReply(self.epoch, False, self.closed)
+        return None if loss else ReportReply(self.epoch, False, self.closed, self.role)
 
     async def goodbye(self, replica_id: str) -> bool:
         self.left = True

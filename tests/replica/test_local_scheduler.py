@@ -43,6 +43,25 @@ def finish(scheduler, step, now_s):
     scheduler.end_step(step, now_s, [], 0, 0, 1000, 1000)
 
 
+@pytest.mark.parametrize(("policy", "replaced"), [("slidebatching", True), ("fcfs", False)])
+def test_a_role_changes_the_policy_where_its_options_depend_on_it(table, policy, replaced):
+    table.set_role("decode")
+    made = []
+
+    def of_role(role):
+        made.append((role, make_policy(policy, role=role)))
+        return made[-1][1]
+
+    first = of_role("decode")
+    scheduler = LocalScheduler(first, table, MODEL, of_role=of_role)
+    scheduler.plan(queue("e1"), 0.0, BUDGET)
+    table.set_role("prefill")
+    for _ in range(2):
+        assert scheduler.plan(queue("e1"), 0.0, BUDGET).entries == (("e1", 10),)
+    assert [role for role, _ in made] == ["decode", "prefill"]
+    assert (scheduler._policy is not first) is replaced
+
+
 def test_a_step_is_planned_run_and_published(table, tmp_path):
     scheduler = make_scheduler(table, BatchLog(tmp_path / "log" / "r.jsonl"))
     scheduler.track("e1", "fleet-1", 1, SLO(), 0.0, 10, 50)

@@ -39,15 +39,17 @@ class Bench:
         self.now_s = 100.0
         self.live = 0
         self.hung = False
+        self.followed: list[str] = []
         self.reporter = Reporter(
             self.table.read,
             INFO,
             self.mirror,
             ReplicaConfig(report_interval_s=INTERVAL_S, heartbeat_s=HEARTBEAT_S),
-            Membership("replica-1", "node-1", capacity),
+            Membership("replica-1", "node-1", capacity, elastic=True),
             lambda: self.live,
             lambda _: self.hung,
             lambda: self.now_s,
+            follow=self.followed.append,
         )
 
     def admit(self, key: int) -> int:
@@ -253,6 +255,20 @@ async def test_an_operators_drain_is_carried_to_a_controller_that_restarted() ->
     bench.mirror.closed = False
     assert await told(), "although the new controller does not know"
     assert not await told(), "the new one has said otherwise"
+
+
+async def test_a_role_is_followed_once_and_carried_to_a_controller_that_restarted() -> None:
+    bench = Bench()
+    await bench.tick()
+    bench.mirror.role = "prefill"
+    for _ in range(3):
+        await bench.tick()
+    assert bench.followed == ["prefill"]
+    bench.mirror.restart()
+    for _ in range(2):
+        await bench.tick()
+    hello = next(each for each in reversed(bench.mirror.messages) if isinstance(each, ReplicaHello))
+    assert (hello.role, hello.elastic) == ("prefill", True)
 
 
 async def test_a_refused_message_does_not_end_the_reports() -> None:

@@ -90,7 +90,7 @@ async def prefill(engine, request):
     head, tail = await items(engine, asked)
     assert (head, tail.output_tokens) == (ResponseHead(200, "application/json"), 0)
     assert tail.kv_handle.prompt_tokens == tail.prompt_tokens
-    assert tail.kv_handle.replica_id == "prefill"
+    assert tail.kv_handle.replica_id in KV_BYTES
     return tail.kv_handle
 
 
@@ -207,6 +207,22 @@ async def test_only_what_the_decode_side_lacks_is_moved_and_one_token_is_compute
     assert content(await split(engines, replace(asked, request_id="again"))) == content(whole)
     assert counts(engines[1])["transfer_tokens"] - before["transfer_tokens"] < BLOCK
     assert counts(engines[1])["transfer_failures"] == before["transfer_failures"]
+
+
+async def test_two_engines_change_their_roles_while_one_streams(engines):
+    first, second = engines
+    begun = request("begun", prompt=words(40, 11), max_tokens=60, stream=True)
+    running = second.generate(replace(begun, handoff=await prefill(first, begun)))
+    there = [await anext(running) for _ in range(3)]
+    first.set_role("decode"), second.set_role("prefill")
+    asked = request("asked", prompt=words(70, 12))
+    before = counts(first)["transfers"]
+    answered = await split((second, first), asked)
+    assert counts(first)["transfers"] == before + 1
+    there += [item async for item in running]
+    for own, found in ((begun, there), (asked, answered)):
+        alone = await items(first, replace(own, request_id=f"{own.request_id} alone"))
+        assert content(found) == content(alone)
 
 
 async def test_several_at_once_beside_decodes(engines):

@@ -1,0 +1,46 @@
+"""Simulated replicas that change their roles with the mix of requests."""
+
+from __future__ import annotations
+
+from sluice.scheduling.admission import make_policy as make_admission
+from sluice.scheduling.autoscaling.role_shares import RoleShares, RoleSharesOptions
+from sluice.scheduling.request.objective import SLO
+from sluice.simulation.cluster import simulate_cluster
+from sluice.simulation.config import ClusterConfig, Failure
+from tests.simulation.clusters import EXACT, batch, ended_well, route
+from tests.simulation.loads import workload
+
+PHASE_S = 15.0
+QUICK = RoleShares(
+    RoleSharesOptions(hold_s=2.5, smoothing_s=2.0, ahead_s=0.0, gain=0.05, prefill_load=1.0)
+)
+
+
+def test_roles_change_with_the_mix_and_no_request_is_lost() -> None:
+    """Many prompts, then long answers, at a pace of which a step's fixed time takes most; a replica
+    dies between the two."""
+    slo = SLO(ttft_s=1.0, tpot_s=0.0055)
+    prompts = [(number / 20, 1_500, 60) for number in range(int(20 * PHASE_S))]
+    answers = [(PHASE_S + number / 10, 50, 400) for number in range(int(10 * PHASE_S))]
+    result = simulate_cluster(
+        workload(*prompts, *answers, slo=slo),
+        batch("slidebatching"),
+        route("most_gain"),
+        EXACT,
+        cluster=ClusterConfig(replicas=4),
+        incidents=[Failure(PHASE_S, 0, down_s=2.0)],
+        admission=make_admission("moore_hodgson"),
+        roles=QUICK,
+    )
+    assert not result.requests.failures
+    assert ended_well(result).all()
+    assert result.split > 50
+    sizes = {
+        role: [(size.at_s, size.replicas) for size in own] for role, own in result.sizes.items()
+    }
+    most = {
+        role: max((n for at_s, n in own if at_s < PHASE_S), default=0)
+        for role, own in sizes.items()
+    }
+    assert most["prefill"] >= 2
+    assert sizes["prefill"][-1][1] < most["prefill"], sizes
