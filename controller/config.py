@@ -75,6 +75,15 @@ class ControllerConfig(BaseModel):
         "for requests without a TTFT, ms.",
     )
 
+    startup_s: float | None = Field(
+        default=None,
+        gt=0,
+        le=86_400,
+        description="For a model with `min_replicas: 0`: predicted time from a request until the "
+        "first replica serves, until a start was measured, seconds. Default: `startup_s` of the "
+        "autoscaling policy.",
+    )
+
     @model_validator(mode="after")
     def _check_policy(self) -> ControllerConfig:
         self.make_routing()

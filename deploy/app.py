@@ -25,7 +25,6 @@ from sluice.replica.pools import Pool
 from sluice.replica.vllm_args import workers
 from sluice.router.app import Router, ServedModel
 from sluice.scheduling.roles import Role
-from sluice.telemetry.config import TelemetryConfig
 
 REPLICA_DEPLOYMENTS: dict[Role, str] = {
     "mixed": "Replica",
@@ -76,14 +75,12 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
         max_surge_percent=1,
     )
     models = tuple(
-        ServedModel(fleet.model, fleet.config.controller, fleet.config.engine.adapters, fleet.key)
+        ServedModel(fleet.model, fleet.controller, fleet.config.engine.adapters, fleet.key)
         for fleet in config.fleets
     )
     return router.bind(
         {
-            fleet.model: {
-                pool.role: _replicas(fleet, pool, config.telemetry) for pool in fleet.pools
-            }
+            fleet.model: {pool.role: _replicas(fleet, pool, config) for pool in fleet.pools}
             for fleet in config.fleets
         },
         models,
@@ -109,9 +106,9 @@ def deployment_name(key: str | None, role: Role = "mixed") -> str:
     return name if key is None else f"{name}-{key}"
 
 
-def _replicas(fleet: ModelFleet, pool: Pool, telemetry: TelemetryConfig) -> Application:
+def _replicas(fleet: ModelFleet, pool: Pool, config: SluiceConfig) -> Application:
     """One pool of one model's replicas."""
-    controller, replica = fleet.config.controller, pool.replica
+    controller, replica = fleet.controller, pool.replica
     size: dict[str, Any] = {"num_replicas": replica.count}
     if replica.autoscaling is not None:
         size = {"autoscaling_config": serve_autoscaling(replica.autoscaling)}
@@ -120,6 +117,8 @@ def _replicas(fleet: ModelFleet, pool: Pool, telemetry: TelemetryConfig) -> Appl
     hints: dict[str, Any] = {"controller": controller.model_dump(mode="json"), "key": fleet.key}
     if len(fleet.pools) > 1:
         hints |= {"other_pools": True, "no_replica_wait_s": OTHER_POOL_WAIT_S}
+    if controller.startup_s is not None:
+        hints |= {"scales_to_zero": True, "no_replica_wait_s": config.router.start_wait_s}
     replicas = serve.deployment(ReplicaServer).options(
         name=deployment_name(fleet.key, pool.role),
         logging_config=_LOGGING,
@@ -136,7 +135,7 @@ def _replicas(fleet: ModelFleet, pool: Pool, telemetry: TelemetryConfig) -> Appl
             request_router_kwargs=hints,
         ),
     )
-    return replicas.bind(pool.engine, replica, controller, fleet.key, telemetry, pool.role)
+    return replicas.bind(pool.engine, replica, controller, fleet.key, config.telemetry, pool.role)
 
 
 def gpus_per_replica(pool: Pool) -> float:

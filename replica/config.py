@@ -240,7 +240,13 @@ class AutoscalingConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    min_replicas: int = Field(default=1, ge=1, le=4096, description="Min replicas.")
+    min_replicas: int = Field(
+        default=1,
+        ge=0,
+        le=4096,
+        description="Min replicas. 0: the last one is removed after `zero_after_s` without "
+        "requests, and the next request waits until one has started.",
+    )
     max_replicas: int = Field(ge=1, le=4096, description="Max replicas.")
     initial_replicas: int | None = Field(
         default=None,
@@ -254,6 +260,13 @@ class AutoscalingConfig(BaseModel):
     )
     policy_options: dict[str, Any] = Field(
         default_factory=dict, description="Options of the autoscaling policy."
+    )
+    zero_after_s: float = Field(
+        default=600.0,
+        ge=1,
+        le=604_800,
+        description="With `min_replicas: 0`: time without a request after which the last replica "
+        "is removed, seconds.",
     )
     interval_s: float = Field(
         default=2.5,
@@ -407,6 +420,13 @@ class ReplicaConfig(BaseModel):
             raise ValueError(
                 "the pools prefill and decode are required together: configure both or neither"
             )
+        for role, pool in self.pools.items():
+            scaled = pool.autoscaling
+            if len(self.pools) > 1 and scaled is not None and not scaled.min_replicas:
+                raise ValueError(
+                    f"pools.{role}.autoscaling.min_replicas must be at least 1: only a model with "
+                    "one pool can be scaled to zero"
+                )
         beside = [
             name
             for name in ("count", "autoscaling")

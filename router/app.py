@@ -66,12 +66,16 @@ class _Part:
         )
         self.page = ControllerMetricsPage(self.client, self.pusher, metrics.registry)
         serve_replicas = ServeReplicas(
-            pools, lambda: self.client.closed, lambda: self.client.quarantined, metrics.sent
+            pools,
+            lambda: self.client.closed,
+            lambda: self.client.quarantined,
+            metrics.sent,
+            scales_to_zero=model.controller.startup_s is not None,
         )
         self.fleet = Model(
             model.name,
             Dispatcher(self.client, serve_replicas, metrics, config),
-            Catalog(serve_replicas),
+            Catalog(serve_replicas, (model.name, *model.adapters)),
             metrics,
             model.adapters,
         )

@@ -38,6 +38,8 @@ class Figures(NamedTuple):
         pab_tokens: prefill admission budget of each, in prompt tokens; negative in overload. Not
             finite for a model in which tokens cost nothing.
         figures: ``float64[replicas, FIGURES]``, see :mod:`sluice.scheduling.fleet.rows`.
+        cold_starts: of a model that may have no replica: starts of its first one that have ended.
+        startup_s: predicted time of such a start; ``None`` for a model that always has replicas.
     """
 
     now_s: float
@@ -56,6 +58,8 @@ class Figures(NamedTuple):
     ages_s: Sequence[float]
     pab_tokens: Floats
     figures: Floats
+    cold_starts: int = 0
+    startup_s: float | None = None
 
 
 class Reliable(NamedTuple):

@@ -48,7 +48,9 @@ LONGEST_PAUSE_S = 30.0
 """Approximate maximum of these pauses, seconds. A line that waits for capacity keeps its slot, so
 that such lines keep others from being sent."""
 
-_NO_ROOM = frozenset({Reason.ROUTER_FULL, Reason.REPLICAS_FULL, Reason.NO_REPLICA})
+_NO_ROOM = frozenset(
+    {Reason.ROUTER_FULL, Reason.REPLICAS_FULL, Reason.NO_REPLICA, Reason.MODEL_STARTING}
+)
 _TOO_MANY = 429
 
 _T = TypeVar("_T")

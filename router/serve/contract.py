@@ -78,6 +78,18 @@ class Replicas(Protocol):
         """The existing pools, in the order in which they are asked to serve a whole request
         (prefill and decode): mixed, decode, prefill. At least one."""
 
+    @property
+    def asleep(self) -> bool:
+        """Whether the model may have no replica and has none, as far as is known: only a request or
+        :meth:`wake` makes one start."""
+
+    async def wake(self) -> None:
+        """Return when a replica runs; make one start if there is none and there may be none.
+
+        Raises:
+            ReplicaFailedError: none has started in time, or none can start.
+        """
+
     def generate(
         self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role
     ) -> ReplicaStream:

@@ -33,6 +33,7 @@ from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import Way
 from sluice.router.serve.contract import NobodyTakesError, ReplicaFailedError, ReplicaStream
 from sluice.router.serve.hint import DrainedError, Hint, NoReplicaError
+from sluice.router.serve.running import RUNNING
 from sluice.router.serve.streams import Channels
 from sluice.scheduling.roles import WHOLE, Role
 
@@ -98,6 +99,7 @@ class ServeReplicas:
         closed: returns the replicas that an operator has currently closed to new requests.
         quarantined: returns the replicas that currently count as failed or hanging.
         sent: called for each call with the way that it is sent.
+        scales_to_zero: the one pool may have no replica; a call starts one.
     """
 
     def __init__(
@@ -106,7 +108,10 @@ class ServeReplicas:
         closed: Callable[[], Collection[str]] = tuple,
         quarantined: Callable[[], Collection[str]] = tuple,
         sent: Callable[[Way], None] = lambda _: None,
+        scales_to_zero: bool = False,
     ) -> None:
+        self._deployments = [handle.deployment_id for handle in pools.values()]
+        self._scales_to_zero = scales_to_zero
         self.roles: Sequence[Role] = tuple(role for role in WHOLE if role in pools)
         self._closed = closed
         self._quarantined = quarantined
@@ -125,6 +130,20 @@ class ServeReplicas:
             role: handle.options(method_name="stream_endpoint") for role, handle in pools.items()
         }
         self._channels = Channels(self._find)
+
+    @property
+    def asleep(self) -> bool:
+        """See :class:`~sluice.router.serve.contract.Replicas`."""
+        return self._scales_to_zero and not any(map(RUNNING.any, self._deployments))
+
+    async def wake(self) -> None:
+        """See :class:`~sluice.router.serve.contract.Replicas`. The call waits in Serve's queue,
+        which makes Serve's autoscaler start a replica.
+
+        Raises:
+            ReplicaFailedError: none has started in time, or none can start.
+        """
+        await self._models_by(None)
 
     def generate(
         self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role

@@ -18,6 +18,7 @@ from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.rows import BEST_EFFORT_S, DECODE_S, FIXED_S, PREFILL_S, work_on
 from sluice.scheduling.pairs import HANDOVER_STEPS, DecodeChoice, together
 from sluice.scheduling.placement.calibration import Calibration
+from sluice.scheduling.placement.cold_start import ColdStart
 from sluice.scheduling.placement.jobs import first_due_s, reservation_of
 from sluice.scheduling.placement.output_lengths import OutputLength, OutputLengths
 from sluice.scheduling.placement.pacing import shared_out
@@ -133,6 +134,8 @@ class Placer:
         witness: receives the inputs of each decision with at least one replica to choose.
         calibration: by how much earlier than due a guarantee is planned; ``None``: not earlier.
         lengths: observed output lengths; ``None``: none are known.
+        cold_start: decides while a model that may have no replica has none; ``None``: it always has
+            some.
     """
 
     def __init__(
@@ -143,6 +146,7 @@ class Placer:
         witness: Witness | None = None,
         calibration: Calibration | None = None,
         lengths: OutputLengths | None = None,
+        cold_start: ColdStart | None = None,
     ) -> None:
         self._fleet = fleet
         self._routing = routing
@@ -150,6 +154,7 @@ class Placer:
         self._witness = witness
         self._calibration = calibration
         self._lengths = lengths if lengths is not None else OutputLengths()
+        self.cold_start = cold_start
         self.demand = Demand()
         """Demand, counted decision by decision."""
         self.shares = FairShares()
@@ -184,6 +189,7 @@ class Placer:
     def place(self, query: RouteQuery, now_s: float, at: int | None = None) -> RouteDecision:
         """Decide on ``query`` and reserve what it takes. ``at``: a replica's row, which guarantees
         it if it can (:meth:`order`)."""
+        self.demand.arrived += 1
         asked = self._asked(query, now_s, at)
         if isinstance(asked, RouteDecision):
             return asked
@@ -201,7 +207,10 @@ class Placer:
         fleet.expire(now_s)
         rows = fleet.candidates(now_s)
         if not len(rows):
-            return RouteDecision(None, NO_REPLICA)
+            if self.cold_start is None:
+                return RouteDecision(None, NO_REPLICA)
+            tokens, wanted = self._expected(query).mean, self._promise_wanted(query) is not None
+            return self.cold_start.decide(query, fleet, now_s, tokens, wanted)
         if query.avoid:
             rows = fleet.but(rows, query.avoid)
         if self._calibration is not None and not query.moves_from:

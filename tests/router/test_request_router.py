@@ -36,6 +36,7 @@ from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.serve.hint import Hint, NoReplicaError
 from sluice.router.serve.replicas import ServeReplicas, ServeStream
 from sluice.router.serve.request_router import HintRouter
+from sluice.router.serve.running import RUNNING
 from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import hello
 from tests.injuries import Process
@@ -310,6 +311,24 @@ async def test_with_no_replica_for_long_nobody_waits(replicas: ServeReplicas) ->
     await asyncio.sleep(0)
     assert not waiting.done()
     waiting.cancel()
+
+
+async def test_where_there_may_be_none_the_wait_counts_from_the_request(
+    replicas: ServeReplicas,
+) -> None:
+    """However long ago the last one left; and others in this process know that there is none."""
+    router = lone_router(scales_to_zero=True, no_replica_wait_s=60.0)
+    for name in ("a", "b"):
+        router.on_replica_actor_died(ReplicaID(name, DeploymentID("few", APP)))
+    assert not RUNNING.any(DeploymentID("few", APP))
+    router._none_since_s -= 1_000
+    waiting = asyncio.create_task(router._choose_replica_for_request(hinted(Hint("c"))))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    router._by_unique_id = {"c": Running("c")}
+    router._note_change(0)
+    assert RUNNING.any(DeploymentID("few", APP))
+    assert (await waiting).replica_id.unique_id == "c"
 
 
 class Running:
