@@ -75,12 +75,18 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
         max_surge_percent=1,
     )
     models = tuple(
-        ServedModel(fleet.model, fleet.controller, fleet.config.engine.adapters, fleet.key)
+        ServedModel(
+            fleet.model,
+            fleet.controller,
+            {pool.name: pool.role for pool in fleet.pools},
+            fleet.config.engine.adapters,
+            fleet.key,
+        )
         for fleet in config.fleets
     )
     return router.bind(
         {
-            fleet.model: {pool.role: _replicas(fleet, pool, config) for pool in fleet.pools}
+            fleet.model: {pool.name: _replicas(fleet, pool, config) for pool in fleet.pools}
             for fleet in config.fleets
         },
         models,
@@ -99,10 +105,10 @@ def check_ray(version: str = ray.__version__) -> None:
         raise ValueError(f"Sluice does not support Ray {version}; supported is {SUPPORTED_RAY}")
 
 
-def deployment_name(key: str | None, role: Role = "mixed") -> str:
+def deployment_name(key: str | None, role: Role = "mixed", pool: str = "") -> str:
     """Name of the deployment of a pool of a model's replicas; see
-    :class:`~sluice.deploy.models.ModelFleet`."""
-    name = REPLICA_DEPLOYMENTS[role]
+    :class:`~sluice.deploy.models.ModelFleet`. A pool that is named as its role adds nothing."""
+    name = REPLICA_DEPLOYMENTS[role] + (f".{pool}" if pool not in ("", role) else "")
     return name if key is None else f"{name}-{key}"
 
 
@@ -120,7 +126,7 @@ def _replicas(fleet: ModelFleet, pool: Pool, config: SluiceConfig) -> Applicatio
     if controller.startup_s is not None:
         hints |= {"scales_to_zero": True, "no_replica_wait_s": config.router.start_wait_s}
     replicas = serve.deployment(ReplicaServer).options(
-        name=deployment_name(fleet.key, pool.role),
+        name=deployment_name(fleet.key, pool.role, pool.name),
         logging_config=_LOGGING,
         **size,
         **resources(pool.engine, replica, gpus_per_replica(pool)),

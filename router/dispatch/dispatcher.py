@@ -91,7 +91,7 @@ class Dispatcher:
         self._stalls = StallDetector(
             replicas, controller, self._budget, metrics, config.stall_after_s, clock
         )
-        self._pools = Pools(replicas.roles, clock, pause)
+        self._pools = Pools(replicas.roles, replicas.single, clock, pause)
 
     @property
     def estimator(self) -> TokenEstimator:

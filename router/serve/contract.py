@@ -71,12 +71,17 @@ class ReplicaStream(Protocol):
 
 
 class Replicas(Protocol):
-    """Access to the replicas of one model, in pools by their roles."""
+    """Access to the replicas of one model by their roles. A role has one pool or several."""
 
     @property
     def roles(self) -> Sequence[Role]:
         """The existing pools, in the order in which they are asked to serve a whole request
         (prefill and decode): mixed, decode, prefill. At least one."""
+
+    @property
+    def single(self) -> bool:
+        """Whether there is one pool only, which lets requests wait for its first replica; else
+        another pool may have some."""
 
     @property
     def asleep(self) -> bool:

@@ -221,7 +221,7 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     def _note_change(self, before: int) -> None:
         """Wake the tasks that wait for a change of replicas. ``before``: their former number."""
         # Through its module, as CHOICES above.
-        running.RUNNING.note(self._deployment_id, len(self._by_unique_id))
+        running.RUNNING.note(self._deployment_id, self._by_unique_id)
         if before and not self._by_unique_id:
             self._none_since_s = asyncio.get_running_loop().time()
         changed, self._changed = self._changed, asyncio.Event()

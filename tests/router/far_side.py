@@ -202,6 +202,7 @@ class FarSide:
     def __init__(self, **behaviours: Behaviour) -> None:
         self.behaviours = behaviours
         self.roles: Sequence[Role] = ("mixed",)
+        self.single = True
         self.pools: list[Role] = []
         """The pool that each of :attr:`calls` went to."""
         self.empty: set[Role] = set()
