@@ -81,6 +81,7 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
             {pool.name: pool.role for pool in fleet.pools},
             fleet.config.engine.adapters,
             fleet.key,
+            fleet.config.engine.adapters_dir is not None,
         )
         for fleet in config.fleets
     )

@@ -125,6 +125,13 @@ class EngineConfig(BaseModel):
         description="vLLM engine arguments by their command-line name without dashes, "
         "for example `max-model-len: 8192`. Arguments that Sluice sets itself are refused.",
     )
+    adapters_dir: Path | None = Field(
+        default=None,
+        description="Directory of LoRA adapters that are loaded and unloaded while serving: each "
+        "subfolder with an `adapter_config.json` is one, named as the folder. The same on every "
+        "node with a replica. Needs `enable-lora` in `vllm_args`, where `max-loras` is the most "
+        "that are loaded, those of `lora-modules` included.",
+    )
     max_prompt_logprobs: int = Field(
         default=32_768,
         ge=1,
@@ -191,6 +198,16 @@ class EngineConfig(BaseModel):
                 f"vllm_args: max-loras is {together}, but must be at least {len(self.adapters)}, "
                 "the number of lora-modules"
             )
+        if self.adapters_dir is not None:
+            if not self.adapters_dir.expanduser().is_absolute():
+                raise ValueError("adapters_dir must be an absolute path: nodes read it")
+            if self.kind != "vllm" or not by_option(self.vllm_args).get("enable-lora"):
+                raise ValueError("adapters_dir needs vLLM with enable-lora: true in vllm_args")
+            if self.preemption.granularity != "off":
+                raise ValueError(
+                    "adapters_dir needs preemption.granularity off: an adapter is loaded between "
+                    "two batches, and a suspended prefill may still need another one"
+                )
         return self
 
     @model_validator(mode="after")

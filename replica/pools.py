@@ -13,7 +13,7 @@ from sluice.replica.placement import unplaceable
 from sluice.replica.vllm_args import by_option
 from sluice.scheduling.roles import ROLES, Role
 
-_SAME_FIELDS = ("cache_dir", "kind", "model", "served_model_name", "transfer")
+_SAME_FIELDS = ("adapters_dir", "cache_dir", "kind", "model", "served_model_name", "transfer")
 """Engine settings that a pool cannot override: a request that begins in one pool ends in
 another."""
 

@@ -40,6 +40,7 @@ class ServedModel(NamedTuple):
         controller: configuration to create its controller if it does not exist.
         roles: of its pools, by their names.
         key: names its controller if the application has several models.
+        dynamic: its replicas may load further adapters while they serve.
     """
 
     name: str
@@ -47,6 +48,7 @@ class ServedModel(NamedTuple):
     roles: Mapping[str, Role]
     adapters: Sequence[str] = ()
     key: str | None = None
+    dynamic: bool = False
 
 
 class _Part:
@@ -83,6 +85,7 @@ class _Part:
             Catalog(serve_replicas, (model.name, *model.adapters)),
             metrics,
             model.adapters,
+            model.dynamic,
         )
 
 

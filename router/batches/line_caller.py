@@ -198,7 +198,7 @@ class LineCaller:
                 call = await asyncio.to_thread(self._check, line, endpoint, arrival)
             if call.loop is not None:
                 raise invalid(f"{LOOP_FIELD} has no meaning in a batch", LOOP_FIELD)
-            fleet = self._fleets.of(call.model, call.client.caps.models)
+            fleet = await self._fleets.find(call.model, call.client.caps.models)
         except ApiError as error:
             self._fleets.edge.refused(endpoint, error.reason, arrival.client)
             self._telemetry.refused(arrival, endpoint, error.reason)

@@ -53,6 +53,14 @@ class Catalog:
             self._listed = await self._models.get()
         return self._listed
 
+    async def lists(self, name: str) -> bool:
+        """Whether a replica lists the model or adapter ``name``.
+
+        Raises:
+            ApiError: 503, no replica answered.
+        """
+        return any(entry["id"] == name for entry in (await self.models())["data"])
+
     async def check(self) -> None:
         """Return if a replica takes requests, or if a request would start one.
 
