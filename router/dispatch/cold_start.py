@@ -117,7 +117,7 @@ class ColdStarts:
         Raises:
             ApiError: no replica starts.
         """
-        asked_s, start = self._clock(), self._begin(decision)
+        runs, start = not self._replicas.asleep, self._begin(decision)
         rest = asyncio.ensure_future(self._pause(min(ASK_AGAIN_S, left_s)))
         try:
             await asyncio.wait((start, rest), return_when=asyncio.FIRST_COMPLETED)
@@ -129,7 +129,7 @@ class ColdStarts:
             start.result()
         except ReplicaFailedError as failure:
             raise self._error(f"No replica starts: {failure}", decision) from failure
-        if self._clock() - asked_s < REGISTERS_S:
+        if runs:
             await self._pause(REGISTERS_S)
 
     def _check_room(self, client: Client, decision: RouteDecision) -> None:

@@ -100,7 +100,7 @@ async def test_no_more_wait_than_may_and_none_for_longer() -> None:
     assert full.headers["retry-after"] == "40"
     # A client may bound its own wait.
     async with edge.client() as client:
-        calls.pop().cancel()
+        calls[0].cancel()
         await settle()
         sent = client.post(
             "/v1/chat/completions", json=CHAT_BODY, headers={"x-llm-d-inference-ttl": "5s"}
