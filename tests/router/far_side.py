@@ -202,7 +202,6 @@ class FarSide:
     def __init__(self, **behaviours: Behaviour) -> None:
         self.behaviours = behaviours
         self.roles: Sequence[Role] = ("mixed",)
-        self.single = True
         self.pools: list[Role] = []
         """The pool that each of :attr:`calls` went to."""
         self.empty: set[Role] = set()
@@ -279,6 +278,10 @@ class FarSide:
         if self.drained:
             raise ReplicaFailedError(Reason.NO_REPLICA, "Every replica is drained.", retry=False)
         await self.models()
+
+    @property
+    def single(self) -> bool:
+        return len(self.roles) == 1
 
     def awake(self, failure: ReplicaFailedError | None = None) -> None:
         """A replica runs, or none starts because of ``failure``."""

@@ -59,7 +59,7 @@ async def prefill(side: FarSide, name: str, request: EngineRequest) -> AsyncIter
 
 def edge(*decisions: RouteDecision | None, **behaviours: Behaviour) -> tuple[Edge, FarSide]:
     side = FarSide(**{"p": prefill, "d": serve} | behaviours)
-    side.roles, side.single = ("mixed", "decode", "prefill"), False
+    side.roles = ("mixed", "decode", "prefill")
     return Edge(side, FarController(*(decisions or (PAIR,))), clock=Clock()), side
 
 
@@ -114,7 +114,7 @@ async def test_the_time_of_both_parts_is_measured() -> None:
 async def test_each_part_has_its_span_and_both_replicas_are_in_the_requests() -> None:
     telemetry, exporter = traced()
     side = FarSide(p=prefill, d=serve)
-    side.roles, side.single = ("decode", "prefill"), False
+    side.roles = ("decode", "prefill")
     router = Edge(side, FarController(PAIR), telemetry=telemetry)
     await headers(router)
     spans = by_name(exporter)
@@ -133,7 +133,7 @@ async def test_each_part_has_its_span_and_both_replicas_are_in_the_requests() ->
 async def test_spans_say_which_part_failed() -> None:
     telemetry, exporter = traced()
     side = FarSide(p=fail(UNREACHABLE), d=serve)
-    side.roles, side.single = ("decode", "prefill"), False
+    side.roles = ("decode", "prefill")
     router = Edge(side, FarController(PAIR), telemetry=telemetry)
     await headers(router)
     spans = exporter.get_finished_spans()
@@ -224,7 +224,7 @@ async def test_a_decision_for_a_pair_of_which_one_has_failed() -> None:
     assert request_key("r-2") not in router.controller.released
     # Its answer failed: anybody.
     side = FarSide(m=serve, p=prefill, d=fail(UNREACHABLE))
-    side.roles, side.single = ("mixed", "decode", "prefill"), False
+    side.roles = ("mixed", "decode", "prefill")
     router = Edge(side, FarController(PAIR), clock=Clock())
     opened = await router.dispatcher.open(call())
     assert (opened.head.replica_id, side.pools[-1]) == ("m", "mixed")
@@ -366,7 +366,7 @@ async def test_without_a_controller_any_replica_serves_it_whole() -> None:
     await router.dispatcher.open(call())
     assert side.pools == ["mixed"]
     assert not side.calls[0][1].prefill_only
-    side.roles, side.single = ("decode", "prefill"), False
+    side.roles = ("decode", "prefill")
     router = Edge(side, FarController(None), clock=Clock())
     await router.dispatcher.open(call())
     assert side.pools[-1] == "decode"

@@ -135,7 +135,7 @@ async def test_the_cache_and_the_queue_are_those_of_the_replica_that_computes_th
 
     pair = RouteDecision("d", "placed", Tier.GUARANTEED, 0.5, role="decode", prefill_id="p")
     router = edge(pair, p=prefill, d=timed)
-    router.side.roles, router.side.single = ("mixed", "decode", "prefill"), False
+    router.side.roles = ("mixed", "decode", "prefill")
     router = Edge(router.side, router.controller, router.config, router.side.clock)  # type: ignore[attr-defined]
     await ask(router)
     assert tokens(router) == {"prompt": 5, "cached": 1, "generated": 3}
