@@ -209,8 +209,9 @@ class Placer:
         if not len(rows):
             if self.cold_start is None:
                 return RouteDecision(None, NO_REPLICA)
-            tokens, wanted = self._expected(query).mean, self._promise_wanted(query) is not None
-            return self.cold_start.decide(query, fleet, now_s, tokens, wanted)
+            promised = self._promise_wanted(query) is not None
+            tokens = self._expected(query).mean
+            return self.cold_start.decide(query, fleet, now_s, tokens, promised)
         if query.avoid:
             rows = fleet.but(rows, query.avoid)
         if self._calibration is not None and not query.moves_from:
