@@ -67,6 +67,7 @@ from sluice.controller.transport.wire_format import MAX_QUERIES
 from sluice.scheduling.autoscaling import Load
 from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
 from sluice.scheduling.placement.calibration import Calibration
+from sluice.scheduling.placement.cold_start import ColdStart
 from sluice.scheduling.placement.placer import Placer
 from sluice.scheduling.placement.together import MOST_TOGETHER
 from sluice.scheduling.request.job import DECLINED, INVALID_QUERY, STAYS
@@ -105,6 +106,9 @@ class Controller:
         self._calibration = Calibration(config.promise_level)
         self._lengths = config.make_lengths()
         self._promises = PromiseLog()
+        self._cold_start = (
+            ColdStart(config.startup_s, self._heard_s + SETTLING_S) if config.startup_s else None
+        )
         self._placer = Placer(
             self._fleet,
             routing,
@@ -112,6 +116,7 @@ class Controller:
             self._recent.weigh,
             self._calibration,
             self._lengths,
+            self._cold_start,
         )
         self._mirror = Mirror(
             self._epoch, self._fleet, config.forget_after_s, ended=self._placer.shares.settle
@@ -178,6 +183,8 @@ class Controller:
         self._drains.greet(hello.replica_id, hello.closed)
         self._quarantine.reported(hello, (), now_s)
         self._counters.reported("hello")
+        if self._cold_start is not None and not hello.draining:
+            self._cold_start.served(now_s)
         return self._reply(hello.replica_id, resync=False)
 
     async def report(self, delta: ReplicaDelta) -> ReportReply:

@@ -90,6 +90,14 @@ class ControllerConfig(BaseModel):
         default_factory=RoleSharesOptions,
         description="When replicas change their roles, with `replica.elastic`.",
     )
+    startup_s: float | None = Field(
+        default=None,
+        gt=0,
+        le=86_400,
+        description="For a model with `min_replicas: 0`: predicted time from a request until the "
+        "first replica serves, until a start was measured, seconds. Default: `startup_s` of the "
+        "autoscaling policy.",
+    )
 
     @model_validator(mode="after")
     def _check_policy(self) -> ControllerConfig:

@@ -25,7 +25,6 @@ from sluice.replica.pools import Pool
 from sluice.replica.vllm_args import workers
 from sluice.router.app import Router, ServedModel
 from sluice.scheduling.roles import ROLES, Role
-from sluice.telemetry.config import TelemetryConfig
 
 REPLICA_DEPLOYMENTS: dict[Role, str] = {
     "mixed": "Replica",
@@ -76,11 +75,18 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
         max_surge_percent=1,
     )
     models = tuple(
-        ServedModel(fleet.model, fleet.config.controller, fleet.config.engine.adapters, fleet.key)
+        ServedModel(
+            fleet.model,
+            fleet.controller,
+            _roles(fleet),
+            fleet.config.engine.adapters,
+            fleet.key,
+            fleet.config.engine.adapters_dir is not None,
+        )
         for fleet in config.fleets
     )
     return router.bind(
-        {fleet.model: _pools(fleet, config.telemetry) for fleet in config.fleets},
+        {fleet.model: _pools(fleet, config) for fleet in config.fleets},
         models,
         config.router,
         config.telemetry,
@@ -97,24 +103,32 @@ def check_ray(version: str = ray.__version__) -> None:
         raise ValueError(f"Sluice does not support Ray {version}; supported is {SUPPORTED_RAY}")
 
 
-def deployment_name(key: str | None, role: Role = "mixed") -> str:
+def deployment_name(key: str | None, role: Role = "mixed", pool: str = "") -> str:
     """Name of the deployment of a pool of a model's replicas; see
-    :class:`~sluice.deploy.models.ModelFleet`."""
-    name = REPLICA_DEPLOYMENTS[role]
+    :class:`~sluice.deploy.models.ModelFleet`. A pool that is named as its role adds nothing."""
+    name = REPLICA_DEPLOYMENTS[role] + (f".{pool}" if pool not in ("", role) else "")
     return name if key is None else f"{name}-{key}"
 
 
-def _pools(fleet: ModelFleet, telemetry: TelemetryConfig) -> dict[Role, Application]:
-    """The deployments of one model's replicas by the roles of replicas in them. Replicas that
-    change their roles are all in one."""
+def _roles(fleet: ModelFleet) -> dict[str, Role]:
+    """The role of each pool of one model by its name. Replicas that change their roles are in a
+    pool of each."""
     if fleet.config.replica.elastic:
-        return dict.fromkeys(ROLES, _replicas(fleet, fleet.pools[0], telemetry))
-    return {pool.role: _replicas(fleet, pool, telemetry) for pool in fleet.pools}
+        return {role: role for role in ROLES}
+    return {pool.name: pool.role for pool in fleet.pools}
 
 
-def _replicas(fleet: ModelFleet, pool: Pool, telemetry: TelemetryConfig) -> Application:
+def _pools(fleet: ModelFleet, config: SluiceConfig) -> dict[str, Application]:
+    """The deployments of one model's replicas by the names of their pools. Replicas that change
+    their roles are all in one."""
+    if fleet.config.replica.elastic:
+        return dict.fromkeys(ROLES, _replicas(fleet, fleet.pools[0], config))
+    return {pool.name: _replicas(fleet, pool, config) for pool in fleet.pools}
+
+
+def _replicas(fleet: ModelFleet, pool: Pool, config: SluiceConfig) -> Application:
     """One pool of one model's replicas."""
-    controller, replica = fleet.config.controller, pool.replica
+    controller, replica = fleet.controller, pool.replica
     size: dict[str, Any] = {"num_replicas": replica.count}
     if replica.autoscaling is not None:
         size = {"autoscaling_config": serve_autoscaling(replica.autoscaling)}
@@ -123,8 +137,10 @@ def _replicas(fleet: ModelFleet, pool: Pool, telemetry: TelemetryConfig) -> Appl
     hints: dict[str, Any] = {"controller": controller.model_dump(mode="json"), "key": fleet.key}
     if len(fleet.pools) > 1:
         hints |= {"other_pools": True, "no_replica_wait_s": OTHER_POOL_WAIT_S}
+    if controller.startup_s is not None:
+        hints |= {"scales_to_zero": True, "no_replica_wait_s": config.router.start_wait_s}
     replicas = serve.deployment(ReplicaServer).options(
-        name=deployment_name(fleet.key, pool.role),
+        name=deployment_name(fleet.key, pool.role, pool.name),
         logging_config=_LOGGING,
         **size,
         **resources(pool.engine, replica, gpus_per_replica(pool)),
@@ -139,7 +155,7 @@ def _replicas(fleet: ModelFleet, pool: Pool, telemetry: TelemetryConfig) -> Appl
             request_router_kwargs=hints,
         ),
     )
-    return replicas.bind(pool.engine, replica, controller, fleet.key, telemetry, pool.role)
+    return replicas.bind(pool.engine, replica, controller, fleet.key, config.telemetry, pool.role)
 
 
 def gpus_per_replica(pool: Pool) -> float:

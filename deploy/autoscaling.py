@@ -2,7 +2,8 @@
 
 Serve calls its policy ten times a second. The policy decides whenever a replica has reported a
 newer load, and otherwise keeps the number of replicas: without a new load from the controller
-nothing is scaled.
+nothing is scaled. The one exception is Serve's own: where no replica runs, a request that waits in
+a handle of the deployment (:meth:`~sluice.router.serve.replicas.ServeReplicas.wake`) starts one.
 
 Serve pickles this module by value into its own controller, so everything shared is imported.
 """
@@ -19,7 +20,7 @@ from ray.serve.config import AutoscalingContext
 from ray.serve.config import AutoscalingPolicy as ServePolicy
 
 from sluice.replica.config import AutoscalingConfig
-from sluice.scheduling.autoscaling import Load, Pool, make_policy
+from sluice.scheduling.autoscaling import Load, Pool, ToZero, make_policy
 
 LOOK_BACK_LOOKS = 5
 """Serve records metrics five times per look-back period, and keeps them for that period."""
@@ -41,10 +42,13 @@ class ObjectivePolicy:
     Args:
         policy: registered name.
         options: options of the policy.
+        zero_after_s: see :class:`~sluice.scheduling.autoscaling.to_zero.ToZero`; not used with a
+            minimum of one replica or more.
     """
 
-    def __init__(self, policy: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, policy: str, options: Mapping[str, Any], zero_after_s: float) -> None:
         self._policy = make_policy(policy, options)
+        self._to_zero = ToZero(self._policy, zero_after_s)
         self._failed = False
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
@@ -70,7 +74,8 @@ class ObjectivePolicy:
         if load is None or not is_news(load.now_s, kept.get(_TOLD_S, -inf)):
             return target, kept
         least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
-        decision = self._policy.decide(load, Pool(target, least, most), kept.get(_STATE, {}))
+        decide = self._policy.decide if least else self._to_zero.decide
+        decision = decide(load, Pool(target, least, most), kept.get(_STATE, {}))
         if decision.replicas != target:
             _log.info(
                 "autoscaling %s: %d -> %d replicas, %s",
@@ -127,6 +132,10 @@ def serve_autoscaling(config: AutoscalingConfig) -> ServeAutoscalingConfig:
         downscale_delay_s=0.0,
         policy=ServePolicy(
             policy_function="sluice.deploy.autoscaling:ObjectivePolicy",
-            policy_kwargs={"policy": config.policy, "options": config.policy_options},
+            policy_kwargs={
+                "policy": config.policy,
+                "options": config.policy_options,
+                "zero_after_s": config.zero_after_s,
+            },
         ),
     )

@@ -86,12 +86,18 @@ class SluiceConfig(BaseModel):
     @model_validator(mode="after")
     def _check_cells(self) -> SluiceConfig:
         for fleet in self.fleets:
-            roles = fleet.config.replica.elastic or any(p.role != "mixed" for p in fleet.pools)
-            if fleet.config.controller.cells > 1 and roles:
+            if fleet.config.controller.cells == 1:
+                continue
+            if fleet.config.replica.elastic or any(pool.role != "mixed" for pool in fleet.pools):
                 raise ValueError(
                     "controller.cells must be 1 with replica.elastic, and with pools of prefill "
                     "and decode replicas: each cell places requests on its own replicas, which may "
                     "lack one of the roles"
+                )
+            if fleet.controller.startup_s is not None:
+                raise ValueError(
+                    "controller.cells must be 1 with min_replicas: 0: the first replica may belong "
+                    "to another cell than the one that was asked"
                 )
         return self
 

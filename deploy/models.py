@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
@@ -39,7 +39,11 @@ class ModelConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_pools(self) -> ModelConfig:
-        pools_of(self.engine, self.replica)
+        pools = pools_of(self.engine, self.replica)
+        if self.controller.startup_s is not None and not _may_be_none(pools):
+            raise ValueError(
+                "controller.startup_s has no effect: it is for models with min_replicas: 0"
+            )
         return self
 
 
@@ -61,6 +65,21 @@ class ModelFleet(NamedTuple):
     def pools(self) -> tuple[Pool, ...]:
         """The pools of its replicas, at least one."""
         return pools_of(self.config.engine, self.config.replica)
+
+    @property
+    def controller(self) -> ControllerConfig:
+        """The configuration of its controller, with ``startup_s`` if the model may have no
+        replica."""
+        config, scaled = self.config.controller, self.pools[0].replica.autoscaling
+        if scaled is None or not _may_be_none(self.pools) or config.startup_s is not None:
+            return config
+        return config.model_copy(update={"startup_s": scaled.make().startup_s})
+
+
+def _may_be_none(pools: Sequence[Pool]) -> bool:
+    """Whether the pools of a model may have no replica."""
+    scaled = pools[0].replica.autoscaling
+    return scaled is not None and not scaled.min_replicas
 
 
 def key_of(model: str) -> str:

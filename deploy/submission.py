@@ -170,7 +170,10 @@ def application_of(data: Mapping[str, Any], name: str, route_prefix: str) -> dic
         "import_path": "sluice.deploy.app:build",
         "args": args,
         "deployments": [
-            {"name": deployment_name(fleet.key, pool.role), "num_replicas": pool.replica.count}
+            {
+                "name": deployment_name(fleet.key, pool.role, pool.name),
+                "num_replicas": pool.replica.count,
+            }
             for fleet in config.fleets
             for pool in fleet.pools
             if pool.replica.autoscaling is None

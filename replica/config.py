@@ -23,7 +23,7 @@ from sluice.replica.vllm_args import by_option
 from sluice.scheduling.autoscaling import AutoscalingPolicy
 from sluice.scheduling.autoscaling import make_policy as make_autoscaling_policy
 from sluice.scheduling.batching import BestEffortOptions, make_policy
-from sluice.scheduling.roles import Role
+from sluice.scheduling.roles import ROLES, Role
 
 LabelName = Annotated[
     str,
@@ -33,6 +33,9 @@ LabelName = Annotated[
     ),
 ]
 """Name of a label of a Ray node, as Ray takes it."""
+
+PoolName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
+"""Name of a pool, which its deployment's name contains."""
 
 LabelValue = Annotated[
     str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")
@@ -122,6 +125,13 @@ class EngineConfig(BaseModel):
         description="vLLM engine arguments by their command-line name without dashes, "
         "for example `max-model-len: 8192`. Arguments that Sluice sets itself are refused.",
     )
+    adapters_dir: Path | None = Field(
+        default=None,
+        description="Directory of LoRA adapters that are loaded and unloaded while serving: each "
+        "subfolder with an `adapter_config.json` is one, named as the folder. The same on every "
+        "node with a replica. Needs `enable-lora` in `vllm_args`, where `max-loras` is the most "
+        "that are loaded, those of `lora-modules` included.",
+    )
     max_prompt_logprobs: int = Field(
         default=32_768,
         ge=1,
@@ -188,6 +198,16 @@ class EngineConfig(BaseModel):
                 f"vllm_args: max-loras is {together}, but must be at least {len(self.adapters)}, "
                 "the number of lora-modules"
             )
+        if self.adapters_dir is not None:
+            if not self.adapters_dir.expanduser().is_absolute():
+                raise ValueError("adapters_dir must be an absolute path: nodes read it")
+            if self.kind != "vllm" or not by_option(self.vllm_args).get("enable-lora"):
+                raise ValueError("adapters_dir needs vLLM with enable-lora: true in vllm_args")
+            if self.preemption.granularity != "off":
+                raise ValueError(
+                    "adapters_dir needs preemption.granularity off: an adapter is loaded between "
+                    "two batches, and a suspended prefill may still need another one"
+                )
         return self
 
     @model_validator(mode="after")
@@ -240,7 +260,13 @@ class AutoscalingConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    min_replicas: int = Field(default=1, ge=1, le=4096, description="Min replicas.")
+    min_replicas: int = Field(
+        default=1,
+        ge=0,
+        le=4096,
+        description="Min replicas. 0: the last one is removed after `zero_after_s` without "
+        "requests, and the next request waits until one has started.",
+    )
     max_replicas: int = Field(ge=1, le=4096, description="Max replicas.")
     initial_replicas: int | None = Field(
         default=None,
@@ -254,6 +280,13 @@ class AutoscalingConfig(BaseModel):
     )
     policy_options: dict[str, Any] = Field(
         default_factory=dict, description="Options of the autoscaling policy."
+    )
+    zero_after_s: float = Field(
+        default=600.0,
+        ge=1,
+        le=604_800,
+        description="With `min_replicas: 0`: time without a request after which the last replica "
+        "is removed, seconds.",
     )
     interval_s: float = Field(
         default=2.5,
@@ -287,17 +320,24 @@ class AutoscalingConfig(BaseModel):
 
 
 class PoolConfig(BaseModel):
-    """The replicas of one role. An option that is left out has the value of the enclosing
+    """Replicas of one role and kind. An option that is left out has the value of the enclosing
     section."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    role: Role | None = Field(
+        default=None,
+        description="Phases of a request that the replicas serve. Default: the pool's name, if it "
+        "is a role; a pool of another name needs it.",
+    )
 
     count: int = Field(
         default=1, ge=1, le=4096, description="Replicas. With `autoscaling` it has no effect."
     )
     autoscaling: AutoscalingConfig | None = Field(
         default=None,
-        description="Autoscale the replicas by the load of their role; default: fixed at `count`.",
+        description="Autoscale the replicas by the load of their role, of which there must be no "
+        "other pool; default: fixed at `count`.",
     )
     num_cpus: float | None = Field(default=None, ge=0, description="Ray CPUs per replica.")
     num_gpus: float | None = Field(default=None, ge=0, description="Ray GPUs per replica.")
@@ -349,12 +389,14 @@ class ReplicaConfig(BaseModel):
     node_labels: dict[LabelName, LabelValue] = Field(
         default_factory=dict, max_length=16, description=_NODE_LABELS
     )
-    pools: dict[Role, PoolConfig] = Field(
+    pools: dict[PoolName, PoolConfig] = Field(
         default_factory=dict,
+        max_length=16,
         description="Replicas by role, each with its own number of replicas: `mixed` serves both "
-        "phases of a request, `prefill` and `decode` one phase each, so both pools are required "
-        "together. `count` and `autoscaling` are then set in the pools only. Default: all replicas "
-        "are mixed.",
+        "phases of a request, `prefill` and `decode` one phase each, so both roles are required "
+        "together. Pools of other names, with a `role`, are further replicas of it, as on other "
+        "GPUs. `count` and `autoscaling` are then set in the pools only. Default: all replicas are "
+        "mixed.",
     )
     elastic: bool = Field(
         default=False,
@@ -413,10 +455,24 @@ class ReplicaConfig(BaseModel):
                 "elastic and pools exclude each other: replicas of a pool keep its role, and a "
                 "pool's engine settings cannot change without a restart"
             )
-        if ("prefill" in self.pools) != ("decode" in self.pools):
+        roles = [self.role_of(name) for name in self.pools]
+        if ("prefill" in roles) != ("decode" in roles):
             raise ValueError(
                 "the pools prefill and decode are required together: configure both or neither"
             )
+        for name, pool in self.pools.items():
+            if len(self.pools) < 2 or pool.autoscaling is None:
+                continue
+            if not pool.autoscaling.min_replicas:
+                raise ValueError(
+                    f"pools.{name}.autoscaling.min_replicas must be at least 1: only a model with "
+                    "one pool can be scaled to zero"
+                )
+            if roles.count(self.role_of(name)) > 1:
+                raise ValueError(
+                    f"pools.{name}.autoscaling: another pool has the same role, and the load of a "
+                    "role is not known by pool: set count"
+                )
         beside = [
             name
             for name in ("count", "autoscaling")
@@ -436,6 +492,20 @@ class ReplicaConfig(BaseModel):
         if self.pools:
             data.pop("count", None)
         return data
+
+    def role_of(self, name: str) -> Role:
+        """The role of the pool ``name``.
+
+        Raises:
+            ValueError: it has none, or its name is that of another role.
+        """
+        role = self.pools[name].role
+        named = next((each for each in ROLES if each == name), None)
+        if role is None and named is None:
+            raise ValueError(f"pools.{name}: role must be given: 'mixed', 'prefill' or 'decode'")
+        if None not in (role, named) and role != named:
+            raise ValueError(f"pools.{name}: role is {role!r}: give the pool another name")
+        return role or named  # type: ignore[return-value]
 
     @property
     def first(self) -> int:

@@ -1,4 +1,4 @@
-"""The pools of a model's replicas: a pool for each role, with its settings."""
+"""The pools of a model's replicas, each with its role and settings."""
 
 from __future__ import annotations
 
@@ -13,61 +13,67 @@ from sluice.replica.placement import unplaceable
 from sluice.replica.vllm_args import by_option
 from sluice.scheduling.roles import ROLES, Role
 
-_SAME_FIELDS = ("cache_dir", "kind", "model", "served_model_name", "transfer")
+_SAME_FIELDS = ("adapters_dir", "cache_dir", "kind", "model", "served_model_name", "transfer")
 """Engine settings that a pool cannot override: a request that begins in one pool ends in
 another."""
 
 _SAME_ARGUMENTS = (
-    "block-size",
     "chat-template",
     "chat-template-content-format",
     "default-chat-template-kwargs",
-    "dtype",
     "enable-auto-tool-choice",
     "enable-lora",
     "generation-config",
     "hf-overrides",
-    "kv-cache-dtype",
     "logits-processors",
     "lora-modules",
     "max-logprobs",
     "max-model-len",
     "override-generation-config",
-    "quantization",
     "reasoning-parser",
     "revision",
-    "tensor-parallel-size",
     "tokenizer",
     "tokenizer-mode",
     "tokenizer-revision",
     "tool-call-parser",
     "trust-request-chat-template",
 )
-"""Arguments of vLLM that determine what a request may ask for, what its tokens are and how its KV
-lies in memory: both engines of a P/D pair must agree on them."""
+"""Arguments of vLLM that determine what a request may ask for and what its tokens are: all pools
+must agree on them."""
+
+_SAME_KV_ARGUMENTS = (
+    "block-size",
+    "dtype",
+    "kv-cache-dtype",
+    "quantization",
+    "tensor-parallel-size",
+)
+"""Arguments of vLLM that determine what KV is and how it lies in memory: where there are P/D pairs,
+all pools must agree on them, too."""
 
 _SHOWN = 80
 """Max characters of a value in an error message."""
 
-_SAME_SIMULATED = ("block_tokens", "max_model_tokens")
+_SAME_SIMULATED, _SAME_KV_SIMULATED = ("max_model_tokens",), ("block_tokens",)
 
 
 class Pool(NamedTuple):
     """One pool of a model, with the complete settings of its replicas.
 
     Attributes:
-        role: which phases of a request its replicas serve.
+        name: of the pool. role: which phases of a request its replicas serve.
         engine: settings of each engine. replica: number, placement and limits; without pools.
     """
 
+    name: str
     role: Role
     engine: EngineConfig
     replica: ReplicaConfig
 
 
 def pools_of(engine: EngineConfig, replica: ReplicaConfig) -> tuple[Pool, ...]:
-    """The pools that a model's two sections describe, in the order of :data:`ROLES`; one mixed pool
-    if they name none.
+    """The pools that a model's two sections describe, by role in the order of :data:`ROLES`; one
+    mixed pool if they name none.
 
     Raises:
         pydantic.ValidationError: a pool is invalid; the message says where and why.
@@ -76,33 +82,34 @@ def pools_of(engine: EngineConfig, replica: ReplicaConfig) -> tuple[Pool, ...]:
         if replica.elastic and engine.transfer is None:
             base = engine.model_dump(exclude_unset=True)
             engine = _validated({**base, "transfer": {}}, ("engine",))
-        alone = Pool("mixed", engine, replica)
+        alone = Pool("mixed", "mixed", engine, replica)
         _refuse(_preemption_where_kv_arrives(alone, ("engine",)))
         _refuse(unplaceable(engine, replica, ("replica",)))
         return (alone,)
+    roles = {name: replica.role_of(name) for name in replica.pools}
+    pairs = "prefill" in roles.values()
     pools = tuple(
-        Pool(role, _engine(engine, replica, role), _replica(replica, role))
-        for role in ROLES
-        if role in replica.pools
+        Pool(name, role, _engine(engine, replica, name, pairs), _replica(replica, name))
+        for name, role in sorted(roles.items(), key=lambda each: ROLES.index(each[1]))
     )
     for pool in pools:
-        place = ("replica", "pools", pool.role, "engine")
+        place = ("replica", "pools", pool.name, "engine")
         _refuse(_preemption_where_kv_arrives(pool, place))
         _refuse(unplaceable(pool.engine, pool.replica, place[:-1]))
-    _refuse(_differences(pools))
+    _refuse(_differences(pools, pairs))
     return pools
 
 
-def _engine(shared: EngineConfig, replica: ReplicaConfig, role: Role) -> EngineConfig:
-    pool = replica.pools[role]
-    place = ("replica", "pools", role, "engine")
+def _engine(shared: EngineConfig, replica: ReplicaConfig, name: str, pairs: bool) -> EngineConfig:
+    pool = replica.pools[name]
+    place = ("replica", "pools", name, "engine")
     _refuse(
-        ((*place, name), f"must be the same in all pools: set engine.{name}")
-        for name in _SAME_FIELDS
-        if name in pool.engine
+        ((*place, field), f"must be the same in all pools: set engine.{field}")
+        for field in _SAME_FIELDS
+        if field in pool.engine
     )
     base = shared.model_dump(exclude_unset=True)
-    if "prefill" in replica.pools and base.get("transfer") is None:
+    if pairs and base.get("transfer") is None:
         base["transfer"] = {}
     if pool.engine.get("policy", shared.policy) != shared.policy:
         base.pop("policy_options", None)  # they are options of the shared policy
@@ -125,12 +132,12 @@ def _validated(values: Mapping[str, Any], place: tuple[str, ...]) -> EngineConfi
         raise AssertionError("there was an error") from error
 
 
-def _replica(shared: ReplicaConfig, role: Role) -> ReplicaConfig:
-    pool = shared.pools[role]
+def _replica(shared: ReplicaConfig, name: str) -> ReplicaConfig:
+    pool = shared.pools[name]
     own: dict[str, Any] = {"count": pool.count, "autoscaling": pool.autoscaling, "pools": {}}
-    for name in ("num_cpus", "num_gpus", "max_per_node"):
-        if getattr(pool, name) is not None:
-            own[name] = getattr(pool, name)
+    for field in ("num_cpus", "num_gpus", "max_per_node"):
+        if getattr(pool, field) is not None:
+            own[field] = getattr(pool, field)
     if pool.node_labels:
         own["node_labels"] = pool.node_labels
     return shared.model_copy(update=own)
@@ -153,26 +160,29 @@ def _preemption_where_kv_arrives(
         )
 
 
-def _differences(pools: tuple[Pool, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Settings by which two pools could not serve the same requests, with the reason."""
+def _differences(pools: tuple[Pool, ...], pairs: bool) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Settings by which two pools could not serve the same requests, or with ``pairs`` not pass KV
+    on, with the reason."""
     first = pools[0]
+    arguments = _SAME_ARGUMENTS + (_SAME_KV_ARGUMENTS if pairs else ())
+    simulated = _SAME_SIMULATED + (_SAME_KV_SIMULATED if pairs else ())
     for pool in pools[1:]:
-        place: tuple[str, ...] = ("replica", "pools", pool.role, "engine")
-        for name in _SAME_ARGUMENTS:
+        place: tuple[str, ...] = ("replica", "pools", pool.name, "engine")
+        for name in arguments:
             here, there = (by_option(each.engine.vllm_args).get(name) for each in (pool, first))
             if here != there:
-                yield (*place, "vllm_args", name), _unlike(here, there, first.role)
-        for name in _SAME_SIMULATED:
+                yield (*place, "vllm_args", name), _unlike(here, there, first.name)
+        for name in simulated:
             here, there = (getattr(each.engine.simulated, name) for each in (pool, first))
             if here != there:
-                yield (*place, "simulated", name), _unlike(here, there, first.role)
+                yield (*place, "simulated", name), _unlike(here, there, first.name)
 
 
-def _unlike(here: Any, there: Any, role: Role) -> str:
+def _unlike(here: Any, there: Any, pool: str) -> str:
     def shown(value: Any) -> str:
         return "not set" if value is None else repr(value)[:_SHOWN]
 
-    return f"must be the same in all pools: it is {shown(here)}, and {shown(there)} in {role}"
+    return f"must be the same in all pools: it is {shown(here)}, and {shown(there)} in {pool}"
 
 
 def _refuse(problems: Iterable[tuple[tuple[Any, ...], str]]) -> None:

@@ -105,7 +105,7 @@ def make_api(
         span = telemetry.begin(arrival, endpoint, request.headers.raw)
         try:
             call = await reader.read(request, endpoint)
-            fleet = fleets.of(call.model, call.client.caps.models)
+            fleet = await fleets.find(call.model, call.client.caps.models)
             call = await loops.bounded(call)
             prompt_tokens = fleet.dispatcher.estimator.estimate(call.prompt)
             expected = output_to_expect(endpoint, call.output_tokens)

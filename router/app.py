@@ -38,20 +38,24 @@ class ServedModel(NamedTuple):
     Attributes:
         name: of the model in requests. adapters: names of its LoRA adapters.
         controller: configuration to create its controller if it does not exist.
+        roles: of its pools, by their names.
         key: names its controller if the application has several models.
+        dynamic: its replicas may load further adapters while they serve.
     """
 
     name: str
     controller: ControllerConfig
+    roles: Mapping[str, Role]
     adapters: Sequence[str] = ()
     key: str | None = None
+    dynamic: bool = False
 
 
 class _Part:
     """One model in this process: access to its controller and to its replicas."""
 
     def __init__(
-        self, model: ServedModel, pools: Mapping[Role, DeploymentHandle], config: RouterConfig
+        self, model: ServedModel, pools: Mapping[str, DeploymentHandle], config: RouterConfig
     ) -> None:
         context = serve.get_replica_context()
         self.metrics = metrics = RouterMetrics(config.first_weights)
@@ -65,15 +69,23 @@ class _Part:
             self.client, metrics.registry, f"router-{context.replica_id.unique_id}"
         )
         self.page = ControllerMetricsPage(self.client, self.pusher, metrics.registry)
+        by_role: dict[Role, list[DeploymentHandle]] = {}
+        for name, handle in pools.items():
+            by_role.setdefault(model.roles[name], []).append(handle)
         serve_replicas = ServeReplicas(
-            pools, lambda: self.client.closed, lambda: self.client.quarantined, metrics.sent
+            by_role,
+            lambda: self.client.closed,
+            lambda: self.client.quarantined,
+            metrics.sent,
+            scales_to_zero=model.controller.startup_s is not None,
         )
         self.fleet = Model(
             model.name,
             Dispatcher(self.client, serve_replicas, metrics, config),
-            Catalog(serve_replicas),
+            Catalog(serve_replicas, (model.name, *model.adapters)),
             metrics,
             model.adapters,
+            model.dynamic,
         )
 
 
@@ -83,7 +95,7 @@ class Router:
 
     Args:
         replicas: each model's deployments of replicas, with the hint router, by the model's name
-            and by role.
+            and by the pool's.
         models: the same models.
         config: of this router.
         telemetry: how it logs, and whether it traces.
@@ -94,7 +106,7 @@ class Router:
 
     def __init__(
         self,
-        replicas: Mapping[str, Mapping[Role, DeploymentHandle]],
+        replicas: Mapping[str, Mapping[str, DeploymentHandle]],
         models: Sequence[ServedModel],
         config: RouterConfig,
         telemetry: TelemetryConfig,

@@ -274,6 +274,20 @@ class RouterConfig(BaseModel):
         le=10,
         description="Maximum attempts per request, those that resume its stream included.",
     )
+    start_wait_s: float = Field(
+        default=600.0,
+        gt=0,
+        le=86_400,
+        description="For models with `min_replicas: 0`: maximum wait of a request for the first "
+        "replica, seconds; then 503.",
+    )
+    start_queue_length: int = Field(
+        default=256,
+        ge=1,
+        le=100_000,
+        description="Maximum requests of one model that wait for this in one router replica; "
+        "further ones get 503.",
+    )
     stall_after_s: float = Field(
         default=1.0,
         ge=0.1,

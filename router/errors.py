@@ -58,6 +58,7 @@ class Reason(enum.StrEnum):
     CONTROLLER_DOWN = "controller_down"
     ISSUER_UNAVAILABLE = "issuer_unavailable"
     NO_REPLICA = "no_replica"
+    MODEL_STARTING = "model_starting"
     REPLICA_FAILED = "replica_failed"
     STREAM_BROKEN = "stream_broken"
     REQUEST_SUSPECTED = "request_suspected"
@@ -108,6 +109,7 @@ RULES: dict[Reason, Rule] = {
     Reason.CONTROLLER_DOWN: Rule(503, SERVER_ERROR, retry_after_s=1),
     Reason.ISSUER_UNAVAILABLE: Rule(503, SERVER_ERROR, retry_after_s=2),
     Reason.NO_REPLICA: Rule(503, SERVER_ERROR, retry_after_s=2),
+    Reason.MODEL_STARTING: Rule(503, SERVER_ERROR, retry_after_s=2),
     Reason.REPLICA_FAILED: Rule(503, SERVER_ERROR, retry_after_s=1),
     Reason.STORAGE_FULL: Rule(507, SERVER_ERROR),
     # Sent inside a stream that already has its status.

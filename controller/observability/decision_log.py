@@ -126,6 +126,13 @@ class DecisionLog:
 
     def _why_there(self, entry: DecisionRecord) -> str:
         decision, weighed = entry.decision, entry.weighed
+        if decision.starts_in_s is not None:
+            late = decision.reason == UNATTAINABLE
+            end = "; that is too late for its SLO, and its class does not allow best effort"
+            starts = (
+                f"The model has no replica; the first one serves in {decision.starts_in_s:.0f} s"
+            )
+            return f"{starts}{end if late else ''}."
         if decision.reason == NO_REPLICA or weighed is None:
             return "No replica is available: none has reported lately, or all are drained."
         able = _able(weighed)

@@ -112,6 +112,17 @@ def families(figures: Figures, policy: str, refused_pushes: int) -> Iterator[Met
     for objective, margin in figures.margins.items():
         margins.add_metric((objective,), margin)
     yield margins
+    yield CounterMetricFamily(
+        "sluice_cold_starts",
+        "Starts of the first replica of a model that had none, from the first request until it "
+        "registered.",
+        value=figures.cold_starts,
+    )
+    yield GaugeMetricFamily(
+        "sluice_startup_seconds",
+        "Predicted time of such a start; only of a model that may have no replica.",
+        value=figures.startup_s,
+    )
     yield from _loads(figures)
     yield from _quarantines(figures)
     yield from _replicas(figures)

@@ -62,6 +62,7 @@ class Readings:
         fleet, quarantine, returns = self._fleet, self._quarantine, self._placer.returns
         rows = list(fleet.row_of.values())
         replicas = self._mirror.replicas
+        cold = self._placer.cold_start
         names = ((name, quarantine.of(name, now_s)) for name in quarantine.names)
         return Figures(
             now_s,
@@ -81,6 +82,8 @@ class Readings:
             self._pab_tokens(rows, now_s),
             fleet.figures[rows],
             self._mirror.epoch,
+            0 if cold is None else cold.done,
+            None if cold is None else cold.startup_s,
         )
 
     def _pab_tokens(self, rows: list[int], now_s: float) -> Floats:

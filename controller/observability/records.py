@@ -39,6 +39,8 @@ class Figures(NamedTuple):
             finite for a model in which tokens cost nothing.
         figures: ``float64[replicas, FIGURES]``, see :mod:`sluice.scheduling.fleet.rows`.
         epoch: number of this start of the actor.
+        cold_starts: of a model that may have no replica: starts of its first one that have ended.
+        startup_s: predicted time of such a start; ``None`` for a model that always has replicas.
     """
 
     now_s: float
@@ -58,6 +60,8 @@ class Figures(NamedTuple):
     pab_tokens: Floats
     figures: Floats
     epoch: int = 0
+    cold_starts: int = 0
+    startup_s: float | None = None
 
 
 class Reliable(NamedTuple):

@@ -77,6 +77,7 @@ class ApiCall:
         in_turn: its engine requests are parts of one stream, each begun when the one before has
             ended: all of them are tracked as the first one is.
         cache_salt: of its prompts, if vLLM's serving layer does not set it.
+        adapter: vLLM's number of the adapter of the directory that it uses; 0: none of them.
     """
 
     received_s: float
@@ -105,6 +106,7 @@ class ApiCall:
     unsent_reasoned: int = 0
     in_turn: bool = False
     cache_salt: str | None = None
+    adapter: int = 0
 
     def chunks(self, event: bytes) -> list[ResponseChunk]:
         """``event`` with the tokens that came since the last one. If chunks carry the token ids,

@@ -101,6 +101,7 @@ class VllmEngine:
         self._llm: Any = None
         self._servings: dict[Endpoint, Serving] = {}
         self._models: Any = None
+        self._adapters: Any = None
         self._reasoning_ends: frozenset[int] = frozenset()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -137,7 +138,13 @@ class VllmEngine:
         logger.info("vLLM engine of %s started in %.1f s", model, time.monotonic() - started_s)
         await warm_up(self, name, config.adapters)
         self._table.clear_samples()
-        return await self._describe(name, explicit)
+        info = await self._describe(name, explicit)
+        if config.adapters_dir is not None:
+            from sluice.replica.vllm.adapters import directory_adapters
+
+            self._adapters = directory_adapters(config, self._llm, self._models)
+            await self._adapters.start()
+        return info
 
     async def _launch(self, model: str, name: str) -> Launched:
         config = self._config
@@ -215,6 +222,8 @@ class VllmEngine:
         try:
             serving = self._serving_of(request.endpoint)
             await self._llm.check_tags(request.body)
+            if self._adapters is not None:
+                call.adapter = await self._adapters.ensure(request.body.get("model"))
             body = self._parse(request, serving, call)
         except RequestError as error:
             for item in _refusal(error.status, error.body()):
@@ -490,6 +499,8 @@ class VllmEngine:
     async def stop(self) -> None:
         """Stop the engine process; live requests end with an error. Idempotent."""
         llm, self._llm = self._llm, None
+        if self._adapters is not None:
+            self._adapters.stop()
         if llm is not None:
             from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
 

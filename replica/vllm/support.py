@@ -95,7 +95,8 @@ _SERVING: Final = (
         ("vllm.v1.engine.async_llm:AsyncLLM",),
         "from_vllm_config(vllm_config=, usage_context=, disable_log_stats=) "
         "generate(_, _, _, trace_headers=) encode(_, _, _) _add_request(_, _, _, _, _) abort(_) "
-        "errored get_supported_tasks() get_tokenizer() is_sleeping() shutdown()",
+        "errored get_supported_tasks() get_tokenizer() is_sleeping() shutdown() add_lora(_) "
+        "remove_lora(_)",
         "engine_core observability_config output_processor vllm_config",
     ),
     Part(("vllm.v1.engine.core_client:EngineCoreClient",), "add_request_async(_)"),
@@ -120,7 +121,12 @@ _SERVING: Final = (
         "create_chat_completion(_, _) create_error_response(_)",
     ),
     Part((f"{_OPENAI}.completion.serving:OpenAIServingCompletion",), "create_completion(_, _)"),
-    Part((f"{_OPENAI}.models.serving:OpenAIServingModels",), "show_available_models()"),
+    Part(
+        (f"{_OPENAI}.models.serving:OpenAIServingModels",),
+        "show_available_models()",
+        "lora_id_counter lora_requests",
+    ),
+    Part(("vllm.lora.request",), "LoRARequest(_, _, _)"),
 )
 """In the replica's process."""
 

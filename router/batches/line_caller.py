@@ -48,7 +48,9 @@ LONGEST_PAUSE_S = 30.0
 """Approximate maximum of these pauses, seconds. A line that waits for capacity keeps its slot, so
 that such lines keep others from being sent."""
 
-_NO_ROOM = frozenset({Reason.ROUTER_FULL, Reason.REPLICAS_FULL, Reason.NO_REPLICA})
+_NO_ROOM = frozenset(
+    {Reason.ROUTER_FULL, Reason.REPLICAS_FULL, Reason.NO_REPLICA, Reason.MODEL_STARTING}
+)
 _TOO_MANY = 429
 
 _T = TypeVar("_T")
@@ -196,7 +198,7 @@ class LineCaller:
                 call = await asyncio.to_thread(self._check, line, endpoint, arrival)
             if call.loop is not None:
                 raise invalid(f"{LOOP_FIELD} has no meaning in a batch", LOOP_FIELD)
-            fleet = self._fleets.of(call.model, call.client.caps.models)
+            fleet = await self._fleets.find(call.model, call.client.caps.models)
         except ApiError as error:
             self._fleets.edge.refused(endpoint, error.reason, arrival.client)
             self._telemetry.refused(arrival, endpoint, error.reason)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from sluice.router.dispatch.recent import Recent, Value
@@ -21,28 +21,54 @@ TIMEOUT_S = 2.0
 
 
 class Catalog:
-    """Asks at most one replica at a time for either answer, however many clients ask."""
+    """Asks at most one replica at a time for either answer, however many clients ask. A model that
+    may have no replica, and has none, is not asked: that would start one.
 
-    def __init__(self, replicas: Replicas, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        names: models that are listed of a model that has had no replica yet.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        names: Sequence[str] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._replicas = replicas
+        entries = [{"id": name, "object": "model", "owned_by": "sluice"} for name in names]
+        self._listed: dict[str, Any] = {"object": "list", "data": entries}
         self._models = Recent(lambda: _asked(replicas.models()), TTL_S, clock)
         self._ready = Recent(lambda: _asked(replicas.check()), TTL_S, clock)
         self._longest: int | None = None
 
     async def models(self) -> dict[str, Any]:
-        """The OpenAI list-models body.
+        """The OpenAI list-models body; the last one while the model has no replica and may have
+        none.
 
         Raises:
             ApiError: 503, no replica answered.
         """
-        return await self._models.get()
+        if not self._replicas.asleep:
+            self._listed = await self._models.get()
+        return self._listed
+
+    async def lists(self, name: str) -> bool:
+        """Whether a replica lists the model or adapter ``name``.
+
+        Raises:
+            ApiError: 503, no replica answered.
+        """
+        return any(entry["id"] == name for entry in (await self.models())["data"])
 
     async def check(self) -> None:
-        """Return if a replica takes requests.
+        """Return if a replica takes requests, or if a request would start one.
 
         Raises:
             ApiError: 503, none does: each is drained or unreachable.
         """
-        await self._ready.get()
+        if not self._replicas.asleep:
+            await self._ready.get()
 
     async def exceeded(self, tokens: int) -> int | None:
         """The maximum model length of the engines if a prompt of ``tokens`` exceeds it; ``None`` if

@@ -84,14 +84,14 @@ class Dispatcher:
         self._metrics = metrics
         self._pause = pause
         self._max_attempts = config.max_attempts
-        self._placements = PlacementClient(controller, metrics, config, clock, pause)
+        self._placements = PlacementClient(controller, metrics, config, replicas, clock, pause)
         self._budget = RetryBudget(config.retry_budget, clock)
         self._suspicion = Suspicion(metrics, clock)
         self._moves = Moves(controller, self._placements, clock)
         self._stalls = StallDetector(
             replicas, controller, self._budget, metrics, config.stall_after_s, clock
         )
-        self._pools = Pools(replicas.roles, clock, pause)
+        self._pools = Pools(replicas.roles, replicas.single, clock, pause)
 
     @property
     def estimator(self) -> TokenEstimator:

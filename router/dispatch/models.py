@@ -22,6 +22,7 @@ class Model(NamedTuple):
         catalog: the models that its replicas list, and their readiness.
         metrics: of its requests.
         adapters: names of its LoRA adapters; a request names one in place of the model.
+        dynamic: its replicas may list further adapters, which they load while they serve.
     """
 
     model: str
@@ -29,6 +30,7 @@ class Model(NamedTuple):
     catalog: Catalog
     metrics: RouterMetrics
     adapters: Sequence[str] = ()
+    dynamic: bool = False
 
 
 class ModelRegistry:
@@ -81,6 +83,19 @@ class ModelRegistry:
             raise _no_model(model)
         return fleet
 
+    async def find(self, model: str | None, allowed: Collection[str] | None = None) -> Model:
+        """As :meth:`of`; also the fleet whose replicas list ``model`` as an adapter.
+
+        Raises:
+            ApiError: as :meth:`of`. 503; the replicas that might list it do not answer.
+        """
+        known = model is None or model in self._by_name
+        if not known and (allowed is None or model in allowed):
+            for fleet in self._fleets:
+                if fleet.dynamic and await fleet.catalog.lists(str(model)):
+                    return fleet
+        return self.of(model, allowed)
+
     async def exceeded(self, model: Any, tokens: int) -> int | None:
         """The maximum length of ``model`` if a prompt of ``tokens`` exceeds it; ``None`` if it does
         not, or the length or the model is unknown."""
@@ -111,7 +126,7 @@ class ModelRegistry:
             ApiError: 404, the name is unknown or not ``allowed``. 503, no replica of the model
                 answered.
         """
-        listed = (await self.of(name, allowed).catalog.models())["data"]
+        listed = (await (await self.find(name, allowed)).catalog.models())["data"]
         found = next((entry for entry in listed if entry["id"] == name), None)
         if found is None:  # an adapter that its replicas do not list
             raise _no_model(name)

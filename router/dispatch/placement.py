@@ -16,12 +16,15 @@ from sluice.controller.messages import (
     Tier,
     Trouble,
 )
+from sluice.router import wire
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.admission_queue import AdmissionQueue, may_wait
+from sluice.router.dispatch.cold_start import ColdStarts
 from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import Fallback, RouterMetrics
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import TokenEstimator
+from sluice.router.serve.contract import Replicas
 from sluice.scheduling.request.job import UNATTAINABLE
 
 _ANY_TIER = frozenset(Tier)
@@ -89,6 +92,7 @@ class PlacementClient:
         controller: DecisionService,
         metrics: RouterMetrics,
         config: RouterConfig,
+        replicas: Replicas,
         clock: Callable[[], float],
         pause: Callable[[float], Awaitable[object]],
     ) -> None:
@@ -101,6 +105,7 @@ class PlacementClient:
             name for name, entry in classes if entry.when_unattainable != "best_effort"
         }
         self._full_until_s: dict[str, float] = {}
+        self._cold_starts = ColdStarts(replicas, config, metrics.admission, clock, pause)
         self._queues = {
             name: AdmissionQueue(name, entry, metrics.admission, clock, pause)
             for name, entry in classes
@@ -124,7 +129,7 @@ class PlacementClient:
 
         Raises:
             ApiError: 429; no replica can guarantee its SLO, and its class does not allow best
-                effort.
+                effort. 503; the model has no replica, and the call cannot wait for one.
         """
         if call.span is None:
             return await self._find(call, key, failed, prefill_key, begun)
@@ -237,10 +242,21 @@ class PlacementClient:
         prefill_key: int,
         tiers: frozenset[Tier],
     ) -> RouteDecision | None:
-        """The controller's decision now. If it does not answer, and has just reported that there is
-        no capacity, a call that needs a guarantee is refused: a client that asks often would get in
-        by a late answer."""
+        """The controller's decision now, or once the model has a replica. If the controller does
+        not answer, and has just reported that there is no capacity, a call that needs a guarantee
+        is refused: a client that asks often would get in by a late answer.
+
+        Raises:
+            ApiError: 503; the model has no replica, and the call cannot wait for one.
+        """
         decision = await self._ask(call, key, failed, prefill_key, tiers)
+        if decision is not None and decision.starts_in_s is not None:
+            decision = await self._cold_starts.decided(
+                call.client,
+                decision,
+                lambda: self._ask(call, key, failed, prefill_key, tiers),
+                call.queue_ttl_s,
+            )
         if decision is not None:
             self._note(call, decision)
             return decision
@@ -301,6 +317,16 @@ def _refusal(call: Call, decision: RouteDecision) -> ApiError:
             Reason.OVER_SHARE,
             "This API key has used its share of guaranteed capacity while other keys ask for "
             f"theirs, and class {name} does not allow best effort.",
+            retry_after_s=decision.retry_after_s,
+        )
+    if decision.starts_in_s is not None and decision.retry_after_s is not None:
+        predicted_ms = 1000 * (decision.predicted_ttft_s or 0.0)
+        return ApiError(
+            Reason.SLO_UNATTAINABLE,
+            "The model had no replica, and one is starting now: it is predicted to serve in "
+            f"{decision.starts_in_s:.0f} seconds, which is too late for this SLO, and class {name} "
+            "does not allow best effort.",
+            headers={wire.PREDICTED_TTFT_HEADER: f"{predicted_ms:.1f}"},
             retry_after_s=decision.retry_after_s,
         )
     when = "now" if decision.retry_after_s is not None else "even when it is idle"

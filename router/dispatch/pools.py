@@ -19,6 +19,7 @@ class Pools:
 
     Args:
         roles: of the existing pools, in the order in which they are asked to serve a whole call.
+        single: there is one pool only.
         clock: monotonic seconds.
         pause: sleeps for the given number of seconds.
     """
@@ -26,10 +27,12 @@ class Pools:
     def __init__(
         self,
         roles: Sequence[Role],
+        single: bool,
         clock: Callable[[], float],
         pause: Callable[[float], Awaitable[object]],
     ) -> None:
         self._roles = tuple(roles)
+        self._single = single
         self._clock = clock
         self._pause = pause
         self._splits = {"prefill", "decode"} <= set(roles)
@@ -63,7 +66,7 @@ class Pools:
         if now_s - self._last_empty_s > NO_REPLICA_WAIT_S:
             self._empty_since_s = now_s
         self._last_empty_s = now_s
-        if len(self._roles) == 1 or now_s - self._empty_since_s >= NO_REPLICA_WAIT_S:
+        if self._single or now_s - self._empty_since_s >= NO_REPLICA_WAIT_S:
             raise failure
         await self._pause(EMPTY_POOLS_PAUSE_S)
         answer.empty.clear()

@@ -88,6 +88,17 @@ class AdmissionMetrics:
             buckets=WAIT_BUCKETS_S,
             registry=registry,
         )
+        self.starting = Gauge(
+            "sluice_starting_requests",
+            "Requests in the router that wait for the first replica of a model that had none.",
+            registry=registry,
+        )
+        self.start_wait_s = Histogram(
+            "sluice_start_wait_seconds",
+            "Time that requests waited for it, whatever the outcome.",
+            buckets=WAIT_BUCKETS_S,
+            registry=registry,
+        )
         self._over_share = cache(
             Counter(
                 "sluice_over_share",

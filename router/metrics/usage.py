@@ -64,6 +64,7 @@ class UsageMetrics:
             return Histogram(name, documentation, labels, buckets=buckets, registry=registry)
 
         self._clients = clients
+        self._models = ClientNames()
         self._tokens = cache(
             Counter(
                 "sluice_tokens",
@@ -181,7 +182,7 @@ class UsageMetrics:
             if count:
                 self._tokens(service_class, name).inc(count)
                 self._client_tokens(client, name).inc(count)
-        operation = (OPERATIONS[call.endpoint], PROVIDER, call.model or "")
+        operation = (OPERATIONS[call.endpoint], PROVIDER, self._models.label(call.model or ""))
         took_s = now_s - call.received_s
         self._duration_s(*operation, error).observe(took_s)
         if error:

@@ -71,12 +71,29 @@ class ReplicaStream(Protocol):
 
 
 class Replicas(Protocol):
-    """Access to the replicas of one model, in pools by their roles."""
+    """Access to the replicas of one model by their roles. A role has one pool or several."""
 
     @property
     def roles(self) -> Sequence[Role]:
         """The existing pools, in the order in which they are asked to serve a whole request
         (prefill and decode): mixed, decode, prefill. At least one."""
+
+    @property
+    def single(self) -> bool:
+        """Whether there is one pool only, which lets requests wait for its first replica; else
+        another pool may have some."""
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the model may have no replica and has none, as far as is known: only a request or
+        :meth:`wake` makes one start."""
+
+    async def wake(self) -> None:
+        """Return when a replica runs; make one start if there is none and there may be none.
+
+        Raises:
+            ReplicaFailedError: none has started in time, or none can start.
+        """
 
     def generate(
         self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role

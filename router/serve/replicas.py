@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import Way
 from sluice.router.serve.contract import ReaderLostError, ReplicaFailedError, ReplicaStream
 from sluice.router.serve.hint import DrainedError, Hint, NoReplicaError
+from sluice.router.serve.running import RUNNING
 from sluice.router.serve.streams import Channels
 from sluice.scheduling.roles import WHOLE, Role
 
@@ -87,6 +89,17 @@ class ServeStream:
             assignment.result().cancel()
 
 
+class _Pool:
+    """One deployment, with a handle for each method."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self.deployment = handle.deployment_id
+        self.generate = handle.options(method_name="generate", stream=True)
+        self.progress = handle.options(method_name="progress")
+        self.models = handle.options(method_name="models")
+        self.endpoint = handle.options(method_name="stream_endpoint")
+
+
 class ServeReplicas:
     """Calls replicas over handles whose deployments use
     :class:`~sluice.router.serve.request_router.HintRouter`.
@@ -94,37 +107,62 @@ class ServeReplicas:
     Must be constructed on the event loop that calls it.
 
     Args:
-        pools: a handle for each role that has a deployment, at least one.
+        pools: the handles of the deployments of each role that has any, at least one.
         closed: returns the replicas that an operator has currently closed to new requests.
         quarantined: returns the replicas that currently count as failed or hanging.
         sent: called for each call with the way that it is sent.
+        scales_to_zero: the one pool may have no replica; a call starts one.
     """
 
     def __init__(
         self,
-        pools: Mapping[Role, DeploymentHandle],
+        pools: Mapping[Role, Sequence[DeploymentHandle]],
         closed: Callable[[], Collection[str]] = tuple,
         quarantined: Callable[[], Collection[str]] = tuple,
         sent: Callable[[Way], None] = lambda _: None,
+        scales_to_zero: bool = False,
     ) -> None:
         self.roles: Sequence[Role] = tuple(role for role in WHOLE if role in pools)
+        self._pools = {role: tuple(map(_Pool, handles)) for role, handles in pools.items()}
+        self.single = sum(map(len, self._pools.values())) == 1
+        self._scales_to_zero = scales_to_zero
         self._closed = closed
         self._quarantined = quarantined
         self._sent = sent
-        self._generate = {
-            role: handle.options(method_name="generate", stream=True)
-            for role, handle in pools.items()
-        }
-        self._progress = {
-            role: handle.options(method_name="progress") for role, handle in pools.items()
-        }
-        self._models = {
-            role: handle.options(method_name="models") for role, handle in pools.items()
-        }
-        self._endpoint = {
-            role: handle.options(method_name="stream_endpoint") for role, handle in pools.items()
-        }
         self._channels = Channels(self._find)
+
+    @property
+    def asleep(self) -> bool:
+        """See :class:`~sluice.router.serve.contract.Replicas`."""
+        if not self._scales_to_zero:
+            return False
+        return not any(RUNNING.of(each.deployment) for own in self._pools.values() for each in own)
+
+    async def wake(self) -> None:
+        """See :class:`~sluice.router.serve.contract.Replicas`. The call waits in Serve's queue,
+        which makes Serve's autoscaler start a replica.
+
+        Raises:
+            ReplicaFailedError: none has started in time, or none can start.
+        """
+        await self._models_by(None)
+
+    def _pool(self, role: Role, target: str | None, avoid: Collection[str] = ()) -> _Pool:
+        """The pool of ``role`` in which ``target`` runs; without a target that runs, one by chance,
+        by the number of its replicas that may get requests."""
+        pools = self._pools[role]
+        if len(pools) == 1:
+            return pools[0]
+        running = [RUNNING.of(pool.deployment) for pool in pools]
+        for pool, ids in zip(pools, running, strict=True):
+            if target in ids:
+                return pool
+        closed = {*self._closed()}
+        for shunned in ({*avoid, *closed, *self._quarantined()}, closed):
+            numbers = [len(ids - shunned) for ids in running]
+            if any(numbers):
+                return random.choices(pools, numbers)[0]
+        return pools[0]
 
     def generate(
         self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role
@@ -136,7 +174,8 @@ class ServeReplicas:
             # Without a target (an empty hint), the replica that gets the request confirms it.
             hint = self._hint(target, avoid) or ""
             self._sent(Way.HANDLE)
-            return ServeStream(self._generate[role].remote(request, **{wire.TARGET_KWARG: hint}))
+            generate = self._pool(role, target, avoid).generate
+            return ServeStream(generate.remote(request, **{wire.TARGET_KWARG: hint}))
 
         if target is not None:
             stream = self._channels.open(request, target, role, by_serve)
@@ -153,7 +192,7 @@ class ServeReplicas:
         """
         hint = self._hint(replica_id, ())
         endpoint: StreamEndpoint = await _answer_of(
-            self._endpoint[role].remote(**{wire.TARGET_KWARG: hint})
+            self._pool(role, replica_id).endpoint.remote(**{wire.TARGET_KWARG: hint})
         )
         return endpoint
 
@@ -167,7 +206,8 @@ class ServeReplicas:
             ReplicaFailedError: it could not be asked, or the probe failed there.
         """
         hint = self._hint(target, avoid)
-        call = self._progress[role].remote(tuple(request_ids), **{wire.TARGET_KWARG: hint})
+        progress = self._pool(role, target, avoid).progress
+        call = progress.remote(tuple(request_ids), **{wire.TARGET_KWARG: hint})
         told: Progress = await _answer_of(call)
         return told
 
@@ -200,7 +240,7 @@ class ServeReplicas:
         return await self._models_of(self.roles[-1], hint)
 
     async def _models_of(self, role: Role, hint: str | None) -> dict[str, Any]:
-        call = self._models[role].remote(**{wire.TARGET_KWARG: hint})
+        call = self._pool(role, None).models.remote(**{wire.TARGET_KWARG: hint})
         models: dict[str, Any] = await _answer_of(call)
         return models
 

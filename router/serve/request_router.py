@@ -24,7 +24,7 @@ from sluice.controller.client import ControllerClient, fleet_name
 from sluice.controller.config import ControllerConfig
 from sluice.replica.engine import EngineRequest
 from sluice.router import wire
-from sluice.router.serve import choices
+from sluice.router.serve import choices, running
 from sluice.router.serve.hint import NO_REPLICA_WAIT_S, DrainedError, Hint, NoReplicaError
 
 _log = logging.getLogger(__name__)
@@ -41,13 +41,14 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
       no hint, the least loaded other replica by this process's count is chosen, and without others
       the request fails. The same holds for a quarantined replica as long as there are others.
     - Without any replica, requests wait for a limited time, counted from when the last replica
-      left, and then fail. If the model has other pools of replicas, a request also fails once all
+      left, and then fail. For a pool that may have none the time counts from the request, which
+      makes Serve start one. If the model has other pools of replicas, a request also fails once all
       replicas of this pool have failed it.
     - Replicas that leave or die are reported to the controller.
 
     ``request_router_kwargs`` are ``controller``, the controller's configuration as plain data, and
-    optionally ``key`` (of the model, if the application has several), ``no_replica_wait_s`` and
-    ``other_pools``.
+    optionally ``key`` (of the model, if the application has several), ``no_replica_wait_s``,
+    ``other_pools`` and ``scales_to_zero``.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
@@ -57,6 +58,7 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         self._tasks: set[asyncio.Task[None]] = set()
         self._no_replica_wait_s = float(kwargs.get("no_replica_wait_s", NO_REPLICA_WAIT_S))
         self._other_pools = bool(kwargs.get("other_pools"))
+        self._scales_to_zero = bool(kwargs.get("scales_to_zero"))
         self._changed = asyncio.Event()
         self._none_since_s = asyncio.get_running_loop().time()
         # Now and not at first use: an old process must not start to maintain the controller after a
@@ -175,9 +177,12 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         Raises:
             NoReplicaError: there has been none for too long.
         """
+        since_s = self._none_since_s
+        if self._scales_to_zero:
+            since_s = asyncio.get_running_loop().time()
         try:
             while not self._by_unique_id:
-                async with asyncio.timeout_at(self._none_since_s + self._no_replica_wait_s):
+                async with asyncio.timeout_at(since_s + self._no_replica_wait_s):
                     await self._changed.wait()
         except TimeoutError:
             raise NoReplicaError(
@@ -215,6 +220,8 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
 
     def _note_change(self, before: int) -> None:
         """Wake the tasks that wait for a change of replicas. ``before``: their former number."""
+        # Through its module, as CHOICES above.
+        running.RUNNING.note(self._deployment_id, self._by_unique_id)
         if before and not self._by_unique_id:
             self._none_since_s = asyncio.get_running_loop().time()
         changed, self._changed = self._changed, asyncio.Event()

@@ -6,6 +6,7 @@ from sluice.scheduling.autoscaling.base import AutoscalingPolicy, Decision, Pool
 from sluice.scheduling.autoscaling.head_room import HeadRoom
 from sluice.scheduling.autoscaling.load import Demand, Load
 from sluice.scheduling.autoscaling.ongoing_requests import OngoingRequests
+from sluice.scheduling.autoscaling.to_zero import ToZero
 from sluice.scheduling.policy import Registry
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Load",
     "Pool",
     "State",
+    "ToZero",
     "make_policy",
 ]
 

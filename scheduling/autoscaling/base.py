@@ -9,6 +9,9 @@ from typing import Any, ClassVar, NamedTuple
 from sluice.scheduling.autoscaling.load import Load
 from sluice.scheduling.policy import PolicyOptions
 
+STARTUP_S = 60.0
+"""How long a new replica takes until it serves where nothing else is said, seconds."""
+
 State = Mapping[str, Any]
 """A policy's state between two decisions: small plain data of its own format."""
 
@@ -18,7 +21,8 @@ class Pool(NamedTuple):
 
     Attributes:
         target: how many there should be; some of them may not serve yet.
-        least, most: bounds, ``1 <= least <= most``.
+        least, most: bounds, ``0 <= least <= most`` and ``1 <= most``. A policy gets a ``least``
+            of 1 or more (:mod:`sluice.scheduling.autoscaling.to_zero`).
     """
 
     target: int
@@ -58,6 +62,11 @@ class AutoscalingPolicy(ABC):
 
     def __init__(self, options: PolicyOptions | None = None) -> None:
         self.options = options if options is not None else self.Options()
+
+    @property
+    def startup_s(self) -> float:
+        """How long a new replica takes until it serves, as far as the options say, seconds."""
+        return STARTUP_S
 
     @abstractmethod
     def decide(self, load: Load, pool: Pool, state: State) -> Decision:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from pydantic import Field
 
-from sluice.scheduling.autoscaling.base import AutoscalingPolicy, Decision, Pool, State
+from sluice.scheduling.autoscaling.base import STARTUP_S, AutoscalingPolicy, Decision, Pool, State
 from sluice.scheduling.autoscaling.load import Load
 from sluice.scheduling.policy import PolicyOptions
 
@@ -46,7 +46,7 @@ class HeadRoomOptions(PolicyOptions):
     """How much head-room is kept, and how fast a pool may change."""
 
     startup_s: float = Field(
-        default=60.0,
+        default=STARTUP_S,
         gt=0,
         le=3600,
         description="Time until a new replica serves, seconds: demand is forecast this far ahead.",
@@ -157,6 +157,11 @@ class HeadRoom(AutoscalingPolicy):
     source = "ours"
     Options = HeadRoomOptions
     options: HeadRoomOptions
+
+    @property
+    def startup_s(self) -> float:
+        """See :attr:`AutoscalingPolicy.startup_s`."""
+        return self.options.startup_s
 
     @property
     def _slow_s(self) -> float:

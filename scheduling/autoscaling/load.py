@@ -54,6 +54,8 @@ class Load(NamedTuple):
         best_effort_s: predicted time of the best-effort prefills that wait, seconds, over all
             replicas.
         ongoing: requests at replicas or on their way there, of both tiers.
+        arrived: requests that asked to be placed, of any kind, since the start; one that waits
+            counts each time it asks.
     """
 
     now_s: float
@@ -70,6 +72,7 @@ class Load(NamedTuple):
     kv_share: float = 0.0
     best_effort_s: float = 0.0
     ongoing: float = 0.0
+    arrived: float = 0.0
 
     @property
     def lost(self) -> float:
@@ -131,6 +134,8 @@ class Demand:
         self._all = _Counts()
         self._of_role = {role: _Counts() for role in ROLES}
         self._unplaced: dict[int, None] = {}
+        self.arrived = 0
+        """See :attr:`Load.arrived`; the placer counts them."""
 
     def count(
         self, job: Job, decision: RouteDecision, fleet: Fleet, second: DecodeChoice | None = None
@@ -209,6 +214,7 @@ class Demand:
             asked.unpromised_s,
             judged,
             attained,
+            arrived=float(self.arrived),
         )
         if not len(rows):
             return counted

@@ -236,6 +236,19 @@ class Fleet:
                 break
         return rows
 
+    def is_empty(self, now_s: float) -> bool:
+        """Whether no replica is there that takes requests or that only an operator has closed: all
+        have left, or are about to. ``O(replicas)``."""
+        here = (self._willing & (now_s >= self._gone_until_s)).any()
+        return not here and not any(name in self._closed for name in self.row_of)
+
+    @property
+    def last_row(self) -> Ints:
+        """The row of one replica, or else of the last one that has left, for its latency model;
+        empty if there has been none."""
+        rows = list(self.row_of.values()) or self._free[-1:]
+        return np.array(rows[-1:], np.int64)
+
     def is_sound(self, row: int, now_s: float) -> bool:
         """Whether anything may be guaranteed at a candidate: it is neither aged nor one that is
         chosen although it is quarantined."""

@@ -18,6 +18,7 @@ from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.rows import BEST_EFFORT_S, DECODE_S, FIXED_S, PREFILL_S, work_on
 from sluice.scheduling.pairs import TRANSFER_STEPS, DecodeChoice, together
 from sluice.scheduling.placement.calibration import Calibration
+from sluice.scheduling.placement.cold_start import ColdStart
 from sluice.scheduling.placement.jobs import first_due_s, reservation_of
 from sluice.scheduling.placement.output_lengths import OutputLength, OutputLengths
 from sluice.scheduling.placement.pacing import shared_out
@@ -134,6 +135,8 @@ class Placer:
         witness: receives the inputs of each decision with at least one replica to choose.
         calibration: by how much earlier than due a guarantee is planned; ``None``: not earlier.
         lengths: observed output lengths; ``None``: none are known.
+        cold_start: decides while a model that may have no replica has none; ``None``: it always has
+            some.
     """
 
     def __init__(
@@ -144,6 +147,7 @@ class Placer:
         witness: Witness | None = None,
         calibration: Calibration | None = None,
         lengths: OutputLengths | None = None,
+        cold_start: ColdStart | None = None,
     ) -> None:
         self._fleet = fleet
         self._routing = routing
@@ -151,6 +155,7 @@ class Placer:
         self._witness = witness
         self._calibration = calibration
         self._lengths = lengths if lengths is not None else OutputLengths()
+        self.cold_start = cold_start
         self.demand = Demand()
         """Demand, counted decision by decision."""
         self.shares = FairShares()
@@ -185,6 +190,7 @@ class Placer:
     def place(self, query: RouteQuery, now_s: float, at: int | None = None) -> RouteDecision:
         """Decide on ``query`` and reserve what it takes. ``at``: a replica's row, which guarantees
         it if it can (:meth:`order`)."""
+        self.demand.arrived += 1
         asked = self._asked(query, now_s, at)
         if isinstance(asked, RouteDecision):
             return asked
@@ -203,7 +209,11 @@ class Placer:
         fleet.expire(now_s)
         rows = fleet.candidates(now_s)
         if not len(rows):
-            return RouteDecision(None, DECLINED if query.elsewhere else NO_REPLICA)
+            if self.cold_start is None or query.elsewhere:
+                return RouteDecision(None, DECLINED if query.elsewhere else NO_REPLICA)
+            promised = self._promise_wanted(query) is not None
+            tokens = self._expected(query).mean
+            return self.cold_start.decide(query, fleet, now_s, tokens, promised)
         if query.avoid:
             rows = fleet.but(rows, query.avoid)
         if self._calibration is not None and not query.moves_from:

@@ -211,7 +211,8 @@ class RouteDecision(NamedTuple):
             request, but nothing is guaranteed.
         predicted_ttft_s: from the decision to its first token, if that is guaranteed. It is
             admission's prediction; the median by observed errors is in
-            :mod:`sluice.scheduling.placement.reliability`.
+            :mod:`sluice.scheduling.placement.reliability`. With ``starts_in_s`` it is predicted,
+            not guaranteed.
         retry_after_s: if ``unattainable``: time until it should retry, see
             :mod:`sluice.scheduling.placement.retry_after`; ``None`` if there will never be
             capacity.
@@ -228,6 +229,9 @@ class RouteDecision(NamedTuple):
             shares, see :mod:`sluice.scheduling.placement.pacing`.
         room_s: if ``unattainable``: the predicted time until there is capacity, without new
             arrivals. A request that waits at the edge asks again by it.
+        starts_in_s: if the model has no replica and may have none: predicted time until the first
+            one serves, which the edge makes start. With the reason ``no_replica`` the request
+            waits for it at the edge; see :mod:`sluice.scheduling.placement.cold_start`.
     """
 
     replica_id: str | None
@@ -241,3 +245,4 @@ class RouteDecision(NamedTuple):
     over_share: bool = False
     planned: Times | None = None
     room_s: float | None = None
+    starts_in_s: float | None = None

@@ -126,6 +126,28 @@ def test_elastic_replicas_are_one_deployment_for_every_role() -> None:
     assert (one.num_replicas, one.init_args[5], waits_s(one)) == (4, "mixed", None)
 
 
+def test_a_role_has_replicas_of_several_kinds() -> None:
+    """As on GPUs of two kinds, with as many workers as the model needs there."""
+    large = {"vllm_args": {"tensor-parallel-size": 4, "kv-cache-dtype": "fp8"}}
+    pools = {
+        "mixed": {"count": 2, "node_labels": {"ray.io/accelerator-type": "H100"}},
+        "l4": {"role": "mixed", "count": 3, "num_gpus": 4, "engine": large},
+    }
+    data = {"replica": {"num_gpus": 1, "pools": pools}}
+    found = deployments(data)
+    assert set(found) == {"Replica", "Replica.l4"}
+    assert [each.ray_actor_options["num_gpus"] for each in found.values()] == [1, 4]
+    assert [each.init_args[0].vllm_args for each in found.values()] == [{}, large["vllm_args"]]
+    assert {each.init_args[5] for each in found.values()} == {"mixed"}
+    assert {waits_s(each) for each in found.values()} == {OTHER_POOL_WAIT_S}
+    (model,) = build(parse_config(data))._bound_deployment.init_args[1]
+    assert model.roles == {"mixed": "mixed", "l4": "mixed"}
+    assert set(deployments({"models": {"a-b": data, "b": None}})) == {
+        *("Replica-a-b", "Replica.l4-a-b"),
+        "Replica-b",
+    }
+
+
 def test_each_model_has_pools_of_its_own() -> None:
     pools = {"prefill": {}, "decode": {}}
     models = {"small": None, "large": {"replica": {"pools": pools}}}

@@ -46,7 +46,7 @@ class Serve:
         self.state: dict[str, Any] = {}
         self.now_s = 1000.0
 
-    def tick(self, metrics: Any, running: int | None = None) -> int:
+    def tick(self, metrics: Any, running: int | None = None, waiting: float = 0.0) -> int:
         self.now_s += 0.1
         context = AutoscalingContext(
             deployment_id=DeploymentID(name="Replica", app_name="sluice"),
@@ -55,8 +55,8 @@ class Serve:
             current_num_replicas=self.target if running is None else running,
             target_num_replicas=self.target,
             running_replicas=[],
-            total_num_requests=0.0,
-            total_queued_requests=0.0,
+            total_num_requests=waiting,
+            total_queued_requests=waiting,
             aggregated_metrics={},
             raw_metrics=metrics,
             capacity_adjusted_min_replicas=self.config.min_replicas,
@@ -163,6 +163,47 @@ def test_a_replica_that_leaves_with_the_latest_news_is_no_restart() -> None:
     assert serve.target == 2
 
 
+def test_the_last_replica_goes_and_one_request_brings_it_back() -> None:
+    """Serve's own rule starts one where a request waits in a handle and no replica runs."""
+    scaled = {"min_replicas": 0, "initial_replicas": 1, "zero_after_s": 20}
+    serve = Serve(CONFIG.model_copy(update=scaled))
+    idle = [told(("r1", float(second), Load(float(second), 1.0))) for second in range(1, 30)]
+    sizes = [serve.tick(each) for each in idle]
+    assert (sizes[19], sizes[20:]) == (1, [0] * 9)
+    assert [serve.tick({}) for _ in range(5)] == [0] * 5
+    assert serve.tick({}, waiting=1.0) == 1
+    # It takes a while until the replica runs, and the client may leave before.
+    assert [serve.tick({}, running=0) for _ in range(5)] == [1] * 5
+    sizes = [serve.tick(told(("r2", 99.0 + n, Load(99.0 + n, 1.0)))) for n in range(22)]
+    assert sizes == [1] * 20 + [0] * 2
+
+
+def test_a_model_that_may_have_no_replica_says_so_to_those_that_need_to_know() -> None:
+    scaled = {"min_replicas": 0, "max_replicas": 3, "policy_options": {"startup_s": 90}}
+    fields = {"replica": {"autoscaling": scaled}, "router": {"start_wait_s": 300}}
+    config = parse_config(fields)
+    (fleet,) = config.fleets
+    assert fleet.controller.startup_s == 90
+    (pools,) = build(fields)._bound_deployment.init_args[0].values()
+    deployed = pools["mixed"]._bound_deployment._deployment_config
+    assert (deployed.autoscaling_config.min_replicas, config.replica.first) == (0, 0)
+    hints = deployed.request_router_config.request_router_kwargs
+    assert (hints["scales_to_zero"], hints["no_replica_wait_s"]) == (True, 300)
+    assert hints["controller"]["startup_s"] == 90
+    # What was measured elsewhere comes first; and a policy without the option has a usual time.
+    own = parse_config({**fields, "controller": {"startup_s": 40}})
+    assert own.fleets[0].controller.startup_s == 40
+    plain = {**scaled, "policy": "ongoing_requests", "policy_options": {}}
+    assert parse_config({"replica": {"autoscaling": plain}}).fleets[0].controller.startup_s == 60
+    assert parse_config({}).fleets[0].controller.startup_s is None
+    with pytest.raises(ValueError, match="startup_s has no effect"):
+        parse_config({"controller": {"startup_s": 40}})
+    pool = {"count": 1, "engine": {}}
+    two = {"prefill": pool, "decode": {"autoscaling": {"min_replicas": 0, "max_replicas": 2}}}
+    with pytest.raises(ValueError, match=r"pools\.decode\.autoscaling\.min_replicas"):
+        parse_config({"replica": {"pools": two}})
+
+
 def test_the_application_autoscales_where_it_is_asked_to() -> None:
     fields = {"replica": {"autoscaling": {"min_replicas": 2, "max_replicas": 5}}}
     (pools,) = build(fields)._bound_deployment.init_args[0].values()
@@ -190,6 +231,8 @@ def test_a_submitted_application_leaves_the_number_to_the_policy() -> None:
         ({"max_replicas": 2, "policy": "most"}, "unknown autoscaling policy 'most'"),
         ({"max_replicas": 2, "policy_options": {"target": 1}}, "target"),
         ({"max_replicas": 2, "maximum": 3}, "maximum"),
+        ({"max_replicas": 2, "min_replicas": -1}, "min_replicas"),
+        ({"max_replicas": 2, "min_replicas": 0, "zero_after_s": 0}, "zero_after_s"),
     ],
 )
 def test_what_is_wrong_is_said(fields: dict[str, Any], message: str) -> None:

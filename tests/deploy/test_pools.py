@@ -28,12 +28,14 @@ def test_without_pools_there_is_one_of_mixed_replicas() -> None:
     assert (pool.role, pool.engine, pool.replica) == ("mixed", config.engine, config.replica)
 
 
-def test_pools_with_roles_have_one_cell() -> None:
+def test_roles_and_replicas_from_zero_have_one_cell() -> None:
     pools, cells = {"prefill": {}, "decode": {}}, {"controller": {"cells": 2}}
     with pytest.raises(ValueError, match=r"controller\.cells must be 1 with replica\.elastic"):
         parse_config(with_pools({"transfer": TCP}, **pools) | cells)
     with pytest.raises(ValueError, match=r"controller\.cells must be 1 with replica\.elastic"):
         parse_config({"replica": {"elastic": True}} | cells)
+    with pytest.raises(ValueError, match=r"controller\.cells must be 1 with min_replicas: 0"):
+        parse_config({"replica": {"autoscaling": {"min_replicas": 0, "max_replicas": 2}}} | cells)
     assert parse_config(with_pools(mixed={}) | cells).controller.cells == 2
 
 
@@ -83,6 +85,28 @@ def test_a_pool_takes_what_it_leaves_out_from_the_sections() -> None:
     assert not any(pool.replica.pools for pool in (mixed, prefill, decode))
 
 
+def test_pools_of_one_role_are_beside_one_another() -> None:
+    data = with_pools(
+        {"vllm_args": {"dtype": "bfloat16"}},
+        decode={},
+        old={"role": "prefill", "count": 3},
+        prefill={},
+        mixed={},
+    )
+    pools = parse_config(data).fleets[0].pools
+    assert [(pool.name, pool.role) for pool in pools] == [
+        ("mixed", "mixed"),
+        ("old", "prefill"),
+        ("prefill", "prefill"),
+        ("decode", "decode"),
+    ]
+    assert pools[1].replica.count == 3
+    # Where no KV passes from one to another, it may be of several kinds.
+    half = {"engine": {"vllm_args": {"dtype": "half"}, "simulated": {"block_tokens": 8}}}
+    a, b = parse_config(with_pools(mixed={}, old={"role": "mixed", **half})).fleets[0].pools
+    assert (a.engine.vllm_args, b.engine.vllm_args) == ({}, {"dtype": "half"})
+
+
 def test_engines_hand_over_kv_where_there_are_pools_for_it() -> None:
     (mixed,) = parse_config(with_pools(mixed={})).fleets[0].pools
     assert mixed.engine.transfer is None
@@ -128,6 +152,7 @@ def test_what_is_printed_is_read_as_the_same() -> None:
     for data in (
         with_pools(**PAIR),
         with_pools(mixed={"count": 3}, **PAIR),
+        with_pools(mixed={"count": 3}, slow={"role": "mixed", "count": 2}),
         {"models": {"a": {"replica": {"pools": PAIR}}}},
     ):
         config = parse_config(data)
@@ -139,7 +164,28 @@ def test_what_is_printed_is_read_as_the_same() -> None:
     [
         (with_pools(prefill={}), "replica: .*prefill and decode are required together"),
         (with_pools(decode={}, mixed={}), "replica: .*prefill and decode are required together"),
-        (with_pools(encode={}), "replica.pools.encode.*'mixed', 'prefill' or 'decode'"),
+        (with_pools(encode={}), "pools.encode: role must be .*'mixed', 'prefill' or 'decode'"),
+        (with_pools(mixed={"role": "decode"}), "pools.mixed: role is 'decode': .*another name"),
+        (with_pools(fast={"role": "quick"}), "replica.pools.fast.role"),
+        (with_pools(**{"a-b": {"role": "mixed"}}), "replica.pools.a-b"),
+        (
+            with_pools(fast={"role": "decode"}),
+            "replica: .*prefill and decode are required together",
+        ),
+        (
+            with_pools(mixed={"autoscaling": {"max_replicas": 2}}, fast={"role": "mixed"}),
+            "pools.mixed.autoscaling: another pool has the same role",
+        ),
+        (
+            with_pools(
+                mixed={}, fast={"role": "mixed", "engine": {"vllm_args": {"max-model-len": 9}}}
+            ),
+            "replica.pools.fast.engine.vllm_args.max-model-len: .*it is 9, and not set in mixed",
+        ),
+        (
+            with_pools(**PAIR, fast={"role": "decode", "engine": {"vllm_args": {"dtype": "half"}}}),
+            "replica.pools.fast.engine.vllm_args.dtype: .*it is 'half', and not set in prefill",
+        ),
         (with_pools(mixed={"cuont": 2}), "replica.pools.mixed.cuont"),
         (with_pools(mixed={"count": 0}), "replica.pools.mixed.count"),
         (with_pools(mixed={"node_labels": {"a b": "c"}}), "replica.pools.mixed.node_labels"),

@@ -98,7 +98,7 @@ def test_a_model_with_a_number_of_its_own_has_none_of_the_pools_that_are_shared(
 
 
 def _names(fleet: ModelFleet) -> list[str]:
-    return [deployment_name(fleet.key, pool.role) for pool in fleet.pools]
+    return [deployment_name(fleet.key, pool.role, pool.name) for pool in fleet.pools]
 
 
 def test_replicas_that_scale_by_themselves_are_given_no_number() -> None:

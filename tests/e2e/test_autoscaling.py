@@ -1,4 +1,4 @@
-"""Replicas that come with load and go with silence, on real Ray and Serve."""
+"""Replicas that come with load and go with silence, down to none, on real Ray and Serve."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from tests.e2e.conftest import System, system, wait_until
+from tests.e2e.conftest import ASKING, LENIENT, System, system, wait_until
 
 pytestmark = pytest.mark.ray
 
@@ -17,7 +17,14 @@ pytestmark = pytest.mark.ray
 _BODY = {"model": "sim", "prompt": "word " * 100, "max_tokens": 40}
 _OBJECTIVE = {"slo": {"ttft_ms": 3000, "tpot_ms": 200}}
 _FIELDS = {
-    "controller": {"forget_after_s": 5},
+    "controller": {**LENIENT, "forget_after_s": 10},
+    "router": {
+        **ASKING,
+        "classes": {
+            "standard": {},
+            "strict": {"ttft_ms": 500, "when_unattainable": "reject"},
+        },
+    },
     "engine": {
         "kind": "simulated",
         "model": "sim",
@@ -27,8 +34,9 @@ _FIELDS = {
         "num_cpus": 0.1,
         "drain_timeout_s": 30,
         "autoscaling": {
-            "min_replicas": 1,
+            "min_replicas": 0,
             "max_replicas": 2,
+            "zero_after_s": 15,
             "interval_s": 0.2,
             "policy_options": {"smoothing_s": 0.5, "startup_s": 2.0, "down_after_s": 2.0},
         },
@@ -87,16 +95,46 @@ def _taking(running: System) -> int:
     return sum(replica["condition"] == "fresh" for replica in replicas)
 
 
+def _ask(running: System, name: str, **slo: float) -> httpx.Response:
+    body = {**_BODY, "slo": {"class": name, **slo}}
+    return httpx.post(f"{running.url}/v1/completions", json=body, timeout=PATIENCE_S)
+
+
+def _sample(running: System, name: str) -> float:
+    lines = httpx.get(f"{running.url}/metrics", timeout=60).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
+
+
 def test_load_brings_replicas_and_silence_takes_them_without_a_failed_request() -> None:
     with system(_FIELDS) as running:
-        wait_until(lambda: _taking(running) == 1, "it begins with the fewest")
+        # It begins with none, and says that it takes requests.
+        assert running.snapshot()["replicas"] == []
+        assert httpx.get(f"{running.url}/health", timeout=60).json() == {"status": "ok"}
         clients = Clients(running.url)
+        with clients.asking(1):
+            wait_until(lambda: _taking(running) == 1, "a request brings the first", PATIENCE_S)
         with clients.asking(8):
             wait_until(lambda: _taking(running) == 2, "load brings replicas", PATIENCE_S)
         # Little enough for one replica on a busy machine, too, but there are requests all the time.
         with clients.asking(1, pause_s=1.0):
             wait_until(lambda: _taking(running) == 1, "silence takes them", PATIENCE_S)
         assert clients.answered and not clients.failed
+        wait_until(lambda: not running.snapshot()["replicas"], "the last one goes", PATIENCE_S)
+        started = _sample(running, "sluice_cold_starts_total")
+        listed = httpx.get(f"{running.url}/v1/models", timeout=60).json()["data"]
+        assert [entry["id"] for entry in listed] == ["sim"]
+        # Neither question has started one; a request does, also one that cannot wait for it.
+        assert running.snapshot()["replicas"] == []
+        refused = _ask(running, "strict")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "slo_unattainable")
+        assert "predicted to serve in" in refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after"]) >= 1
+        patient = _ask(running, "strict", ttft_ms=1000 * PATIENCE_S)
+        assert patient.json()["usage"]["completion_tokens"] == 40
+        assert patient.headers["x-sluice-admission"] == "guaranteed"
+        assert float(patient.headers["x-sluice-predicted-ttft-ms"]) > 100
         wait_until(
-            lambda: len(running.snapshot()["replicas"]) == 1, "those that left are forgotten"
+            lambda: _sample(running, "sluice_cold_starts_total") == started + 1,
+            "the start is counted",
         )
+        assert _sample(running, "sluice_startup_seconds") > 0

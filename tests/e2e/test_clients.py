@@ -41,7 +41,13 @@ _BENCH = (
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of adapters that are loaded while serving."""
+    return tmp_path_factory.mktemp("loaded")
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory, adapters: Path) -> Iterator[System]:
     model = local_model(EngineConfig().cache_dir.expanduser())
     adapter = write_adapter(tmp_path_factory.mktemp("adapters") / "tuned", model)
     chat = {
@@ -53,6 +59,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         },
         "enable-lora": True,
         "max-lora-rank": 8,
+        "max-loras": 2,
         "lora-modules": [{"name": "local-tuned", "path": str(adapter)}],
     }
     profile = str(known_profile(tmp_path_factory.mktemp("profile")))
@@ -61,7 +68,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         "controller": PATIENT,
         "replica": {"count": 1},
         "models": {
-            "local": {"engine": {**engine, "vllm_args": chat}},
+            "local": {"engine": {**engine, "vllm_args": chat, "adapters_dir": str(adapters)}},
             "embedder": {"engine": {**engine, "vllm_args": {**_LENGTH, "runner": "pooling"}}},
         },
     }
@@ -165,6 +172,38 @@ def test_an_adapter_answers_by_its_name_on_its_models_replicas(http: httpx.Clien
     for fields in ({"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}):
         refused = http.post("/v1/completions", json={**body, "model": "local", **fields})
         assert refused.status_code == 400 and "LoRA" in refused.json()["error"]["message"]
+
+
+def test_an_adapter_comes_and_goes_with_its_folder(
+    http: httpx.Client, adapters: Path, tmp_path: Path
+) -> None:
+    body = {"prompt": "The river was quiet and", "max_tokens": 12, "temperature": 0}
+
+    def ask(model: str) -> httpx.Response:
+        return http.post("/v1/completions", json={**body, "model": model})
+
+    def listed() -> bool:
+        return "later" in [each["id"] for each in http.get("/v1/models").json()["data"]]
+
+    assert ask("later").status_code == 404
+    model = local_model(EngineConfig().cache_dir.expanduser())
+    write_adapter(tmp_path / "later", model, seed=1).rename(adapters / "later")
+    wait_until(listed, "the adapter is loaded")
+    texts = {name: ask(name).json()["choices"][0]["text"] for name in ("local", "local-tuned")}
+    later = ask("later").json()
+    assert later["model"] == "later"
+    assert later["choices"][0]["text"] not in texts.values()
+    # A stream that uses it is whole, though its folder goes when it has begun.
+    pieces, left = 0, {**body, "model": "later", "max_tokens": 200, "stream": True}
+    with http.stream("POST", "/v1/completions", json=left | {"ignore_eos": True}) as answer:
+        for line in answer.iter_lines():
+            pieces += line.startswith("data: {")
+            if pieces == 1 and (adapters / "later").exists():
+                (adapters / "later").rename(tmp_path / "gone")
+    assert pieces >= 200
+    wait_until(lambda: not listed(), "it is not listed any more")
+    wait_until(lambda: ask("later").status_code == 404, "new requests are refused")
+    assert ask("local-tuned").json()["choices"][0]["text"] == texts["local-tuned"]
 
 
 def test_embeddings_are_scheduled_and_promised(serving: System, http: httpx.Client) -> None:

@@ -17,6 +17,7 @@ from tests.injuries import replica
 pytestmark = pytest.mark.ray
 
 POOLS = {"prefill": 2, "decode": 2, "mixed": 1}
+"""Replicas by role. Those that decode are in two pools, of which one is faster."""
 TOKENS = 30
 BODY: dict[str, Any] = {"model": "sim", "prompt": "word " * 200, "max_tokens": TOKENS}
 # The prompt takes about half a second, so does the hand-over of its KV, and so do the tokens.
@@ -38,7 +39,12 @@ FIELDS: dict[str, Any] = {
         "num_cpus": 0.1,
         "drain_timeout_s": 10,
         "health_check_period_s": 0.5,
-        "pools": {role: {"count": count} for role, count in POOLS.items()},
+        "pools": {
+            "prefill": {"count": 2},
+            "decode": {"count": 1},
+            "fast": {"role": "decode", "engine": {"simulated": {"step_s": 0.015}}},
+            "mixed": {"count": 1},
+        },
     },
     "router": {**ASKING, "classes": {"standard": {"ttft_ms": 60_000, "tpot_ms": 2_000}}},
 }

@@ -64,7 +64,7 @@ def handle_replayed(trial: Trial) -> Callable[[], bool]:
 
 async def _replay(trial: Trial) -> None:
     names = {role: REPLICA_DEPLOYMENTS[role] for role in _ROLES}
-    handles = {role: serve.get_deployment_handle(names[role], trial.app) for role in _ROLES}
+    handles = {role: [serve.get_deployment_handle(names[role], trial.app)] for role in _ROLES}
     try:
         await _present_twice(ServeReplicas(handles), trial.model)
     finally:

@@ -206,6 +206,10 @@ class FarSide:
         """The pool that each of :attr:`calls` went to."""
         self.empty: set[Role] = set()
         """Pools without a replica."""
+        self.asleep = False
+        """Whether there is no replica, and a request starts one; end it with :meth:`awake`."""
+        self.wakes = 0
+        self.no_start: ReplicaFailedError | None = None
         self.drained = False
         """Whether its replicas take no new requests."""
         self.calls: list[tuple[str, EngineRequest]] = []
@@ -274,6 +278,23 @@ class FarSide:
         if self.drained:
             raise ReplicaFailedError(Reason.NO_REPLICA, "Every replica is drained.", retry=False)
         await self.models()
+
+    @property
+    def single(self) -> bool:
+        return len(self.roles) == 1
+
+    def awake(self, failure: ReplicaFailedError | None = None) -> None:
+        """A replica runs, or none starts because of ``failure``."""
+        self.asleep, self.no_start = False, failure
+        self.changed.set()
+
+    async def wake(self) -> None:
+        self.wakes += 1
+        while self.asleep:
+            self.changed.clear()
+            await self.changed.wait()
+        if self.no_start is not None:
+            raise self.no_start
 
     async def let_go(self) -> None:
         """Let the other side take what is ready."""

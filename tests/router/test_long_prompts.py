@@ -72,7 +72,7 @@ async def test_a_model_that_nobody_serves_is_unknown_whatever_its_prompt() -> No
 
 async def test_engines_that_take_more_are_noticed() -> None:
     side, clock = FarSide(a=serve), Clock()
-    catalog = Catalog(side, clock)
+    catalog = Catalog(side, clock=clock)
     side.max_model_len = 10
     assert await catalog.exceeded(10) is None
     assert await catalog.exceeded(11) == 10

@@ -25,7 +25,7 @@ from sluice.router.config import RouterConfig
 from sluice.router.dispatch.catalog import Catalog
 from sluice.router.dispatch.dispatcher import Dispatcher
 from sluice.router.dispatch.models import Model, ModelRegistry
-from sluice.router.errors import Reason
+from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.metrics.page import merged
 from sluice.router.serve.contract import ReplicaFailedError
@@ -38,15 +38,18 @@ class Side(FarSide):
     def __init__(self, model: str | None) -> None:
         super().__init__(**({} if model is None else {f"{model}-0": serve}))
         self.model = model
+        self.loaded: list[str] = []
+        """Adapters that were loaded while serving."""
 
     async def models(self) -> dict[str, object]:
         if self.model is None:
             raise ReplicaFailedError(Reason.NO_REPLICA, "No replica is running.")
-        return {"object": "list", "data": [{"id": self.model, "object": "model"}]}
+        names = (self.model, *self.loaded)
+        return {"object": "list", "data": [{"id": name, "object": "model"} for name in names]}
 
 
 class Two:
-    """A router for the models ``a``, which has an adapter, and ``b``."""
+    """A router for the models ``a``, which has an adapter, and ``b``, which may load some."""
 
     def __init__(self, b_serves: bool = True) -> None:
         self.sides = {"a": Side("a"), "b": Side("b" if b_serves else None)}
@@ -62,6 +65,7 @@ class Two:
                     Catalog(side),
                     self.metrics[name],
                     adapters=("a-tuned",) if name == "a" else (),
+                    dynamic=name == "b",
                 )
                 for name, side in self.sides.items()
             ],
@@ -106,6 +110,23 @@ async def test_an_unknown_model_is_refused_before_any_replica_or_controller() ->
     assert not any(side.calls for side in two.sides.values())
     assert not any(each.queries for each in two.controllers.values())
     assert requests_of(two.edge, **{"class": "none", "outcome": "client_error"}) == 1
+
+
+async def test_an_adapter_that_a_replica_lists_is_known_where_it_may_load_some() -> None:
+    two = Two()
+    two.sides["a"].loaded = ["of-a"]
+    two.sides["b"].loaded = ["of-b"]
+    async with two.client() as client:
+
+        async def ask(model: str) -> int:
+            body = {**CHAT_BODY, "model": model}
+            return (await client.post("/v1/chat/completions", json=body)).status_code
+
+        assert [await ask(name) for name in ("of-b", "of-a", "of-c")] == [200, 404, 404]
+        assert (await client.get("/v1/models/of-b")).status_code == 200
+    assert [request.body["model"] for _, request in two.sides["b"].calls] == ["of-b"]
+    with pytest.raises(ApiError):
+        await two.fleets.find("of-b", allowed=("a", "b"))
 
 
 async def test_models_are_listed_and_a_missing_one_is_told() -> None:

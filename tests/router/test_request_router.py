@@ -36,6 +36,7 @@ from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.serve.hint import Hint, NoReplicaError
 from sluice.router.serve.replicas import ServeReplicas, ServeStream
 from sluice.router.serve.request_router import HintRouter
+from sluice.router.serve.running import RUNNING
 from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import hello
 from tests.injuries import Process
@@ -61,7 +62,7 @@ async def replicas() -> AsyncIterator[ServeReplicas]:
     with own_ray(num_cpus=4):
         try:
             await asyncio.to_thread(deploy)
-            yield ServeReplicas({"mixed": serve.get_deployment_handle("TinyReplica", APP)})
+            yield ServeReplicas({"mixed": [serve.get_deployment_handle("TinyReplica", APP)]})
         finally:
             await serve.shutdown_async()
             stop_controller(APP)
@@ -180,7 +181,7 @@ async def test_closed_replicas_get_only_what_is_sent_there(replicas: ServeReplic
     names = await names_of(replicas)
     closed: list[str] = []
     handle = serve.get_deployment_handle("TinyReplica", APP)
-    some = ServeReplicas({"mixed": handle}, lambda: closed)
+    some = ServeReplicas({"mixed": [handle]}, lambda: closed)
     closed += names[:2]
     for where in ((None,), ("unknown",), (None, (names[2],)), (None, (names[0],))):
         answers = await asyncio.gather(*(ask(some, *where) for _ in range(10)))
@@ -310,6 +311,24 @@ async def test_with_no_replica_for_long_nobody_waits(replicas: ServeReplicas) ->
     await asyncio.sleep(0)
     assert not waiting.done()
     waiting.cancel()
+
+
+async def test_where_there_may_be_none_the_wait_counts_from_the_request(
+    replicas: ServeReplicas,
+) -> None:
+    """However long ago the last one left; and others in this process know that there is none."""
+    router = lone_router(scales_to_zero=True, no_replica_wait_s=60.0)
+    for name in ("a", "b"):
+        router.on_replica_actor_died(ReplicaID(name, DeploymentID("few", APP)))
+    assert not RUNNING.of(DeploymentID("few", APP))
+    router._none_since_s -= 1_000
+    waiting = asyncio.create_task(router._choose_replica_for_request(hinted(Hint("c"))))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    router._by_unique_id = {"c": Running("c")}
+    router._note_change(0)
+    assert RUNNING.of(DeploymentID("few", APP)) == {"c"}
+    assert (await waiting).replica_id.unique_id == "c"
 
 
 class Running:

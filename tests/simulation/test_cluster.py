@@ -391,6 +391,31 @@ def test_each_replica_is_what_its_node_says() -> None:
     assert small.requests.failures == {0: TOO_LONG}, "70 blocks hold 1,120 tokens"
 
 
+def test_replicas_of_two_speeds_under_one_name_get_what_they_can_do_in_time() -> None:
+    """A prompt takes 19 ms on the fast one and 114 ms on the slow one, and 33 arrive each second:
+    with equal shares the slow one gets more than it can do."""
+    slow = LinearLatency(a=6 * MODEL.a, b=6 * MODEL.b, c=6 * MODEL.c, d=6 * MODEL.d)
+    nodes = [Node(Truth(each, 0), Belief(each), EngineConfig()) for each in (MODEL, slow)]
+    load, two = steady(600, 0.03), ClusterConfig(replicas=2)
+
+    def run(policy: str, admission: str | None) -> float:
+        made = make_admission(admission) if admission is not None else None
+        result = simulate_cluster(
+            load,
+            batch("deadline_triage"),
+            route(policy),
+            EXACT,
+            cluster=two,
+            admission=made,
+            nodes=nodes,
+        )
+        assert ended_well(result).all()
+        return float(attained(result.requests, stages(result.requests)).mean())
+
+    assert run("most_gain", "moore_hodgson") > 0.99
+    assert run("round_robin", None) < 0.8
+
+
 def test_a_slow_replica_takes_longer_until_it_recovers_and_its_planner_learns_it() -> None:
     model = LinearLatency(a=0.01, b=0.0)
     load = workload((0.0, 10, 300))

@@ -1,0 +1,236 @@
+"""LoRA adapters that are loaded and unloaded while an engine serves, from a directory.
+
+Each subfolder with an ``adapter_config.json`` is an adapter of the folder's name. A folder that
+appears is loaded at the next look, or for the first request that names it. If it disappears, new
+requests get vLLM's answer for an unknown model, and the engine unloads the adapter when its last
+request has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from vllm.logger import init_logger
+
+from sluice.replica.config import EngineConfig
+from sluice.replica.engine import ConfigurationError
+from sluice.replica.openai_format import RequestError
+
+logger = init_logger(__name__)
+
+LOOK_S: Final = 2.0
+"""Time between two looks at the directory, seconds."""
+
+SETTINGS_FILE: Final = "adapter_config.json"
+"""As PEFT writes it; a folder without it is not an adapter, or not a complete one yet."""
+
+MOST_FOLDERS: Final = 10_000
+"""Maximum number of entries of the directory that are looked at."""
+
+MOST_REMEMBERED: Final = 10_000
+"""Maximum number of names under which adapters are loaded in the life of an engine."""
+
+MOST_REASON: Final = 500
+"""Maximum characters of vLLM's reason in a message."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+Stamp = tuple[tuple[str, int, int], ...]
+"""Names, sizes and modification times of an adapter's files."""
+
+
+class DirectoryAdapters:
+    """Keeps the adapters of one engine as its directory has them. All methods run on the engine's
+    event loop.
+
+    Args:
+        directory: of the adapters.
+        llm: vLLM's engine client. models: vLLM's list of models on it.
+        taken: names that adapters must not have: of the model, and of configured adapters.
+        most: adapters that may be in the engine at once.
+        in_use: whether a request is live for which :meth:`ensure` returned this number.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        llm: Any,
+        models: Any,
+        taken: frozenset[str],
+        most: int,
+        in_use: Callable[[int], bool],
+    ) -> None:
+        self._directory = directory
+        self._llm = llm
+        self._models = models
+        self._taken = taken
+        self._most = most
+        self._in_use = in_use
+        # vLLM's number of each adapter that it has.
+        self._loaded: dict[str, int] = {}
+        self._leaving: dict[int, str] = {}
+        # What was loaded under each name, what could not be, and what was logged last.
+        self._stamps: dict[str, Stamp] = {}
+        self._failed: dict[str, tuple[Stamp, str]] = {}
+        self._logged: dict[str, str] = {}
+        self._lock = asyncio.Lock()
+        self._following: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Load what the directory has, and follow it from now on.
+
+        Raises:
+            ConfigurationError: it is not a directory that can be read.
+        """
+        try:
+            await self.update()
+        except OSError as error:
+            raise ConfigurationError(f"adapters_dir cannot be read: {error}") from error
+        self._following = asyncio.create_task(self._follow())
+
+    def stop(self) -> None:
+        """Do not follow it any longer."""
+        if self._following is not None:
+            self._following.cancel()
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self.update()
+            except Exception:
+                logger.exception("cannot follow the adapters in %s", self._directory)
+
+    async def update(self) -> None:
+        """Load and unload what the directory says now.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        async with self._lock:
+            found = await asyncio.to_thread(lambda: dict(folders(self._directory)))
+            for name in [name for name in self._loaded if name not in found]:
+                self._models.lora_requests.pop(name, None)
+                self._leaving[self._loaded.pop(name)] = name
+            await self._unload()
+            for known in (self._failed, self._logged):
+                for name in known.keys() - found.keys():
+                    del known[name]
+            for name, stamp in sorted(found.items()):
+                if name not in self._loaded:
+                    await self._load(name, stamp)
+
+    async def ensure(self, name: object) -> int:
+        """Load the adapter ``name`` if it is in the directory and not loaded yet. Returns its
+        number, by which it counts as in use; 0 if there is no such adapter.
+
+        Raises:
+            RequestError: 503; it is there, and cannot be loaded now.
+        """
+        if not isinstance(name, str) or name in self._taken or not _NAME.fullmatch(name):
+            return 0
+        if name in self._loaded:
+            return self._loaded[name]
+        async with self._lock:
+            stamp = await asyncio.to_thread(stamp_of, self._directory / name)
+            if stamp is not None and name not in self._loaded:
+                await self._unload()
+                why = await self._load(name, stamp)
+                if why is not None:
+                    raise RequestError(
+                        f"The adapter {name!r} is not loaded: {why}.",
+                        "model",
+                        503,
+                        "ServiceUnavailableError",
+                    )
+        return self._loaded.get(name, 0)
+
+    async def _unload(self) -> None:
+        for number in [number for number in self._leaving if not self._in_use(number)]:
+            await self._llm.remove_lora(number)
+            logger.info("unloaded the adapter %s", self._leaving.pop(number))
+
+    async def _load(self, name: str, stamp: Stamp) -> str | None:
+        """Load an adapter. Returns why it is not loaded, which is logged once."""
+        why = self._refusal(name, stamp) or await self._try(name, stamp)
+        if why is not None and self._logged.get(name) != why:
+            logger.warning("the adapter %s is not loaded: %s", name, why)
+            self._logged[name] = why
+        return why
+
+    async def _try(self, name: str, stamp: Stamp) -> str | None:
+        from vllm.lora.request import LoRARequest
+
+        number = self._models.lora_id_counter.inc(1)
+        request = LoRARequest(name, number, str(self._directory / name))
+        try:
+            await self._llm.add_lora(request)
+        except Exception as error:
+            why = f"vLLM cannot load it: {str(error)[:MOST_REASON]}"
+            self._failed[name] = stamp, why
+            return why
+        self._stamps[name] = stamp
+        self._loaded[name] = number
+        self._models.lora_requests[name] = request
+        logger.info("loaded the adapter %s", name)
+        return None
+
+    def _refusal(self, name: str, stamp: Stamp) -> str | None:
+        """Why an adapter must not be loaded."""
+        if name in self._taken:
+            return "the model or a configured adapter has this name"
+        before = self._stamps.get(name, stamp)
+        if before != stamp:
+            # KV of prompts is cached by the adapter's name.
+            return "other files were loaded under this name before; use a new name"
+        if len(self._stamps) >= MOST_REMEMBERED and name not in self._stamps:
+            return f"{MOST_REMEMBERED} names were in use since this replica has started"
+        failed, why = self._failed.get(name, (None, ""))
+        if failed == stamp:
+            return why
+        held = len(self._loaded) + len(self._leaving)
+        if held >= self._most:
+            return f"{held} adapters of the directory are loaded, as many as max-loras allows"
+        return None
+
+
+def directory_adapters(config: EngineConfig, llm: Any, models: Any) -> DirectoryAdapters:
+    """Those of an engine with a configured directory; see :class:`DirectoryAdapters`."""
+    assert config.adapters_dir is not None
+    return DirectoryAdapters(
+        config.adapters_dir.expanduser(),
+        llm,
+        models,
+        frozenset((config.served_name, *config.adapters)),
+        llm.vllm_config.lora_config.max_loras - len(config.adapters),
+        lambda number: any(call.adapter == number for call in llm.calls.values()),
+    )
+
+
+def folders(directory: Path) -> Iterator[tuple[str, Stamp]]:
+    """Names and stamps of the adapters in a directory.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    for number, path in enumerate(directory.iterdir()):
+        if number >= MOST_FOLDERS:
+            return
+        stamp = stamp_of(path) if _NAME.fullmatch(path.name) else None
+        if stamp is not None:
+            yield path.name, stamp
+
+
+def stamp_of(folder: Path) -> Stamp | None:
+    """The stamp of the adapter in a folder; ``None`` if there is none."""
+    try:
+        if not (folder / SETTINGS_FILE).is_file():
+            return None
+        files = ((path.name, path.stat()) for path in folder.iterdir())
+        return tuple(sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in files))
+    except OSError:  # it is just being moved
+        return None

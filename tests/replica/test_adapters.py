@@ -1,0 +1,187 @@
+"""Adapters of a directory: what is loaded, what leaves, and what is refused. The engine's client is
+a list of what it was asked; tests/e2e/test_clients.py has a real one."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from sluice.replica.config import EngineConfig
+from sluice.replica.openai_format import RequestError
+
+pytestmark = pytest.mark.vllm
+
+LORA = {"enable-lora": True, "max-loras": 3, "lora-modules": ["fixed=/x"]}
+
+
+class Side:
+    """An engine and a directory, followed by hand."""
+
+    def __init__(self, directory: Path) -> None:
+        from sluice.replica.vllm.adapters import directory_adapters
+
+        numbers = itertools.count(1)
+        self.directory = directory
+        self.asked: list[tuple[str, Any]] = []
+        self.broken: set[str] = set()
+        self.models = SimpleNamespace(
+            lora_requests={}, lora_id_counter=SimpleNamespace(inc=lambda step: next(numbers))
+        )
+        self.calls: dict[str, Any] = {}
+        self.vllm_config = SimpleNamespace(lora_config=SimpleNamespace(max_loras=3))
+        config = EngineConfig(served_model_name="base", adapters_dir=directory, vllm_args=LORA)
+        self.adapters = directory_adapters(config, self, self.models)
+
+    async def add_lora(self, request: Any) -> None:
+        if request.lora_name in self.broken:
+            raise ValueError("no such rank")
+        self.asked.append(("add", request.lora_name))
+
+    async def remove_lora(self, number: int) -> None:
+        self.asked.append(("remove", number))
+
+    @property
+    def listed(self) -> list[str]:
+        return list(self.models.lora_requests)
+
+    def put(self, name: str, weights: str = "weights") -> None:
+        """As a careful operator does: it is complete when it appears."""
+        made = self.directory / f".{name}"
+        made.mkdir()
+        (made / "adapter_config.json").write_text("{}")
+        (made / "adapter_model.safetensors").write_text(weights)
+        for path in made.iterdir():
+            os.utime(path, (1_000, 1_000))
+        made.rename(self.directory / name)
+
+    def take(self, name: str) -> None:
+        for path in (self.directory / name).iterdir():
+            path.unlink()
+        (self.directory / name).rmdir()
+
+
+@pytest.fixture
+def side(tmp_path: Path) -> Side:
+    return Side(tmp_path)
+
+
+async def test_a_folder_that_appears_is_loaded_and_one_that_disappears_leaves(side: Side) -> None:
+    (side.directory / "half").mkdir()
+    (side.directory / "a file").write_text("")
+    side.put("one")
+    await side.adapters.update()
+    assert (side.listed, side.asked) == (["one"], [("add", "one")])
+    side.put("two")
+    await side.adapters.update()
+    assert side.listed == ["one", "two"]
+    side.take("one")
+    await side.adapters.update()
+    assert (side.listed, side.asked[2:]) == (["two"], [("remove", 1)])
+
+
+async def test_an_adapter_stays_in_the_engine_until_its_last_request_has_ended(
+    side: Side,
+) -> None:
+    side.put("one")
+    await side.adapters.update()
+    number = await side.adapters.ensure("one")
+    side.calls["r"] = SimpleNamespace(adapter=number)
+    side.take("one")
+    await side.adapters.update()
+    # New requests are vLLM's to refuse: it does not list the adapter any more.
+    assert side.listed == [] and await side.adapters.ensure("one") == 0
+    assert side.asked == [("add", "one")]
+    # It comes back meanwhile, as another one to the engine.
+    side.put("one")
+    assert await side.adapters.ensure("one") == 2 != number
+    del side.calls["r"]
+    await side.adapters.update()
+    assert side.asked == [("add", "one"), ("add", "one"), ("remove", 1)]
+
+
+async def test_a_request_may_be_ahead_of_the_next_look(side: Side) -> None:
+    side.put("one")
+    assert await side.adapters.ensure("one") == 1
+    assert side.listed == ["one"]
+    for other in ("base", "fixed", "unknown", "../one", "", None, 7, "a/b"):
+        assert await side.adapters.ensure(other) == 0
+    assert side.asked == [("add", "one")]
+
+
+async def test_no_more_are_loaded_than_may_be_in_one_batch(
+    side: Side, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of three, one is configured."""
+    for name in ("a", "b", "c"):
+        side.put(name)
+    for _ in range(3):
+        await side.adapters.update()
+    assert side.listed == ["a", "b"]
+    with pytest.raises(RequestError, match="as many as max-loras allows") as caught:
+        await side.adapters.ensure("c")
+    assert caught.value.status == 503  # another replica may have it
+    side.take("a")
+    await side.adapters.update()
+    assert side.listed == ["b", "c"]
+
+
+async def test_what_cannot_be_loaded_is_tried_again_when_it_has_changed(side: Side) -> None:
+    side.broken.add("bad")
+    side.put("bad")
+    side.put("good")
+    await side.adapters.update()
+    assert side.listed == ["good"]
+    with pytest.raises(RequestError, match="no such rank"):
+        await side.adapters.ensure("bad")
+    side.broken.clear()
+    await side.adapters.update()
+    assert side.listed == ["good"], "the same files"
+    side.take("bad")
+    side.put("bad", "other weights")
+    await side.adapters.update()
+    assert side.listed == ["good", "bad"]
+
+
+async def test_a_name_is_not_used_for_other_weights(side: Side) -> None:
+    """The engine keeps KV of prompts by the name."""
+    side.put("one")
+    await side.adapters.update()
+    side.take("one")
+    await side.adapters.update()
+    side.put("one", "others weights")
+    await side.adapters.update()
+    assert side.listed == []
+    with pytest.raises(RequestError, match="use a new name"):
+        await side.adapters.ensure("one")
+    side.take("one")
+    side.put("one")
+    await side.adapters.update()
+    assert side.listed == ["one"]
+
+
+async def test_names_of_the_model_and_of_configured_adapters_are_taken(side: Side) -> None:
+    side.put("base")
+    side.put("fixed")
+    await side.adapters.update()
+    assert side.listed == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"vllm_args": {}}, "needs vLLM with enable-lora"),
+        ({"kind": "simulated"}, "needs vLLM with enable-lora"),
+        ({"adapters_dir": "adapters"}, "absolute path"),
+        ({"preemption": {"granularity": "operator"}}, "needs preemption.granularity off"),
+    ],
+)
+def test_what_is_wrong_is_said(fields: dict[str, Any], message: str) -> None:
+    given = {"adapters_dir": "/adapters", "vllm_args": {"enable-lora": True}, **fields}
+    with pytest.raises(ValidationError, match=message):
+        EngineConfig.model_validate(given)

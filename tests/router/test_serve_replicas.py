@@ -1,0 +1,66 @@
+"""Which pool of a role gets a call, from the replicas that Serve's request router knows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from ray.serve._private.common import DeploymentID
+
+from sluice.router.serve.replicas import ServeReplicas
+from sluice.router.serve.running import RUNNING
+
+
+class Handle:
+    """A deployment that answers nothing."""
+
+    def __init__(self, name: str) -> None:
+        self.deployment_id = DeploymentID(name, "pools-of-a-role")
+
+    def options(self, **_: Any) -> Handle:
+        return self
+
+    def runs(self, *names: str) -> Handle:
+        RUNNING.note(self.deployment_id, names)
+        return self
+
+
+async def test_a_target_is_called_in_its_pool_and_others_by_the_number_of_replicas() -> None:
+    large, small, prefill = Handle("large"), Handle("small"), Handle("prefill")
+    closed: list[str] = []
+    replicas = ServeReplicas(
+        {"mixed": [large, small], "prefill": [prefill]},  # type: ignore[list-item]
+        lambda: closed,
+    )
+    assert not replicas.single and replicas.roles == ("mixed", "prefill")
+
+    def chosen(target: str | None = None, *avoid: str) -> Counter[str]:
+        pools = (replicas._pool("mixed", target, avoid) for _ in range(400))
+        return Counter(pool.deployment.name for pool in pools)
+
+    assert set(chosen()) == {"large"}, "nothing is known yet"
+    large.runs("a", "b", "c")
+    small.runs("d")
+    assert (chosen("c"), chosen("d")) == ({"large": 400}, {"small": 400})
+    found = chosen()
+    assert found["large"] > found["small"] > 0
+    assert set(chosen(None, "d")) == {"large"}
+    closed[:] = ["a", "b", "c"]
+    assert set(chosen()) == {"small"}
+    # One that has failed the request is better than one that may get none.
+    assert set(chosen(None, "d")) == {"small"}
+    small.runs()
+    closed.clear()
+    assert set(chosen("d")) == {"large"}
+    assert replicas._pool("prefill", None).deployment == prefill.deployment_id
+
+
+async def test_a_model_is_asleep_while_it_may_have_no_replica_and_has_none() -> None:
+    handle = Handle("sleeper")
+    usual = ServeReplicas({"mixed": [handle]})  # type: ignore[list-item]
+    sleeper = ServeReplicas({"mixed": [handle]}, scales_to_zero=True)  # type: ignore[list-item]
+    assert sleeper.single and (sleeper.asleep, usual.asleep) == (True, False)
+    handle.runs("a")
+    assert not sleeper.asleep
+    handle.runs()
+    assert sleeper.asleep
