@@ -6,6 +6,7 @@ client in another session would wait for the processor beside busy servers.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -46,13 +47,17 @@ class LeftOutError(RuntimeError):
 
 @contextmanager
 def spawned(
-    command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None
+    command: Sequence[str | Path],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    answer: Path | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A server's process, which may not answer yet, until the block ends; then it and every process
-    below it end. ``log`` gets its output."""
-    with log.open("wb") as output:
+    below it end. ``log`` gets its output, ``answer`` its standard output if given."""
+    with log.open("wb") as said, (answer or Path(os.devnull)).open("wb") as printed:
+        output = printed if answer else said
         server = subprocess.Popen(
-            _ending_with_parent(command), env=environment, stdout=output, stderr=output
+            _ending_with_parent(command), env=environment, stdout=output, stderr=said
         )
     try:
         yield server

@@ -43,9 +43,6 @@ LOCAL: Final = "local"
 MODEL_TOKENS: Final = 8_192
 """Maximum tokens of a request where --engine-args has no ``max-model-len``."""
 
-IN_FLIGHT: Final = 16
-"""Concurrent requests that saturate an engine."""
-
 WARM_UP_S: Final = 10.0
 """How long a system is driven before it is measured, and stock vLLM before its capacity is."""
 
@@ -60,7 +57,8 @@ CELL: Final = ("pattern", "load", "system")
 _WARM_SEED = 1_000_000
 
 
-def _engine_args(_: click.Context, __: click.Parameter, value: str | None) -> Json:
+def engine_args(_: click.Context, __: click.Parameter, value: str | None) -> Json:
+    """The callback of ``--engine-args``: vLLM's arguments by their names on the command line."""
     try:
         given = json.loads(value or "{}")
     except ValueError as error:
@@ -75,6 +73,7 @@ def _engine_args(_: click.Context, __: click.Parameter, value: str | None) -> Js
     return given
 
 
+_IN_FLIGHT = "Concurrent requests of an engine while the capacity, load 1, is measured."
 _ENGINES = "Engines of each system.  [default: one for each GPU; on CPUs one less than cores]"
 
 
@@ -86,8 +85,9 @@ _ENGINES = "Engines of each system.  [default: one for each GPU; on CPUs one les
 @number_option("--seconds", default=60.0, least=0.5, most=3_600, words="Of arrivals, in each run.")
 @number_option("--rounds", default=3, least=1, most=100)
 @click.option("--model", default=LOCAL, show_default=True, help="Path or hub id of the model.")
-@click.option("--engine-args", "args", callback=_engine_args, help="vLLM's arguments, as JSON.")
+@click.option("--engine-args", "args", callback=engine_args, help="vLLM's arguments, as JSON.")
 @number_option("--replicas", default=None, least=1, most=64, words=_ENGINES)
+@number_option("--in-flight", default=16, least=1, most=1_024, words=_IN_FLIGHT)
 @number_option("--slo-scale", "scale", default=1.0, least=0.1, most=100, words="Of objectives.")
 @seed
 @click.option("--plots", type=folder(), help="Folder for plots (SVG) of attainment, and the JSON.")
@@ -102,6 +102,7 @@ def peers(
     model: str,
     args: Json,
     replicas: int | None,
+    in_flight: int,
     scale: float,
     seed: int,
     plots: Path | None,
@@ -127,7 +128,7 @@ def peers(
         if traces is not None:
             chosen |= mix.recorded(traces, setting.args["max-model-len"])
         chosen = chosen or mix.GENERATED
-        found = _Campaign(bench, setting, chosen, loads, seconds, seed)
+        found = _Campaign(bench, setting, chosen, loads, seconds, seed, in_flight)
         systems = list(dict.fromkeys(names or DEFAULT))
         found.prepare(systems, scale)
         for number in range(rounds):
@@ -170,6 +171,7 @@ class _Campaign:
     loads: Sequence[float]
     seconds: float
     seed: int
+    in_flight: int
     slos: Mapping[str, SLO] = field(default_factory=dict)
     capacities: dict[str, float] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
@@ -222,7 +224,7 @@ class _Campaign:
         classes = mix.classes_of(mix.alone(completions(system), MODEL), scale)
         for name, pattern in self.patterns.items():
             body = mix.body_of(f"capacity {name}", pattern.block_tokens)
-            in_flight = IN_FLIGHT * self.setting.replicas
+            in_flight = self.in_flight * self.setting.replicas
             # Sluice has no classes yet.
             drawn = (each._replace(slo=SLO()) for each in pattern.drawn(self.seed))
             load = (drawn, body, in_flight, WARM_UP_S, CAPACITY_S)
