@@ -27,7 +27,7 @@ def measure(*options: str) -> Result:
 def test_without_a_gpu_it_says_so_and_exits_with_3(tmp_path: Path) -> None:
     result = measure("--out", str(tmp_path / "out"))
     assert result.exit_code == 3
-    assert "finds no GPU here" in result.stderr and "--device cpu" in result.stderr
+    assert "vLLM finds no GPU here" in result.stderr and "--device cpu" in result.stderr
     assert not (tmp_path / "out").exists()
 
 

@@ -28,7 +28,7 @@ from sluice.benchmarks.options import number_option, show
 from sluice.replica.vllm.local_model import local_model
 
 from . import in_process  # noqa: F401  # isort: skip  # it sets what vLLM reads on import
-from sluice.replica.profiling.schedulers import PROMPT, Core, Counting, compare  # isort: skip
+from sluice.replica.vllm.step_rates import PROMPT, Core, Counting, compare  # isort: skip
 
 
 class Result:

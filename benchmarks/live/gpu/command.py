@@ -20,7 +20,7 @@ import click
 
 from sluice.benchmarks.live.client import Json
 from sluice.benchmarks.live.drive import campaign
-from sluice.benchmarks.live.gpu.parts import Given
+from sluice.benchmarks.live.gpu.parts import Given, engine_of
 from sluice.benchmarks.live.peers.command import MODEL_TOKENS, engine_args
 from sluice.benchmarks.live.peers.systems import CPU_ARGS
 from sluice.benchmarks.live.processes import VLLM_ENVIRONMENT, spawned, until
@@ -39,6 +39,7 @@ load system sent attained attained_interval goodput tokens kept ttft_ms tpot_ms 
 """.split()  # noqa: SIM905
 _REASON: Final = re.compile(r"^(?:Error|[\w.]+(?:Error|Exception)): .*", re.MULTILINE)
 _SHOWN = 300
+_DEVICE = "cpu: to try the command, a tiny model on vLLM's CPU build. Its figures mean nothing."
 
 
 class Part(NamedTuple):
@@ -53,11 +54,7 @@ class Part(NamedTuple):
 
 def _own(name: str, words: str, limit_s: float) -> Part:
     program = [sys.executable, "-m", "sluice.benchmarks.live.gpu.parts", name]
-    return Part(words, limit_s, lambda given: [*program, _file(given)])
-
-
-def _file(given: Given) -> Path:
-    return Path(given.folder, "given.json")
+    return Part(words, limit_s, lambda given: [*program, given.folder])
 
 
 def _plots(option: str, place: Path) -> Sequence[str | Path]:
@@ -65,9 +62,8 @@ def _plots(option: str, place: Path) -> Sequence[str | Path]:
 
 
 def _profile(given: Given) -> Sequence[str | Path]:
-    engine = {"model": given.model, "vllm_args": given.args, "cache_dir": given.folder}
     config = Path(given.folder, "engine.json")
-    config.write_text(json.dumps({"engine": {**engine, "grammar_check_s": 0}}))
+    config.write_text(json.dumps({"engine": engine_of(given, given.args)}))
     kept = ["--out", Path(given.folder, "latency.json")]
     plot = _plots("--plot", config.with_name("profile.png"))
     return [SLUICE, "profile", "--config", config, *kept, *plot, "--json"]
@@ -88,10 +84,9 @@ def _load(given: Given) -> Sequence[str | Path]:
 
 
 def _rates(found: Json) -> list[Json]:
-    """Load 1 is of the only pattern."""
-    (rate,) = found["load_1"].values()
-    rows = found["summary"]
-    return [{"requests/s": rate * row["load"], **{x: row[x] for x in _LOAD}} for row in rows]
+    (rate,) = found["load_1"].values()  # there is one pattern
+    every = found["summary"]
+    return [{"requests/s": rate * row["load"], **{x: row[x] for x in _LOAD}} for row in every]
 
 
 PARTS: Final[dict[str, Part]] = {
@@ -111,13 +106,7 @@ PARTS: Final[dict[str, Part]] = {
 @click.option("--model", help="Path or hub id.  [default: the shape of Llama 3 8B, no weights]")
 @click.option("--engine-args", "args", callback=engine_args, help="vLLM's arguments, as JSON.")
 @number_option("--seconds", default=60.0, least=0.5, most=3_600, words="Of arrivals, at each load.")
-@click.option(
-    "--device",
-    type=click.Choice(["gpu", "cpu"]),
-    default="gpu",
-    show_default=True,
-    help="cpu: a tiny model on vLLM's CPU build, to try the command. Its figures mean nothing.",
-)
+@click.option("--device", type=click.Choice(["gpu", "cpu"]), default="gpu", help=_DEVICE)
 @click.option("--out", type=folder(), default="sluice-gpu", help="For JSON, Markdown, plots, logs.")
 @as_json
 def gpu(
@@ -143,12 +132,11 @@ def gpu(
     conditions, place = _device(device), out.absolute()
     own: Json = {} if model else {"load-format": "dummy"}
     own |= {"max-model-len": MODEL_TOKENS, **CPU_ARGS} if device == "cpu" else _GPU_ARGS
-    sizes = (0, 20, 8) if device == "cpu" else (1, 200, 64)
     with campaign() as bench:
         place.mkdir(parents=True, exist_ok=True)
         path = model or str(shaped_model(place, TINY if device == "cpu" else LLAMA_8B))
-        given = Given(path, own | args, *sizes, seconds, str(place))
-        _file(given).write_text(json.dumps(given._asdict()))
+        given = Given(path, own | args, int(device == "gpu"), seconds, str(place))
+        (place / "given.json").write_text(json.dumps(given._asdict()))
         chosen = [name for name in PARTS if not names or name in names]
         found = {name: _measured(bench, name, given) for name in chosen}
         conditions |= {"Model": Path(path).name, "vLLM's arguments": json.dumps(given.args)}
@@ -161,29 +149,21 @@ def gpu(
 
 
 def _device(wanted: str) -> dict[str, str]:
-    """What the device is.
+    """What the device is; raises :class:`Failure` where vLLM is not there, or finds another one."""
+    if importlib.util.find_spec("vllm"):
+        from vllm import __version__
+        from vllm.platforms import current_platform as found
 
-    Raises:
-        Failure: vLLM is not there, or finds another one.
-    """
-    if not importlib.util.find_spec("vllm"):
-        raise Failure(Exit.UNREACHABLE, "vLLM is not installed: pip install 'sluice[vllm]'")
-    from vllm import __version__
-    from vllm.platforms import current_platform as found
-
-    if not (found.is_cpu() if wanted == "cpu" else found.is_cuda_alike()):
-        words = f"vLLM {__version__} finds no {wanted.upper()} here"
-        raise Failure(Exit.UNREACHABLE, f"{words}; --device cpu tries this with its CPU build")
-    name = "a CPU: these figures mean nothing" if wanted == "cpu" else found.get_device_name()
-    return {"Device": name, "vLLM": __version__}
+        if wanted == "cpu" and found.is_cpu():
+            return {"Device": "a CPU: these figures mean nothing", "vLLM": __version__}
+        if wanted == "gpu" and found.is_cuda_alike():
+            return {"Device": found.get_device_name(), "vLLM": __version__}
+    words = f"vLLM finds no {wanted.upper()} here, or is not installed"
+    raise Failure(Exit.UNREACHABLE, f"{words}; --device cpu tries this with its CPU build")
 
 
 def _measured(bench: Bench, name: str, given: Given) -> Json:
-    """How long a part took, and its rows, or why it ``failed``.
-
-    Raises:
-        StoppedError: this process is to end.
-    """
+    """How long a part took, and its rows, or why it ``failed``."""
     part, place, began_s = PARTS[name], Path(given.folder), time.monotonic()
     bench.say(f"{name}: {part.words}, at most {part.limit_s:g} s")
     log, answer = place / f"{name}.log", place / f"{name}.json"

@@ -1,5 +1,5 @@
 """Parts of ``sluice bench gpu`` without a command of their own:
-``python -m sluice.benchmarks.live.gpu.parts PART FILE`` prints the rows of one as JSON."""
+``python -m sluice.benchmarks.live.gpu.parts PART FOLDER`` prints the rows of one as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import random
 import sys
 import time
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 from sluice.benchmarks.live.client import Json
@@ -26,7 +25,7 @@ from sluice.scheduling.request.objective import SLO
 LONG, SHORT = 4096, 64
 """Tokens of the prompts of :func:`preemption`."""
 
-_ROUNDS = 5
+_ROUNDS, _MOMENTS = 5, (20, 200)
 
 # An engine's process imports this program first, compiled policies and all, and then vLLM.
 survive_module_scan()
@@ -34,16 +33,24 @@ survive_module_scan()
 
 class Given(NamedTuple):
     """What is measured: the model's path or hub id, vLLM's arguments by their names on the command
-    line, the number of GPUs, 1 or 0, of short prompts in :func:`preemption`, and of sequences in
-    the largest batch, seconds of arrivals, and a folder, which has it as JSON in FILE."""
+    line, GPUs (0 or 1), seconds of arrivals, and a folder, which has it as ``given.json``."""
 
     model: str
     args: Json
     gpus: int
-    moments: int
-    decodes: int
     seconds: float
     folder: str
+
+    @property
+    def decodes(self) -> int:
+        """Sequences of the largest batch of decodes."""
+        return 64 if self.gpus else 8
+
+
+def engine_of(given: Given, args: Json) -> Json:
+    """The configuration of Sluice's engine with vLLM's ``args``."""
+    named = {"model": given.model, "served_model_name": MODEL, "cache_dir": given.folder}
+    return {**named, "grammar_check_s": 0, "vllm_args": args}
 
 
 def start(given: Given) -> list[Json]:
@@ -60,17 +67,16 @@ def start(given: Given) -> list[Json]:
 
 async def preemption(given: Given) -> Json:
     """How long a running prefill of :data:`LONG` tokens takes to stop before its next operator,
-    for one of :data:`SHORT` that arrives at a random moment (``blocking``), and the TTFT of both;
-    median and 99th percentile, milliseconds."""
+    for one of :data:`SHORT` that arrives at a random moment (``blocking``), and the TTFT of both
+    where it stopped; median and 99th percentile, milliseconds."""
     from sluice.replica.deployment import make_engine
 
-    fields = {
-        **{"model": given.model, "served_model_name": MODEL, "cache_dir": given.folder},
-        **{"grammar_check_s": 0, "preemption": {"granularity": "operator"}},
-        "vllm_args": {**given.args, "max-num-batched-tokens": LONG},
-    }
-    config = EngineConfig.model_validate(fields)
+    args = {**given.args, "max-num-batched-tokens": LONG}
+    config = EngineConfig.model_validate(
+        engine_of(given, args) | {"preemption": {"granularity": "operator"}}
+    )
     engine, chance = make_engine(config, "preemption", 64, 0), random.Random(0)
+    moments = _MOMENTS[given.gpus]
 
     async def ttft_s(tokens: int, name: str, objective_s: float) -> float:
         # Random, so that no prefix is found in a cache.
@@ -89,37 +95,35 @@ async def preemption(given: Given) -> Json:
             [await ttft_s(tokens, f"{tokens}-{n}", 1000.0) for n in range(_ROUNDS)]
             for tokens in (LONG, SHORT)
         ]
-        times_s: dict[str, list[float]] = {
-            **{"blocking": [], "short": [], "short alone": short_s},
-            **{"long": [], "long alone": long_s},
-        }
-        before = engine.state().summary
-        for moment in range(given.moments):
+        stopped_s, before = list[tuple[float, ...]](), engine.state().summary
+        for moment in range(moments):
             long = asyncio.create_task(ttft_s(LONG, f"long-{moment}", 1000.0))
-            await asyncio.sleep(chance.uniform(0.05, 0.8) * median(long_s))
-            times_s["short"].append(await ttft_s(SHORT, f"short-{moment}", 100.0))
-            times_s["long"].append(await long)
+            await asyncio.sleep(chance.uniform(0.05, 0.8) * min(long_s))
+            both_s = await ttft_s(SHORT, f"short-{moment}", 100.0), await long
             now = engine.state().summary
             if now["suspensions"] - before["suspensions"] == 1:
-                times_s["blocking"].append(float(now["stop_s"] - before["stop_s"]))
+                stopped_s.append((float(now["stop_s"] - before["stop_s"]), *both_s))
             before = now
     finally:
         await engine.stop()
-    times_ms = {name: [1e3 * each for each in own] for name, own in times_s.items()}
-    shown = {f"{name} ms": quantiles(own, digits=2) for name, own in times_ms.items()}
-    return {"moments": given.moments, "stops": len(times_s["blocking"]), **shown}
+    if not stopped_s:
+        raise RuntimeError(f"no prefill stopped in {moments} moments")
+    named = dict(zip(("blocking", "short", "long"), zip(*stopped_s, strict=True), strict=True))
+    named |= {"short alone": tuple(short_s), "long alone": tuple(long_s)}
+    times = {f"{x} ms": quantiles([1e3 * s for s in named[x]], digits=2) for x in named}
+    return {"moments": moments, "stops": len(stopped_s), **times}
 
 
 def steps(name: str, given: Given) -> list[Json]:
-    """The parts of :mod:`sluice.replica.profiling.schedulers`."""
+    """The parts of :mod:`sluice.replica.vllm.step_rates`."""
     if name == "speculation":
         # The second model runner takes drafts from its own drafter, not from the scheduler.
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    from sluice.replica.profiling import schedulers as of
+    from sluice.replica.vllm import step_rates as of
 
     more = of.SPECULATIVE if name == "speculation" else {"async-scheduling": name == "async"}
-    args = {**given.args, **more}
-    core = of.Core(given.model, Path(given.folder), of.Counting, "deadline_triage", args)
+    told = given.model, Path(given.folder), of.Counting, "deadline_triage"
+    core = of.Core(*told, {**given.args, **more})
     if name == "speculation":
         return of.verify_cost(core, [count for count in (1, 8, 64) if count <= given.decodes])
     if name == "async" and not core.pipelined:
@@ -128,8 +132,8 @@ def steps(name: str, given: Given) -> list[Json]:
 
 
 if __name__ == "__main__":
-    part, file = sys.argv[1:]
-    told = Given(**json.loads(Path(file).read_text()))
+    part, place = sys.argv[1:]
+    told = Given(**json.loads(Path(place, "given.json").read_text()))
     if part == "preemption":
         found = [asyncio.run(preemption(told))]
     else:
