@@ -14,6 +14,7 @@ from rich.table import Table
 from sluice.benchmarks.experiments import EXPERIMENTS
 from sluice.benchmarks.experiments.grid import Experiment, Plan, Scale, measured
 from sluice.benchmarks.live.gateway.command import gateway
+from sluice.benchmarks.live.gpu.command import gpu
 from sluice.benchmarks.live.overload import overload
 from sluice.benchmarks.live.peers.command import peers
 from sluice.benchmarks.live.promises import with_real
@@ -47,7 +48,7 @@ def list_experiments() -> None:
     print_table(table)
 
 
-for _command in (planning, decision, gateway, overload, peers):
+for _command in (planning, decision, gateway, overload, peers, gpu):
     bench.add_command(_command)
 
 

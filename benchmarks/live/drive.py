@@ -77,11 +77,15 @@ def run(
 
 
 def capacity(
-    bench: Bench, system: System, arrivals: Iterator[Arrival], body: Body, engines: int, *times: Any
+    bench: Bench,
+    system: System,
+    arrivals: Iterator[Arrival],
+    body: Body,
+    in_flight: int,
+    *times: Any,
 ) -> float:
-    """Requests a second with :data:`IN_FLIGHT` requests for each engine, see
-    :func:`sluice.benchmarks.live.client.saturated`."""
-    load = saturated(completions(system), MODEL, arrivals, body, IN_FLIGHT * engines, *times)
+    """Requests a second, see :func:`sluice.benchmarks.live.client.saturated`."""
+    load = saturated(completions(system), MODEL, arrivals, body, in_flight, *times)
     return asyncio.run(until_stopped(bench, load))
 
 

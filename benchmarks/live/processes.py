@@ -6,6 +6,7 @@ client in another session would wait for the processor beside busy servers.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -46,14 +47,18 @@ class LeftOutError(RuntimeError):
 
 @contextmanager
 def spawned(
-    command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None
+    command: Sequence[str | Path],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    answer: Path | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A server's process, which may not answer yet, until the block ends; then it and every process
-    below it end. ``log`` gets its output."""
+    below it end. ``log`` gets its output, ``answer`` its standard output if given."""
     if sys.platform == "linux":
         command = [sys.executable, "-c", _WITH_PARENT, *command]
-    with log.open("wb") as output:
-        server = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+    with log.open("wb") as said, (answer or Path(os.devnull)).open("wb") as printed:
+        output = printed if answer else said
+        server = subprocess.Popen(command, env=environment, stdout=output, stderr=said)
     try:
         yield server
     finally:

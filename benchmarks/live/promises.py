@@ -29,7 +29,7 @@ from sluice.benchmarks.experiments.promises import LEVEL, MARGINS, NONE
 from sluice.benchmarks.live import application
 from sluice.benchmarks.live.application import objectives, router, simulated
 from sluice.benchmarks.live.client import End, Json, Outcome
-from sluice.benchmarks.live.drive import campaign, capacity, run
+from sluice.benchmarks.live.drive import IN_FLIGHT, campaign, capacity, run
 from sluice.benchmarks.live.gateway.engine import MODEL
 from sluice.benchmarks.live.mix import Kind, Pattern, body_of
 from sluice.benchmarks.live.processes import LeftOutError, until
@@ -144,7 +144,8 @@ def _capacity(bench: Bench, system: System, replicas: int, seconds: float, seed:
     if not until(lambda: _fresh(url) >= replicas, _STARTED_S, bench.stop):
         raise LeftOutError(f"{replicas} replicas have not started")
     drawn = (each._replace(slo=SLOS[NO_OBJECTIVE]) for each in PATTERN.drawn(seed))
-    return capacity(bench, system, drawn, body_of("capacity"), replicas, WARM_UP_S, seconds)
+    in_flight = IN_FLIGHT * replicas
+    return capacity(bench, system, drawn, body_of("capacity"), in_flight, WARM_UP_S, seconds)
 
 
 def _run(

@@ -186,7 +186,7 @@ def table(rows: Iterable[Mapping[str, Any]], *columns: str, title: str) -> Table
     headings = (each.replace(".", " ").replace("_", " ") for each in columns)
     shown = Table(*headings, title=title)
     for row in rows:
-        shown.add_row(*(_text(_value(row, column)) for column in columns))
+        shown.add_row(*(text(_value(row, column)) for column in columns))
     return shown
 
 
@@ -198,13 +198,14 @@ def _value(row: Mapping[str, Any], column: str) -> Any:
     return _value(inner, rest) if rest and isinstance(inner, Mapping) else None
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
+    """A value in a table's cell."""
     if value is None:
         return ""
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
     if isinstance(value, list | tuple):
-        return " / ".join(map(_text, value))
+        return " / ".join(map(text, value))
     if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {_text(each)}" for key, each in value.items())
+        return ", ".join(f"{key}: {text(each)}" for key, each in value.items())
     return str(value)

@@ -92,7 +92,8 @@ def _rules(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
         (
             # Others keep state of the running batch, which a nested one would overwrite.
             transfer is None or transfer.kv_connector_module_path == KV_CONNECTOR_MODULE,
-            "the only KV connector may be Sluice's own: set engine.transfer.connector to tcp",
+            "the only KV connector may be Sluice's own (engine.transfer.connector: tcp), and none "
+            "by kv-offloading-size or kv-transfer-config in vllm_args",
         ),
         (
             # KV that arrives is no event for the engine's loop, and only the first worker reports.

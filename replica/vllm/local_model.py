@@ -44,6 +44,21 @@ _CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
 
+LLAMA_8B: dict[str, int] = {
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128_256,
+}
+"""The shape of Llama 3 8B, by the fields of its configuration."""
+
+TINY = {**LLAMA_8B, "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 4}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 4_096}
+"""A shape for CPUs."""
+
 _TEXT = """
 the of and to in a is that for it as was with be by on not he this are or his from at which but
 have an had they you were their one all we can her has there been if more when will would who so
@@ -135,6 +150,26 @@ def local_model(
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
             _sync(target.parent)
+    return target
+
+
+def shaped_model(directory: Path, shape: dict[str, int]) -> Path:
+    """A Llama of this shape in ``directory``, without weights: for vLLM's ``load-format: dummy``.
+
+    Its tokenizer is that of :func:`local_model`, with a text for each further token, so that every
+    output token is text. No prompt is encoded into these.
+    """
+    target = directory / "shaped-model"
+    target.mkdir(parents=True, exist_ok=True)
+    known = _save_tokenizer(target, max_positions := 8192)
+    config = _config(1, 64, max_positions, known, 0)
+    config.update({**shape, "architectures": ["LlamaForCausalLM"]})
+    config.save_pretrained(target)
+    file = target / "tokenizer.json"
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    more = range(known, shape["vocab_size"])
+    tokenizer["model"]["vocab"] |= {f"<{token}>": token for token in more}
+    file.write_text(json.dumps(tokenizer), encoding="utf-8")
     return target
 
 

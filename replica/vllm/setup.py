@@ -56,6 +56,11 @@ SENDS_KV = "kv_producer"
 
 _TRANSFER = "kv-transfer-config"
 
+_OFFLOADING = "kv-offloading-size"
+
+_ON_GPUS = frozenset({"OffloadingConnector", "SimpleCPUOffloadConnector"})
+"""vLLM's connectors that copy KV between a GPU and the memory of its host."""
+
 _SHORTHANDS = frozenset({"spec-method", "spec-model", "spec-tokens"})
 """vLLM's arguments for parts of its speculative configuration."""
 
@@ -166,7 +171,14 @@ def parse_arguments(
         if variant is not None and arguments.get(name, value) != value:
             raise ValueError(f"vllm_args: with {variant.name}, {name} must be {value}")
     arguments |= _speculation_arguments(arguments)
+    _check_kv_tier(arguments)
     if transfer is not None:
+        if arguments.get(_OFFLOADING) is not None:
+            # vLLM would put its own connector in the place of the one for transfers.
+            raise ValueError(
+                f"vllm_args may not hold {_OFFLOADING} beside KV transfer between replicas "
+                "(engine.transfer, or prefill and decode pools): an engine has one KV connector"
+            )
         if arguments.get(_TRANSFER) is not None:
             raise ValueError(f"vllm_args may not hold {_TRANSFER}: set engine.transfer")
         arguments[_TRANSFER] = transfer_argument(transfer, role)
@@ -315,6 +327,29 @@ def _speculation_arguments(given: dict[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"vllm_args: {error}") from error
     return {"speculative-config": config, "async-scheduling": False}
+
+
+def _check_kv_tier(given: dict[str, Any]) -> None:
+    """Check that vLLM's connector to KV in other memory, if one is configured, can run here.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    config = given.get(_TRANSFER)
+    if isinstance(config, str):
+        with contextlib.suppress(ValueError):  # vLLM's parser says what is wrong
+            config = json.loads(config)
+    connector = str(config.get("kv_connector")) if isinstance(config, dict) else ""
+    if given.get(_OFFLOADING) is not None:
+        lmcache = given.get("kv-offloading-backend") == "lmcache"
+        connector = "LMCacheMPConnector" if lmcache else "OffloadingConnector"
+    if connector in _ON_GPUS and _on_cpu():
+        raise ValueError(
+            f"vllm_args: vLLM's {connector} copies KV between a GPU and the memory of its host, "
+            "and this is vLLM's CPU build"
+        )
+    if connector.startswith("LMCache") and importlib.util.find_spec("lmcache") is None:
+        raise ValueError(f"vllm_args: {connector} needs the package lmcache, which is not there")
 
 
 def transfer_argument(transfer: TransferConfig, role: Role = "mixed") -> dict[str, Any]:

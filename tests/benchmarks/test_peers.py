@@ -148,9 +148,9 @@ def test_the_longest_request_is_the_least_context() -> None:
 SETTING = Setting("/a/model", {"max-model-len": 8192}, 2, 0, classes_of(IDLE))
 
 
-def test_simulated_engines_have_a_reference_of_their_own() -> None:
+def test_simulated_engines_and_a_server_alone_have_references_of_their_own() -> None:
     assert {name for name, peer in SYSTEMS.items() if peer.reference != DEFAULT[0]} == {
-        *("simulated", "simulated-round-robin", "simulated-min-load")
+        *("stock", "simulated", "simulated-round-robin", "simulated-min-load")
     }
     assert {peer.reference for peer in SYSTEMS.values()} <= set(SYSTEMS)
 
@@ -342,7 +342,8 @@ def test_the_command_measures_what_starts_in_alternating_order_and_names_the_res
         result = measure(
             *(f"--system={name}" for name in ("serve-llm", "stock-priority", "sluice")),
             *("--load=2", "--load=4", "--seconds=0.5", "--rounds=2", "--pattern=poisson"),
-            *("--model", str(tmp_path), "--slo-scale=100", "--plots", str(tmp_path / "plots")),
+            *("--model", str(tmp_path), "--slo-scale=100", "--in-flight=1"),
+            *("--plots", str(tmp_path / "plots")),
             "--json",
         )
     assert result.exit_code == 0, result.output

@@ -146,6 +146,44 @@ def test_the_argument_is_set_and_not_given(tmp_path: Any) -> None:
     assert parse_arguments(given, "m", "m", settings).kv_transfer_config.kv_connector == "X"
 
 
+@pytest.mark.parametrize(
+    ("given", "on_cpu", "reason"),
+    [
+        ({"kv-offloading-size": 8}, True, "OffloadingConnector copies KV between a GPU and"),
+        (
+            {"kv_transfer_config": '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}'},
+            *(True, "this is vLLM's CPU build"),
+        ),
+        (
+            {"kv-offloading-size": 8, "kv-offloading-backend": "lmcache"},
+            *(False, "LMCacheMPConnector needs the package lmcache"),
+        ),
+        (
+            {"kv-transfer-config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}},
+            *(True, "LMCacheConnectorV1 needs the package lmcache"),
+        ),
+    ],
+)
+def test_kv_in_other_memory_is_refused_where_vllms_connector_cannot_run(
+    given: dict[str, Any], on_cpu: bool, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setattr("sluice.replica.vllm.setup._on_cpu", lambda: on_cpu)
+    settings = SchedulerSettings(state_table=tmp_path / "state", policy="fcfs")
+    with pytest.raises(ValueError, match=reason):
+        parse_arguments(given, "m", "m", settings)
+
+
+def test_kv_in_other_memory_and_kv_transfer_are_not_for_one_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setattr("sluice.replica.vllm.setup._on_cpu", lambda: False)
+    settings = SchedulerSettings(state_table=tmp_path / "state", policy="fcfs")
+    given = {"kv-offloading-size": 8}
+    assert parse_arguments(given, "m", "m", settings).kv_offloading_size == 8
+    with pytest.raises(ValueError, match=r"may not hold kv-offloading-size beside KV transfer"):
+        parse_arguments(given, "m", "m", settings, transfer=TransferConfig(connector="tcp"))
+
+
 def test_nixl_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="its package is not installed"):

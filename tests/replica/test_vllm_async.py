@@ -383,3 +383,61 @@ def test_kv_of_other_engines_is_read_when_it_is_there(model, tmp_path, policy, i
     assert summary["transfer_failures"] > 0
     assert offered - len(aborted) <= summary["transfers"] + summary["transfer_failures"]
     assert summary["transfers"] > 0
+
+
+class ModelWithTier(KnownModel):
+    """Also loads the KV that :class:`~tests.replica.host_tier.HostTier` has: before the batch, or
+    in the time of three. A batch that reads other KV trips."""
+
+    def __init__(self, in_background):
+        super().__init__()
+        self._in_background = in_background
+        self._loads = deque([{}, {}])
+        self._valid = {}
+        self.loaded = 0
+
+    def run(self, output):
+        from vllm.v1.outputs import KVConnectorOutput
+
+        begun = output.kv_connector_metadata.tokens
+        if self._in_background:
+            self._loads.append(begun)
+            begun = self._loads.popleft()
+        self.loaded += len(begun)
+        self._valid |= begun
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            assert starts[request_id] <= self._valid.get(request_id, 0), "KV that is not there"
+            self._valid[request_id] = starts[request_id] + tokens
+        ran = super().run(output)
+        if self._in_background:
+            ran.kv_connector_output = KVConnectorOutput(finished_recving=set(begun))
+        return ran
+
+
+@pytest.mark.parametrize(("policy", "blocks"), [("deadline_triage", 1000), ("fcfs", 40)])
+@pytest.mark.parametrize(("in_background", "in_flight"), [(False, 1), (True, 1), (True, 2)])
+def test_kv_of_a_tier_in_host_memory_is_read_when_it_is_there(
+    model, tmp_path, policy, in_background, in_flight, blocks
+):
+    """A connector that an operator has configured, for prompts that no router knows of."""
+    from vllm.config import KVTransferConfig
+
+    tier = KVTransferConfig(
+        kv_connector="HostTier",
+        kv_connector_module_path="tests.replica.host_tier",
+        kv_role="kv_both",
+        kv_connector_extra_config={"held": 128, "in_background": in_background},
+    )
+    scheduler, table = make(model, tmp_path, policy, blocks, in_flight, kv_transfer_config=tier)
+    arriving, worker = requests(40, best_effort=10), ModelWithTier(in_background)
+    received = drive(scheduler, in_flight, arriving, model=worker)
+    for request in arriving:
+        length, output = request.num_prompt_tokens, request.max_tokens
+        expected = [token_at(request.request_id, length + i) for i in range(output)]
+        assert received[request.request_id] == expected
+    assert worker.loaded >= sum(request.num_prompt_tokens > BLOCK for request in arriving)
+    assert not scheduler.requests and len(table.read().rows) == 0
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == blocks - 1

@@ -25,7 +25,7 @@ from sluice.benchmarks.experiments.tables import grouped
 from sluice.benchmarks.live import drive, mix
 from sluice.benchmarks.live.application import objectives
 from sluice.benchmarks.live.client import End, Json, LoadError
-from sluice.benchmarks.live.drive import campaign, capacity, completions
+from sluice.benchmarks.live.drive import IN_FLIGHT, campaign, capacity, completions
 from sluice.benchmarks.live.gateway.engine import MODEL
 from sluice.benchmarks.live.peers.systems import CPU_ARGS, DEFAULT, SYSTEMS, Peer, Setting
 from sluice.benchmarks.live.processes import LeftOutError
@@ -55,7 +55,8 @@ CELL: Final = ("pattern", "load", "system")
 _WARM_SEED = 1_000_000
 
 
-def _engine_args(_: click.Context, __: click.Parameter, value: str | None) -> Json:
+def engine_args(_: click.Context, __: click.Parameter, value: str | None) -> Json:
+    """The callback of ``--engine-args``: vLLM's arguments by their names on the command line."""
     try:
         given = json.loads(value or "{}")
     except ValueError as error:
@@ -70,6 +71,7 @@ def _engine_args(_: click.Context, __: click.Parameter, value: str | None) -> Js
     return given
 
 
+_IN_FLIGHT = "Concurrent requests of an engine while the capacity, load 1, is measured."
 _ENGINES = "Engines of each system.  [default: one for each GPU; on CPUs one less than cores]"
 
 
@@ -81,8 +83,9 @@ _ENGINES = "Engines of each system.  [default: one for each GPU; on CPUs one les
 @number_option("--seconds", default=60.0, least=0.5, most=3_600, words="Of arrivals, in each run.")
 @number_option("--rounds", default=3, least=1, most=100)
 @click.option("--model", default=LOCAL, show_default=True, help="Path or hub id of the model.")
-@click.option("--engine-args", "args", callback=_engine_args, help="vLLM's arguments, as JSON.")
+@click.option("--engine-args", "args", callback=engine_args, help="vLLM's arguments, as JSON.")
 @number_option("--replicas", default=None, least=1, most=64, words=_ENGINES)
+@number_option("--in-flight", default=IN_FLIGHT, least=1, most=1_024, words=_IN_FLIGHT)
 @number_option("--slo-scale", "scale", default=1.0, least=0.1, most=100, words="Of objectives.")
 @seed
 @click.option("--plots", type=folder(), help="Folder for plots (SVG) of attainment, and the JSON.")
@@ -97,6 +100,7 @@ def peers(
     model: str,
     args: Json,
     replicas: int | None,
+    in_flight: int,
     scale: float,
     seed: int,
     plots: Path | None,
@@ -122,7 +126,7 @@ def peers(
         if traces is not None:
             chosen |= mix.recorded(traces, setting.args["max-model-len"])
         chosen = chosen or mix.GENERATED
-        found = _Campaign(bench, setting, chosen, loads, seconds, seed)
+        found = _Campaign(bench, setting, chosen, loads, seconds, seed, in_flight)
         systems = list(dict.fromkeys(names or DEFAULT))
         found.prepare(systems, scale)
         for number in range(rounds):
@@ -162,6 +166,7 @@ class _Campaign:
     loads: Sequence[float]
     seconds: float
     seed: int
+    in_flight: int
     slos: Mapping[str, SLO] = field(default_factory=dict)
     capacities: dict[str, float] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
@@ -211,9 +216,10 @@ class _Campaign:
         classes = mix.classes_of(mix.alone(completions(system), MODEL), scale)
         for name, pattern in self.patterns.items():
             body = mix.body_of(f"capacity {name}", pattern.block_tokens)
+            in_flight = self.in_flight * self.setting.replicas
             # Sluice has no classes yet.
             drawn = (each._replace(slo=SLO()) for each in pattern.drawn(self.seed))
-            load = (drawn, body, self.setting.replicas, WARM_UP_S, CAPACITY_S)
+            load = (drawn, body, in_flight, WARM_UP_S, CAPACITY_S)
             self.capacities[name] = capacity(self.bench, system, *load)
         self.setting = self.setting._replace(classes=classes)
         self.slos = objectives(classes)

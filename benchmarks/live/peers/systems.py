@@ -19,7 +19,7 @@ from sluice.benchmarks.live import systems as live
 from sluice.benchmarks.live.application import ENGINE, router, simulated
 from sluice.benchmarks.live.client import Json
 from sluice.benchmarks.live.gateway.engine import MODEL
-from sluice.benchmarks.live.processes import VLLM_ENVIRONMENT, vllm_command
+from sluice.benchmarks.live.processes import VLLM_ENVIRONMENT, LeftOutError, vllm_command
 from sluice.benchmarks.live.resources import CORES, processes
 from sluice.benchmarks.live.systems import Bench, Server, Start, System, engines, served, sluice
 from sluice.controller.config import NO_ADMISSION
@@ -74,19 +74,22 @@ class Peer(NamedTuple):
 
 
 def _stock(policy: str, more: Json, setting: Setting) -> Start:
-    """vLLM's own servers with ``more`` arguments behind vllm-router with a policy."""
+    """vLLM's own servers with ``more`` arguments behind vllm-router with a policy; empty: one
+    server without a router."""
 
     def engine_on(_: Bench, port: int, number: int) -> Server:
         args, variables = {**setting.args, **_STOCK_ARGS, **more}, dict(VLLM_ENVIRONMENT)
-        if setting.gpus:
+        if setting.gpus > 1:
             variables["CUDA_VISIBLE_DEVICES"] = setting.devices(number)
-        else:
+        elif not setting.gpus:
             args, variables = {**_CPU_STOCK_ARGS, **args}, {**variables, **_CPU_ENVIRONMENT}
         command = vllm_command(setting.model, MODEL, port, args)
         return Server(command, variables, live.START_LIMIT_S)
 
     @contextmanager
     def start(bench: Bench) -> Iterator[System]:
+        if not policy and setting.replicas > 1:
+            raise LeftOutError("it has one server and no router: take --replicas 1")
         # In front of a single engine all policies are one, and some refuse to start.
         chosen = policy if setting.replicas > 1 else "round_robin"
         router = served("vllm-router", partial(live.vllm_router, policy=chosen))
@@ -94,6 +97,9 @@ def _stock(policy: str, more: Json, setting: Setting) -> Start:
             own = dict.fromkeys(found, "")
             if not setting.gpus:
                 _pin(own)
+            if not policy:
+                yield System(tuple(found.values()), own)
+                return
             with router(bench._replace(engines=found)) as system:
                 yield system._replace(processes={**system.processes, **own})
 
@@ -165,6 +171,7 @@ def _router(policy: str) -> Peer:
 
 
 SYSTEMS: Final[dict[str, Peer]] = {
+    "stock": Peer("vLLM's own server, alone", partial(_stock, "", {}), reference="stock"),
     "stock-round-robin": _router("round_robin"),
     "stock-power-of-two": _router("power_of_two"),
     "stock-cache-aware": _router("cache_aware"),

@@ -1,0 +1,98 @@
+"""``sluice bench gpu``: without a GPU, parts that fail, its rows, and real parts on a CPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from sluice.benchmarks.live.gpu.command import PARTS, Part
+from sluice.benchmarks.live.peers.command import CELL
+from sluice.benchmarks.live.report import summary
+from sluice.deploy.cli import main
+from sluice.replica.vllm.local_model import TINY, shaped_model
+from tests.benchmarks.test_peers import run, seen
+
+pytestmark = pytest.mark.vllm
+
+
+def measure(*options: str) -> Result:
+    return CliRunner().invoke(main, ["bench", "gpu", *options])
+
+
+def test_without_a_gpu_it_says_so_and_exits_with_3(tmp_path: Path) -> None:
+    result = measure("--out", str(tmp_path / "out"))
+    assert result.exit_code == 3
+    assert "vLLM finds no GPU here" in result.stderr and "--device cpu" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def python(*lines: str) -> Any:
+    return lambda given: [sys.executable, "-c", "\n".join(lines)]
+
+
+def test_a_part_that_fails_or_takes_too_long_is_reported_and_the_others_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dies = python("print('[')", "raise ValueError('no room for KV')")
+    hangs = python("import threading", "threading.Event().wait()")
+    works = python("import json", "print(json.dumps([{'requests': 2, 'ratio': [1.5, 0.25]}]))")
+    monkeypatch.setitem(PARTS, "profile", Part("one", 60.0, dies))
+    monkeypatch.setitem(PARTS, "preemption", Part("two", 0.2, hangs))
+    monkeypatch.setitem(PARTS, "steps", Part("three", 60.0, works))
+    names = [f"--part={name}" for name in ("steps", "profile", "preemption")]
+    result = measure("--device=cpu", "--model=/a/model", "--out", str(tmp_path), "--json", *names)
+    assert result.exit_code == 1
+    assert "parts that failed: profile, preemption" in result.stderr
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert found == json.loads(result.stdout)
+    by_part = {row.pop("part"): row for row in found["rows"]}
+    assert by_part["profile"]["failed"] == "ValueError: no room for KV"
+    assert by_part["preemption"]["failed"] == "not done after 0.2 s"
+    assert by_part["steps"]["rows"] == [{"requests": 2, "ratio": [1.5, 0.25]}]
+    assert "| 2 | 1.5 / 0.25 |" in (tmp_path / "gpu.md").read_text()
+    assert set(by_part) == {"profile", "preemption", "steps"}
+    assert json.loads(found["setting"]["vLLM's arguments"])["max-model-len"] == 8192
+
+
+def test_each_rate_of_the_load_is_a_row_for_each_system() -> None:
+    runs = [run(name, 0, seen(), load) for load in (0.5, 1.5) for name in ("stock", "sluice")]
+    found = {"summary": summary(runs, *CELL), "load_1": {"bursty": 8.0}}
+    rows = PARTS["load"].rows(found)
+    assert [(row["requests/s"], row["system"]) for row in rows] == [
+        *((4.0, "stock"), (4.0, "sluice"), (12.0, "stock"), (12.0, "sluice"))
+    ]
+
+
+def test_each_token_of_a_model_without_weights_is_text(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoTokenizer
+
+    model = shaped_model(tmp_path, TINY)
+    config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    assert {name: getattr(config, name) for name in TINY} == TINY
+    assert tokenizer.decode([2048, TINY["vocab_size"] - 1]) == "<2048><4095>"
+    assert len(tokenizer) == TINY["vocab_size"]
+    assert max(tokenizer.encode("Please write a short story <4000>.")) < 2048
+    assert not list(model.glob("*.safetensors"))
+
+
+@pytest.mark.release
+def test_steps_and_drafts_are_measured_on_vllms_cpu_build(tmp_path: Path) -> None:
+    result = measure(
+        *("--device=cpu", "--part=steps", "--part=speculation", "--part=async"),
+        *("--out", str(tmp_path)),
+    )
+    found = {row["part"]: row for row in json.loads((tmp_path / "gpu.json").read_text())["rows"]}
+    assert result.exit_code == 1
+    assert "turned asynchronous scheduling off" in found["async"]["failed"]
+    (row,) = found["steps"]["rows"]
+    assert row["stock steps/s"] > 0 and row["sluice steps/s"] > 0
+    rows = found["speculation"]["rows"]
+    assert [(row["decodes"], row["drafts"]) for row in rows] == [
+        (decodes, drafts) for decodes in (1, 8) for drafts in (0, 1, 3, 5)
+    ]
+    assert rows[0]["ratio"] == rows[4]["ratio"] == 1.0
