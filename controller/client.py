@@ -136,6 +136,7 @@ class ControllerClient:
         self._late: deque[LateNotice] = deque(maxlen=MAX_ENDINGS)
         self._waits: Callable[[], Sequence[FirstTokenWait]] = tuple
         self._missing: Callable[[Sequence[int]], None] = _nothing
+        self._leaving: Callable[[Sequence[str]], None] = _nothing
         self._is_router = False
         self._notice_task: asyncio.Task[None] | None = None
         self._sync_task: asyncio.Task[None] | None = None
@@ -337,6 +338,11 @@ class ControllerClient:
         self._waits, self._missing = waits, missing
         self._is_router = True
 
+    def on_leaving(self, leaving: Callable[[Sequence[str]], None]) -> None:
+        """From now on, with each answer to such a push, call ``leaving`` with the replicas that are
+        drained or about to stop. It must not block."""
+        self._leaving = leaving
+
     def replica_gone(self, replica_ids: Iterable[str]) -> None:
         """These replicas left the application. Does not wait; if the message is lost, the replicas
         go stale."""
@@ -414,6 +420,7 @@ class ControllerClient:
             _log.warning("the controller refused sync: %s", error)
         else:
             self._note(reply)
+            self._leaving(reply.leaving)
             if reply.late:
                 self._missing(reply.late)
         finally:

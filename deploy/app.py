@@ -76,7 +76,13 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
         max_surge_percent=1,
     )
     models = tuple(
-        ServedModel(fleet.model, fleet.config.controller, fleet.config.engine.adapters, fleet.key)
+        ServedModel(
+            fleet.model,
+            fleet.config.controller,
+            fleet.config.engine.adapters,
+            fleet.key,
+            transfers_kv=fleet.pools[0].engine.transfer is not None,
+        )
         for fleet in config.fleets
     )
     return router.bind(

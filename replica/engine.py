@@ -116,6 +116,8 @@ class EngineRequest:
         trace: its W3C trace context, by header; empty: it is not traced.
         prefill_only: the engine computes only its prompt, and keeps its KV for another replica: the
             response is a head and a tail with a :class:`Handoff`, or a refusal.
+        hands_over: with ``prefill_only``: id of a request of this engine that has most of the KV.
+            The engine stops it first, without a tail.
         handoff: where the KV of its prompt is. If that cannot be fetched, the engine recomputes the
             prompt.
         resume: the part of the response that its client has already; ``None``: none.
@@ -150,6 +152,7 @@ class EngineRequest:
     confirm: bool = False
     direct_patience_s: float | None = None
     promised: bool = False
+    hands_over: str = ""
 
     @property
     def resumed_tokens(self) -> int:

@@ -39,12 +39,14 @@ class ServedModel(NamedTuple):
         name: of the model in requests. adapters: names of its LoRA adapters.
         controller: configuration to create its controller if it does not exist.
         key: names its controller if the application has several models.
+        transfers_kv: its engines transfer KV.
     """
 
     name: str
     controller: ControllerConfig
     adapters: Sequence[str] = ()
     key: str | None = None
+    transfers_kv: bool = False
 
 
 class _Part:
@@ -70,7 +72,9 @@ class _Part:
         )
         self.fleet = Model(
             model.name,
-            Dispatcher(self.client, serve_replicas, metrics, config),
+            Dispatcher(
+                self.client, serve_replicas, metrics, config, transfers_kv=model.transfers_kv
+            ),
             Catalog(serve_replicas),
             metrics,
             model.adapters,

@@ -286,7 +286,7 @@ class VllmEngine:
             call.ends,
         )
         call.xargs = to_xargs(args)
-        call.prefill_only = request.prefill_only
+        call.prefill_only, call.hands_over = request.prefill_only, request.hands_over
         call.transfer = _transfer(request)
         if request.endpoint in SPEECH:
             body = with_upload(body)

@@ -184,6 +184,38 @@ async def test_a_stream_that_goes_on_is_split_like_any_other(engines):
     assert counts(engines[1])["transfers"] == before["transfers"] + 1
 
 
+async def test_a_running_stream_moves_with_its_kv(engines):
+    source, target = engines
+    asked = request("moves", prompt=words(150, 14), stream=True, max_tokens=60)
+    asked = replace(asked, resumable=True)
+    whole = await items(source, replace(asked, request_id="moves whole"))
+    await source._llm.reset_prefix_cache()
+    stream, had = source.generate(asked), []
+    async for item in stream:
+        if isinstance(item, ResponseChunk):
+            had.append(item)
+        if len(had) == 40:
+            break
+    token_ids = tuple(token for chunk in had for token in chunk.token_ids)
+    resume = Resume(token_ids, tuple(chunk.tokens for chunk in had), "moves")
+    rest = replace(asked, request_id="moved", resume=resume)
+    steps, before = len(batches(source)), counts(target)
+    kv = replace(rest, request_id="moved.prefill", prefill_only=True, hands_over="moves")
+    _, tail = await items(source, kv)
+    assert not [item async for item in stream if isinstance(item, ResponseTail)], "it was stopped"
+    ran = [entry for batch in batches(source)[steps:] for entry in batch["ran"]]
+    own = [tokens for name, tokens, _ in ran if name == "moved.prefill"]
+    assert 0 < sum(own) <= BLOCK, "only the block that was not full is computed again"
+    assert tail.handoff.prompt_tokens == tail.prompt_tokens
+    moved = await items(target, replace(rest, handoff=tail.handoff))
+    assert content(moved) == content(whole)
+    after = counts(target)
+    assert after["transfers"] == before["transfers"] + 1
+    assert after["transfer_failures"] == before["transfer_failures"]
+    await source.drain()
+    assert not len(source.state().rows)
+
+
 def batches(engine):
     """Its batch log so far."""
     path = engine._config.batch_log / f"{engine._replica_id}.jsonl"

@@ -60,6 +60,9 @@ class LocalController:
     def late(self, notice: LateNotice) -> None:
         self.late_notices.append(notice)
 
+    def on_leaving(self, leaving: Callable[[Sequence[str]], None]) -> None:
+        self.leaving = leaving
+
     def on_push(
         self,
         waits: Callable[[], Sequence[FirstTokenWait]],

@@ -90,6 +90,7 @@ incidents = st.lists(
     delay_s=st.sampled_from([0.0, 0.3]),
     admission=st.sampled_from([None, *sorted(ADMISSIONS)]),
     when=st.sampled_from(get_args(WhenUnattainable)),
+    migrate=st.booleans(),
     seed=st.integers(0, 9),
 )
 def test_every_request_ends_exactly_once(
@@ -101,6 +102,7 @@ def test_every_request_ends_exactly_once(
     delay_s: float,
     admission: str | None,
     when: WhenUnattainable,
+    migrate: bool,
     seed: int,
 ) -> None:
     replicas, prefillers, decoders = sizes
@@ -112,6 +114,8 @@ def test_every_request_ends_exactly_once(
         report_delay_s=delay_s,
         edge_wait_s=1.0,
         when_unattainable={"standard": when},
+        migrate=migrate,
+        push_interval_s=0.1,
     )
     happening = [
         incident
