@@ -247,7 +247,7 @@ MIGRATION = Experiment(
     },
     grids=[
         Sweep(
-            workloads=workloads(Scaled(TWO[:1], TWO)),
+            workloads=workloads(Scaled(FOUR[:1], (FOUR[0], FOUR[3]))),
             layouts=Scaled(_moving(0.2), _moving(5.0)),
             loads=(0.7,),
             kinds=(System(ROUTER, Contender(LOCAL, LOCAL), systems.ADMISSION),),

@@ -115,7 +115,7 @@ def test_every_request_ends_exactly_once(
         edge_wait_s=1.0,
         when_unattainable={"standard": when},
         migrate=migrate,
-        push_interval_s=0.1,
+        push_interval_s=0.125,
     )
     happening = [
         incident
