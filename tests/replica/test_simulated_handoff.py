@@ -111,9 +111,9 @@ async def test_clients_cannot_name_kv(field: str) -> None:
 
 
 async def test_a_running_stream_gives_its_kv_away_and_stops() -> None:
-    slow = {**INSTANT, "step_s": 0.001}
+    slow = {**INSTANT, "step_s": 0.001, "max_batch_tokens": 64}
     request = replace(
-        completion(prompt=list(range(400)), max_tokens=60, stream=True), resumable=True
+        completion(prompt=list(range(400)), max_tokens=300, stream=True), resumable=True
     )
     async with running() as one:
         whole = text_of(await collect(one, replace(request, request_id="whole")))

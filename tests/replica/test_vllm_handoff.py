@@ -186,7 +186,7 @@ async def test_a_stream_that_goes_on_is_split_like_any_other(engines):
 
 async def test_a_running_stream_moves_with_its_kv(engines):
     source, target = engines
-    asked = request("moves", prompt=words(150, 14), stream=True, max_tokens=60)
+    asked = request("moves", prompt=words(150, 14), stream=True, max_tokens=300)
     asked = replace(asked, resumable=True)
     whole = await items(source, replace(asked, request_id="moves whole"))
     await source._llm.reset_prefix_cache()
