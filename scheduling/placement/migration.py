@@ -41,6 +41,10 @@ WORTH: Final = 2.0
 PAUSE_SHARE: Final = 0.1
 """Share of the time that is left to a stream which its pause may take, if it has no slack."""
 
+MOST_PAUSE_S: Final = 1.0
+"""The next token of a stream that moves is due within this time, whatever its objective grants,
+seconds: the other replica must not treat it as one that can wait."""
+
 
 class Terms(NamedTuple):
     """What keeps the objective of a stream that moves.
@@ -99,9 +103,9 @@ class RunningStream(NamedTuple):
             return None
         if not self.recovers or granted_s == inf or self.left_tokens == inf:
             has_pace = self.tpot_s < inf and self.slack_s > 0.0
-            return Terms(self.slack_s, self.tpot_s) if has_pace else None
+            return Terms(min(self.slack_s, MOST_PAUSE_S), self.tpot_s) if has_pace else None
         slack_s = min(self.slack_s, granted_s / 2.0) if self.tpot_s < inf else 0.0
-        pause_s = max(slack_s, PAUSE_SHARE * granted_s)
+        pause_s = min(max(slack_s, PAUSE_SHARE * granted_s), MOST_PAUSE_S)
         return Terms(pause_s, min(self.tpot_s, (granted_s - pause_s) / self.left_tokens))
 
     @property

@@ -52,7 +52,7 @@ class LocalController:
         raise AssertionError("no replica dies here")
 
     def troubled(self, replica_id: str, trouble: Trouble) -> None:
-        raise AssertionError("no replica fails here")
+        raise AssertionError(f"no replica fails here: {replica_id} {trouble}")
 
     def ended(self, ending: RequestEnding) -> None:
         self.endings.append(ending)
