@@ -40,7 +40,7 @@ from sluice.controller.observability.counters import Counters
 from sluice.controller.observability.readings import Readings
 from sluice.controller.observability.recent_decisions import LatestDecisions, RecentDecisions
 from sluice.controller.observability.records import Detail, Figures
-from sluice.controller.state.drains import Drains, drain_of, left_at
+from sluice.controller.state.drains import Drains, drain_of, leaving, left_at
 from sluice.controller.state.mirror import Mirror
 from sluice.controller.state.moves import late_of
 from sluice.controller.state.promises import PromiseLog
@@ -265,7 +265,7 @@ class Controller:
         waits: Sequence[FirstTokenWait] = (),
     ) -> SyncReply:
         """Take a router's endings and late notices since its last call. The reply names the
-        requests of ``waits`` that are predicted to miss their TTFT.
+        requests of ``waits`` that are predicted to miss their TTFT, and the replicas that leave.
 
         Raises:
             ValueError: malformed, or over a limit.
@@ -284,7 +284,9 @@ class Controller:
         if waits:
             has_cells = self._config.cells > 1
             missing = late_of(waits, self._mirror, self._fleet, now_s, has_cells)
-        return SyncReply(self._closed(), self._quarantine.names, missing, self._slack_s(now_s))
+        quarantined, slack_s = self._quarantine.names, self._slack_s(now_s)
+        left = leaving(self._mirror, self._fleet)
+        return SyncReply(self._closed(), quarantined, missing, slack_s, left)
 
     async def demand(self, role: Role | None = None) -> Load:
         """The load on all replicas together, or on the replicas of ``role``, without what routers

@@ -155,6 +155,8 @@ class CellClient:
         self._troubled: list[TroubleNotice] = []
         self._ended: deque[RequestEnding] = deque(maxlen=MAX_ENDINGS)
         self._late: deque[LateNotice] = deque(maxlen=MAX_ENDINGS)
+        self.leaving: tuple[str, ...] = ()
+        """Its replicas that are drained or about to stop, as it last reported."""
         self._notice_task: asyncio.Task[None] | None = None
         self._sync_task: asyncio.Task[None] | None = None
         self._link = Link(app_name, config, self._queries.fail_queued, cell=number)
@@ -227,12 +229,16 @@ class CellClient:
         return True
 
     def sync_soon(
-        self, waits: Sequence[FirstTokenWait], missing: Callable[[Sequence[int]], None]
+        self,
+        waits: Sequence[FirstTokenWait],
+        missing: Callable[[Sequence[int]], None],
+        answered: Callable[[], None],
     ) -> None:
         """Send the endings and late notices since the last time, and ask about ``waits``; skipped
-        while the last one is under way."""
+        while the last one is under way. With an answer :attr:`leaving` is new, and ``answered`` is
+        called."""
         if self._sync_task is None:
-            sync = self._sync(waits, missing)
+            sync = self._sync(waits, missing, answered)
             self._sync_task = asyncio.get_running_loop().create_task(sync)
 
     def release(self, key: int) -> None:
@@ -306,7 +312,10 @@ class CellClient:
             self.release(query.prefill_key)
 
     async def _sync(
-        self, waits: Sequence[FirstTokenWait], missing: Callable[[Sequence[int]], None]
+        self,
+        waits: Sequence[FirstTokenWait],
+        missing: Callable[[Sequence[int]], None],
+        answered: Callable[[], None],
     ) -> None:
         endings, late = tuple(self._ended), tuple(self._late)
         self._ended.clear()
@@ -323,6 +332,8 @@ class CellClient:
             _log.warning("the controller refused sync: %s", error)
         else:
             self._note(reply)
+            self.leaving = reply.leaving
+            answered()
             if reply.late:
                 missing(reply.late)
         finally:

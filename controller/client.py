@@ -103,6 +103,7 @@ class ControllerClient:
         self._choice = CellChoice(config.cells) if len(own) > 1 else None
         self._waits: Callable[[], Sequence[FirstTokenWait]] = tuple
         self._missing: Callable[[Sequence[int]], None] = _nothing
+        self._leaving: Callable[[Sequence[str]], None] = _nothing
         self._is_router = False
         self._observer = Calls(Link(app_name, config, _nothing, "observer"), metrics)
 
@@ -155,6 +156,9 @@ class ControllerClient:
         choice.answered(number, query, decision, self._clock())
         return decision
 
+    def _some_leave(self) -> None:
+        self._leaving([name for cell in self._of.values() for name in cell.leaving])
+
     def _heard(self, number: int, slack_s: float) -> None:
         if self._choice is not None:
             self._choice.heard(number, slack_s, self._clock())
@@ -191,7 +195,7 @@ class ControllerClient:
             waits = self._waits()
             for cell in self._of.values():
                 own = [wait for wait in waits if self._owner(wait.replica_id) is cell]
-                cell.sync_soon(own, self._missing)
+                cell.sync_soon(own, self._missing, self._some_leave)
         try:
             await self._observer.call("push_metrics", push, timeout_s=NOTICE_TIMEOUT_S)
         except NoAnswerError:
@@ -306,6 +310,11 @@ class ControllerClient:
         of those predicted to miss their TTFT. Neither callback may block."""
         self._waits, self._missing = waits, missing
         self._is_router = True
+
+    def on_leaving(self, leaving: Callable[[Sequence[str]], None]) -> None:
+        """From now on, with each answer to such a push, call ``leaving`` with the replicas that are
+        drained or about to stop. It must not block."""
+        self._leaving = leaving
 
     def replica_gone(self, replica_ids: Iterable[str]) -> None:
         """These replicas left the application. Does not wait; if the message is lost, the replicas

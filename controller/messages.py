@@ -198,12 +198,14 @@ class MetricsPush(NamedTuple):
 class SyncReply(NamedTuple):
     """Answer to a router's sync. It carries the closed and quarantined replicas, so that routers
     without requests learn of them too; see :class:`RouteReply`. ``late``: keys of the requests of
-    the sync's :class:`FirstTokenWait` that are predicted to miss their TTFT where they are."""
+    the sync's :class:`FirstTokenWait` that are predicted to miss their TTFT where they are.
+    ``leaving``: replicas that are drained or about to stop: running streams may move from them."""
 
     closed: tuple[str, ...] | None
     quarantined: tuple[str, ...]
     late: tuple[int, ...] = ()
     slack_s: float | None = None
+    leaving: tuple[str, ...] = ()
 
 
 MAX_ENDINGS = 256

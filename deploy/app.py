@@ -82,6 +82,7 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
             fleet.config.engine.adapters,
             fleet.key,
             fleet.config.engine.adapters_dir is not None,
+            transfers_kv=fleet.pools[0].engine.transfer is not None,
         )
         for fleet in config.fleets
     )

@@ -117,6 +117,8 @@ class EngineRequest:
         trace: its W3C trace context, by header; empty: it is not traced.
         prefill_only: the engine computes only its prompt, and keeps its KV for another replica: the
             response is a head and a tail with a :class:`KVHandle`, or a refusal.
+        kv_of_request: with ``prefill_only``: id of a request of this engine that has most of the
+            KV. The engine stops it first, without a tail.
         kv_handle: where the KV of its prompt is. If that cannot be fetched, the engine recomputes
             the prompt.
         resume: the part of the response that its client has already; ``None``: none.
@@ -151,6 +153,7 @@ class EngineRequest:
     confirm: bool = False
     direct_patience_s: float | None = None
     promised: bool = False
+    kv_of_request: str = ""
 
     @property
     def resumed_tokens(self) -> int:

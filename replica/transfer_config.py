@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class TransferConfig(BaseModel):
-    """How engines transfer the KV of prompts, and how long they keep it."""
+    """How engines transfer the KV of prompts and of running streams, and how long they keep it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

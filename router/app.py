@@ -41,6 +41,7 @@ class ServedModel(NamedTuple):
         roles: of its pools, by their names.
         key: names its controller if the application has several models.
         dynamic: its replicas may load further adapters while they serve.
+        transfers_kv: its engines transfer KV.
     """
 
     name: str
@@ -49,6 +50,7 @@ class ServedModel(NamedTuple):
     adapters: Sequence[str] = ()
     key: str | None = None
     dynamic: bool = False
+    transfers_kv: bool = False
 
 
 class _Part:
@@ -81,7 +83,9 @@ class _Part:
         )
         self.fleet = Model(
             model.name,
-            Dispatcher(self.client, serve_replicas, metrics, config),
+            Dispatcher(
+                self.client, serve_replicas, metrics, config, transfers_kv=model.transfers_kv
+            ),
             Catalog(serve_replicas, (model.name, *model.adapters)),
             metrics,
             model.adapters,

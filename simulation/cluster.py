@@ -33,6 +33,7 @@ from sluice.simulation.config import (
 from sluice.simulation.engine import VirtualEngine
 from sluice.simulation.events import Events
 from sluice.simulation.judged import Judged, late, observed
+from sluice.simulation.migration import Migrations
 from sluice.simulation.mirror import PREFILL_KEYS, VirtualMirror
 from sluice.simulation.replica import VirtualReplica
 from sluice.simulation.requests import Requests, Return
@@ -79,6 +80,9 @@ class Cluster:
     last token of the prompt again, and emits all of the output. It also prefills the tokens that
     later stages add to the prompt. If the prefill replica fails during the KV transfer, the decode
     replica computes the prompt itself; if the decode replica is gone, the request is placed again.
+
+    With ``migrate`` running streams move to other replicas (:mod:`sluice.simulation.migration`): at
+    the end of a step, with their KV, in the time of a transfer between P/D replicas.
 
     Args:
         requests: the requests of the run.
@@ -139,6 +143,9 @@ class Cluster:
         for role in self._roles:
             self._grow(role, config.counts[role])
         self._judged = Judged(requests)
+        self.migrations = Migrations(
+            requests, self._mirror, self.events, config, self._named, self._send
+        )
         self.scalers = self._autoscale(autoscaling) if autoscaling is not None else []
         """The scaler of each role; empty without autoscaling."""
         self.changer: RoleChanger | None = None
@@ -159,6 +166,8 @@ class Cluster:
             self.events.at(incident.at_s, self._happening(incident))
         if len(self._requests):
             self.events.at(self._requests.arrivals[0].arrival_s, self._arrive)
+        if self._config.migrate:
+            self.migrations.start()
         while self.ended < len(self._requests):
             if not self.events.run_next():
                 raise RuntimeError(f"the clock stopped with {self.ended} requests ended")
@@ -324,6 +333,7 @@ class Cluster:
                 self._send(replica, target, key)
 
     def _end(self, key: int, failure: str | None = None) -> None:
+        self.migrations.end(key)
         if failure is not None:
             self._requests.failures[key] = failure
         self._mirror.ended(key, self._requests.whole_tokens(key))
@@ -381,11 +391,12 @@ class Cluster:
         self, source: VirtualReplica, target: VirtualReplica, key: int, blocks: int, seconds: float
     ) -> None:
         source.let_go(blocks)
+        moved = self.migrations.end(key)
         if not target.alive:
             self._lost(target, key)
             return
         if source.alive:
-            self.split += 1
+            self.split += not moved
             taken = target.take_over(key, self._requests.context_tokens(key), seconds)
         else:
             taken = target.submit(key)  # The KV went with its replica.
@@ -535,4 +546,6 @@ def simulate_cluster(
         sizes |= {role: tuple(found) for role, found in run.changer.sizes.items()}
     started_s = sum(scaler.started_s(end_s) for scaler in run.scalers)
     engines = [replica.engine for replica in run.replicas]
-    return result_of(requests, engines, end_s, up_s, run.moved, run.split, started_s, sizes)
+    drains_s = tuple(each.drained_s for each in run.replicas if each.drained_s is not None)
+    counts = (run.moved, run.split, run.migrations.done, drains_s)
+    return result_of(requests, engines, end_s, up_s, *counts, started_s, sizes)

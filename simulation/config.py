@@ -174,6 +174,11 @@ class ClusterConfig(BaseModel):
     transfer_tokens_per_s: float = Field(
         default=200_000.0, gt=0, description="Tokens of KV that a transfer moves per second."
     )
+    migrate: bool = Field(
+        default=False,
+        description="Running streams move with their KV: from a replica that leaves, and from one "
+        "where they are predicted to miss a guarantee.",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

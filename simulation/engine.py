@@ -8,9 +8,12 @@ from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy, make
 from sluice.scheduling.fleet.transfer import prompt_ttft_s
 from sluice.scheduling.request.kernels import (
     COMPUTED,
+    EMITTED,
     EXPECTED,
     KV_BLOCKS,
     PENDING,
+    PROMPT,
+    RUNNING,
     TTFT,
     Floats,
     Ints,
@@ -199,6 +202,38 @@ class VirtualEngine:
         row[PENDING] = 1.0
         self._enter(key, row, requests.private[key], brought=True)
         return True
+
+    def decoding(self) -> list[tuple[int, int]]:
+        """The requests that decode here, and the tokens that each has emitted in all."""
+        rows, offsets = self._rows, self._requests.offsets[self._requests.first_stage]
+        table, keys = rows.table[: self.live], rows.keys[: self.live]
+        running = (table[:, RUNNING] > 0) & (table[:, EMITTED] > 0) & (table[:, PENDING] == 1)
+        return [
+            (key, int(table[place, EMITTED] + rows.private[place, steps.OFFSET] - offsets[key]))
+            for place, key in zip(np.flatnonzero(running), keys[running].tolist(), strict=True)
+            if key not in self._prefills
+        ]
+
+    def context_tokens(self, key: int) -> int:
+        """Prompt and output so far of a live request."""
+        row = self._rows.table[self._place_of(key)]
+        return int(row[PROMPT] + row[EMITTED])
+
+    def withdraw(self, key: int) -> bool:
+        """Take a live request out, between two steps: another engine continues it with its KV.
+        ``False``: it is not here any more."""
+        if key not in self._rows.keys[: self.live]:
+            return False
+        rows, place = self._rows, self._place_of(key)
+        self._requests.interrupted(key, rows.table[place], rows.private[place])
+        rows.drop(key)
+        if self.cache is not None:
+            self.cache.leave(rows, [key])
+        self._shown_keys = rows.keys[: rows.live].copy()
+        return True
+
+    def _place_of(self, key: int) -> int:
+        return int(np.flatnonzero(self._rows.keys[: self.live] == key)[0])
 
     def _enter(self, key: int, row: Floats, private: Ints, brought: bool = False) -> None:
         place = self._rows.append(key, row, private)

@@ -55,6 +55,9 @@ class VirtualReplica:
         self.draining = False
         self.started_s = events.now_s
         self.ended_s: float | None = None
+        self.drained_s: float | None = None
+        """How long it took from :meth:`drain` until it was empty, seconds."""
+        self._drain_at_s = 0.0
         self.given: list[int] = []
         self._events = events
         self._mirror = mirror
@@ -64,6 +67,7 @@ class VirtualReplica:
         self._stepping = False
         self._waking = False
         self._kept = 0
+        self._giving: dict[int, Callable[[], None]] = {}
         self._transfers = NO_TRANSFERS
         self._made_s = self._stepped_s = events.now_s
         self._timer = 0
@@ -108,8 +112,14 @@ class VirtualReplica:
     def drain(self) -> None:
         """Take no more requests, and leave when those that it has are done."""
         self.draining = True
+        self._drain_at_s = self._events.now_s
         self._send_report()
         self._leave_if_done()
+
+    def give_away(self, key: int, then: Callable[[], None]) -> None:
+        """Stop a running request at the end of the step, and call ``then``, or never if it has
+        ended by itself."""
+        self._giving[key] = then
 
     def keep(self, tokens: int) -> int:
         """Hold the KV of ``tokens`` that is being sent away; return how many blocks that is."""
@@ -126,8 +136,9 @@ class VirtualReplica:
             self._leave_if_done()
 
     def _leave_if_done(self) -> None:
-        if self.draining and not self.engine.live and not self._kept:
+        if self.draining and self.alive and not self.engine.live and not self._kept:
             self._end()
+            self.drained_s = self._events.now_s - self._drain_at_s
 
     def _end(self) -> None:
         self.alive = False
@@ -163,6 +174,10 @@ class VirtualReplica:
         finished = self.engine.complete(self._stepped_s)
         if finished:
             self._on_finished(self, finished)
+        giving, self._giving = self._giving, {}
+        for key, then in giving.items():
+            if self.engine.withdraw(key):
+                then()
         if self.engine.live:
             self._begin()
         self._leave_if_done()

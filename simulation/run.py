@@ -43,6 +43,8 @@ class Result:
         correction: mean of the engines' learnt corrections at the end.
         moved: times that a request was placed again after a replica failed.
         split: times that a replica took over the KV of a prompt that another one had computed.
+        migrated: times that a running stream moved to another replica.
+        drains_s: of each replica that left, the time that its drain took.
         starting_s: sum of the times for which replicas were started that served nothing yet.
         checked_drafts: drafted tokens that steps checked.
         accepted_drafts: of these, those that were right.
@@ -64,6 +66,8 @@ class Result:
     correction: float
     moved: int
     split: int
+    migrated: int
+    drains_s: tuple[float, ...]
     starting_s: float
     checked_drafts: int
     accepted_drafts: int
@@ -96,6 +100,8 @@ def result_of(
     up_s: float,
     moved: int = 0,
     split: int = 0,
+    migrated: int = 0,
+    drains_s: tuple[float, ...] = (),
     starting_s: float = 0.0,
     sizes: Mapping[str, tuple[Size, ...]] = MappingProxyType({}),
 ) -> Result:
@@ -115,6 +121,8 @@ def result_of(
         correction=fmean(engine.planner.latency.correction for engine in engines),
         moved=moved,
         split=split,
+        migrated=migrated,
+        drains_s=drains_s,
         starting_s=starting_s,
         checked_drafts=sum(engine.drafts.checked for engine in engines if engine.drafts),
         accepted_drafts=sum(engine.drafts.accepted for engine in engines if engine.drafts),

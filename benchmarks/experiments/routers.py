@@ -14,7 +14,8 @@ from sluice.benchmarks.experiments.tables import Rivals, Rows, difference, estim
 from sluice.scheduling.admission import POLICIES as ADMISSIONS
 from sluice.scheduling.batching import POLICIES as LOCAL_POLICIES
 from sluice.scheduling.routing import POLICIES as ROUTERS
-from sluice.simulation.config import Slowdown, WhenUnattainable
+from sluice.simulation.cluster import Incident
+from sluice.simulation.config import Resize, Slowdown, WhenUnattainable
 from sluice.simulation.planning.plots import Table
 
 LOCAL = systems.DEFAULT.policy
@@ -248,6 +249,54 @@ CELLS = Experiment(
         {**FIGURES, "promised": "share of requests that were guaranteed"},
         ("workload", "layout"),
         "load",
+    ),
+)
+
+# Streams that move.
+
+
+def _moving(from_s: float) -> list[Layout]:
+    cases: Mapping[str, tuple[Incident, ...]] = {
+        "two drained": (Resize(from_s, -2),),
+        "one 3 times slower": (Slowdown(from_s, 0, 3.0),),
+    }
+    return [
+        colocated(8, migrate=moves)._replace(name=f"{case}, {words}", incidents=incidents)
+        for case, incidents in cases.items()
+        for moves, words in ((False, "streams stay"), (True, "streams move"))
+    ]
+
+
+MIGRATION = Experiment(
+    "migration",
+    "ours; running requests move as in Llumnix (OSDI 2024)",
+    "How long does a drain take, and how many guarantees are kept, if running streams may move?",
+    seeds=2,
+    setting={
+        **SETTING,
+        "Admission": f"{systems.ADMISSION}; what cannot be guaranteed is served as best effort",
+        "Replicas": f"8, co-located, with {LOCAL}, behind the default router; two are drained, or "
+        "the steps of one take 3 times as long, from 5 s on",
+        "Moves": "each second; 1 ms and 5 us a token for the KV",
+    },
+    grids=[
+        Sweep(
+            workloads=workloads(Scaled(FOUR[:1], (FOUR[0], FOUR[3]))),
+            layouts=Scaled(_moving(0.2), _moving(5.0)),
+            loads=(0.7,),
+            kinds=(System(ROUTER, Contender(LOCAL, LOCAL), systems.ADMISSION),),
+            span=SPAN,
+        )
+    ],
+    tables=pivots(
+        {
+            "drain_s": "time of a drain, s",
+            "kept": "share of the guaranteed requests that met every objective",
+            "attainment_mean": FIGURES["attainment_mean"],
+            "migrated": "streams that moved",
+        },
+        ("workload",),
+        "layout",
     ),
 )
 

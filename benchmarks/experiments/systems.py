@@ -386,6 +386,9 @@ def cluster_figures(done: Run) -> dict[str, float]:
     met = attained(requests, measured, TPOTMetric.MEAN)
     found["goodput"] = float(met.sum()) / done.result.up_s
     found["split"] = done.result.split / len(requests)
+    drains_s = done.result.drains_s
+    found["migrated"] = float(done.result.migrated)
+    found["drain_s"] = sum(drains_s) / len(drains_s) if drains_s else nan
     ttft_s = measured.ttft_s[requests.first_stage[:-1]]
     promised = ~np.isnan(requests.promised_s)
     for name, kept, tier in (

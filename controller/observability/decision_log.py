@@ -19,7 +19,13 @@ from sluice.scheduling.admission.base import Promises
 from sluice.scheduling.admission.constraint import Constraint
 from sluice.scheduling.pairs import DecodeChoice
 from sluice.scheduling.placement.placer import DecisionInputs
-from sluice.scheduling.request.job import NO_REPLICA, UNATTAINABLE, RouteDecision, Tier
+from sluice.scheduling.request.job import (
+    NO_REPLICA,
+    UNATTAINABLE,
+    RouteDecision,
+    RouteQuery,
+    Tier,
+)
 from sluice.scheduling.routing.base import RoutingPolicy
 
 OTHERS = 3
@@ -148,7 +154,7 @@ class DecisionLog:
             return f"No guarantee, because admission is off; {self._routing.name} chose."
         if decision.tier is Tier.GUARANTEED:
             promised = f"{of} can meet the SLO; {self._routing.name} chose among them."
-            return f"{_moved(entry.query.moves_from)}{promised}"
+            return f"{_moved(entry.query)}{promised}"
         if able is None:
             states = entry.query.slo.stated
             asks = "It asks for best effort, as batch requests do"
@@ -159,7 +165,10 @@ class DecisionLog:
             first = "No healthy replica has reported lately, so nothing is guaranteed"
         else:
             first = cannot
-        return f"{first}: served as best effort by the replica with the shortest backlog."
+        return (
+            f"{_moved(entry.query)}{first}: served as best effort by the replica with the shortest "
+            "backlog."
+        )
 
     def _compare(
         self, told: dict[str, Any], decision: RouteDecision, weighed: DecisionInputs
@@ -293,9 +302,13 @@ def _is_trial(decision: RouteDecision, weighed: DecisionInputs) -> bool:
     return bool(tried & {decision.replica_id, decision.prefill_id})
 
 
-def _moved(replica_id: str) -> str:
+def _moved(query: RouteQuery) -> str:
     """Why a request that was already placed was decided on again."""
-    return f"Its first token was predicted to be late at {replica_id}. " if replica_id else ""
+    if query.brings_kv:
+        return f"It ran at {query.moves_from}, and moved with its KV. "
+    if query.moves_from:
+        return f"Its first token was predicted to be late at {query.moves_from}. "
+    return ""
 
 
 def _able(weighed: DecisionInputs | None) -> int | None:

@@ -116,6 +116,11 @@ def drain_of(mirror: Mirror, fleet: Fleet, replica_id: str) -> str | None:
     return REPLICA if mirror.replicas[replica_id].draining else None
 
 
+def leaving(mirror: Mirror, fleet: Fleet) -> tuple[str, ...]:
+    """The known replicas that are drained, whoever drains them. ``O(replicas)``."""
+    return tuple(each for each in mirror.replicas if drain_of(mirror, fleet, each) is not None)
+
+
 def left_at(fleet: Fleet, replica_id: str) -> dict[str, int]:
     """Requests that a replica has yet to finish; 0 for an unknown replica."""
     row = fleet.row_of.get(replica_id)

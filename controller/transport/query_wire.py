@@ -42,6 +42,7 @@ class QueryRow(NamedTuple):
     client_request_id: Text
     moves_from: Text
     elsewhere: bool
+    brings_kv: bool
 
 
 class ObjectiveRow(NamedTuple):
@@ -78,6 +79,8 @@ def decode(data: bytes | msgspec.Raw) -> RouteQuery:
     query = RouteQuery._make((row.key, _objective(row.slo), *row[2:]))
     if query.prefill_key and query.prefill_key == query.key:
         raise ValueError("prefill_key must differ from key")
+    if query.brings_kv and not query.moves_from:
+        raise ValueError("brings_kv needs the replica that has the KV, moves_from")
     return query
 
 

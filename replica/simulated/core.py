@@ -166,9 +166,11 @@ class SimulatedCore:
         tenant: int = 0,
         weight: float = 1.0,
         promised: bool = False,
+        cached_tokens: int = 0,
     ) -> SimulatedSequence:
-        """Queue a sequence. With a ``transfer`` the KV of its prompt comes from another engine; its
-        blocks are allocated when it begins to run.
+        """Queue a sequence. With a ``transfer`` the KV of its prompt comes from another engine; an
+        earlier sequence has left that of ``cached_tokens`` here. Its blocks are allocated when it
+        begins to run.
 
         Raises:
             ValueError: the sequence could never run: no prompt, no output, or longer than the model
@@ -202,11 +204,12 @@ class SimulatedCore:
         row = np.array(row_of(slo, arrival_s, prompt_tokens, expected, best_effort, tenant, weight))
         row[PROMISED] = promised
         self._slos[own] = slo
+        # The last token is always computed here, for the next token.
+        computed = min(cached_tokens, prompt_tokens - 1) if transfer is None else prompt_tokens - 1
+        row[COMPUTED], row[PENDING] = computed, prompt_tokens - computed
         if transfer is None:
             self._enter(sequence, row)
         else:
-            # The last token is always computed here, for the next token.
-            row[COMPUTED], row[PENDING] = prompt_tokens - 1, 1.0
             self._awaited[own] = transfer, sequence, row
             self._scheduler.update([sequence.update(row)])
         return sequence
@@ -216,6 +219,12 @@ class SimulatedCore:
         private[TARGET] = sequence.output_tokens
         self.live[sequence.key] = sequence
         self.rows.append(sequence.key, row, private)
+
+    def computed_tokens(self, sequence: SimulatedSequence) -> int:
+        """Tokens whose KV a live sequence has."""
+        rows = self.rows
+        (places,) = np.nonzero(rows.keys[: rows.live] == sequence.key)
+        return int(rows.table[places[0], COMPUTED]) if len(places) else 0
 
     @property
     def queued(self) -> int:

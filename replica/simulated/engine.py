@@ -212,6 +212,7 @@ class SimulatedEngine:
         if self._core.queued + call.choices > limit:
             message = f"The engine serves at most {limit} sequences at once. Try again later."
             raise RequestError(message, None, 503, "ServiceUnavailableError")
+        cached_tokens = self._stop(request.kv_of_request) if request.kv_of_request else 0
         live = _LiveCall(request, call, received_s)
         arrival_s = received_s - request.waited_s
         key = request_key(request.request_id)
@@ -238,12 +239,24 @@ class SimulatedEngine:
                 request.tenant,
                 request.weight,
                 request.promised,
+                cached_tokens,
             )
             live.sequences.append(sequence)
         self._calls.add(live)
         self._idle.clear()
         self._work.set()
         return live
+
+    def _stop(self, request_id: str) -> int:
+        """Stop a live request. Returns how many tokens' KV it had."""
+        for live in tuple(self._calls):
+            if live.request_id == request_id and live.left:
+                computed = self._core.computed_tokens(live.sequences[0])
+                live.aborted = True
+                self._drop(live)
+                live.progress.set()
+                return computed
+        return 0
 
     def _transfer(self, call: Call, request: EngineRequest, now_s: float) -> Transfer | None:
         """The transfer of the prompt's KV from another engine; ``None``: there is none."""
@@ -378,11 +391,7 @@ class SimulatedEngine:
 
     async def abort(self, request_id: str) -> None:
         """Stop a request; its response ends without a tail."""
-        for live in tuple(self._calls):
-            if live.request_id == request_id and live.left:
-                live.aborted = True
-                self._drop(live)
-                live.progress.set()
+        self._stop(request_id)
 
     def state(self) -> EngineState:
         """The scheduler's state as of its last step."""

@@ -126,7 +126,7 @@ class IncomingKv:
         return ended
 
 
-def hands_over(request: Any) -> bool:
+def kv_of_request(request: Any) -> bool:
     """Whether a request is prefill only: another engine decodes."""
     params = request.kv_transfer_params
     return isinstance(params, dict) and bool(params.get("do_remote_decode"))

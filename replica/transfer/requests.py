@@ -23,6 +23,8 @@ def check_transfer(request: EngineRequest) -> None:
     """
     refuse_transfer_fields(request.body)
     if not request.prefill_only:
+        if request.kv_of_request:
+            raise RequestError("Only a request for its prompt hands KV over.", None)
         return
     prompt = request.body.get("prompt")
     one_prompt = not isinstance(prompt, list) or len(prompt) < 2 or isinstance(prompt[0], int)

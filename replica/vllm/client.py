@@ -61,6 +61,7 @@ class ApiCall:
         transfer: vLLM's parameters of the transfer of its prompt's KV, to this engine or from it;
             ``None``: no KV transfer.
         prefill_only: the engine computes its prompt and at most one token, which is dropped.
+        kv_of_request: id of the call that is stopped for it, whose KV it finds in the prefix cache.
         offer: the engine's description of the KV that it keeps of its prompt.
         stats: vLLM's times of its first prompt, if vLLM keeps them.
         resumable: its chunks carry the token ids, if another engine could resume from them.
@@ -94,6 +95,7 @@ class ApiCall:
     xargs: Mapping[str, str | int | float] = field(default_factory=dict)
     transfer: Mapping[str, Any] | None = None
     prefill_only: bool = False
+    kv_of_request: str = ""
     offer: Mapping[str, Any] | None = None
     stats: Any = None
     resumable: bool = False
@@ -256,6 +258,11 @@ class WatchedLLM(AsyncLLM):
             return
         rest = rest_of(request, call.resume.token_ids, call.prefill_only)
         if call.prefill_only:
+            # Not earlier, for other requests could take the blocks that become free.
+            stopped = self.calls.get(call.kv_of_request)
+            if stopped is not None:
+                stopped.aborted = True
+                await self.abort(stopped.engine_ids)
             await super()._add_request(rest, prompt, parent_req, index, queue)
             return
         processor = self.output_processor

@@ -300,7 +300,7 @@ class VllmEngine:
             call.ends,
         )
         call.xargs = to_xargs(args)
-        call.prefill_only = request.prefill_only
+        call.prefill_only, call.kv_of_request = request.prefill_only, request.kv_of_request
         call.transfer = _transfer(request)
         if request.endpoint in SPEECH:
             body = with_upload(body)

@@ -33,7 +33,7 @@ from sluice.replica.scheduler.prefix_index import HeldPrefixes
 from sluice.replica.scheduler.state_table import RowUpdate, StateTable
 from sluice.replica.scheduler.step_times import next_start_s, spare_tokens
 from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, from_xargs
-from sluice.replica.transfer.incoming import IncomingKv, hands_over
+from sluice.replica.transfer.incoming import IncomingKv, kv_of_request
 from sluice.replica.vllm.drafts import PlannedDrafts
 from sluice.replica.vllm.gc_control import GarbageCollector
 from sluice.replica.vllm.kv_events import PooledBlocks
@@ -174,7 +174,7 @@ class PlanMixin(_Base):
         tracked = self._local.requests.get(request.request_id)
         if tracked is not None:
             self._names.discard(tracked.name)
-            ended = request.status in _ENDED_BY_ITSELF and not hands_over(request)
+            ended = request.status in _ENDED_BY_ITSELF and not kv_of_request(request)
             self._local.forget(request.request_id, request.num_output_tokens if ended else None)
             self._hits.forget(request.request_id)
             self._held.forget(request.request_id)

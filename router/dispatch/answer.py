@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 from sluice.controller.messages import RouteDecision, Tier
 from sluice.replica.engine import ResponseHead, ResponseTail
@@ -10,6 +11,7 @@ from sluice.router.dispatch.attempt import Attempt
 from sluice.router.dispatch.direct import DirectAnswer
 from sluice.router.dispatch.suspicion import Case
 from sluice.router.dispatch.transcript import Transcript
+from sluice.router.metrics.instruments import MoveReason
 from sluice.router.request.call import Call
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.request.objective import TokenClock
@@ -37,7 +39,10 @@ class Answer:
         granted: the current attempt is abandoned for another one, which the retry budget allows.
         verdict: the failure that ends the call, if it is blamed for lost replicas.
         moved: the call has left a replica that was going to miss its TTFT; it does so at most once.
-        moves_to: the decision for the next attempt after such a move.
+        moves_to: the decision for the next attempt after such a move, or after its stream has moved
+            (:mod:`sluice.router.dispatch.migrations`).
+        move_reason: why its stream moves.
+        left: the replicas that its running stream has left. left_s: when it left the last one.
     """
 
     call: Call
@@ -56,6 +61,9 @@ class Answer:
     verdict: ReplicaFailedError | None = None
     moved: bool = False
     moves_to: RouteDecision | None = None
+    move_reason: MoveReason | None = None
+    left: list[str] = field(default_factory=list)
+    left_s: float = -inf
 
     @property
     def made(self) -> int:
@@ -70,7 +78,8 @@ class Answer:
     @property
     def moved_id(self) -> str:
         """The id of the attempt at the replica that the call moves to."""
-        return f"{self.call.request_id}-moved"
+        number = f"-{len(self.opened)}" if self.opened else ""
+        return f"{self.call.request_id}-moved{number}"
 
     @property
     def next_id(self) -> str:
@@ -114,7 +123,7 @@ class Answer:
 
     @property
     def resumes(self) -> int:
-        """How often another replica has resumed it."""
+        """How often another replica has resumed it, its moves included."""
         return len(self.opened) - 1
 
     @property

@@ -25,10 +25,19 @@ from sluice.router.serve.contract import ReplicaFailedError, ReplicaStream
 from sluice.scheduling.roles import Role
 from sluice.telemetry.tracing import Span
 
+NOT_RESUMED = (Reason.INTERNAL, "Another replica could not resume the stream.")
+
 
 class MovedError(Exception):
-    """An attempt is abandoned for one at another replica that can meet its SLO. Its own replica has
-    not failed."""
+    """An attempt is abandoned for one at another replica that can meet its SLO, or that takes its
+    stream over. Its own replica has not failed."""
+
+
+def name_of(error: BaseException) -> str:
+    """What ended an attempt early, for its span."""
+    if isinstance(error, MovedError):
+        return "moved"
+    return error.reason.value if isinstance(error, ReplicaFailedError) else "cancelled"
 
 
 class Attempt:
@@ -141,6 +150,16 @@ class Attempt:
                 if head is not None and head.media_type == EVENT_STREAM:
                     break
         self.opened = True
+
+    def check_resumed(self, transcript: Transcript | None) -> None:
+        """Check that it continues the stream that the client has received.
+
+        Raises:
+            ReplicaFailedError: it does not.
+        """
+        repeated = transcript is not None and transcript.repeated
+        if self.head.status != 200 or self.head.media_type != EVENT_STREAM or not repeated:
+            raise ReplicaFailedError(*NOT_RESUMED, retry=False)
 
     def _head_of(self, items: Sequence[ResponseItem]) -> ResponseHead:
         """The head, which is the first of all items.

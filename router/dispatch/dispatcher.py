@@ -20,10 +20,11 @@ from sluice.controller.messages import RouteDecision, Tier, Trouble
 from sluice.replica.engine import EVENT_STREAM, EngineRequest, Resume, request_key
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.answer import Answer
-from sluice.router.dispatch.attempt import Attempt, MovedError
+from sluice.router.dispatch.attempt import NOT_RESUMED, Attempt, MovedError, name_of
 from sluice.router.dispatch.client_watch import StalledReaderError
 from sluice.router.dispatch.direct import DirectAnswer, NotReportedError
 from sluice.router.dispatch.endings import Endings
+from sluice.router.dispatch.migrations import Migrations
 from sluice.router.dispatch.moves import Moves
 from sluice.router.dispatch.placement import DecisionService, PlacementClient, unguaranteed
 from sluice.router.dispatch.pools import Pools
@@ -56,7 +57,6 @@ RETRY_PAUSE_S = 0.02
 dead replica to arrive, and a backoff for a failure that hits every replica."""
 
 _BUSY = 503
-_NOT_RESUMED = (Reason.INTERNAL, "Another replica could not resume the stream.")
 _UNTRACED: Mapping[str, str] = {}
 
 
@@ -66,6 +66,7 @@ class Dispatcher:
     Args:
         clock: monotonic seconds; the one of :attr:`Call.received_s`.
         pause: sleeps for the given number of seconds.
+        transfers_kv: the engines transfer KV, so that running streams may move.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Dispatcher:
         config: RouterConfig,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        transfers_kv: bool = False,
     ) -> None:
         self.clock = clock
         self.endings = Endings(controller, clock)
@@ -88,6 +90,9 @@ class Dispatcher:
         self._budget = RetryBudget(config.retry_budget, clock)
         self._suspicion = Suspicion(metrics, clock)
         self._moves = Moves(controller, self._placements, clock)
+        self._migrations = Migrations(
+            controller, self._placements, replicas, metrics, clock, transfers_kv
+        )
         self._stalls = StallDetector(
             replicas, controller, self._budget, metrics, config.stall_after_s, clock
         )
@@ -148,12 +153,17 @@ class Dispatcher:
                 async for piece in answer.opened[-1]:
                     yield piece
                 return
+            except MovedError:
+                await self._migrate(answer)
             except ReplicaFailedError as failure:
                 await self._resume(answer, failure)
 
     def close(self, answer: Answer) -> None:
         """Stop the work on an answer that has not ended by itself. Idempotent."""
+        if answer.moves_to is not None:
+            self._controller.release(request_key(answer.moved_id))
         self._end(answer.opened[-1])
+        self._migrations.settled(answer.opened[-1])
 
     async def _next(self, answer: Answer) -> Attempt:
         """Make attempts until one opens.
@@ -236,6 +246,22 @@ class Dispatcher:
             raise failure from None
         self._metrics.resumes.inc()
 
+    async def _migrate(self, answer: Answer) -> None:
+        """Open an attempt at the replica that a running stream moves to.
+
+        Raises:
+            ReplicaFailedError: no attempt can resume it.
+        """
+        source = answer.opened[-1]
+        self._migrations.left(answer, source)
+        try:
+            self._migrations.arrived(answer, await self._next(answer))
+        except ApiError as error:  # the controller admits it nowhere
+            raise ReplicaFailedError(*NOT_RESUMED, retry=False) from error
+        finally:
+            self._end(source)
+            self._migrations.settled(source)
+
     async def _attempt(self, answer: Answer) -> Attempt:
         """Make the next attempt. When this returns, an event stream has sent its first new bytes,
         and any other response is complete. The response may be a refusal of the engine.
@@ -251,7 +277,8 @@ class Dispatcher:
         """
         answer.attempts += 1
         call, transcript, decision = answer.call, answer.transcript, answer.moves_to
-        request_id, answer.moves_to = answer.next_id, None
+        request_id, moves = answer.next_id, decision is not None
+        answer.moves_to = None
         resume = transcript.begin(request_id) if transcript is not None else None
         if resume is not None:
             tokens = len(resume.token_ids)
@@ -270,6 +297,11 @@ class Dispatcher:
             span = call.span.child("attempt", Kind.CLIENT)
             span.set(sluice__attempt=answer.attempts, sluice__hint=decision.replica_id)
         request = self._request(answer, call, request_id, decision, resume, span)
+        if moves and answer.opened:
+            source = answer.opened[-1]
+            request = await self._migrations.with_kv_of(source, request)
+            source.end_span("moved")
+            self._end(source)
         call.charge.sent()
         if decision.prefill_id is None:
             return await self._send(answer, request, decision, span)
@@ -316,7 +348,7 @@ class Dispatcher:
         prefill = await self._prefill(answer, request, decision, span)
         if prefill.head.status >= 400:
             if request.resume is not None:
-                raise ReplicaFailedError(*_NOT_RESUMED, retry=False)
+                raise ReplicaFailedError(*NOT_RESUMED, retry=False)
             return prefill
         if prefill.moved:
             # The guarantee was for a P/D pair with the other prefill replica.
@@ -349,7 +381,7 @@ class Dispatcher:
         except BaseException as error:
             self._controller.release(request_key(whole.request_id))
             if span is not None:
-                span.fail(_name_of(error))
+                span.fail(name_of(error))
                 span.end()
             raise
         self._end(attempt)
@@ -385,6 +417,7 @@ class Dispatcher:
             attempt.decision = self._void(answer, decision)
         elif attempt.head.status >= 400:
             self._controller.release(attempt.key)
+        self._migrations.watch(attempt, answer)
         return attempt
 
     async def _begin(
@@ -414,7 +447,7 @@ class Dispatcher:
                 if attempt.head.status == _BUSY:
                     raise ReplicaFailedError(Reason.REPLICAS_FULL, "Every replica tried is full.")
                 if request.resume is not None and not request.prefill_only:
-                    _check_resumed(answer, attempt)
+                    attempt.check_resumed(answer.transcript)
             except BaseException as error:
                 if isinstance(error, ReplicaFailedError):
                     if error.reason is Reason.NO_REPLICA:
@@ -422,7 +455,7 @@ class Dispatcher:
                         answer.in_vain += 1
                     self._note_failure(answer, attempt, error)
                 self._stop(attempt)
-                attempt.end_span(_name_of(error))
+                attempt.end_span(name_of(error))
                 raise
         CHOICES.forget(request.request_id)
         self._moves.forget(attempt)
@@ -433,6 +466,7 @@ class Dispatcher:
         if not attempt.closed and attempt.tail is None:
             self._stop(attempt)
         attempt.closed = True
+        self._migrations.forget(attempt)
         attempt.end_span()
 
     def _stop(self, attempt: Attempt) -> None:
@@ -481,20 +515,3 @@ class Dispatcher:
                 slo = replace(slo, ttft_s=None)
             clock = TokenClock(slo, answer.call.received_s)
             self._metrics.admission.ended(clock, None, not left, self.clock(), answer.moved)
-
-
-def _check_resumed(answer: Answer, attempt: Attempt) -> None:
-    """Check that an attempt continues the stream that the client has received.
-
-    Raises:
-        ReplicaFailedError: it does not.
-    """
-    repeated = answer.transcript is not None and answer.transcript.repeated
-    if attempt.head.status != 200 or attempt.head.media_type != EVENT_STREAM or not repeated:
-        raise ReplicaFailedError(*_NOT_RESUMED, retry=False)
-
-
-def _name_of(error: BaseException) -> str:
-    if isinstance(error, MovedError):
-        return "moved"
-    return error.reason.value if isinstance(error, ReplicaFailedError) else "cancelled"

@@ -58,6 +58,10 @@ class DecisionService(Protocol):
     def late(self, notice: LateNotice) -> None:
         """A guaranteed response that still runs is late. Returns at once."""
 
+    def on_leaving(self, leaving: Callable[[Sequence[str]], None]) -> None:
+        """From now on, about once a second, pass the replicas that are drained or about to stop to
+        ``leaving``."""
+
     def on_push(
         self,
         waits: Callable[[], Sequence[FirstTokenWait]],
@@ -177,6 +181,19 @@ class PlacementClient:
         decision = await self._ask(call, key, failed, 0, _GUARANTEED_ONLY, replica_id)
         return decision if decision is not None and decision.tier is Tier.GUARANTEED else None
 
+    async def with_kv(
+        self, call: Call, key: int, avoid: Sequence[str], replica_id: str, tiers: frozenset[Tier]
+    ) -> RouteDecision | None:
+        """A decision, under this key, on the rest of a stream that runs at ``replica_id`` and moves
+        with its KV, to none of ``avoid``. ``None``: it stays."""
+        found = await self._ask(call, key, avoid, 0, tiers, replica_id, brings_kv=True)
+        if found is None or found.replica_id is None:
+            return None
+        if found.replica_id in avoid:
+            self._controller.release(key)
+            return None
+        return found
+
     def _note(self, call: Call, decision: RouteDecision) -> None:
         """Remember that the class has no guaranteed capacity left.
 
@@ -282,6 +299,7 @@ class PlacementClient:
         prefill_key: int,
         tiers: frozenset[Tier],
         moves_from: str = "",
+        brings_kv: bool = False,
     ) -> RouteDecision | None:
         """The decision as of now, its predicted TTFT counted from the call's arrival."""
         asked_s = self._clock()
@@ -302,6 +320,7 @@ class PlacementClient:
             call.client.caps.weight,
             call.client_request_id,
             moves_from,
+            brings_kv,
         )
         decision = await self._controller.route(query)
         self._metrics.decision_s.observe(self._clock() - asked_s)

@@ -41,6 +41,15 @@ def may_resume(call: Call) -> bool:
     return bool(call.body.get("stream")) and not call.body.get("echo") and _is_single(call)
 
 
+def may_migrate(call: Call) -> bool:
+    """Whether its stream may move to another replica although its own one works. ``O(messages)``.
+    Not with media, whose features would have to be transferred, too, nor if its tokens are drawn by
+    a seed: the state of the random numbers does not move."""
+    body = call.body
+    drawn = body.get("seed") is not None and body.get("temperature") != 0
+    return may_resume(call) and not drawn and _is_text(body)
+
+
 def prefill_id_of(request_id: str) -> str:
     """The id of the prefill of a request that a P/D pair serves."""
     return f"{request_id}.prefill"

@@ -98,6 +98,15 @@ class Phase(enum.StrEnum):
     """From then to the first token."""
 
 
+class MoveReason(enum.StrEnum):
+    """Why a running stream moved to another replica."""
+
+    LEAVING = "leaving"
+    """Its replica is drained, or about to stop."""
+    LATE = "late"
+    """It was guaranteed, and predicted to miss the pace of its objective there."""
+
+
 class RouterMetrics:
     """The router's metrics, in their own registry.
 
@@ -216,6 +225,16 @@ class RouterMetrics:
             "Streams that another replica resumed after theirs had failed.",
             registry=registry,
         )
+        self._pauses = cache(
+            Histogram(
+                "sluice_migration_pause_seconds",
+                "Pause of running streams that moved to another replica, by reason and by whether "
+                "their KV was transferred or computed again.",
+                ["reason", "kv"],
+                buckets=TTFT_BUCKETS_S,
+                registry=registry,
+            ).labels
+        )
         self.given_up = Counter(
             "sluice_abandoned_attempts",
             "Attempts that were abandoned because their replica was unresponsive or had lost them.",
@@ -283,6 +302,12 @@ class RouterMetrics:
     def fallback(self, reason: Fallback) -> None:
         """Count a request that did not follow the controller's decision."""
         self._fallbacks(reason.value).inc()
+
+    def migrated(self, reason: MoveReason, transferred: bool, pause_s: float) -> None:
+        """Observe a running stream that another replica continues after ``pause_s`` seconds.
+        ``transferred``: its replica gave the KV away."""
+        kv = "transferred" if transferred else "recomputed"
+        self._pauses(reason.value, kv).observe(pause_s)
 
     def phase(self, phase: Phase, seconds: float) -> None:
         """Observe a phase of a request."""

@@ -105,6 +105,10 @@ class Replicas(Protocol):
         The stream fails with ``NO_REPLICA`` if the pool is empty; another pool is asked next.
         """
 
+    def transfer_kv(self, request: EngineRequest, target: str) -> ReplicaStream | None:
+        """Send a request that only ``target`` can serve, as it has the KV, also if ``target`` is
+        drained or about to stop. ``None``: it cannot be sent."""
+
     async def progress(
         self, request_ids: Sequence[str], target: str | None, avoid: Sequence[str], role: Role
     ) -> Progress:

@@ -184,6 +184,10 @@ class ServeReplicas:
                 return stream
         return by_serve()
 
+    def transfer_kv(self, request: EngineRequest, target: str) -> ReplicaStream | None:
+        """Have ``target`` give KV away; see :class:`~sluice.router.serve.contract.Replicas`."""
+        return self._channels.open_at(request, target)
+
     async def _find(self, replica_id: str, role: Role) -> StreamEndpoint:
         """The address that a replica listens on; the answer names the replica that sent it.
 

@@ -94,10 +94,10 @@ class ChannelStream:
         "heard",
     )
 
-    def __init__(self, channel: Channel, number: int, elsewhere: Elsewhere) -> None:
+    def __init__(self, channel: Channel, number: int, elsewhere: Elsewhere | None) -> None:
         self._channel = channel
         self._number = number
-        self._elsewhere: Elsewhere | None = elsewhere
+        self._elsewhere = elsewhere
         self._moved: ReplicaStream | None = None
         self._rest: AsyncIterator[Sequence[ResponseItem]] | None = None
         self._items: list[ResponseItem] = []
@@ -246,11 +246,12 @@ class Channel(Frames):
                 if stream is not None and stream.take(delivery):
                     del self._streams[delivery.stream]
 
-    def open(self, request: EngineRequest, elsewhere: Elsewhere) -> ChannelStream | None:
+    def open(self, request: EngineRequest, elsewhere: Elsewhere | None) -> ChannelStream | None:
         """Send a request; ``None`` if this connection cannot carry it.
 
         Args:
-            elsewhere: sends it over Serve's handle if the replica leaves before it has started it.
+            elsewhere: sends it over Serve's handle if the replica leaves before it has started it;
+                ``None``: it fails then.
         """
         if self._paused or self.closed:
             return None
@@ -282,6 +283,8 @@ class Channels:
     def __init__(self, find: Find) -> None:
         self._find = find
         self._open: dict[str, Channel] = {}
+        # Of replicas that have announced that they leave, until they have left.
+        self._leaving: dict[str, Channel] = {}
         # Bounded by the number of replicas that the controller chooses within a few seconds.
         self._connecting: dict[str, asyncio.Task[None]] = {}
 
@@ -295,6 +298,12 @@ class Channels:
             return channel.open(request, elsewhere)
         self._connect_soon(target, role)
         return None
+
+    def open_at(self, request: EngineRequest, target: str) -> ChannelStream | None:
+        """Send a request to ``target`` or to no replica, also if it is about to leave; ``None`` if
+        there is no connection."""
+        channel = self._open.get(target) or self._leaving.get(target)
+        return None if channel is None else channel.open(request, None)
 
     def connected(self, replica_id: str) -> bool:
         """Whether there is a connection to this replica."""
@@ -341,8 +350,12 @@ class Channels:
                 channel.abort()
 
     def _ended(self, replica_id: str, role: Role, channel: Channel) -> None:
+        if self._leaving.get(replica_id) is channel:
+            del self._leaving[replica_id]
         if self._open.get(replica_id) is channel:
             del self._open[replica_id]
+            if channel.leaving and not channel.closed:
+                self._leaving[replica_id] = channel
             if not channel.leaving:
                 # If the replica is dead, Serve finds that out by this call.
                 self._connect_soon(replica_id, role)

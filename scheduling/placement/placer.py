@@ -124,7 +124,8 @@ class Placer:
 
     A guaranteed request that moves (``moves_from``) goes to another replica that can guarantee the
     rest of its objective. If there is none, it stays without side effects: no share is refused, and
-    its first guarantee stands.
+    its first guarantee stands. A running stream (``brings_kv``) is decided on as one whose KV
+    arrives after the predicted transfer; without a guarantee it may go to any other replica.
 
     Args:
         fleet: the replica table; decisions are reserved in it.
@@ -222,7 +223,9 @@ class Placer:
         wanted = self._promise_wanted(query)
         if query.moves_from:
             rows = rows[rows != fleet.row_of.get(query.moves_from, -1)]
-            if wanted is None or not len(rows):
+            if query.brings_kv:  # a prefill replica cannot fetch it
+                rows = rows[~fleet.are(rows, "prefill")]
+            if not len(rows) or (wanted is None and not query.brings_kv):
                 return RouteDecision(None, STAYS)
         stated = planned = query.slo
         if wanted is not None:
@@ -263,7 +266,10 @@ class Placer:
         self, query: RouteQuery, stated: SLO, planned: SLO, decision: RouteDecision
     ) -> None:
         """Remember what was guaranteed, until the request has ended."""
-        if self._calibration is not None:
+        if self._calibration is not None and query.brings_kv:
+            # Two replicas serve it, so neither is to blame for its times.
+            self._calibration.dropped(_name(query))
+        elif self._calibration is not None:
             # A pair keeps a guarantee together, so neither of the two is to blame for it.
             replica_id = (decision.replica_id or "") if decision.prefill_id is None else ""
             self._calibration.promised(_name(query), stated, planned, replica_id)
@@ -484,6 +490,7 @@ class Placer:
         """The query on ``rows``. Prefill replicas among them would compute its prompt for
         ``second``, if given; ``moved``: see :class:`~sluice.scheduling.request.job.Job`."""
         fleet = self._fleet
+        moved = moved or query.brings_kv
         if moved:
             cached = np.full(len(rows), max(0.0, query.prompt_tokens - 1.0))
         else:
@@ -493,6 +500,8 @@ class Placer:
         tokens = self._expected(query).mean
         due_s = first_due_s(query, now_s, tokens)
         lead_s, splits = np.zeros(len(rows)), np.zeros(len(rows), np.bool_)
+        if query.brings_kv:
+            lead_s[:] = fleet.transfer.seconds(query.prompt_tokens)
         if second is not None:
             splits = fleet.are(rows, "prefill")
             lead_s[splits] = second.kv_transfer_s
@@ -515,7 +524,8 @@ class Placer:
                 # Of an earlier decision on it.
                 fleet.release((query.prefill_key,))
             fleet.reserve(query.key, made)
-            return RouteDecision(name, PLACED, tier, ttft_s, None, role)
+            lead_s = float(job.lead_s[chosen])
+            return RouteDecision(name, PLACED, tier, ttft_s, None, role, kv_transfer_s=lead_s)
         kv_transfer_s = second.kv_transfer_s
         fleet.reserve(
             query.prefill_key,

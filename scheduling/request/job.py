@@ -59,6 +59,8 @@ class RouteQuery(NamedTuple):
             can guarantee the rest of its objective, or stays. Empty for any other request.
         elsewhere: whether another cell can be asked (:mod:`sluice.scheduling.placement.cells`): a
             guarantee that is not possible is then declined, and nothing is counted or reserved.
+        brings_kv: it is a stream that runs at ``moves_from``, which transfers the KV of its prompt
+            and of its output so far (:mod:`sluice.scheduling.placement.migration`).
     """
 
     key: int
@@ -77,6 +79,7 @@ class RouteQuery(NamedTuple):
     client_request_id: str = ""
     moves_from: str = ""
     elsewhere: bool = False
+    brings_kv: bool = False
 
 
 CANDIDATE = np.dtype(
@@ -126,7 +129,7 @@ class Job(NamedTuple):
         due_s: when its first token is due; infinite if no time is stated.
         output_tokens: expected length of its output.
         lead_s: ``float64[n]``, predicted time from the end of its prefill there to its first token
-            on the decode replica; 0 where it is served whole.
+            on the decode replica; that of the transfer of a stream that moves; 0 otherwise.
         splits: ``bool[n]``, whether each would compute only its prompt.
         moved: whether another replica computes its prompt and transfers the KV.
         reserve_tokens: a guarantee must leave capacity for one more request with a prompt of this
@@ -220,7 +223,8 @@ class RouteDecision(NamedTuple):
         prefill_id: the replica that computes its prompt first and transfers the KV to
             ``replica_id``; ``None``: ``replica_id`` serves it whole.
         kv_transfer_s: predicted time from the end of the prefill to the first token. The prefill's
-            deadline is earlier than the request's by this time.
+            deadline is earlier than the request's by this time. For a stream that moves: predicted
+            time of its transfer.
         over_share: its objective could have been guaranteed, but its tenant is over its share and
             must leave that capacity to others.
         planned: if guaranteed: the TTFT, TPOT and end-to-end time for which it is planned, seconds;

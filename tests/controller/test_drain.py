@@ -311,6 +311,18 @@ async def test_a_replica_that_drains_by_itself_is_told_apart() -> None:
     assert told is not None and told["draining"], "an operator cannot take that back"
 
 
+async def test_routers_hear_who_leaves_whoever_drains_it() -> None:
+    controller = make()
+    for each in (hello("a", draining=True), hello("b"), hello("c")):
+        await controller.hello(each)
+    await controller.drain("b", True)
+    await controller.drain("gone", True)
+    assert (await controller.sync()).leaving == ("a", "b")
+    await controller.goodbye("a")
+    await controller.drain("b", False)
+    assert (await controller.sync()).leaving == ()
+
+
 async def test_unknown_and_malformed_names() -> None:
     controller = make()
     assert await controller.drain("nobody", True) is None

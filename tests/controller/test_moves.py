@@ -212,6 +212,25 @@ async def test_it_moves_with_its_promise_and_the_log_says_why() -> None:
     assert (told["promised"], told["kept"], told["moved"], told["moved_kept"]) == (1, 1, 1, 1)
 
 
+async def test_a_running_stream_moves_with_its_kv_and_the_log_says_so() -> None:
+    fleet = Fleet()
+    await fleet.join("a", "b")
+    first = await fleet.place(asked(1))
+    where = str(first.replica_id)
+    moved = await fleet.place(asked(2, waited_s=0.5, moves_from=where, brings_kv=True))
+    assert (moved.tier, {where, moved.replica_id}) == (Tier.GUARANTEED, {"a", "b"})
+    assert moved.kv_transfer_s > 0
+    (latest, _) = await fleet.controller.decisions(2)
+    assert latest["why"].startswith(f"It ran at {where}, and moved with its KV. ")
+    # Of its times no replica alone is the cause.
+    told = (await fleet.controller.snapshot())["calibration"]
+    assert told["promised"] == 0
+    wrong = await fleet.place(asked(3, brings_kv=True))
+    assert wrong.reason == "invalid_query", "it has its KV from nowhere"
+    alone = asked(4, moves_from="a", brings_kv=True, tiers=frozenset({Tier.BEST_EFFORT}))
+    assert (await fleet.place(alone)).replica_id == "b"
+
+
 async def test_what_stays_leaves_no_trace() -> None:
     fleet = Fleet()
     await fleet.join("a", "b")

@@ -1,17 +1,20 @@
-"""A replica stops while a promised request waits there, and another one keeps the promise; then an
-operator drains replicas."""
+"""A replica stops while a promised request waits there, and another one keeps the promise; an
+operator drains replicas, whose streams move; a replica with streams is stopped."""
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
 import ray
 
+from sluice.benchmarks.live.answers import AnswerCheck, simulated
 from tests import injuries
 from tests.documents import ROOT, marked, shell
 from tests.e2e.conftest import System, system, wait_until
@@ -28,6 +31,7 @@ FIELDS = {
         "kind": "simulated",
         "model": "sim",
         "simulated": {"step_s": 0.01, "token_s": PREFILL_S / 300, "context_token_s": 0.0},
+        "transfer": {},
     },
     "replica": {"count": 2, "num_cpus": 0.1},
     # A silent replica is silent in earnest, however busy the machine is.
@@ -48,6 +52,74 @@ PROMISED = {
     "stream": True,
     "slo": {"ttft_ms": 25_000, "tpot_ms": 5_000},
 }
+
+
+LONG = {"model": "sim", "prompt": "one", "max_tokens": 4_000, "stream": True}
+"""A stream that takes minutes."""
+
+
+class Reader(threading.Thread):
+    """A client that reads a long stream and checks each token, until it closes it."""
+
+    def __init__(self, serving: System, number: int) -> None:
+        super().__init__(daemon=True)
+        # Every second one is promised.
+        promise = {"slo": PROMISED["slo"]} if number % 2 else {}
+        self._body = {**LONG, "prompt": f"stream {number}", **promise}
+        self._url = f"{serving.url}/v1/completions"
+        self._closed = threading.Event()
+        self.check = AnswerCheck(simulated("completions", self._body))
+        self.error: Exception | None = None
+        self.ended = False
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with httpx.stream("POST", self._url, json=self._body, timeout=120) as response:
+                for data in response.iter_raw():
+                    self.check.feed(data)
+                    if self._closed.is_set():
+                        return
+            self.ended = True
+        except Exception as error:
+            self.error = error
+
+    def close(self) -> None:
+        self._closed.set()
+        self.join(timeout=120)
+
+
+@contextmanager
+def streams(serving: System, count: int = 6) -> Iterator[list[Reader]]:
+    """Streams that run, on each replica."""
+    wait_until(lambda: serving.live() == 0, "nothing is left of the test before")
+    readers = [Reader(serving, number) for number in range(count)]
+    try:
+        wait_for_tokens(readers, 5)
+        yield readers
+    finally:
+        for reader in readers:
+            reader.close()
+
+
+def wait_for_tokens(readers: list[Reader], more: int) -> None:
+    """Wait until each stream has so many more tokens, all of them right."""
+    wanted = [reader.check.chunks + more for reader in readers]
+
+    def come() -> bool:
+        assert [reader.error for reader in readers if reader.error is not None] == []
+        assert not any(reader.ended for reader in readers), "they take minutes"
+        counts = [reader.check.chunks for reader in readers]
+        return all(count >= least for count, least in zip(counts, wanted, strict=True))
+
+    wait_until(come, "their tokens come", show=lambda: [each.check.chunks for each in readers])
+
+
+def moved_streams(serving: System) -> dict[str, float]:
+    """How many streams have moved, by what became of their KV."""
+    page = httpx.get(f"{serving.url}/metrics", timeout=120).text
+    found = re.findall(r'sluice_migration_pause_seconds_count{.*kv="(\w+)".*} (\S+)', page)
+    return {kv: float(count) for kv, count in found}
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +205,25 @@ def _check_counted(serving: System, victim: str, request_id: str) -> None:
     assert moved["ended"]["attained"] is True
 
 
+def test_a_drain_ends_long_before_its_streams(serving: System) -> None:
+    with streams(serving) as readers:
+        drained = _busy(serving)[0]
+        (other,) = set(drains(serving)) - {drained}
+        here = next(
+            each["running"]
+            for each in serving.snapshot()["replicas"]
+            if each["replica_id"] == drained
+        )
+        assert admin(serving, "POST", f"replicas/{drained}/drain").json()["left"] == here
+        wait_until(lambda: _busy(serving) == [other], "its streams have moved")
+        wait_for_tokens(readers, 10)
+        told = moved_streams(serving)
+        assert sum(told.values()) == here and told["transferred"] > 0, told
+    why = [each["why"] for each in _log(serving) if each["moved_from"] == drained]
+    assert len(why) == here and all("moved with its KV" in each for each in why), why
+    assert not admin(serving, "DELETE", f"replicas/{drained}/drain").json()["draining"]
+
+
 def test_a_drained_replica_gets_nothing_until_it_is_taken_back(serving: System) -> None:
     wait_until(lambda: serving.live() == 0, "nothing is left of the test before")
     drained, other = sorted(drains(serving))
@@ -210,3 +301,13 @@ def test_a_drained_replica_gets_nothing_until_it_is_taken_back(serving: System) 
     assert set(drains(serving).values()) == {None}, "drained and taken back"
     page = httpx.get(f"{serving.url}/ui", timeout=120)
     assert page.status_code == 200 and "Sluice" in page.text
+
+
+def test_a_replica_that_is_stopped_gives_its_streams_away(serving: System) -> None:
+    """The last test: one replica is left."""
+    before = sum(moved_streams(serving).values())
+    with streams(serving) as readers:
+        serving.scale(1)
+        wait_until(lambda: len(serving.snapshot()["replicas"]) == 1, "it has ended")
+        wait_for_tokens(readers, 10)
+    assert sum(moved_streams(serving).values()) > before

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.replica.engine import EngineRequest, KVHandle, ResponseHead, ResponseTail
+from sluice.replica.engine import (
+    EngineRequest,
+    KVHandle,
+    ResponseChunk,
+    ResponseHead,
+    ResponseTail,
+    Resume,
+)
 from sluice.replica.simulated.core import Transfer
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.scheduling.request.objective import SLO
@@ -101,6 +108,41 @@ async def test_clients_cannot_name_kv(field: str) -> None:
     async with running() as engine:
         head, *_ = await collect(engine, completion(**{field: {"do_remote_prefill": True}}))
     assert head == ResponseHead(400, "application/json")
+
+
+async def test_a_running_stream_gives_its_kv_away_and_stops() -> None:
+    slow = {**INSTANT, "step_s": 0.001, "max_batch_tokens": 64}
+    request = replace(
+        completion(prompt=list(range(400)), max_tokens=300, stream=True), resumable=True
+    )
+    async with running() as one:
+        whole = text_of(await collect(one, replace(request, request_id="whole")))
+    async with running(slow) as source, running(slow) as target:
+        had: list[ResponseChunk] = []
+        stream = source.generate(request)
+        async for item in stream:
+            if isinstance(item, ResponseChunk):
+                had.append(item)
+            if len(had) == 5:
+                break
+        ids = tuple(token for chunk in had for token in chunk.token_ids)
+        resume = Resume(ids, tuple(chunk.tokens for chunk in had), request.request_id)
+        rest = replace(request, request_id="rest", resume=resume)
+        steps = int(source.state().summary["steps"])
+        asked = replace(prefill_of(rest), kv_of_request=request.request_id)
+        head, tail = await collect(source, asked)
+        assert head == ResponseHead(200, "application/json") and isinstance(tail, ResponseTail)
+        assert [item async for item in stream if isinstance(item, ResponseTail)] == []
+        assert int(source.state().summary["steps"]) <= steps + 2, "its prompt is not computed again"
+        assert tail.kv_handle is not None and tail.kv_handle.prompt_tokens == 400 + len(ids)
+        moved = await collect(target, replace(rest, kv_handle=tail.kv_handle))
+        summary = target.state().summary
+        assert not len(source.state().rows)
+    assert text_of(moved) == whole
+    assert (summary["transfers"], summary["transfer_failures"]) == (1, 0)
+    async with running() as engine:
+        head, *_ = await collect(engine, replace(request, kv_of_request="x"))
+    assert head == ResponseHead(400, "application/json"), "only a prompt's KV is handed over"
 
 
 async def test_an_aborted_transfer_leaves_nothing() -> None:

@@ -184,6 +184,38 @@ async def test_a_stream_that_goes_on_is_split_like_any_other(engines):
     assert counts(engines[1])["transfers"] == before["transfers"] + 1
 
 
+async def test_a_running_stream_moves_with_its_kv(engines):
+    source, target = engines
+    asked = request("moves", prompt=words(150, 14), stream=True, max_tokens=300)
+    asked = replace(asked, resumable=True)
+    whole = await items(source, replace(asked, request_id="moves whole"))
+    await source._llm.reset_prefix_cache()
+    stream, had = source.generate(asked), []
+    async for item in stream:
+        if isinstance(item, ResponseChunk):
+            had.append(item)
+        if len(had) == 40:
+            break
+    token_ids = tuple(token for chunk in had for token in chunk.token_ids)
+    resume = Resume(token_ids, tuple(chunk.tokens for chunk in had), "moves")
+    rest = replace(asked, request_id="moved", resume=resume)
+    steps, before = len(batches(source)), counts(target)
+    kv = replace(rest, request_id="moved.prefill", prefill_only=True, kv_of_request="moves")
+    _, tail = await items(source, kv)
+    assert not [item async for item in stream if isinstance(item, ResponseTail)], "it was stopped"
+    ran = [entry for batch in batches(source)[steps:] for entry in batch["ran"]]
+    own = [tokens for name, tokens, _ in ran if name == "moved.prefill"]
+    assert 0 < sum(own) <= BLOCK, "only the block that was not full is computed again"
+    assert tail.kv_handle.prompt_tokens == tail.prompt_tokens
+    moved = await items(target, replace(rest, kv_handle=tail.kv_handle))
+    assert content(moved) == content(whole)
+    after = counts(target)
+    assert after["transfers"] == before["transfers"] + 1
+    assert after["transfer_failures"] == before["transfer_failures"]
+    await source.drain()
+    assert not len(source.state().rows)
+
+
 def batches(engine):
     """Its batch log so far."""
     path = engine._config.batch_log / f"{engine._replica_id}.jsonl"
@@ -212,7 +244,7 @@ async def test_only_what_the_decode_side_lacks_is_moved_and_one_token_is_compute
 async def test_two_engines_change_their_roles_while_one_streams(engines):
     first, second = engines
     begun = request("begun", prompt=words(40, 11), max_tokens=60, stream=True)
-    running = second.generate(replace(begun, handoff=await prefill(first, begun)))
+    running = second.generate(replace(begun, kv_handle=await prefill(first, begun)))
     there = [await anext(running) for _ in range(3)]
     first.set_role("decode"), second.set_role("prefill")
     asked = request("asked", prompt=words(70, 12))

@@ -244,6 +244,9 @@ class FarSide:
             items = confirmed(target, items)
         return FarStream(self, items, request.request_id, target)
 
+    def transfer_kv(self, request: EngineRequest, target: str) -> FarStream | None:
+        return self.generate(request, target, ()) if target in self.behaviours else None
+
     def freeze(self, name: str) -> None:
         """A replica's process stands still: nothing comes of it any more."""
         self.frozen[name] = asyncio.Event()
@@ -375,6 +378,9 @@ class FarController:
     def late(self, notice: LateNotice) -> None:
         self.late_notices.append(notice)
 
+    def on_leaving(self, leaving: Callable[[Sequence[str]], None]) -> None:
+        self.leaving = leaving
+
     def on_push(
         self,
         waits: Callable[[], Sequence[FirstTokenWait]],
@@ -431,6 +437,7 @@ class Edge:
             self.metrics,
             self.config,
             **extra,  # type: ignore[arg-type]
+            transfers_kv=True,
         )
         fleet = Model("m", self.dispatcher, Catalog(side), self.metrics, adapters=("local",))
         self.fleets = ModelRegistry([fleet], self.metrics)

@@ -52,13 +52,16 @@ class LocalController:
         raise AssertionError("no replica dies here")
 
     def troubled(self, replica_id: str, trouble: Trouble) -> None:
-        raise AssertionError("no replica fails here")
+        raise AssertionError(f"no replica fails here: {replica_id} {trouble}")
 
     def ended(self, ending: RequestEnding) -> None:
         self.endings.append(ending)
 
     def late(self, notice: LateNotice) -> None:
         self.late_notices.append(notice)
+
+    def on_leaving(self, leaving: Callable[[Sequence[str]], None]) -> None:
+        self.leaving = leaving
 
     def on_push(
         self,

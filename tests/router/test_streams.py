@@ -266,6 +266,25 @@ async def test_a_replica_that_leaves_ends_what_it_has_and_gets_nothing_new() -> 
         assert side.handed == []
 
 
+async def test_a_replica_that_leaves_still_gives_kv_away() -> None:
+    async with connected() as side:
+        running_stream = side.stream(request("runs", max_tokens=5_000))
+        await anext(running_stream)
+        side.server.goodbye()
+        await until(lambda: not side.channels.connected(NAME))
+        asked = replace(request("kv", stream=False), prefill_only=True)
+        stream = side.channels.open_at(asked, NAME)
+        assert stream is not None
+        assert isinstance((await items_of(stream))[-1], ResponseTail)
+        assert side.channels.open_at(asked, "another") is None
+        lost = side.channels.open_at(asked, NAME)
+        assert lost is not None
+        running_stream.cancel()
+        await side.server.stop()
+        await until(lambda: side.channels.open_at(asked, NAME) is None)
+        assert not side.handed, "no other replica has the KV"
+
+
 async def test_what_comes_too_late_at_a_replica_that_leaves_goes_elsewhere() -> None:
     async with connected(step_s=3600.0) as side:
         side.server.goodbye()

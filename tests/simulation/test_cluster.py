@@ -92,6 +92,7 @@ incidents = st.lists(
     admission=st.sampled_from([None, *sorted(ADMISSIONS)]),
     when=st.sampled_from(get_args(WhenUnattainable)),
     cells=st.sampled_from([1, 3]),
+    migrate=st.booleans(),
     seed=st.integers(0, 9),
 )
 def test_every_request_ends_exactly_once(
@@ -104,6 +105,7 @@ def test_every_request_ends_exactly_once(
     admission: str | None,
     when: WhenUnattainable,
     cells: int,
+    migrate: bool,
     seed: int,
 ) -> None:
     replicas, prefillers, decoders = sizes
@@ -117,6 +119,8 @@ def test_every_request_ends_exactly_once(
         edge_wait_s=1.0,
         when_unattainable={"standard": when},
         cells=1 if prefillers or decides_together else cells,
+        migrate=migrate,
+        push_interval_s=0.125,
     )
     happening = [
         incident

@@ -1,0 +1,281 @@
+"""Running streams that move to another replica with their KV.
+
+With each push of metrics the controller names the replicas that leave: they are drained, or about
+to stop. Their streams move, several at a time, and so do guaranteed streams elsewhere that are
+predicted to miss the pace of their objective (:mod:`sluice.scheduling.placement.migration` has the
+rules). The controller is asked for another replica as for any request; a guaranteed stream moves
+only if that guarantees what is left of its objective. Then
+
+1. the stream's reader stops: the client has some tokens, and gets no more of this replica;
+2. the replica is asked for the KV of the prompt and of these tokens. It stops the stream, computes
+   the few tokens whose KV block was not full yet, and answers with a handle;
+3. the other replica resumes the stream, as after a failure, but fetches the KV by the handle.
+
+Without a handle the other replica computes prompt and tokens: the pause is longer, the text the
+same. The cost per stream is a dictionary entry, and ``O(1)`` per push.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Final
+
+from sluice.controller.messages import RouteDecision, Tier
+from sluice.replica.engine import EVENT_STREAM, EngineRequest, KVHandle, request_key
+from sluice.router.dispatch.answer import Answer
+from sluice.router.dispatch.attempt import Attempt, MovedError
+from sluice.router.dispatch.placement import DecisionService, PlacementClient
+from sluice.router.dispatch.resumable import may_migrate, prefill_of, rest_of
+from sluice.router.metrics.instruments import MoveReason, RouterMetrics
+from sluice.router.serve.contract import ReplicaFailedError, Replicas
+from sluice.scheduling.placement.migration import MigrationPolicy, RunningStream
+from sluice.scheduling.request.objective import SLO, TokenClock
+from sluice.scheduling.request.tpot import LEAST_PACE_TOKENS, TPOTAnchor
+
+KV_TIMEOUT_S: Final = 2.0
+"""Longest wait for the handle of a stream's KV, seconds. After it the other replica computes the
+KV."""
+
+MOST_REFUSALS: Final = 16
+"""Most streams of a replica that no other one takes, between two pushes: then the others are not
+asked about before the next push."""
+
+_UNTRACED: Mapping[str, str] = {}
+
+
+class _Stream:
+    """A stream that may move, and its recent pace."""
+
+    __slots__ = ("_at_s", "_tokens", "answer", "attempt", "place", "stays", "token_s")
+
+    def __init__(self, attempt: Attempt, answer: Answer) -> None:
+        self.attempt = attempt
+        self.answer = answer
+        self.place = attempt.place or ""
+        self.stays = False
+        """No other replica took it when the controller was last asked."""
+        self.token_s = 0.0
+        self._tokens, self._at_s = 0, 0.0
+
+    @property
+    def may_move(self) -> bool:
+        """Whether it can be stopped now, and resumed without loss."""
+        attempt, answer = self.attempt, self.answer
+        current = bool(answer.opened) and answer.opened[-1] is attempt
+        known = answer.transcript is not None and answer.transcript.resumable
+        through_here = answer.direct is None and attempt.told
+        unended = attempt.tail is None and attempt.waits and not answer.spent
+        return current and known and through_here and unended and answer.clock.tokens > 0
+
+    def measure(self) -> None:
+        """Take its pace since the last call, if enough tokens came."""
+        clock = self.answer.clock
+        new, last_s = clock.tokens - self._tokens, clock.last_token_s
+        if last_s is None or (self._tokens and new < LEAST_PACE_TOKENS):
+            return
+        if self._tokens:
+            self.token_s = (last_s - self._at_s) / new
+        self._tokens, self._at_s = clock.tokens, last_s
+
+    def seen(self, now_s: float) -> RunningStream:
+        """What the policy looks at."""
+        answer, clock = self.answer, self.answer.clock
+        slo, most = clock.slo, answer.call.output_tokens
+        tpot_s = slack_s = e2e_left_s = inf
+        # The stages of a request have an objective each, and their next one is not predicted.
+        if self.attempt.guaranteed and not slo.stages and clock.first_token_s is not None:
+            _, tpot_s, e2e_s, _ = slo.columns
+            if tpot_s < inf:
+                slack_s = clock.first_token_s + clock.tokens * tpot_s - now_s
+            e2e_left_s = clock.arrival_s + e2e_s - now_s
+        return RunningStream(
+            left_tokens=max(1, most - clock.tokens) if most else inf,
+            token_s=self.token_s or clock.mean_tpot_s or 0.0,
+            tpot_s=tpot_s,
+            slack_s=slack_s,
+            e2e_left_s=e2e_left_s,
+            recovers=slo.tpot_anchor is TPOTAnchor.MEAN,
+            moves=len(answer.left),
+            moved_s=answer.left_s,
+        )
+
+
+class Migrations:
+    """The streams of one router process and model that may move. Runs on its event loop.
+
+    Args:
+        clock: monotonic seconds; the one of :attr:`~sluice.router.request.call.Call.received_s`.
+        enabled: the engines transfer KV.
+    """
+
+    def __init__(
+        self,
+        controller: DecisionService,
+        placements: PlacementClient,
+        replicas: Replicas,
+        metrics: RouterMetrics,
+        clock: Callable[[], float],
+        enabled: bool,
+    ) -> None:
+        self._controller = controller
+        self._placements = placements
+        self._replicas = replicas
+        self._metrics = metrics
+        self._clock = clock
+        self._enabled = enabled
+        self._policy = MigrationPolicy()
+        self._streams: dict[str, dict[Attempt, _Stream]] = {}
+        self._leaving: frozenset[str] = frozenset()
+        self._refusals: Counter[str] = Counter()
+        # Those being asked about or moved, until their next attempt has begun or failed.
+        self._moving: dict[Attempt, _Stream] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        if enabled:
+            controller.on_leaving(self.leaving)
+
+    def watch(self, attempt: Attempt, answer: Answer) -> None:
+        """An attempt has opened. If it is a stream that may move, watch it until :meth:`forget`.
+        ``O(1)``."""
+        streams = attempt.head.status == 200 and attempt.head.media_type == EVENT_STREAM
+        able = streams and may_migrate(answer.call) and not answer.case.suspected
+        if self._enabled and able and attempt.place:
+            stream = _Stream(attempt, answer)
+            self._streams.setdefault(stream.place, {})[attempt] = stream
+
+    def forget(self, attempt: Attempt) -> None:
+        """The attempt has ended. ``O(1)``."""
+        here = self._streams.get(attempt.place or "")
+        if here is not None and here.pop(attempt, None) is not None and not here:
+            del self._streams[attempt.place or ""]
+
+    def settled(self, attempt: Attempt) -> None:
+        """The stream of ``attempt`` has left its replica, or stays: the next one may move."""
+        stream = self._moving.pop(attempt, None)
+        if stream is not None:
+            self._move_some(stream.place)
+
+    def leaving(self, replica_ids: Sequence[str]) -> None:
+        """These replicas leave. Called with each answer to a push. ``O(streams)``."""
+        self._leaving = frozenset(replica_ids)
+        self._refusals.clear()
+        for place, here in list(self._streams.items()):
+            for stream in here.values():
+                stream.stays = False
+                stream.measure()
+            self._move_some(place)
+
+    def _move_some(self, place: str) -> None:
+        """Ask for another replica for the streams at ``place`` that the policy chooses."""
+        here = self._streams.get(place)
+        if not here or self._refusals[place] >= MOST_REFUSALS:
+            return
+        now_s = self._clock()
+        able = [
+            stream
+            for attempt, stream in here.items()
+            if attempt not in self._moving and not stream.stays and stream.may_move
+        ]
+        under_way = sum(stream.place == place for stream in self._moving.values())
+        leaves = place in self._leaving
+        seen = [stream.seen(now_s) for stream in able]
+        for index in self._policy.chosen(seen, under_way, now_s, leaves):
+            stream = able[index]
+            self._moving[stream.attempt] = stream
+            task = asyncio.create_task(self._move(stream, seen[index], leaves), name="migrate")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _move(self, stream: _Stream, seen: RunningStream, leaves: bool) -> None:
+        """Have a stream's reader stop, if another replica takes the stream."""
+        attempt, answer = stream.attempt, stream.answer
+        key, moves = request_key(answer.moved_id), False
+        try:
+            found = await self._elsewhere(stream, seen, key)
+            if found is None:
+                return
+            pays = self._policy.pays(seen, found.kv_transfer_s)
+            if pays and stream.may_move and attempt.give_up(MovedError()):
+                moves = True
+                answer.moves_to = found
+                answer.move_reason = MoveReason.LEAVING if leaves else MoveReason.LATE
+            else:
+                self._controller.release(key)
+        finally:
+            if not moves:
+                stream.stays = True
+                self._refusals[stream.place] += 1
+                self.settled(attempt)
+
+    async def _elsewhere(
+        self, stream: _Stream, seen: RunningStream, key: int
+    ) -> RouteDecision | None:
+        """Another replica for a stream, under this key."""
+        answer, clock = stream.answer, stream.answer.clock
+        call = rest_of(answer.call, clock.tokens, _rest(clock, self._clock(), seen))
+        tier = stream.attempt.decision.tier
+        tiers = frozenset(Tier) if tier is None else frozenset({tier})
+        avoid = (*answer.failed, *answer.left)
+        return await self._placements.with_kv(call, key, avoid, stream.place, tiers)
+
+    def left(self, answer: Answer, source: Attempt) -> None:
+        """The stream of ``source`` has been stopped to move."""
+        answer.left.append(source.place or "")
+        answer.left_s = self._clock()
+        answer.in_vain += 1
+        # The stream would have continued without the move, so a failure of it does not count.
+        answer.granted = True
+
+    def arrived(self, answer: Answer, attempt: Attempt) -> None:
+        """``attempt`` continues a stream that has moved."""
+        answer.granted = False
+        if answer.move_reason is not None:
+            transferred = attempt.request.kv_handle is not None and attempt.prefill is None
+            last_s = answer.clock.last_token_s or answer.left_s
+            self._metrics.migrated(answer.move_reason, transferred, self._clock() - last_s)
+
+    async def with_kv_of(self, source: Attempt, request: EngineRequest) -> EngineRequest:
+        """A request that resumes the stream of ``source``, with the KV if that can be had."""
+        started_s = self._clock()
+        try:
+            kv_handle = await self._kv_of(source, request)
+        except BaseException:
+            self._controller.release(request_key(request.request_id))
+            raise
+        waited_s = request.waited_s + self._clock() - started_s
+        return replace(request, kv_handle=kv_handle, waited_s=waited_s)
+
+    async def _kv_of(self, source: Attempt, request: EngineRequest) -> KVHandle | None:
+        """Stop ``source``, and get the handle of the KV that ``request`` resumes from. ``None``: it
+        must be computed."""
+        asked = replace(
+            prefill_of(request, 0.0, _UNTRACED), kv_of_request=source.request.request_id
+        )
+        place = source.place or ""
+        stream = self._replicas.transfer_kv(asked, place)
+        if stream is None:
+            return None
+        decision = RouteDecision(place, "migration", role=source.role)
+        attempt = Attempt(asked, decision, source.role, stream, clock=self._clock)
+        try:
+            async with asyncio.timeout(KV_TIMEOUT_S):
+                await attempt.begin()
+        except (ReplicaFailedError, TimeoutError):
+            return None
+        finally:
+            if attempt.tail is None:
+                stream.cancel()
+        return attempt.tail.kv_handle if attempt.tail is not None else None
+
+
+def _rest(clock: TokenClock, now_s: float, seen: RunningStream) -> SLO:
+    """The objective of what is left: that of the whole stream as long as it can be kept. Then
+    :meth:`TokenClock.rest` gives the other replica more time, as after a failure."""
+    slo, terms = clock.rest(clock.tokens, now_s), seen.terms
+    if terms is None:
+        return slo
+    ttft_s = now_s - clock.arrival_s + terms.pause_s
+    return replace(slo, ttft_s=ttft_s, tpot_s=terms.tpot_s if terms.tpot_s < inf else slo.tpot_s)

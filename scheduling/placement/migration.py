@@ -1,0 +1,170 @@
+"""Which running streams move to another replica, and when.
+
+A stream moves with its KV: its replica stops it between two tokens and gives the KV away, another
+one fetches the KV and generates the next token. Its client sees a pause of one transfer and a few
+steps. Llumnix (Sun et al., OSDI 2024) calls this live migration. It copies KV while the request
+runs and stops it for the last blocks only; here the whole copy falls into the pause.
+
+There are two reasons to move:
+
+- its replica **leaves**: it is drained, or about to stop. Moving ends a drain by the pauses of its
+  streams in place of the longest stream;
+- the stream is **late**: it is guaranteed, slower than its objective allows, and predicted to miss
+  the objective where it is.
+
+The other replica is chosen like that of a new request
+(:mod:`sluice.scheduling.placement.placer`): a guaranteed stream only moves where the rest of its
+objective is guaranteed, so never to a worse place. A stream never returns to a replica that it has
+left, moves at most :data:`MOST_MOVES` times, and not within :data:`REST_S` of its last move; so no
+two replicas pass it to and fro.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import Final, NamedTuple
+
+AT_ONCE: Final = 8
+"""Most streams that one router moves from one replica at once: their transfers share the replica's
+network."""
+
+REST_S: Final = 5.0
+"""Shortest time between two moves of a stream, seconds."""
+
+MOST_MOVES: Final = 3
+"""Most moves of one stream."""
+
+WORTH: Final = 2.0
+"""A move pays if what is left of the stream takes at least this many times the transfer."""
+
+PAUSE_SHARE: Final = 0.1
+"""Share of the time that is left to a stream which its pause may take, if it has no slack."""
+
+MOST_PAUSE_S: Final = 1.0
+"""The next token of a stream that moves is due within this time, whatever its objective grants,
+seconds: the other replica must not treat it as one that can wait."""
+
+
+class Terms(NamedTuple):
+    """What keeps the objective of a stream that moves.
+
+    Attributes:
+        pause_s: longest time from now until its next token, seconds.
+        tpot_s: longest time per token after that, seconds.
+    """
+
+    pause_s: float
+    tpot_s: float
+
+
+class RunningStream(NamedTuple):
+    """A stream in progress, as its router sees it.
+
+    Attributes:
+        left_tokens: most tokens that may still come; infinite if unknown.
+        token_s: its recent time per token, seconds.
+        tpot_s: time per token by its objective, seconds; infinite if none is guaranteed.
+        slack_s: time from now until its next token is due by that pace since its first token,
+            seconds; negative if it is behind.
+        e2e_left_s: time from now until its end is due, seconds; infinite if none is guaranteed.
+        recovers: its TPOT is the mean of all tokens, so that later ones make up for earlier ones.
+        moves: how often it has moved.
+        moved_s: when it last did; ``-inf``: never.
+    """
+
+    left_tokens: float
+    token_s: float
+    tpot_s: float = inf
+    slack_s: float = inf
+    e2e_left_s: float = inf
+    recovers: bool = True
+    moves: int = 0
+    moved_s: float = -inf
+
+    @property
+    def left_s(self) -> float:
+        """Time until its end where it is, at its recent pace, seconds."""
+        return self.left_tokens * self.token_s if self.token_s > 0.0 else inf
+
+    @property
+    def granted_s(self) -> float:
+        """Time until its end by its objective, seconds; infinite for none."""
+        by_pace_s = self.left_tokens * self.tpot_s + self.slack_s if self.tpot_s < inf else inf
+        return min(by_pace_s, self.e2e_left_s)
+
+    @property
+    def terms(self) -> Terms | None:
+        """On which terms its objective is kept after a move; ``None``: on none, or none is
+        guaranteed. What it is ahead by may go into the pause, or else a share of the time that is
+        left, and then the tokens after it must come faster."""
+        granted_s = self.granted_s
+        if granted_s <= 0.0 or (not self.recovers and self.slack_s <= 0.0):
+            return None
+        if not self.recovers or granted_s == inf or self.left_tokens == inf:
+            has_pace = self.tpot_s < inf and self.slack_s > 0.0
+            return Terms(min(self.slack_s, MOST_PAUSE_S), self.tpot_s) if has_pace else None
+        slack_s = min(self.slack_s, granted_s / 2.0) if self.tpot_s < inf else 0.0
+        pause_s = min(max(slack_s, PAUSE_SHARE * granted_s), MOST_PAUSE_S)
+        return Terms(pause_s, min(self.tpot_s, (granted_s - pause_s) / self.left_tokens))
+
+    @property
+    def late(self) -> bool:
+        """Whether it will miss its objective at its recent pace where it is, and might keep it
+        elsewhere."""
+        if self.terms is None:
+            return False
+        if self.left_tokens == inf:
+            return self.token_s > self.tpot_s
+        return self.left_s > self.granted_s and self.token_s > 0.0
+
+
+class MigrationPolicy:
+    """Chooses the streams of one replica that move next. Stateless; see the module.
+
+    Args:
+        at_once: most streams that move from one replica at once.
+        rest_s: shortest time between two moves of a stream, seconds.
+        most_moves: most moves of one stream.
+    """
+
+    def __init__(
+        self, at_once: int = AT_ONCE, rest_s: float = REST_S, most_moves: int = MOST_MOVES
+    ) -> None:
+        self._at_once = at_once
+        self._rest_s = rest_s
+        self._most_moves = most_moves
+
+    def chosen(
+        self, streams: Sequence[RunningStream], under_way: int, now_s: float, leaves: bool
+    ) -> list[int]:
+        """Which of ``streams`` move now, by their position, the first one first. ``O(n log n)``.
+
+        From a replica that leaves all may move, those with most left first: they would end the
+        drain. From another one only late streams, the one with least slack first.
+
+        Args:
+            streams: at one replica, without those that are moving.
+            under_way: how many are moving from there.
+        """
+        free = self._at_once - under_way
+        if free <= 0:
+            return []
+        able = [
+            place
+            for place, stream in enumerate(streams)
+            if stream.moves < self._most_moves
+            and now_s - stream.moved_s >= self._rest_s
+            and (leaves or stream.late)
+        ]
+        if leaves:
+            able.sort(key=lambda place: -streams[place].left_s)
+        else:
+            able.sort(key=lambda place: streams[place].slack_s)
+        return able[:free]
+
+    @staticmethod
+    def pays(stream: RunningStream, transfer_s: float) -> bool:
+        """Whether a move is worth its transfer of predicted ``transfer_s``: the stream would not
+        end about as soon where it is."""
+        return stream.left_s >= WORTH * transfer_s
