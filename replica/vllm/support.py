@@ -327,6 +327,12 @@ def _check_data_parallel(vllm_config: Any) -> None:
         ),
         (vllm_config.kv_transfer_config is None, "KV transfer must be off"),
         (vllm_config.speculative_config is None, "speculative decoding must be off"),
+        (
+            # The engine would start, and end with its first batch.
+            not (current_platform.is_cpu() and vllm_config.model_config.is_moe),
+            "on CPUs the model may not have experts, whose inputs vLLM cannot exchange between "
+            "ranks there",
+        ),
     )
     _check_rules("data parallelism", rules)
 

@@ -1,5 +1,5 @@
-"""vLLM engines with two ranks, each with a scheduler, a queue and a KV cache of its own: of a dense
-model, whose ranks are independent, and of one with experts, which the ranks share."""
+"""A vLLM engine with two ranks, each with a scheduler, a queue and a KV cache of its own. The model
+is dense: vLLM's CPU build has no ranks that share experts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ import pytest_asyncio
 from sluice.replica.config import EngineConfig
 from sluice.replica.deployment import make_engines
 from sluice.replica.engine import Engine, EngineDeadError, EngineRequest, ResponseChunk
-from sluice.replica.vllm.local_model import local_model
 from tests.known_profile import known_profile
-from tests.replica.in_process import OBJECTIVES, mixed_requests, outputs_of_stock
+from tests.replica.in_process import OBJECTIVES, mixed_requests
 from tests.replica.waiting import until
 
 pytestmark = [
@@ -39,11 +38,11 @@ class Ranked(NamedTuple):
     stock: list[tuple[int, ...]]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[0, 4], ids=["dense", "moe"])
-async def ranked(request: Any, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ranked]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def ranked(
+    model: Path, stock: list[tuple[int, ...]], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Ranked]:
     directory = tmp_path_factory.mktemp("ranks")
-    model = local_model(directory, layers=2, hidden=128, experts=request.param)
-    stock = outputs_of_stock(model, directory, REQUESTS)
     config = EngineConfig(
         model=str(model),
         served_model_name="small",

@@ -259,6 +259,7 @@ def test_what_was_not_shown_beside_a_pipeline_is_refused(field, value, rule):
     [
         (None, "speculative_config", SimpleNamespace(), "speculative decoding must be off"),
         (None, "kv_transfer_config", SimpleNamespace(), "KV transfer must be off"),
+        ("model_config", "is_moe", True, "on CPUs the model may not have experts"),
         (
             "parallel_config",
             "data_parallel_size_local",
@@ -291,7 +292,7 @@ def plain_configuration():
             prefill_context_parallel_size=1,
             distributed_executor_backend="mp",
         ),
-        model_config=SimpleNamespace(is_encoder_decoder=False),
+        model_config=SimpleNamespace(is_encoder_decoder=False, is_moe=False),
         speculative_config=None,
         kv_transfer_config=None,
     )
