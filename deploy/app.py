@@ -22,7 +22,7 @@ from sluice.deploy.models import ModelFleet
 from sluice.replica.deployment import ReplicaServer
 from sluice.replica.placement import resources
 from sluice.replica.pools import Pool
-from sluice.replica.vllm_args import workers
+from sluice.replica.vllm_args import devices
 from sluice.router.app import Router, ServedModel
 from sluice.scheduling.roles import ROLES, Role
 
@@ -165,7 +165,7 @@ def gpus_per_replica(pool: Pool) -> float:
     if pool.replica.num_gpus is not None:
         return pool.replica.num_gpus
     on_gpus = pool.engine.kind == "vllm" and has_cuda_vllm()
-    return float(workers(pool.engine.vllm_args)) if on_gpus else 0.0
+    return float(devices(pool.engine.vllm_args)) if on_gpus else 0.0
 
 
 def has_cuda_vllm() -> bool:

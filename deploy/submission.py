@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from sluice.deploy.config import SluiceConfig, parse_config
 from sluice.deploy.json_http import AnswerError, JsonServer, printable
+from sluice.replica.placement import needs
 
 PATH = "/api/serve/applications/"
 HANDING_OVER_S = 90.0
@@ -178,6 +179,20 @@ def application_of(data: Mapping[str, Any], name: str, route_prefix: str) -> dic
             for pool in fleet.pools
             if pool.replica.autoscaling is None
         ],
+    }
+
+
+def needs_of(config: SluiceConfig) -> dict[str, str]:
+    """What a replica of each deployment needs to be placed, in words. Serve's own message has no
+    strategy, no labels, and for a replica on several nodes not what there is."""
+    from sluice.deploy.app import deployment_name, gpus_per_replica  # imports Ray
+
+    return {
+        deployment_name(fleet.key, pool.role): needs(
+            pool.engine, pool.replica, gpus_per_replica(pool)
+        )
+        for fleet in config.fleets
+        for pool in fleet.pools
     }
 
 

@@ -24,15 +24,15 @@ from sluice.replica.engine import (
     EngineRequest,
     Progress,
     ResponseItem,
-    ResponseTaken,
 )
 from sluice.replica.metrics import ReplicaCollector
+from sluice.replica.ranks import Ranks, names_of
 from sluice.replica.server import Replica
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.replica.streams.direct import DirectPort
 from sluice.replica.streams.server import StreamServer
 from sluice.replica.streams.wire import StreamEndpoint
-from sluice.replica.vllm_args import on_ray, workers
+from sluice.replica.vllm_args import devices, on_ray, ranks
 from sluice.scheduling.batching.warm_up import warm_up
 from sluice.scheduling.roles import Role
 from sluice.simulation.rows import compile_now
@@ -91,7 +91,7 @@ class ReplicaServer:
             # The engine's process, which starts the workers, must not look for another cluster.
             os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
         with _configuration_errors():
-            made = make_engine(
+            made = make_engines(
                 engine,
                 replica_id,
                 replica.max_live_requests,
@@ -101,36 +101,28 @@ class ReplicaServer:
             )
         self._elastic = replica.elastic
         self._port = DirectPort(ray.util.get_node_ip_address())
-        self._replica = Replica(
-            replica_id,
-            ray.get_runtime_context().get_node_id(),
-            made,
-            replica,
-            self._client,
-            self._tracer,
-            role,
-            self._port,
-        )
-        self._streams = StreamServer(replica_id, self._replica.open)
+        self._role = role
         self._configured = ConfiguredReplicas()
-        registry.register(
-            ReplicaCollector(
-                replica_id,
-                self._replica.engine.state,
-                lambda: self._replica.live_requests,
-                lambda: self._configured.number,
-                role,
-            )
+        node_id = ray.get_runtime_context().get_node_id()
+        self._ranks = Ranks(
+            replica_id,
+            [
+                Replica(name, node_id, one, replica, self._client, self._tracer, role, self._port)
+                for name, one in zip(names_of(replica_id, len(made)), made, strict=True)
+            ],
         )
+        self._streams = StreamServer(replica_id, self._ranks.open)
+        measured = self._ranks.measured()
+        registry.register(ReplicaCollector(measured, lambda: self._configured.number, role))
         self._pusher = MetricsPusher(self._client, registry, source=process)
         try:
             if engine.kind == "simulated":  # vLLM's scheduler warms up in its own process
                 await asyncio.to_thread(warm_up, engine.policy, engine.policy_options)
                 await asyncio.to_thread(compile_now)
             with _configuration_errors():
-                await self._replica.start()
+                await self._ranks.start()
         except BaseException:
-            await self._replica.stop()
+            await self._ranks.stop()
             raise
         self._configured.start(context.replica_id.deployment_id)
         self._pusher.start()
@@ -138,19 +130,13 @@ class ReplicaServer:
     async def generate(
         self, request: EngineRequest, _target: str | None = None
     ) -> AsyncGenerator[list[ResponseItem], None]:
-        """Serve one request; see :meth:`sluice.replica.server.Replica.generate`.
-
-        ``_target`` is the request router's hint. If it names another replica or none, or if the
-        request asks for it, the first item names this replica.
+        """Serve one request; see :meth:`sluice.replica.ranks.Ranks.generate`. ``_target`` is the
+        request router's hint.
 
         Raises:
             EngineDeadError: the engine died.
         """
-        replica_id = self._replica.replica_id
-        moved = _target is not None and not _target.startswith(replica_id)
-        if moved or request.confirm:
-            yield [ResponseTaken(replica_id)]
-        async with aclosing(self._replica.generate(request)) as batches:
+        async with aclosing(self._ranks.generate(request, _target)) as batches:
             async for batch in batches:
                 yield batch
 
@@ -160,17 +146,17 @@ class ReplicaServer:
         return await self._streams.endpoint(ray.util.get_node_ip_address())
 
     async def progress(self, request_ids: Sequence[str], _target: str | None = None) -> Progress:
-        """Whether this replica makes progress; see :meth:`sluice.replica.server.Replica.progress`.
+        """Whether this replica makes progress; see :meth:`sluice.replica.ranks.Ranks.progress`.
         ``_target`` is the request router's hint."""
-        return self._replica.progress(request_ids)
+        return self._ranks.progress(request_ids, _target)
 
     async def models(self, _target: str | None = None) -> dict[str, Any]:
         """The OpenAI list-models body. ``_target`` as in :meth:`generate`."""
-        return await self._replica.engine.models()
+        return await self._ranks.replicas[0].engine.models()
 
     async def abort(self, request_id: str, _target: str | None = None) -> None:
         """Stop a request; unknown ids are ignored. ``_target`` as in :meth:`generate`."""
-        await self._replica.abort(request_id)
+        await self._ranks.abort(request_id)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The total load of all replicas of this one's pool, as the controller knows it: the fields
@@ -184,12 +170,12 @@ class ReplicaServer:
         if rank is not None and rank.rank >= LOAD_REPORTERS:
             return {}
         # Where roles change, the number of replicas is for all of them together.
-        load = await self._client.load(None if self._elastic else self._replica.role)
+        load = await self._client.load(None if self._elastic else self._role)
         return {} if load is None else load._asdict()
 
     async def engine_snapshot(self) -> dict[str, Any]:
-        """The replica's state as plain data; see :meth:`sluice.replica.server.Replica.snapshot`."""
-        return self._replica.snapshot()
+        """The replica's state as plain data; see :meth:`sluice.replica.ranks.Ranks.snapshot`."""
+        return self._ranks.snapshot()
 
     async def check_health(self) -> None:
         """Health check; Serve replaces this replica if it raises.
@@ -197,16 +183,16 @@ class ReplicaServer:
         Raises:
             EngineDeadError: the engine is dead, or has been stalled for too long.
         """
-        await self._replica.check_health()
+        await self._ranks.check_health()
 
     async def __del__(self) -> None:
         """Serve awaits this after its own drain, when it stops the replica."""
         self._streams.goodbye()
-        await self._replica.drain()
+        await self._ranks.drain()
         await self._streams.stop()
         self._configured.stop()
         await self._pusher.stop()
-        await self._replica.stop()
+        await self._ranks.stop()
         await self._port.stop()
         await self._client.close()
         if self._tracer is not None:
@@ -222,30 +208,43 @@ def _configuration_errors() -> Iterator[None]:
         raise ConfigurationError(str(error)) from error
 
 
-def make_engine(
+def make_engines(
     config: EngineConfig,
     replica_id: str,
     max_live_requests: int,
     rank: int,
     traced: bool = False,
     role: Role = "mixed",
-) -> Engine:
-    """The engine that ``config`` asks for. ``rank`` numbers the replicas of a host, for pinning;
-    with ``traced`` the engine records the times that spans need; ``role`` is that of the replica.
+) -> list[Engine]:
+    """The engines that ``config`` asks for, one for each rank of data parallelism.
+
+    Args:
+        config: which engines.
+        replica_id: Serve's name of the replica.
+        max_live_requests: of each.
+        rank: numbers the replicas of a host, for pinning.
+        traced: record the times that spans need.
+        role: of the replica.
 
     Raises:
         ValueError: a configured latency profile is invalid.
         OSError: the profile cannot be read, or the batch log cannot be written.
     """
+    number = ranks(config.vllm_args)
     if config.kind == "simulated":
-        return SimulatedEngine(config, replica_id, max_live_requests, role=role)
+        return [
+            SimulatedEngine(config, name, max_live_requests, role=role)
+            for name in names_of(replica_id, number)
+        ]
     # Imported only where it runs: the import takes seconds, and simulated engines do not need vLLM.
     from sluice.replica.vllm.engine import VllmEngine
+    from sluice.replica.vllm.rank import VllmRank
 
     if config.preemption.granularity != "off":
         import sluice.replica.preemption.variant  # noqa: F401 - the import registers it
-    core = _core(rank * workers(config.vllm_args)) if config.pin_cpu else None
-    return VllmEngine(config, replica_id, max_live_requests, core, traced, role)
+    core = _core(rank * devices(config.vllm_args)) if config.pin_cpu else None
+    first = VllmEngine(config, replica_id, max_live_requests, core, traced, role)
+    return [first, *(VllmRank(first, each) for each in range(1, number))]
 
 
 def _core(worker: int) -> int:

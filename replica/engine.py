@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -131,6 +131,7 @@ class EngineRequest:
             weight: of the tenant's share, > 0.
         promised: its SLO was guaranteed: if it will be late, it gets the time that other requests
             can spare.
+        rank: of the replica's engine, with data parallelism; ``None``: the replica chooses.
 
     Raises:
         ValueError: ``waited_s`` is negative or not finite.
@@ -154,6 +155,11 @@ class EngineRequest:
     direct_patience_s: float | None = None
     promised: bool = False
     kv_of_request: str = ""
+    rank: int | None = None
+
+    def at(self, rank: int | None) -> EngineRequest:
+        """The same request for this rank."""
+        return self if rank == self.rank else replace(self, rank=rank)
 
     @property
     def resumed_tokens(self) -> int:

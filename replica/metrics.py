@@ -8,8 +8,9 @@ label per replica would grow without bound.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 from prometheus_client import Metric
@@ -110,28 +111,34 @@ _GAUGES = {
 }
 
 
+class Measured(NamedTuple):
+    """What is read of a replica, or of one of its ranks.
+
+    Attributes:
+        state: the engine's state; may raise ``RuntimeError`` if the engine is gone.
+        live_requests: API calls that it serves now.
+    """
+
+    state: Callable[[], EngineState]
+    live_requests: Callable[[], int]
+
+
 class ReplicaCollector(Collector):
-    """The metrics of one replica.
+    """The metrics of one replica. Counters and histograms are summed over its ranks.
 
     Args:
-        replica_id: value of the label ``replica``.
-        read_state: the engine's state; may raise ``RuntimeError`` if the engine is gone.
-        live_requests: API calls that the replica serves now.
+        ranks: by the value of the label ``replica``: the replica, or each of its ranks.
         configured: min number of replicas of its pool; ``None``: not known yet.
         role: role of its pool.
     """
 
     def __init__(
         self,
-        replica_id: str,
-        read_state: Callable[[], EngineState],
-        live_requests: Callable[[], int],
+        ranks: Mapping[str, Measured],
         configured: Callable[[], int | None],
         role: Role = "mixed",
     ) -> None:
-        self._replica_id = replica_id
-        self._read_state = read_state
-        self._live_requests = live_requests
+        self._ranks = ranks
         self._configured = configured
         self._role = role
 
@@ -144,7 +151,7 @@ class ReplicaCollector(Collector):
         yield self._gauge(
             "sluice_replica_live_requests",
             "API calls that a replica serves now.",
-            self._live_requests(),
+            [each.live_requests() for each in self._ranks.values()],
         )
         configured = self._configured()
         if configured is not None:
@@ -154,49 +161,51 @@ class ReplicaCollector(Collector):
                 "Serve.",
                 labels=["replica", "role"],
             )
-            gauge.add_metric([self._replica_id, self._role], configured)
+            for name in self._ranks:
+                gauge.add_metric([name, self._role], configured)
             yield gauge
         try:
-            summary = self._read_state().summary
+            summary = np.array([each.state().summary for each in self._ranks.values()])
         except RuntimeError as error:
             logger.warning("no engine metrics: %s", error)
             return
         for name, (field, documentation) in _COUNTERS.items():
-            yield CounterMetricFamily(name, documentation, value=float(summary[field]))
+            yield CounterMetricFamily(name, documentation, value=float(summary[field].sum()))
         for name, (field, documentation) in _GAUGES.items():
-            yield self._gauge(name, documentation, float(summary[field]))
+            yield self._gauge(name, documentation, summary[field].tolist())
         yield _histogram(
             "sluice_plan_seconds",
             "Time to plan a batch.",
             PLAN_BUCKETS_S,
-            summary["plan_histogram"],
-            float(summary["plan_seconds_sum"]),
+            summary["plan_histogram"].sum(axis=0),
+            float(summary["plan_seconds_sum"].sum()),
         )
         yield _histogram(
             "sluice_step_time_ratio",
             "Real over predicted time of a batch.",
             STEP_RATIO_BUCKETS,
-            summary["step_ratio_histogram"],
-            float(summary["step_ratio_sum"]),
+            summary["step_ratio_histogram"].sum(axis=0),
+            float(summary["step_ratio_sum"].sum()),
         )
         yield _histogram(
             "sluice_draft_length",
             "Drafted tokens checked per decode step, of the steps that had some.",
             DRAFT_LENGTHS,
-            summary["draft_lengths"],
-            float(summary["drafts_checked"]),
+            summary["draft_lengths"].sum(axis=0),
+            float(summary["drafts_checked"].sum()),
         )
         yield _histogram(
             "sluice_prefill_stop_seconds",
             "Time from the stop signal of a prefill until it has stopped.",
             STOP_BUCKETS_S,
-            summary["stop_histogram"],
-            float(summary["stop_s"]),
+            summary["stop_histogram"].sum(axis=0),
+            float(summary["stop_s"].sum()),
         )
 
-    def _gauge(self, name: str, documentation: str, value: float) -> GaugeMetricFamily:
+    def _gauge(self, name: str, documentation: str, values: Sequence[float]) -> GaugeMetricFamily:
         gauge = GaugeMetricFamily(name, documentation, labels=["replica"])
-        gauge.add_metric([self._replica_id], value)
+        for replica, value in zip(self._ranks, values, strict=True):
+            gauge.add_metric([replica], value)
         return gauge
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sluice.replica.config import EngineConfig, ReplicaConfig
-from sluice.replica.vllm_args import on_ray, workers
+from sluice.replica.vllm_args import devices, on_ray, ranks
 
 _TPU_LABELS = "ray.io/tpu-"
 _ACCELERATOR = "ray.io/accelerator-type"
@@ -38,16 +38,26 @@ def resources(engine: EngineConfig, replica: ReplicaConfig, gpus: float) -> dict
     return options
 
 
+def needs(engine: EngineConfig, replica: ReplicaConfig, gpus: float) -> str:
+    """In words, what Ray must find to place a replica. ``gpus`` as in :func:`resources`."""
+    amount = f"{gpus:g} GPUs" if gpus else f"{replica.num_cpus:g} CPUs"
+    spans = gpus and on_ray(engine.vllm_args) and replica.placement_strategy == "PACK"
+    where = "" if spans else " on one node"
+    labels = ", ".join(f"{name}={value}" for name, value in replica.node_labels.items())
+    return f"{amount}{where}{f' with the labels {labels}' if labels else ''}"
+
+
 def unplaceable(
     engine: EngineConfig, replica: ReplicaConfig, place: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], str]]:
     """Settings by which Ray could not place a replica, with the reason. ``place`` is where those of
     ``replica`` are in the configuration."""
     try:
-        needed = workers(engine.vllm_args)
+        needed = devices(engine.vllm_args)
     except ValueError as error:
         yield ("engine", "vllm_args"), str(error)
         return
+    yield from _unranked(engine, replica, place)
     gpus = replica.num_gpus
     if on_ray(engine.vllm_args):
         if gpus not in (None, 0, needed):
@@ -66,7 +76,7 @@ def unplaceable(
         yield (
             (*place, "num_gpus"),
             f"must be at least {needed}, a GPU for each worker (tensor-parallel-size x "
-            "pipeline-parallel-size)",
+            "pipeline-parallel-size x data-parallel-size)",
         )
     for name, value in replica.node_labels.items():
         if name.startswith(_TPU_LABELS) or (
@@ -77,3 +87,22 @@ def unplaceable(
                 f"{name} asks for TPUs: replicas run on GPUs and CPUs only, and no slice of TPU "
                 "hosts is reserved as a whole",
             )
+
+
+def _unranked(
+    engine: EngineConfig, replica: ReplicaConfig, place: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Settings that data parallelism does not go with, with the reason."""
+    if ranks(engine.vllm_args) == 1:
+        return
+    rules = (
+        (on_ray(engine.vllm_args), "distributed-executor-backend may not be ray"),
+        (replica.autoscaling is not None, f"{'.'.join(place)}.autoscaling must be off"),
+        (engine.preemption.granularity != "off", "engine.preemption must be off"),
+        (engine.transfer is not None, "KV transfer, and pools for prefill and decode, must be off"),
+        (engine.draft_method is not None, "speculative-config must be off"),
+        (engine.adapters_dir is not None, "engine.adapters_dir must be unset"),
+    )
+    for broken, rule in rules:
+        if broken:
+            yield ("engine", "vllm_args"), f"with data-parallel-size above 1, {rule}"

@@ -12,7 +12,7 @@ from sluice.controller.config import ControllerConfig
 from sluice.controller.observability.instruments import families
 from sluice.controller.observability.metrics import controller_up
 from sluice.replica.config import EngineConfig
-from sluice.replica.metrics import ReplicaCollector
+from sluice.replica.metrics import Measured, ReplicaCollector
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.router.batches.metrics import BatchMetrics
 from sluice.router.metrics.instruments import RouterMetrics
@@ -37,7 +37,7 @@ def catalogue() -> dict[str, Family]:
     CallMetrics(router)
     engine = SimulatedEngine(EngineConfig(kind="simulated"), "r", 8)
     replica = CollectorRegistry(auto_describe=False)
-    replica.register(ReplicaCollector("r", engine.state, lambda: 0, lambda: 1))
+    replica.register(ReplicaCollector({"r": Measured(engine.state, lambda: 0)}, lambda: 1))
     page = ControllerMetricsPage(None, None, CollectorRegistry())  # type: ignore[arg-type]
     known: dict[str, Family] = {}
     found = [

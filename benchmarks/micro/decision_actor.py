@@ -27,7 +27,7 @@ from sluice.controller.messages import MetricsPush, RouteDecision, RouteQuery, R
 from sluice.controller.observability.metrics import samples_of
 from sluice.deploy.ray_start import start_ray
 from sluice.replica.config import EngineConfig
-from sluice.replica.metrics import ReplicaCollector
+from sluice.replica.metrics import Measured, ReplicaCollector
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.scheduling.placement.cells import MOST_CELLS
@@ -109,7 +109,8 @@ class Metrics:
         # One engine's are renamed: hundreds start slowly.
         engine = SimulatedEngine(EngineConfig(kind="simulated"), "r", 8)
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(ReplicaCollector("r", engine.state, lambda: 0, lambda: 1))
+        ranks = {"r": Measured(engine.state, lambda: 0)}
+        registry.register(ReplicaCollector(ranks, lambda: 1))
         for name in (f"replica-{index}" for index in range(replicas)):
             own = [
                 each._replace(

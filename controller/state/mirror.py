@@ -22,6 +22,7 @@ from sluice.controller.transport.checks import check_changes, checked_hello
 from sluice.controller.transport.clock_offset import ClockOffset
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.prefix import NO_HELD, NO_HELD_SLOTS
+from sluice.scheduling.fleet.ranks import replica_of
 from sluice.scheduling.fleet.report import Report
 from sluice.scheduling.fleet.state import ROW, SUMMARY
 from sluice.scheduling.fleet.transfer import NO_TRANSFERS, Transfers
@@ -218,9 +219,12 @@ class Mirror:
         self._fleet.assign(replica_id, role)
 
     def mark_gone(self, replica_ids: Iterable[str], now_s: float) -> None:
-        """Exclude replicas for ``forget_after_s``; unknown ones are ignored."""
-        for replica_id in replica_ids:
-            self._fleet.leave_out(replica_id, now_s + self._forget_after_s)
+        """Exclude replicas, with all their ranks, for ``forget_after_s``; unknown ones are
+        ignored."""
+        gone = set(map(replica_of, replica_ids))
+        for name in self._replicas:
+            if replica_of(name) in gone:
+                self._fleet.leave_out(name, now_s + self._forget_after_s)
 
     def forget(self, replica_id: str) -> None:
         """Drop a replica that said goodbye, if it is known."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import click
@@ -20,6 +20,7 @@ from sluice.deploy.submission import (
     RUNNING,
     ApplicationState,
     application_of,
+    needs_of,
     ray_token,
     state_of,
     submit,
@@ -103,7 +104,7 @@ def deploy(
         with talking("Ray's dashboard", address, _TOKEN_HINT):
             return state_of(server, config.name)
 
-    state = _wait(look, address, config.name, before_s, timeout_s, err)
+    state = _wait(look, address, config.name, needs_of(config), before_s, timeout_s, err)
     if state.addresses and f":{config.router.port}/" not in state.addresses[0]:
         err.print("Serve ran already and keeps its port; router.port has no effect", markup=False)
     if all(each.startswith("http://127.0.0.1:") for each in state.addresses):
@@ -120,6 +121,7 @@ def _wait(
     look: Callable[[], ApplicationState | None],
     address: str,
     name: str,
+    needs: Mapping[str, str],
     before_s: float,
     timeout_s: float,
     err: Console,
@@ -130,6 +132,7 @@ def _wait(
         look: queries the application's current state from Serve.
         address: address of the dashboard, for the messages.
         name: name of the application.
+        needs: what a replica of each deployment needs, for the messages.
         before_s: time of its previous deployment, as :func:`submit` returns.
         timeout_s: longest wait, seconds.
         err: standard error.
@@ -160,6 +163,12 @@ def _wait(
                 )
             line = state.progress if state is not None else "waiting for Serve"
             message = state.message if state is not None else ""
+            missing = [
+                f"a replica of {part} needs {needs[part]}"
+                for part, count in (state.parts if state is not None else {}).items()
+                if count.running < count.wanted and part in needs
+            ]
+            message = "; ".join(filter(None, (*missing, message)))
         waited_s = time.monotonic() - started_s
         if line != last:
             err.print(f"{line} ({waited_s:.0f} s)", highlight=False, markup=False)

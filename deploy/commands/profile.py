@@ -220,9 +220,9 @@ def _engine(config: EngineConfig) -> Engine:
 
         clock = asyncio.get_running_loop().time
         return SimulatedEngine(config, _NAME, _REQUESTS, clock)
-    from sluice.replica.deployment import make_engine
+    from sluice.replica.deployment import make_engines
 
-    return make_engine(config, _NAME, _REQUESTS, 0)
+    return make_engines(config, _NAME, _REQUESTS, 0)[0]
 
 
 def _chosen(config: SluiceConfig, served: str | None) -> EngineConfig:

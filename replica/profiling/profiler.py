@@ -115,6 +115,8 @@ def profile_key(vllm_config: Any, config: EngineConfig) -> str:
     }
     if parallel.pipeline_parallel_size > 1:
         parts["pipeline_parallel"] = parallel.pipeline_parallel_size
+    if parallel.data_parallel_size > 1:
+        parts["data_parallel"] = parallel.data_parallel_size
     if config.preemption.granularity != "off":
         parts["preemption"] = config.preemption.granularity
     drafts = vllm_config.speculative_config

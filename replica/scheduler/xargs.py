@@ -188,6 +188,11 @@ def _number(key: str, value: Any) -> float:
     return float(value)
 
 
+def rank_path(path: Path, rank: int) -> Path:
+    """The file of a rank, beside that of the first one."""
+    return path.with_stem(f"{path.stem}.{rank}") if rank else path
+
+
 class SchedulerSettings(BaseModel):
     """Settings of the scheduler inside the engine, in ``additional_config["sluice"]``."""
 
@@ -207,6 +212,12 @@ class SchedulerSettings(BaseModel):
     cpu_core: int | None = Field(
         default=None, ge=0, description="Core that the scheduling thread is pinned to."
     )
+
+    def of_rank(self, rank: int) -> SchedulerSettings:
+        """The settings of a rank, which has files of its own beside those of the first one."""
+        log = self.batch_log and rank_path(self.batch_log, rank)
+        changed = {"state_table": rank_path(self.state_table, rank), "batch_log": log}
+        return self.model_copy(update=changed)
 
     def make_policy(self, role: Role | None = None) -> BatchPolicy:
         """A new policy of these settings, for another ``role`` if one is given."""

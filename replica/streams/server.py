@@ -47,6 +47,7 @@ from sluice.replica.streams.wire import (
     StreamEndpoint,
     cost,
 )
+from sluice.scheduling.fleet.ranks import rank_name
 
 MAX_CONNECTIONS = 1024
 """Max connections that have shown the token: each router has one."""
@@ -243,7 +244,8 @@ class _Connection(Frames):
             outgoing.consumed(asked.size)
 
     def _open(self, number: int, request: EngineRequest) -> None:
-        taken = ResponseTaken(self._server.replica_id) if request.confirm else None
+        name = rank_name(self._server.replica_id, request.rank)
+        taken = ResponseTaken(name) if request.confirm else None
         outgoing = _Outgoing(self, number, taken)
         outgoing.response = self._server.serve(request, outgoing.wake)
         self._streams[number] = outgoing

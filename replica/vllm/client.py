@@ -79,6 +79,7 @@ class ApiCall:
             ended: all of them are tracked as the first one is.
         cache_salt: of its prompts, if vLLM's serving layer does not set it.
         adapter: vLLM's number of the adapter of the directory that it uses; 0: none of them.
+        rank: of the engine's ranks, the one that serves it.
     """
 
     received_s: float
@@ -109,6 +110,7 @@ class ApiCall:
     in_turn: bool = False
     cache_salt: str | None = None
     adapter: int = 0
+    rank: int = 0
 
     def chunks(self, event: bytes) -> list[ResponseChunk]:
         """``event`` with the tokens that came since the last one. If chunks carry the token ids,
@@ -139,8 +141,8 @@ class WatchedLLM(AsyncLLM):
 
     Attributes:
         calls: the live API calls, by their id in the fleet.
-        waits: since when each live engine request waits for its next output, monotonic seconds;
-            requests with a slow consumer do not count as waiting.
+        waits: since when each live engine request waits for its next output, monotonic seconds, by
+            its rank and a number; requests with a slow consumer do not count as waiting.
         max_prompt_logprobs: max log probabilities of prompt tokens of one call; 0: none.
         grammars: checks the grammar of a call first, if that is configured.
     """
@@ -148,7 +150,7 @@ class WatchedLLM(AsyncLLM):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.calls: dict[str, ApiCall] = {}
         self.grammars: GrammarCheck | None = None
-        self.waits: dict[int, float] = {}
+        self.waits: dict[tuple[int, int], float] = {}
         self.max_prompt_logprobs = inf
         super().__init__(*args, **kwargs)
 
@@ -190,7 +192,7 @@ class WatchedLLM(AsyncLLM):
         source = super().generate(prompt, sampling_params, request_id, *args, **kwargs)
         first = call is not None and (call.in_turn or len(call.engine_ids) == 1)
         watched = source if call is None else _watch(source, call, plain, first)
-        async with aclosing(self._timed(source, watched)) as outputs:
+        async with aclosing(self._timed(source, watched, call)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -250,9 +252,13 @@ class WatchedLLM(AsyncLLM):
     async def _add_request(
         self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any
     ) -> None:
-        """As ``AsyncLLM._add_request``; a resumed stream starts after the part that was sent."""
+        """As ``AsyncLLM._add_request``; a resumed stream starts after the part that was sent, and
+        with data parallelism the request goes to its call's rank."""
         params = request.sampling_params
         call = self.calls.get(((params and params.extra_args) or {}).get(ID, ""))
+        if self.vllm_config.parallel_config.data_parallel_size > 1:
+            current = call or CURRENT_CALL.get()
+            request.data_parallel_rank = 0 if current is None else current.rank
         if call is None or call.resume is None or not call.resume.token_ids:
             await super()._add_request(request, prompt, parent_req, index, queue)
             return
@@ -291,13 +297,15 @@ class WatchedLLM(AsyncLLM):
         watched = (
             source if call is None else _watch_encoded(source, call, len(call.engine_ids) == 1)
         )
-        async with aclosing(self._timed(source, watched)) as outputs:
+        async with aclosing(self._timed(source, watched, call)) as outputs:
             async for output in outputs:
                 yield output
 
-    async def _timed(self, source: Any, watched: Any) -> AsyncGenerator[Any, None]:
+    async def _timed(
+        self, source: Any, watched: Any, call: ApiCall | None
+    ) -> AsyncGenerator[Any, None]:
         """Forward the outputs of ``watched``, which wraps ``source``; see :attr:`waits`."""
-        key = id(source)
+        key = 0 if call is None else call.rank, id(source)
         try:
             while True:
                 self.waits[key] = time.monotonic()

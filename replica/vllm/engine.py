@@ -39,7 +39,13 @@ from sluice.replica.profiling.profiler import latency_profile
 from sluice.replica.profiling.warm_up import warm_up
 from sluice.replica.resume import check_resume
 from sluice.replica.scheduler.state_table import StateTable
-from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, reserved_keys, to_xargs
+from sluice.replica.scheduler.xargs import (
+    RequestArgs,
+    SchedulerSettings,
+    rank_path,
+    reserved_keys,
+    to_xargs,
+)
 from sluice.replica.transfer.requests import check_transfer, refuse_transfer_fields
 from sluice.replica.vllm.local_model import local_model
 from sluice.replica.vllm.reasoning import reasoning_ends
@@ -54,7 +60,7 @@ from sluice.replica.vllm.setup import (
     parse_arguments,
     prepare_environment,
 )
-from sluice.replica.vllm_args import workers
+from sluice.replica.vllm_args import devices, workers
 from sluice.scheduling.fleet.state import EngineState
 from sluice.scheduling.latency.profile import LatencyProfile
 from sluice.scheduling.roles import Role
@@ -96,13 +102,18 @@ class VllmEngine:
         self._replica_id = replica_id
         self._cpu_core = cpu_core if config.pin_cpu else None
         self._traced = traced
+        self._max_live_requests = max_live_requests
         self._table_capacity = table_capacity(max_live_requests)
         self._table = StateTable.create(self._table_capacity)
         self._llm: Any = None
+        self._info: EngineInfo | None = None
         self._servings: dict[Endpoint, Serving] = {}
         self._models: Any = None
         self._adapters: Any = None
         self._reasoning_ends: frozenset[int] = frozenset()
+        self._rank = 0
+        self._others: list[VllmEngine] = []
+        self._live = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -138,26 +149,28 @@ class VllmEngine:
         logger.info("vLLM engine of %s started in %.1f s", model, time.monotonic() - started_s)
         await warm_up(self, name, config.adapters)
         self._table.clear_samples()
-        info = await self._describe(name, explicit)
+        self._info = await self._describe(name, explicit)
         if config.adapters_dir is not None:
             from sluice.replica.vllm.adapters import directory_adapters
 
             self._adapters = directory_adapters(config, self._llm, self._models)
             await self._adapters.start()
-        return info
+        return self._info
 
     async def _launch(self, model: str, name: str) -> Launched:
         config = self._config
         log = config.batch_log
         preemption = config.preemption.granularity != "off"
         prepare_environment(model, config.pin_cpu, preemption)
-        if config.pin_cpu:
-            bind_workers(workers(config.vllm_args), self._cpu_core)
+        if config.pin_cpu and workers(config.vllm_args) > 1:
+            bind_workers(devices(config.vllm_args), self._cpu_core)
         # Once both processes have mapped the table its file is deleted, so none can be left behind.
         with private_dir(_shared_memory()) as directory:
             path = directory / "state"
-            self._table = StateTable.create(self._table_capacity, path)
-            self._table.set_role(self._role)
+            for each in (self, *self._others):
+                own = rank_path(path, each._rank)
+                each._table = StateTable.create(self._table_capacity, own)
+                each._table.set_role(each._role)
             settings = SchedulerSettings(
                 state_table=path,
                 policy=config.policy,
@@ -218,6 +231,7 @@ class VllmEngine:
             resumable=request.resumable,
             resume=request.resume,
             ends=self._ends_of(request),
+            rank=self._rank,
         )
         try:
             serving = self._serving_of(request.endpoint)
@@ -230,6 +244,7 @@ class VllmEngine:
                 yield item
             return
         self._llm.calls[request.request_id] = call
+        self._live += 1
         self._idle.clear()
         pieces = self._respond(serving, body, call)
         ended = False
@@ -442,7 +457,8 @@ class VllmEngine:
         finally:
             if self._llm is not None:
                 self._llm.calls.pop(request_id, None)
-            if self._llm is None or not self._llm.calls:
+            self._live -= 1
+            if not self._live:
                 self._idle.set()
 
     async def abort(self, request_id: str) -> None:
@@ -459,7 +475,10 @@ class VllmEngine:
 
     def waits_since_s(self) -> float | None:
         """When the request that has waited longest for its next output began to wait."""
-        return None if self._llm is None else min(self._llm.waits.values(), default=None)
+        if self._llm is None:
+            return None
+        own = (since_s for (rank, _), since_s in self._llm.waits.items() if rank == self._rank)
+        return min(own, default=None)
 
     async def pulse(self) -> None:
         """Return when the engine's process has answered a question that changes nothing.

@@ -45,6 +45,7 @@ from sluice.replica.vllm.support import (
     check_overrides,
     check_vllm,
     hook_name,
+    rank_of,
     second_queue_name,
 )
 from sluice.replica.vllm.views import RequestViews
@@ -77,7 +78,7 @@ class PlanMixin(_Base):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         end_with_parent()
         super().__init__(*args, **kwargs)
-        settings = SchedulerSettings.from_additional_config(self.vllm_config.additional_config)
+        settings = _settings(self.vllm_config)
         started_s = time.monotonic()
         warm_up(settings.policy, settings.policy_options)
         logger.info("policy loaded in %.1f s", time.monotonic() - started_s)
@@ -463,13 +464,13 @@ class SloAsyncScheduler(PlanMixin, AsyncScheduler):
     """For engines that schedule a batch while the one before it runs."""
 
 
-def pin_thread(core: int) -> None:
-    """Pin this thread."""
-    allowed = os.sched_getaffinity(0)
+def pin_thread(core: int, rank: int = 0) -> None:
+    """Pin this thread to ``core``, that of rank 0, or for another rank to one of the next cores."""
+    allowed = sorted(os.sched_getaffinity(0))
     if core in allowed:
-        os.sched_setaffinity(0, {core})
+        os.sched_setaffinity(0, {allowed[(allowed.index(core) + rank) % len(allowed)]})
     else:
-        logger.warning("not pinned to core %d: this process may use %s", core, sorted(allowed))
+        logger.warning("not pinned to core %d: this process may use %s", core, allowed)
 
 
 def prepare(vllm_config: Any) -> None:
@@ -482,10 +483,20 @@ def prepare(vllm_config: Any) -> None:
     check_vllm()
     check_overrides("Sluice", SloScheduler, SloAsyncScheduler)
     check_config(vllm_config)
-    settings = SchedulerSettings.from_additional_config(vllm_config.additional_config)
+    settings = _settings(vllm_config)
     if settings.cpu_core is not None:
         # On CPUs this thread also runs the model.
-        pin_thread(settings.cpu_core)
+        pin_thread(settings.cpu_core, rank_of(vllm_config))
+
+
+def _settings(vllm_config: Any) -> SchedulerSettings:
+    """The settings of this rank.
+
+    Raises:
+        ValueError: they are missing or wrong.
+    """
+    settings = SchedulerSettings.from_additional_config(vllm_config.additional_config)
+    return settings.of_rank(rank_of(vllm_config))
 
 
 def make_scheduler(vllm_config: Any, **kwargs: Any) -> SloScheduler | SloAsyncScheduler:

@@ -19,6 +19,7 @@ from sluice.replica.engine import ConfigurationError
 from sluice.replica.vllm.contract import Part, unfit, unmet
 from sluice.replica.vllm.versions import (
     SUPPORTED,
+    WITH_DATA_PARALLEL,
     WITH_PIPELINE,
     WITH_SPECULATION,
     Versions,
@@ -156,6 +157,12 @@ SPECULATION: Final = (
 PIPELINE: Final = (Part(_REQUEST, made="num_in_flight_tokens"),)
 """For several batches in a pipeline."""
 
+DATA_PARALLEL: Final = (
+    Part(("vllm.v1.engine:EngineCoreRequest",), "data_parallel_rank"),
+    Part(("vllm.config:ParallelConfig",), called="data_parallel_index", by="__post_init__"),
+)
+"""For several ranks in an engine."""
+
 
 class UnsupportedVllmError(ConfigurationError):
     """This vLLM, or its configuration, cannot execute batch plans."""
@@ -281,11 +288,6 @@ def check_config(vllm_config: Any) -> None:
             "prefill-schedule-interval must be 1",
         ),
         (
-            # Every engine process of one client would write the same state table.
-            parallel.data_parallel_size == 1,
-            "data-parallel-size must be 1: for more engines of a model set replica.count",
-        ),
-        (
             getattr(parallel, "prefill_context_parallel_size", 1) == 1,
             "prefill-context-parallel-size must be 1",
         ),
@@ -296,6 +298,8 @@ def check_config(vllm_config: Any) -> None:
         ),
     )
     _check_rules("Sluice's scheduler", rules)
+    if parallel.data_parallel_size > 1:
+        _check_data_parallel(vllm_config)
     if parallel.pipeline_parallel_size > 1:
         _check_pipeline(vllm_config)
     if vllm_config.speculative_config is not None:
@@ -306,6 +310,37 @@ def _check_rules(user: str, rules: Iterable[tuple[bool, str]]) -> None:
     for kept, rule in rules:
         if not kept:
             raise UnsupportedVllmError(f"{user} cannot run here: {rule}")
+
+
+def rank_of(vllm_config: Any) -> int:
+    """Which rank of data parallelism has this configuration; 0 without."""
+    return int(getattr(vllm_config.parallel_config, "data_parallel_index", 0))
+
+
+def _check_data_parallel(vllm_config: Any) -> None:
+    """Check that an engine can have several ranks.
+
+    Raises:
+        UnsupportedVllmError: the setting, and what is allowed.
+    """
+    check("data parallelism", WITH_DATA_PARALLEL, DATA_PARALLEL)
+    parallel = vllm_config.parallel_config
+    rules = (
+        # The replica's own process must have the client of every rank.
+        (
+            parallel.data_parallel_size_local == parallel.data_parallel_size,
+            "all ranks must be on the replica's node",
+        ),
+        (vllm_config.kv_transfer_config is None, "KV transfer must be off"),
+        (vllm_config.speculative_config is None, "speculative decoding must be off"),
+        (
+            # The engine would start, and end with its first batch.
+            not (current_platform.is_cpu() and vllm_config.model_config.is_moe),
+            "on CPUs the model may not have experts, whose inputs vLLM cannot exchange between "
+            "ranks there",
+        ),
+    )
+    _check_rules("data parallelism", rules)
 
 
 def _check_pipeline(vllm_config: Any) -> None:

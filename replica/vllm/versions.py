@@ -25,6 +25,9 @@ WITH_PIPELINE: Final[Versions] = ((0, 29), (0, 32))
 """Versions in which several batches can be in a pipeline: a request that is preempted while one of
 its tokens is on the way waits for that token."""
 
+WITH_DATA_PARALLEL: Final[Versions] = ((0, 32), (0, 32))
+"""Versions in which one engine can have several ranks, each with a queue of its own."""
+
 WITH_SPECULATION: Final[Versions] = ((0, 29), (0, 32))
 """Versions in which the plan can choose how many drafted tokens are checked."""
 

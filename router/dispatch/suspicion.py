@@ -43,6 +43,7 @@ from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.request.call import Call
 from sluice.router.request.engine_bounds import is_structured
 from sluice.router.serve.contract import ReplicaFailedError
+from sluice.scheduling.fleet.ranks import replica_of
 
 CLEARED_S: Final = 10.0
 """Minimum time at the next replica after which a suspect is cleared, seconds."""
@@ -142,7 +143,7 @@ class Suspicion:
         if not case.suspected:
             yield
             return
-        name = place or ""
+        name = replica_of(place or "")
         mine = asyncio.Event()
         try:
             async with asyncio.timeout(TRIAL_S):
@@ -173,7 +174,7 @@ class Suspicion:
         """An attempt has failed. Returns the failure that ends the call if the call is blamed."""
         blamed = self._blamed(attempt) if case.suspected else frozenset()
         self.ended(attempt)
-        if attempt.place in (None, case.place) or not failure.lost:
+        if _replica(attempt) in (None, case.place) or not failure.lost:
             return None
         lasted_s = self._clock() - attempt.made_s
         if failure.hung and ends_when_hung(call):
@@ -188,7 +189,7 @@ class Suspicion:
             return ReplicaFailedError(
                 Reason.REQUEST_SUSPECTED, _LOST, retry=False, dead=failure.dead, hung=failure.hung
             )
-        case.suspected, case.place = True, attempt.place
+        case.suspected, case.place = True, _replica(attempt)
         case.lasted_s, case.spared = lasted_s, False
         return None
 
@@ -198,7 +199,7 @@ class Suspicion:
     def _blamed(self, attempt: Attempt) -> frozenset[Attempt]:
         """The attempts that are blamed for the loss of the replica of ``attempt``: decided when the
         first attempt there fails."""
-        now_s, place = self._clock(), attempt.place
+        now_s, place = self._clock(), _replica(attempt)
         for name in [name for name, (at_s, _) in self._lost.items() if now_s - at_s > ONE_LOSS_S]:
             del self._lost[name]
         if place is None:
@@ -207,7 +208,7 @@ class Suspicion:
             here = [
                 each
                 for each, case in self._open.items()
-                if each.place == place
+                if _replica(each) == place
                 and each.heard
                 and each.tail is None
                 and not self._is_cleared(case, each)
@@ -235,6 +236,11 @@ class Suspicion:
             self._contents.popitem(last=False)
         if losses > 1:
             self._metrics.quarantined_requests.inc()
+
+
+def _replica(attempt: Attempt) -> str | None:
+    """Serve's replica at the attempt's place: all of its ranks end with it."""
+    return None if attempt.place is None else replica_of(attempt.place)
 
 
 def ends_when_hung(call: Call) -> bool:

@@ -36,6 +36,7 @@ from sluice.router.serve.contract import ReaderLostError, ReplicaFailedError, Re
 from sluice.router.serve.hint import DrainedError, Hint, NoReplicaError
 from sluice.router.serve.running import RUNNING
 from sluice.router.serve.streams import Channels
+from sluice.scheduling.fleet.ranks import rank_of, replica_of
 from sluice.scheduling.roles import WHOLE, Role
 
 _TOO_LARGE = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -170,6 +171,9 @@ class ServeReplicas:
         """Send a request; see :class:`~sluice.router.serve.contract.Replicas`. It uses the router's
         own connection to the target, if there is one."""
 
+        if target is not None:
+            request = request.at(rank_of(target))
+
         def by_serve() -> ServeStream:
             # Without a target (an empty hint), the replica that gets the request confirms it.
             hint = self._hint(target, avoid) or ""
@@ -178,7 +182,7 @@ class ServeReplicas:
             return ServeStream(generate.remote(request, **{wire.TARGET_KWARG: hint}))
 
         if target is not None:
-            stream = self._channels.open(request, target, role, by_serve)
+            stream = self._channels.open(request, replica_of(target), role, by_serve)
             if stream is not None:
                 self._sent(Way.CONNECTION)
                 return stream
@@ -216,8 +220,9 @@ class ServeReplicas:
         return told
 
     def _hint(self, target: str | None, avoid: Sequence[str]) -> str | None:
-        closed, quarantined = tuple(self._closed()), tuple(self._quarantined())
-        return Hint(target, tuple(avoid), closed, quarantined).encode()
+        # Without a target the replica chooses the rank: it may be none of these.
+        others = (_replicas_of(each) for each in (avoid, self._closed(), self._quarantined()))
+        return Hint(target, *others).encode()
 
     async def models(self) -> dict[str, Any]:
         """The OpenAI list-models body of any replica; see
@@ -227,7 +232,7 @@ class ServeReplicas:
             ReplicaFailedError: no pool answered; it is the failure of the last one.
         """
         # A drained replica knows the models; one that hangs does not answer.
-        return await self._models_by(Hint(quarantined=tuple(self._quarantined())).encode())
+        return await self._models_by(Hint(quarantined=_replicas_of(self._quarantined())).encode())
 
     async def check(self) -> None:
         """Return if any replica answers that takes requests without a target.
@@ -247,6 +252,11 @@ class ServeReplicas:
         call = self._pool(role, None).models.remote(**{wire.TARGET_KWARG: hint})
         models: dict[str, Any] = await _answer_of(call)
         return models
+
+
+def _replicas_of(names: Collection[str]) -> tuple[str, ...]:
+    """Serve's replicas that these are, or are ranks of."""
+    return tuple(dict.fromkeys(map(replica_of, names)))
 
 
 async def _answer_of(call: Any) -> Any:

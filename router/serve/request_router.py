@@ -26,6 +26,7 @@ from sluice.replica.engine import EngineRequest
 from sluice.router import wire
 from sluice.router.serve import choices, running
 from sluice.router.serve.hint import NO_REPLICA_WAIT_S, DrainedError, Hint, NoReplicaError
+from sluice.scheduling.fleet.ranks import replica_of
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +99,10 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         request = pending_request.args[0] if pending_request.args else None
         if isinstance(request, EngineRequest):
             # Through its module: the object itself would be pickled with this class, as a copy.
-            choices.CHOICES.made(request.request_id, chosen.replica_id.unique_id)
+            hinted = _hint_of(pending_request).target or ""
+            chosen_id = chosen.replica_id.unique_id
+            name = hinted if replica_of(hinted) == chosen_id else chosen_id
+            choices.CHOICES.made(request.request_id, name)
         return chosen
 
     async def _choice_for(self, pending_request: PendingRequest, is_retry: bool) -> RunningReplica:
@@ -147,7 +151,8 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             self._start(self._probe(replica))
 
     def _hinted(self, hint: Hint) -> RunningReplica | None:
-        hinted = self._by_unique_id.get(hint.target) if hint.target is not None else None
+        target = hint.target
+        hinted = None if target is None else self._by_unique_id.get(replica_of(target))
         shunned = self._shunned(hint)
         if hinted is not None or not (hint.avoid or shunned):
             return hinted

@@ -17,6 +17,7 @@ from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.ledger import Ledger, Reservation
 from sluice.scheduling.fleet.local_orders import ORDERS, SLIDE
 from sluice.scheduling.fleet.prefix import PrefixIndex
+from sluice.scheduling.fleet.ranks import replica_of
 from sluice.scheduling.fleet.report import Report, add_reservation, fold
 from sluice.scheduling.fleet.rows import (
     FIGURES,
@@ -268,9 +269,10 @@ class Fleet:
         return np.flatnonzero(self._willing & heard & (now_s >= self._gone_until_s))
 
     def but(self, rows: Ints, replica_ids: Iterable[str]) -> Ints:
-        """``rows`` without those of some replicas, or all of them if none were left."""
-        out = [self.row_of.get(each, -1) for each in replica_ids]
-        rest = rows[~np.isin(rows, out)]
+        """``rows`` without those of some replicas and of their other ranks, which may end with
+        them; or all of them if none were left. ``O(rows)``, for retries."""
+        out = set(map(replica_of, replica_ids))
+        rest = rows[[replica_of(self.ids[row]) not in out for row in rows]]
         return rest if len(rest) else rows
 
     def of_role(self, rows: Ints, role: Role) -> Ints:

@@ -13,6 +13,7 @@ from hashlib import blake2b
 from math import inf
 from typing import Final
 
+from sluice.scheduling.fleet.ranks import replica_of
 from sluice.scheduling.request.job import (
     DECLINED,
     UNATTAINABLE,
@@ -40,10 +41,10 @@ _WORD: Final = (1 << 64) - 1
 
 def cell_of(replica_id: str, cells: int) -> int:
     """The cell that owns a replica: by a hash of its id, so every process agrees, also after a
-    restart."""
+    restart. The ranks of a replica have one cell."""
     if cells == 1:
         return 0
-    digest = blake2b(replica_id.encode(), digest_size=8).digest()
+    digest = blake2b(replica_of(replica_id).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % cells
 
 

@@ -345,6 +345,14 @@ def test_a_replica_that_left_stays_out_whatever_it_reports() -> None:
     assert names_at(fleet, 30.5) == ["a", "b"]
 
 
+def test_a_replica_leaves_with_all_its_ranks() -> None:
+    mirror, fleet = known("a:0", "a:1", "b:0", "ab")
+    mirror.mark_gone(["a"], now_s=0.5)
+    assert names_at(fleet, 0.5) == ["b:0", "ab"]
+    mirror.mark_gone(["b:0"], now_s=0.5)
+    assert names_at(fleet, 0.5) == ["ab"]
+
+
 def test_the_row_of_a_replica_that_left_is_given_again_and_nothing_of_it_stays() -> None:
     mirror, fleet = known("a", "b")
     mirror.hello(hello("a", [waiting_row(1, 300)] * 5, seq=1), now_s=0.1)

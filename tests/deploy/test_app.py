@@ -67,7 +67,9 @@ def test_by_default_each_worker_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("sluice.deploy.app.has_cuda_vllm", lambda: True)
     data: dict[str, Any] = {"engine": {"vllm_args": {"tensor_parallel_size": 2}}}
     assert deployments(data)["Replica"].ray_actor_options["num_gpus"] == 2
-    data["engine"]["vllm_args"] |= ON_RAY
+    data["engine"]["vllm_args"]["data-parallel-size"] = 3
+    assert deployments(data)["Replica"].ray_actor_options["num_gpus"] == 6
+    data["engine"]["vllm_args"] = ON_RAY
     assert len(deployments(data)["Replica"]._replica_config.placement_group_bundles) == 4
     data["engine"]["kind"] = "simulated"
     assert deployments(data)["Replica"]._replica_config.placement_group_bundles is None
@@ -81,6 +83,23 @@ def test_by_default_each_worker_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
         (ON_RAY, {"placement_strategy": "SPREAD"}, "'PACK' or 'STRICT_PACK'"),
         ({"tensor-parallel-size": 4}, {"num_gpus": 2}, "replica.num_gpus: must be at least 4"),
         ({"pipeline-parallel-size": "x"}, {}, "pipeline-parallel-size must be a whole number"),
+        ({"data-parallel-size": 0.5}, {}, "data-parallel-size must be a whole number"),
+        ({"data-parallel-size": 2}, {"num_gpus": 1}, "replica.num_gpus: must be at least 2"),
+        (
+            {"data-parallel-size": 2},
+            {"autoscaling": {"max_replicas": 2}},
+            "with data-parallel-size above 1, replica.autoscaling must be off",
+        ),
+        (
+            {"data-parallel-size": 2},
+            {"pools": {"prefill": {}, "decode": {}}},
+            "KV transfer, and pools for prefill and decode, must be off",
+        ),
+        (
+            {**ON_RAY, "data-parallel-size": 2},
+            {},
+            "distributed-executor-backend may not be ray",
+        ),
         ({}, {"node_labels": {"ray.io/tpu-topology": "4x4"}}, "ray.io/tpu-topology asks for TPUs"),
         (
             {},

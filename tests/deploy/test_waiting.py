@@ -86,6 +86,26 @@ def test_deploy_says_in_the_end_why_it_could_not_look(tmp_path: Path) -> None:
     assert "the last query failed" in result.stderr and "GCS may be down" in result.stderr
 
 
+def test_deploy_says_what_a_replica_needs_that_finds_no_place(tmp_path: Path) -> None:
+    config = """
+      engine:
+        kind: simulated
+        vllm_args: {tensor-parallel-size: 6, distributed-executor-backend: ray}
+      replica: {count: 1, num_gpus: 6, placement_strategy: STRICT_PACK, node_labels: {rack: a}}
+    """
+    part = {"status": "UPDATING", "target_num_replicas": 1, "replicas": [{"state": "STARTING"}]}
+    deployments = {"Replica": part, "Router": {**part, "replicas": [{"state": "RUNNING"}]}}
+    ours = application(
+        "sluice", status="DEPLOYING", last_deployed_time_s=2.0, deployments=deployments
+    )
+    looks = (200, {"applications": {"sluice": ours}, "proxies": {}})
+    result = Dashboard(looks).run(tmp_path, "--timeout", "0.05", config=config)
+    assert result.exit_code == Exit.TIMED_OUT
+    said = " ".join(result.stderr.split())
+    assert "replica 0/1, router 1/1; a replica of Replica needs 6 GPUs on one node" in said
+    assert "with the labels rack=a; it may still start" in said
+
+
 @pytest.mark.parametrize("status", [401, 403, 404])
 def test_deploy_ends_at_once_where_waiting_does_not_help(tmp_path: Path, status: int) -> None:
     dashboard = Dashboard((status, "no"))

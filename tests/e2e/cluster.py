@@ -72,13 +72,15 @@ class Cluster:
         self.wait(runs, "Ray runs")
         self.dashboard.ask("PUT", "/api/serve/applications/", serve)
 
-    def add_node(self, name: str, apart: bool = False) -> None:
+    def add_node(self, name: str, *more: str, apart: bool = False) -> None:
         """Start a worker node, and wait until it has joined.
 
         Args:
+            more: options of ``ray start``.
             apart: on a network of its own, of which ``wires`` has the cable.
         """
-        options = [f"--address={ray.util.get_node_ip_address()}:{self.gcs_port}", "--num-cpus=4"]
+        address = f"{ray.util.get_node_ip_address()}:{self.gcs_port}"
+        options = [f"--address={address}", "--num-cpus=4", *more]
         inside: tuple[str, ...] = ()
         if apart:
             own = self._networks.enter_context(network())
@@ -116,6 +118,16 @@ class Cluster:
         """The id of the node where an actor lives; ``None`` while it does not."""
         rows = [row for row in self._listed("actors") if row["name"] == name]
         return next((row["node_id"] for row in rows if row["state"] == "ALIVE"), None)
+
+    def placement_groups(self) -> dict[str, dict[str, Any]]:
+        """The placement groups that exist: id -> what Ray's state API says."""
+        rows = self._listed("placement_groups")
+        return {row["placement_group_id"]: row for row in rows if row["state"] != "REMOVED"}
+
+    def actors(self, name: str) -> list[dict[str, Any]]:
+        """The actors of a class that live."""
+        rows = self._listed("actors")
+        return [row for row in rows if row["class_name"] == name and row["state"] == "ALIVE"]
 
     def sluice(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """A command of ours, as an operator of this cluster runs it."""

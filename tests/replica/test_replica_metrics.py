@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.replica.config import SimulatedEngineConfig
-from sluice.replica.metrics import ReplicaCollector
+from sluice.replica.metrics import Measured, ReplicaCollector
 from sluice.replica.preemption.messages import Timing
 from sluice.replica.preemption.stats import Stats
 from sluice.replica.scheduler.local_scheduler import LocalScheduler
@@ -51,7 +51,7 @@ def test_what_suspensions_cost_is_there() -> None:
     stats.ended([1.0, 2.0, 4.0], timing)
     table.write((), **stats.summary())
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(ReplicaCollector("abc", table.read, lambda: 0, lambda: 1))
+    registry.register(ReplicaCollector({"abc": Measured(table.read, lambda: 0)}, lambda: 1))
     samples = scrape(registry)
     assert samples["sluice_suspended_prefills"] == {(("replica", "abc"),): 1}
     for name, value in {
@@ -74,7 +74,9 @@ def test_every_metric_is_there_and_adds_up() -> None:
     table = StateTable.create(8)
     steps = run_some_steps(table)
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(ReplicaCollector("abc", table.read, lambda: 7, lambda: 3, "decode"))
+    registry.register(
+        ReplicaCollector({"abc": Measured(table.read, lambda: 7)}, lambda: 3, "decode")
+    )
     samples = scrape(registry)
     replica = (("replica", "abc"),)
     assert samples["sluice_replica_live_requests"] == {replica: 7}
@@ -102,6 +104,24 @@ def test_every_metric_is_there_and_adds_up() -> None:
     assert 1.0 < ratio <= 2.0
 
 
+def test_counters_are_summed_over_ranks_and_gauges_are_of_each() -> None:
+    tables = [StateTable.create(8) for _ in range(2)]
+    steps = [run_some_steps(table) for table in tables]
+    tables[1].write((), last_step_s=0.5)
+    registry = CollectorRegistry(auto_describe=False)
+    ranks = {f"abc:{rank}": Measured(table.read, lambda: 7) for rank, table in enumerate(tables)}
+    registry.register(ReplicaCollector(ranks, lambda: 3))
+    samples = scrape(registry)
+    names = [(("replica", name),) for name in ranks]
+    assert samples["sluice_replica_live_requests"] == dict.fromkeys(names, 7)
+    assert samples["sluice_engine_steps_total"] == {(): sum(steps)}
+    assert samples["sluice_plan_seconds_count"] == {(): sum(steps)}
+    assert samples["sluice_last_step_seconds"] == {
+        names[0]: pytest.approx(0.02),
+        names[1]: 0.5,
+    }
+
+
 def test_what_became_of_drafts_is_there() -> None:
     table = StateTable.create(8)
     counts = DraftCounts()
@@ -109,7 +129,7 @@ def test_what_became_of_drafts_is_there() -> None:
         counts.observe("chat", checked, accepted)
     table.write((), draft_s=0.003, **counts.summary())
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(ReplicaCollector("abc", table.read, lambda: 0, lambda: 1))
+    registry.register(ReplicaCollector({"abc": Measured(table.read, lambda: 0)}, lambda: 1))
     samples = scrape(registry)
     assert samples["sluice_drafts_accepted_total"] == {(): 6}
     assert samples["sluice_draft_length_sum"] == {(): 19}
@@ -126,7 +146,7 @@ def test_a_dead_engine_leaves_what_the_replica_knows_itself() -> None:
         raise RuntimeError("the engine is gone")
 
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(ReplicaCollector("abc", gone, lambda: 1, lambda: 3))
+    registry.register(ReplicaCollector({"abc": Measured(gone, lambda: 1)}, lambda: 3))
     assert set(scrape(registry)) == {
         "sluice_replica_live_requests",
         "sluice_configured_replicas",

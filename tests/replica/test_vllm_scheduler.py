@@ -199,14 +199,17 @@ def test_only_the_calling_thread_is_pinned_and_only_to_an_allowed_core(caplog):
     allowed = os.sched_getaffinity(0)
     core = max(allowed)
 
-    def pin(wanted):
-        pin_thread(wanted)
+    def pin(wanted, rank=0):
+        pin_thread(wanted, rank)
         return os.sched_getaffinity(0)
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(pin, core).result() == {core}
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(pin, 10_000).result() == allowed
+    with ThreadPoolExecutor(1) as pool:
+        following = sorted(allowed)[1 % len(allowed) :] + sorted(allowed)
+        assert pool.submit(pin, min(allowed), 1).result() == {following[0]}
     assert "not pinned to core 10000" in caplog.text
     assert os.sched_getaffinity(0) == allowed
 
@@ -218,7 +221,6 @@ def test_only_the_calling_thread_is_pinned_and_only_to_an_allowed_core(caplog):
         ("scheduler_config", "enable_chunked_prefill", False, "chunked prefill must be on"),
         ("scheduler_config", "long_prefill_token_threshold", 100, "must be 0"),
         ("scheduler_config", "prefill_schedule_interval", 2, "must be 1"),
-        ("parallel_config", "data_parallel_size", 2, "data-parallel-size must be 1"),
         ("parallel_config", "prefill_context_parallel_size", 2, "must be 1"),
         ("parallel_config", "distributed_executor_backend", "ray", "mp runs all workers on"),
     ],
@@ -252,6 +254,31 @@ def test_what_was_not_shown_beside_a_pipeline_is_refused(field, value, rule):
         check_config(config)
 
 
+@pytest.mark.parametrize(
+    ("part", "field", "value", "rule"),
+    [
+        (None, "speculative_config", SimpleNamespace(), "speculative decoding must be off"),
+        (None, "kv_transfer_config", SimpleNamespace(), "KV transfer must be off"),
+        ("model_config", "is_moe", True, "on CPUs the model may not have experts"),
+        (
+            "parallel_config",
+            "data_parallel_size_local",
+            1,
+            "all ranks must be on the",
+        ),
+    ],
+)
+def test_what_was_not_shown_beside_several_ranks_is_refused(part, field, value, rule):
+    from sluice.replica.vllm.support import UnsupportedVllmError, check_config
+
+    config = plain_configuration()
+    config.parallel_config.data_parallel_size = 2
+    check_config(config)
+    setattr(config if part is None else getattr(config, part), field, value)
+    with pytest.raises(UnsupportedVllmError, match=rf"data parallelism cannot run.*{rule}"):
+        check_config(config)
+
+
 def plain_configuration():
     """What the check reads of one of vLLM in which plans can be carried out."""
     return SimpleNamespace(
@@ -261,10 +288,11 @@ def plain_configuration():
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1,
             data_parallel_size=1,
+            data_parallel_size_local=2,
             prefill_context_parallel_size=1,
             distributed_executor_backend="mp",
         ),
-        model_config=SimpleNamespace(is_encoder_decoder=False),
+        model_config=SimpleNamespace(is_encoder_decoder=False, is_moe=False),
         speculative_config=None,
         kv_transfer_config=None,
     )

@@ -37,6 +37,7 @@ from sluice.router.serve.hint import Hint, NoReplicaError
 from sluice.router.serve.replicas import ServeReplicas, ServeStream
 from sluice.router.serve.request_router import HintRouter
 from sluice.router.serve.running import RUNNING
+from sluice.scheduling.fleet.ranks import rank_name
 from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import hello
 from tests.injuries import Process
@@ -158,6 +159,25 @@ async def test_large_requests_and_answers_pass(replicas: ServeReplicas) -> None:
     (_, chunk, _) = [item async for batch in stream for item in batch]
     assert isinstance(chunk, ResponseChunk)
     assert len(chunk.data) == _LARGE_BYTES
+
+
+async def test_a_rank_is_at_its_replica(replicas: ServeReplicas) -> None:
+    first, second, third = await names_of(replicas)
+    chosen: list[str] = []
+    request = EngineRequest(uuid.uuid4().hex, "chat", {"do": "serve"}, SLO())
+    CHOICES.expect(request.request_id, chosen.append)
+    target = rank_name(second, 1)
+    try:
+        stream = replicas.generate(request, target, (), "mixed")
+        (_, chunk, _) = [item async for batch in stream for item in batch]
+    finally:
+        CHOICES.forget(request.request_id)
+    assert chosen == [target], "who waits for it asks this rank"
+    assert isinstance(chunk, ResponseChunk)
+    answer = json.loads(chunk.data)
+    assert (answer["replica"], answer["target"], answer["rank"]) == (second, target, 1)
+    others = (rank_name(first, 0), rank_name(first, 1), rank_name(third, 0))
+    assert (await ask(replicas, None, others))["replica"] == second
 
 
 async def test_without_a_usable_hint_serve_balances(replicas: ServeReplicas) -> None:

@@ -47,7 +47,8 @@ class TinyReplica:
             if request.body["do"] == "answer at length":
                 yield [ResponseChunk(b"x" * request.body["bytes"]), ResponseTail(1, 1)]
                 return
-            answer = {"replica": self.name, "target": _target, "live": others}
+            answer = {"replica": self.name, "target": _target, "rank": request.rank}
+            answer["live"] = others
             yield [ResponseChunk(json.dumps(answer).encode()), ResponseTail(1, 1)]
         finally:
             self.live.discard(request.request_id)

@@ -69,13 +69,13 @@ async def preemption(given: Given) -> Json:
     """How long a running prefill of :data:`LONG` tokens takes to stop before its next operator,
     for one of :data:`SHORT` that arrives at a random moment (``blocking``), and the TTFT of both
     where it stopped; median and 99th percentile, milliseconds."""
-    from sluice.replica.deployment import make_engine
+    from sluice.replica.deployment import make_engines
 
     args = {**given.args, "max-num-batched-tokens": LONG}
     config = EngineConfig.model_validate(
         engine_of(given, args) | {"preemption": {"granularity": "operator"}}
     )
-    engine, chance = make_engine(config, "preemption", 64, 0), random.Random(0)
+    (engine,), chance = make_engines(config, "preemption", 64, 0), random.Random(0)
     moments = _MOMENTS[given.gpus]
 
     async def ttft_s(tokens: int, name: str, objective_s: float) -> float:

@@ -1,0 +1,162 @@
+"""A replica with several ranks: simulated engines, and the real controller in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from sluice.controller.config import ControllerConfig
+from sluice.controller.messages import RouteQuery
+from sluice.replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
+from sluice.replica.deployment import make_engines
+from sluice.replica.engine import (
+    EngineRequest,
+    Progress,
+    ResponseHead,
+    ResponseTail,
+    ResponseTaken,
+    request_key,
+)
+from sluice.replica.ranks import Ranks, names_of
+from sluice.replica.server import Replica
+from sluice.replica.simulated.engine import SimulatedEngine
+from sluice.scheduling.fleet.ranks import rank_name, rank_of, replica_of
+from sluice.scheduling.request.objective import SLO
+from tests.controller.observed import ObservedController
+from tests.e2e.conftest import PATIENT
+from tests.replica.waiting import until
+
+RANKS = 2
+CONTROLLER = ControllerConfig.model_validate({**PATIENT, "policy": "least_tokens"})
+
+
+@asynccontextmanager
+async def running(step_s: float = 0.0) -> AsyncIterator[tuple[Ranks, ObservedController]]:
+    """A replica of simulated ranks that report to a controller."""
+    engine = EngineConfig(
+        kind="simulated",
+        model="model",
+        simulated=SimulatedEngineConfig(step_s=step_s, token_s=0, context_token_s=0),
+        vllm_args={"data-parallel-size": RANKS},
+    )
+    config = ReplicaConfig(report_interval_s=0.001, heartbeat_s=0.05, hung_after_s=0.1)
+    controller = ObservedController(CONTROLLER)
+    names, engines = names_of("abc", RANKS), make_engines(engine, "abc", 8, 0)
+    ranks = Ranks(
+        "abc",
+        [
+            Replica(name, "node", one, config, controller)
+            for name, one in zip(names, engines, strict=True)
+        ],
+    )
+    await ranks.start()
+    try:
+        await until(lambda: len(controller._mirror.replicas) == RANKS)
+        yield ranks, controller
+    finally:
+        await ranks.stop()
+
+
+def asked(name: str, rank: int | None, tokens: int = 1, **fields: Any) -> EngineRequest:
+    body = {"prompt": "a prompt", "max_tokens": tokens, "stream": True}
+    return EngineRequest(name, "completions", body, SLO(), rank=rank, **fields)
+
+
+async def items_of(ranks: Ranks, request: EngineRequest, target: str | None = "abc") -> list[Any]:
+    return [item async for batch in ranks.generate(request, target) for item in batch]
+
+
+def test_names_of_ranks() -> None:
+    assert names_of("abc", 1) == ["abc"]
+    assert names_of("abc", 2) == ["abc:0", "abc:1"]
+    assert (replica_of("abc:1"), rank_of("abc:1")) == ("abc", 1)
+    assert (replica_of("abc"), rank_of("abc")) == ("abc", None)
+    assert rank_of("abc:1~x,y?z") == 1, "the hint of a call begins with it"
+    assert rank_of("~x?y") is None
+    assert rank_name("abc", 0) == "abc:0"
+
+
+async def test_each_rank_is_a_replica_to_the_controller_which_chooses_one() -> None:
+    async with running(step_s=0.02) as (ranks, controller):
+        # Longer than the controller compiles its loops.
+        long = asyncio.create_task(items_of(ranks, asked("long", 0, tokens=4_000), "abc:0"))
+        await until(lambda: ranks.replicas[0].live_requests == 1)
+
+        async def live() -> dict[str, int]:
+            rows = (await controller.snapshot())["replicas"]
+            return {row["replica_id"]: row["waiting"] + row["running"] for row in rows}
+
+        async with asyncio.timeout(20):
+            while await live() != {"abc:0": 1, "abc:1": 0}:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        query = RouteQuery(request_key("next"), SLO(ttft_s=30), 4)
+        (decision,) = (await controller.route([query])).decisions
+        assert decision.replica_id == "abc:1"
+        head, *_, tail = await items_of(ranks, asked("next", rank_of("abc:1")), "abc:1")
+        assert isinstance(head, ResponseHead)
+        assert head.replica_id == decision.replica_id
+        assert isinstance(tail, ResponseTail)
+        await ranks.abort("long")
+        assert (await long)[0].replica_id == "abc:0"
+        assert ranks.snapshot()["live_requests"] == 0
+
+        await controller.replica_gone(["abc"])  # Serve knows the replica by this name
+        (none,) = (await controller.route([query])).decisions
+        assert none.replica_id is None
+
+
+async def test_without_a_rank_the_one_with_the_fewest_requests_serves_and_says_so() -> None:
+    async with running(step_s=0.02) as (ranks, _):
+        long = asyncio.create_task(items_of(ranks, asked("long", 0, tokens=4_000)))
+        await until(lambda: ranks.replicas[0].live_requests == 1)
+        for target, request in (
+            ("", asked("confirmed", None, confirm=True)),
+            ("other:0", asked("moved", 0)),
+        ):
+            taken, head, *_ = await items_of(ranks, request, target)
+            assert taken == ResponseTaken("abc:1")
+            assert head.replica_id == "abc:1"
+        await ranks.abort("long")
+        await long
+
+
+async def test_one_rank_that_hangs_leaves_the_other_as_it_is() -> None:
+    async with running(step_s=0.001) as (ranks, _):
+        stalled = ranks.replicas[0].engine
+        assert isinstance(stalled, SimulatedEngine)
+        stalled.stand_still()
+        waits = asyncio.create_task(items_of(ranks, asked("stuck", 0)))
+        # The watchdog is patient in the first steps of an engine.
+        ranks.replicas[0]._watchdog._first_step = -100  # type: ignore[union-attr]
+        await until(lambda: ranks.progress(["stuck"], "abc:0~x").hung)
+        assert ranks.progress(["stuck"], "abc:1") == Progress("abc:1", False, ("stuck",))
+        assert ranks.progress(["stuck", "?"], "abc") == Progress("abc", True, ("?",))
+        assert (await items_of(ranks, asked("other", 1)))[0].replica_id == "abc:1"
+        stalled.move_on()
+        await waits
+
+
+async def test_a_rank_that_is_not_there_is_no_error() -> None:
+    """The fleet may have changed its size between a decision and the call."""
+    async with running() as (ranks, _):
+        assert (await items_of(ranks, asked("r", 7), "abc:7"))[0].replica_id in ("abc:0", "abc:1")
+        assert ranks.progress((), "abc:7") == Progress("abc", False)
+
+
+async def test_all_ranks_drain_and_leave() -> None:
+    async with running(step_s=0.005) as (ranks, controller):
+        live = [
+            asyncio.create_task(items_of(ranks, asked(f"r{rank}", rank, tokens=20)))
+            for rank in range(RANKS)
+        ]
+        await until(lambda: all(each.live_requests for each in ranks.replicas))
+        await ranks.drain()
+        assert [isinstance((await each)[-1], ResponseTail) for each in live] == [True] * RANKS
+        await ranks.stop()
+        assert not controller._mirror.replicas
+        with pytest.raises(Exception, match="dead"):
+            await ranks.check_health()
