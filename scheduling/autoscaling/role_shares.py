@@ -34,10 +34,11 @@ LOST = 0.05
 """A role that cannot guarantee more than this share of what it is asked for is full, however busy
 it should be."""
 
-MOST_STRAIN = 3.0
-"""Maximum factor that a role is learned to be busier by than it should be."""
+MOST_STRAIN = 2.0
+"""Maximum factor that a role is learned to be busier by than it should be. A role that should be
+less busy than its inverse teaches nothing: what it lost it lost earlier."""
 
-UNLEARN_S = 1800.0
+UNLEARN_S = 300.0
 """Time in which such a factor loses ``1 - 1/e`` of its effect, seconds."""
 
 LOOK_EVERY_S = 2.5
@@ -50,7 +51,7 @@ class RoleSharesOptions(PolicyOptions):
     """When replicas change their roles."""
 
     gain: float = Field(
-        default=0.15,
+        default=0.2,
         ge=0.01,
         lt=1,
         description="Dead band: a role changes only if the busiest replicas would be this share "
@@ -62,13 +63,6 @@ class RoleSharesOptions(PolicyOptions):
         lt=1,
         description="No role changes while the busiest replicas are less busy than this.",
     )
-    prefill_load: float = Field(
-        default=0.7,
-        gt=0,
-        le=1,
-        description="Share of its time for which a prefill replica counts as full: prompts that "
-        "come together wait for each other.",
-    )
     hold_s: float = Field(
         default=60.0,
         ge=1,
@@ -79,7 +73,7 @@ class RoleSharesOptions(PolicyOptions):
         default=30.0, gt=0, le=3600, description="Averaging time of the demand, seconds."
     )
     ahead_s: float = Field(
-        default=30.0,
+        default=10.0,
         ge=0,
         le=3600,
         description="How far ahead demand is forecast, seconds: at least the time of a long "
@@ -203,19 +197,18 @@ class Change(NamedTuple):
 class RoleShares:
     """Changes roles so that the busiest replicas are as little busy as possible.
 
-    With ``p`` and ``d`` the demand of prefills and decodes, ``u`` the usable share of a replica
-    that decodes, and ``l`` the ``prefill_load``: a prefill replica gives ``l`` seconds of prefill
-    per second, as all its steps are full, a decode or a mixed one ``u`` seconds of either. So
-    ``n`` mixed replicas are busy for ``(p + d) / u / n`` of their time, and of ``P`` prefill and
-    ``D`` decode ones the busier side for ``max(p / l / P, d / u / D)``. Where the pace is tight
-    ``u`` is small, and prefills are cheaper apart; where it is loose, the pool of all is better, as
-    no side waits for the other. Where so few requests decode that replicas are without decodes at
-    times, ``u`` is nearer to 1. If the KV in use needs more replicas than the decodes' time does,
-    it counts instead.
+    With ``p`` and ``d`` the demand of prefills and decodes and ``u`` the usable share of a replica
+    that decodes: a prefill replica gives a second of prefill per second, as all its steps are full,
+    a decode or a mixed one ``u`` seconds of either. So ``n`` mixed replicas are busy for ``(p + d)
+    / u / n`` of their time, and of ``P`` prefill and ``D`` decode ones the busier side for ``max(p
+    / P, d / u / D)``. Where the pace is tight ``u`` is small, and prefills are cheaper apart; where
+    it is loose, the pool of all is better, as no side waits for the other. Where so few requests
+    decode that replicas are without decodes at times, ``u`` is nearer to 1. If the KV in use needs
+    more replicas than the decodes' time does, it counts instead.
 
     Bursts need more than the mean. So a role that cannot guarantee a share of what it is asked for
-    counts as full, and from then on as busier than the formula says by the same factor, which is
-    forgotten slowly.
+    counts as full, and from then on as busier than the formula says by the same factor, until it
+    is less busy with it than it proves to be able to, or for some minutes.
 
     The best is wanted of all mixed and of every split into both roles: mixed replicas beside pairs
     lose to either. The current one is kept unless the best is better by ``gain``, and for
@@ -312,12 +305,16 @@ class RoleShares:
     def _learnt(self, means: Means, split: Split) -> Means:
         """What the share that the roles could not guarantee teaches: they are full, and how busy
         they should be was wrong by that much."""
-        should = busy_of(self._forecast(means, 0.0), split, self.options.prefill_load)
+        should = busy_of(self._forecast(means, 0.0), split)
         strain = list(means.strain)
         for place, role in enumerate(ROLES):
             lost, busy = means.asked[1 + place].lost, should.get(role, 0.0)
-            if lost > LOST and busy > 0:
+            if busy * MOST_STRAIN <= 1.0:
+                continue
+            if lost > LOST:
                 strain[place] = max(strain[place], min((1.0 + lost) / busy, MOST_STRAIN))
+            else:
+                strain[place] = min(strain[place], max(1.0, 1.0 / busy))
         return means._replace(strain=tuple(strain))
 
     def _wanted(self, need: Need, split: Split, strain: Sequence[float]) -> tuple[Split, str]:
@@ -325,7 +322,7 @@ class RoleShares:
         kept, replicas = 1.0 - self.options.gain, split.replicas
 
         def busy(split: Split) -> float:
-            should = busy_of(need, split, self.options.prefill_load)
+            should = busy_of(need, split)
             return max(should[role] * strain[ROLES.index(role)] for role in should)
 
         mixed = Split(replicas, 0, 0)
@@ -350,7 +347,7 @@ class RoleShares:
         return best, words
 
 
-def busy_of(need: Need, split: Split, prefill_load: float = 1.0) -> dict[Role, float]:
+def busy_of(need: Need, split: Split) -> dict[Role, float]:
     """Share of its time for which each role of a settled split should be busy; 1 and above is
     overload. ``O(1)``."""
     mixed, prefill, decode = split
@@ -360,7 +357,7 @@ def busy_of(need: Need, split: Split, prefill_load: float = 1.0) -> dict[Role, f
     decode_s = max(need.decode / usable, need.held)
     if mixed:
         return {"mixed": (need.prefill / usable + decode_s) / mixed}
-    return {"prefill": need.prefill / prefill_load / prefill, "decode": decode_s / decode}
+    return {"prefill": need.prefill / prefill, "decode": decode_s / decode}
 
 
 def loads_of(demand: Demand, fleet: Fleet, now_s: float) -> Loads:

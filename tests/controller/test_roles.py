@@ -189,8 +189,9 @@ class Elastic:
             said = hello(name, rows, role=role, elastic=True, now_s=self.clock.now_s)
             await self._answer(name, await self.controller.hello(said))
 
-    async def pass_s(self, seconds: float, prompts: int = 2) -> None:
-        """Every half second each reports, and ``prompts`` come whose prefills take 0.4 s each."""
+    async def pass_s(self, seconds: float, prompts: int = 8) -> None:
+        """Every half second each reports, and ``prompts`` come whose prefills take 0.1 s each.
+        Their clients leave at once, so all that come can be guaranteed."""
         for _ in range(int(seconds / 0.5)):
             self.clock.advance(0.5)
             self.seq += 1
@@ -199,7 +200,8 @@ class Elastic:
                 await self._answer(name, await self.controller.report(report))
             for _ in range(prompts):
                 self.key += 1
-                await placed(self.controller, query(self.key, 4_000))
+                await placed(self.controller, query(self.key, 1_000))
+                await self.controller.release([self.key])
 
     async def _answer(self, name: str, reply: ReportReply) -> None:
         assert reply.role is not None and not reply.resync

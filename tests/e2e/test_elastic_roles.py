@@ -26,7 +26,6 @@ FIELDS: dict[str, Any] = {
         "roles": {
             "gain": 0.05,
             "least_load": 0.05,
-            "prefill_load": 1.0,
             "hold_s": 1.0,
             "smoothing_s": 1.0,
             "ahead_s": 0.0,

@@ -37,8 +37,8 @@ def fleet(mixed: int, prefill: int = 0, decode: int = 0) -> list[Member]:
     return [Member(f"r{number:02}", role, 0.0, MANY) for number, role in enumerate(roles)]
 
 
-def busiest(need: Need, split: Split, prefill_load: float = 1.0) -> float:
-    return max(busy_of(need, split, prefill_load).values())
+def busiest(need: Need, split: Split) -> float:
+    return max(busy_of(need, split).values())
 
 
 class Run:
@@ -98,8 +98,6 @@ def test_how_busy_the_busiest_is() -> None:
     assert busiest(need, Split(0, 2, 2)) == pytest.approx(0.75)
     assert busiest(need, Split(0, 3, 1)) == pytest.approx(1.5)
     assert busiest(need, Split(0, 1, 3)) == pytest.approx(1.0)
-    # One that may be busy for 70 % only.
-    assert busiest(need, Split(0, 1, 3), 0.7) == pytest.approx(1.0 / 0.7)
     # One decode at a time on four: a replica has none for exp(-1/4) of its time.
     usable = 1 - (1 - exp(-1 / 4)) * 0.6
     few = need._replace(decodes=1.0)
@@ -120,14 +118,14 @@ def test_where_the_pace_is_tight_roles_follow_the_mix() -> None:
 
 def test_where_the_pace_is_loose_all_are_mixed() -> None:
     assert Run(fleet(4), usable=0.85).settle(1.4, 1.2) == Split(4, 0, 0)
-    run = Run(fleet(0, 2, 2), usable=0.85)
-    assert run.settle(0.8, 2.4) == Split(4, 0, 0)
-    assert run.splits[1:-1] == [Split(1, 1, 2), Split(2, 1, 1)]
+    run = Run(fleet(0, 1, 2), usable=0.85)
+    assert run.settle(0.2, 1.9) == Split(3, 0, 0)
+    assert run.splits[1:-1] == [Split(1, 1, 1)]
 
 
 def test_new_replicas_take_what_lacks_at_once() -> None:
     run = Run(fleet(0, 2, 2))
-    run.settle(1.2, 0.6, looks=60)
+    run.settle(1.6, 0.6, looks=60)
     run.members += fleet(1)
     assert list(run.look(1.6, 0.6).roles.values()) == ["prefill"]
 
@@ -141,7 +139,7 @@ def test_the_next_split_is_looked_for_after_a_while() -> None:
 
 def test_a_small_difference_changes_nothing() -> None:
     # 80 % against 70 %: better by an eighth.
-    run = Run(fleet(0, 2, 2), RoleShares(RoleSharesOptions(prefill_load=1.0)))
+    run = Run(fleet(0, 2, 2))
     assert run.settle(1.6, 0.28) == Split(0, 2, 2)
     assert run.settle(1.6, 0.24) == Split(0, 3, 1)  # 60 %
 
@@ -178,7 +176,6 @@ demands = st.floats(0.0, 6.0)
 policies = st.builds(
     RoleSharesOptions,
     gain=st.floats(0.05, 0.5),
-    prefill_load=st.floats(0.5, 1.0),
 ).map(RoleShares)
 
 

@@ -11,9 +11,7 @@ from tests.simulation.clusters import EXACT, batch, ended_well, route
 from tests.simulation.loads import workload
 
 PHASE_S = 15.0
-QUICK = RoleShares(
-    RoleSharesOptions(hold_s=2.5, smoothing_s=2.0, ahead_s=0.0, gain=0.05, prefill_load=1.0)
-)
+QUICK = RoleShares(RoleSharesOptions(hold_s=2.5, smoothing_s=2.0, ahead_s=0.0, gain=0.05))
 
 
 def test_roles_change_with_the_mix_and_no_request_is_lost() -> None:
