@@ -81,18 +81,12 @@ def test_each_token_of_a_model_without_weights_is_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.release
-def test_steps_and_drafts_are_measured_on_vllms_cpu_build(tmp_path: Path) -> None:
-    result = measure(
-        *("--device=cpu", "--part=steps", "--part=speculation", "--part=async"),
-        *("--out", str(tmp_path)),
-    )
+def test_steps_are_measured_on_vllms_cpu_build_and_what_it_lacks_is_reported(
+    tmp_path: Path,
+) -> None:
+    result = measure("--device=cpu", "--part=steps", "--part=async", "--out", str(tmp_path))
     found = {row["part"]: row for row in json.loads((tmp_path / "gpu.json").read_text())["rows"]}
     assert result.exit_code == 1
-    assert "turned asynchronous scheduling off" in found["async"]["failed"]
+    assert found["async"]["failed"].endswith("vLLM has turned asynchronous scheduling off")
     (row,) = found["steps"]["rows"]
     assert row["stock steps/s"] > 0 and row["sluice steps/s"] > 0
-    rows = found["speculation"]["rows"]
-    assert [(row["decodes"], row["drafts"]) for row in rows] == [
-        (decodes, drafts) for decodes in (1, 8) for drafts in (0, 1, 3, 5)
-    ]
-    assert rows[0]["ratio"] == rows[4]["ratio"] == 1.0

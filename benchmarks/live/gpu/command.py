@@ -37,7 +37,9 @@ _QUIET: Final = {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_LOGGING_LEVEL"
 _LOAD: Final = """
 load system sent attained attained_interval goodput tokens kept ttft_ms tpot_ms late_ms
 """.split()  # noqa: SIM905
-_REASON: Final = re.compile(r"^(?:Error|[\w.]+(?:Error|Exception)): .*", re.MULTILINE)
+_REASON: Final = re.compile(
+    r"^(?:\[\w+\]: )?((?:Error|[\w.]+(?:Error|Exception)): .*)", re.MULTILINE
+)
 _SHOWN = 300
 _DEVICE = "cpu: to try the command, a tiny model on vLLM's CPU build. Its figures mean nothing."
 
@@ -64,9 +66,9 @@ def _plots(option: str, place: Path) -> Sequence[str | Path]:
 def _profile(given: Given) -> Sequence[str | Path]:
     config = Path(given.folder, "engine.json")
     config.write_text(json.dumps({"engine": engine_of(given, given.args)}))
-    kept: list[str | Path] = ["--out", Path(given.folder, "latency.json")]
-    plot = _plots("--plot", config.with_name("profile.png"))
-    return [SLUICE, "profile", "--config", config, *kept, *plot, "--json"]
+    kept, plot = config.with_name("latency.json"), config.with_name("profile.png")
+    plots = _plots("--plot", plot)
+    return [SLUICE, "profile", "--config", config, "--out", kept, *plots, "--json"]
 
 
 def _errors(found: Json) -> list[Json]:
