@@ -205,10 +205,11 @@ class RoleShares:
     that decodes: a prefill replica gives ``l``, :data:`PREFILL_LOAD`, seconds of prefill per
     second, as all its steps are full, a decode or a mixed one ``u`` seconds of either. So ``n``
     mixed replicas are busy for ``(p + d) / u / n`` of their time, and of ``P`` prefill and ``D``
-    decode ones the busier side for ``max(p / l / P, d / u / D)``. Where the pace is tight ``u`` is small, and prefills are cheaper apart; where
-    it is loose, the pool of all is better, as no side waits for the other. Where so few requests
-    decode that replicas are without decodes at times, ``u`` is nearer to 1. If the KV in use needs
-    more replicas than the decodes' time does, it counts instead.
+    decode ones the busier side for ``max(p / l / P, d / u / D)``. Where the pace is tight ``u`` is
+    small, and prefills are cheaper apart; where it is loose, the pool of all is better, as no side
+    waits for the other. Where so few requests decode that replicas are without decodes at times,
+    ``u`` is nearer to 1. If the KV in use needs more replicas than the decodes' time does, it
+    counts instead.
 
     Bursts need more than the mean. So a role that cannot guarantee a share of what it is asked for
     counts as full, and from then on as busier than the formula says by the same factor, until it
