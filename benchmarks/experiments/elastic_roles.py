@@ -59,7 +59,8 @@ def measure(
             each._replace(arrival_s=each.arrival_s + number * seconds) for each in own.arrivals
         )
         made.append(replace(own, arrivals=tuple(later)))
-    served, roles = System(ROUTER, DEFAULT, ADMISSION), fleet.roles and RoleShares(fleet.roles)
+    served = System(ROUTER, DEFAULT, ADMISSION)
+    roles = None if fleet.roles is None else RoleShares(fleet.roles)
     done = systems.run_cluster(
         merged("a day", made), served, SETUP, fleet.layout, seed, roles=roles
     )
