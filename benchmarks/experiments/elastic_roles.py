@@ -68,8 +68,9 @@ def measure(
     met = attained(requests, stages(requests), TPOTMetric.MEAN)
     ends = np.cumsum([len(own) for own in made])[:-1]
     by_part = {f"part {n}": own.mean() for n, own in enumerate(np.split(met, ends), 1)}
-    sizes = sum(max(0, len(each) - 1) for each in done.result.sizes.values())
-    return {**systems.cluster_figures(done), **by_part, "changes": sizes / 2}
+    counts = [[size.replicas for size in own] for own in done.result.sizes.values()]
+    changes = sum(np.abs(np.diff(own)).sum() for own in counts) / 2
+    return {**systems.cluster_figures(done), **by_part, "changes": float(changes)}
 
 
 def _parts(plan: Plan) -> Sequence[Make]:

@@ -30,6 +30,10 @@ MOST_SCALING = 4.0
 """Maximum factor by which the decodes of guaranteed requests are scaled up for requests without a
 guarantee."""
 
+PREFILL_LOAD = 0.7
+"""Share of its time for which a prefill replica counts as full: prompts that come together wait for
+each other."""
+
 LOST = 0.05
 """A role that cannot guarantee more than this share of what it is asked for is full, however busy
 it should be."""
@@ -51,7 +55,7 @@ class RoleSharesOptions(PolicyOptions):
     """When replicas change their roles."""
 
     gain: float = Field(
-        default=0.2,
+        default=0.15,
         ge=0.01,
         lt=1,
         description="Dead band: a role changes only if the busiest replicas would be this share "
@@ -198,13 +202,14 @@ class RoleShares:
     """Changes roles so that the busiest replicas are as little busy as possible.
 
     With ``p`` and ``d`` the demand of prefills and decodes and ``u`` the usable share of a replica
-    that decodes: a prefill replica gives a second of prefill per second, as all its steps are full,
-    a decode or a mixed one ``u`` seconds of either. So ``n`` mixed replicas are busy for ``(p + d)
-    / u / n`` of their time, and of ``P`` prefill and ``D`` decode ones the busier side for ``max(p
-    / P, d / u / D)``. Where the pace is tight ``u`` is small, and prefills are cheaper apart; where
-    it is loose, the pool of all is better, as no side waits for the other. Where so few requests
-    decode that replicas are without decodes at times, ``u`` is nearer to 1. If the KV in use needs
-    more replicas than the decodes' time does, it counts instead.
+    that decodes: a prefill replica gives ``l``, :data:`PREFILL_LOAD`, seconds of prefill per
+    second, as all its steps are full, a decode or a mixed one ``u`` seconds of either. So ``n``
+    mixed replicas are busy for ``(p + d) / u / n`` of their time, and of ``P`` prefill and ``D``
+    decode ones the busier side for ``max(p / l / P, d / u / D)``. Where the pace is tight ``u`` is
+    small, and prefills are cheaper apart; where it is loose, the pool of all is better, as no side
+    waits for the other. Where so few requests decode that replicas are without decodes at times,
+    ``u`` is nearer to 1. If the KV in use needs more replicas than the decodes' time does, it
+    counts instead.
 
     Bursts need more than the mean. So a role that cannot guarantee a share of what it is asked for
     counts as full, and from then on as busier than the formula says by the same factor, until it
@@ -357,7 +362,7 @@ def busy_of(need: Need, split: Split) -> dict[Role, float]:
     decode_s = max(need.decode / usable, need.held)
     if mixed:
         return {"mixed": (need.prefill / usable + decode_s) / mixed}
-    return {"prefill": need.prefill / prefill, "decode": decode_s / decode}
+    return {"prefill": need.prefill / PREFILL_LOAD / prefill, "decode": decode_s / decode}
 
 
 def loads_of(demand: Demand, fleet: Fleet, now_s: float) -> Loads:
