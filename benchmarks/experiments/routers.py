@@ -258,7 +258,7 @@ CELLS = Experiment(
 def _moving(from_s: float) -> list[Layout]:
     cases: Mapping[str, tuple[Incident, ...]] = {
         "two drained": (Resize(from_s, -2),),
-        "one 3 times slower": (Slowdown(from_s, 0, 3.0),),
+        "one 8 times slower": (Slowdown(from_s, 0, 8.0),),
     }
     return [
         colocated(8, migrate=moves)._replace(name=f"{case}, {words}", incidents=incidents)
@@ -276,13 +276,13 @@ MIGRATION = Experiment(
         **SETTING,
         "Admission": f"{systems.ADMISSION}; what cannot be guaranteed is served as best effort",
         "Replicas": f"8, co-located, with {LOCAL}, behind the default router; two are drained, or "
-        "the steps of one take 3 times as long, from 5 s on",
+        "the steps of one take 8 times as long, from 5.5 s on",
         "Moves": "each second; 1 ms and 5 us a token for the KV",
     },
     grids=[
         Sweep(
             workloads=workloads(Scaled(FOUR[:1], (FOUR[0], FOUR[3]))),
-            layouts=Scaled(_moving(0.2), _moving(5.0)),
+            layouts=Scaled(_moving(0.2), _moving(5.5)),
             loads=(0.7,),
             kinds=(System(ROUTER, Contender(LOCAL, LOCAL), systems.ADMISSION),),
             span=SPAN,

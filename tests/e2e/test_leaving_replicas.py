@@ -220,7 +220,7 @@ def test_a_drain_ends_long_before_its_streams(serving: System) -> None:
         told = moved_streams(serving)
         assert sum(told.values()) == here and told["transferred"] > 0, told
     why = [each["why"] for each in _log(serving) if each["moved_from"] == drained]
-    assert len(why) == here and all("moved with its KV" in each for each in why), why
+    assert sum("moved with its KV" in each for each in why) == here, why
     assert not admin(serving, "DELETE", f"replicas/{drained}/drain").json()["draining"]
 
 
