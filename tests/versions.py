@@ -62,7 +62,7 @@ FEATURES: Final[Mapping[str, tuple[Versions, tuple[str, ...]]]] = {
 _COMPANIONS: Final = {"torchaudio", "torchcodec", "torchvision"}
 """CUDA builds on most indexes, which break beside a CPU build of torch."""
 
-_NO_TORCH: Final = re.compile(r"No matching distribution found for torch==")
+_NO_TORCH: Final = re.compile(r"No matching distribution found for torch==|Cannot install torch==")
 _SUMMARY: Final = re.compile(r"^=*\s*((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s", re.M)
 
 
