@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from sluice.scheduling.request.kernels import (
+    BEST_EFFORT,
     COMPUTED,
     DRAFTED,
     EMITTED,
@@ -127,8 +128,9 @@ def begin(
     for row in kept:
         planned[row] = -1
     for place in range(len(evicted)):
-        counters[EVICTIONS] += 1
-        counters[EVICTED_TOKENS] += int(table[evicted[place], COMPUTED])
+        if table[evicted[place], BEST_EFFORT] > 0.0:
+            counters[EVICTIONS] += 1
+            counters[EVICTED_TOKENS] += int(table[evicted[place], COMPUTED])
         preempt(table, private, counters, evicted[place])
         step[place, VICTIM] = evicted[place]
     preempted, count = 0, 0

@@ -371,8 +371,8 @@ class LocalScheduler:
         self._table.write((), **summary)
 
     def count_evictions(self, plan: BatchPlan) -> None:
-        """The engine has preempted what ``plan`` evicts."""
-        self._evictions += len(plan.evicted)
+        """The engine has preempted what ``plan`` evicts, of which best-effort requests count."""
+        self._evictions += len(plan.yielded)
         self._evicted_tokens += plan.evicted_tokens
 
     def begin_step(

@@ -15,7 +15,7 @@ import numpy as np
 from sluice.scheduling.batching import builder
 from sluice.scheduling.latency.model import UNBOUNDED_TOKENS, LatencyModel
 from sluice.scheduling.latency.speculation import Lengths
-from sluice.scheduling.request.kernels import COMPUTED, Floats, Ints
+from sluice.scheduling.request.kernels import BEST_EFFORT, COMPUTED, Floats, Ints
 from sluice.scheduling.request.queue import QueueView
 
 _NONE: Ints = np.empty(0, np.int64)
@@ -70,8 +70,8 @@ class BatchPlan:
         rows: ``int64[m]``, indices in the planned queue.
         tokens: ``int64[m]``, new tokens of each.
         predicted_s: step time of the batch by the latency model, seconds.
-        evicted: ``int64[k]``, running best-effort requests to preempt before the batch: they lose
-            their KV and keep their generated tokens.
+        evicted: ``int64[k]``, running requests to preempt before the batch: they lose their KV and
+            keep their generated tokens.
         kept: ``int64[l]``, running requests outside the batch that an engine preempts last when it
             runs out of blocks.
     """
@@ -133,9 +133,17 @@ class BatchPlan:
         return self._queue.request_ids(self.kept) if len(self.kept) else []
 
     @property
+    def yielded(self) -> Ints:
+        """The best-effort requests in :attr:`evicted`."""
+        if not len(self.evicted):
+            return self.evicted
+        return self.evicted[self._queue.table[self.evicted, BEST_EFFORT] > 0]
+
+    @property
     def evicted_tokens(self) -> int:
-        """Computed tokens that the evictions discard."""
-        return int(self._queue.table[self.evicted, COMPUTED].sum()) if len(self.evicted) else 0
+        """Computed tokens that :attr:`yielded` lose."""
+        rows = self.yielded
+        return int(self._queue.table[rows, COMPUTED].sum()) if len(rows) else 0
 
 
 class BatchBuilder:
@@ -159,6 +167,7 @@ class BatchBuilder:
       their pending tokens. Where blocks, tokens or time are short, fewer drafts are verified.
     - A best-effort request takes free blocks only, and no request takes its blocks. The plan names
       the best-effort requests to preempt before the batch.
+    - A policy may also preempt running requests of its own before the batch (:meth:`evict`).
 
     ``O(requests)`` to build, ``O(rows)`` per call, both compiled.
 
@@ -173,6 +182,7 @@ class BatchBuilder:
 
     __slots__ = (
         "_costs",
+        "_evicted",
         "_pieces",
         "_plan",
         "_queue",
@@ -197,6 +207,7 @@ class BatchBuilder:
         """Drafts that decodes may verify, by the builder's row; ``None`` where nothing is
         drafted."""
         self._queue = queue
+        self._evicted = _NONE
         self._tiers = tiers
         self._table = queue.table if tiers is None else queue.table[tiers.order]
         self._pieces = latency.pieces
@@ -283,6 +294,12 @@ class BatchBuilder:
         running requests can grow."""
         self._state[builder.SPARE_BLOCKS] = blocks
 
+    def evict(self, rows: Ints) -> None:
+        """Preempt the running requests in ``rows``, none of which is planned, before the batch.
+        Their blocks and sequences count as free from now on."""
+        builder.evict(self._table, rows, self._state, self._plan)
+        self._evicted = rows
+
     def add(self, row: int, tokens: int = UNBOUNDED_TOKENS) -> int:
         """Take up to ``tokens`` (default: all pending) of the request in ``row``; return how many.
 
@@ -339,6 +356,8 @@ class BatchBuilder:
         if self.lengths is not None and self.budget.draft_s:
             checked = np.minimum(tokens - 1, drafts[rows]).max(initial=0)
             predicted_s -= self.budget.draft_s * float(drafts.max(initial=0) - checked)
+        if len(self._evicted):
+            evicted = np.concatenate((self._evicted, evicted))
         if self._tiers is not None:
             order = self._tiers.order
             rows, evicted, kept = order[rows], order[evicted], order[kept]

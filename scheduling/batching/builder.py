@@ -51,6 +51,8 @@ ORDER = 1  # the planned rows in order, in the first places
 DRAFTS = 2  # drafted tokens of each row that it may take beside its pending ones
 PLAN = 3
 
+EVICTED = -1  # in place of tokens: the row is preempted before the batch
+
 
 @compiled
 def begin(
@@ -155,6 +157,19 @@ def admit(state: Ints, held: int, computed: int, pending: int, tokens: int) -> i
 
 
 @compiled
+def evict(table: Floats, rows: Ints, state: Ints, plan: Ints) -> None:
+    """Count the running ``rows``, of which none is planned, as preempted; none is taken later."""
+    for row in rows:
+        held = int(table[row, KV_BLOCKS])
+        state[FREE_BLOCKS] += held
+        state[RECLAIMABLE] -= held
+        state[NEEDED] -= pending_blocks(table[row], state[BLOCK_TOKENS], state[LOOKAHEAD])
+        state[SEQUENCES_LEFT] += 1
+        state[SEQUENCES_RUNNING] -= 1
+        plan[GRANTED, row] = EVICTED
+
+
+@compiled
 def take(
     table: Floats,
     pieces: Floats,
@@ -171,7 +186,7 @@ def take(
     for row in rows:
         if state[TOKENS_LEFT] <= 0 or taken >= tokens or costs.max() >= until_s:
             break
-        if row < 0 or row >= state[SHOWN] or plan[GRANTED, row] > 0:
+        if row < 0 or row >= state[SHOWN] or plan[GRANTED, row] != 0:
             continue
         pending, computed = int(table[row, PENDING]), int(table[row, COMPUTED])
         wanted = pending + plan[DRAFTS, row]

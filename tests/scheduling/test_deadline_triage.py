@@ -191,6 +191,50 @@ def test_a_kept_prompt_without_room_holds_nobody_up() -> None:
     assert entries == {"running": 1, "short": 64}
 
 
+# 1,600 tokens: "late" has computed 960 of its 1,200, and "chat" needs 1,000.
+TIGHT = BatchBudget(tokens=4_096, sequences=8, kv_blocks=40, block_tokens=16)
+LATE = prefill("late", 1_200, SLO(ttft_s=0.1), arrival_s=5.0, computed=960)
+CHAT = prefill("chat", 1_000, SLO(ttft_s=4.0), arrival_s=10.0)
+
+
+def evicted(*requests: RequestView, now_s: float = 10.0) -> tuple[list[str], dict[str, int]]:
+    made = plan(*requests, now_s=now_s, budget=TIGHT)
+    return made.evicted_ids, dict(made.entries)
+
+
+def test_a_late_prompt_gives_its_memory_to_the_first_one_that_can_be_on_time() -> None:
+    gone, taken = evicted(LATE, CHAT)
+    assert gone == ["late"]
+    assert taken == {"chat": 70}
+    # The one that is due first decides, and the others wait for the next batch.
+    later = CHAT._replace(request_id="later", slo=SLO(ttft_s=9.0))
+    assert evicted(LATE, later, CHAT)[1] == {"chat": 70}
+    # It fits as it is.
+    assert evicted(LATE, prefill("short", 100, SLO(ttft_s=4.0), arrival_s=10.0))[0] == []
+    # It does not fit then either.
+    assert evicted(LATE, prefill("long", 1_590, SLO(ttft_s=4.0), arrival_s=10.0))[0] == []
+
+
+def test_memory_is_not_taken_from_what_can_be_on_time_was_promised_or_streams() -> None:
+    for kept in (
+        LATE._replace(slo=SLO(ttft_s=9.0)),
+        LATE._replace(promised=True),
+        LATE._replace(emitted_tokens=3, first_token_s=5.05),
+        # Only two can be on time. The third one could be, alone.
+        LATE._replace(slo=SLO(ttft_s=5.3)),
+    ):
+        assert evicted(kept, CHAT)[0] == []
+
+
+def test_the_least_work_is_lost_that_makes_room() -> None:
+    small = LATE._replace(request_id="small", computed_tokens=400, pending_tokens=800, kv_blocks=25)
+    large = LATE._replace(computed_tokens=560, pending_tokens=640, kv_blocks=35)
+    # 63 blocks are needed and one is spare for those that run: 25 more than there are.
+    assert evicted(large, small, CHAT)[0] == ["small"]
+    tiny = small._replace(request_id="tiny", computed_tokens=160, kv_blocks=10)
+    assert evicted(large, tiny, CHAT)[0] == ["late"]
+
+
 def test_scarce_blocks_go_to_decodes_first() -> None:
     slo = SLO(ttft_s=1.0, tpot_s=0.1)
     ahead = decode("ahead", slo, emitted=40, context=32, first_token_s=9.9)

@@ -18,6 +18,7 @@ from sluice.scheduling.assumptions import (
 )
 from sluice.scheduling.batching.aged_lane import LONGEST_STEPS, AgedLane
 from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
+from sluice.scheduling.batching.deadline_triage.outranked import outranked
 from sluice.scheduling.batching.deadline_triage.rows import (
     UNPACED_S,
     blocks_needed,
@@ -37,6 +38,7 @@ from sluice.scheduling.request.kernels import (
     COMPUTED,
     E2E,
     FIRST_TOKEN,
+    KV_BLOCKS,
     LAST_TOKEN,
     PRIORITY,
     PROMISED,
@@ -61,6 +63,10 @@ TTFT_MEMORY_S = 60.0
 SPREADS = 2.0
 """The head-room is at least as many spreads of recent steps around their prediction: a step in 20
 or so is longer than that, if the errors are noise."""
+
+LONG_PROMPT = 0.125
+"""Share of the KV blocks. The aged lane begins a longer prompt only when it can finish it: on the
+lane's small share of the time it would hold its blocks for minutes."""
 
 MOST_HEADROOM = 0.35
 """Up to this share. Steps that cannot be predicted must not leave the engine idle."""
@@ -155,9 +161,12 @@ class DeadlineTriage(BatchPolicy):
        for prefill until each deadline if decodes are delayed until their slack is spent (the
        prefill admission budget of FairBatching §3.4, from prefix sums over decodes by slack), then
        against the free sequences and KV blocks. A kept prefill without free blocks or a sequence
-       waits for them; prefills whose deadline cannot be met are shed. Each batch decides again, so
-       a shed request is kept once its deadline can be met. A late guaranteed prefill is not shed:
-       it goes as far to the front as makes no kept prefill miss its deadline.
+       waits for them. For the first of these to be due, shed prefills that have begun and would be
+       late even alone are preempted, but not the one that the aged lane works on
+       (:mod:`sluice.scheduling.batching.deadline_triage.outranked`). Prefills whose deadline cannot
+       be met are shed. Each batch decides again, so a shed request is kept once its deadline can be
+       met. A late guaranteed prefill is not shed: it goes as far to the front as makes no kept
+       prefill miss its deadline.
     3. *Order*: decodes that would be late if left out; the aged lane; kept prefills by deadline;
        the other decodes; the tail. The batch ends before the first kept prefill that it completes
        is due, and soon enough for a request that arrives in the meantime. While the kept prefills
@@ -235,7 +244,25 @@ class DeadlineTriage(BatchPolicy):
         growth = active * GROWTH_TOKENS // batch.block_tokens + 1
         batch.spare(growth)
         kept, ordered, shed = self._triage(table, prefills, left_s, work_s, decodes, latency)
+        punctual = len(ordered) == len(kept)
+        left_out = shed if punctual else np.concatenate((np.setdiff1d(ordered, kept), shed))
         room = batch.free_blocks - growth
+        blocks = batch.free_blocks + float(table[running, KV_BLOCKS].sum())
+        most_tokens = LONG_PROMPT * blocks * batch.block_tokens
+        aged = self._lane.aged(table, left_out, now_s, most_tokens)
+        yielding = shed
+        if len(aged):
+            yielding = shed[shed != self._lane.under_way(table, aged, latency, most_tokens)]
+        spare_s = left_s - work_s - fixed_s
+        gone, place = outranked(table, ordered, yielding, spare_s, room, batch.block_tokens)
+        if len(gone):
+            batch.evict(gone)
+            room = batch.free_blocks - growth
+            running[gone] = False
+            active -= len(gone)
+            aged, shed = aged[~np.isin(aged, gone)], shed[~np.isin(shed, gone)]
+            begins = np.arange(len(ordered)) <= place
+            ordered = ordered[begins | running[ordered]]
         step_s = fixed_s + float(decodes.work_s.sum())
         answer_s = UNKNOWN_OUTPUT_TOKENS * step_s / (len(decodes.rows) + 1)
         admissible = _admissible(
@@ -250,12 +277,13 @@ class DeadlineTriage(BatchPolicy):
             urgent = int(np.searchsorted(decodes.left_s, decodes.budget_s + decodes.least_pace_s))
         _take_urgent(batch, decodes, urgent, bool(len(admissible)), self._lane.patience_s)
 
-        punctual = np.isin(admissible, kept) if len(ordered) > len(kept) else None
-        until_s = self._until_s(
-            batch, table, admissible, punctual, left_s, work_s, decodes, latency
-        )
-        left_out = shed if punctual is None else np.concatenate((np.setdiff1d(ordered, kept), shed))
-        self._take_aged(batch, table, left_out, running, active, now_s, latency)
+        on_time = None if punctual else np.isin(admissible, kept)
+        until_s = self._until_s(batch, table, admissible, on_time, left_s, work_s, decodes, latency)
+        answering = table[:, FIRST_TOKEN] - table[:, ARRIVAL] > self._lane.patience_s
+        if np.count_nonzero(running & answering) >= self._lane.places(active):
+            aged = aged[running[aged]]
+        if len(aged):
+            self._lane.take(batch, table, aged, now_s, latency, until_s, most_tokens)
         batch.take(admissible, until_s)
         batch.take(decodes.rows[urgent:], until_s)
         if len(shed):
@@ -377,25 +405,6 @@ class DeadlineTriage(BatchPolicy):
             # The batch completes the first one: more work must not make it late.
             until_s = min(until_s, max(self._usable * float(left_s[kept[first]]), first_s))
         return until_s
-
-    def _take_aged(
-        self,
-        batch: BatchBuilder,
-        table: Floats,
-        left_out: Ints,
-        running: Mask,
-        active: int,
-        now_s: float,
-        latency: LatencyModel,
-    ) -> None:
-        """The aged lane: a share of the time and of the running sequences, by arrival."""
-        aged = self._lane.aged(table, left_out, now_s)
-        if not len(aged):
-            return
-        answering = table[:, FIRST_TOKEN] - table[:, ARRIVAL] > self._lane.patience_s
-        if np.count_nonzero(running & answering) >= self._lane.places(active):
-            aged = aged[running[aged]]
-        self._lane.take(batch, table, aged, now_s, latency)
 
     def _tail_s(
         self,
