@@ -41,8 +41,8 @@ class QueryRow(NamedTuple):
     weight: Annotated[float, Meta(ge=1 / MAX_WEIGHT, le=MAX_WEIGHT)]
     client_request_id: Text
     moves_from: Text
-    elsewhere: bool
     brings_kv: bool
+    elsewhere: bool
 
 
 class ObjectiveRow(NamedTuple):

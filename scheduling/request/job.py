@@ -57,10 +57,10 @@ class RouteQuery(NamedTuple):
         moves_from: the replica that has this guaranteed request already and is predicted to miss
             its first token (:mod:`sluice.controller.state.moves`): it moves to another replica that
             can guarantee the rest of its objective, or stays. Empty for any other request.
-        elsewhere: whether another cell can be asked (:mod:`sluice.scheduling.placement.cells`): a
-            guarantee that is not possible is then declined, and nothing is counted or reserved.
         brings_kv: it is a stream that runs at ``moves_from``, which transfers the KV of its prompt
             and of its output so far (:mod:`sluice.scheduling.placement.migration`).
+        elsewhere: whether another cell can be asked (:mod:`sluice.scheduling.placement.cells`): a
+            guarantee that is not possible is then declined, and nothing is counted or reserved.
     """
 
     key: int
@@ -78,8 +78,8 @@ class RouteQuery(NamedTuple):
     weight: float = 1.0
     client_request_id: str = ""
     moves_from: str = ""
-    elsewhere: bool = False
     brings_kv: bool = False
+    elsewhere: bool = False
 
 
 CANDIDATE = np.dtype(

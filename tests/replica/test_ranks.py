@@ -128,7 +128,7 @@ async def test_one_rank_that_hangs_leaves_the_other_as_it_is() -> None:
     async with running(step_s=0.001) as (ranks, _):
         stalled = ranks.replicas[0].engine
         assert isinstance(stalled, SimulatedEngine)
-        stalled.stand_still()
+        stalled.stall()
         waits = asyncio.create_task(items_of(ranks, asked("stuck", 0)))
         # The watchdog is patient in the first steps of an engine.
         ranks.replicas[0]._watchdog._first_step = -100  # type: ignore[union-attr]
@@ -136,7 +136,7 @@ async def test_one_rank_that_hangs_leaves_the_other_as_it_is() -> None:
         assert ranks.progress(["stuck"], "abc:1") == Progress("abc:1", False, ("stuck",))
         assert ranks.progress(["stuck", "?"], "abc") == Progress("abc", True, ("?",))
         assert (await items_of(ranks, asked("other", 1)))[0].replica_id == "abc:1"
-        stalled.move_on()
+        stalled.recover()
         await waits
 
 
