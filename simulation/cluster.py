@@ -349,7 +349,10 @@ class Cluster:
         if not self._pushes:
             self._pushes = True
             interval_s = self._config.push_interval_s
-            self.events.at((self.events.now_s // interval_s + 1) * interval_s, self._push)
+            next_s = (self.events.now_s // interval_s + 1) * interval_s
+            # 0.5 // 0.1 is 4, so the product may be now.
+            later_s = 0.0 if next_s > self.events.now_s else interval_s
+            self.events.at(next_s + later_s, self._push)
 
     def _push(self) -> None:
         """The router reports late guaranteed requests, and request endings since its last push."""

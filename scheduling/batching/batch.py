@@ -137,7 +137,8 @@ class BatchPlan:
         """The best-effort requests in :attr:`evicted`."""
         if not len(self.evicted):
             return self.evicted
-        return self.evicted[self._queue.table[self.evicted, BEST_EFFORT] > 0]
+        yielded: Ints = self.evicted[self._queue.table[self.evicted, BEST_EFFORT] > 0]
+        return yielded
 
     @property
     def evicted_tokens(self) -> int:

@@ -22,7 +22,7 @@ from sluice.replica.transfer.offer import Offer, prompt_digest
 from sluice.replica.transfer.wire import Handle
 from sluice.replica.transfer_config import TransferConfig
 from sluice.replica.vllm.setup import transfer_argument
-from sluice.replica.vllm.versions import ASYNC_TRANSFER, age
+from sluice.replica.vllm.versions import ASYNC_TRANSFER, WITH_PIPELINE, age
 from sluice.scheduling.batching import POLICIES
 from sluice.scheduling.request.objective import SLO
 
@@ -91,11 +91,14 @@ def configuration(model, **args):
 
 def make(model, directory, policy, blocks, in_flight, stages=1, **args):
     import torch
+    import vllm
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
     from sluice.replica.vllm.scheduler import make_scheduler
 
+    if stages > 1 and age(vllm.__version__, WITH_PIPELINE) == "older":
+        pytest.skip("pipelines are refused with this vLLM")
     path = directory / "state"
     table = StateTable.create(64, path)
     settings = SchedulerSettings(state_table=path, policy=policy)

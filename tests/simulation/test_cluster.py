@@ -120,7 +120,7 @@ def test_every_request_ends_exactly_once(
         when_unattainable={"standard": when},
         cells=1 if prefillers or decides_together else cells,
         migrate=migrate,
-        push_interval_s=0.125,
+        push_interval_s=0.1,
     )
     happening = [
         incident
