@@ -191,15 +191,14 @@ class Placer:
     def place(self, query: RouteQuery, now_s: float, at: int | None = None) -> RouteDecision:
         """Decide on ``query`` and reserve what it takes. ``at``: a replica's row, which guarantees
         it if it can (:meth:`order`)."""
-        self.demand.arrived += 1
         asked = self._asked(query, now_s, at)
-        if isinstance(asked, RouteDecision):
-            return asked
-        job, second = asked.job, asked.second
-        decision = self._decide(asked, at)
-        # A moving request was counted where it was placed first; a declined one will be elsewhere.
-        if not query.moves_from and decision.reason != DECLINED:
-            self.demand.count(job, decision, self._fleet, second)
+        decision = asked if isinstance(asked, RouteDecision) else self._decide(asked, at)
+        if decision.reason == DECLINED:  # it will be counted elsewhere
+            return decision
+        self.demand.arrived += 1
+        # A moving request was counted where it was placed first.
+        if not query.moves_from and not isinstance(asked, RouteDecision):
+            self.demand.count(asked.job, decision, self._fleet, asked.second)
         return decision
 
     def _asked(

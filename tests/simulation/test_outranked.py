@@ -8,7 +8,7 @@ from sluice.scheduling.batching import make_policy
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import EngineConfig
-from sluice.simulation.engine import Engine
+from sluice.simulation.engine import VirtualEngine
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import drive
 from sluice.simulation.truth import Belief, Truth
@@ -22,7 +22,7 @@ BLOCKS = 100
 
 def served(
     prompt: int, others: int, patience_s: float, share: float, until_s: float
-) -> tuple[Engine, float]:
+) -> tuple[VirtualEngine, float]:
     """A prompt that is late from the start, among prompts of ``others`` tokens, more of which can
     be on time than the engine has time for; both do not fit 1,600 tokens at once. The engine, and
     when the first token of the late one left."""
@@ -37,7 +37,7 @@ def served(
     policy = make_policy("deadline_triage", {"patience_s": patience_s, "aged_share": share})
     config = EngineConfig(kv_blocks=BLOCKS, prefix_cache=False)
     rng = np.random.default_rng(0)
-    engine = Engine(config, policy, Belief(MODEL), Truth(MODEL, 0.0), requests, rng)
+    engine = VirtualEngine(config, policy, Belief(MODEL), Truth(MODEL, 0.0), requests, rng)
     drive(engine, requests)
     assert engine.free_blocks == BLOCKS
     return engine, float(requests.emitted_s[0])
