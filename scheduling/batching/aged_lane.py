@@ -56,17 +56,21 @@ class AgedLane:
         """How many of ``running`` sequences belong to the lane: at least one."""
         return max(1, int(self._share * running))
 
-    def aged(self, table: Floats, rows: Ints, now_s: float, most_tokens: float = inf) -> Ints:
-        """The requests of ``rows`` that have waited longer than the patience, by arrival: those
-        before the first one of more than ``most_tokens``, or if that is the oldest, that one alone.
-        Call it once per plan: while there are aged requests, the lane earns its share of the time
-        since the last call. It accumulates the time for a chunk that costs more than its share of
-        one batch."""
+    def aged(self, table: Floats, rows: Ints, now_s: float) -> Ints:
+        """The requests of ``rows`` that have waited longer than the patience, by arrival. Call it
+        once per plan: while there are aged requests, the lane earns its share of the time since the
+        last call. It accumulates the time for a chunk that costs more than its share of one
+        batch."""
         aged = rows[now_s - table[rows, ARRIVAL] > self.patience_s]
         self._earned.earn(now_s, len(aged) > 0)
         by_arrival: Ints = aged[np.argsort(table[aged, ARRIVAL], kind="stable")]
-        long = table[by_arrival, COMPUTED] + table[by_arrival, PENDING] > most_tokens
-        return by_arrival[: max(1, int(np.argmax(long)))] if long.any() else by_arrival
+        return by_arrival
+
+    def in_turn(self, table: Floats, aged: Ints, most_tokens: float) -> Ints:
+        """Those of ``aged`` before the first one of more than ``most_tokens``, or if that is the
+        oldest, that one alone."""
+        long = table[aged, COMPUTED] + table[aged, PENDING] > most_tokens
+        return aged[: max(1, int(np.argmax(long)))] if long.any() else aged
 
     def overdue(self, table: Floats, rows: Ints, now_s: float) -> NDArray[np.bool_]:
         """Which of ``rows`` have waited longer than twice the patience, and so block admission."""

@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.conftest import ASKING, PATIENT, System, system, wait_until
 from tests.e2e.pools import roles, stream, value
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.release]
 
 REPLICAS = 3
 # A step takes 200 ms beside its tokens, and every token is due 300 ms after the one before. Such

@@ -35,8 +35,8 @@ def outranked(
         spare_s: per row, time left if it ran alone; negative if it would be late.
         room: KV blocks for prefills.
     """
-    hopeless = (table[shed, RUNNING] > 0) & (table[shed, EMITTED] == 0) & (spare_s[shed] < 0)
-    begun = shed[hopeless]
+    begun = shed[table[shed, RUNNING] > 0]
+    begun = begun[(table[begun, EMITTED] == 0) & (spare_s[begun] < 0)]
     if not len(begun):
         return begun, 0
     place, needed = first_waiting(table, kept, block_tokens)

@@ -247,14 +247,16 @@ class DeadlineTriage(BatchPolicy):
         punctual = len(ordered) == len(kept)
         left_out = shed if punctual else np.concatenate((np.setdiff1d(ordered, kept), shed))
         room = batch.free_blocks - growth
-        blocks = batch.free_blocks + float(table[running, KV_BLOCKS].sum())
-        most_tokens = LONG_PROMPT * blocks * batch.block_tokens
-        aged = self._lane.aged(table, left_out, now_s, most_tokens)
-        yielding = shed
+        aged, yielding, most_tokens = self._lane.aged(table, left_out, now_s), shed, inf
         if len(aged):
+            blocks = batch.free_blocks + float(table[running, KV_BLOCKS].sum())
+            most_tokens = LONG_PROMPT * blocks * batch.block_tokens
+            aged = self._lane.in_turn(table, aged, most_tokens)
             yielding = shed[shed != self._lane.under_way(table, aged, latency, most_tokens)]
-        spare_s = left_s - work_s - fixed_s
-        gone, place = outranked(table, ordered, yielding, spare_s, room, batch.block_tokens)
+        gone = yielding[:0]
+        if len(yielding) and len(ordered):
+            spare_s = left_s - work_s - fixed_s
+            gone, place = outranked(table, ordered, yielding, spare_s, room, batch.block_tokens)
         if len(gone):
             batch.evict(gone)
             room = batch.free_blocks - growth
@@ -279,9 +281,10 @@ class DeadlineTriage(BatchPolicy):
 
         on_time = None if punctual else np.isin(admissible, kept)
         until_s = self._until_s(batch, table, admissible, on_time, left_s, work_s, decodes, latency)
-        answering = table[:, FIRST_TOKEN] - table[:, ARRIVAL] > self._lane.patience_s
-        if np.count_nonzero(running & answering) >= self._lane.places(active):
-            aged = aged[running[aged]]
+        if len(aged):
+            answering = table[:, FIRST_TOKEN] - table[:, ARRIVAL] > self._lane.patience_s
+            if np.count_nonzero(running & answering) >= self._lane.places(active):
+                aged = aged[running[aged]]
         if len(aged):
             self._lane.take(batch, table, aged, now_s, latency, until_s, most_tokens)
         batch.take(admissible, until_s)
