@@ -224,7 +224,11 @@ def measure_actor(
 @number_option("--seconds", default=2.0, least=0.1, most=60, words="Of each query of the actor.")
 @choices_option("--policy", "names", of=POLICIES, words="Routing policies.  [default: all]")
 @click.option(
-    "--replicas", "sizes", multiple=True, type=click.IntRange(1, 4096), help="Of a fleet."
+    "--replicas",
+    "sizes",
+    multiple=True,
+    type=click.IntRange(1, 4096),
+    help="Of a fleet, without an actor.",
 )
 def decision(
     as_json: bool,
