@@ -44,6 +44,10 @@ folder = partial(click.Path, file_okay=False, path_type=Path)
 """The type of an option that takes a folder."""
 
 
+seed = number_option("--seed", default=1, least=0, most=2**31, words="Of everything that is drawn.")
+"""The option ``--seed``."""
+
+
 def show(found: Any, tables: Iterable[Table], json_wanted: bool, *lines: str) -> None:
     """Print ``found`` as JSON, or else ``lines`` and ``tables``, which are made only then."""
     if json_wanted:

@@ -254,7 +254,7 @@ def day(
         own = make(SETUP, rate, round(rate * seconds), seed)
         later = (a._replace(arrival_s=a.arrival_s + number * seconds) for a in own.arrivals)
         made.append(replace(own, arrivals=tuple(later)))
-    served, roles = System(ROUTER, DEFAULT, ADMISSION), options and RoleShares(options)
+    served, roles = System(ROUTER, DEFAULT, ADMISSION), RoleShares(options) if options else None
     done = systems.run_cluster(merged("a day", made), served, SETUP, layout, seed, roles=roles)
     requests = done.result.requests
     met = attained(requests, stages(requests), TPOTMetric.MEAN)

@@ -31,7 +31,7 @@ from sluice.benchmarks.live.peers.systems import CPU_ARGS, DEFAULT, SYSTEMS, Pee
 from sluice.benchmarks.live.processes import LeftOutError
 from sluice.benchmarks.live.report import Run, single, summary, table
 from sluice.benchmarks.live.systems import Bench, System
-from sluice.benchmarks.options import as_json, choices_option, folder, number_option, show
+from sluice.benchmarks.options import as_json, choices_option, folder, number_option, seed, show
 from sluice.replica.config import EngineConfig
 from sluice.replica.vllm.local_model import local_model
 from sluice.scheduling.request.objective import SLO
@@ -87,7 +87,7 @@ _ENGINES = "Engines of each system.  [default: one for each GPU; on CPUs one les
 @number_option("--replicas", default=None, least=1, most=64, words=_ENGINES)
 @number_option("--in-flight", default=IN_FLIGHT, least=1, most=1_024, words=_IN_FLIGHT)
 @number_option("--slo-scale", "scale", default=1.0, least=0.1, most=100, words="Of objectives.")
-@number_option("--seed", default=1, least=0, most=2**31, words="Of everything that is drawn.")
+@seed
 @click.option("--plots", type=folder(), help="Folder for plots (SVG) of attainment, and the JSON.")
 @as_json
 def peers(
