@@ -247,14 +247,16 @@ def day(
     seconds: float,
 ) -> Mapping[str, float]:
     """The figures of a day of ``parts``, of ``seconds`` each, at a TPOT and a load."""
-    (tpot_s, load), (layout, options), made = pace, fleet, list[Workload]()
+    (tpot_s, load), (layout, options) = pace, fleet
+    made = []
     for number, part in enumerate(parts):
         make = partial(paced, part, tpot_s)
         rate = load * Case(make, SETUP, layout).full_rate
         own = make(SETUP, rate, round(rate * seconds), seed)
         later = (a._replace(arrival_s=a.arrival_s + number * seconds) for a in own.arrivals)
         made.append(replace(own, arrivals=tuple(later)))
-    served, roles = System(ROUTER, DEFAULT, ADMISSION), RoleShares(options) if options else None
+    served = System(ROUTER, DEFAULT, ADMISSION)
+    roles = RoleShares(options) if options else None
     done = systems.run_cluster(merged("a day", made), served, SETUP, layout, seed, roles=roles)
     requests = done.result.requests
     met = attained(requests, stages(requests), TPOTMetric.MEAN)
