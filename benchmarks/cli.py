@@ -15,7 +15,6 @@ from sluice.benchmarks.experiments import EXPERIMENTS
 from sluice.benchmarks.experiments.grid import Experiment, Plan, Scale, measured
 from sluice.benchmarks.live.gateway.command import gateway
 from sluice.benchmarks.live.gpu.command import gpu
-from sluice.benchmarks.live.overload import overload
 from sluice.benchmarks.live.peers.command import peers
 from sluice.benchmarks.live.promises import with_real
 from sluice.benchmarks.micro.decision import decision
@@ -48,7 +47,7 @@ def list_experiments() -> None:
     print_table(table)
 
 
-for _command in (planning, decision, gateway, overload, peers, gpu):
+for _command in (planning, decision, gateway, peers, gpu):
     bench.add_command(_command)
 
 

@@ -43,6 +43,7 @@ def choices_option(*names: str, of: Iterable[str], words: str) -> Option[Any]:
 folder = partial(click.Path, file_okay=False, path_type=Path)
 """The type of an option that takes a folder."""
 
+
 seed = number_option("--seed", default=1, least=0, most=2**31, words="Of everything that is drawn.")
 """The option ``--seed``."""
 

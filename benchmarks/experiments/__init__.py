@@ -9,7 +9,7 @@ from sluice.benchmarks.experiments.grid import Experiment
 _MODULES = (
     *("default_policy", "proserve", "disaggregation", "fairbatching", "slos_serve", "annealing"),
     *("flowprefill", "routers", "promises", "retry_after", "fair_shares", "autoscaling"),
-    *("elastic_roles", "simulator_speed"),
+    "simulator_speed",
 )
 
 EXPERIMENTS: dict[str, Experiment] = {

@@ -14,7 +14,7 @@ from sluice.benchmarks.experiments import loads, systems
 from sluice.benchmarks.experiments.grid import Experiment, Plan, Product, Scaled
 from sluice.benchmarks.experiments.loads import GENERATED, Make, full_load_rate, generated
 from sluice.benchmarks.experiments.systems import ADMISSION, DEFAULT, ROUTER, SETUPS, Setup, System
-from sluice.benchmarks.experiments.tables import Lines, Rows, estimate
+from sluice.benchmarks.experiments.tables import means
 from sluice.scheduling import autoscaling
 from sluice.simulation.config import Autoscaling
 from sluice.simulation.workload import Workload, merged, with_objectives
@@ -133,10 +133,6 @@ _SHOWN = {
 }
 
 
-def _shown(rows: Rows) -> list[str]:
-    return [estimate(rows, figure).shown(digits) for figure, (_, digits) in _SHOWN.items()]
-
-
 def _workloads(plan: Plan) -> dict[str, tuple[Make, float]]:
     day_s, chat = SECONDS(plan), _full("sharegpt")
     makes: dict[str, Make] = {
@@ -179,11 +175,10 @@ EXPERIMENT = Experiment(
         )
     ],
     tables=(
-        Lines(
+        means(
             "Cost and attainment of each way to size the pool",
             ("workload", "system"),
-            tuple(words for words, _ in _SHOWN.values()),
-            _shown,
+            _SHOWN,
             "Replica-hours count from the request for a replica until it has drained.",
         ),
     ),

@@ -1,21 +1,41 @@
 """Prefill/decode disaggregation: against co-located replicas, and in which ratio (SLOs-Serve Fig. 4
-and appendix A)."""
+and appendix A); and roles that follow the load, on a day whose mix changes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+
 from sluice.benchmarks.experiments import loads, systems
-from sluice.benchmarks.experiments.grid import Experiment, Scaled
-from sluice.benchmarks.experiments.loads import Make, Search, Span, Sweep, generated, workloads
-from sluice.benchmarks.experiments.systems import DEFAULT, ROUTER, Contender, System, colocated
-from sluice.benchmarks.experiments.tables import Lines, Rows, grouped, having, mean, pivots
+from sluice.benchmarks.experiments.grid import Experiment, Plan, Product, Scaled
+from sluice.benchmarks.experiments.loads import (
+    Case,
+    Make,
+    Search,
+    Span,
+    Sweep,
+    generated,
+    workloads,
+)
+from sluice.benchmarks.experiments.systems import (
+    ADMISSION,
+    DEFAULT,
+    ROUTER,
+    Contender,
+    Layout,
+    System,
+    colocated,
+)
+from sluice.benchmarks.experiments.tables import Lines, Rows, grouped, having, mean, means, pivots
+from sluice.scheduling.autoscaling.role_shares import RoleShares, RoleSharesOptions
 from sluice.scheduling.fleet.pool_ratio import PoolDemand
 from sluice.simulation.capacity import pool_demand
+from sluice.simulation.metrics import TPOTMetric, attained, stages
 from sluice.simulation.planning.plots import Table
-from sluice.simulation.workload import Workload, with_objectives
+from sluice.simulation.workload import Workload, merged, with_objectives
 from sluice.simulation.workloads.arrivals import Poisson
 from sluice.simulation.workloads.settings import slos_serve
 
@@ -64,7 +84,7 @@ def of_scenario(scenario: str) -> Make:
     return generated(slos_serve, scenario, arrivals=Poisson)
 
 
-def split_in(prefillers: int, decoders: int, mixed: int = 0) -> systems.Layout:
+def split_in(prefillers: int, decoders: int, mixed: int = 0) -> Layout:
     """Prefill and decode replicas, beside ``mixed`` co-located ones."""
     name = f"{prefillers}P {decoders}D"
     return systems.of_roles(
@@ -95,11 +115,14 @@ def formula(rows: Rows) -> Table:
     )
 
 
+FOUR = (colocated(4), split_in(3, 1), split_in(2, 2), split_in(1, 3))
+
+
 def _side_by_side(scenarios: Scaled[tuple[str, ...]], *at: float) -> Sweep:
-    four = (colocated(4), split_in(3, 1), split_in(2, 2), split_in(1, 3), split_in(1, 1, mixed=2))
+    both = split_in(1, 1, mixed=2)
     return Sweep(
         workloads=workloads(scenarios, of_scenario),
-        layouts=Scaled((four[0], four[1], four[-1]), four),
+        layouts=Scaled((*FOUR[:2], both), (*FOUR, both)),
         loads=Scaled((0.6,), at),
         kinds=Scaled((System(ROUTER, DEFAULT),), (System(ROUTER, DEFAULT), System(ROUTER, STRICT))),
         span=SPAN,
@@ -202,5 +225,88 @@ RATIO = Experiment(
             ("prefill per decode", *(layout.name for layout in RATIOS), "best measured"),
             _by_formula,
         ),
+    ],
+)
+
+# Roles that follow the load.
+
+NERVOUS = RoleSharesOptions(gain=0.01, least_load=0.0, hold_s=1.0, smoothing_s=2.5, ahead_s=0.0)
+FLEETS: dict[str, tuple[Layout, RoleSharesOptions | None]] = {
+    **{layout.name: (layout, None) for layout in FOUR},
+    "elastic": (FOUR[0], RoleSharesOptions()),
+    "elastic without hysteresis": (FOUR[0], NERVOUS),
+}
+"""The replicas at the start, and how their roles change; ``None``: not at all."""
+
+
+def day(
+    seed: int,
+    pace: tuple[float, float],
+    fleet: tuple[Layout, RoleSharesOptions | None],
+    parts: Sequence[Make],
+    seconds: float,
+) -> Mapping[str, float]:
+    """The figures of a day of ``parts``, of ``seconds`` each, at a TPOT and a load."""
+    (tpot_s, load), (layout, options) = pace, fleet
+    made = []
+    for number, part in enumerate(parts):
+        make = partial(paced, part, tpot_s)
+        rate = load * Case(make, SETUP, layout).full_rate
+        own = make(SETUP, rate, round(rate * seconds), seed)
+        later = (a._replace(arrival_s=a.arrival_s + number * seconds) for a in own.arrivals)
+        made.append(replace(own, arrivals=tuple(later)))
+    served = System(ROUTER, DEFAULT, ADMISSION)
+    roles = RoleShares(options) if options else None
+    done = systems.run_cluster(merged("a day", made), served, SETUP, layout, seed, roles=roles)
+    requests = done.result.requests
+    met = attained(requests, stages(requests), TPOTMetric.MEAN)
+    ends = np.cumsum([len(own) for own in made])[:-1]
+    by_part = {f"part {n}": own.mean() for n, own in enumerate(np.split(met, ends), 1)}
+    counts = [[size.replicas for size in own] for own in done.result.sizes.values()]
+    changes = sum(np.abs(np.diff(own)).sum() for own in counts) / 2
+    return {**systems.cluster_figures(done), **by_part, "changes": float(changes)}
+
+
+def _parts(plan: Plan) -> Sequence[Make]:
+    traces = loads.recorded_stretched(plan.traces)
+    return [*traces.values()] or [of_scenario(name) for name in ("coder", "chatbot", "summarizer")]
+
+
+ELASTIC = Experiment(
+    "elastic_roles",
+    "ours; ProServe appendix A",
+    "Do roles that follow the load beat the best fixed split?",
+    seeds=1,
+    setting={
+        **SETTING,
+        "Arrivals": "a third of the day each: the traces by name, stretched, or coder, chatbot and "
+        "summarizer, generated",
+        "Replicas": "4 behind the default router and admission; elastic: mixed at first",
+        "Load": "as everywhere, of all replicas, in each third",
+    },
+    grids=[
+        Product(
+            day,
+            {
+                "pace": Scaled(
+                    {"15 ms": (0.015, 1.0)}, {"15 ms": (0.015, 1.0), "50 ms": (0.05, 0.9)}
+                ),
+                "fleet": Scaled({name: FLEETS[name] for name in (*FLEETS,)[1::4]}, FLEETS),
+            },
+            {"parts": _parts, "seconds": Scaled(10.0, 150.0)},
+        )
+    ],
+    tables=[
+        means(
+            "A day by fleet",
+            ("pace", "fleet"),
+            {
+                "attainment_mean": ("attainment", 4),
+                "tdg": ("TDG ratio", 4),
+                "split": ("by pairs", 4),
+                **{f"part {number}": (f"part {number}", 4) for number in (1, 2, 3)},
+                "changes": ("role changes", 1),
+            },
+        )
     ],
 )

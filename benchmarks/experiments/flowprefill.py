@@ -1,7 +1,6 @@
 """FlowPrefill on instances that only prefill: Fig. 9 (rates and objectives), 10 (S-EDF), 11
 (batching), 13 (predicted TTFT), 14 (one objective), 15 (operators and chunks), 17 (experts); on
-instances that also decode: Fig. 16; the cost of bounds in such an engine (Fig. 12), and the gain of
-admission past saturation."""
+instances that also decode: Fig. 16; and the cost of bounds in such an engine (Fig. 12)."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from sluice.benchmarks.experiments import loads, systems
 from sluice.benchmarks.experiments.grid import Axes, Experiment, Plan, Planned, Product, Scaled
 from sluice.benchmarks.experiments.loads import Make, Search, Span, Sweep, recorded, workloads
 from sluice.benchmarks.experiments.systems import DEFAULT, Contender, Kind, Setup, Suspending
-from sluice.benchmarks.experiments.tables import Pivot, Rows, Where, pivots
+from sluice.benchmarks.experiments.tables import Pivot, Rows, Where
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import EngineConfig
 from sluice.simulation.preemption import WHOLE, SuspensionConfig
@@ -341,17 +340,17 @@ _COSTS = [
     bounded(f"{1e3 * seconds:g} ms a suspension", switch_s=seconds)
     for seconds in (0.0, 0.0013, 0.005, 0.02)
 ] + [bounded("0.1 ms a check", check_s=1e-4)]
-ENGINE = (
-    "our defaults except what a row names: operators, 4 suspended, chunks of 8,192 tokens, 512 for "
-    "tasks that must not be suspended, batches below 1,024"
-)
 
 BOUNDS = Experiment(
     "flowprefill_bounds",
     "ours, around FlowPrefill Fig. 12; its stack has no bound",
     "How much attainment do a bounded stack, coarser preemption points and their cost take?",
     seeds=5,
-    setting={**SETTING, "Engine": ENGINE},
+    setting={
+        **SETTING,
+        "Engine": "our defaults except what a row names: operators, 4 suspended, chunks of 8,192 "
+        "tokens, 512 for tasks that must not be suspended, batches below 1,024",
+    },
     grids=[
         _sweep("depth", _DEPTHS, Scaled((1.2,), (0.8, 1.0, 1.2, 1.4, 1.6))),
         _sweep("points", [*_STOPS, *_CUTS]),
@@ -369,42 +368,4 @@ BOUNDS = Experiment(
         ),
         *_tables("costs", "Cost of a preemption: ", ATTAINED),
     ],
-)
-
-# Admission.
-
-_ADMITTED = [
-    Suspending(f"{name}, {words}", SuspensionConfig(), name, refuses=refuses)
-    for name in ("moore_hodgson", "slos_serve", "pab")
-    for words, refuses in (("refuse", True), ("best effort", False))
-]
-ADMISSION = Experiment(
-    "flowprefill_admission",
-    "ours; FlowPrefill serves every request",
-    "What does admission add to an engine that suspends prefills, past saturation?",
-    seeds=5,
-    setting={
-        **SETTING,
-        "Engine": ENGINE,
-        "Admission": "the policies of production with their defaults, from a report made at each "
-        "arrival; a request without a guarantee is refused, or served after all requests with a "
-        "deadline. Attainment counts a refused request as missed, and a best-effort request by its "
-        "objective",
-    },
-    grids=[
-        _sweep(
-            "admission",
-            [bounded("off"), bounded("off, no limit of depth", depth=None), *_ADMITTED],
-            Scaled((1.2,), (0.6, 0.8, 1.0, 1.2, 1.4, 1.6)),
-        )
-    ],
-    tables=pivots(
-        {
-            FIGURE: f"{TTFT} of all requests",
-            "promised": "share of the requests that were guaranteed",
-            "kept": f"{TTFT} of the guaranteed requests",
-            "attained_tokens": "share of the prompt tokens whose request attained",
-        },
-        ("workload", "policy"),
-    ),
 )

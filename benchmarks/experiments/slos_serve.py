@@ -4,9 +4,7 @@ bursts whose requests are decided together; and how many drafted tokens to check
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -17,13 +15,9 @@ from sluice.benchmarks.experiments.loads import Search, Span, Sweep, generated, 
 from sluice.benchmarks.experiments.systems import DEFAULT, SETUPS, Contender, System, colocated
 from sluice.benchmarks.experiments.tables import Pivot, Row, Rows, Value, grouped, pivots
 from sluice.scheduling.batching import BatchPlan
-from sluice.scheduling.request.objective import SLO
-from sluice.scheduling.request.stages import Stage
 from sluice.simulation.config import Speculation
-from sluice.simulation.workload import Workload
 from sluice.simulation.workloads import settings
-from sluice.simulation.workloads.arrivals import AtOnce, Gamma, MakeArrivals, Poisson
-from sluice.simulation.workloads.generators import Reasoning, always, generate
+from sluice.simulation.workloads.arrivals import AtOnce, Gamma, MakeArrivals
 from sluice.simulation.workloads.settings import SLOS_SERVE_SCENARIOS, slos_serve
 
 SETUP = SETUPS["8b"]
@@ -378,49 +372,6 @@ LOAD = Experiment(
             where={"scenario": ("coder", "mixed")},
         ),
     ],
-)
-
-# Whether an engine follows the stages of a request.
-
-
-def _thinking(thinking_s: float, answer_s: float, tightest: bool, *made: Any) -> Workload:
-    """Requests that think and answer, planned by stage or by the tightest pace, judged by stage."""
-    _, rate, requests, seed = made
-    output = settings.SLOS_SERVE_OUTPUTS["chatbot"].lengths
-    prompt, first = settings.SLOS_SERVE_PROMPTS["chatbot"].lengths, always(SLO(1.0, thinking_s))
-    task = Reasoning("thinking", prompt, output, output, first, answer_s)
-    workload = generate("thinking", [task], Poisson(rate), requests, seed, "")
-    if not tightest:
-        return workload
-    pace_s = min(thinking_s, answer_s)
-    planned = SLO.of_stages((Stage(1.0, pace_s), Stage(pace_s, pace_s)))
-    return replace(workload, arrivals=tuple(a._replace(slo=planned) for a in workload.arrivals))
-
-
-_PACES_S = {"100 and 50": (0.1, 0.05), "50 and 100": (0.05, 0.1), "100 and 25": (0.1, 0.025)}
-STAGES = Experiment(
-    "stage_paces",
-    "SLOs-Serve §3.2.1 plans a request by its tightest pace; the comparison is ours",
-    "What is gained by planning a request by the stage that it is in?",
-    seeds=3,
-    setting={
-        "Requests": "prompts of SLOs-Serve's chatbot; thinking and answer have its outputs each",
-        "Objectives": "TTFT 1 s; TPOT of thinking and answer as shown, ms; a mean by stage",
-    },
-    grids=[
-        Sweep(
-            named=("paces", "planned"),
-            workloads={
-                (paces, planned): partial(_thinking, *both_s, planned == "tightest")
-                for paces, both_s in _PACES_S.items()
-                for planned in ("by stage", "tightest")
-            },
-            kinds=(DEFAULT,),
-            span=Scaled(Span(3.0, 10, 20), Span(60.0, 100, 600)),
-            loads=Scaled((1.0,), (1.0, 1.1, 1.2, 1.3, 1.4)),
-        )
-    ],
-    tables=[Pivot("Attainment by load", "attainment_mean", ("paces", "planned"))],
 )
 
 # How many drafted tokens are checked.

@@ -185,14 +185,10 @@ class Suspending(NamedTuple):
     Attributes:
         label: its name in tables.
         config: where prefills stop.
-        admission: registered name of the admission policy; empty: every request is served.
-        refuses: whether requests without a guarantee are refused.
     """
 
     label: str
     config: SuspensionConfig
-    admission: str = ""
-    refuses: bool = False
 
 
 Kind = Contender | System | Suspending
@@ -306,11 +302,8 @@ def run_cluster(
 
 def run_suspending(workload: Workload, kind: Suspending, setup: Setup, seed: int) -> PrefillRun:
     """One run of an engine that suspends prefills."""
-    admission = admissions.make_policy(kind.admission) if kind.admission else None
     truth, model = Truth(setup.truth, setup.noise), OPERATORS[setup.name]
-    return simulate_prefills(
-        workload, truth, None, kind.config, model, seed, admission, kind.refuses
-    )
+    return simulate_prefills(workload, truth, None, kind.config, model, seed)
 
 
 def figures(run: Run) -> dict[str, float]:
@@ -431,22 +424,16 @@ def _most_at_once(begun_s: Floats, ended_s: Floats) -> float:
 
 
 def prefill_figures(served: PrefillRun, believed: LatencyModel) -> dict[str, float]:
-    """Attainment of all requests, of the guaranteed ones, and by prompt tokens; throughput; the
-    cost of suspensions. A refused request attains nothing. ``near_10``, ``near_50``: share of the
+    """Attainment, throughput, and the cost of suspensions. ``near_10``, ``near_50``: share of the
     requests whose TTFT is within 10 or 50 % of what is ``believed`` of their prompts alone."""
     requests, counts = served.requests, served.counts
     measured = stages(requests)
     met = attained(requests, measured, TPOTMetric.MEAN)
-    promised = ~requests.best_effort
-    promised[list(requests.failures)] = False
-    tokens = np.array([arrival.prompt_tokens for arrival in requests.arrivals])
-    alone_s = np.array([believed.step_s(StepSample.of([(each, 0)])) for each in tokens.tolist()])
+    tokens = (arrival.prompt_tokens for arrival in requests.arrivals)
+    alone_s = np.array([believed.step_s(StepSample.of([(each, 0)])) for each in tokens])
     off = np.abs(measured.ttft_s / alone_s - 1)
     return {
         "attainment_mean": float(met.mean()),
-        "kept": float(met[promised].mean()) if promised.any() else 1.0,
-        "promised": float(promised.mean()),
-        "attained_tokens": float(tokens[met].sum() / tokens.sum()),
         "throughput": len(requests) / (counts.end_s - requests.arrivals[0].arrival_s),
         "suspensions": counts.suspensions / len(requests),
         "suspended_tokens": float(counts.suspended_tokens),

@@ -115,6 +115,18 @@ class Lines:
         return Table(self.title, (*self.down, *self.heads), lines, self.note)
 
 
+def means(
+    title: str, down: Sequence[str], figures: Mapping[str, tuple[str, int]], note: str = ""
+) -> Lines:
+    """A table with a column for each figure's mean over seeds; ``figures`` maps it to its heading
+    and its digits after the point."""
+
+    def cells(rows: Rows) -> list[str]:
+        return [estimate(rows, name).shown(digits) for name, (_, digits) in figures.items()]
+
+    return Lines(title, down, tuple(words for words, _ in figures.values()), cells, note)
+
+
 @dataclass(frozen=True, slots=True)
 class Rivals:
     """One contender against the others.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import urllib.request
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -48,15 +47,12 @@ def simulated(
     engine: Mapping[str, Any],
     replicas: int,
     classes: Mapping[str, ServiceClass] | None = None,
-    latency_profile: Path | None = None,
     **parts: Any,
 ) -> Json:
     """The configuration of an application of simulated engines with fields of ``engine.simulated``,
-    service classes by name, the first of which is the default, and further parts. Planners believe
-    the profile of a file, by default the real one."""
-    believed = {"latency_profile": str(latency_profile)} if latency_profile is not None else {}
+    service classes by name, the first of which is the default, and further parts."""
     return {
-        "engine": {"kind": "simulated", "model": MODEL, "simulated": engine, **believed},
+        "engine": {"kind": "simulated", "model": MODEL, "simulated": engine},
         "replica": {"count": replicas, "num_cpus": 0.1},
         "router": router(port, classes or {}),
         **parts,

@@ -58,7 +58,7 @@ class End(enum.StrEnum):
 
 @dataclass(slots=True)
 class Outcome:
-    """One request, as its client saw it. Durations count from its last attempt, seconds.
+    """One request, as its client saw it. Durations count from when it was sent, seconds.
 
     Attributes:
         sent_s: from the replay's start.
@@ -72,8 +72,6 @@ class Outcome:
         tpot_s: time per token after the first, by the objective's anchor; 0 for a single one.
         worst_tpot_s: the running maximum of the time per token, of a stream.
         gap_s: longest time between two pieces of its stream.
-        refusals: how often it was refused.
-        refused_s: total time of these refusals.
     """
 
     slo: SLO
@@ -90,8 +88,6 @@ class Outcome:
     tpot_s: float | None = None
     worst_tpot_s: float | None = None
     gap_s: float = 0.0
-    refusals: int = 0
-    refused_s: float = 0.0
 
     @property
     def met(self) -> tuple[bool, ...]:
@@ -100,7 +96,7 @@ class Outcome:
         if self.end is not End.ANSWERED or self.ttft_s is None or self.tpot_s is None:
             return False, False, False
         ended_s = inf if self.ended_s is None else self.ended_s
-        observed = (self.ttft_s, self.tpot_s, ended_s - self.sent_s - self.refused_s)
+        observed = (self.ttft_s, self.tpot_s, ended_s - self.sent_s)
         pairs = zip(observed, self.slo.times_s, strict=True)
         return tuple(limit is None or value <= limit for value, limit in pairs)
 
@@ -137,7 +133,6 @@ async def replay(
     body: Body = text_body,
     leaves_after: Callable[[int], int | None] = lambda _: None,
     exact: bool = True,
-    patience_s: float = 0.0,
     trust: ssl.SSLContext | None = None,
 ) -> list[Outcome]:
     """Send ``workload`` to an application; the outcomes in order of arrival.
@@ -152,7 +147,6 @@ async def replay(
         leaves_after: the pieces of text of its stream after which the client of an arrival's
             number disconnects, if it does.
         exact: whether the engines are simulated ones, whose text is known.
-        patience_s: how long a refused request is retried at once, ignoring Retry-After.
         trust: trusted certificates of an ``https`` URL; by default those of the system.
     """
     outcomes: list[Outcome] = []
@@ -167,8 +161,7 @@ async def replay(
             tokens = arrival.prompt_tokens, arrival.output_tokens
             outcomes.append(Outcome(arrival.slo, *tokens, now_s, now_s - arrival.arrival_s))
             request = _Request(session, url, outcomes[-1], leaves_after(number))
-            sending = request.run(body(model, number, arrival), exact, patience_s)
-            task = asyncio.create_task(sending)
+            task = asyncio.create_task(request.run(body(model, number, arrival), exact))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
         on_sent()
@@ -224,22 +217,11 @@ class _Request:
     _outcome: Outcome
     _leaves_after: int | None
 
-    async def run(self, body: Json, exact: bool, patience_s: float) -> None:
+    async def run(self, body: Json, exact: bool) -> None:
         """Send it, read the answer to its end, and record the outcome."""
-        outcome = self._outcome
-        sent_s = begun_s = time.monotonic()
-        while True:
-            await self._send(body, exact)
-            if outcome.end is not End.REFUSED:
-                break
-            now_s = time.monotonic()
-            outcome.refusals += 1
-            outcome.refused_s += now_s - sent_s
-            sent_s = now_s
-            if now_s >= begun_s + patience_s:
-                break
-            outcome.end, outcome.reason = End.SILENT, "unfinished"
-        outcome.ended_s = outcome.sent_s + time.monotonic() - begun_s
+        begun_s = time.monotonic()
+        await self._send(body, exact)
+        self._outcome.ended_s = self._outcome.sent_s + time.monotonic() - begun_s
 
     async def _send(self, body: Json, exact: bool) -> None:
         outcome = self._outcome

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,29 +51,19 @@ def run(
     seconds: float,
     workload: Workload,
     roots: Mapping[int, str] | None = None,
-    beside: Callable[[], Coroutine[Any, Any, None]] | None = None,
     **options: Any,
 ) -> Run:
     """One run of a workload whose arrivals last ``seconds``, with the usage until its last request
-    ended of the processes of ``roots``, by default this one and all below it. ``beside`` runs
-    meanwhile; the options are those of :func:`sluice.benchmarks.live.client.replay`."""
+    ended of the processes of ``roots``, by default this one and all below it; the options are those
+    of :func:`sluice.benchmarks.live.client.replay`."""
     gc.collect()
     meter = Meter(roots)
 
-    async def both() -> tuple[list[Outcome], Usage]:
-        other = asyncio.create_task(beside()) if beside is not None else None
-        try:
-            sent = replay(completions(system), MODEL, workload, **options)
-            return await until_stopped(bench, sent), meter.stop()
-        finally:
-            if other is not None:
-                other.cancel()
-                (ended,) = await asyncio.gather(other, return_exceptions=True)
-                if isinstance(ended, Exception):
-                    raise ended
+    async def measured() -> tuple[list[Outcome], Usage]:
+        sent = replay(completions(system), MODEL, workload, **options)
+        return await until_stopped(bench, sent), meter.stop()
 
-    outcomes, usage = asyncio.run(both())
-    return Run(labels, seconds, outcomes, usage)
+    return Run(labels, seconds, *asyncio.run(measured()))
 
 
 def capacity(

@@ -1,6 +1,6 @@
-"""Guarantees on two real vLLM replicas on this machine's CPUs, or on simulated engines, as their
-client sees them: ``sluice bench promises --real``. ``docs/results/promises.md`` has the procedure,
-and when a figure can be trusted.
+"""Guarantees on two real vLLM replicas on this machine's CPUs, as their client sees them: ``sluice
+bench promises --real``. ``docs/results/promises.md`` has the procedure, and when a figure can be
+trusted.
 
 Client, cluster and busy loop are children of one process, so that the kernel shares the cores
 between them and not between sessions. The loop has normal priority, as the engines have
@@ -9,13 +9,11 @@ between them and not between sessions. The loop has normal priority, as the engi
 
 from __future__ import annotations
 
-import asyncio
-import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import product
 from typing import Any, Final
@@ -27,34 +25,23 @@ from rich.table import Table
 
 from sluice.benchmarks.experiments.promises import LEVEL, MARGINS, NONE
 from sluice.benchmarks.live import application
-from sluice.benchmarks.live.application import objectives, router, simulated
+from sluice.benchmarks.live.application import objectives, router
 from sluice.benchmarks.live.client import End, Json, Outcome
 from sluice.benchmarks.live.drive import IN_FLIGHT, campaign, capacity, run
 from sluice.benchmarks.live.gateway.engine import MODEL
 from sluice.benchmarks.live.mix import Kind, Pattern, body_of
 from sluice.benchmarks.live.processes import LeftOutError, until
 from sluice.benchmarks.live.report import GUARANTEED, Run, quantiles, share, single, summary, table
-from sluice.benchmarks.live.resources import Usage, processes
+from sluice.benchmarks.live.resources import Usage
 from sluice.benchmarks.live.systems import Bench, System, sluice
 from sluice.benchmarks.options import number_option, show
 from sluice.controller.config import ControllerConfig
 from sluice.router.config import ServiceClass
-from sluice.scheduling.latency.model import LinearLatency
-from sluice.scheduling.latency.profile import LatencyProfile
 from sluice.simulation.workloads.arrivals import Gamma
 
 LOADS: Final = (0.7, 1.0, 1.4)
-QUIET, BUSY, PAUSES = "quiet", "busy", "pauses"
+QUIET, BUSY = "quiet", "busy"
 REPLICAS: Final = 2
-SLOWER: Final = 1.3
-"""Real over believed time of a simulated engine's steps, before it drifts."""
-
-DRIFT: Final = 1.5
-"""Factor on that time in the middle of a drift."""
-
-PAUSE_S, PAUSE_EVERY_S = 0.3, 2.0
-"""How long one replica process is stopped, and the mean time between two such pauses."""
-
 CONTROLLERS: Final = {
     NONE: ControllerConfig(promise_level=1e-9),
     MARGINS: ControllerConfig(promise_level=LEVEL),
@@ -74,16 +61,14 @@ def with_real(command: click.Command) -> click.Command:
     assert simulated is not None
 
     words = "Two vLLM replicas here, no simulation: 12 runs for each seed. One takes 8 minutes."
-    instead = "With --real: number of simulated engines with wrong profiles in place of vLLM."
     lasts = "With --real: how long the arrivals of a run last."
 
     @click.option("--real", is_flag=True, help=words)
-    @number_option("--simulated", "engines", default=0, least=0, most=64, words=instead)
     @number_option("--seconds", default=20.0, least=2, most=3_600, words=lasts)
-    def callback(real: bool, engines: int, seconds: float, **options: Any) -> None:
+    def callback(real: bool, seconds: float, **options: Any) -> None:
         if real:
             first, seeds = options["first_seed"], options["seeds"]
-            measure(engines, seconds, range(first, first + seeds), options["as_json"])
+            measure(seconds, range(first, first + seeds), options["as_json"])
         else:
             simulated(**options)
 
@@ -92,20 +77,18 @@ def with_real(command: click.Command) -> click.Command:
     return command
 
 
-def measure(engines: int, seconds: float, seeds: Sequence[int], as_json: bool) -> None:
+def measure(seconds: float, seeds: Sequence[int], as_json: bool) -> None:
     """Serve, run every load under each system, and show the results. Load 1 is the throughput of
     the first system."""
     capacities: dict[str, float] = {}
     runs: list[Run] = []
     with campaign() as bench:
         for name in CONTROLLERS:
-            config_on = partial(make_config, name, engines, seconds)
-            with sluice("sluice", config_on)(bench) as system:
-                capacities[name] = _capacity(bench, system, engines or REPLICAS, seconds, seeds[0])
+            with sluice("sluice", partial(make_config, name))(bench) as system:
+                capacities[name] = _capacity(bench, system, seconds, seeds[0])
                 bench.say(f"{name}: capacity {capacities[name]:.2f} requests/s")
                 # Quiet ones first: what is learned on a busy machine persists for a while.
-                machines = (QUIET, PAUSES if engines else BUSY)
-                for machine, seed, load in product(machines, seeds, LOADS):
+                for machine, seed, load in product((QUIET, BUSY), seeds, LOADS):
                     labels = dict(zip(LABELS, (name, machine, load, seed), strict=True))
                     rate = load * capacities[next(iter(CONTROLLERS))]
                     runs.append(_run(bench, system, rate, seconds, labels))
@@ -115,20 +98,11 @@ def measure(engines: int, seconds: float, seeds: Sequence[int], as_json: bool) -
     show(shown, tables(rows, load_1), as_json)
 
 
-def make_config(system: str, engines: int, seconds: float, bench: Bench, port: int) -> Json:
-    """Two vLLM replicas, or ``engines`` simulated ones, whose profile is written to the folder of
-    ``bench``, under the controller of a system."""
+def make_config(system: str, _: Bench, port: int) -> Json:
+    """The replicas under the controller of a system."""
+    parts = {"engine": {"served_model_name": MODEL}, "replica": {"count": REPLICAS}}
     controller = CONTROLLERS[system].model_dump(mode="json")
-    if not engines:
-        parts = {"engine": {"served_model_name": MODEL}, "replica": {"count": REPLICAS}}
-        return {**parts, "router": router(port, CLASSES), "controller": controller}
-    engine = application.LIGHT_ENGINE
-    costs = (engine[name] / SLOWER for name in ("step_s", "token_s", "context_token_s"))
-    profile = bench.folder / "profile.json"
-    believed = LatencyProfile.of("simulated", LinearLatency(*costs))
-    profile.write_text(believed.to_json(), encoding="utf-8")
-    drifting = {**engine, "drift": DRIFT, "drift_period_s": seconds}
-    return simulated(port, drifting, engines, CLASSES, profile, controller=controller)
+    return {**parts, "router": router(port, CLASSES), "controller": controller}
 
 
 def _fresh(url: str) -> float:
@@ -138,14 +112,14 @@ def _fresh(url: str) -> float:
     return 0.0
 
 
-def _capacity(bench: Bench, system: System, replicas: int, seconds: float, seed: int) -> float:
+def _capacity(bench: Bench, system: System, seconds: float, seed: int) -> float:
     """Requests a second without objectives, once all replicas report to the controller."""
     (url,) = system.urls
-    if not until(lambda: _fresh(url) >= replicas, _STARTED_S, bench.stop):
-        raise LeftOutError(f"{replicas} replicas have not started")
+    if not until(lambda: _fresh(url) >= REPLICAS, _STARTED_S, bench.stop):
+        raise LeftOutError(f"{REPLICAS} replicas have not started")
     drawn = (each._replace(slo=SLOS[NO_OBJECTIVE]) for each in PATTERN.drawn(seed))
-    in_flight = IN_FLIGHT * replicas
-    return capacity(bench, system, drawn, body_of("capacity"), in_flight, WARM_UP_S, seconds)
+    load = body_of("capacity"), IN_FLIGHT * REPLICAS, WARM_UP_S, seconds
+    return capacity(bench, system, drawn, *load)
 
 
 def _run(
@@ -155,11 +129,10 @@ def _run(
     guarantees by outcome."""
     machine, seed = labels["machine"], labels["seed"]
     workload = PATTERN.workload(rate, seconds, seed, SLOS)
-    # Listing processes takes a while, in which the client would read nothing.
-    beside = _disturbance(machine, seconds, seed)
     (url,) = system.urls
     before, body = _router_promises(url), body_of(f"{machine} {seed} {rate}")
-    found = run(bench, system, labels, seconds, workload, beside=beside, body=body, exact=False)
+    with busy_loop(seconds / 2) if machine == BUSY else nullcontext():
+        found = run(bench, system, labels, seconds, workload, body=body, exact=False)
     wanted = before.total() + sum(each.admission == GUARANTEED for each in found.outcomes)
     until(lambda: _router_promises(url).total() >= wanted, _REPORTED_S, bench.stop)
     by_router = _router_promises(url)
@@ -180,41 +153,11 @@ def _router_promises(url: str) -> Counter[str]:
     return Counter({outcome: int(page.get(name, 0)) for outcome, page in pages.items()})
 
 
-def _disturbance(
-    machine: str, seconds: float, seed: int
-) -> Callable[[], Coroutine[Any, Any, None]] | None:
-    """What disturbs a run, if something does."""
-    if machine == BUSY:
-        return partial(_busy_from, seconds / 2)
-    if machine == PAUSES:
-        replicas = [pid for pid, each in processes().items() if each.kind == "replicas"]
-        return partial(_pauses, [psutil.Process(pid) for pid in replicas], random.Random(seed))
-    return None
-
-
-async def _pauses(replicas: Sequence[psutil.Process], chance: random.Random) -> None:
-    """Stop one replica process after the other for a moment."""
-    while True:
-        await asyncio.sleep(chance.expovariate(1 / PAUSE_EVERY_S))
-        process = chance.choice(replicas)
-        process.suspend()
-        try:
-            await asyncio.sleep(PAUSE_S)
-        finally:
-            process.resume()
-
-
-async def _busy_from(seconds: float) -> None:
-    """Keep one core busy, after ``seconds``."""
-    await asyncio.sleep(seconds)
-    with busy_loop():
-        await asyncio.Event().wait()
-
-
 @contextmanager
-def busy_loop() -> Iterator[psutil.Process]:
-    """A process that keeps one core busy."""
-    loop = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+def busy_loop(after_s: float) -> Iterator[psutil.Process]:
+    """A process that keeps one core busy, after a time."""
+    program = f"import time; time.sleep({after_s})\nwhile True: pass"
+    loop = subprocess.Popen([sys.executable, "-c", program])
     try:
         process = psutil.Process(loop.pid)
         process.cpu_affinity(process.cpu_affinity()[:1])

@@ -124,14 +124,6 @@ def spent(before: Mapping[int, Process], after: Mapping[int, Process]) -> dict[s
     return sums
 
 
-def held() -> dict[str, float]:
-    """Memory of this process and of all below it that is not shared, MiB, by kind of process."""
-    found: dict[str, float] = {}
-    for each in processes().values():
-        found[each.kind] = found.get(each.kind, 0.0) + each.own_mib
-    return {kind: round(size, 1) for kind, size in sorted(found.items())}
-
-
 def kind_of(title: str) -> str:
     """The kind of a cluster's process, by its title."""
     return next((kind for part, kind in _KINDS if part in title), REST)

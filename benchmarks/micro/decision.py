@@ -30,7 +30,6 @@ from sluice.benchmarks.live.report import table
 from sluice.benchmarks.micro.decision_fleet import Voices, figures
 from sluice.benchmarks.options import as_json, choices_option, number_option, show
 from sluice.controller.config import NO_ADMISSION, ControllerConfig
-from sluice.scheduling.placement.cells import MOST_CELLS
 from sluice.scheduling.placement.together import MOST_TOGETHER
 from sluice.scheduling.routing import POLICIES
 
@@ -187,7 +186,7 @@ def measure_inside(
     }
 
 
-def contenders(names: Sequence[str], cells: int = 1) -> dict[str, ControllerConfig]:
+def contenders(names: Sequence[str]) -> dict[str, ControllerConfig]:
     """Label -> configuration; the floor first."""
     floor = ControllerConfig(policy="round_robin", admission=NO_ADMISSION, **_LIVE)
     listed = list(names) or sorted(POLICIES)
@@ -195,18 +194,14 @@ def contenders(names: Sequence[str], cells: int = 1) -> dict[str, ControllerConf
     if "slos_serve" in found:
         own = "slos_serve"
         found[TOGETHER] = ControllerConfig(policy=own, admission=own, **_LIVE)
-    return {name: each.model_copy(update={"cells": cells}) for name, each in found.items()}
+    return found
 
 
 def measure_actor(
-    configs: dict[str, ControllerConfig],
-    results: dict[str, dict[str, Cell]],
-    seconds: float,
-    sizes: Sequence[int],
+    configs: dict[str, ControllerConfig], results: dict[str, dict[str, Cell]], seconds: float
 ) -> None:
-    """Add the figures of a real actor's callers to the cells of the last of ``sizes``; without
-    sizes to those of :data:`ACTOR_REPLICAS` replicas, and for the last policy with scrapes to that
-    of :data:`SCRAPED_REPLICAS`."""
+    """Add the figures of a real actor's callers to the cells of :data:`ACTOR_REPLICAS` replicas,
+    and for the last policy with scrapes to that of :data:`SCRAPED_REPLICAS`."""
     from sluice.benchmarks.micro.decision_actor import Session, own_ray
 
     async def ask(part: str, label: str, config: ControllerConfig, replicas: int) -> None:
@@ -216,9 +211,8 @@ def measure_actor(
 
     with redirect_stdout(sys.stderr), own_ray():
         for label, config in configs.items():
-            asyncio.run(ask("connection", label, config, sizes[-1] if sizes else ACTOR_REPLICAS))
-        if not sizes:
-            asyncio.run(ask("scraped", label, config, SCRAPED_REPLICAS))
+            asyncio.run(ask("connection", label, config, ACTOR_REPLICAS))
+        asyncio.run(ask("scraped", label, config, SCRAPED_REPLICAS))
 
 
 @click.command(name="decision")
@@ -230,9 +224,12 @@ def measure_actor(
 @number_option("--seconds", default=2.0, least=0.1, most=60, words="Of each query of the actor.")
 @choices_option("--policy", "names", of=POLICIES, words="Routing policies.  [default: all]")
 @click.option(
-    "--replicas", "sizes", multiple=True, type=click.IntRange(1, 4096), help="Of a fleet."
+    "--replicas",
+    "sizes",
+    multiple=True,
+    type=click.IntRange(1, 4096),
+    help="Of a fleet, without an actor.",
 )
-@number_option("--cells", default=1, least=1, most=MOST_CELLS, words="Actors that share the last.")
 def decision(
     as_json: bool,
     decisions: int,
@@ -240,7 +237,6 @@ def decision(
     seconds: float,
     names: tuple[str, ...],
     sizes: tuple[int, ...],
-    cells: int,
 ) -> None:
     """Time the controller's decisions, with 64 requests in each replica.
 
@@ -256,7 +252,7 @@ def decision(
     Example:
       sluice bench decision --no-actor
     """
-    configs = contenders(names, cells)
+    configs = contenders(names)
     fleets = {str(size): (size, False) for size in sizes} or FLEETS
     results: dict[str, dict[str, Cell]] = {
         label: {
@@ -265,8 +261,8 @@ def decision(
         }
         for label, config in configs.items()
     }
-    if actor:
-        measure_actor(configs, results, seconds, sizes)
+    if actor and not sizes:
+        measure_actor(configs, results, seconds)
     found = {(label, size): cell for label, own in results.items() for size, cell in own.items()}
     tables = [_table(f"inside the actor, {REPORTS_PER_S:,.0f} reports/s", found)]
     for part, title in ASKED.items():

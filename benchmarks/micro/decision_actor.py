@@ -30,7 +30,6 @@ from sluice.replica.config import EngineConfig
 from sluice.replica.metrics import Measured, ReplicaCollector
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.router.metrics.instruments import RouterMetrics
-from sluice.scheduling.placement.cells import MOST_CELLS
 
 REPORTS_PER_S = 50
 """Of each replica."""
@@ -264,7 +263,7 @@ def own_ray() -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
         quiet = {"include_dashboard": False, "log_to_driver": False}
-        start_ray(Path(folder), num_cpus=4 + MOST_CELLS, object_store_memory=80 << 20, **quiet)
+        start_ray(Path(folder), num_cpus=4, object_store_memory=80 << 20, **quiet)
         try:
             yield
         finally:

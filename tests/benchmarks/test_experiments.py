@@ -373,7 +373,7 @@ LONG = {
     *("flowprefill_systems", "heterogeneous", "promises", "proserve_colocated"),
     *("proserve_disaggregated", "proserve_large", "proserve_policies", "retry_after", "slow_node"),
     *("slos_serve_capacity", "slos_serve_reasoning", "slos_serve_scaling", "slos_serve_together"),
-    *("speculation_lengths", "stage_paces", "stale_mirror"),
+    *("speculation_lengths", "stale_mirror"),
 }
 """They take about a second or more each, and are run before a release."""
 

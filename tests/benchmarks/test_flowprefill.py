@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sluice.benchmarks.experiments.flowprefill import (
-    ADMISSION,
+    BOUNDS,
     bounded,
     mix,
     of_traces,
@@ -63,7 +63,7 @@ def test_recorded_prompts_are_judged_by_task_or_else_by_length(traces: Path) -> 
 
 
 def test_an_experiment_has_cells_for_each_recorded_workload(traces: Path) -> None:
-    cells = ADMISSION.cells(Plan("quick", (1,), traces))
+    cells = BOUNDS.cells(Plan("quick", (1,), traces))
     names = {cell.labels["workload"] for cell in cells}
     assert names == {"generated", "qwen (stretched)", "qwen (thinned)"}
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import random
 import subprocess
 import sys
 import threading
@@ -43,7 +41,6 @@ from sluice.controller.config import ControllerConfig
 from sluice.deploy.config import SluiceConfig
 from sluice.scheduling.placement.calibration import Calibration
 from sluice.scheduling.request.objective import SLO
-from tests.replica.waiting import until
 
 
 def test_the_load_has_its_rate_its_classes_and_bursts() -> None:
@@ -101,19 +98,11 @@ def test_the_command_line_leaves_ray_for_after_its_settings() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_simulated_engines_are_slower_than_believed_and_drift(tmp_path: Path) -> None:
+def test_two_replicas_of_the_local_model_serve_the_classes(tmp_path: Path) -> None:
     bench = Bench({}, tmp_path, print, threading.Event(), 0.0)
-    real = SluiceConfig.model_validate(promises_real.make_config(NONE, 0, 20.0, bench, 8_000))
-    assert real.replica.count == 2 and real.router.default_class == "chat"
-    config = SluiceConfig.model_validate(promises_real.make_config(MARGINS, 8, 20.0, bench, 8_000))
-    assert config.replica.count == 8
+    config = SluiceConfig.model_validate(promises_real.make_config(MARGINS, bench, 8_000))
+    assert config.replica.count == 2 and config.router.default_class == "chat"
     assert config.controller == promises_real.CONTROLLERS[MARGINS]
-    assert config.engine.latency_profile is not None
-    believed = json.loads(config.engine.latency_profile.read_text())["coefficients"]
-    truth = config.engine.simulated
-    assert truth.step_s == pytest.approx(1.3 * believed[0])
-    assert truth.token_s == pytest.approx(1.3 * believed[1])
-    assert (truth.drift, truth.drift_period_s) == (1.5, 20.0)
 
 
 def test_requests_without_objective_warm_up() -> None:
@@ -121,25 +110,11 @@ def test_requests_without_objective_warm_up() -> None:
 
 
 def test_the_busy_loop_is_pinned_and_of_this_session() -> None:
-    with promises_real.busy_loop() as loop:
+    with promises_real.busy_loop(0.0) as loop:
         assert loop.nice() == os.nice(0)
         assert len(loop.cpu_affinity()) == 1
         assert os.getsid(loop.pid) == os.getsid(0)
     assert not loop.is_running()
-
-
-async def test_a_paused_process_goes_on_when_the_run_ends() -> None:
-    child = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=-1)
-    process = psutil.Process(child.pid)
-    pauses = asyncio.create_task(promises_real._pauses([process], random.Random(1)))
-    try:
-        await until(lambda: process.status() == psutil.STATUS_STOPPED)
-        pauses.cancel()
-        await asyncio.gather(pauses, return_exceptions=True)
-        await until(lambda: process.status() != psutil.STATUS_STOPPED)
-    finally:
-        child.kill()
-        await child.wait()
 
 
 def test_the_sum_of_a_metric_is_over_all_other_labels() -> None:
@@ -243,7 +218,6 @@ def test_a_known_interval() -> None:
     assert interval(81, 263) == pytest.approx([0.2553, 0.3662], abs=1e-4)
 
 
-@pytest.mark.parametrize("options", [["--seconds", "1"], ["--simulated", "65"]])
-def test_options_out_of_range_are_refused(options: list[str]) -> None:
-    result = CliRunner().invoke(bench, ["promises", "--real", *options])
+def test_options_out_of_range_are_refused() -> None:
+    result = CliRunner().invoke(bench, ["promises", "--real", "--seconds", "1"])
     assert result.exit_code == 2 and "range" in result.output

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sluice.benchmarks.live.application import LIGHT_ENGINE
-from sluice.benchmarks.live.overload import PATIENCE_S, RATE, SLOS, WARM_UP_S, make_load
+from sluice.benchmarks.live.mix import Kind, Pattern
 from sluice.controller.config import ControllerConfig
 from sluice.replica.config import EngineConfig as ReplicaEngineConfig
 from sluice.router.config import RouterConfig
@@ -18,6 +18,7 @@ from sluice.scheduling.batching import make_policy
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.job import RouteQuery
 from sluice.scheduling.request.kernels import ARRIVAL
+from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
 from sluice.simulation.cluster import Cluster
 from sluice.simulation.config import ClusterConfig, EngineConfig
@@ -26,7 +27,12 @@ from sluice.simulation.requests import Requests
 from sluice.simulation.truth import Belief, Truth
 
 REPLICAS = 2
+RATE = 3.6  # about what one engine can guarantee, requests a second
 SECONDS = 35.0
+WARM_UP_S = 5.0
+PATIENCE_S = 5.0
+STRICT = SLO(ttft_s=1.5, tpot_s=0.15, priority=2, service_class="strict")
+PATTERN = Pattern("overload", kinds={"strict": Kind(1.0, (150, 450), (20, 60))})
 SEEDS = (1, 2)
 MODEL = LinearLatency(
     LIGHT_ENGINE["step_s"], LIGHT_ENGINE["token_s"], LIGHT_ENGINE["context_token_s"]
@@ -67,7 +73,7 @@ class Impatient(Cluster):
 def served(load: float, seed: int, patience_s: float) -> tuple[int, int, int]:
     """Requests and tokens that were served in time after the warm-up, and how often one was
     refused."""
-    workload = make_load(load * RATE * REPLICAS, SECONDS, seed)
+    workload = PATTERN.workload(load * RATE * REPLICAS, SECONDS, seed, {"strict": STRICT})
     requests = Requests(workload)
     limits: dict[str, Any] = {name: LIGHT_ENGINE[name] for name in LIMITS}
 
@@ -98,7 +104,7 @@ def served(load: float, seed: int, patience_s: float) -> tuple[int, int, int]:
             continue
         ttft_s = times[0] - requests.rows[key, ARRIVAL]
         pace_s = (times[-1] - times[0]) / max(1, len(times) - 1)
-        if ttft_s <= (SLOS["strict"].ttft_s or 0.0) and pace_s <= (SLOS["strict"].tpot_s or 0.0):
+        if ttft_s <= (STRICT.ttft_s or 0.0) and pace_s <= (STRICT.tpot_s or 0.0):
             count += 1
             tokens += len(times)
     return count, tokens, run.refusals
