@@ -31,16 +31,6 @@ ENGINE: Final[dict[str, Any]] = {
 """The simulated engine: about the steps of a model of 70B parameters on two older GPUs. None of it
 was measured."""
 
-LIGHT_ENGINE: Final[dict[str, Any]] = {
-    **ENGINE,
-    "step_s": 0.05,
-    "token_s": 0.0004,
-    "max_model_tokens": 4096,
-    "max_batch_tokens": 1024,
-    "max_sequences": 16,
-}
-"""An engine that few requests saturate: its steps are long compared with their delays."""
-
 
 def simulated(
     port: int,

@@ -26,7 +26,7 @@ import numpy as np
 import psutil
 from rich.table import Table
 
-from sluice.benchmarks.live.application import LIGHT_ENGINE, metrics, objectives, simulated
+from sluice.benchmarks.live.application import metrics, objectives, simulated
 from sluice.benchmarks.live.client import End, Json, Outcome, replay
 from sluice.benchmarks.live.report import by_class, table
 from sluice.benchmarks.live.resources import processes
@@ -37,6 +37,7 @@ from sluice.router.config import ServiceClass
 from sluice.simulation.workload import Arrival, Workload
 from tests.faults.application import Application, application
 from tests.faults.kinds import CLASSES, KINDS, SHARES, Kind
+from tests.light_engine import LIGHT_ENGINE
 
 SAMPLE_S: Final = 10.0
 WARM_UP_S: Final = 60.0

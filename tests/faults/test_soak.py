@@ -9,7 +9,6 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.benchmarks.live.application import LIGHT_ENGINE
 from sluice.benchmarks.live.client import End, Outcome
 from sluice.scheduling.request.objective import SLO
 from tests.e2e.conftest import on_the_shared_ray
@@ -33,6 +32,7 @@ from tests.faults.soak import (
     summary,
     tables,
 )
+from tests.light_engine import LIGHT_ENGINE
 from tests.own_ray import shared_ray
 
 # The load.

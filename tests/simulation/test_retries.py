@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sluice.benchmarks.live.application import LIGHT_ENGINE
 from sluice.benchmarks.live.mix import Kind, Pattern
 from sluice.controller.config import ControllerConfig
 from sluice.replica.config import EngineConfig as ReplicaEngineConfig
@@ -25,6 +24,7 @@ from sluice.simulation.config import ClusterConfig, EngineConfig
 from sluice.simulation.engine import VirtualEngine
 from sluice.simulation.requests import Requests
 from sluice.simulation.truth import Belief, Truth
+from tests.light_engine import LIGHT_ENGINE
 
 REPLICAS = 2
 RATE = 3.6  # about what one engine can guarantee, requests a second

@@ -92,6 +92,7 @@ def _rates(found: Json) -> list[Json]:
 
 
 PARTS: Final[dict[str, Part]] = {
+    "start": _own("start", "seconds until a server answers, two starts of each", 1_800.0),
     "profile": Part("error of the latency model on unseen steps", 900.0, _profile, _errors),
     "load": Part("stock vLLM and Sluice under a mixed load", 3_600.0, _load, _rates),
     "preemption": _own("preemption", "stops of a prefill before its next operator", 900.0),
@@ -121,10 +122,10 @@ def gpu(
 ) -> None:
     """Measure Sluice and stock vLLM on one GPU, without weights and without a network.
 
-    The error of the latency model, with and without context; both under a mixed load at three
-    rates; how long a prefill takes to stop; what checking drafted tokens costs; steps a second
-    with and without asynchronous scheduling. A part that fails, or is not done in its time, is
-    reported, and the others are measured. Exits with 3 if there is no GPU.
+    The start; the error of the latency model, with and without context; both under a mixed load at
+    three rates; how long a prefill takes to stop; what checking drafted tokens costs; steps a
+    second with and without asynchronous scheduling. A part that fails, or is not done in its time,
+    is reported, and the others are measured. Exits with 3 if there is no GPU.
 
     \b
     Example:

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sluice.benchmarks.live.client import Json
+from sluice.benchmarks.live.drive import campaign
 from sluice.benchmarks.live.gateway.engine import MODEL
+from sluice.benchmarks.live.peers.systems import SYSTEMS, Setting
 from sluice.benchmarks.live.report import quantiles
 from sluice.replica.config import EngineConfig
 from sluice.replica.engine import EngineRequest, ResponseHead
@@ -49,6 +51,18 @@ def engine_of(given: Given, args: Json) -> Json:
     """The configuration of Sluice's engine with vLLM's ``args``."""
     named = {"model": given.model, "served_model_name": MODEL, "cache_dir": given.folder}
     return {**named, "grammar_check_s": 0, "vllm_args": args}
+
+
+def start(given: Given) -> list[Json]:
+    """Seconds from the start of a server with one engine to its first answer. At the second start
+    vLLM finds the code that it compiled at the first one."""
+    setting, rows = Setting(given.model, given.args, 1, given.gpus, {}), list[Json]()
+    with campaign() as bench:
+        for name in ("stock", "sluice") * 2:
+            began_s = time.monotonic()
+            with SYSTEMS[name].start(setting)(bench):
+                rows.append({"system": name, "seconds": round(time.monotonic() - began_s, 1)})
+    return rows
 
 
 async def preemption(given: Given) -> Json:
@@ -120,6 +134,9 @@ def steps(name: str, given: Given) -> list[Json]:
 if __name__ == "__main__":
     part, place = sys.argv[1:]
     told = Given(**json.loads(Path(place, "given.json").read_text()))
-    found = [asyncio.run(preemption(told))] if part == "preemption" else steps(part, told)
+    if part == "preemption":
+        found = [asyncio.run(preemption(told))]
+    else:
+        found = start(told) if part == "start" else steps(part, told)
     print(json.dumps(found), flush=True)
     os._exit(0)  # the threads of an engine core in this process would keep it
