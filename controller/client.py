@@ -37,7 +37,6 @@ from sluice.controller.messages import (
 from sluice.controller.transport.failure import NoAnswerError
 from sluice.scheduling.autoscaling import Load
 from sluice.scheduling.placement.cells import CellChoice, cell_of
-from sluice.scheduling.request.job import DECLINED, NO_REPLICA, STAYS
 from sluice.scheduling.roles import Role
 
 __all__ = [
@@ -137,24 +136,16 @@ class ControllerClient:
         if choice is None:
             return await self._first.route(query)
         up = [cell.up for cell in self._of.values()]
-        *others, last = choice.asked(query, self._clock(), up) or [0]
-        declined: RouteDecision | None = None
-        for number in others:  # at most one
-            declined = await self._route_in(choice, number, query._replace(elsewhere=True))
-            if declined is not None and declined.reason not in (DECLINED, STAYS):
-                return declined
-        decision = await self._route_in(choice, last, query)
-        if declined is not None and (decision is None or decision.reason == NO_REPLICA):
-            # The first one has declined only because of the last one, which can do nothing.
-            decision = await self._route_in(choice, others[0], query)
-        return decision
-
-    async def _route_in(
-        self, choice: CellChoice, number: int, query: RouteQuery
-    ) -> RouteDecision | None:
-        decision = await self._of[number].route(query)
-        choice.answered(number, query, decision, self._clock())
-        return decision
+        questions = choice.questions(query, self._clock(), up)
+        number, asked = next(questions)
+        while True:
+            decision = await self._of[number].route(asked)
+            choice.answered(number, asked, decision, self._clock())
+            try:
+                number, asked = questions.send(decision)
+            except StopIteration as end:
+                found: RouteDecision | None = end.value
+                return found
 
     def _some_leave(self) -> None:
         self._leaving([name for cell in self._of.values() for name in cell.leaving])

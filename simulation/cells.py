@@ -11,7 +11,7 @@ from sluice.scheduling.autoscaling import Load
 from sluice.scheduling.autoscaling.load import sum_of
 from sluice.scheduling.placement.cells import CellChoice, cell_of
 from sluice.scheduling.placement.together import Turn
-from sluice.scheduling.request.job import DECLINED, NO_REPLICA, RouteDecision
+from sluice.scheduling.request.job import NO_REPLICA, RouteDecision
 from sluice.scheduling.request.objective import Times
 from sluice.scheduling.roles import Role
 from sluice.scheduling.routing import RouteQuery, RoutingPolicy
@@ -102,20 +102,19 @@ class CellMirrors:
         """Ask one cell, or two."""
         # A router learns within a second which cells have replicas.
         up = [cell.replicas > 0 for cell in self._cells]
-        asked = self._choice.asked(query, now_s, up) or [0]
-        for number in asked:
+        questions = self._choice.questions(query, now_s, up)
+        number, asked = next(questions)
+        while True:
             cell = self._cells[number]
-            here = query._replace(elsewhere=number != asked[-1])
-            decision = cell.decide(here, now_s)
+            decision = cell.decide(asked, now_s)
             self._choice.heard(number, cell.fleet.slack_s(now_s), now_s)
-            self._choice.answered(number, here, decision, now_s)
-            if decision.reason != DECLINED:
+            self._choice.answered(number, asked, decision, now_s)
+            try:
+                number, asked = questions.send(decision)
+            except StopIteration:
                 break
-        if decision.reason == NO_REPLICA:
-            cell = self._cells[asked[0]]
-            decision = cell.place(query, now_s)
         self._placed[query.key] = cell
-        return decision
+        return cell.without_decision() if decision.reason == NO_REPLICA else decision
 
     def load(self, judged: Judged, role: Role, now_s: float) -> Load:
         """The load on the replicas of a role in all cells."""

@@ -8,7 +8,7 @@ the last answer: "How Useful Is Old Information?", IEEE TPDS 2000).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from hashlib import blake2b
 from math import inf
 from typing import Final
@@ -16,6 +16,8 @@ from typing import Final
 from sluice.scheduling.fleet.ranks import replica_of
 from sluice.scheduling.request.job import (
     DECLINED,
+    NO_REPLICA,
+    STAYS,
     UNATTAINABLE,
     RouteDecision,
     RouteQuery,
@@ -35,6 +37,9 @@ a share in proportion: answers are late, and all requests until the next ones wo
 
 MOST_PREFIXES: Final = 16_384
 """Most prompts whose cell a router remembers."""
+
+Questions = Generator[tuple[int, RouteQuery], RouteDecision | None, RouteDecision | None]
+"""See :meth:`CellChoice.questions`."""
 
 _WORD: Final = (1 << 64) - 1
 
@@ -111,6 +116,22 @@ class CellChoice:
         if is_full and bound is None and slack_s[first] > slack_s[last]:
             return [last, first]
         return [first, last]
+
+    def questions(self, query: RouteQuery, now_s: float, up: Sequence[bool]) -> Questions:
+        """What to ask, one question after the other: yields a cell with the query for it, is sent
+        the cell's decision, or ``None`` if it did not answer, and returns the decision that counts.
+        The caller reports each answer with :meth:`answered`."""
+        *others, last = self.asked(query, now_s, up) or [0]
+        declined: RouteDecision | None = None
+        for cell in others:  # at most one
+            declined = yield cell, query._replace(elsewhere=True)
+            if declined is not None and declined.reason not in (DECLINED, STAYS):
+                return declined
+        decision = yield last, query
+        if declined is not None and (decision is None or decision.reason == NO_REPLICA):
+            # The first one has declined only because of the last one, which can do nothing.
+            decision = yield others[0], query
+        return decision
 
     def heard(self, cell: int, slack_s: float, now_s: float) -> None:
         """A cell reported its slack, see

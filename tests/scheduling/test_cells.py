@@ -22,6 +22,7 @@ from sluice.scheduling.request.job import (
     DECLINED,
     NO_REPLICA,
     PLACED,
+    STAYS,
     UNATTAINABLE,
     RouteDecision,
     RouteQuery,
@@ -155,6 +156,39 @@ def test_where_nothing_can_be_guaranteed_the_cell_with_more_slack_is_asked_last(
     assert choice.asked(query()._replace(slo=SLO()), 0.1, UP[:2]) == [0, 1]
     choice.answered(0, query(), KEPT, 0.1)
     assert choice.asked(query(), 0.2, UP[:2]) == [0, 1]
+
+
+NONE, STAYING = RouteDecision(None, NO_REPLICA), RouteDecision(None, STAYS)
+REFUSED = RouteDecision(None, DECLINED)
+
+
+@pytest.mark.parametrize(
+    ("answers", "asked"),
+    [
+        ([KEPT], "a"),
+        ([REFUSED, LENT], "ab"),
+        ([STAYING, KEPT], "ab"),
+        ([REFUSED, NONE, LENT], "aba"),
+        ([REFUSED, None, LENT], "aba"),
+        # It has not answered before, so it is not asked again.
+        ([None, NONE], "ab"),
+    ],
+)
+def test_a_second_cell_is_asked_if_the_first_declines_and_the_first_again_if_that_cannot(
+    answers: list[RouteDecision | None], asked: str
+) -> None:
+    first, second = CellChoice(2).asked(query(), 0.0, UP[:2])
+    questions, seen = CellChoice(2).questions(query(), 0.0, UP[:2]), []
+    question = next(questions)
+    with pytest.raises(StopIteration) as ended:
+        for answer in answers:
+            seen.append(question)
+            question = questions.send(answer)
+    assert seen == [
+        (first, query(elsewhere=place == 0)) if name == "a" else (second, query())
+        for place, name in enumerate(asked)
+    ]
+    assert ended.value.value == answers[-1]
 
 
 def test_a_cell_without_replicas_or_an_answer_is_asked_only_if_there_is_no_other() -> None:
