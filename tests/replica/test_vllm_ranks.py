@@ -13,11 +13,10 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from sluice.replica.config import EngineConfig
 from sluice.replica.deployment import make_engines
-from sluice.replica.engine import Engine, EngineDeadError, EngineRequest, ResponseChunk
-from tests.known_profile import known_profile
-from tests.replica.in_process import OBJECTIVES, mixed_requests
+from sluice.replica.engine import Engine, EngineDeadError
+from tests.replica.in_process import mixed_requests
+from tests.replica.small_engine import greedy_tokens, small_config
 from tests.replica.waiting import until
 
 pytestmark = [
@@ -43,22 +42,7 @@ async def ranked(
     model: Path, stock: list[tuple[int, ...]], tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Ranked]:
     directory = tmp_path_factory.mktemp("ranks")
-    config = EngineConfig(
-        model=str(model),
-        served_model_name="small",
-        cache_dir=directory,
-        batch_log=directory,
-        vllm_args={
-            "max-model-len": 1024,
-            "max-num-batched-tokens": 512,
-            "kv-cache-memory-bytes": 64 << 20,
-            "block-size": 32,
-            "dtype": "float32",
-            "data-parallel-size": 2,
-        },
-        latency_profile=known_profile(directory),
-        grammar_check_s=0,
-    )
+    config = small_config(model, directory, data_parallel_size=2)
     engines = make_engines(config, "abc", 32, 0)
     try:
         for each in engines:
@@ -69,23 +53,10 @@ async def ranked(
             await each.stop()
 
 
-async def tokens(engine: Engine, number: int, **more: Any) -> tuple[int, ...]:
-    """The greedy output tokens of a request."""
-    prompt, output, _ = REQUESTS[number]
-    body = {
-        "model": "small",
-        "prompt": prompt,
-        "max_tokens": output,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        **more,
-    }
-    slo = OBJECTIVES[number % len(OBJECTIVES)]
-    asked = EngineRequest(f"r{number}", "completions", body, slo)
-    items = [item async for item in engine.generate(asked)]
-    answer = json.loads(b"".join(each.data for each in items if isinstance(each, ResponseChunk)))
-    return tuple(answer["choices"][0]["token_ids"])
+async def tokens(engine: Engine, number: int, output: int | None = None) -> tuple[int, ...]:
+    """The greedy tokens of a request of ``REQUESTS``, or this many of them."""
+    prompt, usual, _ = REQUESTS[number]
+    return await greedy_tokens(engine, f"r{number}", prompt, output or usual, number)
 
 
 def names_in(log: Path) -> set[str]:
@@ -115,7 +86,7 @@ async def test_tokens_are_those_of_one_engine_and_each_request_is_at_its_rank(
 
 async def test_a_rank_tells_of_its_own_requests_only(ranked: Ranked) -> None:
     one, other = ranked.ranks
-    task = asyncio.create_task(tokens(other, 0, max_tokens=900))
+    task = asyncio.create_task(tokens(other, 0, output=900))
     await until(lambda: any(other.state().rows["emitted_tokens"] > 3), 120)
     assert len(one.state().rows) == 0
     assert one.waits_since_s() is None
@@ -131,8 +102,7 @@ async def test_with_the_process_of_a_rank_the_whole_engine_ends(ranked: Ranked) 
     Those at other ranks may end before vLLM ends these."""
     ranks = ranked.ranks
     tasks = [
-        asyncio.create_task(tokens(each, number, max_tokens=900))
-        for number, each in enumerate(ranks)
+        asyncio.create_task(tokens(each, number, output=900)) for number, each in enumerate(ranks)
     ]
     await until(lambda: all(any(each.state().rows["emitted_tokens"] > 3) for each in ranks), 120)
     client: Any = ranks[0]._llm.engine_core  # type: ignore[attr-defined]

@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 import pytest
 import pytest_asyncio
 
-from sluice.replica.config import EngineConfig
-from sluice.replica.engine import EngineRequest, ResponseChunk, ResponseTail
 from sluice.replica.vllm.engine import VllmEngine
-from tests.known_profile import known_profile
-from tests.replica.in_process import OBJECTIVES, mixed_requests
+from tests.replica.in_process import mixed_requests
 from tests.replica.killed_worker import check_killed_worker
+from tests.replica.small_engine import greedy_tokens, small_config
 
 pytestmark = [
     pytest.mark.vllm,
@@ -43,45 +41,11 @@ async def spanning(
     request: Any, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Spanning]:
     directory = tmp_path_factory.mktemp("engine")
-    config = EngineConfig(
-        model=str(model),
-        served_model_name="small",
-        cache_dir=directory,
-        batch_log=directory,
-        vllm_args={
-            "max-model-len": 1024,
-            "max-num-batched-tokens": 512,
-            "kv-cache-memory-bytes": 64 << 20,
-            "block-size": 32,
-            "dtype": "float32",
-            request.param: 2,
-        },
-        latency_profile=known_profile(directory),
-        grammar_check_s=0,
-    )
+    config = small_config(model, directory, **{request.param: 2})
     engine = VllmEngine(config, "replica-1", 32)
     await engine.start()
     yield Spanning(engine, directory / "replica-1.jsonl", request.param)
     await engine.stop()
-
-
-async def tokens(
-    engine: VllmEngine, name: str, prompt: list[int], output: int, number: int
-) -> tuple[int, ...]:
-    """The greedy output tokens of a request."""
-    body = {
-        "model": "small",
-        "prompt": prompt,
-        "max_tokens": output,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    asked = EngineRequest(name, "completions", body, OBJECTIVES[number % len(OBJECTIVES)])
-    items = [item async for item in engine.generate(asked)]
-    assert isinstance(items[-1], ResponseTail)
-    answer = json.loads(b"".join(each.data for each in items if isinstance(each, ResponseChunk)))
-    return tuple(answer["choices"][0]["token_ids"])
 
 
 async def test_tokens_are_those_of_one_worker(
@@ -90,7 +54,7 @@ async def test_tokens_are_those_of_one_worker(
     engine, log, option = spanning
     found = await asyncio.gather(
         *(
-            tokens(engine, f"r{number}", prompt, output, number)
+            greedy_tokens(engine, f"r{number}", prompt, output, number)
             for number, (prompt, output, _) in enumerate(mixed_requests(24))
         )
     )
@@ -110,5 +74,5 @@ async def test_tokens_are_those_of_one_worker(
 async def test_with_a_worker_the_engine_ends_and_leaves_no_process(spanning: Spanning) -> None:
     """Its requests are not answered in part as if that were all: another replica continues them."""
     engine = spanning.engine
-    asked = [tokens(engine, f"lost-{i}", list(range(300, 800)), 500, i) for i in range(3)]
+    asked = [greedy_tokens(engine, f"lost-{i}", list(range(300, 800)), 500, i) for i in range(3)]
     await check_killed_worker(engine, asked)
