@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sluice.replica.parent_watch import end_with_parent
+from sluice.replica.vllm.contract import binds
 
 logger = logging.getLogger(__name__)
 
@@ -164,9 +165,12 @@ class Trial:
         backend = self._backend(params.structured_outputs._backend)
         start_timer(self._limit_s)
         key = get_structured_output_key(params.structured_outputs)
+        named = {"stop_token_ids": set(constraint.stop_token_ids)}
+        if not binds(backend.compile_grammar, len(key), named):  # it does not mask them
+            named = {}
 
         def compiled() -> Any:
-            return backend.compile_grammar(*key, stop_token_ids=set(constraint.stop_token_ids))
+            return backend.compile_grammar(*key, **named)
 
         try:
             compiled()

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -26,6 +26,9 @@ from sluice.replica.vllm.scheduler import pin_thread
 from sluice.replica.vllm.setup import survive_module_scan
 
 logger = logging.getLogger(__name__)
+
+WARMS_UP_APART: Final = hasattr(UniProcExecutor, "compile_or_warm_up_model")
+"""Whether vLLM compiles and warms up in a call of its own, after it has made the KV cache."""
 
 _EXIT_LIMIT_S = 10.0
 
@@ -72,9 +75,18 @@ class PreemptiveExecutor(UniProcExecutor):
         """Bytes available for the KV cache: without the reserve for suspended prefills."""
         return keep(self, super().determine_available_memory())
 
+    def initialize_from_config(self, kv_cache_configs: Any) -> None:
+        """Make the KV cache; up to vLLM 0.28 also complete the worker."""
+        super().initialize_from_config(kv_cache_configs)
+        if not WARMS_UP_APART:
+            self._make_ready()
+
     def compile_or_warm_up_model(self) -> None:
-        """Complete the worker, and make it ready for tasks."""
+        """Complete the worker, and make it ready for tasks (from vLLM 0.29)."""
         super().compile_or_warm_up_model()
+        self._make_ready()
+
+    def _make_ready(self) -> None:
         settings = SchedulerSettings.from_additional_config(self.vllm_config.additional_config)
         options = settings.preemption
         if settings.cpu_core is not None:

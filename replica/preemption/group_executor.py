@@ -22,7 +22,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from sluice.replica.parent_watch import end_with_parent
 from sluice.replica.preemption.control_block import ControlWords
-from sluice.replica.preemption.executor import nothing
+from sluice.replica.preemption.executor import WARMS_UP_APART, nothing
 from sluice.replica.preemption.messages import Answer, Command, Died, Exit, Failed
 from sluice.replica.preemption.reserve import Reserve, keep
 from sluice.replica.preemption.worker import TaskRunner
@@ -72,9 +72,18 @@ class PreemptiveGroupExecutor(MultiprocExecutor):
         prefills."""
         return keep(self, super().determine_available_memory())
 
+    def initialize_from_config(self, kv_cache_configs: Any) -> None:
+        """Make the KV caches; up to vLLM 0.28 also complete the workers."""
+        super().initialize_from_config(kv_cache_configs)
+        if not WARMS_UP_APART:
+            self._make_ready()
+
     def compile_or_warm_up_model(self) -> None:
-        """Complete the workers, and make them ready for tasks."""
+        """Complete the workers, and make them ready for tasks (from vLLM 0.29)."""
         super().compile_or_warm_up_model()
+        self._make_ready()
+
+    def _make_ready(self) -> None:
         settings = SchedulerSettings.from_additional_config(self.vllm_config.additional_config)
         options = settings.preemption
         with tempfile.TemporaryDirectory(prefix="sluice-tasks-", dir="/dev/shm") as name:

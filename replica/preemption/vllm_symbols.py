@@ -33,7 +33,7 @@ PARTS: Final = (
     ),
     Part(
         (f"{_EXECUTOR}.abstract:Executor",),
-        "collective_rpc(_, args=) compile_or_warm_up_model() determine_available_memory() "
+        "collective_rpc(_, args=) determine_available_memory() initialize_from_config(_) "
         "take_draft_token_ids()",
     ),
     Part(

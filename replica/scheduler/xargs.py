@@ -26,6 +26,10 @@ from sluice.scheduling.roles import Role
 _Parsed = TypeVar("_Parsed")
 
 CONFIG_KEY = "sluice"
+TABLE_FOLDER = "SLUICE_TABLE_FOLDER"
+"""Environment variable that the path of a state table may begin with: vLLM finds compiled code by
+all of its settings, these among them, and the folder has another name at each start."""
+
 KEY_PREFIX = "sluice_"
 ID = "sluice_id"
 ARRIVAL_S = "sluice_arrival_s"
@@ -198,7 +202,7 @@ class SchedulerSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    state_table: Path = Field(description="File of the state table; it exists already.")
+    state_table: Path = Field(description="File of the state table; it may begin with a variable.")
     policy: str = Field(description="Batch policy.")
     policy_options: dict[str, Any] = Field(default_factory=dict, description="Its options.")
     role: Role = Field(default="mixed", description="What the replica does of a request.")

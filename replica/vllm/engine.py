@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -40,6 +41,7 @@ from sluice.replica.profiling.warm_up import warm_up
 from sluice.replica.resume import check_resume
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import (
+    TABLE_FOLDER,
     RequestArgs,
     SchedulerSettings,
     rank_path,
@@ -57,6 +59,7 @@ from sluice.replica.vllm.setup import (
     launch,
     local_model_arguments,
     max_prompt_logprobs,
+    on_cpu,
     parse_arguments,
     prepare_environment,
 )
@@ -167,19 +170,20 @@ class VllmEngine:
         # Once both processes have mapped the table its file is deleted, so none can be left behind.
         with private_dir(_shared_memory()) as directory:
             path = directory / "state"
+            os.environ[TABLE_FOLDER] = str(directory)
             for each in (self, *self._others):
                 own = rank_path(path, each._rank)
                 each._table = StateTable.create(self._table_capacity, own)
                 each._table.set_role(each._role)
             settings = SchedulerSettings(
-                state_table=path,
+                state_table=Path(f"${TABLE_FOLDER}", path.name),
                 policy=config.policy,
                 policy_options=config.policy_options,
                 role=self._role,
                 best_effort=config.best_effort,
                 preemption=config.preemption,
                 batch_log=None if log is None else log / f"{self._replica_id}.jsonl",
-                cpu_core=self._cpu_core,
+                cpu_core=self._cpu_core if on_cpu() else None,
             )
             given = config.vllm_args
             if config.model == "local":

@@ -107,7 +107,9 @@ def prepare_environment(model: str, one_thread: bool, preemption: bool = False) 
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if preemption:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    if _on_cpu():
+    # As on CPUs, where vLLM sets it: a fork would have the locks and threads of this process.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    if on_cpu():
         if one_thread:
             os.environ["OMP_NUM_THREADS"] = "1"
         # Without it vLLM puts the model into one more process, behind one more queue.
@@ -118,7 +120,7 @@ def bind_workers(number: int, first: int | None) -> None:
     """On CPUs, bind each of several workers with one thread to a core that this process may use:
     the first worker to the core ``first``, or any. vLLM by itself would give each worker a NUMA
     node, and most machines have one."""
-    if number > 1 and _on_cpu() and hasattr(os, "sched_getaffinity"):
+    if number > 1 and on_cpu() and hasattr(os, "sched_getaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         place = cores.index(first) if first in cores else 0
         bound = [str(cores[(place + worker) % len(cores)]) for worker in range(number)]
@@ -192,7 +194,7 @@ def parse_arguments(
             raise ValueError(f"vllm_args may not hold {_TRANSFER}: set engine.transfer")
         arguments[_TRANSFER] = transfer_argument(transfer, role)
         arguments |= _in_step(arguments)
-    if _on_cpu():
+    if on_cpu():
         arguments = _cpu_defaults(arguments) | arguments
     if variant is None and workers(arguments) > 1:
         arguments.setdefault("worker-extension-cls", EXTENSION)
@@ -220,7 +222,7 @@ def local_model_arguments() -> dict[str, Any]:
     """Default arguments of the model that Sluice makes itself. Other models keep vLLM's `dtype`:
     some kinds of quantization refuse float32."""
     # vLLM would choose bfloat16, which is slow on CPUs without instructions for it.
-    return {"dtype": "float32"} if _on_cpu() else {}
+    return {"dtype": "float32"} if on_cpu() else {}
 
 
 def _reason(text: str) -> str:
@@ -313,10 +315,11 @@ def max_prompt_logprobs(configured: int, vllm_config: Any) -> int:
     vLLM's LoRA layers on CPUs expect logits of sampled tokens alone, and those of a prompt's tokens
     end the engine.
     """
-    return 0 if vllm_config.lora_config is not None and _on_cpu() else configured
+    return 0 if vllm_config.lora_config is not None and on_cpu() else configured
 
 
-def _on_cpu() -> bool:
+def on_cpu() -> bool:
+    """Whether vLLM computes on CPUs here."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
@@ -352,7 +355,7 @@ def _check_kv_tier(given: dict[str, Any]) -> None:
     if given.get(_OFFLOADING) is not None:
         lmcache = given.get("kv-offloading-backend") == "lmcache"
         connector = "LMCacheMPConnector" if lmcache else "OffloadingConnector"
-    if connector in _ON_GPUS and _on_cpu():
+    if connector in _ON_GPUS and on_cpu():
         raise ValueError(
             f"vllm_args: vLLM's {connector} copies KV between a GPU and the memory of its host, "
             "and this is vLLM's CPU build"
@@ -372,9 +375,7 @@ def transfer_argument(transfer: TransferConfig, role: Role = "mixed") -> dict[st
     has_nixl = importlib.util.find_spec("nixl") is not None
     if transfer.connector == "nixl" and not has_nixl:
         raise ValueError("engine.transfer.connector is nixl, but its package is not installed")
-    if transfer.connector == "nixl" or (
-        transfer.connector == "auto" and has_nixl and not _on_cpu()
-    ):
+    if transfer.connector == "nixl" or (transfer.connector == "auto" and has_nixl and not on_cpu()):
         _prepare_nixl(transfer)
         return {"kv_connector": "NixlConnector", "kv_role": "kv_both", **shared}
     return {

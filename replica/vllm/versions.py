@@ -11,7 +11,7 @@ Versions = tuple[tuple[int, int], tuple[int, int]]
 SUPPORTED: Final[Versions] = ((0, 26), (0, 33))
 """Versions in which batch plans can be executed."""
 
-WITH_PREEMPTION: Final[Versions] = ((0, 29), (0, 32))
+WITH_PREEMPTION: Final[Versions] = ((0, 26), (0, 32))
 """Versions in which running prefills can be preempted."""
 
 WITH_TRANSFER: Final[Versions] = ((0, 29), (0, 32))
@@ -28,7 +28,7 @@ its tokens is on the way waits for that token."""
 WITH_DATA_PARALLEL: Final[Versions] = ((0, 32), (0, 32))
 """Versions in which one engine can have several ranks, each with a queue of its own."""
 
-WITH_SPECULATION: Final[Versions] = ((0, 29), (0, 32))
+WITH_SPECULATION: Final[Versions] = ((0, 26), (0, 32))
 """Versions in which the plan can choose how many drafted tokens are checked."""
 
 _RELEASE: Final = re.compile(r"(\d+)\.(\d+)")

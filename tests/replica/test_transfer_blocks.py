@@ -167,7 +167,7 @@ def test_the_argument_is_set_and_not_given(tmp_path: Any) -> None:
 def test_kv_in_other_memory_is_refused_where_vllms_connector_cannot_run(
     given: dict[str, Any], on_cpu: bool, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    monkeypatch.setattr("sluice.replica.vllm.setup._on_cpu", lambda: on_cpu)
+    monkeypatch.setattr("sluice.replica.vllm.setup.on_cpu", lambda: on_cpu)
     settings = SchedulerSettings(state_table=tmp_path / "state", policy="fcfs")
     with pytest.raises(ValueError, match=reason):
         parse_arguments(given, "m", "m", settings)
@@ -176,7 +176,7 @@ def test_kv_in_other_memory_is_refused_where_vllms_connector_cannot_run(
 def test_kv_in_other_memory_and_kv_transfer_are_not_for_one_engine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    monkeypatch.setattr("sluice.replica.vllm.setup._on_cpu", lambda: False)
+    monkeypatch.setattr("sluice.replica.vllm.setup.on_cpu", lambda: False)
     settings = SchedulerSettings(state_table=tmp_path / "state", policy="fcfs")
     given = {"kv-offloading-size": 8}
     assert parse_arguments(given, "m", "m", settings).kv_offloading_size == 8
@@ -199,7 +199,7 @@ def test_a_prefill_engine_only_sends() -> None:
 
 def test_nixl_is_taken_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr("sluice.replica.vllm.setup._on_cpu", lambda: False)
+    monkeypatch.setattr("sluice.replica.vllm.setup.on_cpu", lambda: False)
     monkeypatch.delenv("VLLM_NIXL_SIDE_CHANNEL_HOST", raising=False)
     monkeypatch.delenv("VLLM_NIXL_SIDE_CHANNEL_PORT", raising=False)
     for connector, expected in (("auto", "NixlConnector"), ("tcp", "TcpConnector")):

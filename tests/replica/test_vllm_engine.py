@@ -95,6 +95,13 @@ async def test_what_is_fixed_about_the_engine(vllm):
     assert info.profile.report.samples >= 8
 
 
+async def test_the_key_of_compiled_code_has_no_name_that_the_next_start_changes(engine):
+    """vLLM's key has all of Sluice's settings. The batch log, if there is one, bears the replica's
+    name."""
+    settings = engine._llm.vllm_config.additional_config["sluice"]
+    assert settings["state_table"] == "$SLUICE_TABLE_FOLDER/state"
+
+
 async def test_the_chunks_of_a_conversation_are_held_once_it_was_answered(engine):
     opening = {"role": "system", "content": "".join(f"Rule {i}: be kind. " for i in range(90))}
     asked = [opening, {"role": "user", "content": "Why?"}]
