@@ -9,6 +9,7 @@ import io
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,8 +108,10 @@ def prepare_environment(model: str, one_thread: bool, preemption: bool = False) 
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if preemption:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    # As on CPUs, where vLLM sets it: a fork would have the locks and threads of this process.
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        # As vLLM does on CPUs and in Ray's actors: a fork would have this process's locks.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if on_cpu():
         if one_thread:
             os.environ["OMP_NUM_THREADS"] = "1"
