@@ -27,8 +27,9 @@ _Parsed = TypeVar("_Parsed")
 
 CONFIG_KEY = "sluice"
 TABLE_FOLDER = "SLUICE_TABLE_FOLDER"
-"""Environment variable that the path of a state table may begin with: vLLM finds compiled code by
-all of its settings, these among them, and the folder has another name at each start."""
+"""Environment variable, followed by the number of the engine in its process, that the path of a
+state table may begin with: vLLM finds compiled code by all of its settings, these among them, and
+the folder has another name at each start."""
 
 KEY_PREFIX = "sluice_"
 ID = "sluice_id"

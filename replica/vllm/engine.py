@@ -8,6 +8,7 @@ its environment must be set first.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import time
@@ -72,6 +73,8 @@ if TYPE_CHECKING:
     from sluice.replica.vllm.client import ApiCall
 
 logger = logging.getLogger(__name__)
+
+_numbers = itertools.count()
 
 _NOT_STARTED = "the vLLM engine is not running"
 
@@ -170,13 +173,14 @@ class VllmEngine:
         # Once both processes have mapped the table its file is deleted, so none can be left behind.
         with private_dir(_shared_memory()) as directory:
             path = directory / "state"
-            os.environ[TABLE_FOLDER] = str(directory)
+            variable = f"{TABLE_FOLDER}_{next(_numbers)}"
+            os.environ[variable] = str(directory)
             for each in (self, *self._others):
                 own = rank_path(path, each._rank)
                 each._table = StateTable.create(self._table_capacity, own)
                 each._table.set_role(each._role)
             settings = SchedulerSettings(
-                state_table=Path(f"${TABLE_FOLDER}", path.name),
+                state_table=Path(f"${variable}", path.name),
                 policy=config.policy,
                 policy_options=config.policy_options,
                 role=self._role,
