@@ -142,7 +142,7 @@ class Environment:
         found: dict[str, str] = {}
         for name, (versions, files) in FEATURES.items() if features and engine else ():
             if age(self.version, versions) != "older":
-                fine, found[name] = self._tests(name, files)
+                fine, found[name] = self._tests(name, files, "-m", "")  # `release`, too
                 passed = passed and fine
         result += "" if engine else ", without engines"
         return Outcome(self.version, build, result, passed, found)
@@ -157,8 +157,8 @@ class Environment:
         """Remove the environment; the logs stay."""
         shutil.rmtree(self._venv, ignore_errors=True)
 
-    def _tests(self, name: str, files: Iterable[str]) -> tuple[bool, str]:
-        command = [self._python, "-m", "pytest", "-p", "no:cacheprovider", *files]
+    def _tests(self, name: str, files: Iterable[str], *options: str) -> tuple[bool, str]:
+        command = [self._python, "-m", "pytest", "-p", "no:cacheprovider", *options, *files]
         code, output = self._run(name.replace(" ", "_"), command)
         return code == 0, ("passed: " if code == 0 else "FAILED: ") + summary_of(output)
 

@@ -132,9 +132,7 @@ def test_a_cache_of_several_groups_or_kinds_is_refused() -> None:
         check_kv_cache(config(SlidingWindowSpec()))
 
 
-def test_the_argument_is_set_and_not_given(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import vllm
-
+def test_the_argument_is_set_and_not_given(tmp_path: Any) -> None:
     settings = SchedulerSettings(state_table=tmp_path / "state", policy="fcfs")
     transfer = TransferConfig(connector="tcp", keep_s=7.0)
     parsed = parse_arguments({}, "m", "m", settings, transfer=transfer)
@@ -146,8 +144,6 @@ def test_the_argument_is_set_and_not_given(tmp_path: Any, monkeypatch: pytest.Mo
         parse_arguments(given, "m", "m", settings, transfer=transfer)
     # Without Sluice's hand-over an operator may use a connector for other ends.
     assert parse_arguments(given, "m", "m", settings).kv_transfer_config.kv_connector == "X"
-    monkeypatch.setattr(vllm, "__version__", "0.31.0")
-    assert parse_arguments(given, "m", "m", settings).async_scheduling is False
 
 
 @pytest.mark.parametrize(
