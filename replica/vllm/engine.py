@@ -41,6 +41,7 @@ from sluice.replica.profiling.warm_up import warm_up
 from sluice.replica.resume import check_resume
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import (
+    BATCH_LOG,
     TABLE_FOLDER,
     RequestArgs,
     SchedulerSettings,
@@ -171,6 +172,8 @@ class VllmEngine:
         with private_dir(_shared_memory()) as directory:
             path = directory / "state"
             os.environ[TABLE_FOLDER] = str(directory)
+            if log is not None:
+                os.environ[BATCH_LOG] = str(log / self._replica_id)
             for each in (self, *self._others):
                 own = rank_path(path, each._rank)
                 each._table = StateTable.create(self._table_capacity, own)
@@ -182,7 +185,7 @@ class VllmEngine:
                 role=self._role,
                 best_effort=config.best_effort,
                 preemption=config.preemption,
-                batch_log=None if log is None else log / f"{self._replica_id}.jsonl",
+                batch_log=None if log is None else Path(f"${BATCH_LOG}.jsonl"),
                 cpu_core=self._cpu_core if on_cpu() else None,
             )
             given = config.vllm_args
