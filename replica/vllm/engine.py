@@ -42,6 +42,7 @@ from sluice.replica.profiling.warm_up import warm_up
 from sluice.replica.resume import check_resume
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import (
+    BATCH_LOG,
     TABLE_FOLDER,
     RequestArgs,
     SchedulerSettings,
@@ -173,20 +174,23 @@ class VllmEngine:
         # Once both processes have mapped the table its file is deleted, so none can be left behind.
         with private_dir(_shared_memory()) as directory:
             path = directory / "state"
-            variable = f"{TABLE_FOLDER}_{next(_numbers)}"
-            os.environ[variable] = str(directory)
+            number = next(_numbers)
+            table_folder, batch_log = f"{TABLE_FOLDER}_{number}", f"{BATCH_LOG}_{number}"
+            os.environ[table_folder] = str(directory)
+            if log is not None:
+                os.environ[batch_log] = str(log / self._replica_id)
             for each in (self, *self._others):
                 own = rank_path(path, each._rank)
                 each._table = StateTable.create(self._table_capacity, own)
                 each._table.set_role(each._role)
             settings = SchedulerSettings(
-                state_table=Path(f"${variable}", path.name),
+                state_table=Path(f"${table_folder}", path.name),
                 policy=config.policy,
                 policy_options=config.policy_options,
                 role=self._role,
                 best_effort=config.best_effort,
                 preemption=config.preemption,
-                batch_log=None if log is None else log / f"{self._replica_id}.jsonl",
+                batch_log=None if log is None else Path(f"${batch_log}.jsonl"),
                 cpu_core=self._cpu_core if on_cpu() else None,
             )
             given = config.vllm_args

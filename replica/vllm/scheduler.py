@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -84,7 +83,7 @@ class PlanMixin(_Base):
         warm_up(settings.policy, settings.policy_options)
         logger.info("policy loaded in %.1f s", time.monotonic() - started_s)
         log = BatchLog(settings.batch_log) if settings.batch_log is not None else None
-        table = StateTable.open(Path(os.path.expandvars(settings.state_table)))
+        table = StateTable.open(settings.state_table)
         stages = self.parallel_config.pipeline_parallel_size
         make = settings.make_policy
         self._local = LocalScheduler(make(), table, log=log, stages=stages, of_role=make)

@@ -196,6 +196,7 @@ def parse_arguments(
         if arguments.get(_TRANSFER) is not None:
             raise ValueError(f"vllm_args may not hold {_TRANSFER}: set engine.transfer")
         arguments[_TRANSFER] = transfer_argument(transfer, role)
+    if arguments.get(_TRANSFER) is not None or arguments.get(_OFFLOADING) is not None:
         arguments |= _in_step(arguments)
     if on_cpu():
         arguments = _cpu_defaults(arguments) | arguments
@@ -391,14 +392,14 @@ def transfer_argument(transfer: TransferConfig, role: Role = "mixed") -> dict[st
 
 
 def _in_step(given: dict[str, Any]) -> dict[str, Any]:
-    """vLLM arguments without asynchronous scheduling, where that loses tokens beside transfers."""
+    """vLLM arguments without asynchronous scheduling, which loses tokens beside connectors."""
     import vllm
 
     if age(vllm.__version__, ASYNC_TRANSFER) != "older":
         return {}
     if given.get("async-scheduling"):
         raise ValueError(
-            "vllm_args: before vLLM 0.32 KV transfer needs async-scheduling to be False"
+            "vllm_args: before vLLM 0.32 a KV connector needs async-scheduling to be False"
         )
     return {"async-scheduling": False}
 

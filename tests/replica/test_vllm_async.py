@@ -426,8 +426,11 @@ def test_kv_of_a_tier_in_host_memory_is_read_when_it_is_there(
     model, tmp_path, policy, in_background, in_flight, blocks
 ):
     """A connector that an operator has configured, for prompts that no router knows of."""
+    import vllm
     from vllm.config import KVTransferConfig
 
+    if in_flight > 1 and age(vllm.__version__, ASYNC_TRANSFER) == "older":
+        pytest.skip("this vLLM loses tokens so, and asynchronous scheduling is off")
     tier = KVTransferConfig(
         kv_connector="HostTier",
         kv_connector_module_path="tests.replica.host_tier",

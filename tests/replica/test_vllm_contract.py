@@ -78,7 +78,9 @@ def test_it_is_off_where_it_loses_tokens_of_transferred_prompts(
         parsed = parse_arguments({}, "model", "name", settings, transfer=tcp)
         assert parsed.async_scheduling is choice
     monkeypatch.setattr(vllm, "__version__", "0.31.0")
-    with pytest.raises(ValueError, match=r"before vLLM 0\.32 KV transfer needs async-scheduling"):
+    own = {"kv_transfer_config": {"kv_connector": "X", "kv_role": "kv_both"}}
+    assert parse_arguments(own, "model", "name", settings).async_scheduling is False
+    with pytest.raises(ValueError, match=r"before vLLM 0\.32 a KV connector needs async-sched"):
         parse_arguments({"async-scheduling": True}, "model", "name", settings, transfer=tcp)
 
 

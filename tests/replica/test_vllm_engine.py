@@ -24,6 +24,7 @@ from sluice.replica.engine import (
     Resume,
     request_key,
 )
+from sluice.replica.profiling.profiler import profile_key
 from sluice.replica.scheduler.xargs import SchedulerSettings
 from sluice.replica.vllm.engine import VllmEngine
 from sluice.replica.vllm.setup import parse_arguments, prepare_environment
@@ -96,10 +97,27 @@ async def test_what_is_fixed_about_the_engine(vllm):
 
 
 async def test_the_key_of_compiled_code_has_no_name_that_the_next_start_changes(engine):
-    """vLLM's key has all of Sluice's settings. The batch log, if there is one, bears the replica's
-    name."""
+    """vLLM's key has all of Sluice's settings."""
     settings = engine._llm.vllm_config.additional_config["sluice"]
-    assert re.fullmatch(r"\$SLUICE_TABLE_FOLDER_\d+/state", settings["state_table"])
+    folder, log = r"\$SLUICE_TABLE_FOLDER_\d+/state", r"\$SLUICE_BATCH_LOG_\d+\.jsonl"
+    assert re.fullmatch(folder, settings["state_table"])
+    assert re.fullmatch(log, settings["batch_log"])
+
+
+async def test_the_key_of_a_profile_has_threads_only_where_they_compute(
+    engine, config, monkeypatch
+):
+    """Ray sets their number for replicas; `sluice profile` has none on a GPU."""
+    from vllm.platforms import current_platform
+
+    def keys():
+        for threads in ("1", "7"):
+            monkeypatch.setenv("OMP_NUM_THREADS", threads)
+            yield profile_key(engine._llm.vllm_config, config)
+
+    assert len(set(keys())) == 2
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    assert len(set(keys())) == 1
 
 
 async def test_the_chunks_of_a_conversation_are_held_once_it_was_answered(engine):

@@ -55,6 +55,7 @@ def test_bodies_are_those_of_vllms_own_server() -> None:
 def test_what_reads_no_sounds_offers_no_speech(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("WARNING", logger="sluice")
     state = SimpleNamespace(openai_serving_transcription=Layer(), serving_tokenization=Layer())
     monkeypatch.setattr(serving, "AUDIO_PACKAGES", ("asyncio", "av-of-another-name"))
     assert set(servings(state)) == {"tokenize", "detokenize"}
