@@ -230,8 +230,6 @@ def _start_ray(config: SluiceConfig, local_dir: Path) -> None:
     start_ray(
         local_dir / "ray",
         num_cpus=max(os.cpu_count() or 1, int(needed) + 1),
-        include_dashboard=False,
-        log_to_driver=False,
         logging_level=logging.WARNING,
     )
     # Ray would print what its processes report, such as their end, on standard output.
