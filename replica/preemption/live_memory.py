@@ -1,4 +1,4 @@
-"""How much memory of a device tensors take, as a pass of a model goes on."""
+"""How much memory of a device the tensors that a pass of a model has made take."""
 
 # PyTorch's class is untyped here, so its subclass is, too.
 # mypy: disable-error-code="misc"
