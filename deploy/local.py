@@ -30,7 +30,7 @@ KEY_VARIABLE = "SLUICE_KEY"
 """Holds an API key of the reader's in the command that is shown at the start."""
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_POLL_S = 0.25
+_POLL_S = 0.5
 _REPORT_EVERY_S = 5.0
 _SERVE_TRIES = 3
 

@@ -32,11 +32,14 @@ _TEST_SETTINGS = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.1",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.2",
     "RAY_health_check_period_ms": "500",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
+    # Each client of HTTP would read the certificates of all authorities, which takes it 20 ms.
+    "SSL_CERT_FILE": "",
+    "SSL_CERT_DIR": str(Path(__file__).parent),
     "VLLM_NO_USAGE_STATS": "1",
 }
 
