@@ -13,6 +13,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from httpx._transports import default as transports
 
 from sluice.controller.config import ControllerConfig
 from sluice.deploy import ray_settings
@@ -37,9 +38,6 @@ _TEST_SETTINGS = {
     "RAY_health_check_period_ms": "500",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
-    # Each client of HTTP would read the certificates of all authorities, which takes it 20 ms.
-    "SSL_CERT_FILE": "",
-    "SSL_CERT_DIR": str(Path(__file__).parent),
     "VLLM_NO_USAGE_STATS": "1",
 }
 
@@ -48,6 +46,9 @@ gc.set_threshold(100_000, 50, 100)
 
 os.environ.update(_TEST_SETTINGS)
 sys.dont_write_bytecode = False
+
+# The certificates of all authorities are read once, and not by each client of HTTP, in 20 ms.
+transports.create_ssl_context = cache(transports.create_ssl_context)
 
 
 def pytest_configure(config: pytest.Config) -> None:
