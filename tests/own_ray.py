@@ -71,13 +71,7 @@ def own_ray(num_cpus: int) -> Iterator[None]:
 
 
 def _start(num_cpus: int, folder: str) -> None:
-    start_ray(
-        Path(folder),
-        num_cpus=num_cpus,
-        object_store_memory=80 << 20,
-        include_dashboard=False,
-        log_to_driver=False,
-    )
+    start_ray(Path(folder), num_cpus=num_cpus, object_store_memory=80 << 20)
 
 
 def _end_controllers() -> None:

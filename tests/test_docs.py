@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -256,11 +258,17 @@ def texts(marker: str, but: Path | None = None) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def but(rare: str, found: Iterable[str]) -> list[Any]:
+    """What was found; what contains ``rare`` is run before a release only."""
+    return [pytest.param(each, marks=pytest.mark.release if rare in each else ()) for each in found]
+
+
 # The README's own test runs its commands.
 COMMANDS = dict.fromkeys(line for text in texts("run: cli", README) for line in text.splitlines())
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+# Other tests run each experiment in their own process.
+@pytest.mark.parametrize("command", but("--scale quick", COMMANDS))
 def test_the_commands_of_the_documents_work(command: str) -> None:
     output = shell(command)
     assert output or command.startswith("python -c")
@@ -276,7 +284,9 @@ def test_the_examples_of_the_simulator_run() -> None:
     assert "moved" in shell(f"python -c {shlex.quote(cluster)}")
 
 
-@pytest.mark.parametrize("example", marked(DOCS / "simulate.md", "run: search"))
+@pytest.mark.parametrize(
+    "example", but("--requests 1000", marked(DOCS / "simulate.md", "run: search"))
+)
 def test_the_examples_of_a_search_find_an_answer(example: str, tmp_path: Path) -> None:
     command = example.replace("\\\n", " ").replace("--out capacity", "").rstrip() + " --json"
     (name,) = re.findall(r"--trace (\S+)", command)

@@ -17,6 +17,7 @@ import pytest
 from sluice.deploy.ray_settings import free_port
 from tests.documents import README, ROOT, marked, newcomer, shell
 from tests.e2e.conftest import wait_until
+from tests.e2e.test_serve_command import check_ports
 
 BIN = Path(sys.executable).parent
 GUIDE = ROOT / "docs" / "getting-started.md"
@@ -39,11 +40,13 @@ def served() -> Iterator[str]:
     assert process.stderr is not None
     line = process.stdout.readline()
     assert line.startswith("curl "), line + process.stderr.read()
-    family = psutil.Process(process.pid).children(recursive=True)
+    own = psutil.Process(process.pid)
+    family = own.children(recursive=True)
     assert family
     try:
         yield f"127.0.0.1:{port}"
         assert '"choices"' in shell(line)
+        check_ports((own, *family))
     finally:
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=120) == 0
@@ -94,7 +97,7 @@ ON_RAY = "sluice bench gateway"
     [
         pytest.param(each, marks=(pytest.mark.ray, pytest.mark.own_ray, pytest.mark.release))
         if each.startswith(ON_RAY)
-        else pytest.param(each, marks=pytest.mark.release if "default_policy" in each else ())
+        else pytest.param(each, marks=pytest.mark.release if each != "sluice bench list" else ())
         for each in BENCHMARKS
     ],
 )

@@ -262,8 +262,7 @@ def own_ray() -> Iterator[None]:
     """A Ray instance on this machine until the block ends."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
-        quiet = {"include_dashboard": False, "log_to_driver": False}
-        start_ray(Path(folder), num_cpus=4, object_store_memory=80 << 20, **quiet)
+        start_ray(Path(folder), num_cpus=4, object_store_memory=80 << 20)
         try:
             yield
         finally:

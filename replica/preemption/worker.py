@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from sluice.replica.preemption.checks import Checks
 from sluice.replica.preemption.control_block import ControlWords
 from sluice.replica.preemption.launch_throttle import Immediate, pacer_for
@@ -134,6 +132,8 @@ class TaskRunner:
             raise _GivenUpError
 
     def _run(self, run: RunTask) -> None:
+        import torch  # takes seconds, and an engine has done it
+
         lanes = self._lanes
         lane = lanes.private[len(self._stack)] if run.checked else lanes.stock
         if run.checked and not self._stack:
@@ -163,6 +163,8 @@ class TaskRunner:
     def _compute(self, lane: Any, run: RunTask) -> tuple[Any, Any]:
         """Compute one batch with vLLM's worker, with ``lane`` as its model runner; returns the
         output and the drafts."""
+        import torch
+
         worker = self._worker
         outer, threads = worker.model_runner, torch.get_num_threads()
         worker.model_runner = lane

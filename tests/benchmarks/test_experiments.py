@@ -368,11 +368,12 @@ def test_cells_of_every_experiment_are_named_apart(name: str) -> None:
 
 
 LONG = {
-    *("admission", "autoscaling", "controller_cells", "default_policy", "fairbatching_breakdown"),
-    *("fairbatching_cluster", "fairbatching_latency", "fairbatching_peak", "flowprefill_settings"),
-    *("flowprefill_systems", "heterogeneous", "promises", "proserve_colocated"),
-    *("proserve_disaggregated", "proserve_large", "proserve_policies", "retry_after", "slow_node"),
-    *("slos_serve_capacity", "slos_serve_reasoning", "slos_serve_scaling", "slos_serve_together"),
+    *("admission", "autoscaling", "controller_cells", "default_policy", "disaggregation_ratio"),
+    *("elastic_roles", "fairbatching_breakdown", "fairbatching_cluster", "fairbatching_latency"),
+    *("fairbatching_peak", "flowprefill_settings", "flowprefill_systems", "heterogeneous"),
+    *("migration", "promises", "proserve_colocated", "proserve_disaggregated", "proserve_large"),
+    *("proserve_policies", "retry_after", "simulator_speed", "slos_serve_capacity"),
+    *("slos_serve_reasoning", "slos_serve_scaling", "slos_serve_together", "slow_node"),
     *("speculation_lengths", "stale_mirror"),
 }
 """They take about a second or more each, and are run before a release."""

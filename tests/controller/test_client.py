@@ -464,8 +464,6 @@ async def test_a_controller_ends_when_nobody_speaks_to_it(app: str) -> None:
         )
 
     await until(ended, "it ends by itself, and Ray does not restart it")
-    async with connected(app) as client:
-        assert await client.route(query(1)) == RouteDecision(None, "no_replica")
 
 
 async def test_a_refused_batch_is_no_answer_to_its_requests(common: str) -> None:

@@ -175,6 +175,7 @@ class Cluster:
     def _start_node(self, name: str, *options: str, inside: tuple[str, ...]) -> None:
         command = [*inside, BIN / "ray", "start", "--block", f"--node-name={name}", *options]
         command += ["--dashboard-agent-listen-port=0", "--object-store-memory=80000000"]
+        command += ["--include-log-monitor=false"]  # it serves drivers that print what workers do
         # Each picks its own: the nodes share this machine's ports.
         command += ["--min-worker-port=0", "--max-worker-port=0"]
         with (self.folder / f"{name}.log").open("wb") as log:

@@ -11,6 +11,7 @@ from uuid import uuid4
 import pytest
 
 from tests.e2e.conftest import ASKING, LENIENT, System, system, wait_until
+from tests.e2e.poisoned import check_poison
 from tests.e2e.pools import (
     Streamed,
     fresh,
@@ -36,7 +37,6 @@ FIELDS: dict[str, Any] = {
     "name": "disaggregated-vllm",
     "controller": LENIENT,
     "engine": {
-        "grammar_check_s": 0,
         "transfer": {"connector": "tcp"},
         "vllm_args": {
             "max-model-len": 2048,
@@ -123,6 +123,12 @@ def test_two_engines_give_the_text_of_one(serving: System, pair: dict[str, Proce
     assert answer.text == whole(serving, "undisturbed", by="decode")
     wait_until(lambda: value(serving, "sluice_kv_transfers_total") > before, "it is counted")
     assert value(serving, "sluice_kv_transfer_failures_total") == 0
+
+
+def test_a_grammar_that_would_stop_engines_is_refused_before_they_see_it(
+    serving: System, pair: dict[str, Process]
+) -> None:
+    check_poison(serving)
 
 
 def test_decode_dies_before_a_first_token_and_in_mid_stream(

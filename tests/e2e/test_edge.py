@@ -1,5 +1,6 @@
 """The edge of a real application: what of a request's bytes counts, a batch, TLS, keys that change
-and rate limits over two routers that share a folder, on real Ray Serve behind its proxy."""
+and rate limits over two routers that share a folder, on real Ray Serve behind its proxy; and what
+an operator sees of it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from sluice.deploy.ray_settings import free_port
 from sluice.replica.streams.wire import TICKET_HEADER
 from sluice.router.picker.messages import ENDPOINT_KEY
 from sluice.router.tenancy.tokens import MAX_TOKEN_BYTES
-from tests.e2e.conftest import System, system, wait_until
+from tests.e2e import followed
+from tests.e2e.conftest import ASKING, PATIENT, System, system, wait_until
+from tests.otlp_collector import Collector, collector
 from tests.router.picking import request_body, request_headers, set_headers, streaming
 from tests.router.token_issuer import Issuer, issuing
 
@@ -56,16 +59,26 @@ def issuer() -> Iterator[Issuer]:
 
 
 @pytest.fixture(scope="module")
+def spans() -> Iterator[Collector]:
+    with collector() as at:
+        yield at
+
+
+@pytest.fixture(scope="module")
 def serving(
-    tmp_path_factory: pytest.TempPathFactory, keys: Path, issuer: Issuer
+    tmp_path_factory: pytest.TempPathFactory, keys: Path, issuer: Issuer, spans: Collector
 ) -> Iterator[System]:
     fields = {
         "name": "edge",
         "engine": {"kind": "simulated", "model": "sim"},
         "replica": {"count": 1},
+        "controller": PATIENT,
+        "telemetry": followed.telemetry(spans),
         "router": {
+            **ASKING,
             "replicas": 2,
-            "api_keys": [FIXED],
+            "api_keys": [FIXED, {"key": followed.KEY, "name": followed.CLIENT}],
+            "metrics": {"keys": [followed.METRICS_KEY]},
             "api_keys_file": str(keys),
             "issuers": {"corp": issuer.config().model_dump(mode="json")},
             "batches": {"directory": str(tmp_path_factory.mktemp("batches"))},
@@ -74,6 +87,11 @@ def serving(
     }
     with system(fields) as running:
         yield running
+
+
+def test_requests_can_be_followed(serving: System, spans: Collector, tmp_path: Path) -> None:
+    """The first test: no alert has a reason yet."""
+    followed.check_followed(serving, spans, tmp_path)
 
 
 @pytest.fixture(params=["haproxy", "fallback", "router"])

@@ -121,6 +121,7 @@ def test_replicas_routers_and_the_controller_are_spread_and_not_on_the_head(
     assert outcome_of(deployed.url, 5) == "answered"
 
 
+@pytest.mark.release
 def test_a_drained_replica_gets_nothing_until_it_is_taken_back(deployed: Cluster) -> None:
     one, other = sorted(serving(deployed))
     done = deployed.sluice("drain", one, "--json", SLUICE_ADMIN_KEY=KEY)
@@ -138,7 +139,7 @@ def test_a_drained_replica_gets_nothing_until_it_is_taken_back(deployed: Cluster
     ("words", "environment", "code", "says"),
     [
         ((), {"RAY_AUTH_TOKEN": "0" * 64}, Exit.REFUSED, "RAY_AUTH_TOKEN"),
-        (("--name", "other"), {}, Exit.FAILED, "/"),
+        pytest.param(("--name", "other"), {}, Exit.FAILED, "/", marks=pytest.mark.release),
     ],
 )
 def test_what_deploy_cannot_do_it_says_in_a_line(

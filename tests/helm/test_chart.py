@@ -15,7 +15,6 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ray.scripts.scripts import start
 from ray.serve.schema import ServeDeploySchema
 
 from sluice.deploy import ray_settings
@@ -129,6 +128,8 @@ def test_every_ray_node_has_the_tuned_environment(release: Release) -> None:
 
 
 def test_ray_start_knows_its_options(release: Release) -> None:
+    from ray.scripts.scripts import start
+
     known = {name for each in start.params for name in each.opts}
     for group in release.groups:
         assert {f"--{name}" for name in group["rayStartParams"]} <= known

@@ -86,8 +86,8 @@ def _serve(
             """Without GPUs in the placement group."""
             return dict(llm_config.deployment_config)
 
-    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.WARNING}
-    start_ray(local_dir / "ray", num_cpus=max(os.cpu_count() or 1, 4), **quiet)
+    cpus = max(os.cpu_count() or 1, 4)
+    start_ray(local_dir / "ray", num_cpus=cpus, logging_level=logging.WARNING)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     deployment = {"num_replicas": replicas, "ray_actor_options": {"num_cpus": 0.1}}
     if vllm is None:

@@ -4,7 +4,6 @@ from collections import Counter
 from contextlib import nullcontext
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +12,8 @@ from sluice.replica.preemption.control_block import ControlWords
 from sluice.replica.preemption.launch_throttle import Immediate, Paced, pacer_for
 from sluice.replica.preemption.messages import Done, Exit, ResumeTask, RunTask
 from sluice.replica.preemption.worker import TaskRunner
+
+pytestmark = pytest.mark.vllm  # it is there that torch has been imported
 
 
 class Device:
@@ -218,6 +219,8 @@ def test_workers_agree_though_their_launches_run_ahead(layer, ranks, ahead, turn
 
 
 def test_a_cpu_is_never_behind():
+    import torch
+
     pacer = pacer_for(torch.device("cpu"), 2)
     assert isinstance(pacer, Immediate)
     assert pacer.ahead == 0

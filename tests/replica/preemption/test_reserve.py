@@ -4,7 +4,6 @@ import re
 from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,54 +23,57 @@ from sluice.replica.scheduler.xargs import SchedulerSettings
 pytestmark = pytest.mark.vllm
 
 MIB = 1 << 20
-CPU = torch.device("cpu")
 TOKENS, WIDTH, INTERMEDIATE = 10, 8, 40
 
 
-class Layer(torch.nn.Module):
-    """A multilayer perceptron that keeps its first product beside the second, or does not."""
+def model_of(keeps):
+    """Two layers: multilayer perceptrons that keep their first product beside the second, or do
+    not."""
+    import torch
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-    def __init__(self, keeps):
-        super().__init__()
-        from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    class Operator(torch.nn.Linear, AttentionLayerBase):
+        """Anything that gets a check."""
 
-        class Operator(torch.nn.Linear, AttentionLayerBase):
-            """Anything that gets a check."""
+        get_attn_backend = get_kv_cache_spec = None
 
-            get_attn_backend = get_kv_cache_spec = None
+    Operator.__abstractmethods__ = frozenset()
 
-        Operator.__abstractmethods__ = frozenset()
-        self.up = Operator(WIDTH, INTERMEDIATE, bias=False)
-        self.down = Operator(INTERMEDIATE, WIDTH, bias=False)
-        self.keeps = keeps
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = Operator(WIDTH, INTERMEDIATE, bias=False)
+            self.down = Operator(INTERMEDIATE, WIDTH, bias=False)
 
-    def forward(self, x):
-        y = self.up(x)
-        return self.down(y * 2 if self.keeps else y.mul_(2).view(TOKENS, INTERMEDIATE))
+        def forward(self, x):
+            y = self.up(x)
+            return self.down(y * 2 if keeps else y.mul_(2).view(TOKENS, INTERMEDIATE))
 
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList([Layer(), Layer()])
 
-class Model(torch.nn.Module):
-    def __init__(self, keeps):
-        super().__init__()
-        self.layers = torch.nn.ModuleList([Layer(keeps), Layer(keeps)])
+        def forward(self, x):
+            for layer in self.layers:
+                x = x + layer(x)
+            return x
 
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
+    return Model()
 
 
 def held(granularity, keeps=False):
+    import torch
     from vllm.config import VllmConfig
     from vllm.forward_context import set_forward_context
 
-    model = Model(keeps)
+    model = model_of(keeps)
 
     def forward():
         with set_forward_context(None, VllmConfig()):
             model(torch.zeros(TOKENS, WIDTH))
 
-    found = held_bytes(model, granularity, CPU, forward)
+    found = held_bytes(model, granularity, torch.device("cpu"), forward)
     assert all("forward" not in vars(module) for module in model.modules()), "a check was left"
     return found
 

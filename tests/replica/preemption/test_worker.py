@@ -22,6 +22,8 @@ from sluice.replica.preemption.messages import (
 )
 from sluice.replica.preemption.worker import TaskRunner
 
+pytestmark = pytest.mark.vllm  # it is there that torch has been imported
+
 
 class Step(NamedTuple):
     """A task: what runs inside it at each of its checks, and how it ends.

@@ -1,5 +1,5 @@
-"""What an operator sees of a running application: a real Prometheus scrapes it, a collector takes
-its spans over HTTP, and its logs are read from Ray's."""
+"""What an operator sees of a running application that has just started: a real Prometheus scrapes
+it, a collector takes its spans over HTTP, and its logs are read from Ray's."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 import ray
 import yaml
 
 from sluice.deploy.ray_settings import free_port
 from tests.documents import ROOT
-from tests.e2e.conftest import ASKING, PATIENT, System, system, wait_until
+from tests.e2e.conftest import System, wait_until
 from tests.lacking import lacking
-from tests.otlp_collector import Collector, collector
-
-pytestmark = pytest.mark.ray
+from tests.otlp_collector import Collector
 
 KEY = "key-of-a-client-0123456789abcdef"
+CLIENT = "followed"
 METRICS_KEY = "key-of-prometheus-0123456789abcdef"
 COLLECTOR_KEY = "key-of-the-collector-0123456789"
 SECRET = "nobody else may read this prompt"
@@ -135,7 +133,7 @@ def check_logs(answer: httpx.Response) -> None:
 
     wait_until(lambda: bool(lines()), "the request's line is there")
     (line,) = lines()
-    assert line["outcome"] == "ok" and line["client"] == "acme" and line["trace_id"] == TRACE
+    assert line["outcome"] == "ok" and line["client"] == CLIENT and line["trace_id"] == TRACE
     assert line["replica"] == answer.headers["x-sluice-replica"] and line["output_tokens"] == 5
     assert not [secret for secret in (SECRET, KEY, COLLECTOR_KEY) if secret in written()]
 
@@ -167,33 +165,19 @@ def check_prometheus(address: str) -> None:
                 assert ask(address, "query", query=query) is not None, query
 
 
-def test_requests_can_be_followed(tmp_path: Path) -> None:
-    with collector() as at:
-        fields = {
-            "name": "telemetry",
-            "engine": {"kind": "simulated", "model": "sim"},
-            "replica": {"count": 1, "num_cpus": 0.1},
-            "controller": PATIENT,
-            "router": {
-                **ASKING,
-                "api_keys": [{"key": KEY, "name": "acme"}],
-                "metrics": {"keys": [METRICS_KEY]},
-            },
-            "telemetry": {
-                "tracing": {
-                    "enabled": True,
-                    "endpoint": at.url,
-                    "headers": {"authorization": f"Bearer {COLLECTOR_KEY}"},
-                },
-                "logs": {"format": "json"},
-            },
-        }
-        with system(fields) as serving:
-            target = serving.url.removeprefix("http://")
-            with prometheus(tmp_path, target) as address:
-                answer = send(serving, trace=TRACE)
-                assert answer.status_code == 200, answer.text
-                assert send(serving, stream=True).status_code == 200
-                check_prometheus(address)
-            check_spans(at, answer)
-            check_logs(answer)
+def telemetry(at: Collector) -> dict[str, Any]:
+    """Spans for ``at``, and logs as JSON: a part of a configuration."""
+    headers = {"authorization": f"Bearer {COLLECTOR_KEY}"}
+    tracing = {"enabled": True, "endpoint": at.url, "headers": headers}
+    return {"tracing": tracing, "logs": {"format": "json"}}
+
+
+def check_followed(serving: System, at: Collector, folder: Path) -> None:
+    """Two requests, the first of the application, can be followed in all three."""
+    with prometheus(folder, serving.url.removeprefix("http://")) as address:
+        answer = send(serving, trace=TRACE)
+        assert answer.status_code == 200, answer.text
+        assert send(serving, stream=True).status_code == 200
+        check_prometheus(address)
+    check_spans(at, answer)
+    check_logs(answer)
