@@ -19,6 +19,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from inspect import signature
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
@@ -27,7 +28,6 @@ import numpy as np
 import numpy.typing as npt
 
 from sluice.replica.parent_watch import end_with_parent
-from sluice.replica.vllm.contract import binds
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +166,8 @@ class Trial:
         start_timer(self._limit_s)
         key = get_structured_output_key(params.structured_outputs)
         named = {"stop_token_ids": set(constraint.stop_token_ids)}
-        if not binds(backend.compile_grammar, len(key), named):  # it does not mask them
+        # Up to vLLM 0.28 it does not mask them.
+        if not named.keys() <= signature(backend.compile_grammar).parameters.keys():
             named = {}
 
         def compiled() -> Any:
