@@ -8,6 +8,7 @@ its environment must be set first.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import time
@@ -73,6 +74,8 @@ if TYPE_CHECKING:
     from sluice.replica.vllm.client import ApiCall
 
 logger = logging.getLogger(__name__)
+
+_numbers = itertools.count()
 
 _NOT_STARTED = "the vLLM engine is not running"
 
@@ -171,21 +174,23 @@ class VllmEngine:
         # Once both processes have mapped the table its file is deleted, so none can be left behind.
         with private_dir(_shared_memory()) as directory:
             path = directory / "state"
-            os.environ[TABLE_FOLDER] = str(directory)
+            number = next(_numbers)
+            folder, logged = f"{TABLE_FOLDER}_{number}", f"{BATCH_LOG}_{number}"
+            os.environ[folder] = str(directory)
             if log is not None:
-                os.environ[BATCH_LOG] = str(log / self._replica_id)
+                os.environ[logged] = str(log / self._replica_id)
             for each in (self, *self._others):
                 own = rank_path(path, each._rank)
                 each._table = StateTable.create(self._table_capacity, own)
                 each._table.set_role(each._role)
             settings = SchedulerSettings(
-                state_table=Path(f"${TABLE_FOLDER}", path.name),
+                state_table=Path(f"${folder}", path.name),
                 policy=config.policy,
                 policy_options=config.policy_options,
                 role=self._role,
                 best_effort=config.best_effort,
                 preemption=config.preemption,
-                batch_log=None if log is None else Path(f"${BATCH_LOG}.jsonl"),
+                batch_log=None if log is None else Path(f"${logged}.jsonl"),
                 cpu_core=self._cpu_core if on_cpu() else None,
             )
             given = config.vllm_args
