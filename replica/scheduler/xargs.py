@@ -29,9 +29,9 @@ _Parsed = TypeVar("_Parsed")
 CONFIG_KEY = "sluice"
 TABLE_FOLDER = "SLUICE_TABLE_FOLDER"
 BATCH_LOG = "SLUICE_BATCH_LOG"
-"""Environment variables with which the paths of an engine's files begin, each followed by the number
-of the engine in its process: vLLM finds compiled code by all of its settings, these among them, and
-the files have other names at each start."""
+"""Environment variables with which the paths of an engine's files begin, each followed by the
+number of the engine in its process: vLLM finds compiled code by all of its settings, these among
+them, and the files have other names at each start."""
 
 KEY_PREFIX = "sluice_"
 ID = "sluice_id"
