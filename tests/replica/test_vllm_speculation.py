@@ -364,14 +364,14 @@ def test_a_drafting_model_drafts_as_much_as_is_checked(model, stock, tmp_path):
     engine = InProcess(model, tmp_path, "fcfs", speculative_config=with_all_lengths(config), **ARGS)
     try:
         use(engine, "fcfs", RandomLengths())
-        assert engine.generate(phrases(FEW)) == stock.texts[:FEW]
+        assert engine.generate(phrases(MANY)) == stock.texts
         after = summary(engine)
         assert after["drafts_accepted"] > 0.9 * after["drafts_checked"] > 0
         assert after["preemptions"] > 0
         assert after["plan_mismatches"] == 0
         drafted = [sample.spec_steps for sample in engine.table.samples()]
         # One more than was checked, or none.
-        assert set(drafted) == {0, 2, 3}
+        assert {2, 3} <= set(drafted) <= {0, 2, 3}
         check_log(engine.batches())
     finally:
         engine.close()

@@ -24,6 +24,7 @@ from sluice.replica.transfer_config import TransferConfig
 from sluice.replica.vllm.engine import VllmEngine
 from sluice.replica.vllm.local_model import local_model
 from sluice.replica.vllm.setup import parse_arguments
+from sluice.replica.vllm.versions import WITH_TRANSFER, age
 from sluice.scheduling.request.objective import SLO
 from tests.known_profile import known_profile
 from tests.replica.killed_worker import check_killed_worker
@@ -63,6 +64,10 @@ def config(tmp_path_factory):
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def started(config):
     """The engine, and what it says of itself."""
+    import vllm
+
+    if age(vllm.__version__, WITH_TRANSFER) == "older":
+        pytest.skip("KV transfer needs a newer vLLM")
     engine = VllmEngine(config, "replica-1", 32, role="prefill")
     cores = sorted(os.sched_getaffinity(0))
     with pytest.MonkeyPatch.context() as patch:
