@@ -183,6 +183,8 @@ def _measured(bench: Bench, name: str, given: Given) -> Json:
     else:
         shown = json.loads(answer.read_text(), parse_constant=lambda _: None)
         found["rows"] = part.rows(shown)
+        if name == "load" and shown["left_out"]:
+            found["failed"] = f"left out: {shown['left_out']}"[:_SHOWN]
     bench.say(f"  {found.get('failed', 'done')} after {found['seconds']:g} s")
     return found
 
