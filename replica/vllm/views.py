@@ -45,6 +45,7 @@ class RequestViews:
         self._drafts = drafts
         self._block = scheduler.block_size
         self._longest = scheduler.max_model_len - 1
+        self._pipelined = scheduler.parallel_config.pipeline_parallel_size > 1
 
     def collect(self, busy_until_s: float) -> list[RequestView]:
         """Every request that could run now, in order of arrival at the engine.
@@ -55,19 +56,26 @@ class RequestViews:
         self._hits.begin_pass()
         if self._drafts is not None:
             self._drafts.begin_pass()
-        views = []
+        views, followed = [], self._local.requests
         for request_id, request in self._scheduler.requests.items():
             running = request.status == RequestStatus.RUNNING
-            if not running and not self._could_run(request):
-                continue
-            computed, held = self._computed(request, running)
             promised = request.num_output_placeholders
-            pending = request.num_tokens + promised - computed
+            pending = request.num_tokens + promised
             if running:
-                pending = min(pending, self._longest - computed)
-                if pending <= 0 or _ends_in_flight(request) or self._paused(request):
+                # Most requests, at every step: no calls that can be spared.
+                computed = request.num_computed_tokens
+                held = -(-computed // self._block)
+                pending = min(pending, self._longest) - computed
+                if pending <= 0 or (promised and _ends_in_flight(request, promised)):
                     continue
-            tracked = self._local.requests[request_id]
+                if self._pipelined and self._paused(request):
+                    continue
+            elif self._could_run(request):
+                computed, held = self._waiting(request)
+                pending -= computed
+            else:
+                continue
+            tracked = followed[request_id]
             drafted, acceptance = 0, nan
             if self._drafts is not None and running:
                 held = self._drafts.held_blocks(request_id)
@@ -119,11 +127,9 @@ class RequestViews:
             return not _has_stale_output(request)
         return self._incoming.arrived(request)
 
-    def _computed(self, request: Request, running: bool) -> tuple[int, int]:
-        """The tokens that need not be computed, and the blocks that the request has."""
+    def _waiting(self, request: Request) -> tuple[int, int]:
+        """The tokens of a waiting request that need not be computed, and its blocks."""
         computed = request.num_computed_tokens
-        if running:
-            return computed, -(-computed // self._block)
         if computed == 0:
             tokens, blocks = self._hits.of(request)
             if self._incoming.awaits(request, tokens):
@@ -152,11 +158,9 @@ def _of_stage(view: RequestView, begun: int) -> RequestView:
     )
 
 
-def _ends_in_flight(request: Request) -> bool:
-    """Whether the step in flight yields its last token; vLLM skips such a request, too."""
-    promised = request.num_output_placeholders
-    if not promised:
-        return False
+def _ends_in_flight(request: Request, promised: int) -> bool:
+    """Whether the last of ``promised`` tokens in flight is its last one; vLLM skips such a request,
+    too."""
     last = request.num_prompt_tokens + request.max_tokens
     ends: bool = request.num_computed_tokens + 2 - promised >= last
     return ends
