@@ -125,13 +125,13 @@ class Prompts(NamedTuple):
     """The prompts that came between two looks.
 
     Attributes:
-        count: how many.
+        asked: how many.
         work_s: their prefill time together, seconds.
         mean_s, slack_s: prefill time of one, and the time until it is due: means weighted by the
             work, seconds.
     """
 
-    count: float
+    asked: float
     work_s: float
     mean_s: float
     slack_s: float
@@ -249,13 +249,13 @@ class RoleShares:
             means = means._replace(backlog_s=(0.0,) * len(members), served=(), wanted=None)
         served, backlog_s = served_by(now, prompts, passed_s, np.array(means.backlog_s))
         if means.served:
-            part = 1.0 - exp(-passed_s / self.options.memory_s) if prompts.count else 0.0
+            part = 1.0 - exp(-passed_s / self.options.memory_s) if prompts.asked else 0.0
             served = means.served + part * (served - means.served)
         return means._replace(
             last=load,
             need=now,
             backlog_s=tuple(backlog_s.tolist()),
-            served=tuple(served.tolist()) if means.served or prompts.count else (),
+            served=tuple(served.tolist()) if means.served or prompts.asked else (),
         )
 
     def _best(self, means: Means, split: Split) -> tuple[int, str]:
@@ -269,7 +269,11 @@ class RoleShares:
         busy = busy_of(need, split.replicas)
         best = min(
             range(split.replicas),
-            key=lambda each: (-np.round(float(served[each]), 3), busy[each], abs(each - split.prefill)),
+            key=lambda each: (
+                -np.round(float(served[each]), 3),
+                busy[each],
+                abs(each - split.prefill),
+            ),
         )
         words = (
             f"prefill takes {need.prefill:.2f} and decode {need.decode:.2f} of a replica, with "
@@ -358,7 +362,7 @@ def served_by(
     lost_s = np.clip(left_s - most_s, 0.0, prompts.work_s)
     in_time = np.ones(len(left_s))
     if prompts.work_s > 0:
-        likeness = prompts.work_s / prompts.count / prompts.mean_s
+        likeness = prompts.work_s / prompts.asked / prompts.mean_s
         in_time = (1.0 - lost_s / prompts.work_s) ** likeness
     return np.minimum(in_time, 1.0 - blocked(offered, slots)), left_s - lost_s
 
