@@ -212,7 +212,7 @@ class RoleShares:
         torn = bool(split.prefill) != bool(split.decode)
         # A replica may be late with its reports only, so it is looked at twice.
         late = torn and not means.torn
-        means = self._measured(load, members, means)._replace(torn=torn)
+        means = self._measured(load, members, means, torn)._replace(torn=torn)
         if split.replicas < 2 or late or not means.served:
             return Change(_NO_CHANGES, means)
         best, reason = self._best(means, split)
@@ -220,8 +220,9 @@ class RoleShares:
         roles, means = dict(_towards(members, split, wanted)), means._replace(wanted=best)
         return Change(roles, means, reason) if roles else Change(_NO_CHANGES, means)
 
-    def _measured(self, load: Load, members: Sequence[Member], means: Means) -> Means:
-        """The means, updated by what came since the last look."""
+    def _measured(self, load: Load, members: Sequence[Member], means: Means, torn: bool) -> Means:
+        """The means, updated by what came since the last look. A role without replicas gets one
+        also where no request has come."""
         last, passed_s = means.last, load.now_s - means.last.now_s
         asked = (load.asked - last.asked) / passed_s
         work_s = load.asked_s - last.asked_s
@@ -255,7 +256,7 @@ class RoleShares:
             last=load,
             need=now,
             backlog_s=tuple(backlog_s.tolist()),
-            served=tuple(served.tolist()) if means.served or prompts.asked else (),
+            served=tuple(served.tolist()) if means.served or prompts.asked or torn else (),
         )
 
     def _best(self, means: Means, split: Split) -> tuple[int, str]:

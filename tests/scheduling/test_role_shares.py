@@ -198,6 +198,9 @@ def test_a_role_that_lost_its_last_replica_gets_another_one_soon() -> None:
     # The first look has nothing to compare with, and one that is only late is not replaced.
     assert not run.look(0.5, 0.2).roles
     assert set(run.look(0.5, 0.2).roles.values()) == {"prefill"}
+    # Also where no request has come.
+    idle = Run(fleet(0, 0, 3))
+    assert idle.settle(0.0, 0.0, looks=4).settled
 
 
 def test_a_restart_of_the_controller_is_no_load() -> None:
