@@ -362,7 +362,7 @@ def served_by(
     most_s = prefillers * np.maximum(0.0, rate * prompts.slack_s - prompts.mean_s)
     lost_s = np.clip(left_s - most_s, 0.0, prompts.work_s)
     in_time = np.ones(len(left_s))
-    if prompts.work_s > 0:
+    if prompts.mean_s > 0:
         likeness = prompts.work_s / prompts.asked / prompts.mean_s
         in_time = (1.0 - lost_s / prompts.work_s) ** likeness
     return np.minimum(in_time, 1.0 - blocked(offered, slots)), left_s - lost_s

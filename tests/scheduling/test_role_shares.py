@@ -200,7 +200,7 @@ def test_a_role_that_lost_its_last_replica_gets_another_one_soon() -> None:
     assert set(run.look(0.5, 0.2).roles.values()) == {"prefill"}
     # Also where no request has come.
     idle = Run(fleet(0, 0, 3))
-    assert idle.settle(0.0, 0.0, looks=4).settled
+    assert idle.settle(0.0, 0.0, looks=8).settled
 
 
 def test_a_restart_of_the_controller_is_no_load() -> None:
