@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from sluice.scheduling.admission import AdmissionPolicy
 from sluice.scheduling.autoscaling import Load
-from sluice.scheduling.autoscaling.role_shares import Loads, loads_of
 from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
 from sluice.scheduling.fleet.report import Report
 from sluice.scheduling.fleet.state import rows_of
@@ -193,10 +192,10 @@ class VirtualMirror:
                 return RouteDecision(willing[self._turn % len(willing)], PLACED, role=role)
         return RouteDecision(None, NO_REPLICA)
 
-    def loads(self, now_s: float) -> Loads:
-        """The loads by which roles change."""
+    def load_of_all(self, now_s: float) -> Load:
+        """The load by which roles change."""
         self._take_in()
-        return loads_of(self._placer.demand, self.fleet, now_s)
+        return self._placer.demand.load(self.fleet, now_s)
 
     def load(self, judged: Judged, role: Role, now_s: float) -> Load:
         """The load on the replicas of a role, for autoscaling."""

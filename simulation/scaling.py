@@ -130,8 +130,8 @@ class RoleChanger:
 
     def _look(self) -> None:
         now_s, fleet = self._events.now_s, self._mirror.fleet
-        loads = self._mirror.loads(now_s)
-        change = self._config.shares.decide(loads, members_of(fleet, now_s), self._means)
+        load = self._mirror.load_of_all(now_s)
+        change = self._config.shares.decide(load, members_of(fleet, now_s), self._means)
         self._means = change.means
         for name, role in change.roles.items():
             self._mirror.assign(name, role)

@@ -230,11 +230,10 @@ RATIO = Experiment(
 
 # Roles that follow the load.
 
-NERVOUS = RoleSharesOptions(gain=0.01, least_load=0.0, hold_s=1.0, smoothing_s=2.5, ahead_s=0.0)
 FLEETS: dict[str, tuple[Layout, RoleSharesOptions | None]] = {
     **{layout.name: (layout, None) for layout in FOUR},
     "elastic": (FOUR[0], RoleSharesOptions()),
-    "elastic without hysteresis": (FOUR[0], NERVOUS),
+    "elastic without hysteresis": (FOUR[0], RoleSharesOptions(gain=0.0)),
 }
 """The replicas at the start, and how their roles change; ``None``: not at all."""
 

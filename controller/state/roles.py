@@ -20,7 +20,6 @@ from sluice.scheduling.autoscaling.role_shares import (
     Means,
     RoleShares,
     RoleSharesOptions,
-    loads_of,
     members_of,
 )
 from sluice.scheduling.fleet.fleet import Fleet
@@ -80,8 +79,8 @@ class Roles:
         members = [
             each for each in members_of(self._fleet, now_s) if each.replica_id in self._words
         ]
-        loads = loads_of(self._demand, self._fleet, now_s)
-        change = self._policy.decide(loads, members, self._means)
+        load = self._demand.load(self._fleet, now_s)
+        change = self._policy.decide(load, members, self._means)
         self._means = change.means
         for replica_id, role in change.roles.items():
             before, self._words[replica_id] = self._words[replica_id], role

@@ -24,6 +24,9 @@ MAX_UNPLACED = 4096
 """Maximum number of unplaced requests tracked, so that their retries do not count as new
 requests."""
 
+MOST_SLACK_S = 60.0
+"""Maximum time until a first token is due that counts, seconds: it may be infinite."""
+
 _MEANS = ("capacity", "head_room", "kv_share")
 """Fields of a :class:`Load` that are means over replicas."""
 
@@ -39,6 +42,9 @@ class Load(NamedTuple):
         ready: replicas that take requests; quarantined ones do not.
         asked: requests with an objective that asked for a guarantee, since the start.
         asked_s: predicted prefill time of these, seconds, since the start.
+        asked_s2: of the same requests, the squares of these times, seconds squared.
+        slack_s2: of the same requests, these times multiplied by the times that were left until the
+            first tokens were due, at most :data:`MOST_SLACK_S`, seconds squared.
         unpromised: of ``asked``, the requests whose objective no replica could guarantee, although
             an idle one could have: their own prefill would have fitted.
         unpromised_s: of ``asked_s``, the time of the ``unpromised`` requests.
@@ -62,6 +68,8 @@ class Load(NamedTuple):
     ready: float
     asked: float = 0.0
     asked_s: float = 0.0
+    asked_s2: float = 0.0
+    slack_s2: float = 0.0
     unpromised: float = 0.0
     unpromised_s: float = 0.0
     judged: float = 0.0
@@ -106,16 +114,18 @@ def sum_of(loads: Sequence[Load]) -> Load:
 class _Counts:
     """Requests and their prefill work, of all replicas or of those of a role."""
 
-    __slots__ = ("asked", "asked_s", "unpromised", "unpromised_s")
+    __slots__ = ("asked", "asked_s", "asked_s2", "slack_s2", "unpromised", "unpromised_s")
 
     def __init__(self) -> None:
         self.asked = self.unpromised = 0
-        self.asked_s = self.unpromised_s = 0.0
+        self.asked_s = self.asked_s2 = self.slack_s2 = self.unpromised_s = 0.0
 
-    def ask(self, work_s: float) -> None:
-        """A request asked for this work."""
+    def ask(self, work_s: float, slack_s: float) -> None:
+        """A request asked for this work within that time."""
         self.asked += 1
         self.asked_s += work_s
+        self.asked_s2 += work_s * work_s
+        self.slack_s2 += work_s * min(max(0.0, slack_s), MOST_SLACK_S)
 
     def turn_down(self, work_s: float) -> None:
         """One that asked was not guaranteed."""
@@ -165,15 +175,16 @@ class Demand:
         role = fleet.roles[job.rows[place]]
         if second is not None and not job.splits[place]:
             second = None
-        self._all.ask(work_s)
-        self._of_role[role].ask(work_s)
+        slack_s = job.due_s - job.now_s - float(job.lead_s[place])
+        self._all.ask(work_s, slack_s)
+        self._of_role[role].ask(work_s, slack_s)
         if second is not None:
-            self._of_role["decode"].ask(second.work_s)
+            self._of_role["decode"].ask(second.work_s, slack_s)
         if placed is not None and decision.tier is not Tier.BEST_EFFORT:
             return
         fixed_s = float(fleet.figures[job.rows, figure.FIXED_S].min())
         # What is too long even for an idle replica does not ask for more of them.
-        if job.now_s + fixed_s + work_s > job.due_s - float(job.lead_s[place]):
+        if fixed_s + work_s > slack_s:
             return
         if second is None or second.able:
             self._of_role[role].turn_down(work_s)
@@ -210,6 +221,8 @@ class Demand:
             float(len(rows)),
             float(asked.asked),
             asked.asked_s,
+            asked.asked_s2,
+            asked.slack_s2,
             float(asked.unpromised),
             asked.unpromised_s,
             judged,

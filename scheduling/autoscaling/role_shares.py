@@ -12,38 +12,22 @@ from math import exp, inf
 from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
 from pydantic import Field
 
-from sluice.scheduling.autoscaling.load import Demand, Load
+from sluice.scheduling.autoscaling.load import Load
 from sluice.scheduling.fleet.fleet import Fleet
-from sluice.scheduling.fleet.rows import DECODES, requests_at
+from sluice.scheduling.fleet.rows import DECODE_SHARES, DECODES, LEAST_RATE, requests_at
 from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.roles import ROLES, Role
 
-SLOWER = 4.0
-"""Ratio of the two averaging times of demand; the difference of the means is the trend."""
+HEADROOM = 0.1
+"""Share of each second that guarantees leave unused, as admission does by default."""
 
-MOST_GROWTH = 2.0
-"""Maximum ratio of a forecast to the current mean."""
-
-MOST_SCALING = 4.0
+MOST_SCALING = 16.0
 """Maximum factor by which the decodes of guaranteed requests are scaled up for requests without a
 guarantee."""
-
-PREFILL_LOAD = 0.7
-"""Share of its time for which a prefill replica counts as full: prompts that come together wait for
-each other."""
-
-LOST = 0.05
-"""A role that cannot guarantee more than this share of what it is asked for is full, however busy
-it should be."""
-
-MOST_STRAIN = 2.0
-"""Maximum factor that a role is learned to be busier by than it should be. A role that should be
-less busy than its inverse teaches nothing: what it lost it lost earlier."""
-
-UNLEARN_S = 300.0
-"""Time in which such a factor loses ``1 - 1/e`` of its effect, seconds."""
 
 LOOK_EVERY_S = 2.5
 """How often to decide, seconds."""
@@ -55,33 +39,23 @@ class RoleSharesOptions(PolicyOptions):
     """When replicas change their roles."""
 
     gain: float = Field(
-        default=0.15,
-        ge=0.01,
-        lt=1,
-        description="Dead band: a role changes only if the busiest replicas would be this share "
-        "less busy with the best split.",
-    )
-    least_load: float = Field(
-        default=0.3,
+        default=0.05,
         ge=0,
         lt=1,
-        description="No role changes while the busiest replicas are less busy than this.",
+        description="Dead band: roles change only if the best split would have served this share "
+        "of the requests more.",
     )
-    hold_s: float = Field(
-        default=60.0,
-        ge=1,
+    memory_s: float = Field(
+        default=15.0,
+        gt=0,
         le=86_400,
-        description="Minimum time from the last change until another split is looked for, seconds.",
+        description="Averaging time of what the splits would have served, seconds.",
     )
     smoothing_s: float = Field(
-        default=30.0, gt=0, le=3600, description="Averaging time of the demand, seconds."
-    )
-    ahead_s: float = Field(
-        default=10.0,
-        ge=0,
+        default=5.0,
+        gt=0,
         le=3600,
-        description="How far ahead demand is forecast, seconds: at least the time of a long "
-        "answer, as a change has its full effect when the decodes of the replica have ended.",
+        description="Averaging time of the demand of decodes, seconds.",
     )
 
 
@@ -93,12 +67,14 @@ class Member(NamedTuple):
         role: its role now.
         requests: how many it has.
         decodes: how many of its guaranteed requests decode.
+        decode_shares: of each second, for the steps of those of them that state a pace.
     """
 
     replica_id: str
     role: Role
     requests: float
     decodes: float
+    decode_shares: float
 
 
 class Split(NamedTuple):
@@ -121,65 +97,64 @@ class Split(NamedTuple):
         )
 
 
-class Loads(NamedTuple):
-    """The load on all replicas together, and on those of each role."""
-
-    all: Load
-    mixed: Load
-    prefill: Load
-    decode: Load
-
-
 class Need(NamedTuple):
-    """Demand of all replicas together.
+    """Demand of all replicas together: means over the averaging time.
 
     Attributes:
+        asked, lost: requests with an objective each second, and those that were not guaranteed.
         prefill: engine time for prefills, seconds per second.
         decode: engine time for decodes without the fixed time of steps, seconds per second.
-        usable: share of a second that a replica has beside that fixed time while it has decodes, >
-            0.
+        decodes: how many requests decode.
+        shares: of each second, for the steps of these at their pace.
+        usable: share of a second that a replica has beside the fixed time of its steps while it has
+            decodes.
         held: KV in use, in replicas whose whole KV it would fill.
-        decodes: how many requests decode while prefills come.
     """
 
-    prefill: float
-    decode: float
-    usable: float
+    asked: float = 0.0
+    lost: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0
+    decodes: float = 0.0
+    shares: float = 0.0
+    usable: float = 1.0
     held: float = 0.0
-    decodes: float = inf
 
 
-class Asked(NamedTuple):
-    """Work that was asked of a role or of all, and that was not guaranteed: mean rates."""
+class Prompts(NamedTuple):
+    """The prompts that came between two looks.
 
-    asked_s: float = 0.0
-    unpromised_s: float = 0.0
+    Attributes:
+        asked: how many.
+        work_s: their prefill time together, seconds.
+        mean_s, slack_s: prefill time of one, and the time until it is due: means weighted by the
+            work, seconds.
+    """
 
-    @property
-    def lost(self) -> float:
-        """Share that was not guaranteed."""
-        return self.unpromised_s / self.asked_s if self.asked_s > 0 else 0.0
+    asked: float
+    work_s: float
+    mean_s: float
+    slack_s: float
 
 
 class Means(NamedTuple):
     """What is remembered from look to look.
 
     Attributes:
-        last: the loads then, on all replicas and on each role.
-        fast, slow: means of the demand with the two averaging times; ``None`` before any. Usable
-            times are weighted by the decodes in them, and decodes by the prefills.
-        asked: of all, and of each role.
-        strain: by role, how much busier it is than it should be.
-        changed_s: when a role changed last.
+        last: the load on all replicas then.
+        need: the demand; ``None`` before any.
+        backlog_s: by split, in the order of :func:`served_by`: work that would have waited.
+        served: likewise, the share of the requests that would have been served in time: a mean over
+            ``memory_s``. Empty before any.
+        wanted: prefill replicas of the split that was wanted; ``None`` before any.
         torn: one of the two roles had no replica.
     """
 
-    last: Loads
-    fast: Need | None = None
-    slow: Need | None = None
-    asked: tuple[Asked, ...] = (Asked(),) * 4
-    strain: tuple[float, ...] = (1.0,) * 3
-    changed_s: float = -inf
+    last: Load
+    need: Need | None = None
+    backlog_s: tuple[float, ...] = ()
+    served: tuple[float, ...] = ()
+    wanted: int | None = None
     torn: bool = False
 
 
@@ -199,31 +174,22 @@ class Change(NamedTuple):
 
 
 class RoleShares:
-    """Changes roles so that the busiest replicas are as little busy as possible.
+    """Changes roles to the split that would have served most of the recent demand in time.
 
-    With ``p`` and ``d`` the demand of prefills and decodes and ``u`` the usable share of a replica
-    that decodes: a prefill replica gives ``l``, :data:`PREFILL_LOAD`, seconds of prefill per
-    second, as all its steps are full, a decode or a mixed one ``u`` seconds of either. So ``n``
-    mixed replicas are busy for ``(p + d) / u / n`` of their time, and of ``P`` prefill and ``D``
-    decode ones the busier side for ``max(p / l / P, d / u / D)``. Where the pace is tight ``u`` is
-    small, and prefills are cheaper apart; where it is loose, the pool of all is better, as no side
-    waits for the other. Where so few requests decode that replicas are without decodes at times,
-    ``u`` is nearer to 1. If the KV in use needs more replicas than the decodes' time does, it
-    counts instead.
-
-    Bursts need more than the mean. So a role that cannot guarantee a share of what it is asked for
-    counts as full, and from then on as busier than the formula says by the same factor, until it
-    is less busy with it than it proves to be able to, or for some minutes.
+    At each look :func:`served_by` says, of all mixed and of every split into prefill and decode
+    replicas, which share of the requests since the last look it would have served in time. What
+    counts is the mean of these shares over ``memory_s``. So bursts count as they were,
+    and a split that loses much is left within a few looks, one that loses little only if another
+    one is better for most of the time; where all requests can be served nothing changes.
 
     The best is wanted of all mixed and of every split into both roles: mixed replicas beside pairs
-    lose to either. The current one is kept unless the best is better by ``gain``, and for
-    ``hold_s`` after a change. The way there is a change at each look. A pair comes and goes at
-    once, as a prefill replica without a decode one does nothing; mixed replicas, as new ones are,
-    change before others, and where a role has lost its last replica, another one takes it.
+    lose to either. Of splits that serve equally much it is the one with the least busy role. The
+    current one is kept unless the best serves more by ``gain``. The way there is a change at each
+    look. A pair comes and goes at once, as a prefill replica without a decode one does nothing;
+    mixed replicas, as new ones are, change before others, and where a role has lost its last
+    replica, another one takes it. When the number of replicas changes, the mean begins again.
 
-    Under a constant demand of which nothing is lost every change comes nearer to the same best
-    split, so there are at most as many changes as replicas. Of several replicas the one with the
-    fewest requests changes, then by id.
+    Of several replicas the one with the fewest requests changes, then by id.
 
     Source: ours, after ProServe appendix A and SLOs-Serve appendix A, which size fixed pools.
     """
@@ -231,143 +197,187 @@ class RoleShares:
     def __init__(self, options: RoleSharesOptions | None = None) -> None:
         self.options = options or RoleSharesOptions()
 
-    def decide(self, loads: Loads, members: Sequence[Member], means: Means | None) -> Change:
-        """The roles from now on. ``O(n log n)`` with ``n`` members; the same input gives the same
-        decision.
+    def decide(self, load: Load, members: Sequence[Member], means: Means | None) -> Change:
+        """The roles from now on. ``O(n log n + decodes)`` with ``n`` members; the same input gives
+        the same decision.
 
         Args:
-            loads: the current ones on the members.
+            load: the current one on the members.
             members: those that take requests, in any order.
             means: of the last decision; ``None`` at the first one.
         """
-        now_s = loads.all.now_s
-        if means is None or not loads.all.follows(means.last.all):
-            return Change(_NO_CHANGES, Means(loads, changed_s=now_s))
-        decodes = sum(member.decodes for member in members)
-        means, before = self._measured(loads, decodes, means), means
+        if means is None or not load.follows(means.last):
+            return Change(_NO_CHANGES, Means(load))
         split = split_of(members)
         torn = bool(split.prefill) != bool(split.decode)
         # A replica may be late with its reports only, so it is looked at twice.
-        means, torn = means._replace(torn=torn), torn and before.torn
-        held = now_s - means.changed_s < self.options.hold_s
-        if split.replicas < 2 or (split.settled and held) or (means.torn and not torn):
+        late = torn and not means.torn
+        means = self._measured(load, members, means, torn)._replace(torn=torn)
+        if split.replicas < 2 or late or not means.served:
             return Change(_NO_CHANGES, means)
-        if split.settled:
-            means = self._learnt(means, split)
-        wanted, reason = self._wanted(self._forecast(means), split, means.strain)
-        roles = dict(_towards(members, split, wanted))
-        if not roles:
-            return Change(_NO_CHANGES, means)
-        return Change(roles, means._replace(changed_s=now_s), reason)
+        best, reason = self._best(means, split)
+        wanted = Split(0, best, split.replicas - best) if best else Split(split.replicas, 0, 0)
+        roles, means = dict(_towards(members, split, wanted)), means._replace(wanted=best)
+        return Change(roles, means, reason) if roles else Change(_NO_CHANGES, means)
 
-    def _measured(self, loads: Loads, decodes: float, before: Means) -> Means:
-        """The means, updated by the loads since the last look and the ``decodes`` now."""
-        load, last = loads.all, before.last.all
-        passed_s = load.now_s - last.now_s
-        fast = 1.0 - exp(-passed_s / self.options.smoothing_s)
-        slow = 1.0 - exp(-passed_s / (SLOWER * self.options.smoothing_s))
-        unlearn = 1.0 - exp(-passed_s / UNLEARN_S)
-        asked = tuple(
-            Asked(
-                mean.asked_s + fast * ((now.asked_s - then.asked_s) / passed_s - mean.asked_s),
-                mean.unpromised_s
-                + fast * ((now.unpromised_s - then.unpromised_s) / passed_s - mean.unpromised_s),
-            )
-            for mean, now, then in zip(before.asked, loads, before.last, strict=True)
+    def _measured(self, load: Load, members: Sequence[Member], means: Means, torn: bool) -> Means:
+        """The means, updated by what came since the last look. A role without replicas gets one
+        also where no request has come."""
+        last, passed_s = means.last, load.now_s - means.last.now_s
+        asked = (load.asked - last.asked) / passed_s
+        work_s = load.asked_s - last.asked_s
+        decodes = sum(member.decodes for member in members)
+        shares = sum(member.decode_shares for member in members)
+        before = means.need or Need()
+        now = Need(
+            asked,
+            (load.unpromised - last.unpromised) / passed_s,
+            work_s / passed_s,
+            load.decode_share,
+            decodes,
+            shares,
+            # Without decodes the load says nothing of their pace.
+            load.capacity if shares else before.usable,
+            load.kv_share * load.ready,
         )
-        scaling = min(1.0 / max(1.0 - asked[0].lost, 1e-9), MOST_SCALING)
-        prefill, decode = (load.asked_s - last.asked_s) / passed_s, load.decode_share * scaling
-        # Without decodes the load says nothing of their pace. Prompts come together, and so do
-        # their decodes.
-        weighted = decode * load.capacity, decodes * scaling * prefill
-        need = Need(prefill, decode, weighted[0], load.kv_share * load.ready, weighted[1])
-        return before._replace(
-            last=loads,
-            fast=_mean(before.fast, need, fast),
-            slow=_mean(before.slow, need, slow),
-            asked=asked,
-            strain=tuple(each + unlearn * (1.0 - each) for each in before.strain),
-        )
-
-    def _forecast(self, means: Means, ahead_s: float | None = None) -> Need:
-        """The demand ``ahead_s`` from now; default: as long as the options say."""
-        fast, slow, options = means.fast, means.slow, self.options
-        assert fast is not None and slow is not None
-        ahead_s = options.ahead_s + options.smoothing_s if ahead_s is None else ahead_s
-        ahead = ahead_s / ((SLOWER - 1.0) * options.smoothing_s)
-
-        def then(now: float, earlier: float) -> float:
-            return min(max(0.0, now + (now - earlier) * ahead), MOST_GROWTH * now)
-
-        return Need(
-            then(fast.prefill, slow.prefill),
-            then(fast.decode, slow.decode),
-            fast.usable / fast.decode if fast.decode > 0 else 1.0,
-            fast.held,
-            fast.decodes / fast.prefill if fast.prefill > 0 else 0.0,
+        if means.need is not None:
+            part = 1.0 - exp(-passed_s / self.options.smoothing_s)
+            now = Need(*(was + part * (one - was) for was, one in zip(before, now, strict=True)))
+        weighted = (load.asked_s2 - last.asked_s2, load.slack_s2 - last.slack_s2)
+        means_s = (each / work_s if work_s > 0 else 0.0 for each in weighted)
+        prompts = Prompts(load.asked - last.asked, work_s, *means_s)
+        if len(means.backlog_s) != len(members):
+            means = means._replace(backlog_s=(0.0,) * len(members), served=(), wanted=None)
+        served, backlog_s = served_by(now, prompts, passed_s, np.array(means.backlog_s))
+        if means.served:
+            part = 1.0 - exp(-passed_s / self.options.memory_s) if prompts.asked else 0.0
+            served = means.served + part * (served - means.served)
+        return means._replace(
+            last=load,
+            need=now,
+            backlog_s=tuple(backlog_s.tolist()),
+            served=tuple(served.tolist()) if means.served or prompts.asked or torn else (),
         )
 
-    def _learnt(self, means: Means, split: Split) -> Means:
-        """What the share that the roles could not guarantee teaches: they are full, and how busy
-        they should be was wrong by that much."""
-        should = busy_of(self._forecast(means, 0.0), split)
-        strain = list(means.strain)
-        for place, role in enumerate(ROLES):
-            lost, busy = means.asked[1 + place].lost, should.get(role, 0.0)
-            if busy * MOST_STRAIN <= 1.0:
-                continue
-            if lost > LOST:
-                strain[place] = max(strain[place], min((1.0 + lost) / busy, MOST_STRAIN))
-            else:
-                strain[place] = min(strain[place], max(1.0, 1.0 / busy))
-        return means._replace(strain=tuple(strain))
-
-    def _wanted(self, need: Need, split: Split, strain: Sequence[float]) -> tuple[Split, str]:
-        """The split to go to, and why: the current one where no other is better by enough."""
-        kept, replicas = 1.0 - self.options.gain, split.replicas
-
-        def busy(split: Split) -> float:
-            should = busy_of(need, split)
-            return max(should[role] * strain[ROLES.index(role)] for role in should)
-
-        mixed = Split(replicas, 0, 0)
-        apart = min(
-            (Split(0, prefill, replicas - prefill) for prefill in range(1, replicas)),
-            key=lambda each: (busy(each), _distance(split, each), each),
+    def _best(self, means: Means, split: Split) -> tuple[int, str]:
+        """Prefill replicas of the split to go to, and why: of the one that is or was wanted where
+        no other serves more by enough."""
+        need, kept = means.need, means.wanted
+        assert need is not None
+        if kept is None and split.settled:
+            kept = split.prefill
+        served = np.array(means.served)
+        busy = busy_of(need, split.replicas)
+        best = min(
+            range(split.replicas),
+            key=lambda each: (
+                -np.round(float(served[each]), 3),
+                busy[each],
+                abs(each - split.prefill),
+            ),
         )
-        if split == mixed:
-            best = apart if busy(apart) < kept * busy(mixed) else mixed
-        else:
-            best = mixed if busy(mixed) < kept * busy(apart) else apart
         words = (
             f"prefill takes {need.prefill:.2f} and decode {need.decode:.2f} of a replica, with "
-            f"{need.usable:.0%} of its time usable: the busiest is {busy(best):.0%} busy with "
-            f"{_named(best)}"
+            f"{need.usable:.0%} of its time usable: "
         )
-        if split.settled:
-            now = busy(split)
-            if now < self.options.least_load or busy(best) >= kept * now:
-                return split, ""
-            words += f", {now:.0%} before"
-        return best, words
+        if kept is None:
+            return best, f"{words}{served[best]:.0%} served in time"
+        words += f"{served[best]:.0%} served in time with {_named(best, split.replicas)}"
+        if served[best] - served[kept] <= self.options.gain:
+            return kept, words
+        return best, f"{words}, {served[kept]:.0%} with {_named(kept, split.replicas)}"
 
 
-def busy_of(need: Need, split: Split) -> dict[Role, float]:
-    """Share of its time for which each role of a settled split should be busy; 1 and above is
-    overload. ``O(1)``."""
-    mixed, prefill, decode = split
-    # A replica without decodes has no pace to keep. Where they are few, chance decides which have.
-    paced = 1.0 - exp(-need.decodes / (mixed or decode))
-    usable = 1.0 - paced * (1.0 - need.usable)
-    decode_s = max(need.decode / usable, need.held)
-    if mixed:
-        return {"mixed": (need.prefill / usable + decode_s) / mixed}
-    return {"prefill": need.prefill / PREFILL_LOAD / prefill, "decode": decode_s / decode}
+class Shares(NamedTuple):
+    """What each split of ``n`` replicas has for a demand, ``float64[n]`` each: with all mixed, and
+    with 1, 2, ... prefill replicas beside decode ones.
+
+    Attributes:
+        prefillers: replicas that prefill.
+        rate: time for prefill that each of them has, seconds per second.
+        slots: decodes that fit at a time.
+        offered: decodes at a time if none is turned down; one number.
+    """
+
+    prefillers: Floats
+    rate: Floats
+    slots: Floats
+    offered: float
 
 
-def loads_of(demand: Demand, fleet: Fleet, now_s: float) -> Loads:
-    """The loads on a fleet. ``O(replicas)``."""
-    return Loads(*(demand.load(fleet, now_s, role=role) for role in (None, *ROLES)))
+def shares_of(need: Need, replicas: int) -> Shares:
+    """What each split has.
+
+    All steps of a prefill replica are full, so it has ``1 - h`` seconds for prefill per second,
+    with ``h`` the head-room of guarantees. A decode or a mixed one has ``u - h``, with ``u`` the
+    share beside the fixed time of steps at the pace of its decodes. Where the pace is tight ``u``
+    is small, and prefills are cheaper apart; where it is loose, the pool of all is better, as no
+    side waits for the other. A mixed replica that is without decodes at times has more. What its
+    decodes take is not left for its prefills.
+
+    Decodes take slots: each has the time of its steps at its pace, or its KV, whichever is the
+    larger part of a replica. Long contexts leave a replica few slots, and the rest of one is lost.
+    """
+    prefillers = np.arange(replicas, dtype=np.float64)
+    decoders = replicas - prefillers
+    usable = max(need.usable - HEADROOM, LEAST_RATE)
+    each = need.shares / need.decodes if need.decodes else 0.0
+    part = max(each / usable, need.held / max(need.decodes, 1.0))
+    slots = decoders * (max(1.0, 1.0 // part) if part else inf)
+    # Requests that are not guaranteed do not decode in these figures.
+    lost = need.lost / need.asked if need.asked else 0.0
+    decode = need.decode * min(1.0 / max(1.0 - lost, 1e-9), MOST_SCALING)
+    offered = decode / each if each else 0.0
+    rate = np.full(replicas, 1.0 - HEADROOM)
+    paced = 1.0 - exp(-offered / replicas)
+    prefillers[0], rate[0] = replicas, rate[0] - paced * (1.0 - need.usable) - decode / replicas
+    return Shares(prefillers, np.maximum(rate, LEAST_RATE), slots, offered)
+
+
+def busy_of(need: Need, replicas: int) -> Floats:
+    """Share of its time, or of its slots, for which the busier role of each split is busy."""
+    prefillers, rate, slots, offered = shares_of(need, replicas)
+    busy: Floats = np.maximum(need.prefill / rate / prefillers, offered / slots)
+    return busy
+
+
+def served_by(
+    need: Need, prompts: Prompts, passed_s: float, backlog_s: Floats
+) -> tuple[Floats, Floats]:
+    """The share of the requests that each split of :class:`Shares` would have served in time in
+    ``passed_s``, and the backlog that each would have then.
+
+    A prompt can wait until its slack is just enough for its own prefill. Prompts that would have to
+    wait longer behind the backlog are lost, and leave none. Long ones are lost first: of prompts of
+    which a share ``f`` of the work is in time, ``f ** (mean / mean by work)`` are. A decode cannot
+    wait: it is lost where
+    all slots are taken, which is Erlang's loss formula. A request needs both roles, and one that is
+    lost at one of them does not need the other, so the lesser share counts.
+
+    Args:
+        backlog_s: by split, at the last look.
+    """
+    prefillers, rate, slots, offered = shares_of(need, len(backlog_s))
+    left_s = np.maximum(0.0, backlog_s + prompts.work_s - prefillers * rate * passed_s)
+    most_s = prefillers * np.maximum(0.0, rate * prompts.slack_s - prompts.mean_s)
+    lost_s = np.clip(left_s - most_s, 0.0, prompts.work_s)
+    in_time = np.ones(len(left_s))
+    if prompts.mean_s > 0:
+        likeness = prompts.work_s / prompts.asked / prompts.mean_s
+        in_time = (1.0 - lost_s / prompts.work_s) ** likeness
+    return np.minimum(in_time, 1.0 - blocked(offered, slots)), left_s - lost_s
+
+
+def blocked(offered: float, slots: Floats) -> Floats:
+    """Erlang's loss formula: the share of arrivals that find all of ``slots`` taken,
+    ``float64[n]``, where ``offered`` would be taken in the mean if there were enough.
+    ``O(offered)``."""
+    most = int(min(slots.max(), 2.0 * offered + 100.0))
+    found = [1.0]
+    for count in range(1, most + 1):
+        found.append(offered * found[-1] / (count + offered * found[-1]))
+    share: Floats = np.array(found)[np.minimum(slots, most).astype(np.int64)]
+    return share
 
 
 def members_of(fleet: Fleet, now_s: float) -> list[Member]:
@@ -375,19 +385,15 @@ def members_of(fleet: Fleet, now_s: float) -> list[Member]:
     rows = fleet.present(now_s)
     figures = fleet.figures[rows]
     requests, decodes = requests_at(figures).tolist(), figures[:, DECODES].tolist()
+    shares = figures[:, DECODE_SHARES].tolist()
     ids, roles = [fleet.ids[row] for row in rows], [fleet.roles[row] for row in rows]
-    return list(map(Member, ids, roles, requests, decodes))
+    return list(map(Member, ids, roles, requests, decodes, shares))
 
 
 def split_of(members: Sequence[Member]) -> Split:
     """Their numbers by role."""
     roles = [member.role for member in members]
     return Split(*(roles.count(role) for role in ROLES))
-
-
-def _distance(one: Split, other: Split) -> int:
-    """Replicas that change between two splits."""
-    return sum(abs(here - there) for here, there in zip(one, other, strict=True)) // 2
 
 
 def _towards(members: Sequence[Member], split: Split, wanted: Split) -> Iterator[tuple[str, Role]]:
@@ -416,13 +422,7 @@ def _towards(members: Sequence[Member], split: Split, wanted: Split) -> Iterator
             yield chosen.replica_id, to
 
 
-def _mean(before: Need | None, now: Need, part: float) -> Need:
-    if before is None:
-        return now
-    return Need(*(was + part * (one - was) for was, one in zip(before, now, strict=True)))
-
-
-def _named(split: Split) -> str:
-    if split.mixed:
+def _named(prefillers: int, replicas: int) -> str:
+    if not prefillers:
         return "all mixed"
-    return f"{split.prefill} prefill and {split.decode} decode"
+    return f"{prefillers} prefill and {replicas - prefillers} decode"

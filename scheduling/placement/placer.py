@@ -90,6 +90,24 @@ class _Asked(NamedTuple):
     among: int
 
 
+class _Tested(NamedTuple):
+    """What replicas can guarantee.
+
+    Attributes:
+        job: the request on the replicas that were tested.
+        promises: of each of them.
+        apart: see :meth:`Placer._set_apart`.
+        able: whether one of them may guarantee it.
+        over_share: one could, but its tenant is over its share.
+    """
+
+    job: Job
+    promises: Promises
+    apart: dict[int, tuple[Job, SLO]]
+    able: bool
+    over_share: bool = False
+
+
 class Placer:
     """Decides by one admission and one routing policy, and reserves.
 
@@ -319,30 +337,21 @@ class Placer:
         return self._place(job, self._choose(job, self._routing.choose), second)
 
     def _promise(self, asked: _Asked, admission: AdmissionPolicy, at: int | None) -> RouteDecision:
-        """Guarantee it on one of the job's replicas, if one can; on ``at`` if that can."""
-        job, second, _, stated, planned, among = asked
-        promises = admission.promises(job, self._fleet)
-        apart = self._set_apart(job, promises, admission, stated)
-        if second is not None:
-            promises = together(job, promises, second)
-        holds = promises.holds
-        # Others than sound ones are among the candidates only where there are no sound ones.
-        if not holds.any() or not self._fleet.is_sound(int(job.rows[0]), job.now_s):
-            return self._unpromised(job, promises, second)
-        # Each replica keeps its part of what is due.
-        line_tokens = self.returns.kept_tokens(job.query, job.now_s) / among
-        if line_tokens > 0.0:
-            promises = self._with_room_left(job, promises, second, admission, line_tokens)
-            holds = promises.holds
-            if not holds.any():
-                return self._unpromised(job, promises, second)
-        reserve_tokens = self.shares.reserve_tokens(job.query.tenant, job.now_s)
-        if reserve_tokens > 0.0:
-            promises = self._with_room_left(job, promises, second, admission, reserve_tokens)
-            holds = promises.holds
-            if not holds.any():
-                return self._unpromised(job, promises, second, over_share=True)
+        """Guarantee it on one of the job's replicas, if one can; on ``at`` if that can. Of many
+        replicas the nearest are tested first, and the others only if none of these can."""
+        second, stated, planned = asked.second, asked.stated, asked.planned
+        near = None
+        # A replica that is to be tried must be found among all.
+        if at is None and not self._fleet.untried:
+            near = self._routing.nearest(asked.job, self._fleet)
+        tested = self._tested(asked, admission, near)
+        if near is not None and not tested.able:
+            tested = self._tested(asked, admission)
+        job, promises, apart = tested.job, tested.promises, tested.apart
+        if not tested.able:
+            return self._unpromised(job, promises, second, tested.over_share)
         self._tell(job, promises, None, second)
+        holds = promises.holds
         places = np.flatnonzero(holds)
         able = job if len(places) == len(holds) else job.of(places)
         chosen = int(places[self._choose(able, self._routing.choose_able, at)])
@@ -354,6 +363,32 @@ class Placer:
         placed = self._place(job, chosen, second, Tier.GUARANTEED, ttft_s)
         self._remember(job.query, stated, planned, placed)
         return placed._replace(planned=job.query.slo.times_s)
+
+    def _tested(
+        self, asked: _Asked, admission: AdmissionPolicy, places: Ints | None = None
+    ) -> _Tested:
+        """What the replicas of the job can guarantee, or those at ``places``, beside what is kept
+        for others."""
+        job, second, _, stated, _, among = asked
+        if places is not None:
+            job = job.of(places)
+        promises = admission.promises(job, self._fleet)
+        apart = self._set_apart(job, promises, admission, stated)
+        if second is not None:
+            promises = together(job, promises, second)
+        # Others than sound ones are among the candidates only where there are no sound ones.
+        sound = self._fleet.is_sound(int(job.rows[0]), job.now_s)
+        if not sound or not promises.holds.any():
+            return _Tested(job, promises, apart, able=False)
+        # Each replica keeps its part of what is due.
+        line_tokens = self.returns.kept_tokens(job.query, job.now_s) / among
+        reserve_tokens = self.shares.reserve_tokens(job.query.tenant, job.now_s)
+        for tokens, over_share in ((line_tokens, False), (reserve_tokens, True)):
+            if tokens > 0.0:
+                promises = self._with_room_left(job, promises, second, admission, tokens)
+                if not promises.holds.any():
+                    return _Tested(job, promises, apart, able=False, over_share=over_share)
+        return _Tested(job, promises, apart, able=True)
 
     def _set_apart(
         self, job: Job, promises: Promises, admission: AdmissionPolicy, stated: SLO

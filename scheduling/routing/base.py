@@ -40,6 +40,12 @@ class RoutingPolicy(ABC):
         tested."""
         return rows
 
+    def nearest(self, job: Job, fleet: Fleet) -> Ints | None:
+        """Indices in ``job.rows``, ascending, of the replicas that are tested first: the request
+        goes to one of these if any can guarantee it, and the others are not tested. Default:
+        ``None``, all are tested."""
+        return None
+
     def choose_able(self, job: Job, fleet: Fleet) -> int:
         """:meth:`choose` among replicas that all can guarantee the request. Default: the same."""
         return self.choose(job, fleet)

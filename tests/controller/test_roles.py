@@ -174,7 +174,7 @@ class Elastic:
 
     def __init__(self) -> None:
         self.clock = Clock()
-        roles = {"hold_s": 1.0, "smoothing_s": 1.0, "ahead_s": 0.0}
+        roles = {"memory_s": 5.0, "smoothing_s": 1.0}
         self.controller = ObservedController(ControllerConfig(roles=roles), self.clock)  # type: ignore[arg-type]
         self.roles: dict[str, Role] = dict.fromkeys("abcd", "mixed")
         self.epoch = self.seq = self.key = 0

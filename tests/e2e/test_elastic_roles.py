@@ -24,11 +24,9 @@ FIELDS: dict[str, Any] = {
     "controller": {
         **PATIENT,
         "roles": {
-            "gain": 0.05,
-            "least_load": 0.05,
-            "hold_s": 1.0,
+            "gain": 0.0,
+            "memory_s": 2.0,
             "smoothing_s": 1.0,
-            "ahead_s": 0.0,
         },
     },
     "engine": {

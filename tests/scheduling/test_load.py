@@ -55,7 +55,9 @@ class TestDemand:
         fleet = fleet_of(report())
         place = placer(fleet)
         place.place(query(1, 100_000), 0.0)
-        assert place.demand.load(fleet, 0.0)[2:6] == (1, MODEL.work_s(100_000, 0), 0, 0)
+        load = place.demand.load(fleet, 0.0)
+        assert (load.asked, load.asked_s) == (1, MODEL.work_s(100_000, 0))
+        assert (load.unpromised, load.unpromised_s) == (0, 0)
 
     def test_without_an_objective_or_the_wish_for_a_promise_nothing_is_counted(self) -> None:
         fleet = fleet_of(report())
@@ -74,7 +76,7 @@ class TestDemand:
         for _ in range(5):
             demand.count(asked, waits, fleet)
         demand.count(asked, RouteDecision("0", "placed", Tier.GUARANTEED), fleet)
-        assert demand.load(fleet, 0.0)[2:5:2] == (1, 1)
+        assert demand.load(fleet, 0.0)[2:7:4] == (1, 1)
         demand.count(asked, RouteDecision("0", "placed", Tier.GUARANTEED), fleet)
         assert demand.load(fleet, 0.0).asked == 2
 
@@ -90,7 +92,7 @@ class TestDemand:
         place = placer(fleet, admission=False)
         for key in range(40):
             place.place(query(key), 0.0)
-        assert place.demand.load(fleet, 0.0)[2:6:2] == (40, 0)
+        assert place.demand.load(fleet, 0.0)[2:7:4] == (40, 0)
 
 
 class TestGauges:

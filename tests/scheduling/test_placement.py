@@ -13,7 +13,7 @@ from sluice.scheduling.placement.placer import DecisionInputs, Placer
 from sluice.scheduling.request.job import NO_REPLICA, PLACED, UNATTAINABLE, RouteDecision
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
-from sluice.scheduling.routing import RouteQuery, Tier
+from sluice.scheduling.routing import RouteQuery, Tier, most_gain
 from sluice.scheduling.routing import make_policy as make_routing
 from tests.examples import examples
 from tests.scheduling.fleets import MODEL, fleet_of, report, row
@@ -181,6 +181,58 @@ def test_the_witness_sees_what_each_decision_is_made_from() -> None:
     assert decider.place(query(SLO(), 4), 0.0).tier is Tier.BEST_EFFORT
     asked = [(each.promises is not None, each.ahead_s is not None) for each in seen[1:]]
     assert asked == [(True, True), (True, False), (False, True)]
+
+
+# Many replicas: the nearest are tested first.
+
+
+def test_where_none_of_the_nearest_can_guarantee_the_others_are_tested(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(most_gain, "NEAREST", 2)
+    seen: list[DecisionInputs] = []
+    busy = row(EASY, 1_000, key=9)
+    full, behind = report(free_blocks=0), report(busy)
+    admission = make_admission("moore_hodgson")
+    fleet = fleet_of(behind, full, report(), behind)
+    decider = Placer(fleet, make_routing("most_gain"), admission, seen.append)
+    # An idle replica is among the nearest two; the next request finds both of these full.
+    assert decider.place(query(), 0.0).replica_id == "2"
+    fleet.report("2", full, 0.0)
+    fleet.release([1])
+    placed = decider.place(query(key=2), 0.0)
+    assert (placed.replica_id, placed.tier) == ("0", Tier.GUARANTEED)
+    assert [len(each.job.rows) for each in seen] == [2, 4]
+
+
+@given(
+    queued=st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=4, max_size=9),
+    nearest=st.integers(1, 3),
+    prompt=st.integers(1, 4_000),
+    ttft_s=st.sampled_from([0.05, 0.2, 0.5, 1.0]),
+)
+def test_the_nearest_first_guarantees_what_a_test_of_all_does(
+    queued: list[tuple[int, bool]], nearest: int, prompt: int, ttft_s: float
+) -> None:
+    def decide(first: int) -> RouteDecision:
+        reports = (
+            report(
+                *[row(EASY, 900, key=10 * at + n, emitted=decodes) for n in range(count)],
+                free_blocks=100 * count,
+            )
+            for at, (count, decodes) in enumerate(queued)
+        )
+        decider = Placer(
+            fleet_of(*reports), make_routing("most_gain"), make_admission("moore_hodgson")
+        )
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(most_gain, "NEAREST", first)
+            return decider.place(query(SLO(ttft_s=ttft_s, tpot_s=0.1), prompt=prompt), 0.0)
+
+    near, of_all = decide(nearest), decide(len(queued))
+    assert near.tier == of_all.tier
+    if of_all.tier is Tier.BEST_EFFORT:
+        assert near == of_all
 
 
 # Replicas in quarantine, and replicas that have failed the request.

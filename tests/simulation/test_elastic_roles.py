@@ -11,15 +11,15 @@ from tests.simulation.clusters import EXACT, batch, ended_well, route
 from tests.simulation.loads import workload
 
 PHASE_S = 15.0
-QUICK = RoleShares(RoleSharesOptions(hold_s=2.5, smoothing_s=2.0, ahead_s=0.0, gain=0.05))
+QUICK = RoleShares(RoleSharesOptions(memory_s=5.0, smoothing_s=2.0))
 
 
 def test_roles_change_with_the_mix_and_no_request_is_lost() -> None:
     """Many prompts, then long answers, at a pace of which a step's fixed time takes most; a replica
     dies between the two."""
     slo = SLO(ttft_s=1.0, tpot_s=0.0055)
-    prompts = [(number / 20, 1_500, 60) for number in range(int(20 * PHASE_S))]
-    answers = [(PHASE_S + number / 10, 50, 400) for number in range(int(10 * PHASE_S))]
+    prompts = [(number / 30, 1_500, 60) for number in range(int(30 * PHASE_S))]
+    answers = [(PHASE_S + number / 25, 50, 400) for number in range(int(25 * PHASE_S))]
     result = simulate_cluster(
         workload(*prompts, *answers, slo=slo),
         batch("slidebatching"),
