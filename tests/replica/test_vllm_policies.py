@@ -10,7 +10,7 @@ import pytest
 from sluice.scheduling.batching import POLICIES
 from sluice.scheduling.request.objective import SLO
 
-from .in_process import InProcess, Since, mixed_requests, outputs_of_stock
+from .in_process import InProcess, Since, mixed_requests, outputs_of_stock, params_of
 
 pytestmark = pytest.mark.vllm
 
@@ -32,21 +32,30 @@ DIFFERENT = [pytest.param("annealing", marks=pytest.mark.release), "deadline_tri
 """By a search, by deadlines, and in the order of arrival."""
 
 
-@pytest.fixture(scope="module")
-def siblings(model, tmp_path_factory):
-    """Eight prompts of 640 shared and 8 own tokens, and the output of stock vLLM. The
-    KV holds one of them whole, not two, but all eight where they share."""
-    chance = random.Random(5)
-    shared = [chance.randrange(300, 1000) for _ in range(640)]
-    requests = [
-        (shared + [chance.randrange(300, 1000) for _ in range(8)], 30, SLO()) for _ in range(8)
-    ]
-    directory = tmp_path_factory.mktemp("siblings")
-    return requests, outputs_of_stock(model, directory, requests, **CONFIGURATIONS["shared-prefix"])
+def prompt(chance, length):
+    return [chance.randrange(300, 1000) for _ in range(length)]
+
+
+CHANCE = random.Random(5)
+SHARED = prompt(CHANCE, 640)
+SIBLINGS = [(SHARED + prompt(CHANCE, 8), 30, SLO()) for _ in range(8)]
+"""The KV of ``shared-prefix`` holds one of them whole, not two, but all eight where they share."""
+
+LATE = (prompt(CHANCE, 590), 8, SLO(ttft_s=0.001, tpot_s=5.0))
+PUNCTUAL = (prompt(CHANCE, 540), 8, SLO(ttft_s=600.0, tpot_s=60.0))
+"""The KV of ``low-kv`` holds either of them."""
 
 
 @pytest.fixture(scope="module")
-def engine(request, model, stock, siblings, tmp_path_factory):
+def by_stock(model, tmp_path_factory):
+    """What stock vLLM generates for :data:`SIBLINGS`, :data:`LATE` and :data:`PUNCTUAL`."""
+    requests = [*SIBLINGS, LATE, PUNCTUAL]
+    directory = tmp_path_factory.mktemp("by_stock")
+    return outputs_of_stock(model, directory, requests, **CONFIGURATIONS["shared-prefix"])
+
+
+@pytest.fixture(scope="module")
+def engine(request, model, stock, by_stock, tmp_path_factory):
     """One engine at a time: those of stock vLLM must be gone, and so must the one before."""
     directory = tmp_path_factory.mktemp("engine")
     started = InProcess(model, directory, "fcfs", **CONFIGURATIONS[request.param])
@@ -92,16 +101,47 @@ def test_a_mixed_load_is_served_as_planned_and_as_by_stock(engine, stock, policy
     assert since["plan_mismatches"] == 0
 
 
+@configured("low-kv")
+def test_a_late_prompt_that_has_begun_is_preempted_for_one_that_can_be_on_time(engine, by_stock):
+    """Both end with the text that stock vLLM gives them."""
+    engine.use("deadline_triage")
+    since = Since(engine)
+    vllm = engine.llm.llm_engine
+    outputs = {}
+
+    def arrive(name, request):
+        vllm.add_request(name, {"prompt_token_ids": request[0]}, params_of(name, *request[1:]))
+
+    def step():
+        for result in vllm.step():
+            if result.finished:
+                outputs[result.request_id] = tuple(result.outputs[0].token_ids)
+
+    arrive("late", LATE)
+    # With four blocks of the late one, 17 of the other one do not fit into 21.
+    while sum(tokens for batch in since.batches() for _, tokens, _ in batch["ran"]) < 128:
+        step()
+    (row,) = engine.table.read().rows
+    assert row["emitted_tokens"] == 0
+    arrive("punctual", PUNCTUAL)
+    while vllm.has_unfinished_requests():
+        step()
+    assert [outputs["late"], outputs["punctual"]] == by_stock[8:]
+    (lost,) = [batch for batch in since.batches() if batch["preempted"]]
+    assert lost["preempted"] == ["late"]
+    assert [name for name, _, _ in lost["ran"]] == ["punctual"], "in the very step"
+    assert since["plan_mismatches"] == 0
+
+
 @configured("shared-prefix")
 @pytest.mark.parametrize("policy", DIFFERENT)
-def test_requests_that_share_a_prefix_run_together_with_little_kv(engine, siblings, policy):
-    requests, outputs = siblings
+def test_requests_that_share_a_prefix_run_together_with_little_kv(engine, by_stock, policy):
     # A first chunk that ends in the prefix would let siblings hit more in the very step that
     # completes it than was known when it was planned.
     options = POLICIES[policy].Options.model_fields
     engine.use(policy, {"token_budget": 1024} if "token_budget" in options else None)
     since = Since(engine)
-    assert engine.generate(requests) == outputs
+    assert engine.generate(SIBLINGS) == by_stock[:8]
     batches = since.batches()
     assert max(len(batch["ran"]) for batch in batches) == 8
     # One after another they would take 240.

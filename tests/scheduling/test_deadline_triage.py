@@ -81,6 +81,14 @@ def test_a_batch_is_short_enough_for_those_that_come_while_it_runs() -> None:
     assert planned(calm, decode("answer", strict)) == {"answer": 1, "calm": 489}
 
 
+@pytest.mark.parametrize(("left_s", "tokens"), [(0.1, 85), (0.106, 70)])
+def test_a_batch_is_longer_where_another_one_would_make_its_prefill_late(
+    left_s: float, tokens: int
+) -> None:
+    # Batches of 80 ms, and 95 ms for the whole prompt. A second batch takes 10 ms more.
+    assert planned(prefill("a", 85, SLO(ttft_s=0.3), arrival_s=left_s - 0.3)) == {"a": tokens}
+
+
 def test_a_strict_ttft_is_remembered_for_a_minute() -> None:
     policy = make_policy("deadline_triage", {"headroom": 0.0})
     calm = queue_of(prefill("calm", 5_000, SLO(ttft_s=600.0)))
@@ -233,6 +241,14 @@ def test_the_least_work_is_lost_that_makes_room() -> None:
     assert evicted(large, small, CHAT)[0] == ["small"]
     tiny = small._replace(request_id="tiny", computed_tokens=160, kv_blocks=10)
     assert evicted(large, tiny, CHAT)[0] == ["late"]
+
+
+def test_a_late_prompt_of_all_blocks_is_not_computed_block_by_block_on_an_idle_engine() -> None:
+    # The tail's reserve would be two of the 40 blocks.
+    whole = prefill("whole", 630, SLO(ttft_s=0.1), arrival_s=5.0)
+    assert evicted(whole) == ([], {"whole": 70})
+    beside = decode("beside", SLO(ttft_s=1.0, tpot_s=0.1), arrival_s=9.0, first_token_s=9.9)
+    assert evicted(whole, beside) == ([], {"beside": 1})
 
 
 def test_scarce_blocks_go_to_decodes_first() -> None:

@@ -68,6 +68,10 @@ LONG_PROMPT = 0.125
 """Share of the KV blocks. The aged lane begins a longer prompt only when it can finish it: on the
 lane's small share of the time it would hold its blocks for minutes."""
 
+LONGER = 2.0
+"""A batch that completes a prefill which would else be late may be longer than others by this
+factor."""
+
 MOST_HEADROOM = 0.35
 """Up to this share. Steps that cannot be predicted must not leave the engine idle."""
 
@@ -169,7 +173,8 @@ class DeadlineTriage(BatchPolicy):
        prefill miss its deadline.
     3. *Order*: decodes that would be late if left out; the aged lane; kept prefills by deadline;
        the other decodes; the tail. The batch ends before the first kept prefill that it completes
-       is due, and soon enough for a request that arrives in the meantime. While the kept prefills
+       is due, and soon enough for a request that arrives in the meantime, except where another
+       batch would make that prefill late. While the kept prefills
        can meet their deadlines beside all decodes, or blocks or sequences are short, all decodes
        come first: leaving one out then gains nothing and holds its memory longer.
     4. *Tail*: shed prefills (:mod:`sluice.scheduling.batching.deadline_triage.tail`): those that
@@ -294,7 +299,8 @@ class DeadlineTriage(BatchPolicy):
             tail_s = self._tail_s(work_s[shed], decodes, calm, left_s, latency)
             late = int(np.searchsorted(decodes.left_s, 0.0))
             standby = _standby(table, decodes, latency)
-            limits = Limits(standby, late, active, self._tail_reserve)
+            # With nothing else to run, a prompt of nearly all blocks must not wait for its reserve.
+            limits = Limits(standby, late, active, 0.0 if batch.empty else self._tail_reserve)
             rows = tail(batch, table, shed, running, left_s, work_s, limits)
             batch.take(rows, min(until_s, batch.cost_s + tail_s))
         if batch.empty:
@@ -397,6 +403,12 @@ class DeadlineTriage(BatchPolicy):
         until_s = min(decodes.budget_s, longest_s)
         if not len(kept):
             return until_s
+        whole_s = batch.cost_s + float(work_s[kept[0]])
+        if until_s < whole_s <= min(decodes.budget_s, LONGER * longest_s):
+            # Another step would cost the first one its deadline.
+            left_first_s = float(left_s[kept[0]])
+            if whole_s <= left_first_s < whole_s + batch.cost_s:
+                until_s = whole_s
         if until_s < inf:
             deepest = int(table[kept, COMPUTED].max())
             until_s = max(until_s, least_useful_s(batch.cost_s, latency, deepest))
