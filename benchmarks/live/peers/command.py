@@ -23,7 +23,7 @@ from rich.table import Table
 
 from sluice.benchmarks.experiments.tables import grouped
 from sluice.benchmarks.live import drive, mix
-from sluice.benchmarks.live.application import objectives
+from sluice.benchmarks.live.application import metrics, objectives
 from sluice.benchmarks.live.client import End, Json, LoadError
 from sluice.benchmarks.live.drive import IN_FLIGHT, campaign, capacity, completions
 from sluice.benchmarks.live.gateway.engine import MODEL
@@ -53,6 +53,7 @@ GRACE_S: Final = 120.0
 
 CELL: Final = ("pattern", "load", "system")
 _WARM_SEED = 1_000_000
+_ENGINE = "sluice_engine", "sluice_latency", "sluice_plan", "sluice_step"  # since the start
 
 
 def engine_args(_: click.Context, __: click.Parameter, value: str | None) -> Json:
@@ -245,6 +246,9 @@ class _Campaign:
                     self.runs.append(run)
                     met, sent = sum(each.attained for each in run.outcomes), len(run.outcomes)
                     self.bench.say(f"  {pattern} {load:g}: {met} of {sent} attained")
+                    if name.startswith("sluice"):
+                        own = metrics(system.urls[0]).items()
+                        labels["engine"] = {x: value for x, value in own if x.startswith(_ENGINE)}
         except (LeftOutError, OSError, psutil.Error) as error:  # the others are measured still
             self._leave_out(name, error)
 
@@ -258,9 +262,6 @@ class _Campaign:
         options: Json = {"grace_s": GRACE_S, "body": lambda *at: bodies[at[1]], "exact": False}
         roots = system.processes
         return drive.run(self.bench, system, labels, seconds, workload, roots, **options)
-
-
-# The report.
 
 
 def tables(rows: Sequence[Json]) -> list[Table]:
