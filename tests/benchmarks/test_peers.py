@@ -267,7 +267,11 @@ def words_of(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def at_once(asked: list[dict[str, Any]]) -> Iterator[str]:
-    """URL of a server that answers completions at once, and notes them in ``asked``."""
+    """URL of a server that answers completions at once, and notes them in ``asked``; and that has
+    two metrics."""
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(text="sluice_engine_steps_total 3\nsluice_requests_total 4\n")
 
     async def complete(request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -282,6 +286,7 @@ def at_once(asked: list[dict[str, Any]]) -> Iterator[str]:
     async def serve() -> None:
         app = web.Application()
         app.router.add_post("/v1/completions", complete)
+        app.router.add_get("/metrics", metrics)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -358,6 +363,9 @@ def test_the_command_measures_what_starts_in_alternating_order_and_names_the_res
     ]
     for row in found["summary"]:
         assert row["answered"] == row["sent"] > 0
+    kept = [(row["system"], row.get("engine")) for row in found["runs"] if row["round"] == 0]
+    own = {"sluice_engine_steps_total": 3.0}
+    assert kept == [*[("stock-priority", None)] * 2, *[("sluice", own)] * 2]
     sent = [row["sent"] for row in found["summary"]]
     assert sent[:2] == [sent[0]] * 2 and sent[2:] == [sent[2]] * 2  # the same for all systems
     assert {None, 0} < {body.get("priority") for body in asked} <= {None, 0, 1, 2}
