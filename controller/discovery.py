@@ -75,6 +75,9 @@ def find_or_start(
         max_restarts=-1,
         max_task_retries=0,
         max_concurrency=_MAX_CONCURRENCY,
+        # Not within the placement group of a replica that spans GPUs and is the first to ask: it
+        # has no CPUs to spare, and ends with the replica.
+        scheduling_strategy="DEFAULT",
     )
     return options.remote(*args)
 
