@@ -249,5 +249,6 @@ class SchedulerSettings(BaseModel):
             raise ValueError(
                 f"additional_config must hold {CONFIG_KEY!r}: a mapping with state_table and policy"
             )
-        paths = {name: os.path.expandvars(given[name]) for name in _PATHS if given.get(name)}
+        own = {name: given.get(name) for name in _PATHS}
+        paths = {x: os.path.expandvars(path) for x, path in own.items() if isinstance(path, str)}
         return cls.model_validate({**given, **paths})

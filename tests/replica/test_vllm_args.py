@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.replica.scheduler.xargs import RequestArgs, from_xargs, reserved_keys, to_xargs
+from sluice.replica.scheduler.xargs import (
+    RequestArgs,
+    SchedulerSettings,
+    from_xargs,
+    reserved_keys,
+    to_xargs,
+)
 from sluice.scheduling.fleet.prefix import CHUNK_ENDS, MAX_CHUNKS, NO_PREFIX, PromptPrefix
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage
@@ -95,3 +101,15 @@ def test_a_wrong_value_is_named(xargs, named):
 def test_reserved_keys():
     assert reserved_keys({"sluice_id": "a", "session_id": "b"}) == ["sluice_id"]
     assert reserved_keys(None) == []
+
+
+def test_the_path_of_a_state_table_may_begin_with_a_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FOLDER_OF_TABLES", "/dev/shm/one")
+    stated = {"state_table": "$FOLDER_OF_TABLES/state", "policy": "fcfs"}
+    settings = SchedulerSettings.from_additional_config({"sluice": stated})
+    assert str(settings.state_table) == "/dev/shm/one/state"
+    for wrong in (None, 5, {}):
+        with pytest.raises(ValueError, match="state_table"):
+            SchedulerSettings.from_additional_config({"sluice": {**stated, "state_table": wrong}})
