@@ -37,12 +37,14 @@ from sluice.scheduling.request.kernels import (
     DRAFTED,
     KV_BLOCKS,
     LAST_TOKEN,
+    PENDING,
+    RUNNING,
     TPOT,
     deadlines_s,
     is_prefill,
 )
 from sluice.scheduling.request.objective import Anchor
-from sluice.scheduling.request.queue import QueueView, RequestView
+from sluice.scheduling.request.queue import QueueView
 
 
 @dataclass(slots=True)
@@ -120,7 +122,7 @@ class PreemptiveScheduler(SloScheduler):
         """The time to plan for the stop of a prefill, seconds."""
         self._tasks = 0
         self._tasks_in_flight = 0
-        self._given: tuple[list[RequestView], BatchPlan] | None = None
+        self._given: tuple[QueueView, BatchPlan] | None = None
         self._seconds: float | None = None
         allocate = self.kv_cache_manager.allocate_slots
         self.kv_cache_manager.allocate_slots = _publishing_later(allocate)
@@ -140,24 +142,24 @@ class PreemptiveScheduler(SloScheduler):
         if not super().has_requests():
             return None
         now_s = time.monotonic()
-        views = self._views()
+        queue = self._queue()
         self._local.refresh_model()
-        task = self._build(views, self._choose(views, top, left_s, now_s, full))
+        task = self._build(queue, self._choose(queue, top, left_s, now_s, full))
         if task is not None or top is not None:
             return task
         # There is no KV for the chosen requests: the requests that hold KV continue. With no
         # request at all, vLLM checks whether those that wait for something else are ready.
-        running = [view for view in views if view.running]
+        running = queue.select(np.flatnonzero(queue.table[:, RUNNING]))
         return self._build(running, self._choose(running, None, 0.0, now_s, full) or _NOTHING)
 
-    def _build(self, views: list[RequestView], chosen: _Chosen | None) -> Task | None:
-        """vLLM's batch of the requests ``chosen`` from ``views``."""
+    def _build(self, queue: QueueView, chosen: _Chosen | None) -> Task | None:
+        """vLLM's batch of the requests ``chosen`` from ``queue``."""
         if chosen is None:
             return None
         held = [request for request in self.running if request.request_id in self.in_flight]
         if held:
             self.running = [each for each in self.running if each.request_id not in self.in_flight]
-        self._given = views, chosen.plan
+        self._given = queue, chosen.plan
         self._stalled = False
         try:
             batch = self.schedule()
@@ -190,10 +192,7 @@ class PreemptiveScheduler(SloScheduler):
     def decode_due_s(self, top: Task) -> float | None:
         """When the next decode step is due inside ``top``, if there are decodes that are not in
         flight and may stop it."""
-        views = self._views()
-        if not views:
-            return None
-        queue = QueueView(views)
+        queue = self._queue()
         decodes = np.flatnonzero(~is_prefill(queue.table))
         if not len(decodes):
             return None
@@ -246,11 +245,10 @@ class PreemptiveScheduler(SloScheduler):
                 super().finish_requests(request_id, status)
 
     def _choose(
-        self, views: list[RequestView], top: Task | None, left_s: float, now_s: float, full: bool
+        self, queue: QueueView, top: Task | None, left_s: float, now_s: float, full: bool
     ) -> _Chosen | None:
-        if not views:
+        if not len(queue):
             return None
-        queue = QueueView(views)
         prefill = is_prefill(queue.table)
         decodes = np.flatnonzero(~prefill)
         waiting = np.flatnonzero(prefill)
@@ -266,24 +264,23 @@ class PreemptiveScheduler(SloScheduler):
                 return _Chosen(turn, False, False, inf, bool(queue.table[oldest, BEST_EFFORT]))
         apart = queue.table[:, BEST_EFFORT] > 0
         due_s = np.where(apart, inf, deadlines_s(queue.table, ENVELOPE))
+        pending, computed = queue.table[:, [PENDING, COMPUTED]].astype(np.int64).T.tolist()
+        row_of = dict(zip(queue.request_ids(waiting), waiting.tolist(), strict=True))
         prefills = [
             Prefill(
-                views[row].request_id,
+                request_id,
                 float(due_s[row]),
-                views[row].pending_tokens,
-                self._together_s([(views[row].pending_tokens, views[row].computed_tokens)]),
+                pending[row],
+                self._together_s([(pending[row], computed[row])]),
                 bool(apart[row]),
                 float(due_s[row] - queue.table[row, ARRIVAL]),
             )
-            for row in waiting.tolist()
+            for request_id, row in row_of.items()
         ]
-        row_of = {views[row].request_id: row for row in waiting.tolist()}
 
         def together_s(members: Sequence[Prefill]) -> float:
             rows = [row_of[each.request_id] for each in members]
-            return self._together_s(
-                (views[row].pending_tokens, views[row].computed_tokens) for row in rows
-            )
+            return self._together_s((pending[row], computed[row]) for row in rows)
 
         in_flight = None if top is None else InFlight(top.due_s, left_s, top.best_effort)
         batch = decide(prefills, in_flight, now_s, together_s, self.options, full)
@@ -300,7 +297,7 @@ class PreemptiveScheduler(SloScheduler):
     def _aged_chunk(self, queue: QueueView, oldest: int, now_s: float) -> BatchPlan | None:
         """A small chunk of the prefill in row ``oldest``, if it has waited long enough to have its
         turn before more urgent requests."""
-        pending = queue.requests[oldest].pending_tokens
+        pending = int(queue.table[oldest, PENDING])
         plan = self._plan_of(
             queue, [oldest], [min(pending, self.options.small_chunk, self.options.most)]
         )
@@ -333,7 +330,7 @@ class PreemptiveScheduler(SloScheduler):
         rows = decodes[: min(self.options.most, self.max_num_running_reqs)]
         tokens = np.ones(len(rows), np.int64)
         if queue.table[rows, DRAFTED].any():
-            own = QueueView([queue.requests[row] for row in rows.tolist()])
+            own = queue.select(rows)
             most, model = self.options.most, self._local.model
             chosen = self._lengths.choose(own, now_s, model, most, 0.0, Anchor.ENVELOPE)
             tokens += chosen.drafts
@@ -347,17 +344,21 @@ class PreemptiveScheduler(SloScheduler):
         return self._local.model.step_s(StepSample.of(sequences))
 
     def _plan_of(self, queue: QueueView, rows: list[int], tokens: list[int]) -> BatchPlan:
-        computed = [queue.requests[row].computed_tokens for row in rows]
+        computed = queue.table[rows, COMPUTED].astype(np.int64).tolist()
         predicted_s = self._together_s(zip(tokens, computed, strict=True))
         return BatchPlan(queue, np.array(rows, np.int64), np.array(tokens, np.int64), predicted_s)
 
-    def _views(self) -> list[RequestView]:
-        """The views without requests in flight, as vLLM's scheduler may see them."""
+    def _queue(self) -> QueueView:
+        """Without requests in flight, as vLLM's scheduler may see it."""
         if self._given is not None:
             return self._given[0]
-        return [view for view in super()._views() if view.request_id not in self.in_flight]
+        queue = super()._queue()
+        if not self.in_flight:
+            return queue
+        ids = queue.request_ids(np.arange(len(queue)))
+        return queue.select(np.flatnonzero([each not in self.in_flight for each in ids]))
 
-    def _plan(self, views: list[RequestView], queue: QueueView, start_s: float) -> BatchPlan:
+    def _plan(self, queue: QueueView, start_s: float) -> BatchPlan:
         assert self._given is not None
         return self._given[1]
 

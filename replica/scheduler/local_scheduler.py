@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sluice.replica.scheduler.speculation import DraftCounts, DraftTime
-from sluice.replica.scheduler.state_table import RowUpdate, StateTable, TableFullError
+from sluice.replica.scheduler.state_table import NO_SLOT, ChangedRows, StateTable, TableFullError
 from sluice.replica.scheduler.step_times import StepTimes
 from sluice.replica.transfer.counts import TransferCounts
 from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy
@@ -34,7 +34,6 @@ DEFAULT_MODEL = LinearLatency(a=0.005, b=0.0002, c=0.000001)
 """Used for plans until a profile is known."""
 
 _BATCH_LOG_LINES = 100_000
-_NO_SLOT = -1
 _LEAST_STEP = 1 / 16
 _MOST_UNLEARNED = 64
 """Max consecutive disturbed steps that are not learned from. After more of them, they count as
@@ -94,13 +93,11 @@ class TrackedRequest:
     several engine requests. ``slot`` is its row of the state table, negative if it has none.
     ``expected_tokens`` is the predicted length of its output, nan if unknown, and ``most_tokens``
     its max. ``tenant`` is the hash of its tenant, ``weight`` the weight of the tenant's share;
-    ``promised``: its SLO was guaranteed. The engine sets when the first and the latest token left,
-    monotonic seconds.
+    ``promised``: its SLO was guaranteed.
 
     To a policy each of its ``stages`` is a request of its own, whose prompt includes the output
-    before it: ``begun`` tokens. ``slo``, ``arrival_s`` and the times of its tokens are those of the
-    current stage, which begins with the last token of the one before; ``expected_tokens`` is of the
-    whole output.
+    before it: ``begun`` tokens. ``slo`` and ``arrival_s`` are those of the current stage, which
+    begins with the last token of the one before; ``expected_tokens`` is of the whole output.
     """
 
     name: str
@@ -115,14 +112,6 @@ class TrackedRequest:
     promised: bool = False
     stages: RunningStages | None = None
     begun: int = 0
-    first_token_s: float | None = None
-    last_token_s: float | None = None
-
-    def emitted(self, now_s: float) -> None:
-        """A token, or several at once, left the engine."""
-        if self.first_token_s is None:
-            self.first_token_s = now_s
-        self.last_token_s = now_s
 
 
 @dataclass(slots=True)
@@ -259,7 +248,7 @@ class LocalScheduler:
         try:
             slot = self._table.allocate(key, slo, arrival_s, prompt_tokens, best_effort)
         except TableFullError as error:
-            slot = _NO_SLOT
+            slot = NO_SLOT
             if self._rowless == 0:
                 logger.warning("%s; some requests are not in the state table", error)
             self._rowless += 1
@@ -295,9 +284,7 @@ class LocalScheduler:
             return False
         before, tracked.begun = tracked.begun, stages.begun
         tracked.slo, tracked.arrival_s = stages.slo_at(now_s), now_s
-        # Tokens that left together may be of several stages.
-        tracked.first_token_s = tracked.last_token_s = now_s if stages.tokens else None
-        if tracked.slot != _NO_SLOT:
+        if tracked.slot != NO_SLOT:
             grown = tracked.begun - before
             self._table.begin_stage(tracked.slot, tracked.slo, now_s, grown, stages.later)
         return True
@@ -325,7 +312,7 @@ class LocalScheduler:
             self._best_effort_wait_s = 0.0
         if output_tokens is not None:
             self._lengths.observe(tracked.slo.service_class, output_tokens)
-        if tracked.slot == _NO_SLOT:
+        if tracked.slot == NO_SLOT:
             self._rowless -= 1
         else:
             self._table.free(tracked.slot)
@@ -362,13 +349,13 @@ class LocalScheduler:
         self._table.count("plan_histogram", bisect_left(PLAN_BUCKETS_S, elapsed))
         return plan
 
-    def update(self, rows: Sequence[RowUpdate]) -> None:
+    def update(self, changed: ChangedRows) -> None:
         """Write rows that changed outside a step."""
-        self._table.write([row for row in rows if row.slot != _NO_SLOT])
+        self._table.write(changed)
 
     def publish(self, **summary: Any) -> None:
         """Write further fields of the state table's summary."""
-        self._table.write((), **summary)
+        self._table.write(**summary)
 
     def count_evictions(self, plan: BatchPlan) -> None:
         """The engine has preempted what ``plan`` evicts, of which best-effort requests count."""
@@ -421,7 +408,7 @@ class LocalScheduler:
         self,
         step: StepInFlight,
         now_s: float,
-        updates: Sequence[RowUpdate],
+        changed: ChangedRows,
         waiting: int,
         running: int,
         free_blocks: int,
@@ -454,8 +441,6 @@ class LocalScheduler:
             self._correction.observe(*step.parts_s, seconds - drafting_s)
             if step.drafted is not None:
                 self._draft_time.observe(undrafted_s, step.drafted, seconds)
-        if self._rowless:
-            updates = [update for update in updates if update.slot != _NO_SLOT]
         # An empty batch is not evidence of step times.
         times = {
             "step_started_s": step.started_s,
@@ -463,7 +448,7 @@ class LocalScheduler:
             "predicted_step_s": predicted_s,
         }
         self._table.write(
-            updates,
+            changed,
             updated_s=now_s,
             **(times if step.work.new_tokens > 0 else {}),
             correction=self._correction.work,

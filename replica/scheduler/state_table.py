@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import inf, nan
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from sluice.replica.scheduler.memory_fence import reader_fence
 from sluice.scheduling.fleet.prefix import HELD, HELD_SLOTS
 from sluice.scheduling.fleet.state import ROW, RUNNING, SUMMARY, WAITING, EngineState
 from sluice.scheduling.latency.model import FAMILIES, LatencyModel, StepSample
+from sluice.scheduling.request.kernels import FIELDS, LIVE, Floats, Ints
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Later, later_of
 from sluice.scheduling.roles import ROLES, Role
@@ -39,6 +40,15 @@ _READ_PAUSE_S = 0.001
 _SAMPLE_FIELDS = len(StepSample._fields)
 _MODELS = list(FAMILIES.values())
 _MOST_COEFFICIENTS = max(len(model.names) for model in _MODELS)
+
+_CHANGING = (
+    "computed_tokens",
+    "pending_tokens",
+    "emitted_tokens",
+    "kv_blocks",
+    "first_token_s",
+    "last_token_s",
+)
 
 _HEADER = np.dtype(
     [
@@ -56,18 +66,24 @@ _HEADER = np.dtype(
 )
 
 
-class RowUpdate(NamedTuple):
-    """The changing part of a live request's row; see :data:`sluice.scheduling.fleet.state.ROW`."""
+NO_SLOT = -1
+"""In place of a slot: the request has none."""
 
-    slot: int
-    computed_tokens: int
-    pending_tokens: int
-    emitted_tokens: int
-    kv_blocks: int
-    running: bool
-    first_token_s: float | None
-    last_token_s: float | None
-    expected_tokens: float
+
+class ChangedRows(NamedTuple):
+    """Live requests of which something changed.
+
+    Attributes:
+        slots: ``int64[n]``, their slots; :data:`NO_SLOT` is ignored.
+        table: ``float64[n, FIELDS]``, their rows in the engine's queue, see
+            :class:`sluice.scheduling.request.queue.QueueView`.
+    """
+
+    slots: Ints
+    table: Floats
+
+
+NO_ROWS = ChangedRows(np.empty(0, np.int64), np.empty((0, FIELDS)))
 
 
 class TableFullError(RuntimeError):
@@ -222,23 +238,20 @@ class StateTable:
     def idle(self, free_blocks: int, total_blocks: int) -> None:
         """Publish the KV capacity before the first step: otherwise an engine that has just started
         would look as if no request could ever run there."""
-        self.write((), free_kv_blocks=free_blocks, total_kv_blocks=total_blocks)
+        self.write(free_kv_blocks=free_blocks, total_kv_blocks=total_blocks)
 
-    def write(self, updates: Sequence[RowUpdate], **summary: float) -> None:
-        """Write changed rows and the named fields of the summary as one change."""
+    def write(self, changed: ChangedRows = NO_ROWS, **summary: float) -> None:
+        """Write what changes of these rows, and the named fields of the summary, as one change."""
+        slots, table = changed
+        if len(slots) and slots.min() < 0:
+            slots, table = slots[slots >= 0], table[slots >= 0]
         self._begin()
-        if updates:
-            columns = list(zip(*updates, strict=True))
-            slots = np.array(columns[0])
-            rows = self._rows
-            rows["computed_tokens"][slots] = columns[1]
-            rows["pending_tokens"][slots] = columns[2]
-            rows["emitted_tokens"][slots] = columns[3]
-            rows["kv_blocks"][slots] = columns[4]
-            rows["phase"][slots] = np.where(columns[5], RUNNING, WAITING)
-            rows["first_token_s"][slots] = np.array(columns[6], dtype=float)
-            rows["last_token_s"][slots] = np.array(columns[7], dtype=float)
-            rows["expected_tokens"][slots] = np.nan_to_num(columns[8])
+        if len(slots):
+            rows, live = self._rows, table.view(LIVE)[:, 0]
+            for name in _CHANGING:
+                rows[name][slots] = live[name]
+            rows["phase"][slots] = np.where(live["running"] > 0, RUNNING, WAITING)
+            rows["expected_tokens"][slots] = np.nan_to_num(live["expected_tokens"])
         for name, value in summary.items():
             self._summary[name] = value
         self._end()

@@ -16,7 +16,7 @@ import numpy as np
 
 from sluice.replica.config import SimulatedEngineConfig
 from sluice.replica.scheduler.local_scheduler import LocalScheduler, StepInFlight, TrackedRequest
-from sluice.replica.scheduler.state_table import RowUpdate, StateTable
+from sluice.replica.scheduler.state_table import NO_SLOT, ChangedRows, StateTable
 from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
 from sluice.scheduling.request.kernels import (
     ARRIVAL,
@@ -24,13 +24,11 @@ from sluice.scheduling.request.kernels import (
     EMITTED,
     EXPECTED,
     FIRST_TOKEN,
-    KV_BLOCKS,
     LAST_TOKEN,
     PENDING,
     PRIORITY,
     PROMISED,
     PROMPT,
-    RUNNING,
     TTFT,
     Floats,
     Ints,
@@ -82,20 +80,6 @@ class SimulatedSequence:
     def engine_id(self) -> str:
         """Its id in the engine, as plans name it."""
         return str(self.key)
-
-    def update(self, row: Floats) -> RowUpdate:
-        """The changing part of its row in the state table, from its row here."""
-        return RowUpdate(
-            self.tracked.slot,
-            int(row[COMPUTED]),
-            int(row[PENDING]),
-            int(row[EMITTED]),
-            int(row[KV_BLOCKS]),
-            row[RUNNING] > 0,
-            float(row[FIRST_TOKEN]),
-            float(row[LAST_TOKEN]),
-            float(row[EXPECTED]),
-        )
 
 
 class Transfer(NamedTuple):
@@ -211,7 +195,7 @@ class SimulatedCore:
             self._enter(sequence, row)
         else:
             self._awaited[own] = transfer, sequence, row
-            self._scheduler.update([sequence.update(row)])
+            self._scheduler.update(ChangedRows(np.array([tracked.slot]), row[None]))
         return sequence
 
     def _enter(self, sequence: SimulatedSequence, row: Floats) -> None:
@@ -245,7 +229,6 @@ class SimulatedCore:
         if not self._stepping:
             # No step will end soon to publish the shorter queue.
             self._table.write(
-                (),
                 updated_s=now_s,
                 waiting=self.queued - self.rows.sequences,
                 running=self.rows.sequences,
@@ -340,7 +323,7 @@ class SimulatedCore:
         self._stepping = False
         keys = rows.keys[: rows.live].tolist()
         place_of = {key: place for place, key in enumerate(keys)}
-        updates: list[RowUpdate] = []
+        answered: list[SimulatedSequence] = []
         for sequence, _ in step.ran:
             if not sequence.live:
                 continue
@@ -356,21 +339,22 @@ class SimulatedCore:
                 new = emitted - sequence.emitted
                 if tracked.stages and self._scheduler.follow_stages(tracked, new, now_s):
                     self._begin_stage(sequence, place, tracked.begun - begun)
-                updates.append(sequence.update(row))
             if emitted > sequence.emitted:
                 sequence.emitted = emitted
                 if place is None:
                     self._end(sequence)
-                emit(sequence)
-        updates.extend(
-            sequence.update(rows.table[place_of[sequence.key]])
-            for sequence in step.preempted
-            if sequence.live
-        )
+                answered.append(sequence)
+        changed = [sequence for sequence, _ in step.ran] + step.preempted
+        changed = [sequence for sequence in changed if sequence.live]
+        table = rows.table[[place_of[sequence.key] for sequence in changed]]
+        for sequence in answered:
+            emit(sequence)
+        # Some may have been aborted for what was emitted.
+        slots = [sequence.tracked.slot if sequence.live else NO_SLOT for sequence in changed]
         self._scheduler.end_step(
             step.in_flight,
             now_s,
-            updates,
+            ChangedRows(np.array(slots, np.int64), table),
             self.queued - rows.sequences,
             rows.sequences,
             rows.free_blocks,

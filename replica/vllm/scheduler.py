@@ -18,8 +18,10 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import vllm
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -30,7 +32,7 @@ from sluice.replica.grammar.bound import bound_grammars
 from sluice.replica.parent_watch import end_with_parent
 from sluice.replica.scheduler.local_scheduler import BatchLog, LocalScheduler, StepInFlight
 from sluice.replica.scheduler.prefix_index import HeldPrefixes
-from sluice.replica.scheduler.state_table import RowUpdate, StateTable
+from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.step_times import next_start_s, spare_tokens
 from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, from_xargs
 from sluice.replica.transfer.incoming import IncomingKv, kv_of_request
@@ -39,6 +41,7 @@ from sluice.replica.vllm.gc_control import GarbageCollector
 from sluice.replica.vllm.kv_events import PooledBlocks
 from sluice.replica.vllm.prefix_lookup import PrefixHits
 from sluice.replica.vllm.reasoning import end_among
+from sluice.replica.vllm.rows import RequestRows
 from sluice.replica.vllm.support import (
     UnsupportedVllmError,
     check_config,
@@ -48,11 +51,11 @@ from sluice.replica.vllm.support import (
     rank_of,
     second_queue_name,
 )
-from sluice.replica.vllm.views import RequestViews
 from sluice.scheduling.batching import BatchBudget, BatchPlan
 from sluice.scheduling.batching.warm_up import warm_up
+from sluice.scheduling.request.kernels import RUNNING
 from sluice.scheduling.request.objective import SLO
-from sluice.scheduling.request.queue import QueueView, RequestView
+from sluice.scheduling.request.queue import QueueView
 
 logger = logging.getLogger(__name__)
 
@@ -114,9 +117,8 @@ class PlanMixin(_Base):
         self._most_running: int = self.max_num_running_reqs if most is None else most
         speculates = self.vllm_config.speculative_config is not None
         self._drafts = PlannedDrafts(self) if speculates else None
-        self._request_views = RequestViews(
-            self, self._local, self._hits, self._incoming, self._drafts
-        )
+        self._rows = RequestRows(self, self._local, self._hits, self._incoming, self._drafts)
+        self._in_stages: set[str] = set()
         self._garbage = GarbageCollector()
         if hook_name() == "_mamba_block_aligned_split":
             self._enable_old_hook()
@@ -164,22 +166,25 @@ class PlanMixin(_Base):
             args.reasoning_ends,
         )
         self._held.begin(request_id, args.prefix, request.num_prompt_tokens)
+        tracked = self._local.requests[request_id]
+        self._rows.begin(request, tracked)
+        if tracked.stages is not None:
+            self._in_stages.add(request_id)
         if self._incoming.begin(request):
-            # Readers of the table must not take it for a prefill.
-            tracked = self._local.requests[request_id]
-            computed, expected = request.num_prompt_tokens - 1, tracked.expected_tokens
-            row = RowUpdate(tracked.slot, computed, 1, 0, 0, False, None, None, expected)
-            self._local.update([row])
+            self._local.update(self._rows.awaited(request_id))
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        tracked = self._local.requests.get(request.request_id)
+        request_id = request.request_id
+        tracked = self._local.requests.get(request_id)
         if tracked is not None:
             self._names.discard(tracked.name)
             ended = request.status in _ENDED_BY_ITSELF and not kv_of_request(request)
-            self._local.forget(request.request_id, request.num_output_tokens if ended else None)
-            self._hits.forget(request.request_id)
-            self._held.forget(request.request_id)
-            self._incoming.forget(request.request_id)
+            self._local.forget(request_id, request.num_output_tokens if ended else None)
+            self._rows.forget(request_id)
+            self._in_stages.discard(request_id)
+            self._hits.forget(request_id)
+            self._held.forget(request_id)
+            self._incoming.forget(request_id)
         return super()._free_request(request, *args, **kwargs)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -192,9 +197,8 @@ class PlanMixin(_Base):
         now_s = time.monotonic()
         # The batch begins when those before it have ended, or left the pipeline's first stage.
         start_s = max(now_s, self._entry_free_s) if self._in_flight else now_s
-        views = self._views()
-        queue = QueueView(views)
-        plan = self._plan(views, queue, start_s) if views else _EMPTY
+        queue = self._queue()
+        plan = self._plan(queue, start_s) if len(queue) else _EMPTY
         self._garbage.before_batch(queue, plan.predicted_s)
         stages = self._local.times.stages
         waits = stages > 1 and any(step.work.new_tokens for step in self._in_flight.values())
@@ -212,7 +216,7 @@ class PlanMixin(_Base):
         ]
         fetched = self._incoming.note_started(now_s)
         if fetched:
-            self._local.update(self._updates(fetched))
+            self._local.update(self._rows.changed(fetched))
         # Where not even stock scheduling ran anything, an empty plan was right. An eviction that
         # freed fewer blocks than planned, as other requests share them, is followed by another.
         evicted = planned and len(plan.evicted) > 0
@@ -249,15 +253,10 @@ class PlanMixin(_Base):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._held.publish()
         now_s = time.monotonic()
-        for client in outputs.values():
-            for output in client.outputs:
-                tracked = self._local.requests.get(output.request_id)
-                if tracked is not None and output.new_token_ids:
-                    tracked.emitted(now_s)
-                    if tracked.stages is not None:
-                        tokens = output.new_token_ids
-                        reasoned = end_among(tokens, tracked.stages.ends)
-                        self._local.follow_stages(tracked, len(tokens), now_s, reasoned)
+        answers = [each for client in outputs.values() for each in client.outputs]
+        self._rows.emitted([each.request_id for each in answers if each.new_token_ids], now_s)
+        if self._in_stages:
+            self._follow_stages(answers, now_s)
         disturbed = self._incoming.under_way
         loaded = self._incoming.note_ended(now_s)
         changed = [*scheduler_output.num_scheduled_tokens, *step.preempted, *loaded]
@@ -265,7 +264,7 @@ class PlanMixin(_Base):
         self._local.end_step(
             step,
             now_s,
-            self._updates(changed),
+            self._rows.changed(changed),
             waiting,
             running,
             self._pool.get_num_free_blocks(),
@@ -303,16 +302,16 @@ class PlanMixin(_Base):
 
     # Planning and execution of the plan.
 
-    def _plan(self, views: list[RequestView], queue: QueueView, start_s: float) -> BatchPlan:
+    def _plan(self, queue: QueueView, start_s: float) -> BatchPlan:
         """The next batch, by the policy."""
-        budget, stages = self._budget(views), self._local.times.stages
+        running = int(np.count_nonzero(queue.table[:, RUNNING]))
+        budget, stages = self._budget(len(queue), running), self._local.times.stages
         if stages > 1:
             steps = self._in_flight.values()
             before = [(step.next_start_s, step.plan.predicted_s) for step in steps]
             spare = spare_tokens(before, start_s, self._local.model, stages)
             # Each running request may have a token in any case.
-            tokens = max(1, spare, sum(view.running for view in views))
-            budget = budget._replace(tokens=min(budget.tokens, tokens))
+            budget = budget._replace(tokens=min(budget.tokens, max(1, spare, running)))
         plan = self._local.plan(queue, start_s, budget)
         if not self._preempts:
             plan.evicted = plan.evicted[:0]
@@ -336,15 +335,16 @@ class PlanMixin(_Base):
             return tokens
         return min(tokens, self._caps.get(request.request_id, 0))
 
-    def _views(self) -> list[RequestView]:
+    def _queue(self) -> QueueView:
         """Every request that could run now, in order of arrival at the engine."""
-        return self._request_views.collect(self._busy_until_s)
+        return self._rows.queue(self._busy_until_s)
 
-    def _budget(self, views: list[RequestView]) -> BatchBudget:
-        unseen = len(self.running) - sum(view.running for view in views)
+    def _budget(self, requests: int, running: int) -> BatchBudget:
+        """The limits of a batch of a queue of ``requests``, of which some are ``running``."""
+        unseen = len(self.running) - running
         tokens, drafts = self.max_num_scheduled_tokens, self._drafts
         if drafts is not None:
-            tokens = drafts.tokens(tokens, min(len(views), self._most_running))
+            tokens = drafts.tokens(tokens, min(requests, self._most_running))
         return BatchBudget(
             tokens=tokens,
             sequences=self._most_running - unseen,
@@ -415,31 +415,17 @@ class PlanMixin(_Base):
             self._preempt_request(request, time.monotonic())
         self._local.count_evictions(plan)
 
-    def _updates(self, request_ids: list[str]) -> list[RowUpdate]:
-        """Rows of the requests that are still alive."""
-        updates = []
-        for request_id in request_ids:
-            tracked = self._local.requests.get(request_id)
-            if tracked is None:
+    def _follow_stages(self, answers: Iterable[Any], now_s: float) -> None:
+        """Tokens of requests left the engine, some of which have stages."""
+        for answer in answers:
+            request_id, tokens = answer.request_id, answer.new_token_ids
+            if request_id not in self._in_stages or not tokens:
                 continue
-            request = self.requests[request_id]
-            computed = request.num_computed_tokens
-            promised = request.num_output_placeholders
-            running = request.status == RequestStatus.RUNNING
-            updates.append(
-                RowUpdate(
-                    tracked.slot,
-                    computed,
-                    max(1, request.num_tokens + promised - computed),
-                    request.num_output_tokens + promised - tracked.begun,
-                    -(-computed // self.block_size),
-                    running,
-                    tracked.first_token_s,
-                    tracked.last_token_s,
-                    tracked.expected_tokens - tracked.begun,
-                )
-            )
-        return updates
+            tracked = self._local.requests[request_id]
+            assert tracked.stages is not None
+            before, reasoned = tracked.begun, end_among(tokens, tracked.stages.ends)
+            if self._local.follow_stages(tracked, len(tokens), now_s, reasoned):
+                self._rows.begin_stage(request_id, tracked, tracked.begun - before)
 
 
 def _request_args(request: Request) -> RequestArgs:

@@ -108,32 +108,38 @@ class QueueView:
         requests: the views; the queue does not change them.
     """
 
-    __slots__ = ("_keys", "_requests", "_slos", "_table")
+    __slots__ = ("_ids", "_keys", "_requests", "_slos", "_table")
 
     def __init__(self, requests: Sequence[RequestView] = ()) -> None:
         self._requests: Sequence[RequestView] | None = requests
         self._table: Floats | None = None
         self._keys: Ints | None = None
         self._slos: Sequence[SLO] | Mapping[int, SLO] = ()
+        self._ids: Sequence[str] | None = None
 
     @classmethod
     def of_table(
-        cls, keys: Ints, table: Floats, slos: Sequence[SLO] | Mapping[int, SLO]
+        cls,
+        keys: Ints,
+        table: Floats,
+        slos: Sequence[SLO] | Mapping[int, SLO],
+        ids: Sequence[str] | None = None,
     ) -> QueueView:
         """The queue of ``table``, ``float64[n, FIELDS]`` of
         :mod:`sluice.scheduling.request.kernels`, C-ordered.
 
         Args:
-            keys: ``int64[n]``, a number per request that it keeps while it lives; its text is the
-                request's id.
+            keys: ``int64[n]``, a number per request that it keeps while it lives.
             table: the rows, in order of arrival at the engine.
             slos: by key, the requests' objectives.
+            ids: of the requests, in the same order; default: each key as text.
         """
         queue = cls.__new__(cls)
         queue._requests = None
         queue._table = table
         queue._keys = keys
         queue._slos = slos
+        queue._ids = ids
         return queue
 
     def __len__(self) -> int:
@@ -151,9 +157,11 @@ class QueueView:
         """The requests as views."""
         if self._requests is None:
             assert self._table is not None and self._keys is not None
+            keys = self._keys.tolist()
+            ids = map(str, keys) if self._ids is None else self._ids
             self._requests = [
-                _view(key, row, self._slos[key])
-                for key, row in zip(self._keys.tolist(), self._table.tolist(), strict=True)
+                _view(request_id, row, self._slos[key])
+                for request_id, key, row in zip(ids, keys, self._table.tolist(), strict=True)
             ]
         return self._requests
 
@@ -183,10 +191,13 @@ class QueueView:
         queue._table = self.table[rows]
         queue._keys = None if self._keys is None else self._keys[rows]
         queue._slos = self._slos
+        queue._ids = None if self._ids is None else [self._ids[row] for row in rows.tolist()]
         return queue
 
     def request_ids(self, rows: Ints) -> list[str]:
         """The ids of the requests in ``rows``."""
+        if self._ids is not None:
+            return [self._ids[row] for row in rows.tolist()]
         if self._requests is None:
             return [str(key) for key in self.keys[rows].tolist()]
         requests = self._requests
@@ -221,10 +232,10 @@ def _table(requests: Sequence[RequestView]) -> Floats:
     return table
 
 
-def _view(key: int, row: list[float], slo: SLO) -> RequestView:
+def _view(request_id: str, row: list[float], slo: SLO) -> RequestView:
     first_s, last_s = row[kernels.FIRST_TOKEN], row[kernels.LAST_TOKEN]
     return RequestView(
-        str(key),
+        request_id,
         slo,
         row[kernels.ARRIVAL],
         int(row[kernels.PROMPT]),

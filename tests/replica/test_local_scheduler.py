@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
-from math import nan
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sluice.replica.scheduler.local_scheduler import BatchLog, LocalScheduler
-from sluice.replica.scheduler.state_table import RowUpdate, StateTable
+from sluice.replica.scheduler.state_table import NO_ROWS, StateTable
 from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, RequestView
 from sluice.scheduling.request.stages import Stage
+from tests.replica.rows import running
 
 MODEL = LinearLatency(a=0.010, b=0.001)
 BUDGET = BatchBudget(tokens=100, sequences=8, kv_blocks=1000, block_tokens=16)
@@ -40,7 +40,7 @@ def queue(request_id, pending=10):
 
 
 def finish(scheduler, step, now_s):
-    scheduler.end_step(step, now_s, [], 0, 0, 1000, 1000)
+    scheduler.end_step(step, now_s, NO_ROWS, 0, 0, 1000, 1000)
 
 
 @pytest.mark.parametrize(("policy", "replaced"), [("slidebatching", True), ("fcfs", False)])
@@ -69,8 +69,7 @@ def test_a_step_is_planned_run_and_published(table, tmp_path):
     assert plan.entries == (("e1", 10),)
     step = scheduler.begin_step(plan, [("e1", 10, 0)], 1.0)
     slot = scheduler.requests["e1"].slot
-    update = RowUpdate(slot, 10, 1, 1, 1, True, 1.02, 1.02, nan)
-    scheduler.end_step(step, 1.02, [update], 0, 1, 999, 1000)
+    scheduler.end_step(step, 1.02, running(slot, 10, 1, 1, 1.02), 0, 1, 999, 1000)
 
     state = table.read()
     assert state.rows[0]["computed_tokens"] == 10
@@ -153,7 +152,7 @@ def test_plans_tell_slower_tokens_from_a_slower_step(table):
         plan = scheduler.plan(queue("e1", tokens), 0.0, BUDGET)
         flight = scheduler.begin_step(plan, [("e1", tokens, 0)], 0.0)
         seconds = 0.010 + 0.001 * tokens * (2 if step >= 60 else 1)
-        scheduler.end_step(flight, 0.0, [], 0, 0, 9, 9, seconds=seconds)
+        scheduler.end_step(flight, 0.0, NO_ROWS, 0, 0, 9, 9, seconds=seconds)
         errors.append(abs(plan.predicted_s / seconds - 1))
     assert errors[60] > 0.4
     assert max(errors[75:]) < 0.05
@@ -169,7 +168,7 @@ def test_steps_beside_other_work_teach_nothing_unless_all_are(table):
         for _ in range(steps):
             plan = scheduler.plan(queue("e1"), 0.0, BUDGET)
             step = scheduler.begin_step(plan, [("e1", 10, 0)], 0.0)
-            scheduler.end_step(step, 0.0, [], 0, 0, 9, 9, seconds=0.060, disturbed=disturbed)
+            scheduler.end_step(step, 0.0, NO_ROWS, 0, 0, 9, 9, seconds=0.060, disturbed=disturbed)
 
     run(30, disturbed=True)
     assert table.read().summary["correction"] == 1.0
@@ -206,7 +205,7 @@ def test_what_is_taken_over_is_published(table):
 def test_an_empty_batch_that_was_planned_empty_is_no_step(table, tmp_path):
     scheduler = make_scheduler(table, BatchLog(tmp_path / "r.jsonl"))
     step = scheduler.begin_step(scheduler.plan(QueueView(), 0.0, BUDGET), [], 0.0)
-    scheduler.end_step(step, 5.0, [], 3, 0, 7, 8)
+    scheduler.end_step(step, 5.0, NO_ROWS, 3, 0, 7, 8)
     summary = table.read().summary
     assert (summary["steps"], summary["updated_s"], summary["waiting"]) == (0, 5.0, 3)
     assert (tmp_path / "r.jsonl").read_text() == ""
@@ -263,11 +262,8 @@ def test_requests_beyond_the_table_run_without_a_row(table, caplog):
     plan = scheduler.plan(QueueView(views), 0.0, BUDGET)
     assert len(plan.entries) == 6
     step = scheduler.begin_step(plan, [(f"e{index}", 10, 0) for index in range(6)], 0.0)
-    updates = [
-        RowUpdate(scheduler.requests[f"e{index}"].slot, 10, 1, 1, 1, True, 0.1, 0.1, nan)
-        for index in range(6)
-    ]
-    scheduler.end_step(step, 0.1, updates, 0, 6, 0, 10)
+    slots = [scheduler.requests[f"e{index}"].slot for index in range(6)]
+    scheduler.end_step(step, 0.1, running(slots, 10, 1, 1, 0.1), 0, 6, 0, 10)
     assert np.all(table.read().rows["computed_tokens"] == 10)
     for index in range(6):
         scheduler.forget(f"e{index}")
@@ -337,13 +333,11 @@ def test_the_objective_of_a_request_is_that_of_its_stage(table):
     # The controller reserves for the tightest pace to come.
     assert row[["ttft_s", "tpot_s", "later_stages"]].tolist() == (2.0, pytest.approx(0.05), 2)
 
-    tracked.emitted(12.0)
     assert not scheduler.follow_stages(tracked, 1, 12.0)
-    tracked.emitted(13.0)
     assert scheduler.follow_stages(tracked, 1, 13.0, reasoned=1)
     # It continues decoding at one TPOT, and 3 s of the whole time are gone.
     assert tracked.slo == SLO(0.05, 0.05, 6.0, service_class="chat")
-    assert (tracked.arrival_s, tracked.begun, tracked.first_token_s) == (13.0, 2, None)
+    assert (tracked.arrival_s, tracked.begun, tracked.stages.tokens) == (13.0, 2, 0)
     row = table.read().rows[0]
     assert row[["arrival_s", "ttft_s", "e2e_s"]].tolist() == (13.0, pytest.approx(0.05), 6.0)
     assert row[["prompt_tokens", "emitted_tokens", "later_stages"]].tolist() == (102, 0, 1)
@@ -353,10 +347,9 @@ def test_the_objective_of_a_request_is_that_of_its_stage(table):
 def test_tokens_that_leave_together_begin_the_stage_that_the_last_is_of(table):
     scheduler, tracked = staged(table)
     # One token of thoughts, the three that the second stage has, and two of the last.
-    tracked.emitted(12.0)
     assert scheduler.follow_stages(tracked, 6, 12.0, reasoned=1)
     assert (tracked.slo.times_s, tracked.begun) == ((0.5, 0.1, 7.0), 4)
-    assert tracked.first_token_s == tracked.last_token_s == 12.0
+    assert tracked.stages.tokens == 2
     assert table.read().rows["later_stages"] == [0]
 
 

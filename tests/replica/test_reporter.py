@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from math import nan
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from sluice.controller.messages import ReplicaDelta, ReplicaHello, ReportReply
 from sluice.replica.config import ReplicaConfig
 from sluice.replica.engine import EngineInfo
 from sluice.replica.reporter import MAX_FINISHED, AcknowledgedState, Membership, Reporter
-from sluice.replica.scheduler.state_table import RowUpdate, StateTable
+from sluice.replica.scheduler.state_table import StateTable
 from sluice.scheduling.fleet.prefix import HELD
 from sluice.scheduling.fleet.state import EngineState
 from sluice.scheduling.latency.model import LinearLatency
@@ -22,6 +21,7 @@ from sluice.scheduling.latency.profile import LatencyProfile
 from sluice.scheduling.request.objective import SLO
 from tests.examples import examples
 from tests.replica.controller_side import MirrorOfOne
+from tests.replica.rows import running
 from tests.replica.waiting import until
 
 INTERVAL_S, HEARTBEAT_S = 0.025, 0.5
@@ -57,9 +57,7 @@ class Bench:
 
     def update(self, slot: int, computed: int, emitted: int) -> None:
         first_token_s = 7.0 if emitted else None
-        self.table.write(
-            [RowUpdate(slot, computed, 1, emitted, 1, True, first_token_s, first_token_s, nan)]
-        )
+        self.table.write(running(slot, computed, emitted, 1, first_token_s))
 
     def hold(self, chunks: dict[int, int]) -> None:
         """Chunk hashes by slot; 0 frees one."""

@@ -21,7 +21,7 @@ from sluice.replica.scheduler.speculation import (
     DraftTime,
     with_all_lengths,
 )
-from sluice.replica.scheduler.state_table import StateTable
+from sluice.replica.scheduler.state_table import NO_ROWS, StateTable
 from sluice.scheduling.batching import BatchBudget, make_policy
 from sluice.scheduling.fleet.state import DRAFT_LENGTHS
 from sluice.scheduling.latency.model import LinearLatency
@@ -151,7 +151,7 @@ def test_drafting_is_charged_to_no_other_work():
         plan = scheduler.plan(queue, now_s, budget)
         step = scheduler.begin_step(plan, [("e1", 10, 0)], now_s, (), {}, drafted)
         now_s += 0.020 + 0.002 * drafted
-        scheduler.end_step(step, now_s, [], 0, 0, 1000, 1000)
+        scheduler.end_step(step, now_s, NO_ROWS, 0, 0, 1000, 1000)
     summary = table.read().summary
     assert scheduler.draft_s == summary["draft_s"] == pytest.approx(0.002, rel=0.05)
     assert summary["correction"] == pytest.approx(1.0, rel=0.02)

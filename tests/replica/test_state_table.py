@@ -5,13 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import platform
 import time
-from math import nan
 
 import numpy as np
 import pytest
 
 from sluice.replica.scheduler.memory_fence import membarrier, reader_fence
-from sluice.replica.scheduler.state_table import RowUpdate, StateTable, TableFullError
+from sluice.replica.scheduler.state_table import StateTable, TableFullError
 from sluice.scheduling.fleet.prefix import HELD, HELD_SLOTS
 from sluice.scheduling.fleet.state import RUNNING, WAITING
 from sluice.scheduling.latency.model import (
@@ -21,6 +20,7 @@ from sluice.scheduling.latency.model import (
     StepSample,
 )
 from sluice.scheduling.request.objective import SLO
+from tests.replica.rows import running
 
 
 def _write_steps(path, stop):
@@ -30,8 +30,7 @@ def _write_steps(path, stop):
     step = 0
     while not stop.is_set():
         step += 1
-        updates = [RowUpdate(slot, step, step, step, step, True, None, None, nan) for slot in slots]
-        table.write(updates, steps=step, updated_s=float(step))
+        table.write(running(slots, step, step, step, None), steps=step, updated_s=float(step))
         # A step of a real engine takes far longer than a write.
         time.sleep(0.0002)
 
@@ -76,7 +75,7 @@ def test_rows_follow_a_request_through_its_life():
     assert (row["key"], row["phase"], row["pending_tokens"]) == (77, WAITING, 100)
     assert (row["ttft_s"], row["tpot_s"], row["priority"]) == (0.5, np.inf, 3)
     assert np.isnan(row["first_token_s"])
-    table.write([RowUpdate(slot, 100, 1, 1, 7, True, 12.25, 12.25, nan)])
+    table.write(running(slot, 100, 1, 7, 12.25))
     row = table.read().rows[0]
     assert (row["phase"], row["first_token_s"], row["kv_blocks"]) == (RUNNING, 12.25, 7)
     table.free(slot)

@@ -1,0 +1,289 @@
+"""vLLM's live requests as the rows that a batch policy plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import nan
+from typing import Any
+
+import numpy as np
+from vllm.v1.request import Request, RequestStatus
+
+from sluice.replica.scheduler.local_scheduler import LocalScheduler, TrackedRequest
+from sluice.replica.scheduler.state_table import ChangedRows
+from sluice.replica.transfer.incoming import IncomingKv
+from sluice.replica.vllm.drafts import PlannedDrafts
+from sluice.replica.vllm.prefix_lookup import PrefixHits
+from sluice.scheduling.request.kernels import (
+    ACCEPTANCE,
+    ARRIVAL,
+    COMPUTED,
+    DRAFTED,
+    EMITTED,
+    EXPECTED,
+    FIELDS,
+    FIRST_TOKEN,
+    KV_BLOCKS,
+    LAST_TOKEN,
+    PENDING,
+    PRIORITY,
+    PROMISED,
+    PROMPT,
+    RUNNING,
+    TTFT,
+    Floats,
+    Ints,
+)
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.queue import QueueView, row_of
+
+_COULD_RUN = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+_RUNNING = RequestStatus.RUNNING
+_FIRST_ROWS = 64
+
+
+class RequestRows:
+    """The rows of a scheduler's live requests, in order of arrival at the engine.
+
+    What seldom changes is kept from step to step. Counts of tokens are read from vLLM's requests,
+    for all of them at once: a step has hundreds of requests, and anything in Python that it does
+    for each of them is most of its cost.
+
+    Tokens of a waiting request that are in the prefix cache, or that come by KV transfer, count as
+    computed. All blocks of a running request count as its own. Shared blocks become free only with
+    their last user, so a plan that evicts them may make vLLM preempt more than was planned.
+
+    Args:
+        scheduler: vLLM's.
+        local: the local scheduler's records of the requests.
+        hits: hits in the prefix cache. incoming: KV from other engines.
+        drafts: drafted tokens of decodes; ``None``: no speculation.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        local: LocalScheduler,
+        hits: PrefixHits,
+        incoming: IncomingKv,
+        drafts: PlannedDrafts | None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._local = local
+        self._hits = hits
+        self._incoming = incoming
+        self._drafts = drafts
+        self._block = scheduler.block_size
+        self._longest = scheduler.max_model_len - 1
+        self._pipelined = scheduler.parallel_config.pipeline_parallel_size > 1
+        # Rows are added behind the last one. The row of a request that has left stays until there
+        # is no space behind the last.
+        self._places: dict[str, int] = {}
+        self._ids: list[str] = []
+        self._table = np.empty((_FIRST_ROWS, FIELDS))
+        self._keys = np.empty(_FIRST_ROWS, np.int64)
+        self._slots = np.empty(_FIRST_ROWS, np.int64)
+        # The most tokens that its prompt and its output can have.
+        self._most = np.empty(_FIRST_ROWS)
+        self._slos: dict[int, SLO] = {}
+
+    def begin(self, request: Request, tracked: TrackedRequest) -> None:
+        """A request arrived. ``O(1)``, amortized."""
+        if len(self._ids) == len(self._table):
+            self._make_space()
+        request_id, place = request.request_id, len(self._ids)
+        self._ids.append(request_id)
+        self._places[request_id] = place
+        self._table[place] = row_of(
+            tracked.slo,
+            tracked.arrival_s,
+            request.num_prompt_tokens,
+            tracked.expected_tokens,
+            tracked.best_effort,
+            tracked.tenant,
+            tracked.weight,
+        )
+        self._table[place, PROMISED] = tracked.promised
+        self._keys[place] = key = hash(request_id)
+        self._slos[key] = tracked.slo
+        self._slots[place] = tracked.slot
+        self._most[place] = request.num_prompt_tokens + request.max_tokens
+
+    def _make_space(self) -> None:
+        """Drop the rows of requests that have left, and double the space if they are few."""
+        kept = list(self._places.values())
+        size = len(self._table) * (2 if 2 * len(kept) > len(self._table) else 1)
+        for name in ("_table", "_keys", "_slots", "_most"):
+            before = getattr(self, name)
+            after = np.empty((size, *before.shape[1:]), before.dtype)
+            after[: len(kept)] = before[kept]
+            setattr(self, name, after)
+        self._ids = list(self._places)
+        self._places = {request_id: place for place, request_id in enumerate(self._ids)}
+
+    def forget(self, request_id: str) -> None:
+        """A request left. ``O(1)``."""
+        del self._slos[int(self._keys[self._places.pop(request_id)])]
+
+    def emitted(self, request_ids: Sequence[str], now_s: float) -> None:
+        """Tokens of these requests left the engine; unknown ids are ignored."""
+        places = self._places
+        rows = [places[each] for each in request_ids if each in places]
+        first_s = self._table[rows, FIRST_TOKEN]
+        self._table[rows, FIRST_TOKEN] = np.where(np.isnan(first_s), now_s, first_s)
+        self._table[rows, LAST_TOKEN] = now_s
+
+    def begin_stage(self, request_id: str, tracked: TrackedRequest, tokens: int) -> None:
+        """A request is in another stage, after ``tokens`` tokens of the one before: to a policy it
+        is another request, whose prompt includes them."""
+        place = self._places[request_id]
+        row = self._table[place]
+        assert tracked.stages is not None
+        # Tokens that left together may be of several stages.
+        left_s = row[LAST_TOKEN] if tracked.stages.tokens else nan
+        row[ARRIVAL] = tracked.arrival_s
+        row[TTFT : PRIORITY + 1] = tracked.slo.columns
+        row[PROMPT] += tokens
+        row[EXPECTED] -= tokens
+        row[FIRST_TOKEN] = row[LAST_TOKEN] = left_s
+        self._slos[int(self._keys[place])] = tracked.slo
+
+    def queue(self, busy_until_s: float) -> QueueView:
+        """Every request that could run now. ``O(live requests)``.
+
+        Args:
+            busy_until_s: when the batches in flight end.
+        """
+        self._hits.begin_pass()
+        live = self._scheduler.requests.values()
+        running = [request for request in live if request.status is _RUNNING]
+        if self._pipelined:
+            running = [request for request in running if not self._paused(request)]
+        waiting: list[Request] = []
+        if len(running) < len(live):
+            others = (request for request in live if request.status is not _RUNNING)
+            waiting = [request for request in others if self._could_run(request)]
+        rows, computed, known, promised = self._counts(running + waiting)
+        held = np.ceil(computed / self._block)
+        if waiting:
+            first = len(running)
+            computed[first:], held[first:] = zip(*map(self._waiting, waiting), strict=True)
+        runs = np.arange(len(rows)) < len(running)
+        pending = np.where(runs, np.minimum(known, self._longest), known) - computed
+        # vLLM skips a request whose last token is in flight, too.
+        ends = runs & (promised > 0) & (computed + 2 - promised >= self._most[rows])
+        shown = np.flatnonzero(~ends & (pending > 0))
+        shown = shown[np.argsort(rows[shown])]
+        rows = rows[shown]
+        table = self._table[rows]
+        table[:, COMPUTED], table[:, PENDING] = computed[shown], pending[shown]
+        table[:, EMITTED] = known[shown] - table[:, PROMPT]
+        table[:, KV_BLOCKS], table[:, RUNNING] = held[shown], runs[shown]
+        if promised.any():
+            # The tokens in flight leave when their batches end.
+            moves = promised[shown] > 0
+            table[moves, LAST_TOKEN] = busy_until_s
+            table[moves & np.isnan(table[:, FIRST_TOKEN]), FIRST_TOKEN] = busy_until_s
+        ids = [self._ids[row] for row in rows.tolist()]
+        for place in np.flatnonzero(table[:, EMITTED] >= table[:, EXPECTED]).tolist():
+            table[place, EXPECTED] = self._prolong(ids[place], int(table[place, EMITTED]))
+        if self._drafts is not None:
+            self._offer_drafts(table, ids)
+        return QueueView.of_table(self._keys[rows], table, self._slos, ids)
+
+    def _counts(self, requests: Iterable[Request]) -> tuple[Ints, Floats, Floats, Ints]:
+        """The places of requests, and of each its computed tokens, those of its prompt and its
+        output, with the ones in flight, and the ones in flight alone."""
+        places = self._places
+        counts = np.array(
+            [
+                (
+                    places[request.request_id],
+                    request.num_computed_tokens,
+                    request.num_tokens,
+                    request.num_output_placeholders,
+                )
+                for request in requests
+            ],
+            np.int64,
+        ).reshape(-1, 4)
+        rows, computed, known, promised = counts.T
+        known += promised
+        return rows, computed.astype(np.float64), known.astype(np.float64), promised
+
+    def _prolong(self, request_id: str, emitted: int) -> float:
+        """A request has emitted what it was expected to: its expected tokens from now on."""
+        tracked = self._local.requests[request_id]
+        self._local.prolong(tracked, tracked.begun + emitted)
+        expected = tracked.expected_tokens - tracked.begun
+        self._table[self._places[request_id], EXPECTED] = expected
+        return expected
+
+    def _paused(self, request: Request) -> bool:
+        """Whether vLLM leaves it out of the next step: with asynchronous scheduling a decode runs
+        in every ``pipeline-parallel-size``-th step."""
+        step: int = getattr(request, "next_decode_eligible_step", 0)
+        return step > 0 and self._scheduler.current_step + 1 < step
+
+    def _could_run(self, request: Request) -> bool:
+        """Whether a request that is not running could run."""
+        if request.status in _COULD_RUN:
+            return not _has_stale_output(request)
+        return self._incoming.arrived(request)
+
+    def _waiting(self, request: Request) -> tuple[int, int]:
+        """The tokens of a waiting request that need not be computed, and its blocks."""
+        computed = request.num_computed_tokens
+        if computed == 0:
+            tokens, blocks = self._hits.of(request)
+            if self._incoming.awaits(request, tokens):
+                tokens = request.num_tokens - 1
+            return tokens, blocks
+        # Its KV came from another engine. The last token is always computed, for its logits.
+        return min(computed, request.num_tokens - 1), -(-computed // self._block)
+
+    def _offer_drafts(self, table: Floats, ids: Sequence[str]) -> None:
+        """Add how many tokens were drafted for each decode, and how likely one is accepted."""
+        drafts = self._drafts
+        assert drafts is not None
+        drafts.begin_pass()
+        for place in np.flatnonzero(table[:, RUNNING]).tolist():
+            request_id, row = ids[place], table[place]
+            row[KV_BLOCKS] = drafts.held_blocks(request_id)
+            if row[PENDING] != 1:
+                continue
+            drafted = drafts.offer(self._scheduler.requests[request_id])
+            # Before a stage's first token there is no decode to check them.
+            if drafted and row[EMITTED]:
+                tracked = self._local.requests[request_id]
+                row[DRAFTED] = drafted
+                row[ACCEPTANCE] = self._local.drafts.rates.rate(tracked.slo.service_class)
+
+    def changed(self, request_ids: Iterable[str]) -> ChangedRows:
+        """What the state table is to say of these requests; unknown ids are ignored."""
+        requests, places = self._scheduler.requests, self._places
+        live = [requests[each] for each in request_ids if each in places]
+        rows, computed, known, _ = self._counts(live)
+        table = self._table[rows]
+        table[:, COMPUTED] = computed
+        table[:, PENDING] = np.maximum(1, known - computed)
+        table[:, EMITTED] = known - table[:, PROMPT]
+        table[:, KV_BLOCKS] = np.ceil(computed / self._block)
+        table[:, RUNNING] = [request.status is _RUNNING for request in live]
+        return ChangedRows(self._slots[rows], table)
+
+    def awaited(self, request_id: str) -> ChangedRows:
+        """The same of a request whose KV comes from another engine: readers must not take it for a
+        prefill."""
+        place = self._places[request_id]
+        table = self._table[place : place + 1].copy()
+        table[:, COMPUTED], table[:, PENDING] = table[:, PROMPT] - 1, 1
+        return ChangedRows(self._slots[place : place + 1], table)
+
+
+def _has_stale_output(request: Request) -> bool:
+    """Whether it was preempted with output in flight: vLLM (from 0.27.1) does not resume it before
+    that output is delivered. In older versions this cannot occur: that output is there before the
+    next batch but one."""
+    stale: int = getattr(request, "num_stale_output_tokens", 0)
+    return stale > 0 and not getattr(request, "drop_stale_output", False)
