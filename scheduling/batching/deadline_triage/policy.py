@@ -20,15 +20,16 @@ from sluice.scheduling.batching.aged_lane import LONGEST_STEPS, AgedLane
 from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
 from sluice.scheduling.batching.deadline_triage.outranked import outranked
 from sluice.scheduling.batching.deadline_triage.rows import (
-    UNPACED_S,
     blocks_needed,
-    can_catch_up,
+    by_time_left,
     capacity_s,
     fit_beside,
-    hold_ends,
     mean_prompt_s,
+    mean_ttft_s,
+    paces_of,
+    time_left_s,
 )
-from sluice.scheduling.batching.deadline_triage.selection import before, keep
+from sluice.scheduling.batching.deadline_triage.selection import keep, sort_out
 from sluice.scheduling.batching.deadline_triage.tail import Limits, tail
 from sluice.scheduling.batching.prefill_share import least_useful_s
 from sluice.scheduling.latency.model import LatencyModel
@@ -36,19 +37,14 @@ from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.request.kernels import (
     ARRIVAL,
     COMPUTED,
-    E2E,
     FIRST_TOKEN,
     KV_BLOCKS,
-    LAST_TOKEN,
     PRIORITY,
     PROMISED,
     RUNNING,
-    TPOT,
     TTFT,
     Floats,
     Ints,
-    by_deadline,
-    deadlines_s,
     is_prefill,
     pending_work_s,
 )
@@ -56,6 +52,9 @@ from sluice.scheduling.request.objective import Anchor
 from sluice.scheduling.request.queue import QueueView
 
 Mask = NDArray[np.bool_]
+
+_ONE_TOKEN: Floats = np.empty(0)
+"""Each decode emits one token a step."""
 
 TTFT_MEMORY_S = 60.0
 """How long a TTFT counts as recent, seconds after its request has left the queue."""
@@ -233,16 +232,16 @@ class DeadlineTriage(BatchPolicy):
         self._notice_ttft(float(table[:, TTFT].min()), now_s)
         work_s = pending_work_s(table, latency.pieces)
         prefill = is_prefill(table)
-        left_s = self._left_s(table, prefill, work_s, now_s, latency)
-        output = None
+        left_s = time_left_s(table, prefill, work_s, self._anchor.code, now_s, fixed_s)
+        output = _ONE_TOKEN
         if batch.lengths is not None:
             # A step that emits several tokens is due later, and has more work.
             lengths = batch.lengths.of(np.arange(len(table)))
             output = lengths.output
             left_s += lengths.credit_s
             work_s = np.maximum(work_s, lengths.work_s)
-        decodes = self._decodes(table, np.flatnonzero(~prefill), left_s, work_s, latency, output)
-        prefills = by_deadline(np.flatnonzero(prefill), left_s)
+        decodes = self._decodes(table, ~prefill, left_s, work_s, latency, output)
+        prefills = by_time_left(prefill, left_s)
 
         running = table[:, RUNNING] > 0
         active = int(np.count_nonzero(running))
@@ -312,54 +311,25 @@ class DeadlineTriage(BatchPolicy):
         if least_s <= self._least_ttft_s or now_s - self._least_seen_s > TTFT_MEMORY_S:
             self._least_ttft_s, self._least_seen_s = least_s, now_s
 
-    def _left_s(
-        self, table: Floats, prefill: Mask, work_s: Floats, now_s: float, latency: LatencyModel
-    ) -> Floats:
-        """Time until each row's next token is due."""
-        due_s = deadlines_s(table, self._anchor.code)
-        ends_s = table[:, E2E]
-        if np.isfinite(ends_s).any():
-            tpot_s = table[:, TPOT]
-            stated = tpot_s[np.isfinite(tpot_s)]
-            step_s = latency.fixed_s + float(work_s[~prefill].sum())
-            pace_s = max(step_s, float(stated.min()) if len(stated) else 2 * step_s)
-            hold_ends(table, due_s, pace_s)
-        unpaced = ~prefill & np.isinf(due_s)
-        if unpaced.any():
-            last_s = np.fmax(table[:, LAST_TOKEN], table[:, FIRST_TOKEN])
-            last_s = np.where(np.isnan(last_s), now_s, last_s)
-            due_s[unpaced] = last_s[unpaced] + UNPACED_S
-        left_s: Floats = due_s - now_s
-        return left_s
-
     def _decodes(
         self,
         table: Floats,
-        rows: Ints,
+        decode: Mask,
         left_s: Floats,
         work_s: Floats,
         latency: LatencyModel,
-        output: Floats | None,
+        output: Floats,
     ) -> _Decodes:
-        rows = by_deadline(rows, left_s)
-        left_s, work_s, tpot_s = left_s[rows], work_s[rows], table[rows, TPOT]
+        rows = by_time_left(decode, left_s)
         fixed_s = latency.fixed_s
-        alone_s = fixed_s + work_s
         # One TPOT that leaves nothing for prefill must not set the budget of all requests, but
         # admission has checked that a guaranteed TPOT can be met.
-        holdable = (tpot_s >= least_useful_s(fixed_s, latency)) | (table[rows, PROMISED] > 0)
-        holdable &= tpot_s < inf
-        on_time = left_s >= alone_s
-        live = holdable & (on_time | can_catch_up(table, rows, left_s, alone_s))
-        budget_s = first_s = least_s = inf
-        if live.any():
-            first_s, least_s = max(0.0, float(left_s[live][0])), float(tpot_s[live].min())
-            budget_s = max(first_s, least_s) * self._usable
-        if output is not None:
-            tpot_s = tpot_s * output[rows]
-            least_s = float(tpot_s[live].min(initial=inf))
-        pace_s = np.maximum(tpot_s, alone_s)
-        return _Decodes(rows, left_s, work_s, pace_s, live, budget_s, first_s, least_s)
+        holdable_s = least_useful_s(fixed_s, latency)
+        left_s, work_s, pace_s, live, (first_s, least_s, least_step_s) = paces_of(
+            table, rows, left_s, work_s, output, fixed_s, holdable_s
+        )
+        budget_s = max(first_s, least_s) * self._usable
+        return _Decodes(rows, left_s, work_s, pace_s, live, budget_s, first_s, least_step_s)
 
     def _triage(
         self,
@@ -370,18 +340,18 @@ class DeadlineTriage(BatchPolicy):
         decodes: _Decodes,
         latency: LatencyModel,
     ) -> tuple[Ints, Ints, Ints]:
-        """The prefills to keep, by deadline; the same with the late guaranteed ones, each as far to
-        the front as makes no kept prefill late; and the shed prefills."""
-        due = prefills[: np.searchsorted(left_s[prefills], inf)]
-        until_s = decodes.capacity_s(left_s[due], latency)
-        kept = keep(work_s[due], table[due, PRIORITY], until_s)
-        on_time, late, rest = due[kept], due[~kept], prefills[len(due) :]
-        owed = table[late, PROMISED] > 0
-        late, rest = late[owed], np.concatenate((late[~owed], rest))
-        if not len(late):
-            return on_time, on_time, rest
-        places = before(work_s[on_time], self._usable * until_s[kept], work_s[late])
-        return on_time, np.insert(on_time, places, late), rest
+        """See :func:`~sluice.scheduling.batching.deadline_triage.selection.sort_out`."""
+        ends_s = left_s[prefills]
+        until_s = decodes.capacity_s(ends_s[: np.searchsorted(ends_s, inf)], latency)
+        return sort_out(
+            prefills,
+            left_s,
+            work_s,
+            table[:, PRIORITY],
+            table[:, PROMISED],
+            until_s,
+            self._usable,
+        )
 
     def _until_s(
         self,
@@ -466,11 +436,10 @@ def _admissible(
 def _standby(table: Floats, decodes: _Decodes, latency: LatencyModel) -> float:
     """How many prompts like those in the queue could meet their TTFT beside the decodes; infinite
     where there are none, or no TTFT is stated."""
-    stated_s = table[:, TTFT]
-    stated_s = stated_s[stated_s < inf]
-    if not len(stated_s) or not len(decodes.rows):
+    ttft_s = mean_ttft_s(table)
+    if ttft_s == inf or not len(decodes.rows):
         return inf
-    room_s = decodes.capacity_s(np.array([stated_s.mean()]), latency)
+    room_s = decodes.capacity_s(np.array([ttft_s]), latency)
     return float(room_s[0]) / max(mean_prompt_s(table, latency.pieces), 1e-9)
 
 

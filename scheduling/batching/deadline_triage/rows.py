@@ -17,14 +17,18 @@ from sluice.scheduling.request.kernels import (
     E2E,
     EMITTED,
     EXPECTED,
+    FIRST_TOKEN,
     KV_BLOCKS,
+    LAST_TOKEN,
     PENDING,
     PROMISED,
     PROMPT,
     TPOT,
+    TTFT,
     Floats,
     Ints,
     compiled,
+    deadline_s,
     most_work_s,
 )
 
@@ -46,6 +50,49 @@ def expected_tokens(row: Floats) -> float:
 
 
 @compiled
+def time_left_s(
+    table: Floats,
+    prefill: NDArray[np.bool_],
+    work_s: Floats,
+    anchor: int,
+    now_s: float,
+    fixed_s: float,
+) -> Floats:
+    """Per row, the time until its next token is due. ``O(requests)``.
+
+    An end-to-end deadline makes it earlier, with the expected output emitted at a step of all
+    decodes or the minimum TPOT per token, whichever is longer. A decode without TPOT is due
+    :data:`UNPACED_S` after its last token.
+    """
+    count = table.shape[0]
+    left_s = np.empty(count)
+    step_s, least_s, ends = fixed_s, inf, False
+    for row in range(count):
+        left_s[row] = deadline_s(table[row], anchor)
+        ends |= table[row, E2E] < inf
+        least_s = min(least_s, table[row, TPOT])
+        if not prefill[row]:
+            step_s += work_s[row]
+    if ends:
+        hold_ends(table, left_s, max(step_s, least_s if least_s < inf else 2.0 * step_s))
+    for row in range(count):
+        if left_s[row] == inf and not prefill[row]:
+            last_s = table[row, LAST_TOKEN]
+            if isnan(last_s):
+                last_s = table[row, FIRST_TOKEN]
+            left_s[row] = (now_s if isnan(last_s) else last_s) + UNPACED_S
+        left_s[row] -= now_s
+    return left_s
+
+
+@compiled
+def by_time_left(chosen: NDArray[np.bool_], left_s: Floats) -> Ints:
+    """The chosen rows by the time that is left, ties as they are. ``O(n log n)``."""
+    rows = np.flatnonzero(chosen)
+    return rows[np.argsort(left_s[rows], kind="mergesort")]
+
+
+@compiled
 def can_catch_up(table: Floats, rows: Ints, left_s: Floats, alone_s: Floats) -> NDArray[np.bool_]:
     """Which of the decodes ``rows`` are guaranteed and can be on time again when their expected
     output ends, if they run at ``alone_s`` a token from now on.
@@ -63,6 +110,44 @@ def can_catch_up(table: Floats, rows: Ints, left_s: Floats, alone_s: Floats) -> 
             gained_s = (tokens - 1.0) * (table[row, TPOT] - alone_s[place])
             able[place] = left_s[place] + gained_s >= alone_s[place]
     return able
+
+
+@compiled
+def paces_of(
+    table: Floats,
+    rows: Ints,
+    left_s: Floats,
+    work_s: Floats,
+    output: Floats,
+    fixed_s: float,
+    holdable_s: float,
+) -> tuple[Floats, Floats, Floats, NDArray[np.bool_], tuple[float, float, float]]:
+    """Of the decodes ``rows``, by deadline: the time left, the work of one step, the time between
+    tokens that each must keep, and which can still be on time; and over these, the minimum time
+    left, TPOT and TPOT of a step that verifies drafts, infinite where there are none.
+
+    Args:
+        output: per row, the tokens that a step is expected to emit; empty where each emits one.
+        holdable_s: minimum TPOT that a useful batch can meet: a shorter one is ignored unless
+            admission has guaranteed it.
+    """
+    left_s, work_s = left_s[rows], work_s[rows]
+    alone_s = fixed_s + work_s
+    late = can_catch_up(table, rows, left_s, alone_s)
+    pace_s = np.empty(rows.shape[0])
+    live = np.zeros(rows.shape[0], np.bool_)
+    first_s = least_s = least_step_s = inf
+    for place, row in enumerate(rows):
+        tpot_s = table[row, TPOT]
+        step_s = tpot_s * output[row] if output.shape[0] else tpot_s
+        pace_s[place] = max(step_s, alone_s[place])
+        holdable = tpot_s < inf and (tpot_s >= holdable_s or table[row, PROMISED] > 0.0)
+        if holdable and (left_s[place] >= alone_s[place] or late[place]):
+            if first_s == inf:
+                first_s = max(0.0, left_s[place])
+            live[place] = True
+            least_s, least_step_s = min(least_s, tpot_s), min(least_step_s, step_s)
+    return left_s, work_s, pace_s, live, (first_s, least_s, least_step_s)
 
 
 @compiled
@@ -166,3 +251,14 @@ def mean_prompt_s(table: Floats, pieces: Floats) -> float:
     for row in range(table.shape[0]):
         total_s += most_work_s(pieces, table[row, PROMPT], 0.0)
     return total_s / table.shape[0]
+
+
+@compiled
+def mean_ttft_s(table: Floats) -> float:
+    """Mean TTFT of the rows that state one, seconds; infinite where none does."""
+    total_s, stated = 0.0, 0
+    for row in range(table.shape[0]):
+        if table[row, TTFT] < inf:
+            total_s += table[row, TTFT]
+            stated += 1
+    return total_s / stated if stated else inf

@@ -1,6 +1,9 @@
 """The tail of a batch of :mod:`sluice.scheduling.batching.deadline_triage.policy`: which shed
 prefills run in the time that is left."""
 
+# numpy's scalars are "Any" to the type checker.
+# mypy: disable-error-code="no-any-return"
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -14,8 +17,7 @@ from sluice.scheduling.batching.deadline_triage.rows import (
     blocks_needed,
     timely_share,
 )
-from sluice.scheduling.batching.deadline_triage.selection import fitting
-from sluice.scheduling.request.kernels import KV_BLOCKS, PRIORITY, Floats, Ints
+from sluice.scheduling.request.kernels import KV_BLOCKS, PRIORITY, Floats, Ints, compiled
 
 Mask = NDArray[np.bool_]
 
@@ -55,30 +57,70 @@ def tail(
     limits: Limits,
 ) -> Ints:
     """The shed prefills that may run: those that have begun, as they hold memory, before those that
-    wait; both by worth, descending: priority times :func:`timely_share` over work.
+    wait; both by worth, descending: priority times
+    :func:`~sluice.scheduling.batching.deadline_triage.rows.timely_share` over work.
     ``O(n log n)``."""
+    space = (batch.free_blocks, batch.sequences_left, batch.block_tokens)
     timely = timely_share(table, shed, left_s, work_s)
-    worth = table[shed, PRIORITY] * timely / np.maximum(work_s[shed], 1e-9)
-    order = np.lexsort((-worth, ~running[shed]))
-    rows, hopeless = shed[order], timely[order] <= LEAST_TIMELY
-    rows = rows[_startable(running[rows], hopeless, limits)]
-    blocks = batch.free_blocks + float(table[running, KV_BLOCKS].sum())
-    room = batch.free_blocks - limits.reserve * blocks
-    rows = rows[fitting(blocks_needed(table, rows, batch.block_tokens), room)]
-    sequences = batch.sequences_left + limits.active
-    places = batch.sequences_left - int(limits.reserve * sequences)
-    waiting = ~running[rows]
-    fitted: Ints = rows[~waiting | (np.cumsum(waiting) <= places)]
-    return fitted
+    return startable(table, shed, running, timely, work_s, limits, space)
 
 
-def _startable(begun: Mask, hopeless: Mask, limits: Limits) -> Mask:
-    """Which prefills have begun or may begin. Each one that begins takes time from every prefill
-    that arrives while it decodes, so one whose output would all be late waits for its place."""
-    if limits.standby < STANDBY_PROMPTS:
-        return begun
-    if limits.standby >= SPARE_PROMPTS:
-        return np.ones(len(begun), np.bool_)
-    late = limits.late + int(np.count_nonzero(begun & hopeless))
-    places = max(1, int(LATE_SHARE * limits.active)) - late
-    return begun | ~hopeless | (np.cumsum(~begun & hopeless) <= places)
+@compiled
+def startable(
+    table: Floats,
+    shed: Ints,
+    running: Mask,
+    timely: Floats,
+    work_s: Floats,
+    limits: Limits,
+    space: tuple[int, int, int],
+) -> Ints:
+    """The same, for :func:`tail`. Each prefill that begins takes time from every one that arrives
+    while it decodes, so one whose output would all be late waits for its place.
+
+    Args:
+        running: per row, whether it has begun.
+        timely: of each of ``shed``, the share of its output that can be on time.
+        space: free KV blocks and sequences, and tokens per block.
+    """
+    free_blocks, sequences, block_tokens = space
+    count = shed.shape[0]
+    worth = np.empty(count)
+    late = limits.late
+    held = 0.0
+    for row in range(table.shape[0]):
+        if running[row]:
+            held += table[row, KV_BLOCKS]
+    for place, row in enumerate(shed):
+        worth[place] = -table[row, PRIORITY] * timely[place] / max(work_s[row], 1e-9)
+        if running[row] and timely[place] <= LEAST_TIMELY:
+            late += 1
+    room = free_blocks - limits.reserve * (free_blocks + held)
+    places = sequences - int(limits.reserve * (sequences + limits.active))
+    late_places = max(1, int(LATE_SHARE * limits.active)) - late
+    needed = blocks_needed(table, shed, block_tokens)
+    order = np.argsort(worth, kind="mergesort")
+    chosen = np.empty(count, np.int64)
+    taken = 0
+    for begun in (True, False):
+        for place in order:
+            row = shed[place]
+            if running[row] != begun:
+                continue
+            if not begun and limits.standby < SPARE_PROMPTS:
+                if limits.standby < STANDBY_PROMPTS:
+                    continue
+                if timely[place] <= LEAST_TIMELY:
+                    late_places -= 1
+                    if late_places < 0:
+                        continue
+            if needed[place] > room:
+                continue
+            room -= needed[place]
+            if not begun:
+                places -= 1
+                if places < 0:
+                    continue
+            chosen[taken] = row
+            taken += 1
+    return chosen[:taken]
