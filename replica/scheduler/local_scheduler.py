@@ -15,6 +15,8 @@ from math import inf
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
+
 from sluice.replica.scheduler.speculation import DraftCounts, DraftTime
 from sluice.replica.scheduler.state_table import NO_SLOT, ChangedRows, StateTable, TableFullError
 from sluice.replica.scheduler.step_times import StepTimes
@@ -381,21 +383,17 @@ class LocalScheduler:
         A batch that was planned empty and is empty is no step: it is neither counted nor logged.
         """
         self._preemptions += len(preempted)
-        work = StepSample.of(
-            ((tokens, computed) for _, tokens, computed in ran), spec_steps=drafted or 0
-        )
+        ids, tokens, computed = zip(*ran, strict=True) if ran else ((), (), ())
+        work = StepSample.of_arrays(np.array(tokens), np.array(computed), drafted or 0)
         # Without headroom: the learned and published value is the accuracy of the model.
         parts_s = self._model.parts_s(work)
-        planned = {
-            entry.request_id: entry.tokens
-            for entry in plan.entries
-            if entry.request_id not in fetched
-        }
+        planned: Mapping[str, int] = plan.tokens_of
+        if fetched:
+            planned = {each: count for each, count in planned.items() if each not in fetched}
         if not ran and not planned:
             return StepInFlight(now_s, plan, work, parts_s, preempted)
         self._steps += 1
-        actual = {request_id: tokens for request_id, tokens, _ in ran}
-        if planned != actual:
+        if planned != dict(zip(ids, tokens, strict=True)):
             self._mismatches += 1
         # Made now, as requests that end with the batch are forgotten before it is over.
         checked = {} if checked is None else checked
@@ -488,7 +486,7 @@ class LocalScheduler:
             "step": self._steps,
             "now_s": now_s,
             "predicted_s": plan.predicted_s,
-            "plan": [[name(entry.request_id), entry.tokens] for entry in plan.entries],
+            "plan": [[name(each), tokens] for each, tokens in plan.tokens_of.items()],
             "ran": [[name(engine_id), tokens, computed] for engine_id, tokens, computed in ran],
             "preempted": [name(engine_id) for engine_id in preempted],
             "checked": {name(engine_id): drafts for engine_id, drafts in checked.items()},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 
 @dataclass(slots=True)
@@ -36,4 +36,4 @@ class TransferCounts:
 
     def summary(self) -> dict[str, float]:
         """The counters by name."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in self.__slots__}

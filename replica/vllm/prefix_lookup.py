@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-_REFRESHED = 32
-"""Requests at the head of the queue whose hits are kept up to date."""
+_REFRESHED = 8
+"""Requests per pass that are looked up again."""
+
+_AGE = 4
+"""Passes until a hit is looked up again: those of the first 32 waiting requests are at most that
+old, and a pass costs no more in a longer queue."""
 
 _BLOCKS_A_PASS = 2048
 """Max cached blocks examined in one pass, one to two milliseconds; the hit that exceeds it is the
@@ -30,10 +34,10 @@ _NONE = PrefixHit(0, 0)
 class PrefixHits:
     """The hits of the waiting requests, as of their last lookup.
 
-    A pass goes over the waiting requests in queue order. It looks up new requests, and the first
-    ones whenever the free blocks have changed: filling, freeing and evicting blocks all change
-    them. An outdated hit makes a worse plan, never a wrong output: vLLM looks it up again, and then
-    also finds blocks that the step itself fills. A lookup changes nothing in vLLM, not even its
+    A pass goes over the waiting requests in queue order. It looks up new requests, and some others
+    again if the free blocks have changed: filling, freeing and evicting blocks all change them. An
+    outdated hit makes a worse plan, never a wrong output: vLLM looks it up again, and then also
+    finds blocks that the step itself fills. A lookup changes nothing in vLLM, not even its
     statistics, for which ``get_computed_blocks`` of vLLM 0.26 counts.
 
     ``O(hit blocks)`` per lookup.
@@ -50,13 +54,16 @@ class PrefixHits:
         self._enabled = bool(manager.enable_caching)
         self._groups = groups
         self._block_tokens = block_tokens
-        self._hits: dict[str, PrefixHit] = {}
+        # With the pass of the lookup.
+        self._hits: dict[str, tuple[PrefixHit, int]] = {}
+        self._pass = 0
         self._free_blocks = -1
         self._refresh_left = 0
         self._blocks_left = 0
 
     def begin_pass(self) -> None:
         """Start a pass over the waiting requests."""
+        self._pass += 1
         free_blocks = self._pool.get_num_free_blocks()
         self._refresh_left = _REFRESHED if free_blocks != self._free_blocks else 0
         self._free_blocks = free_blocks
@@ -66,12 +73,14 @@ class PrefixHits:
         """The hit of a waiting request without computed tokens."""
         if not self._enabled or request.skip_reading_prefix_cache:
             return _NONE
-        hit = self._hits.get(request.request_id)
-        refresh = self._refresh_left > 0
-        self._refresh_left -= 1
-        if (hit is None or refresh) and self._blocks_left > 0:
+        hit, looked_up = self._hits.get(request.request_id, (None, 0))
+        if hit is not None:
+            if self._refresh_left <= 0 or self._pass - looked_up < _AGE:
+                return hit
+            self._refresh_left -= 1
+        if self._blocks_left > 0:
             hit = self._look_up(request)
-            self._hits[request.request_id] = hit
+            self._hits[request.request_id] = hit, self._pass
         return _NONE if hit is None else hit
 
     def forget(self, request_id: str) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,8 +60,6 @@ from sluice.scheduling.request.queue import QueueView
 logger = logging.getLogger(__name__)
 
 _EMPTY = BatchPlan.empty()
-_UNPLANNED = 1 << 30
-_KEPT = _UNPLANNED - 1
 _ENDED_BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 # The mixin is typed as the class that it is mixed into; the type checker does not follow vLLM's
@@ -92,7 +90,7 @@ class PlanMixin(_Base):
         self._local = LocalScheduler(make(), table, log=log, stages=stages, of_role=make)
         bound_grammars(self.structured_output_manager)
         self._names: set[str] = set()
-        self._caps: dict[str, int] | None = None
+        self._caps: Mapping[str, int] | None = None
         self._in_flight: dict[int, StepInFlight] = {}
         self._entry_free_s = 0.0
         self._busy_until_s = 0.0
@@ -202,7 +200,7 @@ class PlanMixin(_Base):
         self._garbage.before_batch(queue, plan.predicted_s)
         stages = self._local.times.stages
         waits = stages > 1 and any(step.work.new_tokens for step in self._in_flight.values())
-        planned = (bool(plan.entries) or waits) and not self._stalled
+        planned = (len(plan) > 0 or waits) and not self._stalled
         drafts = self._drafts
         if planned:
             if drafts is not None:
@@ -365,33 +363,37 @@ class PlanMixin(_Base):
         known to have arrived wait for a slot like others.
         """
         self._evict(plan)
-        rank = {entry.request_id: position for position, entry in enumerate(plan.entries)}
-        # Of the requests that the plan leaves out, these are preempted last.
-        rank.update(dict.fromkeys(plan.kept_ids, _KEPT))
-
-        def key(request: Request) -> tuple[int, float]:
-            # The plan knows nothing of a request whose batch is still in the pipeline.
-            unplanned = _KEPT if pipelined and request.num_in_flight_tokens else _UNPLANNED
-            return rank.get(request.request_id, unplanned), request.arrival_time
-
+        tokens_of, kept = plan.tokens_of, frozenset(plan.kept_ids)
         pipelined = self._local.times.stages > 1
+
+        def unplanned(request: Request) -> tuple[bool, float]:
+            # Of the requests that the plan leaves out, those to keep are preempted last. It knows
+            # nothing of a request whose batch is still in the pipeline.
+            keep = request.request_id in kept or (pipelined and request.num_in_flight_tokens)
+            return not keep, request.arrival_time
+
+        def ordered(requests: Iterable[Request]) -> list[Request]:
+            by_id = {request.request_id: request for request in requests}
+            first = [by_id.pop(each) for each in tokens_of if each in by_id]
+            return first + sorted(by_id.values(), key=unplanned)
+
         blocked = self._is_blocked_waiting_status
         hidden: list[tuple[Any, list[Request]]] = []
-        self.running.sort(key=key)
+        self.running[:] = ordered(self.running)
         for queue in self._queues:
             if not queue:
                 continue
             shown: list[Request] = []
             rest: list[Request] = []
             for request in queue:
-                visible = request.request_id in rank or (
+                visible = request.request_id in tokens_of or (
                     blocked(request.status) and not self._incoming.arrived(request)
                 )
                 (shown if visible else rest).append(request)
             queue.clear()
-            queue.extend(sorted(shown, key=key))
+            queue.extend(ordered(shown))
             hidden.append((queue, rest))
-        self._caps = dict(plan.entries)
+        self._caps = tokens_of
         try:
             return super().schedule(*args, **kwargs)
         finally:

@@ -76,7 +76,7 @@ class BatchPlan:
             runs out of blocks.
     """
 
-    __slots__ = ("_entries", "_queue", "evicted", "kept", "predicted_s", "rows", "tokens")
+    __slots__ = ("_queue", "_tokens_of", "evicted", "kept", "predicted_s", "rows", "tokens")
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class BatchPlan:
         self.evicted = evicted
         self.kept = kept
         self._queue = queue
-        self._entries: tuple[PlannedTokens, ...] | None = None
+        self._tokens_of: dict[str, int] | None = None
 
     @classmethod
     def empty(cls) -> BatchPlan:
@@ -115,12 +115,17 @@ class BatchPlan:
     __hash__ = None  # type: ignore[assignment]
 
     @property
+    def tokens_of(self) -> dict[str, int]:
+        """New tokens by request id, in the plan's order. Read only."""
+        if self._tokens_of is None:
+            ids = self._queue.request_ids(self.rows)
+            self._tokens_of = dict(zip(ids, self.tokens.tolist(), strict=True))
+        return self._tokens_of
+
+    @property
     def entries(self) -> tuple[PlannedTokens, ...]:
         """The batch by request id."""
-        if self._entries is None:
-            ids = self._queue.request_ids(self.rows)
-            self._entries = tuple(map(PlannedTokens, ids, self.tokens.tolist()))
-        return self._entries
+        return tuple(map(PlannedTokens._make, self.tokens_of.items()))
 
     @property
     def evicted_ids(self) -> list[str]:

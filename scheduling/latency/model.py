@@ -19,7 +19,7 @@ from typing import ClassVar, NamedTuple, Self
 import numpy as np
 
 from sluice.scheduling.request import kernels
-from sluice.scheduling.request.kernels import Floats, compiled
+from sluice.scheduling.request.kernels import Floats, Ints, compiled
 
 UNBOUNDED_TOKENS = 1 << 30
 """More tokens than any sequence has: what fits where no term of a model limits it."""
@@ -75,6 +75,11 @@ class StepSample(NamedTuple):
             tokens, square, cross, context, prefills, decodes, decode_context, spec_steps, seconds
         )
 
+    @classmethod
+    def of_arrays(cls, new: Ints, computed: Ints, spec_steps: float = 0.0) -> StepSample:
+        """The same of arrays: per sequence, its new and its computed tokens."""
+        return cls(*work_sums(new.astype(np.float64), computed.astype(np.float64)), spec_steps)
+
     @property
     def new_tokens(self) -> float:
         """Sum of ``n`` over all sequences."""
@@ -90,6 +95,26 @@ class StepSample(NamedTuple):
         """Sum of ``n * (k + n / 2)`` over all sequences."""
         cross = self.prefill_cross + self.decode_context
         return cross + 0.5 * (self.prefill_square + self.decodes)
+
+
+@compiled
+def work_sums(
+    new: Floats, computed: Floats
+) -> tuple[float, float, float, float, float, float, float]:
+    """The sums of a :class:`StepSample` over sequences."""
+    tokens = square = cross = context = prefills = decodes = decode_context = 0.0
+    for sequence in range(new.shape[0]):
+        count, before = new[sequence], computed[sequence]
+        if count == 1.0:
+            decodes += 1.0
+            decode_context += before
+        elif count > 1.0:
+            prefills += 1.0
+            tokens += count
+            square += count * count
+            cross += count * before
+            context += before
+    return tokens, square, cross, context, prefills, decodes, decode_context
 
 
 @compiled
