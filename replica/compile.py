@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
+from sluice.replica.scheduler import row_counts
 from sluice.scheduling import admission, batching, routing
 from sluice.scheduling.batching.warm_up import warm_up
 from sluice.scheduling.placement.warm_up import warm_up_placement
@@ -29,6 +30,7 @@ def _batches() -> None:
     for name in batching.POLICIES.own:
         warm_up(name)
     rows.compile_now()
+    row_counts.compile_now()
 
 
 def main() -> None:

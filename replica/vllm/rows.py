@@ -10,6 +10,15 @@ import numpy as np
 from vllm.v1.request import Request, RequestStatus
 
 from sluice.replica.scheduler.local_scheduler import LocalScheduler, TrackedRequest
+from sluice.replica.scheduler.row_counts import (
+    COUNTS,
+    DONE,
+    HELD,
+    PLACE,
+    changed_rows,
+    emit,
+    queue_rows,
+)
 from sluice.replica.scheduler.state_table import ChangedRows
 from sluice.replica.transfer.incoming import IncomingKv
 from sluice.replica.vllm.drafts import PlannedDrafts
@@ -128,10 +137,8 @@ class RequestRows:
     def emitted(self, request_ids: Sequence[str], now_s: float) -> None:
         """Tokens of these requests left the engine; unknown ids are ignored."""
         places = self._places
-        rows = [places[each] for each in request_ids if each in places]
-        first_s = self._table[rows, FIRST_TOKEN]
-        self._table[rows, FIRST_TOKEN] = np.where(np.isnan(first_s), now_s, first_s)
-        self._table[rows, LAST_TOKEN] = now_s
+        left = [places[each] for each in request_ids if each in places]
+        emit(self._table, np.array(left, np.int64), now_s)
 
     def begin_stage(self, request_id: str, tracked: TrackedRequest, tokens: int) -> None:
         """A request is in another stage, after ``tokens`` tokens of the one before: to a policy it
@@ -163,53 +170,42 @@ class RequestRows:
         if len(running) < len(live):
             others = (request for request in live if request.status is not _RUNNING)
             waiting = [request for request in others if self._could_run(request)]
-        rows, computed, known, promised = self._counts(running + waiting)
-        held = np.ceil(computed / self._block)
-        if waiting:
-            first = len(running)
-            computed[first:], held[first:] = zip(*map(self._waiting, waiting), strict=True)
-        runs = np.arange(len(rows)) < len(running)
-        pending = np.where(runs, np.minimum(known, self._longest), known) - computed
-        # vLLM skips a request whose last token is in flight, too.
-        ends = runs & (promised > 0) & (computed + 2 - promised >= self._most[rows])
-        shown = np.flatnonzero(~ends & (pending > 0))
-        shown = shown[np.argsort(rows[shown])]
-        rows = rows[shown]
-        table = self._table[rows]
-        table[:, COMPUTED], table[:, PENDING] = computed[shown], pending[shown]
-        table[:, EMITTED] = known[shown] - table[:, PROMPT]
-        table[:, KV_BLOCKS], table[:, RUNNING] = held[shown], runs[shown]
-        if promised.any():
-            # The tokens in flight leave when their batches end.
-            moves = promised[shown] > 0
-            table[moves, LAST_TOKEN] = busy_until_s
-            table[moves & np.isnan(table[:, FIRST_TOKEN]), FIRST_TOKEN] = busy_until_s
-        ids = [self._ids[row] for row in rows.tolist()]
-        for place in np.flatnonzero(table[:, EMITTED] >= table[:, EXPECTED]).tolist():
-            table[place, EXPECTED] = self._prolong(ids[place], int(table[place, EMITTED]))
+        places, table, outgrown = queue_rows(
+            self._table,
+            self._most,
+            self._counts(running),
+            self._waiting_counts(waiting),
+            (self._longest, self._block),
+            busy_until_s,
+        )
+        ids = [self._ids[place] for place in places.tolist()]
+        for row in outgrown.tolist():
+            table[row, EXPECTED] = self._prolong(ids[row], int(table[row, EMITTED]))
         if self._drafts is not None:
             self._offer_drafts(table, ids)
-        return QueueView.of_table(self._keys[rows], table, self._slos, ids)
+        return QueueView.of_table(self._keys[places], table, self._slos, ids)
 
-    def _counts(self, requests: Iterable[Request]) -> tuple[Ints, Floats, Floats, Ints]:
-        """The places of requests, and of each its computed tokens, those of its prompt and its
-        output, with the ones in flight, and the ones in flight alone."""
+    def _counts(self, requests: Iterable[Request]) -> Ints:
+        """``int64[n, COUNTS]`` of requests."""
         places = self._places
-        counts = np.array(
-            [
-                (
-                    places[request.request_id],
-                    request.num_computed_tokens,
-                    request.num_tokens,
-                    request.num_output_placeholders,
-                )
-                for request in requests
-            ],
-            np.int64,
-        ).reshape(-1, 4)
-        rows, computed, known, promised = counts.T
-        known += promised
-        return rows, computed.astype(np.float64), known.astype(np.float64), promised
+        counts = [
+            (
+                places[request.request_id],
+                request.num_computed_tokens,
+                request.num_tokens,
+                request.num_output_placeholders,
+                0,
+            )
+            for request in requests
+        ]
+        return np.array(counts, np.int64).reshape(-1, COUNTS)
+
+    def _waiting_counts(self, requests: Sequence[Request]) -> Ints:
+        """The same of waiting requests, with what the prefix cache and other engines save."""
+        counts = self._counts(requests)
+        if requests:
+            counts[:, DONE], counts[:, HELD] = zip(*map(self._waiting, requests), strict=True)
+        return counts
 
     def _prolong(self, request_id: str, emitted: int) -> float:
         """A request has emitted what it was expected to: its expected tokens from now on."""
@@ -263,14 +259,10 @@ class RequestRows:
         """What the state table is to say of these requests; unknown ids are ignored."""
         requests, places = self._scheduler.requests, self._places
         live = [requests[each] for each in request_ids if each in places]
-        rows, computed, known, _ = self._counts(live)
-        table = self._table[rows]
-        table[:, COMPUTED] = computed
-        table[:, PENDING] = np.maximum(1, known - computed)
-        table[:, EMITTED] = known - table[:, PROMPT]
-        table[:, KV_BLOCKS] = np.ceil(computed / self._block)
-        table[:, RUNNING] = [request.status is _RUNNING for request in live]
-        return ChangedRows(self._slots[rows], table)
+        counts = self._counts(live)
+        runs = np.array([request.status is _RUNNING for request in live], np.int64)
+        table = changed_rows(self._table, counts, runs, self._block)
+        return ChangedRows(self._slots[counts[:, PLACE]], table)
 
     def awaited(self, request_id: str) -> ChangedRows:
         """The same of a request whose KV comes from another engine: readers must not take it for a

@@ -30,6 +30,7 @@ from vllm.v1.request import Request, RequestStatus
 from sluice.replica.engine import request_key
 from sluice.replica.grammar.bound import bound_grammars
 from sluice.replica.parent_watch import end_with_parent
+from sluice.replica.scheduler import row_counts
 from sluice.replica.scheduler.local_scheduler import BatchLog, LocalScheduler, StepInFlight
 from sluice.replica.scheduler.prefix_index import HeldPrefixes
 from sluice.replica.scheduler.state_table import StateTable
@@ -82,6 +83,7 @@ class PlanMixin(_Base):
         settings = _settings(self.vllm_config)
         started_s = time.monotonic()
         warm_up(settings.policy, settings.policy_options)
+        row_counts.compile_now()
         logger.info("policy loaded in %.1f s", time.monotonic() - started_s)
         log = BatchLog(settings.batch_log) if settings.batch_log is not None else None
         table = StateTable.open(settings.state_table)

@@ -13,7 +13,7 @@ from typing import Any
 
 from sluice.scheduling.batching import make_policy
 from sluice.scheduling.batching.base import BatchBudget
-from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.latency.model import LinearLatency, StepSample
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, RequestView
 
@@ -63,7 +63,9 @@ def warm_up(name: str, options: Mapping[str, Any] | None = None) -> None:
     )
     for budget in _BUDGETS:
         for step, queue in enumerate(queues):
-            policy.plan(QueueView(queue), _NOW_S + 0.1 * step, _LATENCY, budget)
+            plan = policy.plan(QueueView(queue), _NOW_S + 0.1 * step, _LATENCY, budget)
+            # What an engine says of the batch that it ran.
+            StepSample.of_arrays(plan.tokens, plan.tokens)
 
 
 def _best_effort(views: list[RequestView]) -> list[RequestView]:

