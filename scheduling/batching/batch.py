@@ -331,6 +331,8 @@ class BatchBuilder:
             in_order: whether to stop at the first request that gets nothing, unless the batch is
                 still empty.
         """
+        if not len(rows):
+            return 0
         return builder.take(
             self._table,
             self._pieces,

@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf, sqrt
 from typing import ClassVar, NamedTuple, Self
 
@@ -244,7 +245,7 @@ class LatencyModel(ABC):
             )
         return cls(*coefficients)
 
-    @property
+    @cached_property
     def fixed_s(self) -> float:
         """Time of a step before any token is counted."""
         return float(self.pieces[:, kernels.FIXED].max())
@@ -298,6 +299,7 @@ class LatencyModel(ABC):
             spread=spread,
             pieces=self._pieces(correction, fixed_correction, headroom),
         )
+        model.__dict__.pop("fixed_s", None)
         return model
 
     def _pieces(self, correction: float, fixed_correction: float, headroom: float) -> Floats:

@@ -190,3 +190,10 @@ def test_a_batch_stays_within_its_time_by_every_model(
     computed = queue.table[plan.rows, kernels.COMPUTED].astype(int)
     step = StepSample.of(zip(plan.tokens.tolist(), computed.tolist(), strict=True))
     assert plan.predicted_s == pytest.approx(model.step_s(step))
+
+
+def test_the_fixed_time_of_a_corrected_model_is_its_own():
+    model = LinearLatency(a=0.01, b=0.001)
+    assert model.fixed_s == 0.01
+    assert model.corrected(2.0).fixed_s == 0.02
+    assert model.with_headroom(1.5).fixed_s == pytest.approx(0.015)
