@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
@@ -18,6 +19,8 @@ from sluice.scheduling.batching import make_policy
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, RequestView
 from sluice.scheduling.request.stages import Stage
+
+pytestmark = pytest.mark.vllm
 
 BLOCK = 4
 BUSY_UNTIL_S = 99.0
