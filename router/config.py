@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from sluice.replica.config import LabelName, LabelValue
 from sluice.router.admin_config import AdminConfig
 from sluice.router.batches_config import BatchesConfig
 from sluice.router.loopback import is_loopback
@@ -166,6 +167,11 @@ class RouterConfig(BaseModel):
     host: str = Field(default="127.0.0.1", description="Address that HTTP listens on.")
     port: int = Field(default=8000, ge=1, le=65_535, description="Port that HTTP listens on.")
     replicas: int = Field(default=1, ge=1, le=64, description="Router replicas.")
+    node_labels: dict[LabelName, LabelValue] = Field(
+        default_factory=dict,
+        max_length=16,
+        description="Ray labels, by name, that a node must have for routers; default: any node.",
+    )
     api_keys: tuple[KeyEntry, ...] = Field(
         default=(),
         max_length=1_000,
