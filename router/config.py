@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from sluice.replica.config import LabelName, LabelValue
 from sluice.router.admin_config import AdminConfig
 from sluice.router.batches_config import BatchesConfig
 from sluice.router.loopback import is_loopback
@@ -15,6 +14,7 @@ from sluice.router.tenancy.issuers import MAX_ISSUERS, TokenIssuer, check_issuer
 from sluice.router.tenancy.keys import KeyEntry, KeyFile, check_bare, check_entries, digest_of
 from sluice.router.tenancy.limits import OutputLimit, PromptLimit
 from sluice.router.wire import LABEL, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
+from sluice.scheduling.fleet.node_labels import LabelName, LabelValue
 from sluice.scheduling.request.objective import MAX_PRIORITY, MIN_PRIORITY, SLO
 from sluice.scheduling.request.tpot import TPOTAnchor
 
