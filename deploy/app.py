@@ -60,11 +60,14 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
     if config.router.admin.access == "open" and not isinstance(args, SluiceConfig):
         # On a cluster, Serve's own options set the address of HTTP, not `router.host`.
         raise ValueError("router.admin.access: open is for `sluice serve` only; configure keys")
+    place: dict[str, Any] = {"num_cpus": 0.1}
+    if config.router.node_labels:
+        place["label_selector"] = config.router.node_labels
     router = serve.deployment(Router).options(
         name=ROUTER_DEPLOYMENT,
         logging_config=_LOGGING,
         num_replicas=config.router.replicas,
-        ray_actor_options={"num_cpus": 0.1},
+        ray_actor_options=place,
         max_ongoing_requests=_ADMITTED_BY_CONTROLLER,
         health_check_period_s=config.replica.health_check_period_s,
         graceful_shutdown_timeout_s=max(

@@ -240,7 +240,8 @@ def _start_ray(config: SluiceConfig, local_dir: Path) -> None:
 
 def _check_labels(config: SluiceConfig) -> None:
     """Refuse node labels: Ray would wait indefinitely for nodes with these labels."""
-    if any(pool.replica.node_labels for fleet in config.fleets for pool in fleet.pools):
+    pools = (pool.replica.node_labels for fleet in config.fleets for pool in fleet.pools)
+    if config.router.node_labels or any(pools):
         raise StartError(
             "node_labels ask for nodes of a cluster, and this machine is one without labels: leave "
             "them out, or use `sluice deploy`"

@@ -23,24 +23,11 @@ from sluice.replica.vllm_args import by_option
 from sluice.scheduling.autoscaling import AutoscalingPolicy
 from sluice.scheduling.autoscaling import make_policy as make_autoscaling_policy
 from sluice.scheduling.batching import BestEffortOptions, make_policy
+from sluice.scheduling.fleet.node_labels import LabelName, LabelValue
 from sluice.scheduling.roles import ROLES, Role
-
-LabelName = Annotated[
-    str,
-    StringConstraints(
-        pattern=r"^([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$",
-        max_length=253,
-    ),
-]
-"""Name of a label of a Ray node, as Ray takes it."""
 
 PoolName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
 """Name of a pool, which its deployment's name contains."""
-
-LabelValue = Annotated[
-    str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")
-]
-"""Value of a label of a Ray node."""
 
 _NODE_LABELS = "Ray labels, by name, that a node must have for these replicas; default: any node."
 

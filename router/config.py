@@ -14,6 +14,7 @@ from sluice.router.tenancy.issuers import MAX_ISSUERS, TokenIssuer, check_issuer
 from sluice.router.tenancy.keys import KeyEntry, KeyFile, check_bare, check_entries, digest_of
 from sluice.router.tenancy.limits import OutputLimit, PromptLimit
 from sluice.router.wire import LABEL, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
+from sluice.scheduling.fleet.node_labels import LabelName, LabelValue
 from sluice.scheduling.request.objective import MAX_PRIORITY, MIN_PRIORITY, SLO
 from sluice.scheduling.request.tpot import TPOTAnchor
 
@@ -166,6 +167,11 @@ class RouterConfig(BaseModel):
     host: str = Field(default="127.0.0.1", description="Address that HTTP listens on.")
     port: int = Field(default=8000, ge=1, le=65_535, description="Port that HTTP listens on.")
     replicas: int = Field(default=1, ge=1, le=64, description="Router replicas.")
+    node_labels: dict[LabelName, LabelValue] = Field(
+        default_factory=dict,
+        max_length=16,
+        description="Ray labels, by name, that a node must have for routers; default: any node.",
+    )
     api_keys: tuple[KeyEntry, ...] = Field(
         default=(),
         max_length=1_000,

@@ -149,7 +149,7 @@ def test_features_are_run_where_an_engine_and_the_version_have_them(tmp_path: Pa
     assert [list(each.features) for each in outcomes] == [list(versions.FEATURES), [], []]
     first, last = (versions.table(outcomes).splitlines()[line] for line in (2, 4))
     assert first.startswith("| 1.0 | CPU | passed: 9 passed | FAILED: 2 failed | passed: 9 passed")
-    assert last.endswith("9 passed, without engines | - | - | - | - |")
+    assert last.endswith("9 passed, without engines | - | - | - | - | - |")
 
 
 def test_an_environment_shares_its_files_until_one_is_replaced(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from packaging.version import Version
 
 from sluice.replica.vllm.versions import (
     SUPPORTED,
+    WITH_HOST_MEMORY,
     WITH_PIPELINE,
     WITH_PREEMPTION,
     WITH_SPECULATION,
@@ -55,6 +56,7 @@ FEATURES: Final[Mapping[str, tuple[Versions, tuple[str, ...]]]] = {
         WITH_TRANSFER,
         (f"{_REPLICA}/test_vllm_handoff.py", f"{_REPLICA}/test_vllm_handoff_plans.py"),
     ),
+    "KV in host memory": (WITH_HOST_MEMORY, (f"{_REPLICA}/test_host_blocks.py",)),
     "speculative decoding": (WITH_SPECULATION, (f"{_REPLICA}/test_vllm_speculation.py",)),
     "pipelines": (WITH_PIPELINE, (f"{_REPLICA}/test_vllm_workers.py",)),
 }

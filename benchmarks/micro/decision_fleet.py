@@ -127,7 +127,7 @@ class Voices:
     def _held(self) -> np.ndarray:
         """Chunks of conversations, each with all chunks before it."""
         chosen = self._rng.sample(self._conversations, _HELD // _CHUNKS)
-        chunks = [(c, 128 * (n + 1)) for chunks in chosen for n, c in enumerate(chunks)]
+        chunks = [(c, 128 * (n + 1), 0) for chunks in chosen for n, c in enumerate(chunks)]
         return np.array(chunks, HELD)
 
 

@@ -24,7 +24,6 @@ from sluice.controller.messages import (
     MAX_ENDINGS,
     MAX_KEYS,
     MAX_NUMBER,
-    MAX_TOKENS,
     MAX_USES,
     MAX_WAITS,
     FirstTokenWait,
@@ -181,8 +180,10 @@ def _check_held(slots: Any, held: Any) -> None:
         return
     if held["hash"].min() < 0:
         raise ValueError("the hash of a held chunk must be at least 0")
-    if held["tokens"].min() < 0 or held["tokens"].max() > MAX_TOKENS:
-        raise ValueError(f"the tokens of a held chunk must be from 0 to {MAX_TOKENS}")
+    if held["tokens"].min() < 0:
+        raise ValueError("the tokens of a held chunk must be at least 0")
+    if not ((held["load_s"] >= 0) & (held["load_s"] < inf)).all():
+        raise ValueError("the load_s of a held chunk must be finite and at least 0")
 
 
 def _check_rows(slots: Any, rows: Any, capacity: int) -> None:

@@ -19,12 +19,16 @@ from sluice.scheduling.fleet.prefix import HELD, HELD_SLOTS, PromptPrefix
 
 
 class _Mark(NamedTuple):
+    """A row of :data:`~sluice.scheduling.fleet.prefix.HELD`."""
+
     chunk: int
     tokens: int
+    load_s: float = 0.0
 
 
 class HeldPrefixes:
-    """The table of held chunks of one engine, written to its state table.
+    """The table of held chunks of one engine, written to its state table. A chunk that leaves the
+    GPU stays in it while the memory of the host has its block.
 
     It has :data:`~sluice.scheduling.fleet.prefix.HELD_SLOTS` slots; a new chunk replaces the one
     whose prompt came longest ago. The table may miss a chunk that is cached, but never lists one
@@ -39,6 +43,8 @@ class HeldPrefixes:
         block_tokens: tokens per KV block.
         hash_tokens: tokens per block hash, of which ``block_tokens`` is a multiple.
         slots: max chunks.
+        load_s: the time to load a token of the block with this hash from the memory of the host,
+            seconds; 0: it is not there, or the time is unknown.
     """
 
     def __init__(
@@ -48,16 +54,18 @@ class HeldPrefixes:
         block_tokens: int,
         hash_tokens: int,
         slots: int = HELD_SLOTS,
+        load_s: Callable[[bytes], float] = lambda block_hash: 0.0,
     ) -> None:
         self._table = table
         self._is_cached = is_cached
+        self._load_s = load_s
         self._block_tokens = block_tokens
         self._hash_tokens = hash_tokens
         self._free = list(range(slots - 1, -1, -1))
         # Chunk -> its slot, least recently seen first.
         self._slots: OrderedDict[int, int] = OrderedDict()
-        # Chunk -> its block's hash, and the reverse.
-        self._block_of: dict[int, bytes] = {}
+        # Chunk -> its block's hash and its tokens, and the reverse.
+        self._block_of: dict[int, tuple[bytes, int]] = {}
         self._chunks_of: dict[bytes, set[int]] = {}
         # By request, the last first.
         self._pending: dict[str, list[_Mark]] = {}
@@ -97,11 +105,17 @@ class HeldPrefixes:
         self._pending.pop(request_id, None)
 
     def removed(self, block_hash: bytes) -> None:
-        """The engine removed a block from its cache; another with this hash may still be there."""
+        """The engine removed a block from its cache, or from the memory of the host; another with
+        this hash may still be there."""
         chunks = self._chunks_of.get(block_hash)
         if chunks is None or self._is_cached(block_hash):
             return
+        load_s = self._load_s(block_hash)
         for chunk in list(chunks):
+            if load_s > 0:
+                tokens = self._block_of[chunk][1]
+                self._changed[self._slots[chunk]] = _Mark(chunk, tokens, load_s)
+                continue
             slot = self._slots.pop(chunk)
             self._untie(chunk)
             self._free.append(slot)
@@ -130,13 +144,13 @@ class HeldPrefixes:
             oldest, slot = self._slots.popitem(last=False)
             self._untie(oldest)
         self._slots[chunk] = slot
-        self._block_of[chunk] = block_hash
+        self._block_of[chunk] = block_hash, mark.tokens
         self._chunks_of.setdefault(block_hash, set()).add(chunk)
         self._changed[slot] = mark
 
     def _untie(self, chunk: int) -> None:
         """Remove the link between a chunk and its block."""
-        block_hash = self._block_of.pop(chunk)
+        block_hash, _ = self._block_of.pop(chunk)
         chunks = self._chunks_of[block_hash]
         chunks.discard(chunk)
         if not chunks:

@@ -1,4 +1,5 @@
-"""How much of a waiting request vLLM's prefix cache holds, for the planner.
+"""How much of a waiting request vLLM's prefix cache holds, and the memory of the host, for the
+planner.
 
 vLLM looks this up itself when it admits a request. A plan without it would reserve KV for every
 whole prompt, so that with little KV, requests with a shared prefix would run one after another.
@@ -7,6 +8,8 @@ whole prompt, so that with little KV, requests with a shared prefix would run on
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+
+from sluice.replica.vllm.host_blocks import HostBlocks
 
 _REFRESHED = 8
 """Requests per pass that are looked up again."""
@@ -46,14 +49,17 @@ class PrefixHits:
         manager: vLLM's ``KVCacheManager``.
         groups: KV cache groups; hits count blocks of one group.
         block_tokens: tokens per block.
+        host: the memory of the host. What vLLM loads from there before the request runs counts as
+            computed, without blocks in use.
     """
 
-    def __init__(self, manager: Any, groups: int, block_tokens: int) -> None:
+    def __init__(self, manager: Any, groups: int, block_tokens: int, host: HostBlocks) -> None:
         self._coordinator = manager.coordinator
         self._pool = manager.block_pool
         self._enabled = bool(manager.enable_caching)
         self._groups = groups
         self._block_tokens = block_tokens
+        self._host = host
         # With the pass of the lookup.
         self._hits: dict[str, tuple[PrefixHit, int]] = {}
         self._pass = 0
@@ -100,4 +106,6 @@ class PrefixHits:
             in_use += sum(block.ref_cnt > 0 or block.is_null for block in group)
         # A partly shared block must be copied.
         blocks = min(in_use // self._groups, tokens // self._block_tokens)
-        return PrefixHit(tokens, blocks)
+        loaded = self._host.beyond(request, tokens)
+        self._blocks_left -= loaded // self._block_tokens
+        return PrefixHit(tokens + loaded, blocks)

@@ -39,6 +39,7 @@ from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, from_
 from sluice.replica.transfer.incoming import IncomingKv, kv_of_request
 from sluice.replica.vllm.drafts import PlannedDrafts
 from sluice.replica.vllm.gc_control import GarbageCollector
+from sluice.replica.vllm.host_blocks import HostBlocks
 from sluice.replica.vllm.kv_events import PooledBlocks
 from sluice.replica.vllm.prefix_lookup import PrefixHits
 from sluice.replica.vllm.reasoning import end_among
@@ -101,14 +102,19 @@ class PlanMixin(_Base):
         self._pool = self.kv_cache_manager.block_pool
         # With several groups of layers, each takes a block of its own for the same tokens.
         self._groups = max(1, len(self.kv_cache_config.kv_cache_groups))
-        self._hits = PrefixHits(self.kv_cache_manager, self._groups, self.block_size)
+        hash_tokens = self._pool.hash_block_size
+        self._host = HostBlocks(self.connector, hash_tokens)
+        self._hits = PrefixHits(self.kv_cache_manager, self._groups, self.block_size, self._host)
         self._incoming = IncomingKv(self, self._local.transfers)
         if hasattr(self.connector, "read_blocks_by"):
             self.connector.read_blocks_by(self.kv_cache_manager.get_block_ids)
         blocks = PooledBlocks(self._pool)
         table.idle(self._pool.get_num_free_blocks(), self._pool.num_gpu_blocks)
-        self._held = HeldPrefixes(table, blocks.holds, self.block_size, self._pool.hash_block_size)
+        self._held = HeldPrefixes(
+            table, blocks.holds, self.block_size, hash_tokens, load_s=self._host.load_s
+        )
         blocks.tell_removed(self._held.removed)
+        self._host.tell_removed(self._held.removed)
         self._reserve_prompt = bool(getattr(self, "scheduler_reserve_full_isl", False))
         self._preempts = not self.vllm_config.model_config.is_encoder_decoder
         if not self._preempts:
@@ -214,7 +220,7 @@ class PlanMixin(_Base):
             (request_id, tokens, self.requests[request_id].num_computed_tokens - tokens)
             for request_id, tokens in output.num_scheduled_tokens.items()
         ]
-        fetched = self._incoming.note_started(now_s)
+        fetched = [*self._incoming.note_started(now_s), *self._host.take_started()]
         if fetched:
             self._local.update(self._rows.changed(fetched))
         # Where not even stock scheduling ran anything, an empty plan was right. An eviction that
@@ -257,7 +263,7 @@ class PlanMixin(_Base):
         self._rows.emitted([each.request_id for each in answers if each.new_token_ids], now_s)
         if self._in_stages:
             self._follow_stages(answers, now_s)
-        disturbed = self._incoming.under_way
+        disturbed = self._incoming.under_way or self._host.under_way
         loaded = self._incoming.note_ended(now_s)
         changed = [*scheduler_output.num_scheduled_tokens, *step.preempted, *loaded]
         running, waiting = self.get_request_counts()

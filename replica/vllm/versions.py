@@ -28,6 +28,9 @@ its tokens is on the way waits for that token."""
 WITH_DATA_PARALLEL: Final[Versions] = ((0, 32), (0, 32))
 """Versions in which one engine can have several ranks, each with a queue of its own."""
 
+WITH_HOST_MEMORY: Final[Versions] = ((0, 32), (0, 32))
+"""Versions in which what vLLM keeps in the memory of the host is known."""
+
 WITH_SPECULATION: Final[Versions] = ((0, 26), (0, 32))
 """Versions in which the plan can choose how many drafted tokens are checked."""
 

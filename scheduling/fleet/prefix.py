@@ -40,9 +40,10 @@ eighth of what lies before, so that few hashes reach far. All are multiples of 5
 HELD_SLOTS = 2048
 """Most chunks that a replica reports as held."""
 
-HELD = np.dtype([("hash", "<i8"), ("tokens", "<i8")])
-"""A chunk that a replica holds: its hash (0: an empty slot), and how many tokens the prompt has up
-to its end."""
+HELD = np.dtype([("hash", "<i8"), ("tokens", "<i4"), ("load_s", "<f4")])
+"""A chunk that a replica holds: its hash (0: an empty slot), how many tokens the prompt has up to
+its end, and where it is: 0 on the GPU, or in the memory of the host the time to load one token of
+it, seconds."""
 
 NO_HELD = np.empty(0, HELD)
 NO_HELD.flags.writeable = False
@@ -74,8 +75,8 @@ class PromptPrefix(NamedTuple):
 NO_PREFIX = PromptPrefix()
 
 
-class PrefixIndex:
-    """Which rows of a fleet hold which chunks. Its only input is the calls.
+class ChunkRows:
+    """Which rows of a fleet hold which chunks, in one kind of memory.
 
     A chunk has one number of tokens, the last one reported: replicas of one model agree on it
     except for the rounding of estimates.
@@ -89,7 +90,6 @@ class PrefixIndex:
         # Chunk -> the rows that hold it, as bits, and its tokens.
         self._chunks: dict[int, tuple[int, int]] = {}
         self._held: dict[int, set[int]] = {}
-        self._slots: dict[int, NDArray[np.int64]] = {}
 
     def __len__(self) -> int:
         """Chunks that some row holds."""
@@ -115,29 +115,10 @@ class PrefixIndex:
             if rows != bit:
                 self._chunks[chunk] = (rows ^ bit, tokens)
 
-    def write(self, row: int, slots: NDArray[np.integer], held: np.ndarray) -> None:
-        """Take in changed slots of a replica's table of held chunks.
-
-        Args:
-            row: the replica's row.
-            slots: ``int[n]``, below :data:`HELD_SLOTS`, each once.
-            held: ``HELD[n]``, what they hold now. A chunk stands in one slot of a replica.
-        """
-        if not len(slots):
-            return
-        table = self._slots.get(row)
-        if table is None:
-            table = self._slots[row] = np.zeros(HELD_SLOTS, np.int64)
-        self.drop(row, table[slots].tolist())
-        table[slots] = held["hash"]
-        full = held[held["hash"] != 0]
-        self.hold(row, dict(zip(full["hash"].tolist(), full["tokens"].tolist(), strict=True)))
-
     def clear(self, row: int) -> None:
         """Nothing is known of ``row`` any more. ``O(its chunks)``."""
         self.drop(row, list(self._held.get(row, ())))
         self._held.pop(row, None)
-        self._slots.pop(row, None)
 
     def cached_tokens(
         self, prefix: tuple[int, ...], rows: NDArray[np.integer]
@@ -157,6 +138,61 @@ class PrefixIndex:
                 seen |= new
                 cached[_bits(new, rows)] = tokens
         return cached
+
+
+class PrefixIndex(ChunkRows):
+    """The chunks on the GPUs of a fleet, and in ``hosted`` those in the memory of its hosts. Its
+    only input is the calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hosted = ChunkRows()
+        self._load_s: dict[int, float] = {}
+        self._slots: dict[int, NDArray[np.int64]] = {}
+
+    def write(self, row: int, slots: NDArray[np.integer], held: np.ndarray) -> None:
+        """Take in changed slots of a replica's table of held chunks.
+
+        Args:
+            row: the replica's row.
+            slots: ``int[n]``, below :data:`HELD_SLOTS`, each once.
+            held: ``HELD[n]``, what they hold now. A chunk stands in one slot of a replica.
+        """
+        if not len(slots):
+            return
+        table = self._slots.get(row)
+        if table is None:
+            table = self._slots[row] = np.zeros(HELD_SLOTS, np.int64)
+        before = table[slots].tolist()
+        self.drop(row, before)
+        self.hosted.drop(row, before)
+        table[slots] = held["hash"]
+        full = held[held["hash"] != 0]
+        in_host = full["load_s"] > 0
+        self.hold(row, _tokens(full[~in_host]))
+        if in_host.any():
+            self.hosted.hold(row, _tokens(full[in_host]))
+            self._load_s[row] = float(full["load_s"][in_host][-1])
+
+    def clear(self, row: int) -> None:
+        """Nothing is known of ``row`` any more. ``O(its chunks)``."""
+        super().clear(row)
+        self.hosted.clear(row)
+        self._load_s.pop(row, None)
+        self._slots.pop(row, None)
+
+    def hosted_tokens(
+        self, prefix: tuple[int, ...], rows: NDArray[np.integer]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """As :meth:`cached_tokens`, for the memory of the hosts; and the time to load one of these
+        tokens, seconds, as each row reported last."""
+        load_s = [self._load_s.get(row, 0.0) for row in rows.tolist()]
+        return self.hosted.cached_tokens(prefix, rows), np.array(load_s, np.float64)
+
+
+def _tokens(held: np.ndarray) -> dict[int, int]:
+    """Tokens by hash."""
+    return dict(zip(held["hash"].tolist(), held["tokens"].tolist(), strict=True))
 
 
 def _bits(mask: int, rows: NDArray[np.integer]) -> NDArray[np.bool_]:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.ledger import Reservation
+from sluice.scheduling.fleet.rows import work_on
 from sluice.scheduling.request.deadline import paced
 from sluice.scheduling.request.job import Job, RouteQuery
+from sluice.scheduling.request.kernels import Floats, Ints
 from sluice.scheduling.request.stages import later_of
 
 
@@ -35,6 +40,27 @@ def reservation_of(job: Job, chosen: int, ids: Sequence[str], promised: bool) ->
         later_stages=later.stages,
         later_tokens=later.tokens,
     )
+
+
+def prefill_of(fleet: Fleet, query: RouteQuery, rows: Ints) -> tuple[Floats, Floats, Floats]:
+    """What a prompt costs on each of ``rows``: the tokens that are not computed, the time of its
+    prefill, and the time before it in which KV is loaded from the memory of the host, seconds.
+
+    Loading takes no compute, so it delays only this prompt. It is counted where the prompt is done
+    earlier with it than if the tokens were computed.
+    """
+    # The edge's count of the prompt is an estimate, too.
+    prompt = float(query.prompt_tokens)
+    cached = np.minimum(fleet.cached_tokens(query.prefix, rows), prompt)
+    work_s, load_s = work_on(fleet.pieces, rows, prompt, cached), np.zeros(len(rows))
+    if len(fleet.prefixes.hosted):
+        hosted, token_s = fleet.prefixes.hosted_tokens(query.prefix, rows)
+        loaded = np.maximum(np.minimum(hosted, prompt) - cached, 0.0)
+        less_s = work_on(fleet.pieces, rows, prompt, cached + loaded)
+        pays = (loaded > 0) & (loaded * token_s + less_s < work_s)
+        cached[pays] += loaded[pays]
+        work_s[pays], load_s[pays] = less_s[pays], (loaded * token_s)[pays]
+    return cached, work_s, load_s
 
 
 def first_due_s(query: RouteQuery, now_s: float, output_tokens: float) -> float:

@@ -19,7 +19,7 @@ from sluice.scheduling.fleet.rows import BEST_EFFORT_S, DECODE_S, FIXED_S, PREFI
 from sluice.scheduling.pairs import TRANSFER_STEPS, DecodeChoice, together
 from sluice.scheduling.placement.calibration import Calibration
 from sluice.scheduling.placement.cold_start import ColdStart
-from sluice.scheduling.placement.jobs import first_due_s, reservation_of
+from sluice.scheduling.placement.jobs import first_due_s, prefill_of, reservation_of
 from sluice.scheduling.placement.output_lengths import OutputLength, OutputLengths
 from sluice.scheduling.placement.pacing import shared_out
 from sluice.scheduling.placement.retry_after import RetryAfter
@@ -376,6 +376,8 @@ class Placer:
         apart = self._set_apart(job, promises, admission, stated)
         if second is not None:
             promises = together(job, promises, second)
+        elif not job.moved:
+            promises = promises._replace(ttft_s=promises.ttft_s + job.lead_s)
         # Others than sound ones are among the candidates only where there are no sound ones.
         sound = self._fleet.is_sound(int(job.rows[0]), job.now_s)
         if not sound or not promises.holds.any():
@@ -527,13 +529,13 @@ class Placer:
         moved = moved or query.brings_kv
         if moved:
             cached = np.full(len(rows), max(0.0, query.prompt_tokens - 1.0))
+            work_s = work_on(fleet.pieces, rows, float(query.prompt_tokens), cached)
+            lead_s = np.zeros(len(rows))
         else:
-            # The edge's count of the prompt is an estimate, too.
-            cached = np.minimum(fleet.cached_tokens(query.prefix, rows), query.prompt_tokens)
-        work_s = work_on(fleet.pieces, rows, float(query.prompt_tokens), cached)
+            cached, work_s, lead_s = prefill_of(fleet, query, rows)
         tokens = self._expected(query).mean
         due_s = first_due_s(query, now_s, tokens)
-        lead_s, splits = np.zeros(len(rows)), np.zeros(len(rows), np.bool_)
+        splits = np.zeros(len(rows), np.bool_)
         if query.brings_kv:
             lead_s[:] = fleet.transfer.seconds(query.prompt_tokens)
         if second is not None:

@@ -124,12 +124,14 @@ class Job(NamedTuple):
         query: the request.
         now_s: the time of the decision, on the fleet's clock.
         rows: ``int64[n]``, rows of the fleet, ascending; never empty where a policy sees it.
-        cached_tokens: ``float64[n]``, prompt tokens that each replica has in its KV cache.
+        cached_tokens: ``float64[n]``, prompt tokens that each replica has in its KV cache or
+            loads.
         work_s: ``float64[n]``, predicted prefill time of the uncached tokens on each.
         due_s: when its first token is due; infinite if no time is stated.
         output_tokens: expected length of its output.
         lead_s: ``float64[n]``, predicted time from the end of its prefill there to its first token
-            on the decode replica; that of the transfer of a stream that moves; 0 otherwise.
+            on the decode replica; that of the transfer of a stream that moves; that in which KV is
+            loaded from the memory of the host there; 0 otherwise.
         splits: ``bool[n]``, whether each would compute only its prompt.
         moved: whether another replica computes its prompt and transfers the KV.
         reserve_tokens: a guarantee must leave capacity for one more request with a prompt of this

@@ -16,7 +16,7 @@ from sluice.scheduling.fleet.prefix import HELD, HELD_SLOTS
 
 from .fleet import delta, hello
 
-CHUNKS = np.array([(7, 128), (0, 0), (2**63 - 1, 4096)], HELD)
+CHUNKS = np.array([(7, 128, 0), (0, 0, 0), (2**63 - 1, 4096, 2e-6)], HELD)
 SLOTS = np.array([0, 5, HELD_SLOTS - 1], np.int32)
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -29,9 +29,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "fewer chunks": ({"held": CHUNKS[:2]}, "one per slot"),
     "chunks of another type": ({"held": np.zeros(3, np.int32)}, "type of held chunks"),
     "no chunks": ({"held": None}, "held: expected `numpy.ndarray`, got None"),
-    "negative hash": ({"held": np.array([(-1, 1)] * 3, HELD)}, "hash of a held chunk"),
-    "negative tokens": ({"held": np.array([(1, -1)] * 3, HELD)}, "tokens of a held chunk"),
-    "too many tokens": ({"held": np.array([(1, 2**40)] * 3, HELD)}, "tokens of a held chunk"),
+    "negative hash": ({"held": np.array([(-1, 1, 0)] * 3, HELD)}, "hash of a held chunk"),
+    "negative tokens": ({"held": np.array([(1, -1, 0)] * 3, HELD)}, "tokens of a held chunk"),
+    "negative time": ({"held": np.array([(1, 1, -1)] * 3, HELD)}, "load_s of a held chunk"),
+    "no time": ({"held": np.array([(1, 1, np.nan)] * 3, HELD)}, "load_s of a held chunk"),
+    "endless time": ({"held": np.array([(1, 1, np.inf)] * 3, HELD)}, "load_s of a held chunk"),
 }
 
 
@@ -82,7 +84,7 @@ class Side:
 
 def held_fields(chunks: dict[int, int]) -> dict[str, np.ndarray]:
     slots = np.array(list(chunks), np.int32)
-    held = np.array([(chunk, 100 * chunk) for chunk in chunks.values()], HELD)
+    held = np.array([(chunk, 100 * chunk, 0) for chunk in chunks.values()], HELD)
     return {"held_slots": slots, "held": held}
 
 

@@ -366,7 +366,7 @@ def test_the_row_of_a_replica_that_left_is_given_again_and_nothing_of_it_stays()
 
 
 def holding(*chunks: tuple[int, int]) -> np.ndarray:
-    return np.array(list(chunks), dtype=HELD)
+    return np.array([(*chunk, 0) for chunk in chunks], HELD)
 
 
 def test_what_a_replica_holds_of_prompts_is_known_until_it_says_otherwise() -> None:

@@ -47,7 +47,7 @@ def test_a_report_arrives_as_it_was_sent(
         slot: waiting_row(key, 10) if slot % 2 else decode_row(key, context + 1)
         for slot, key in enumerate(keys)
     }
-    held = np.array([(key + 1, context) for key in keys], HELD)
+    held = np.array([(key + 1, context, 0) for key in keys], HELD)
     sent = delta("a", 1, 7, rows, finished=tuple(keys))._replace(
         draining=draining, held_slots=np.arange(len(keys), dtype=np.int32), held=held, hung=hung
     )

@@ -115,6 +115,13 @@ def test_what_ray_could_not_place_is_refused(
         parse_config({"engine": {"vllm_args": args}, "replica": replica})
 
 
+def test_routers_are_where_their_labels_say() -> None:
+    labels = {"sluice/worker-group": "routers"}
+    options = build({"router": {"node_labels": labels}})._bound_deployment.ray_actor_options
+    assert RayActorOptionsSchema(**options).label_selector == labels
+    assert "label_selector" not in build({})._bound_deployment.ray_actor_options
+
+
 def test_each_pool_is_a_deployment_of_its_own() -> None:
     pools = {
         "prefill": {"count": 2, "num_gpus": 4, "node_labels": {"sluice/role": "prefill"}},

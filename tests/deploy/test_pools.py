@@ -242,9 +242,11 @@ def test_a_wrong_pool_is_refused_by_its_place(data: dict[str, Any], message: str
         parse_config(data)
 
 
-def test_nodes_with_labels_are_not_waited_for_on_one_machine() -> None:
-    data = with_pools(mixed={"node_labels": {"sluice/role": "mixed"}})
-    data["router"] = {"port": free_port()}
+@pytest.mark.parametrize("part", ["replicas", "routers"])
+def test_nodes_with_labels_are_not_waited_for_on_one_machine(part: str) -> None:
+    labels = {"node_labels": {"sluice/role": "mixed"}}
+    data = with_pools(mixed=labels if part == "replicas" else {})
+    data["router"] = {"port": free_port(), **(labels if part == "routers" else {})}
     with (
         pytest.raises(StartError, match="node_labels"),
         running(parse_config(data), threading.Event(), print),

@@ -14,6 +14,7 @@ from sluice.deploy.chart import CHART
 from sluice.replica.vllm.versions import (
     SUPPORTED,
     WITH_DATA_PARALLEL,
+    WITH_HOST_MEMORY,
     WITH_PREEMPTION,
     WITH_SPECULATION,
     WITH_TRANSFER,
@@ -42,6 +43,7 @@ def test_the_documented_ranges_of_vllm_are_those_of_the_code() -> None:
     assert kinds["vLLM"] == documented(SUPPORTED)
     assert kinds["vLLM for preemption"] == documented(WITH_PREEMPTION)
     assert kinds["vLLM for KV transfer by Sluice's connector"] == documented(WITH_TRANSFER)
+    assert kinds["vLLM for KV in host memory that counts"] == documented(WITH_HOST_MEMORY)
     assert kinds["vLLM for data parallelism"] == documented(WITH_DATA_PARALLEL)
     assert kinds["vLLM for speculative decoding by the plan"] == documented(WITH_SPECULATION)
 

@@ -29,7 +29,10 @@ class Bench:
     def __init__(self, slots=8):
         self.table = StateTable.create(4)
         self.cache = Cache()
-        self.held = HeldPrefixes(self.table, self.cache.holds, BLOCK, BLOCK, slots)
+        self.load_s = {}
+        self.held = HeldPrefixes(
+            self.table, self.cache.holds, BLOCK, BLOCK, slots, lambda name: self.load_s.get(name, 0)
+        )
 
     def serve(self, name, prefix, prompt_tokens, block_hashes):
         """Compute a whole prompt."""
@@ -51,7 +54,8 @@ class Bench:
         held = self.table.read().held
         full = held[held["hash"] != 0]
         assert len(np.unique(full["hash"])) == len(full)
-        return dict(full.tolist())
+        self.in_host = {int(row["hash"]) for row in full if row["load_s"] > 0}
+        return dict(zip(full["hash"].tolist(), full["tokens"].tolist(), strict=True))
 
 
 def ids_prefix(tokens, start=1):
@@ -112,6 +116,26 @@ def test_what_the_cache_does_not_hold_is_not_shown():
     bench.held.computed("r", 128, [])
     bench.held.publish()
     assert bench.shown() == {}
+
+
+def test_a_block_that_leaves_the_gpu_for_the_host_stays_with_the_time_to_load_it():
+    bench = Bench()
+    hashes = list(range(100, 116))
+    bench.serve("r", ids_prefix(256), 256, hashes)
+    bench.load_s = {115: 3e-6}
+    bench.evict(115)
+    bench.evict(107)  # its copy in the host is gone already, or was never timed
+    assert (bench.shown(), bench.in_host) == ({2: 256}, {2})
+    assert bench.table.read().held["load_s"].max() == np.float32(3e-6)
+    # Back on the GPU, and evicted again; then the host evicts it, too.
+    bench.serve("r", ids_prefix(256), 256, hashes)
+    assert (bench.shown(), bench.in_host) == ({1: 128, 2: 256}, set())
+    bench.evict(115)
+    assert (bench.shown(), bench.in_host) == ({1: 128, 2: 256}, {2})
+    del bench.load_s[115]
+    bench.held.removed(115)
+    bench.held.publish()
+    assert bench.shown() == {1: 128}
 
 
 def test_a_full_table_gives_up_the_prompt_of_longest_ago():

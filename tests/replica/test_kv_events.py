@@ -58,7 +58,9 @@ def serve(engine, first, tokens, named=True):
 
 def shown(engine):
     held = engine.table.read().held
-    return dict(held[held["hash"] != 0].tolist())
+    full = held[held["hash"] != 0]
+    assert not full["load_s"].any(), "there is no other memory"
+    return dict(zip(full["hash"].tolist(), full["tokens"].tolist(), strict=True))
 
 
 def test_chunks_are_held_until_their_blocks_are_evicted_as_the_cache_says(start):

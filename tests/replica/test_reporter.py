@@ -61,7 +61,7 @@ class Bench:
 
     def hold(self, chunks: dict[int, int]) -> None:
         """Chunk hashes by slot; 0 frees one."""
-        held = np.array([(chunk, 128 if chunk else 0) for chunk in chunks.values()], HELD)
+        held = np.array([(chunk, 128 if chunk else 0, 0) for chunk in chunks.values()], HELD)
         self.table.write_held(np.array(list(chunks)), held)
 
     async def tick(self) -> float:

@@ -86,7 +86,7 @@ def test_held_chunks_are_read_where_they_were_written(tmp_path):
     reader = StateTable.create(4, tmp_path / "state")
     writer = StateTable.open(tmp_path / "state")
     writer.allocate(77, SLO(), 12.0, 100)
-    chunks = np.array([(123, 128), (2**63 - 1, 256)], HELD)
+    chunks = np.array([(123, 128, 0), (2**63 - 1, 256, 2e-6)], HELD)
     writer.write_held(np.array([0, HELD_SLOTS - 1]), chunks)
     held = reader.read().held
     assert len(held) == HELD_SLOTS

@@ -84,8 +84,7 @@ def configuration(model, **args):
         max_num_batched_tokens=128,
         max_num_seqs=16,
         block_size=BLOCK,
-        enable_prefix_caching=False,
-        **args,
+        **{"enable_prefix_caching": False, **args},
     ).create_engine_config()
 
 

@@ -130,7 +130,8 @@ async def test_the_chunks_of_a_conversation_are_held_once_it_was_answered(engine
 
     def held():
         chunks = engine.state().held
-        return dict(chunks[chunks["hash"] != 0].tolist())
+        full = chunks[chunks["hash"] != 0]
+        return dict(zip(full["hash"].tolist(), full["tokens"].tolist(), strict=True))
 
     await until(lambda: set(prefix.hashes) <= held().keys())
     tokens = [held()[chunk] for chunk in prefix.hashes]

@@ -359,7 +359,8 @@ def test_lengths_follow_the_tiers_while_a_prompt_waits(ngrams, as_predicted):
 
 @pytest.mark.release
 def test_a_drafting_model_drafts_as_much_as_is_checked(model, stock, tmp_path):
-    """The model as its own draft is always right, so what it drafts is what the plan asks for."""
+    """A step drafts one token more than it checks, up to the max, and none where it checks none.
+    The model is its own draft, so nearly all drafts are right. Blocks are too few for all."""
     config = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
     engine = InProcess(model, tmp_path, "fcfs", speculative_config=with_all_lengths(config), **ARGS)
     try:
@@ -367,12 +368,13 @@ def test_a_drafting_model_drafts_as_much_as_is_checked(model, stock, tmp_path):
         assert engine.generate(phrases(MANY)) == stock.texts
         after = summary(engine)
         assert after["drafts_accepted"] > 0.9 * after["drafts_checked"] > 0
-        assert after["preemptions"] > 0
         assert after["plan_mismatches"] == 0
-        drafted = [sample.spec_steps for sample in engine.table.samples()]
-        # One more than was checked, or none.
-        assert {2, 3} <= set(drafted) <= {0, 2, 3}
-        check_log(engine.batches())
+        batches = engine.batches()
+        check_log(batches)
+        for batch, sample in zip(batches, engine.table.samples(), strict=True):
+            if batch["checked"]:
+                most = max(batch["checked"].values())
+                assert sample.spec_steps == (min(most + 1, 3) if most else 0)
     finally:
         engine.close()
 

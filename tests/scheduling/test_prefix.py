@@ -74,7 +74,7 @@ def test_the_index_answers_as_one_dictionary_per_row_would(data):
         full = data.draw(st.integers(0, min(len(slots), len(free))))
         chunks = list(free[:full]) + [0] * (len(slots) - full)
         tokens = {chunk: data.draw(st.integers(0, 1000)) for chunk in chunks if chunk}
-        held = np.array([(chunk, tokens.get(chunk, 0)) for chunk in chunks], HELD)
+        held = np.array([(chunk, tokens.get(chunk, 0), 0) for chunk in chunks], HELD)
         index.write(row, np.array(slots, np.int32), held)
         naive.write(row, slots, chunks, tokens)
     prefix = tuple(data.draw(st.lists(CHUNKS, unique=True)))
@@ -88,13 +88,34 @@ def test_the_index_answers_as_one_dictionary_per_row_would(data):
 def test_a_slot_that_changes_hands_keeps_what_moved():
     index = PrefixIndex()
     rows = np.array([0])
-    index.write(0, np.array([0, 1]), np.array([(7, 100), (8, 200)], HELD))
-    index.write(0, np.array([0, 1]), np.array([(8, 200), (9, 300)], HELD))
+    index.write(0, np.array([0, 1]), np.array([(7, 100, 0), (8, 200, 0)], HELD))
+    index.write(0, np.array([0, 1]), np.array([(8, 200, 0), (9, 300, 0)], HELD))
     assert index.cached_tokens((7,), rows).tolist() == [0]
     assert index.cached_tokens((8,), rows).tolist() == [200]
-    index.write(0, np.array([HELD_SLOTS - 1]), np.array([(5, 1)], HELD))
+    index.write(0, np.array([HELD_SLOTS - 1]), np.array([(5, 1, 0)], HELD))
     index.clear(0)
     assert len(index) == 0
+
+
+def test_a_chunk_is_on_the_gpu_or_in_the_memory_of_the_host():
+    """Row 3 has loads of 2 us a token. A chunk that leaves its GPU, or comes back, stays in its
+    slot."""
+    index, rows, prefix = PrefixIndex(), np.array([3, 4]), (7, 8)
+    load_s = np.float32(2e-6)
+    index.write(3, np.array([0, 1]), np.array([(7, 100, 0), (8, 200, load_s)], HELD))
+    index.write(4, np.array([0]), np.array([(7, 100, 0)], HELD))
+
+    def found():
+        hosted, token_s = index.hosted_tokens(prefix, rows)
+        return index.cached_tokens(prefix, rows).tolist(), hosted.tolist(), token_s.tolist()
+
+    assert found() == ([100, 100], [200, 0], [load_s, 0])
+    index.write(3, np.array([0, 1]), np.array([(7, 100, load_s), (8, 200, 0)], HELD))
+    assert found() == ([200, 100], [100, 0], [load_s, 0])
+    index.write(3, np.array([0]), np.array([(0, 0, 0)], HELD))
+    assert found() == ([200, 100], [0, 0], [load_s, 0])
+    index.clear(3)
+    assert found() == ([0, 100], [0, 0], [0, 0]) and not len(index.hosted)
 
 
 def test_chunks_can_be_told_without_slots():

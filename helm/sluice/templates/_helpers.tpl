@@ -98,6 +98,15 @@ app.kubernetes.io/part-of: sluice
 {{- end -}}
 {{- $_ := set $router "host" "0.0.0.0" -}}
 {{- $_ := set $router "port" 8000 -}}
+{{- if $router.picker -}}
+{{- if $router.picker.host -}}
+{{- fail "config.router.picker: host is the chart's: 0.0.0.0" -}}
+{{- end -}}
+{{- $_ := set $router.picker "host" "0.0.0.0" -}}
+{{- end -}}
+{{- with .Values.picker.workerGroup -}}
+{{- $_ := set $router "node_labels" (merge (include "sluice.groupLabel" . | fromYaml) (default dict $router.node_labels)) -}}
+{{- end -}}
 {{- if include "sluice.keysSecret" (dict "root" . "kind" "api") -}}
 {{- $_ := set $router "api_keys_file" "/etc/sluice/api-keys/keys.yaml" -}}
 {{- end -}}
@@ -113,6 +122,28 @@ app.kubernetes.io/part-of: sluice
 {{- end -}}
 {{- $_ := set $config "router" $router -}}
 {{- toYaml $config -}}
+{{- end -}}
+
+{{/* Label of the pods of a group of workers, by its name. */}}
+{{- define "sluice.groupLabel" -}}
+sluice/worker-group: {{ . }}
+{{- end -}}
+
+{{/* The group of workers of the routers that a Service of the endpoint picker selects, or nothing. */}}
+{{- define "sluice.pickerGroup" -}}
+{{- with .Values.picker.workerGroup -}}
+{{- if not (dig "router" "picker" "port" 0 $.Values.config) -}}
+{{- fail "picker.workerGroup: set config.router.picker.port, the port of the endpoint picker" -}}
+{{- end -}}
+{{- $names := list -}}
+{{- range $.Values.workers -}}
+{{- $names = append $names .name -}}
+{{- end -}}
+{{- if not (has . $names) -}}
+{{- fail (printf "picker.workerGroup: %q is none of the groups of workers: %s" . (join ", " $names)) -}}
+{{- end -}}
+{{- . -}}
+{{- end -}}
 {{- end -}}
 
 {{/* What `serve deploy` would take. */}}
@@ -149,8 +180,8 @@ true
 {{- if not .Values.autoscaling.enabled -}}
 {{- fail (printf "%s: set autoscaling.enabled, which adds and removes the workers" $strategy) -}}
 {{- end -}}
-{{- if or .Values.ingress.enabled .Values.httpRoute.enabled -}}
-{{- fail (printf "%s: clients come through the Gateway that KubeRay makes; ingress and httpRoute would lead to the old cluster while its capacity shrinks" $strategy) -}}
+{{- if or .Values.ingress.enabled .Values.httpRoute.enabled .Values.picker.workerGroup -}}
+{{- fail (printf "%s: clients come through the Gateway that KubeRay makes; ingress, httpRoute and picker would lead to the old cluster while its capacity shrinks" $strategy) -}}
 {{- end -}}
 {{- include "sluice.requireKeys" . -}}
 {{- end -}}

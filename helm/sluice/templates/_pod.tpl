@@ -5,12 +5,14 @@ model: the application starts on Ray nodes that are ready, and some workers have
 {{- $root := .root -}}
 {{- $group := .group -}}
 {{- $head := eq .component "head" -}}
+{{- $picks := and (not $head) (eq (include "sluice.pickerGroup" $root) $group.name) -}}
+{{- $picker := dig "router" "picker" "port" 0 $root.Values.config | int -}}
 metadata:
   labels:
     {{- include "sluice.selector" $root | nindent 4 }}
     app.kubernetes.io/component: {{ .component }}
     {{- if not $head }}
-    sluice/worker-group: {{ $group.name }}
+    {{- include "sluice.groupLabel" $group.name | nindent 4 }}
     {{- end }}
     {{- with $group.podLabels }}
     {{- toYaml . | nindent 4 }}
@@ -51,6 +53,9 @@ spec:
         {{- end }}
         - {name: serve, containerPort: 8000}
         - {name: metrics, containerPort: 8080}
+        {{- if $picks }}
+        - {name: picker, containerPort: {{ $picker }}}
+        {{- end }}
       env:
         {{- range $name, $value := $root.Files.Get "files/ray-env.yaml" | fromYaml }}
         - name: {{ $name }}
@@ -80,6 +85,14 @@ spec:
         periodSeconds: 5
         timeoutSeconds: 5
         failureThreshold: 180
+      {{- end }}
+      {{- if and $picks (not (hasKey $group "readinessProbe")) }}
+      # A router is there, and replicas take requests.
+      readinessProbe:
+        grpc: {port: {{ $picker }}}
+        periodSeconds: 5
+        timeoutSeconds: 5
+        failureThreshold: 2
       {{- end }}
       {{- range $probe := list "startupProbe" "livenessProbe" "readinessProbe" }}
       {{- with index $group $probe }}
