@@ -352,7 +352,7 @@ class Placer:
             return self._unpromised(job, promises, second, tested.over_share)
         self._tell(job, promises, None, second)
         holds = promises.holds
-        places = np.flatnonzero(holds)
+        (places,) = holds.nonzero()
         able = job if len(places) == len(holds) else job.of(places)
         chosen = int(places[self._choose(able, self._routing.choose_able, at)])
         ttft_s = float(promises.ttft_s[chosen])
@@ -467,7 +467,7 @@ class Placer:
         self._tell(job, promises, ahead_s, second)
         chosen = self._untried(job)
         if chosen is None:
-            chosen = int(np.argmin(ahead_s))
+            chosen = int(ahead_s.argmin())
         return self._place(job, chosen, second, Tier.BEST_EFFORT)
 
     def _ahead_s(self, job: Job) -> Floats:
