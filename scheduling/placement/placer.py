@@ -362,7 +362,7 @@ class Placer:
             (job, planned), chosen = apart[chosen], 0
         placed = self._place(job, chosen, second, Tier.GUARANTEED, ttft_s)
         self._remember(job.query, stated, planned, placed)
-        return placed._replace(planned=job.query.slo.times_s)
+        return placed
 
     def _tested(
         self, asked: _Asked, admission: AdmissionPolicy, places: Ints | None = None
@@ -528,8 +528,9 @@ class Placer:
         if moved:
             cached = np.full(len(rows), max(0.0, query.prompt_tokens - 1.0))
         else:
-            # The edge's count of the prompt is an estimate, too.
-            cached = np.minimum(fleet.cached_tokens(query.prefix, rows), query.prompt_tokens)
+            cached = fleet.cached_tokens(query.prefix, rows)
+            if query.prefix:  # the edge's count of the prompt is an estimate, too
+                np.minimum(cached, query.prompt_tokens, out=cached)
         work_s = work_on(fleet.pieces, rows, float(query.prompt_tokens), cached)
         tokens = self._expected(query).mean
         due_s = first_due_s(query, now_s, tokens)
@@ -553,13 +554,16 @@ class Placer:
         fleet, query, row = self._fleet, job.query, int(job.rows[chosen])
         made = reservation_of(job, chosen, fleet.ids, tier is not Tier.BEST_EFFORT)
         name, role = fleet.ids[row], fleet.roles[row]
+        planned = query.slo.times_s if tier is Tier.GUARANTEED else None
         if second is None or not job.splits[chosen]:
             if query.prefill_key:
                 # Of an earlier decision on it.
                 fleet.release((query.prefill_key,))
             fleet.reserve(query.key, made)
             lead_s = float(job.lead_s[chosen])
-            return RouteDecision(name, PLACED, tier, ttft_s, None, role, kv_transfer_s=lead_s)
+            return RouteDecision(
+                name, PLACED, tier, ttft_s, None, role, kv_transfer_s=lead_s, planned=planned
+            )
         kv_transfer_s = second.kv_transfer_s
         fleet.reserve(
             query.prefill_key,
@@ -573,8 +577,9 @@ class Placer:
         fleet.reserve(query.key, later._replace(awaited_s=float(awaited_s)))
         target = second.row
         return RouteDecision(
-            fleet.ids[target], PLACED, tier, ttft_s, None, fleet.roles[target], name, kv_transfer_s
-        )
+            fleet.ids[target], PLACED, tier, ttft_s, None, fleet.roles[target], name, kv_transfer_s,
+            planned=planned,
+        )  # fmt: skip
 
 
 def _name(query: RouteQuery) -> Hashable:
