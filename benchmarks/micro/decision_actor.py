@@ -31,14 +31,12 @@ from sluice.replica.metrics import Measured, ReplicaCollector
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.router.metrics.instruments import RouterMetrics
 
-REPORTS_PER_S = 50
-"""Of each replica."""
+REPORTS_PER_S, QUERIES_PER_S = 50, 200
+"""Of each replica, and of one caller at a steady rate."""
 
-QUERIES_PER_S = 200
-"""Of one caller at a steady rate."""
-
-CALLERS = 256
-"""Concurrent callers, whose queries are batched."""
+CALLERS, AT_ONCE = 256, 64
+"""Concurrent callers, whose queries are batched, and replicas that report at the same time: one
+process with the voices of all would be late."""
 
 ROUTERS, ROUNDS = 32, 5
 """That push metrics; pairs of turns with scrapes and without."""
@@ -58,6 +56,7 @@ class Replicas:
         self._client = ControllerClient(app_name, config, _TIMEOUT_S)
         self._voices = Voices(replicas)
         self._epochs: list[int | None] = [None] * replicas
+        self._turns = asyncio.Semaphore(AT_ONCE)
         self._answered = 0
 
     async def hello(self) -> None:
@@ -90,10 +89,11 @@ class Replicas:
         due_s = time.monotonic() + random.random() / REPORTS_PER_S
         while due_s < end_s:
             await asyncio.sleep(due_s - time.monotonic())
-            if epoch is None:
-                reply = await self._client.hello(self._voices.hello(index))
-            else:
-                reply = await self._client.report(self._voices.delta(index, epoch))
+            async with self._turns:
+                if epoch is None:
+                    reply = await self._client.hello(self._voices.hello(index))
+                else:
+                    reply = await self._client.report(self._voices.delta(index, epoch))
             self._epochs[index] = epoch = None if reply is None or reply.resync else reply.epoch
             self._answered += epoch is not None
             due_s = max(due_s + 1 / REPORTS_PER_S, time.monotonic())
