@@ -254,8 +254,7 @@ EXPERIMENT = Experiment(
     tables=(
         Pivot("G over that of FCFS", "over_fcfs", ("batch size",), "requests", where=MAPPED),
         Pivot(
-            "Table 1: time to decide, ms",
-            *("decide_ms", ("batch",), "requests", 3, NOISY, MAPPED),
+            "Table 1: time to decide, ms", *("decide_ms", ("batch",), "requests", 3, NOISY, MAPPED)
         ),
         against_exhaustive,
         Pivot(

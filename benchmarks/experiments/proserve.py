@@ -277,10 +277,7 @@ TIME_LINES = Experiment(
     grids=[
         Product(
             time_line,
-            {
-                "policy": Scaled(TIMED[-2:], TIMED),
-                "load": Scaled((HIGH,), (0.8, 1.0, HIGH)),
-            },
+            {"policy": Scaled(TIMED[-2:], TIMED), "load": Scaled((HIGH,), (0.8, 1.0, HIGH))},
             {"span": SPAN},
         )
     ],

@@ -72,9 +72,7 @@ EXPERIMENT = Experiment(
             {"requests": Scaled(200, 2_000)},
         ),
         Product(
-            speed,
-            {"policy": Scaled((), ("deadline_triage",)), "load": LARGE},
-            {"requests": 1_000},
+            speed, {"policy": Scaled((), ("deadline_triage",)), "load": LARGE}, {"requests": 1_000}
         ),
     ],
     tables=pivots(

@@ -292,7 +292,7 @@ ABLATION = Experiment(
             SLOS_SERVE._replace(label="static batch", batch_tokens=SARATHI_TOKENS),
             FAIR._replace(label="no admission"),
             SARATHI._replace(label="neither (sarathi)"),
-        ),
+        )
     ],
     tables=[
         Pivot(
@@ -334,10 +334,7 @@ LOAD = Experiment(
     grids=[
         Product(
             batch_sizes,
-            {
-                "policy": (SARATHI, SLOS_SERVE),
-                "load": Scaled((1.0,), (0.6, 0.8, 1.0)),
-            },
+            {"policy": (SARATHI, SLOS_SERVE), "load": Scaled((1.0,), (0.6, 0.8, 1.0))},
             {"span": Scaled(Span(3.0, 10, 20), Span(60.0, 100, 600))},
             {"scenario": "summarizer"},
         ),

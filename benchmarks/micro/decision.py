@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import aclosing, redirect_stdout
+from functools import partial
 from typing import Any, TypeVar
 
 import click
@@ -36,8 +37,7 @@ from sluice.scheduling.routing import POLICIES
 FLEETS = {"64": (64, False), "512": (512, False), "64 + 64": (64, True)}
 """Number of replicas, and whether there are this many prefill and this many decode replicas."""
 
-ACTOR_REPLICAS = 64
-SCRAPED_REPLICAS = 512
+ACTOR_REPLICAS, SCRAPED_REPLICAS = 64, 512
 QUERIES_PER_S = 500.0
 REPORTS_PER_S = 64 * 50.0
 """Of all replicas together."""
@@ -50,7 +50,7 @@ BATCH = 64
 
 TOGETHER = "slos_serve, together"
 ASKED = {
-    "connection": "one caller over the connection to a real actor",
+    "connection": "callers over the connection to a real actor",
     "scraped": "one caller, 32 routers that push metrics; with a scrape each second, and without",
 }
 """What is measured over the connection to a real actor, and the titles of its tables."""
@@ -186,22 +186,25 @@ def measure_inside(
     }
 
 
-def contenders(names: Sequence[str]) -> dict[str, ControllerConfig]:
+def contenders(names: Sequence[str], cells: int = 1) -> dict[str, ControllerConfig]:
     """Label -> configuration; the floor first."""
-    floor = ControllerConfig(policy="round_robin", admission=NO_ADMISSION, **_LIVE)
-    listed = list(names) or sorted(POLICIES)
-    found = {FLOOR: floor} | {name: ControllerConfig(policy=name, **_LIVE) for name in listed}
+    make = partial(ControllerConfig, cells=cells, **_LIVE)
+    floor = {FLOOR: make(policy="round_robin", admission=NO_ADMISSION)}
+    found = floor | {name: make(policy=name) for name in names or sorted(POLICIES)}
     if "slos_serve" in found:
-        own = "slos_serve"
-        found[TOGETHER] = ControllerConfig(policy=own, admission=own, **_LIVE)
+        found[TOGETHER] = make(policy="slos_serve", admission="slos_serve")
     return found
 
 
 def measure_actor(
-    configs: dict[str, ControllerConfig], results: dict[str, dict[str, Cell]], seconds: float
+    configs: dict[str, ControllerConfig],
+    results: dict[str, dict[str, Cell]],
+    seconds: float,
+    sizes: Sequence[int],
 ) -> None:
-    """Add the figures of a real actor's callers to the cells of :data:`ACTOR_REPLICAS` replicas,
-    and for the last policy with scrapes to that of :data:`SCRAPED_REPLICAS`."""
+    """Add the figures of a real actor's callers with fleets of ``sizes``; by default, to the cells
+    of :data:`ACTOR_REPLICAS` replicas, and for the last policy with scrapes to that of
+    :data:`SCRAPED_REPLICAS`."""
     from sluice.benchmarks.micro.decision_actor import Session, own_ray
 
     async def ask(part: str, label: str, config: ControllerConfig, replicas: int) -> None:
@@ -211,8 +214,10 @@ def measure_actor(
 
     with redirect_stdout(sys.stderr), own_ray():
         for label, config in configs.items():
-            asyncio.run(ask("connection", label, config, ACTOR_REPLICAS))
-        asyncio.run(ask("scraped", label, config, SCRAPED_REPLICAS))
+            for size in sizes or (ACTOR_REPLICAS,):
+                asyncio.run(ask("connection", label, config, size))
+        if not sizes:
+            asyncio.run(ask("scraped", label, config, SCRAPED_REPLICAS))
 
 
 @click.command(name="decision")
@@ -224,12 +229,9 @@ def measure_actor(
 @number_option("--seconds", default=2.0, least=0.1, most=60, words="Of each query of the actor.")
 @choices_option("--policy", "names", of=POLICIES, words="Routing policies.  [default: all]")
 @click.option(
-    "--replicas",
-    "sizes",
-    multiple=True,
-    type=click.IntRange(1, 4096),
-    help="Of a fleet, without an actor.",
+    "--replicas", "sizes", multiple=True, type=click.IntRange(1, 4096), help="Of a fleet."
 )
+@number_option("--cells", default=1, least=1, most=64, words="Actors that share a fleet.")
 def decision(
     as_json: bool,
     decisions: int,
@@ -237,6 +239,7 @@ def decision(
     seconds: float,
     names: tuple[str, ...],
     sizes: tuple[int, ...],
+    cells: int,
 ) -> None:
     """Time the controller's decisions, with 64 requests in each replica.
 
@@ -252,7 +255,7 @@ def decision(
     Example:
       sluice bench decision --no-actor
     """
-    configs = contenders(names)
+    configs = contenders(names, cells)
     fleets = {str(size): (size, False) for size in sizes} or FLEETS
     results: dict[str, dict[str, Cell]] = {
         label: {
@@ -261,8 +264,8 @@ def decision(
         }
         for label, config in configs.items()
     }
-    if actor and not sizes:
-        measure_actor(configs, results, seconds)
+    if actor:
+        measure_actor(configs, results, seconds, sizes)
     found = {(label, size): cell for label, own in results.items() for size, cell in own.items()}
     tables = [_table(f"inside the actor, {REPORTS_PER_S:,.0f} reports/s", found)]
     for part, title in ASKED.items():

@@ -19,7 +19,7 @@ import numpy as np
 import ray
 from prometheus_client import CollectorRegistry
 
-from sluice.benchmarks.live.resources import Meter
+from sluice.benchmarks.live.resources import OWN, Meter
 from sluice.benchmarks.micro.decision_fleet import Figures, Voices, figures
 from sluice.controller.client import ControllerClient, ensure_controller, stop_controller
 from sluice.controller.config import ControllerConfig
@@ -31,14 +31,12 @@ from sluice.replica.metrics import Measured, ReplicaCollector
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.router.metrics.instruments import RouterMetrics
 
-REPORTS_PER_S = 50
-"""Of each replica."""
+REPORTS_PER_S, QUERIES_PER_S = 50, 200
+"""Of each replica, and of one caller at a steady rate."""
 
-QUERIES_PER_S = 200
-"""Of one caller at a steady rate."""
-
-CALLERS = 256
-"""Concurrent callers, whose queries are batched."""
+CALLERS, AT_ONCE = 256, 64
+"""Concurrent callers, whose queries are batched, and replicas that report at the same time: one
+process with the voices of all would be late."""
 
 ROUTERS, ROUNDS = 32, 5
 """That push metrics; pairs of turns with scrapes and without."""
@@ -57,6 +55,8 @@ class Replicas:
     def __init__(self, app_name: str, config: ControllerConfig, replicas: int) -> None:
         self._client = ControllerClient(app_name, config, _TIMEOUT_S)
         self._voices = Voices(replicas)
+        self._epochs: list[int | None] = [None] * replicas
+        self._turns = asyncio.Semaphore(AT_ONCE)
         self._answered = 0
 
     async def hello(self) -> None:
@@ -67,10 +67,11 @@ class Replicas:
         """
         give_up_s = time.monotonic() + _TIMEOUT_S
         for index in range(self._voices.replicas):
-            while await self._client.hello(self._voices.hello(index)) is None:
+            while (reply := await self._client.hello(self._voices.hello(index))) is None:
                 if time.monotonic() > give_up_s:
                     raise RuntimeError("the controller did not answer a hello")
                 await asyncio.sleep(_RETRY_S)
+            self._epochs[index] = reply.epoch
 
     async def report(self, seconds: float) -> float:
         """Report for all, :data:`REPORTS_PER_S` times a second each; reports answered a second.
@@ -84,15 +85,16 @@ class Replicas:
         return self._answered / seconds
 
     async def _speak(self, index: int, end_s: float) -> None:
-        epoch: int | None = None
+        epoch = self._epochs[index]
         due_s = time.monotonic() + random.random() / REPORTS_PER_S
         while due_s < end_s:
             await asyncio.sleep(due_s - time.monotonic())
-            if epoch is None:
-                reply = await self._client.hello(self._voices.hello(index))
-            else:
-                reply = await self._client.report(self._voices.delta(index, epoch))
-            epoch = None if reply is None or reply.resync else reply.epoch
+            async with self._turns:
+                if epoch is None:
+                    reply = await self._client.hello(self._voices.hello(index))
+                else:
+                    reply = await self._client.report(self._voices.delta(index, epoch))
+            self._epochs[index] = epoch = None if reply is None or reply.resync else reply.epoch
             self._answered += epoch is not None
             due_s = max(due_s + 1 / REPORTS_PER_S, time.monotonic())
 
@@ -170,22 +172,30 @@ class Session:
 
         ``alone``: one caller, :data:`QUERIES_PER_S`, no reports. ``with_reports``: the same while
         all replicas report. ``batched``: :data:`CALLERS` that send the next query at once, no
-        reports. ``actor_calls``: as ``alone``, by actor calls in place of the connection.
-        ``reports_per_s``: reports that the controller answered. ``cores``, ``memory_mib``: of the
-        actor while it took the reports and that caller's queries.
+        reports; ``both``: these while all report. ``actor_calls``: as ``alone``, by actor calls in
+        place of the connection. The three in the middle have the ``cores`` that the controller's
+        processes took meanwhile and its caller's, and the ``reports_per_s`` that were answered;
+        ``memory_mib``: of the controller.
         """
         await self._replicas.hello.remote()
         # The first queries are sent as actor calls, until the connection is open.
         await self._ask(1, _WARM_UP_S, QUERIES_PER_S)
         found: dict[str, Any] = {"alone": await self._ask(1, seconds, QUERIES_PER_S)}
         found["actor_calls"] = await self._ask(1, seconds, QUERIES_PER_S, self._call)
-        found["batched"] = await self._ask(CALLERS, seconds)
-        reporting = self._replicas.report.remote(seconds + _WARM_UP_S)
-        meter = Meter()
-        found["with_reports"] = await self._ask(1, seconds, QUERIES_PER_S)
-        used = meter.stop().kinds["controller"]
-        found |= {"cores": round(used.cores, 2), "memory_mib": round(used.memory_mib)}
-        return {**found, "reports_per_s": round(await reporting)}
+        batched = CALLERS, inf
+        ways = {"batched": batched, "with_reports": (1, QUERIES_PER_S), "both": batched}
+        for name, (callers, per_s) in ways.items():
+            reporting = name != "batched" and self._replicas.report.remote(seconds)
+            meter = Meter()
+            asked = await self._ask(callers, seconds, per_s)
+            used = meter.stop().kinds
+            own = {"cores": used["controller"].cores, "caller_cores": used[OWN].cores}
+            found[name] = {
+                **asked,
+                **own,
+                "reports_per_s": round(await reporting) if reporting else 0,
+            }
+        return {**found, "memory_mib": round(used["controller"].memory_mib)}
 
     async def measure_scrapes(self, seconds: float) -> dict[str, Any]:
         """One caller's figures in turns of ``seconds``, ``without`` a scrape and ``scraped`` each
@@ -262,7 +272,7 @@ def own_ray() -> Iterator[None]:
     """A Ray instance on this machine until the block ends."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
-        start_ray(Path(folder), num_cpus=4, object_store_memory=80 << 20)
+        start_ray(Path(folder), num_cpus=8, object_store_memory=80 << 20)
         try:
             yield
         finally:

@@ -110,18 +110,18 @@ class Voices:
             row["key"] = (1 << 40) + index * QUEUED + slot
             row["arrival_s"] = -rng.uniform(0, 2)
             row["first_token_s"] = row["last_token_s"] = -rng.uniform(0, 1) if decoding else nan
-            row["ttft_s"] = rng.choice((0.5, 1.0, 5.0))
-            row["tpot_s"] = rng.choice((0.03, 0.05, inf))
-            row["e2e_s"] = inf
-            row["priority"] = rng.randint(1, 3)
-            row["prompt_tokens"] = prompt
-            row["computed_tokens"] = prompt if decoding else 0
-            row["pending_tokens"] = 1 if decoding else prompt
-            row["emitted_tokens"] = rng.randint(1, 400) if decoding else 0
-            row["kv_blocks"] = -(-prompt // 16) if decoding else 0
+            row["ttft_s"], row["tpot_s"] = (
+                rng.choice((0.5, 1.0, 5.0)),
+                rng.choice((0.03, 0.05, inf)),
+            )
+            row["e2e_s"], row["priority"], row["prompt_tokens"] = inf, rng.randint(1, 3), prompt
             row["expected_tokens"] = 1 if role == "prefill" else 500
+            row["pending_tokens"], row["phase"] = prompt, WAITING
+            if decoding:
+                row["computed_tokens"], row["pending_tokens"] = prompt, 1
+                row["emitted_tokens"], row["phase"] = rng.randint(1, 400), RUNNING
+                row["kv_blocks"] = -(-prompt // 16)
             row["best_effort"] = rng.random() < 0.2
-            row["phase"] = RUNNING if decoding else WAITING
         return rows
 
     def _held(self) -> np.ndarray:

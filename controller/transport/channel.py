@@ -38,6 +38,7 @@ from sluice.controller.transport import query_wire, report_wire
 from sluice.controller.transport.clock_offset import ClockOffset
 from sluice.controller.transport.failure import NoAnswerError
 from sluice.controller.transport.frames import Frames
+from sluice.controller.transport.report_queue import ReportQueue
 from sluice.controller.transport.window import Decide, Window
 from sluice.controller.transport.wire_format import (
     FORMAT,
@@ -93,6 +94,8 @@ class _Served(Frames):
         self._server = server
         self._trusted = False
         self._offset = ClockOffset()
+        self._reports = False
+        """Whether it has ever sent one: a replica's connection, which asks nothing."""
         self._greeting: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -117,23 +120,18 @@ class _Served(Frames):
             self.abort()
             return
         now_s = self._server.clock()
-        left_s = question.left_s - self._offset.hear(question.sent_s, now_s)
-        window = self._server.window
-        if isinstance(question, Route):
-            queries = list(map(_query, question.queries))
-            window.ask(self, question.number, queries, now_s + left_s)
-        else:
-            # Answers come in the order of the questions.
+        due_s = now_s + question.left_s - self._offset.hear(question.sent_s, now_s)
+        window, reports = self._server.window, self._server.reports
+        # Answers come in the order of the questions.
+        if isinstance(question, Report):
             window.close_for(self)
-            self.send(encode(self._reported(question, late=left_s < 0.0)))
-
-    def _reported(self, question: Report, *, late: bool) -> Reported | Refused:
-        if late:
-            return Refused(question.number, None)
-        try:
-            return Reported(question.number, self._server.report(question.report))
-        except ValueError as error:
-            return Refused(question.number, str(error))
+            self._reports = True
+            reports.add(self, question, due_s, len(frame))
+            return
+        if self._reports:
+            reports.finish()
+        queries = list(map(_query, question.queries))
+        window.ask(self, question.number, queries, due_s)
 
     def _greeted(self, token: bytes | bytearray) -> None:
         known = hmac.compare_digest(token, self._server.token.encode())
@@ -174,9 +172,11 @@ class RouteServer:
         clock: Callable[[], float] = time.monotonic,
         window_s: float = 0.0,
     ) -> None:
-        self.window = Window(route, clock, window_s)
-        self.report = report
+        self.window = Window(self._route, clock, window_s)
+        self.reports = ReportQueue(self._take, clock)
         self.clock = clock
+        self._decide = route
+        self._report = report
         self.token = secrets.token_hex(32)
         self._strangers: dict[_Served, None] = {}
         self._trusted: set[_Served] = set()
@@ -191,6 +191,25 @@ class RouteServer:
                 self._server = await loop.create_server(lambda: _Served(self), host, 0)
         port: int = self._server.sockets[0].getsockname()[1]
         return Endpoint(host, port, self.token, FORMAT)
+
+    def _route(self, queries: list[RouteQuery | None]) -> RouteReply:
+        begun_s = self.clock()
+        try:
+            return self._decide(queries)
+        finally:
+            self.reports.decided(self.clock() - begun_s)
+
+    def _take(self, connection: Frames, question: Report, wanted: bool) -> None:
+        answer: Reported | Refused = Refused(question.number, None)
+        if wanted:
+            try:
+                answer = Reported(question.number, self._report(question.report))
+            except ValueError as error:
+                answer = Refused(question.number, str(error))
+            except Exception:
+                _log.exception("a report failed; closing the connection of its replica")
+                connection.abort()
+        connection.send(encode(answer))
 
     def enter(self, connection: _Served) -> None:
         """A connection was made; it may evict the oldest one that has not shown the token yet."""

@@ -48,7 +48,8 @@ def of_extension(code: int, data: memoryview) -> Any:
         return record
     if not 0 <= code < _RECORD:
         raise ValueError(f"there is no array type {code}")
-    return np.frombuffer(data, _ARRAYS[code])
+    # A copy of the bytes, for compiled loops: numpy copies records field by field.
+    return np.frombuffer(bytearray(data), _ARRAYS[code])
 
 
 def _to_plain(value: Any) -> Any:

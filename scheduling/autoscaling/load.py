@@ -168,9 +168,9 @@ class Demand:
         if again:
             return
         if placed is None:
-            place = int(np.argmin(job.work_s))
+            place = int(job.work_s.argmin())
         else:
-            place = int(np.searchsorted(job.rows, fleet.row_of[placed]))
+            place = int(job.rows.searchsorted(fleet.row_of[placed]))
         work_s = float(job.work_s[place])
         role = fleet.roles[job.rows[place]]
         if second is not None and not job.splits[place]:

@@ -30,9 +30,6 @@ from sluice.scheduling.fleet.transfer import NO_TRANSFERS, TransferTime
 from sluice.scheduling.request.kernels import COEFFICIENTS, Floats, Ints
 from sluice.scheduling.roles import ROLES, Role
 
-MOST_PIECES = 4
-"""Most pieces of a latency model."""
-
 Condition = Literal["fresh", "aged", "stale", "quarantined", "draining", "gone"]
 CONDITIONS: tuple[Condition, ...] = ("fresh", "aged", "stale", "quarantined", "draining", "gone")
 
@@ -91,7 +88,7 @@ class Fleet:
         self.row_of: dict[str, int] = {}
         self._closed: dict[str, None] = {}
         self.figures: Floats = np.zeros((0, FIGURES))
-        self.pieces: Floats = np.zeros((0, MOST_PIECES, COEFFICIENTS))
+        self.pieces: Floats = np.zeros((0, 1, COEFFICIENTS))
         self.starts: Ints = np.zeros(0, np.int64)
         self.prefills: Floats = np.zeros((0, PREFILL_FIELDS))
         self.loads: Floats = np.zeros((0, LOAD_FIELDS))
@@ -104,6 +101,10 @@ class Fleet:
         self._willing: NDArray[np.bool_] = np.zeros(0, bool)
         # Kept with every change of what it is made from, as each decision reads it.
         self._sound: NDArray[np.bool_] = np.zeros(0, bool)
+        # The candidates as last found, the least time at which one of them was heard, and when the
+        # first of those that were left out returns. `None`: to be found again.
+        self._candidates: Ints | None = None
+        self._oldest_s, self._returns_s = inf, inf
         self._quarantined: dict[int, bool] = {}
         self.untried: frozenset[int] = frozenset()
         """Rows of the quarantined replicas to which one request may go now, to try them."""
@@ -130,6 +131,8 @@ class Fleet:
         row = self.row_of.get(replica_id)
         if row is None:
             row = self._join(replica_id)
+        if now_s - self._heard_s[row] >= self.settings.aged_after_s:
+            self._candidates = None
         self._heard_s[row] = now_s
         if self.roles[row] != report.role:
             self._set_role(row, report.role)
@@ -139,9 +142,7 @@ class Fleet:
             self.transfer.learn(done, report.transfers)
         self._set_willing(row, not report.draining and replica_id not in self._closed)
         self._reports[row] = report
-        pieces = report.latency.pieces
-        self.pieces[row] = 0.0
-        self.pieces[row, : len(pieces)] = pieces
+        self._set_pieces(row, report.latency.pieces)
         self._fold(row, report)
 
     def assign(self, replica_id: str, role: Role) -> None:
@@ -172,6 +173,7 @@ class Fleet:
         if row is None:
             return False
         self._gone_until_s[row] = until_s
+        self._candidates = None
         if self.ledger.drop_replica(replica_id):
             self._again(replica_id)
         return True
@@ -223,12 +225,25 @@ class Fleet:
     def candidates(self, now_s: float) -> Ints:
         """Rows of the replicas that may be chosen, ascending: those heard of lately that are not
         quarantined; where there are none, the aged ones; and where there are none of these either,
-        the quarantined ones, the same way. ``O(replicas)``."""
+        the quarantined ones, the same way. Not to be written to.
+
+        ``O(1)`` while those heard of lately are the same: they are found again, ``O(replicas)``,
+        when one joins, leaves or is silent for too long, and once in ``aged_after_s`` at least.
+        ``now_s`` must not run backwards.
+        """
+        aged_after_s = self.settings.aged_after_s
+        if self._candidates is not None:
+            if now_s - self._oldest_s < aged_after_s and now_s < self._returns_s:
+                return self._candidates
+            self._candidates = None
         silent_s = now_s - self._heard_s
         here = now_s >= self._gone_until_s
-        fresh = here & (silent_s < self.settings.aged_after_s)
+        fresh = here & (silent_s < aged_after_s)
         rows = np.flatnonzero(self._sound & fresh)
         if len(rows):
+            self._oldest_s = float(self._heard_s[rows].min())
+            self._returns_s = float(self._gone_until_s[~here].min(initial=inf))
+            self._candidates = rows
             return rows
         aged = here & (silent_s < self.settings.stale_after_s)
         for able in (self._sound & aged, self._willing & fresh, self._willing & aged):
@@ -366,11 +381,22 @@ class Fleet:
             self._again(replica_id)
 
     def _set_willing(self, row: int, willing: bool) -> None:
+        sound = willing and self._quarantined.get(row, True)
         self._willing[row] = willing
-        self._sound[row] = willing and self._quarantined.get(row, True)
+        if sound != self._sound[row]:
+            self._sound[row] = sound
+            self._candidates = None
         if self._quarantined or self.untried:
             untried = [each for each, may in self._quarantined.items() if may]
             self.untried = frozenset(untried)
+
+    def _set_pieces(self, row: int, pieces: Floats) -> None:
+        """All rows have as many as the model with most: a loop over all replicas reads them."""
+        more = len(pieces) - self.pieces.shape[1]
+        if more > 0:
+            self.pieces = np.pad(self.pieces, ((0, 0), (0, more), (0, 0)))
+        self.pieces[row, : len(pieces)] = pieces
+        self.pieces[row, len(pieces) :] = 0.0
 
     def _set_role(self, row: int, role: Role) -> None:
         self.roles[row] = role

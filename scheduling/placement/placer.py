@@ -352,7 +352,7 @@ class Placer:
             return self._unpromised(job, promises, second, tested.over_share)
         self._tell(job, promises, None, second)
         holds = promises.holds
-        places = np.flatnonzero(holds)
+        (places,) = holds.nonzero()
         able = job if len(places) == len(holds) else job.of(places)
         chosen = int(places[self._choose(able, self._routing.choose_able, at)])
         ttft_s = float(promises.ttft_s[chosen])
@@ -362,7 +362,7 @@ class Placer:
             (job, planned), chosen = apart[chosen], 0
         placed = self._place(job, chosen, second, Tier.GUARANTEED, ttft_s)
         self._remember(job.query, stated, planned, placed)
-        return placed._replace(planned=job.query.slo.times_s)
+        return placed
 
     def _tested(
         self, asked: _Asked, admission: AdmissionPolicy, places: Ints | None = None
@@ -469,7 +469,7 @@ class Placer:
         self._tell(job, promises, ahead_s, second)
         chosen = self._untried(job)
         if chosen is None:
-            chosen = int(np.argmin(ahead_s))
+            chosen = int(ahead_s.argmin())
         return self._place(job, chosen, second, Tier.BEST_EFFORT)
 
     def _ahead_s(self, job: Job) -> Floats:
@@ -555,13 +555,16 @@ class Placer:
         fleet, query, row = self._fleet, job.query, int(job.rows[chosen])
         made = reservation_of(job, chosen, fleet.ids, tier is not Tier.BEST_EFFORT)
         name, role = fleet.ids[row], fleet.roles[row]
+        planned = query.slo.times_s if tier is Tier.GUARANTEED else None
         if second is None or not job.splits[chosen]:
             if query.prefill_key:
                 # Of an earlier decision on it.
                 fleet.release((query.prefill_key,))
             fleet.reserve(query.key, made)
             lead_s = float(job.lead_s[chosen])
-            return RouteDecision(name, PLACED, tier, ttft_s, None, role, kv_transfer_s=lead_s)
+            return RouteDecision(
+                name, PLACED, tier, ttft_s, None, role, kv_transfer_s=lead_s, planned=planned
+            )
         kv_transfer_s = second.kv_transfer_s
         fleet.reserve(
             query.prefill_key,
@@ -575,8 +578,9 @@ class Placer:
         fleet.reserve(query.key, later._replace(awaited_s=float(awaited_s)))
         target = second.row
         return RouteDecision(
-            fleet.ids[target], PLACED, tier, ttft_s, None, fleet.roles[target], name, kv_transfer_s
-        )
+            fleet.ids[target], PLACED, tier, ttft_s, None, fleet.roles[target], name, kv_transfer_s,
+            planned=planned,
+        )  # fmt: skip
 
 
 def _name(query: RouteQuery) -> Hashable:

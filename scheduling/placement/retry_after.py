@@ -129,7 +129,7 @@ class Line:
         """Prompt tokens for which a new request must leave capacity: the expected tokens of the
         near reservations. 0 for a request with a reservation, such as one that waits at the edge
         and asks early."""
-        if self._find(name, now_s) is not None:
+        if self._find(name, now_s) is not None or not self._places:
             return 0.0
         last = int((now_s + AHEAD_S) / _SLOT_S)
         slots = (self._slots.get(slot) for slot in range(self._first, last + 1))

@@ -17,6 +17,7 @@ from sluice.scheduling.placement.placer import Placer
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage
 from sluice.scheduling.routing import RouteQuery, RoutingPolicy, Tier
+from sluice.scheduling.routing.most_gain import NEAREST
 
 _MODEL = LinearLatency(a=0.005, b=0.0002, c=0.000001)
 _PROMISED, _BEST_EFFORT = frozenset({Tier.GUARANTEED}), frozenset({Tier.BEST_EFFORT})
@@ -25,13 +26,14 @@ _PROMISED, _BEST_EFFORT = frozenset({Tier.GUARANTEED}), frozenset({Tier.BEST_EFF
 def warm_up_placement(
     make_routing: Callable[[], RoutingPolicy], make_admission: Callable[[], AdmissionPolicy | None]
 ) -> None:
-    """Run every compiled loop of placement once, on a toy fleet and with policies of its own.
+    """Run every compiled loop of placement once, with policies of its own and on a toy fleet, of
+    more replicas than a policy tests first.
 
     Some seconds of one core with nothing compiled yet, less than one with the machine code on disk.
     """
     fleet = Fleet()
-    for name in ("one", "two"):
-        fleet.report(name, _report(), 0.0)
+    for index in range(NEAREST + 1):
+        fleet.report(str(index), _report(), 0.0)
     placer = Placer(fleet, make_routing(), make_admission())
     queries = [
         RouteQuery(1, SLO(ttft_s=1.0, tpot_s=0.1), 100),

@@ -10,7 +10,7 @@ from pydantic import Field
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.rows import DECODE_SHARES, LEAST_RATE, PREFILL_S
 from sluice.scheduling.policy import PolicyOptions
-from sluice.scheduling.request.kernels import Ints
+from sluice.scheduling.request.kernels import Floats, Ints, compiled
 from sluice.scheduling.routing.base import Job, RoutingPolicy
 from sluice.scheduling.routing.go_routing import gains_of
 
@@ -67,10 +67,10 @@ class MostGain(RoutingPolicy):
         """The :data:`NEAREST` replicas that are done first. ``O(replicas)``."""
         if len(job.rows) <= NEAREST:
             return None
-        figures, rows = fleet.figures, job.rows
-        rates = np.maximum(LEAST_RATE, 1.0 - figures[rows, DECODE_SHARES])
-        done_s = (figures[rows, PREFILL_S] + job.work_s) / rates + job.lead_s
-        return np.sort(np.argpartition(done_s, NEAREST)[:NEAREST])
+        done_s = done_after_s(fleet.figures, job.rows, job.work_s, job.lead_s)
+        near = done_s.argpartition(NEAREST)[:NEAREST]
+        near.sort()
+        return near
 
     def choose(self, job: Job, fleet: Fleet) -> int:
         """The candidate that is done first."""
@@ -78,5 +78,16 @@ class MostGain(RoutingPolicy):
         with_s += job.lead_s
         most = delta.max()
         if most <= 0:
-            return int(np.argmin(with_s))
-        return int(np.argmin(np.where(delta >= self._alpha * most, with_s, inf)))
+            return int(with_s.argmin())
+        return int(np.where(delta >= self._alpha * most, with_s, inf).argmin())
+
+
+@compiled
+def done_after_s(figures: Floats, rows: Ints, work_s: Floats, lead_s: Floats) -> Floats:
+    """Predicted time until a prefill of ``work_s[i]`` behind those of each of ``rows`` is done, by
+    the share of each second that decodes leave, and ``lead_s[i]`` more. ``O(rows)``."""
+    done = np.empty(rows.shape[0])
+    for place, row in enumerate(rows):
+        rate = max(LEAST_RATE, 1.0 - figures[row, DECODE_SHARES])
+        done[place] = (figures[row, PREFILL_S] + work_s[place]) / rate + lead_s[place]
+    return done

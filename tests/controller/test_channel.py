@@ -79,6 +79,8 @@ class Placed:
         self.reports.append(delta)
         if delta.draining:
             raise ValueError("no more reports")
+        if delta.hung:
+            raise RuntimeError("the mirror failed")
         return ReportReply(11, resync=delta.seq == 0)
 
 
@@ -172,6 +174,16 @@ async def test_a_refused_report_carries_its_reason_and_leaves_the_connection() -
             await channel.report(delta("a", 11, 3, draining=True), 5)
         assert (await channel.route([QUERY], 5)).epoch == 11
         assert not lost.is_set()
+
+
+async def test_a_report_that_fails_ends_the_connection_of_its_own_replica_only() -> None:
+    server = serving(Placed())
+    async with connected(server) as (replica, lost), connected(server) as (router, kept):
+        with pytest.raises(NoAnswerError):
+            await replica.report(delta("a", 11, 3)._replace(hung=True), 120)
+        assert lost.is_set()
+        assert (await router.route([QUERY], 120)).epoch == 11
+        assert not kept.is_set()
 
 
 async def test_reports_and_questions_of_one_moment_get_their_own_answers() -> None:

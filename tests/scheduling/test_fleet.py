@@ -333,13 +333,19 @@ def test_one_that_is_to_be_tried_is_a_candidate_but_no_capacity() -> None:
     assert rows_of(fleet) == ["1"] and not fleet.untried
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), max_size=40))
-def test_what_decisions_read_is_what_was_said_of_the_replicas(steps: list[tuple[int, int]]) -> None:
-    """The mask is kept step by step, and equals one that is made anew."""
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 8), st.integers(0, 3)), max_size=40),
+)
+def test_what_decisions_read_is_what_was_said_of_the_replicas(
+    steps: list[tuple[int, int, int]],
+) -> None:
+    """What is kept from decision to decision equals what is made again for each."""
     fleet = fleet_of(*[report() for _ in range(4)])
     closed, draining, out = set[int](), set[int](), dict[int, bool]()
-    for each, what in steps:
+    heard_s, gone_s, now_s = dict.fromkeys(range(4), 0.0), dict.fromkeys(range(4), -inf), 0.0
+    for each, what, quarters in steps:
         name = str(each)
+        now_s += quarters / 4
         match what:
             case 0:
                 fleet.close(name)
@@ -353,11 +359,30 @@ def test_what_decisions_read_is_what_was_said_of_the_replicas(steps: list[tuple[
             case 4:
                 fleet.readmit(name)
                 out.pop(each, None)
+            case 5:
+                gone_s[each] = now_s + 0.5
+                fleet.leave_out(name, gone_s[each])
             case _:
-                fleet.report(name, report(draining=what == 5), 0.0)
-                (draining.add if what == 5 else draining.discard)(each)
+                fleet.report(name, report(draining=what == 6), now_s)
+                heard_s[each] = now_s
+                (draining.add if what == 6 else draining.discard)(each)
         willing = [n for n in range(4) if n not in closed | draining]
         sound = [n for n in willing if out.get(n, True)]
-        assert fleet.candidates(0.0).tolist() == (sound or willing)
+        here = [n for n in range(4) if now_s >= gone_s[n]]
+        fresh = [n for n in here if now_s - heard_s[n] < fleet.settings.aged_after_s]
+        aged = [n for n in here if now_s - heard_s[n] < fleet.settings.stale_after_s]
+        kinds = (fresh, sound), (aged, sound), (fresh, willing), (aged, willing)
+        found = [[n for n in known if n in able] for known, able in kinds]
+        assert fleet.candidates(now_s).tolist() == next((rows for rows in found if rows), [])
         assert fleet.untried == {n for n, untried in out.items() if untried}
-        assert fleet.present(0.0).tolist() == willing
+        assert fleet.present(now_s).tolist() == [n for n in aged if n in willing]
+
+
+def test_replicas_with_models_of_more_pieces_join_those_with_fewer() -> None:
+    models = (MODEL, ROOFLINE, MODEL)
+    fleet = fleet_of(*[report(latency=model) for model in models])
+    found = figure.work_on(fleet.pieces, np.arange(3), 500.0, np.zeros(3)).tolist()
+    assert found == [model.work_s(500, 0) for model in models]
+    fleet.report("1", report(latency=MODEL), 0.0)
+    found = figure.work_on(fleet.pieces, np.arange(3), 500.0, np.zeros(3)).tolist()
+    assert found == [MODEL.work_s(500, 0)] * 3

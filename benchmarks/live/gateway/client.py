@@ -41,11 +41,7 @@ class Load(NamedTuple):
 
 
 async def load(
-    urls: Sequence[str],
-    at_once: int,
-    tokens: int,
-    seconds: float,
-    stopped: Callable[[], bool],
+    urls: Sequence[str], at_once: int, tokens: int, seconds: float, stopped: Callable[[], bool]
 ) -> Load:
     """Keep ``at_once`` streams of ``tokens`` tokens running; no request is sent after ``seconds``,
     or once ``stopped`` returns true. Connections take the servers' root ``urls`` in turn.
