@@ -146,7 +146,8 @@ class Demand:
         self._of_role = {role: _Counts() for role in ROLES}
         self._unplaced: dict[int, None] = {}
         self.recent = RecentDemand()
-        """The latest requests that an idle replica could have served in time."""
+        """The latest requests that an idle replica could have served in time and whose tenants
+        were not over their shares."""
         self.arrived = 0
         """See :attr:`Load.arrived`; the placer counts them."""
 
@@ -186,7 +187,7 @@ class Demand:
         fixed_s = float(fleet.figures[job.rows, figure.FIXED_S].min())
         # What is too long even for an idle replica does not ask for more of them.
         able = fixed_s + work_s <= slack_s
-        if able:
+        if able and not decision.over_share:
             self.recent.add(job.now_s, work_s, slack_s, float(query.slo.priority))
         if not able or (placed is not None and decision.tier is not Tier.BEST_EFFORT):
             return
