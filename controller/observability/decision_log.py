@@ -43,6 +43,7 @@ _CONSTRAINTS = {
     Constraint.KV_MEMORY: "KV memory",
     Constraint.SEQUENCES: "running sequences",
     Constraint.PREFILL_BUDGET: "prefill budget",
+    Constraint.WORTHIER: "requests of more worth that are expected",
 }
 
 _OVER_SHARE = "Its client has used its share of guaranteed capacity, and others request theirs"

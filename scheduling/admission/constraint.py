@@ -22,3 +22,5 @@ class Constraint(enum.IntEnum):
     """The engine runs as many sequences as it may."""
     PREFILL_BUDGET = 6
     """The prompt exceeds the prefill admission budget."""
+    WORTHIER = 7
+    """No capacity would be left for requests of more worth that are expected and due before."""

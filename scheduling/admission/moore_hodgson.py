@@ -35,6 +35,7 @@ from sluice.scheduling.fleet.rows import (
     LOADS,
     MARGIN_S,
     PREFILL_DUE_S,
+    PROMISED,
     QUEUED,
     SHARES,
     STEP_ENDS_S,
@@ -72,6 +73,12 @@ class MooreHodgson(AdmissionPolicy):
     the sum including it must fit. In addition, once it decodes, all decodes together must keep
     their pace, and there must be KV blocks and a sequence slot for it. Blocks and slots of
     best-effort requests count as free.
+
+    The work of requests that are expected to come later, be due before the new one, and have more
+    priority per second of work (:mod:`sluice.scheduling.autoscaling.recent_demand`) must fit too.
+    So a long prompt that comes first does not take the capacity of many short ones. This is trunk
+    reservation (Key, *Optimal control and trunk reservation in loss networks*, 1990) with deadlines
+    in place of circuits. A replica without guarantees reserves nothing.
 
     Capacity is reserved for the later stages of guaranteed requests, and the later stages of the
     new request are tested too (:mod:`sluice.scheduling.admission.later_stages`).
@@ -125,7 +132,9 @@ def promises(
         if kept > 0.0:
             all_s += most_work_s(pieces, kept, 0.0)
             step_s += most_work_s(pieces, 1.0, kept)
-        all_s += later_work_s(of, due_s - now_s)
+        # An idle replica keeps nothing for others.
+        worthier_s = job.worthier_s if of[PROMISED] > 0.0 else 0.0
+        all_s += later_work_s(of, due_s - now_s) + worthier_s
         own_late_s = late_by(of, queue, decodes, all_s, now_s, due_s, headroom)
         if not splits:
             later_s = later_late_by(of, pieces, decodes, later, prompt_tokens, headroom)
@@ -150,10 +159,13 @@ def promises(
         elif not holds[place]:
             loaded = int(of[LOADS])
             rate = 1.0 - decodes[loaded - 1, SHARES] if loaded > 0 else 1.0
+            others_only = worthier_s > 0.0 and max(late_s - worthier_s, slow_s, room_s) <= 0.0
             late_s /= max(rate, LEAST_RATE)
             wait_s[place] = max(LEAST_WAIT_S, late_s, slow_s, room_s)
             # Of several constraints, the one with the longest wait binds.
-            if room_s >= max(late_s, slow_s):
+            if others_only:
+                binds[place] = Constraint.WORTHIER
+            elif room_s >= max(late_s, slow_s):
                 binds[place] = room_constraint(of)
             elif slow_s >= late_s:
                 binds[place] = Constraint.TPOT

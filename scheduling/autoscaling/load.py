@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sluice.scheduling.autoscaling.recent_demand import RecentDemand
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.pairs import DecodeChoice
@@ -144,6 +145,9 @@ class Demand:
         self._all = _Counts()
         self._of_role = {role: _Counts() for role in ROLES}
         self._unplaced: dict[int, None] = {}
+        self.recent = RecentDemand()
+        """The latest requests that an idle replica could have served in time and whose tenants
+        were not over their shares."""
         self.arrived = 0
         """See :attr:`Load.arrived`; the placer counts them."""
 
@@ -180,11 +184,12 @@ class Demand:
         self._of_role[role].ask(work_s, slack_s)
         if second is not None:
             self._of_role["decode"].ask(second.work_s, slack_s)
-        if placed is not None and decision.tier is not Tier.BEST_EFFORT:
-            return
         fixed_s = float(fleet.figures[job.rows, figure.FIXED_S].min())
         # What is too long even for an idle replica does not ask for more of them.
-        if fixed_s + work_s > slack_s:
+        able = fixed_s + work_s <= slack_s
+        if able and not decision.over_share:
+            self.recent.add(job.now_s, work_s, slack_s, float(query.slo.priority))
+        if not able or (placed is not None and decision.tier is not Tier.BEST_EFFORT):
             return
         if second is None or second.able:
             self._of_role[role].turn_down(work_s)

@@ -259,7 +259,11 @@ class Placer:
             rows = self._routing.asked(rows)
             if preferred is not None:
                 rows = np.union1d(rows, preferred)
-        return _Asked(self._job(query, rows, now_s, second), second, wanted, stated, planned, among)
+        job = self._job(query, rows, now_s, second)
+        if wanted is not None:
+            asked = now_s, float(job.work_s.min()), job.due_s - now_s, float(stated.priority)
+            job = job._replace(worthier_s=self.demand.recent.worthier_s(*asked) / among)
+        return _Asked(job, second, wanted, stated, planned, among)
 
     def _plan(self, stated: SLO, now_s: float, replica_id: str = "") -> SLO:
         """By when what is stated is planned, by one replica or by any that is not set apart."""
@@ -409,6 +413,7 @@ class Placer:
             row = job.rows[places]
             planned = self._plan(stated, job.now_s, replica_id)
             own = self._job(self._shared_out(job.query, planned, row), row, job.now_s)
+            own = own._replace(worthier_s=job.worthier_s)
             told = admission.promises(own, self._fleet)
             promises.holds[places], promises.ttft_s[places] = told.holds, told.ttft_s
             promises.wait_s[places], promises.binds[places] = told.wait_s, told.binds

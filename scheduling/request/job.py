@@ -104,6 +104,7 @@ ASKED = np.dtype(
         ("prompt_tokens", "<f8"),
         ("output_tokens", "<f8"),
         ("reserve_tokens", "<f8"),
+        ("worthier_s", "<f8"),
         ("moved", "?"),
     ],
     align=True,
@@ -136,6 +137,8 @@ class Job(NamedTuple):
         moved: whether another replica computes its prompt and transfers the KV.
         reserve_tokens: a guarantee must leave capacity for one more request with a prompt of this
             length, see :mod:`sluice.scheduling.tenancy.fair_shares`.
+        worthier_s: work of prefills on each replica that is expected to come later, be due before
+            this one and be worth more, see :mod:`sluice.scheduling.autoscaling.recent_demand`.
     """
 
     query: RouteQuery
@@ -149,6 +152,7 @@ class Job(NamedTuple):
     splits: NDArray[np.bool_]
     moved: bool = False
     reserve_tokens: float = 0.0
+    worthier_s: float = 0.0
 
     @property
     def tpot_s(self) -> float:
@@ -177,6 +181,7 @@ class Job(NamedTuple):
             query.prompt_tokens,
             self.output_tokens,
             self.reserve_tokens,
+            self.worthier_s,
             self.moved,
         )
         return np.array([asked], ASKED)

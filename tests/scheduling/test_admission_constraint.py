@@ -66,6 +66,7 @@ def test_the_prefill_budget_names_itself() -> None:
     free_blocks=st.sampled_from([0, 100, 10_000]),
     places=st.sampled_from([0, 2, 256]),
     reserve=st.sampled_from([0.0, 500.0]),
+    worthier_s=st.sampled_from([0.0, 0.2, 5.0]),
 )
 def test_a_constraint_is_named_where_nothing_is_promised_and_nowhere_else(
     policy: str,
@@ -76,6 +77,7 @@ def test_a_constraint_is_named_where_nothing_is_promised_and_nowhere_else(
     free_blocks: int,
     places: int,
     reserve: float,
+    worthier_s: float,
 ) -> None:
     rows = [
         row(SLO(1.0, 0.1), size, key=key + 1, emitted=decodes, first_token_s=0.0)
@@ -83,5 +85,6 @@ def test_a_constraint_is_named_where_nothing_is_promised_and_nowhere_else(
     ]
     fleet = fleet_of(report(*rows, free_blocks=free_blocks, places=places), report())
     query = RouteQuery(99, SLO(ttft_s, tpot_s), prompt)
-    made = make_policy(policy).promises(job(fleet, query)._replace(reserve_tokens=reserve), fleet)
+    asked = job(fleet, query)._replace(reserve_tokens=reserve, worthier_s=worthier_s)
+    made = make_policy(policy).promises(asked, fleet)
     assert np.array_equal(made.binds == Constraint.NONE, made.holds)

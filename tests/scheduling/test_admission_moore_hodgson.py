@@ -65,9 +65,10 @@ def margin_s(
     own_s: float,
     tpot_s: float,
     headroom: float,
+    worthier_s: float = 0.0,
 ) -> float:
-    """By how much the promises hold with a new one; below 0: one of them does not. Each sum is made
-    anew."""
+    """By how much the promises hold with a new one, where ``worthier_s`` more must fit; below 0:
+    one of them does not. Each sum is made anew."""
     usable = 1 - headroom
     usable_s = now_s + (new.due_s - now_s) * usable
     ahead_s = sum(each.work_s for each in queue if each.due_s <= new.due_s)
@@ -75,8 +76,8 @@ def margin_s(
     margins = [(new.due_s - now_s) * usable - new.work_s - MODEL.a]
     if new.due_s < inf:
         margins += [
-            capacity(loads, begun_s, usable_s) - starts_s - new.work_s,
-            usable_s - max(now_s, step_ends_s) - MODEL.a - new.work_s,
+            capacity(loads, begun_s, usable_s) - starts_s - new.work_s - worthier_s,
+            usable_s - max(now_s, step_ends_s) - MODEL.a - new.work_s - worthier_s,
         ]
     after = list(loads)
     if tpot_s < inf:
@@ -98,7 +99,8 @@ def margin_s(
         # Others are left the head-room that they were tested with themselves.
         later_s = later.due_s - headroom * max(0.0, later.due_s - now_s)
         more_s = capacity(loads, begun_s, later.due_s) - capacity(after, begun_s, later.due_s)
-        margins.append(capacity(loads, begun_s, later_s) - more_s - done_s - new.work_s)
+        left_s = capacity(loads, begun_s, later_s) - more_s - done_s
+        margins.append(left_s - new.work_s - worthier_s)
     return min(margins)
 
 
@@ -116,6 +118,7 @@ tokens = st.integers(2, 4_000)
     prompt=tokens,
     gone_s=st.sampled_from([0.0, 0.01, 0.1]),
     headroom=st.sampled_from([0.0, 0.1]),
+    worthier_s=st.sampled_from([0.0, 0.1, 0.5]),
 )
 def test_it_promises_what_the_definition_allows(
     waiting: list[tuple[SLO, int, int]],
@@ -124,6 +127,7 @@ def test_it_promises_what_the_definition_allows(
     prompt: int,
     gone_s: float,
     headroom: float,
+    worthier_s: float,
 ) -> None:
     rows, queue, loads = [], [], []
     for own, size, eighths in waiting:
@@ -151,10 +155,11 @@ def test_it_promises_what_the_definition_allows(
         MODEL.work_s(1, prompt),
         slo.columns[1],
         headroom,
+        worthier_s if rows else 0.0,
     )
     assume(abs(margin) > SLIP_S)
     promises = make_policy("moore_hodgson", {"headroom": headroom}).promises(
-        job(fleet, query, gone_s), fleet
+        job(fleet, query, gone_s)._replace(worthier_s=worthier_s), fleet
     )
     assert bool(promises.holds[0]) == (margin > 0)
     if not promises.holds[0]:

@@ -45,6 +45,7 @@ const REASONS = {
   kv_memory: "too little KV memory",
   sequences: "no free sequence",
   prefill_budget: "prefill budget spent",
+  worthier: "kept for requests of more worth",
 };
 
 /** What was promised, and if nothing was, why. */
