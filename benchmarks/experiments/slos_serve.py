@@ -72,7 +72,7 @@ def _capacities(
     layouts: Planned[Sequence[systems.Layout | None]] = (None,),
 ) -> Sweep:
     """The highest rates at which 90 % and 98 % of the requests attain, per replica."""
-    quick = Span(3.0, 10, 20)
+    quick, lasting, several = Span(3.0, 10, 20), Span(900.0, 100, 300), Span(300.0, 100, 1_800)
     window = "attainment_window", (0.9, 0.98)
     return Sweep(
         named=("scenario",),
@@ -80,10 +80,9 @@ def _capacities(
         setups=(setup,),
         layouts=layouts,
         kinds=kinds,
-        span=Scaled(quick, Span(60.0, 100, 600)),
-        # A request of reasoning lasts minutes; bursts come once a minute.
-        spans={"reasoning": Scaled(quick, Span(900.0, 100, 300))}
-        | dict.fromkeys(("coder", "tools", "coder, gamma"), Scaled(quick, Span(300.0, 100, 600))),
+        span=Scaled(quick, Span(300.0, 100, 600)),
+        # A request of reasoning lasts minutes; a third of the mix comes in bursts, once a minute.
+        spans={"reasoning": Scaled(quick, lasting), "mixed": Scaled(quick, several)},
         loads=Scaled((Search(*window, 0.5, 1.0, 1),), (Search(*window, steps=5),)),
         oracle=True,
     )
