@@ -40,7 +40,6 @@ from sluice.scheduling.request.kernels import (
     FIRST_TOKEN,
     KV_BLOCKS,
     PRIORITY,
-    PROMISED,
     RUNNING,
     TTFT,
     Floats,
@@ -343,15 +342,7 @@ class DeadlineTriage(BatchPolicy):
         """See :func:`~sluice.scheduling.batching.deadline_triage.selection.sort_out`."""
         ends_s = left_s[prefills]
         until_s = decodes.capacity_s(ends_s[: np.searchsorted(ends_s, inf)], latency)
-        return sort_out(
-            prefills,
-            left_s,
-            work_s,
-            table[:, PRIORITY],
-            table[:, PROMISED],
-            until_s,
-            self._usable,
-        )
+        return sort_out(table, prefills, work_s, until_s, self._usable)
 
     def _until_s(
         self,

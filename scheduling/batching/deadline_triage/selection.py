@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from sluice.scheduling.request.kernels import Floats, Ints, compiled
+from sluice.scheduling.request.kernels import PRIORITY, PROMISED, Floats, Ints, compiled
 
 
 @compiled
@@ -120,30 +120,26 @@ def before(size: Floats, room: Floats, late: Floats) -> Ints:
 
 @compiled
 def sort_out(
-    prefills: Ints,
-    left_s: Floats,
-    work_s: Floats,
-    weight: Floats,
-    owed: Floats,
-    until_s: Floats,
-    usable: float,
+    table: Floats, prefills: Ints, work_s: Floats, until_s: Floats, usable: float
 ) -> tuple[Ints, Ints, Ints]:
-    """The prefills to keep, by deadline; the same with the late ones that are ``owed``, each as far
-    to the front as makes no kept one late; and the shed ones: the other late ones, then the ones
-    without a deadline. ``O(n log n + owed * n)``.
+    """The prefills to keep, by deadline; the same with the late guaranteed ones, each as far to the
+    front as makes no kept one late; and the shed ones: the other late ones, then the ones without a
+    deadline. ``O(n log n + late * n)``.
 
     Args:
+        table: the queue.
         prefills: rows, by deadline.
-        left_s, work_s, weight: per row, time left, work and weight.
-        owed: per row, above zero where its objective was guaranteed.
+        work_s: per row, the work of its pending tokens.
         until_s: time for prefill until the deadline of each one that has one.
         usable: share of that time to count on, for those that move to the front.
     """
     dated = until_s.shape[0]
     due, undated = prefills[:dated], prefills[dated:]
-    kept = keep(work_s[due], weight[due], until_s)
-    on_time, late = due[kept], due[~kept]
-    promised = owed[late] > 0.0
+    weight, owed = np.empty(dated), np.empty(dated, np.bool_)
+    for place, row in enumerate(due):
+        weight[place], owed[place] = table[row, PRIORITY], table[row, PROMISED] > 0.0
+    kept = keep(work_s[due], weight, until_s)
+    on_time, late, promised = due[kept], due[~kept], owed[~kept]
     shed = np.concatenate((late[~promised], undated))
     late = late[promised]
     if not late.shape[0]:
