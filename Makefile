@@ -106,8 +106,9 @@ define pip_install
 	  || $(BIN)/pip install --quiet --extra-index-url $(TORCH_CPU_INDEX) $(1)
 endef
 
-# A quarter of the code that is installed. Python compiles what is imported of it.
-SELDOM := /(tests|transformers/models|ray/rllib|moto)/
+# Two fifths of the code that is installed. Python compiles what is imported of it.
+SELDOM := /(tests|anthropic|moto|mypy|sentry_sdk|torch/testing|transformers/models
+SELDOM := $(SELDOM)|vllm/models|vllm/model_executor/models|ray/(data|llm|rllib|train|tune))/
 
 # Extras of pyproject.toml, and the files that lock them. Bytecode is compiled on all cores; some files
 # are of other Pythons. The three torch companions that come along on some indexes are CUDA builds:

@@ -36,6 +36,10 @@ _TEST_SETTINGS = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.2",
     "RAY_health_check_period_ms": "500",
+    # Ray and Serve measure themselves seldom, and no call is recorded: no test looks at that.
+    "REPORTER_UPDATE_INTERVAL_MS": "60000",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",

@@ -155,13 +155,22 @@ def replaced(value: Any, path: tuple[int, ...], other: Any) -> Any:
     return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
 
 
+SHARES = 3
+
+
+@pytest.mark.parametrize(
+    "share", [0, *(pytest.param(each, marks=pytest.mark.release) for each in range(1, SHARES))]
+)
 @pytest.mark.parametrize("method", CALLS)
-async def test_a_call_with_anything_wrong_in_it_is_refused_and_changes_nothing(method: str) -> None:
+async def test_a_call_with_anything_wrong_in_it_is_refused_and_changes_nothing(
+    method: str, share: int
+) -> None:
+    """A third of :data:`JUNK` in each place, and the next third in the place beside it."""
     refused = 0
     controller = await fleet()
     before = await state(controller)
-    for path in places(CALLS[method](controller))[1:]:
-        for junk in JUNK:
+    for number, path in enumerate(places(CALLS[method](controller))[1:], share):
+        for junk in JUNK[number % SHARES :: SHARES]:
             arguments = replaced(CALLS[method](controller), path, junk)
             if await taken(controller, method, arguments):
                 await check_sound(controller)
@@ -171,7 +180,7 @@ async def test_a_call_with_anything_wrong_in_it_is_refused_and_changes_nothing(m
                 refused += 1
                 assert await state(controller) == before, (path, junk)
     await check_sound(controller)
-    assert refused > len(JUNK) / 2
+    assert refused > len(JUNK) / SHARES / 2
 
 
 async def test_stages_that_no_constructor_has_seen_are_refused_or_checked_by_it() -> None:

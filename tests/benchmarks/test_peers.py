@@ -312,6 +312,7 @@ def measure(*options: str) -> Result:
     return CliRunner().invoke(main, ["bench", "peers", *options])
 
 
+@pytest.mark.vllm  # it is there that torch has been imported, whose version is reported
 def test_the_command_measures_what_starts_in_alternating_order_and_names_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,17 @@ def common(common_app: str) -> Iterator[str]:
         ray.get(actor.goodbye.remote(row["replica_id"]), timeout=120)
 
 
+@pytest.fixture(scope="module")
+def restarted() -> Iterator[str]:
+    """An application of those tests that end its actors, each of which the next one finds started
+    again: first those whose counts begin with a new controller."""
+    name = "app-restarted"
+    try:
+        yield name
+    finally:
+        stop_controller(name)
+
+
 @contextlib.asynccontextmanager
 async def connected(
     app: str,
@@ -112,34 +123,19 @@ async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
     deadline_s = time.monotonic() + 120
     while not await condition():
         assert time.monotonic() < deadline_s, f"waited in vain: {what}"
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.1)
 
 
-def test_one_application_has_one_controller(app: str) -> None:
-    first = ensure_controller(app, CONFIG, 120)
+def test_one_application_has_one_controller(app: str, common_app: str) -> None:
+    first = ensure_controller(common_app, CONFIG, 120)
     epoch = ray.get(first.route.remote([]), timeout=120).epoch
-    again = ensure_controller(app, CONFIG, 120)
+    again = ensure_controller(common_app, CONFIG, 120)
     assert ray.get(again.route.remote([]), timeout=120).epoch == epoch
-    other = ensure_controller(f"{app}-2", CONFIG, 120)
-    try:
-        assert ray.get(other.route.remote([]), timeout=120).epoch != epoch
-    finally:
-        stop_controller(f"{app}-2")
+    other = ensure_controller(app, CONFIG, 120)
+    assert ray.get(other.route.remote([]), timeout=120).epoch != epoch
     assert stop_controller(app)
-    assert not stop_controller(f"{app}-2")
-
-
-def test_a_controller_and_an_observer_of_another_configuration_are_replaced(app: str) -> None:
-    first = ensure_controller(app, CONFIG, 120)
-    epoch = ray.get(first.route.remote([]), timeout=120).epoch
-    observer = ensure_observer(app, CONFIG, 120)
-    changed = ControllerConfig(policy="round_robin")
-    second = ensure_controller(app, changed, 120)
-    assert ray.get(second.route.remote([]), timeout=120).epoch != epoch
-    assert ray.get(second.fingerprint.remote(), timeout=120) == fingerprint_of(changed)
-    another = ensure_observer(app, changed, 120)
-    assert another != observer
-    assert ray.get(another.snapshot.remote(), timeout=120)["policy"] == "round_robin"
+    assert not stop_controller(app)
+    assert ray.get(first.route.remote([]), timeout=120).epoch == epoch
 
 
 @pytest.mark.release
@@ -261,15 +257,17 @@ async def test_endings_go_with_the_metrics_and_wait_while_nobody_answers(common:
         assert (told["one"]["outcome"], told["two"]["outcome"]) == ("ok", "cancelled")
 
 
-async def test_without_its_observer_decisions_go_on_and_the_metrics_come_back(app: str) -> None:
+async def test_without_its_observer_decisions_go_on_and_the_metrics_come_back(
+    restarted: str,
+) -> None:
     gauge = MetricSample("sluice_x", "gauge", "X.", "sluice_x", (), 3.0)
-    async with connected(app) as client:
+    async with connected(restarted) as client:
         await client.hello(hello("a"))
         assert await client.push_metrics(newer_push("router", (gauge,)))
         page = await client.render_metrics()
         assert page is not None and b"sluice_x 3.0" in page and b"sluice_controller_up 1.0" in page
-        epoch = ray.get(actor_of(app).route.remote([]), timeout=120).epoch
-        os.kill(process_of(app, observer_actor_name), signal.SIGKILL)
+        epoch = ray.get(actor_of(restarted).route.remote([]), timeout=120).epoch
+        os.kill(process_of(restarted, observer_actor_name), signal.SIGKILL)
         for key in range(50):
             assert await client.route(query(key)) == RouteDecision("a", "placed")
         assert client.up
@@ -283,9 +281,9 @@ async def test_without_its_observer_decisions_go_on_and_the_metrics_come_back(ap
         # The decisions are the controller's, which has not been restarted.
         told = await client.decisions(100)
         assert told is not None and len(told) == 50
-        assert ray.get(actor_of(app).route.remote([]), timeout=120).epoch == epoch
+        assert ray.get(actor_of(restarted).route.remote([]), timeout=120).epoch == epoch
         # It is started anew where Ray does not restart it.
-        ray.kill(actor_of(app, observer_actor_name), no_restart=True)
+        ray.kill(actor_of(restarted, observer_actor_name), no_restart=True)
         await until(back, "another observer has the metrics")
 
 
@@ -319,14 +317,14 @@ async def test_concurrent_questions_share_calls(common: str) -> None:
         assert registry.get_sample_value("sluice_controller_calls_total", labels) == 64
 
 
-async def test_a_killed_controller_comes_back_and_is_rebuilt(app: str) -> None:
+async def test_a_killed_controller_comes_back_and_is_rebuilt(restarted: str) -> None:
     registry = CollectorRegistry()
-    async with connected(app, timeout_s=0.25, registry=registry) as client:
+    async with connected(restarted, timeout_s=0.25, registry=registry) as client:
         reply = await client.hello(hello("a"))
         assert reply is not None
         # The first decision may wait for a cold worker; this one shows that it works.
         await until(lambda: _placed(client), "a decision")
-        os.kill(process_of(app), signal.SIGKILL)
+        os.kill(process_of(restarted), signal.SIGKILL)
 
         async def lost() -> bool:
             await client.route(query(0))
@@ -401,17 +399,32 @@ async def test_while_one_cell_is_away_the_other_one_decides(app: str) -> None:
         await until(told, "the closed replica is known")
 
 
-async def test_a_stopped_controller_is_started_again_by_who_needs_it(app: str) -> None:
-    async with connected(app) as client:
+async def test_a_stopped_controller_is_started_again_by_who_needs_it(restarted: str) -> None:
+    async with connected(restarted) as client:
         before = await client.hello(hello("a"))
         assert before is not None
-        assert stop_controller(app)
+        assert stop_controller(restarted)
 
         async def recovered() -> bool:
             reply = await client.report(delta("a", before.epoch, 1))
             return reply is not None and reply.resync and reply.epoch != before.epoch
 
         await until(recovered, "another controller answers")
+
+
+def test_a_controller_and_an_observer_of_another_configuration_are_replaced(
+    restarted: str,
+) -> None:
+    first = ensure_controller(restarted, CONFIG, 120)
+    epoch = ray.get(first.route.remote([]), timeout=120).epoch
+    observer = ensure_observer(restarted, CONFIG, 120)
+    changed = ControllerConfig(policy="round_robin")
+    second = ensure_controller(restarted, changed, 120)
+    assert ray.get(second.route.remote([]), timeout=120).epoch != epoch
+    assert ray.get(second.fingerprint.remote(), timeout=120) == fingerprint_of(changed)
+    another = ensure_observer(restarted, changed, 120)
+    assert another != observer
+    assert ray.get(another.snapshot.remote(), timeout=120)["policy"] == "round_robin"
 
 
 async def test_a_paused_controller_costs_few_deadlines(common: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,10 @@ def starts(config: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def environment(command: str) -> dict[str, str]:
-    """What the command sets before it starts Ray, as the shell of a node has it then."""
-    before, _, _ = command.partition("ulimit")
+@cache
+def environment(before: str) -> dict[str, str]:
+    """What ``before`` the start of Ray sets, as the shell of a node has it then. It is the same
+    text in most of the files."""
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     done = subprocess.run(
         ["bash", "-euc", f"{before} env"],
@@ -70,7 +72,8 @@ def test_rays_own_loader_sees_a_typo(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_node_has_the_settings(path: Path) -> None:
     for command in starts(read(path)).values():
-        assert environment(command) == {**TUNED, **_NOT_SERVE}
+        before, _, _ = command.partition("ulimit")
+        assert environment(before) == {**TUNED, **_NOT_SERVE}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

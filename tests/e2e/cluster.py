@@ -33,6 +33,8 @@ _FAST = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.1",
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_health_check_period_ms": "500",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",
     "OMP_NUM_THREADS": "1",
 }
 
@@ -52,7 +54,7 @@ class Cluster:
         self.gcs_port, self.dashboard_port, self.port = free_port(), free_port(), free_port()
         self.environment = self._environment()
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
-        self.dashboard = JsonServer(f"http://127.0.0.1:{self.dashboard_port}", self.token, 30)
+        self.dashboard = JsonServer(f"http://127.0.0.1:{self.dashboard_port}", self.token, 120)
         self.url = f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
@@ -70,7 +72,8 @@ class Cluster:
         options = {"host": "127.0.0.1", "port": self.port}
         serve = {"proxy_location": "HeadOnly", "http_options": options, "applications": []}
         self.wait(runs, "Ray runs")
-        self.dashboard.ask("PUT", "/api/serve/applications/", serve)
+        # Its answer may take longer than Ray gives Serve to start on a busy machine.
+        self.wait(lambda: self._answers("PUT", "/api/serve/applications/", serve), "Serve runs")
 
     def add_node(self, name: str, *more: str, apart: bool = False) -> None:
         """Start a worker node, and wait until it has joined.
@@ -194,9 +197,9 @@ class Cluster:
         _, alive = psutil.wait_procs(family, timeout=120)
         assert alive == [], "processes of a node were left behind"
 
-    def _answers(self, method: str, path: str) -> bool:
+    def _answers(self, method: str, path: str, body: dict[str, Any] | None = None) -> bool:
         try:
-            self.dashboard.ask(method, path)
+            self.dashboard.ask(method, path, body)
         except (UnreachableError, AnswerError):
             return False
         return True

@@ -78,7 +78,7 @@ def wait_until(
     what: str,
     timeout_s: float = 120.0,
     show: Callable[[], object] = lambda: "",
-    every_s: float = 0.05,
+    every_s: float = 0.1,
 ) -> None:
     """Return once ``condition`` holds, which is looked at ``every_s`` seconds; after ``timeout_s``
     fail with what ``show`` says."""

@@ -55,7 +55,7 @@ def wait_until_busy(
         found[:] = busy(serving, role)
         return over() or (bool(found) and (idle is None or not busy(serving, idle)))
 
-    wait_until(look, f"a request is at a {role} replica", show=serving.snapshot, every_s=0.005)
+    wait_until(look, f"a request is at a {role} replica", show=serving.snapshot, every_s=0.03)
     if over():
         return None
     (replica_id,) = found

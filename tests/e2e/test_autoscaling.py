@@ -36,7 +36,7 @@ _FIELDS = {
         "autoscaling": {
             "min_replicas": 0,
             "max_replicas": 2,
-            "zero_after_s": 15,
+            "zero_after_s": 8,
             "interval_s": 0.2,
             "policy_options": {"smoothing_s": 0.5, "startup_s": 2.0, "down_after_s": 2.0},
         },
@@ -89,10 +89,15 @@ class Clients:
                 stop.wait(pause_s)
 
 
-def _taking(running: System) -> int:
-    """Replicas that take requests, as the controller knows."""
-    replicas = running.snapshot()["replicas"]
-    return sum(replica["condition"] == "fresh" for replica in replicas)
+def _wait_for(running: System, count: int, what: str) -> None:
+    """Until so many replicas take requests, as the controller knows: starts and ends take seconds,
+    and each look takes time from them."""
+
+    def reached() -> bool:
+        replicas = running.snapshot()["replicas"]
+        return sum(replica["condition"] == "fresh" for replica in replicas) == count
+
+    wait_until(reached, what, PATIENCE_S, every_s=0.5)
 
 
 def _ask(running: System, name: str, **slo: float) -> httpx.Response:
@@ -112,14 +117,16 @@ def test_load_brings_replicas_and_silence_takes_them_without_a_failed_request() 
         assert httpx.get(f"{running.url}/health", timeout=60).json() == {"status": "ok"}
         clients = Clients(running.url)
         with clients.asking(1):
-            wait_until(lambda: _taking(running) == 1, "a request brings the first", PATIENCE_S)
+            _wait_for(running, 1, "a request brings the first")
         with clients.asking(8):
-            wait_until(lambda: _taking(running) == 2, "load brings replicas", PATIENCE_S)
+            _wait_for(running, 2, "load brings replicas")
         # Little enough for one replica on a busy machine, too, but there are requests all the time.
         with clients.asking(1, pause_s=1.0):
-            wait_until(lambda: _taking(running) == 1, "silence takes them", PATIENCE_S)
+            _wait_for(running, 1, "silence takes them")
         assert clients.answered and not clients.failed
-        wait_until(lambda: not running.snapshot()["replicas"], "the last one goes", PATIENCE_S)
+        wait_until(
+            lambda: not running.snapshot()["replicas"], "the last one goes", PATIENCE_S, every_s=0.5
+        )
         started = _sample(running, "sluice_cold_starts_total")
         listed = httpx.get(f"{running.url}/v1/models", timeout=60).json()["data"]
         assert [entry["id"] for entry in listed] == ["sim"]
@@ -136,5 +143,6 @@ def test_load_brings_replicas_and_silence_takes_them_without_a_failed_request() 
         wait_until(
             lambda: _sample(running, "sluice_cold_starts_total") == started + 1,
             "the start is counted",
+            every_s=0.5,
         )
         assert _sample(running, "sluice_startup_seconds") > 0

@@ -229,7 +229,7 @@ def test_concurrent_requests_use_both_replicas(serving: System) -> None:
 
     async def send() -> list[str]:
         async with httpx.AsyncClient(base_url=serving.url, timeout=120) as http:
-            body = {"model": "local", "prompt": "the of and to in a " * 200, "max_tokens": 2}
+            body = {"model": "local", "prompt": "the of and to in a " * 100, "max_tokens": 2}
             answers = await asyncio.gather(
                 *(http.post("/v1/completions", json=body) for _ in range(12))
             )
@@ -355,6 +355,7 @@ def test_structured_output_is_not_tried_again_after_a_hang(serving: System) -> N
     wait_until(both_serve, "both serve again", every_s=0.2)
 
 
+@pytest.mark.release  # tests/faults has it under load, tests/controller with its state
 def test_requests_go_on_while_the_controller_is_dead(serving: System) -> None:
     before = serving.snapshot()
     pid = ray.get(serving.controller().__ray_call__.remote(lambda _: os.getpid()), timeout=120)

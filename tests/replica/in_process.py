@@ -7,7 +7,8 @@ import json
 import os
 import random
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -40,6 +41,8 @@ OBJECTIVES = (
 class InProcess:
     """One engine. Without a policy it is stock vLLM."""
 
+    _started = False
+
     def __init__(
         self,
         model: Path,
@@ -49,6 +52,7 @@ class InProcess:
         **args: Any,
     ) -> None:
         from vllm import LLM
+        from vllm.platforms import current_platform
 
         survive_module_scan()
         self.reasoning_ends: frozenset[int] = frozenset()
@@ -75,13 +79,24 @@ class InProcess:
             # vLLM would choose bfloat16, which is slow on CPUs without instructions for it.
             "dtype": "float32",
         }
-        self.llm = LLM(
-            model=str(model),
-            enforce_eager=True,
-            distributed_executor_backend="uni",
-            disable_log_stats=True,
-            **(defaults | args),
-        )
+        # What was imported stays: no search for garbage looks through it, nor does vLLM search or
+        # freeze by itself, so that what the engine leaves is found when it is closed.
+        gc.freeze()
+        with ExitStack() as patches:
+            patches.enter_context(_vllm_leaves_garbage())
+            if InProcess._started:
+                # It would look again through all modules for what it has replaced.
+                patches.enter_context(
+                    patch.object(current_platform, "register_triton_kernel_overrides", create=True)
+                )
+            self.llm = LLM(
+                model=str(model),
+                enforce_eager=True,
+                distributed_executor_backend="uni",
+                disable_log_stats=True,
+                **(defaults | args),
+            )
+        InProcess._started = True
 
     def batches(self) -> list[dict[str, Any]]:
         """The batch log so far."""
@@ -145,13 +160,21 @@ class InProcess:
         return outputs
 
     def close(self) -> None:
-        """Free the engine. vLLM gives all modules back to the collector, and calls it twice here
-        and three times when another engine starts: half a second each."""
-        with patch.object(gc, "collect"):
+        """Free the engine."""
+        with _vllm_leaves_garbage():
             self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
-        gc.freeze()
+
+
+@contextmanager
+def _vllm_leaves_garbage() -> Iterator[None]:
+    """It does not collect, freeze or unfreeze all that this process has imported: seconds for each
+    engine."""
+    with ExitStack() as patches:
+        for name in ("collect", "freeze", "unfreeze"):
+            patches.enter_context(patch.object(gc, name))
+        yield
 
 
 class Since:

@@ -87,7 +87,9 @@ def alone(engine):
 
 
 # Evictions are planned before any policy fills a batch: with any of them they are the same.
-@pytest.mark.parametrize("policy", ["deadline_triage", "fcfs"])
+@pytest.mark.parametrize(
+    "policy", ["deadline_triage", pytest.param("fcfs", marks=pytest.mark.release)]
+)
 def test_a_preempted_stream_is_that_of_an_undisturbed_run(engine, alone, policy):
     engine.use(policy)
     before = engine.table.read().summary
