@@ -246,14 +246,16 @@ class Wire(asyncio.Transport):
     def __init__(self, server: RouteServer) -> None:
         super().__init__()
         self.sent = b""
+        self._server = server
         self._protocol = _Served(server)
         self._protocol.connection_made(self)
         assert self.hear(server.token.encode()) == WELCOME
 
     def hear(self, message: bytes) -> bytes:
-        """What the controller answers to a message; empty for nothing."""
+        """What the controller answers to a message when its turn has come; empty for nothing."""
         self.sent = b""
         self._protocol.data_received(len(message).to_bytes(4, "big") + message)
+        self._server.reports.finish()
         assert int.from_bytes(self.sent[:4], "big") == len(self.sent[4:]), "one frame at most"
         return self.sent[4:]
 

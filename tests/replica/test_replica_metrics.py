@@ -49,7 +49,7 @@ def test_what_suspensions_cost_is_there() -> None:
     stats = Stats(rounds=9, suspended=1, resumes=2, discards=1, decide_s=0.5)
     timing = Timing(0.0, 9.0, 3.0, (1.002, 2.3), 40)
     stats.ended([1.0, 2.0, 4.0], timing)
-    table.write((), **stats.summary())
+    table.write(**stats.summary())
     registry = CollectorRegistry(auto_describe=False)
     registry.register(ReplicaCollector({"abc": Measured(table.read, lambda: 0)}, lambda: 1))
     samples = scrape(registry)
@@ -107,7 +107,7 @@ def test_every_metric_is_there_and_adds_up() -> None:
 def test_counters_are_summed_over_ranks_and_gauges_are_of_each() -> None:
     tables = [StateTable.create(8) for _ in range(2)]
     steps = [run_some_steps(table) for table in tables]
-    tables[1].write((), last_step_s=0.5)
+    tables[1].write(last_step_s=0.5)
     registry = CollectorRegistry(auto_describe=False)
     ranks = {f"abc:{rank}": Measured(table.read, lambda: 7) for rank, table in enumerate(tables)}
     registry.register(ReplicaCollector(ranks, lambda: 3))
@@ -127,7 +127,7 @@ def test_what_became_of_drafts_is_there() -> None:
     counts = DraftCounts()
     for checked, accepted in ((0, 0), (2, 1), (5, 5), (12, 0)):
         counts.observe("chat", checked, accepted)
-    table.write((), draft_s=0.003, **counts.summary())
+    table.write(draft_s=0.003, **counts.summary())
     registry = CollectorRegistry(auto_describe=False)
     registry.register(ReplicaCollector({"abc": Measured(table.read, lambda: 0)}, lambda: 1))
     samples = scrape(registry)

@@ -53,7 +53,6 @@ class TableOnly:
     ) -> None:
         self.steps += 1
         self.table.write(
-            (),
             updated_s=now_s,
             steps=self.steps,
             predicted_step_s=predicted_s,
