@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
-from math import nan
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,22 +18,16 @@ from sluice.replica.scheduler.local_scheduler import LocalScheduler, StepInFligh
 from sluice.replica.scheduler.state_table import NO_SLOT, ChangedRows, StateTable
 from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
 from sluice.scheduling.request.kernels import (
-    ARRIVAL,
     COMPUTED,
     EMITTED,
     EXPECTED,
-    FIRST_TOKEN,
-    LAST_TOKEN,
     PENDING,
-    PRIORITY,
     PROMISED,
-    PROMPT,
-    TTFT,
     Floats,
     Ints,
 )
 from sluice.scheduling.request.objective import SLO
-from sluice.scheduling.request.queue import QueueView, row_of
+from sluice.scheduling.request.queue import QueueView, begin_stage, row_of
 from sluice.simulation.rows import Rows
 from sluice.simulation.steps import OUTGROWN, PRIVATE, TARGET
 
@@ -363,14 +356,9 @@ class SimulatedCore:
 
     def _begin_stage(self, sequence: SimulatedSequence, place: int, tokens: int) -> None:
         """A sequence is in another stage after ``tokens`` tokens of the one before."""
-        row, slo = self.rows.table[place], sequence.tracked.slo
-        self._slos[sequence.key] = slo
-        row[ARRIVAL] = sequence.tracked.arrival_s
-        row[TTFT : PRIORITY + 1] = slo.columns
-        row[PROMPT] += tokens
-        row[EMITTED] -= tokens
-        row[EXPECTED] -= tokens
-        row[FIRST_TOKEN] = row[LAST_TOKEN] = nan
+        tracked = sequence.tracked
+        self._slos[sequence.key] = tracked.slo
+        begin_stage(self.rows.table[place], tracked.slo, tracked.arrival_s, tokens)
         self.rows.private[place, TARGET] -= tokens
 
     def _end(self, sequence: SimulatedSequence) -> None:

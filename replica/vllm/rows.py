@@ -25,26 +25,22 @@ from sluice.replica.vllm.drafts import PlannedDrafts
 from sluice.replica.vllm.prefix_lookup import PrefixHits
 from sluice.scheduling.request.kernels import (
     ACCEPTANCE,
-    ARRIVAL,
     COMPUTED,
     DRAFTED,
     EMITTED,
     EXPECTED,
     FIELDS,
-    FIRST_TOKEN,
     KV_BLOCKS,
     LAST_TOKEN,
     PENDING,
-    PRIORITY,
     PROMISED,
     PROMPT,
     RUNNING,
-    TTFT,
     Floats,
     Ints,
 )
 from sluice.scheduling.request.objective import SLO
-from sluice.scheduling.request.queue import QueueView, row_of
+from sluice.scheduling.request.queue import QueueView, begin_stage, row_of
 
 _COULD_RUN = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 _RUNNING = RequestStatus.RUNNING
@@ -141,18 +137,13 @@ class RequestRows:
         emit(self._table, np.array(left, np.int64), now_s)
 
     def begin_stage(self, request_id: str, tracked: TrackedRequest, tokens: int) -> None:
-        """A request is in another stage, after ``tokens`` tokens of the one before: to a policy it
-        is another request, whose prompt includes them."""
+        """A request is in another stage, after ``tokens`` tokens of the one before."""
         place = self._places[request_id]
         row = self._table[place]
         assert tracked.stages is not None
         # Tokens that left together may be of several stages.
-        left_s = row[LAST_TOKEN] if tracked.stages.tokens else nan
-        row[ARRIVAL] = tracked.arrival_s
-        row[TTFT : PRIORITY + 1] = tracked.slo.columns
-        row[PROMPT] += tokens
-        row[EXPECTED] -= tokens
-        row[FIRST_TOKEN] = row[LAST_TOKEN] = left_s
+        left_s = float(row[LAST_TOKEN]) if tracked.stages.tokens else nan
+        begin_stage(row, tracked.slo, tracked.arrival_s, tokens, left_s)
         self._slos[int(self._keys[place])] = tracked.slo
 
     def queue(self, busy_until_s: float) -> QueueView:

@@ -61,25 +61,17 @@ class StepSample(NamedTuple):
         cls, sequences: Iterable[tuple[int, int]], seconds: float = 0.0, spec_steps: float = 0.0
     ) -> StepSample:
         """The step of ``sequences``, each given by its new and its computed tokens."""
-        tokens = square = cross = context = prefills = decodes = decode_context = 0
-        for new, computed in sequences:
-            if new == 1:
-                decodes += 1
-                decode_context += computed
-            elif new > 1:
-                prefills += 1
-                tokens += new
-                square += new * new
-                cross += new * computed
-                context += computed
-        return cls(
-            tokens, square, cross, context, prefills, decodes, decode_context, spec_steps, seconds
-        )
+        new, computed = [], []
+        for tokens, before in sequences:
+            new.append(tokens)
+            computed.append(before)
+        return cls(*work_sums(new, computed), spec_steps, seconds)
 
     @classmethod
     def of_arrays(cls, new: Ints, computed: Ints, spec_steps: float = 0.0) -> StepSample:
         """The same of arrays: per sequence, its new and its computed tokens."""
-        return cls(*work_sums(new.astype(np.float64), computed.astype(np.float64)), spec_steps)
+        sums = _compiled_sums(new.astype(np.float64), computed.astype(np.float64))
+        return cls(*sums, spec_steps)
 
     @property
     def new_tokens(self) -> float:
@@ -98,13 +90,12 @@ class StepSample(NamedTuple):
         return cross + 0.5 * (self.prefill_square + self.decodes)
 
 
-@compiled
 def work_sums(
-    new: Floats, computed: Floats
+    new: Sequence[float] | Floats, computed: Sequence[float] | Floats
 ) -> tuple[float, float, float, float, float, float, float]:
     """The sums of a :class:`StepSample` over sequences."""
     tokens = square = cross = context = prefills = decodes = decode_context = 0.0
-    for sequence in range(new.shape[0]):
+    for sequence in range(len(new)):
         count, before = new[sequence], computed[sequence]
         if count == 1.0:
             decodes += 1.0
@@ -116,6 +107,9 @@ def work_sums(
             cross += count * before
             context += before
     return tokens, square, cross, context, prefills, decodes, decode_context
+
+
+_compiled_sums = compiled(work_sums)
 
 
 @compiled

@@ -43,8 +43,8 @@ def reservation_of(job: Job, chosen: int, ids: Sequence[str], promised: bool) ->
 
 
 def prefill_of(fleet: Fleet, query: RouteQuery, rows: Ints) -> tuple[Floats, Floats, Floats]:
-    """What a prompt costs on each of ``rows``: the tokens that are not computed, the time of its
-    prefill, and the time before it in which KV is loaded from the memory of the host, seconds.
+    """What a prompt costs on each of ``rows``: the tokens that need not be computed, the time of
+    its prefill, and the time before it in which KV is loaded from the memory of the host, seconds.
 
     Loading takes no compute, so it delays only this prompt. It is counted where the prompt is done
     earlier with it than if the tokens were computed.

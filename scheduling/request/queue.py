@@ -277,3 +277,20 @@ def row_of(
     row[kernels.ACCEPTANCE] = nan
     row[TENANT], row[WEIGHT] = tenant, weight
     return row
+
+
+def begin_stage(row: Floats, slo: SLO, arrival_s: float, tokens: int, left_s: float = nan) -> None:
+    """Make ``row`` that of the request's next stage, which begins after ``tokens`` tokens of the
+    one before: to a policy it is another request, whose prompt includes them.
+
+    Args:
+        row: ``float64[FIELDS]``, changed in place.
+        slo, arrival_s: of the stage.
+        left_s: when tokens of the stage left together with the last one before it; nan: none did.
+    """
+    row[kernels.ARRIVAL] = arrival_s
+    row[kernels.TTFT : kernels.PRIORITY + 1] = slo.columns
+    row[kernels.PROMPT] += tokens
+    row[kernels.EMITTED] -= tokens
+    row[kernels.EXPECTED] -= tokens
+    row[FIRST_TOKEN] = row[LAST_TOKEN] = left_s
