@@ -1,4 +1,4 @@
-"""Which prefill work is expected soon, by the requests of late."""
+"""How much prefill work is expected soon, judged by recent requests."""
 
 # numpy's scalars are "Any" to the type checker.
 # mypy: disable-error-code="no-any-return"
