@@ -176,8 +176,8 @@ class LocalScheduler:
     For each batch: :meth:`plan`, then :meth:`begin_step` with what the engine will really run, then
     :meth:`end_step`. Batches end in the order in which they began. Not thread-safe.
 
-    ``stages`` is the number of stages of the engine's pipeline. ``of_role`` makes the policy for a
-    role; ``policy`` is that for the table's role now.
+    ``times`` measures steps that overlap. ``of_role`` makes the policy for a role; ``policy`` is
+    that for the table's role now.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class LocalScheduler:
         table: StateTable,
         model: LatencyModel = DEFAULT_MODEL,
         log: BatchLog | None = None,
-        stages: int = 1,
+        times: StepTimes | None = None,
         of_role: Callable[[Role], BatchPolicy] | None = None,
     ) -> None:
         self.requests: dict[str, TrackedRequest] = {}
@@ -212,7 +212,7 @@ class LocalScheduler:
         self._best_effort_wait_s = 0.0
         self._plan_seconds = 0.0
         self._ratio_sum = 0.0
-        self.times = StepTimes(stages)
+        self.times = StepTimes() if times is None else times
         self._rowless = 0
         self._unlearned = 0
 
@@ -414,14 +414,16 @@ class LocalScheduler:
         seconds: float | None = None,
         *,
         disturbed: bool = False,
+        cpu_s: float = 0.0,
     ) -> None:
         """The engine finished ``step``: learn its time and publish the state.
 
         The time of a step that was ``disturbed`` by other work of the engine is not learned from.
 
         Its time is that of :class:`StepTimes`, unless the engine says how many ``seconds`` it took.
+        ``cpu_s`` is the processor time of this thread.
         """
-        passed_s = self.times.ended(step.started_s, now_s, step.work.new_tokens > 0)
+        passed_s = self.times.ended(step.started_s, now_s, step.work.new_tokens > 0, cpu_s)
         seconds = passed_s if seconds is None else seconds
         if self._log is not None and step.record is not None:
             self._log.write({**step.record, "seconds": seconds})

@@ -25,6 +25,7 @@ import numpy as np
 import vllm
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.request import Request, RequestStatus
 
 from sluice.replica.engine import request_key
@@ -34,7 +35,7 @@ from sluice.replica.scheduler import row_counts
 from sluice.replica.scheduler.local_scheduler import BatchLog, LocalScheduler, StepInFlight
 from sluice.replica.scheduler.prefix_index import HeldPrefixes
 from sluice.replica.scheduler.state_table import StateTable
-from sluice.replica.scheduler.step_times import next_start_s, spare_tokens
+from sluice.replica.scheduler.step_times import StepTimes, next_start_s, spare_tokens
 from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, from_xargs
 from sluice.replica.transfer.incoming import IncomingKv, kv_of_request
 from sluice.replica.vllm.drafts import PlannedDrafts
@@ -88,9 +89,9 @@ class PlanMixin(_Base):
         logger.info("policy loaded in %.1f s", time.monotonic() - started_s)
         log = BatchLog(settings.batch_log) if settings.batch_log is not None else None
         table = StateTable.open(settings.state_table)
-        stages = self.parallel_config.pipeline_parallel_size
         make = settings.make_policy
-        self._local = LocalScheduler(make(), table, log=log, stages=stages, of_role=make)
+        times = _step_times(self.parallel_config)
+        self._local = LocalScheduler(make(), table, log=log, times=times, of_role=make)
         bound_grammars(self.structured_output_manager)
         self._names: set[str] = set()
         self._caps: Mapping[str, int] | None = None
@@ -238,6 +239,7 @@ class PlanMixin(_Base):
             None if drafts is None else drafts.drafted,
             fetched=fetched,
         )
+        self._local.times.began(step.started_s, time.thread_time())
         if ran:
             start_s = max(step.started_s, start_s)
             stage_s = plan.predicted_s / stages
@@ -277,6 +279,7 @@ class PlanMixin(_Base):
             self._pool.num_gpu_blocks,
             self._seconds_of(scheduler_output),
             disturbed=disturbed,
+            cpu_s=time.thread_time(),
         )
         return outputs
 
@@ -483,6 +486,13 @@ def prepare(vllm_config: Any) -> None:
     if settings.cpu_core is not None:
         # On CPUs this thread also runs the model.
         pin_thread(settings.cpu_core, rank_of(vllm_config))
+
+
+def _step_times(parallel: Any) -> StepTimes:
+    """The loop launches batches itself where the executor is in its process."""
+    backend, stages = parallel.distributed_executor_backend, parallel.pipeline_parallel_size
+    own = backend == "uni" or isinstance(backend, type) and issubclass(backend, UniProcExecutor)
+    return StepTimes(stages, launches=own and stages == 1)
 
 
 def _settings(vllm_config: Any) -> SchedulerSettings:

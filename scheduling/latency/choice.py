@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sluice.scheduling.latency.fit import fit, fit_without_context
+from sluice.scheduling.latency.fit import best_of_each_kind, fit, fit_without_context
 from sluice.scheduling.latency.model import LatencyModel, PrefillDecodeLatency, StepSample
 from sluice.scheduling.latency.profile import FitReport
 
@@ -58,20 +58,21 @@ def held_out_error(
     samples: Sequence[StepSample], fitted: Callable[..., tuple[LatencyModel, Any]], trim: float
 ) -> float | None:
     """Mean of ``|predicted - real| / real`` over the steps, each predicted by a fit without it; the
-    worst ``trim`` share is left out, as in fits. ``None`` with too few steps."""
+    worst ``trim`` share of each kind is left out, as in fits. ``None`` with too few steps."""
     usable = [step for step in samples if step.new_tokens > 0 and 0 < step.seconds < np.inf]
     part = np.random.default_rng(0).permutation(len(usable)) % FOLDS
-    errors: list[float] = []
+    errors = np.zeros(len(usable))
     for held in range(FOLDS):
         seen = [step for step, own in zip(usable, part, strict=True) if own != held]
         try:
             model, _ = fitted(seen, trim=trim)
         except ValueError:
             return None
-        kept = [step for step, own in zip(usable, part, strict=True) if own == held]
-        errors += [abs(model.step_s(step) / step.seconds - 1) for step in kept]
-    errors.sort()
-    return float(np.mean(errors[: max(1, round(len(errors) * (1 - trim)))]))
+        for place in np.flatnonzero(part == held):
+            step = usable[place]
+            errors[place] = abs(model.step_s(step) / step.seconds - 1)
+    prefills = np.array([step.prefills for step in usable])
+    return float(errors[best_of_each_kind(errors, prefills, trim)].mean())
 
 
 def _fit_apart(

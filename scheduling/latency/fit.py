@@ -1,8 +1,10 @@
 """Fit of the latency models to measured steps, with one report of the error for all families.
 
 Least squares on relative errors, because a plan of 5 ms needs its 5 % as much as one of 200 ms;
-coefficients >= 0, because no work takes negative time; and the worst samples left out, because a
-shared machine makes outliers that are not the engine's. Deterministic.
+coefficients >= 0, because no work takes negative time; and the worst samples of each kind left out,
+because a shared machine makes outliers that are not the engine's. Steps with prefills are one kind,
+steps of decodes the other: a profile has few prefills, and without kinds they would all be the
+worst samples where a fit to the decodes misses them. Deterministic.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from sluice.scheduling.latency.model import (
 )
 from sluice.scheduling.latency.profile import FitReport
 from sluice.scheduling.latency.request_model import Interaction, InteractionLatency, PolynomialTTFT
-from sluice.scheduling.request.kernels import COEFFICIENTS, Floats
+from sluice.scheduling.request.kernels import COEFFICIENTS, Floats, Ints
 
 MIN_FIT_SAMPLES = 8
 """Fewest samples of a fit; one with more than four coefficients needs twice their number."""
@@ -76,8 +78,8 @@ def fit(
 ) -> tuple[LatencyModel | InteractionLatency | PolynomialTTFT, FitReport]:
     """The model of ``family`` that explains ``samples`` best, and how well it does.
 
-    The worst ``trim`` share of the samples by relative error is left out and the rest is fitted
-    again. Samples without new tokens, or with a time that is not positive and finite, are ignored.
+    The worst ``trim`` share of each kind of samples by relative error is left out and the rest is
+    fitted again. Samples without new tokens, or with a time that is not positive and finite, are ignored.
 
     ``interaction`` is fitted to the steps that are all fresh prefills or all decodes (002 §4.2
     profiles such batches), ``polynomial_ttft`` to those that are one fresh prefill and nothing else
@@ -131,7 +133,7 @@ def _fit_one_piece(
     # What one second of each coefficient adds to the piece.
     units = [family.of(unit.tolist()).pieces[0] for unit in np.eye(len(family.names))[:count]]
     work = np.column_stack([np.ones(len(data)), data[:, : COEFFICIENTS - 1]])
-    found = _trimmed(work @ np.array(units).T, _column(data, "seconds"), trim)
+    found = _trimmed(work @ np.array(units).T, data, trim)
     coefficients = np.zeros(len(family.names))
     coefficients[:count] = found.lines[0]
     return family.of(coefficients.tolist()), _report(found)
@@ -140,7 +142,7 @@ def _fit_one_piece(
 def _fit_roofline(data: Floats, trim: float) -> tuple[RooflineLatency, FitReport]:
     tokens = _column(data, "prefill_tokens") + _column(data, "decodes")
     design = np.column_stack([tokens, _column(data, "spec_steps"), np.ones(len(data))])
-    found = _trimmed(design, _column(data, "seconds"), trim, _two_lines, 6)
+    found = _trimmed(design, data, trim, _two_lines, 6)
     return RooflineLatency.of([*found.lines.ravel().tolist(), 0.0]), _report(found)
 
 
@@ -152,11 +154,11 @@ def _fit_interaction(data: Floats, trim: float) -> tuple[InteractionLatency, Fit
         (fresh, prefills, _column(data, "prefill_tokens")),
         (prefills == 0, decodes, _column(data, "decode_context")),
     ):
-        batch = sequences[chosen]
+        own, batch = data[chosen], sequences[chosen]
         # 002 has one length per batch: the mean stands for it.
         length = tokens[chosen] / batch
         design = np.column_stack([batch * length, batch, length, np.ones(len(batch))])
-        fits.append(_trimmed(design, _column(data, "seconds")[chosen], trim))
+        fits.append(_trimmed(design, own, trim))
     prefill, decode = (Interaction(*each.lines[0].tolist()) for each in fits)
     return InteractionLatency(prefill, decode), _report(*fits)
 
@@ -166,7 +168,7 @@ def _fit_polynomial(data: Floats, trim: float) -> tuple[PolynomialTTFT, FitRepor
     alone &= _column(data, "prefill_context") == 0
     tokens = _column(data, "prefill_tokens")[alone]
     design = np.vander(tokens, 3, increasing=True)
-    found = _trimmed(design, _column(data, "seconds")[alone], trim)
+    found = _trimmed(design, data[alone], trim)
     return PolynomialTTFT(tuple(found.lines[0].tolist())), _report(found)
 
 
@@ -177,22 +179,31 @@ def _column(data: Floats, name: str) -> Floats:
 
 def _trimmed(
     design: Floats,
-    seconds: Floats,
+    data: Floats,
     trim: float,
     solve: Solver | None = None,
     coefficients: int = 0,
 ) -> _Fit:
     """Fit, leave the worst out, and fit again."""
-    solve = solve or _one_line
+    solve, seconds = solve or _one_line, _column(data, "seconds")
     least = max(MIN_FIT_SAMPLES, 2 * (coefficients or design.shape[1]))
     if len(design) < least:
         raise ValueError(f"a latency fit needs at least {least} samples, got {len(design)}")
     errors = np.abs(_predict(solve(design, seconds), design) / seconds - 1)
-    keep = max(least, round(len(design) * (1 - trim)))
-    kept = np.argsort(errors, kind="stable")[:keep]
+    kept = best_of_each_kind(errors, _column(data, "prefills"), min(trim, 1 - least / len(design)))
     design, real = design[kept], seconds[kept]
     lines = solve(design, real)
     return _Fit(lines, _predict(lines, design), real, len(seconds) - len(kept))
+
+
+def best_of_each_kind(errors: Floats, prefills: Floats, trim: float) -> Ints:
+    """The indices of the steps without the worst ``trim`` share of the steps with prefills, and of
+    those of decodes alone. ``O(steps log steps)``."""
+    kept = []
+    for kind in (np.flatnonzero(prefills > 0), np.flatnonzero(prefills == 0)):
+        order = kind[np.argsort(errors[kind], kind="stable")]
+        kept.append(order[: round(len(kind) * (1 - trim))])
+    return np.concatenate(kept)
 
 
 def _report(*fits: _Fit) -> FitReport:

@@ -62,6 +62,52 @@ def test_empty_steps_between_change_nothing() -> None:
     assert times.ended(1.2, 1.5) == pytest.approx(0.3)
 
 
+def launched(batches: Batches) -> list[float]:
+    """What is measured of batches by a loop that launches each before it waits for the end of the
+    one before it. Of each batch the seconds of its launch, on the loop's processor, and those that
+    the device takes."""
+    times = StepTimes(launches=True)
+    now_s = cpu_s = free_s = 0.0
+    found, in_flight = list[float](), list[tuple[float, float]]()
+    for launch_s, device_s in [*batches, (0.0, 0.0)]:
+        started_s = now_s
+        times.began(now_s, cpu_s)
+        now_s, cpu_s = now_s + launch_s, cpu_s + launch_s
+        # The device computes what was launched already.
+        free_s = max(now_s, max(started_s, free_s) + device_s)
+        in_flight.append((started_s, free_s))
+        if len(in_flight) == 2:
+            own_s, end_s = in_flight.pop(0)
+            now_s = max(now_s, end_s)
+            found.append(times.ended(own_s, now_s, cpu_s=cpu_s))
+    return found
+
+
+@given(st.floats(0.001, 0.1), st.floats(0.001, 0.1), st.integers(4, 20))
+def test_batches_that_are_alike_take_the_longer_of_launch_and_device(
+    launch_s: float, device_s: float, count: int
+) -> None:
+    found = launched([(launch_s, device_s)] * count)
+    # The first two have an idle engine before them.
+    assert found[2:-1] == pytest.approx([max(launch_s, device_s)] * (count - 3), rel=0.12)
+
+
+def test_a_launch_that_hides_the_end_of_the_batch_before_it_is_no_part_of_its_time() -> None:
+    """Decodes whose launch is short, 7 ms each, and among them a prefill whose launch takes 16 ms
+    and the device 20 ms. From end to end the decode before it took 16 ms, and the prefill 11."""
+    decode, prefill = (0.003, 0.007), (0.016, 0.020)
+    found = launched([decode] * 4 + [prefill] + [decode] * 4)
+    assert found[4] == pytest.approx(0.020)
+    assert found[:3] + found[5:-1] == pytest.approx([0.007] * 6)
+    assert found[3] == pytest.approx(0.007)
+
+
+def test_an_engine_that_computes_where_it_launches_has_each_batch_its_own_time() -> None:
+    """vLLM's CPU build: nothing is computed while the loop does something else."""
+    alone = [(0.010, 0.0), (0.050, 0.0), (0.010, 0.0), (0.120, 0.0), (0.010, 0.0)]
+    assert launched(alone) == pytest.approx([launch_s for launch_s, _ in alone])
+
+
 DECODE = RequestView("a", SLO(ttft_s=1.0, tpot_s=0.1), 0.0, 8, 9, 1, 2, 1.0, running=True)
 """Its third token is due at 1.2, its fourth at 1.3."""
 

@@ -271,7 +271,8 @@ def test_a_batch_beside_a_decode_in_a_pipeline_leaves_it_its_pace(
     With 4 ms the decode is late in any case."""
     clock = SimpleNamespace(now_s=0.0)
     monkeypatch.setattr(
-        "sluice.replica.vllm.scheduler.time", SimpleNamespace(monotonic=lambda: clock.now_s)
+        "sluice.replica.vllm.scheduler.time",
+        SimpleNamespace(monotonic=lambda: clock.now_s, thread_time=lambda: 0.0),
     )
     scheduler, _ = make(model, tmp_path, "fcfs", 1000, 2, 2)
     worker = KnownModel()
