@@ -12,9 +12,9 @@ from ray.job_config import JobConfig
 
 from sluice.deploy.leftovers import end_processes
 
-TRIES = 3
-"""How often Ray is started. It gives its node 30 s, a time that cannot be set; the next try finds
-the files of its processes in memory."""
+TRIES = 5
+"""How often Ray is started. It gives its node 30 s, and its node's agents 15 s of them, times that
+cannot be set; the next try finds the files of its processes in memory."""
 
 _TOO_SLOW = "timed out during startup"
 

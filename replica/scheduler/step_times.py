@@ -13,7 +13,6 @@ from sluice.scheduling.request.kernels import BEST_EFFORT, EMITTED, PENDING, TPO
 from sluice.scheduling.request.objective import Anchor
 from sluice.scheduling.request.queue import QueueView
 
-
 _BUSY = 0.9
 """From this share of a thread's time on the processor, it did not wait."""
 
@@ -25,9 +24,9 @@ class StepTimes:
     A step's time is that of its batch in all stages, as a request has its next token no sooner.
 
     With asynchronous scheduling and vLLM's executor in one process, the engine's loop launches the
-    next batch, or computes it on CPUs, before it looks for the end of the one before. A launch
-    takes longer than a short batch: of a prefill of an 8B model on an H100 10 to 25 ms, and a batch
-    of decodes 7. Then the end is seen late, and the time from end to end is that of the other batch.
+    next batch, or computes it on CPUs, before it looks for the end of the one before. A launch can
+    take longer than a short batch: that of a prefill of an 8B model on an H100 10 to 25 ms, and a
+    batch of decodes 7. Then the end is seen late, and from end to end is the time of another batch.
     Where the loop did not wait for the end, a step's time is that from its launch to the next one.
 
     Args:

@@ -12,11 +12,7 @@ from typing import Any, NamedTuple
 from sluice.replica.vllm.host_blocks import HostBlocks
 
 _REFRESHED = 8
-"""Requests per pass that are looked up again."""
-
-_AGE = 4
-"""Passes until a hit is looked up again: those of the first 32 waiting requests are at most that
-old, and a pass costs no more in a longer queue."""
+"""Requests per pass that are looked up again: a pass costs no more in a longer queue."""
 
 _BLOCKS_A_PASS = 2048
 """Max cached blocks examined in one pass, one to two milliseconds; the hit that exceeds it is the
@@ -35,7 +31,7 @@ _NONE = PrefixHit(0, 0)
 
 
 class PrefixHits:
-    """The hits of the waiting requests, as of their last lookup.
+    """The hits of waiting requests.
 
     A pass goes over the waiting requests in queue order. It looks up new requests, and some others
     again if the free blocks have changed: filling, freeing and evicting blocks all change them. An
@@ -60,38 +56,23 @@ class PrefixHits:
         self._groups = groups
         self._block_tokens = block_tokens
         self._host = host
-        # With the pass of the lookup.
-        self._hits: dict[str, tuple[PrefixHit, int]] = {}
-        self._pass = 0
         self._free_blocks = -1
-        self._refresh_left = 0
         self._blocks_left = 0
 
-    def begin_pass(self) -> None:
-        """Start a pass over the waiting requests."""
-        self._pass += 1
+    def begin_pass(self) -> int:
+        """Start a pass over the waiting requests. Returns how many should be looked up again."""
         free_blocks = self._pool.get_num_free_blocks()
-        self._refresh_left = _REFRESHED if free_blocks != self._free_blocks else 0
+        changed = self._enabled and free_blocks != self._free_blocks
         self._free_blocks = free_blocks
         self._blocks_left = _BLOCKS_A_PASS
+        return _REFRESHED if changed else 0
 
-    def of(self, request: Any) -> PrefixHit:
-        """The hit of a waiting request without computed tokens."""
+    def of(self, request: Any) -> PrefixHit | None:
+        """The hit of a waiting request without computed tokens; ``None``: the pass has examined as
+        many blocks as it may."""
         if not self._enabled or request.skip_reading_prefix_cache:
             return _NONE
-        hit, looked_up = self._hits.get(request.request_id, (None, 0))
-        if hit is not None:
-            if self._refresh_left <= 0 or self._pass - looked_up < _AGE:
-                return hit
-            self._refresh_left -= 1
-        if self._blocks_left > 0:
-            hit = self._look_up(request)
-            self._hits[request.request_id] = hit, self._pass
-        return _NONE if hit is None else hit
-
-    def forget(self, request_id: str) -> None:
-        """The request has left the engine; unknown ids are ignored."""
-        self._hits.pop(request_id, None)
+        return self._look_up(request) if self._blocks_left > 0 else None
 
     def _look_up(self, request: Any) -> PrefixHit:
         # The last token is always computed, for its logits.

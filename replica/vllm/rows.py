@@ -12,8 +12,8 @@ from vllm.v1.request import Request, RequestStatus
 from sluice.replica.scheduler.local_scheduler import LocalScheduler, TrackedRequest
 from sluice.replica.scheduler.row_counts import (
     COUNTS,
-    DONE,
-    HELD,
+    IN_FLIGHT,
+    KNOWN,
     PLACE,
     changed_rows,
     emit,
@@ -43,8 +43,11 @@ from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, begin_stage, row_of
 
 _COULD_RUN = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-_RUNNING = RequestStatus.RUNNING
+_RUNNING, _WAITING = RequestStatus.RUNNING, RequestStatus.WAITING
 _FIRST_ROWS = 64
+
+_AGE = 4
+"""Passes until a hit in the prefix cache is looked up again."""
 
 
 class RequestRows:
@@ -91,6 +94,10 @@ class RequestRows:
         # The most tokens that its prompt and its output can have.
         self._most = np.empty(_FIRST_ROWS)
         self._slos: dict[int, SLO] = {}
+        # The counts of waiting requests, and the pass in which each was read; 0: not yet.
+        self._waits = np.zeros((_FIRST_ROWS, COUNTS), np.int64)
+        self._read_at = np.zeros(_FIRST_ROWS, np.int64)
+        self._pass = 0
 
     def begin(self, request: Request, tracked: TrackedRequest) -> None:
         """A request arrived. ``O(1)``, amortized."""
@@ -113,12 +120,13 @@ class RequestRows:
         self._slos[key] = tracked.slo
         self._slots[place] = tracked.slot
         self._most[place] = request.num_prompt_tokens + request.max_tokens
+        self._read_at[place] = 0
 
     def _make_space(self) -> None:
         """Drop the rows of requests that have left, and double the space if they are few."""
         kept = list(self._places.values())
         size = len(self._table) * (2 if 2 * len(kept) > len(self._table) else 1)
-        for name in ("_table", "_keys", "_slots", "_most"):
+        for name in ("_table", "_keys", "_slots", "_most", "_waits", "_read_at"):
             before = getattr(self, name)
             after = np.empty((size, *before.shape[1:]), before.dtype)
             after[: len(kept)] = before[kept]
@@ -152,7 +160,6 @@ class RequestRows:
         Args:
             busy_until_s: when the batches in flight end.
         """
-        self._hits.begin_pass()
         live = self._scheduler.requests.values()
         running = [request for request in live if request.status is _RUNNING]
         if self._pipelined:
@@ -161,10 +168,13 @@ class RequestRows:
         if len(running) < len(live):
             others = (request for request in live if request.status is not _RUNNING)
             waiting = [request for request in others if self._could_run(request)]
+        runs = self._counts(running)
+        # What is preempted is looked up again.
+        self._read_at[runs[:, PLACE]] = 0
         places, table, outgrown = queue_rows(
             self._table,
             self._most,
-            self._counts(running),
+            runs,
             self._waiting_counts(waiting),
             (self._longest, self._block),
             busy_until_s,
@@ -192,10 +202,25 @@ class RequestRows:
         return np.array(counts, np.int64).reshape(-1, COUNTS)
 
     def _waiting_counts(self, requests: Sequence[Request]) -> Ints:
-        """The same of waiting requests, with what the prefix cache and other engines save."""
-        counts = self._counts(requests)
-        if requests:
-            counts[:, DONE], counts[:, HELD] = zip(*map(self._waiting, requests), strict=True)
+        """The same of waiting requests, with what the prefix cache and other engines save. All but
+        that is kept from the pass in which it was read."""
+        if not requests:
+            return self._waits[:0]
+        self._pass += 1
+        again = self._hits.begin_pass()
+        places = np.array([self._places[each.request_id] for each in requests], np.int64)
+        read_at = self._read_at[places]
+        due = read_at == 0
+        due[np.flatnonzero(~due & (read_at <= self._pass - _AGE))[:again]] = True
+        due[[n for n, request in enumerate(requests) if request.num_computed_tokens]] = True
+        for n in np.flatnonzero(due).tolist():
+            self._read(requests[n], int(places[n]))
+        counts = self._waits[places]
+        counts[:, PLACE] = places
+        # Output that was in flight when it was preempted can still come.
+        for n in [n for n, request in enumerate(requests) if request.status is not _WAITING]:
+            counts[n, KNOWN] = requests[n].num_tokens
+            counts[n, IN_FLIGHT] = requests[n].num_output_placeholders
         return counts
 
     def _prolong(self, request_id: str, emitted: int) -> float:
@@ -218,16 +243,24 @@ class RequestRows:
             return not _has_stale_output(request)
         return self._incoming.arrived(request)
 
-    def _waiting(self, request: Request) -> tuple[int, int]:
-        """The tokens of a waiting request that need not be computed, and its blocks."""
-        computed = request.num_computed_tokens
+    def _read(self, request: Request, place: int) -> None:
+        """Note the tokens of a waiting request, how many need not be computed, and its blocks."""
+        computed, known, last = request.num_computed_tokens, request.num_tokens, 0
         if computed == 0:
-            tokens, blocks = self._hits.of(request)
-            if self._incoming.awaits(request, tokens):
-                tokens = request.num_tokens - 1
-            return tokens, blocks
-        # Its KV came from another engine. The last token is always computed, for its logits.
-        return min(computed, request.num_tokens - 1), -(-computed // self._block)
+            hit = self._hits.of(request)
+            if hit is None and self._read_at[place]:
+                return
+            computed, blocks = hit or (0, 0)
+            if self._incoming.awaits(request, computed):
+                computed = known
+            elif hit is not None:
+                last = self._pass
+        else:
+            # Its KV came from another engine.
+            blocks = -(-computed // self._block)
+        # The last token is always computed, for its logits.
+        self._waits[place] = place, min(computed, known - 1), known, 0, blocks
+        self._read_at[place] = last
 
     def _offer_drafts(self, table: Floats, ids: Sequence[str]) -> None:
         """Add how many tokens were drafted for each decode, and how likely one is accepted."""

@@ -189,7 +189,6 @@ class PlanMixin(_Base):
             self._local.forget(request_id, request.num_output_tokens if ended else None)
             self._rows.forget(request_id)
             self._in_stages.discard(request_id)
-            self._hits.forget(request_id)
             self._held.forget(request_id)
             self._incoming.forget(request_id)
         return super()._free_request(request, *args, **kwargs)
@@ -491,8 +490,8 @@ def prepare(vllm_config: Any) -> None:
 def _step_times(parallel: Any) -> StepTimes:
     """The loop launches batches itself where the executor is in its process."""
     backend, stages = parallel.distributed_executor_backend, parallel.pipeline_parallel_size
-    own = backend == "uni" or isinstance(backend, type) and issubclass(backend, UniProcExecutor)
-    return StepTimes(stages, launches=own and stages == 1)
+    own = isinstance(backend, type) and issubclass(backend, UniProcExecutor)
+    return StepTimes(stages, launches=stages == 1 and (own or backend == "uni"))
 
 
 def _settings(vllm_config: Any) -> SchedulerSettings:

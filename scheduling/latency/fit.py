@@ -79,7 +79,8 @@ def fit(
     """The model of ``family`` that explains ``samples`` best, and how well it does.
 
     The worst ``trim`` share of each kind of samples by relative error is left out and the rest is
-    fitted again. Samples without new tokens, or with a time that is not positive and finite, are ignored.
+    fitted again. Samples without new tokens, or with a time that is not positive and finite, are
+    ignored.
 
     ``interaction`` is fitted to the steps that are all fresh prefills or all decodes (002 §4.2
     profiles such batches), ``polynomial_ttft`` to those that are one fresh prefill and nothing else

@@ -83,13 +83,14 @@ def launched(batches: Batches) -> list[float]:
     return found
 
 
-@given(st.floats(0.001, 0.1), st.floats(0.001, 0.1), st.integers(4, 20))
+@pytest.mark.parametrize(("launch_s", "device_s"), [(3, 7), (10, 12), (7, 7), (16, 7)])
 def test_batches_that_are_alike_take_the_longer_of_launch_and_device(
-    launch_s: float, device_s: float, count: int
+    launch_s: float, device_s: float
 ) -> None:
-    found = launched([(launch_s, device_s)] * count)
-    # The first two have an idle engine before them.
-    assert found[2:-1] == pytest.approx([max(launch_s, device_s)] * (count - 3), rel=0.12)
+    found = launched([(launch_s, device_s)] * 20)
+    # Until the device is behind the loop, which begins with an idle engine, ends are seen late.
+    assert found[10:-1] == pytest.approx([max(launch_s, device_s)] * 9)
+    assert sum(found[:-1]) == pytest.approx(19 * max(launch_s, device_s))
 
 
 def test_a_launch_that_hides_the_end_of_the_batch_before_it_is_no_part_of_its_time() -> None:

@@ -16,6 +16,7 @@ from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.vllm.prefix_lookup import PrefixHit
 from sluice.replica.vllm.rows import RequestRows
 from sluice.scheduling.batching import make_policy
+from sluice.scheduling.request.kernels import COMPUTED
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, RequestView
 from sluice.scheduling.request.stages import Stage
@@ -38,7 +39,7 @@ class Engine:
         self.parallel_config = SimpleNamespace(pipeline_parallel_size=1)
         self.table = StateTable.create(64)
         self.local = LocalScheduler(make_policy("fcfs"), self.table)
-        hits = SimpleNamespace(begin_pass=lambda: None, of=lambda _: HIT)
+        hits = SimpleNamespace(begin_pass=lambda: 8, of=lambda _: HIT)
         incoming = SimpleNamespace(awaits=lambda *_: False, arrived=lambda _: False)
         self.rows = RequestRows(self, self.local, hits, incoming, None)
         self.left: dict[str, tuple[float | None, float | None]] = {}
@@ -163,6 +164,56 @@ def test_rows_outlive_many_requests_that_have_left():
         queue = engine.rows.queue(BUSY_UNTIL_S)
         np.testing.assert_array_equal(queue.table, QueueView(engine.views()).table)
     assert len(engine.rows._ids) <= 128
+
+
+class Cache:
+    """A prefix cache that says which requests were looked up."""
+
+    def __init__(self) -> None:
+        self.again = 2
+        self.looked_up: list[str] = []
+        self.hit: PrefixHit | None = PrefixHit(0, 0)
+
+    def begin_pass(self) -> int:
+        self.looked_up = []
+        return self.again
+
+    def of(self, request: Request) -> PrefixHit | None:
+        self.looked_up.append(request.request_id)
+        return self.hit
+
+
+def test_waiting_requests_are_looked_up_when_new_and_then_a_few_of_the_oldest_again():
+    engine, cache = Engine(), Cache()
+    engine.rows = RequestRows(engine, engine.local, cache, engine.rows._incoming, None)
+    for _ in range(5):
+        engine.arrive(9, 3, False)
+
+    def looked_up() -> list[str]:
+        engine.rows.queue(BUSY_UNTIL_S)
+        return cache.looked_up
+
+    def computed() -> list[float]:
+        return engine.rows.queue(BUSY_UNTIL_S).table[:, COMPUTED].tolist()
+
+    assert looked_up() == ["r1", "r2", "r3", "r4", "r5"]
+    engine.arrive(9, 3, False)
+    assert [looked_up() for _ in range(5)] == [["r6"], [], [], ["r1", "r2"], ["r3", "r4"]]
+    cache.again = 0  # no block was filled or freed
+    assert looked_up() == []
+    # One that ran and was preempted is looked up at once; where the pass may not examine more
+    # blocks, an old hit stands, and without one nothing counts as computed.
+    engine.schedule("r1", 4)
+    assert looked_up() == []
+    engine.preempt("r1")
+    cache.hit = PrefixHit(4, 1)
+    assert looked_up() == ["r1"]
+    assert computed() == [4, 0, 0, 0, 0, 0]
+    cache.again, cache.hit = 2, None
+    engine.arrive(9, 3, False)
+    assert [computed() for _ in range(9)] == [[4, 0, 0, 0, 0, 0, 0]] * 9
+    cache.hit = PrefixHit(8, 2)
+    assert computed() == [8, 8, 0, 0, 0, 0, 8]
 
 
 def test_the_state_table_gets_what_changed():
