@@ -31,7 +31,8 @@ from sluice.replica.engine import request_key
 from sluice.replica.grammar.bound import bound_grammars
 from sluice.replica.parent_watch import end_with_parent
 from sluice.replica.scheduler import row_counts
-from sluice.replica.scheduler.local_scheduler import BatchLog, LocalScheduler, StepInFlight
+from sluice.replica.scheduler.batch_log import BatchLog
+from sluice.replica.scheduler.local_scheduler import LocalScheduler, StepInFlight
 from sluice.replica.scheduler.prefix_index import HeldPrefixes
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.step_times import next_start_s, spare_tokens
