@@ -180,7 +180,7 @@ def test_engines_are_empty_when_all_has_ended(cluster_config: ClusterConfig) -> 
     cluster = Cluster(requests, make_engine, route(), cluster_config, np.random.default_rng(0))
     cluster.run()
     assert not requests.failures
-    for replica in cluster.replicas:
+    for replica in cluster.replicas.started:
         assert replica.engine.live == replica.engine.held_blocks == 0
         assert replica.engine.free_blocks == 60
         assert len(replica.given) > 0
