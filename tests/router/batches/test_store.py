@@ -17,6 +17,7 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry
 
+from sluice.router.batches.database import VERSION
 from sluice.router.batches.folders import Routers
 from sluice.router.batches.line_caller import LineCaller
 from sluice.router.batches.metrics import BatchMetrics
@@ -25,7 +26,7 @@ from sluice.router.batches.places import LinePlaces
 from sluice.router.batches.records import BatchRecord, FileRecord, Status, new_batch_id
 from sluice.router.batches.run import BatchRun, Resources
 from sluice.router.batches.runner import Runner, _Running
-from sluice.router.batches.state import VERSION, BatchLostError, BatchState, Result
+from sluice.router.batches.state import BatchLostError, BatchState, Result
 from sluice.router.batches.store import NAME, Store
 from sluice.router.batches.threads import Threads
 from sluice.router.batches_config import DAY_S, BatchesConfig
