@@ -22,7 +22,7 @@ from sluice.replica.preemption.reserve import Reserve, keep
 from sluice.replica.preemption.worker import TaskRunner
 from sluice.replica.preemption_config import PreemptionConfig
 from sluice.replica.scheduler.xargs import SchedulerSettings
-from sluice.replica.vllm.scheduler import pin_thread
+from sluice.replica.vllm.cpu_cores import pin_thread
 from sluice.replica.vllm.setup import survive_module_scan
 
 logger = logging.getLogger(__name__)

@@ -42,17 +42,16 @@ from sluice.replica.scheduler.xargs import (
     SchedulerSettings,
     rank_path,
 )
+from sluice.replica.vllm.cpu_cores import bind_workers, on_cpu
 from sluice.replica.vllm.local_model import local_model
 from sluice.replica.vllm.reasoning import reasoning_ends
 from sluice.replica.vllm.request_parser import parse
 from sluice.replica.vllm.serving import Serving, event_bytes, whole_response
 from sluice.replica.vllm.setup import (
     Launched,
-    bind_workers,
     launch,
     local_model_arguments,
     max_prompt_logprobs,
-    on_cpu,
     parse_arguments,
     prepare_environment,
 )

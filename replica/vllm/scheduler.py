@@ -16,7 +16,6 @@ It relies on internal names of vLLM, which may change. They are listed and check
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -38,6 +37,7 @@ from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.step_times import next_start_s, spare_tokens
 from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, from_xargs
 from sluice.replica.transfer.incoming import IncomingKv, kv_of_request
+from sluice.replica.vllm.cpu_cores import pin_thread
 from sluice.replica.vllm.drafts import PlannedDrafts
 from sluice.replica.vllm.gc_control import GarbageCollector
 from sluice.replica.vllm.host_blocks import HostBlocks
@@ -459,15 +459,6 @@ class SloScheduler(PlanMixin, Scheduler):
 
 class SloAsyncScheduler(PlanMixin, AsyncScheduler):
     """For engines that schedule a batch while the one before it runs."""
-
-
-def pin_thread(core: int, rank: int = 0) -> None:
-    """Pin this thread to ``core``, that of rank 0, or for another rank to one of the next cores."""
-    allowed = sorted(os.sched_getaffinity(0))
-    if core in allowed:
-        os.sched_setaffinity(0, {allowed[(allowed.index(core) + rank) % len(allowed)]})
-    else:
-        logger.warning("not pinned to core %d: this process may use %s", core, allowed)
 
 
 def prepare(vllm_config: Any) -> None:

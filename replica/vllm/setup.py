@@ -21,6 +21,7 @@ from sluice.replica.scheduler.speculation import with_all_lengths
 from sluice.replica.scheduler.xargs import SchedulerSettings
 from sluice.replica.transfer_config import TransferConfig
 from sluice.replica.vllm.contract import located
+from sluice.replica.vllm.cpu_cores import on_cpu
 from sluice.replica.vllm.serving import Serving, servings
 from sluice.replica.vllm.tool_parser import choose_parser
 from sluice.replica.vllm.variants import STOCK_SCHEDULER, variant_of
@@ -117,17 +118,6 @@ def prepare_environment(model: str, one_thread: bool, preemption: bool = False) 
             os.environ["OMP_NUM_THREADS"] = "1"
         # Without it vLLM puts the model into one more process, behind one more queue.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-
-
-def bind_workers(number: int, first: int | None) -> None:
-    """On CPUs, bind each of several workers with one thread to a core that this process may use:
-    the first worker to the core ``first``, or any. vLLM by itself would give each worker a NUMA
-    node, and most machines have one."""
-    if number > 1 and on_cpu() and hasattr(os, "sched_getaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        place = cores.index(first) if first in cores else 0
-        bound = [str(cores[(place + worker) % len(cores)]) for worker in range(number)]
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(bound))
 
 
 def survive_module_scan() -> None:
@@ -320,13 +310,6 @@ def max_prompt_logprobs(configured: int, vllm_config: Any) -> int:
     end the engine.
     """
     return 0 if vllm_config.lora_config is not None and on_cpu() else configured
-
-
-def on_cpu() -> bool:
-    """Whether vLLM computes on CPUs here."""
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
 
 
 def _speculation_arguments(given: dict[str, Any]) -> dict[str, Any]:
