@@ -316,20 +316,7 @@ class LocalScheduler:
         seconds = passed_s if seconds is None else seconds
         if self._log is not None and step.record is not None:
             self._log.write({**step.record, "seconds": seconds})
-        undrafted_s = self._correction.predicted_s(*step.parts_s)
-        drafting_s = self._draft_time.seconds * (step.drafted or 0)
-        predicted_s = undrafted_s + drafting_s
-        if step.work.new_tokens > 0 and seconds > 0:
-            ratio = seconds / predicted_s
-            self._ratio_sum += ratio
-            self._table.count("step_ratio_histogram", bisect_left(STEP_RATIO_BUCKETS, ratio))
-            self._unlearned = self._unlearned + 1 if disturbed else 0
-            disturbed = disturbed and self._unlearned <= _MOST_UNLEARNED
-        if step.work.new_tokens > 0 and seconds > 0 and not disturbed:
-            self._table.add_sample(step.work._replace(seconds=seconds))
-            self._correction.observe(*step.parts_s, seconds - drafting_s)
-            if step.drafted is not None:
-                self._draft_time.observe(undrafted_s, step.drafted, seconds)
+        predicted_s = self._learn(step, seconds, disturbed)
         # An empty batch is not evidence of step times.
         times = {
             "step_started_s": step.started_s,
@@ -360,6 +347,25 @@ class LocalScheduler:
             **self.drafts.summary(),
             **self.transfers.summary(),
         )
+
+    def _learn(self, step: StepInFlight, seconds: float, disturbed: bool) -> float:
+        """Learn from the ``seconds`` that a step took; returns how many were predicted."""
+        undrafted_s = self._correction.predicted_s(*step.parts_s)
+        drafting_s = self._draft_time.seconds * (step.drafted or 0)
+        predicted_s = undrafted_s + drafting_s
+        if step.work.new_tokens <= 0 or seconds <= 0:
+            return predicted_s
+        ratio = seconds / predicted_s
+        self._ratio_sum += ratio
+        self._table.count("step_ratio_histogram", bisect_left(STEP_RATIO_BUCKETS, ratio))
+        self._unlearned = self._unlearned + 1 if disturbed else 0
+        if disturbed and self._unlearned <= _MOST_UNLEARNED:
+            return predicted_s
+        self._table.add_sample(step.work._replace(seconds=seconds))
+        self._correction.observe(*step.parts_s, seconds - drafting_s)
+        if step.drafted is not None:
+            self._draft_time.observe(undrafted_s, step.drafted, seconds)
+        return predicted_s
 
     def _record(
         self,
