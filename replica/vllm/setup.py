@@ -158,12 +158,10 @@ def parse_arguments(
         sluice.replica.vllm.support.UnsupportedVllmError: this vLLM is too old, or lacks something.
         ValueError: an argument that vLLM refuses, or that is reserved.
     """
-    from sluice.replica.vllm.support import ARGUMENTS, check_vllm
+    from sluice.replica.vllm.support import check_vllm
 
     # Before anything else is imported of vLLM: what is missing is named, all at once.
     check_vllm(serving=True)
-
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     arguments = by_option(given)
     reserved = sorted(RESERVED_ARGUMENTS & arguments.keys())
@@ -177,14 +175,7 @@ def parse_arguments(
     arguments |= _speculation_arguments(arguments)
     _check_kv_tier(arguments)
     if transfer is not None:
-        if arguments.get(_OFFLOADING) is not None:
-            # vLLM would put its own connector in the place of the one for transfers.
-            raise ValueError(
-                f"vllm_args may not hold {_OFFLOADING} beside KV transfer between replicas "
-                "(engine.transfer, or prefill and decode pools): an engine has one KV connector"
-            )
-        if arguments.get(_TRANSFER) is not None:
-            raise ValueError(f"vllm_args may not hold {_TRANSFER}: set engine.transfer")
+        _check_free_for_transfer(arguments)
         arguments[_TRANSFER] = transfer_argument(transfer, role)
     if arguments.get(_TRANSFER) is not None or arguments.get(_OFFLOADING) is not None:
         arguments |= _in_step(arguments)
@@ -202,6 +193,19 @@ def parse_arguments(
         "disable-log-stats": None if keep_times or "otlp-traces-endpoint" in arguments else True,
         **needed,
     }
+    return _parsed(arguments)
+
+
+def _parsed(arguments: dict[str, Any]) -> Any:
+    """What vLLM's parser makes of ``arguments``.
+
+    Raises:
+        ValueError: it refuses one.
+    """
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from sluice.replica.vllm.support import ARGUMENTS
+
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
@@ -326,6 +330,22 @@ def _speculation_arguments(given: dict[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"vllm_args: {error}") from error
     return {"speculative-config": config, "async-scheduling": False}
+
+
+def _check_free_for_transfer(given: dict[str, Any]) -> None:
+    """Check that no other KV connector is configured beside the one for transfers.
+
+    Raises:
+        ValueError: one is.
+    """
+    if given.get(_OFFLOADING) is not None:
+        # vLLM would put its own connector in the place of the one for transfers.
+        raise ValueError(
+            f"vllm_args may not hold {_OFFLOADING} beside KV transfer between replicas "
+            "(engine.transfer, or prefill and decode pools): an engine has one KV connector"
+        )
+    if given.get(_TRANSFER) is not None:
+        raise ValueError(f"vllm_args may not hold {_TRANSFER}: set engine.transfer")
 
 
 def _check_kv_tier(given: dict[str, Any]) -> None:
