@@ -242,9 +242,8 @@ class Placer:
             rows = self._routing.asked(rows)
             if preferred is not None:
                 rows = np.union1d(rows, preferred)
-        tokens, kv_transfer_s = self._lengths.of(query).mean, None
-        if second is not None:
-            kv_transfer_s = second.kv_transfer_s
+        tokens = self._lengths.of(query).mean
+        kv_transfer_s = None if second is None else second.kv_transfer_s
         job = job_of(fleet, query, rows, now_s, tokens, kv_transfer_s)
         if wanted is not None:
             asked = now_s, float(job.work_s.min()), job.due_s - now_s, float(stated.priority)
@@ -419,12 +418,13 @@ class Placer:
         """Send it there, and then to ``second`` where it is split, and reserve at both."""
         fleet, query, row = self._fleet, job.query, int(job.rows[chosen])
         made = reservation_of(job, chosen, fleet.ids, tier is not Tier.BEST_EFFORT)
+        prefill_id: str | None = None
         if second is None or not job.splits[chosen]:
             if query.prefill_key:
                 # Of an earlier decision on it.
                 fleet.release((query.prefill_key,))
             fleet.reserve(query.key, made)
-            prefill_id, kv_transfer_s = None, float(job.lead_s[chosen])
+            kv_transfer_s = float(job.lead_s[chosen])
         else:
             self._reserve_pair(job, chosen, second, made)
             prefill_id, row, kv_transfer_s = fleet.ids[row], second.row, second.kv_transfer_s
