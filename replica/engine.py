@@ -246,6 +246,18 @@ def chunks_of(data: bytes, tokens: int = 0) -> Iterator[ResponseChunk]:
 ResponseItem = ResponseTaken | ResponseHead | ResponseChunk | ResponseSent | ResponseTail
 
 
+async def status_of(response: AsyncIterator[ResponseItem]) -> tuple[int, bytes]:
+    """The status of a response, which is read to its end, and the body of a refusal. 500 if it ends
+    without a head."""
+    status, body = 500, b""
+    async for item in response:
+        if isinstance(item, ResponseHead):
+            status = item.status
+        elif isinstance(item, ResponseChunk) and status != 200:
+            body += item.data
+    return status, body
+
+
 class Progress(NamedTuple):
     """A replica's answer to the question whether it makes progress.
 

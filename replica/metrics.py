@@ -109,6 +109,32 @@ _GAUGES = {
         "Memory kept free for suspended prefills, on one worker.",
     ),
 }
+_HISTOGRAMS = {
+    "sluice_plan_seconds": (
+        "plan_histogram",
+        "plan_seconds_sum",
+        PLAN_BUCKETS_S,
+        "Time to plan a batch.",
+    ),
+    "sluice_step_time_ratio": (
+        "step_ratio_histogram",
+        "step_ratio_sum",
+        STEP_RATIO_BUCKETS,
+        "Real over predicted time of a batch.",
+    ),
+    "sluice_draft_length": (
+        "draft_lengths",
+        "drafts_checked",
+        DRAFT_LENGTHS,
+        "Drafted tokens checked per decode step, of the steps that had some.",
+    ),
+    "sluice_prefill_stop_seconds": (
+        "stop_histogram",
+        "stop_s",
+        STOP_BUCKETS_S,
+        "Time from the stop signal of a prefill until it has stopped.",
+    ),
+}
 
 
 class Measured(NamedTuple):
@@ -173,34 +199,9 @@ class ReplicaCollector(Collector):
             yield CounterMetricFamily(name, documentation, value=float(summary[field].sum()))
         for name, (field, documentation) in _GAUGES.items():
             yield self._gauge(name, documentation, summary[field].tolist())
-        yield _histogram(
-            "sluice_plan_seconds",
-            "Time to plan a batch.",
-            PLAN_BUCKETS_S,
-            summary["plan_histogram"].sum(axis=0),
-            float(summary["plan_seconds_sum"].sum()),
-        )
-        yield _histogram(
-            "sluice_step_time_ratio",
-            "Real over predicted time of a batch.",
-            STEP_RATIO_BUCKETS,
-            summary["step_ratio_histogram"].sum(axis=0),
-            float(summary["step_ratio_sum"].sum()),
-        )
-        yield _histogram(
-            "sluice_draft_length",
-            "Drafted tokens checked per decode step, of the steps that had some.",
-            DRAFT_LENGTHS,
-            summary["draft_lengths"].sum(axis=0),
-            float(summary["drafts_checked"].sum()),
-        )
-        yield _histogram(
-            "sluice_prefill_stop_seconds",
-            "Time from the stop signal of a prefill until it has stopped.",
-            STOP_BUCKETS_S,
-            summary["stop_histogram"].sum(axis=0),
-            float(summary["stop_s"].sum()),
-        )
+        for name, (counts, total, bounds, documentation) in _HISTOGRAMS.items():
+            found, sum_value = summary[counts].sum(axis=0), float(summary[total].sum())
+            yield _histogram(name, documentation, bounds, found, sum_value)
 
     def _gauge(self, name: str, documentation: str, values: Sequence[float]) -> GaugeMetricFamily:
         gauge = GaugeMetricFamily(name, documentation, labels=["replica"])

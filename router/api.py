@@ -94,91 +94,19 @@ def make_api(
         redirect_slashes=False,
         lifespan=lifespan,
     )
-    reader = CallReader(config, fleets.exceeded)
-    loops = LoopDeadlines(loop_age, fleets.clock)
-    metrics = fleets.edge
     telemetry = telemetry or Telemetry()
+    loops = LoopDeadlines(loop_age, fleets.clock)
     answers = DirectAnswers(time.monotonic)
-
-    async def serve(request: Request, endpoint: Endpoint) -> Response:
-        arrival: Arrival = request.state.arrival
-        span = telemetry.begin(arrival, endpoint, request.headers.raw)
-        try:
-            call = await reader.read(request, endpoint)
-            fleet = await fleets.find(call.model, call.client.caps.models)
-            call = await loops.bounded(call)
-            prompt_tokens = fleet.dispatcher.estimator.estimate(call.prompt)
-            expected = output_to_expect(endpoint, call.output_tokens)
-            charge = limiter.reserve(call.client, prompt_tokens, expected)
-        except ApiError as error:
-            metrics.refused(endpoint, error.reason, arrival.client)
-            telemetry.refused(arrival, endpoint, error.reason, span)
-            return error.response()
-        except ClientDisconnect:
-            metrics.left_early(endpoint, arrival.client)
-            telemetry.left_early(arrival, endpoint, span)
-            return Response(status_code=400)  # never read: the client has left
-        if charge is not NO_CHARGE or span is not None:
-            call = replace(call, charge=charge, span=span)
-        direct, edge = None, request.headers.get(EDGE_HEADER)
-        if edge == PICKER or (edge == HAPROXY and call.service_tier is None):
-            direct = DirectAnswer(answers, config.stalled_reader_s, reported=edge == HAPROXY)
-        return CallResponse(
-            call, fleet.dispatcher, fleet.metrics, telemetry, config.stalled_reader_s, direct
-        )
-
+    calls = Calls(config, fleets, loops, limiter, telemetry, answers)
     for path, endpoint in INFERENCE_PATHS.items():
         # Of what FastAPI does for a function, which takes as long as reading the request, it needs
         # nothing.
-        route = Route(path, partial(serve, endpoint=endpoint), methods=["POST"])
+        route = Route(path, partial(calls.serve, endpoint=endpoint), methods=["POST"])
         api.router.routes.append(route)
-
-    @api.get("/v1/responses/{rest:path}", response_model=None)
-    async def kept_response(_: Request) -> Response:
-        raise ApiError(Reason.NOT_FOUND, "Responses are not kept: there is none to be read later.")
-
-    @api.get("/v1/models")
-    async def models(request: Request) -> dict[str, Any]:
-        arrival: Arrival = request.state.arrival
-        return await fleets.models(arrival.client.caps.models)
-
-    @api.get("/v1/models/{model_id:path}")
-    async def model(request: Request, model_id: str) -> dict[str, Any]:
-        arrival: Arrival = request.state.arrival
-        return await fleets.model(model_id, arrival.client.caps.models)
-
-    @api.post(BROKEN_PATH, response_model=None)
-    async def broken(request: Request) -> Response:
-        return await answers.broken(request)
-
     has_page = access.admin.on and admin_service is not None
-
-    @api.get(ROOT_PATH)
-    async def root() -> dict[str, Any]:
-        return {
-            "name": "Sluice",
-            "api": "/v1",
-            "models": "/v1/models",
-            "openapi": PATH,
-            "health": OPEN_PATH,
-            "metrics": METRICS_PATH,
-            **({"page": PAGE_PATH} if has_page else {}),
-        }
-
-    @api.get("/health")
-    async def health() -> dict[str, Any]:
-        return await fleets.health()
-
-    described = document(config)
-
-    @api.get(PATH)
-    async def openapi() -> dict[str, Any]:
-        return described
-
-    @api.get("/metrics", response_model=None)
-    async def metrics_page() -> Response:
-        return Response(await page.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
-
+    api.include_router(_model_routes(fleets))
+    api.add_route(BROKEN_PATH, answers.broken, methods=["POST"])
+    api.include_router(_status_routes(config, fleets, page, has_page))
     api.include_router(
         APIRouter(lifespan=_running(access.start, access.watch, limiter.run, shedder.watch))
     )
@@ -190,7 +118,7 @@ def make_api(
     api.add_middleware(
         IngressMiddleware,
         config=config,
-        metrics=metrics,
+        metrics=fleets.edge,
         access=access,
         limiter=limiter,
         telemetry=telemetry,
@@ -201,6 +129,116 @@ def make_api(
     if config.cors_origins:
         api.add_middleware(Cors, origins=config.cors_origins)
     return api
+
+
+class Calls:
+    """Serves inference calls: reads each, finds its model and makes its response.
+
+    Args:
+        loops: bound the calls of tool loops.
+        limiter: reserves tokens of the keys' rate limits.
+        answers: streams that HAProxy fetches from replicas.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        fleets: ModelRegistry,
+        loops: LoopDeadlines,
+        limiter: RateLimiter,
+        telemetry: Telemetry,
+        answers: DirectAnswers,
+    ) -> None:
+        self._config = config
+        self._fleets = fleets
+        self._loops = loops
+        self._limiter = limiter
+        self._telemetry = telemetry
+        self._answers = answers
+        self._reader = CallReader(config, fleets.exceeded)
+
+    async def serve(self, request: Request, endpoint: Endpoint) -> Response:
+        """The response to a request, or its error."""
+        fleets, telemetry = self._fleets, self._telemetry
+        arrival: Arrival = request.state.arrival
+        span = telemetry.begin(arrival, endpoint, request.headers.raw)
+        try:
+            call = await self._reader.read(request, endpoint)
+            fleet = await fleets.find(call.model, call.client.caps.models)
+            call = await self._loops.bounded(call)
+            prompt_tokens = fleet.dispatcher.estimator.estimate(call.prompt)
+            expected = output_to_expect(endpoint, call.output_tokens)
+            charge = self._limiter.reserve(call.client, prompt_tokens, expected)
+        except ApiError as error:
+            fleets.edge.refused(endpoint, error.reason, arrival.client)
+            telemetry.refused(arrival, endpoint, error.reason, span)
+            return error.response()
+        except ClientDisconnect:
+            fleets.edge.left_early(endpoint, arrival.client)
+            telemetry.left_early(arrival, endpoint, span)
+            return Response(status_code=400)  # never read: the client has left
+        if charge is not NO_CHARGE or span is not None:
+            call = replace(call, charge=charge, span=span)
+        direct, edge = None, request.headers.get(EDGE_HEADER)
+        patience_s = self._config.stalled_reader_s
+        if edge == PICKER or (edge == HAPROXY and call.service_tier is None):
+            direct = DirectAnswer(self._answers, patience_s, reported=edge == HAPROXY)
+        return CallResponse(call, fleet.dispatcher, fleet.metrics, telemetry, patience_s, direct)
+
+
+def _model_routes(fleets: ModelRegistry) -> APIRouter:
+    """What can be asked of models without a call."""
+    routes = APIRouter()
+
+    @routes.get("/v1/responses/{rest:path}", response_model=None)
+    async def kept_response(_: Request) -> Response:
+        raise ApiError(Reason.NOT_FOUND, "Responses are not kept: there is none to be read later.")
+
+    @routes.get("/v1/models")
+    async def models(request: Request) -> dict[str, Any]:
+        arrival: Arrival = request.state.arrival
+        return await fleets.models(arrival.client.caps.models)
+
+    @routes.get("/v1/models/{model_id:path}")
+    async def model(request: Request, model_id: str) -> dict[str, Any]:
+        arrival: Arrival = request.state.arrival
+        return await fleets.model(model_id, arrival.client.caps.models)
+
+    return routes
+
+
+def _status_routes(
+    config: RouterConfig, fleets: ModelRegistry, page: Page, has_page: bool
+) -> APIRouter:
+    """What this is, its description, its health and its metrics."""
+    routes = APIRouter()
+    described = document(config)
+
+    @routes.get(ROOT_PATH)
+    async def root() -> dict[str, Any]:
+        return {
+            "name": "Sluice",
+            "api": "/v1",
+            "models": "/v1/models",
+            "openapi": PATH,
+            "health": OPEN_PATH,
+            "metrics": METRICS_PATH,
+            **({"page": PAGE_PATH} if has_page else {}),
+        }
+
+    @routes.get("/health")
+    async def health() -> dict[str, Any]:
+        return await fleets.health()
+
+    @routes.get(PATH)
+    async def openapi() -> dict[str, Any]:
+        return described
+
+    @routes.get("/metrics", response_model=None)
+    async def metrics_page() -> Response:
+        return Response(await page.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    return routes
 
 
 def _running(first: Callable[[], Awaitable[None]], *jobs: Job) -> Lifespan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import inf, isnan, nan
+from math import isnan, nan
 from typing import NamedTuple
 
 import numpy as np
@@ -25,17 +25,16 @@ from sluice.simulation.config import (
     ClusterConfig,
     ElasticRoles,
     EngineConfig,
-    Failure,
-    Resize,
-    Slowdown,
     WhenUnattainable,
 )
+from sluice.simulation.endings import Endings
 from sluice.simulation.engine import VirtualEngine
 from sluice.simulation.events import Events
-from sluice.simulation.judged import Judged, late, observed
+from sluice.simulation.judged import Judged
 from sluice.simulation.migration import Migrations
 from sluice.simulation.mirror import PREFILL_KEYS, VirtualMirror
 from sluice.simulation.replica import VirtualReplica
+from sluice.simulation.replicas import Incident, Replicas
 from sluice.simulation.requests import Requests, Return
 from sluice.simulation.run import TOO_LONG, Result, Size, result_of, sides
 from sluice.simulation.scaling import RoleChanger, Scaler
@@ -47,9 +46,6 @@ NO_REPLICA = "no replica was there for too long"
 REFUSED = "refused at admission"
 
 _PROMISED = frozenset({Tier.GUARANTEED})
-
-Incident = Failure | Resize | Slowdown
-"""What happens to replicas in a run."""
 
 
 class Node(NamedTuple):
@@ -116,21 +112,12 @@ class Cluster:
         self.moved = 0
         self.split = 0
         self.ended = 0
-        self.replicas: list[VirtualReplica] = []
-        """Every replica that there was, in order of start."""
         self._requests = requests
-        self._make_engine = make_engine
         self._config = config
-        self._rng = rng
         make_mirror: type[VirtualMirror] | type[CellMirrors]
         make_mirror = VirtualMirror if config.cells == 1 else CellMirrors
         self._mirror = make_mirror(config, routing, admission, requests.depths)
-        self._named: dict[str, VirtualReplica] = {}
         self._attempts: dict[int, int] = {}
-        # Guaranteed requests in progress, and requests that ended since the last push.
-        self._promised: set[int] = set()
-        self._untold: list[int] = []
-        self._pushes = False
         self._came_back: dict[int, int] = {}
         # Time since which there has been no replica for a request.
         self._waiting_since: dict[int, float] = {}
@@ -139,9 +126,11 @@ class Cluster:
         # Requests whose prompt is being computed for another replica, and that replica.
         self._targets: dict[int, VirtualReplica] = {}
         self._arrived = 0
-        self._roles = [role for role, count in config.counts.items() if count]
-        for role in self._roles:
-            self._grow(role, config.counts[role])
+        self.replicas = Replicas(
+            config, make_engine, self.events, self._mirror, rng, self._finished, self._noticed
+        )
+        self._named = self.replicas.named
+        self._endings = Endings(requests, self._mirror, self.events, config.push_interval_s)
         self._judged = Judged(requests)
         self.migrations = Migrations(
             requests, self._mirror, self.events, config, self._named, self._send
@@ -163,7 +152,7 @@ class Cluster:
                 positive.
         """
         for incident in incidents:
-            self.events.at(incident.at_s, self._happening(incident))
+            self.events.at(incident.at_s, self.replicas.happening(incident))
         if len(self._requests):
             self.events.at(self._requests.arrivals[0].arrival_s, self._arrive)
         if self._config.migrate:
@@ -172,23 +161,6 @@ class Cluster:
             if not self.events.run_next():
                 raise RuntimeError(f"the clock stopped with {self.ended} requests ended")
         return self.events.now_s
-
-    def _happening(self, incident: Incident) -> Callable[[], None]:
-        """What to do when it happens."""
-        match incident:
-            case Failure():
-                return partial(self._fail, incident)
-            case Slowdown():
-                if not 0 < incident.factor < inf:
-                    words = f"a slowdown's factor must be positive, got {incident.factor}"
-                    raise ValueError(words)
-                return partial(self._slow_down, incident)
-            case Resize():
-                if incident.role not in self._roles:
-                    known = ", ".join(self._roles)
-                    words = f"no replica has the role {incident.role!r}; there are: {known}"
-                    raise ValueError(words)
-                return partial(self._change, incident.role, incident.change)
 
     # Arrival and placement.
 
@@ -235,9 +207,8 @@ class Cluster:
         promised_s = nan if ttft_s is None else query.waited_s + ttft_s
         best_effort = placed.tier is Tier.BEST_EFFORT
         self._requests.serve_as(key, best_effort, promised_s, query.slo, placed.planned)
-        if placed.planned is not None and self._mirror.calibration is not None:
-            self._promised.add(key)
-            self._push_soon()
+        if placed.planned is not None:
+            self._endings.promised(key)
         target = self._named[placed.replica_id]
         deliver = partial(self._deliver, target, key)
         if placed.prefill_id is not None:
@@ -337,37 +308,10 @@ class Cluster:
         if failure is not None:
             self._requests.failures[key] = failure
         self._mirror.ended(key, self._requests.whole_tokens(key))
-        if self._mirror.calibration is not None:
-            self._promised.discard(key)
-            self._untold.append(key)
-            self._push_soon()
+        self._endings.ended(key)
         if self.scalers:
             self._judged.ended(key)
         self.ended += 1
-
-    def _push_soon(self) -> None:
-        if not self._pushes:
-            self._pushes = True
-            interval_s = self._config.push_interval_s
-            next_s = (self.events.now_s // interval_s + 1) * interval_s
-            # 0.5 // 0.1 is 4, so the product may be now.
-            later_s = 0.0 if next_s > self.events.now_s else interval_s
-            self.events.at(next_s + later_s, self._push)
-
-    def _push(self) -> None:
-        """The router reports late guaranteed requests, and request endings since its last push."""
-        requests, now_s = self._requests, self.events.now_s
-        self._pushes = False
-        for key in sorted(self._promised):
-            self._mirror.behind(key, *late(requests, key), now_s)
-        for key in self._untold:
-            arrival = requests.arrivals[key]
-            found = observed(requests, key)
-            name, tokens = arrival.slo.service_class, arrival.output_tokens
-            self._mirror.learn(key, found, name, tokens, now_s)
-        self._untold.clear()
-        if self._promised:
-            self._push_soon()
 
     # From prefill to decode.
 
@@ -406,32 +350,7 @@ class Cluster:
         if not taken:
             self._end(key, TOO_LONG)
 
-    # What happens to replicas.
-
-    def _grow(self, role: Role, count: int) -> None:
-        for _ in range(count):
-            name = f"{role}-{len(self.replicas)}"
-            replica = VirtualReplica(
-                name,
-                role,
-                self._make_engine(role, len(self.replicas)),
-                self.events,
-                self._mirror,
-                self._config,
-                self._rng,
-                self._finished,
-            )
-            self.replicas.append(replica)
-            self._named[name] = replica
-
-    def _change(self, role: Role, change: int) -> None:
-        """Add ``change`` replicas of a role; if negative, the youngest leave."""
-        if change >= 0:
-            self._grow(role, change)
-            return
-        serving = [r for r in self.replicas if r.role == role and r.alive and not r.draining]
-        for replica in serving[change:]:
-            replica.drain()
+    # Failures and scaling.
 
     def _autoscale(self, autoscaling: Autoscaling) -> list[Scaler]:
         return [
@@ -440,31 +359,11 @@ class Cluster:
                 role,
                 self.events,
                 partial(self._mirror.load, self._judged, role),
-                partial(self._change, role),
+                partial(self.replicas.change, role),
                 self._config.counts[role],
             )
-            for role in self._roles
+            for role in self.replicas.roles
         ]
-
-    def _alive(self, number: int) -> VirtualReplica | None:
-        """The replica with a number, if it is there."""
-        known = 0 <= number < len(self.replicas)
-        return self.replicas[number] if known and self.replicas[number].alive else None
-
-    def _slow_down(self, slowdown: Slowdown) -> None:
-        replica = self._alive(slowdown.replica)
-        if replica is not None:
-            replica.engine.slowness = slowdown.factor
-
-    def _fail(self, failure: Failure) -> None:
-        replica = self._alive(failure.replica)
-        if replica is None:
-            return
-        keys = replica.fail()
-        self.events.after(self._config.detect_s, partial(self._noticed, replica, keys))
-        if failure.down_s is not None:
-            grow = partial(self._grow, replica.role, 1)
-            self.events.after(failure.down_s, grow)
 
     def _noticed(self, replica: VirtualReplica, keys: list[int]) -> None:
         self._mirror.forget(replica.name)
@@ -540,7 +439,7 @@ def simulate_cluster(
     end_s = run.run(incidents)
     up_s = sum(
         (end_s if replica.ended_s is None else replica.ended_s) - replica.started_s
-        for replica in run.replicas
+        for replica in run.replicas.started
     )
     sizes: dict[str, tuple[Size, ...]] = {}
     for scaler in run.scalers:
@@ -548,7 +447,7 @@ def simulate_cluster(
     if run.changer is not None:
         sizes |= {role: tuple(found) for role, found in run.changer.sizes.items()}
     started_s = sum(scaler.started_s(end_s) for scaler in run.scalers)
-    engines = [replica.engine for replica in run.replicas]
-    drains_s = tuple(each.drained_s for each in run.replicas if each.drained_s is not None)
+    engines = [replica.engine for replica in run.replicas.started]
+    drains_s = tuple(each.drained_s for each in run.replicas.started if each.drained_s is not None)
     counts = (run.moved, run.split, run.migrations.done, drains_s)
     return result_of(requests, engines, end_s, up_s, *counts, started_s, sizes)

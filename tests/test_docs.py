@@ -20,7 +20,7 @@ from sluice.deploy.config import SluiceConfig
 from sluice.deploy.policies import policies
 from sluice.deploy.reference import KINDS, pages
 from sluice.deploy.reference import POLICIES as POLICY_PAGES
-from sluice.replica.config import AutoscalingConfig
+from sluice.replica.autoscaling_config import AutoscalingConfig
 from sluice.scheduling.batching import POLICIES, BatchPolicy
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO

@@ -18,6 +18,7 @@ CONTROLLER_SURFACE = (
     "controller.version",
     "controller.transport.dead_hosts",
     "controller.transport.frames",
+    "controller.transport.greeting",
 )
 
 REPLICA_SURFACE = (

@@ -14,9 +14,9 @@ from sluice.benchmarks.experiments.tables import Rivals, Rows, difference, estim
 from sluice.scheduling.admission import POLICIES as ADMISSIONS
 from sluice.scheduling.batching import POLICIES as LOCAL_POLICIES
 from sluice.scheduling.routing import POLICIES as ROUTERS
-from sluice.simulation.cluster import Incident
 from sluice.simulation.config import Resize, Slowdown, WhenUnattainable
 from sluice.simulation.planning.plots import Table
+from sluice.simulation.replicas import Incident
 
 LOCAL = systems.DEFAULT.policy
 RIVALS = ("pab", "least_tokens", "go_routing")

@@ -26,7 +26,7 @@ from sluice.scheduling.placement.length import OracleLengths, TaskLengths
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.request.objective import SLO, GainWeights
 from sluice.scheduling.roles import Role
-from sluice.simulation.cluster import REFUSED, Incident, Node, simulate_cluster
+from sluice.simulation.cluster import REFUSED, Node, simulate_cluster
 from sluice.simulation.config import Autoscaling, ClusterConfig, EngineConfig, WhenUnattainable
 from sluice.simulation.forward import LLAMA3_8B, LLAMA3_70B, QWEN3_30B_A3B
 from sluice.simulation.metrics import (
@@ -42,6 +42,7 @@ from sluice.simulation.metrics import (
 from sluice.simulation.preemption import SuspensionConfig
 from sluice.simulation.prefill_run import PrefillRun, simulate_prefills
 from sluice.simulation.rejecting import Rejecting
+from sluice.simulation.replicas import Incident
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import HEADROOM, Result, simulate
 from sluice.simulation.truth import Belief, Truth

@@ -16,10 +16,8 @@ a client asks for no decisions, which shows how the clocks differ
 from __future__ import annotations
 
 import asyncio
-import hmac
 import itertools
 import logging
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from math import inf
@@ -38,12 +36,12 @@ from sluice.controller.transport import query_wire, report_wire
 from sluice.controller.transport.clock_offset import ClockOffset
 from sluice.controller.transport.failure import NoAnswerError
 from sluice.controller.transport.frames import Frames
+from sluice.controller.transport.greeting import Caller, Guest, Listener
 from sluice.controller.transport.report_queue import ReportQueue
 from sluice.controller.transport.window import Decide, Window
 from sluice.controller.transport.wire_format import (
     FORMAT,
     MAX_FRAME,
-    WELCOME,
     Refused,
     Report,
     Reported,
@@ -57,16 +55,11 @@ from sluice.controller.transport.wire_format import (
 MAX_CONNECTIONS = 8192
 """Most connections that have shown the token."""
 
-MAX_STRANGERS = 64
-"""Most connections that have not shown the token yet; one more drops the oldest of them, so that
-idle connections cannot keep routers out."""
-
 MAX_TIMEOUTS = 3
 """Questions, each asked after the one before ran out of time, that may stay without an answer
 before the connection counts as dead. One is not enough: while a client's event loop is busy, its
 deadline passes although the answer has arrived."""
 
-GREETING_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 2.0
 _CONNECT_PAUSE_S = 1.0
 _GREETING_LEFT_S = 60.0
@@ -86,33 +79,19 @@ class Endpoint(NamedTuple):
     format: str = ""
 
 
-class _Served(Frames):
+class _Served(Guest):
     """One client's connection, at the controller."""
 
     def __init__(self, server: RouteServer) -> None:
-        super().__init__(limit=len(server.token))
+        super().__init__(server, MAX_FRAME)
         self._server = server
-        self._trusted = False
         self._offset = ClockOffset()
         self._reports = False
         """Whether it has ever sent one: a replica's connection, which asks nothing."""
-        self._greeting: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self._server.enter(self)
-        loop = asyncio.get_running_loop()
-        self._greeting = loop.call_later(GREETING_TIMEOUT_S, self._check_greeted)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        super().connection_lost(error)
-        self._server.leave(self)
-        if self._greeting is not None:
-            self._greeting.cancel()
 
     def frame_received(self, frame: bytes | bytearray) -> None:
-        if not self._trusted:
-            self._greeted(frame)
+        if not self.trusted:
+            self.greet(frame)
             return
         try:
             question = decode_question(frame)
@@ -133,19 +112,6 @@ class _Served(Frames):
         queries = list(map(_query, question.queries))
         window.ask(self, question.number, queries, due_s)
 
-    def _greeted(self, token: bytes | bytearray) -> None:
-        known = hmac.compare_digest(token, self._server.token.encode())
-        if not known or not self._server.trust(self):
-            self.abort()
-            return
-        self._trusted = True
-        self.limit = MAX_FRAME
-        self.send(WELCOME)
-
-    def _check_greeted(self) -> None:
-        if not self._trusted:
-            self.abort()
-
 
 def _query(data: msgspec.Raw) -> RouteQuery | None:
     try:
@@ -154,7 +120,7 @@ def _query(data: msgspec.Raw) -> RouteQuery | None:
         return None
 
 
-class RouteServer:
+class RouteServer(Listener):
     """The controller's side.
 
     Args:
@@ -172,25 +138,20 @@ class RouteServer:
         clock: Callable[[], float] = time.monotonic,
         window_s: float = 0.0,
     ) -> None:
+        super().__init__(MAX_CONNECTIONS)
         self.window = Window(self._route, clock, window_s)
         self.reports = ReportQueue(self._take, clock)
         self.clock = clock
         self._decide = route
         self._report = report
-        self.token = secrets.token_hex(32)
-        self._strangers: dict[_Served, None] = {}
-        self._trusted: set[_Served] = set()
-        self._server: asyncio.Server | None = None
-        self._starting = asyncio.Lock()
+
+    def guest(self) -> Guest:
+        """A connection of a router or a replica."""
+        return _Served(self)
 
     async def endpoint(self, host: str) -> Endpoint:
         """The address it listens on; it starts to listen at the first call."""
-        async with self._starting:
-            if self._server is None:
-                loop = asyncio.get_running_loop()
-                self._server = await loop.create_server(lambda: _Served(self), host, 0)
-        port: int = self._server.sockets[0].getsockname()[1]
-        return Endpoint(host, port, self.token, FORMAT)
+        return Endpoint(host, await self.port(host), self.token, FORMAT)
 
     def _route(self, queries: list[RouteQuery | None]) -> RouteReply:
         begun_s = self.clock()
@@ -211,27 +172,6 @@ class RouteServer:
                 connection.abort()
         connection.send(encode(answer))
 
-    def enter(self, connection: _Served) -> None:
-        """A connection was made; it may evict the oldest one that has not shown the token yet."""
-        if len(self._strangers) >= MAX_STRANGERS:
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
-            oldest.abort()
-        self._strangers[connection] = None
-
-    def trust(self, connection: _Served) -> bool:
-        """A connection has shown the token. Returns whether it is within ``MAX_CONNECTIONS``."""
-        self._strangers.pop(connection, None)
-        if len(self._trusted) >= MAX_CONNECTIONS:
-            return False
-        self._trusted.add(connection)
-        return True
-
-    def leave(self, connection: _Served) -> None:
-        """A connection ended."""
-        self._strangers.pop(connection, None)
-        self._trusted.discard(connection)
-
 
 class _Waiting(NamedTuple):
     """A pending question: the future for its answer, and its deadline."""
@@ -240,12 +180,11 @@ class _Waiting(NamedTuple):
     due_s: float
 
 
-class _Asking(Frames):
+class _Asking(Caller):
     """The connection, at a client."""
 
     def __init__(self, token: str, on_lost: Callable[[], None], on_late: OnLate) -> None:
-        super().__init__(MAX_FRAME)
-        self._token = token
+        super().__init__(token, MAX_FRAME)
         self._on_lost = on_lost
         self._on_late = on_late
         self._numbers = itertools.count()
@@ -255,25 +194,17 @@ class _Asking(Frames):
         self._late: dict[int, Sequence[RouteQuery]] = {}
         self._timeouts = 0
         self._last_timeout_s = -inf
-        self.greeted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        """Whether the server accepted the token, once that is known."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self.send(self._token.encode())
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
         for waiting in self._waiting.values():
             if not waiting.answer.done():
                 waiting.answer.set_exception(NoAnswerError("unavailable"))
-        if not self.greeted.done():
-            self.greeted.set_result(False)
         self._on_lost()
 
     def frame_received(self, frame: bytes | bytearray) -> None:
         if not self.greeted.done():
-            self.greeted.set_result(frame == WELCOME)
+            self.welcomed(frame)
             self._send_question(Route, [], _GREETING_LEFT_S)
             return
         try:
@@ -446,7 +377,6 @@ class RouteChannel:
             self._connecting = None
 
     async def _attempt(self) -> None:
-        loop = asyncio.get_running_loop()
         connection: _Asking | None = None
         try:
             endpoint = Endpoint(*await self._find())
@@ -454,10 +384,7 @@ class RouteChannel:
                 raise ConnectionRefusedError("the controller is of another version")
             made = connection = _Asking(endpoint.token, lambda: self._lost(made), self._on_late)
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                await loop.create_connection(lambda: made, endpoint.host, endpoint.port)
-                # It may have ended in the loop turn in which the answer arrived.
-                if not await made.greeted or made.closed:
-                    raise ConnectionResetError("the controller did not accept the token")
+                await made.reach(endpoint.host, endpoint.port)
             self._connection = made
         except (NoAnswerError, OSError, TimeoutError) as error:
             _log.debug("connecting to the controller for decisions failed: %s", error)

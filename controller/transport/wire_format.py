@@ -1,8 +1,9 @@
 """The messages on the controller's plain connection, and the version of their format.
 
 A connection carries frames (:mod:`sluice.controller.transport.frames`). The client begins with the
-token, answered by :data:`WELCOME`; then each frame is one message of the types below as
-MessagePack. ``number`` is the client's number of the message; its answer carries the same one.
+token (:mod:`sluice.controller.transport.greeting`); then each frame is one message of the types
+below as MessagePack. ``number`` is the client's number of the message; its answer carries the same
+one.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from sluice.controller.transport.query_wire import ObjectiveRow, QueryRow
 from sluice.scheduling.fleet.prefix import HELD
 from sluice.scheduling.fleet.state import ROW, SUMMARY
 from sluice.scheduling.request.stages import Stage
-
-WELCOME: Final = b"ok"
 
 MAX_FRAME: Final = 1 << 20
 """Longest message, bytes."""

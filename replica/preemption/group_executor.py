@@ -11,8 +11,6 @@ import logging
 import pickle
 import tempfile
 import threading
-from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
@@ -22,9 +20,8 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from sluice.replica.parent_watch import end_with_parent
 from sluice.replica.preemption.control_block import ControlWords
-from sluice.replica.preemption.executor import WARMS_UP_APART, nothing
 from sluice.replica.preemption.messages import Answer, Command, Died, Exit, Failed
-from sluice.replica.preemption.reserve import Reserve, keep
+from sluice.replica.preemption.task_executor import TaskExecutor
 from sluice.replica.preemption.worker import TaskRunner
 from sluice.replica.preemption_config import PreemptionConfig
 from sluice.replica.scheduler.xargs import SchedulerSettings
@@ -32,25 +29,15 @@ from sluice.replica.scheduler.xargs import SchedulerSettings
 logger = logging.getLogger(__name__)
 
 
-class PreemptiveGroupExecutor(MultiprocExecutor):
+class PreemptiveGroupExecutor(TaskExecutor, MultiprocExecutor):
     """Several workers, for tensor parallelism.
 
     While tasks are in flight each worker is inside one call of vLLM's, :func:`_serve`, and gets its
     commands over its own connection. That call ends before any other call to the workers.
-
-    Attributes:
-        answers: the workers' answers, in order. Only the engine's thread reads them.
-        words: the control words.
-        checks: how many checks the model has.
-        reserve: memory that each worker keeps for suspended prefills.
     """
 
-    reserve: Reserve
-
     def _init_executor(self) -> None:
-        self.answers: deque[Answer] = deque()
-        self.checks = 0
-        self._wake: Callable[[], None] = nothing
+        self._init_answers()
         self._serving: Future[Any] | None = None
         self._connections: list[Connection] = []
         self._ending = False
@@ -64,51 +51,26 @@ class PreemptiveGroupExecutor(MultiprocExecutor):
             serving.result()
         return super().collective_rpc(*args, **kwargs)
 
-    def take_draft_token_ids(self) -> None:
-        """Nothing: each task's answer has its drafts."""
-
-    def determine_available_memory(self) -> list[int]:
-        """Bytes available for the KV cache on each worker: without the reserve for suspended
-        prefills."""
-        return keep(self, super().determine_available_memory())
-
-    def initialize_from_config(self, kv_cache_configs: Any) -> None:
-        """Make the KV caches; up to vLLM 0.28 also complete the workers."""
-        super().initialize_from_config(kv_cache_configs)
-        if not WARMS_UP_APART:
-            self._make_ready()
-
-    def compile_or_warm_up_model(self) -> None:
-        """Complete the workers, and make them ready for tasks (from vLLM 0.29)."""
-        super().compile_or_warm_up_model()
-        self._make_ready()
-
-    def _make_ready(self) -> None:
-        settings = SchedulerSettings.from_additional_config(self.vllm_config.additional_config)
-        options = settings.preemption
+    def _make_ready(self, settings: SchedulerSettings) -> int:
         with tempfile.TemporaryDirectory(prefix="sluice-tasks-", dir="/dev/shm") as name:
             path, address = Path(name) / "words", str(Path(name) / "workers")
             self.words = ControlWords.create(path)
             with Listener(address, "AF_UNIX", backlog=self.world_size) as listener:
                 attached = self.collective_rpc(
                     _attach,
-                    args=(path, address, options, self.world_size),
+                    args=(path, address, settings.preemption, self.world_size),
                     non_block=True,
                 )
                 self._connections = [listener.accept() for _ in range(self.world_size)]
-                self.checks = attached.result()[0]
-        logger.info("a prefill can stop at %d points", self.checks)
+                checks: int = attached.result()[0]
         threading.Thread(target=self._take_answers, name="answers", daemon=True).start()
+        return checks
 
     def tell(self, command: Command) -> None:
         """Send a command to all workers."""
         if self._serving is None:
             self._serving = super().collective_rpc(_serve, non_block=True)
         self._send(command)
-
-    def on_answer(self, wake: Callable[[], None]) -> None:
-        """Have ``wake`` called, on another thread, after each answer."""
-        self._wake = wake
 
     def shutdown(self) -> None:
         """End the workers."""
@@ -142,10 +104,6 @@ class PreemptiveGroupExecutor(MultiprocExecutor):
             for worker in self.workers:
                 worker.proc.kill()
             self._answered(Died(error))
-
-    def _answered(self, answer: Answer) -> None:
-        self.answers.append(answer)
-        self._wake()
 
 
 # Functions that run in the workers.

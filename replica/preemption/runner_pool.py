@@ -8,7 +8,7 @@ later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -52,22 +52,15 @@ class Lanes:
         """
         if lane is self.stock:
             return
-        kept = self.stock.input_batch
-        for request_id in (*batch.finished_req_ids, *batch.num_scheduled_tokens):
-            kept.remove_request(request_id)
-        kept.condense()
-        kept.refresh_metadata()
+        ids = (*batch.finished_req_ids, *batch.num_scheduled_tokens)
+        _remove(self.stock.input_batch, ids)
 
     def leave(self, lane: Any) -> None:
         """Called after a task in ``lane``, however it ended."""
         lane.execute_model_state = None
         if lane is self.stock:
             return
-        batch = lane.input_batch
-        for request_id in list(batch.req_id_to_index):
-            batch.remove_request(request_id)
-        batch.condense()
-        batch.refresh_metadata()
+        _remove(lane.input_batch, tuple(lane.input_batch.req_id_to_index))
 
 
 class _Adapters:
@@ -92,6 +85,14 @@ class _Adapters:
             yield
         finally:
             self._activate(*latest)
+
+
+def _remove(batch: Any, request_ids: Iterable[str]) -> None:
+    """Remove requests from the batch that a lane last saw."""
+    for request_id in request_ids:
+        batch.remove_request(request_id)
+    batch.condense()
+    batch.refresh_metadata()
 
 
 def new_runner(worker: Any) -> Any:

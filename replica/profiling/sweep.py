@@ -16,7 +16,7 @@ from math import exp, log
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sluice.replica.engine import Engine, EngineInfo, EngineRequest, ResponseChunk, ResponseHead
+from sluice.replica.engine import Engine, EngineInfo, EngineRequest, status_of
 from sluice.scheduling.latency.model import StepSample
 from sluice.scheduling.request.objective import SLO
 
@@ -153,12 +153,7 @@ class Sweep:
             "ignore_eos": True,
         }
         request = EngineRequest(f"{stage}-{self._serial}", "completions", body, _SLO)
-        status, answer = 0, b""
-        async for item in self._engine.generate(request):
-            if isinstance(item, ResponseHead):
-                status = item.status
-            elif isinstance(item, ResponseChunk) and status != 200:
-                answer += item.data
+        status, answer = await status_of(self._engine.generate(request))
         if status != 200:
             text = answer.decode(errors="replace")
             raise SweepError(f"the engine refused a request of the sweep ({status}): {text}")

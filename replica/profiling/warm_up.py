@@ -20,8 +20,7 @@ from sluice.replica.engine import (
     Engine,
     EngineDeadError,
     EngineRequest,
-    ResponseChunk,
-    ResponseHead,
+    status_of,
 )
 from sluice.scheduling.request.objective import SLO
 
@@ -184,13 +183,8 @@ class _User:
         request = EngineRequest(
             f"warm-up-{self.used}", endpoint, {"model": self._model, **body}, _SLO
         )
-        status, answer = 500, b""
         try:
-            async for item in self._engine.generate(request):
-                if isinstance(item, ResponseHead):
-                    status = item.status
-                elif isinstance(item, ResponseChunk) and status != 200:
-                    answer += item.data
+            status, answer = await status_of(self._engine.generate(request))
         except EngineDeadError as error:
             raise EngineDeadError(f"the engine died at the first use of {name}: {error}") from error
         if status != 200:

@@ -4,22 +4,21 @@ and publish the state. The vLLM adapter and the simulated engine differ only in 
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
+from sluice.replica.scheduler.batch_log import BatchLog
 from sluice.replica.scheduler.speculation import DraftCounts, DraftTime
 from sluice.replica.scheduler.state_table import NO_SLOT, ChangedRows, StateTable, TableFullError
 from sluice.replica.scheduler.step_times import StepTimes
+from sluice.replica.scheduler.tracked_request import RunningStages, TrackedRequest
 from sluice.replica.transfer.counts import TransferCounts
 from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy
 from sluice.scheduling.batching.best_effort import longest_wait_s
@@ -29,91 +28,17 @@ from sluice.scheduling.latency.step_correction import StepCorrection
 from sluice.scheduling.placement.length import TaskLengths
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView
-from sluice.scheduling.request.stages import Later, StagePosition, later_of
 from sluice.scheduling.roles import Role
 
 DEFAULT_MODEL = LinearLatency(a=0.005, b=0.0002, c=0.000001)
 """Used for plans until a profile is known."""
 
-_BATCH_LOG_LINES = 100_000
 _LEAST_STEP = 1 / 16
 _MOST_UNLEARNED = 64
 """Max consecutive disturbed steps that are not learned from. After more of them, they count as
 normal for this engine."""
 
 logger = logging.getLogger(__name__)
-
-
-class RunningStages:
-    """The stages of a live request.
-
-    Attributes:
-        slo: of the whole request. arrival_s: its arrival, monotonic seconds.
-        ends: the tokens that end the reasoning.
-    """
-
-    __slots__ = ("_position", "_tokens", "arrival_s", "ends", "slo")
-
-    def __init__(self, slo: SLO, arrival_s: float, ends: frozenset[int]) -> None:
-        self.slo = slo
-        self.arrival_s = arrival_s
-        self.ends = ends
-        self._position = StagePosition(slo.stages)
-        self._tokens = 0
-
-    def emit(self, tokens: int, reasoned: int) -> bool:
-        """Count tokens, see :meth:`StagePosition.emit`; whether another stage begins after them or
-        one of them. ``O(1)``."""
-        self._tokens += tokens
-        return len(self._position.emit(tokens, reasoned)) > 1
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the current stage that have left."""
-        return self._position.tokens
-
-    @property
-    def begun(self) -> int:
-        """Tokens of the output before the current stage."""
-        return self._tokens - self._position.tokens
-
-    @property
-    def later(self) -> Later:
-        """What the stages to come will take."""
-        return later_of(self.slo.stages, self._position.number)
-
-    def slo_at(self, now_s: float) -> SLO:
-        """The objective of the current stage, if it begins now."""
-        return self.slo.at_stage(self._position.number, now_s - self.arrival_s)
-
-
-@dataclass(slots=True)
-class TrackedRequest:
-    """The local scheduler's record of a live request, beyond what its engine knows.
-
-    ``name`` is the request's id in the fleet; engines have their own ids, and one API call can be
-    several engine requests. ``slot`` is its row of the state table, negative if it has none.
-    ``expected_tokens`` is the predicted length of its output, nan if unknown, and ``most_tokens``
-    its max. ``tenant`` is the hash of its tenant, ``weight`` the weight of the tenant's share;
-    ``promised``: its SLO was guaranteed.
-
-    To a policy each of its ``stages`` is a request of its own, whose prompt includes the output
-    before it: ``begun`` tokens. ``slo`` and ``arrival_s`` are those of the current stage, which
-    begins with the last token of the one before; ``expected_tokens`` is of the whole output.
-    """
-
-    name: str
-    slo: SLO
-    arrival_s: float
-    slot: int
-    most_tokens: int
-    expected_tokens: float
-    best_effort: bool = False
-    tenant: int = 0
-    weight: float = 1.0
-    promised: bool = False
-    stages: RunningStages | None = None
-    begun: int = 0
 
 
 @dataclass(slots=True)
@@ -134,40 +59,6 @@ class StepInFlight:
     checked: Mapping[str, int] = field(default_factory=dict)
     drafted: int | None = None
     next_start_s: float = inf
-
-
-class BatchLog:
-    """Planned and executed batches with their times as JSON lines, up to a bound; for tests and
-    diagnosis."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO | None = path.open("w", encoding="utf-8", buffering=1)
-        self._lines = 0
-
-    def write(self, record: Mapping[str, object]) -> None:
-        """Append one batch; nothing more is written after the bound, or an error.
-
-        The scheduler calls it, so a full disk must not end the engine.
-        """
-        if self._file is None:
-            return
-        line = json.dumps(record, separators=(",", ":")) + "\n"
-        try:
-            self._file.write(line)
-            self._lines += 1
-            if self._lines >= _BATCH_LOG_LINES:
-                self._close()
-        except OSError as error:
-            logger.warning("the batch log ends after %d batches: %s", self._lines, error)
-            self._close()
-
-    def _close(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            # Closing writes what is left, and fails where writing did.
-            with contextlib.suppress(OSError):
-                file.close()
 
 
 class LocalScheduler:
@@ -427,20 +318,7 @@ class LocalScheduler:
         seconds = passed_s if seconds is None else seconds
         if self._log is not None and step.record is not None:
             self._log.write({**step.record, "seconds": seconds})
-        undrafted_s = self._correction.predicted_s(*step.parts_s)
-        drafting_s = self._draft_time.seconds * (step.drafted or 0)
-        predicted_s = undrafted_s + drafting_s
-        if step.work.new_tokens > 0 and seconds > 0:
-            ratio = seconds / predicted_s
-            self._ratio_sum += ratio
-            self._table.count("step_ratio_histogram", bisect_left(STEP_RATIO_BUCKETS, ratio))
-            self._unlearned = self._unlearned + 1 if disturbed else 0
-            disturbed = disturbed and self._unlearned <= _MOST_UNLEARNED
-        if step.work.new_tokens > 0 and seconds > 0 and not disturbed:
-            self._table.add_sample(step.work._replace(seconds=seconds))
-            self._correction.observe(*step.parts_s, seconds - drafting_s)
-            if step.drafted is not None:
-                self._draft_time.observe(undrafted_s, step.drafted, seconds)
+        predicted_s = self._learn(step, seconds, disturbed)
         # An empty batch is not evidence of step times.
         times = {
             "step_started_s": step.started_s,
@@ -471,6 +349,25 @@ class LocalScheduler:
             **self.drafts.summary(),
             **self.transfers.summary(),
         )
+
+    def _learn(self, step: StepInFlight, seconds: float, disturbed: bool) -> float:
+        """Learn from the ``seconds`` that a step took; returns how many were predicted."""
+        undrafted_s = self._correction.predicted_s(*step.parts_s)
+        drafting_s = self._draft_time.seconds * (step.drafted or 0)
+        predicted_s = undrafted_s + drafting_s
+        if step.work.new_tokens <= 0 or seconds <= 0:
+            return predicted_s
+        ratio = seconds / predicted_s
+        self._ratio_sum += ratio
+        self._table.count("step_ratio_histogram", bisect_left(STEP_RATIO_BUCKETS, ratio))
+        self._unlearned = self._unlearned + 1 if disturbed else 0
+        if disturbed and self._unlearned <= _MOST_UNLEARNED:
+            return predicted_s
+        self._table.add_sample(step.work._replace(seconds=seconds))
+        self._correction.observe(*step.parts_s, seconds - drafting_s)
+        if step.drafted is not None:
+            self._draft_time.observe(undrafted_s, step.drafted, seconds)
+        return predicted_s
 
     def _record(
         self,

@@ -31,7 +31,8 @@ from sluice.replica.engine import (
 )
 from sluice.replica.openai_format import Call, RequestError, ResponseWriter, models_body, parse_call
 from sluice.replica.resume import check_resume
-from sluice.replica.scheduler.local_scheduler import BatchLog, LocalScheduler
+from sluice.replica.scheduler.batch_log import BatchLog
+from sluice.replica.scheduler.local_scheduler import LocalScheduler
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.simulated.core import SimulatedCore, SimulatedSequence, Transfer
 from sluice.replica.transfer.requests import check_transfer

@@ -10,15 +10,13 @@ the system chooses. Requests need the token, which the replica gives away throug
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
-import secrets
 from collections import deque
 from collections.abc import Callable
 
 import msgspec
 
-from sluice.controller.transport.frames import Frames
+from sluice.controller.transport.greeting import Guest, Listener
 from sluice.replica.engine import (
     ClientLeftError,
     ClientStalledError,
@@ -37,7 +35,6 @@ from sluice.replica.streams.wire import (
     GOODBYE,
     MAX_ASKED_BYTES,
     MAX_CHUNK_BYTES,
-    WELCOME,
     WINDOW_BYTES,
     Asked,
     Cancel,
@@ -51,13 +48,6 @@ from sluice.scheduling.fleet.ranks import rank_name
 
 MAX_CONNECTIONS = 1024
 """Max connections that have shown the token: each router has one."""
-
-MAX_STRANGERS = 64
-"""Max connections that have not shown it yet; one more drops the oldest of them, so that such
-connections cannot keep routers out."""
-
-GREETING_TIMEOUT_S = 5.0
-"""Timeout to show the token, seconds."""
 
 _CLOSE_TIMEOUT_S = 1.0
 _HIGH_WATER = 1 << 20
@@ -164,32 +154,25 @@ def _ending_of(error: BaseException | None) -> Ending:
     return Ending.FAILED
 
 
-class _Connection(Frames):
+class _Connection(Guest):
     """The connection of one router."""
 
     def __init__(self, server: StreamServer) -> None:
-        super().__init__(limit=len(server.token))
-        self.trusted = False
+        super().__init__(server, MAX_ASKED_BYTES)
         self._server = server
         self._streams: dict[int, _Outgoing] = {}
         self._ready: deque[_Outgoing] = deque()
         self._flushing = False
         self._paused = False
-        self._greeting: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         assert self._transport is not None
         self._transport.set_write_buffer_limits(_HIGH_WATER)
-        self._server.enter(self)
         self._loop = asyncio.get_running_loop()
-        self._greeting = self._loop.call_later(GREETING_TIMEOUT_S, self._check_greeted)
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
-        self._server.leave(self)
-        if self._greeting is not None:
-            self._greeting.cancel()
         for number in list(self._streams):
             self.finish(number)
 
@@ -208,7 +191,7 @@ class _Connection(Frames):
 
     def frame_received(self, frame: bytes | bytearray) -> None:
         if not self.trusted:
-            self._greeted(frame)
+            self.greet(frame)
             return
         try:
             self._handle(_decode(frame))
@@ -216,20 +199,10 @@ class _Connection(Frames):
             _log.warning("a router's message is malformed: %s", type(error).__name__)
             self.abort()
 
-    def _greeted(self, frame: bytes | bytearray) -> None:
-        known = hmac.compare_digest(bytes(frame), self._server.token.encode())
-        if not known or not self._server.trust(self):
-            self.abort()
-            return
-        self.trusted = True
-        self.limit = MAX_ASKED_BYTES
-        self.send(WELCOME)
-        if self._server.leaving:
+    def greet(self, frame: bytes | bytearray) -> None:
+        super().greet(frame)
+        if self.trusted and self._server.leaving:
             self.send(GOODBYE)
-
-    def _check_greeted(self) -> None:
-        if not self.trusted:
-            self.abort()
 
     def _handle(self, asked: Asked) -> None:
         outgoing = self._streams.get(asked.stream)
@@ -301,7 +274,7 @@ class _Connection(Frames):
         return _encode(sound)
 
 
-class StreamServer:
+class StreamServer(Listener):
     """The replica's side; on one event loop.
 
     Args:
@@ -309,22 +282,20 @@ class StreamServer:
         serve: begins to serve a request.
 
     Attributes:
-        token: the secret that authenticates routers.
         leaving: the replica is about to leave.
     """
 
     def __init__(self, replica_id: str, serve: Serve) -> None:
+        super().__init__(MAX_CONNECTIONS)
         self.replica_id = replica_id
         self.serve = serve
-        self.token = secrets.token_hex(32)
         self.leaving = False
-        # In order of arrival.
-        self._strangers: dict[_Connection, None] = {}
-        self._trusted: set[_Connection] = set()
-        self._server: asyncio.Server | None = None
-        self._starting = asyncio.Lock()
         self._empty = asyncio.Event()
         self._empty.set()
+
+    def guest(self) -> Guest:
+        """A connection of a router."""
+        return _Connection(self)
 
     async def endpoint(self, host: str) -> StreamEndpoint:
         """The address where it listens; the first call starts listening.
@@ -332,35 +303,17 @@ class StreamServer:
         Raises:
             OSError: ``host`` is no address of this node.
         """
-        async with self._starting:
-            if self._server is None:
-                loop = asyncio.get_running_loop()
-                self._server = await loop.create_server(lambda: _Connection(self), host, 0)
-        port: int = self._server.sockets[0].getsockname()[1]
+        port = await self.port(host)
         return StreamEndpoint(self.replica_id, host, port, self.token, FORMAT)
 
-    def enter(self, connection: _Connection) -> None:
-        """A connection was made; the oldest one that has not shown the token yet may be closed for
-        it."""
-        if len(self._strangers) >= MAX_STRANGERS:
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
-            oldest.abort()
-        self._strangers[connection] = None
+    def enter(self, connection: Guest) -> None:
+        """A connection was made."""
+        super().enter(connection)
         self._empty.clear()
 
-    def trust(self, connection: _Connection) -> bool:
-        """A connection has shown the token; returns whether there is capacity for it."""
-        self._strangers.pop(connection, None)
-        if len(self._trusted) >= MAX_CONNECTIONS:
-            return False
-        self._trusted.add(connection)
-        return True
-
-    def leave(self, connection: _Connection) -> None:
+    def leave(self, connection: Guest) -> None:
         """A connection ended."""
-        self._strangers.pop(connection, None)
-        self._trusted.discard(connection)
+        super().leave(connection)
         if not self._strangers and not self._trusted:
             self._empty.set()
 

@@ -1,10 +1,10 @@
 """The messages between a router and a replica on their connection.
 
 Both sides send frames (:mod:`sluice.controller.transport.frames`) of MessagePack, decoded into
-these types only. The router begins with the token, answered by :data:`WELCOME`; then it sends one
-:data:`Asked` per frame, and gets frames that are lists of :class:`Delivery`. An empty frame
-announces that the replica is about to leave: its open requests continue, new requests go to other
-replicas.
+these types only. The router begins with the token (:mod:`sluice.controller.transport.greeting`);
+then it sends one :data:`Asked` per frame, and gets frames that are lists of :class:`Delivery`. An
+empty frame announces that the replica is about to leave: its open requests continue, new requests
+go to other replicas.
 
 A response may be ahead of its reader by :data:`WINDOW_BYTES`; the router reports what was read.
 """
@@ -37,7 +37,6 @@ from sluice.scheduling.request.stages import Stage
 TICKET_HEADER: Final = "x-sluice-ticket"
 """HTTP header that names a direct stream (:mod:`sluice.replica.streams.direct`) by its ticket."""
 
-WELCOME: Final = b"ok"
 GOODBYE: Final = b""
 
 MAX_ASKED_BYTES: Final = 16 << 20

@@ -16,13 +16,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from sluice.replica.config import EngineConfig
 from sluice.replica.engine import (
     EVENT_STREAM,
-    SPEECH,
-    UNSCHEDULED,
     Endpoint,
     EngineDeadError,
     EngineInfo,
@@ -39,29 +35,23 @@ from sluice.replica.openai_format import RequestError
 from sluice.replica.private_dir import private_dir
 from sluice.replica.profiling.profiler import latency_profile
 from sluice.replica.profiling.warm_up import warm_up
-from sluice.replica.resume import check_resume
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import (
     BATCH_LOG,
     TABLE_FOLDER,
-    RequestArgs,
     SchedulerSettings,
     rank_path,
-    reserved_keys,
-    to_xargs,
 )
-from sluice.replica.transfer.requests import check_transfer, refuse_transfer_fields
+from sluice.replica.vllm.cpu_cores import bind_workers, on_cpu
 from sluice.replica.vllm.local_model import local_model
 from sluice.replica.vllm.reasoning import reasoning_ends
-from sluice.replica.vllm.serving import Serving, event_bytes, whole_response, with_upload
+from sluice.replica.vllm.request_parser import parse
+from sluice.replica.vllm.serving import Serving, event_bytes, whole_response
 from sluice.replica.vllm.setup import (
     Launched,
-    bind_workers,
-    client_error_types,
     launch,
     local_model_arguments,
     max_prompt_logprobs,
-    on_cpu,
     parse_arguments,
     prepare_environment,
 )
@@ -250,7 +240,7 @@ class VllmEngine:
             await self._llm.check_tags(request.body)
             if self._adapters is not None:
                 call.adapter = await self._adapters.ensure(request.body.get("model"))
-            body = self._parse(request, serving, call)
+            body = parse(request, serving, call, request.request_id in self._llm.calls)
         except RequestError as error:
             for item in _refusal(error.status, error.body()):
                 yield item
@@ -289,68 +279,6 @@ class VllmEngine:
                 "NotFoundError",
             )
         return serving
-
-    def _parse(self, request: EngineRequest, serving: Serving, call: ApiCall) -> Any:
-        """The body as vLLM's own request type, with Sluice's arguments in it.
-
-        Raises:
-            RequestError: the body is not allowed.
-        """
-        check_transfer(request)
-        check_resume(request)
-        body = dict(request.body)
-        if request.prefill_only:
-            body.pop("stream_options", None)
-            body["stream"] = False
-        if request.request_id in self._llm.calls:
-            raise RequestError(f"request id {request.request_id!r} is in use", None, 409)
-        if body.get("use_beam_search"):
-            raise RequestError("Beam search is not supported.", "use_beam_search")
-        extra = body.get("vllm_xargs")
-        if extra is not None and not isinstance(extra, dict):
-            raise RequestError("vllm_xargs must be an object.", "vllm_xargs")
-        refuse_transfer_fields(extra or {})
-        reserved = reserved_keys(extra)
-        if reserved:
-            raise RequestError(
-                f"vllm_xargs holds keys that are reserved: {', '.join(reserved)}.", "vllm_xargs"
-            )
-        args = RequestArgs(
-            request.request_id,
-            call.received_s - request.waited_s,
-            request.slo,
-            request.best_effort,
-            request.prefix,
-            request.tenant,
-            request.weight,
-            request.promised,
-            call.ends,
-        )
-        call.xargs = to_xargs(args)
-        call.prefill_only, call.kv_of_request = request.prefill_only, request.kv_of_request
-        call.transfer = _transfer(request)
-        if request.endpoint in SPEECH:
-            body = with_upload(body)
-            call.in_turn = bool(body.get("stream"))
-            call.cache_salt = body.pop("cache_salt", None)
-        if serving.generates:
-            body["vllm_xargs"] = {**(extra or {}), **call.xargs}
-        if request.endpoint not in UNSCHEDULED:
-            prefix = "resp_" if request.endpoint == "responses" else ""
-            resume = request.resume
-            body["request_id"] = prefix + (resume.response_id if resume else request.request_id)
-        try:
-            return serving.body.validate_python(body)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False)[0]
-            field = ".".join(str(part) for part in first["loc"]) or None
-            message = first["msg"].removeprefix("Value error, ")
-            raise RequestError(f"{field}: {message}" if field else message, field) from error
-        except client_error_types() as error:
-            raise RequestError(str(error), getattr(error, "parameter", None)) from error
-        except (AttributeError, KeyError, TypeError) as error:
-            # vLLM's own checks run on the raw body and fail on values of a wrong type.
-            raise RequestError(f"The body is malformed: {error}", None) from error
 
     async def _respond(
         self, serving: Serving, body: Any, call: ApiCall
@@ -542,15 +470,6 @@ class VllmEngine:
             # In this thread, though it takes seconds: beside a running event loop vLLM would take
             # its own shutdown for the engine's death, and log it as such.
             llm.shutdown()
-
-
-def _transfer(request: EngineRequest) -> dict[str, Any] | None:
-    """vLLM's KV transfer parameters of a request."""
-    if request.kv_handle is not None:
-        return {**request.kv_handle.params, "do_remote_prefill": True, "do_remote_decode": False}
-    if request.prefill_only:
-        return {"do_remote_prefill": False, "do_remote_decode": True}
-    return None
 
 
 def _shared_memory() -> Path | None:

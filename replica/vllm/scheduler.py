@@ -16,7 +16,6 @@ It relies on internal names of vLLM, which may change. They are listed and check
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -32,12 +31,14 @@ from sluice.replica.engine import request_key
 from sluice.replica.grammar.bound import bound_grammars
 from sluice.replica.parent_watch import end_with_parent
 from sluice.replica.scheduler import row_counts
-from sluice.replica.scheduler.local_scheduler import BatchLog, LocalScheduler, StepInFlight
+from sluice.replica.scheduler.batch_log import BatchLog
+from sluice.replica.scheduler.local_scheduler import LocalScheduler, StepInFlight
 from sluice.replica.scheduler.prefix_index import HeldPrefixes
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.step_times import StepTimes, next_start_s, spare_tokens
 from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, from_xargs
 from sluice.replica.transfer.incoming import IncomingKv, kv_of_request
+from sluice.replica.vllm.cpu_cores import pin_thread
 from sluice.replica.vllm.drafts import PlannedDrafts
 from sluice.replica.vllm.gc_control import GarbageCollector
 from sluice.replica.vllm.host_blocks import HostBlocks
@@ -460,15 +461,6 @@ class SloScheduler(PlanMixin, Scheduler):
 
 class SloAsyncScheduler(PlanMixin, AsyncScheduler):
     """For engines that schedule a batch while the one before it runs."""
-
-
-def pin_thread(core: int, rank: int = 0) -> None:
-    """Pin this thread to ``core``, that of rank 0, or for another rank to one of the next cores."""
-    allowed = sorted(os.sched_getaffinity(0))
-    if core in allowed:
-        os.sched_setaffinity(0, {allowed[(allowed.index(core) + rank) % len(allowed)]})
-    else:
-        logger.warning("not pinned to core %d: this process may use %s", core, allowed)
 
 
 def prepare(vllm_config: Any) -> None:

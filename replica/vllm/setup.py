@@ -21,6 +21,7 @@ from sluice.replica.scheduler.speculation import with_all_lengths
 from sluice.replica.scheduler.xargs import SchedulerSettings
 from sluice.replica.transfer_config import TransferConfig
 from sluice.replica.vllm.contract import located
+from sluice.replica.vllm.cpu_cores import on_cpu
 from sluice.replica.vllm.serving import Serving, servings
 from sluice.replica.vllm.tool_parser import choose_parser
 from sluice.replica.vllm.variants import STOCK_SCHEDULER, variant_of
@@ -119,17 +120,6 @@ def prepare_environment(model: str, one_thread: bool, preemption: bool = False) 
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 
-def bind_workers(number: int, first: int | None) -> None:
-    """On CPUs, bind each of several workers with one thread to a core that this process may use:
-    the first worker to the core ``first``, or any. vLLM by itself would give each worker a NUMA
-    node, and most machines have one."""
-    if number > 1 and on_cpu() and hasattr(os, "sched_getaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        place = cores.index(first) if first in cores else 0
-        bound = [str(cores[(place + worker) % len(cores)]) for worker in range(number)]
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(bound))
-
-
 def survive_module_scan() -> None:
     """Have vLLM's scan of all loaded modules survive numba's. It must be called before an engine
     starts in a process that has loaded compiled policies; importing this module does.
@@ -168,12 +158,10 @@ def parse_arguments(
         sluice.replica.vllm.support.UnsupportedVllmError: this vLLM is too old, or lacks something.
         ValueError: an argument that vLLM refuses, or that is reserved.
     """
-    from sluice.replica.vllm.support import ARGUMENTS, check_vllm
+    from sluice.replica.vllm.support import check_vllm
 
     # Before anything else is imported of vLLM: what is missing is named, all at once.
     check_vllm(serving=True)
-
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     arguments = by_option(given)
     reserved = sorted(RESERVED_ARGUMENTS & arguments.keys())
@@ -187,14 +175,7 @@ def parse_arguments(
     arguments |= _speculation_arguments(arguments)
     _check_kv_tier(arguments)
     if transfer is not None:
-        if arguments.get(_OFFLOADING) is not None:
-            # vLLM would put its own connector in the place of the one for transfers.
-            raise ValueError(
-                f"vllm_args may not hold {_OFFLOADING} beside KV transfer between replicas "
-                "(engine.transfer, or prefill and decode pools): an engine has one KV connector"
-            )
-        if arguments.get(_TRANSFER) is not None:
-            raise ValueError(f"vllm_args may not hold {_TRANSFER}: set engine.transfer")
+        _check_free_for_transfer(arguments)
         arguments[_TRANSFER] = transfer_argument(transfer, role)
     if arguments.get(_TRANSFER) is not None or arguments.get(_OFFLOADING) is not None:
         arguments |= _in_step(arguments)
@@ -212,6 +193,19 @@ def parse_arguments(
         "disable-log-stats": None if keep_times or "otlp-traces-endpoint" in arguments else True,
         **needed,
     }
+    return _parsed(arguments)
+
+
+def _parsed(arguments: dict[str, Any]) -> Any:
+    """What vLLM's parser makes of ``arguments``.
+
+    Raises:
+        ValueError: it refuses one.
+    """
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from sluice.replica.vllm.support import ARGUMENTS
+
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
@@ -322,13 +316,6 @@ def max_prompt_logprobs(configured: int, vllm_config: Any) -> int:
     return 0 if vllm_config.lora_config is not None and on_cpu() else configured
 
 
-def on_cpu() -> bool:
-    """Whether vLLM computes on CPUs here."""
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
-
-
 def _speculation_arguments(given: dict[str, Any]) -> dict[str, Any]:
     """vLLM arguments that let the plan choose how many drafted tokens are checked."""
     shorthands = sorted(_SHORTHANDS & given.keys())
@@ -343,6 +330,22 @@ def _speculation_arguments(given: dict[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"vllm_args: {error}") from error
     return {"speculative-config": config, "async-scheduling": False}
+
+
+def _check_free_for_transfer(given: dict[str, Any]) -> None:
+    """Check that no other KV connector is configured beside the one for transfers.
+
+    Raises:
+        ValueError: one is.
+    """
+    if given.get(_OFFLOADING) is not None:
+        # vLLM would put its own connector in the place of the one for transfers.
+        raise ValueError(
+            f"vllm_args may not hold {_OFFLOADING} beside KV transfer between replicas "
+            "(engine.transfer, or prefill and decode pools): an engine has one KV connector"
+        )
+    if given.get(_TRANSFER) is not None:
+        raise ValueError(f"vllm_args may not hold {_TRANSFER}: set engine.transfer")
 
 
 def _check_kv_tier(given: dict[str, Any]) -> None:

@@ -1,77 +1,26 @@
-"""The state of files and batches: one SQLite database that all routers open.
-
-Which process owns the state: none does. Each router opens the database, SQLite's locks order their
-transactions, and a transaction is either on the disk as a whole or not there at all. So there is no
-further process that can fail, restart or be of another version, and no call can be lost on its way.
-
-The journal is a rollback journal, not WAL: WAL needs memory that all processes share, so it would
-lose data where routers on several nodes open the database on a network file system. ``synchronous``
-is ``EXTRA``: a transaction that has returned survives a power failure.
-
-``files``
-    A row exists before and after the bytes do: ``writing`` until they are complete, ``ready``, and
-    ``deleted`` until they are removed. Only ``ready`` ones are visible. No bytes exist without a
-    row, so a crash leaves nothing that must be searched for.
-``batches``
-    ``holder`` is the router that runs the batch, see
-    :class:`sluice.router.batches.folders.Routers`. Only the holder changes the record and adds
-    results; each of its transactions checks that it still is the holder, so a router that lost its
-    lock cannot do harm.
-``results``
-    A line of a running batch has one result at most: (batch, line) is unique. ``n`` is the order in
-    which lines ended. Results become files when the batch ends, and are then deleted.
-"""
+"""The state of files and batches, in the routers' common database
+(:mod:`sluice.router.batches.database`)."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import sqlite3
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from sluice.router.batches.folders import open_private, sync_folder
+from sluice.router.batches.database import changing, connect, page_of
 from sluice.router.batches.paging import Page
 from sluice.router.batches.records import BatchRecord, FileRecord, Status
 from sluice.router.batches_config import BatchesConfig
 from sluice.router.errors import ApiError, Reason, shown
 
-VERSION: Final = 1
-"""Version of the tables; a database of another version is refused."""
-
 ORPHAN_S: Final = 3_600.0
 """Minimum age at which bytes that are being uploaded count as left over by a crash, seconds."""
-
-BUSY_S: Final = 30.0
-"""Maximum wait for another router's transaction, seconds."""
 
 _PAGE_BYTES: Final = 1 << 20
 _PAGE_ROWS: Final = 256
 _DELETED_ROWS: Final = 1_000
 
-_TABLES: Final = """
-CREATE TABLE files (
-    id TEXT PRIMARY KEY, owner TEXT NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL,
-    bytes INTEGER NOT NULL, created_s REAL NOT NULL, expires_s REAL NOT NULL,
-    state TEXT NOT NULL, batch_id TEXT
-);
-CREATE INDEX files_of ON files (owner, created_s, id);
-CREATE TABLE batches (
-    id TEXT PRIMARY KEY, owner TEXT NOT NULL, created_s REAL NOT NULL, input_file_id TEXT NOT NULL,
-    record TEXT NOT NULL, holder INTEGER, cancelled_s REAL, ended_s REAL,
-    completed INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0,
-    result_bytes INTEGER NOT NULL DEFAULT 0
-);
-CREATE INDEX batches_of ON batches (owner, created_s, id);
-CREATE INDEX unfinished ON batches (created_s) WHERE ended_s IS NULL;
-CREATE TABLE results (
-    n INTEGER PRIMARY KEY, batch_id TEXT NOT NULL, line INTEGER NOT NULL, ok INTEGER NOT NULL,
-    entry BLOB NOT NULL, UNIQUE (batch_id, line)
-);
-CREATE INDEX results_of ON results (batch_id, ok);
-"""
 _FILE: Final = "SELECT id, owner, filename, purpose, bytes, created_s, expires_s FROM files"
 _VISIBLE: Final = "state = 'ready' AND expires_s > ?"
 _BATCH: Final = "SELECT record, completed, failed, cancelled_s, ended_s FROM batches"
@@ -111,33 +60,7 @@ class BatchState:
         self._folder = path.parent
         self._router = router
         self._now = now
-        if not path.exists():  # never later: closing a file would release SQLite's locks on it
-            os.close(open_private(path))
-        self._db = sqlite3.connect(
-            path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
-        )
-        try:
-            self._prepare(path)
-        except BaseException:
-            self._db.close()
-            raise
-
-    def _prepare(self, path: Path) -> None:
-        self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")
-        self._db.execute("PRAGMA journal_mode = DELETE")
-        self._db.execute("PRAGMA synchronous = EXTRA")
-        with self._changing():
-            (version,) = self._db.execute("PRAGMA user_version").fetchone()
-            if version == 0:
-                for statement in _TABLES.split(";"):
-                    self._db.execute(statement)
-                self._db.execute(f"PRAGMA user_version = {VERSION}")
-            elif version != VERSION:
-                raise OSError(
-                    f"{path} has version {version} of the tables, and this Sluice uses {VERSION}: "
-                    "use the Sluice that wrote it, or another router.batches.directory"
-                )
-        sync_folder(self._folder)
+        self._db = connect(path)
 
     def close(self) -> None:
         """Idempotent."""
@@ -160,7 +83,7 @@ class BatchState:
         Raises:
             ApiError: it exceeds a limit, which the message names.
         """
-        with self._changing():
+        with changing(self._db):
             uploads = self._number_of(file.owner, "batch")
             if uploads >= self._config.max_files_per_key:
                 raise _too_many(f"There are {uploads} files, which is the limit; delete some.")
@@ -172,7 +95,7 @@ class BatchState:
         where, values = f"owner = ? AND {_VISIBLE}", [owner, self._now()]
         if purpose is not None:
             where, values = f"{where} AND purpose = ?", [*values, purpose]
-        rows, more = self._page(_FILE, "files", where, values, page)
+        rows, more = page_of(self._db, _FILE, "files", where, values, page)
         return [_file(row) for row in rows], more
 
     def file(self, owner: str, file_id: str) -> FileRecord | None:
@@ -191,7 +114,7 @@ class BatchState:
         expired ones, and leftovers of crashes."""
         now_s = self._now()
         orphan_s = now_s - max(ORPHAN_S, 2 * self._config.upload_timeout_s)
-        with self._changing():
+        with changing(self._db):
             # No batch can be made of them, and no upload of them finished, from now on.
             self._db.execute(
                 "UPDATE files SET state = 'deleted' WHERE (state = 'ready' AND expires_s <= ?"
@@ -217,7 +140,7 @@ class BatchState:
         Raises:
             ApiError: it exceeds a limit, or its input has just been deleted.
         """
-        with self._changing():
+        with changing(self._db):
             self._check_space(batch.owner)
             (unfinished,) = self._db.execute(
                 "SELECT COUNT(*) FROM batches WHERE owner = ? AND ended_s IS NULL", (batch.owner,)
@@ -252,7 +175,7 @@ class BatchState:
 
     def batches(self, owner: str, page: Page) -> tuple[list[BatchRecord], bool]:
         """A page of the batches of ``owner``, and whether there are more."""
-        rows, more = self._page(_BATCH, "batches", "owner = ?", [owner], page)
+        rows, more = page_of(self._db, _BATCH, "batches", "owner = ?", [owner], page)
         return [_batch(row) for row in rows], more
 
     def batch(self, owner: str, batch_id: str) -> BatchRecord | None:
@@ -300,7 +223,7 @@ class BatchState:
 
     def save(self, batch: BatchRecord) -> None:
         """Replace the record."""
-        with self._changing():
+        with changing(self._db):
             self._check_holder(batch.id)
             self._save(batch)
 
@@ -311,7 +234,7 @@ class BatchState:
 
     def add_results(self, batch_id: str, results: Sequence[Result]) -> None:
         """Add results. One for a line that has a result is dropped."""
-        with self._changing():
+        with changing(self._db):
             self._check_holder(batch_id)
             added = [0, 0]
             size = 0
@@ -348,13 +271,13 @@ class BatchState:
 
     def begin_result_file(self, file: FileRecord, batch_id: str) -> None:
         """Note that a result file of a batch is being written, perhaps again."""
-        with self._changing():
+        with changing(self._db):
             self._check_holder(batch_id)
             self._begin(file, batch_id)
 
     def end(self, batch: BatchRecord, files: Sequence[FileRecord]) -> None:
         """Save the final record, and make the result files visible, whose bytes are complete."""
-        with self._changing():
+        with changing(self._db):
             self._check_holder(batch.id)
             for file in files:
                 self._ready(file)
@@ -370,7 +293,7 @@ class BatchState:
         """Delete batches past their retention, and results of batches that have ended. Returns
         whether there may be more results to delete: a large transaction would keep others waiting.
         """
-        with self._changing():
+        with changing(self._db):
             self._db.execute(
                 "DELETE FROM batches WHERE ended_s <= ?", (self._now() - self._config.retention_s,)
             )
@@ -407,37 +330,6 @@ class BatchState:
         free = shutil.disk_usage(self._folder).free
         if free < limits.min_free_bytes or self._used("") > limits.max_bytes:
             raise storage_full()
-
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Several changes in one transaction, which is durable at its end, or rolled back. A single
-        change is a transaction of its own."""
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._db.execute("COMMIT")
-        except BaseException:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise
-
-    def _page(
-        self, select: str, table: str, where: str, values: list[Any], page: Page
-    ) -> tuple[list[Any], bool]:
-        side, order = ("<", "DESC") if page.newest_first else (">", "ASC")
-        if page.after is not None:
-            start = self._db.execute(
-                f"SELECT created_s, id FROM {table} WHERE {where} AND id = ?", (*values, page.after)
-            ).fetchone()
-            if start is None:
-                text = f"There is no object {shown(page.after)}."
-                raise ApiError(Reason.NOT_FOUND, text, "after")
-            where, values = f"{where} AND (created_s, id) {side} (?, ?)", [*values, *start]
-        rows = self._db.execute(
-            f"{select} WHERE {where} ORDER BY created_s {order}, id {order} LIMIT ?",
-            (*values, page.limit + 1),
-        ).fetchall()
-        return rows[: page.limit], len(rows) > page.limit
 
     def _number_of(self, owner: str, purpose: str) -> int:
         (number,) = self._db.execute(

@@ -37,6 +37,7 @@ from sluice.router.dispatch.resumable import (
     rest_of,
 )
 from sluice.router.dispatch.retry_budget import RetryBudget
+from sluice.router.dispatch.retry_policy import RetryPolicy
 from sluice.router.dispatch.stall_detector import StallDetector
 from sluice.router.dispatch.suspicion import Suspicion
 from sluice.router.dispatch.transcript import Piece, Transcript
@@ -51,10 +52,6 @@ from sluice.scheduling.request.objective import TokenClock
 from sluice.scheduling.request.stage_clock import clock_of
 from sluice.scheduling.roles import Role
 from sluice.telemetry.tracing import Kind, Span
-
-RETRY_PAUSE_S = 0.02
-"""Pause before the second attempt, doubled before each later one, seconds: time for the report of a
-dead replica to arrive, and a backoff for a failure that hits every replica."""
 
 _BUSY = 503
 _UNTRACED: Mapping[str, str] = {}
@@ -84,19 +81,19 @@ class Dispatcher:
         self._controller = controller
         self._replicas = replicas
         self._metrics = metrics
-        self._pause = pause
         self._max_attempts = config.max_attempts
         self._placements = PlacementClient(controller, metrics, config, replicas, clock, pause)
-        self._budget = RetryBudget(config.retry_budget, clock)
+        budget = RetryBudget(config.retry_budget, clock)
         self._suspicion = Suspicion(metrics, clock)
         self._moves = Moves(controller, self._placements, clock)
         self._migrations = Migrations(
             controller, self._placements, replicas, metrics, clock, transfers_kv
         )
         self._stalls = StallDetector(
-            replicas, controller, self._budget, metrics, config.stall_after_s, clock
+            replicas, controller, budget, metrics, config.stall_after_s, clock
         )
         self._pools = Pools(replicas.roles, replicas.single, clock, pause)
+        self._retries = RetryPolicy(budget, self._pools, metrics, pause)
 
     @property
     def estimator(self) -> TokenEstimator:
@@ -176,42 +173,15 @@ class Dispatcher:
             try:
                 attempt = await self._attempt(answer)
             except MovedError:
-                self._count_first(answer)
+                self._retries.attempted(answer)
             except ReplicaFailedError as failure:
-                self._count_first(answer)
-                await self._before_the_next(answer, failure)
+                self._retries.attempted(answer)
+                await self._retries.before_the_next(answer, failure)
             else:
                 self._pools.answered()
-                self._count_first(answer)
+                self._retries.attempted(answer)
                 answer.opened.append(attempt)
                 return attempt
-
-    def _count_first(self, answer: Answer) -> None:
-        """Count the first attempt for the retry budget. A call that was refused before it reached a
-        replica does not count."""
-        if answer.attempts == 1:
-            self._budget.count_request()
-
-    async def _before_the_next(self, answer: Answer, failure: ReplicaFailedError) -> None:
-        """Return when another attempt may be made.
-
-        Raises:
-            ReplicaFailedError: no further attempt may be made.
-        """
-        if answer.verdict is not None:
-            raise answer.verdict from failure
-        if failure.reason is Reason.NO_REPLICA:
-            return await self._pools.wait(answer, failure)
-        granted, answer.granted = answer.granted, False
-        if not granted and answer.spent:
-            raise failure
-        if not failure.retry:
-            raise failure
-        if not granted and not self._budget.take():
-            self._metrics.retries_refused.inc()
-            raise failure
-        self._metrics.retries.inc()
-        await self._pause(RETRY_PAUSE_S * 2 ** (answer.made - 1))
 
     async def _resume(self, answer: Answer, failure: ReplicaFailedError) -> None:
         """Open an attempt that resumes a stream that broke off.
@@ -239,7 +209,7 @@ class Dispatcher:
             raise answer.verdict from failure
         if answer.transcript is None or not answer.transcript.resumable:
             raise ReplicaFailedError(failure.reason, f"{failure} {NOT_RESUMABLE}") from failure
-        await self._before_the_next(answer, failure)
+        await self._retries.before_the_next(answer, failure)
         try:
             await self._next(answer)
         except ApiError:  # the controller admits it nowhere

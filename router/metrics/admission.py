@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from sluice.router.errors import RULES, Reason
 from sluice.router.metrics.client_names import ClientNames
+from sluice.router.metrics.families import Families
 from sluice.router.wire import NO_CLASS
 from sluice.scheduling.request.objective import TokenClock
 from sluice.scheduling.routing.base import Tier
@@ -20,101 +18,77 @@ _REFUSING = (403, 429, 503)
 
 
 class AdmissionMetrics:
-    """Metrics of admission, in ``registry``. ``clients`` labels the metrics by client."""
+    """Metrics of admission. ``clients`` labels the metrics by client."""
 
-    def __init__(self, registry: CollectorRegistry, clients: ClientNames) -> None:
+    def __init__(self, make: Families, clients: ClientNames) -> None:
         self._clients = clients
-        self._admissions = cache(
-            Counter(
-                "sluice_admissions",
-                "Requests that a replica answered, by admission tier.",
-                ["class", "admission"],
-                registry=registry,
-            ).labels
+        self._admissions = make.counters(
+            "sluice_admissions",
+            "Requests that a replica answered, by admission tier.",
+            "class",
+            "admission",
         )
-        self._refusals = cache(
-            Counter(
-                "sluice_refusals",
-                "Requests that were refused with 403, 429 or 503, by error code.",
-                ["class", "reason"],
-                registry=registry,
-            ).labels
+        self._refusals = make.counters(
+            "sluice_refusals",
+            "Requests that were refused with 403, 429 or 503, by error code.",
+            "class",
+            "reason",
         )
-        self._promises = cache(
-            Counter(
-                "sluice_promises",
-                "Guaranteed requests by outcome: kept if every stated objective was met and the "
-                "answer did not fail.",
-                ["class", "outcome"],
-                registry=registry,
-            ).labels
+        self._promises = make.counters(
+            "sluice_promises",
+            "Guaranteed requests by outcome: kept if every stated objective was met and the "
+            "answer did not fail.",
+            "class",
+            "outcome",
         )
-        self._moved = cache(
-            Counter(
-                "sluice_promises_moved",
-                "Of these, requests that moved from a replica that was going to miss their TTFT to "
-                "another one that guaranteed it.",
-                ["class", "outcome"],
-                registry=registry,
-            ).labels
+        self._moved = make.counters(
+            "sluice_promises_moved",
+            "Of these, requests that moved from a replica that was going to miss their TTFT to "
+            "another one that guaranteed it.",
+            "class",
+            "outcome",
         )
-        self._missed = cache(
-            Counter(
-                "sluice_promises_missed",
-                "Guaranteed requests that missed their SLO, by missed objective, or failed.",
-                ["class", "objective"],
-                registry=registry,
-            ).labels
+        self._missed = make.counters(
+            "sluice_promises_missed",
+            "Guaranteed requests that missed their SLO, by missed objective, or failed.",
+            "class",
+            "objective",
         )
-        self._ttft_ratio = cache(
-            Histogram(
-                "sluice_ttft_ratio",
-                "Observed TTFT of guaranteed requests divided by its predicted median.",
-                ["class"],
-                buckets=RATIO_BUCKETS,
-                registry=registry,
-            ).labels
+        self._ttft_ratio = make.histograms(
+            "sluice_ttft_ratio",
+            "Observed TTFT of guaranteed requests divided by its predicted median.",
+            RATIO_BUCKETS,
+            "class",
         )
-        self.line_length = Gauge(
-            "sluice_admission_queue_requests",
-            "Requests in the router's admission queue.",
-            ["class"],
-            registry=registry,
+        self.line_length = make.gauge(
+            "sluice_admission_queue_requests", "Requests in the router's admission queue.", "class"
         )
-        self.line_wait_s = Histogram(
+        self.line_wait_s = make.histogram(
             "sluice_admission_queue_wait_seconds",
             "Time that requests spent in the router's admission queue, whatever the outcome.",
-            ["class"],
-            buckets=WAIT_BUCKETS_S,
-            registry=registry,
+            WAIT_BUCKETS_S,
+            "class",
         )
-        self.starting = Gauge(
+        self.starting = make.gauge(
             "sluice_starting_requests",
             "Requests in the router that wait for the first replica of a model that had none.",
-            registry=registry,
         )
-        self.start_wait_s = Histogram(
+        self.start_wait_s = make.histogram(
             "sluice_start_wait_seconds",
             "Time that requests waited for it, whatever the outcome.",
-            buckets=WAIT_BUCKETS_S,
-            registry=registry,
+            WAIT_BUCKETS_S,
         )
-        self._over_share = cache(
-            Counter(
-                "sluice_over_share",
-                "Requests without a guarantee because their client exceeded its fair share of "
-                "guaranteed capacity.",
-                ["client"],
-                registry=registry,
-            ).labels
+        self._over_share = make.counters(
+            "sluice_over_share",
+            "Requests without a guarantee because their client exceeded its fair share of "
+            "guaranteed capacity.",
+            "client",
         )
-        self._clamped = cache(
-            Counter(
-                "sluice_clamped",
-                "Requests in which an API key's limits changed a field of the SLO.",
-                ["client", "field"],
-                registry=registry,
-            ).labels
+        self._clamped = make.counters(
+            "sluice_clamped",
+            "Requests in which an API key's limits changed a field of the SLO.",
+            "client",
+            "field",
         )
 
     def admitted(self, service_class: str, tier: Tier) -> None:

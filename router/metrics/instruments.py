@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from functools import cache
 from types import MappingProxyType
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.registry import Collector
 
 from sluice.replica.engine import Endpoint
 from sluice.router.errors import RULES, Reason
 from sluice.router.metrics.admission import AdmissionMetrics
 from sluice.router.metrics.client_names import ClientNames
+from sluice.router.metrics.families import Families
 from sluice.router.metrics.usage import UsageMetrics
 from sluice.router.tenancy.limits import ANYONE, Client
 from sluice.router.wire import NO_CLASS
@@ -125,166 +125,112 @@ class RouterMetrics:
 
     def __init__(self, first_weights: Mapping[str, float] = MappingProxyType({})) -> None:
         self._first_weights = first_weights
-        self.registry = registry = CollectorRegistry()
-        # The library looks up a series by its labels under a lock, and each request has dozens.
-        # These caches have no more entries than there are series.
-        self._requests = cache(
-            Counter(
-                "sluice_requests",
-                "Requests that ended, by service class, outcome and endpoint.",
-                ["class", "outcome", "endpoint"],
-                registry=registry,
-            ).labels
+        self.registry = CollectorRegistry()
+        make = Families(self.registry)
+        self._requests = make.counters(
+            "sluice_requests",
+            "Requests that ended, by service class, outcome and endpoint.",
+            "class",
+            "outcome",
+            "endpoint",
         )
-        self._ttft = cache(
-            Histogram(
-                "sluice_ttft_seconds",
-                "Time to first token at the edge.",
-                ["class"],
-                buckets=TTFT_BUCKETS_S,
-                registry=registry,
-            ).labels
+        self._ttft = make.histograms(
+            "sluice_ttft_seconds", "Time to first token at the edge.", TTFT_BUCKETS_S, "class"
         )
-        self._tpot = cache(
-            Histogram(
-                "sluice_tpot_seconds",
-                "Time per output token after the first, at the edge, by the class's anchor.",
-                ["class"],
-                buckets=TPOT_BUCKETS_S,
-                registry=registry,
-            ).labels
+        self._tpot = make.histograms(
+            "sluice_tpot_seconds",
+            "Time per output token after the first, at the edge, by the class's anchor.",
+            TPOT_BUCKETS_S,
+            "class",
         )
-        by_worth = ["class", "priority"]
-        self._slo_requests = cache(
-            Counter(
-                "sluice_slo_requests", "Requests with an SLO.", by_worth, registry=registry
-            ).labels
+        by_worth = "class", "priority"
+        self._slo_requests = make.counters(
+            "sluice_slo_requests", "Requests with an SLO.", *by_worth
         )
-        self._attained = cache(
-            Counter(
-                "sluice_attained",
-                "Requests that met their SLO.",
-                by_worth,
-                registry=registry,
-            ).labels
+        self._attained = make.counters("sluice_attained", "Requests that met their SLO.", *by_worth)
+        self._gain = make.counters(
+            "sluice_tdg_gain",
+            "Token deadline gain earned, of first and of later tokens.",
+            *by_worth,
+            "tokens",
         )
-        self._gain = cache(
-            Counter(
-                "sluice_tdg_gain",
-                "Token deadline gain earned, of first and of later tokens.",
-                [*by_worth, "tokens"],
-                registry=registry,
-            ).labels
+        self._ideal_gain = make.counters(
+            "sluice_tdg_ideal",
+            "Token deadline gain had every token been in time.",
+            *by_worth,
+            "tokens",
         )
-        self._ideal_gain = cache(
-            Counter(
-                "sluice_tdg_ideal",
-                "Token deadline gain had every token been in time.",
-                [*by_worth, "tokens"],
-                registry=registry,
-            ).labels
-        )
-        self.decision_s = Histogram(
+        self.decision_s = make.histogram(
             "sluice_edge_decision_seconds",
             "Wait of the edge for the controller's decision.",
-            buckets=DECISION_BUCKETS_S,
-            registry=registry,
+            DECISION_BUCKETS_S,
         )
-        self._fallbacks = cache(
-            Counter(
-                "sluice_fallback",
-                "Requests that Serve's own balancing placed, by reason.",
-                ["reason"],
-                registry=registry,
-            ).labels
+        self._fallbacks = make.counters(
+            "sluice_fallback", "Requests that Serve's own balancing placed, by reason.", "reason"
         )
-        self._sent = Counter(
-            "sluice_replica_calls",
-            "Calls sent to replicas, by transport.",
-            ["way"],
-            registry=registry,
+        self._sent = make.counters(
+            "sluice_replica_calls", "Calls sent to replicas, by transport.", "way"
         )
-        self._streams = cache(
-            Counter(
-                "sluice_streams",
-                "Event streams that began, by their path to the client.",
-                ["way"],
-                registry=registry,
-            ).labels
+        self._streams = make.counters(
+            "sluice_streams", "Event streams that began, by their path to the client.", "way"
         )
-        self.retries = Counter(
-            "sluice_retries", "Retries of requests after a failed attempt.", registry=registry
-        )
-        self.retries_refused = Counter(
+        self.retries = make.counter("sluice_retries", "Retries of requests after a failed attempt.")
+        self.retries_refused = make.counter(
             "sluice_retries_refused",
             "Retries that were not made because the retry budget was exhausted.",
-            registry=registry,
         )
-        self.resumes = Counter(
-            "sluice_resumes",
-            "Streams that another replica resumed after theirs had failed.",
-            registry=registry,
+        self.resumes = make.counter(
+            "sluice_resumes", "Streams that another replica resumed after theirs had failed."
         )
-        self._pauses = cache(
-            Histogram(
-                "sluice_migration_pause_seconds",
-                "Pause of running streams that moved to another replica, by reason and by whether "
-                "their KV was transferred or computed again.",
-                ["reason", "kv"],
-                buckets=TTFT_BUCKETS_S,
-                registry=registry,
-            ).labels
+        self._pauses = make.histograms(
+            "sluice_migration_pause_seconds",
+            "Pause of running streams that moved to another replica, by reason and by whether "
+            "their KV was transferred or computed again.",
+            TTFT_BUCKETS_S,
+            "reason",
+            "kv",
         )
-        self.given_up = Counter(
+        self.given_up = make.counter(
             "sluice_abandoned_attempts",
             "Attempts that were abandoned because their replica was unresponsive or had lost them.",
-            registry=registry,
         )
-        self.quarantined_requests = Counter(
+        self.quarantined_requests = make.counter(
             "sluice_quarantined_requests",
             "Requests ended or refused because replicas were lost while they served them.",
-            registry=registry,
         )
-        self._phases = cache(
-            Histogram(
-                "sluice_phase_seconds",
-                "Time of requests that a P/D pair serves, by phase.",
-                ["phase"],
-                buckets=TTFT_BUCKETS_S,
-                registry=registry,
-            ).labels
+        self._phases = make.histograms(
+            "sluice_phase_seconds",
+            "Time of requests that a P/D pair serves, by phase.",
+            TTFT_BUCKETS_S,
+            "phase",
         )
-        self.in_flight = Gauge(
-            "sluice_in_flight_requests", "Requests in flight in the router.", registry=registry
+        self.in_flight = make.gauge(
+            "sluice_in_flight_requests", "Requests in flight in the router."
         )
-        self.held_bytes = Gauge(
-            "sluice_held_body_bytes", "Bytes of request bodies in the router.", registry=registry
+        self.held_bytes = make.gauge(
+            "sluice_held_body_bytes", "Bytes of request bodies in the router."
         )
-        self.held_refusals = Gauge(
-            "sluice_held_refusals", "Refusals that wait for their turn.", registry=registry
+        self.held_refusals = make.gauge(
+            "sluice_held_refusals", "Refusals that wait for their turn."
         )
-        self.loop_delay_s = Histogram(
+        self.loop_delay_s = make.histogram(
             "sluice_loop_delay_seconds",
             "Delay of the router's event loop, sampled 20 times a second.",
-            buckets=DECISION_BUCKETS_S,
-            registry=registry,
+            DECISION_BUCKETS_S,
         )
-        self.stalled_readers = Counter(
+        self.stalled_readers = make.counter(
             "sluice_stalled_readers",
             "Streams that were ended because their client stopped reading.",
-            registry=registry,
         )
-        self._by_client = cache(
-            Counter(
-                "sluice_client_requests",
-                "Requests that ended, by the name of their API key and outcome.",
-                ["client", "outcome"],
-                registry=registry,
-            ).labels
+        self._by_client = make.counters(
+            "sluice_client_requests",
+            "Requests that ended, by the name of their API key and outcome.",
+            "client",
+            "outcome",
         )
         self._clients = ClientNames()
-        self.admission = AdmissionMetrics(registry, self._clients)
-        self.usage = UsageMetrics(registry, self._clients)
+        self.admission = AdmissionMetrics(make, self._clients)
+        self.usage = UsageMetrics(make, self._clients)
 
     @property
     def of_the_edge(self) -> tuple[Collector, ...]:
@@ -293,7 +239,7 @@ class RouterMetrics:
 
     def sent(self, way: Way) -> None:
         """A call was sent to a replica."""
-        self._sent.labels(way.value).inc()
+        self._sent(way.value).inc()
 
     def stream(self, way: StreamWay) -> None:
         """Count an event stream by its path to the client."""

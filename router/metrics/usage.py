@@ -7,13 +7,11 @@ generative AI, in the form that Prometheus gives to their names and attributes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING
-
-from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from sluice.replica.engine import POOLING, Endpoint, ResponseTail
 from sluice.router.metrics.client_names import ClientNames
+from sluice.router.metrics.families import Families
 from sluice.scheduling.request.objective import TokenClock
 
 if TYPE_CHECKING:
@@ -49,94 +47,70 @@ OPERATIONS: dict[Endpoint, str] = {
 """The conventions' names of what the scheduled endpoints do; they have none for scores and for
 speech."""
 
-_OPERATION = ["gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model"]
+_OPERATION = "gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model"
 
 
 class UsageMetrics:
-    """What requests used and how long they took, in ``registry``. ``clients`` label those that
+    """What requests used and how long they took. ``clients`` label those that
     count clients. A request costs a constant number of observations, a stream one more for each
     piece with tokens."""
 
-    def __init__(self, registry: CollectorRegistry, clients: ClientNames) -> None:
-        def histogram(
-            name: str, documentation: str, labels: list[str], buckets: tuple[float, ...]
-        ) -> Histogram:
-            return Histogram(name, documentation, labels, buckets=buckets, registry=registry)
-
+    def __init__(self, make: Families, clients: ClientNames) -> None:
         self._clients = clients
         self._models = ClientNames()
-        self._tokens = cache(
-            Counter(
-                "sluice_tokens",
-                "Tokens of requests that ended: prompt, cached (a part of prompt), generated.",
-                ["class", "type"],
-                registry=registry,
-            ).labels
+        self._tokens = make.counters(
+            "sluice_tokens",
+            "Tokens of requests that ended: prompt, cached (a part of prompt), generated.",
+            "class",
+            "type",
         )
-        self._client_tokens = cache(
-            Counter(
-                "sluice_client_tokens",
-                "The same by the name of the API key.",
-                ["client", "type"],
-                registry=registry,
-            ).labels
+        self._client_tokens = make.counters(
+            "sluice_client_tokens", "The same by the name of the API key.", "client", "type"
         )
-        self._e2e_s = cache(
-            histogram(
-                "sluice_e2e_seconds",
-                "Time from a request's arrival to the end of its response, where it was served.",
-                ["class"],
-                E2E_BUCKETS_S,
-            ).labels
+        self._e2e_s = make.histograms(
+            "sluice_e2e_seconds",
+            "Time from a request's arrival to the end of its response, where it was served.",
+            E2E_BUCKETS_S,
+            "class",
         )
-        self._queue_s = cache(
-            histogram(
-                "sluice_queue_seconds",
-                "Time from a request's arrival to the first batch that it was in.",
-                ["class"],
-                QUEUE_BUCKETS_S,
-            ).labels
+        self._queue_s = make.histograms(
+            "sluice_queue_seconds",
+            "Time from a request's arrival to the first batch that it was in.",
+            QUEUE_BUCKETS_S,
+            "class",
         )
-        self._gap_s = cache(
-            histogram(
-                "sluice_inter_token_seconds",
-                "Time between two pieces of a stream that carry tokens.",
-                ["class"],
-                GAP_BUCKETS_S,
-            ).labels
+        self._gap_s = make.histograms(
+            "sluice_inter_token_seconds",
+            "Time between two pieces of a stream that carry tokens.",
+            GAP_BUCKETS_S,
+            "class",
         )
-        self._token_usage = cache(
-            histogram(
-                "gen_ai_client_token_usage",
-                "Input and output tokens of a request (gen_ai.client.token.usage).",
-                [*_OPERATION, "gen_ai_token_type"],
-                _TOKEN_BUCKETS,
-            ).labels
+        self._token_usage = make.histograms(
+            "gen_ai_client_token_usage",
+            "Input and output tokens of a request (gen_ai.client.token.usage).",
+            _TOKEN_BUCKETS,
+            *_OPERATION,
+            "gen_ai_token_type",
         )
-        self._duration_s = cache(
-            histogram(
-                "gen_ai_server_request_duration_seconds",
-                "Time from a request's arrival to its end (gen_ai.server.request.duration).",
-                [*_OPERATION, "error_type"],
-                _DURATION_BUCKETS_S,
-            ).labels
+        self._duration_s = make.histograms(
+            "gen_ai_server_request_duration_seconds",
+            "Time from a request's arrival to its end (gen_ai.server.request.duration).",
+            _DURATION_BUCKETS_S,
+            *_OPERATION,
+            "error_type",
         )
-        self._first_token_s = cache(
-            histogram(
-                "gen_ai_server_time_to_first_token_seconds",
-                "Time to first token of served requests (gen_ai.server.time_to_first_token).",
-                _OPERATION,
-                _FIRST_TOKEN_BUCKETS_S,
-            ).labels
+        self._first_token_s = make.histograms(
+            "gen_ai_server_time_to_first_token_seconds",
+            "Time to first token of served requests (gen_ai.server.time_to_first_token).",
+            _FIRST_TOKEN_BUCKETS_S,
+            *_OPERATION,
         )
-        self._output_token_s = cache(
-            histogram(
-                "gen_ai_server_time_per_output_token_seconds",
-                "Time per token after the first, of served requests "
-                "(gen_ai.server.time_per_output_token).",
-                _OPERATION,
-                _OUTPUT_TOKEN_BUCKETS_S,
-            ).labels
+        self._output_token_s = make.histograms(
+            "gen_ai_server_time_per_output_token_seconds",
+            "Time per token after the first, of served requests "
+            "(gen_ai.server.time_per_output_token).",
+            _OUTPUT_TOKEN_BUCKETS_S,
+            *_OPERATION,
         )
 
     def gap(self, service_class: str) -> Callable[[float], None]:

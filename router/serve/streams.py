@@ -20,13 +20,12 @@ from typing import Final
 
 import msgspec
 
-from sluice.controller.transport.frames import Frames
+from sluice.controller.transport.greeting import Caller
 from sluice.replica.engine import EngineRequest, ResponseItem
 from sluice.replica.streams.wire import (
     FORMAT,
     MAX_ASKED_BYTES,
     MAX_DELIVERED_BYTES,
-    WELCOME,
     WINDOW_BYTES,
     Cancel,
     Consumed,
@@ -184,7 +183,7 @@ class ChannelStream:
             self._waiter.set_result(None)
 
 
-class Channel(Frames):
+class Channel(Caller):
     """The connection to one replica.
 
     Args:
@@ -193,27 +192,17 @@ class Channel(Frames):
     """
 
     def __init__(self, token: str, on_end: Callable[[Channel], None]) -> None:
-        super().__init__(MAX_DELIVERED_BYTES)
-        self._token = token
+        super().__init__(token, MAX_DELIVERED_BYTES)
         self._on_end = on_end
         self._numbers = itertools.count()
         self._streams: dict[int, ChannelStream] = {}
         self._paused = False
         self.leaving = False
         """The replica has announced that it is about to leave."""
-        self.greeted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        """Whether the replica has accepted the token, once that is known."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send the token."""
-        super().connection_made(transport)
-        self.send(self._token.encode())
 
     def connection_lost(self, error: Exception | None) -> None:
         """Fail the open streams."""
         super().connection_lost(error)
-        if not self.greeted.done():
-            self.greeted.set_result(False)
         streams, self._streams = self._streams, {}
         self._on_end(self)
         for stream in streams.values():
@@ -230,7 +219,7 @@ class Channel(Frames):
     def frame_received(self, frame: bytes | bytearray) -> None:
         """Forward arrived deliveries to their streams."""
         if not self.greeted.done():
-            self.greeted.set_result(frame == WELCOME)
+            self.welcomed(frame)
         elif not frame:
             self.leaving = True
             self._on_end(self)
@@ -325,7 +314,6 @@ class Channels:
             del self._connecting[replica_id]
 
     async def _attempt(self, replica_id: str, role: Role) -> None:
-        loop = asyncio.get_running_loop()
         channel: Channel | None = None
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
@@ -333,10 +321,7 @@ class Channels:
                 if endpoint.replica_id != replica_id or endpoint.format != FORMAT:
                     return  # the replica is gone, or of another version
                 made = channel = Channel(endpoint.token, partial(self._ended, replica_id, role))
-                await loop.create_connection(lambda: made, endpoint.host, endpoint.port)
-                # It may have ended in the loop's turn in which the answer came.
-                if not await made.greeted or made.closed:
-                    raise ConnectionResetError("the replica did not accept the token")
+                await made.reach(endpoint.host, endpoint.port)
             if not made.leaving:
                 self._open[replica_id] = made
         except ReplicaFailedError as failure:

@@ -1,4 +1,4 @@
-"""When a request is due, and what it takes of the replica where it is placed."""
+"""A request on replicas that could serve it: when it is due, and what it takes of them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,39 @@ from sluice.scheduling.request.deadline import paced
 from sluice.scheduling.request.job import Job, RouteQuery
 from sluice.scheduling.request.kernels import Floats, Ints
 from sluice.scheduling.request.stages import later_of
+
+
+def job_of(
+    fleet: Fleet,
+    query: RouteQuery,
+    rows: Ints,
+    now_s: float,
+    output_tokens: float,
+    kv_transfer_s: float | None = None,
+    moved: bool = False,
+) -> Job:
+    """The query on ``rows``, with ``output_tokens`` expected.
+
+    Args:
+        kv_transfer_s: time from the end of its prompt on a prefill replica to its first token on
+            another one; ``None``: prefill replicas among them would serve it whole.
+        moved: see :class:`~sluice.scheduling.request.job.Job`.
+    """
+    moved = moved or query.brings_kv
+    if moved:
+        cached = np.full(len(rows), max(0.0, query.prompt_tokens - 1.0))
+        work_s = work_on(fleet.pieces, rows, float(query.prompt_tokens), cached)
+        lead_s = np.zeros(len(rows))
+    else:
+        cached, work_s, lead_s = prefill_of(fleet, query, rows)
+    due_s = first_due_s(query, now_s, output_tokens)
+    splits = np.zeros(len(rows), np.bool_)
+    if query.brings_kv:
+        lead_s[:] = fleet.transfer.seconds(query.prompt_tokens)
+    if kv_transfer_s is not None:
+        splits = fleet.are(rows, "prefill")
+        lead_s[splits] = kv_transfer_s
+    return Job(query, now_s, rows, cached, work_s, due_s, output_tokens, lead_s, splits, moved)
 
 
 def reservation_of(job: Job, chosen: int, ids: Sequence[str], promised: bool) -> Reservation:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from sluice.scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
 from sluice.scheduling.placement.length import MAX_TASK_NAME, LengthDistribution
 from sluice.scheduling.recent import used
+from sluice.scheduling.request.job import RouteQuery
 
 MEMORY: Final = 256
 """Latest outputs that count: at a level of 0.99 the quantile is the second longest of them."""
@@ -120,6 +121,10 @@ class OutputLengths:
                 seen = self._classes.get(service_class)
             found = UNKNOWN if seen is None else seen.length
         return found.within(most_tokens or inf)
+
+    def of(self, query: RouteQuery) -> OutputLength:
+        """What is expected of the output of a request."""
+        return self.expected(query.slo.service_class, query.tenant, query.output_tokens)
 
     def observe(self, service_class: str, tenant: int, tokens: int, ended: bool) -> None:
         """Learn from an output that had ``tokens`` when it ended by itself, or else when it was cut

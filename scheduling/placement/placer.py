@@ -5,7 +5,7 @@ The controller makes it for real requests and the simulator for simulated ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -15,13 +15,14 @@ from sluice.scheduling.admission import AdmissionPolicy, Promises
 from sluice.scheduling.admission.room import LEAST_WAIT_S
 from sluice.scheduling.autoscaling.load import Demand
 from sluice.scheduling.fleet.fleet import Fleet
-from sluice.scheduling.fleet.rows import BEST_EFFORT_S, DECODE_S, FIXED_S, PREFILL_S, work_on
-from sluice.scheduling.pairs import TRANSFER_STEPS, DecodeChoice, together
+from sluice.scheduling.fleet.ledger import Reservation
+from sluice.scheduling.fleet.rows import BEST_EFFORT_S, DECODE_S, FIXED_S, PREFILL_S
+from sluice.scheduling.pairs import TRANSFER_STEPS, DecodeChoice
 from sluice.scheduling.placement.calibration import Calibration
 from sluice.scheduling.placement.cold_start import ColdStart
-from sluice.scheduling.placement.jobs import first_due_s, prefill_of, reservation_of
-from sluice.scheduling.placement.output_lengths import OutputLength, OutputLengths
-from sluice.scheduling.placement.pacing import shared_out
+from sluice.scheduling.placement.guarantees import Guarantees
+from sluice.scheduling.placement.jobs import job_of, reservation_of
+from sluice.scheduling.placement.output_lengths import OutputLengths
 from sluice.scheduling.placement.retry_after import RetryAfter
 from sluice.scheduling.placement.together import Turn, plan
 from sluice.scheduling.request.job import (
@@ -90,24 +91,6 @@ class _Asked(NamedTuple):
     among: int
 
 
-class _Tested(NamedTuple):
-    """What replicas can guarantee.
-
-    Attributes:
-        job: the request on the replicas that were tested.
-        promises: of each of them.
-        apart: see :meth:`Placer._set_apart`.
-        able: whether one of them may guarantee it.
-        over_share: one could, but its tenant is over its share.
-    """
-
-    job: Job
-    promises: Promises
-    apart: dict[int, tuple[Job, SLO]]
-    able: bool
-    over_share: bool = False
-
-
 class Placer:
     """Decides by one admission and one routing policy, and reserves.
 
@@ -172,7 +155,6 @@ class Placer:
         self._routing = routing
         self._admission = admission
         self._witness = witness
-        self._calibration = calibration
         self._lengths = lengths if lengths is not None else OutputLengths()
         self.cold_start = cold_start
         self.demand = Demand()
@@ -181,6 +163,7 @@ class Placer:
         """Fair shares of guaranteed tokens between tenants."""
         self.returns = RetryAfter()
         """Retry times of refused requests."""
+        self._guarantees = Guarantees(fleet, calibration, self._lengths, self.shares, self.returns)
 
     def order(self, queries: Sequence[RouteQuery], now_s: float) -> list[Turn]:
         """In which order to decide on queries that wait together, and where each is to be
@@ -230,13 +213,13 @@ class Placer:
             if self.cold_start is None or query.elsewhere:
                 return RouteDecision(None, DECLINED if query.elsewhere else NO_REPLICA)
             promised = self._promise_wanted(query) is not None
-            tokens = self._expected(query).mean
+            tokens = self._lengths.of(query).mean
             return self.cold_start.decide(query, fleet, now_s, tokens, promised)
         if query.avoid:
             rows = fleet.but(rows, query.avoid)
-        if self._calibration is not None and not query.moves_from:
+        if not query.moves_from:
             # Of an earlier decision on it.
-            self._calibration.dropped(_name(query))
+            self._guarantees.forget(query)
         wanted = self._promise_wanted(query)
         if query.moves_from:
             rows = rows[rows != fleet.row_of.get(query.moves_from, -1)]
@@ -246,8 +229,8 @@ class Placer:
                 return RouteDecision(None, STAYS)
         stated = planned = query.slo
         if wanted is not None:
-            planned = self._plan(stated, now_s)
-            query = self._shared_out(query, planned, rows)
+            planned = self._guarantees.plan(stated, now_s)
+            query = self._guarantees.shared_out(query, planned, rows)
         second: DecodeChoice | None = None
         if fleet.has_roles:
             rows, seconds = self._by_role(query, rows)
@@ -259,41 +242,13 @@ class Placer:
             rows = self._routing.asked(rows)
             if preferred is not None:
                 rows = np.union1d(rows, preferred)
-        job = self._job(query, rows, now_s, second)
+        tokens = self._lengths.of(query).mean
+        kv_transfer_s = None if second is None else second.kv_transfer_s
+        job = job_of(fleet, query, rows, now_s, tokens, kv_transfer_s)
         if wanted is not None:
             asked = now_s, float(job.work_s.min()), job.due_s - now_s, float(stated.priority)
             job = job._replace(worthier_s=self.demand.recent.worthier_s(*asked) / among)
         return _Asked(job, second, wanted, stated, planned, among)
-
-    def _plan(self, stated: SLO, now_s: float, replica_id: str = "") -> SLO:
-        """By when what is stated is planned, by one replica or by any that is not set apart."""
-        if self._calibration is None:
-            return stated
-        return self._calibration.plan(stated, now_s, replica_id)
-
-    def _shared_out(self, query: RouteQuery, planned: SLO, rows: Ints) -> RouteQuery:
-        """The query with the objective by which a guarantee is planned on ``rows``; an end-to-end
-        time is shared out."""
-        query = query._replace(slo=planned)
-        if planned.e2e_s is None:
-            return query
-        bound = self._expected(query).bound
-        return query._replace(slo=shared_out(query, bound, self._fleet, rows))
-
-    def _expected(self, query: RouteQuery) -> OutputLength:
-        return self._lengths.expected(query.slo.service_class, query.tenant, query.output_tokens)
-
-    def _remember(
-        self, query: RouteQuery, stated: SLO, planned: SLO, decision: RouteDecision
-    ) -> None:
-        """Remember what was guaranteed, until the request has ended."""
-        if self._calibration is not None and query.brings_kv:
-            # Two replicas serve it, so neither is to blame for its times.
-            self._calibration.dropped(_name(query))
-        elif self._calibration is not None:
-            # A pair keeps a guarantee together, so neither of the two is to blame for it.
-            replica_id = (decision.replica_id or "") if decision.prefill_id is None else ""
-            self._calibration.promised(_name(query), stated, planned, replica_id)
 
     def _promise_wanted(self, query: RouteQuery) -> AdmissionPolicy | None:
         """The admission policy for this request; ``None`` if it is not to be guaranteed."""
@@ -315,7 +270,8 @@ class Placer:
     ) -> DecodeChoice:
         """Choose the decode replica among ``rows``."""
         fleet = self._fleet
-        job = self._job(query, rows, now_s, moved=True)
+        tokens = self._lengths.of(query).mean
+        job = job_of(fleet, query, rows, now_s, tokens, moved=True)
         promises = None if admission is None else admission.promises(job, fleet)
         places = np.arange(len(rows))
         if promises is not None and promises.holds.any():
@@ -343,14 +299,16 @@ class Placer:
     def _promise(self, asked: _Asked, admission: AdmissionPolicy, at: int | None) -> RouteDecision:
         """Guarantee it on one of the job's replicas, if one can; on ``at`` if that can. Of many
         replicas the nearest are tested first, and the others only if none of these can."""
-        second, stated, planned = asked.second, asked.stated, asked.planned
-        near = None
+        job, second, planned = asked.job, asked.second, asked.planned
         # A replica that is to be tried must be found among all.
         if at is None and not self._fleet.untried:
-            near = self._routing.nearest(asked.job, self._fleet)
-        tested = self._tested(asked, admission, near)
-        if near is not None and not tested.able:
-            tested = self._tested(asked, admission)
+            near = self._routing.nearest(job, self._fleet)
+            if near is not None:
+                job = job.of(near)
+        asked_for = second, admission, asked.stated, asked.among
+        tested = self._guarantees.tested(job, *asked_for)
+        if not tested.able and job is not asked.job:
+            tested = self._guarantees.tested(asked.job, *asked_for)
         job, promises, apart = tested.job, tested.promises, tested.apart
         if not tested.able:
             return self._unpromised(job, promises, second, tested.over_share)
@@ -360,82 +318,11 @@ class Placer:
         able = job if len(places) == len(holds) else job.of(places)
         chosen = int(places[self._choose(able, self._routing.choose_able, at)])
         ttft_s = float(promises.ttft_s[chosen])
-        self.shares.promise(job.query, job.output_tokens, job.now_s)
-        self.returns.promised(job.query, job.output_tokens, job.now_s)
         if chosen in apart:
             (job, planned), chosen = apart[chosen], 0
         placed = self._place(job, chosen, second, Tier.GUARANTEED, ttft_s)
-        self._remember(job.query, stated, planned, placed)
+        self._guarantees.made(job, asked.stated, planned, placed)
         return placed
-
-    def _tested(
-        self, asked: _Asked, admission: AdmissionPolicy, places: Ints | None = None
-    ) -> _Tested:
-        """What the replicas of the job can guarantee, or those at ``places``, beside what is kept
-        for others."""
-        job, second, _, stated, _, among = asked
-        if places is not None:
-            job = job.of(places)
-        promises = admission.promises(job, self._fleet)
-        apart = self._set_apart(job, promises, admission, stated)
-        if second is not None:
-            promises = together(job, promises, second)
-        elif not job.moved:
-            promises = promises._replace(ttft_s=promises.ttft_s + job.lead_s)
-        # Others than sound ones are among the candidates only where there are no sound ones.
-        sound = self._fleet.is_sound(int(job.rows[0]), job.now_s)
-        if not sound or not promises.holds.any():
-            return _Tested(job, promises, apart, able=False)
-        # Each replica keeps its part of what is due.
-        line_tokens = self.returns.kept_tokens(job.query, job.now_s) / among
-        reserve_tokens = self.shares.reserve_tokens(job.query.tenant, job.now_s)
-        for tokens, over_share in ((line_tokens, False), (reserve_tokens, True)):
-            if tokens > 0.0:
-                promises = self._with_room_left(job, promises, second, admission, tokens)
-                if not promises.holds.any():
-                    return _Tested(job, promises, apart, able=False, over_share=over_share)
-        return _Tested(job, promises, apart, able=True)
-
-    def _set_apart(
-        self, job: Job, promises: Promises, admission: AdmissionPolicy, stated: SLO
-    ) -> dict[int, tuple[Job, SLO]]:
-        """The job by the plan of each replica with margins of its own, and that plan, by its place
-        in ``job``; what they can guarantee by it is put into ``promises``. ``O(their number)``,
-        which is small.
-        """
-        if self._calibration is None:
-            return {}
-        found: dict[int, tuple[Job, SLO]] = {}
-        for replica_id in self._calibration.apart:
-            (places,) = np.nonzero(job.rows == self._fleet.row_of.get(replica_id, -1))
-            if not len(places) or job.splits[places[0]]:
-                continue
-            row = job.rows[places]
-            planned = self._plan(stated, job.now_s, replica_id)
-            own = self._job(self._shared_out(job.query, planned, row), row, job.now_s)
-            own = own._replace(worthier_s=job.worthier_s)
-            told = admission.promises(own, self._fleet)
-            promises.holds[places], promises.ttft_s[places] = told.holds, told.ttft_s
-            promises.wait_s[places], promises.binds[places] = told.wait_s, told.binds
-            found[int(places[0])] = own, planned
-        return found
-
-    def _with_room_left(
-        self,
-        job: Job,
-        promises: Promises,
-        second: DecodeChoice | None,
-        admission: AdmissionPolicy,
-        reserve_tokens: float,
-    ) -> Promises:
-        """Keep the ``promises`` that leave capacity for one more prompt of ``reserve_tokens``."""
-        kept = admission.promises(job._replace(reserve_tokens=reserve_tokens), self._fleet)
-        if second is not None:
-            moved = second.job._replace(reserve_tokens=reserve_tokens)
-            able = admission.promises(moved, self._fleet)
-            kept = together(job, kept, second._replace(promises=able))
-        holds = promises.holds & kept.holds
-        return promises._replace(holds=holds, wait_s=kept.wait_s, binds=kept.binds)
 
     def _unpromised(
         self,
@@ -520,34 +407,6 @@ class Placer:
                 f"policy {self._routing.name!r} chose replica {chosen} of {len(job.rows)}"
             )
 
-    def _job(
-        self,
-        query: RouteQuery,
-        rows: Ints,
-        now_s: float,
-        second: DecodeChoice | None = None,
-        moved: bool = False,
-    ) -> Job:
-        """The query on ``rows``. Prefill replicas among them would compute its prompt for
-        ``second``, if given; ``moved``: see :class:`~sluice.scheduling.request.job.Job`."""
-        fleet = self._fleet
-        moved = moved or query.brings_kv
-        if moved:
-            cached = np.full(len(rows), max(0.0, query.prompt_tokens - 1.0))
-            work_s = work_on(fleet.pieces, rows, float(query.prompt_tokens), cached)
-            lead_s = np.zeros(len(rows))
-        else:
-            cached, work_s, lead_s = prefill_of(fleet, query, rows)
-        tokens = self._expected(query).mean
-        due_s = first_due_s(query, now_s, tokens)
-        splits = np.zeros(len(rows), np.bool_)
-        if query.brings_kv:
-            lead_s[:] = fleet.transfer.seconds(query.prompt_tokens)
-        if second is not None:
-            splits = fleet.are(rows, "prefill")
-            lead_s[splits] = second.kv_transfer_s
-        return Job(query, now_s, rows, cached, work_s, due_s, tokens, lead_s, splits, moved)
-
     def _place(
         self,
         job: Job,
@@ -559,35 +418,31 @@ class Placer:
         """Send it there, and then to ``second`` where it is split, and reserve at both."""
         fleet, query, row = self._fleet, job.query, int(job.rows[chosen])
         made = reservation_of(job, chosen, fleet.ids, tier is not Tier.BEST_EFFORT)
-        name, role = fleet.ids[row], fleet.roles[row]
-        planned = query.slo.times_s if tier is Tier.GUARANTEED else None
+        prefill_id: str | None = None
         if second is None or not job.splits[chosen]:
             if query.prefill_key:
                 # Of an earlier decision on it.
                 fleet.release((query.prefill_key,))
             fleet.reserve(query.key, made)
-            lead_s = float(job.lead_s[chosen])
-            return RouteDecision(
-                name, PLACED, tier, ttft_s, None, role, kv_transfer_s=lead_s, planned=planned
-            )
-        kv_transfer_s = second.kv_transfer_s
-        fleet.reserve(
-            query.prefill_key,
-            made._replace(due_s=job.due_s - kv_transfer_s, tpot_s=inf, output_tokens=1.0),
-        )
-        # It arrives when its prompt is computed: by its due time, or as predicted from the work
-        # ahead, whichever is later.
+            kv_transfer_s = float(job.lead_s[chosen])
+        else:
+            self._reserve_pair(job, chosen, second, made)
+            prefill_id, row, kv_transfer_s = fleet.ids[row], second.row, second.kv_transfer_s
+        planned = query.slo.times_s if tier is Tier.GUARANTEED else None
+        return RouteDecision(
+            fleet.ids[row], PLACED, tier, ttft_s, None, fleet.roles[row], prefill_id, kv_transfer_s,
+            planned=planned,
+        )  # fmt: skip
+
+    def _reserve_pair(self, job: Job, chosen: int, second: DecodeChoice, made: Reservation) -> None:
+        """Reserve its prefill at one replica, as ``made`` less the KV transfer, and its decode at
+        another, where it arrives when its prompt is computed: by its due time, or as predicted from
+        the work ahead, whichever is later."""
+        fleet, query = self._fleet, job.query
+        due_s = job.due_s - second.kv_transfer_s
+        prefill = made._replace(due_s=due_s, tpot_s=inf, output_tokens=1.0)
+        fleet.reserve(query.prefill_key, prefill)
         due_in_s = job.due_s - job.now_s if job.due_s < inf else 0.0
         awaited_s = job.now_s + min(max(due_in_s, self._ahead_s(job)[chosen]), MOST_AWAITED_S)
         later = reservation_of(second.job, second.chosen, fleet.ids, made.promised)
         fleet.reserve(query.key, later._replace(awaited_s=float(awaited_s)))
-        target = second.row
-        return RouteDecision(
-            fleet.ids[target], PLACED, tier, ttft_s, None, fleet.roles[target], name, kv_transfer_s,
-            planned=planned,
-        )  # fmt: skip
-
-
-def _name(query: RouteQuery) -> Hashable:
-    """What the endings of requests call it."""
-    return query.request_id or query.key

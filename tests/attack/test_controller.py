@@ -29,8 +29,8 @@ from sluice.controller.messages import (
 )
 from sluice.controller.transport import query_wire, report_wire
 from sluice.controller.transport.channel import RouteServer, _Served
+from sluice.controller.transport.greeting import WELCOME
 from sluice.controller.transport.wire_format import (
-    WELCOME,
     Refused,
     Report,
     Route,

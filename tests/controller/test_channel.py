@@ -23,20 +23,19 @@ from sluice.controller.messages import (
     RouteReply,
 )
 from sluice.controller.transport import channel as channel_module
-from sluice.controller.transport import query_wire, report_wire
+from sluice.controller.transport import greeting, query_wire, report_wire
 from sluice.controller.transport.channel import (
-    MAX_STRANGERS,
     MAX_TIMEOUTS,
     Endpoint,
     RouteChannel,
     RouteServer,
 )
 from sluice.controller.transport.failure import NoAnswerError
+from sluice.controller.transport.greeting import MAX_STRANGERS, WELCOME
 from sluice.controller.transport.wire_format import (
     FORMAT,
     MAX_FRAME,
     MAX_QUERIES,
-    WELCOME,
     Refused,
     Report,
     Route,
@@ -307,7 +306,7 @@ async def test_nothing_after_a_malformed_frame_of_the_same_packet_is_handled() -
 
 
 async def test_a_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel_module, "GREETING_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(greeting, "GREETING_TIMEOUT_S", 0.05)
     assert await raw(serving(Placed())) == b""
 
 

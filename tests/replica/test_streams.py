@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice.controller.transport import greeting
 from sluice.controller.transport.frames import Frames
+from sluice.controller.transport.greeting import MAX_STRANGERS, WELCOME
 from sluice.replica.engine import (
     EngineRequest,
     KVHandle,
@@ -23,11 +25,9 @@ from sluice.replica.engine import (
 )
 from sluice.replica.request_body import RequestBody
 from sluice.replica.response import Response
-from sluice.replica.streams import server as server_module
-from sluice.replica.streams.server import MAX_STRANGERS, StreamServer
+from sluice.replica.streams.server import StreamServer
 from sluice.replica.streams.wire import (
     MAX_ASKED_BYTES,
-    WELCOME,
     WINDOW_BYTES,
     Asked,
     Consumed,
@@ -181,7 +181,7 @@ async def test_strangers_keep_nobody_out_and_do_not_stay(monkeypatch: pytest.Mon
         reader, writer = await asyncio.open_connection(host, port)
         writer.write(frame(server.token.encode()))
         assert await reader.readexactly(6) == frame(WELCOME)
-        monkeypatch.setattr(server_module, "GREETING_TIMEOUT_S", 0.01)
+        monkeypatch.setattr(greeting, "GREETING_TIMEOUT_S", 0.01)
         late, late_writer = await asyncio.open_connection(host, port)
         assert await late.read() == b"", "it never showed the token"
         for each in (*strangers, (reader, writer), (late, late_writer)):

@@ -194,7 +194,7 @@ def test_every_planned_token_is_run_and_no_other(run):
 
 
 def test_only_the_calling_thread_is_pinned_and_only_to_an_allowed_core(caplog):
-    from sluice.replica.vllm.scheduler import pin_thread
+    from sluice.replica.vllm.cpu_cores import pin_thread
 
     caplog.set_level("WARNING", logger="sluice")
     allowed = os.sched_getaffinity(0)

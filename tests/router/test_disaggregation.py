@@ -18,9 +18,9 @@ from sluice.replica.engine import (
     request_key,
 )
 from sluice.router.config import RouterConfig
-from sluice.router.dispatch.dispatcher import RETRY_PAUSE_S
 from sluice.router.dispatch.pools import EMPTY_POOLS_PAUSE_S
 from sluice.router.dispatch.resumable import may_split
+from sluice.router.dispatch.retry_policy import RETRY_PAUSE_S
 from sluice.router.errors import ApiError, Reason
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize

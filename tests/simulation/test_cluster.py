@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sluice.controller.config import ControllerConfig
 from sluice.replica.config import ReplicaConfig
 from sluice.router.config import RouterConfig
-from sluice.router.dispatch.dispatcher import RETRY_PAUSE_S
+from sluice.router.dispatch.retry_policy import RETRY_PAUSE_S
 from sluice.router.serve.request_router import NO_REPLICA_WAIT_S
 from sluice.scheduling import routing
 from sluice.scheduling.admission import POLICIES as ADMISSIONS
@@ -180,7 +180,7 @@ def test_engines_are_empty_when_all_has_ended(cluster_config: ClusterConfig) -> 
     cluster = Cluster(requests, make_engine, route(), cluster_config, np.random.default_rng(0))
     cluster.run()
     assert not requests.failures
-    for replica in cluster.replicas:
+    for replica in cluster.replicas.started:
         assert replica.engine.live == replica.engine.held_blocks == 0
         assert replica.engine.free_blocks == 60
         assert len(replica.given) > 0

@@ -17,6 +17,7 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry
 
+from sluice.router.batches.database import VERSION, changing
 from sluice.router.batches.folders import Routers
 from sluice.router.batches.line_caller import LineCaller
 from sluice.router.batches.metrics import BatchMetrics
@@ -25,7 +26,7 @@ from sluice.router.batches.places import LinePlaces
 from sluice.router.batches.records import BatchRecord, FileRecord, Status, new_batch_id
 from sluice.router.batches.run import BatchRun, Resources
 from sluice.router.batches.runner import Runner, _Running
-from sluice.router.batches.state import VERSION, BatchLostError, BatchState, Result
+from sluice.router.batches.state import BatchLostError, BatchState, Result
 from sluice.router.batches.store import NAME, Store
 from sluice.router.batches.threads import Threads
 from sluice.router.batches_config import DAY_S, BatchesConfig
@@ -466,7 +467,7 @@ async def test_a_transaction_that_a_power_cut_interrupts_has_not_happened(tmp_pa
         assert await kept.store.claim(record.id)
         await kept.store.ask(BatchState.add_results, record.id, [Result(1, True, b"first\n")])
         database.execute("PRAGMA cache_size = 1")  # so that much is written before the end
-        with kept.store._state._changing():
+        with changing(database):
             for number in range(2, 500):
                 database.execute(
                     "INSERT INTO results (batch_id, line, ok, entry) VALUES (?, ?, 1, ?)",
