@@ -100,7 +100,10 @@ def _begins(item: pytest.Item) -> int:
 
 
 def pytest_collection_finish() -> None:
-    """What all tests have imported stays: no search for garbage looks through it again."""
+    """What all tests have imported stays: no search for garbage looks through it again. Each
+    process collects all files, so what takes seconds to import is imported where a test uses it."""
+    if found := sys.modules.keys() & {"schemathesis", "torch", "transformers", "vllm"}:
+        raise pytest.UsageError(f"imported by a file of tests, not where it is used: {found}")
     gc.collect()
     gc.freeze()
 
