@@ -69,7 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
 # Property tests are judged by what they find, not by how long an example takes. Every run draws
 # other examples, so few are enough; `make test-release` tries as many as the tests ask for.
 hypothesis.settings.register_profile("release", deadline=None)
-hypothesis.settings.register_profile("short", deadline=None, max_examples=30)
+hypothesis.settings.register_profile("short", deadline=None, max_examples=20)
 hypothesis.settings.load_profile("short")
 
 
