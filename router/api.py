@@ -137,12 +137,12 @@ def make_api(
     async def kept_response(_: Request) -> Response:
         raise ApiError(Reason.NOT_FOUND, "Responses are not kept: there is none to be read later.")
 
-    @api.get("/v1/models")
+    @api.get("/v1/models", response_model=None)
     async def models(request: Request) -> dict[str, Any]:
         arrival: Arrival = request.state.arrival
         return await fleets.models(arrival.client.caps.models)
 
-    @api.get("/v1/models/{model_id:path}")
+    @api.get("/v1/models/{model_id:path}", response_model=None)
     async def model(request: Request, model_id: str) -> dict[str, Any]:
         arrival: Arrival = request.state.arrival
         return await fleets.model(model_id, arrival.client.caps.models)
@@ -153,7 +153,7 @@ def make_api(
 
     has_page = access.admin.on and admin_service is not None
 
-    @api.get(ROOT_PATH)
+    @api.get(ROOT_PATH, response_model=None)
     async def root() -> dict[str, Any]:
         return {
             "name": "Sluice",
@@ -165,13 +165,13 @@ def make_api(
             **({"page": PAGE_PATH} if has_page else {}),
         }
 
-    @api.get("/health")
+    @api.get("/health", response_model=None)
     async def health() -> dict[str, Any]:
         return await fleets.health()
 
     described = document(config)
 
-    @api.get(PATH)
+    @api.get(PATH, response_model=None)
     async def openapi() -> dict[str, Any]:
         return described
 
