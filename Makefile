@@ -106,15 +106,20 @@ define pip_install
 	  || $(BIN)/pip install --quiet --extra-index-url $(TORCH_CPU_INDEX) $(1)
 endef
 
-# Two fifths of the code that is installed. Python compiles what is imported of it.
+# Half of the code that is installed. Python compiles what is imported of it.
 SELDOM := /(tests|anthropic|moto|mypy|sentry_sdk|torch/testing|transformers/models
-SELDOM := $(SELDOM)|vllm/models|vllm/model_executor/models|ray/(data|llm|rllib|train|tune))/
+SELDOM := $(SELDOM)|vllm/(benchmarks|models|model_executor/models)|ray/(data|llm|rllib|train|tune)
+SELDOM := $(SELDOM)|dns|fontTools|graphql|mypyc|pygments/lexers|sympy/(combinatorics|physics|stats)
+SELDOM := $(SELDOM)|torch/(_vendor|onnx)|torchgen|transformers/pipelines)/
 
-# Extras of pyproject.toml, and the files that lock them. Bytecode is compiled on all cores; some files
-# are of other Pythons. The three torch companions that come along on some indexes are CUDA builds:
-# beside a CPU torch they break the import of transformers, and text models do not use them.
+# Extras of pyproject.toml, and the files that lock them. As pip uses one core, each file has a pip of
+# its own at the same time. Bytecode is compiled on all cores; some files are of other Pythons. The
+# three torch companions that come along on some indexes are CUDA builds: beside a CPU torch they break
+# the import of transformers, and text models do not use them.
 define install
-	$(if $(LOCKED),$(call pip_install,--no-compile --no-deps --require-hashes $(patsubst %,-r deploy/requirements/%.txt,$(2))))
+	$(if $(LOCKED),pids=; for file in $(2); do ( \
+	  $(call pip_install,--no-compile --no-deps --require-hashes -r deploy/requirements/$$file.txt) \
+	  ) & pids="$$pids $$!"; done; for pid in $$pids; do wait $$pid || exit 1; done)
 	$(if $(LOCKED),$(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)' $(VENV)/lib || true)
 	$(if $(LOCKED),$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .)
 	$(if $(LOCKED),,$(call pip_install,--editable '.[$(1)]'))

@@ -32,7 +32,7 @@ def start_ray(temp_dir: Path, **options: Any) -> None:
 
     Raises:
         Exception: what ``ray.init`` raised; where Ray took too long to start, that of the last of
-            :data:`TRIES`.
+            :data:`TRIES`. No process of the instance is left.
     """
     for left in reversed(range(TRIES)):
         try:
@@ -49,10 +49,12 @@ def start_ray(temp_dir: Path, **options: Any) -> None:
             _end_log_monitor()
             return
         except Exception as error:
-            if _TOO_SLOW not in str(error) or not left:
-                raise
-            ray.shutdown()
+            slow = _TOO_SLOW in str(error)
+            if slow:  # else it may be that this process has another Ray
+                ray.shutdown()
             end_processes(temp_dir)
+            if not (slow and left):
+                raise
 
 
 def _end_log_monitor() -> None:

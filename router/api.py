@@ -194,12 +194,12 @@ def _model_routes(fleets: ModelRegistry) -> APIRouter:
     async def kept_response(_: Request) -> Response:
         raise ApiError(Reason.NOT_FOUND, "Responses are not kept: there is none to be read later.")
 
-    @routes.get("/v1/models")
+    @routes.get("/v1/models", response_model=None)
     async def models(request: Request) -> dict[str, Any]:
         arrival: Arrival = request.state.arrival
         return await fleets.models(arrival.client.caps.models)
 
-    @routes.get("/v1/models/{model_id:path}")
+    @routes.get("/v1/models/{model_id:path}", response_model=None)
     async def model(request: Request, model_id: str) -> dict[str, Any]:
         arrival: Arrival = request.state.arrival
         return await fleets.model(model_id, arrival.client.caps.models)
@@ -214,7 +214,7 @@ def _status_routes(
     routes = APIRouter()
     described = document(config)
 
-    @routes.get(ROOT_PATH)
+    @routes.get(ROOT_PATH, response_model=None)
     async def root() -> dict[str, Any]:
         return {
             "name": "Sluice",
@@ -226,11 +226,11 @@ def _status_routes(
             **({"page": PAGE_PATH} if has_page else {}),
         }
 
-    @routes.get("/health")
+    @routes.get("/health", response_model=None)
     async def health() -> dict[str, Any]:
         return await fleets.health()
 
-    @routes.get(PATH)
+    @routes.get(PATH, response_model=None)
     async def openapi() -> dict[str, Any]:
         return described
 

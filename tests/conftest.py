@@ -69,7 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
 # Property tests are judged by what they find, not by how long an example takes. Every run draws
 # other examples, so few are enough; `make test-release` tries as many as the tests ask for.
 hypothesis.settings.register_profile("release", deadline=None)
-hypothesis.settings.register_profile("short", deadline=None, max_examples=30)
+hypothesis.settings.register_profile("short", deadline=None, max_examples=20)
 hypothesis.settings.load_profile("short")
 
 
@@ -100,7 +100,10 @@ def _begins(item: pytest.Item) -> int:
 
 
 def pytest_collection_finish() -> None:
-    """What all tests have imported stays: no search for garbage looks through it again."""
+    """What all tests have imported stays: no search for garbage looks through it again. Each
+    process collects all files, so what takes seconds to import is imported where a test uses it."""
+    if found := sys.modules.keys() & {"schemathesis", "torch", "transformers", "vllm"}:
+        raise pytest.UsageError(f"imported by a file of tests, not where it is used: {found}")
     gc.collect()
     gc.freeze()
 

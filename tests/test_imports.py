@@ -35,6 +35,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "scheduling": ("scheduling",),
     "controller": ("controller", "scheduling"),
     "replica": ("replica", "scheduling", "telemetry", *STEP_CORE, *CONTROLLER_SURFACE),
+    "replica.compile": ("replica", "scheduling", *STEP_CORE, "controller.transport.report_rows"),
     "router": ("router", "scheduling", "telemetry", *REPLICA_SURFACE, *CONTROLLER_SURFACE),
     "simulation": ("simulation", "scheduling"),
     "deploy": (

@@ -92,12 +92,13 @@ BENCHMARKS = [line for block in marked(README, "run: bench") for line in block.s
 ON_RAY = "sluice bench gateway"
 
 
+@pytest.mark.release  # `sluice bench list` is in the documents, too
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(each, marks=(pytest.mark.ray, pytest.mark.own_ray, pytest.mark.release))
+        pytest.param(each, marks=(pytest.mark.ray, pytest.mark.own_ray))
         if each.startswith(ON_RAY)
-        else pytest.param(each, marks=pytest.mark.release if each != "sluice bench list" else ())
+        else each
         for each in BENCHMARKS
     ],
 )

@@ -52,9 +52,9 @@ class BatchesApi:
         """The endpoints."""
         routes = APIRouter(prefix="/v1/batches")
         routes.post("", response_model=None)(self._create)
-        routes.get("")(self._list)
-        routes.get("/{batch_id}")(self._retrieve)
-        routes.post("/{batch_id}/cancel")(self._cancel)
+        routes.get("", response_model=None)(self._list)
+        routes.get("/{batch_id}", response_model=None)(self._retrieve)
+        routes.post("/{batch_id}/cancel", response_model=None)(self._cancel)
         return routes
 
     async def _create(self, request: Request) -> Response:

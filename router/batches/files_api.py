@@ -42,9 +42,9 @@ class FilesApi:
         routes = APIRouter(prefix="/v1/files")
         routes.post("", response_model=None)(self._create)
         routes.get("", response_model=None)(self._list)
-        routes.get("/{file_id}")(self._retrieve)
+        routes.get("/{file_id}", response_model=None)(self._retrieve)
         routes.get("/{file_id}/content", response_model=None)(self._content)
-        routes.delete("/{file_id}")(self._delete)
+        routes.delete("/{file_id}", response_model=None)(self._delete)
         return routes
 
     async def _create(self, request: Request) -> Response:

@@ -246,6 +246,7 @@ def test_a_server_ends_with_a_benchmark_that_is_killed(tmp_path: Path) -> None:
         assert alive == []
 
 
+@pytest.mark.release  # the two tests above have its parts
 def test_a_signal_ends_the_command_and_its_engines() -> None:
     options = ["--system", "direct", "--rounds", "100", "--seconds", "0.1", "--at-once", "4"]
     command = [Path(sys.executable).with_name("sluice"), "bench", "gateway", *options]

@@ -21,7 +21,7 @@ class Clock:
     """Monotonic seconds that pass when told."""
 
     def __init__(self, now_s: float = 1_000.0) -> None:
-        self.now_s = now_s
+        self.now_s = float(now_s)  # loops are compiled again for integers
 
     def __call__(self) -> float:
         return self.now_s

@@ -138,6 +138,16 @@ def test_one_application_has_one_controller(app: str, common_app: str) -> None:
     assert ray.get(first.route.remote([]), timeout=120).epoch == epoch
 
 
+def test_no_head_without_cpus_gets_a_controller(common_app: str) -> None:
+    """As each reserves some; `tests/e2e/test_several_nodes.py` has such a head."""
+    ensure_controller(common_app, CONFIG, 120)
+    for name_of in (controller_actor_name, observer_actor_name):
+        reserved = actor_of(common_app, name_of).__ray_call__.remote(
+            lambda _: ray.get_runtime_context().get_assigned_resources()
+        )
+        assert ray.get(reserved, timeout=120)["CPU"] > 0
+
+
 @pytest.mark.release
 def test_a_controller_that_never_matches_is_not_replaced_for_ever(
     app: str, monkeypatch: pytest.MonkeyPatch

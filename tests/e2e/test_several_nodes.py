@@ -19,7 +19,7 @@ from sluice.deploy.commands.exits import Exit, Failure
 from tests.e2e.cluster import HEAD, START_S, Cluster
 from tests.e2e.conftest import LENIENT
 
-pytestmark = [pytest.mark.ray, pytest.mark.own_ray]
+pytestmark = [pytest.mark.ray, pytest.mark.own_ray, pytest.mark.release]
 
 KEY = "an-admin-key-of-the-tests"
 CLIENTS = 4
@@ -121,7 +121,6 @@ def test_replicas_routers_and_the_controller_are_spread_and_not_on_the_head(
     assert outcome_of(deployed.url, 5) == "answered"
 
 
-@pytest.mark.release
 def test_a_drained_replica_gets_nothing_until_it_is_taken_back(deployed: Cluster) -> None:
     one, other = sorted(serving(deployed))
     done = deployed.sluice("drain", one, "--json", SLUICE_ADMIN_KEY=KEY)
@@ -139,7 +138,7 @@ def test_a_drained_replica_gets_nothing_until_it_is_taken_back(deployed: Cluster
     ("words", "environment", "code", "says"),
     [
         ((), {"RAY_AUTH_TOKEN": "0" * 64}, Exit.REFUSED, "RAY_AUTH_TOKEN"),
-        pytest.param(("--name", "other"), {}, Exit.FAILED, "/", marks=pytest.mark.release),
+        (("--name", "other"), {}, Exit.FAILED, "/"),
     ],
 )
 def test_what_deploy_cannot_do_it_says_in_a_line(
@@ -187,7 +186,6 @@ def test_no_request_is_lost_in_silence_with_a_node(deployed: Cluster) -> None:
     assert deployed.sluice("status", SLUICE_ADMIN_KEY=KEY).returncode == Exit.OK
 
 
-@pytest.mark.release
 def test_another_number_of_replicas_is_reached_without_touching_the_others(
     deployed: Cluster,
 ) -> None:
@@ -203,7 +201,6 @@ def test_another_number_of_replicas_is_reached_without_touching_the_others(
     deployed.wait(lambda: configured(deployed) == {2}, "both have")
 
 
-@pytest.mark.release
 def test_a_second_application_leaves_the_first_as_it_is(deployed: Cluster) -> None:
     before = set(serving(deployed))
     words = ("--name", "other", "--route-prefix", "/other", "--timeout", f"{START_S}")

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm import SamplingParams
-from vllm.v1.request import Request, RequestStatus
 
 from sluice.replica.scheduler.local_scheduler import LocalScheduler
 from sluice.replica.scheduler.state_table import StateTable
-from sluice.replica.vllm.prefix_lookup import PrefixHit
-from sluice.replica.vllm.rows import RequestRows
 from sluice.scheduling.batching import make_policy
 from sluice.scheduling.request.kernels import COMPUTED
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, RequestView
 from sluice.scheduling.request.stages import Stage
 
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
 pytestmark = pytest.mark.vllm
 
 BLOCK = 4
 BUSY_UNTIL_S = 99.0
-HIT = PrefixHit(2, 1)
 STAGES = SLO.of_stages((Stage(1.0, 0.1, tokens=2), Stage(tpot_s=0.5)), 9.0)
 
 
@@ -33,13 +32,17 @@ class Engine:
     """What the rows ask of a scheduler, with a plain record of when tokens left."""
 
     def __init__(self) -> None:
+        from sluice.replica.vllm.prefix_lookup import PrefixHit
+        from sluice.replica.vllm.rows import RequestRows
+
+        self.hit = PrefixHit(2, 1)
         self.requests: dict[str, Request] = {}
         self.block_size = BLOCK
         self.max_model_len = 64
         self.parallel_config = SimpleNamespace(pipeline_parallel_size=1)
         self.table = StateTable.create(64)
         self.local = LocalScheduler(make_policy("fcfs"), self.table)
-        hits = SimpleNamespace(begin_pass=lambda: 8, of=lambda _: HIT)
+        hits = SimpleNamespace(begin_pass=lambda: 8, of=lambda _: self.hit)
         incoming = SimpleNamespace(awaits=lambda *_: False, arrived=lambda _: False)
         self.rows = RequestRows(self, self.local, hits, incoming, None)
         self.left: dict[str, tuple[float | None, float | None]] = {}
@@ -47,6 +50,9 @@ class Engine:
         self.count = 0
 
     def arrive(self, prompt: int, output: int, staged: bool) -> None:
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
         self.count += 1
         request_id, slo = f"r{self.count}", STAGES if staged else SLO(1.0, 0.1, priority=2)
         params = SamplingParams(max_tokens=output, ignore_eos=True)
@@ -64,12 +70,16 @@ class Engine:
         self.rows.forget(request_id)
 
     def preempt(self, request_id: str) -> None:
+        from vllm.v1.request import RequestStatus
+
         request = self.requests[request_id]
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = request.num_output_placeholders = 0
 
     def schedule(self, request_id: str, tokens: int) -> None:
         """Compute ``tokens``; with the last of those known, another is in flight."""
+        from vllm.v1.request import RequestStatus
+
         request = self.requests[request_id]
         request.status = RequestStatus.RUNNING
         left = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
@@ -93,6 +103,8 @@ class Engine:
 
     def views(self) -> list[RequestView]:
         """Each request by itself."""
+        from vllm.v1.request import RequestStatus
+
         views = []
         for request_id, request in self.requests.items():
             tracked, promised = self.local.requests[request_id], request.num_output_placeholders
@@ -105,7 +117,7 @@ class Engine:
                 if known <= computed or (promised and computed + 2 - promised >= most):
                     continue
             else:
-                computed, held = HIT
+                computed, held = self.hit
             if promised:
                 first_s, last_s = first_s or BUSY_UNTIL_S, BUSY_UNTIL_S
             views.append(
@@ -172,18 +184,20 @@ class Cache:
     def __init__(self) -> None:
         self.again = 2
         self.looked_up: list[str] = []
-        self.hit: PrefixHit | None = PrefixHit(0, 0)
+        self.hit: tuple[int, int] | None = (0, 0)
 
     def begin_pass(self) -> int:
         self.looked_up = []
         return self.again
 
-    def of(self, request: Request) -> PrefixHit | None:
+    def of(self, request: Request) -> tuple[int, int] | None:
         self.looked_up.append(request.request_id)
         return self.hit
 
 
 def test_waiting_requests_are_looked_up_when_new_and_then_a_few_of_the_oldest_again():
+    from sluice.replica.vllm.rows import RequestRows
+
     engine, cache = Engine(), Cache()
     engine.rows = RequestRows(engine, engine.local, cache, engine.rows._incoming, None)
     for _ in range(5):
@@ -206,13 +220,13 @@ def test_waiting_requests_are_looked_up_when_new_and_then_a_few_of_the_oldest_ag
     engine.schedule("r1", 4)
     assert looked_up() == []
     engine.preempt("r1")
-    cache.hit = PrefixHit(4, 1)
+    cache.hit = (4, 1)
     assert looked_up() == ["r1"]
     assert computed() == [4, 0, 0, 0, 0, 0]
     cache.again, cache.hit = 2, None
     engine.arrive(9, 3, False)
     assert [computed() for _ in range(9)] == [[4, 0, 0, 0, 0, 0, 0]] * 9
-    cache.hit = PrefixHit(8, 2)
+    cache.hit = (8, 2)
     assert computed() == [8, 8, 0, 0, 0, 0, 8]
 
 

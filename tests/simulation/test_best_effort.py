@@ -70,10 +70,10 @@ def test_nothing_is_lost_and_everything_is_given_back(
 
 
 def two_tiers(rate: float, behind: int, seed: int = 3) -> tuple[Workload, list[bool]]:
-    """Chat at ``rate`` a second for half a minute, and long work without an objective: ``behind``
+    """Chat at ``rate`` a second for 20 s, and long work without an objective: ``behind``
     requests, all there from the start."""
     rng = np.random.default_rng(seed)
-    count = int(30 * rate)
+    count = int(20 * rate)
     times = np.cumsum(rng.exponential(1 / rate, count)).tolist()
     chat = [
         Arrival(t, int(rng.integers(100, 1_500)), int(rng.integers(10, 150)), CHAT, task="chat")
