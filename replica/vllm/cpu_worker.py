@@ -116,7 +116,7 @@ def mend_sampling_kernels() -> None:
     """Have vLLM check drafted tokens by its functions for CPUs, in this process, once it has put
     them into its module."""
     for name in ("rejection_greedy_sample", "rejection_random_sample", "sample_recovered_tokens"):
-        caller = getattr(rejection_sampler, f"_{name}", None)
+        caller: Any = getattr(rejection_sampler, f"_{name}", None)
         if hasattr(caller, "kernel"):
             caller.kernel = getattr(rejection_sampler, f"{name}_kernel")
 
