@@ -1,4 +1,4 @@
-"""vLLM's worker on CPUs, with six faults of 0.29 to 0.32 fixed.
+"""vLLM's worker on CPUs, with seven faults of 0.29 to 0.32 fixed.
 
 Seeds: vLLM samples for every request of a batch, also for one whose prompt continues in the next
 batch, and drops that token. Where such a request has a seed, its generator is then moved back by
@@ -9,6 +9,9 @@ Temperatures with speculation: they are spread over the tokens to check by a fun
 them into a copy of the result. So a batch in which any request samples is divided by whatever the
 memory held, and the text of greedy requests in it is wrong, too. And a batch in which nothing was
 drafted and some request has a ``top_k`` ends the engine, as no row has a largest one.
+
+Functions of speculation: 0.30 replaces Triton's by those for CPUs where nothing looks for them any
+more, so the first check of a draft ends the engine.
 
 Ranks of log probabilities: a function of one line is compiled, by torch's inductor and the C++
 compiler, when the first request asks for log probabilities. That step takes 20 to 40 s. vLLM
@@ -58,6 +61,7 @@ class PatchedCpuWorker(CPUWorker):
         mend_token_ranks()
         mend_adapters()
         super().init_device()
+        mend_sampling_kernels()
         runner = self.model_runner
         if not self.use_v2_model_runner and not (
             hasattr(runner, "discard_request_mask") and hasattr(runner.input_batch, "generators")
@@ -106,6 +110,15 @@ def mend_rejection_sampler() -> None:
         )
     rejection_sampler.expand_batch_to_tokens = spread
     rejection_sampler.apply_sampling_constraints = _constrained
+
+
+def mend_sampling_kernels() -> None:
+    """Have vLLM check drafted tokens by its functions for CPUs, in this process, once it has put
+    them into its module."""
+    for name in ("rejection_greedy_sample", "rejection_random_sample", "sample_recovered_tokens"):
+        caller: Any = getattr(rejection_sampler, f"_{name}", None)
+        if hasattr(caller, "kernel"):
+            caller.kernel = getattr(rejection_sampler, f"{name}_kernel")
 
 
 def mend_token_ranks() -> None:

@@ -1,15 +1,19 @@
-"""Where Ray places replicas of several GPUs. Two nodes state GPUs that they do not have, which Ray
-reserves like others; the engines are simulated."""
+"""Where Ray places replicas of several GPUs. Nodes state GPUs that they do not have, which Ray
+reserves like others. The engines are simulated, at the end vLLM's with its executor for Ray."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import yaml
 
@@ -17,10 +21,15 @@ from sluice.deploy.commands.exits import Exit
 from sluice.scheduling.fleet.ranks import rank_of, replica_of
 from tests.e2e.cluster import START_S, Cluster
 from tests.e2e.conftest import LENIENT
+from tests.e2e.test_workers import hurt, load
+from tests.known_profile import known_profile
 
 pytestmark = [pytest.mark.ray, pytest.mark.own_ray, pytest.mark.release]
 
 GPUS = {"first": 4, "second": 2}
+PAIR = {"left": 3, "right": 1}
+"""Room for a replica with two workers on one node, and for another one on both."""
+
 RACK = "sluice-tests/rack"
 
 
@@ -127,3 +136,62 @@ def test_what_does_not_fit_is_said(cluster: Cluster) -> None:
     assert "replica-large 0/1" in line
     assert "a replica of Replica-large needs 6 GPUs on one node" in line
     assert placed(cluster) == {}
+
+
+@pytest.fixture(scope="module")
+def real_engine(cluster: Cluster) -> dict[str, Any]:
+    """The configuration of a vLLM engine, and nodes on which its workers may be actors of Ray."""
+    plugin = cluster.folder / "stated_gpus-1.dist-info"
+    plugin.mkdir()
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: stated-gpus\nVersion: 1\n")
+    (plugin / "entry_points.txt").write_text(
+        "[vllm.platform_plugins]\nstated_gpus = stated_gpus:register\n"
+    )
+    shutil.copy(Path(__file__).with_name("stated_gpus.py"), cluster.folder)
+    cluster.environment["PYTHONPATH"] = str(cluster.folder)
+    for name, gpus in PAIR.items():
+        cluster.add_node(name, f"--num-gpus={gpus}", f"--labels={RACK}=pair")
+    return {
+        "kind": "vllm",
+        "latency_profile": str(known_profile(cluster.folder)),
+        "grammar_check_s": 0,
+        "vllm_args": {"max-model-len": 2048, "block-size": 32},
+    }
+
+
+@pytest.mark.parametrize("option", ["tensor-parallel-size", "pipeline-parallel-size"])
+def test_workers_on_two_nodes_write_what_one_does_and_one_that_ends_costs_no_request(
+    cluster: Cluster, real_engine: dict[str, Any], option: str
+) -> None:
+    """One replica has both workers on a node, another one has them on two. A worker on the second
+    node is killed while both replicas serve."""
+    arguments = {**real_engine["vllm_args"], option: 2, "distributed-executor-backend": "ray"}
+    models = {
+        "one": {"engine": real_engine, "replica": {"count": 1}},
+        "pair": {
+            "engine": {**real_engine, "vllm_args": arguments},
+            "replica": {"count": 2, "num_gpus": 2, "node_labels": {RACK: "pair"}},
+        },
+    }
+    status, line = deploy(cluster, models)
+    assert status == Exit.OK, line
+    apart = [{"left": 2}, {"left": 1, "right": 1}]
+
+    def workers() -> dict[int, str]:
+        """The name of each one's node, by its process."""
+        names, rows = cluster.node_names(), cluster.actors("RayWorkerProc")
+        return {row["pid"]: names[row["node_id"]] for row in rows}
+
+    assert sorted(placed(cluster).values(), key=len) == apart
+    whole = asyncio.run(load(cluster.url, "one", []))
+    assert asyncio.run(load(cluster.url, "pair", [])) == whole
+    before = workers()
+    assert Counter(before.values()) == PAIR
+    (killed,) = (pid for pid, node in before.items() if node == "right")
+    found, begun = asyncio.run(hurt(cluster.url, "pair", psutil.Process(killed)))
+    assert found == whole
+    assert len(set(begun)) == 2, "both replicas had streams"
+    cluster.wait(
+        lambda: Counter(workers().values()) == PAIR and len(workers().keys() - before) == 2,
+        "another replica has workers in the same places",
+    )

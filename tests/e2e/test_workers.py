@@ -41,10 +41,10 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         yield started
 
 
-async def stream(http: httpx.AsyncClient, number: int) -> str:
-    """The text of a stream that ends whole."""
+async def stream(http: httpx.AsyncClient, number: int, model: str, begun: list[str]) -> str:
+    """The text of a stream that ends whole. ``begun`` gets the replica at which it begins."""
     body = {
-        "model": "local",
+        "model": model,
         "prompt": f"request {number}",
         "max_tokens": TOKENS,
         "min_tokens": TOKENS,
@@ -53,6 +53,7 @@ async def stream(http: httpx.AsyncClient, number: int) -> str:
     }
     text = ""
     async with http.stream("POST", "/v1/completions", json=body) as answer:
+        begun.append(answer.headers["x-sluice-replica"])
         async for line in answer.aiter_lines():
             if line == "data: [DONE]":
                 return text
@@ -61,9 +62,23 @@ async def stream(http: httpx.AsyncClient, number: int) -> str:
     raise AssertionError("the stream was cut off")
 
 
-async def load(serving: System) -> list[str]:
-    async with httpx.AsyncClient(base_url=serving.url, timeout=300) as http:
-        return await asyncio.gather(*(stream(http, number) for number in range(STREAMS)))
+async def load(url: str, model: str, begun: list[str]) -> list[str]:
+    """The texts of so many streams at once."""
+    async with httpx.AsyncClient(base_url=url, timeout=300) as http:
+        asked = (stream(http, number, model, begun) for number in range(STREAMS))
+        return await asyncio.gather(*asked)
+
+
+async def hurt(url: str, model: str, process: psutil.Process) -> tuple[list[str], list[str]]:
+    """The texts where ``process`` is killed while all stream, and where each began."""
+    begun: list[str] = []
+
+    def kill() -> None:
+        wait_until(lambda: len(begun) == STREAMS, "all stream")
+        process.kill()
+
+    found, _ = await asyncio.gather(load(url, model, begun), asyncio.to_thread(kill))
+    return found, begun
 
 
 def ended(*processes: psutil.Process) -> bool:
@@ -72,23 +87,15 @@ def ended(*processes: psutil.Process) -> bool:
 
 
 def test_a_killed_worker_costs_no_request(serving: System) -> None:
-    whole = asyncio.run(load(serving))
+    whole = asyncio.run(load(serving.url, "local", []))
     before = {row["replica_id"] for row in serving.snapshot()["replicas"]}
     assert len(before) == 2
     replica = psutil.Process(injuries.replica(min(before)).pid)
     family = replica.children(recursive=True)
     workers = [each for each in family if "Worker" in each.name()]
     assert len(workers) == 2
-
-    def kill() -> None:
-        wait_until(lambda: serving.live() == STREAMS, "all stream")
-        workers[1].kill()
-
-    async def hurt() -> list[str]:
-        found, _ = await asyncio.gather(load(serving), asyncio.to_thread(kill))
-        return found
-
-    assert asyncio.run(hurt()) == whole
+    found, _ = asyncio.run(hurt(serving.url, "local", workers[1]))
+    assert found == whole
     wait_until(lambda: ended(replica, *family), "the replica has ended with all its processes")
     wait_until(
         lambda: len({row["replica_id"] for row in serving.snapshot()["replicas"]} - before) == 1,

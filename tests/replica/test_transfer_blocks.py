@@ -173,14 +173,23 @@ def test_kv_in_other_memory_is_refused_where_vllms_connector_cannot_run(
         parse_arguments(given, "m", "m", settings)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"kv-offloading-size": 8},
+        {"kv-offloading-size": 8, "kv-offloading-backend": "lmcache"},
+        {"kv-transfer-config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}},
+    ],
+)
 def test_kv_in_other_memory_and_kv_transfer_are_not_for_one_engine(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.setattr("sluice.replica.vllm.setup.on_cpu", lambda: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     settings = SchedulerSettings(state_table=tmp_path / "state", policy="fcfs")
-    given = {"kv-offloading-size": 8}
-    assert parse_arguments(given, "m", "m", settings).kv_offloading_size == 8
-    with pytest.raises(ValueError, match=r"may not hold kv-offloading-size beside KV transfer"):
+    parsed = parse_arguments(given, "m", "m", settings)
+    assert parsed.kv_offloading_size == 8 or parsed.kv_transfer_config.kv_role == "kv_both"
+    with pytest.raises(ValueError, match=rf"may not hold {next(iter(given))}"):
         parse_arguments(given, "m", "m", settings, transfer=TransferConfig(connector="tcp"))
 
 

@@ -108,6 +108,23 @@ def test_tokens_without_a_lora_adapter_are_computed_without_one():
         assert torch.allclose(found[row], outputs[row] + more, atol=1e-5)
 
 
+@pytest.mark.vllm
+def test_drafts_are_checked_by_what_vllm_has_put_into_its_module(monkeypatch):
+    from types import SimpleNamespace
+
+    from vllm.v1.sample import rejection_sampler
+
+    from sluice.replica.vllm.cpu_worker import mend_sampling_kernels
+
+    for_cpus, caller = object(), SimpleNamespace(kernel=object())
+    monkeypatch.setattr(rejection_sampler, "rejection_greedy_sample_kernel", for_cpus)
+    monkeypatch.setattr(rejection_sampler, "_rejection_greedy_sample", caller, raising=False)
+    # Before 0.30 a function of vLLM's calls those of its module.
+    monkeypatch.delattr(rejection_sampler, "_rejection_random_sample", raising=False)
+    mend_sampling_kernels()
+    assert caller.kernel is for_cpus
+
+
 class Refusing:
     """An engine that refuses each request with this status, or dies at the one of this number."""
 

@@ -28,6 +28,8 @@ STOCK_ARGS = {
     "enforce_eager": True,
     # The number of drafts in a step is no other run's, and in 16 bits rounding depends on it.
     "dtype": "float32",
+    # That of vLLM 0.30 for CPUs cannot check drafts.
+    "worker_cls": "sluice.replica.vllm.cpu_worker.PatchedCpuWorker",
 }
 NGRAM = {
     "method": "ngram",
