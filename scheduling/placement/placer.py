@@ -185,7 +185,9 @@ class Placer:
             and not isinstance(made := self._asked(query, now_s), RouteDecision)
             and self._fleet.is_sound(int(made.job.rows[0]), now_s)
         )
+        turn = self._routing.turn
         rows = plan(asked, self._fleet, admission, self._routing.choose_able)
+        self._routing.turn = turn  # a plan takes none
         best = [Turn(index, row) for index, row in sorted(rows.items())]
         return [*best, *(turn for turn in turns if turn.number not in rows)]
 

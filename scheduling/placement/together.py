@@ -10,7 +10,8 @@ gets the capacity that remains.
 The paper has a program for one replica, and the next replica tests what the first declined. Ours
 for several replicas: each starts from the requests that it would get one by one, and may exchange
 them for others that no replica has guaranteed. So the set is never worth less than one by one, and
-on one replica it is the best.
+on one replica none is worth more that the admission policy accepts as a set. In another order, one
+by one can be worth more: a reservation counts up to some milliseconds less than a new request.
 """
 
 from __future__ import annotations

@@ -33,6 +33,8 @@ class RoutingPolicy(ABC):
 
     def __init__(self, options: PolicyOptions | None = None) -> None:
         self.options = options if options is not None else self.Options()
+        self.turn = -1
+        """The row whose turn was last, where replicas are asked in turn."""
 
     def asked(self, rows: Ints) -> Ints:
         """The rows, ascending, at which admission tests a request that may be guaranteed; it goes

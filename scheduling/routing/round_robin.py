@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from sluice.scheduling.fleet.fleet import Fleet
-from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.request.kernels import Ints
 from sluice.scheduling.routing.base import Job, RoutingPolicy
 
@@ -18,16 +17,13 @@ class RoundRobin(RoutingPolicy):
     source = "folklore; the first hop of SLOs-Serve §4.2"
     passed_over = "it was not its turn"
 
-    def __init__(self, options: PolicyOptions | None = None) -> None:
-        super().__init__(options)
-        self._last = -1
-
     def choose(self, job: Job, fleet: Fleet) -> int:
         """The replica whose turn it is."""
-        return self.next_of(job.rows)
-
-    def next_of(self, rows: Ints) -> int:
-        """Index in ``rows``, ascending, of the row whose turn it is."""
-        place = int(np.searchsorted(rows, self._last, side="right")) % len(rows)
-        self._last = int(rows[place])
+        place = next_in_turn(job.rows, self.turn)
+        self.turn = int(job.rows[place])
         return place
+
+
+def next_in_turn(rows: Ints, last: int) -> int:
+    """Index in ``rows``, ascending, of the row whose turn it is after the row ``last``."""
+    return int(np.searchsorted(rows, last, side="right")) % len(rows)

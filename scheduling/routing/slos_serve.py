@@ -11,7 +11,7 @@ from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.request.kernels import Ints
 from sluice.scheduling.routing.base import Job, RoutingPolicy
 from sluice.scheduling.routing.inner import Inner, make_inner
-from sluice.scheduling.routing.round_robin import RoundRobin
+from sluice.scheduling.routing.round_robin import next_in_turn
 
 
 class SLOsServeRoutingOptions(PolicyOptions):
@@ -69,30 +69,31 @@ class SLOsServeRouting(RoutingPolicy):
         super().__init__(options)
         self._hops = options.hops
         self._virtual = ADMISSION[options.virtual]()
-        self._turn = RoundRobin()
-        self._first = 0
         self._backup = make_inner(options.backup)
 
     def asked(self, rows: Ints) -> Ints:
         """The next ``hops`` rows in turn."""
-        place = self._turn.next_of(rows)
-        self._first = int(rows[place])
-        count = len(rows)
+        place, count = self._next_of(rows), len(rows)
         if self._hops >= count:
             return rows
         return np.sort(rows[(place + np.arange(self._hops)) % count])
 
     def choose_able(self, job: Job, fleet: Fleet) -> int:
         """The first of them in turn."""
-        return int(np.searchsorted(job.rows, self._first)) % len(job.rows)
+        return int(np.searchsorted(job.rows, self.turn)) % len(job.rows)
 
     def choose(self, job: Job, fleet: Fleet) -> int:
         """The first tested replica that can meet the objective, or the backup policy's choice."""
         count = len(job.rows)
-        first = self._turn.next_of(job.rows)
+        first = self._next_of(job.rows)
         for hop in range(min(self._hops, count)):
             place = (first + hop) % count
             asked = job.of(np.array([place]))
             if self._virtual.promises(asked, fleet).holds[0]:
                 return place
         return self._backup.choose(job, fleet)
+
+    def _next_of(self, rows: Ints) -> int:
+        place = next_in_turn(rows, self.turn)
+        self.turn = int(rows[place])
+        return place
