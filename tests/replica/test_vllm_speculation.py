@@ -289,7 +289,7 @@ def as_predicted(ngrams, monkeypatch):
     scheduler = ngrams.scheduler
     monkeypatch.setattr(scheduler, "_busy_until_s", 0.0)
     monkeypatch.setattr(scheduler._local, "times", StepTimes())
-    clock = SimpleNamespace(monotonic=lambda: scheduler._busy_until_s)
+    clock = SimpleNamespace(monotonic=lambda: scheduler._busy_until_s, thread_time=lambda: 0.0)
     monkeypatch.setattr("sluice.replica.vllm.scheduler.time", clock)
     return clock
 
