@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from sluice.scheduling.fleet.fleet import Fleet
-from sluice.scheduling.request.kernels import Ints
 from sluice.scheduling.routing.base import Job, RoutingPolicy
 
 
@@ -19,11 +16,4 @@ class RoundRobin(RoutingPolicy):
 
     def choose(self, job: Job, fleet: Fleet) -> int:
         """The replica whose turn it is."""
-        place = next_in_turn(job.rows, self.turn)
-        self.turn = int(job.rows[place])
-        return place
-
-
-def next_in_turn(rows: Ints, last: int) -> int:
-    """Index in ``rows``, ascending, of the row whose turn it is after the row ``last``."""
-    return int(np.searchsorted(rows, last, side="right")) % len(rows)
+        return self.take_turn(job.rows)

@@ -11,7 +11,6 @@ from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.request.kernels import Ints
 from sluice.scheduling.routing.base import Job, RoutingPolicy
 from sluice.scheduling.routing.inner import Inner, make_inner
-from sluice.scheduling.routing.round_robin import next_in_turn
 
 
 class SLOsServeRoutingOptions(PolicyOptions):
@@ -73,7 +72,7 @@ class SLOsServeRouting(RoutingPolicy):
 
     def asked(self, rows: Ints) -> Ints:
         """The next ``hops`` rows in turn."""
-        place, count = self._next_of(rows), len(rows)
+        place, count = self.take_turn(rows), len(rows)
         if self._hops >= count:
             return rows
         return np.sort(rows[(place + np.arange(self._hops)) % count])
@@ -85,15 +84,10 @@ class SLOsServeRouting(RoutingPolicy):
     def choose(self, job: Job, fleet: Fleet) -> int:
         """The first tested replica that can meet the objective, or the backup policy's choice."""
         count = len(job.rows)
-        first = self._next_of(job.rows)
+        first = self.take_turn(job.rows)
         for hop in range(min(self._hops, count)):
             place = (first + hop) % count
             asked = job.of(np.array([place]))
             if self._virtual.promises(asked, fleet).holds[0]:
                 return place
         return self._backup.choose(job, fleet)
-
-    def _next_of(self, rows: Ints) -> int:
-        place = next_in_turn(rows, self.turn)
-        self.turn = int(rows[place])
-        return place
