@@ -127,6 +127,7 @@ class MirroredReplica:
             hello.role,
             _transfers(summary),
             hello.policy,
+            float(summary["next_begins_s"]),
         )
 
 

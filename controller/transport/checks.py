@@ -60,7 +60,7 @@ _COUNTS_FROM = ROW.fields["priority"][1] // 4 if ROW.fields else 0
 _SUMMARY_COUNTS = ("steps", "waiting", "running", "free_kv_blocks", "total_kv_blocks")
 _SUMMARY_CORRECTIONS = ("correction", "fixed_correction")
 _SUMMARY_TIMES = (
-    *("updated_s", "step_started_s", "last_step_s", "predicted_step_s"),
+    *("updated_s", "step_started_s", "last_step_s", "predicted_step_s", "next_begins_s"),
     *("step_spread", *_SUMMARY_CORRECTIONS),
 )
 _SUMMARY_SPREAD = _SUMMARY_TIMES.index("step_spread")

@@ -306,15 +306,21 @@ class LocalScheduler:
         *,
         disturbed: bool = False,
         cpu_s: float = 0.0,
+        next_begins_s: float = 0.0,
     ) -> None:
         """The engine finished ``step``: learn its time and publish the state.
 
         The time of a step that was ``disturbed`` by other work of the engine is not learned from.
 
         Its time is that of :class:`StepTimes`, unless the engine says how many ``seconds`` it took.
-        ``cpu_s`` is the processor time of this thread.
+        ``cpu_s`` is the processor time of this thread. The batch after those in flight can begin
+        at ``next_begins_s``, at the earliest now.
         """
-        passed_s = self.times.ended(step.started_s, now_s, step.work.new_tokens > 0, cpu_s)
+        computed = step.work.new_tokens > 0
+        # A profile must not learn what the default model believes.
+        known = self._base_model is not DEFAULT_MODEL
+        believed_s = self._predicted_s(step) if known else 0.0
+        passed_s = self.times.ended(step.started_s, now_s, computed, cpu_s, believed_s)
         seconds = passed_s if seconds is None else seconds
         if self._log is not None and step.record is not None:
             self._log.write({**step.record, "seconds": seconds})
@@ -328,6 +334,7 @@ class LocalScheduler:
         self._table.write(
             changed,
             updated_s=now_s,
+            next_begins_s=max(now_s, next_begins_s),
             **(times if step.work.new_tokens > 0 else {}),
             correction=self._correction.work,
             fixed_correction=self._correction.fixed,
@@ -352,9 +359,8 @@ class LocalScheduler:
 
     def _learn(self, step: StepInFlight, seconds: float, disturbed: bool) -> float:
         """Learn from the ``seconds`` that a step took; returns how many were predicted."""
-        undrafted_s = self._correction.predicted_s(*step.parts_s)
+        predicted_s = self._predicted_s(step)
         drafting_s = self._draft_time.seconds * (step.drafted or 0)
-        predicted_s = undrafted_s + drafting_s
         if step.work.new_tokens <= 0 or seconds <= 0:
             return predicted_s
         ratio = seconds / predicted_s
@@ -366,8 +372,13 @@ class LocalScheduler:
         self._table.add_sample(step.work._replace(seconds=seconds))
         self._correction.observe(*step.parts_s, seconds - drafting_s)
         if step.drafted is not None:
-            self._draft_time.observe(undrafted_s, step.drafted, seconds)
+            self._draft_time.observe(predicted_s - drafting_s, step.drafted, seconds)
         return predicted_s
+
+    def _predicted_s(self, step: StepInFlight) -> float:
+        """How long the corrected model says that a step takes, its drafting included."""
+        drafting_s = self._draft_time.seconds * (step.drafted or 0)
+        return self._correction.predicted_s(*step.parts_s) + drafting_s
 
     def _record(
         self,

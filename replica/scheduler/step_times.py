@@ -27,7 +27,9 @@ class StepTimes:
     next batch, or computes it on CPUs, before it looks for the end of the one before. A launch can
     take longer than a short batch: that of a prefill of an 8B model on an H100 10 to 25 ms, and a
     batch of decodes 7. Then the end is seen late, and from end to end is the time of another batch.
-    Where the loop did not wait for the end, a step's time is that from its launch to the next one.
+    Where the loop did not wait for the end, that lies between the begin of the next launch and the
+    moment at which it is seen, and the prediction decides where. What it misses there is in the
+    time of the next step, so that together they last as long as they do.
 
     Args:
         stages: of the pipeline. They count as equal, as vLLM divides the layers evenly.
@@ -47,7 +49,12 @@ class StepTimes:
         self._launched = started_s, cpu_s
 
     def ended(
-        self, started_s: float, now_s: float, computed: bool = True, cpu_s: float = 0.0
+        self,
+        started_s: float,
+        now_s: float,
+        computed: bool = True,
+        cpu_s: float = 0.0,
+        predicted_s: float = 0.0,
     ) -> float:
         """A step ends now. Returns the seconds that its batch was computed, without its waits.
 
@@ -59,9 +66,10 @@ class StepTimes:
             started_s: when it was scheduled. Steps end in the order in which they are scheduled.
             computed: false of an empty batch.
             cpu_s: as in :meth:`began`.
+            predicted_s: of the batch; 0 where no model is known yet.
         """
         if self._launches:
-            return self._launched_s(started_s, now_s, cpu_s)
+            return self._launched_s(started_s, now_s, cpu_s, predicted_s)
         entered_s = max(started_s, self._last_end_s - self._past_entry_s)
         seconds = min(now_s - entered_s, self.stages * (now_s - self._last_end_s))
         self._last_end_s = now_s
@@ -69,13 +77,56 @@ class StepTimes:
             self._past_entry_s = seconds * (1 - 1 / self.stages)
         return seconds
 
-    def _launched_s(self, started_s: float, now_s: float, cpu_s: float) -> float:
+    def _launched_s(
+        self, started_s: float, now_s: float, cpu_s: float, predicted_s: float
+    ) -> float:
         next_s, spent_s = self._launched
         entered_s = max(started_s, self._last_end_s)
+        seconds = now_s - entered_s
         seen_late = next_s > started_s and cpu_s - spent_s > _BUSY * (now_s - next_s)
-        seconds = next_s - started_s if seen_late else now_s - entered_s
-        self._last_end_s = min(now_s, entered_s + seconds)
+        if seen_late:
+            # Batches that are alike are launched as far apart as they last.
+            believed_s = predicted_s or next_s - started_s
+            seconds = min(max(believed_s, next_s - entered_s, 0.0), seconds)
+        self._last_end_s = entered_s + seconds
         return seconds
+
+
+class Occupancy:
+    """When the batches in flight leave the engine, by their predictions and by the ends of others.
+
+    Without the ends the errors of the predictions, and their head-room, would add up for as long as
+    any batch is in flight.
+
+    Args:
+        stages: of the pipeline.
+
+    Attributes:
+        entry_free_s: when the newest one leaves the first stage: then the next one can begin.
+        busy_until_s: when it leaves the last one.
+    """
+
+    def __init__(self, stages: int = 1) -> None:
+        self._stages = stages
+        self._newest_s = 0.0
+        self.entry_free_s = 0.0
+        self.busy_until_s = 0.0
+
+    def began(self, start_s: float, predicted_s: float, behind: bool) -> None:
+        """A batch begins at ``start_s``, ``behind`` others or not. It takes ``predicted_s`` in all
+        stages."""
+        stage_s = predicted_s / self._stages
+        # At the earliest a stage's time after the batch before it.
+        behind_s = self.busy_until_s + stage_s if behind else 0.0
+        self._newest_s = predicted_s
+        self.entry_free_s = start_s + stage_s
+        self.busy_until_s = max(start_s + predicted_s, behind_s)
+
+    def ended(self, now_s: float) -> None:
+        """The oldest batch in flight has ended, so that each other one is in a stage or has left
+        it."""
+        self.entry_free_s = min(self.entry_free_s, now_s + self._newest_s / self._stages)
+        self.busy_until_s = min(self.busy_until_s, now_s + self._newest_s)
 
 
 def next_start_s(queue: QueueView, plan: BatchPlan, end_s: float) -> float:

@@ -24,6 +24,7 @@ import numpy as np
 import vllm
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.request import Request, RequestStatus
 
@@ -35,7 +36,12 @@ from sluice.replica.scheduler.batch_log import BatchLog
 from sluice.replica.scheduler.local_scheduler import LocalScheduler, StepInFlight
 from sluice.replica.scheduler.prefix_index import HeldPrefixes
 from sluice.replica.scheduler.state_table import StateTable
-from sluice.replica.scheduler.step_times import StepTimes, next_start_s, spare_tokens
+from sluice.replica.scheduler.step_times import (
+    Occupancy,
+    StepTimes,
+    next_start_s,
+    spare_tokens,
+)
 from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, from_xargs
 from sluice.replica.transfer.incoming import IncomingKv, kv_of_request
 from sluice.replica.vllm.cpu_cores import pin_thread
@@ -91,14 +97,13 @@ class PlanMixin(_Base):
         log = BatchLog(settings.batch_log) if settings.batch_log is not None else None
         table = StateTable.open(settings.state_table)
         make = settings.make_policy
-        times = _step_times(self.parallel_config)
+        times = _step_times(self.vllm_config)
         self._local = LocalScheduler(make(), table, log=log, times=times, of_role=make)
         bound_grammars(self.structured_output_manager)
         self._names: set[str] = set()
         self._caps: Mapping[str, int] | None = None
         self._in_flight: dict[int, StepInFlight] = {}
-        self._entry_free_s = 0.0
-        self._busy_until_s = 0.0
+        self._occupancy = Occupancy(times.stages)
         self._stalled = False
         self._queues = (self.waiting, getattr(self, second_queue_name()))
         self._pool = self.kv_cache_manager.block_pool
@@ -203,7 +208,7 @@ class PlanMixin(_Base):
         """
         now_s = time.monotonic()
         # The batch begins when those before it have ended, or left the pipeline's first stage.
-        start_s = max(now_s, self._entry_free_s) if self._in_flight else now_s
+        start_s = max(now_s, self._occupancy.entry_free_s) if self._in_flight else now_s
         queue = self._queue()
         plan = self._plan(queue, start_s) if len(queue) else _EMPTY
         self._garbage.before_batch(queue, plan.predicted_s)
@@ -242,13 +247,9 @@ class PlanMixin(_Base):
         self._local.times.began(step.started_s, time.thread_time())
         if ran:
             start_s = max(step.started_s, start_s)
-            stage_s = plan.predicted_s / stages
-            # At the earliest a stage's time after the batch before it.
-            behind_s = self._busy_until_s + stage_s if self._in_flight else 0.0
-            self._entry_free_s = start_s + stage_s
-            self._busy_until_s = max(start_s + plan.predicted_s, behind_s)
+            self._occupancy.began(start_s, plan.predicted_s, bool(self._in_flight))
         if ran and planned and stages > 1:
-            step.next_start_s = next_start_s(queue, plan, self._busy_until_s)
+            step.next_start_s = next_start_s(queue, plan, self._occupancy.busy_until_s)
         self._in_flight[id(output)] = step
         return output
 
@@ -261,6 +262,8 @@ class PlanMixin(_Base):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._held.publish()
         now_s = time.monotonic()
+        if step.work.new_tokens:
+            self._occupancy.ended(now_s)
         answers = [each for client in outputs.values() for each in client.outputs]
         self._rows.emitted([each.request_id for each in answers if each.new_token_ids], now_s)
         if self._in_stages:
@@ -280,6 +283,7 @@ class PlanMixin(_Base):
             self._seconds_of(scheduler_output),
             disturbed=disturbed,
             cpu_s=time.thread_time(),
+            next_begins_s=self._occupancy.entry_free_s if self._in_flight else now_s,
         )
         return outputs
 
@@ -346,7 +350,7 @@ class PlanMixin(_Base):
 
     def _queue(self) -> QueueView:
         """Every request that could run now, in order of arrival at the engine."""
-        return self._rows.queue(self._busy_until_s)
+        return self._rows.queue(self._occupancy.busy_until_s)
 
     def _budget(self, requests: int, running: int) -> BatchBudget:
         """The limits of a batch of a queue of ``requests``, of which some are ``running``."""
@@ -479,11 +483,11 @@ def prepare(vllm_config: Any) -> None:
         pin_thread(settings.cpu_core, rank_of(vllm_config))
 
 
-def _step_times(parallel: Any) -> StepTimes:
+def _step_times(vllm_config: Any) -> StepTimes:
     """The loop launches batches itself where the executor is in its process."""
-    backend, stages = parallel.distributed_executor_backend, parallel.pipeline_parallel_size
-    own = isinstance(backend, type) and issubclass(backend, UniProcExecutor)
-    return StepTimes(stages, launches=stages == 1 and (own or backend == "uni"))
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    own = issubclass(Executor.get_class(vllm_config), UniProcExecutor)
+    return StepTimes(stages, launches=stages == 1 and own)
 
 
 def _settings(vllm_config: Any) -> SchedulerSettings:

@@ -68,6 +68,8 @@ _SCHEDULING: Final = (
     ),
     Part(("vllm.v1.engine:EngineCoreOutput",), "new_token_ids request_id"),
     Part(("vllm.v1.engine:EngineCoreOutputs",), "outputs"),
+    Part(("vllm.v1.executor.abstract:Executor",), "get_class(_)"),
+    Part(("vllm.v1.executor.uniproc_executor",), "UniProcExecutor"),
     Part(("vllm.v1.structured_output:StructuredOutputManager",), "_create_grammar(_)"),
 )
 """In the engine's process."""

@@ -483,7 +483,8 @@ class Fleet:
         figures[figure.PLACES] = report.places
         figures[figure.ORDER] = ORDERS.get(report.policy, SLIDE)
         own = (figures, self.pieces[row], *self._entries(row))
-        moment = (report.made_s, report.stepped_s, report.offset_s, report.preempts)
+        times = report.made_s, report.stepped_s, report.next_begins_s, report.offset_s
+        moment = (*times, report.preempts)
         fold(*own, report.rows, moment)
         for reservation in made:
             add_reservation(*own, reservation.record)

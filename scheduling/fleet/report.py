@@ -98,6 +98,9 @@ class Report(NamedTuple):
         role: what it does of requests.
         transfers: what KV it has taken over since its start.
         policy: registered name of its local policy.
+        next_begins_s: when the batch after those in flight can begin, if that is not when the last
+            step ended: in a pipeline, and with asynchronous scheduling. The rows' tokens do not
+            count what these compute.
     """
 
     rows: np.ndarray
@@ -114,6 +117,7 @@ class Report(NamedTuple):
     role: Role = "mixed"
     transfers: Transfers = NO_TRANSFERS
     policy: str = ""
+    next_begins_s: float = 0.0
 
 
 class Pace(NamedTuple):
@@ -228,7 +232,7 @@ def fold(
     loads: Floats,
     lent: Floats,
     rows: np.ndarray,
-    moment: tuple[float, float, float, bool],
+    moment: tuple[float, float, float, float, bool],
 ) -> None:
     """Take in a whole report; what was known of the replica's requests goes.
     ``O(requests log requests)``.
@@ -237,9 +241,10 @@ def fold(
         figures: ``FREE_BLOCKS``, ``TOTAL_BLOCKS``, ``BLOCK_TOKENS`` and ``PLACES`` are set already.
         rows: :data:`sluice.scheduling.fleet.state.ROW` of the replica; those of phase 0 are
             skipped.
-        moment: ``made_s``, ``stepped_s``, ``offset_s`` and ``preempts`` of the :class:`Report`.
+        moment: ``made_s``, ``stepped_s``, ``next_begins_s``, ``offset_s`` and ``preempts`` of the
+            :class:`Report`.
     """
-    made_s, stepped_s, offset_s, preempts = moment
+    made_s, stepped_s, next_begins_s, offset_s, preempts = moment
     clear(figures, pieces)
     now_s = made_s + offset_s
     earliest_s = least_ttft_s = inf
@@ -299,6 +304,7 @@ def fold(
     begun_s = made_s
     if earliest_s < inf:
         begun_s = max(min(made_s, max(stepped_s, earliest_s)), made_s - MOST_STEP_S)
+        begun_s = max(begun_s, min(next_begins_s, made_s + MOST_STEP_S))
     figures[BEGUN_S] = figures[SPENT_UNTIL_S] = begun_s + offset_s
     work_s = step_work_s if earliest_s <= stepped_s else first_work_s
     if preempts:

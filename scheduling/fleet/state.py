@@ -64,6 +64,7 @@ SUMMARY = np.dtype(
         ("step_started_s", "<f8"),
         ("last_step_s", "<f8"),
         ("predicted_step_s", "<f8"),
+        ("next_begins_s", "<f8"),  # when the batch after those in flight can begin
         ("correction", "<f8"),  # learned factor on the work of a step's sequences
         ("fixed_correction", "<f8"),  # the same on what a step costs without any
         ("step_spread", "<f8"),  # relative error of corrected predictions, root mean square

@@ -85,6 +85,21 @@ def test_nothing_waits_for_the_step_of_a_replica_that_preempts() -> None:
     assert step_s == [pytest.approx(0.004 + 0.000101 * 300), 0.0]
 
 
+def test_the_batches_in_flight_end_before_the_queue_is_worked_on() -> None:
+    """With asynchronous scheduling the next batch runs already when the end of one is reported."""
+    mirror, fleet = make_mirror()
+    queue = [waiting_row(1, 300)]
+    for name, next_begins_s in (("a", 0.0), ("b", 1.2), ("c", 1e9)):
+        made = hello(name, queue, now_s=1)
+        made.summary["updated_s"], made.summary["next_begins_s"] = 1.0, next_begins_s
+        mirror.hello(made, now_s=1)
+    begun_s = [figure(fleet, of, "BEGUN_S") for of in "abc"]
+    assert begun_s == pytest.approx([1.0, 1.2, 1.0 + fleet_report.MOST_STEP_S])
+    rows = np.array([fleet.row_of[of] for of in "ab"])
+    budget_s, later_s = fleet.budgets_s(rows, 1.0)
+    assert budget_s - later_s == pytest.approx(0.2)
+
+
 def test_what_an_idle_replica_has_learned_of_slow_steps_fades() -> None:
     mirror, fleet = make_mirror()
     slow = hello("a", now_s=0)

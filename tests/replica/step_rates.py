@@ -17,7 +17,6 @@ the median of the ratios within a round.
 from __future__ import annotations
 
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,61 +27,23 @@ from sluice.benchmarks.options import number_option, show
 from sluice.replica.vllm.local_model import local_model
 
 from . import in_process  # noqa: F401  # isort: skip  # it sets what vLLM reads on import
-from sluice.replica.vllm.step_rates import PROMPT, Core, Counting, compare  # isort: skip
+from sluice.replica.vllm.step_rates import Core, Counting, compare  # isort: skip
+
+from .timed_device import TimedDevice, Times  # isort: skip
 
 
-class Result:
-    """What the device returns, at a time."""
+class Device(TimedDevice):
+    """Takes the same time for each batch, and notes sequences and tokens of each in ``ran``."""
 
-    def __init__(self, output: Any, at_s: float = 0.0) -> None:
-        self._output = output
-        self._at_s = at_s
-
-    def result(self) -> Any:
-        time.sleep(max(0.0, self._at_s - time.monotonic()))
-        return self._output
-
-
-class Device(Counting):
-    """Takes ``step_s`` for each batch, one after the other."""
-
-    step_s = 0.0
-    in_flight = 1
-
-    def _init_executor(self) -> None:
-        super()._init_executor()
-        # vLLM turns it off on CPUs, whose model runner cannot. The schedulers are made after this.
-        self.vllm_config.scheduler_config.async_scheduling = self.in_flight > 1
-        self._free_s = 0.0
+    ran: list[tuple[int, int]]
 
     def execute_model(self, output: Any, non_block: bool = False) -> Any:
-        from vllm.v1.outputs import ModelRunnerOutput
-
-        cached = output.scheduled_cached_reqs
-        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        computed.update((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs)
-        ids = list(output.num_scheduled_tokens)
-        ran = ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
-            sampled_token_ids=[
-                [300] if computed[each] + tokens >= PROMPT else []
-                for each, tokens in output.num_scheduled_tokens.items()
-            ],
-        )
-        self.ran.append((len(ids), output.total_num_scheduled_tokens))
-        self._free_s = max(time.monotonic(), self._free_s) + (self.step_s if ids else 0.0)
-        self._ran = Result(ran, self._free_s)
-        return Result(None) if ids else self._ran
-
-    def sample_tokens(self, grammar: Any, non_block: bool = False) -> Any:
-        return self._ran if non_block else self._ran.result()
+        self.ran.append((len(output.num_scheduled_tokens), output.total_num_scheduled_tokens))
+        return super().execute_model(output, non_block)
 
 
 class PipelinedDevice(Device):
     """Has the next batch ready while it computes one."""
-
-    in_flight = 2
 
 
 @click.command()
@@ -92,7 +53,9 @@ class PipelinedDevice(Device):
 @click.option("--policy", default="deadline_triage", show_default=True, help="Sluice's policy.")
 def main(rounds: int, requests: int, step_ms: int, policy: str) -> None:
     """Compare the rates of steps."""
-    Device.step_s = step_ms / 1e3
+    # It is launched in no time.
+    Device.times = Times(step_ms / 1e3, 0.0, 0.0, 0.0, 0.0, scale=1.0, asynchronous=False)
+    PipelinedDevice.times = Device.times._replace(asynchronous=True)
     kinds = {
         "model": Counting,
         "device": Device,

@@ -240,6 +240,17 @@ def test_an_empty_batch_leaves_the_times_of_the_last_step(table):
     assert summary["predicted_step_s"] == pytest.approx(0.02)
 
 
+def test_a_batch_begins_behind_those_in_flight_at_the_earliest_now(table):
+    scheduler = make_scheduler(table)
+    found = []
+    for now_s, next_begins_s in ((1.03, 1.0), (2.03, 2.05)):
+        plan = scheduler.plan(queue("e1"), now_s - 0.03, BUDGET)
+        step = scheduler.begin_step(plan, [("e1", 10, 0)], now_s - 0.03)
+        scheduler.end_step(step, now_s, NO_ROWS, 0, 0, 9, 9, next_begins_s=next_begins_s)
+        found.append(table.read().summary["next_begins_s"])
+    assert found == [1.03, 2.05]
+
+
 def test_a_full_disk_ends_the_batch_log_and_nothing_else(table, caplog):
     log = BatchLog(Path("/dev/full"))
     scheduler = make_scheduler(table, log)

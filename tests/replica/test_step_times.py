@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.replica.scheduler.step_times import StepTimes, next_start_s, spare_tokens
+from sluice.replica.scheduler.step_times import Occupancy, StepTimes, next_start_s, spare_tokens
 from sluice.scheduling.batching import BatchPlan
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
@@ -62,32 +62,58 @@ def test_empty_steps_between_change_nothing() -> None:
     assert times.ended(1.2, 1.5) == pytest.approx(0.3)
 
 
-def launched(batches: Batches) -> list[float]:
+def launched(batches: Batches, off: float = 0.0) -> tuple[list[float], list[float]]:
     """What is measured of batches by a loop that launches each before it waits for the end of the
-    one before it. Of each batch the seconds of its launch, on the loop's processor, and those that
-    the device takes."""
+    one before it, and what is true. Of each batch the seconds of its launch, on the loop's
+    processor, and those that the device takes. It is predicted as ``off`` times what is true."""
     times = StepTimes(launches=True)
     now_s = cpu_s = free_s = 0.0
-    found, in_flight = list[float](), list[tuple[float, float]]()
+    found, true = list[float](), list[float]()
+    in_flight = list[tuple[float, float]]()
     for launch_s, device_s in [*batches, (0.0, 0.0)]:
         started_s = now_s
         times.began(now_s, cpu_s)
         now_s, cpu_s = now_s + launch_s, cpu_s + launch_s
         # The device computes what was launched already.
-        free_s = max(now_s, max(started_s, free_s) + device_s)
+        entered_s = max(started_s, free_s)
+        free_s = max(now_s, entered_s + device_s)
+        true.append(free_s - entered_s)
         in_flight.append((started_s, free_s))
         if len(in_flight) == 2:
             own_s, end_s = in_flight.pop(0)
             now_s = max(now_s, end_s)
-            found.append(times.ended(own_s, now_s, cpu_s=cpu_s))
-    return found
+            predicted_s = off * true[len(found)]
+            found.append(times.ended(own_s, now_s, cpu_s=cpu_s, predicted_s=predicted_s))
+    return found, true[:-1]
+
+
+LAUNCHES = st.lists(
+    st.tuples(st.floats(0.001, 0.1), st.floats(0.001, 0.2)), min_size=1, max_size=30
+)
+
+
+@given(LAUNCHES)
+def test_of_batches_that_are_predicted_right_each_time_is_exact(batches: Batches) -> None:
+    """Also of those whose end is seen late, behind a long launch."""
+    found, true = launched(batches, 1.0)
+    assert found == pytest.approx(true, rel=1e-6, abs=1e-9)
+
+
+@given(LAUNCHES, st.floats(0.1, 10.0))
+def test_a_wrong_prediction_moves_time_between_batches_and_adds_none(
+    batches: Batches, off: float
+) -> None:
+    found, true = launched(batches, off)
+    assert min(found) >= 0.0
+    # The end of the last one is waited for.
+    assert sum(found) == pytest.approx(sum(true), rel=1e-6)
 
 
 @pytest.mark.parametrize(("launch_s", "device_s"), [(3, 7), (10, 12), (7, 7), (16, 7)])
 def test_batches_that_are_alike_take_the_longer_of_launch_and_device(
     launch_s: float, device_s: float
 ) -> None:
-    found = launched([(launch_s, device_s)] * 20)
+    found, _ = launched([(launch_s, device_s)] * 20)
     # Until the device is behind the loop, which begins with an idle engine, ends are seen late.
     assert found[10:-1] == pytest.approx([max(launch_s, device_s)] * 9)
     assert sum(found[:-1]) == pytest.approx(19 * max(launch_s, device_s))
@@ -97,7 +123,7 @@ def test_a_launch_that_hides_the_end_of_the_batch_before_it_is_no_part_of_its_ti
     """Decodes whose launch is short, 7 ms each, and among them a prefill whose launch takes 16 ms
     and the device 20 ms. From end to end the decode before it took 16 ms, and the prefill 11."""
     decode, prefill = (0.003, 0.007), (0.016, 0.020)
-    found = launched([decode] * 4 + [prefill] + [decode] * 4)
+    found, _ = launched([decode] * 4 + [prefill] + [decode] * 4)
     assert found[4] == pytest.approx(0.020)
     assert found[:3] + found[5:-1] == pytest.approx([0.007] * 6)
     assert found[3] == pytest.approx(0.007)
@@ -106,7 +132,36 @@ def test_a_launch_that_hides_the_end_of_the_batch_before_it_is_no_part_of_its_ti
 def test_an_engine_that_computes_where_it_launches_has_each_batch_its_own_time() -> None:
     """vLLM's CPU build: nothing is computed while the loop does something else."""
     alone = [(0.010, 0.0), (0.050, 0.0), (0.010, 0.0), (0.120, 0.0), (0.010, 0.0)]
-    assert launched(alone) == pytest.approx([launch_s for launch_s, _ in alone])
+    assert launched(alone)[0] == pytest.approx([launch_s for launch_s, _ in alone])
+
+
+@given(st.lists(st.floats(0.001, 1.0), min_size=1, max_size=40), st.floats(1.0, 1.5))
+def test_predictions_that_are_too_long_do_not_add_up_while_batches_are_in_flight(
+    batches: list[float], off: float
+) -> None:
+    """Two in flight, as with asynchronous scheduling: the next one begins with the end of the one
+    that runs, which is known up to the error of a single prediction."""
+    occupancy, now_s, ends_s = Occupancy(), 0.0, 0.0
+    occupancy.began(0.0, 0.0, False)
+    for seconds in batches:
+        start_s = max(now_s, occupancy.entry_free_s)
+        occupancy.began(start_s, off * seconds, True)
+        # The one before it ends, and this one begins.
+        now_s, ends_s = ends_s, ends_s + seconds
+        occupancy.ended(now_s)
+        assert ends_s - 1e-9 <= occupancy.entry_free_s <= now_s + off * seconds + 1e-9
+        assert occupancy.busy_until_s == occupancy.entry_free_s
+
+
+def test_a_batch_leaves_each_stage_behind_the_one_before_it() -> None:
+    occupancy = Occupancy(2)
+    occupancy.began(0.0, 1.0, False)
+    assert (occupancy.entry_free_s, occupancy.busy_until_s) == (0.5, 1.0)
+    occupancy.began(0.5, 0.4, True)
+    assert (occupancy.entry_free_s, occupancy.busy_until_s) == pytest.approx((0.7, 1.2))
+    # The first one has taken half as long as predicted.
+    occupancy.ended(0.5)
+    assert (occupancy.entry_free_s, occupancy.busy_until_s) == pytest.approx((0.7, 0.9))
 
 
 DECODE = RequestView("a", SLO(ttft_s=1.0, tpot_s=0.1), 0.0, 8, 9, 1, 2, 1.0, running=True)

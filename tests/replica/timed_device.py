@@ -1,0 +1,120 @@
+"""A device that only takes time, in place of the one that runs the model: what vLLM's loop, its
+schedulers and everything before them do beside a GPU can be seen on a machine without one.
+
+``"distributed-executor-backend": "tests.replica.timed_device.TimedDevice"`` among vLLM's arguments
+puts it under stock vLLM and under Sluice alike. It computes nothing: each token is the same one. A
+batch takes the larger of its launch, for which the engine's loop is busy, and of what the device
+needs for its tokens, one batch after the other; with asynchronous scheduling the next one is
+launched meanwhile. ``SLUICE_TIMED_DEVICE`` holds fields of :class:`Times`, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any, NamedTuple
+
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+TOKEN = 300
+
+
+class Times(NamedTuple):
+    """Seconds, by default those of an 8B model on an H100 (``docs/results/gpu.md``).
+
+    Attributes:
+        fixed_s, token_s: what the device needs for a batch, and for each of its tokens.
+        decode_launch_s: the launch of a batch of decodes, which is one CUDA graph.
+        launch_s, long_launch_s: of one with a prefill: up to ``graph_tokens`` tokens of prefill
+            parts of it are CUDA graphs.
+        scale: factor on all of these. A machine on which everything else shares two cores needs a
+            slower device.
+        asynchronous: two batches are in flight.
+    """
+
+    fixed_s: float = 6.5e-3
+    token_s: float = 20e-6
+    decode_launch_s: float = 2.5e-3
+    launch_s: float = 9e-3
+    long_launch_s: float = 20e-3
+    graph_tokens: int = 511
+    scale: float = 4.0
+    asynchronous: bool = True
+
+    def device_s(self, prefill: int, decodes: int) -> float:
+        """What the device needs for a batch with so many tokens of prefill, and decodes."""
+        return self.scale * (self.fixed_s + self.token_s * (prefill + decodes))
+
+    def launched_s(self, prefill: int) -> float:
+        """How long the loop is busy with its launch."""
+        if not prefill:
+            return self.scale * self.decode_launch_s
+        long = prefill > self.graph_tokens
+        return self.scale * (self.long_launch_s if long else self.launch_s)
+
+
+class Result:
+    """What the device returns, at a time."""
+
+    def __init__(self, output: Any, at_s: float = 0.0) -> None:
+        self._output = output
+        self._at_s = at_s
+
+    def result(self) -> Any:
+        time.sleep(max(0.0, self._at_s - time.monotonic()))
+        return self._output
+
+
+class TimedDevice(UniProcExecutor):
+    """See the module."""
+
+    times = Times(**json.loads(os.environ.get("SLUICE_TIMED_DEVICE", "{}")))
+
+    def _init_executor(self) -> None:
+        super()._init_executor()
+        # vLLM turns it off on CPUs, whose model runner cannot. The schedulers are made after this.
+        self.vllm_config.scheduler_config.async_scheduling = self.times.asynchronous
+        self._free_s = 0.0
+        self._lengths: dict[str, int] = {}
+        """Of each request the tokens of its prompt and of its output so far."""
+
+    def execute_model(self, output: Any, non_block: bool = False) -> Any:
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        began_s = time.monotonic()
+        for name in output.finished_req_ids:
+            self._lengths.pop(name, None)
+        cached = output.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for new in output.scheduled_new_reqs:
+            self._lengths.setdefault(new.req_id, len(new.prompt_token_ids))
+            computed[new.req_id] = new.num_computed_tokens
+        tokens = output.num_scheduled_tokens
+        sampled = []
+        for name, count in tokens.items():
+            emits = computed[name] + count >= self._lengths[name]
+            self._lengths[name] += emits
+            sampled.append([TOKEN] if emits else [])
+        ran = ModelRunnerOutput(
+            req_ids=list(tokens),
+            req_id_to_index={name: index for index, name in enumerate(tokens)},
+            sampled_token_ids=sampled,
+        )
+        self._ran = Result(ran, self._launch(began_s, [*tokens.values()]))
+        return Result(None) if tokens else self._ran
+
+    def _launch(self, began_s: float, tokens: list[int]) -> float:
+        """Be busy with the launch of a batch of sequences of ``tokens``. When it ends."""
+        if tokens:
+            decodes = tokens.count(1)
+            prefill = sum(tokens) - decodes
+            busy_s = time.thread_time() + self.times.launched_s(prefill)
+            while time.thread_time() < busy_s:
+                pass
+            ends_s = max(began_s, self._free_s) + self.times.device_s(prefill, decodes)
+            self._free_s = max(time.monotonic(), ends_s)
+        return self._free_s
+
+    def sample_tokens(self, grammar: Any, non_block: bool = False) -> Any:
+        return self._ran if non_block else self._ran.result()
