@@ -132,8 +132,9 @@ def _take(address: str) -> None:
 
 
 def draw_peers() -> None:
-    """Draw the measured attainment against load."""
+    """Draw the measured attainment against load, but not that with the papers' policies."""
     rows = json.loads(RESULTS.read_text(encoding="utf-8"))["summary"]
+    rows = [row for row in rows if not row["system"].startswith("sluice-")]
     draw(attainment(rows)["attainment-bursty"], PEERS)
     with PEERS.open("a", encoding="utf-8") as file:
         file.write(f"<!-- {DIGEST} {digest([RESULTS])} -->\n")
