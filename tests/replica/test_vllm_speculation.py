@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sluice.replica.scheduler.speculation import BY_BATCH_SIZE, with_all_lengths
-from sluice.replica.scheduler.step_times import StepTimes
+from sluice.replica.scheduler.step_times import Occupancy, StepTimes
 from sluice.replica.scheduler.xargs import RequestArgs, to_xargs
 from sluice.scheduling.batching import POLICIES, BatchPolicy
 from sluice.scheduling.latency.model import LinearLatency
@@ -287,9 +287,10 @@ def as_predicted(ngrams, monkeypatch):
     """Each batch takes the time that its plan predicts, from 0 on: what is planned then does not
     depend on how fast this machine is."""
     scheduler = ngrams.scheduler
-    monkeypatch.setattr(scheduler, "_busy_until_s", 0.0)
+    occupancy = Occupancy()
+    monkeypatch.setattr(scheduler, "_occupancy", occupancy)
     monkeypatch.setattr(scheduler._local, "times", StepTimes())
-    clock = SimpleNamespace(monotonic=lambda: scheduler._busy_until_s, thread_time=lambda: 0.0)
+    clock = SimpleNamespace(monotonic=lambda: occupancy.busy_until_s, thread_time=lambda: 0.0)
     monkeypatch.setattr("sluice.replica.vllm.scheduler.time", clock)
     return clock
 
