@@ -3,7 +3,6 @@ when unused."""
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +22,6 @@ END_AFTER_S = 600.0
 processes push metrics every few seconds, so this silence means that the application is gone."""
 
 _CHECKS = 10
-_YIELDS = 5  # of the 20 steps of nice(2)
 
 
 class DetachedController(Controller):
@@ -58,8 +56,6 @@ class DetachedObserver(Observer):
         namespace: str,
         end_after_s: float = END_AFTER_S,
     ) -> None:
-        # Where processors are short, decisions come first.
-        os.nice(_YIELDS)
         handles = [ControllerHandle(name, namespace) for name in names]
         super().__init__(handles[0] if len(handles) == 1 else Cells(handles), config)
         _end_when_silent(lambda: self.silent_s, end_after_s)
