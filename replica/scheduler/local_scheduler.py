@@ -317,14 +317,16 @@ class LocalScheduler:
         at ``next_begins_s``, at the earliest now.
         """
         computed = step.work.new_tokens > 0
+        drafting_s = self._draft_time.seconds * (step.drafted or 0)
+        predicted_s = self._correction.predicted_s(*step.parts_s) + drafting_s
         # A profile must not learn what the default model believes.
-        known = self._base_model is not DEFAULT_MODEL
-        believed_s = self._predicted_s(step) if known else 0.0
+        believed_s = 0.0 if self._base_model is DEFAULT_MODEL else predicted_s
         passed_s = self.times.ended(step.started_s, now_s, computed, cpu_s, believed_s)
         seconds = passed_s if seconds is None else seconds
         if self._log is not None and step.record is not None:
             self._log.write({**step.record, "seconds": seconds})
-        predicted_s = self._learn(step, seconds, disturbed)
+        if computed and seconds > 0:
+            self._learn(step, seconds, predicted_s, drafting_s, disturbed)
         # An empty batch is not evidence of step times.
         times = {
             "step_started_s": step.started_s,
@@ -335,7 +337,7 @@ class LocalScheduler:
             changed,
             updated_s=now_s,
             next_begins_s=max(now_s, next_begins_s),
-            **(times if step.work.new_tokens > 0 else {}),
+            **(times if computed else {}),
             correction=self._correction.work,
             fixed_correction=self._correction.fixed,
             step_spread=self._correction.spread,
@@ -357,28 +359,26 @@ class LocalScheduler:
             **self.transfers.summary(),
         )
 
-    def _learn(self, step: StepInFlight, seconds: float, disturbed: bool) -> float:
-        """Learn from the ``seconds`` that a step took; returns how many were predicted."""
-        predicted_s = self._predicted_s(step)
-        drafting_s = self._draft_time.seconds * (step.drafted or 0)
-        if step.work.new_tokens <= 0 or seconds <= 0:
-            return predicted_s
+    def _learn(
+        self,
+        step: StepInFlight,
+        seconds: float,
+        predicted_s: float,
+        drafting_s: float,
+        disturbed: bool,
+    ) -> None:
+        """Learn from the ``seconds`` that a step took. They were predicted as ``predicted_s``, of
+        which ``drafting_s`` for its drafts."""
         ratio = seconds / predicted_s
         self._ratio_sum += ratio
         self._table.count("step_ratio_histogram", bisect_left(STEP_RATIO_BUCKETS, ratio))
         self._unlearned = self._unlearned + 1 if disturbed else 0
         if disturbed and self._unlearned <= _MOST_UNLEARNED:
-            return predicted_s
+            return
         self._table.add_sample(step.work._replace(seconds=seconds))
         self._correction.observe(*step.parts_s, seconds - drafting_s)
         if step.drafted is not None:
             self._draft_time.observe(predicted_s - drafting_s, step.drafted, seconds)
-        return predicted_s
-
-    def _predicted_s(self, step: StepInFlight) -> float:
-        """How long the corrected model says that a step takes, its drafting included."""
-        drafting_s = self._draft_time.seconds * (step.drafted or 0)
-        return self._correction.predicted_s(*step.parts_s) + drafting_s
 
     def _record(
         self,

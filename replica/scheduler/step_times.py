@@ -27,7 +27,7 @@ class StepTimes:
     next batch, or computes it on CPUs, before it looks for the end of the one before. A launch can
     take longer than a short batch: that of a prefill of an 8B model on an H100 10 to 25 ms, and a
     batch of decodes 7. Then the end is seen late, and from end to end is the time of another batch.
-    Where the loop did not wait for the end, that lies between the begin of the next launch and the
+    Where the loop did not wait for the end, that lies between the start of the next launch and the
     moment at which it is seen, and the prediction decides where. What it misses there is in the
     time of the next step, so that together they last as long as they do.
 

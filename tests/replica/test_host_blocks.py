@@ -11,7 +11,8 @@ import pytest
 from sluice.replica.scheduler.xargs import RequestArgs, to_xargs
 from sluice.scheduling.fleet.prefix import CHUNK_ENDS, TOKEN_UNITS, PromptPrefix
 
-from .test_vllm_async import BLOCK, CALM, KnownModel, loop, make, no_full_collection, token_at
+from .known_model import KnownModel
+from .test_vllm_async import BLOCK, CALM, loop, make, no_full_collection, token_at
 
 pytestmark = pytest.mark.vllm
 
@@ -30,7 +31,7 @@ class ModelWithHost(KnownModel):
     batch that reads KV that is not there trips."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(token_at)
         self._valid = {}
         self._under_way = []
         self.loaded = 0

@@ -33,7 +33,6 @@ def test_each_request_has_its_tokens_under_both_schedulers(
     assert core.pipelined == asynchronous
     try:
         for system in core.schedulers:
-            steps_s, _ = core.round(system, REQUESTS)  # it raises if a token is lost
-            assert steps_s
+            core.round(system, REQUESTS)  # it raises if a token is lost
     finally:
         core.core.shutdown()

@@ -27,6 +27,7 @@ from sluice.scheduling.batching import POLICIES
 from sluice.scheduling.request.objective import SLO
 
 from .in_process import OBJECTIVES
+from .known_model import KnownModel
 
 pytestmark = pytest.mark.vllm
 
@@ -36,37 +37,6 @@ CALM = SLO(ttft_s=600.0, tpot_s=60.0)
 
 def token_at(request_id, position):
     return random.Random(f"{request_id}/{position}").randrange(300, 1000)
-
-
-class KnownModel:
-    """Runs batches as a worker does: it keeps the sampled tokens of requests to itself, so the
-    next batch can be scheduled without them."""
-
-    def __init__(self):
-        self._length = {}
-
-    def run(self, output):
-        from vllm.v1.outputs import ModelRunnerOutput
-
-        start = {}
-        for new in output.scheduled_new_reqs:
-            self._length.setdefault(new.req_id, len(new.prompt_token_ids))
-            start[new.req_id] = new.num_computed_tokens
-        cached = output.scheduled_cached_reqs
-        start.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        sampled = []
-        for request_id, tokens in output.num_scheduled_tokens.items():
-            end = start[request_id] + tokens
-            length = self._length[request_id]
-            assert end <= length, "scheduled past the tokens that exist"
-            sampled.append([token_at(request_id, length)] if end == length else [])
-            self._length[request_id] += end == length
-        ids = list(output.num_scheduled_tokens)
-        return ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
-            sampled_token_ids=sampled,
-        )
 
 
 @cache
@@ -153,7 +123,7 @@ def drive(scheduler, in_flight, arriving, abort=(), model=None):
     """Run until all is done, as the engine's loop does, and end the scheduler as it does; a new
     request every second step."""
     try:
-        return loop(scheduler, in_flight, arriving, abort, model or KnownModel())
+        return loop(scheduler, in_flight, arriving, abort, model or KnownModel(token_at))
     finally:
         assert not gc.isenabled()
         scheduler.shutdown()
@@ -275,7 +245,7 @@ def test_a_batch_beside_a_decode_in_a_pipeline_leaves_it_its_pace(
         SimpleNamespace(monotonic=lambda: clock.now_s, thread_time=lambda: 0.0),
     )
     scheduler, _ = make(model, tmp_path, "fcfs", 1000, 2, 2)
-    worker = KnownModel()
+    worker = KnownModel(token_at)
     scheduler.add_request(request_of("short", 10, 30, SLO(ttft_s=1.0, tpot_s=tpot_s)))
     first = scheduler.schedule()
     ran = worker.run(first)
@@ -316,7 +286,7 @@ class ModelWithTransfers(KnownModel):
     what KV there is of each request, so a batch that reads more of it trips."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(token_at)
         self._chance = random.Random(5)
         self._loads = []
         self._valid = {}
@@ -393,7 +363,7 @@ class ModelWithTier(KnownModel):
     in the time of three. A batch that reads other KV trips."""
 
     def __init__(self, in_background):
-        super().__init__()
+        super().__init__(token_at)
         self._in_background = in_background
         self._loads = deque([{}, {}])
         self._valid = {}
