@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import lru_cache
 from math import nan
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sluice.scheduling import batching, routing
 from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.request.kernels import Floats
-from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView
 from sluice.scheduling.roles import Role
 from sluice.simulation.cluster import simulate_cluster
@@ -30,24 +26,13 @@ from sluice.simulation.metrics import (
     stages,
     worst_by_request,
 )
+from sluice.simulation.planning.traffic import Played, Traffic
+from sluice.simulation.run import Result
 from sluice.simulation.truth import Belief, Truth
-from sluice.simulation.workload import (
-    AS_RECORDED,
-    Arrival,
-    Workload,
-    merged,
-    stretched,
-    thinned,
-    with_objectives,
-)
-from sluice.simulation.workloads.traces import MAX_REQUESTS, load
 from sluice.simulation.wrapped import Wrapped
 
 NOISE = 0.03
 """Standard deviation of the logarithm of a step's time around the profile."""
-
-MOST_TOKENS = 100_000_000
-"""Output tokens of a workload; a run keeps the time of each, 8 bytes."""
 
 LATENCIES = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
 
@@ -56,111 +41,6 @@ Figures = dict[str, float]
 
 class OutOfTimeError(RuntimeError):
     """A run was stopped, as the time for the search was up."""
-
-
-class SharedClass(NamedTuple):
-    """A service class: its objective, and its share of the requests relative to the others'."""
-
-    slo: SLO
-    share: float
-
-
-class Traffic(NamedTuple):
-    """What arrives: a trace, its rate changed, its requests spread over service classes.
-
-    Attributes:
-        path: the trace's file.
-        limit: most requests that are read of it.
-        rate_scale: factor on the rate, see :func:`scaled`.
-        stretch: factor on all arrival times before that.
-        classes: every request is drawn into one of them, independently.
-    """
-
-    path: Path
-    limit: int
-    rate_scale: float
-    stretch: float
-    classes: tuple[SharedClass, ...]
-
-    def workload(self, seed: int) -> Workload:
-        """The requests; random values are drawn by ``seed``.
-
-        A request's task class, by which output lengths are predicted, is its service class, as in
-        a replica.
-
-        Raises:
-            TraceError: the trace cannot be read.
-            ValueError: scaling leaves no request or too many, or they have too many tokens.
-        """
-        made = _trace(self.path, self.limit)
-        if self.stretch != 1:
-            made = stretched(made, self.stretch)
-        made = scaled(made, self.rate_scale, seed)
-        if not len(made):
-            raise ValueError(f"a rate scale of {self.rate_scale:g} leaves no request of the trace")
-        tokens = sum(arrival.output_tokens for arrival in made.arrivals)
-        if tokens > MOST_TOKENS:
-            raise ValueError(
-                f"{len(made)} requests have {tokens} output tokens, more than {MOST_TOKENS}; take "
-                "fewer requests"
-            )
-        rng = random.Random(f"classes {seed}")
-        slos = [each.slo for each in self.classes]
-        drawn = iter(rng.choices(slos, [each.share for each in self.classes], k=len(made)))
-        made = with_objectives(made, lambda _: next(drawn), "Service classes drawn by share.")
-        named = tuple(a._replace(task=a.slo.service_class) for a in made.arrivals)
-        return replace(made, arrivals=named)
-
-
-@lru_cache(maxsize=1)
-def _trace(path: Path, limit: int) -> Workload:
-    return load(path, limit=limit)
-
-
-def scaled(workload: Workload, factor: float, seed: int) -> Workload:
-    """``factor`` times as many requests in the same time, as from ``factor`` times as many users.
-
-    Below 1 requests are thinned out. Above 1 whole copies are added to the workload, and a part of
-    a last one. Each copy is rotated in time by a different amount, so that bursts do not coincide;
-    copies share no prefixes with each other.
-
-    Raises:
-        ValueError: the result has more than
-            :data:`~sluice.simulation.workloads.traces.MAX_REQUESTS`.
-    """
-    if factor == 1 or not len(workload):
-        return workload
-    if factor < 1:
-        return thinned(workload, factor, seed)
-    if factor * len(workload) > MAX_REQUESTS:
-        raise ValueError(
-            f"{factor:g} times {len(workload)} requests are more than {MAX_REQUESTS}; take fewer "
-            "of the trace, or a smaller factor"
-        )
-    rng = random.Random(f"copies {seed}")
-    copies = [workload]
-    while len(copies) < int(factor):
-        copies.append(_turned(workload, rng.random()))
-    if rest := factor - int(factor):
-        copies.append(thinned(_turned(workload, rng.random()), rest, seed))
-    how = f"rate times {factor:g} by copies turned in time (seed {seed})"
-    if workload.scaling != AS_RECORDED:
-        how = f"{workload.scaling}, then {how}"
-    whole = merged(workload.name, copies)
-    return replace(whole, scaling=how, description=workload.description)
-
-
-def _turned(workload: Workload, share: float) -> Workload:
-    """Begin at ``share`` of the time; earlier requests follow at the end, a mean gap later."""
-    span_s = workload.duration_s * len(workload) / max(len(workload) - 1, 1)
-    by_s = share * span_s
-
-    def moved(arrival: Arrival) -> Arrival:
-        at_s = arrival.arrival_s - by_s
-        return arrival._replace(arrival_s=at_s if at_s >= 0 else at_s + span_s)
-
-    arrivals = sorted(map(moved, workload.arrivals), key=lambda arrival: arrival.arrival_s)
-    return replace(workload, arrivals=tuple(arrivals))
 
 
 class PlannedFleet(NamedTuple):
@@ -214,11 +94,12 @@ class Run(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The figures of a run, of all requests and of those of each service class.
+    """The figures of a run, of all judged requests and of those of each service class.
 
     Each has ``requests``, ``attainment`` and :data:`LATENCIES`, of the requests that have the
-    figure; all together also ``utilisation`` (share of the replicas' time in steps),
-    ``failed`` (requests that ended without all their output) and ``preemptions``.
+    figure; all together also ``failed`` (requests that ended without all their output),
+    ``utilisation`` (share of the replicas' time in steps) and ``preemptions``. Of windows, the last
+    two include the margins.
     """
 
     whole: Figures
@@ -241,13 +122,35 @@ class _Timed(Wrapped):
 
 
 def measure(run: Run) -> Measured:
-    """Simulate ``run``.
+    """Simulate ``run``, of windows one after the other.
 
     Raises:
         OutOfTimeError: it lasted longer than it may.
         StuckError: a replica could run nothing, as when one request needs more KV than there is.
+        ValueError: no request comes in any window.
     """
-    workload, fleet = run.traffic.workload(run.seed), run.fleet
+    parts, busy_s, up_s, preemptions = [], 0.0, 0.0, 0
+    for played in run.traffic.played(run.seed):
+        result = _simulated(run, played)
+        parts.append(_judged(result, played, run.metric))
+        busy_s, up_s = busy_s + result.busy_s, up_s + result.up_s
+        preemptions += result.preemptions
+    met, failed, ttft_s, tpot_s, names = (np.concatenate(each) for each in zip(*parts, strict=True))
+    if not len(met):
+        raise ValueError("no request of the trace comes in any of the windows")
+    whole = _figures(met, ttft_s, tpot_s, np.ones(len(met), np.bool_))
+    whole["utilisation"] = busy_s / up_s if up_s > 0 else nan
+    whole["failed"] = float(failed.sum())
+    whole["preemptions"] = float(preemptions)
+    classes = {
+        each.slo.service_class: _figures(met, ttft_s, tpot_s, names == each.slo.service_class)
+        for each in run.traffic.classes
+    }
+    return Measured(whole, classes)
+
+
+def _simulated(run: Run, played: Played) -> Result:
+    fleet = run.fleet
     both, prefillers, decoders = run.sizes
     counts = {"replicas": both, "prefillers": prefillers, "decoders": decoders}
 
@@ -258,31 +161,33 @@ def measure(run: Run) -> Measured:
     routing_options = dict(fleet.routing_options)
     if "seed" in routing.POLICIES[fleet.routing].Options.model_fields:
         routing_options.setdefault("seed", run.seed)
-    result = simulate_cluster(
-        workload,
+    return simulate_cluster(
+        played.workload,
         batch,
         routing.make_policy(fleet.routing, routing_options),
         Truth(fleet.model, NOISE),
         Belief(fleet.model.with_headroom(fleet.headroom)),
         fleet.engine,
         fleet.cluster.model_copy(update=counts),
-        seed=run.seed,
+        seed=played.seed,
     )
-    requests = result.requests
+
+
+def _judged(
+    result: Result, played: Played, metric: TPOTMetric | None
+) -> tuple[Flags, Flags, Floats, Floats, NDArray[np.str_]]:
+    """Of the judged requests: whether each attained, whether it failed, its TTFT, its TPOT, and its
+    service class."""
+    requests, chosen = result.requests, played.judged()
     measured = stages(requests)
-    met = attained(requests, measured, run.metric)
-    ttft_s = measured.ttft_s[requests.first_stage[:-1]]
-    tpot_s = worst_by_request(requests, measured, judged_tpot_s(requests, measured, run.metric))
-    names = np.array([slo.service_class for slo in requests.slos])
-    whole = _figures(met, ttft_s, tpot_s, np.ones(len(requests), np.bool_))
-    whole["utilisation"] = result.busy_s / result.up_s if result.up_s > 0 else nan
-    whole["failed"] = float(len(requests.failures))
-    whole["preemptions"] = float(result.preemptions)
-    classes = {
-        each.slo.service_class: _figures(met, ttft_s, tpot_s, names == each.slo.service_class)
-        for each in run.traffic.classes
-    }
-    return Measured(whole, classes)
+    tpot_s = worst_by_request(requests, measured, judged_tpot_s(requests, measured, metric))
+    return (
+        attained(requests, measured, metric)[chosen],
+        np.array([key in requests.failures for key in chosen], np.bool_),
+        measured.ttft_s[requests.first_stage[:-1]][chosen],
+        tpot_s[chosen],
+        np.array([requests.slos[key].service_class for key in chosen], np.str_),
+    )
 
 
 def _figures(met: Flags, ttft_s: Floats, tpot_s: Floats, chosen: Flags) -> Figures:

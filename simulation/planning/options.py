@@ -18,7 +18,8 @@ from sluice.scheduling import batching, routing
 from sluice.scheduling.latency.model import FAMILIES, LatencyModel, LinearLatency
 from sluice.scheduling.latency.profile import LatencyProfile
 from sluice.simulation.config import ClusterConfig, EngineConfig
-from sluice.simulation.planning.capacity import PlannedFleet, SharedClass
+from sluice.simulation.planning.capacity import PlannedFleet
+from sluice.simulation.planning.traffic import SharedClass
 
 MOST_CLASSES = 16
 MAX_SHARE = 1e6

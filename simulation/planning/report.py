@@ -14,9 +14,10 @@ from sluice.deploy.tables import print_table
 from sluice.scheduling.request.tpot import TPOTAnchor
 from sluice.simulation.config import EngineConfig
 from sluice.simulation.estimate import METHOD
-from sluice.simulation.planning.capacity import LATENCIES, NOISE, PlannedFleet, SharedClass
+from sluice.simulation.planning.capacity import LATENCIES, NOISE, PlannedFleet
 from sluice.simulation.planning.plots import WIDE, Chart, Point, ReportError, draw
 from sluice.simulation.planning.points import CapacityPoint, Group, Part, PoolAnswer, Status
+from sluice.simulation.planning.traffic import SharedClass
 from sluice.simulation.workload import Workload
 
 NOT_MODELLED = (
@@ -122,6 +123,7 @@ class CapacityReport(Part):
 
     status: Status
     replicas: int | None = Field(description="The answer; null if there is none.")
+    searched: bool = Field(description="False where one count was asked for.")
     target: float
     max_replicas: int
     tpot_metric: str
@@ -162,6 +164,9 @@ class CapacityReport(Part):
         if best is None:
             return "The time limit was reached before any count of replicas was measured."
         reached = f"{best.attainment.shown(100, 2)} % with {_counted(best.replicas)}"
+        if not self.searched:
+            kept = "is" if self.status == "reached" else "is not"
+            return f"{reached}: the target of {self.target:.2%} {kept} reached."
         if self.status == "reached":
             text = f"The target of {self.target:.2%} needs {_counted(best.replicas)}: {reached}."
             mean, half = best.attainment.mean or 0.0, best.attainment.half_width

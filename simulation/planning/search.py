@@ -25,11 +25,11 @@ from sluice.simulation.planning.capacity import (
     PlannedFleet,
     Run,
     Sizes,
-    Traffic,
     measure,
 )
 from sluice.simulation.planning.points import CapacityPoint, PoolAnswer, PoolPoint, Range, Status
 from sluice.simulation.planning.report import CapacityReport, ClassFacts, FleetFacts, TrafficFacts
+from sluice.simulation.planning.traffic import Traffic
 from sluice.simulation.workload import Workload
 
 
@@ -41,6 +41,7 @@ class Question(NamedTuple):
         metric: which TPOT is judged; ``None``: by the anchor of each class.
         target: attainment that is wanted, a share.
         most: largest count of replicas that may be tried.
+        only: the only count to try, without a search; ``None``: search.
         disaggregated: whether prefill and decode are to be sized apart, too.
         seeds: each count is simulated once for each.
         time_limit_s: of the whole search.
@@ -52,6 +53,7 @@ class Question(NamedTuple):
     metric: TPOTMetric | None
     target: float
     most: int
+    only: int | None
     disaggregated: bool
     seeds: tuple[int, ...]
     time_limit_s: float
@@ -75,6 +77,7 @@ def answered(question: Question, progress: Progress) -> CapacityReport:
     return CapacityReport(
         status=status,
         replicas=found,
+        searched=question.only is None,
         target=question.target,
         max_replicas=question.most,
         tpot_metric=metric_name(question.metric, [each.slo for each in question.traffic.classes]),
@@ -127,9 +130,12 @@ def _colocated(
         return _mean(points[replicas])
 
     try:
+        if question.only is not None:
+            found = question.only if attainment(question.only) >= question.target else None
+            return _reached(found), found, tuple(points.values())
         start = least_busy(workload, question.fleet.model)
         found = search(attainment, question.target, start, question.most).replicas
-        status = "reached" if found is not None else "not_reachable"
+        status = _reached(found)
         if found is not None and found < question.most and found + 1 not in points:
             attainment(found + 1)  # What one replica more would give.
     except OutOfTimeError:
@@ -154,7 +160,7 @@ def _pools(question: Question, workload: Workload, trial: Trial) -> PoolAnswer:
         rate = min(workload.rate, MOST_REPLICAS / min(demand))
         start = sum(demand.least(rate))
         found = search_pools(attainment, question.target, demand, start, question.most).pools
-        status = "reached" if found is not None else "not_reachable"
+        status = _reached(found)
     except OutOfTimeError:
         pass
     return PoolAnswer(
@@ -164,6 +170,10 @@ def _pools(question: Question, workload: Workload, trial: Trial) -> PoolAnswer:
         prefill_per_decode=demand.ratio,
         points=tuple(points[pools] for pools in sorted(points, key=lambda p: (sum(p), p[0]))),
     )
+
+
+def _reached(found: int | Pools | None) -> Status:
+    return "reached" if found is not None else "not_reachable"
 
 
 def _mean(point: CapacityPoint) -> float:

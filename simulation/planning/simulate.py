@@ -20,10 +20,10 @@ from sluice.simulation.config import ClusterConfig
 from sluice.simulation.engine import StuckError
 from sluice.simulation.metrics import TPOTMetric
 from sluice.simulation.planning import options
-from sluice.simulation.planning.capacity import Traffic
 from sluice.simulation.planning.options import OptionError
 from sluice.simulation.planning.plots import ReportError, require_matplotlib
 from sluice.simulation.planning.search import Question, answered
+from sluice.simulation.planning.traffic import Traffic, Windows
 from sluice.simulation.workloads.traces import MAX_REQUESTS, TraceError
 
 NO_ANSWER = 3
@@ -31,6 +31,8 @@ NO_ANSWER = 3
 
 MOST_SEEDS = 100
 MOST_JOBS = 256
+MOST_WINDOWS = 1_000
+MOST_WINDOW_S = 86_400.0
 
 _METRICS = {
     "mean": TPOTMetric.MEAN,
@@ -45,6 +47,8 @@ def _question(
     requests: int,
     rate_scale: float,
     stretch: float,
+    windows: tuple[int, float] | None,
+    margin_s: float,
     config: Path | None,
     slos: Sequence[str],
     shares: Sequence[str],
@@ -58,6 +62,7 @@ def _question(
     seeds: int,
     first_seed: int,
     max_replicas: int,
+    replicas: int | None,
     time_limit: float,
     jobs: int,
     disaggregated: bool,
@@ -78,15 +83,25 @@ def _question(
         raise OptionError("no class states an objective, so any number of replicas is enough")
     if disaggregated and max_replicas < 2:
         raise OptionError("--disaggregated needs --max-replicas of at least 2, one of each role")
+    if disaggregated and replicas is not None:
+        raise OptionError("--replicas and --disaggregated contradict each other: one is a search")
     model = options.latency(loaded, profile, latency)
     fleet = options.fleet(loaded, model, policy, policy_options, router, limits)
     cluster = fleet.cluster.model_copy(update={"transfer_tokens_per_s": transfer_rate})
     return Question(
-        Traffic(trace, requests, rate_scale, stretch, classes),
+        Traffic(
+            trace,
+            requests,
+            rate_scale,
+            stretch,
+            classes,
+            None if windows is None else Windows(*windows, margin_s),
+        ),
         fleet._replace(cluster=cluster),
         None if metric is None else _METRICS[metric],
         target,
-        max_replicas,
+        max_replicas if replicas is None else replicas,
+        replicas,
         disaggregated,
         tuple(range(first_seed, first_seed + seeds)),
         time_limit,
@@ -137,6 +152,20 @@ def _traffic_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 show_default=True,
                 type=_FACTOR,
                 help="Factor on arrival times: above 1 the same bursts are slower.",
+            ),
+            click.option(
+                "--windows",
+                type=(click.IntRange(1, MOST_WINDOWS), _NumberRange(1, MOST_WINDOW_S)),
+                metavar="COUNT SECONDS",
+                help="Play and judge only so many windows of so many seconds, one in each of as "
+                "many equal parts of the trace. For long traces.",
+            ),
+            click.option(
+                "--margin-s",
+                default=30.0,
+                show_default=True,
+                type=_NumberRange(0, MOST_WINDOW_S),
+                help="Seconds of traffic before and after each window, which are played, too.",
             ),
             click.option(
                 "--slo",
@@ -234,6 +263,11 @@ def _search_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 show_default=True,
                 type=click.IntRange(1, MOST_REPLICAS),
                 help="Largest count to try.",
+            ),
+            click.option(
+                "--replicas",
+                type=click.IntRange(1, MOST_REPLICAS),
+                help="Simulate this count only, without a search.",
             ),
             click.option(
                 "--time-limit",

@@ -151,7 +151,7 @@ def test_an_answer_that_the_seeds_do_not_settle_says_so(trace: Path) -> None:
 
 def test_without_time_there_is_no_answer(trace: Path) -> None:
     run = one_run(trace, 1)
-    question = Question(run.traffic, run.fleet, run.metric, 0.95, 8, True, (1, 2), 0.0, 1)
+    question = Question(run.traffic, run.fleet, run.metric, 0.95, 8, None, True, (1, 2), 0.0, 1)
     found = answered(question, Progress(disable=True))
     assert (found.status, found.replicas, found.points) == ("out_of_time", None, ())
     pools = found.disaggregated
@@ -319,3 +319,20 @@ def test_a_file_that_is_no_profile_is_refused(trace: Path, tmp_path: Path) -> No
     assert "profile.json: not a latency profile" in result.stderr
     twice = simulate(trace, *ONE_EACH, *IN_TIME, "--profile", str(path))
     assert "give --profile or --latency, not both" in twice.stderr
+
+
+def test_one_count_is_measured_on_windows_of_the_trace(trace: Path) -> None:
+    sampled = ["--windows", "2", "1.2", "--margin-s", "0.2", *IN_TIME]
+    four = report(trace, *ONE_EACH, *sampled, "--replicas", "4")
+    assert (four.status, four.replicas, four.searched) == ("reached", 4, False)
+    assert [point.replicas for point in four.points] == [4]
+    assert four.points[0].requests.mean == pytest.approx(80, abs=3)
+    assert "2 windows of 1.2 s with margins of 0.2 s" in four.traffic.description
+    assert four.verdict().endswith("with 4 replicas: the target of 95.00% is reached.")
+    three = simulate(trace, *ONE_EACH, *sampled, "--replicas", "3")
+    assert three.exit_code == NO_ANSWER
+    assert "with 3 replicas: the target of 95.00% is not reached." in three.stdout
+
+
+def test_a_search_and_windows_go_together(trace: Path) -> None:
+    assert report(trace, *ONE_EACH, *IN_TIME, "--windows", "2", "1.4").replicas == 4

@@ -4,6 +4,7 @@ import time
 from math import inf
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -14,14 +15,17 @@ from sluice.simulation.config import ClusterConfig, EngineConfig
 from sluice.simulation.metrics import TPOTMetric
 from sluice.simulation.parallel import in_processes
 from sluice.simulation.planning.capacity import (
-    MOST_TOKENS,
     OutOfTimeError,
     PlannedFleet,
     Run,
-    SharedClass,
     Sizes,
-    Traffic,
     measure,
+)
+from sluice.simulation.planning.traffic import (
+    MOST_TOKENS,
+    SharedClass,
+    Traffic,
+    Windows,
     scaled,
 )
 from sluice.simulation.workload import AS_RECORDED, Arrival, Workload
@@ -100,6 +104,15 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def day(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A request every 0.03 s for 9 s, each with a prompt of its own length."""
+    path = tmp_path_factory.mktemp("traces") / "day.csv"
+    rows = [f"2024-05-10 00:00:{0.03 * i:09.6f},{1000 + i},1" for i in range(300)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    return path
+
+
 def run(trace: Path, replicas: int, seed: int = 1, stop_at_s: float = inf) -> Run:
     shared = (SharedClass(CHAT, 3.0), SharedClass(BATCH, 1.0))
     traffic = Traffic(trace, 200, 1.0, 1.0, shared)
@@ -163,3 +176,71 @@ def test_processes_measure_what_one_does_in_order(trace: Path) -> None:
 def test_an_error_comes_out_of_a_process(trace: Path) -> None:
     with in_processes(measure, 2) as shared, pytest.raises(OutOfTimeError):
         list(shared([run(trace, 4, stop_at_s=0.0)] * 2))
+
+
+def of_day(trace: Path, windows: Windows | None, rate_scale: float = 1.0) -> Traffic:
+    return Traffic(trace, 300, rate_scale, 1.0, (SharedClass(CHAT, 1.0),), windows)
+
+
+@given(parts=st.integers(1, 6), margin_s=st.floats(0, 3), seed=st.integers(0, 99))
+def test_windows_are_of_all_parts_of_the_trace_and_judge_no_margin(
+    day: Path, parts: int, margin_s: float, seed: int
+) -> None:
+    whole = of_day(day, None).workload(seed)
+    windows = list(of_day(day, Windows(parts, 1.0, margin_s)).played(seed))
+    assert len(windows) == parts
+    for number, own in enumerate(windows):
+        judged = [own.workload.arrivals[key] for key in own.judged()]
+        # A request each 30 ms; its prompt says which one it is.
+        assert len(judged) in (33, 34)
+        places = [arrival.prompt_tokens - 1000 for arrival in judged]
+        assert places == list(range(places[0], places[0] + len(places)))
+        part = whole.duration_s / parts
+        assert part * number <= 0.03 * places[0] and 0.03 * places[-1] <= part * (number + 1)
+        beside = len(own.workload) - len(judged)
+        first, last = 0.03 * places[0], whole.duration_s - 0.03 * places[-1]
+        expected_s = min(margin_s, first) + min(margin_s, last)
+        assert beside == pytest.approx(expected_s / 0.03, abs=3)
+    again = of_day(day, Windows(parts, 1.0, margin_s)).played(seed)
+    assert [each.workload for each in again] == [each.workload for each in windows]
+
+
+def test_copies_stay_in_the_window_of_their_request(day: Path) -> None:
+    for own in of_day(day, Windows(3, 1.0, 0.5), rate_scale=4.0).played(1):
+        assert len(own.workload) >= 4 * 33
+        assert own.workload.duration_s <= 2.0 + 0.06
+        prompts = [own.workload.arrivals[key].prompt_tokens for key in own.judged()]
+        assert 100 < len(prompts) < 170 and max(prompts) - min(prompts) <= 67
+
+
+def test_windows_that_do_not_fit_are_refused(day: Path) -> None:
+    with pytest.raises(ValueError, match=r"5 windows of 2 s need 10 s of traffic, and the .* 8\.9"):
+        list(of_day(day, Windows(5, 2.0, 0.0)).played(1))
+
+
+def test_windows_without_a_request_are_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "two.csv"
+    rows = ["2024-05-10 00:00:00,10,1", "2024-05-10 10:00:00,10,1"]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    traffic = of_day(path, Windows(2, 1.0, 0.0))
+    with pytest.raises(ValueError, match="no request of the trace comes in any of the windows"):
+        measure(Run(traffic, FLEET, None, Sizes(1), 3, inf))
+
+
+def test_windows_measure_what_the_whole_trace_does(tmp_path: Path) -> None:
+    """The load swings, requests are late where it is high, and a quarter of the time shows it, if
+    what came shortly before is played, too."""
+    path = tmp_path / "swing.csv"
+    times_s = np.cumsum([0.02 + 0.02 * (i % 200 < 100) for i in range(4_000)])
+    rows = [f"2024-05-10 00:{int(t // 60):02}:{t % 60:09.6f},1000,1" for t in times_s]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    shared = (SharedClass(CHAT, 1.0),)
+
+    def attainment(windows: Windows | None) -> float:
+        traffic = Traffic(path, 4_000, 1.0, 1.0, shared, windows)
+        return measure(Run(traffic, FLEET, None, Sizes(4), 1, inf)).whole["attainment"]
+
+    whole = attainment(None)
+    assert 0.3 < whole < 0.4
+    assert attainment(Windows(5, 6.0, 6.0)) == pytest.approx(whole, abs=0.03)
+    assert attainment(Windows(5, 6.0, 0.0)) > whole + 0.03
