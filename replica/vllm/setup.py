@@ -72,6 +72,10 @@ _OFFLOADING = "kv-offloading-size"
 _ON_GPUS = frozenset({"OffloadingConnector", "SimpleCPUOffloadConnector"})
 """vLLM's connectors that copy KV between a GPU and the memory of its host."""
 
+_LMCACHE_ON_GPUS = "LMCacheConnectorV1"
+"""Begins the names of the connectors that run LMCache in the engine's process. On a CPU build, with
+LMCache 0.5.6, such an engine starts, keeps nothing, and waits 3 s at each longer prompt."""
+
 _SHORTHANDS = frozenset({"spec-method", "spec-model", "spec-tokens"})
 """vLLM's arguments for parts of its speculative configuration."""
 
@@ -366,6 +370,11 @@ def _check_kv_tier(given: dict[str, Any]) -> None:
         raise ValueError(
             f"vllm_args: vLLM's {connector} copies KV between a GPU and the memory of its host, "
             "and this is vLLM's CPU build"
+        )
+    if connector.startswith(_LMCACHE_ON_GPUS) and on_cpu():
+        raise ValueError(
+            f"vllm_args: {connector} copies KV between a GPU and LMCache, and this is vLLM's CPU "
+            "build: LMCacheMPConnector can copy from CPUs"
         )
     if connector.startswith("LMCache") and importlib.util.find_spec("lmcache") is None:
         raise ValueError(f"vllm_args: {connector} needs the package lmcache, which is not there")

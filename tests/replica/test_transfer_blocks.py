@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -146,6 +147,13 @@ def test_the_argument_is_set_and_not_given(tmp_path: Any) -> None:
     assert parse_arguments(given, "m", "m", settings).kv_transfer_config.kv_connector == "X"
 
 
+def _find_lmcache(monkeypatch: pytest.MonkeyPatch, found: object) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: found if name == "lmcache" else find(name)
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "on_cpu", "reason"),
     [
@@ -160,7 +168,15 @@ def test_the_argument_is_set_and_not_given(tmp_path: Any) -> None:
         ),
         (
             {"kv-transfer-config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}},
-            *(True, "LMCacheConnectorV1 needs the package lmcache"),
+            *(False, "LMCacheConnectorV1 needs the package lmcache"),
+        ),
+        (
+            {"kv-transfer-config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}},
+            *(True, "LMCacheConnectorV1 copies KV between a GPU and LMCache"),
+        ),
+        (
+            {"kv-offloading-size": 8, "kv-offloading-backend": "lmcache"},
+            *(True, "LMCacheMPConnector needs the package lmcache"),
         ),
     ],
 )
@@ -168,9 +184,21 @@ def test_kv_in_other_memory_is_refused_where_vllms_connector_cannot_run(
     given: dict[str, Any], on_cpu: bool, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.setattr("sluice.replica.vllm.setup.on_cpu", lambda: on_cpu)
+    _find_lmcache(monkeypatch, None)
     settings = SchedulerSettings(state_table=tmp_path / "state", policy="fcfs")
     with pytest.raises(ValueError, match=reason):
         parse_arguments(given, "m", "m", settings)
+
+
+def test_lmcache_with_a_server_of_its_own_is_taken_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setattr("sluice.replica.vllm.setup.on_cpu", lambda: True)
+    _find_lmcache(monkeypatch, object())
+    settings = SchedulerSettings(state_table=tmp_path / "state", policy="fcfs")
+    given = {"kv-transfer-config": {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"}}
+    parsed = parse_arguments(given, "m", "m", settings)
+    assert parsed.kv_transfer_config.kv_connector == "LMCacheMPConnector"
 
 
 @pytest.mark.parametrize(

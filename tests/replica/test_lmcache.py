@@ -1,0 +1,306 @@
+"""LMCache as the tier of an engine's KV, with its server of its own: CPU builds have copies for
+``LMCacheMPConnector``. Run where the package ``lmcache`` is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from sluice.deploy.ray_settings import free_port
+from sluice.replica.engine import EngineRequest, ResponseChunk
+from sluice.replica.scheduler.xargs import RequestArgs, to_xargs
+from sluice.replica.vllm.engine import VllmEngine
+
+from .attentive import attentive_model
+from .in_process import InProcess, mixed_requests
+from .known_model import KnownModel
+from .small_engine import small_config
+from .test_vllm_async import BLOCK, CALM, loop, make, no_full_collection, token_at
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(
+        importlib.util.find_spec("lmcache") is None, reason="lmcache is not installed"
+    ),
+]
+
+CHUNK = 32
+"""Tokens that LMCache stores together."""
+
+PROMPTS, TOKENS, OUTPUT = 6, 300, 6
+"""Prompts, and tokens of each and of its answer, where both are not mixed."""
+
+__all__ = ["no_full_collection"]
+
+
+@pytest.fixture(scope="module")
+def tier(tmp_path_factory):
+    """The connector's configuration, to a server that runs."""
+    port = free_port()
+    options = {
+        "port": port,
+        "http-port": free_port(),
+        "chunk-size": CHUNK,
+        "l1-size-gb": 0.25,
+        "eviction-policy": "LRU",
+        "supported-transfer-mode": "auto",
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    own = {"PYTHONPATH": os.pathsep.join(sys.path), "LMCACHE_TRACK_USAGE": "false"}
+    log = tmp_path_factory.mktemp("lmcache") / "log"
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "lmcache.cli.main", "server", *words, "--no-l1-use-lazy"],
+            env={**os.environ, **own},
+            stdout=output,
+            stderr=output,
+        )
+    own_config = {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": port}
+    yield {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {**own_config, "lmcache.mp.mq_timeout": 60},
+    }
+    server.terminate()
+    server.wait(30)
+
+
+def settle(engine):
+    """Have LMCache store what is left, and forget all KV of the engine itself."""
+    end_s = time.monotonic() + 30
+    while engine.scheduler.has_requests():
+        assert time.monotonic() < end_s
+        engine.llm.llm_engine.step()
+    assert engine.llm.llm_engine.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("blocks", [1000, 34])
+def test_text_after_loads_is_that_of_stock_vllm(tier, tmp_path, blocks):
+    """Also where blocks are short and requests preempted."""
+    model, requests = attentive_model(tmp_path), mixed_requests(24)
+    (tmp_path / "stock").mkdir()
+    stock = InProcess(model, tmp_path / "stock")
+    expected = stock.generate(requests)
+    stock.close()
+    engine = InProcess(
+        model,
+        tmp_path,
+        "deadline_triage",
+        kv_transfer_config=tier,
+        num_gpu_blocks_override=blocks,
+    )
+    try:
+        assert engine.generate(requests) == expected
+        settle(engine)
+        for policy in ("deadline_triage", "fcfs"):
+            engine.use(policy)
+            outputs = engine.run(requests, [None] * len(requests))
+            assert [tuple(each.outputs[0].token_ids) for each in outputs] == expected
+            # All whole chunks are loaded, but for the last token.
+            held = [(len(prompt) - 1) // CHUNK * CHUNK for prompt, _, _ in requests]
+            assert [each.num_cached_tokens for each in outputs] == held
+            settle(engine)
+        free = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        assert free == blocks - 1 and not engine.scheduler.requests
+    finally:
+        engine.close()
+
+
+async def test_a_replicas_engine_loads_what_has_left_its_own_cache(tier, tmp_path):
+    """Which holds three of six prompts."""
+    config = small_config(attentive_model(tmp_path), tmp_path, kv_cache_memory_bytes=40 << 15)
+    own = {
+        "kv-offloading-size": 1,
+        "kv-offloading-backend": "lmcache",
+        "kv-transfer-config": {**tier, "kv_connector": None},
+        "enable-prompt-tokens-details": True,
+    }
+    args = config.vllm_args | own
+    engine = VllmEngine(config.model_copy(update={"vllm_args": args}), "lmcache", 32)
+    prompts = [[token_at(f"engine {i}", at) for at in range(TOKENS)] for i in range(PROMPTS)]
+    await engine.start()
+    try:
+        first, second = [
+            await asyncio.gather(
+                *(answer(engine, f"{number}-{i}", prompt) for i, prompt in enumerate(prompts))
+            )
+            for number in range(2)
+        ]
+        assert {cached for _, cached in first} == {0}
+        held = (TOKENS - 1) // CHUNK * CHUNK
+        assert [(tokens, held) for tokens, _ in first] == second
+        assert len(engine.state().rows) == 0
+    finally:
+        await engine.stop()
+
+
+async def answer(engine, name, prompt):
+    """An answer's greedy tokens, and how many of its prompt's tokens were not computed."""
+    body = {
+        "model": "small",
+        "prompt": prompt,
+        "max_tokens": OUTPUT,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    asked = EngineRequest(name, "completions", body, CALM)
+    items = [item async for item in engine.generate(asked)]
+    told = json.loads(b"".join(each.data for each in items if isinstance(each, ResponseChunk)))
+    details = told["usage"]["prompt_tokens_details"] or {}
+    return told["choices"][0]["token_ids"], details.get("cached_tokens", 0)
+
+
+def test_lmcache_in_the_process_of_the_engine_has_no_copies_for_cpus():
+    """So ``LMCacheConnectorV1`` is refused there."""
+    from lmcache.utils import EngineType
+    from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache.v1.gpu_connector import CreateGPUConnector
+
+    config, worker = LMCacheEngineConfig.from_defaults(), SimpleNamespace(local_worker_id=0)
+    with pytest.raises(RuntimeError, match="No supported cpu connector"):
+        CreateGPUConnector(config, worker, EngineType.VLLM)
+
+
+class ModelWithKv(KnownModel):
+    """Writes each token into its place in the KV cache, which LMCache copies from and to, and trips
+    where a batch would read another one."""
+
+    def __init__(self, scheduler):
+        import torch
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+        super().__init__(token_at)
+        self._scheduler = scheduler
+        self._blocks = torch.zeros(scheduler.kv_cache_config.num_blocks, 1, BLOCK, 128).bfloat16()
+        self._connector = KVConnectorFactory.create_connector(
+            scheduler.vllm_config, KVConnectorRole.WORKER, scheduler.kv_cache_config
+        )
+        self._connector.register_kv_caches({"layer": self._blocks})
+        self._written = {}
+        self.ran = 0
+
+    def close(self):
+        self._connector.shutdown()
+
+    def run(self, output):
+        from vllm.v1.outputs import KVConnectorOutput
+
+        connector, known = self._connector, KVConnectorOutput()
+        connector.handle_preemptions(output.kv_connector_metadata)
+        connector.bind_connector_metadata(output.kv_connector_metadata)
+        if output.has_sync_kv_loads:
+            connector.start_load_kv(None)
+        ran = super().run(output)
+        if not output.num_scheduled_tokens:
+            time.sleep(0.002)  # while LMCache answers or copies
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        starts |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        for name, count in output.num_scheduled_tokens.items():
+            self._compute(name, starts[name], count)
+        if not output.has_sync_kv_loads:
+            connector.start_load_kv(None)
+        connector.wait_for_save()
+        results = connector.get_transfer_results(output.finished_req_ids)
+        known.finished_sending = results.finished_sending
+        known.finished_recving = results.finished_recving
+        known.failed_recving = results.failed_recving
+        known.invalid_block_ids = connector.get_block_ids_with_load_errors()
+        known.kv_connector_worker_meta = connector.build_connector_worker_meta()
+        connector.clear_connector_metadata()
+        ran.kv_connector_output = known
+        return ran
+
+    def _compute(self, name, start, count):
+        import torch
+
+        request = self._scheduler.requests[name]
+        prompt = list(request.prompt_token_ids)
+        end = start + count
+        tokens = (prompt + [token_at(name, at) for at in range(len(prompt), end)])[:end]
+        (blocks,) = self._scheduler.kv_cache_manager.get_block_ids(name)
+        places = [(blocks[at // BLOCK], at % BLOCK) for at in range(end)]
+        block, offset = torch.tensor(places).T
+        read = self._blocks[block[:start], 0, offset[:start]].float()
+        found = (read[:, 0] * 32 + read[:, -1]).long().tolist()
+        assert found == tokens[:start], "KV that is not there"
+        # Each half is exact in 16 bits.
+        new = torch.tensor(tokens[start:])
+        self._blocks[block[start:], 0, offset[start:], 0] = (new // 32).bfloat16()
+        self._blocks[block[start:], 0, offset[start:], -1] = (new % 32).bfloat16()
+        self.ran += count
+
+
+def requests_of(case, served):
+    """One after each prompt of a case: what LMCache has of another case is of no use here."""
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    made = []
+    for prompt in range(PROMPTS):
+        name = f"{case} {prompt} {served}"
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=OUTPUT,
+            ignore_eos=True,
+            extra_args=to_xargs(RequestArgs(name, time.monotonic(), CALM)),
+        )
+        made.append(
+            Request(
+                request_id=name,
+                prompt_token_ids=[token_at(f"{case} {prompt}", i) for i in range(TOKENS)],
+                sampling_params=params,
+                pooling_params=None,
+                block_hasher=get_request_block_hasher(BLOCK, sha256),
+            )
+        )
+    return made
+
+
+@pytest.mark.parametrize("policy", ["deadline_triage", "fcfs"])
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_batch_reads_kv_that_has_arrived(model, tier, tmp_path, policy, in_flight):
+    """With one and two batches in flight. The KV cache holds two prompts, so that all of six have
+    left it when they come again."""
+    from vllm.config import KVTransferConfig
+
+    scheduler, table = make(
+        model,
+        tmp_path,
+        policy,
+        40,
+        in_flight,
+        kv_transfer_config=KVTransferConfig(**tier),
+        enable_prefix_caching=True,
+    )
+    scheduler.vllm_config.cache_config.kv_cache_layout = "LBHNC"
+    worker = ModelWithKv(scheduler)
+    try:
+        ran = []
+        for served in range(3):
+            arriving, before = requests_of(f"{policy} {in_flight}", served), worker.ran
+            received = loop(scheduler, in_flight, arriving, (), worker)
+            for request in arriving:
+                expected = [token_at(request.request_id, TOKENS + i) for i in range(OUTPUT)]
+                assert received[request.request_id] == expected
+            ran.append(worker.ran - before)
+        # Some are preempted, and compute their last tokens again.
+        assert ran[0] >= PROMPTS * (TOKENS + OUTPUT - 1) and max(ran[1:]) < ran[0] / 4
+        assert not scheduler.requests and len(table.read().rows) == 0
+        assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 39
+    finally:
+        worker.close()
+        scheduler.shutdown()
