@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import nan
 
 import numpy as np
 
@@ -242,12 +243,12 @@ TOGETHER = Experiment(
 
 
 def over_one(rows: Rows) -> Rows:
-    """Total capacity over that of one replica."""
+    """Total capacity over that of one replica; nan where one attains at no rate."""
     found = []
     for own in grouped(rows, "scenario", "policy", "router", "seed").values():
         one = next(float(row[RATE]) for row in own if row["replicas"] == 1)
         for row in own:
-            times = float(row[RATE]) * float(row["replicas"]) / max(one, 1e-9)
+            times = float(row[RATE]) * float(row["replicas"]) / one if one else nan
             found.append({**row, "system": f"{row['policy']}, {row['router']}", "times": times})
     return found
 

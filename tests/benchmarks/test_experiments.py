@@ -26,6 +26,7 @@ from sluice.benchmarks.experiments.loads import (
     recorded,
 )
 from sluice.benchmarks.experiments.proserve import time_line
+from sluice.benchmarks.experiments.slos_serve import over_one
 from sluice.benchmarks.experiments.systems import (
     DEFAULT,
     SETUPS,
@@ -398,3 +399,16 @@ def test_every_experiment_runs_and_repeats_itself(name: str) -> None:
         row.pop("batches_per_minute", None)
         row.pop("hours_per_day", None)
     assert again == rows[-1]
+
+
+@pytest.mark.parametrize(("one", "times"), [(2.0, 6.0), (0.0, math.nan)])
+def test_capacity_over_that_of_one_replica_is_unknown_where_one_has_none(
+    one: float, times: float
+) -> None:
+    labels = {"scenario": "coder", "policy": "fcfs", "router": "round_robin", "seed": 1}
+    rows: list[Row] = [
+        {**labels, "replicas": 1, "rate_0.9": one},
+        {**labels, "replicas": 4, "rate_0.9": 3.0},
+    ]
+    found = [float(row["times"]) for row in over_one(rows)]
+    assert found == pytest.approx([times / times, times], nan_ok=True)
