@@ -290,10 +290,14 @@ def test_the_examples_of_the_simulator_run() -> None:
 def test_the_examples_of_a_search_find_an_answer(example: str, tmp_path: Path) -> None:
     command = example.replace("\\\n", " ").replace("--out capacity", "").rstrip() + " --json"
     (name,) = re.findall(r"--trace (\S+)", command)
-    lines = [f"2023-11-16 18:15:{second:02d}.5,400,20" for second in range(40)]
+    # A day where windows of one are asked for, else less than a minute.
+    times = [f"18:15:{second:02d}.5" for second in range(40)]
+    if "--windows" in command:
+        times = [f"{minute // 60:02d}:{minute % 60:02d}:00" for minute in range(24 * 60)]
+    lines = [f"2023-11-16 {time},400,20" for time in times]
     (tmp_path / name).write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))
     found = json.loads(shell(f"cd {tmp_path}\n{command}"))
-    assert found["replicas"] == 1
+    assert found["replicas"] == (32 if "--replicas 32" in command else 1)
     if "--disaggregated" in command:
         assert (found["disaggregated"]["prefillers"], found["disaggregated"]["decoders"]) == (1, 1)
 

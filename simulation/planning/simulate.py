@@ -157,8 +157,8 @@ def _traffic_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 "--windows",
                 type=(click.IntRange(1, MOST_WINDOWS), _NumberRange(1, MOST_WINDOW_S)),
                 metavar="COUNT SECONDS",
-                help="Play and judge only so many windows of so many seconds, one in each of as "
-                "many equal parts of the trace. For long traces.",
+                help="For long traces: play and judge COUNT windows of SECONDS each, one in each "
+                "of as many equal parts of the trace.",
             ),
             click.option(
                 "--margin-s",

@@ -39,7 +39,7 @@ class SharedClass(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """A sample of a long trace: so many windows of it, each run by itself.
+    """A sample of a long trace: some windows of it, each run by itself.
 
     The trace is divided into ``parts`` of one length, and a window begins at a random time in each
     of them (stratified sampling). So the range over seeds includes the choice of the windows.

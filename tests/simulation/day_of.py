@@ -1,8 +1,8 @@
 """A day of traffic from a recorded hour: ``python -m tests.simulation.day_of TRACE DAY.csv``.
 
-The day repeats the trace, each time thinned to the rate of the time of day: a cosine from a fifth of
-the mean rate at midnight to nine fifths of it at noon. What a recorded day has beyond that, such as
-hours with other lengths, it has not.
+The day repeats the trace, each time thinned to the rate of the time of day: a cosine from a fifth
+of the mean rate at midnight to nine fifths of it at noon. What else differs between the hours of a
+recorded day, such as lengths, does not differ here.
 """
 
 from __future__ import annotations
