@@ -36,7 +36,7 @@ class PreemptionConfig(BaseModel):
         ge=16,
         le=1_048_576,
         description="Max tokens of a prefill that run as one task; also limited by vLLM's "
-        "`max-num-batched-tokens`.",
+        "`max-num-batched-tokens`, and where the engine decodes by the time that stops take.",
     )
     small_chunk_tokens: int = Field(
         default=SMALL_CHUNK_TOKENS,

@@ -1,7 +1,8 @@
 """One simulated engine that can suspend a running prefill for another, or for a step of decodes.
 
-What runs is decided by the policies of production, :func:`sluice.scheduling.preemption.decide` and
-:func:`~sluice.scheduling.preemption.decode_step_due_s`, and when they are asked is what production
+What runs is decided by the policies of production, :func:`sluice.scheduling.preemption.decide`,
+:func:`~sluice.scheduling.preemption.decode_step_due_s` and
+:class:`~sluice.scheduling.preemption.DecodeTurns`, and when they are asked is what production
 does: at an arrival, at the end of a task and when a step of decodes is due. Tasks in flight are a
 stack, of which the last one computes; it resumes in the opposite order.
 """
@@ -9,8 +10,8 @@ stack, of which the last one computes; it resumes in the opposite order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from math import inf
+from dataclasses import dataclass, field, replace
+from math import inf, nan
 from typing import Literal
 
 import numpy as np
@@ -24,6 +25,7 @@ from sluice.scheduling.preemption import (
     LEAST_TOKENS,
     SMALL_CHUNK_TOKENS,
     Batch,
+    DecodeTurns,
     InFlight,
     Options,
     Prefill,
@@ -153,11 +155,14 @@ class _Task:
 
 @dataclass(slots=True)
 class _Decode:
-    """A request's tokens that are not emitted yet, and when its last one was, if any was."""
+    """How many of a request's tokens are not emitted yet and are, and when the first and the last
+    one was, if any was."""
 
     left: int
     tpot_s: float
     best_effort: bool
+    emitted: int = 0
+    first_s: float = nan
     last_s: float = -inf
 
 
@@ -203,7 +208,9 @@ class PreemptiveEngine:
         self._output: dict[str, _Decode] = {}
         self._stack: list[_Task] = []
         self._held = 0
-        self._stop_s = self._allowed_stop_s = 0.0
+        places = {"off": 0, "layer": 1, "operator": 5}
+        self._turns = DecodeTurns(model.layers * places[config.granularity])
+        self._stepped = False
 
     @property
     def next_s(self) -> float:
@@ -262,18 +269,14 @@ class PreemptiveEngine:
             left_s = self._foreseen(top.predicted_s * left)
             in_flight = InFlight(top.batch.due_s, left_s, top.batch.best_effort)
         self.counts.rounds += 1
-        decodes = now_s >= self._decodes_due_s(top)
+        due_s = self._decodes_due_s(top)
+        decodes = now_s >= due_s
+        batch = None if decodes else self._prefills(in_flight, now_s)
+        if batch is not None and not self._stepped and not self._stops(batch):
+            # It cannot be stopped for a step that comes due in it.
+            decodes = now_s + self._believed.step_s(self._sample(batch)) > due_s
         if decodes:
-            batch: Batch | None = Batch(tuple((key, 1) for key in self._decodes), now_s, False)
-        else:
-            batch = decide(
-                self._waiting.values(),
-                in_flight,
-                now_s,
-                self._together_s,
-                self._options,
-                full=len(self._stack) >= self._depth,
-            )
+            batch = Batch(tuple((key, 1) for key in self._decodes), now_s, False)
         if batch is None:
             if top is not None and top.suspended:
                 top.suspended, top.runs_s = False, now_s
@@ -285,6 +288,44 @@ class PreemptiveEngine:
         self._start(batch, start_s, decodes)
         return through
 
+    def _prefills(self, top: InFlight | None, now_s: float) -> Batch | None:
+        """The next task of prefills, inside ``top`` if there is one."""
+        tpots_s = [each.tpot_s for each in self._timed(True)]
+        most = self._turns.most_tokens(
+            np.array(tpots_s),
+            max(self._decode_step_s(), self._believed.fixed_s),
+            self._believed,
+            max((self._computed[key] for key in self._waiting), default=0),
+            self._config.least_tokens,
+            now_s,
+        )
+        options = replace(self._options, most=min(self._options.most, most))
+        full = len(self._stack) >= self._depth
+        return decide(self._waiting.values(), top, now_s, self._together_s, options, full=full)
+
+    def _stops(self, batch: Batch) -> bool:
+        """Whether a task can be suspended."""
+        return (
+            self._config.granularity != "off"
+            and sum(tokens for _, tokens in batch.members) >= self._config.least_tokens
+            and len(self._stack) < self._depth
+        )
+
+    def _sample(self, batch: Batch) -> StepSample:
+        return StepSample.of((tokens, self._computed[key]) for key, tokens in batch.members)
+
+    def _timed(self, guaranteed: bool) -> list[_Decode]:
+        """The decodes, or the ``guaranteed`` ones only."""
+        found = map(self._output.__getitem__, self._decodes)
+        return [each for each in found if not (guaranteed and each.best_effort)]
+
+    def _decode_step_s(self) -> float:
+        """Predicted time of a step of all decodes; 0 without any."""
+        keys = self._decodes
+        if not keys:
+            return 0.0
+        return self._believed.step_s(StepSample.of((1, self._computed[key]) for key in keys))
+
     @property
     def _decodes(self) -> list[str]:
         """The requests that have emitted a token."""
@@ -292,24 +333,19 @@ class PreemptiveEngine:
 
     def _decodes_due_s(self, top: _Task | None) -> float:
         """When a step of all decodes is due, inside ``top`` if there is one; infinite for none."""
-        keys = self._decodes
-        if not keys:
+        if not self._decodes:
             return inf
         if top is None and not self._waiting:
             return -inf
-        step_s = self._believed.step_s(StepSample.of((1, self._computed[key]) for key in keys))
-        guaranteed = top is not None and not top.batch.best_effort
-        timed = [
-            each
-            for each in map(self._output.__getitem__, keys)
-            if not (guaranteed and each.best_effort)
-        ]
+        timed = self._timed(top is not None and not top.batch.best_effort)
         due_s = decode_step_due_s(
+            np.array([nan if each.best_effort else each.first_s for each in timed]),
+            np.array([float(each.emitted) for each in timed]),
             np.array([each.last_s for each in timed]),
             np.array([each.tpot_s for each in timed]),
-            step_s,
+            self._decode_step_s(),
             self._config.decode_gap_s,
-            self._allowed_stop_s if top is not None else 0.0,
+            self._turns.stop_s(top.predicted_s) if top is not None else 0.0,
         )
         return inf if due_s is None else due_s
 
@@ -325,8 +361,7 @@ class PreemptiveEngine:
         stopped_s = max(now_s, top.runs_s) + stop_s - done_s
         blocked_s = self.counts.blocked_s
         blocked_s.append(stopped_s - now_s)
-        self._stop_s += blocked_s[-1]
-        self._allowed_stop_s = 2 * self._stop_s / len(blocked_s)
+        self._turns.stopped(blocked_s[-1], top.predicted_s)
         if stop_s >= top.forward.seconds:
             return stopped_s, self._end()
         self.counts.busy_s += stop_s - top.done_s
@@ -341,13 +376,9 @@ class PreemptiveEngine:
     def _start(self, batch: Batch, start_s: float, decodes: bool) -> None:
         config, members = self._config, batch.members
         tokens = sum(count for _, count in members)
-        preemptible = (
-            config.granularity != "off"
-            and not decodes
-            and tokens >= config.least_tokens
-            and len(self._stack) < self._depth
-        )
-        step = StepSample.of((count, self._computed[key]) for key, count in members)
+        preemptible = not decodes and self._stops(batch)
+        self._stepped = decodes
+        step = self._sample(batch)
         forward = Pass(
             self._model,
             self._truth,
@@ -380,7 +411,9 @@ class PreemptiveEngine:
                 del self._pending[key], self._due[key]
             through.append((key, ends_s))
             output = self._output[key]
-            output.left, output.last_s = output.left - 1, ends_s
+            output.left, output.emitted, output.last_s = output.left - 1, output.emitted + 1, ends_s
+            if output.emitted == 1:
+                output.first_s = ends_s
             if not output.left:
                 self._held -= self._computed.pop(key)
                 del self._output[key]

@@ -128,6 +128,7 @@ class MirroredReplica:
             _transfers(summary),
             hello.policy,
             float(summary["next_begins_s"]),
+            float(summary["planned_stop_s"]),
         )
 
 

@@ -39,6 +39,7 @@ from sluice.replica.preemption.messages import (
 from sluice.replica.preemption.scheduler import PreemptiveScheduler, Task
 from sluice.replica.preemption.stats import Stats
 from sluice.replica.preemption.watchdog import TaskWatchdog
+from sluice.scheduling.preemption import DecodeTurns
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class EngineLoop:
         self._scheduler: PreemptiveScheduler = core.scheduler
         self._executor = core.model_executor
         self._depth = self._scheduler.settings.depth
+        self._scheduler.turns = DecodeTurns(self._executor.checks)
         self._stack: list[Task] = []
         self._inbox: queue.Queue[Any] = core.__dict__.get("input_queue") or queue.Queue()
         self._deferred: list[tuple[Any, Any]] = []
@@ -107,7 +109,8 @@ class EngineLoop:
         self.stats.rounds += 1
         self.stats.suspended = sum(task.suspended for task in self._stack)
         self.stats.deepest = max(self.stats.deepest, self.stats.suspended)
-        self._scheduler.publish(self.stats.summary())
+        stop_s = self._scheduler.stop_s(self._stack)
+        self._scheduler.publish({**self.stats.summary(), "planned_stop_s": stop_s})
         if not outputs and self._stack and not self._executor.answers:
             self._wait()
         return outputs, bool(self._stack) or bool(outputs)
@@ -123,8 +126,8 @@ class EngineLoop:
             raise RuntimeError("the worker ended") from answer.error
         task = next(each for each in self._stack if each.number == answer.task)
         self._stack.remove(task)
-        self.stats.ended(task.signalled_s, answer.timing)
-        self._scheduler.stop_s = self.stats.allowed_stop_s
+        for took_s in self.stats.ended(task.signalled_s, answer.timing):
+            self._scheduler.turns.stopped(took_s, task.predicted_s)
         if isinstance(answer, Done):
             outputs = self._scheduler.completed(task, answer.output, answer.drafts, answer.timing)
             attach = getattr(self._core, "_attach_weight_version", None)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
-from math import inf
+from math import inf, nan
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from sluice.scheduling.latency.model import StepSample
 from sluice.scheduling.latency.speculation import AdaptiveLengths
 from sluice.scheduling.preemption import (
     AgedShare,
+    DecodeTurns,
     InFlight,
     Options,
     Prefill,
@@ -35,6 +36,8 @@ from sluice.scheduling.request.kernels import (
     BEST_EFFORT,
     COMPUTED,
     DRAFTED,
+    EMITTED,
+    FIRST_TOKEN,
     KV_BLOCKS,
     LAST_TOKEN,
     PENDING,
@@ -81,13 +84,14 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """The content of the next task."""
+    """The content of the next task, which is a ``step`` of decodes or of prefills."""
 
     plan: BatchPlan
     checked: bool
     preemptible: bool
     due_s: float
     best_effort: bool
+    step: bool = False
 
 
 _NOTHING = _Chosen(BatchPlan.empty(), False, False, inf, False)
@@ -118,8 +122,9 @@ class PreemptiveScheduler(SloScheduler):
         self._lengths = AdaptiveLengths()
         self.in_flight: dict[str, int] = {}
         self.ending: dict[str, RequestStatus] = {}
-        self.stop_s = 0.0
-        """The time to plan for the stop of a prefill, seconds."""
+        self.turns = DecodeTurns(0)
+        """Of its decodes; replaced where prefills can stop."""
+        self._stepped = False
         self._tasks = 0
         self._tasks_in_flight = 0
         self._given: tuple[QueueView, BatchPlan] | None = None
@@ -169,6 +174,7 @@ class PreemptiveScheduler(SloScheduler):
         if not batch.num_scheduled_tokens and (self.in_flight or not batch.finished_req_ids):
             self._take_back(batch)
             return None
+        self._stepped = chosen.step
         self._tasks += 1
         self._tasks_in_flight += 1
         ids = tuple(batch.num_scheduled_tokens)
@@ -252,16 +258,50 @@ class PreemptiveScheduler(SloScheduler):
         prefill = is_prefill(queue.table)
         decodes = np.flatnonzero(~prefill)
         waiting = np.flatnonzero(prefill)
+        step, next_s = None, None
         if len(decodes):
-            step = self._decode_step(queue, decodes, now_s)
-            next_s = self._due_s(queue, decodes, step.predicted_s, top)
+            plan = self._decode_step(queue, decodes, now_s)
+            step = _Chosen(plan, False, False, now_s, False, step=True)
+            next_s = self._due_s(queue, decodes, plan.predicted_s, top)
             alone = top is None and not len(waiting)
             if alone or (next_s is not None and now_s >= next_s):
-                return _Chosen(step, False, False, now_s, False)
-        if top is None and len(waiting):
-            oldest = int(waiting[np.argmin(queue.table[waiting, ARRIVAL])])
-            if (turn := self._aged_chunk(queue, oldest, now_s)) is not None:
-                return _Chosen(turn, False, False, inf, bool(queue.table[oldest, BEST_EFFORT]))
+                return step
+        step_s = 0.0 if step is None else step.plan.predicted_s
+        options = self._beside(queue, decodes, waiting, step_s, now_s)
+        if top is None and (turn := self._aged_chunk(queue, waiting, now_s, options)):
+            return turn
+        chosen = self._choose_prefills(queue, waiting, top, left_s, now_s, full, options)
+        if chosen is None or chosen.preemptible or next_s is None or self._stepped:
+            return chosen
+        # It cannot be stopped for a step that comes due in it.
+        return step if now_s + chosen.plan.predicted_s > next_s else chosen
+
+    def _beside(
+        self, queue: QueueView, decodes: Any, waiting: Any, step_s: float, now_s: float
+    ) -> Options:
+        """The bounds of a task of prefills, which has to stop for the steps of ``decodes``."""
+        timed = decodes[queue.table[decodes, BEST_EFFORT] == 0]
+        model = self._local.model
+        most = self.turns.most_tokens(
+            queue.table[timed, TPOT],
+            max(step_s, model.fixed_s),
+            model,
+            int(queue.table[waiting, COMPUTED].max(initial=0)),
+            self.settings.least_tokens,
+            now_s,
+        )
+        return replace(self.options, most=min(self.options.most, most))
+
+    def _choose_prefills(
+        self,
+        queue: QueueView,
+        waiting: Any,
+        top: Task | None,
+        left_s: float,
+        now_s: float,
+        full: bool,
+        options: Options,
+    ) -> _Chosen | None:
         apart = queue.table[:, BEST_EFFORT] > 0
         due_s = np.where(apart, inf, deadlines_s(queue.table, ENVELOPE))
         pending, computed = queue.table[:, [PENDING, COMPUTED]].astype(np.int64).T.tolist()
@@ -283,7 +323,7 @@ class PreemptiveScheduler(SloScheduler):
             return self._together_s((pending[row], computed[row]) for row in rows)
 
         in_flight = None if top is None else InFlight(top.due_s, left_s, top.best_effort)
-        batch = decide(prefills, in_flight, now_s, together_s, self.options, full)
+        batch = decide(prefills, in_flight, now_s, together_s, options, full)
         if batch is None:
             return None
         tokens = [tokens for _, tokens in batch.members]
@@ -294,15 +334,20 @@ class PreemptiveScheduler(SloScheduler):
         preemptible = checked and not full
         return _Chosen(plan, checked, preemptible, batch.due_s, batch.best_effort)
 
-    def _aged_chunk(self, queue: QueueView, oldest: int, now_s: float) -> BatchPlan | None:
-        """A small chunk of the prefill in row ``oldest``, if it has waited long enough to have its
-        turn before more urgent requests."""
+    def _aged_chunk(
+        self, queue: QueueView, waiting: Any, now_s: float, options: Options
+    ) -> _Chosen | None:
+        """A small chunk of the oldest prefill, if it has waited long enough to have its turn before
+        more urgent requests."""
+        if not len(waiting):
+            return None
+        oldest = int(waiting[np.argmin(queue.table[waiting, ARRIVAL])])
         pending = int(queue.table[oldest, PENDING])
-        plan = self._plan_of(
-            queue, [oldest], [min(pending, self.options.small_chunk, self.options.most)]
-        )
-        arrival_s = float(queue.table[oldest, ARRIVAL])
-        return plan if self._aged.has_turn(arrival_s, plan.predicted_s, now_s) else None
+        plan = self._plan_of(queue, [oldest], [min(pending, options.small_chunk, options.most)])
+        arrival_s, apart = queue.table[oldest, [ARRIVAL, BEST_EFFORT]].tolist()
+        if not self._aged.has_turn(arrival_s, plan.predicted_s, now_s):
+            return None
+        return _Chosen(plan, False, False, inf, apart > 0)
 
     def _due_s(
         self, queue: QueueView, decodes: Any, step_s: float, top: Task | None
@@ -310,16 +355,25 @@ class PreemptiveScheduler(SloScheduler):
         """When a step of all ``decodes``, which takes ``step_s``, has to begin; inside ``top``, for
         those of them that may stop it."""
         table = queue.table[decodes]
+        apart = table[:, BEST_EFFORT] > 0
         timed = ~np.isnan(table[:, LAST_TOKEN])
         if top is not None and not top.best_effort:
-            timed &= table[:, BEST_EFFORT] == 0
+            timed &= ~apart
         return decode_step_due_s(
+            np.where(apart, nan, table[:, FIRST_TOKEN])[timed],
+            table[timed, EMITTED],
             table[timed, LAST_TOKEN],
             table[timed, TPOT],
             step_s,
             self.settings.decode_gap_s,
-            self.stop_s if top is not None else 0.0,
+            0.0 if top is None else self.turns.stop_s(top.predicted_s),
         )
+
+    def stop_s(self, tasks: Iterable[Task]) -> float:
+        """The time to plan for the stop of one of ``tasks``, or of the shortest that can stop."""
+        shortest_s = self._together_s([(self.settings.least_tokens, 0)])
+        longest_s = max((each.predicted_s for each in tasks if each.preemptible), default=0.0)
+        return self.turns.stop_s(max(shortest_s, longest_s))
 
     def _decode_step(self, queue: QueueView, decodes: Any, now_s: float) -> BatchPlan:
         """The next token of each of ``decodes``, and drafts, as far as a batch goes.

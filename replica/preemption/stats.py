@@ -62,23 +62,19 @@ class Stats:
     stop_histogram: list[int] = field(default_factory=lambda: [0] * (len(STOP_BUCKETS_S) + 1))
     latest_stop_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
-    def ended(self, signalled_s: list[float], timing: Timing) -> None:
-        """A task ended that had received stop signals at these times."""
+    def ended(self, signalled_s: list[float], timing: Timing) -> list[float]:
+        """A task ended that had received stop signals at these times; returns how long each stop
+        took, seconds."""
         stopped_s = timing.stopped_s
         self.suspensions += len(stopped_s)
         self.late_stops += len(signalled_s) - len(stopped_s)
         self.suspended_s += timing.suspended_s
-        for signal_s, stop_s in zip(signalled_s, stopped_s, strict=False):
-            took_s = max(0.0, stop_s - signal_s)
-            self.stop_s += took_s
-            self.stop_histogram[bisect_left(STOP_BUCKETS_S, took_s)] += 1
-            self.latest_stop_s.append(took_s)
-
-    @property
-    def allowed_stop_s(self) -> float:
-        """The time to plan for a stop: twice the mean, which most stops do not exceed."""
-        stops = self.suspensions
-        return 2 * self.stop_s / stops if stops else 0.0
+        took_s = [max(0.0, end - begin) for begin, end in zip(signalled_s, stopped_s, strict=False)]
+        for each_s in took_s:
+            self.stop_s += each_s
+            self.stop_histogram[bisect_left(STOP_BUCKETS_S, each_s)] += 1
+        self.latest_stop_s.extend(took_s)
+        return took_s
 
     def summary(self) -> dict[str, Any]:
         """The fields of the state table."""

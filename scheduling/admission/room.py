@@ -23,6 +23,7 @@ from sluice.scheduling.fleet.rows import (
     PLACES,
     PROMISED,
     SHARES,
+    STOP_S,
     TOTAL_BLOCKS,
 )
 from sluice.scheduling.request.expected import claim
@@ -117,6 +118,12 @@ def room_constraint(figures: Floats) -> int:
 
 
 @compiled
+def alone_step_s(figures: Floats, own_s: float) -> float:
+    """Time of a decode step of ``own_s`` without other decodes, with the stop before it."""
+    return float(figures[FIXED_S] + figures[STOP_S] + own_s)
+
+
+@compiled
 def fits_alone(
     figures: Floats, work_s: float, own_s: float, ttft_s: float, tpot_s: float, headroom: float
 ) -> bool:
@@ -124,7 +131,8 @@ def fits_alone(
     ``ttft_s``, and its decode of ``own_s`` per step within ``tpot_s``, with ``headroom`` of each
     left unused."""
     usable, fixed_s = 1.0 - headroom, figures[FIXED_S]
-    return fixed_s + work_s <= ttft_s * usable and fixed_s + own_s <= tpot_s * usable
+    in_time = fixed_s + work_s <= ttft_s * usable
+    return in_time and alone_step_s(figures, own_s) <= tpot_s * usable
 
 
 @compiled
@@ -147,13 +155,15 @@ def pace_wait_s(
     """Predicted time until all decodes can keep their pace together with a new one of ``own_s`` per
     step every ``tpot_s``; 0 where they can now.
 
-    Guaranteed prefills already count as decodes. Outputs of ``output_tokens`` are assumed to end
+    Guaranteed prefills already count as decodes. Where a prefill has to stop for a step, it does so
+    before each step of the tightest pace. Outputs of ``output_tokens`` are assumed to end
     one after another, which frees their share of each second.
     """
     count, fixed_s = int(figures[LOADS]), figures[FIXED_S]
     shares = loads[count - 1, SHARES] if count > 0 else 0.0
     pace_s = figures[LOADS_PACE_S]
     taken = shares + own_s / tpot_s + max(0.0, fixed_s / tpot_s - fixed_s / pace_s)
+    taken += figures[STOP_S] / min(tpot_s, pace_s)
     over = taken - (1.0 - headroom)
     if over <= 0.0:
         return 0.0

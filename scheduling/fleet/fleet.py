@@ -482,6 +482,7 @@ class Fleet:
         figures[figure.BLOCK_TOKENS] = report.block_tokens
         figures[figure.PLACES] = report.places
         figures[figure.ORDER] = ORDERS.get(report.policy, SLIDE)
+        figures[figure.STOP_S] = report.planned_stop_s
         own = (figures, self.pieces[row], *self._entries(row))
         times = report.made_s, report.stepped_s, report.next_begins_s, report.offset_s
         moment = (*times, report.preempts)

@@ -101,6 +101,8 @@ class Report(NamedTuple):
         next_begins_s: when the batch after those in flight can begin, if that is not when the last
             step ended: in a pipeline, and with asynchronous scheduling. The rows' tokens do not
             count what these compute.
+        planned_stop_s: time that it takes, where it ``preempts``, until a running prefill has
+            stopped for a step of decodes, which is a batch of its own there.
     """
 
     rows: np.ndarray
@@ -118,6 +120,7 @@ class Report(NamedTuple):
     transfers: Transfers = NO_TRANSFERS
     policy: str = ""
     next_begins_s: float = 0.0
+    planned_stop_s: float = 0.0
 
 
 class Pace(NamedTuple):

@@ -72,7 +72,8 @@ QUEUE_PACE_S = 34  # least pace that can be held of the guaranteed prefills' dec
 LENT_QUEUED = 35  # best-effort prefills, entries of `lent`
 ORDER = 36  # in which its local policy takes prefills, a code of `local_orders`
 LOADS_PACE_S = 37  # least pace of the loads; infinite for none
-FIGURES = 38
+STOP_S = 38  # until a running prefill has stopped for a step of decodes; 0 where they share batches
+FIGURES = 39
 
 # A guaranteed prefill.
 PREFILL_DUE_S = 0

@@ -1,7 +1,7 @@
 """Which prefill runs, and which one gives way, where a running prefill can be suspended."""
 
 from sluice.scheduling.preemption.aged_share import AgedShare
-from sluice.scheduling.preemption.decode_turns import decode_step_due_s
+from sluice.scheduling.preemption.decode_turns import DecodeTurns, decode_step_due_s
 from sluice.scheduling.preemption.s_edf import (
     BATCH_TOKENS,
     CHUNK_TOKENS,
@@ -23,6 +23,7 @@ __all__ = [
     "SMALL_CHUNK_TOKENS",
     "AgedShare",
     "Batch",
+    "DecodeTurns",
     "InFlight",
     "Options",
     "Prefill",

@@ -100,6 +100,14 @@ def test_the_batches_in_flight_end_before_the_queue_is_worked_on() -> None:
     assert budget_s - later_s == pytest.approx(0.2)
 
 
+def test_the_time_until_a_prefill_has_stopped_for_decodes_is_known() -> None:
+    mirror, fleet = make_mirror()
+    made = hello("a", preempts=True)
+    made.summary["planned_stop_s"] = 0.012
+    mirror.hello(made, now_s=1)
+    assert figure(fleet, "a", "STOP_S") == 0.012
+
+
 def test_what_an_idle_replica_has_learned_of_slow_steps_fades() -> None:
     mirror, fleet = make_mirror()
     slow = hello("a", now_s=0)
@@ -260,6 +268,8 @@ def test_a_summary_with_impossible_numbers_is_refused() -> None:
         ("step_spread", -0.1),
         ("step_spread", 1.1),
         ("step_spread", np.nan),
+        ("planned_stop_s", -0.1),
+        ("planned_stop_s", np.nan),
         ("waiting", -1),
     ):
         message = hello("a")

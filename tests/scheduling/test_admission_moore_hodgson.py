@@ -3,11 +3,13 @@
 from math import inf
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from sluice.scheduling.admission import Promises, make_policy
+from sluice.scheduling.admission.constraint import Constraint
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
 from sluice.scheduling.latency.model import LinearLatency
@@ -344,3 +346,29 @@ def test_a_short_prompt_does_not_wait_for_a_step_that_can_be_preempted() -> None
     urgent = row(SLO(ttft_s=0.1), 2_000, running=True)
     fleet = fleet_of(report(urgent, latency=MODEL, preempts=True))
     assert not promise(fleet, query).holds.any()
+
+
+def test_a_pace_is_not_promised_that_the_stops_before_steps_leave_no_time_for() -> None:
+    """Steps of 10 ms of decodes beside prefills that need up to 20 ms to stop for each."""
+    stops = report(latency=MODEL, preempts=True)._replace(planned_stop_s=0.02)
+    tight, loose = (RouteQuery(9, SLO(ttft_s=1.0, tpot_s=tpot_s), 500) for tpot_s in (0.03, 0.1))
+    assert promise(fleet_of(report(latency=MODEL, preempts=True)), tight).holds.all()
+    found = promise(fleet_of(stops), tight)
+    assert not found.holds.any()
+    assert found.wait_s[0] == inf
+    assert found.binds[0] == Constraint.TPOT
+    assert promise(fleet_of(stops), loose).holds.all()
+    # Beside others that fill the rest of the tightest pace it has to wait.
+    many = [
+        row(SLO(ttft_s=1.0, tpot_s=0.05), 5_000, key=key, emitted=5, first_token_s=0.0)
+        for key in range(3)
+    ]
+    assert promise(fleet_of(report(*many, latency=MODEL, preempts=True)), loose).holds.all()
+    found = promise(fleet_of(stops._replace(rows=np.array(many))), loose)
+    assert not found.holds.any()
+    assert found.wait_s[0] < inf
+
+
+def test_a_prefill_replica_promises_first_tokens_however_long_stops_take() -> None:
+    fleet = fleet_of(report(latency=MODEL, preempts=True)._replace(planned_stop_s=0.5))
+    assert promise(fleet, RouteQuery(9, SLO(ttft_s=0.2), 500)).holds.all()

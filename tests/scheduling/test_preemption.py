@@ -1,7 +1,5 @@
 import math
 
-import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +9,6 @@ from sluice.scheduling.preemption import (
     Options,
     Prefill,
     decide,
-    decode_step_due_s,
 )
 
 OPTIONS = Options(chunk=1000, small_chunk=100, together=400, most=2000)
@@ -229,25 +226,3 @@ def test_nobody_has_a_turn_before_the_patience_is_over():
     assert not lane.has_turn(0.0, 0.01, 10.1)  # nothing was earned yet
     assert lane.has_turn(0.0, 0.01, 10.2)
     assert not lane.has_turn(10.0, 0.01, 10.3)  # another one, which has not waited
-
-
-def test_a_prefill_is_stopped_for_decodes_before_their_step_is_due():
-    last_s, tpot_s = np.array([1.0]), np.array([0.1])
-    found = decode_step_due_s(last_s, tpot_s, step_s=0.02, gap_s=0.05, stop_s=0.01)
-    assert found == pytest.approx(1.07)
-
-
-@pytest.mark.parametrize(
-    ("last_s", "tpot_s", "due_s"),
-    [
-        ([1.0], [0.1], 1.08),  # a TPOT after its last token, with a step of 0.02 s
-        ([1.0, 1.02], [0.2, 0.1], 1.10),  # of several the earliest
-        ([1.0], [math.inf], 1.05),  # no TPOT: the gap
-        ([1.0], [math.nan], 1.05),
-        ([1.0], [0.02], 1.05),  # no step holds it
-        ([], [], None),
-    ],
-)
-def test_a_step_of_decodes_is_due_by_their_own_tpot(last_s, tpot_s, due_s):
-    found = decode_step_due_s(np.array(last_s), np.array(tpot_s), step_s=0.02, gap_s=0.05)
-    assert found == pytest.approx(due_s)

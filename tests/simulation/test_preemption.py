@@ -34,6 +34,12 @@ def load(*requests):
     return Workload("test", tuple(sorted(made, key=lambda each: each.arrival_s)))
 
 
+def beside_long(tpot_s, output=5):
+    """A decode of a short prompt, beside which a long one comes."""
+    short = Arrival(0.0, 100, output, SLO(ttft_s=1.0, tpot_s=tpot_s))
+    return Workload("both", (short, Arrival(0.01, 16_000, 1, SLO(ttft_s=60.0))))
+
+
 def load_of(requests, output):
     """Requests of ``output`` tokens that arrive together."""
     each = Arrival(0.0, 100, output, SLO(ttft_s=1.0))
@@ -159,22 +165,41 @@ class TestExamples:
         with pytest.raises(ValueError, match="request 0 emits 2 tokens"):
             served(longer, admission=make_policy("pab"))
 
-    @pytest.mark.parametrize(("tpot_s", "gap_s"), [(0.1, 0.1), (0.2, 0.2), (None, 0.06)])
-    def test_a_decode_stops_a_long_prefill_for_each_of_its_tokens(self, tpot_s, gap_s):
-        """At most one TPOT after the one before: after two stops, it is known how long they take.
-        Without a TPOT, a step after the configured gap, the next operator and the suspension."""
-        both = (
-            Arrival(0.0, 100, 5, SLO(ttft_s=1.0, tpot_s=tpot_s)),
-            Arrival(0.01, 16_000, 1, SLO(ttft_s=60.0)),
-        )
-        run = served(Workload("both", both))
+    @pytest.mark.parametrize("tpot_s", [0.1, 0.2])
+    def test_a_decode_stops_a_long_prefill_for_each_of_its_tokens(self, tpot_s):
+        """It keeps its TPOT since the first token, and each gap is about one."""
+        run = served(beside_long(tpot_s=tpot_s))
         *tokens_s, long_s = run.requests.emitted_s
         assert tokens_s[-1] < long_s
         assert run.counts.suspensions == 4
+        since_s = np.array(tokens_s[1:]) - tokens_s[0]
+        assert (since_s <= tpot_s * np.arange(1, 5)).all()
         operator_s = forward(16_000).seconds / 32 / 2
-        gaps_s = np.diff(tokens_s)
-        assert (np.abs(gaps_s - gap_s) < operator_s + 2e-3).all()
-        assert tpot_s is None or (gaps_s[2:] <= tpot_s).all()
+        assert (np.diff(tokens_s) > (1 - 2 * 0.1) * tpot_s - operator_s).all()
+
+    def test_a_decode_without_a_tpot_has_a_step_after_the_configured_gap(self):
+        """And after the next operator and the suspension."""
+        *tokens_s, _ = served(beside_long(tpot_s=None)).requests.emitted_s
+        operator_s = forward(16_000).seconds / 32 / 2
+        assert (np.abs(np.diff(tokens_s) - 0.06) < operator_s + 2e-3).all()
+
+    def test_decodes_keep_a_pace_that_stops_of_long_tasks_leave_no_time_for(self):
+        """Operators of 16,000 tokens take 33 ms, and a token is due every 40."""
+        run = served(beside_long(tpot_s=0.04, output=40))
+        *tokens_s, long_s = run.requests.emitted_s
+        assert tokens_s[-1] - tokens_s[0] <= 39 * 0.04
+        assert tokens_s[-1] < long_s < tokens_s[-1] + forward(16_000).seconds
+
+    def test_a_step_that_would_come_due_in_a_task_that_cannot_be_stopped_is_first(self):
+        """200 tokens take 30 ms, and come 10 ms before a step of the decode begins."""
+        decode = Arrival(0.0, 100, 3, SLO(ttft_s=1.0, tpot_s=0.05))
+        whole_s = forward(100).seconds
+        long = Arrival(whole_s + 0.001, 2_000, 1, SLO(ttft_s=60.0))
+        short = Arrival(whole_s + 0.025, 200, 1, SLO(ttft_s=0.2))
+        run = served(Workload("three", (decode, long, short)))
+        first_s, second_s, _, _, short_s = run.requests.emitted_s
+        assert second_s < short_s
+        assert second_s - first_s <= 0.05
 
     def test_decodes_run_together_where_no_prefill_waits(self):
         run = served(load_of(2, 4))

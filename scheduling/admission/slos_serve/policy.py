@@ -20,6 +20,7 @@ from sluice.scheduling.admission.first_token import first_token_s
 from sluice.scheduling.admission.room import (
     LEAST_WAIT_S,
     alone_constraint,
+    alone_step_s,
     claims_wait_s,
     fits_alone,
     pace_wait_s,
@@ -165,7 +166,7 @@ class SLOsServeAdmission(AdmissionPolicy):
         row, now_s, usable = int(jobs[0].rows[0]), jobs[0].now_s, 1.0 - self._headroom
         of, model, start = fleet.figures[row], fleet.pieces[row], int(fleet.starts[row])
         longest_s = of[FIXED_S] + most_work_s(model, self._batch_tokens, 0.0)
-        least_s = (of[FIXED_S] + most_work_s(model, 1.0, 0.0)) / (1.0 - PREFILL_SHARE)
+        least_s = alone_step_s(of, most_work_s(model, 1.0, 0.0)) / (1.0 - PREFILL_SHARE)
         total, block = float(of[TOTAL_BLOCKS]), float(of[BLOCK_TOKENS])
         asked, new = [], []
         for place, job in enumerate(jobs):
@@ -280,7 +281,8 @@ def promises(
             of, queue, decodes, new, now_s, longest_s, (1.0 - headroom, every_window)
         )
         room_s = claims_wait_s(of, prompt_tokens, tokens, kept)
-        useful = tpot_s >= (of[FIXED_S] + most_work_s(model, 1.0, 0.0)) / (1.0 - PREFILL_SHARE)
+        least_s = alone_step_s(of, most_work_s(model, 1.0, 0.0)) / (1.0 - PREFILL_SHARE)
+        useful = tpot_s >= least_s
         holds[place] = useful and late_s <= 0.0 and room_s == 0.0
         wait_s[place] = 0.0
         if not holds[place]:
