@@ -7,7 +7,7 @@ from math import inf
 
 import numpy as np
 
-from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.latency.model import UNBOUNDED_TOKENS, LatencyModel
 from sluice.scheduling.request.kernels import Floats
 
 MOST_FIXED_SHARE = 0.1
@@ -65,9 +65,9 @@ def decode_step_due_s(
 class DecodeTurns:
     """What an engine knows of the stops of its prefills, and of the pace of its decodes.
 
-    A prefill stops before its next operator, so it takes the longer to stop the longer it is. Time
-    of stops is kept as a share of the stopped task's. A task is so short that it stops within half
-    of the time that a step leaves of the tightest TPOT.
+    A prefill stops before its next operator, so it takes the longer to stop the longer it is. The
+    time of stops is known as a share of the stopped tasks'. A task is so short that it stops within
+    half of the time that a step leaves of the tightest TPOT.
 
     Args:
         checks: how many points a prefill has where it can stop; 0: none stops. Until stops are
@@ -75,21 +75,23 @@ class DecodeTurns:
     """
 
     def __init__(self, checks: int) -> None:
-        self._shares = 1.0 / checks if checks else 0.0
-        self._stops = 1
+        self._first = 1.0 / checks if checks else 0.0
+        self._took_s = self._tasks_s = 0.0
         self._tightest_s = inf
         self._seen_s = -inf
 
     def stopped(self, took_s: float, task_s: float) -> None:
         """A task of ``task_s`` predicted seconds stopped ``took_s`` after the signal."""
-        if task_s > 0.0:
-            self._shares += min(1.0, max(0.0, took_s / task_s))
-            self._stops += 1
+        if not self._tasks_s:
+            self._took_s, self._tasks_s = self._first * task_s, task_s
+        self._took_s += min(took_s, task_s)
+        self._tasks_s += task_s
 
     def stop_s(self, task_s: float) -> float:
         """The time to plan for the stop of a task of ``task_s`` predicted seconds: twice the mean,
         which most stops do not exceed."""
-        return 2.0 * self._shares / self._stops * task_s
+        share = self._took_s / self._tasks_s if self._tasks_s else self._first
+        return 2.0 * share * task_s
 
     def most_tokens(
         self,
@@ -116,7 +118,7 @@ class DecodeTurns:
             self._tightest_s, self._seen_s = tightest_s, now_s
         stop_s = self.stop_s(1.0)
         if self._tightest_s == inf or stop_s == 0.0:
-            return 1 << 30
+            return UNBOUNDED_TOKENS
         task_s = max(0.0, self._tightest_s - step_s) / 2.0 / stop_s
         work_s = max(task_s, model.fixed_s / MOST_FIXED_SHARE) - model.fixed_s
         return max(least, model.tokens_within(work_s, computed))

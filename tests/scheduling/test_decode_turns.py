@@ -75,16 +75,19 @@ def test_steps_on_time_keep_a_part_of_a_tpot_as_a_lead():
     assert now_s - 98 * tpot_s == pytest.approx((1 - 1 / USABLE) * tpot_s + tpot_s, abs=1e-3)
 
 
-def test_the_planned_stop_is_twice_the_mean_share_of_a_task():
+def test_the_planned_stop_is_twice_the_share_of_tasks_that_stops_took():
     turns = DecodeTurns(checks=40)
+    assert turns.stop_s(1.0) == pytest.approx(2 / 40)
+    turns.stopped(0.0, 0.0)  # nothing is known of such a task
     assert turns.stop_s(1.0) == pytest.approx(2 / 40)
     for _ in range(400):
         turns.stopped(0.1, 1.0)
         turns.stopped(0.0, 2.0)
-    assert turns.stop_s(1.0) == pytest.approx(0.1, rel=0.01)
-    assert turns.stop_s(0.1) == pytest.approx(0.01, rel=0.01)
-    turns.stopped(1.0, 0.0)  # nothing is known of such a task
-    assert turns.stop_s(1.0) == pytest.approx(0.1, rel=0.01)
+    assert turns.stop_s(1.0) == pytest.approx(2 * 0.1 / 3, rel=0.01)
+    assert turns.stop_s(0.1) == pytest.approx(0.2 * 0.1 / 3, rel=0.01)
+    for _ in range(4_000):
+        turns.stopped(1.0, 0.1)  # a task has ended by then
+    assert turns.stop_s(1.0) < 2.0
 
 
 def most_tokens(turns, *tpots_s, step_s=STEP_S, computed=0, least=256, now_s=0.0):

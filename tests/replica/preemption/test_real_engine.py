@@ -9,7 +9,7 @@ import pytest
 
 from sluice.replica.scheduler.speculation import with_all_lengths
 from sluice.replica.vllm.local_model import local_model
-from sluice.scheduling.preemption import AgedShare
+from sluice.scheduling.preemption import AgedShare, DecodeTurns
 from tests.replica.engines import EngineProcess, StockEngine, Work
 from tests.replica.preemption.engine import CheckedEngine
 from tests.replica.preemption.trials import nested_work, random_trials, run_nested
@@ -335,6 +335,34 @@ def test_a_decode_stops_a_prefill_when_its_own_token_is_due(engine, tpot_s, best
     before = engine.stats.suspensions
     assert set(engine.run()) == {"decode", "long"}
     assert (engine.stats.suspensions > before) == bool(stops)
+
+
+def test_a_prompt_is_cut_beside_decodes_for_which_it_would_stop_too_late(engine, monkeypatch):
+    """The decode is first, and its steps are due far later."""
+    engine.use("operator")
+    parts, beside = [], []
+    build = engine.scheduler._build
+
+    def built(queue, chosen):
+        task = build(queue, chosen)
+        if task is not None:
+            each = task.batch.num_scheduled_tokens
+            parts.extend(tokens for name, tokens in each.items() if name.startswith("long"))
+        return task
+
+    def most_tokens(_, tpots_s, *__):
+        beside.append(tpots_s.tolist())
+        return 300 if len(tpots_s) else 1_024
+
+    monkeypatch.setattr(engine.scheduler, "_build", built)
+    monkeypatch.setattr(DecodeTurns, "most_tokens", most_tokens)
+    chance = random.Random(3)
+    engine.add(Work("decode", random_prompt(chance, 400), 30, 60.0, tpot_s=60.0))
+    engine.add(Work("long", random_prompt(chance, 900), 1, 90.0))
+    assert engine.run().keys() == {"decode", "long"}
+    assert parts == [300, 300, 300]
+    assert [60.0] in beside
+    assert engine.table.read().summary["planned_stop_s"] > 0
 
 
 def test_what_has_waited_long_has_a_share_of_the_engine(engine, monkeypatch):

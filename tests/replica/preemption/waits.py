@@ -31,7 +31,7 @@ from sluice.replica.preemption_config import PreemptionConfig
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xargs
 from sluice.replica.vllm.local_model import local_model
-from sluice.scheduling.preemption import Options
+from sluice.scheduling.preemption import DecodeTurns, Options
 from sluice.scheduling.request.objective import SLO
 from tests.replica.engines import (
     EngineProcess,
@@ -215,6 +215,7 @@ class PreemptiveEngine(OneEngine):
             self.executor.checks = 1
         else:
             self.executor.checks = self._checks.install(model, granularity)
+        self.scheduler.turns = DecodeTurns(self.executor.checks)
         self.bound(**bounds)
         return int(self.executor.checks)
 
