@@ -294,7 +294,7 @@ SETTINGS = Experiment(
         "planner knows but for its noise of 3 %",
         "Fig. 16": "vllm-cp2k: decodes first, then prompts in order of arrival up to 2,048 tokens; "
         "outputs of 100 tokens in the mean (assumed). The paper's engine runs both phases at once "
-        "on a device, ours in turn: decodes have a step one TPOT after their last token",
+        "on a device, ours in turn: decodes keep their TPOT since the first token in the mean",
         "Fig. 17": "Qwen3-30B-A3B on two GPUs; objectives of Llama3-8B, as the paper states none",
     },
     grids=[

@@ -14,8 +14,8 @@ MOST_FIXED_SHARE = 0.1
 """A task is not cut so short that more than this part of it is the fixed time of a step."""
 
 USABLE = 0.9
-"""The share of the time until its next token is due after which a decode has it. Default of
-``deadline_triage``, whose head-room is the rest."""
+"""The share of the time until its next token is due after which a decode is to have it: stops and
+steps vary around what is planned. As the default head-room of ``deadline_triage`` leaves it."""
 
 PREFILL_SHARE = 0.25
 """Prefills have at least this much of a step's time between two steps."""
@@ -34,12 +34,12 @@ def decode_step_due_s(
     gap_s: float,
     stop_s: float = 0.0,
 ) -> float | None:
-    """When a step of all decodes has to begin, so that each has its next token one TPOT after its
-    last one at the latest, and keeps its TPOT since the first one; None without decodes.
+    """When a step of all decodes has to begin, so that each has its next token within most of a
+    TPOT after its last one, and keeps its TPOT since the first one; None without decodes.
     ``O(decodes)``.
 
     A step that was late is made up for, by earlier ones that leave prefills ``PREFILL_SHARE`` of
-    the step's time at least. One that was early keeps its lead, which covers a later one.
+    the step's time at least. What was won is a lead, and covers a later one.
 
     FlowPrefill §6.5 runs both phases at once on one device; here they take turns.
 
@@ -56,8 +56,9 @@ def decode_step_due_s(
     """
     if not len(last_token_s):
         return None
-    ahead_s = USABLE * (first_token_s + emitted * tpot_s - last_token_s)
-    gaps_s = np.maximum(np.fmin(ahead_s, tpot_s) - step_s - stop_s, PREFILL_SHARE * step_s)
+    ahead_s = first_token_s + emitted * tpot_s - last_token_s
+    usable_s = USABLE * np.fmin(ahead_s, tpot_s)
+    gaps_s = np.maximum(usable_s - step_s - stop_s, PREFILL_SHARE * step_s)
     gaps_s[~((tpot_s > step_s) & (tpot_s < inf))] = gap_s
     return float((last_token_s + gaps_s).min())
 

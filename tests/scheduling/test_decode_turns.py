@@ -27,9 +27,10 @@ def due_s(*decodes, stop_s=0.0):
     [
         ([(1.0, 1, 1.0, 0.1)], 1.07),  # most of a TPOT after its last token, with the step
         ([(1.0, 1, 1.0, 0.2), (1.02, 1, 1.02, 0.1)], 1.09),  # of several the earliest
-        ([(0.0, 50, 1.0, 0.1)], 1.08),  # far ahead: a whole TPOT, and its lead is kept
+        ([(0.0, 50, 1.0, 0.1)], 1.07),  # far ahead: the same, and its lead is kept
+        ([(0.0, 10, 0.92, 0.1)], 0.972),  # a bit behind: most of the time until it is due
         ([(0.0, 10, 1.2, 0.1)], 1.205),  # late: soon, after a share for prefills
-        ([(math.nan, 9, 1.0, 0.1)], 1.08),  # one that makes nothing up
+        ([(math.nan, 9, 1.0, 0.1)], 1.07),  # one that makes nothing up
         ([(1.0, 1, 1.0, math.inf)], 1.05),  # no TPOT: the gap
         ([(1.0, 1, 1.0, math.nan)], 1.05),
         ([(1.0, 1, 1.0, 0.02)], 1.05),  # no step holds it
@@ -68,11 +69,11 @@ def test_late_steps_do_not_add_up(paces, overruns, planned):
         assert now_s <= emitted * tpot_s + max(late_s) + 1e-9
 
 
-def test_steps_on_time_keep_a_part_of_a_tpot_as_a_lead():
+def test_steps_on_time_use_most_of_a_tpot():
     now_s, tpot_s = 0.0, 0.1
     for emitted in range(1, 100):
         now_s = due_s((0.0, emitted, now_s, tpot_s)) + STEP_S
-    assert now_s - 98 * tpot_s == pytest.approx((1 - 1 / USABLE) * tpot_s + tpot_s, abs=1e-3)
+    assert now_s == pytest.approx(99 * USABLE * tpot_s)
 
 
 def test_the_planned_stop_is_twice_the_share_of_tasks_that_stops_took():
