@@ -20,6 +20,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from sluice.scheduling.request import deadline
+from sluice.scheduling.sources import digest_of
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -97,14 +98,16 @@ def compiled(function: F) -> F:
 
     It is kept in ``NUMBA_CACHE_DIR`` where that is set, else beside the source, or in the user's
     cache directory where that cannot be written; and where none can, each process compiles again.
-    numba looks only at the source file of the function itself: after a change to a compiled
-    function that others call, delete their ``__pycache__``.
+    It holds the functions and the constants that ``function`` has from other modules, so it is
+    used as long as none of these has changed; numba alone would look at the function's own file.
     """
     try:
-        return cast(F, njit(cache=True, nogil=True)(function))
+        made = njit(cache=True, nogil=True)(function)
     except RuntimeError as error:
         logger.warning("compiled loops are not kept, set NUMBA_CACHE_DIR: %s", error)
         return cast(F, njit(nogil=True)(function))
+    made._cache._cache_file._source_stamp = digest_of(function.__module__)
+    return cast(F, made)
 
 
 @compiled
