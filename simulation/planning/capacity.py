@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import nan
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +26,7 @@ from sluice.simulation.metrics import (
     stages,
     worst_by_request,
 )
-from sluice.simulation.planning.traffic import Played, Traffic
-from sluice.simulation.run import Result
+from sluice.simulation.planning.traffic import SharedClass, Traffic
 from sluice.simulation.truth import Belief, Truth
 from sluice.simulation.wrapped import Wrapped
 
@@ -82,6 +81,7 @@ class Run(NamedTuple):
         metric: which TPOT is judged; ``None``: by the anchor of each class.
         sizes: how many replicas.
         seed: of all that is drawn.
+        part: which part of the traffic is played.
         stop_at_s: on the host's monotonic clock; a run that lasts longer is given up.
     """
 
@@ -90,20 +90,58 @@ class Run(NamedTuple):
     metric: TPOTMetric | None
     sizes: Sizes
     seed: int
+    part: int
     stop_at_s: float
 
 
+class Judged(NamedTuple):
+    """The judged requests of a run: whether each attained, whether it failed, its TTFT and its TPOT
+    in seconds, and its service class. And of the whole run, margins of a window included, the
+    seconds that replicas were busy and up, and preemptions."""
+
+    met: Flags
+    failed: Flags
+    ttft_s: Floats
+    tpot_s: Floats
+    names: NDArray[np.str_]
+    busy_s: float
+    up_s: float
+    preemptions: int
+
+
 class Measured(NamedTuple):
-    """The figures of a run, of all judged requests and of those of each service class.
+    """The figures of all runs of a seed, of all judged requests and of those of each service class.
 
     Each has ``requests``, ``attainment`` and :data:`LATENCIES`, of the requests that have the
     figure; all together also ``failed`` (requests that ended without all their output),
-    ``utilisation`` (share of the replicas' time in steps) and ``preemptions``. Of windows, the last
-    two include the margins.
+    ``utilisation`` (share of the replicas' time in steps) and ``preemptions``.
     """
 
     whole: Figures
     classes: dict[str, Figures]
+
+    @classmethod
+    def of(cls, runs: Sequence[Judged], classes: Sequence[SharedClass]) -> Self:
+        """The figures of ``runs``, of each of ``classes``.
+
+        Raises:
+            ValueError: no request was judged.
+        """
+        met, failed, ttft_s, tpot_s, names = (
+            np.concatenate(each) for each in zip(*(run[:5] for run in runs), strict=True)
+        )
+        if not len(met):
+            raise ValueError("no request of the trace comes in any of the windows")
+        busy_s, up_s, preemptions = (
+            sum(each) for each in zip(*(run[5:] for run in runs), strict=True)
+        )
+        whole = _figures(met, ttft_s, tpot_s, np.ones(len(met), np.bool_))
+        whole["utilisation"] = busy_s / up_s if up_s > 0 else nan
+        whole["failed"] = float(failed.sum())
+        whole["preemptions"] = float(preemptions)
+        chosen = {name: names == name for name in (each.slo.service_class for each in classes)}
+        by_class = {name: _figures(met, ttft_s, tpot_s, own) for name, own in chosen.items()}
+        return cls(whole, by_class)
 
 
 class _Timed(Wrapped):
@@ -121,36 +159,14 @@ class _Timed(Wrapped):
         return super().plan(queue, now_s, latency, budget)
 
 
-def measure(run: Run) -> Measured:
-    """Simulate ``run``, of windows one after the other.
+def play(run: Run) -> Judged:
+    """Simulate ``run``.
 
     Raises:
         OutOfTimeError: it lasted longer than it may.
         StuckError: a replica could run nothing, as when one request needs more KV than there is.
-        ValueError: no request comes in any window.
     """
-    parts, busy_s, up_s, preemptions = [], 0.0, 0.0, 0
-    for played in run.traffic.played(run.seed):
-        result = _simulated(run, played)
-        parts.append(_judged(result, played, run.metric))
-        busy_s, up_s = busy_s + result.busy_s, up_s + result.up_s
-        preemptions += result.preemptions
-    met, failed, ttft_s, tpot_s, names = (np.concatenate(each) for each in zip(*parts, strict=True))
-    if not len(met):
-        raise ValueError("no request of the trace comes in any of the windows")
-    whole = _figures(met, ttft_s, tpot_s, np.ones(len(met), np.bool_))
-    whole["utilisation"] = busy_s / up_s if up_s > 0 else nan
-    whole["failed"] = float(failed.sum())
-    whole["preemptions"] = float(preemptions)
-    classes = {
-        each.slo.service_class: _figures(met, ttft_s, tpot_s, names == each.slo.service_class)
-        for each in run.traffic.classes
-    }
-    return Measured(whole, classes)
-
-
-def _simulated(run: Run, played: Played) -> Result:
-    fleet = run.fleet
+    played, fleet = run.traffic.played(run.seed, run.part), run.fleet
     both, prefillers, decoders = run.sizes
     counts = {"replicas": both, "prefillers": prefillers, "decoders": decoders}
 
@@ -161,7 +177,7 @@ def _simulated(run: Run, played: Played) -> Result:
     routing_options = dict(fleet.routing_options)
     if "seed" in routing.POLICIES[fleet.routing].Options.model_fields:
         routing_options.setdefault("seed", run.seed)
-    return simulate_cluster(
+    result = simulate_cluster(
         played.workload,
         batch,
         routing.make_policy(fleet.routing, routing_options),
@@ -171,22 +187,18 @@ def _simulated(run: Run, played: Played) -> Result:
         fleet.cluster.model_copy(update=counts),
         seed=played.seed,
     )
-
-
-def _judged(
-    result: Result, played: Played, metric: TPOTMetric | None
-) -> tuple[Flags, Flags, Floats, Floats, NDArray[np.str_]]:
-    """Of the judged requests: whether each attained, whether it failed, its TTFT, its TPOT, and its
-    service class."""
     requests, chosen = result.requests, played.judged()
     measured = stages(requests)
-    tpot_s = worst_by_request(requests, measured, judged_tpot_s(requests, measured, metric))
-    return (
-        attained(requests, measured, metric)[chosen],
-        np.array([key in requests.failures for key in chosen], np.bool_),
+    tpot_s = worst_by_request(requests, measured, judged_tpot_s(requests, measured, run.metric))
+    return Judged(
+        attained(requests, measured, run.metric)[chosen],
+        np.array([key in requests.failures for key in chosen.tolist()], np.bool_),
         measured.ttft_s[requests.first_stage[:-1]][chosen],
         tpot_s[chosen],
-        np.array([requests.slos[key].service_class for key in chosen], np.str_),
+        np.array([requests.slos[key].service_class for key in chosen.tolist()], np.str_),
+        result.busy_s,
+        result.up_s,
+        result.preemptions,
     )
 
 

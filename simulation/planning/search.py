@@ -20,12 +20,13 @@ from sluice.simulation.capacity import (
 from sluice.simulation.metrics import TPOTMetric, metric_name
 from sluice.simulation.parallel import in_processes
 from sluice.simulation.planning.capacity import (
+    Judged,
     Measured,
     OutOfTimeError,
     PlannedFleet,
     Run,
     Sizes,
-    measure,
+    play,
 )
 from sluice.simulation.planning.points import CapacityPoint, PoolAnswer, PoolPoint, Range, Status
 from sluice.simulation.planning.report import CapacityReport, ClassFacts, FleetFacts, TrafficFacts
@@ -69,8 +70,9 @@ def answered(question: Question, progress: Progress) -> CapacityReport:
     """
     workload = question.traffic.workload(question.seeds[0])
     stop_at_s = time.monotonic() + question.time_limit_s
-    with in_processes(measure, min(question.jobs, len(question.seeds))) as measure_all:
-        trial = partial(_trial, question, progress, measure_all, stop_at_s)
+    runs = len(question.seeds) * question.traffic.parts
+    with in_processes(play, min(question.jobs, runs)) as play_all:
+        trial = partial(_trial, question, progress, play_all, stop_at_s)
         status, found, points = _colocated(question, workload, trial)
         pools = _pools(question, workload, trial) if question.disaggregated else None
     total = sum(each.share for each in question.traffic.classes)
@@ -96,21 +98,27 @@ Trial = Callable[[Sizes, str], list[Measured]]
 def _trial(
     question: Question,
     progress: Progress,
-    measure_all: Callable[[Sequence[Run]], Iterator[Measured]],
+    play_all: Callable[[Sequence[Run]], Iterator[Judged]],
     stop_at_s: float,
     sizes: Sizes,
     words: str,
 ) -> list[Measured]:
-    """Simulate a fleet of these sizes once for each seed."""
+    """Simulate a fleet of these sizes once for each seed and part of the traffic."""
+    traffic, parts = question.traffic, range(question.traffic.parts)
     runs = [
-        Run(question.traffic, question.fleet, question.metric, sizes, seed, stop_at_s)
+        Run(traffic, question.fleet, question.metric, sizes, seed, part, stop_at_s)
         for seed in question.seeds
+        for part in parts
     ]
     task = progress.add_task(words, total=len(runs))
+    played = play_all(runs)
     done: list[Measured] = []
-    for measured in measure_all(runs):
-        done.append(measured)
-        progress.advance(task)
+    for _ in question.seeds:
+        own = []
+        for _ in parts:
+            own.append(next(played))
+            progress.advance(task)
+        done.append(Measured.of(own, traffic.classes))
     shown = Range.of([each.whole["attainment"] for each in done]).shown(100, 2)
     progress.update(task, description=f"{words}: {shown} %")
     return done

@@ -281,7 +281,7 @@ def _search_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 default=min(os.cpu_count() or 1, MOST_JOBS),
                 show_default="processors",
                 type=click.IntRange(1, MOST_JOBS),
-                help="Processes; seeds run in parallel.",
+                help="Processes; seeds and windows run in parallel.",
             ),
         )
     ):

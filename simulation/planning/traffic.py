@@ -4,7 +4,6 @@ service classes, all of it or some windows."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from math import inf
@@ -115,9 +114,15 @@ class Traffic(NamedTuple):
     classes: tuple[SharedClass, ...]
     windows: Windows | None = None
 
-    def played(self, seed: int) -> Iterator[Played]:
-        """What is run: all requests, or those of each window; random values are drawn by ``seed``.
-        A window is cut before its rate is scaled, so that copies stay in their part of the day.
+    @property
+    def parts(self) -> int:
+        """How many runs play it: one, or one for each window."""
+        return 1 if self.windows is None else self.windows.parts
+
+    def played(self, seed: int, part: int = 0) -> Played:
+        """What one run plays: all requests, or those of a window; random values are drawn by
+        ``seed``. A window is cut before its rate is scaled, so that copies stay in their part of
+        the day.
 
         A request's task class, by which output lengths are predicted, is its service class, as in
         a replica.
@@ -129,14 +134,13 @@ class Traffic(NamedTuple):
         """
         whole = self._whole()
         if self.windows is None:
-            yield Played(self._finished(whole, seed), 0.0, inf, seed)
-            return
+            return Played(self._finished(whole, seed), 0.0, inf, seed)
         _, seconds, margin_s = self.windows
-        for number, start_s in enumerate(self.windows.starts_s(whole.duration_s, seed)):
-            before_s = min(margin_s, start_s)
-            cut = window(whole, start_s - before_s, before_s + seconds + margin_s)
-            own = seed + (number << 32)  # below it are the seeds of runs
-            yield Played(self._finished(cut, own), before_s, before_s + seconds, own)
+        start_s = self.windows.starts_s(whole.duration_s, seed)[part]
+        before_s = min(margin_s, start_s)
+        cut = window(whole, start_s - before_s, before_s + seconds + margin_s)
+        own = seed + (part << 32)  # below it are the seeds of runs
+        return Played(self._finished(cut, own), before_s, before_s + seconds, own)
 
     def workload(self, seed: int) -> Workload:
         """The judged requests, of windows one window after the other.
@@ -144,7 +148,7 @@ class Traffic(NamedTuple):
         Raises:
             TraceError, ValueError: see :meth:`played`.
         """
-        played = list(self.played(seed))
+        played = [self.played(seed, part) for part in range(self.parts)]
         if self.windows is None:
             return played[0].workload
         arrivals = [

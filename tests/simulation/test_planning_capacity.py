@@ -15,14 +15,16 @@ from sluice.simulation.config import ClusterConfig, EngineConfig
 from sluice.simulation.metrics import TPOTMetric
 from sluice.simulation.parallel import in_processes
 from sluice.simulation.planning.capacity import (
+    Measured,
     OutOfTimeError,
     PlannedFleet,
     Run,
     Sizes,
-    measure,
+    play,
 )
 from sluice.simulation.planning.traffic import (
     MOST_TOKENS,
+    Played,
     SharedClass,
     Traffic,
     Windows,
@@ -113,10 +115,16 @@ def day(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def measure(run: Run) -> Measured:
+    """All parts of the traffic, one after the other."""
+    parts = [play(run._replace(part=part)) for part in range(run.traffic.parts)]
+    return Measured.of(parts, run.traffic.classes)
+
+
 def run(trace: Path, replicas: int, seed: int = 1, stop_at_s: float = inf) -> Run:
     shared = (SharedClass(CHAT, 3.0), SharedClass(BATCH, 1.0))
     traffic = Traffic(trace, 200, 1.0, 1.0, shared)
-    return Run(traffic, FLEET, TPOTMetric.MEAN, Sizes(replicas), seed, stop_at_s)
+    return Run(traffic, FLEET, TPOTMetric.MEAN, Sizes(replicas), seed, 0, stop_at_s)
 
 
 def test_requests_are_drawn_into_classes_by_share(trace: Path) -> None:
@@ -169,12 +177,12 @@ def test_a_run_that_lasts_too_long_is_given_up(trace: Path) -> None:
 
 def test_processes_measure_what_one_does_in_order(trace: Path) -> None:
     runs = [run(trace, replicas, seed) for replicas, seed in ((4, 1), (3, 2))]
-    with in_processes(measure, 1) as alone, in_processes(measure, 2) as shared:
+    with in_processes(play, 1) as alone, in_processes(play, 2) as shared:
         assert repr(list(shared(runs))) == repr(list(alone(runs)))
 
 
 def test_an_error_comes_out_of_a_process(trace: Path) -> None:
-    with in_processes(measure, 2) as shared, pytest.raises(OutOfTimeError):
+    with in_processes(play, 2) as shared, pytest.raises(OutOfTimeError):
         list(shared([run(trace, 4, stop_at_s=0.0)] * 2))
 
 
@@ -182,12 +190,16 @@ def of_day(trace: Path, windows: Windows | None, rate_scale: float = 1.0) -> Tra
     return Traffic(trace, 300, rate_scale, 1.0, (SharedClass(CHAT, 1.0),), windows)
 
 
+def all_played(traffic: Traffic, seed: int) -> list[Played]:
+    return [traffic.played(seed, part) for part in range(traffic.parts)]
+
+
 @given(parts=st.integers(1, 6), margin_s=st.floats(0, 3), seed=st.integers(0, 99))
 def test_windows_are_of_all_parts_of_the_trace_and_judge_no_margin(
     day: Path, parts: int, margin_s: float, seed: int
 ) -> None:
     whole = of_day(day, None).workload(seed)
-    windows = list(of_day(day, Windows(parts, 1.0, margin_s)).played(seed))
+    windows = all_played(of_day(day, Windows(parts, 1.0, margin_s)), seed)
     assert len(windows) == parts
     for number, own in enumerate(windows):
         judged = [own.workload.arrivals[key] for key in own.judged()]
@@ -201,12 +213,12 @@ def test_windows_are_of_all_parts_of_the_trace_and_judge_no_margin(
         first, last = 0.03 * places[0], whole.duration_s - 0.03 * places[-1]
         expected_s = min(margin_s, first) + min(margin_s, last)
         assert beside == pytest.approx(expected_s / 0.03, abs=3)
-    again = of_day(day, Windows(parts, 1.0, margin_s)).played(seed)
+    again = all_played(of_day(day, Windows(parts, 1.0, margin_s)), seed)
     assert [each.workload for each in again] == [each.workload for each in windows]
 
 
 def test_copies_stay_in_the_window_of_their_request(day: Path) -> None:
-    for own in of_day(day, Windows(3, 1.0, 0.5), rate_scale=4.0).played(1):
+    for own in all_played(of_day(day, Windows(3, 1.0, 0.5), rate_scale=4.0), 1):
         assert len(own.workload) >= 4 * 33
         assert own.workload.duration_s <= 2.0 + 0.06
         prompts = [own.workload.arrivals[key].prompt_tokens for key in own.judged()]
@@ -215,7 +227,7 @@ def test_copies_stay_in_the_window_of_their_request(day: Path) -> None:
 
 def test_windows_that_do_not_fit_are_refused(day: Path) -> None:
     with pytest.raises(ValueError, match=r"5 windows of 2 s need 10 s of traffic, and the .* 8\.9"):
-        list(of_day(day, Windows(5, 2.0, 0.0)).played(1))
+        of_day(day, Windows(5, 2.0, 0.0)).played(1)
 
 
 def test_windows_without_a_request_are_an_error(tmp_path: Path) -> None:
@@ -224,7 +236,7 @@ def test_windows_without_a_request_are_an_error(tmp_path: Path) -> None:
     path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
     traffic = of_day(path, Windows(2, 1.0, 0.0))
     with pytest.raises(ValueError, match="no request of the trace comes in any of the windows"):
-        measure(Run(traffic, FLEET, None, Sizes(1), 3, inf))
+        measure(Run(traffic, FLEET, None, Sizes(1), 3, 0, inf))
 
 
 def test_windows_measure_what_the_whole_trace_does(tmp_path: Path) -> None:
@@ -238,7 +250,7 @@ def test_windows_measure_what_the_whole_trace_does(tmp_path: Path) -> None:
 
     def attainment(windows: Windows | None) -> float:
         traffic = Traffic(path, 4_000, 1.0, 1.0, shared, windows)
-        return measure(Run(traffic, FLEET, None, Sizes(4), 1, inf)).whole["attainment"]
+        return measure(Run(traffic, FLEET, None, Sizes(4), 1, 0, inf)).whole["attainment"]
 
     whole = attainment(None)
     assert 0.3 < whole < 0.4
