@@ -148,24 +148,26 @@ class Traffic(NamedTuple):
         Raises:
             TraceError, ValueError: see :meth:`played`.
         """
-        played = [self.played(seed, part) for part in range(self.parts)]
+        first = self.played(seed)
         if self.windows is None:
-            return played[0].workload
-        arrivals = [
-            own.workload.arrivals[key]._replace(
-                arrival_s=number * self.windows.seconds
-                + own.workload.arrivals[key].arrival_s
-                - own.from_s
-            )
-            for number, own in enumerate(played)
-            for key in own.judged()
-        ]
+            return first.workload
+        arrivals: list[Arrival] = []
+        for part in range(self.parts):
+            own = self.played(seed, part)
+            later_s = part * self.windows.seconds - own.from_s
+            arrivals += [
+                own.workload.arrivals[key]._replace(
+                    arrival_s=own.workload.arrivals[key].arrival_s + later_s
+                )
+                for key in own.judged()
+            ]
+        arrivals.sort(key=lambda arrival: arrival.arrival_s)  # rounding may swap two at a border
         parts, seconds, margin_s = self.windows
         note = (
             f"{self._whole().description} {parts} windows of {seconds:g} s with margins of "
             f"{margin_s:g} s. Service classes drawn by share."
         )
-        return replace(played[0].workload, arrivals=tuple(arrivals), description=note)
+        return replace(first.workload, arrivals=tuple(arrivals), description=note)
 
     def _whole(self) -> Workload:
         whole = _trace(self.path, self.limit)
