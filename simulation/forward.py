@@ -13,6 +13,9 @@ from sluice.scheduling.request.kernels import PREFILL_CONTEXT, PREFILL_CROSS, PR
 Granularity = Literal["off", "layer", "operator"]
 """Where a pass can be left: not at all, before a layer, or before an operator."""
 
+CHECKS: dict[Granularity, int] = {"off": 0, "layer": 1, "operator": 5}
+"""How many places a layer has where it can be left."""
+
 
 class Model(NamedTuple):
     """The operators of a decoder, FlowPrefill §5.1: per layer, ``qkv_proj``, attention, ``o_proj``,
@@ -93,7 +96,7 @@ class Pass:
             shares.append(shares[-1] + attention)
             shares.append(shares[-1] + linear * model.o)
             shares.append(shares[-1] + linear * model.gate_up)
-        self.checks = 0 if granularity == "off" else model.layers * len(shares)
+        self.checks = model.layers * CHECKS[granularity]
         self.seconds = whole_s + self.checks * check_s
         self._layer_s = self.seconds / model.layers
         self._starts = [share * self._layer_s for share in shares]

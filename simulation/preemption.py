@@ -40,7 +40,7 @@ from sluice.scheduling.request.kernels import (
     RUNNING,
     Floats,
 )
-from sluice.simulation.forward import Granularity, Model, Pass
+from sluice.simulation.forward import CHECKS, Granularity, Model, Pass
 from sluice.simulation.requests import Requests
 from sluice.simulation.truth import Noise, Truth
 
@@ -208,8 +208,7 @@ class PreemptiveEngine:
         self._output: dict[str, _Decode] = {}
         self._stack: list[_Task] = []
         self._held = 0
-        places = {"off": 0, "layer": 1, "operator": 5}
-        self._turns = DecodeTurns(model.layers * places[config.granularity])
+        self._turns = DecodeTurns(model.layers * CHECKS[config.granularity])
         self._stepped = False
 
     @property

@@ -17,8 +17,8 @@ USABLE = 0.9
 """The share of the time until its next token is due after which a decode is to have it: stops and
 steps vary around what is planned. As the default head-room of ``deadline_triage`` leaves it."""
 
-PREFILL_SHARE = 0.25
-"""Prefills have at least this much of a step's time between two steps."""
+LEAST_GAP_SHARE = 0.25
+"""Prefills have at least this share of a step's time between two steps."""
 
 REMEMBERED_S = 60.0
 """How long the tightest TPOT of decodes bounds the tasks of prefills after it was seen, seconds: a
@@ -38,8 +38,8 @@ def decode_step_due_s(
     TPOT after its last one, and keeps its TPOT since the first one; None without decodes.
     ``O(decodes)``.
 
-    A step that was late is made up for, by earlier ones that leave prefills ``PREFILL_SHARE`` of
-    the step's time at least. What was won is a lead, and covers a later one.
+    A step that was late is made up for, by earlier ones that leave prefills
+    ``LEAST_GAP_SHARE`` of the step's time at least. What was won is a lead, and covers a later one.
 
     FlowPrefill §6.5 runs both phases at once on one device; here they take turns.
 
@@ -58,7 +58,7 @@ def decode_step_due_s(
         return None
     ahead_s = first_token_s + emitted * tpot_s - last_token_s
     usable_s = USABLE * np.fmin(ahead_s, tpot_s)
-    gaps_s = np.maximum(usable_s - step_s - stop_s, PREFILL_SHARE * step_s)
+    gaps_s = np.maximum(usable_s - step_s - stop_s, LEAST_GAP_SHARE * step_s)
     gaps_s[~((tpot_s > step_s) & (tpot_s < inf))] = gap_s
     return float((last_token_s + gaps_s).min())
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sluice.scheduling.latency.model import LinearLatency, StepSample
 from sluice.scheduling.preemption import DecodeTurns, decode_step_due_s
-from sluice.scheduling.preemption.decode_turns import PREFILL_SHARE, REMEMBERED_S, USABLE
+from sluice.scheduling.preemption.decode_turns import LEAST_GAP_SHARE, REMEMBERED_S, USABLE
 
 STEP_S, GAP_S = 0.02, 0.05
 NONE = np.empty(0)
@@ -47,7 +47,7 @@ def test_a_prefill_is_stopped_for_decodes_before_their_step_is_due():
 
 def test_a_tpot_that_a_step_can_hold_is_not_given_up_for_a_long_stop():
     """Stops are mostly shorter than is planned, and a step that was late is made up for."""
-    assert due_s((1.0, 1, 1.0, 0.03), stop_s=0.02) == pytest.approx(1.0 + PREFILL_SHARE * STEP_S)
+    assert due_s((1.0, 1, 1.0, 0.03), stop_s=0.02) == pytest.approx(1.0 + LEAST_GAP_SHARE * STEP_S)
 
 
 @given(
@@ -58,13 +58,13 @@ def test_a_tpot_that_a_step_can_hold_is_not_given_up_for_a_long_stop():
 def test_late_steps_do_not_add_up(paces, overruns, planned):
     """If each step by itself could come in time, no token is later than the latest of them was."""
     tpot_s = paces * STEP_S
-    most_s = tpot_s - (1.0 + PREFILL_SHARE) * STEP_S
+    most_s = tpot_s - (1.0 + LEAST_GAP_SHARE) * STEP_S
     stop_s = planned * most_s
     late_s = [each * (most_s - stop_s) for each in overruns]
     now_s = 0.0
     for emitted, each_s in enumerate(late_s, start=1):
         begins_s = due_s((0.0, emitted, now_s, tpot_s), stop_s=stop_s)
-        assert begins_s >= now_s + PREFILL_SHARE * STEP_S - 1e-9
+        assert begins_s >= now_s + LEAST_GAP_SHARE * STEP_S - 1e-9
         now_s = begins_s + stop_s + each_s + STEP_S
         assert now_s <= emitted * tpot_s + max(late_s) + 1e-9
 

@@ -166,7 +166,7 @@ class SLOsServeAdmission(AdmissionPolicy):
         row, now_s, usable = int(jobs[0].rows[0]), jobs[0].now_s, 1.0 - self._headroom
         of, model, start = fleet.figures[row], fleet.pieces[row], int(fleet.starts[row])
         longest_s = of[FIXED_S] + most_work_s(model, self._batch_tokens, 0.0)
-        least_s = alone_step_s(of, most_work_s(model, 1.0, 0.0)) / (1.0 - PREFILL_SHARE)
+        least_s = least_tpot_s(of, model)
         total, block = float(of[TOTAL_BLOCKS]), float(of[BLOCK_TOKENS])
         asked, new = [], []
         for place, job in enumerate(jobs):
@@ -244,6 +244,12 @@ def guaranteed(
 
 
 @compiled
+def least_tpot_s(figures: Floats, pieces: Floats) -> float:
+    """The least TPOT that a step with one decode holds beside prefills' share of its time."""
+    return alone_step_s(figures, most_work_s(pieces, 1.0, 0.0)) / (1.0 - PREFILL_SHARE)
+
+
+@compiled
 def promises(
     fleet: FleetArrays,
     candidates: Any,
@@ -281,8 +287,7 @@ def promises(
             of, queue, decodes, new, now_s, longest_s, (1.0 - headroom, every_window)
         )
         room_s = claims_wait_s(of, prompt_tokens, tokens, kept)
-        least_s = alone_step_s(of, most_work_s(model, 1.0, 0.0)) / (1.0 - PREFILL_SHARE)
-        useful = tpot_s >= least_s
+        useful = tpot_s >= least_tpot_s(of, model)
         holds[place] = useful and late_s <= 0.0 and room_s == 0.0
         wait_s[place] = 0.0
         if not holds[place]:
