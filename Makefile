@@ -9,7 +9,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 # `LOCKED=1` installs the versions in deploy/requirements/ and checks their hashes, as images and CI do.
 LOCKED ?=
 
-.PHONY: serve test test-release versions check format docs pictures site lock audit sbom clean
+.PHONY: serve test test-release versions check format docs chart pictures site lock audit sbom clean
 
 serve: $(VENV)/.installed
 	$(BIN)/sluice serve $(ARGS)
@@ -43,6 +43,10 @@ format: $(VENV)/.installed-test
 docs: $(VENV)/.installed-test
 	$(BIN)/python -m sluice.deploy.reference
 	$(BIN)/python -m sluice.deploy.chart
+
+# The Helm chart as it is installed, in build/chart/sluice.
+chart: $(VENV)/.installed-test
+	$(BIN)/python -m sluice.deploy.chart --package build/chart
 
 # The pictures in the documents.
 pictures: $(VENV)/.installed-test

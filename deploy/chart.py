@@ -1,14 +1,16 @@
-"""The parts of the Helm chart that follow from the code: the configuration in the values' schema,
-Ray's environment, the alert rules, the dashboards, and the table of values in its README.
+"""The Helm chart: the parts of it that follow from the code, and its package.
 
-``python -m sluice.deploy.chart`` writes them into ``helm/sluice``; a test fails if they are
-outdated.
+``python -m sluice.deploy.chart`` writes the configuration in the values' schema, Ray's environment
+and the table of values in the README into ``helm/sluice``; a test fails if they are outdated. With
+``--package FOLDER`` it writes the chart as it is installed into ``FOLDER/sluice``: with the alert
+rules and the dashboards of ``deploy/``.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -32,16 +34,25 @@ def contents() -> dict[Path, str]:
     """The content of every generated file of the chart, by path."""
     schema = values_schema()
     readme = CHART / "README.md"
-    files = {
+    return {
         CHART / "values.schema.json": json.dumps(schema, indent=2) + "\n",
         readme: _TABLE.sub(lambda _: values_table(schema), readme.read_text(encoding="utf-8")),
         CHART / "files" / "ray-env.yaml": yaml.safe_dump(ray_environment(), sort_keys=False),
     }
-    alerts = ROOT / "deploy" / "prometheus" / "alerts.yaml"
-    files[CHART / "files" / "alerts.yaml"] = alerts.read_text(encoding="utf-8")
-    for board in sorted((ROOT / "deploy" / "grafana").glob("*.json")):
-        files[CHART / "files" / "dashboards" / board.name] = board.read_text(encoding="utf-8")
-    return files
+
+
+def package(folder: Path) -> Path:
+    """Write the chart as it is installed into ``folder``, in place of an earlier one, and return
+    its path."""
+    chart = folder / CHART.name
+    shutil.rmtree(chart, ignore_errors=True)
+    shutil.copytree(CHART, chart)
+    shutil.copy(ROOT / "deploy" / "prometheus" / "alerts.yaml", chart / "files")
+    boards = chart / "files" / "dashboards"
+    boards.mkdir()
+    for board in (ROOT / "deploy" / "grafana").glob("*.json"):
+        shutil.copy(board, boards)
+    return chart
 
 
 def ray_environment() -> dict[str, str]:
@@ -116,14 +127,19 @@ def _values(
 
 
 @click.command()
-def main() -> None:
-    """Write the parts of the chart that follow from the code."""
-    wanted = contents()
-    for path, content in wanted.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
+@click.option(
+    "--package",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write the chart as it is installed into this folder.",
+)
+def main(folder: Path | None) -> None:
+    """Write the parts of the chart that follow from the code, or its package."""
+    if folder is not None:
+        click.echo(package(folder))
+        return
+    for path, content in contents().items():
         path.write_text(content, encoding="utf-8")
-    for board in set((CHART / "files" / "dashboards").glob("*.json")) - wanted.keys():
-        board.unlink()
 
 
 if __name__ == "__main__":

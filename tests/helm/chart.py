@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from sluice.deploy.chart import CHART
+from sluice.deploy.chart import CHART, package
 from tests.documents import ROOT
 from tests.lacking import lacking
 
@@ -81,8 +81,8 @@ def values_with(over: Mapping[str, Any]) -> Document:
     return merged(read(CHART / "values.yaml"), over)
 
 
-def render(over: Mapping[str, Any]) -> Release:
-    """The chart with ``over`` on top of its own values.
+def render(over: Mapping[str, Any], chart: Path | None = None) -> Release:
+    """The ``chart``, by default as it is installed, with ``over`` on top of its own values.
 
     Raises:
         ValueError: a template refuses the values; the message is the template's.
@@ -93,9 +93,8 @@ def render(over: Mapping[str, Any]) -> Release:
         "Chart": {name[0].upper() + name[1:]: value for name, value in about.items()},
         "Release": {"Name": "demo", "Namespace": "llm", "Service": "Helm"},
     }
-    done = subprocess.run(
-        [_renderer(), str(CHART)], input=json.dumps(context), capture_output=True, text=True
-    )
+    command = [_renderer(), str(chart or packaged())]
+    done = subprocess.run(command, input=json.dumps(context), capture_output=True, text=True)
     if done.returncode:
         raise ValueError(done.stderr)
     texts: dict[str, str] = json.loads(done.stdout)
@@ -106,6 +105,14 @@ def render(over: Mapping[str, Any]) -> Release:
 def parsed(text: str) -> Iterator[Document]:
     """The documents in rendered YAML; empty ones are not documents."""
     yield from (document for document in yaml.load_all(text, yaml.CSafeLoader) if document)
+
+
+@functools.cache
+def packaged() -> Path:
+    """The chart as it is installed, packaged once for the tests of this process."""
+    folder = Path(tempfile.mkdtemp(prefix="sluice-chart-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return package(folder)
 
 
 @functools.cache

@@ -23,7 +23,16 @@ from sluice.deploy.config import parse_config
 from sluice.router.tenancy.keys import parse_keys
 from tests.documents import ROOT
 from tests.examples import examples
-from tests.helm.chart import CUSTOM_RESOURCES, Document, Release, parsed, read, render, values_with
+from tests.helm.chart import (
+    CUSTOM_RESOURCES,
+    Document,
+    Release,
+    packaged,
+    parsed,
+    read,
+    render,
+    values_with,
+)
 from tests.helm.schemas import NATIVE, check_native, check_ray_service
 
 EXAMPLES = {path.name.removesuffix("-values.yaml"): path for path in (CHART / "ci").iterdir()}
@@ -55,8 +64,6 @@ def test_what_follows_from_the_code_is_as_the_code_has_it() -> None:
     for path, content in contents().items():
         held = path.read_text(encoding="utf-8") if path.exists() else None
         assert held == content, f"{path.name} of the chart is out of date: `make docs` writes it"
-    copied = {path for path in contents() if path.parent.name == "dashboards"}
-    assert copied == set((CHART / "files" / "dashboards").glob("*.json"))
 
 
 def test_the_versions_are_the_project_s() -> None:
@@ -264,6 +271,12 @@ def test_rules_and_dashboards_are_given_to_the_operators(release: Release, examp
         assert boards == {path.name: json.loads(path.read_text("utf-8")) for path in paths}
     else:
         assert not rules and not boards
+
+
+@pytest.mark.parametrize("part", ["prometheusRule", "dashboards"])
+def test_a_chart_that_was_not_packaged_says_how_it_is(part: str) -> None:
+    with pytest.raises(ValueError, match="`make chart` writes build/chart/sluice"):
+        render({"monitoring": {part: {"enabled": True}}}, CHART)
 
 
 def test_containers_run_without_rights(release: Release) -> None:
@@ -491,7 +504,8 @@ def test_any_mix_of_options_is_accepted(chosen: set[str]) -> None:
 
 @pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not on the path")
 def test_helm_renders_the_same(example: str, release: Release) -> None:
-    command = ["helm", "template", "demo", str(CHART), "-n", "llm", "-f", str(EXAMPLES[example])]
+    chart, values = str(packaged()), str(EXAMPLES[example])
+    command = ["helm", "template", "demo", chart, "-n", "llm", "-f", values]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     def name(document: Document) -> tuple[str, str]:

@@ -45,10 +45,13 @@ def test_helm_is_told_of_things_that_exist() -> None:
     parser.add_argument("--create-namespace", action="store_true")
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--values", "-f", action="append", default=[])
+    assert ["chart"] in commands("make")
+    make = (ROOT / "Makefile").read_text("utf-8")
+    (folder,) = re.findall(r"sluice.deploy.chart --package (\S+)", make)
     for words in commands("helm"):
         told = parser.parse_args(words)
         if "install" in told.words and told.words[-1] != "kuberay/kuberay-operator":
-            assert (ROOT / told.words[-1] / "Chart.yaml").exists()
+            assert told.words[-1] == f"{folder}/{CHART.name}"
             values: Document = {}
             for path in told.values:
                 values = merged(values, read(ROOT / path))
