@@ -13,6 +13,7 @@ import numpy as np
 from msgspec import Meta
 
 from sluice.scheduling.fleet.breaker import Trouble
+from sluice.scheduling.fleet.local_orders import LOCAL_ORDERS, SLIDE
 from sluice.scheduling.fleet.prefix import NO_HELD, NO_HELD_SLOTS
 from sluice.scheduling.latency.profile import LatencyProfile
 from sluice.scheduling.request.job import RouteDecision, RouteQuery, Tier
@@ -104,7 +105,8 @@ class ReplicaHello(NamedTuple):
     :class:`ReportReply`: the replica carries the operator's setting to a restarted controller.
     ``role``: the phases of requests that it serves. ``preempts``: its engine suspends a running
     prefill for a more urgent one. ``hung`` as in a delta. ``elastic``: it follows another role
-    while it runs.
+    while it runs. ``local_order``: in which its policy takes prefills
+    (:mod:`sluice.scheduling.fleet.local_orders`).
     """
 
     replica_id: Id
@@ -129,6 +131,7 @@ class ReplicaHello(NamedTuple):
     preempts: bool = False
     hung: bool = False
     elastic: bool = False
+    local_order: Annotated[int, Meta(ge=0, lt=len(LOCAL_ORDERS))] = SLIDE
 
 
 class ReplicaDelta(NamedTuple):

@@ -19,6 +19,7 @@ import numpy as np
 from sluice.controller.messages import ReplicaDelta, ReplicaHello, ReportReply
 from sluice.replica.config import ReplicaConfig
 from sluice.replica.engine import EngineInfo
+from sluice.scheduling.batching import POLICIES
 from sluice.scheduling.fleet.prefix import HELD, HELD_SLOTS
 from sluice.scheduling.fleet.state import ROW, EngineState
 from sluice.scheduling.roles import Role
@@ -283,6 +284,7 @@ class Reporter:
                 node_id=self._member.node_id,
                 model=info.model,
                 policy=info.policy,
+                local_order=POLICIES[info.policy].local_order,
                 role=self._role,
                 max_batch_tokens=info.max_batch_tokens,
                 max_sequences=info.max_sequences,

@@ -102,9 +102,9 @@ class VirtualEngine:
             self._policy = policy
 
     @property
-    def policy(self) -> str:
-        """Registered name of its policy."""
-        return self._policy.name
+    def local_order(self) -> int:
+        """The order of its policy."""
+        return self._policy.local_order
 
     @property
     def live(self) -> int:

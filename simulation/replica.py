@@ -219,7 +219,7 @@ class VirtualReplica:
             self.draining,
             role=self.role,
             transfers=self._transfers,
-            policy=engine.policy,
+            local_order=engine.local_order,
         )
         held = engine.cache.held if engine.cache is not None else _NOTHING_HELD
         return Sent(engine.queue.table.copy(), report, len(self.given), held, engine.later)

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sluice.scheduling.batching import BatchBudget, BatchBuilder, BatchPlan, BatchPolicy
+from sluice.scheduling.fleet.local_orders import SLIDE
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.request.queue import QueueView
 
 
 class Wrapped(BatchPolicy):
-    """Plans as ``inner`` does, under its name. Subclasses extend :meth:`plan`."""
+    """Plans as ``inner`` does, in its order. Subclasses extend :meth:`plan`."""
 
     name = "wrapped"
     source = "ours"
+    local_order = SLIDE
 
     def __init__(self, inner: BatchPolicy) -> None:
         super().__init__()
-        # Routers predict by the name.
-        self.name = inner.name  # type: ignore[misc]
+        self.local_order = inner.local_order  # type: ignore[misc]
         self.inner = inner
 
     def plan(

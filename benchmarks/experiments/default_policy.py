@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from sluice.benchmarks.experiments import loads, tables
 from sluice.benchmarks.experiments.grid import Axes, Experiment, Product, Scaled
 from sluice.benchmarks.experiments.loads import Make, Span, Sweep, recorded, workloads
+from sluice.benchmarks.experiments.policies import LOCAL
 from sluice.benchmarks.experiments.systems import DEFAULT, SETUPS, Contender
 from sluice.benchmarks.experiments.tables import Lines, Pivot, Rivals, Rows, grouped, pivots
-from sluice.scheduling.batching import POLICIES
 from sluice.simulation.planning.plots import Table
 
 QUICK_WORKLOADS = ("proserve sharegpt", "fairbatching azure")
@@ -113,7 +113,7 @@ EXPERIMENT = Experiment(
             workloads=workloads(Scaled(QUICK_WORKLOADS, tuple(loads.GENERATED)), traces=recorded),
             setups=Scaled((SETUPS["8b"],), (SETUPS["8b"], SETUPS["70b-short"])),
             loads=Scaled((1.1,), (0.9, 1.3)),
-            kinds=(*(Contender(name, name) for name in POLICIES), PAB),
+            kinds=(*(Contender(name, name) for name in LOCAL), PAB),
             span=Scaled(Span(3.0, 10, 20), Span(45.0, 150, 500)),
         )
     ],

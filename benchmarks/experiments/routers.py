@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from sluice.benchmarks.experiments import systems
 from sluice.benchmarks.experiments.grid import Experiment, Planned, Scaled
 from sluice.benchmarks.experiments.loads import Span, Sweep, recorded_stretched, workloads
+from sluice.benchmarks.experiments.policies import LOCAL as LOCAL_POLICIES
+from sluice.benchmarks.experiments.policies import ROUTERS
 from sluice.benchmarks.experiments.systems import ADMISSION as ADMISSION_POLICY
 from sluice.benchmarks.experiments.systems import ROUTER, Contender, Layout, System, colocated
 from sluice.benchmarks.experiments.tables import Rivals, Rows, difference, estimate, grouped, pivots
 from sluice.scheduling.admission import POLICIES as ADMISSIONS
-from sluice.scheduling.batching import POLICIES as LOCAL_POLICIES
-from sluice.scheduling.routing import POLICIES as ROUTERS
 from sluice.simulation.config import Resize, Slowdown, WhenUnattainable
 from sluice.simulation.planning.plots import Table
 from sluice.simulation.replicas import Incident

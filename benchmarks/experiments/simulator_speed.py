@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from sluice.benchmarks.experiments.grid import Experiment, Product, Scaled
+from sluice.benchmarks.experiments.policies import LOCAL, ROUTERS
 from sluice.benchmarks.experiments.tables import pivots
-from sluice.scheduling import batching, routing
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.simulation.cluster import simulate_cluster
 from sluice.simulation.config import ClusterConfig
@@ -36,9 +36,9 @@ def speed(
 
     def run(workload: Workload) -> Result:
         if replicas == 1:
-            return simulate(workload, batching.make_policy(policy), TRUTH)
+            return simulate(workload, LOCAL.make(policy), TRUTH)
         cluster = ClusterConfig(replicas=replicas, cells=cells)
-        make, router = (lambda role: batching.make_policy(policy)), routing.make_policy("pab")
+        make, router = (lambda role: LOCAL.make(policy)), ROUTERS.make("pab")
         return simulate_cluster(workload, make, router, TRUTH, cluster=cluster)
 
     workload = proserve("sharegpt", rate, requests, seed)
@@ -68,7 +68,7 @@ EXPERIMENT = Experiment(
     grids=[
         Product(
             speed,
-            {"policy": Scaled(("deadline_triage",), tuple(batching.POLICIES)), "load": LOADS},
+            {"policy": Scaled(("deadline_triage",), tuple(LOCAL)), "load": LOADS},
             {"requests": Scaled(200, 2_000)},
         ),
         Product(

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sluice.benchmarks.experiments.policies import LOCAL, ROUTERS
 from sluice.controller.config import ControllerConfig
 from sluice.scheduling import admission as admissions
 from sluice.scheduling import routing
 from sluice.scheduling.autoscaling.role_shares import RoleShares
-from sluice.scheduling.batching import POLICIES, BatchPolicy, make_policy
+from sluice.scheduling.batching import BatchPolicy
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency, StepSample
 from sluice.scheduling.latency.speculation import AllDrafts
 from sluice.scheduling.placement.length import OracleLengths, TaskLengths
@@ -228,10 +229,10 @@ def local_policy(contender: Contender, workload: Workload, role: Role = "mixed")
     """A new policy of ``contender`` for a replica of this role. Unless its options say otherwise it
     weighs first tokens as the TDG of ``workload`` does (ProServe §5.1)."""
     options = dict(contender.options)
-    if "first_weight" in POLICIES[contender.policy].Options.model_fields:
+    if "first_weight" in LOCAL[contender.policy].Options.model_fields:
         weights = workload_weights(workload)
         options.setdefault("first_weight", weights.first / weights.later)
-    return make_policy(contender.policy, options, role=role)
+    return LOCAL.make(contender.policy, options, role=role)
 
 
 def run(
@@ -259,8 +260,8 @@ def run(
 
 def make_router(name: str, seed: int) -> routing.RoutingPolicy:
     """A router with its default options; a randomized one gets the run's seed."""
-    draws = "seed" in routing.POLICIES[name].Options.model_fields
-    return routing.make_policy(name, {"seed": seed} if draws else {})
+    draws = "seed" in ROUTERS[name].Options.model_fields
+    return ROUTERS.make(name, {"seed": seed} if draws else {})
 
 
 def run_cluster(

@@ -15,10 +15,10 @@ from functools import partial
 import click
 import numpy as np
 
+from sluice.benchmarks.experiments.policies import LOCAL
 from sluice.benchmarks.live.report import quantiles, table
 from sluice.benchmarks.options import as_json, number_option, show
-from sluice.scheduling import batching
-from sluice.scheduling.batching.base import BatchBudget
+from sluice.scheduling.batching.base import BatchBudget, BatchPolicy
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, RequestView
@@ -84,7 +84,7 @@ def measure(calls: list[Callable[[], object]], repeats: int) -> dict[str, float]
     return {"median_ms": p50_ms, "p99_ms": p99_ms}
 
 
-def _plan(policy: batching.BatchPolicy, requests: Sequence[RequestView]) -> object:
+def _plan(policy: BatchPolicy, requests: Sequence[RequestView]) -> object:
     """A whole plan, as an engine makes it: from views to planned tokens by request."""
     return policy.plan(QueueView(requests), NOW_S, LATENCY, BUDGET).entries
 
@@ -103,8 +103,8 @@ def planning(as_json: bool, repeats: int, seeds: int) -> None:
       sluice bench planning --json
     """
     results: dict[str, dict[str, dict[str, float]]] = {}
-    for name in batching.POLICIES:
-        policy = batching.make_policy(name)
+    for name in LOCAL:
+        policy = LOCAL.make(name)
         results[name] = {}
         for size in QUEUE_SIZES:
             queues = [make_queue(size, seed).requests for seed in range(seeds)]

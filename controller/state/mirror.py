@@ -126,7 +126,7 @@ class MirroredReplica:
             hello.preempts,
             hello.role,
             _transfers(summary),
-            hello.policy,
+            hello.local_order,
             float(summary["next_begins_s"]),
             float(summary["planned_stop_s"]),
         )

@@ -15,18 +15,14 @@ from sluice.scheduling.batching.base import (
     PolicyOptions,
 )
 from sluice.scheduling.batching.best_effort import BestEffort, BestEffortOptions
-from sluice.scheduling.batching.d_edf import DEDF
 from sluice.scheduling.batching.deadline_triage.policy import DeadlineTriage
 from sluice.scheduling.batching.edf import EDF
 from sluice.scheduling.batching.fairbatching import FairBatching
 from sluice.scheduling.batching.fcfs import FCFS
 from sluice.scheduling.batching.s_edf import SEDF
 from sluice.scheduling.batching.sarathi import Sarathi
-from sluice.scheduling.batching.sarathi_priority import SarathiPriority
-from sluice.scheduling.batching.sjf import SJF
 from sluice.scheduling.batching.slidebatching import SlideBatching
 from sluice.scheduling.batching.slos_serve import SLOsServe
-from sluice.scheduling.batching.weighted_vtc import WeightedVTC
 from sluice.scheduling.policy import Registry
 from sluice.scheduling.roles import Role
 
@@ -47,12 +43,8 @@ POLICIES: Registry[BatchPolicy] = Registry(
     BatchPolicy,
     (
         FCFS,
-        WeightedVTC,
         Sarathi,
-        SarathiPriority,
         EDF,
-        SJF,
-        DEDF,
         SEDF,
         FairBatching,
         SlideBatching,

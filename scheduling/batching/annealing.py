@@ -17,6 +17,7 @@ from sluice.scheduling.batching.priority_mapping import (
     levels,
     predict,
 )
+from sluice.scheduling.fleet.local_orders import SLIDE
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.latency.request_model import Interaction, InteractionLatency
 from sluice.scheduling.policy import PolicyOptions
@@ -147,6 +148,7 @@ class Annealing(BatchPolicy):
 
     name = "annealing"
     source = "SLO-Aware Scheduling for LLM Inferences (arXiv 2504.14966) §4.2, §4.3, Algorithm 1"
+    local_order = SLIDE
     Options = AnnealingOptions
 
     def __init__(self, options: AnnealingOptions | None = None) -> None:

@@ -8,6 +8,7 @@ from typing import ClassVar
 from sluice.scheduling.batching.batch import BatchBudget, BatchBuilder, BatchPlan, PlannedTokens
 from sluice.scheduling.batching.best_effort import BestEffort
 from sluice.scheduling.batching.prefill_share import least_useful_s
+from sluice.scheduling.fleet.local_orders import LOCAL_ORDERS
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.latency.speculation import AdaptiveLengths, Lengths, Mask, Speculation
 from sluice.scheduling.policy import PolicyOptions
@@ -40,7 +41,17 @@ class BatchPolicy(ABC):
 
     name: ClassVar[str]
     source: ClassVar[str]
+    local_order: ClassVar[int]
+    """In which it takes guaranteed prefills, one of :mod:`sluice.scheduling.fleet.local_orders`:
+    routers predict by it."""
     Options: ClassVar[type[PolicyOptions]] = PolicyOptions
+
+    def __init_subclass__(cls) -> None:
+        if getattr(cls, "local_order", None) not in LOCAL_ORDERS:
+            raise TypeError(
+                f"{cls.__name__} must state `local_order`, one of the orders in "
+                f"sluice.scheduling.fleet.local_orders"
+            )
 
     def __init__(self, options: PolicyOptions | None = None) -> None:
         self.options = options if options is not None else self.Options()

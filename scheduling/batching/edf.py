@@ -6,6 +6,7 @@ import numpy as np
 from pydantic import Field
 
 from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
+from sluice.scheduling.fleet.local_orders import DEADLINE
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.request.kernels import by_deadline, deadlines_s
@@ -41,6 +42,7 @@ class EDF(BatchPolicy):
 
     name = "edf"
     source = "earliest deadline first, as in ProServe §3.2 and FlowPrefill §6.1 (DistServe-CP)"
+    local_order = DEADLINE
     Options = EDFOptions
 
     def __init__(self, options: EDFOptions | None = None) -> None:

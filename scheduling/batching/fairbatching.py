@@ -9,6 +9,7 @@ from pydantic import Field
 
 from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
 from sluice.scheduling.batching.prefill_share import PrefillShareOptions, least_useful_s
+from sluice.scheduling.fleet.local_orders import DEADLINE
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.request.kernels import COMPUTED, TPOT, by_deadline, deadlines_s, is_prefill
 from sluice.scheduling.request.objective import Anchor
@@ -56,6 +57,7 @@ class FairBatching(BatchPolicy):
 
     name = "fairbatching"
     source = "FairBatching §3.2, §3.3, Algorithm 1"
+    local_order = DEADLINE
     Options = FairBatchingOptions
 
     def __init__(self, options: FairBatchingOptions | None = None) -> None:

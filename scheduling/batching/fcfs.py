@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
+from sluice.scheduling.fleet.local_orders import ARRIVAL
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.request.kernels import RUNNING
 from sluice.scheduling.request.queue import QueueView
@@ -19,6 +20,7 @@ class FCFS(BatchPolicy):
 
     name = "fcfs"
     source = "vLLM v1 scheduler, first-come-first-served policy with chunked prefill"
+    local_order = ARRIVAL
 
     def fill(
         self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel

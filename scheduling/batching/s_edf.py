@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
 from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
+from sluice.scheduling.fleet.local_orders import DEADLINE
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.latency.request_model import PolynomialTTFT
 from sluice.scheduling.policy import PolicyOptions
@@ -97,6 +98,7 @@ class SEDF(BatchPolicy):
 
     name = "s_edf"
     source = "FlowPrefill §5.2, Eq. 3, Algorithms 1 and 2"
+    local_order = DEADLINE
     Options = SEDFOptions
 
     def __init__(self, options: SEDFOptions | None = None) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 from pydantic import Field
 
 from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
+from sluice.scheduling.fleet.local_orders import ARRIVAL
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.request.kernels import RUNNING, is_prefill
@@ -33,6 +34,7 @@ class Sarathi(BatchPolicy):
 
     name = "sarathi"
     source = "Sarathi-Serve (OSDI 2024), Algorithm 3; FairBatching §2.3"
+    local_order = ARRIVAL
     Options = SarathiOptions
 
     def __init__(self, options: SarathiOptions | None = None) -> None:

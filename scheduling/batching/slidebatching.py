@@ -11,6 +11,7 @@ from pydantic import Field
 
 from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
 from sluice.scheduling.batching.prefill_share import PrefillShareOptions, least_useful_s
+from sluice.scheduling.fleet.local_orders import SLIDE
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.request.kernels import (
     COMPUTED,
@@ -151,6 +152,7 @@ class SlideBatching(BatchPolicy):
 
     name = "slidebatching"
     source = "ProServe §4.2, Algorithm 1, Eq. 8 and 9; §5.4 for its ablation"
+    local_order = SLIDE
     Options = SlideBatchingOptions
 
     def __init__(self, options: SlideBatchingOptions | None = None) -> None:

@@ -17,6 +17,7 @@ from sluice.scheduling.admission.slos_serve.selection import (
 )
 from sluice.scheduling.batching.base import BatchBudget, BatchBuilder, BatchPolicy
 from sluice.scheduling.batching.prefill_share import least_useful_s
+from sluice.scheduling.fleet.local_orders import SLIDE
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.request import expected
@@ -145,6 +146,7 @@ class SLOsServe(BatchPolicy):
 
     name = "slos_serve"
     source = "SLOs-Serve §3.2, §4.1, Algorithms 1 and 2, appendix C"
+    local_order = SLIDE
     Options = SLOsServeOptions
 
     _budget: BatchBudget

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.ledger import Ledger, Reservation
-from sluice.scheduling.fleet.local_orders import ORDERS, SLIDE
 from sluice.scheduling.fleet.prefix import PrefixIndex
 from sluice.scheduling.fleet.ranks import replica_of
 from sluice.scheduling.fleet.report import Report, add_reservation, fold
@@ -481,7 +480,7 @@ class Fleet:
         figures[figure.TOTAL_BLOCKS] = report.total_blocks
         figures[figure.BLOCK_TOKENS] = report.block_tokens
         figures[figure.PLACES] = report.places
-        figures[figure.ORDER] = ORDERS.get(report.policy, SLIDE)
+        figures[figure.ORDER] = report.local_order
         figures[figure.STOP_S] = report.planned_stop_s
         own = (figures, self.pieces[row], *self._entries(row))
         times = report.made_s, report.stepped_s, report.next_begins_s, report.offset_s

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sluice.scheduling.assumptions import LEAST_STEPS, TTFT_SHARE, UNKNOWN_OUTPUT_TOKENS
+from sluice.scheduling.fleet.local_orders import SLIDE
 from sluice.scheduling.fleet.rows import (
     BATCH_S,
     BEGUN_S,
@@ -97,7 +98,8 @@ class Report(NamedTuple):
             is more urgent (:mod:`sluice.scheduling.preemption`).
         role: what it does of requests.
         transfers: what KV it has taken over since its start.
-        policy: registered name of its local policy.
+        local_order: in which its local policy takes prefills, see
+            :mod:`sluice.scheduling.fleet.local_orders`.
         next_begins_s: when the batch after those in flight can begin, if that is not when the last
             step ended: in a pipeline, and with asynchronous scheduling. The rows' tokens do not
             count what these compute.
@@ -118,7 +120,7 @@ class Report(NamedTuple):
     preempts: bool = False
     role: Role = "mixed"
     transfers: Transfers = NO_TRANSFERS
-    policy: str = ""
+    local_order: int = SLIDE
     next_begins_s: float = 0.0
     planned_stop_s: float = 0.0
 

@@ -15,7 +15,6 @@ from sluice.scheduling.routing.power_of_two import PowerOfTwo
 from sluice.scheduling.routing.round_robin import RoundRobin
 from sluice.scheduling.routing.session_affinity import SessionAffinity
 from sluice.scheduling.routing.slos_serve import SLOsServeRouting
-from sluice.scheduling.routing.vllm import VLLM
 
 __all__ = [
     "POLICIES",
@@ -33,7 +32,6 @@ POLICIES: Registry[RoutingPolicy] = Registry(
         RoundRobin,
         PowerOfTwo,
         MinLoad,
-        VLLM,
         LeastTokens,
         LeastWork,
         LeastMemory,

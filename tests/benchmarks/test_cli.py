@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from sluice.benchmarks.experiments import EXPERIMENTS
+from sluice.benchmarks.experiments.policies import LOCAL
 from sluice.deploy.cli import main
-from sluice.scheduling import batching
 
 QUICK = ["--scale", "quick", "--seeds", "1", "--jobs", "1"]
 SMALL = "proserve_ablation"
@@ -30,7 +30,7 @@ def test_times_are_by_policy_and_size() -> None:
     )
     assert result.exit_code == 0, result.output
     times = json.loads(result.output)
-    assert list(times) == list(batching.POLICIES)
+    assert list(times) == list(LOCAL)
     for by_size in times.values():
         assert set(by_size) == {"32", "128", "512"}
         for row in by_size.values():

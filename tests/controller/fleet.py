@@ -8,6 +8,7 @@ from math import inf, nan
 import numpy as np
 
 from sluice.controller.messages import ReplicaDelta, ReplicaHello, RouteQuery
+from sluice.scheduling.fleet.local_orders import ARRIVAL
 from sluice.scheduling.fleet.state import ROW, RUNNING, SUMMARY, WAITING
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.latency.profile import LatencyProfile
@@ -120,6 +121,7 @@ def hello(
         node_id="node",
         model="model",
         policy="fcfs",
+        local_order=ARRIVAL,
         role=role,
         max_batch_tokens=2_048,
         max_sequences=256,

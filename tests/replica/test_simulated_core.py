@@ -15,6 +15,7 @@ from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.simulated.core import SimulatedCore, SimulatedSequence
 from sluice.scheduling.batching import POLICIES, BatchBuilder, BatchPolicy, make_policy
 from sluice.scheduling.batching.fcfs import FCFS
+from sluice.scheduling.fleet.local_orders import SLIDE
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency
 from sluice.scheduling.request.kernels import COMPUTED, KV_BLOCKS, PENDING, RUNNING, TPOT
 from sluice.scheduling.request.objective import SLO, Anchor
@@ -218,6 +219,7 @@ def test_what_can_never_run_is_refused() -> None:
 class PlansNothing(BatchPolicy):
     name = "nothing"
     source = "this test"
+    local_order = SLIDE
 
     def fill(
         self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from sluice.scheduling.batching import POLICIES, BatchPolicy
+from sluice.scheduling.fleet.local_orders import SLIDE
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage
@@ -32,6 +33,7 @@ class RandomDeferral(BatchPolicy):
 
     name = "random-deferral"
     source = "this test"
+    local_order = SLIDE
 
     def fill(self, batch, queue, now_s, latency):
         chance = random.Random(f"{len(queue.requests)}:{queue.requests[0].computed_tokens}")
@@ -46,6 +48,7 @@ class PlansNothing(BatchPolicy):
 
     name = "plans-nothing"
     source = "this test"
+    local_order = SLIDE
 
     def fill(self, batch, queue, now_s, latency):
         pass

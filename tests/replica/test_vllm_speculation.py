@@ -15,6 +15,7 @@ from sluice.replica.scheduler.speculation import BY_BATCH_SIZE, with_all_lengths
 from sluice.replica.scheduler.step_times import Occupancy, StepTimes
 from sluice.replica.scheduler.xargs import RequestArgs, to_xargs
 from sluice.scheduling.batching import POLICIES, BatchPolicy
+from sluice.scheduling.fleet.local_orders import SLIDE
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.latency.speculation import AdaptiveLengths, Speculation
 from sluice.scheduling.request.kernels import DRAFTED
@@ -86,6 +87,7 @@ class RandomDeferral(BatchPolicy):
 
     name = "random-deferral"
     source = "this test"
+    local_order = SLIDE
 
     def fill(self, batch, queue, now_s, latency):
         chance = random.Random(f"{len(queue)}:{queue.table[0].tolist()}")

@@ -8,6 +8,7 @@ import numpy as np
 
 from sluice.scheduling.fleet import rows as fleet_rows
 from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
+from sluice.scheduling.fleet.local_orders import SLIDE
 from sluice.scheduling.fleet.report import Report
 from sluice.scheduling.fleet.state import ROW, RUNNING, WAITING
 from sluice.scheduling.fleet.transfer import NO_TRANSFERS, Transfers
@@ -60,13 +61,13 @@ def report(
     preempts: bool = False,
     role: Role = "mixed",
     transfers: Transfers = NO_TRANSFERS,
-    policy: str = "",
+    local_order: int = SLIDE,
 ) -> Report:
     """A report of a replica that has just ended a step, on the fleet's own clock."""
     table = np.array(list(rows), ROW)
     return Report(
         table, made_s, 0.0, made_s, latency, free_blocks, 20_000, 16, places, draining, preempts,
-        role, transfers, policy,
+        role, transfers, local_order,
     )  # fmt: skip
 
 

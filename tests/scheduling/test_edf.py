@@ -1,12 +1,8 @@
-"""Earliest deadline and shortest job first, by example: 10 ms a step, 1 ms a token, t = 10 s."""
+"""Earliest deadline first, by example: 10 ms a step, 1 ms a token, t = 10 s."""
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sluice.scheduling.batching import BatchPlan, make_policy
-from sluice.scheduling.batching.sjf import later_work_s
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import RequestView
@@ -59,52 +55,6 @@ def test_edf_anchors_later_tokens_as_asked() -> None:
     assert plan("edf", *queue, anchor="first_token").entries[0] == ("ahead", 1)
 
 
-def test_sjf_takes_the_shortest_first_and_what_is_left_of_a_prefill_is_its_length() -> None:
-    queue = (
-        prefill("long", 300),
-        prefill("nearly", 400, computed=360),
-        prefill("short", 50),
-        decode("d"),
-    )
-    assert plan("sjf", *queue, token_budget=120).entries == (
-        ("d", 1),
-        ("nearly", 40),
-        ("short", 50),
-        ("long", 29),
-    )
-
-
-def test_sjf_counts_the_output_that_is_predicted() -> None:
-    # 50 + 399 tokens of work against 300: the prompt alone would put `talks` first. One more
-    # output token than predicted, and `outlived` counts as about to end.
-    talks = prefill("talks", 50)._replace(expected_tokens=400.0)
-    outlived = decode("outlived", emitted=9)._replace(expected_tokens=8.0)
-    begun = decode("begun", emitted=9)._replace(expected_tokens=409.0)
-    result = plan("sjf", talks, prefill("quiet", 300), begun, outlived, token_budget=1_000)
-    order = [entry.request_id for entry in result.entries]
-    # `begun` has 400 tokens left, its next one included.
-    assert order == ["outlived", "quiet", "begun", "talks"]
-
-
-@given(
-    prompt=st.integers(1, 500),
-    emitted=st.integers(1, 30),
-    expected=st.integers(1, 80),
-)
-def test_later_work_is_the_sum_of_the_decode_steps(
-    prompt: int, emitted: int, expected: int
-) -> None:
-    model = LinearLatency(a=0.01, b=1e-4, c=1e-6, d=1e-8)
-    computed = prompt + emitted - 1
-    view = decode("d", emitted=emitted, context=computed)._replace(expected_tokens=float(expected))
-    # The next token is pending; those after it run on one token of context more each.
-    steps = range(1, expected - emitted)
-    by_step = sum(model.work_s(1, computed + step) for step in steps)
-    result = later_work_s(queue_of(view).table, model.pieces)
-    assert result == pytest.approx(np.array([by_step]), abs=1e-12)
-
-
 def test_a_budget_of_no_tokens_is_refused() -> None:
-    for name in ("edf", "sjf"):
-        with pytest.raises(ValueError, match="greater than or equal to 1"):
-            make_policy(name, {"token_budget": 0})
+    with pytest.raises(ValueError, match="greater than or equal to 1"):
+        make_policy("edf", {"token_budget": 0})

@@ -1,4 +1,4 @@
-"""FCFS, Sarathi and Sarathi by priority, by example."""
+"""FCFS and Sarathi, by example."""
 
 from sluice.scheduling.batching import BatchBudget, make_policy
 from sluice.scheduling.latency.model import LinearLatency
@@ -54,22 +54,3 @@ def test_a_recomputing_request_is_a_prefill_for_sarathi() -> None:
         queue_of(again, decode("d")), 0.0, MODEL, ROOMY
     )
     assert plan.entries == (("d", 1), ("again", 19))
-
-
-def test_sarathi_priority_takes_decodes_then_prefills_each_by_priority_then_arrival() -> None:
-    low, high = SLO(priority=1), SLO(priority=3)
-    queue = queue_of(
-        prefill("low-begun", 100, low, computed=32),
-        decode("low-d", low),
-        prefill("high-1", 40, high),
-        decode("high-d", high),
-        prefill("high-2", 40, high),
-    )
-    policy = make_policy("sarathi_priority", {"token_budget": 100})
-    assert policy.plan(queue, 0.0, MODEL, ROOMY).entries == (
-        ("high-d", 1),
-        ("low-d", 1),
-        ("high-1", 40),
-        ("high-2", 40),
-        ("low-begun", 18),
-    )

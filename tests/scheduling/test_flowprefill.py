@@ -1,4 +1,4 @@
-"""S-EDF and D-EDF by example: 10 ms a step, 0.1 ms a token, chunks of 1,000 tokens."""
+"""S-EDF by example: 10 ms a step, 0.1 ms a token, chunks of 1,000 tokens."""
 
 import numpy as np
 import pytest
@@ -52,12 +52,6 @@ QUEUE = (
 
 def test_feasible_by_deadline_then_without_deadline_then_hopeless_the_latest_first() -> None:
     assert ranking("s_edf", *QUEUE) == ["sooner", "later", "free", "hopeless", "past", "long-past"]
-
-
-def test_d_edf_looks_at_deadlines_only_and_naive_edf_not_even_at_whether_they_have_passed() -> None:
-    assert ranking("d_edf", *QUEUE) == ["hopeless", "sooner", "later", "free", "past", "long-past"]
-    naive = ranking("d_edf", *QUEUE, late="in_order")
-    assert naive == ["long-past", "past", "hopeless", "sooner", "later", "free"]
 
 
 def test_slack_is_judged_by_the_polynomial_where_one_is_given() -> None:

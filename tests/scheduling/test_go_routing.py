@@ -12,7 +12,7 @@ from sluice.scheduling import batching
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.ledger import Reservation
-from sluice.scheduling.fleet.local_orders import ORDERS
+from sluice.scheduling.fleet.local_orders import ARRIVAL, BY_PRIORITY, DEADLINE, SHORTEST, SLIDE
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import POLICIES, RouteQuery, make_policy
@@ -129,27 +129,29 @@ def test_the_tpots_of_the_queue_bound_its_batches_before_and_after() -> None:
 def test_the_order_is_that_of_the_policy_that_runs_at_the_replica() -> None:
     # One of 2,000 tokens is due by 0.32 s, the new one of 1,000 by 0.29 s: together they take 0.31.
     waits = waiting(2_000, SLO(ttft_s=0.32))
-    for policy, usual, high in (
+    for order, usual, high in (
         # By density, deadline or length the new one goes first, and both are on time.
-        ("slidebatching", 1, 2),
-        ("edf", 1, 2),
-        ("sjf", 1, 2),
-        ("of a package", 1, 2),
+        (SLIDE, 1, 2),
+        (DEADLINE, 1, 2),
+        (SHORTEST, 1, 2),
         # By arrival it is late, and with a higher priority it goes first.
-        ("fcfs", 0, 0),
-        ("sarathi_priority", 0, 2),
+        (ARRIVAL, 0, 0),
+        (BY_PRIORITY, 0, 2),
     ):
-        fleet = fleet_of(report(waits, policy=policy))
+        fleet = fleet_of(report(waits, local_order=order))
         for priority, gain in ((1, usual), (2, high)):
             query = ask(0.29, 1_000, priority)
             asked = job(fleet, query)
-            assert gains_of(asked, fleet, own=True)[2] == [gain], (policy, priority)
+            assert gains_of(asked, fleet, own=True)[2] == [gain], (order, priority)
             # The default router assumes the same of all.
             assert gains_of(asked, fleet)[2] == [priority]
 
 
-def test_every_local_policy_has_an_order() -> None:
-    assert set(ORDERS) == set(batching.POLICIES.own)
+def test_a_local_policy_states_its_order() -> None:
+    assert batching.POLICIES["fcfs"].local_order == ARRIVAL
+    assert batching.POLICIES["deadline_triage"].local_order == SLIDE
+    with pytest.raises(TypeError, match="Silent must state `local_order`"):
+        type("Silent", (batching.BatchPolicy,), {"name": "silent", "source": "a test"})
 
 
 def test_best_effort_requests_that_become_late_are_a_loss() -> None:

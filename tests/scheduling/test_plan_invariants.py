@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sluice.benchmarks.experiments.policies import LOCAL
 from sluice.scheduling.batching import (
-    POLICIES,
     BatchBudget,
     BatchBuilder,
     BatchPlan,
     BatchPolicy,
-    make_policy,
 )
 from sluice.scheduling.batching.fairbatching import FairBatchingOptions
 from sluice.scheduling.batching.slidebatching import SlideBatchingOptions
+from sluice.scheduling.fleet.local_orders import SLIDE
 from sluice.scheduling.latency.model import (
     LatencyModel,
     LinearLatency,
@@ -81,7 +81,7 @@ ONE_TASK = {"d_edf", "s_edf"}
 
 
 def test_every_registered_policy_is_covered() -> None:
-    assert {name for name, _ in VARIANTS} == set(POLICIES)
+    assert {name for name, _ in VARIANTS} == set(LOCAL)
 
 
 class ContraryPolicy(BatchPolicy):
@@ -89,6 +89,7 @@ class ContraryPolicy(BatchPolicy):
 
     name = "contrary"
     source = "a policy that breaks every rule it can"
+    local_order = SLIDE
 
     def fill(
         self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
@@ -102,7 +103,7 @@ class ContraryPolicy(BatchPolicy):
 
 
 def all_policies() -> list[BatchPolicy]:
-    return [make_policy(name, options) for name, options in VARIANTS] + [ContraryPolicy()]
+    return [LOCAL.make(name, options) for name, options in VARIANTS] + [ContraryPolicy()]
 
 
 def blocks_for(tokens: int, budget: BatchBudget) -> int:
@@ -239,7 +240,7 @@ def test_plans_are_repeatable_and_change_nothing(data: st.DataObject, queue: Que
     for (name, options), policy in zip(VARIANTS, all_policies(), strict=False):
         plan = policy.plan(queue, NOW_S, MODEL, budget)
         assert policy.plan(queue, NOW_S, MODEL, budget) == plan
-        assert make_policy(name, options).plan(queue, NOW_S, MODEL, budget) == plan
+        assert LOCAL.make(name, options).plan(queue, NOW_S, MODEL, budget) == plan
     assert queue == before
 
 
@@ -280,13 +281,13 @@ def test_extreme_objectives_and_models_are_planned_like_any_other(
     extreme = QueueView(views)
     budget = data.draw(budgets(extreme))
     fits = any(fits_alone(request, extreme, budget) for request in views)
-    for policy in [*all_policies(), make_policy("slidebatching", FREEST)]:
+    for policy in [*all_policies(), LOCAL.make("slidebatching", FREEST)]:
         plan = policy.plan(extreme, NOW_S, latency, budget)
         run_as_engine(extreme, plan, budget)
         assert plan.entries or not fits, policy.name
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("name", sorted(LOCAL))
 def test_four_thousand_requests_are_planned(name: str) -> None:
     requests = [
         prefill(f"p{n}", 1 + n * 37 % 3_000, CHAT if n % 3 else SLO(), arrival_s=n / 100)
@@ -295,7 +296,7 @@ def test_four_thousand_requests_are_planned(name: str) -> None:
         for n in range(4_000)
     ]
     budget = BatchBudget(tokens=8_192, sequences=2_500, kv_blocks=20_000, block_tokens=16)
-    plan = make_policy(name).plan(QueueView(requests), NOW_S, MODEL, budget)
+    plan = LOCAL.make(name).plan(QueueView(requests), NOW_S, MODEL, budget)
     run_as_engine(QueueView(requests), plan, budget)
     assert plan.entries
 
@@ -305,9 +306,9 @@ def test_four_thousand_requests_are_planned(name: str) -> None:
 def test_everything_runs_when_everything_fits_the_limits(queue: QueueView) -> None:
     # A model in which work is free puts no limit on time, so every request must be in the plan.
     free = LinearLatency(a=1e-6, b=0.0)
-    for name in POLICIES.keys() - ONE_TASK:
-        static = "token_budget" in POLICIES[name].Options.model_fields
-        policy = make_policy(name, {"token_budget": 100_000} if static else {})
+    for name in LOCAL.keys() - ONE_TASK:
+        static = "token_budget" in LOCAL[name].Options.model_fields
+        policy = LOCAL.make(name, {"token_budget": 100_000} if static else {})
         plan = policy.plan(queue, NOW_S, free, ROOMY)
         entries = dict(plan.entries)
         assert len(entries) == len(queue), name
@@ -333,7 +334,7 @@ def test_every_request_ends(data: st.DataObject) -> None:
         for index in range(data.draw(st.integers(1, 6)))
     ]
     for name, options in VARIANTS:
-        served = run(make_policy(name, options), jobs, MODEL, ROOMY, start_s=NOW_S)
+        served = run(LOCAL.make(name, options), jobs, MODEL, ROOMY, start_s=NOW_S)
         for view, output in jobs:
             assert len(served.tokens_s[view.request_id]) == output, name
 
@@ -408,19 +409,19 @@ def test_unknown_policies_and_options_are_refused_with_what_is_allowed() -> None
     with pytest.raises(
         ValueError, match=r"unknown batching policy 'fifo'; known: .*fairbatching, fcfs.*"
     ):
-        make_policy("fifo")
+        LOCAL.make("fifo")
     with pytest.raises(ValueError, match="Extra inputs are not permitted"):
-        make_policy("fcfs", {"token_budget": 5})
+        LOCAL.make("fcfs", {"token_budget": 5})
     with pytest.raises(ValueError, match="greater than or equal to 1"):
-        make_policy("sarathi", {"token_budget": 0})
+        LOCAL.make("sarathi", {"token_budget": 0})
     with pytest.raises(ValueError, match="'envelope', 'first_token' or 'last_token'"):
-        make_policy("fairbatching", {"anchor": "last"})
+        LOCAL.make("fairbatching", {"anchor": "last"})
     with pytest.raises(ValueError, match="'phi_a', 'phi_c' or 'phi_p'"):
-        make_policy("slidebatching", {"boundary": "phi_x"})
+        LOCAL.make("slidebatching", {"boundary": "phi_x"})
 
 
 def test_every_option_is_described() -> None:
-    for policy in POLICIES.values():
+    for policy in LOCAL.values():
         assert policy.source
         for name, field in policy.Options.model_fields.items():
             assert field.description, f"{policy.name}.{name}"

@@ -2,7 +2,8 @@
 
 import pytest
 
-from sluice.scheduling.batching import POLICIES, BatchBudget, make_policy
+from sluice.benchmarks.experiments.policies import LOCAL
+from sluice.scheduling.batching import BatchBudget
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from tests.scheduling.steps import run
@@ -36,14 +37,14 @@ def first_token_s(name: str, best_effort: bool) -> float:
         for n in range(250)
     ]
     jobs = [(promised, 1), *((view, 1) for view in stream)]
-    return run(make_policy(name), jobs, MODEL, BUDGET).tokens_s["promised"][0]
+    return run(LOCAL.make(name), jobs, MODEL, BUDGET).tokens_s["promised"][0]
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("name", sorted(LOCAL))
 def test_best_effort_requests_make_no_promised_one_late(name: str) -> None:
     assert first_token_s(name, best_effort=True) <= 1.0
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("name", sorted(LOCAL))
 def test_requests_of_neither_tier_make_it_late_under_some_policies(name: str) -> None:
     assert (first_token_s(name, best_effort=False) > 2.0) == (name in PASSED)

@@ -105,7 +105,7 @@ def shares(requests: Requests, flags: list[bool]) -> tuple[float, float]:
     [
         "fcfs",
         "deadline_triage",
-        *(pytest.param(n, marks=pytest.mark.release) for n in ("slos_serve", "weighted_vtc")),
+        pytest.param("slos_serve", marks=pytest.mark.release),
     ],
 )
 def test_promised_requests_hardly_notice_a_backlog_behind_them(name: str) -> None:

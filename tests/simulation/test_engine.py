@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.scheduling.batching import POLICIES, BatchBuilder, BatchPolicy, make_policy
+from sluice.scheduling.fleet.local_orders import SLIDE
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency
 from sluice.scheduling.latency.speculation import AllDrafts
 from sluice.scheduling.placement.length import OracleLengths
@@ -30,6 +31,7 @@ class Idle(BatchPolicy):
 
     name = "idle"
     source = "a policy that does not work"
+    local_order = SLIDE
 
     def fill(
         self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
@@ -42,6 +44,7 @@ class Watching(BatchPolicy):
 
     name = "watching"
     source = "a spy"
+    local_order = SLIDE
 
     def __init__(self) -> None:
         super().__init__()

@@ -7,6 +7,7 @@ from sluice.controller.state.mirror import Mirror
 from sluice.scheduling.batching import make_policy
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
+from sluice.scheduling.fleet.local_orders import ARRIVAL
 from sluice.scheduling.fleet.report import Report
 from sluice.scheduling.fleet.state import ROW, rows_of
 from sluice.scheduling.latency.model import LinearLatency
@@ -69,7 +70,7 @@ def sent(
         config.block_tokens,
         config.max_sequences,
         draining,
-        policy="fcfs",
+        local_order=ARRIVAL,
     )
     return Sent(engine.queue.table.copy(), report, received)
 

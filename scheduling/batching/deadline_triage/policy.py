@@ -32,6 +32,7 @@ from sluice.scheduling.batching.deadline_triage.rows import (
 from sluice.scheduling.batching.deadline_triage.selection import keep, sort_out
 from sluice.scheduling.batching.deadline_triage.tail import Limits, tail
 from sluice.scheduling.batching.prefill_share import least_useful_s
+from sluice.scheduling.fleet.local_orders import SLIDE
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.request.kernels import (
@@ -201,6 +202,7 @@ class DeadlineTriage(BatchPolicy):
         "ours; time budget and prefill capacity of FairBatching §3.2 and §3.4, "
         "selection by Moore (Management Science 1968)"
     )
+    local_order = SLIDE
     Options = DeadlineTriageOptions
 
     def __init__(self, options: DeadlineTriageOptions | None = None) -> None:

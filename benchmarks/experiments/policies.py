@@ -1,0 +1,335 @@
+"""Policies that only experiments compare with: baselines of the papers that lost every comparison.
+
+They are no policies of an engine or a controller. An experiment finds them by name beside the
+project's own, in :data:`LOCAL` and :data:`ROUTERS`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from sluice.scheduling import batching, routing
+from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
+from sluice.scheduling.batching.s_edf import SEDF, SEDFOptions
+from sluice.scheduling.batching.sarathi import Sarathi
+from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.fleet.local_orders import ARRIVAL, BY_PRIORITY, DEADLINE, SHORTEST
+from sluice.scheduling.fleet.rows import RESERVED, WAITING
+from sluice.scheduling.fleet.rows import RUNNING as RUNNING_THERE
+from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.policy import PolicyOptions, Registry
+from sluice.scheduling.request.kernels import (
+    COMPUTED,
+    DECODE_CONTEXT,
+    DECODE_SEQUENCE,
+    EMITTED,
+    EXPECTED,
+    PENDING,
+    PRIORITY,
+    PROMPT,
+    RUNNING,
+    Floats,
+    Ints,
+    is_prefill,
+    pending_work_s,
+)
+from sluice.scheduling.request.objective import MAX_PRIORITY
+from sluice.scheduling.request.queue import QueueView
+from sluice.scheduling.routing.base import Job, RoutingPolicy
+
+Mask = NDArray[np.bool_]
+
+
+class WeightedVTCOptions(PolicyOptions):
+    """Options of :class:`WeightedVTC`."""
+
+    prompt_cost: float = Field(
+        default=1.0, gt=0, le=1_000, description="Cost of a prompt token (VTC's `w_p`)."
+    )
+    output_cost: float = Field(
+        default=2.0, gt=0, le=1_000, description="Cost of an output token (VTC's `w_q`)."
+    )
+
+
+class WeightedVTC(BatchPolicy):
+    """Running requests first, then waiting ones of the client with the least service per weight.
+    ``O(n log n)``.
+
+    Every client has a virtual counter of its service so far, over its weight: the whole prompt is
+    counted when a request is admitted, an output token when it is emitted. Admission repeatedly
+    takes the earliest request of the client with the least counter and counts its prompt; the first
+    request that does not fit ends it. A client that returns to the queue is lifted to the minimum
+    counter of the waiting clients, or, where none waits, to the counter of the client that left the
+    queue last: time without demand earns no credit.
+
+    Our readings:
+
+    - A client is a priority, and the priority its weight, as ProServe's baseline gives weights to
+      priority classes. So the state is a number per priority and one entry per live request.
+    - Counters follow the progress that the queue shows, not the plan. Only a request that has left
+      since the last call is counted by its last plan.
+    - The engine's chunked prefill is unchanged, so running requests include prefills that have
+      begun.
+    - The prompt of a request that recomputes after a preemption is not counted again. The request
+      keeps its position by arrival and is no new demand of its client.
+    """
+
+    name = "weighted_vtc"
+    source = "VTC (Sheng et al., OSDI 2024), Algorithm 2, weighted as in ProServe §5.1"
+    local_order = ARRIVAL
+    Options = WeightedVTCOptions
+
+    def __init__(self, options: WeightedVTCOptions | None = None) -> None:
+        options = options or WeightedVTCOptions()
+        super().__init__(options)
+        self._prompt_cost = options.prompt_cost
+        self._output_cost = options.output_cost
+        self._counters = np.zeros(MAX_PRIORITY + 1)
+        self._left_last = 0
+        # The requests of the last call, by key ascending.
+        self._keys = np.empty(0, np.int64)
+        self._clients = np.empty(0, np.int64)
+        self._emitted = np.empty(0)
+        self._counted = np.empty(0, np.bool_)
+        self._planned = np.empty(0)
+
+    def fill(
+        self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
+    ) -> None:
+        """Count the service since the last call, then admit by counter."""
+        table = queue.table
+        clients = table[:, PRIORITY].astype(np.int64)
+        running = table[:, RUNNING] > 0
+        known, counted = self._count(queue, clients, running)
+        waiting = np.flatnonzero(~running)
+        self._lift(clients[waiting], known[waiting])
+
+        prompt_cost = np.where(counted, 0.0, self._prompt_cost * table[:, PROMPT]) / clients
+        batch.take(np.flatnonzero(running))
+        tags = self._tags(clients[waiting], prompt_cost[waiting])
+        waiting = waiting[np.argsort(tags, kind="stable")]
+        batch.take(waiting, in_order=True)
+        granted = batch.granted[: len(table)]
+        admitted = waiting[granted[waiting] > 0]
+        if len(admitted):
+            self._left_last = int(clients[admitted[-1]])
+        self._remember(granted, queue, clients, counted, prompt_cost)
+
+    def _count(self, queue: QueueView, clients: Ints, running: Mask) -> tuple[Mask, Mask]:
+        """Add the service since the last call to the counters. Return which rows were in that call,
+        and whose prompts are counted."""
+        table = queue.table
+        known = np.zeros(len(table), np.bool_)
+        counted = known.copy()
+        emitted = np.zeros(len(table))
+        gone = np.ones(len(self._keys), np.bool_)
+        if len(self._keys):
+            place = np.searchsorted(self._keys, queue.keys).clip(max=len(self._keys) - 1)
+            # A row with fewer tokens than before is a new request with a reused key.
+            known = self._keys[place] == queue.keys
+            known &= table[:, EMITTED] >= self._emitted[place]
+            gone[place[known]] = False
+            counted = known & self._counted[place]
+            emitted = np.where(known, self._emitted[place], 0.0)
+        admitted = running & ~counted
+        service = self._output_cost * (table[:, EMITTED] - emitted)
+        service[admitted] += self._prompt_cost * table[admitted, PROMPT]
+        self._add(clients, service / clients)
+        self._add(self._clients[gone], self._planned[gone])
+        return known, counted | admitted
+
+    def _add(self, clients: Ints, service: Floats) -> None:
+        self._counters += np.bincount(clients, service, minlength=len(self._counters))
+
+    def _lift(self, clients: Ints, known: Mask) -> None:
+        """Lift clients whose first waiting request is new. ``clients`` has the client of each
+        waiting request, by arrival; ``known`` whether the request was in the last call."""
+        backlogged = set(clients[known].tolist())
+        for client in dict.fromkeys(clients[~known].tolist()):
+            if client in backlogged:
+                continue
+            if backlogged:
+                floor = min(self._counters[other] for other in backlogged)
+            else:
+                floor = self._counters[self._left_last]
+            self._counters[client] = max(self._counters[client], floor)
+            backlogged.add(client)
+
+    def _tags(self, clients: Ints, prompt_cost: Floats) -> Floats:
+        """Per waiting request, its client's counter when its turn comes. The client with the least
+        counter is next, so the requests are admitted in the order of their tags."""
+        tags = np.empty(len(clients))
+        for client in np.unique(clients):
+            mine = clients == client
+            # cumsum never lets a client's tags descend; rounding in a difference could.
+            before = np.cumsum(np.concatenate(([0.0], prompt_cost[mine][:-1])))
+            tags[mine] = self._counters[client] + before
+        return tags
+
+    def _remember(
+        self, granted: Ints, queue: QueueView, clients: Ints, counted: Mask, cost: Floats
+    ) -> None:
+        """Keep the state from which the next call computes the service."""
+        table = queue.table
+        rows = np.flatnonzero(granted)
+        emits = granted[rows] >= table[rows, PENDING]
+        planned = np.zeros(len(table))
+        planned[rows] = cost[rows] + emits * self._output_cost / clients[rows]
+        order = np.argsort(queue.keys)
+        self._keys = queue.keys[order]
+        self._clients = clients[order]
+        self._emitted = table[order, EMITTED]
+        self._counted = counted[order]
+        self._planned = planned[order]
+
+
+class SarathiPriority(Sarathi):
+    """Every decode first, then prefill chunks; in both, the higher priority first, then the earlier
+    arrival. ``O(n log n)``.
+
+    The static token budget is Sarathi's. The paper ranks strictly, so a prefill that has begun
+    yields to a waiting one of higher priority, and low priorities can starve.
+    """
+
+    name = "sarathi_priority"
+    source = "ProServe §5.1, baseline Sarathi-Priority"
+    local_order = BY_PRIORITY
+
+    def fill(
+        self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
+    ) -> None:
+        """Decodes, then prefills, each by priority, up to the token budget."""
+        table = queue.table
+        # The rows are in order of arrival and the sort is stable.
+        batch.take(np.lexsort((-table[:, PRIORITY], is_prefill(table))), tokens=self._token_budget)
+
+
+class SJFOptions(PolicyOptions):
+    """Options of :class:`SJF`."""
+
+    token_budget: int = Field(
+        default=512,
+        ge=1,
+        le=1_048_576,
+        description="Maximum number of new tokens in a batch. ProServe varies it from 250 to "
+        "2,500.",
+    )
+
+
+class SJF(BatchPolicy):
+    """Requests by predicted remaining work, up to a token budget. ``O(n log n)``.
+
+    Work is the marginal time of the pending tokens and of the decode steps that are predicted after
+    them. Without a predicted output length it is the time of the pending tokens alone, which puts
+    decodes first. A request that exceeds its prediction counts as about to end.
+
+    The papers do not say what length their SJF ranks by; ProServe §6 names rankings by output
+    length and by prefill time, and this is their sum. Long requests can wait without bound.
+    """
+
+    name = "sjf"
+    source = "shortest job first, as in ProServe §3.2"
+    local_order = SHORTEST
+    Options = SJFOptions
+
+    def __init__(self, options: SJFOptions | None = None) -> None:
+        options = options or SJFOptions()
+        super().__init__(options)
+        self._token_budget = options.token_budget
+
+    def fill(
+        self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
+    ) -> None:
+        """Fill up to the token budget, the shortest first."""
+        left_s = pending_work_s(queue.table, latency.pieces)
+        left_s += later_work_s(queue.table, latency.pieces)
+        batch.take(np.argsort(left_s, kind="stable"), tokens=self._token_budget)
+
+
+def later_work_s(table: Floats, pieces: Floats) -> Floats:
+    """Per row, the marginal time of the output after its next token; 0 where no length is
+    predicted. ``O(n)`` per piece of the model."""
+    tokens = np.nan_to_num(np.maximum(table[:, EXPECTED] - table[:, EMITTED] - 1, 0.0))
+    # The steps' contexts grow by one each, so the mean one stands for all.
+    context = table[:, COMPUTED] + table[:, PENDING] + (tokens - 1) / 2
+    per_token_s = pieces[:, DECODE_SEQUENCE, None] + pieces[:, DECODE_CONTEXT, None] * context
+    work: Floats = tokens * per_token_s.max(axis=0)
+    return work
+
+
+class DEDFOptions(SEDFOptions):
+    """Options of :class:`DEDF`."""
+
+    late: Literal["last", "in_order"] = Field(
+        default="last",
+        description="Rank of prefills whose deadline has passed: behind all others (D-EDF), or by "
+        "deadline like the others (the paper's naive EDF).",
+    )
+
+
+class DEDF(SEDF):
+    """As :class:`~sluice.scheduling.batching.s_edf.SEDF`, but only a deadline that has passed ranks
+    last.
+
+    The numerator of Eq. 3 is ``sgn(deadline - now)``: the policy does not check whether a deadline
+    can still be met. ``O(n log n)``.
+    """
+
+    name = "d_edf"
+    source = "FlowPrefill §6.3, D-EDF and naive EDF"
+    local_order = DEADLINE
+    Options = DEDFOptions
+
+    def __init__(self, options: DEDFOptions | None = None) -> None:
+        options = options or DEDFOptions()
+        super().__init__(options)
+        self._late_last = options.late == "last"
+
+    def _first(self, due_s: Floats, now_s: float, ttft_s: Floats) -> NDArray[np.bool_]:
+        """Which prefills rank first, by deadline: the ones that are not late yet, or all."""
+        first: NDArray[np.bool_] = (due_s >= now_s) | (not self._late_last)
+        return first
+
+
+class VLLM(RoutingPolicy):
+    """Takes the replica with the least ``4 * waiting + running``. ``O(replicas)``.
+
+    A request on its way counts as waiting. Ties go to the first in the list.
+    """
+
+    name = "vllm"
+    source = "vLLM v1, the load balancer of its data-parallel client"
+    passed_over = "it has more requests"
+
+    def choose(self, job: Job, fleet: Fleet) -> int:
+        """The replica with the least score."""
+        figures = fleet.figures[job.rows]
+        waiting = figures[:, WAITING] + figures[:, RESERVED]
+        return int(np.argmin(4 * waiting + figures[:, RUNNING_THERE]))
+
+
+_LOCAL = {each.name: each for each in (WeightedVTC, SarathiPriority, SJF, DEDF)}
+_ORDER = (
+    *("fcfs", "weighted_vtc", "sarathi", "sarathi_priority", "edf", "sjf", "d_edf", "s_edf"),
+    *("fairbatching", "slidebatching", "annealing", "slos_serve", "deadline_triage"),
+)
+LOCAL: Registry[BatchPolicy] = Registry(
+    "batching", BatchPolicy, ({**batching.POLICIES.own, **_LOCAL}[name] for name in _ORDER)
+)
+"""Local policies by name, in the order of the tables."""
+
+_PLAIN = ("round_robin", "power_of_two", "min_load")
+ROUTERS: Registry[RoutingPolicy] = Registry(
+    "routing",
+    RoutingPolicy,
+    (
+        *(routing.POLICIES.own[name] for name in _PLAIN),
+        VLLM,
+        *(each for name, each in routing.POLICIES.own.items() if name not in _PLAIN),
+    ),
+)
+"""Routing policies by name, in the order of the tables."""
