@@ -207,7 +207,7 @@ class EngineLoop:
         top.discarded = True
         self._executor.tell(DiscardTask(top.number))
         if not top.suspended:
-            self._executor.words.stop(top.number)
+            self._signal(top)
         return True
 
     def _start(self, task: Task, top: Task | None) -> None:
@@ -216,9 +216,13 @@ class EngineLoop:
         self._executor.tell(RunTask(task.number, task.batch, grammar, task.checked))
         if top is not None and not top.suspended:
             top.suspended = True
-            top.signalled_s.append(time.monotonic())
-            self._executor.words.stop(top.number)
+            self._signal(top)
         self._stack.append(task)
+
+    def _signal(self, task: Task) -> None:
+        """Have the running task stop at its next check."""
+        task.signalled_s.append(time.monotonic())
+        self._executor.words.stop(task.number)
 
     def _left_s(self, top: Task | None) -> float:
         """Predicted time until ``top`` ends, by the share of its checks that it has passed."""

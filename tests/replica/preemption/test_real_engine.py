@@ -4,7 +4,9 @@ drafts n-grams, so in each of the tests decodes check drafts."""
 import random
 import time
 from functools import partial
+from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from sluice.replica.scheduler.speculation import with_all_lengths
@@ -72,8 +74,13 @@ def stock(model):
 
 @pytest.fixture(autouse=True)
 def nothing_left(engine):
-    """Every test starts and ends with all KV blocks free and nothing in flight."""
+    """Every test starts and ends with all KV blocks free and nothing in flight, and no counter
+    falls in it."""
+    published = watch_counters(engine)
     yield
+    del engine.scheduler.publish
+    for before, after in pairwise([0, *published]):
+        assert (after >= before).all(), (before, after)
     assert engine.stack == ()
     assert not engine.scheduler.in_flight
     assert not engine.scheduler.ending
@@ -81,6 +88,19 @@ def nothing_left(engine):
     engine.reset()
     pool = engine.scheduler.kv_cache_manager.block_pool
     assert engine.free_blocks == pool.num_gpu_blocks - 1  # one is vLLM's null block
+
+
+def watch_counters(engine):
+    """What each round from now on publishes of the counters, as one array."""
+    published = []
+    gauges = {"suspended", "reserved_bytes", "planned_stop_s"}
+
+    def publish(summary):
+        published.append(np.hstack([summary[each] for each in sorted(summary.keys() - gauges)]))
+        type(engine.scheduler).publish(engine.scheduler, summary)
+
+    engine.scheduler.publish = publish
+    return published
 
 
 def texts(engine, made):
@@ -197,6 +217,25 @@ class TestAbort:
 
     def test_of_both(self, engine):
         assert self.run(engine, ["w1", "w0"]) == set()
+
+    def test_in_any_order_with_arrivals_and_ends(self, engine):
+        """What has not ended has its tokens, and every stop signal is counted once."""
+        chance = random.Random(16)
+        for _ in range(TRIALS):
+            checks = engine.use("operator")
+            made = nested_work(chance, DEPTH)
+            expected = {work.name: engine.alone(work) for work in made}
+            engine.reset()
+            actions = [partial(engine.add, work) for work in made[1:]]
+            aborted = [work.name for work in made if chance.random() < 0.5]
+            actions += [partial(engine.abort, [name]) for name in aborted]
+            chance.shuffle(actions)
+            at = sorted(chance.sample(range(1, 3 * checks), len(actions)))
+            engine.at_checks(dict(zip(at, actions, strict=True)), waits=())
+            engine.add(made[0])
+            results = engine.run()
+            for name in results.keys() - aborted:
+                assert results[name].tokens == expected[name].tokens
 
     def test_of_one_that_waits(self, engine):
         middle = engine.use("operator") // 2
