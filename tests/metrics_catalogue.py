@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from sluice.controller.actor import Controller
 from sluice.controller.cell_client import CallMetrics
 from sluice.controller.config import ControllerConfig
-from sluice.controller.observability.instruments import families
+from sluice.controller.observability.instruments import families, refused_metrics
 from sluice.controller.observability.metrics import controller_up
 from sluice.replica.config import EngineConfig
 from sluice.replica.metrics import Measured, ReplicaCollector
@@ -70,7 +70,7 @@ def _of_controller() -> list[Any]:
     try:
         figures.send(None)
     except StopIteration as stop:
-        return [*families(stop.value, "p", 0), controller_up(up=True)]
+        return [*families(stop.value, "p"), refused_metrics(0, 0), controller_up(up=True)]
     raise AssertionError("the controller waited in the middle of a call")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
-from sluice.controller.messages import MetricSample
+from sluice.controller.observability.metrics_hub import Values
 
 PERIOD_S = 10.0
 """Time between two entries of the ring, seconds."""
@@ -97,9 +97,10 @@ class History:
         self._ring: deque[_Entry] = deque(maxlen=round(window_s / period_s) + 1)
         self._before: dict[str, Counts] = {}
 
-    def joined(self, samples: Iterable[MetricSample]) -> None:
-        """The first push of a process: its counts so far are excluded."""
-        for name, counts in _totals((s.name, s.labels, s.value) for s in samples).items():
+    def joined(self, added: Values) -> None:
+        """What the first push of a process added to the sums: its counts so far are excluded."""
+        rows = ((name, labels, value) for (name, labels), (_, value) in added.items())
+        for name, counts in _totals(rows).items():
             self._before.setdefault(name, Counter()).update(counts)
 
     def note(self, source: TotalsSource, now_s: float) -> None:

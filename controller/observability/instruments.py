@@ -82,14 +82,13 @@ _LOAD_GAUGES: dict[str, tuple[str, str]] = {
 }
 
 
-def families(figures: Figures, policy: str, refused_pushes: int) -> Iterator[Metric]:
+def families(figures: Figures, policy: str) -> Iterator[Metric]:
     """The controller's metrics. ``O(replicas)``.
 
     Args:
         policy: name of the routing policy, a label of the decisions.
-        refused_pushes: pushes of metrics that were refused since the start.
     """
-    yield from _counted(figures, policy, refused_pushes)
+    yield from _counted(figures, policy)
     found = Counts(zip(figures.conditions, figures.roles, strict=True))
     states = GaugeMetricFamily(
         "sluice_replicas",
@@ -128,7 +127,19 @@ def families(figures: Figures, policy: str, refused_pushes: int) -> Iterator[Met
     yield from _replicas(figures)
 
 
-def _counted(figures: Figures, policy: str, refused_pushes: int) -> Iterator[Metric]:
+def refused_metrics(pushes: int, samples: int) -> Metric:
+    """What the observer has refused since its start, of all that processes pushed."""
+    refused = CounterMetricFamily(
+        "sluice_metrics_refused",
+        "Pushes of metrics that the observer refused, and samples of other pushes that it skipped.",
+        labels=("part",),
+    )
+    refused.add_metric(("push",), pushes)
+    refused.add_metric(("sample",), samples)
+    return refused
+
+
+def _counted(figures: Figures, policy: str) -> Iterator[Metric]:
     """What the deciding actor has done since its start."""
     counts = figures.counts
     decisions = CounterMetricFamily(
@@ -141,11 +152,11 @@ def _counted(figures: Figures, policy: str, refused_pushes: int) -> Iterator[Met
     yield decisions
     reports = CounterMetricFamily(
         "sluice_reports",
-        "Replica reports and metrics pushes, by whether they were applied, resent or refused.",
+        "Replica reports, by whether they were applied, resent or refused.",
         labels=("outcome",),
     )
     for outcome, count in counts.reports.items():
-        reports.add_metric((outcome,), count + (refused_pushes if outcome == "refused" else 0))
+        reports.add_metric((outcome,), count)
     yield reports
     bounds = [*map(str, DECISION_BUCKETS_S), "+Inf"]
     yield HistogramMetricFamily(
@@ -257,8 +268,8 @@ def _names() -> frozenset[str]:
         pab_tokens=np.zeros(0),
         figures=np.zeros((0, figure.FIGURES)),
     )
-    return frozenset([family.name for family in families(none, "", 0)])
+    return frozenset([each.name for each in (*families(none, ""), refused_metrics(0, 0))])
 
 
 NAMES = _names()
-"""Names of the families of the controller's own metrics."""
+"""Names of the families of the controller's and the observer's own metrics."""

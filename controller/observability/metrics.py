@@ -38,7 +38,7 @@ MAX_PUSH_SAMPLES = 20_000
 def families_of(registry: CollectorRegistry) -> list[Metric]:
     """A registry's families, with the samples that belong on the application's page.
 
-    Creation times, kinds that cannot be summed (info, state sets), and values that are not finite
+    Creation times, kinds that cannot be summed (info, state sets), and gauges that are not finite
     are omitted. ``O(samples)``.
     """
     families = []
@@ -48,7 +48,8 @@ def families_of(registry: CollectorRegistry) -> list[Metric]:
         family.samples = [
             sample
             for sample in found.samples
-            if sample.name.removeprefix(found.name) in allowed and isfinite(sample.value)
+            if sample.name.removeprefix(found.name) in allowed
+            and (found.type != "gauge" or isfinite(sample.value))
         ]
         families.append(family)
     return families

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Collection, Iterable, Iterator
-from math import inf, isfinite
+from collections.abc import Collection, Iterator
+from math import inf, isfinite, isnan
 from typing import Any, NamedTuple
 
 from prometheus_client import Metric
@@ -12,6 +13,8 @@ from prometheus_client import Metric
 from sluice.controller.messages import Id, Key, MetricSample, MetricsPush
 from sluice.controller.observability.metrics import MAX_PUSH_SAMPLES, SUFFIXES
 from sluice.controller.transport.checks import checked, has_bytes, short
+
+_log = logging.getLogger(__name__)
 
 MAX_SOURCES = 4096
 MAX_SERIES = 200_000
@@ -23,6 +26,7 @@ MAX_LABEL_CHARACTERS = 256
 MAX_DOCUMENTATION_CHARACTERS = 1_000
 
 _EXPIRY_PERIOD_S = 1.0
+_MAX_LOGGED = 100
 
 _FAMILY = re.compile(r"(sluice|gen_ai)_[a-z0-9_]{1,120}")
 _LABEL = re.compile(r"[a-z_][a-z0-9_]{0,63}")
@@ -60,6 +64,8 @@ class MetricsHub:
       gauge that belongs to one replica carries a ``replica`` label. The gauges of a source that is
       silent for ``gauge_ttl_s`` are dropped; of a source's incarnations only the newest has gauges.
     - The histograms of one family must have the same buckets in every process.
+    - A sample that is malformed or over a limit is skipped, logged once by its name, and counted
+      in ``skipped``. The other samples of its push are applied; a counter keeps its value.
 
     The values of silent sources are kept in case they push again, up to ``MAX_SILENT_SAMPLES``.
     The longest silent ones are forgotten first; their counts stay in the sums. The hub then
@@ -100,27 +106,30 @@ class MetricsHub:
         self._forgotten_until = -1
         # Number of sources of each gauge series, so that it is removed with its last source.
         self._holders: dict[SeriesKey, int] = {}
+        self.skipped = 0
+        self._logged: set[str] = set()
         self._series = 0
         self._held = 0
         self._silent_held = 0
         self._next_expiry_s = -inf
 
-    def push(self, push: MetricsPush, now_s: float) -> bool:
+    def push(self, push: MetricsPush, now_s: float) -> Values:
         """Replace an incarnation's previous push; an older or repeated push is dropped.
         ``now_s``: the hub's monotonic clock.
 
         Returns:
-            Whether the incarnation was new, so that all its counts were added to the sums.
+            What was added to the sums as a whole, as the incarnation was new; otherwise nothing.
 
         Raises:
-            ValueError: the push is malformed or over a limit. None of it is applied.
+            ValueError: the source is malformed or one too many, or the samples are no tuple. None
+                of the push is applied.
         """
         if now_s >= self._next_expiry_s or len(self._sources) >= MAX_SOURCES:
             self.expire(now_s)
         key = _checked_key(push)
         source = self._sources.get(key) or self._silent.get(key)
         if source is not None and push.number <= source.number:
-            return False
+            return {}
         values = self._checked(push, key)
         new = source is None and push.incarnation > self._forgotten_until
         if source is None:
@@ -133,7 +142,7 @@ class MetricsHub:
             self._sources[key] = source
         source.number, source.pushed_s = push.number, now_s
         self._replace(source, values if self._is_newest(key) else self._counters(values))
-        return new
+        return values if new else {}
 
     def expire(self, now_s: float) -> None:
         """Drop the gauges of silent sources, and forget the longest silent ones. ``O(sources)``."""
@@ -174,48 +183,55 @@ class MetricsHub:
         return metrics
 
     def _checked(self, push: MetricsPush, key: tuple[str, int]) -> Values:
+        """The values of the sound samples."""
         known = self._sources.get(key)
         if known is None and len(self._sources) >= MAX_SOURCES:
             raise ValueError(f"metrics of {push.source!r} refused: {MAX_SOURCES} sources are known")
-        if not isinstance(push.samples, tuple) or len(push.samples) > MAX_PUSH_SAMPLES:
-            raise ValueError(f"samples must be a tuple of at most {MAX_PUSH_SAMPLES}")
-        held = self._held - (len(known.values) if known else 0)
-        if held + len(push.samples) > MAX_HELD_SAMPLES:
-            raise ValueError(f"metrics of {push.source!r} refused: {MAX_HELD_SAMPLES} samples held")
-        try:
-            values, kinds, new = self._checked_samples(push.samples)
-        except TypeError as error:  # an unhashable value where text is expected
-            raise ValueError(f"a sample is malformed: {error}") from None
-        if self._series + new > MAX_SERIES:
-            raise ValueError(f"metrics of {push.source!r} refused: over {MAX_SERIES} series")
-        if len(self._families) + len(kinds) > MAX_FAMILIES:
-            raise ValueError(f"metrics of {push.source!r} refused: over {MAX_FAMILIES} families")
-        for sample in push.samples:
-            if sample.family not in self._families:
-                self._families[sample.family] = _Family(sample.kind, sample.documentation, {})
+        if not isinstance(push.samples, tuple):
+            raise ValueError(f"samples must be a tuple, got {type(push.samples).__name__}")
+        room = MAX_HELD_SAMPLES - self._held + (len(known.values) if known else 0)
+        values: Values = {}
+        new = 0
+        for place, sample in enumerate(push.samples):
+            try:
+                if place >= MAX_PUSH_SAMPLES:
+                    raise ValueError(f"a push has at most {MAX_PUSH_SAMPLES} samples")
+                if len(values) >= room:
+                    raise ValueError(f"{MAX_HELD_SAMPLES} samples are held")
+                new += self._check(sample, new)
+            except (TypeError, ValueError) as error:  # a TypeError is of an unhashable value
+                self._skip(push.source, sample, error)
+            else:
+                values[(sample.name, sample.labels)] = (sample.family, sample.value)
         return values
 
-    def _checked_samples(
-        self, samples: Iterable[MetricSample]
-    ) -> tuple[Values, dict[str, str], int]:
-        """The values, the kinds of new families, and how many series are new."""
-        values: Values = {}
-        kinds: dict[str, str] = {}
-        new = 0
-        for sample in samples:
-            known = _is_known(self._families, sample)
-            if not known:
-                _check_sample(sample)
-                if sample.family in self._reserved:
-                    raise ValueError(f"{sample.family} is reserved for the controller's metrics")
-                new += 1
-            family = self._families.get(sample.family)
-            kind = family.kind if family else kinds.setdefault(sample.family, sample.kind)
-            if sample.kind != kind:
-                raise ValueError(f"{sample.family} is a {kind}, not a {sample.kind!s:.80}")
-            _check_value(sample, least=-inf if kind == "gauge" else 0.0)
-            values[(sample.name, sample.labels)] = (sample.family, sample.value)
-        return values, kinds, new
+    def _check(self, sample: MetricSample, new: int) -> bool:
+        """Raise if a sample is malformed or over a limit. Returns whether its series is new, after
+        ``new`` others."""
+        known = _is_known(self._families, sample)
+        if not known:
+            _check_sample(sample)
+            if sample.family in self._reserved:
+                raise ValueError(f"{sample.family} is reserved for the controller's metrics")
+            if self._series + new >= MAX_SERIES:
+                raise ValueError(f"{sample.name} would be over {MAX_SERIES} series")
+        family = self._families.get(sample.family)
+        kind = sample.kind if family is None else family.kind
+        if sample.kind != kind:
+            raise ValueError(f"{sample.family} is a {kind}, not a {sample.kind!s:.80}")
+        _check_value(sample, least=-inf if kind == "gauge" else 0.0)
+        if family is None:
+            if len(self._families) >= MAX_FAMILIES:
+                raise ValueError(f"{sample.family} would be over {MAX_FAMILIES} families")
+            self._families[sample.family] = _Family(kind, sample.documentation, {})
+        return not known
+
+    def _skip(self, source: str, sample: Any, error: Exception) -> None:
+        self.skipped += 1
+        name = short(getattr(sample, "name", None))
+        if name not in self._logged and len(self._logged) < _MAX_LOGGED:
+            self._logged.add(name)
+            _log.warning("a sample of %s from %s is skipped: %s", name, source, error)
 
     def _is_newest(self, key: tuple[str, int]) -> bool:
         """Whether this is the newest known incarnation of the source; an older one loses its
@@ -321,6 +337,15 @@ def _check_sample(sample: Any) -> None:
     ):
         raise ValueError(f"{sample.family}: documentation must be text of at most 1000 characters")
     _check_labels(sample.name, sample.labels)
+    if sample.name.endswith("_bucket") and not _is_bound(dict(sample.labels).get("le", "")):
+        raise ValueError(f"a bucket of {sample.family} must have a number as its label le")
+
+
+def _is_bound(text: str) -> bool:
+    try:
+        return not isnan(float(text))
+    except ValueError:
+        return False
 
 
 def _check_value(sample: MetricSample, least: float) -> None:

@@ -19,7 +19,7 @@ from sluice.controller.messages import MetricsPush
 from sluice.controller.observability.controller_handle import DecidingActor
 from sluice.controller.observability.decision_log import DecisionLog
 from sluice.controller.observability.history import History
-from sluice.controller.observability.instruments import NAMES, families
+from sluice.controller.observability.instruments import NAMES, families, refused_metrics
 from sluice.controller.observability.metrics import controller_up, text_of
 from sluice.controller.observability.metrics_hub import MetricsHub
 from sluice.controller.observability.recent_decisions import DECISIONS
@@ -71,16 +71,15 @@ class Observer:
         """Take a process's metrics.
 
         Raises:
-            ValueError: malformed, over a limit, or with a metric family of the controller's own.
+            ValueError: the push is refused whole; see :meth:`MetricsHub.push`.
         """
         now_s = self._hear()
         try:
-            new = self._hub.push(push, now_s)
+            added = self._hub.push(push, now_s)
         except ValueError:
             self._refused += 1
             raise
-        if new:
-            self._history.joined(push.samples)
+        self._history.joined(added)
         self._history.note(self._hub, now_s)
 
     async def render_metrics(self) -> bytes:
@@ -88,7 +87,7 @@ class Observer:
         controller does not answer, its own are missing. ``O(series)``."""
         now_s = self._hear()
         try:
-            own = list(families(await self._deciding.figures(), self._config.policy, self._refused))
+            own = list(families(await self._deciding.figures(), self._config.policy))
         except NoAnswerError:
             own = []
         # The controller's own metrics bypass the hub, whose limits are for pushed metrics.
@@ -97,7 +96,8 @@ class Observer:
             # Only some processes have pushed: a scraper would count the others' totals as new.
             pushed = [family for family in pushed if family.type == "gauge"]
         # In a thread, so that pushes are not late meanwhile.
-        return await asyncio.to_thread(text_of, [*own, *pushed, controller_up(bool(own))])
+        status = refused_metrics(self._refused, self._hub.skipped), controller_up(bool(own))
+        return await asyncio.to_thread(text_of, [*own, *pushed, *status])
 
     async def load(self, role: Role | None = None) -> Load | None:
         """The load on all replicas together, or on the replicas of ``role``; autoscaling reads it.

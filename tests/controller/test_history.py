@@ -99,8 +99,7 @@ class Side:
 
     def push_registry(self, name: str, registry: CollectorRegistry, now_s: float) -> None:
         push = newer_push(name, samples_of(registry))
-        if self.hub.push(push, now_s):
-            self.history.joined(push.samples)
+        self.history.joined(self.hub.push(push, now_s))
         self.history.note(self.hub, now_s)
 
     def recent(self, now_s: float, name: str = "chat") -> dict[str, Any]:

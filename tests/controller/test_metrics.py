@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from itertools import accumulate
 
 import pytest
@@ -344,21 +345,73 @@ GOOD = MetricSample("sluice_x", "counter", "X.", "sluice_x_total", (("a", "b"),)
         ),
     ],
 )
-def test_a_bad_push_is_refused_whole(sample: MetricSample, message: str) -> None:
+def test_a_bad_sample_costs_no_other(
+    sample: MetricSample, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
     hub = MetricsHub()
     known = MetricSample("sluice_known", "gauge", "K.", "sluice_known", (), 1.0)
     hub.push(newer_push("r1", (known,)), 0)
-    before = page_of(hub, 0)
-    with pytest.raises(ValueError, match=message):
-        hub.push(newer_push("r2", (known, sample)), 0)
-    assert page_of(hub, 0) == before
-    assert hub.sources == 1
+    for pushes in (1, 2):
+        hub.push(newer_push("r2", (known, sample, COUNTED._replace(value=2.0))), 0)
+        assert page_of(hub, 0) == {("sluice_known", ()): 2, ("sluice_x_total", ()): 2}
+        assert hub.skipped == pushes
+    assert hub.sources == 2
+    assert len(caplog.records) == 1  # not one for each push
+    assert re.search(message, caplog.text)
+
+
+def test_a_counter_that_turns_bad_keeps_its_value() -> None:
+    hub = MetricsHub()
+    for value in (3.0, -1.0, float("nan"), 4.0):
+        hub.push(newer_push("r1", (GOOD._replace(value=value), SHOWN._replace(value=value))), 0)
+        assert page_of(hub, 0)["sluice_x_total", (("a", "b"),)] == (3 if value != 4 else 4)
+    assert (hub.skipped, hub._held) == (3, 2)
+
+
+def test_the_log_of_bad_samples_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    hub = MetricsHub()
+    bad = [GOOD._replace(name=f"sluice_x_{number}") for number in range(1_000)]
+    hub.push(newer_push("r1", tuple(bad)), 0)
+    assert hub.skipped == 1_000 > len(caplog.records)
+
+
+SAMPLES = st.tuples(
+    st.sampled_from(["sluice_a", "sluice_b", "other"]),
+    st.sampled_from(["counter", "gauge", "histogram", "info"]),
+    st.sampled_from(["_total", "", "_bucket", "_sum", "_count"]),
+    st.sampled_from([(), (("le", "1"),), (("le", "x"),), [], None]),
+    st.sampled_from([0.0, 1.5, 3.0, -1.0, float("nan"), float("inf"), None, 2]),
+).map(lambda each: MetricSample(*each[:2], "X.", each[0] + each[2], *each[3:]))
+
+
+@given(st.lists(st.lists(SAMPLES, max_size=6), max_size=6))
+def test_sound_samples_are_shown_and_no_counter_falls_whatever_else_is_pushed(
+    pushed: list[list[MetricSample]],
+) -> None:
+    hub, counts = MetricsHub(), Page()
+    for samples in pushed:
+        hub.push(newer_push("r1", tuple(samples)), 0)
+        page = page_of(hub, 0)
+        kinds = {each.name: each.type for each in hub.families(0)}
+        for key, value in counts.items():
+            assert page[key] >= value
+        counts = {
+            key: value
+            for key, value in page.items()
+            if kinds.get(key[0].removesuffix("_total"), "") != "gauge"
+        }
+        for each in samples:
+            alone = MetricsHub()
+            alone.push(newer_push("r1", (each,)), 0)
+            shown = [*page_of(alone, 0)]
+            if shown and kinds[each.family] == each.kind:
+                assert shown[0] in page
 
 
 def test_pushes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = MetricsHub()
-    with pytest.raises(ValueError, match=str(MAX_PUSH_SAMPLES)):
-        hub.push(newer_push("r1", (GOOD,) * (MAX_PUSH_SAMPLES + 1)), 0)
+    hub.push(newer_push("r1", (GOOD,) * (MAX_PUSH_SAMPLES + 1)), 0)
+    assert hub.skipped == 1
     with pytest.raises(ValueError, match="source"):
         hub.push(newer_push("", (GOOD,)), 0)
     monkeypatch.setattr("sluice.controller.observability.metrics_hub.MAX_SOURCES", 1)
@@ -369,8 +422,8 @@ def test_pushes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     hub.push(newer_push("r2", (GOOD,)), 1_000)
     assert page_of(hub, 1_000)["sluice_x_total", (("a", "b"),)] == 2
     monkeypatch.setattr("sluice.controller.observability.metrics_hub.MAX_SERIES", 1)
-    with pytest.raises(ValueError, match="over 1 series"):
-        hub.push(newer_push("r2", (GOOD, GOOD._replace(labels=()))), 1_000)
+    hub.push(newer_push("r2", (GOOD, GOOD._replace(labels=()))), 1_001)
+    assert (len(page_of(hub, 1_001)), hub.skipped) == (1, 2)
 
 
 def test_a_process_that_is_known_needs_no_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,8 +433,9 @@ def test_a_process_that_is_known_needs_no_more_room(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("sluice.controller.observability.metrics_hub.MAX_HELD_SAMPLES", 2)
     hub.push(newer_push("r2", (GOOD._replace(value=5.0),)), 1)
     assert page_of(hub, 1)["sluice_x_total", (("a", "b"),)] == GOOD.value + 5
-    with pytest.raises(ValueError, match="2 samples held"):
-        hub.push(newer_push("r3", (GOOD,)), 1)
+    hub.push(newer_push("r3", (GOOD,)), 1)
+    assert page_of(hub, 1)["sluice_x_total", (("a", "b"),)] == GOOD.value + 5
+    assert hub.skipped == 1
 
 
 def test_what_cannot_be_summed_is_not_pushed() -> None:
