@@ -116,7 +116,9 @@ class PlanMixin(_Base):
         if hasattr(self.connector, "read_blocks_by"):
             self.connector.read_blocks_by(self.kv_cache_manager.get_block_ids)
         blocks = PooledBlocks(self._pool)
-        table.idle(self._pool.get_num_free_blocks(), self._pool.num_gpu_blocks)
+        # vLLM keeps one block, the null block, for itself.
+        self._total_blocks: int = self._pool.num_gpu_blocks - 1
+        table.idle(self._pool.get_num_free_blocks(), self._total_blocks)
         self._held = HeldPrefixes(
             table, blocks.holds, self.block_size, hash_tokens, load_s=self._host.load_s
         )
@@ -144,8 +146,7 @@ class PlanMixin(_Base):
         stated: Any = getattr(config, "max_source_positions", None)
         encoded = int(stated or self.max_num_encoder_input_tokens)
         each = sum(-(-tokens // self.block_size) for tokens in (int(self.max_model_len), encoded))
-        # One block is vLLM's own.
-        fit = max(1, (self._pool.num_gpu_blocks - 1) // each)
+        fit = max(1, self._total_blocks // each)
         for name in ("max_num_running_reqs", "max_num_active_reqs"):
             if hasattr(self, name):
                 setattr(self, name, min(fit, getattr(self, name)))
@@ -279,7 +280,7 @@ class PlanMixin(_Base):
             waiting,
             running,
             self._pool.get_num_free_blocks(),
-            self._pool.num_gpu_blocks,
+            self._total_blocks,
             self._seconds_of(scheduler_output),
             disturbed=disturbed,
             cpu_s=time.thread_time(),
