@@ -161,7 +161,7 @@ class Controller:
         """
         if not isinstance(queries, list) or len(queries) > MAX_QUERIES:
             raise ValueError(f"queries must be a list of at most {MAX_QUERIES}")
-        return self._route([_checked_or_none(query) for query in queries])
+        return await self._server.window.route([_checked_or_none(query) for query in queries])
 
     async def endpoint(self) -> Endpoint:
         """Address at which :meth:`route` and :meth:`report` are served over a plain connection; see

@@ -24,6 +24,12 @@ processes push metrics every few seconds, so this silence means that the applica
 _CHECKS = 10
 
 
+def compile_loops(config: ControllerConfig) -> None:
+    """Compile all that a controller's decisions and reports run, so that none waits for that."""
+    warm_up_placement(config.make_routing, config.make_admission)
+    report_rows.compile_now()
+
+
 class DetachedController(Controller):
     """A :class:`Controller` that ends after a time without calls.
 
@@ -33,9 +39,7 @@ class DetachedController(Controller):
     """
 
     def __init__(self, config: ControllerConfig, end_after_s: float = END_AFTER_S) -> None:
-        # Compile before the actor answers, so that no call waits for a compiler.
-        warm_up_placement(config.make_routing, config.make_admission)
-        report_rows.compile_now()
+        compile_loops(config)
         super().__init__(config)
         _end_when_silent(lambda: self.silent_s, end_after_s)
 

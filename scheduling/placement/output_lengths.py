@@ -120,7 +120,7 @@ class OutputLengths:
             if seen is None or seen.ended < LEAST_ENDED:
                 seen = self._classes.get(service_class)
             found = UNKNOWN if seen is None else seen.length
-        return found.within(most_tokens or inf)
+        return found.within(float(most_tokens) or inf)
 
     def of(self, query: RouteQuery) -> OutputLength:
         """What is expected of the output of a request."""

@@ -26,8 +26,8 @@ _PROMISED, _BEST_EFFORT = frozenset({Tier.GUARANTEED}), frozenset({Tier.BEST_EFF
 def warm_up_placement(
     make_routing: Callable[[], RoutingPolicy], make_admission: Callable[[], AdmissionPolicy | None]
 ) -> None:
-    """Run every compiled loop of placement once, with policies of its own and on a toy fleet, of
-    more replicas than a policy tests first.
+    """Run every compiled loop of placement and of its metrics once, with policies of its own and on
+    a toy fleet, of more replicas than a policy tests first.
 
     Some seconds of one core with nothing compiled yet, less than one with the machine code on disk.
     """
@@ -45,6 +45,7 @@ def warm_up_placement(
     placer.order(queries, 0.0)
     for query in queries:
         placer.place(query, 0.0)
+    fleet.slack_s(0.0)
     late(fleet, 0, 2_048, (0.0, 0.0), np.ones(1), np.ones(1))
 
 

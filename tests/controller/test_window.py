@@ -151,3 +151,38 @@ async def test_routers_that_ask_over_real_connections_get_the_best_set() -> None
     assert [made.tier for made in told.decisions[:2]] == [Tier.GUARANTEED] * 2
     assert len(told.decisions) == 2 + len(others)
     assert (await controller.figures()).reservations == MOST_TOGETHER
+
+
+async def test_actor_calls_of_fresh_routers_get_the_best_set_too() -> None:
+    controller = Controller(
+        ControllerConfig(policy="least_tokens", admission="slos_serve"), Clock()
+    )
+    await controller.hello(hello("a"))
+    slo = SLO(ttft_s=1.0, tpot_s=0.1)
+    long, short = RouteQuery(1, slo, 8_000), [RouteQuery(key, slo, 4_000) for key in (2, 3)]
+    alone, told = await asyncio.gather(controller.route([long]), controller.route(short))
+    assert [made.tier for made in (*alone.decisions, *told.decisions)] == [
+        Tier.BEST_EFFORT,
+        Tier.GUARANTEED,
+        Tier.GUARANTEED,
+    ]
+
+
+async def test_calls_and_messages_wait_for_each_other() -> None:
+    decided, clock, line = Decided(lambda keys: 3 in keys), Clock(), Line()
+    waits = window(decided, clock)
+    call = asyncio.create_task(waits.route([query(1)]))
+    given_up = asyncio.create_task(waits.route([query(4)]))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    await asyncio.gather(given_up, return_exceptions=True)
+    waits.ask(line, 7, [query(2)], clock() + 1.0)
+    waits.close()
+    assert [[each.key for each in call] for call in decided.calls] == [[1, 2]]
+    assert (await call).decisions[0].replica_id == "r1"
+    assert replicas(line.answers[0]) == ["r2"]
+    failing = asyncio.create_task(waits.route([query(3)]))
+    await asyncio.sleep(0)
+    waits.close()
+    with pytest.raises(RuntimeError, match="a decision failed"):
+        await failing

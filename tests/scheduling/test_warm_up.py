@@ -51,16 +51,58 @@ def test_nothing_is_compiled_after_the_warm_up_of_any_policy():
     run(_PLAN_AFTER_WARM_UP)
 
 
-def test_without_a_place_for_compiled_loops_they_are_compiled_anew():
-    code = """
+# Each says it once in a process, and not for each loop.
+@pytest.mark.parametrize(
+    ("unwritable", "said"),
+    [
+        ("caching.CompileResultCacheImpl._locator_classes = []", "/scheduling/request: it and"),
+        ("config.CACHE_DIR = '/proc/kept'", "/proc/kept: it is not writable; /"),
+        ("caching.IndexDataCacheFile.save = full", "__pycache__: No space left on device"),
+    ],
+)
+def test_where_compiled_loops_cannot_be_kept_a_warning_names_the_folder(unwritable, said):
+    code = f"""
+import errno, os
 import numba.core.caching as caching
 import numpy as np
-caching.CompileResultCacheImpl._locator_classes = []
+from numba import config
+def full(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+caching.IndexDataCacheFile.load = lambda *_: None
+{unwritable}
 from sluice.scheduling.request import kernels
-assert kernels.work_s(np.ones(kernels.COEFFICIENTS), 1.0, 2.0) == 3.0
-assert kernels.work_s.signatures and not kernels.work_s.stats.cache_hits
+pieces = np.ones((1, kernels.COEFFICIENTS))
+assert kernels.work_s(pieces[0], 1.0, 2.0) == 3.0
+assert kernels.most_work_s(pieces, 1.0, 2.0) == 3.0
 """
-    assert "set NUMBA_CACHE_DIR" in run(code)
+    warning = run(code)
+    assert said in warning
+    assert warning.count("set NUMBA_CACHE_DIR") == 1
+
+
+def test_numbers_of_other_types_compile_nothing():
+    code = """
+from typing import NamedTuple
+import numpy as np
+from sluice.scheduling.request.kernels import Floats, compiled
+class Pair(NamedTuple):
+    some: float
+    more: int
+@compiled
+def total(number: float, count: int, flag: bool, pair: Pair, both: tuple[float, int]) -> float:
+    return number / 2 + count + flag + pair.some / 2 + pair.more + both[0] / 2 + both[1]
+assert total(1, np.int32(1), np.bool_(True), Pair(1, 1), (1, 1)) == 5.5
+assert total(np.float32(1), 1, 1, Pair(np.int64(1), np.int16(1)), (True, 1)) == 5.5
+assert len(total.signatures) == 1
+for wrong in ((None, 1), (1.0, 1.5), (1.0, "1")):
+    try:
+        total(*wrong, True, Pair(1.0, 1), (1.0, 1))
+    except TypeError:
+        continue
+    raise AssertionError(wrong)
+assert len(total.signatures) == 1
+"""
+    run(code)
 
 
 def test_an_unknown_policy_is_named():
