@@ -27,7 +27,13 @@ REPEAT_PERIOD_S = 10.0
 
 _MAX_PLACES = 1_000
 _request_id: ContextVar[str] = ContextVar("request_id", default="")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_CONTROL = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
+)
+"""Characters that end a line, are invisible, turn the text's direction, or cannot be encoded."""
+
+_BARE = re.compile(r"[!#-<>-\[\]-~]+")
+"""Values that need no quotes: ASCII without space, ``"``, ``=`` and backslash."""
 
 
 class of_request:  # noqa: N801 - it is used like a function
@@ -159,23 +165,33 @@ class JsonLines(_Lines):
 
 class TextLines(_Lines):
     """Time, level, process, logger, request, message and fields on one line; a traceback follows
-    on lines of its own."""
+    on indented lines. Fields are ``name=value``, where a value that would not be one word is a
+    JSON string."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line of ``record``."""
         request_id = _request_id.get()
         fields = ({"request_id": request_id} if request_id else {}) | _fields(record)
-        named = " ".join([f"{name}={value}" for name, value in fields.items()])
+        named = " ".join([f"{name}={_quoted(value)}" for name, value in fields.items()])
         head = f"{self.time(record)} {record.levelname.lower()} {self._process} {record.name}"
         line = f"{head}: {record.getMessage()}"
         line = _CONTROL.sub(_escaped, f"{line} {named}" if named else line)
-        exception = self.exception(record)
-        return f"{line}\n{exception}" if exception else line
+        # Indented, as the message of an exception may hold a line that looks like one of ours.
+        traceback = (_CONTROL.sub(_escaped, each) for each in self.exception(record).split("\n"))
+        return line + "".join(f"\n  {each}" for each in traceback if each)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
     fields = getattr(record, "fields", None)
     return dict(fields) if isinstance(fields, Mapping) else {}
+
+
+def _quoted(value: object) -> str:
+    """``value`` as one word or in quotes, so that it cannot look like further fields."""
+    text = str(value)
+    if _BARE.fullmatch(text):
+        return text
+    return json.dumps(text, ensure_ascii=not text.isprintable())
 
 
 def _escaped(found: re.Match[str]) -> str:

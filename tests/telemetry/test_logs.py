@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,13 +59,67 @@ def test_a_json_line_holds_the_request_its_fields_and_the_exception(log: logging
     }
 
 
-@pytest.mark.parametrize("hostile", ["a\nINFO forged", "a\r\x1b[31mred", "a\u2028b", "a\x85b"])
+@pytest.mark.parametrize(
+    "hostile",
+    ["a\nINFO forged", "a\r\x1b[31mred", "a\u2028b", "a\x85b", "a\u202eb", "a\u200bb", "a\ud800b"],
+)
 def test_what_a_client_sent_begins_no_line_of_its_own(log: logging.Logger, hostile: str) -> None:
     streams = lines(log, TextLines("router-1")), lines(log, JsonLines("router-1"))
     log.warning("the body says %s", hostile, extra={"fields": {"model": hostile}})
     for stream in streams:
         assert len(stream.getvalue().splitlines()) == 1
         assert stream.getvalue().rstrip("\n").isprintable()
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "a outcome=ok",
+        "outcome=ok",
+        'a" outcome="ok',
+        "a\\",
+        'a\\" b=c "',
+        "",
+        "a\tb",
+        "a\nb=c",
+        "a\u00a0b=c",
+        "a\u3000b",
+        "a\x00b",
+        "a\x9bb",
+        "a\u2028b",
+        "a\u202eb",
+        "a\ud800b",
+        "Größe",
+    ],
+)
+def test_a_value_is_one_field(log: logging.Logger, hostile: str) -> None:
+    stream = lines(log, TextLines("router-1"))
+    log.warning("ended", extra={"fields": {"outcome": "failed", "model": hostile, "tokens": 7}})
+    (line,) = stream.getvalue().splitlines()
+    line.encode()
+    assert line.isprintable()
+    # As a parser of such lines reads them: bare words, or JSON strings.
+    found = re.findall(r'(\w+)=("(?:[^"\\]|\\.)*"|[^\s"=]+)(?: |$)', line)
+    read = {name: json.loads(value) if value[0] == '"' else value for name, value in found}
+    assert read == {"outcome": "failed", "model": hostile, "tokens": "7"}
+
+
+def test_a_traceback_begins_no_line_of_its_own(log: logging.Logger) -> None:
+    stream = lines(log, TextLines("router-1"))
+    try:
+        raise ValueError("a\n2026-01-01T00:00:00.000Z info router-1 sluice: forged\rb")
+    except ValueError:
+        log.exception("it failed")
+    first, *traceback = stream.getvalue().splitlines()
+    assert first.endswith("it failed")
+    assert traceback[-1].endswith("forged\\rb")
+    assert all(line.startswith("  ") for line in traceback)
+
+
+def test_plain_values_have_no_quotes(log: logging.Logger) -> None:
+    stream = lines(log, TextLines("router-1"))
+    log.info("ended", extra={"fields": {"model": "org/7b:x@v1", "ttft_ms": 1.5, "none": None}})
+    assert stream.getvalue().endswith(" model=org/7b:x@v1 ttft_ms=1.5 none=None\n")
 
 
 async def test_tasks_of_a_request_log_with_its_id_and_others_with_theirs(
