@@ -40,7 +40,7 @@ def prometheus(folder: Path, target: str) -> Iterator[str]:
     config = yaml.safe_load((PROMETHEUS / "prometheus.yaml").read_text(encoding="utf-8"))
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     (job,) = config["scrape_configs"]
-    job["authorization"]["credentials_file"] = str(folder / "key")
+    job["authorization"] = {"type": "Bearer", "credentials_file": str(folder / "key")}
     job["static_configs"] = [{"targets": [target]}]
     (folder / "key").write_text(METRICS_KEY)
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))

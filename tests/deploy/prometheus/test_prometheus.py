@@ -50,11 +50,23 @@ def test_the_rules_are_rules() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_scrape_configuration_is_one_with_the_key_in_its_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", [ROOT, PROMETHEUS])
+def test_the_scrape_configuration_is_valid_as_it_is_shipped(folder: Path) -> None:
+    file = (PROMETHEUS / "prometheus.yaml").relative_to(folder)
+    done = promtool("check", "config", str(file), folder=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 rule files found" in done.stdout + done.stderr
+
+
+def test_the_scrape_configuration_is_valid_with_a_key(tmp_path: Path) -> None:
     text = (PROMETHEUS / "prometheus.yaml").read_text(encoding="utf-8")
+    text, uncommented = re.subn(r"# (authorization:|  type:|  credentials_file:)", r"\1", text)
+    assert uncommented == 3
     (key_file,) = re.findall(r"credentials_file: (\S+)", text)
     (tmp_path / "key").write_text("k" * 32)
     (tmp_path / "prometheus.yaml").write_text(text.replace(key_file, str(tmp_path / "key")))
+    (job,) = yaml.safe_load(text)["scrape_configs"]
+    assert job["authorization"] == {"type": "Bearer", "credentials_file": key_file}
     shutil.copy(PROMETHEUS / "alerts.yaml", tmp_path)
     done = promtool("check", "config", "prometheus.yaml", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
