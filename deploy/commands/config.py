@@ -12,6 +12,7 @@ from sluice.deploy.commands.exits import Exit
 from sluice.deploy.commands.options import CONFIG_FILE, CONTEXT, load
 from sluice.deploy.commands.options import as_json as json_option
 from sluice.deploy.config import SluiceConfig, load_config
+from sluice.deploy.model_check import engine_faults
 
 
 @click.group(context_settings=CONTEXT)
@@ -27,6 +28,8 @@ def check(path: Path, as_json: bool) -> None:
 
     Every problem is one line: where it is, what was wrong, what is allowed. With --json the answer
     is an object with `valid` and `problems`. The exit code is 0 for a valid file and 1 otherwise.
+    Where vLLM is installed, it is asked whether an engine takes its settings, which takes some
+    seconds.
 
     \b
     Examples:
@@ -34,8 +37,7 @@ def check(path: Path, as_json: bool) -> None:
       sluice config check sluice.yaml --json
     """
     try:
-        load_config(path)
-        problems = []
+        problems = engine_faults(load_config(path))
     except (ValueError, OSError) as error:
         lines = str(error).splitlines()
         # The first of several lines only announces the others.

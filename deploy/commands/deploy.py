@@ -15,6 +15,7 @@ from sluice.deploy.commands.options import CONFIG_FILE, address_option, load, ta
 from sluice.deploy.commands.options import as_json as json_option
 from sluice.deploy.config import read_mapping
 from sluice.deploy.json_http import JsonServer
+from sluice.deploy.model_check import engine_faults
 from sluice.deploy.submission import (
     FAILED,
     RUNNING,
@@ -86,6 +87,9 @@ def deploy(
       sluice deploy --config chat.yaml --name chat --route-prefix /chat
     """
     config = load(path, {} if name is None else {"name": name})
+    faults = engine_faults(config, here=False)
+    if faults:
+        raise Failure(Exit.FAILED, "\n".join(faults))
     if not route_prefix.startswith("/"):
         raise click.BadParameter(f"--route-prefix must begin with a slash, got {route_prefix!r}")
     err = Console(stderr=True)

@@ -49,10 +49,9 @@ from sluice.replica.vllm.request_parser import parse
 from sluice.replica.vllm.serving import Serving, event_bytes, whole_response
 from sluice.replica.vllm.setup import (
     Launched,
+    engine_arguments,
     launch,
-    local_model_arguments,
     max_prompt_logprobs,
-    parse_arguments,
     prepare_environment,
 )
 from sluice.replica.vllm_args import devices, workers
@@ -135,7 +134,7 @@ class VllmEngine:
             model = config.model
         name = config.served_name
         started_s = time.monotonic()
-        launched = await self._launch(model, name)
+        launched = await self._launch(model)
         self._llm = launched.llm
         self._llm.max_prompt_logprobs = max_prompt_logprobs(
             config.max_prompt_logprobs, self._llm.vllm_config
@@ -154,7 +153,7 @@ class VllmEngine:
             await self._adapters.start()
         return self._info
 
-    async def _launch(self, model: str, name: str) -> Launched:
+    async def _launch(self, model: str) -> Launched:
         config = self._config
         log = config.batch_log
         preemption = config.preemption.granularity != "off"
@@ -183,12 +182,7 @@ class VllmEngine:
                 batch_log=None if log is None else Path(f"${batch_log}.jsonl"),
                 cpu_core=self._cpu_core if on_cpu() else None,
             )
-            given = config.vllm_args
-            if config.model == "local":
-                given = local_model_arguments() | given
-            arguments = parse_arguments(
-                given, model, name, settings, self._traced, config.transfer, self._role
-            )
+            arguments = engine_arguments(config, model, settings, self._role, self._traced)
             return await launch(arguments, config.grammar_check_s)
 
     async def _describe(self, name: str, explicit: LatencyProfile | None) -> EngineInfo:

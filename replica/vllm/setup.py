@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import difflib
 import importlib.util
 import io
 import json
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 from llvmlite.binding import ffi  # type: ignore[import-untyped]
 
+from sluice.replica.config import EngineConfig
 from sluice.replica.engine import Endpoint
 from sluice.replica.private_dir import SOCKETS_VARIABLE, make_private_dir
 from sluice.replica.scheduler.speculation import with_all_lengths
@@ -27,37 +29,8 @@ from sluice.replica.vllm.tool_parser import choose_parser
 from sluice.replica.vllm.variants import STOCK_SCHEDULER, variant_of
 from sluice.replica.vllm.versions import ASYNC_TRANSFER, age
 from sluice.replica.vllm.worker_extension import EXTENSION
-from sluice.replica.vllm_args import by_option, workers
+from sluice.replica.vllm_args import by_option, check_names, workers
 from sluice.scheduling.roles import Role
-
-RESERVED_ARGUMENTS = frozenset(
-    {
-        "additional-config",
-        "api-key",
-        "api-server-count",
-        "config",
-        "data-parallel-address",
-        "data-parallel-backend",
-        "data-parallel-external-lb",
-        "data-parallel-hybrid-lb",
-        "data-parallel-multi-port-external-lb",
-        "data-parallel-rank",
-        "data-parallel-rpc-port",
-        "data-parallel-size-local",
-        "data-parallel-start-rank",
-        "grpc",
-        "headless",
-        "host",
-        "model",
-        "model-tag",
-        "port",
-        "scheduler-cls",
-        "scheduling-policy",
-        "served-model-name",
-        "uds",
-    }
-)
-"""vLLM arguments that Sluice sets, or that have no meaning under it."""
 
 KV_CONNECTOR_MODULE = "sluice.replica.vllm.kv_connector"
 """vLLM's path of Sluice's KV connector."""
@@ -75,9 +48,6 @@ _ON_GPUS = frozenset({"OffloadingConnector", "SimpleCPUOffloadConnector"})
 _LMCACHE_ON_GPUS = "LMCacheConnectorV1"
 """Begins the names of the connectors that run LMCache in the engine's process. On a CPU build, with
 LMCache 0.5.6, such an engine starts, keeps nothing, and waits 3 s at each longer prompt."""
-
-_SHORTHANDS = frozenset({"spec-method", "spec-model", "spec-tokens"})
-"""vLLM's arguments for parts of its speculative configuration."""
 
 _MAX_REASON = 500
 """Max characters of vLLM's reason for refusing its arguments in the error message."""
@@ -168,9 +138,7 @@ def parse_arguments(
     check_vllm(serving=True)
 
     arguments = by_option(given)
-    reserved = sorted(RESERVED_ARGUMENTS & arguments.keys())
-    if reserved:
-        raise ValueError(f"vllm_args may not hold {', '.join(reserved)}: Sluice sets them itself")
+    check_names(arguments)
     variant = variant_of(settings)
     needed = variant.arguments(workers(arguments)) if variant is not None else {}
     for name, value in needed.items():
@@ -179,7 +147,6 @@ def parse_arguments(
     arguments |= _speculation_arguments(arguments)
     _check_kv_tier(arguments)
     if transfer is not None:
-        _check_free_for_transfer(arguments)
         arguments[_TRANSFER] = transfer_argument(transfer, role)
     if arguments.get(_TRANSFER) is not None or arguments.get(_OFFLOADING) is not None:
         arguments |= _in_step(arguments)
@@ -200,37 +167,112 @@ def parse_arguments(
     return _parsed(arguments)
 
 
+def check_arguments(given: dict[str, Any]) -> None:
+    """Check that vLLM's parser takes the arguments ``given``, on whichever machine.
+
+    Raises:
+        ValueError: it refuses one.
+    """
+    _parsed({**by_option(given), "model": "model"})
+
+
 def _parsed(arguments: dict[str, Any]) -> Any:
     """What vLLM's parser makes of ``arguments``.
 
     Raises:
         ValueError: it refuses one.
     """
+    import vllm
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from sluice.replica.vllm.support import ARGUMENTS
 
+    cli = located(ARGUMENTS)
+    parser = cli.make_arg_parser(FlexibleArgumentParser(allow_abbrev=False))
     errors = io.StringIO()
     try:
+        _check_known(arguments, parser)
         with contextlib.redirect_stderr(errors):
-            parser = located(ARGUMENTS).make_arg_parser(FlexibleArgumentParser())
-            return parser.parse_args(_command_line(arguments))
-    except SystemExit as error:
-        reason = _reason(errors.getvalue()) or "see `vllm serve --help`"
-        raise ValueError(f"vLLM refuses its arguments (vllm_args): {reason}") from error
+            parsed = parser.parse_args(_command_line(arguments))
+        if parsed.model_tag is not None:  # a word that belongs to no option
+            raise ValueError(f"{parsed.model_tag!r} is one value too many for its option")
+        cli.validate_parsed_serve_args(parsed)
+    except (SystemExit, ValueError, TypeError) as error:
+        reason = _reason(errors.getvalue()) if isinstance(error, SystemExit) else str(error)
+        raise ValueError(f"vllm_args: vLLM {vllm.__version__} refuses them: {reason}") from error
+    return parsed
 
 
-def local_model_arguments() -> dict[str, Any]:
-    """Default arguments of the model that Sluice makes itself. Other models keep vLLM's `dtype`:
-    some kinds of quantization refuse float32."""
-    # vLLM would choose bfloat16, which is slow on CPUs without instructions for it.
-    return {"dtype": "float32"} if on_cpu() else {}
+def _check_known(arguments: dict[str, Any], parser: Any) -> None:
+    """Refuse names that are no options of ``parser``. Its own message has the value, too, which may
+    be a token.
+
+    Raises:
+        ValueError: every such name, and the one that was probably meant.
+    """
+    known = {option[2:] for option in parser._option_string_actions if option.startswith("--")}
+    unknown = [
+        f"{name} is no option" + "".join(f"; did you mean {near}?" for near in nearest)
+        for name in arguments.keys() - known
+        for nearest in [difflib.get_close_matches(name, known, n=1)]
+    ]
+    if unknown:
+        raise ValueError("; ".join(sorted(unknown)))
+
+
+def engine_arguments(
+    engine: EngineConfig,
+    model: str,
+    settings: SchedulerSettings,
+    role: Role = "mixed",
+    keep_times: bool = False,
+) -> Any:
+    """vLLM's parsed arguments for ``engine``; ``model`` is its path or hub id.
+
+    Raises:
+        sluice.replica.vllm.support.UnsupportedVllmError, ValueError: as :func:`parse_arguments`.
+    """
+    given = engine.vllm_args
+    if engine.model == "local" and on_cpu():
+        # vLLM would choose bfloat16, which is slow on CPUs without instructions for it. Other
+        # models keep vLLM's `dtype`: some kinds of quantization refuse float32.
+        given = {"dtype": "float32", **by_option(given)}
+    return parse_arguments(
+        given, model, engine.served_name, settings, keep_times, engine.transfer, role
+    )
 
 
 def _reason(text: str) -> str:
     """The reason in the parser's output: its usage comes before, links after."""
     told = text.rpartition(" error: ")[2].partition("For further information")[0]
     return " ".join(told.split())[:_MAX_REASON]
+
+
+def engine_config(arguments: Any) -> Any:
+    """vLLM's configuration of an engine with these parsed arguments. The engine's process checks it
+    again, but writes its reasons to its log only.
+
+    Raises:
+        sluice.replica.vllm.support.UnsupportedVllmError: this vLLM, or its configuration, cannot
+            carry out batch plans.
+        ValueError: an impossible configuration.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    from sluice.replica.vllm.kv_connector import check_model
+    from sluice.replica.vllm.support import check_config
+
+    vllm_config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(
+        usage_context=UsageContext.OPENAI_API_SERVER
+    )
+    check_config(vllm_config)
+    settings = SchedulerSettings.from_additional_config(vllm_config.additional_config)
+    variant = variant_of(settings)
+    if variant is not None:
+        variant.check(vllm_config)
+    check_model(vllm_config)
+    return vllm_config
 
 
 async def launch(arguments: Any, grammar_check_s: float = 0.0) -> Launched:
@@ -246,27 +288,16 @@ async def launch(arguments: Any, grammar_check_s: float = 0.0) -> Launched:
         RuntimeError: the engine process did not start.
     """
     from starlette.datastructures import State
-    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
     from sluice.replica.grammar.bound import BoundedGrammar
     from sluice.replica.grammar.check import GrammarCheck
     from sluice.replica.vllm.client import WatchedLLM
-    from sluice.replica.vllm.kv_connector import check_model
     from sluice.replica.vllm.scheduler import SloAsyncScheduler, SloScheduler
-    from sluice.replica.vllm.support import APP_STATE, check_config, check_overrides
+    from sluice.replica.vllm.support import APP_STATE, check_overrides
 
     check_overrides("Sluice", SloScheduler, SloAsyncScheduler, WatchedLLM, BoundedGrammar)
-    context = UsageContext.OPENAI_API_SERVER
-    engine_args = AsyncEngineArgs.from_cli_args(arguments)
-    vllm_config = engine_args.create_engine_config(usage_context=context)
-    # The engine process checks, too, but writes its reasons to its log only.
-    check_config(vllm_config)
-    settings = SchedulerSettings.from_additional_config(vllm_config.additional_config)
-    variant = variant_of(settings)
-    if variant is not None:
-        variant.check(vllm_config)
-    check_model(vllm_config)
+    vllm_config = engine_config(arguments)
     grammars = None
     if grammar_check_s > 0 and _has_grammars(vllm_config):
         grammars = GrammarCheck(vllm_config, grammar_check_s)
@@ -274,8 +305,8 @@ async def launch(arguments: Any, grammar_check_s: float = 0.0) -> Launched:
     try:
         llm = WatchedLLM.from_vllm_config(
             vllm_config=vllm_config,
-            usage_context=context,
-            disable_log_stats=engine_args.disable_log_stats,
+            usage_context=UsageContext.OPENAI_API_SERVER,
+            disable_log_stats=arguments.disable_log_stats,
         )
     except BaseException:
         if grammars is not None:
@@ -322,9 +353,6 @@ def max_prompt_logprobs(configured: int, vllm_config: Any) -> int:
 
 def _speculation_arguments(given: dict[str, Any]) -> dict[str, Any]:
     """vLLM arguments that let the plan choose how many drafted tokens are checked."""
-    shorthands = sorted(_SHORTHANDS & given.keys())
-    if shorthands:
-        raise ValueError(f"vllm_args: use speculative-config in place of {', '.join(shorthands)}")
     if given.get("speculative-config") is None:
         return {}
     if given.get("async-scheduling"):
@@ -334,22 +362,6 @@ def _speculation_arguments(given: dict[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"vllm_args: {error}") from error
     return {"speculative-config": config, "async-scheduling": False}
-
-
-def _check_free_for_transfer(given: dict[str, Any]) -> None:
-    """Check that no other KV connector is configured beside the one for transfers.
-
-    Raises:
-        ValueError: one is.
-    """
-    if given.get(_OFFLOADING) is not None:
-        # vLLM would put its own connector in the place of the one for transfers.
-        raise ValueError(
-            f"vllm_args may not hold {_OFFLOADING} beside KV transfer between replicas "
-            "(engine.transfer, or prefill and decode pools): an engine has one KV connector"
-        )
-    if given.get(_TRANSFER) is not None:
-        raise ValueError(f"vllm_args may not hold {_TRANSFER}: set engine.transfer")
 
 
 def _check_kv_tier(given: dict[str, Any]) -> None:
@@ -450,5 +462,5 @@ def _command_line(arguments: dict[str, Any]) -> list[str]:
         elif isinstance(value, list | tuple):
             words += [f"--{name}", *map(_word, value)]
         else:
-            words += [f"--{name}", _word(value)]
+            words.append(f"--{name}={_word(value)}")
     return words

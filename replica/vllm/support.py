@@ -88,7 +88,7 @@ APP_STATE: Final = (
 """Where vLLM makes its serving layers."""
 
 _SERVING: Final = (
-    Part(ARGUMENTS, "make_arg_parser(_)"),
+    Part(ARGUMENTS, "make_arg_parser(_) validate_parsed_serve_args(_)"),
     Part(APP_STATE, "init_app_state(_, _, _, supported_tasks=)"),
     Part(
         ("vllm.engine.arg_utils:AsyncEngineArgs",),

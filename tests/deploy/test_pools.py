@@ -217,7 +217,8 @@ def test_what_is_printed_is_read_as_the_same() -> None:
         ),
         (
             {"engine": {"preemption": {"granularity": "operator"}}, "replica": {"pools": PAIR}},
-            "replica.pools.prefill.engine: .*must be off, or transfer.connector tcp, not auto",
+            "replica.pools.prefill.engine.preemption.granularity: must be off, or "
+            "engine.transfer.connector tcp, not auto.*replica.pools.decode.engine.preemption",
         ),
         (
             {"engine": PREEMPTIVE, "replica": {"pools": PAIR}},
