@@ -5,24 +5,164 @@ several stages has a figure per stage; its own is the worst of them, and it atta
 request that ended without all its output attains nothing.
 
 Which TPOT is meant decides results (the papers differ), so it has a name, :class:`TPOTMetric`.
+
+A gain function maps the emission times of one request's tokens and its objective to a number; a
+system maximises the sum over its requests (ProServe §2). Its Table 1 claims for each function
+whether it tells priorities apart, sees the time of every token, tells the first token from the
+later ones, and gives no reason to discard or to postpone work; the tests hold each to those claims.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import nan
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sluice.scheduling.request.gain import token_deadlines_s
-from sluice.scheduling.request.kernels import Floats, Ints, compiled
+from sluice.scheduling.request.kernels import Floats, Ints, compiled, next_due_s
 from sluice.scheduling.request.objective import SLO, Anchor, GainWeights
 from sluice.scheduling.request.tpot import WINDOW_TOKENS, TPOTAnchor
 from sluice.simulation.requests import Requests
+from sluice.simulation.run import Result
 from sluice.simulation.workload import Workload
+
+PLAIN = GainWeights()
+
+
+class GainFunction(Protocol):
+    """The gain of one request."""
+
+    def __call__(
+        self, slo: SLO, arrival_s: float, emitted_s: Floats, weights: GainWeights = PLAIN
+    ) -> float:
+        """The gain.
+
+        Args:
+            slo: its objective and its priority.
+            arrival_s: its arrival, seconds.
+            emitted_s: ``float64[tokens]``: when each of its tokens left, ascending, on the same
+                clock. Tokens that never left are not in it.
+            weights: of a first and of a later token, where the function tells them apart.
+        """
+
+
+def slo_attainment(
+    slo: SLO, arrival_s: float, emitted_s: Floats, weights: GainWeights = PLAIN
+) -> float:
+    """1 if every stated objective was met, TPOT being the mean over the tokens after the first;
+    else 0. The table's "vanilla SLO".
+
+    Our readings: a request without any token has missed; one with a single token has no TPOT.
+    """
+    tokens = len(emitted_s)
+    if tokens == 0:
+        return 0.0
+    ttft_s, tpot_s, e2e_s, _ = slo.columns
+    first_s, last_s = float(emitted_s[0]), float(emitted_s[-1])
+    mean_s = (last_s - first_s) / (tokens - 1) if tokens > 1 else 0.0
+    met = first_s - arrival_s <= ttft_s and mean_s <= tpot_s and last_s - arrival_s <= e2e_s
+    return float(met)
+
+
+def weighted_slo(
+    slo: SLO, arrival_s: float, emitted_s: Floats, weights: GainWeights = PLAIN
+) -> float:
+    """Attainment times the priority. ProServe Eq. 1."""
+    return slo.priority * slo_attainment(slo, arrival_s, emitted_s)
+
+
+def tempo(slo: SLO, arrival_s: float, emitted_s: Floats, weights: GainWeights = PLAIN) -> float:
+    """Tokens that kept their time to the token before. The table's "Tempo".
+
+    ProServe gives no formula for it; it says that TA-SLO is inspired by it and that it differs by
+    not knowing priorities. So our reading is TA-SLO at priority 1.
+    """
+    ttft_s, tpot_s, e2e_s, _ = slo.columns
+    between_s = np.diff(emitted_s, prepend=arrival_s)
+    allowed_s = np.full(len(emitted_s), tpot_s)
+    allowed_s[:1] = ttft_s
+    timely = (between_s < allowed_s) & (emitted_s - arrival_s < e2e_s)
+    return float(timely @ _weights(len(emitted_s), weights))
+
+
+def ta_slo(slo: SLO, arrival_s: float, emitted_s: Floats, weights: GainWeights = PLAIN) -> float:
+    """Tokens that kept their time to the token before, weighted and times the priority: ProServe
+    Eq. 2, token-level accumulated SLO, with our TPOT as its time between tokens.
+
+    Our reading where a request states an end-to-end objective: no token after it counts.
+    """
+    return slo.priority * tempo(slo, arrival_s, emitted_s, weights)
+
+
+def tdg(
+    slo: SLO,
+    arrival_s: float,
+    emitted_s: Floats,
+    weights: GainWeights = PLAIN,
+    anchor: Anchor = Anchor.ENVELOPE,
+) -> float:
+    """Tokens that left before their deadline, weighted and times the priority: ProServe Eq. 3,
+    token-level deadline-aware gain.
+
+    Args:
+        anchor: where the deadlines of later tokens start. ``ENVELOPE`` is the paper's, and the only
+            one with the properties that it claims; ``FIRST_TOKEN`` is its footnote 2.
+    """
+    timely = emitted_s < deadlines_s(slo, arrival_s, emitted_s, anchor)
+    return slo.priority * float(timely @ _weights(len(emitted_s), weights))
+
+
+def deadlines_s(
+    slo: SLO, arrival_s: float, emitted_s: Floats, anchor: Anchor = Anchor.ENVELOPE
+) -> Floats:
+    """Deadline of each token, :meth:`~sluice.scheduling.request.objective.SLO.deadline_s` of all at
+    once."""
+    ttft_s, tpot_s, e2e_s, _ = slo.columns
+    return token_deadlines_s(
+        arrival_s, ttft_s, tpot_s, e2e_s, np.asarray(emitted_s, float), anchor.code
+    )
+
+
+@compiled
+def token_deadlines_s(
+    arrival_s: float, ttft_s: float, tpot_s: float, e2e_s: float, emitted_s: Floats, anchor: int
+) -> Floats:
+    """The same with the objectives as numbers: infinite where none is stated."""
+    due_s = np.empty(emitted_s.shape[0])
+    for token in range(emitted_s.shape[0]):
+        first_s = emitted_s[0] if token > 0 else nan
+        last_s = emitted_s[token - 1] if token > 0 else nan
+        due_s[token] = next_due_s(token, arrival_s, ttft_s, tpot_s, e2e_s, first_s, last_s, anchor)
+    return due_s
+
+
+def ideal_gain(
+    function: GainFunction, slo: SLO, tokens: int, weights: GainWeights = PLAIN
+) -> float:
+    """The most that ``function`` can give for ``tokens`` tokens: all leave at once on arrival.
+    The TDG ratio of ProServe §5.1 is the sum of gains over the sum of these."""
+    return function(slo, 0.0, np.zeros(tokens), weights)
+
+
+def _weights(tokens: int, weights: GainWeights) -> Floats:
+    values: Floats = np.full(tokens, weights.later)
+    values[:1] = weights.first
+    return values
+
+
+GAINS: dict[str, GainFunction] = {
+    "slo": slo_attainment,
+    "weighted_slo": weighted_slo,
+    "tempo": tempo,
+    "ta_slo": ta_slo,
+    "tdg": tdg,
+}
+"""The functions of ProServe Table 1, in its order."""
+
 
 Flags = NDArray[np.bool_]
 
@@ -291,3 +431,123 @@ def worst_by_request(requests: Requests, measured: Stages, values: Floats) -> Fl
     worst = np.full(len(requests), -np.inf)
     np.fmax.at(worst, measured.request, values)
     return np.where(np.isinf(worst), nan, worst)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Figures of one run. Seconds unless named; nan where nothing has the figure.
+
+    Every request counts, from the first, which finds an empty engine, to the last, behind which
+    nothing comes. So a short run looks better than a long one at the same rate, and above capacity
+    attainment falls for as long as the run lasts: compare runs of one length, and state it.
+
+    Attributes:
+        workload, scaling: what arrived, and how its rate was changed.
+        tpot_metric: which TPOT is meant, see :class:`~sluice.simulation.metrics.TPOTMetric`;
+            ``stated`` where objectives state several.
+        requests, finished, failed: all that arrived; they ended with all their output, or not.
+        offered_rate: requests per second between the first and the last arrival.
+        attainment: share of all requests that met every objective.
+        tdg_ratio: token-level deadline gain over the ideal one.
+        effective_rate: ``offered_rate * attainment``, FairBatching's effective RPS.
+        goodput: requests that met every objective per second of the whole run, until the last one
+            ended; below the effective rate where work is left over at the end.
+        throughput: output tokens per second of the run.
+        ttft_p50_s, ttft_p99_s: of all requests with a first token, of their first stages.
+        tpot_p50_s, tpot_p99_s: by the metric, of all requests with two tokens, of their worst
+            stages.
+        longest_wait_s: the longest time to a first token.
+        steps, mean_step_s: engine steps, and their mean time.
+        utilisation: share of the run's time in steps, mean over the engines.
+        preemptions: times that a request lost its KV.
+        recomputed_share: of the computed tokens, those that had been computed before.
+        correction: mean learnt factor on the belief.
+    """
+
+    workload: str
+    scaling: str
+    tpot_metric: str
+    requests: int
+    finished: int
+    failed: int
+    offered_rate: float
+    attainment: float
+    tdg_ratio: float
+    effective_rate: float
+    goodput: float
+    throughput: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    tpot_p50_s: float
+    tpot_p99_s: float
+    longest_wait_s: float
+    steps: int
+    mean_step_s: float
+    utilisation: float
+    preemptions: int
+    recomputed_share: float
+    correction: float
+
+    def as_dict(self) -> dict[str, str | int | float]:
+        """By name."""
+        return asdict(self)
+
+
+def summarise(
+    result: Result,
+    metric: TPOTMetric | None = None,
+    weights: GainWeights | None = None,
+    anchor: Anchor = Anchor.ENVELOPE,
+) -> Summary:
+    """The summary of a run.
+
+    Args:
+        result: the run.
+        metric: which TPOT objectives are measured by; default: what each states.
+        weights: of TDG; default: the workload's mean prompt and output length.
+        anchor: of TDG.
+    """
+    requests = result.requests
+    workload = requests.workload
+    measured = stages(requests)
+    met = attained(requests, measured, metric)
+    first = measured.ttft_s[requests.first_stage[:-1]]
+    pace_s = worst_by_request(requests, measured, judged_tpot_s(requests, measured, metric))
+    count = len(requests)
+    attainment = float(met.mean()) if count else nan
+    lasted_s = result.end_s - workload.arrivals[0].arrival_s if count else 0.0
+    failed = len(requests.failures)
+    return Summary(
+        workload=workload.name,
+        scaling=workload.scaling,
+        tpot_metric=metric_name(metric, requests.stage_slos),
+        requests=count,
+        finished=count - failed,
+        failed=failed,
+        offered_rate=workload.rate,
+        attainment=attainment,
+        tdg_ratio=deadline_gain(requests, measured, weights, anchor).ratio,
+        effective_rate=workload.rate * attainment,
+        goodput=_share(int(met.sum()), lasted_s),
+        throughput=_share(int(measured.emitted.sum()), lasted_s),
+        ttft_p50_s=_quantile(first, 0.5),
+        ttft_p99_s=_quantile(first, 0.99),
+        tpot_p50_s=_quantile(pace_s, 0.5),
+        tpot_p99_s=_quantile(pace_s, 0.99),
+        longest_wait_s=_quantile(first, 1.0),
+        steps=sum(result.steps),
+        mean_step_s=_share(result.busy_s, sum(result.steps)),
+        utilisation=_share(result.busy_s, result.up_s),
+        preemptions=result.preemptions,
+        recomputed_share=_share(result.recomputed_tokens, result.computed_tokens),
+        correction=result.correction,
+    )
+
+
+def _quantile(values: Floats, share: float) -> float:
+    values = values[~np.isnan(values)]
+    return float(np.quantile(values, share)) if len(values) else nan
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else nan

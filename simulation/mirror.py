@@ -7,26 +7,112 @@ fail gets nothing; a reservation counts until its replica reports the request, o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from math import isnan
 from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
+
 from sluice.scheduling.admission import AdmissionPolicy
 from sluice.scheduling.autoscaling import Load
+from sluice.scheduling.autoscaling.load import sum_of
 from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
 from sluice.scheduling.fleet.report import Report
 from sluice.scheduling.fleet.state import rows_of
 from sluice.scheduling.placement.calibration import Calibration
+from sluice.scheduling.placement.cells import CellChoice, cell_of
 from sluice.scheduling.placement.output_lengths import OutputLengths
 from sluice.scheduling.placement.placer import Placer
 from sluice.scheduling.placement.together import Turn
 from sluice.scheduling.request.job import NO_REPLICA, PLACED, RouteDecision
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.request.objective import Times
+from sluice.scheduling.request.tpot import tpot_s
 from sluice.scheduling.roles import WHOLE, Role
 from sluice.scheduling.routing import RouteQuery, RoutingPolicy
 from sluice.simulation.config import ClusterConfig
-from sluice.simulation.judged import Judged
+from sluice.simulation.requests import Requests
+
+Seen = tuple[float, float, float]
+"""TTFT, TPOT and time to the last token of a stage, seconds; nan where it got not so far."""
+
+
+class Judged:
+    """Counts what the edge of a real cluster counts: requests with an objective that ended, and
+    those of them that met it. ``O(stages)`` per request where TPOT is a mean, else ``O(tokens)``.
+
+    Attributes:
+        count: requests with an objective that ended.
+        attained: of these, those that met it at every stage.
+    """
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+        self.count = 0.0
+        self.attained = 0.0
+
+    def ended(self, key: int) -> None:
+        """A request ended, with its output or without."""
+        requests = self._requests
+        stages = range(int(requests.first_stage[key]), int(requests.first_stage[key + 1]))
+        if not any(requests.stage_slos[stage].stated for stage in stages):
+            return
+        self.count += 1
+        for seen, stage in zip(_stages(requests, key), stages, strict=True):
+            pairs = zip(seen, requests.stage_slos[stage].columns, strict=False)
+            if isnan(seen[2]) or any(real_s > due_s for real_s, due_s in pairs):
+                return
+        self.attained += 1
+
+
+def observed(requests: Requests, key: int) -> Times | None:
+    """TTFT, TPOT and end-to-end time of a request that has ended, beside the objective that it
+    had at its arrival; ``None`` where it has not all its output.
+
+    Of several stages it is, by objective, the one that took the largest share of what it states,
+    and that share of the time that the whole request states. ``O(stages)``.
+    """
+    seen = list(_stages(requests, key))
+    if isnan(seen[-1][2]):
+        return None
+    if len(seen) == 1:
+        return seen[0]
+    first = int(requests.first_stage[key])
+    found: list[float | None] = []
+    for place, whole_s in enumerate(requests.arrivals[key].slo.times_s):
+        of_stages = [requests.stage_slos[first + n].columns[place] for n in range(len(seen))]
+        worst = max(own[place] / due_s for own, due_s in zip(seen, of_stages, strict=True))
+        found.append(None if whole_s is None else worst * whole_s)
+    return found[0], found[1], found[2]
+
+
+def late(requests: Requests, key: int) -> tuple[float | None, float | None]:
+    """TTFT and TPOT of a request in progress, seconds, each of the first stage that is late by now;
+    ``None`` if there is none. ``O(tokens)``."""
+    stage = int(requests.first_stage[key])
+    offset, slo = int(requests.offsets[stage]), requests.stage_slos[stage]
+    times_s = requests.emitted_s[offset : offset + int(requests.stage_tokens[stage])]
+    times_s = times_s[: int(np.count_nonzero(~np.isnan(times_s)))]
+    if not len(times_s):
+        return None, None
+    ttft_s = float(times_s[0]) - requests.arrivals[key].arrival_s
+    return slo.late(ttft_s, tpot_s(times_s, slo.tpot_anchor), len(times_s))
+
+
+def _stages(requests: Requests, key: int) -> Iterator[Seen]:
+    """Its stages, in order."""
+    start_s = requests.arrivals[key].arrival_s
+    for stage in range(int(requests.first_stage[key]), int(requests.first_stage[key + 1])):
+        offset, tokens = int(requests.offsets[stage]), int(requests.stage_tokens[stage])
+        first_s = float(requests.emitted_s[offset])
+        last_s = float(requests.emitted_s[offset + tokens - 1])
+        anchor = requests.stage_slos[stage].tpot_anchor
+        pace_s = tpot_s(requests.emitted_s[offset : offset + tokens], anchor) or 0.0
+        yield first_s - start_s, pace_s, last_s - start_s
+        start_s = last_s
+
 
 PREFILL_KEYS = 1 << 40
 """Added to the key of a request: that of the computation of its prompt for another replica."""
@@ -220,3 +306,105 @@ class VirtualMirror:
         index.drop(row, known.held - held)
         index.hold(row, {block: self._depths[block] for block in held - known.held})
         known.held = held
+
+
+class CellMirrors:
+    """The mirrors of all cells, with the methods of one
+    :class:`~sluice.simulation.mirror.VirtualMirror`.
+
+    What each cell is asked, in which order, and which replicas it owns, is production's
+    (:mod:`sluice.scheduling.placement.cells`).
+
+    Raises:
+        ValueError: the admission policy decides on several requests together, which no cell of the
+            simulator does.
+    """
+
+    window_s = 0.0
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        routing: RoutingPolicy,
+        admission: AdmissionPolicy | None = None,
+        depths: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        if admission is not None and admission.window_s > 0.0:
+            raise ValueError(f"with cells, admission {admission.name!r} needs window_ms: 0")
+        self._cells = [
+            VirtualMirror(config, deepcopy(routing), admission, depths) for _ in range(config.cells)
+        ]
+        self._choice = CellChoice(config.cells)
+        # Which cell decided last on each request.
+        self._placed: dict[int, VirtualMirror] = {}
+        self.calibration = self._cells[0].calibration
+        """The first cell's margins; ``None``: no cell has any."""
+
+    def _owner(self, name: str) -> VirtualMirror:
+        return self._cells[cell_of(name, len(self._cells))]
+
+    def register(self, name: str, given: Sequence[int], sent: Sent, now_s: float) -> None:
+        """A replica says hello to its cell."""
+        self._owner(name).register(name, given, sent, now_s)
+
+    def hear(self, name: str, sent: Sent, now_s: float) -> None:
+        """A report arrives at its replica's cell."""
+        self._owner(name).hear(name, sent, now_s)
+
+    def forget(self, name: str) -> None:
+        """A replica is gone."""
+        self._owner(name).forget(name)
+
+    def release(self, key: int) -> None:
+        """The router abandons the decision on a request."""
+        for cell in self._cells:
+            cell.release(key)
+
+    def ended(self, key: int, tokens: int) -> None:
+        """A request has ended."""
+        if key in self._placed:
+            self._placed[key].ended(key, tokens)
+
+    def learn(
+        self,
+        key: int,
+        observed: Times | None,
+        service_class: str,
+        output_tokens: int,
+        now_s: float,
+    ) -> None:
+        """The cell that placed a request learns from it."""
+        cell = self._placed.get(key, self._cells[0])
+        cell.learn(key, observed, service_class, output_tokens, now_s)
+
+    def behind(self, key: int, ttft_s: float | None, tpot_s: float | None, now_s: float) -> None:
+        """The cell that placed a request learns that it is late."""
+        if key in self._placed:
+            self._placed[key].behind(key, ttft_s, tpot_s, now_s)
+
+    def order(self, queries: Sequence[RouteQuery], now_s: float) -> list[Turn]:
+        """In the order given."""
+        return list(map(Turn, range(len(queries))))
+
+    def place(self, query: RouteQuery, now_s: float, at: int | None = None) -> RouteDecision:
+        """Ask one cell, or two."""
+        # A router learns within a second which cells have replicas.
+        up = [cell.replicas > 0 for cell in self._cells]
+        questions = self._choice.questions(query, now_s, up)
+        number, asked = next(questions)
+        while True:
+            cell = self._cells[number]
+            decision = cell.decide(asked, now_s)
+            self._choice.heard(number, cell.fleet.slack_s(now_s), now_s)
+            self._choice.answered(number, asked, decision, now_s)
+            try:
+                number, asked = questions.send(decision)
+            except StopIteration:
+                break
+        self._placed[query.key] = cell
+        return cell.without_decision() if decision.reason == NO_REPLICA else decision
+
+    def load(self, judged: Judged, role: Role, now_s: float) -> Load:
+        """The load on the replicas of a role in all cells."""
+        load = sum_of([cell.load(judged, role, now_s) for cell in self._cells])
+        return load._replace(judged=judged.count, attained=judged.attained)

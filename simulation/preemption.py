@@ -9,14 +9,18 @@ stack, of which the last one computes; it resumes in the opposite order.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, nan
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from sluice.scheduling.admission import AdmissionPolicy
+from sluice.scheduling.fleet.report import Report
+from sluice.scheduling.fleet.state import ROW
 from sluice.scheduling.latency.model import LatencyModel, StepSample
 from sluice.scheduling.preemption import (
     BATCH_TOKENS,
@@ -32,17 +36,142 @@ from sluice.scheduling.preemption import (
     decide,
     decode_step_due_s,
 )
+from sluice.scheduling.request.job import Tier
 from sluice.scheduling.request.kernels import (
+    BEST_EFFORT,
     COMPUTED,
     FIELDS,
     KV_BLOCKS,
     PENDING,
+    PREFILL_CONTEXT,
+    PREFILL_CROSS,
+    PREFILL_SQUARE,
     RUNNING,
+    TPOT,
+    TTFT,
     Floats,
 )
-from sluice.simulation.forward import CHECKS, Granularity, Model, Pass
+from sluice.scheduling.routing import RouteQuery
+from sluice.scheduling.routing import make_policy as make_routing
+from sluice.simulation.config import ClusterConfig
+from sluice.simulation.mirror import Sent, VirtualMirror
 from sluice.simulation.requests import Requests
+from sluice.simulation.run import HEADROOM
 from sluice.simulation.truth import Noise, Truth
+from sluice.simulation.workload import Workload
+
+Granularity = Literal["off", "layer", "operator"]
+"""Where a pass can be left: not at all, before a layer, or before an operator."""
+
+CHECKS: dict[Granularity, int] = {"off": 0, "layer": 1, "operator": 5}
+"""How many places a layer has where it can be left."""
+
+
+class Model(NamedTuple):
+    """The operators of a decoder, FlowPrefill §5.1: per layer, ``qkv_proj``, attention, ``o_proj``,
+    ``gate_up_proj`` and ``down_proj``.
+
+    Attributes:
+        layers: how many there are.
+        qkv, o, gate_up, down: weights of each linear operator, in any one unit.
+    """
+
+    layers: int
+    qkv: float
+    o: float
+    gate_up: float
+    down: float
+
+    @classmethod
+    def of_sizes(cls, layers: int, hidden: int, key_value: int, inner: int) -> Model:
+        """From a model's ``hidden`` size, its width of keys (``key_value``) and of the MLP."""
+        return cls(
+            layers,
+            hidden * (hidden + 2 * key_value),
+            hidden * hidden,
+            2 * hidden * inner,
+            hidden * inner,
+        )
+
+
+LLAMA3_8B = Model.of_sizes(32, 4_096, 1_024, 14_336)
+LLAMA3_70B = Model.of_sizes(80, 8_192, 1_024, 28_672)
+QWEN3_30B_A3B = Model(48, 2_048 * 5_120, 4_096 * 2_048, 2_048 * 128, 8 * 3 * 2_048 * 768)
+"""With the router's gate and the 8 experts of a token in place of ``gate_up_proj`` and
+``down_proj`` (§6.5)."""
+
+
+class Pass:
+    """One forward pass.
+
+    Every layer takes the same time. Within one, the part of a step's time that depends on the
+    context is attention's, and the rest is the linear operators', by their weights.
+
+    Args:
+        model: its operators.
+        latency: its time by step.
+        step: the batch.
+        factor: on that time, such as noise.
+        granularity: where it can be left.
+        check_s: time of a check, of which one stands before each place where it can be left.
+
+    Attributes:
+        seconds: how long it takes.
+        checks: how many checks it has.
+    """
+
+    __slots__ = ("_layer_s", "_layers", "_starts", "checks", "seconds")
+
+    def __init__(
+        self,
+        model: Model,
+        latency: LatencyModel,
+        step: StepSample,
+        factor: float = 1.0,
+        granularity: Granularity = "operator",
+        check_s: float = 0.0,
+    ) -> None:
+        sums = np.array((1.0, *step[:7]))
+        piece = latency.pieces[int((latency.pieces @ sums).argmax())]
+        parts = piece * sums
+        whole_s = float(parts.sum()) * factor
+        self._layers = model.layers
+        shares = [0.0]
+        if granularity == "operator":
+            context = parts[PREFILL_SQUARE] + parts[PREFILL_CROSS] + parts[PREFILL_CONTEXT]
+            attention = float(context / parts.sum())
+            weights = model.qkv + model.o + model.gate_up + model.down
+            linear = (1.0 - attention) / weights
+            shares.append(shares[-1] + linear * model.qkv)
+            shares.append(shares[-1] + attention)
+            shares.append(shares[-1] + linear * model.o)
+            shares.append(shares[-1] + linear * model.gate_up)
+        self.checks = model.layers * CHECKS[granularity]
+        self.seconds = whole_s + self.checks * check_s
+        self._layer_s = self.seconds / model.layers
+        self._starts = [share * self._layer_s for share in shares]
+
+    def next_check_s(self, done_s: float) -> float:
+        """When the next check is reached, of a pass that is ``done_s`` into its work: the time of
+        the check, also from the start, or ``seconds`` where none is left."""
+        if not self.checks:
+            return self.seconds
+        layer = min(int(done_s / self._layer_s), self._layers - 1)
+        place = bisect_left(self._starts, done_s - layer * self._layer_s)
+        if place < len(self._starts):
+            return max(done_s, layer * self._layer_s + self._starts[place])
+        if layer + 1 == self._layers:
+            return self.seconds
+        return max(done_s, (layer + 1) * self._layer_s)
+
+    def passed(self, done_s: float) -> float:
+        """The share of its checks that it has passed, as an engine sees how far it is."""
+        if not self.checks:
+            return 0.0
+        layer = min(int(done_s / self._layer_s), self._layers - 1)
+        within = bisect_right(self._starts, done_s - layer * self._layer_s)
+        return (layer * len(self._starts) + within) / self.checks
+
 
 WHOLE = 1 << 30
 """A chunk that no prompt fills."""
@@ -440,3 +569,146 @@ class PreemptiveEngine:
             row[RUNNING] = key in running or tokens > 0
             row[KV_BLOCKS] = -(-tokens // BLOCK_TOKENS)
         return table
+
+
+REFUSED = "no replica can meet its SLO"
+
+_REPLICA = "prefill"
+_BLOCKS = 1 << 24
+_NO_ROWS = np.zeros(0, ROW)
+
+
+class PrefillRun(NamedTuple):
+    """A run: its requests with the times of their first tokens, and what was done."""
+
+    requests: Requests
+    counts: Counts
+
+
+class Gate:
+    """Decides which requests an engine is given, as the router in front of one replica does, from
+    a report that is made at the request's arrival.
+
+    Args:
+        admission: decides which requests can be guaranteed.
+        refuses: requests that cannot be guaranteed are refused; otherwise they are best effort.
+        requests: of the run.
+        latency: of the replica.
+        now_s: the time.
+    """
+
+    def __init__(
+        self,
+        admission: AdmissionPolicy,
+        refuses: bool,
+        requests: Requests,
+        latency: LatencyModel,
+        now_s: float,
+    ) -> None:
+        self._mirror = VirtualMirror(ClusterConfig(), make_routing("round_robin"), admission)
+        self._tiers = frozenset({Tier.GUARANTEED}) if refuses else frozenset(Tier)
+        self._requests = requests
+        self._latency = latency
+        self._given: list[int] = []
+        self._mirror.register(_REPLICA, self._given, self._sent(np.empty((0, FIELDS)), 0.0), now_s)
+
+    def _sent(self, table: Floats, now_s: float) -> Sent:
+        free = _BLOCKS - int(table[:, KV_BLOCKS].sum())
+        report = Report(
+            _NO_ROWS,
+            now_s,
+            0.0,
+            now_s,
+            self._latency,
+            free,
+            _BLOCKS,
+            BLOCK_TOKENS,
+            _BLOCKS,
+            preempts=True,
+        )
+        return Sent(table, report, len(self._given))
+
+    def lets_in(self, key: int, engine: PreemptiveEngine, now_s: float) -> bool:
+        """Whether a request is admitted to the engine, guaranteed or not; a refused one fails."""
+        requests = self._requests
+        self._mirror.hear(_REPLICA, self._sent(engine.table(requests, now_s), now_s), now_s)
+        arrival = requests.arrivals[key]
+        waited_s = now_s - arrival.arrival_s
+        query = RouteQuery(
+            key, arrival.slo, arrival.prompt_tokens, waited_s, self._tiers, output_tokens=1
+        )
+        placement = self._mirror.place(query, now_s)
+        if placement.replica_id is None:
+            requests.failures[key] = REFUSED
+            return False
+        self._given.append(key)
+        requests.serve_as(key, placement.tier is Tier.BEST_EFFORT)
+        return True
+
+
+def simulate_prefills(
+    workload: Workload,
+    truth: Truth,
+    believed: LatencyModel | None = None,
+    config: SuspensionConfig | None = None,
+    model: Model = LLAMA3_8B,
+    seed: int = 0,
+    admission: AdmissionPolicy | None = None,
+    refuses: bool = False,
+) -> PrefillRun:
+    """Run ``workload`` through one engine until every request has its tokens or was refused.
+
+    Args:
+        workload: what arrives. With ``admission`` each request emits one token.
+        truth: real times of a task.
+        believed: the latency model used for decisions; default: the truth with head-room.
+        config: where prefills stop.
+        model: the operators.
+        seed: of the noise.
+        admission: see :class:`Gate`; default: every request is served by its objective.
+        refuses: see :class:`Gate`.
+
+    Raises:
+        ValueError: a request emits more than one token, and there is an admission policy.
+    """
+    longer = [key for key, each in enumerate(workload.arrivals) if each.output_tokens != 1]
+    if longer and admission is not None:
+        raise ValueError(
+            f"workload {workload.name}: request {longer[0]} emits "
+            f"{workload.arrivals[longer[0]].output_tokens} tokens; with an admission policy this "
+            "engine only prefills, and takes requests of one"
+        )
+    believed = truth.model.with_headroom(HEADROOM) if believed is None else believed
+    requests = Requests(workload)
+    rng = np.random.default_rng(seed)
+    engine = PreemptiveEngine(config or SuspensionConfig(), model, truth, believed, rng)
+    gate = None
+    if admission is not None:
+        gate = Gate(admission, refuses, requests, believed.with_headroom(1.0), 0.0)
+    engine.counts.end_s = _drive(engine, requests, gate)
+    return PrefillRun(requests, engine.counts)
+
+
+def _drive(engine: PreemptiveEngine, requests: Requests, gate: Gate | None) -> float:
+    """Run the clock until all ``requests`` have ended; return the time."""
+    arrivals = requests.arrivals
+    places = requests.offsets[requests.first_stage[:-1]].copy()
+    arrived, now_s = 0, 0.0
+    while True:
+        next_s = arrivals[arrived].arrival_s if arrived < len(arrivals) else inf
+        next_s = min(next_s, engine.next_s)
+        if next_s == inf:
+            return now_s
+        now_s = max(now_s, next_s)
+        while arrived < len(arrivals) and arrivals[arrived].arrival_s <= now_s:
+            if gate is None or gate.lets_in(arrived, engine, now_s):
+                row = requests.rows[arrived]
+                apart = bool(row[BEST_EFFORT])
+                ttft_s = inf if apart else float(row[TTFT])
+                arrival_s, tokens = arrivals[arrived].arrival_s, arrivals[arrived].prompt_tokens
+                output, tpot_s = arrivals[arrived].output_tokens, float(row[TPOT])
+                engine.submit(str(arrived), tokens, arrival_s, ttft_s, apart, output, tpot_s)
+            arrived += 1
+        for key, emitted_s in engine.round(now_s):
+            requests.emitted_s[places[int(key)]] = emitted_s
+            places[int(key)] += 1

@@ -1,9 +1,13 @@
-"""One replica of a simulated cluster: its engine, its life, and its reports."""
+"""The replicas of a simulated cluster: the clock, each one's engine, life and reports, and what
+happens to them."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from functools import partial
+from itertools import count
+from math import inf
 
 import numpy as np
 
@@ -12,11 +16,38 @@ from sluice.scheduling.fleet.report import Report
 from sluice.scheduling.fleet.state import ROW
 from sluice.scheduling.fleet.transfer import NO_TRANSFERS, Transfers
 from sluice.scheduling.roles import Role
-from sluice.simulation.cells import CellMirrors
-from sluice.simulation.config import ClusterConfig
+from sluice.simulation.config import ClusterConfig, Failure, Resize, Slowdown
 from sluice.simulation.engine import StuckError, VirtualEngine
-from sluice.simulation.events import Events
-from sluice.simulation.mirror import PREFILL_KEYS, Sent, VirtualMirror
+from sluice.simulation.mirror import PREFILL_KEYS, CellMirrors, Sent, VirtualMirror
+
+Handler = Callable[[], object]
+
+
+class Events:
+    """Calls at virtual times. Equal times run in the order in which they were asked for, so that a
+    run is a function of its inputs. ``O(log n)`` per event."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._heap: list[tuple[float, int, Handler]] = []
+        self._order = count()
+
+    def at(self, when_s: float, handler: Handler) -> None:
+        """Call ``handler`` at ``when_s``, or now if that has passed."""
+        heapq.heappush(self._heap, (max(when_s, self.now_s), next(self._order), handler))
+
+    def after(self, seconds: float, handler: Handler) -> None:
+        """Call ``handler`` in ``seconds`` from now."""
+        self.at(self.now_s + seconds, handler)
+
+    def run_next(self) -> bool:
+        """Move the clock to the next event and run it; ``False`` if there is none."""
+        if not self._heap:
+            return False
+        self.now_s, _, handler = heapq.heappop(self._heap)
+        handler()
+        return True
+
 
 _NO_ROWS = np.zeros(0, ROW)
 _NOTHING_HELD: frozenset[int] = frozenset()
@@ -223,3 +254,112 @@ class VirtualReplica:
         )
         held = engine.cache.held if engine.cache is not None else _NOTHING_HELD
         return Sent(engine.queue.table.copy(), report, len(self.given), held, engine.later)
+
+
+Incident = Failure | Resize | Slowdown
+"""What happens to replicas in a run."""
+
+
+class Replicas:
+    """Starts the replicas of ``config``, and later what incidents and autoscaling add.
+
+    Args:
+        config: how many there are at first.
+        make_engine: a new engine for a role and a replica's number in order of start.
+        events: the clock.
+        mirror: where they report.
+        rng: source of lost reports.
+        finished: see :class:`~sluice.simulation.replica.VirtualReplica`.
+        noticed: called when the router notices that a replica failed, with what it held.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        make_engine: Callable[[Role, int], VirtualEngine],
+        events: Events,
+        mirror: VirtualMirror | CellMirrors,
+        rng: np.random.Generator,
+        finished: Callable[[VirtualReplica, list[int]], None],
+        noticed: Callable[[VirtualReplica, list[int]], None],
+    ) -> None:
+        self.started: list[VirtualReplica] = []
+        """Every replica that there was, in order of start."""
+        self.named: dict[str, VirtualReplica] = {}
+        """The same by name."""
+        self.roles = tuple(role for role, count in config.counts.items() if count)
+        """Those of ``config``."""
+        self._config = config
+        self._make_engine = make_engine
+        self._events = events
+        self._mirror = mirror
+        self._rng = rng
+        self._finished = finished
+        self._noticed = noticed
+        for role in self.roles:
+            self._grow(role, config.counts[role])
+
+    def change(self, role: Role, change: int) -> None:
+        """Add ``change`` replicas of a role; if negative, the youngest leave."""
+        if change >= 0:
+            self._grow(role, change)
+            return
+        serving = [r for r in self.started if r.role == role and r.alive and not r.draining]
+        for replica in serving[change:]:
+            replica.drain()
+
+    def happening(self, incident: Incident) -> Callable[[], None]:
+        """What to do when ``incident`` happens.
+
+        Raises:
+            ValueError: it names a role that the cluster has not, or a factor that is not positive.
+        """
+        match incident:
+            case Failure():
+                return partial(self._fail, incident)
+            case Slowdown():
+                if not 0 < incident.factor < inf:
+                    words = f"a slowdown's factor must be positive, got {incident.factor}"
+                    raise ValueError(words)
+                return partial(self._slow_down, incident)
+            case Resize():
+                if incident.role not in self.roles:
+                    known = ", ".join(self.roles)
+                    words = f"no replica has the role {incident.role!r}; there are: {known}"
+                    raise ValueError(words)
+                return partial(self.change, incident.role, incident.change)
+
+    def _grow(self, role: Role, count: int) -> None:
+        for _ in range(count):
+            name = f"{role}-{len(self.started)}"
+            replica = VirtualReplica(
+                name,
+                role,
+                self._make_engine(role, len(self.started)),
+                self._events,
+                self._mirror,
+                self._config,
+                self._rng,
+                self._finished,
+            )
+            self.started.append(replica)
+            self.named[name] = replica
+
+    def _alive(self, number: int) -> VirtualReplica | None:
+        """The replica with a number, if it is there."""
+        known = 0 <= number < len(self.started)
+        return self.started[number] if known and self.started[number].alive else None
+
+    def _slow_down(self, slowdown: Slowdown) -> None:
+        replica = self._alive(slowdown.replica)
+        if replica is not None:
+            replica.engine.slowness = slowdown.factor
+
+    def _fail(self, failure: Failure) -> None:
+        replica = self._alive(failure.replica)
+        if replica is None:
+            return
+        keys = replica.fail()
+        self._events.after(self._config.detect_s, partial(self._noticed, replica, keys))
+        if failure.down_s is not None:
+            self._events.after(failure.down_s, partial(self._grow, replica.role, 1))

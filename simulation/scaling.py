@@ -13,9 +13,8 @@ from sluice.scheduling.autoscaling.role_shares import (
 )
 from sluice.scheduling.roles import ROLES, Role
 from sluice.simulation.config import Autoscaling, ElasticRoles
-from sluice.simulation.events import Events
 from sluice.simulation.mirror import VirtualMirror
-from sluice.simulation.replica import VirtualReplica
+from sluice.simulation.replica import Events, VirtualReplica
 from sluice.simulation.run import Size
 
 

@@ -29,7 +29,7 @@ from sluice.deploy.ray_settings import free_port
 from sluice.router.config import ServiceClass
 from sluice.simulation.planning.plots import draw
 from sluice.simulation.workload import Arrival, Workload
-from sluice.simulation.workloads.arrivals import Gamma
+from sluice.simulation.workloads.generators import Gamma
 from tests.documents import ROOT
 from tests.router.browser import browser
 

@@ -18,7 +18,7 @@ from sluice.benchmarks.experiments.tables import means
 from sluice.scheduling import autoscaling
 from sluice.simulation.config import Autoscaling
 from sluice.simulation.workload import Workload, merged, with_objectives
-from sluice.simulation.workloads.arrivals import Diurnal, Surges
+from sluice.simulation.workloads.generators import Diurnal, Surges
 from sluice.simulation.workloads.settings import proserve
 
 SETUP = SETUPS["70b"]

@@ -36,7 +36,7 @@ from sluice.simulation.capacity import pool_demand
 from sluice.simulation.metrics import TPOTMetric, attained, stages
 from sluice.simulation.planning.plots import Table
 from sluice.simulation.workload import Workload, merged, with_objectives
-from sluice.simulation.workloads.arrivals import Poisson
+from sluice.simulation.workloads.generators import Poisson
 from sluice.simulation.workloads.settings import slos_serve
 
 SETUP = systems.SETUPS["8b"]

@@ -20,7 +20,7 @@ from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import EngineConfig
 from sluice.simulation.preemption import WHOLE, SuspensionConfig
 from sluice.simulation.workload import Arrival, Workload, with_objectives
-from sluice.simulation.workloads.lengths import LengthDistribution
+from sluice.simulation.workloads.generators import LengthDistribution
 from sluice.simulation.workloads.settings import FLOWPREFILL_TTFT_S, flowprefill, flowprefill_single
 
 FIGURE = "attainment_mean"

@@ -26,9 +26,7 @@ from sluice.simulation.workload import (
     with_priorities,
 )
 from sluice.simulation.workloads import settings, traces
-from sluice.simulation.workloads.arrivals import OnOff
-from sluice.simulation.workloads.generators import Slowdown
-from sluice.simulation.workloads.lengths import LengthDistribution
+from sluice.simulation.workloads.generators import LengthDistribution, OnOff, Slowdown
 
 Make = Callable[[Setup, float, int, int], Workload]
 """A workload for a setup: its rate, the number of requests, and the seed."""

@@ -16,7 +16,7 @@ from sluice.benchmarks.experiments.tables import Rivals, Rows, difference, estim
 from sluice.scheduling.admission import POLICIES as ADMISSIONS
 from sluice.simulation.config import Resize, Slowdown, WhenUnattainable
 from sluice.simulation.planning.plots import Table
-from sluice.simulation.replicas import Incident
+from sluice.simulation.replica import Incident
 
 LOCAL = systems.DEFAULT.policy
 RIVALS = ("pab", "least_tokens", "go_routing")

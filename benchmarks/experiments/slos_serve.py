@@ -18,7 +18,7 @@ from sluice.benchmarks.experiments.tables import Pivot, Row, Rows, Value, groupe
 from sluice.scheduling.batching import BatchPlan
 from sluice.simulation.config import Speculation
 from sluice.simulation.workloads import settings
-from sluice.simulation.workloads.arrivals import AtOnce, Gamma, MakeArrivals
+from sluice.simulation.workloads.generators import AtOnce, Gamma, MakeArrivals
 from sluice.simulation.workloads.settings import SLOS_SERVE_SCENARIOS, slos_serve
 
 SETUP = SETUPS["8b"]

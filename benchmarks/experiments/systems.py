@@ -29,7 +29,6 @@ from sluice.scheduling.request.objective import SLO, GainWeights
 from sluice.scheduling.roles import Role
 from sluice.simulation.cluster import REFUSED, Node, simulate_cluster
 from sluice.simulation.config import Autoscaling, ClusterConfig, EngineConfig, WhenUnattainable
-from sluice.simulation.forward import LLAMA3_8B, LLAMA3_70B, QWEN3_30B_A3B
 from sluice.simulation.metrics import (
     Stages,
     TPOTMetric,
@@ -40,15 +39,20 @@ from sluice.simulation.metrics import (
     workload_weights,
     worst_by_request,
 )
-from sluice.simulation.preemption import SuspensionConfig
-from sluice.simulation.prefill_run import PrefillRun, simulate_prefills
-from sluice.simulation.rejecting import Rejecting
-from sluice.simulation.replicas import Incident
+from sluice.simulation.preemption import (
+    LLAMA3_8B,
+    LLAMA3_70B,
+    QWEN3_30B_A3B,
+    PrefillRun,
+    SuspensionConfig,
+    simulate_prefills,
+)
+from sluice.simulation.replica import Incident
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import HEADROOM, Result, simulate
 from sluice.simulation.truth import Belief, Truth
 from sluice.simulation.workload import Workload
-from sluice.simulation.wrapped import Note, Noted
+from sluice.simulation.wrapped import Note, Noted, Rejecting
 
 
 class Setup(NamedTuple):

@@ -22,7 +22,7 @@ from sluice.benchmarks.live.client import Body, End, Json, LoadError, replay, st
 from sluice.router.config import ServiceClass
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.workload import Arrival, Workload, stretched, thinned, window
-from sluice.simulation.workloads.arrivals import Gamma, MakeArrivals, Poisson
+from sluice.simulation.workloads.generators import Gamma, MakeArrivals, Poisson
 from sluice.simulation.workloads.traces import TraceError, load, trace_files
 
 

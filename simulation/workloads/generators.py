@@ -1,17 +1,461 @@
-"""Seeded workloads of task classes: lengths, objectives and stages drawn per class."""
+"""Generated workloads: distributions of lengths, arrival processes, and requests of both.
+
+An arrival process is made with its mean ``rate``, requests per second, first, so that an experiment
+that varies the rate can be given the class, or a partial call of it. With one seed a process gives
+the same pattern at every rate, only slower or faster; only of :class:`OnOff` the phases stay as
+long, with more or fewer requests in them.
+
+Lengths match a published table, which gives a mean, one high quantile, and at times the standard
+deviation. No log-normal has the three that the papers print: some of their columns are cut off by a
+context limit, others have a heavier tail. We therefore take a body and a tail that meet at the
+printed quantile ``cap``:
+
+* below it, a log-normal truncated at ``cap``;
+* above it, log-uniform from ``cap`` to ``reach * cap``, with the mass that the quantile leaves.
+
+The quantile holds by construction. The body's two parameters are then solved so that the mean,
+and the standard deviation where there is one, of the whole are those of the table; where only the
+mean is printed, the body is cut at the same quantile as the whole. Lengths are rounded to whole
+tokens, at least 1.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import lru_cache
+from math import erfc, exp, inf, log, pi, sqrt
+from statistics import NormalDist
+from typing import Any, Protocol, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.workload import Arrival, Stage, Workload
-from sluice.simulation.workloads.arrivals import ArrivalProcess
-from sluice.simulation.workloads.lengths import LengthDistribution
+
+_STEPS = 2000
+"""Points of the table of quantiles that is drawn from."""
+
+_FURTHEST = 30.0
+"""Furthest place of the cut, in standard deviations of the logarithm; at minus this the body is
+a power law to within 0.1 %, the most spread-out one of its mean."""
+
+_P99_REACH = 1.25
+_P90_REACH = 3.0
+
+Lengths = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class LengthDistribution:
+    """Lengths in tokens, see the module. Made by one of its constructors.
+
+    Args:
+        mean: mean length, tokens.
+        cap: where body and tail meet, tokens.
+        share: mass of the body, in (0, 1].
+        reach: the longest length over ``cap``, >= 1.
+        cut: the cap's place in the body's normal distribution of logarithms.
+        sigma: standard deviation of that distribution; 0: every length is ``cap``.
+    """
+
+    mean: float
+    cap: float
+    share: float = 1.0
+    reach: float = 1.0
+    cut: float = 0.0
+    sigma: float = 0.0
+
+    @classmethod
+    def fixed(cls, tokens: int) -> Self:
+        """Every length is ``tokens``."""
+        if tokens < 1:
+            raise ValueError(f"a length must be at least 1 token, got {tokens}")
+        return cls(tokens, tokens)
+
+    @classmethod
+    @lru_cache(maxsize=64)
+    def of_p99(cls, mean: float, p99: float, std: float) -> Self:
+        """With this mean, 99th percentile and standard deviation.
+
+        A spread beyond that of every such distribution gives the widest one; for the papers'
+        columns its standard deviation is at most 0.3 % below the printed one.
+        """
+        share, reach = 0.99, _P99_REACH
+        body_mean = _body_moment(mean, share, p99, reach, 1)
+        body_square = _body_moment(mean**2 + std**2, share, p99, reach, 2)
+        if not 0 < body_mean < p99 or body_square <= body_mean**2:
+            raise ValueError(f"no lengths have mean {mean}, P99 {p99} and deviation {std}")
+
+        def too_narrow(cut: float) -> bool:
+            sigma = _sigma(body_mean / p99, cut)
+            return p99**2 * _moment(2, cut, sigma) < body_square
+
+        # A cut further up means a narrower body.
+        cut = _bisected(too_narrow, _FURTHEST, -_FURTHEST)
+        return cls(mean, p99, share, reach, cut, _sigma(body_mean / p99, cut))
+
+    @classmethod
+    def of_p90(cls, mean: float, p90: float) -> Self:
+        """With this mean and 90th percentile."""
+        share, reach = 0.9, _P90_REACH
+        body_mean = _body_moment(mean, share, p90, reach, 1)
+        if not 0 < body_mean < p90:
+            raise ValueError(f"no lengths with mean {mean} and P90 {p90} reach {reach} times P90")
+        cut = NormalDist().inv_cdf(share)
+        return cls(mean, p90, share, reach, cut, _sigma(body_mean / p90, cut))
+
+    def draw(self, count: int, rng: np.random.Generator) -> Lengths:
+        """``count`` independent lengths, tokens."""
+        places = rng.random(count) * _STEPS
+        lengths = np.interp(places, np.arange(_STEPS + 1), _quantiles(self))
+        tokens: Lengths = np.maximum(np.rint(lengths), 1).astype(np.int64)
+        return tokens
+
+
+@lru_cache(maxsize=64)
+def _quantiles(of: LengthDistribution) -> NDArray[np.float64]:
+    """Lengths at ``0, 1/_STEPS, .. 1``. The first stands half a step in, as the body's
+    logarithm has no lower end."""
+    normal = NormalDist()
+    below = erfc(-of.cut / sqrt(2)) / 2
+    values = []
+    for step in range(_STEPS + 1):
+        place = max(step, 0.5) / _STEPS
+        if place > of.share:
+            above = (place - of.share) / (1 - of.share)
+            values.append(of.cap * of.reach**above)
+        else:
+            deviation = normal.inv_cdf(min(place / of.share * below, 1 - 1e-12))
+            values.append(of.cap * exp(of.sigma * (deviation - of.cut)))
+    return np.array(values)
+
+
+def _body_moment(moment: float, share: float, cap: float, reach: float, power: int) -> float:
+    """What the body's moment must be for the whole's to be ``moment``."""
+    tail = cap**power * (reach**power - 1) / (power * log(reach))
+    return (moment - (1 - share) * tail) / share
+
+
+def _moment(power: int, cut: float, sigma: float) -> float:
+    """``E[(X / cap)**power]`` of a log-normal truncated at ``cap``: a ratio of Mills ratios."""
+    return _mills(power * sigma - cut) / _mills(-cut)
+
+
+def _sigma(mean: float, cut: float) -> float:
+    """Deviation at which the body's mean is ``mean`` caps; a wider body has a lower mean."""
+    return _bisected(lambda sigma: _moment(1, cut, sigma) > mean, 0.0, 1e4)
+
+
+def _mills(x: float) -> float:
+    """``(1 - Phi(x)) / phi(x)`` of the standard normal distribution."""
+    if x > 20:
+        return (1 - (1 - 3 / x**2) / x**2) / x
+    return erfc(x / sqrt(2)) * sqrt(pi / 2) * exp(x * x / 2)
+
+
+def _bisected(before: Callable[[float], Any], low: float, high: float) -> float:
+    """Where ``before`` turns from true, at ``low``, to false, at ``high``."""
+    for _ in range(60):
+        middle = (low + high) / 2
+        if before(middle):
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+Times = NDArray[np.float64]
+
+
+class ArrivalProcess(Protocol):
+    """When requests arrive."""
+
+    @property
+    def description(self) -> str:
+        """The process and its parameters in words."""
+
+    def times(self, count: int, rng: np.random.Generator) -> Times:
+        """Arrival times of ``count`` requests, seconds, ascending from 0 or later."""
+
+
+MakeArrivals = Callable[[float], ArrivalProcess]
+"""Makes a process of a mean rate."""
+
+
+_GRID = 200_001
+"""Points between which the sum of a varying rate is taken to be straight."""
+
+
+def _positive(**values: float) -> None:
+    for name, value in values.items():
+        if not 0 < value < inf:
+            raise ValueError(f"{name} must be positive and finite, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class Poisson:
+    """Independent arrivals: exponential gaps."""
+
+    rate: float
+
+    def __post_init__(self) -> None:
+        _positive(rate=self.rate)
+
+    @property
+    def description(self) -> str:
+        """The process in words."""
+        return f"Poisson at {self.rate:.4g} requests/s"
+
+    def times(self, count: int, rng: np.random.Generator) -> Times:
+        """Running sums of exponential gaps."""
+        return np.cumsum(rng.exponential(size=count)) / self.rate
+
+
+@dataclass(frozen=True, slots=True)
+class Gamma:
+    """Independent gaps with a Gamma distribution.
+
+    Args:
+        rate: mean requests per second.
+        cv: standard deviation of the gaps over their mean: 1 is Poisson, above 1 is bursty.
+    """
+
+    rate: float
+    cv: float = 2.0
+
+    def __post_init__(self) -> None:
+        _positive(rate=self.rate, cv=self.cv)
+
+    @property
+    def description(self) -> str:
+        """The process in words."""
+        return f"Gamma gaps of variation {self.cv:g} at {self.rate:.4g} requests/s"
+
+    def times(self, count: int, rng: np.random.Generator) -> Times:
+        """Running sums of Gamma gaps of shape ``1 / cv**2``."""
+        shape = self.cv**-2
+        return np.cumsum(rng.gamma(shape, size=count)) / (shape * self.rate)
+
+
+@dataclass(frozen=True, slots=True)
+class OnOff:
+    """Bursts and silence in turn, both of exponential length, with Poisson arrivals in a burst.
+
+    The defaults are the first half of the Azure 2023 code trace, cut where no request came for
+    5 s: bursts of 17 s, silence of 39 s. Within its bursts the trace is less even than Poisson (the
+    gaps deviate by 2.2 times their mean), for which there is :class:`Recorded`.
+
+    The first request comes in a burst. A run of few bursts has a rate of its own: 600 requests at
+    5 a second came at 0.45 to 3.3 times that in nine of ten draws, 3,000 at 0.66 to 1.6 times. The
+    mean of many seeds has the stated one.
+
+    Args:
+        rate: mean requests per second over bursts and silence; in a burst it is
+            ``rate * (on_s + off_s) / on_s``.
+        on_s: mean length of a burst, seconds.
+        off_s: mean length of a silence, seconds.
+
+    Raises:
+        ValueError: a value that is not positive and finite, or fewer than one request in 100
+            bursts.
+    """
+
+    rate: float
+    on_s: float = 17.0
+    off_s: float = 39.0
+
+    def __post_init__(self) -> None:
+        _positive(rate=self.rate, on_s=self.on_s, off_s=self.off_s)
+        if self.rate * (self.on_s + self.off_s) < 0.01:
+            raise ValueError(f"a rate of {self.rate} leaves 100 bursts without a request")
+
+    @property
+    def description(self) -> str:
+        """The process in words."""
+        return (
+            f"bursts of {self.on_s:g} s and silences of {self.off_s:g} s on average, both "
+            f"exponential, Poisson in a burst, {self.rate:.4g} requests/s over all"
+        )
+
+    def times(self, count: int, rng: np.random.Generator) -> Times:
+        """Poisson arrivals on a clock that runs in bursts only, moved on by the silences."""
+        arrivals, bursts, silences = rng.spawn(3)
+        busy_rate = self.rate * (self.on_s + self.off_s) / self.on_s
+        busy_s = np.cumsum(arrivals.exponential(size=count)) / busy_rate
+        # Twice as many as the mean, and some: bursts of every seed last long enough.
+        phases = 50 + int(2 * busy_s[-1] / self.on_s) if count else 0
+        ends_s = np.cumsum(bursts.exponential(self.on_s, phases))
+        passed_s = np.concatenate([[0.0], np.cumsum(silences.exponential(self.off_s, phases))])
+        times: Times = busy_s + passed_s[np.searchsorted(ends_s, busy_s)]
+        return times
+
+
+@dataclass(frozen=True, slots=True)
+class Diurnal:
+    """Poisson arrivals whose rate swings like that of a day: a cosine, least at the start.
+
+    Args:
+        rate: mean requests per second over whole periods.
+        period_s: length of the day, seconds.
+        swing: how far the rate goes above and below its mean, as a share of it, from 0 to below 1.
+        begins: where in the day it starts, as a share of the period.
+
+    Raises:
+        ValueError: a value that is not allowed.
+    """
+
+    rate: float
+    period_s: float = 86_400.0
+    swing: float = 0.8
+    begins: float = 0.0
+
+    def __post_init__(self) -> None:
+        _positive(rate=self.rate, period_s=self.period_s)
+        if not (0 <= self.swing < 1 and 0 <= self.begins < 1):
+            raise ValueError(
+                f"swing and begins must be from 0 to below 1, got {self.swing} and {self.begins}"
+            )
+
+    @property
+    def description(self) -> str:
+        """The process in words."""
+        return (
+            f"Poisson whose rate swings by {self.swing:.0%} around {self.rate:.4g} requests/s in "
+            f"{self.period_s:g} s"
+        )
+
+    def times(self, count: int, rng: np.random.Generator) -> Times:
+        """Poisson arrivals at rate 1, moved to when the sum of the real rate is theirs."""
+        sums = np.cumsum(rng.exponential(size=count)) / self.rate
+        if not count:
+            return sums
+        turn = 2 * np.pi / self.period_s
+        start = self.period_s * self.begins
+        # The sum of the rate is within period * swing / 2 pi of the time.
+        grid = np.linspace(0.0, sums[-1] + self.period_s, _GRID)
+        wave = np.sin(turn * (grid + start)) - np.sin(turn * start)
+        times: Times = np.interp(sums, grid - self.swing * wave / turn, grid)
+        return times
+
+
+@dataclass(frozen=True, slots=True)
+class Surges:
+    """A steady load with surges: two rates in turn, each for an exponential time, Poisson in both.
+
+    Args:
+        rate: mean requests per second over all.
+        factor: rate of a surge over that between surges, above 1.
+        surge_s, between_s: mean lengths of a surge and of the time between two, seconds.
+
+    Raises:
+        ValueError: a value that is not positive and finite, or a factor that is not above 1.
+    """
+
+    rate: float
+    factor: float = 4.0
+    surge_s: float = 120.0
+    between_s: float = 240.0
+
+    def __post_init__(self) -> None:
+        _positive(rate=self.rate, surge_s=self.surge_s, between_s=self.between_s)
+        if not 1 < self.factor < inf:
+            raise ValueError(f"factor must be above 1 and finite, got {self.factor}")
+
+    @property
+    def description(self) -> str:
+        """The process in words."""
+        return (
+            f"surges of {self.surge_s:g} s on average at {self.factor:g} times the rate of the "
+            f"{self.between_s:g} s between them, {self.rate:.4g} requests/s over all"
+        )
+
+    def times(self, count: int, rng: np.random.Generator) -> Times:
+        """Poisson arrivals at rate 1, moved to when the sum of the real rate is theirs."""
+        arrivals, phases = rng.spawn(2)
+        sums = np.cumsum(arrivals.exponential(size=count))
+        mean = (self.between_s + self.factor * self.surge_s) / (self.between_s + self.surge_s)
+        low = self.rate / mean
+        turns, reached = [0.0], [0.0]
+        while count and reached[-1] < sums[-1]:
+            surge = len(turns) % 2 == 0
+            lasts_s = phases.exponential(self.surge_s if surge else self.between_s)
+            turns.append(turns[-1] + lasts_s)
+            reached.append(reached[-1] + lasts_s * low * (self.factor if surge else 1.0))
+        times: Times = np.interp(sums, reached, turns)
+        return times
+
+
+@dataclass(frozen=True, slots=True)
+class Even:
+    """One request every ``1 / rate`` seconds, the first at 0."""
+
+    rate: float
+
+    def __post_init__(self) -> None:
+        _positive(rate=self.rate)
+
+    @property
+    def description(self) -> str:
+        """The process in words."""
+        return f"evenly at {self.rate:.4g} requests/s"
+
+    def times(self, count: int, rng: np.random.Generator) -> Times:
+        """Multiples of the gap."""
+        return np.arange(count) / self.rate
+
+
+@dataclass(frozen=True, slots=True)
+class AtOnce:
+    """Every request at 0."""
+
+    @property
+    def description(self) -> str:
+        """The process in words."""
+        return "all at once"
+
+    def times(self, count: int, rng: np.random.Generator) -> Times:
+        """Zeros."""
+        return np.zeros(count)
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The arrival times of a trace, stretched to a rate: ``partial(Recorded, trace=workload)``.
+
+    Args:
+        rate: mean requests per second after stretching.
+        trace: the workload whose times to take.
+
+    Raises:
+        ValueError: the trace has no rate of its own: fewer than two requests, or all at once.
+    """
+
+    rate: float
+    trace: Workload
+
+    def __post_init__(self) -> None:
+        _positive(rate=self.rate)
+        if not 0 < self.trace.rate < inf:
+            raise ValueError(f"trace {self.trace.name} has no rate: its requests come at once")
+
+    @property
+    def description(self) -> str:
+        """The process in words."""
+        return f"times of {self.trace.name}, stretched to {self.rate:.4g} requests/s"
+
+    def times(self, count: int, rng: np.random.Generator) -> Times:
+        """The first ``count`` times.
+
+        Raises:
+            ValueError: the trace has fewer requests.
+        """
+        if count > len(self.trace):
+            raise ValueError(f"trace {self.trace.name} has {len(self.trace)} requests, not {count}")
+        recorded = np.array([arrival.arrival_s for arrival in self.trace.arrivals[:count]])
+        return recorded * (self.trace.rate / self.rate)
+
 
 Objective = Callable[[int], SLO]
 """The objective of a request, or of a stage, by its new prompt tokens."""

@@ -2,7 +2,7 @@
 
 Each function takes the mean rate, the number of requests and a seed, and states in the workload's
 description what comes from the paper and what is ours. Lengths follow the printed tables, see
-:mod:`sluice.simulation.workloads.lengths`; prompt and output lengths are independent, which the
+:mod:`sluice.simulation.workloads.generators`; prompt and output lengths are independent, which the
 tables neither say nor rule out. The papers replay recorded arrival times; where the default here is
 a Poisson process, ``arrivals`` takes another one, such as ``partial(Recorded, trace=...)``.
 """
@@ -15,8 +15,12 @@ from typing import NamedTuple
 
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.workload import Workload, merged, with_objectives, with_priorities
-from sluice.simulation.workloads.arrivals import AtOnce, MakeArrivals, OnOff, Poisson
 from sluice.simulation.workloads.generators import (
+    AtOnce,
+    LengthDistribution,
+    MakeArrivals,
+    OnOff,
+    Poisson,
     Reasoning,
     Slowdown,
     Task,
@@ -25,7 +29,6 @@ from sluice.simulation.workloads.generators import (
     always,
     generate,
 )
-from sluice.simulation.workloads.lengths import LengthDistribution
 
 
 class Column(NamedTuple):
@@ -131,7 +134,7 @@ def slos_serve(
     """A scenario of SLOs-Serve §6 (Tables 1 to 4).
 
     Chatbot, summarizer and reasoning arrive by Poisson for "Azure-Chatting", which the paper calls
-    stable; coder and tools by :class:`~sluice.simulation.workloads.arrivals.OnOff` for the bursty
+    stable; coder and tools by :class:`~sluice.simulation.workloads.generators.OnOff` for the bursty
     "Azure-Coding". Our reading of Table 4: its tool row describes one of the prefill-decode pairs.
 
     Args:

@@ -41,8 +41,7 @@ from sluice.scheduling.request.objective import SLO
 from sluice.simulation.estimate import Estimate
 from sluice.simulation.planning.plots import Chart, Point, Report, Table, markdown
 from sluice.simulation.workload import Arrival, Workload
-from sluice.simulation.workloads.arrivals import Poisson
-from sluice.simulation.workloads.generators import fixed
+from sluice.simulation.workloads.generators import Poisson, fixed
 from sluice.simulation.workloads.traces import TraceError
 
 QUICK = Plan("quick", (7,))

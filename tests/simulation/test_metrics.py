@@ -12,7 +12,6 @@ from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO, Anchor, GainWeights, TokenClock
 from sluice.scheduling.request.tpot import TPOTAnchor
 from sluice.simulation.config import EngineConfig
-from sluice.simulation.judged import Judged
 from sluice.simulation.metrics import (
     TPOTMetric,
     attained,
@@ -20,11 +19,12 @@ from sluice.simulation.metrics import (
     judged_tpot_s,
     metric_name,
     stages,
+    summarise,
     worst_by_request,
 )
+from sluice.simulation.mirror import Judged
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import simulate
-from sluice.simulation.summary import summarise
 from sluice.simulation.workload import Arrival, Stage, Workload
 from tests.examples import examples
 from tests.simulation.loads import MODEL, of, workload, workloads

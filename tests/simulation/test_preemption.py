@@ -11,9 +11,15 @@ from sluice.benchmarks.experiments.systems import SETUPS
 from sluice.scheduling.admission import make_policy
 from sluice.scheduling.latency.model import LinearLatency, StepSample
 from sluice.scheduling.request.objective import SLO
-from sluice.simulation.forward import LLAMA3_8B, LLAMA3_70B, Pass
-from sluice.simulation.preemption import WHOLE, SuspensionConfig
-from sluice.simulation.prefill_run import REFUSED, simulate_prefills
+from sluice.simulation.preemption import (
+    LLAMA3_8B,
+    LLAMA3_70B,
+    REFUSED,
+    WHOLE,
+    Pass,
+    SuspensionConfig,
+    simulate_prefills,
+)
 from sluice.simulation.truth import Truth
 from sluice.simulation.workload import Arrival, Workload
 from sluice.simulation.workloads.settings import flowprefill

@@ -20,9 +20,9 @@ from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.cluster import simulate_cluster
 from sluice.simulation.config import Autoscaling, ClusterConfig
-from sluice.simulation.events import Events
-from sluice.simulation.judged import Judged
 from sluice.simulation.metrics import TPOTMetric, attained, stages
+from sluice.simulation.mirror import Judged
+from sluice.simulation.replica import Events
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import Result
 from sluice.simulation.scaling import Scaler

@@ -13,20 +13,24 @@ import pytest
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.workload import Arrival, Workload
 from sluice.simulation.workloads import settings
-from sluice.simulation.workloads.arrivals import (
+from sluice.simulation.workloads.generators import (
     ArrivalProcess,
     AtOnce,
     Diurnal,
     Even,
     Gamma,
+    LengthDistribution,
     MakeArrivals,
     OnOff,
     Poisson,
     Recorded,
+    Slowdown,
     Surges,
+    Task,
+    always,
+    fixed,
+    generate,
 )
-from sluice.simulation.workloads.generators import Slowdown, Task, always, fixed, generate
-from sluice.simulation.workloads.lengths import LengthDistribution
 
 DRAWN = 200_000
 

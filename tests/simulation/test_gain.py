@@ -11,7 +11,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sluice.scheduling.request.gain import (
+from sluice.scheduling.request.kernels import Floats
+from sluice.scheduling.request.objective import SLO, Anchor, GainWeights, TokenClock
+from sluice.simulation.metrics import (
     GAINS,
     GainFunction,
     deadlines_s,
@@ -22,8 +24,6 @@ from sluice.scheduling.request.gain import (
     tempo,
     weighted_slo,
 )
-from sluice.scheduling.request.kernels import Floats
-from sluice.scheduling.request.objective import SLO, Anchor, GainWeights, TokenClock
 from tests.scheduling.views import slos
 
 WEIGHTS = GainWeights(first=30.0, later=1.0)
