@@ -193,12 +193,14 @@ class ResponseHead(NamedTuple):
 class ResponseChunk(NamedTuple):
     """Bytes of the body, and the output tokens (of the first choice) that they carry: their number,
     and in a resumable stream their ids. The reasoning ended with the ``reasoned``-th of them; 0: it
-    did not end, or its end is not tracked."""
+    did not end, or its end is not tracked. Of a request of stages ``offset_s`` is when they left
+    the engine, in seconds after the request reached the replica; 0: that is not tracked."""
 
     data: bytes
     tokens: int = 0
     token_ids: tuple[int, ...] = ()
     reasoned: int = 0
+    offset_s: float = 0.0
 
 
 class ResponseSent(NamedTuple):

@@ -98,7 +98,9 @@ async def sent_directly(
                 now_s = asyncio.get_running_loop().time()
                 if isinstance(item, ResponseChunk):
                     told = len(item.token_ids) == item.tokens
-                    sent.append((item.tokens, now_s - began_s, told, item.reasoned))
+                    # What makes no bytes leaves with the next ones, but has left the engine.
+                    offset_s = now_s - began_s if item.data else item.offset_s or now_s - began_s
+                    sent.append((item.tokens, offset_s, told, item.reasoned))
                 ended = isinstance(item, ResponseTail)
                 if sent and (ended or now_s >= told_s + SENT_PERIOD_S):
                     if told_s == -inf:

@@ -65,8 +65,9 @@ class ApiCall:
         offer: the engine's description of the KV that it keeps of its prompt.
         stats: vLLM's times of its first prompt, if vLLM keeps them.
         resumable: its chunks carry the token ids, if another engine could resume from them.
-        unsent_groups: if chunks carry the token ids, the ids of :attr:`unsent_tokens`, grouped by
-            the engine's outputs.
+        staged: it has stages, so its chunks carry the times of their tokens.
+        unsent_groups: if chunks carry ids or times, the ids of :attr:`unsent_tokens`, grouped by
+            the engine's outputs, and the time of each, seconds after ``received_s``; 0 without.
         resume: the part of the response that its client has already. repeated: the outputs of that
             part, made again.
         prompt_logprobs: number of log probabilities of prompt tokens that its prompts so far ask
@@ -100,7 +101,8 @@ class ApiCall:
     offer: Mapping[str, Any] | None = None
     stats: Any = None
     resumable: bool = False
-    unsent_groups: list[tuple[int, ...]] = field(default_factory=list)
+    staged: bool = False
+    unsent_groups: list[tuple[tuple[int, ...], float]] = field(default_factory=list)
     resume: Resume | None = None
     repeated: list[Any] = field(default_factory=list)
     prompt_logprobs: int = 0
@@ -113,19 +115,20 @@ class ApiCall:
     rank: int = 0
 
     def chunks(self, event: bytes) -> list[ResponseChunk]:
-        """``event`` with the tokens that came since the last one. If chunks carry the token ids,
+        """``event`` with the tokens that came since the last one. If chunks carry ids or times,
         each output of the engine is a separate chunk: another engine repeats the outputs in the
-        same steps."""
+        same steps, and a stage may end with an output that makes no event."""
         tokens, self.unsent_tokens = self.unsent_tokens, 0
         groups, self.unsent_groups = self.unsent_groups, []
         reasoned, self.unsent_reasoned = self.unsent_reasoned, 0
         if not groups:
             return [ResponseChunk(event, tokens, reasoned=reasoned)]
         chunks = []
-        for place, group in enumerate(groups, 1):
+        for place, (group, offset_s) in enumerate(groups, 1):
             own = reasoned if 0 < reasoned <= len(group) else 0
             data = event if place == len(groups) else b""
-            chunks.append(ResponseChunk(data, len(group), group, own))
+            ids = group if self.resumable else ()
+            chunks.append(ResponseChunk(data, len(group), ids, own, offset_s))
             reasoned -= len(group)
         return chunks
 
@@ -389,8 +392,9 @@ def _count(
             call.unsent_tokens += new
             if plain:
                 call.offsets_s += [time.monotonic() - call.received_s] * new
-            elif call.resumable and new:
-                call.unsent_groups.append(tuple(choice.token_ids))
+            elif new and (call.resumable or call.staged):
+                offset_s = time.monotonic() - call.received_s if call.staged else 0.0
+                call.unsent_groups.append((tuple(choice.token_ids), offset_s))
 
 
 def _later_part(sampling_params: Any) -> Any:

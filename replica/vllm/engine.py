@@ -226,6 +226,7 @@ class VllmEngine:
             trace=request.trace,
             resumable=request.resumable,
             resume=request.resume,
+            staged=bool(request.slo.stages),
             ends=self._ends_of(request),
             rank=self._rank,
         )

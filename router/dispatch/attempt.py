@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from math import inf
 from typing import Any
 
 from sluice.controller.messages import RouteDecision, Tier
@@ -99,6 +100,9 @@ class Attempt:
         self._ready: list[Piece] = []
         self._taken = whole_chunk if transcript is None else transcript.take
         self._untold_tokens = self._untold_reasoned = 0
+        self._untold_offsets_s: list[tuple[int, float]] = []
+        # When the request reached the replica, at the earliest that any chunk shows.
+        self._reached_s = inf
 
     @property
     def guaranteed(self) -> bool:
@@ -223,6 +227,7 @@ class Attempt:
         """Join the chunks of one delivery, so that they cost one send."""
         data, tokens, reasoned = [], self._untold_tokens, self._untold_reasoned
         sent: tuple[tuple[int, float], ...] = ()
+        offsets_s = self._untold_offsets_s
         # A response that is not a stream (a refusal, say) is forwarded unchanged.
         take = self._taken if self.head.media_type == EVENT_STREAM else whole_chunk
         for item in items:
@@ -232,6 +237,8 @@ class Attempt:
                 if piece.reasoned:
                     reasoned = tokens + piece.reasoned
                 tokens += piece.tokens
+                if item.offset_s and piece.tokens:
+                    offsets_s.append((piece.tokens, item.offset_s))
             elif isinstance(item, ResponseTail):
                 self.tail = item
             elif isinstance(item, ResponseSent):
@@ -240,8 +247,13 @@ class Attempt:
                 if item.reasoned:
                     reasoned = sum(count for count, _ in sent) + item.reasoned
                 sent += tuple(zip(item.tokens, at_s, strict=True))
+        if offsets_s:
+            self._reached_s = min(self._reached_s, self.heard_s - offsets_s[-1][1])
         joined = b"".join(data)
         # Tokens without text yet are counted with the next bytes.
         self._untold_tokens = 0 if joined else tokens
         self._untold_reasoned = 0 if joined or sent else reasoned
-        return Piece(joined, tokens, sent, reasoned)
+        if joined:
+            self._untold_offsets_s = []
+        made = tuple([(count, self._reached_s + offset_s) for count, offset_s in offsets_s])
+        return Piece(joined, tokens, sent, reasoned, made)

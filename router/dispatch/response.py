@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -122,7 +123,7 @@ class CallResponse(Response):
         try:
             async for piece in self._dispatcher.pieces(answer):
                 reasoned = piece.reasoned
-                for tokens, at_s in piece.sent or ((self._tokens_in(piece), None),):
+                for tokens, at_s in piece.sent or self._parts(piece):
                     gap_s = self._emit(tokens, at_s, reasoned)
                     reasoned -= tokens
                     if gap_s is not None:
@@ -166,7 +167,7 @@ class CallResponse(Response):
         """Count tokens, see :meth:`TokenClock.emit`. Returns the seconds since the last ones, if
         there were any."""
         clock, last_s = self._clock, self._clock.last_token_s
-        at_s = self._dispatcher.clock() if now_s is None else now_s
+        at_s = self._dispatcher.clock() if now_s is None else max(now_s, last_s or now_s)
         told = clock.tokens.bit_length()
         clock.emit(tokens, at_s, reasoned)
         # At the first token, and then each time that the count has doubled.
@@ -176,6 +177,15 @@ class CallResponse(Response):
         if last_s is None and clock.ttft_s is not None:
             self._metrics.first_token(self._call.slo.service_class, clock.ttft_s)
         return at_s - last_s if tokens and last_s is not None else None
+
+    def _parts(self, piece: Piece) -> Sequence[tuple[int, float | None]]:
+        """The tokens in ``piece`` by when they leave; ``None``: now. What waited for the last of
+        them left when the engine made it: a stage may end with a token that has no text, and the
+        next one begin with the text after it."""
+        tokens = self._tokens_in(piece)
+        if len(piece.made) < 2 or tokens != piece.tokens:
+            return ((tokens, None),)
+        return (*piece.made[:-1], (piece.made[-1][0], None))
 
     def _tokens_in(self, piece: Piece) -> int:
         """The tokens in ``piece``. After HAProxy's stream broke, also the tokens that the client

@@ -24,12 +24,14 @@ class Piece(NamedTuple):
     """Bytes to forward, and the output tokens (of the first choice) in them. ``sent`` are the
     chunks that the replica has sent to the client itself: their token counts and send times, on the
     clock of the attempt. ``reasoned``: the reasoning ended with this many of all these tokens; 0:
-    it did not end."""
+    it did not end. ``made``: of a request of stages, the tokens of each chunk, and when they left
+    the engine, on the same clock."""
 
     data: bytes
     tokens: int
     sent: tuple[tuple[int, float], ...] = ()
     reasoned: int = 0
+    made: tuple[tuple[int, float], ...] = ()
 
 
 NOTHING = Piece(b"", 0)

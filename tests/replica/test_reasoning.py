@@ -9,6 +9,7 @@ import pytest
 
 from sluice.replica.engine import ResponseChunk
 from sluice.replica.vllm.reasoning import end_among, reasoning_ends
+from tests.controller.fleet import Clock
 
 THINK, END = 7, 9
 
@@ -56,10 +57,12 @@ def outputs(*groups: tuple[int, ...], plain: bool) -> list[Any]:
     return given
 
 
-def call_of(resumable: bool = False, ends: frozenset[int] = frozenset({END})) -> Any:
+def call_of(
+    resumable: bool = False, ends: frozenset[int] = frozenset({END}), staged: bool = False
+) -> Any:
     from sluice.replica.vllm.client import ApiCall
 
-    return ApiCall(0.0, resumable=resumable, ends=ends)
+    return ApiCall(0.0, resumable=resumable, ends=ends, staged=staged)
 
 
 @pytest.mark.vllm
@@ -77,6 +80,28 @@ def test_a_chunk_says_with_which_of_its_tokens_reasoning_ended(resumable: bool) 
     assert [(chunk.tokens, chunk.reasoned) for chunk in chunks] == (
         [(2, 0), (1, 0), (3, 2), (1, 0)] if resumable else [(2, 0), (4, 3), (1, 0)]
     )
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("resumable", [False, True])
+def test_chunks_of_a_request_of_stages_have_the_times_of_their_tokens(
+    resumable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of a token that makes no event, as the one that ends the reasoning."""
+    from sluice.replica.vllm import client
+
+    call, counted, clock = call_of(resumable, staged=True), dict[int, int](), Clock(0.0)
+    monkeypatch.setattr(client.time, "monotonic", clock)
+    for output in outputs((1, 2), (END,), (3,), plain=False):
+        clock.advance(0.5)
+        client._count(output, call, False, True, counted)
+    clock.advance(0.5)
+    assert call.chunks(b"event") == [
+        ResponseChunk(b"", 2, (1, 2) if resumable else (), 0, 0.5),
+        ResponseChunk(b"", 1, (END,) if resumable else (), 1, 1.0),
+        ResponseChunk(b"event", 1, (3,) if resumable else (), 0, 1.5),
+    ]
+    assert call.chunks(b"[DONE]") == [ResponseChunk(b"[DONE]")]
 
 
 @pytest.mark.vllm

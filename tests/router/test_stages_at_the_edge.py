@@ -54,6 +54,41 @@ async def reported(
     yield ResponseTail(5, 4)
 
 
+async def textless(
+    clock: Clock, replica: str, request: EngineRequest
+) -> AsyncIterator[ResponseItem]:
+    """As above, but the token that ends the first stage makes no event: its chunk comes with the
+    next one, in one delivery or two."""
+    begun_s = clock.now_s
+    yield ResponseHead(200, "text/event-stream", replica)
+    for place, offset_s in enumerate(OFFSETS_S, 1):
+        if place == 2:
+            continue  # without an event
+        clock.now_s = begun_s + offset_s
+        if place == 3:
+            yield ResponseChunk(b"", 1, reasoned=1, offset_s=OFFSETS_S[1])
+            if request.slo.stages[-1].ttft_s == 0.31:
+                await settle()  # alone
+        yield ResponseChunk(b"data: x\n\n", 1, offset_s=offset_s)
+        await settle()
+    yield ResponseTail(5, 4)
+
+
+async def together(
+    clock: Clock, replica: str, request: EngineRequest
+) -> AsyncIterator[ResponseItem]:
+    """The first token, and then all others in one delivery, with those of the next stage."""
+    begun_s = clock.now_s
+    yield ResponseHead(200, "text/event-stream", replica)
+    for place, offset_s in enumerate(OFFSETS_S, 1):
+        clock.now_s = begun_s + (OFFSETS_S[0] if place == 1 else OFFSETS_S[2])
+        offset_s = min(offset_s, OFFSETS_S[2])
+        yield ResponseChunk(b"data: x\n\n", 1, reasoned=int(place == 2), offset_s=offset_s)
+        if place == 1:
+            await settle()
+    yield ResponseTail(5, 4)
+
+
 async def plain(clock: Clock, replica: str, request: EngineRequest) -> AsyncIterator[ResponseItem]:
     """With the end of a response that is not streamed."""
     clock.now_s += OFFSETS_S[-1]
@@ -62,7 +97,7 @@ async def plain(clock: Clock, replica: str, request: EngineRequest) -> AsyncIter
     yield ResponseTail(5, 4, OFFSETS_S, reasoned=2)
 
 
-@pytest.mark.parametrize("answer", [streamed, reported, plain])
+@pytest.mark.parametrize("answer", [streamed, textless, together, reported, plain])
 @pytest.mark.parametrize("until", [{"tokens": 2}, "reasoning_end"], ids=str)
 async def test_each_stage_is_held_to_its_own_objective(answer: Any, until: object) -> None:
     clock = Clock()
