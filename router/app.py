@@ -26,6 +26,7 @@ from sluice.router.metrics.page import NO_MODEL, ControllerMetricsPage, MetricsO
 from sluice.router.picker.server import PickerServer
 from sluice.router.request.http_head import use_strict_heads
 from sluice.router.serve.replicas import ServeReplicas
+from sluice.scheduling.autoscaling.base import STARTUP_S
 from sluice.scheduling.roles import Role
 from sluice.telemetry.config import TelemetryConfig
 from sluice.telemetry.logs import configure_logs
@@ -80,6 +81,7 @@ class _Part:
             lambda: self.client.quarantined,
             metrics.sent,
             scales_to_zero=model.controller.startup_s is not None,
+            startup_s=model.controller.startup_s or STARTUP_S,
         )
         self.fleet = Model(
             model.name,

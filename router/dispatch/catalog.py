@@ -11,7 +11,7 @@ from typing import Any
 
 from sluice.router.dispatch.recent import Recent, Value
 from sluice.router.errors import ApiError, Reason
-from sluice.router.serve.contract import ReplicaFailedError, Replicas
+from sluice.router.serve.contract import ReplicaFailedError, Replicas, error_of
 
 TTL_S = 1.0
 """How long an answer, or its failure, is kept, seconds."""
@@ -38,8 +38,8 @@ class Catalog:
         self._replicas = replicas
         entries = [{"id": name, "object": "model", "owned_by": "sluice"} for name in names]
         self._listed: dict[str, Any] = {"object": "list", "data": entries}
-        self._models = Recent(lambda: _asked(replicas.models()), TTL_S, clock)
-        self._ready = Recent(lambda: _asked(replicas.check()), TTL_S, clock)
+        self._models = Recent(lambda: self._asked(replicas.models()), TTL_S, clock)
+        self._ready = Recent(lambda: self._asked(replicas.check()), TTL_S, clock)
         self._longest: int | None = None
 
     async def models(self) -> dict[str, Any]:
@@ -80,19 +80,17 @@ class Catalog:
                 self._longest = max(filter(None, lengths), default=None)
         return self._longest if self._longest is not None and tokens > self._longest else None
 
+    async def _asked(self, question: Awaitable[Value]) -> Value:
+        """A replica's answer.
 
-async def _asked(question: Awaitable[Value]) -> Value:
-    """A replica's answer.
-
-    Raises:
-        ApiError: 503, none answered.
-    """
-    try:
-        async with asyncio.timeout(TIMEOUT_S):
-            return await question
-    except TimeoutError:
-        raise ApiError(
-            Reason.NO_REPLICA, f"No replica answered within {TIMEOUT_S:g} seconds."
-        ) from None
-    except ReplicaFailedError as failure:
-        raise ApiError(Reason.NO_REPLICA, f"No replica is available: {failure}") from failure
+        Raises:
+            ApiError: 503, none answered.
+        """
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return await question
+        except TimeoutError:
+            message = f"No replica answered within {TIMEOUT_S:g} seconds."
+        except ReplicaFailedError as error:
+            message = f"No replica is available: {error}"
+        raise error_of(ReplicaFailedError(Reason.NO_REPLICA, message), self._replicas)

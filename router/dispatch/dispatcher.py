@@ -46,7 +46,7 @@ from sluice.router.metrics.instruments import Fallback, Phase, RouterMetrics, St
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import TokenEstimator
 from sluice.router.serve.choices import CHOICES
-from sluice.router.serve.contract import ReaderLostError, ReplicaFailedError, Replicas
+from sluice.router.serve.contract import ReaderLostError, ReplicaFailedError, Replicas, error_of
 from sluice.scheduling.fleet.prefix import NO_PREFIX
 from sluice.scheduling.request.objective import TokenClock
 from sluice.scheduling.request.stage_clock import clock_of
@@ -125,7 +125,7 @@ class Dispatcher:
                 self._controller.release(request_key(answer.moved_id))
             self._count_unanswered(answer, isinstance(error, asyncio.CancelledError))
             if isinstance(error, ReplicaFailedError):
-                raise ApiError(error.reason, str(error)) from error
+                raise error_of(error, self._replicas) from error
             raise
         if direct is not None and attempt.head.fetch:
             direct.began(attempt)

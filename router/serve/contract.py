@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from sluice.replica.engine import EngineRequest, Progress, ResponseItem
-from sluice.router.errors import Reason
+from sluice.router.errors import ApiError, Reason
 from sluice.scheduling.roles import Role
 
 
@@ -38,6 +38,17 @@ class ReplicaFailedError(Exception):
         self.retry = retry
         self.hung = hung
         self.lost = lost or dead or hung
+
+
+def error_of(failure: ReplicaFailedError, replicas: Replicas) -> ApiError:
+    """The error for the client where no attempt follows the one that failed so."""
+    starts_in_s = replicas.starts_in_s if failure.reason is Reason.NO_REPLICA else None
+    if starts_in_s is None:
+        return ApiError(failure.reason, str(failure))
+    message = (
+        f"No replica of the model runs. One is predicted to serve in {starts_in_s:.0f} seconds."
+    )
+    return ApiError(Reason.MODEL_STARTING, message, retry_after_s=starts_in_s)
 
 
 class ReaderLostError(ReplicaFailedError):
@@ -87,6 +98,11 @@ class Replicas(Protocol):
     def asleep(self) -> bool:
         """Whether the model may have no replica and has none, as far as is known: only a request or
         :meth:`wake` makes one start."""
+
+    @property
+    def starts_in_s(self) -> float | None:
+        """The predicted time until the model's first replica runs, seconds; ``None``: one runs, as
+        far as is known."""
 
     async def wake(self) -> None:
         """Return when a replica runs; make one start if there is none and there may be none.

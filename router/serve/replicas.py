@@ -36,6 +36,7 @@ from sluice.router.serve.contract import ReaderLostError, ReplicaFailedError, Re
 from sluice.router.serve.hint import DrainedError, Hint, NoReplicaError
 from sluice.router.serve.running import RUNNING
 from sluice.router.serve.streams import Channels
+from sluice.scheduling.autoscaling.base import STARTUP_S
 from sluice.scheduling.fleet.ranks import rank_of, replica_of
 from sluice.scheduling.roles import WHOLE, Role
 
@@ -113,6 +114,7 @@ class ServeReplicas:
         quarantined: returns the replicas that currently count as failed or hanging.
         sent: called for each call with the way that it is sent.
         scales_to_zero: the one pool may have no replica; a call starts one.
+        startup_s: time in which a replica starts, until one start was measured, seconds.
     """
 
     def __init__(
@@ -122,11 +124,14 @@ class ServeReplicas:
         quarantined: Callable[[], Collection[str]] = tuple,
         sent: Callable[[Way], None] = lambda _: None,
         scales_to_zero: bool = False,
+        startup_s: float = STARTUP_S,
     ) -> None:
         self.roles: Sequence[Role] = tuple(role for role in WHOLE if role in pools)
         self._pools = {role: tuple(map(_Pool, handles)) for role, handles in pools.items()}
-        self.single = sum(map(len, self._pools.values())) == 1
+        self._deployments = [each.deployment for own in self._pools.values() for each in own]
+        self.single = len(self._deployments) == 1
         self._scales_to_zero = scales_to_zero
+        self._startup_s = startup_s
         self._closed = closed
         self._quarantined = quarantined
         self._sent = sent
@@ -135,9 +140,14 @@ class ServeReplicas:
     @property
     def asleep(self) -> bool:
         """See :class:`~sluice.router.serve.contract.Replicas`."""
-        if not self._scales_to_zero:
-            return False
-        return not any(RUNNING.of(each.deployment) for own in self._pools.values() for each in own)
+        return self._scales_to_zero and self.starts_in_s is not None
+
+    @property
+    def starts_in_s(self) -> float | None:
+        """See :class:`~sluice.router.serve.contract.Replicas`."""
+        found = RUNNING.starts_in_s(self._deployments, self._startup_s)
+        # Of a model that may have none, nothing starts until a request comes.
+        return self._startup_s if self._scales_to_zero and found is not None else found
 
     async def wake(self) -> None:
         """See :class:`~sluice.router.serve.contract.Replicas`. The call waits in Serve's queue,

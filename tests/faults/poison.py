@@ -51,7 +51,7 @@ def poisoned(trial: Trial) -> Callable[[], bool]:
 
         def taken() -> bool:
             answers.append(httpx.post(f"{trial.url}/v1/completions", json=body, timeout=300))
-            return _code(answers[-1]) != "no_replica"
+            return _code(answers[-1]) not in ("no_replica", "model_starting")
 
         # On a busy machine the next replica may take longer to start than a request waits for it.
         wait_until(taken, "there is a replica", RECOVERY_S)

@@ -206,6 +206,8 @@ class FarSide:
         """The pool that each of :attr:`calls` went to."""
         self.empty: set[Role] = set()
         """Pools without a replica."""
+        self.left_s = 40.0
+        """Predicted time until the first replica runs, if none does."""
         self.asleep = False
         """Whether there is no replica, and a request starts one; end it with :meth:`awake`."""
         self.wakes = 0
@@ -290,6 +292,10 @@ class FarSide:
         """A replica runs, or none starts because of ``failure``."""
         self.asleep, self.no_start = False, failure
         self.changed.set()
+
+    @property
+    def starts_in_s(self) -> float | None:
+        return self.left_s if self.asleep or not self.behaviours else None
 
     async def wake(self) -> None:
         self.wakes += 1

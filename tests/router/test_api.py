@@ -350,11 +350,34 @@ async def test_models_and_health_come_from_a_replica() -> None:
         assert (await client.get("/health")).json() == {"status": "ok"}
 
 
-async def test_without_a_replica_health_is_503(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_while_the_first_replica_starts_every_answer_says_when_it_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("sluice.router.dispatch.catalog.TIMEOUT_S", 0.01)
-    async with Edge(FarSide()).client() as client:
-        for path in ("/health", "/v1/models"):
-            response = await client.get(path)
+    side = FarSide()
+    side.left_s, side.empty = 12.5, {"mixed"}
+    async with Edge(side).client() as client:
+        answers = [await client.get(path) for path in ("/health", "/v1/models")]
+        for stream in (False, True):
+            body = {**CHAT_BODY, "stream": stream}
+            answers.append(await client.post("/v1/chat/completions", json=body))
+    for response in answers:
+        assert (response.status_code, response.headers["retry-after"]) == (503, "13")
+        error = response.json()["error"]
+        assert (error["code"], error["retry_after_ms"]) == ("model_starting", 12_500)
+
+
+async def test_where_replicas_run_and_none_answers_no_start_is_predicted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sluice.router.dispatch.catalog.TIMEOUT_S", 0.01)
+    side = FarSide(a=serve)
+    side.drained, side.empty = True, {"mixed"}
+    async with Edge(side).client() as client:
+        for response in (
+            await client.get("/health"),
+            await client.post("/v1/chat/completions", json=CHAT_BODY),
+        ):
             check_error(response, 503, Reason.NO_REPLICA)
             assert response.headers["retry-after"] == "2"
 

@@ -8,7 +8,8 @@ from typing import Any
 from ray.serve._private.common import DeploymentID
 
 from sluice.router.serve.replicas import ServeReplicas
-from sluice.router.serve.running import RUNNING
+from sluice.router.serve.running import RUNNING, Running
+from tests.controller.fleet import Clock
 
 
 class Handle:
@@ -53,6 +54,38 @@ async def test_a_target_is_called_in_its_pool_and_others_by_the_number_of_replic
     closed.clear()
     assert set(chosen("d")) == {"large"}
     assert replicas._pool("prefill", None).deployment == prefill.deployment_id
+
+
+def test_the_start_of_the_first_replica_is_predicted() -> None:
+    """By the configured time at first, then by what the last start took; of the first of several
+    pools."""
+    clock = Clock()
+    running, pools = Running(clock), [Handle("large").deployment_id, Handle("small").deployment_id]
+    assert running.starts_in_s(pools, 60.0) == 60.0
+    clock.advance(50.0)
+    assert running.starts_in_s(pools, 60.0) == 10.0
+    clock.advance(50.0)
+    assert running.starts_in_s(pools, 60.0) == 6.0, "it takes longer"
+    running.note(pools[0], ["a"])
+    assert running.starts_in_s(pools, 60.0) is None
+    running.note(pools[0], [])
+    running.note(pools[0], [])
+    clock.advance(30.0)
+    assert running.starts_in_s(pools[:1], 60.0) == 70.0
+    running.note(pools[0], ["b", "c"])
+    running.note(pools[0], ["c"])
+    running.note(pools[0], [])
+    clock.advance(5.0)
+    assert running.starts_in_s(pools[:1], 60.0) == 25.0
+    assert running.starts_in_s(pools, 60.0) == 6.0
+
+
+async def test_of_a_model_without_replicas_the_whole_start_is_predicted() -> None:
+    pools: Any = {"mixed": [handle := Handle("idle")]}
+    sleeper = ServeReplicas(pools, scales_to_zero=True, startup_s=90.0)
+    assert sleeper.starts_in_s == 90.0
+    handle.runs("a")
+    assert sleeper.starts_in_s is None
 
 
 async def test_a_model_is_asleep_while_it_may_have_no_replica_and_has_none() -> None:
