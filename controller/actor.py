@@ -105,7 +105,7 @@ class Controller:
         self._recent = RecentDecisions()
         self._calibration = Calibration(config.promise_level)
         self._lengths = config.make_lengths()
-        self._promises = PromiseLog()
+        self._promises = PromiseLog(config.promise_level)
         self._cold_start = (
             ColdStart(config.startup_s, self._heard_s + SETTLING_S) if config.startup_s else None
         )

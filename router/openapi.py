@@ -21,6 +21,7 @@ from sluice.router.request.engine_bounds import MAX_ENTRIES
 from sluice.router.request.session import MAX_SESSION_CHARACTERS
 from sluice.router.request.validation import MAX_INPUTS, MAX_MESSAGES, MAX_PROMPTS, field_schemas
 from sluice.router.wire import MAX_TOKENS
+from sluice.scheduling.request.job import Tier
 from sluice.scheduling.request.objective import MAX_PRIORITY, MIN_PRIORITY
 from sluice.scheduling.request.stages import MOST_STAGE_TOKENS, MOST_STAGES
 
@@ -117,6 +118,8 @@ def _inference(endpoint: Endpoint, config: RouterConfig) -> Schema:
     scheduled = endpoint not in UNSCHEDULED
     objective = _objective_headers(config) if scheduled else ()
     operation["parameters"] = [*objective, _SESSION, _CLIENT_REQUEST_ID]
+    if scheduled:
+        operation["responses"]["200"]["headers"] = _PROMISE
     asked = _form(config) if endpoint in SPEECH else _json(_body(endpoint, config))
     operation["requestBody"] = {"required": True, "content": asked}
     return operation
@@ -232,6 +235,20 @@ def _objective_headers(config: RouterConfig) -> list[Schema]:
 _MS: Final[Schema] = {"minimum": wire.MIN_OBJECTIVE_MS, "maximum": wire.MAX_OBJECTIVE_MS}
 _DURATION: Final[Schema] = {"type": "string", "pattern": "^[1-9][0-9]{0,2}(ms|s|m)$"}
 """Some of the durations as in Go."""
+_PROMISE: Final[Schema] = {
+    wire.ADMISSION_HEADER: {"schema": {"enum": [tier.value for tier in Tier]}},
+    wire.PROMISE_LEVEL_HEADER: {"schema": {"type": "number", "minimum": 0, "maximum": 1}},
+    **{
+        name: {"schema": {"type": "number", "minimum": 0}}
+        for name in (
+            wire.PROMISED_TTFT_HEADER,
+            wire.PROMISED_TPOT_HEADER,
+            wire.PROMISED_E2E_HEADER,
+            wire.PREDICTED_TTFT_HEADER,
+        )
+    },
+}
+"""Response headers; those but the first are absent where nothing is promised."""
 _PRIORITY: Final[Schema] = {"minimum": MIN_PRIORITY, "maximum": MAX_PRIORITY}
 
 

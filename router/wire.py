@@ -95,6 +95,16 @@ PROMISED_TTFT_HEADER: Final = "x-sluice-promised-ttft-ms"
 """Response, if an SLO with a TTFT is guaranteed: that TTFT, milliseconds from the request's
 arrival."""
 
+PROMISED_TPOT_HEADER: Final = "x-sluice-promised-tpot-ms"
+"""Response, if an SLO with a TPOT is guaranteed: that TPOT, milliseconds."""
+
+PROMISED_E2E_HEADER: Final = "x-sluice-promised-e2e-ms"
+"""Response, if an SLO with an end-to-end time is guaranteed: that time, milliseconds from the
+request's arrival."""
+
+PROMISE_LEVEL_HEADER: Final = "x-sluice-promise-level"
+"""Response, if the SLO is guaranteed: the share of such guarantees that is to be kept."""
+
 LOOP_REMAINING_HEADER: Final = "x-sluice-loop-remaining-ms"
 """Response to a turn of a tool loop: the time to the loop's deadline when the response's head is
 sent, milliseconds; 0 if it has passed."""
@@ -131,6 +141,9 @@ RESPONSE_HEADERS: Final = (
     ADMISSION_HEADER,
     PREDICTED_TTFT_HEADER,
     PROMISED_TTFT_HEADER,
+    PROMISED_TPOT_HEADER,
+    PROMISED_E2E_HEADER,
+    PROMISE_LEVEL_HEADER,
     LOOP_REMAINING_HEADER,
     CLAMPED_HEADER,
     REPLICA_HEADER,

@@ -8,6 +8,7 @@ here agrees with the metrics. :mod:`sluice.controller.observability.promise_summ
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from math import inf
 from typing import Final, NamedTuple
 
 from sluice.controller.messages import RequestEnding, RouteDecision, RouteQuery, Tier
@@ -54,21 +55,30 @@ class EndedPromise(NamedTuple):
 
 class PromiseLog:
     """The guarantees of a fleet. A decision costs ``O(1)``, an ending as much as
-    :meth:`Reliability.observe`."""
+    :meth:`Reliability.observe`.
 
-    def __init__(self) -> None:
-        self._reliability = Reliability()
+    Args:
+        level: share of the guarantees that are to be kept.
+    """
+
+    def __init__(self, level: float = 0.99) -> None:
+        self._level = level
+        self._reliability = Reliability(level)
         self._open: OrderedDict[str, _Promise] = OrderedDict()
         self._ended: deque[EndedPromise] = deque(maxlen=RECENT)
 
     def made(self, query: RouteQuery, decision: RouteDecision) -> RouteDecision:
         """Note a decision. Returns it, if it is guaranteed, with the forecast's median as predicted
-        TTFT. A later guarantee of the same request replaces the first."""
+        TTFT and the level. A later guarantee of the same request replaces the first."""
         predicted_s, replica_id = decision.predicted_ttft_s, decision.replica_id
         if decision.tier is not Tier.GUARANTEED or predicted_s is None or replica_id is None:
             return decision
         begins_at = decision.prefill_id or replica_id
-        forecast = self._reliability.forecast(begins_at, predicted_s)
+        ttft_s, _, e2e_s, _ = query.slo.columns
+        left_s = min(ttft_s, e2e_s) - query.waited_s
+        forecast = self._reliability.forecast(
+            begins_at, predicted_s, left_s if left_s > 0.0 else inf
+        )
         if query.request_id:
             name = query.slo.service_class
             self._open[query.request_id] = _Promise(
@@ -77,7 +87,7 @@ class PromiseLog:
             self._open.move_to_end(query.request_id)
             if len(self._open) > MOST_OPEN:
                 self._open.popitem(last=False)
-        return decision._replace(predicted_ttft_s=forecast.median_s)
+        return decision._replace(predicted_ttft_s=forecast.median_s, level=self._level)
 
     def ended(self, ending: RequestEnding, now_s: float) -> None:
         """A request ended. If another replica answered it, the forecast is not evaluated."""

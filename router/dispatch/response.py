@@ -24,6 +24,12 @@ from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.request.job import Tier
 from sluice.scheduling.request.stage_clock import clock_of
 
+_PROMISED_HEADERS = (
+    wire.PROMISED_TTFT_HEADER,
+    wire.PROMISED_TPOT_HEADER,
+    wire.PROMISED_E2E_HEADER,
+)
+
 
 class CallResponse(Response):
     """Serves one call and accounts for it, however it ends.
@@ -244,7 +250,10 @@ class CallResponse(Response):
             headers[wire.ADMISSION_HEADER] = answer.tier.value
         if decision.predicted_ttft_s is not None:
             headers[wire.PREDICTED_TTFT_HEADER] = f"{decision.predicted_ttft_s * 1000:.1f}"
-        ttft_s = call.slo.of_stage(0).ttft_s
-        if answer.tier is Tier.GUARANTEED and ttft_s is not None:
-            headers[wire.PROMISED_TTFT_HEADER] = f"{ttft_s * 1000:.1f}"
+        if answer.tier is Tier.GUARANTEED:
+            ttft_s, tpot_s, _ = call.slo.of_stage(0).times_s
+            promised = zip(_PROMISED_HEADERS, (ttft_s, tpot_s, call.slo.e2e_s), strict=True)
+            headers |= {name: f"{s * 1000:.1f}" for name, s in promised if s is not None}
+            if decision.level is not None:
+                headers[wire.PROMISE_LEVEL_HEADER] = f"{decision.level:g}"
         return headers

@@ -12,15 +12,16 @@ Whether that is true is measured, not believed: each forecast is kept as it was 
 request has ended it is noted between which of its quantiles the observation lies. The share of the
 observations below each quantile is the reliability curve; a true forecast lies on its diagonal.
 
-Our reading: a ratio depends on the replica (its neighbours, its model's error) and on the size of
-the prediction (20 ms of HTTP are much of 50 ms and little of two seconds). So both have ratios of
-their own, sizes in steps of four. Where a replica has too few, those of all replicas for the size
-are taken; where these are too few as well, the prediction as it is.
+Our reading: a ratio depends on the replica (its neighbours, its model's error), on the size of the
+prediction (20 ms of HTTP are much of 50 ms and little of two seconds), and on the guaranteed bound:
+an engine that schedules by deadlines uses the time that it has, so a request with half a minute
+says nothing of one with a second. So each of them has ratios of its own, sizes in steps of four.
+Where a replica has too few, those of all replicas for the sizes are taken; where these are too few
+as well, the prediction as it is. A guarantee is kept with a probability of its level, so no
+quantile up to that lies beyond the bound.
 
-These forecasts are for clients that receive a predicted time, and for monitoring. The guarantee is
-the stated bound, and its margin is learned separately
-(:mod:`sluice.scheduling.placement.calibration`): an engine that schedules by deadlines uses the
-time that it has, so ratios grow with the bound and say little about it.
+These forecasts are for clients that receive a predicted time, and for monitoring. The margin of a
+guarantee is learned separately (:mod:`sluice.scheduling.placement.calibration`).
 """
 
 from __future__ import annotations
@@ -60,15 +61,18 @@ class Forecast(NamedTuple):
         predicted_s: what admission predicted, from the decision on, seconds.
         ratios: by what that is multiplied at each of :data:`QUANTILES`; ``None``: too little is
             known to say.
+        bound_s: by when it is guaranteed, seconds from the decision; infinite where it is not.
     """
 
     predicted_s: float
     ratios: tuple[float, ...] | None = None
+    bound_s: float = inf
 
     @property
     def median_s(self) -> float:
         """The time that half of the requests keep, seconds; as predicted where that is unknown."""
-        return self.predicted_s * (1.0 if self.ratios is None else self.ratios[_MEDIAN])
+        ratio = 1.0 if self.ratios is None else self.ratios[_MEDIAN]
+        return min(self.predicted_s * ratio, self.bound_s)
 
 
 class Curve:
@@ -101,34 +105,47 @@ class Curve:
 
 
 class Reliability:
-    """Forecasts by what was observed before, and how they turned out. Memory is bounded."""
+    """Forecasts by what was observed before, and how they turned out. Memory is bounded.
 
-    def __init__(self) -> None:
-        self._windows: OrderedDict[tuple[str | None, int], _Window] = OrderedDict()
+    Args:
+        level: share of the guarantees that are to be kept.
+    """
+
+    def __init__(self, level: float = 0.99) -> None:
+        self._level = level
+        self._windows: OrderedDict[tuple[str | None, _Kind], _Window] = OrderedDict()
         self._curves: OrderedDict[str | None, Curve] = OrderedDict()
 
-    def forecast(self, replica_id: str, predicted_s: float) -> Forecast:
-        """What ``predicted_s`` at this replica means. ``O(1)``."""
-        size = _size(predicted_s)
-        if size is not None:
-            for owner in (replica_id, None):
-                window = self._windows.get((owner, size))
-                if window is not None and window.quantiles is not None:
-                    return Forecast(predicted_s, window.quantiles)
-        return Forecast(predicted_s)
+    def forecast(self, replica_id: str, predicted_s: float, bound_s: float = inf) -> Forecast:
+        """What ``predicted_s`` at this replica means for a first token that is guaranteed within
+        ``bound_s``. ``O(1)``."""
+        forecast = Forecast(predicted_s, None, bound_s)
+        kind = _kind(forecast)
+        if kind is None:
+            return forecast
+        for owner in (replica_id, None):
+            window = self._windows.get((owner, kind))
+            if window is not None and window.quantiles is not None:
+                most = bound_s / predicted_s
+                ratios = [
+                    min(ratio, most) if share <= self._level else ratio
+                    for share, ratio in zip(QUANTILES, window.quantiles, strict=True)
+                ]
+                return forecast._replace(ratios=tuple(ratios))
+        return forecast
 
     def observe(self, replica_id: str, forecast: Forecast, observed_s: float) -> None:
         """A first token came after ``observed_s`` at this replica. The forecast is judged as it was
         made, and only then is anything learned. ``O(WINDOW)``."""
-        size = _size(forecast.predicted_s)
-        if size is None:
+        kind = _kind(forecast)
+        if kind is None:
             return
         ratio = max(0.0, observed_s) / forecast.predicted_s
         for owner in (replica_id, None):
             if forecast.ratios is not None:
                 curve = used(self._curves, owner, Curve, MOST_CURVES)
                 curve.note(bisect_left(forecast.ratios, ratio))
-            used(self._windows, (owner, size), _Window, MOST_WINDOWS).add(ratio)
+            used(self._windows, (owner, kind), _Window, MOST_WINDOWS).add(ratio)
 
     def curve(self, replica_id: str | None = None) -> Curve:
         """That of a replica, or of all together."""
@@ -156,8 +173,17 @@ class _Window:
             )
 
 
-def _size(predicted_s: float) -> int | None:
-    """The step of four in which a prediction lies; ``None`` for one that cannot be multiplied."""
+_Kind = tuple[int, int | None]
+"""The steps of four in which a prediction and its bound lie; ``None``: without one."""
+
+
+def _kind(forecast: Forecast) -> _Kind | None:
+    """What a forecast is like; ``None`` for a prediction that cannot be multiplied."""
+    predicted_s, _, bound_s = forecast
     if not 0.0 < predicted_s < inf:
         return None
-    return round(log2(max(predicted_s, _LEAST_S)) / 2)
+    return _size(predicted_s), None if bound_s == inf else _size(bound_s)
+
+
+def _size(seconds: float) -> int:
+    return round(log2(max(seconds, _LEAST_S)) / 2)

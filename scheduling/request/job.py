@@ -243,6 +243,7 @@ class RouteDecision(NamedTuple):
         starts_in_s: if the model has no replica and may have none: predicted time until the first
             one serves, which the edge makes start. With the reason ``no_replica`` the request
             waits for it at the edge; see :mod:`sluice.scheduling.placement.cold_start`.
+        level: if guaranteed: the share of such guarantees that is to be kept.
     """
 
     replica_id: str | None
@@ -257,3 +258,4 @@ class RouteDecision(NamedTuple):
     planned: Times | None = None
     room_s: float | None = None
     starts_in_s: float | None = None
+    level: float | None = None

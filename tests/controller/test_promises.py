@@ -76,7 +76,8 @@ def test_what_failed_before_an_answer_began_was_not_kept() -> None:
 def test_the_predicted_ttft_becomes_the_median_of_what_was_observed() -> None:
     log = PromiseLog()
     for number in range(FEW):
-        assert promise(log, number, waited_s=0.1).predicted_ttft_s == 0.2
+        made = promise(log, number, waited_s=0.1)
+        assert (made.predicted_ttft_s, made.level) == (0.2, 0.99)
         # Half a second from the arrival, of which a tenth went by before the decision.
         end(log, number, replica_id="a", kept=True)
     assert promise(log, 99).predicted_ttft_s == pytest.approx(0.4)
@@ -85,6 +86,19 @@ def test_the_predicted_ttft_becomes_the_median_of_what_was_observed() -> None:
     (row,) = told(log, "a")["replicas"]
     assert row["reliability"] == told(log)["reliability"]
     assert row["reliability"] == {"count": 1, "observed": [1.0] * len(QUANTILES)}
+
+
+def test_no_request_is_predicted_beyond_its_promise_by_the_errors_of_others() -> None:
+    log = PromiseLog()
+    for number in range(2 * FEW):
+        promise(log, number, slo=SLO(30.0))
+        end(log, number, replica_id="a", kept=True, ttft_s=2.3)
+    assert promise(log, 997, slo=SLO(30.0)).predicted_ttft_s == pytest.approx(2.3)
+    assert promise(log, 998, slo=SLO(0.9)).predicted_ttft_s == 0.2
+    # By what is left of it where the request has waited, and by its end where it states no more.
+    late = SLO(30.0), SLO(e2e_s=30.0)
+    left_s = [promise(log, 999, slo=slo, waited_s=29.0).predicted_ttft_s for slo in late]
+    assert max(left_s) <= 1.0
 
 
 def test_only_the_replica_that_answered_as_promised_teaches() -> None:

@@ -74,11 +74,12 @@ def admissions(edge: Edge, admission: str, name: str = "standard") -> float:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_promise_is_said_with_the_ttft_that_is_expected(stream: bool) -> None:
-    edge = edge_of(guaranteed(ttft_s=0.25))
+    edge = edge_of(guaranteed(ttft_s=0.25)._replace(level=0.9))
     response = await post(edge, stream=stream)
     assert response.headers["x-sluice-admission"] == "guaranteed"
     assert float(response.headers["x-sluice-predicted-ttft-ms"]) >= 250
     assert response.headers["x-sluice-promised-ttft-ms"] == "400.0"
+    assert response.headers["x-sluice-promise-level"] == "0.9"
     assert edge.side.calls[0][1].best_effort is False
     assert admissions(edge, "guaranteed") == 1
 
@@ -99,24 +100,42 @@ async def test_without_a_promise_the_answer_says_best_effort(
     edge = edge_of(decision)
     response = await post(edge)
     assert response.headers["x-sluice-admission"] == "best-effort"
-    assert "x-sluice-predicted-ttft-ms" not in response.headers
-    assert "x-sluice-promised-ttft-ms" not in response.headers
+    assert not [name for name in response.headers if name.startswith(("x-sluice-pr",))]
     assert edge.side.calls[0][1].best_effort is runs_as_best_effort
     assert admissions(edge, "best-effort") == 1
 
 
 @pytest.mark.parametrize(
-    ("stated", "bound"),
-    [({"ttft_ms": 750}, "750.0"), ({"ttft_ms": 0.5, "e2e_ms": 9_000}, "0.5"), ({}, None)],
+    ("stated", "bounds"),
+    [
+        ({"ttft_ms": 750}, ("750.0", None, None)),
+        ({"ttft_ms": 0.5, "e2e_ms": 9_000}, ("0.5", None, "9000.0")),
+        ({"e2e_ms": 5_000, "tpot_ms": 12.5}, (None, "12.5", "5000.0")),
+        (
+            {
+                "e2e_ms": 7_000,
+                "stages": [
+                    {"until": {"tokens": 2}, "ttft_ms": 300, "e2e_ms": 400},
+                    {"until": "end", "ttft_ms": 100, "tpot_ms": 20},
+                ],
+            },
+            ("300.0", None, "7000.0"),
+        ),
+        (
+            {"stages": [{"until": "end", "ttft_ms": 300, "tpot_ms": 20, "e2e_ms": 900}]},
+            ("300.0", "20.0", "900.0"),
+        ),
+    ],
 )
-async def test_the_bound_that_is_promised_is_the_ttft_that_applies(
-    stated: dict[str, float], bound: str | None
+async def test_the_bounds_that_are_promised_are_those_that_apply(
+    stated: dict[str, Any], bounds: tuple[str | None, ...]
 ) -> None:
-    """Where only a pace or an end is promised, no time of the first token is."""
     edge = edge_of(guaranteed())
-    response = await post(edge, slo={"class": "free", "e2e_ms": 5_000, **stated})
-    assert response.headers["x-sluice-admission"] == "guaranteed"
-    assert response.headers.get("x-sluice-promised-ttft-ms") == bound
+    response = await post(edge, slo={"class": "free", **stated})
+    headers = response.headers
+    assert headers["x-sluice-admission"] == "guaranteed"
+    names = [f"x-sluice-promised-{name}-ms" for name in ("ttft", "tpot", "e2e")]
+    assert tuple(headers.get(name) for name in names) == bounds
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_a_replica_of_which_little_is_known_takes_the_fleets_ratios() -> None:
     known = Reliability()
     for _ in range(FEW - 1):
         feed(known, "a", 1.0, 2.0)
-    assert known.forecast("a", 1.0) == (1.0, None) and known.forecast("a", 1.0).median_s == 1.0
+    assert known.forecast("a", 1.0).ratios is None and known.forecast("a", 1.0).median_s == 1.0
     assert known.curve().shares == (), "nothing was said, so nothing can be judged"
     feed(known, "a", 1.0, 2.0)
     assert known.forecast("new", 1.0).median_s == known.forecast("a", 1.0).median_s == 2.0
@@ -75,6 +75,21 @@ def test_a_replica_of_which_little_is_known_takes_the_fleets_ratios() -> None:
     for _ in range(FEW):
         feed(known, "new", 1.0, 0.5)
     assert known.forecast("new", 1.0).median_s == 0.5 and known.forecast("a", 1.0).median_s == 2.0
+
+
+def test_what_long_promises_take_says_nothing_of_short_ones() -> None:
+    """An engine that schedules by deadlines uses the time that it has."""
+    known = Reliability()
+    for _ in range(2 * FEW):
+        for bound_s, observed_s in ((30.0, 2.3), (0.9, 0.4)):
+            known.observe("a", known.forecast("a", 0.3, bound_s), observed_s)
+    assert known.forecast("a", 0.3, 0.9).median_s == pytest.approx(0.4)
+    assert known.forecast("a", 0.3, 30.0).median_s == pytest.approx(2.3)
+    # Of the same size, but a little tighter than what the others took.
+    for _ in range(WINDOW):
+        known.observe("a", known.forecast("a", 0.3, 1.0), 0.95)
+    assert known.forecast("a", 0.3, 0.9).median_s == pytest.approx(0.9)
+    assert known.forecast("a", 0.3).median_s == 0.3, "nothing was promised"
 
 
 def test_the_median_follows_a_change_and_the_curve_shows_that_it_came() -> None:
@@ -105,16 +120,18 @@ def test_a_forecast_is_judged_as_it_was_made() -> None:
             st.sampled_from("abc"),
             st.floats(0.0, 1e3) | st.just(float("inf")),
             st.floats(-1.0, 1e3),
+            st.floats(1e-6, 1e3) | st.just(float("inf")),
         ),
         max_size=400,
     )
 )
 def test_any_history_keeps_quantiles_in_order_and_memory_bounded(
-    history: list[tuple[str, float, float]],
+    history: list[tuple[str, float, float, float]],
 ) -> None:
     known = Reliability()
-    for name, predicted_s, observed_s in history:
-        forecast = known.forecast(name, predicted_s)
+    for name, predicted_s, observed_s, bound_s in history:
+        forecast = known.forecast(name, predicted_s, bound_s)
+        assert forecast.median_s <= bound_s
         if forecast.ratios is not None:
             assert list(forecast.ratios) == sorted(forecast.ratios) and forecast.ratios[0] >= 0.0
         known.observe(name, forecast, observed_s)
