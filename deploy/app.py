@@ -18,12 +18,13 @@ from ray.serve.schema import LoggingConfig
 from sluice.deploy.autoscaling import serve_autoscaling
 from sluice.deploy.config import SluiceConfig, parse_config
 from sluice.deploy.model_check import has_cuda_vllm
-from sluice.deploy.models import ModelFleet
+from sluice.deploy.models import ROUTER_DEPLOYMENT, ModelFleet
 from sluice.replica.deployment import ReplicaServer
 from sluice.replica.placement import resources
 from sluice.replica.pools import Pool
 from sluice.replica.vllm_args import devices
 from sluice.router.app import Router, ServedModel
+from sluice.router.ingress.http_server import STOP_S
 from sluice.scheduling.roles import ROLES, Role
 
 REPLICA_DEPLOYMENTS: dict[Role, str] = {
@@ -31,10 +32,9 @@ REPLICA_DEPLOYMENTS: dict[Role, str] = {
     "prefill": "Prefill",
     "decode": "Decode",
 }
-ROUTER_DEPLOYMENT = "Router"
 
 SUPPORTED_RAY: Final = "2.60"
-"""The minor version of Ray whose request router and HAProxy interfaces Sluice uses."""
+"""The minor version of Ray whose request router Sluice uses."""
 
 OTHER_POOL_WAIT_S = 0.25
 """How long a request waits for the first replica of a pool if it may use another pool, seconds. If
@@ -58,8 +58,8 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
     check_ray()
     config = args if isinstance(args, SluiceConfig) else parse_config(args)
     if config.router.admin.access == "open" and not isinstance(args, SluiceConfig):
-        # On a cluster, Serve's own options set the address of HTTP, not `router.host`.
         raise ValueError("router.admin.access: open is for `sluice serve` only; configure keys")
+    drain_s = max(fleet.config.replica.drain_timeout_s for fleet in config.fleets)
     place: dict[str, Any] = {"num_cpus": 0.1}
     if config.router.node_labels:
         place["label_selector"] = config.router.node_labels
@@ -70,9 +70,7 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
         ray_actor_options=place,
         max_ongoing_requests=_ADMITTED_BY_CONTROLLER,
         health_check_period_s=config.replica.health_check_period_s,
-        graceful_shutdown_timeout_s=max(
-            fleet.config.replica.drain_timeout_s for fleet in config.fleets
-        ),
+        graceful_shutdown_timeout_s=drain_s + 2 * STOP_S,
         graceful_shutdown_wait_loop_s=0.1,
         # An update starts a new router before it stops any, so that a single router causes no gap.
         max_surge_percent=1,
@@ -94,6 +92,7 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
         models,
         config.router,
         config.telemetry,
+        drain_s,
     )
 
 

@@ -13,20 +13,16 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import click
 import yaml
 
 from sluice.deploy import ray_settings
 from sluice.deploy.config import SluiceConfig
-from sluice.deploy.haproxy import BINARY_VARIABLE, COMMAND
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "helm" / "sluice"
-IMAGE_ENVIRONMENT: Final = "/opt/sluice"
-"""Where the images have their Python environment; see ``deploy/Dockerfile``."""
-
 _TABLE = re.compile(r"(?<=<!-- values -->\n).*(?=<!-- /values -->)", re.DOTALL)
 
 
@@ -37,7 +33,7 @@ def contents() -> dict[Path, str]:
     return {
         CHART / "values.schema.json": json.dumps(schema, indent=2) + "\n",
         readme: _TABLE.sub(lambda _: values_table(schema), readme.read_text(encoding="utf-8")),
-        CHART / "files" / "ray-env.yaml": yaml.safe_dump(ray_environment(), sort_keys=False),
+        CHART / "files" / "ray-env.yaml": yaml.safe_dump(dict(ray_settings.TUNED), sort_keys=False),
     }
 
 
@@ -53,11 +49,6 @@ def package(folder: Path) -> Path:
     for board in (ROOT / "deploy" / "grafana").glob("*.json"):
         shutil.copy(board, boards)
     return chart
-
-
-def ray_environment() -> dict[str, str]:
-    """:data:`sluice.deploy.ray_settings.TUNED` as it is in the images."""
-    return {**ray_settings.TUNED, BINARY_VARIABLE: f"{IMAGE_ENVIRONMENT}/bin/{COMMAND}"}
 
 
 def values_schema() -> dict[str, Any]:

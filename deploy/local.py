@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import socket
+import ssl
 import threading
 import time
 import urllib.error
@@ -20,11 +21,11 @@ from typing import Any
 
 from sluice.deploy import ray_settings
 from sluice.deploy.config import SluiceConfig
-from sluice.deploy.haproxy import TLS_BIND_VARIABLE, TLS_CERTIFICATE_VARIABLE, tls_addresses
 from sluice.deploy.leftovers import Cleaner
 from sluice.deploy.model_check import check_installed, check_model, engine_faults
 from sluice.replica.engine import ConfigurationError
 from sluice.router.ingress.access import Access
+from sluice.router.ingress.http_server import Certificate
 
 KEY_VARIABLE = "SLUICE_KEY"
 """Holds an API key of the reader's in the command that is shown at the start."""
@@ -32,7 +33,6 @@ KEY_VARIABLE = "SLUICE_KEY"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_S = 0.5
 _REPORT_EVERY_S = 5.0
-_SERVE_TRIES = 3
 
 
 class StartError(RuntimeError):
@@ -49,8 +49,11 @@ class StoppedError(RuntimeError):
 
 def base_url(config: SluiceConfig) -> str:
     """Where this machine reaches the application."""
-    host = config.router.host
-    return f"http://{'127.0.0.1' if host in ('', '0.0.0.0') else host}:{config.router.port}"
+    scheme = "http" if config.router.tls is None else "https"
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(
+        config.router.host, config.router.host
+    )
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.router.port}"
 
 
 def needs_key(config: SluiceConfig) -> bool:
@@ -111,13 +114,13 @@ def running(
     ``report`` gets a line of progress now and then while engines start.
 
     Raises:
-        StartError: a port is taken, a key file cannot be used, GPUs or labelled nodes are missing,
-            or a part failed to start.
+        StartError: the port is taken, a key file or certificate cannot be used, GPUs or labelled
+            nodes are missing, or a part failed to start.
         StoppedError: ``stop`` was set before the application was ready.
         RayEndedError: Ray has ended by itself, which sets ``stop``.
     """
     _check_port(config.router.host, config.router.port)
-    _check_tls()
+    _check_tls(config)
     _check_labels(config)
     _check_models(config)
     _check_keys(config)
@@ -131,37 +134,18 @@ def running(
         with _stop_when_ray_ends(stop):
             _check_gpus(config)
             logging.getLogger("ray.serve").setLevel(logging.WARNING)
-            start_serve(config.router.host, config.router.port, report)
+            start_serve()
             deploy(config, stop, report)
             yield
     finally:
         _end_ray(cleaner, report)
 
 
-def start_serve(host: str, port: int, report: Callable[[str], None]) -> None:
-    """Start Serve, on the Ray that this process has joined, with HTTP at ``host`` and ``port``.
-
-    HAProxy does not start while one of its ports is taken, as for a moment by a connection of
-    another program: then it is tried again.
-
-    Raises:
-        StartError: it did not start in :data:`_SERVE_TRIES`; with what HAProxy said.
-    """
+def start_serve() -> None:
+    """Start Serve on the Ray that this process has joined, without proxies: routers listen."""
     from ray import serve
-    from ray.exceptions import RayTaskError
 
-    for left in reversed(range(_SERVE_TRIES)):
-        try:
-            serve.start(http_options={"host": host, "port": port})
-            return
-        except (RayTaskError, TimeoutError) as error:
-            serve.shutdown()
-            said = str(getattr(error, "cause", None) or error)
-            alerts = [line for line in said.splitlines() if "[ALERT]" in line]
-            why = "; ".join(alerts) or said
-            if not left:
-                raise StartError(f"HTTP could not be started: {why}") from error
-            report(f"HTTP could not be started, trying again: {why}")
+    serve.start(proxy_location="Disabled")
 
 
 @contextmanager
@@ -308,7 +292,11 @@ def deploy(config: SluiceConfig, stop: threading.Event, report: Callable[[str], 
     pools = [pool for fleet in config.fleets for pool in fleet.pools]
     fixed = all(pool.replica.autoscaling is None for pool in pools)
     run_many(
-        [RunTarget(build(config), name=config.name, external_scaler_enabled=fixed)],
+        [
+            RunTarget(
+                build(config), name=config.name, route_prefix=None, external_scaler_enabled=fixed
+            )
+        ],
         wait_for_ingress_deployment_creation=False,
         wait_for_applications_running=False,
     )
@@ -369,34 +357,33 @@ def _failure(application: Any) -> str:
 
 
 def _answers(config: SluiceConfig) -> bool:
+    # This machine asks itself, perhaps by a name that is not in the certificate.
+    unchecked = ssl._create_unverified_context()
     try:
-        with urllib.request.urlopen(f"{base_url(config)}/health", timeout=2) as answer:
+        with urllib.request.urlopen(
+            f"{base_url(config)}/health", timeout=2, context=unchecked
+        ) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False
 
 
-def _check_tls() -> None:
-    """HAProxy would share a port with the HAProxy of another program, and each would get requests
-    that are for the other."""
-    certificate = os.environ.get(TLS_CERTIFICATE_VARIABLE)
-    if certificate and not os.access(certificate, os.R_OK):
-        raise StartError(f"{TLS_CERTIFICATE_VARIABLE}: cannot read {certificate}")
+def _check_tls(config: SluiceConfig) -> None:
+    """Refuse a certificate that cannot be used: routers would fail to start repeatedly."""
+    if config.router.tls is None:
+        return
     try:
-        addresses = tls_addresses()
-    except ValueError as error:
-        raise StartError(str(error)) from None
-    for host, port in addresses:
-        try:
-            _check_port(host, port)
-        except StartError as error:
-            raise StartError(
-                f"{error}; {TLS_BIND_VARIABLE} says where TLS listens: set it to an address that "
-                "is free"
-            ) from None
+        Certificate(config.router.tls)
+    except OSError as error:  # that of TLS is one, too
+        tls = config.router.tls
+        raise StartError(
+            f"router.tls: cannot use {error.filename or f'{tls.certificate} with {tls.key}'}: "
+            f"{error.strerror}"
+        ) from None
 
 
 def _check_port(host: str, port: int) -> None:
+    """Without ``SO_REUSEPORT``, by which routers would share the port of other programs."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -12,6 +12,7 @@ from sluice.controller.config import ControllerConfig
 from sluice.replica.config import EngineConfig, ReplicaConfig
 from sluice.replica.pools import Pool, pools_of
 
+ROUTER_DEPLOYMENT = "Router"
 MAX_MODELS = 64
 """Most models of an application: each labels metrics and has replicas and a controller."""
 

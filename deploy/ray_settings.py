@@ -3,8 +3,8 @@
 
 ``eval "$(sluice env)"`` sets them in a shell, for `ray start`.
 
-HAProxy in front and Serve's gRPC data plane behind it cost the edge a fraction of the CPU time that
-Serve's default Python proxy and actor calls do.
+Routers listen themselves, so Serve runs no proxy. Its gRPC data plane costs them a fraction of the
+CPU time that its default actor calls do.
 """
 
 from __future__ import annotations
@@ -15,39 +15,28 @@ import os
 import random
 import secrets
 import socket
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from sluice.deploy.haproxy import BINARY_VARIABLE, COMMAND
 from sluice.replica.private_dir import SOCKETS_VARIABLE, make_private_dir
 
 TUNED: Mapping[str, str] = {
-    # HAProxy takes the HTTP connections and talks to the router replicas directly.
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",
     # gRPC between router and replicas, no per-request log flush, no second thread per replica.
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    # Which also has Serve open ports of its own in front of routers.
+    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
     # Serve's own metrics leave each process once a second, and not ten times.
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
     # Serve leaves the messages of that data plane at gRPC's 4 MiB, which a large body or answer
     # exceeds. The most that gRPC takes: `router.max_body_bytes` bounds bodies, and replicas send
     # answers in chunks.
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**31 - 1),
-    # A dead proxy is detected after 1 s, not 10 s.
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     # A replica that fails its health check is killed at once: draining an unresponsive process is
     # useless, and Serve would wait for as long as a drain may take.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     # Ray starts workers with niceness 15: beside one busy process of normal priority an engine, a
     # router or the controller would get 3 % of a core that they share.
     "RAY_worker_niceness": "0",
-    # While HAProxy knows no healthy router, Serve's own proxy takes the requests: it reads heads as
-    # the routers do.
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": (
-        "sluice.router.request.http_head.use_strict_heads"
-    ),
-    # Lets HAProxy see clients that leave; see deploy/haproxy.py.
-    BINARY_VARIABLE: str(Path(sys.executable).with_name(COMMAND)),
 }
 """For every cluster: set them in the cluster's environment too (`ray start`, KubeRay)."""
 
@@ -61,10 +50,6 @@ LOCAL: Mapping[str, str] = {
     "VLLM_HOST_IP": "127.0.0.1",
     # Files in the folder where Sluice was started must not stand in for modules of the same name.
     "PYTHONSAFEPATH": "1",
-    # One machine has no other proxies that would have to learn of a stopped replica first.
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
-    # A small machine that starts everything at once needs more than 5 s for a proxy.
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",
 }
 """For a Ray instance that Sluice starts itself on this machine."""
 
@@ -72,23 +57,6 @@ LOCAL: Mapping[str, str] = {
 TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 """Ray's token, and the file that holds it. Without both Ray takes ``~/.ray/auth_token``, which it
 writes where it is missing."""
-
-LOCAL_LISTENERS = (
-    "RAY_SERVE_HAPROXY_STATS_PORT",
-    "RAY_SERVE_HAPROXY_METRICS_PORT",
-    # Serve's own proxy, which gets requests for which HAProxy knows no healthy router. Two
-    # instances would listen on the same port, and each get requests of the other.
-    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
-    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
-)
-"""Ports that Serve fixes for the whole machine: a local instance has its own."""
-
-_ROUTER_PORTS = 200
-"""Ports per instance: for at most 64 routers, and their successors while they are replaced."""
-
-_ROUTER_RANGES = range(20_000, 30_000, _ROUTER_PORTS)
-"""First ports of the ranges: above the ports of Ray's workers, below those of a Serve with its
-defaults."""
 
 _FREE_PORTS = range(31_100, 32_768)
 """For listeners that may have any port: above those of a Serve with its defaults, below those that
@@ -167,50 +135,19 @@ def free_port() -> int:
     raise OSError(f"every port of {_FREE_PORTS} is in use")
 
 
-def _router_ports() -> range:
-    """Ports for the router replicas of a local instance.
-
-    Serve numbers them from the same port in every instance, and for a moment after a clash HAProxy
-    would send one instance's requests to the other. A range is claimed; and its first is always in
-    use, so it tells whether an instance has the range whose claim has ended.
-
-    Raises:
-        OSError: every range is in use.
-    """
-    ranges = random.sample(_ROUTER_RANGES, len(_ROUTER_RANGES))
-    for first in itertools.chain(filter(_claim, ranges), ranges):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", first))
-            return range(first, first + _ROUTER_PORTS)
-    raise OSError(f"every port of {[*_ROUTER_RANGES]} is in use")
-
-
 def apply(local_dir: Path | None = None) -> None:
     """Set the variables that are unset; the operator's values stay.
 
     Args:
-        local_dir: for a local instance, an existing private directory for the sockets of vLLM,
-            and for HAProxy's sockets and configuration, which Serve otherwise keeps at one fixed
-            place for the whole machine.
+        local_dir: for a local instance, an existing private directory for the sockets of vLLM.
     """
     settings = dict(TUNED)
     if local_dir is not None:
         settings.update(LOCAL)
         if not os.environ.keys() & TOKEN_VARIABLES:
             settings[TOKEN_VARIABLES[1]] = str(_make_token(local_dir))
-        proxy = local_dir / "p"  # HAProxy takes socket paths of 97 characters, 70 of them Serve's
-        settings["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"] = str(proxy / "haproxy.cfg")
-        settings["RAY_SERVE_HAPROXY_SOCKET_PATH"] = str(proxy / "admin.sock")
-        settings["RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH"] = str(proxy / "metrics.sock")
-        settings["RAY_SERVE_HAPROXY_SERVER_STATE_BASE"] = str(proxy)
-        settings["RAY_SERVE_HAPROXY_SERVER_STATE_FILE"] = str(proxy / "server-state")
         sockets = local_dir / "v"
         sockets.mkdir(exist_ok=True)  # vLLM does not
         settings[SOCKETS_VARIABLE] = str(sockets)
-        for listener in LOCAL_LISTENERS:
-            settings[listener] = str(free_port())
-        ports = _router_ports()
-        settings["RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"] = str(ports.start)
-        settings["RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"] = str(ports.stop)
     for name, value in settings.items():
         os.environ.setdefault(name, value)

@@ -20,7 +20,9 @@ from pydantic import BaseModel, ValidationError
 
 from sluice.deploy.config import SluiceConfig, parse_config
 from sluice.deploy.json_http import AnswerError, JsonServer, printable
+from sluice.deploy.models import ROUTER_DEPLOYMENT
 from sluice.replica.placement import needs
+from sluice.router.loopback import is_loopback
 
 PATH = "/api/serve/applications/"
 HANDING_OVER_S = 90.0
@@ -35,6 +37,7 @@ IMPERATIVE = "imperative"
 
 class _Replica(BaseModel):
     state: str
+    node_ip: str | None = None
 
 
 class _Deployment(BaseModel):
@@ -48,20 +51,9 @@ class _Application(BaseModel):
     status: str
     message: str = ""
     last_deployed_time_s: float = 0.0
-    route_prefix: str | None = None
     source: str = "unknown"
     deployed_app_config: dict[str, Any] | None = None
     deployments: dict[str, _Deployment] = {}
-
-
-class _Proxy(BaseModel):
-    node_ip: str | None = None
-    status: str
-
-
-class _HttpOptions(BaseModel):
-    host: str | None = None
-    port: int | None = None
 
 
 class _Serve(BaseModel):
@@ -69,8 +61,7 @@ class _Serve(BaseModel):
 
     applications: dict[str, _Application]
     target_capacity: float | None = None
-    http_options: _HttpOptions | None = None
-    proxies: dict[str, _Proxy] = {}
+    proxy_location: str | None = None
 
 
 class Part(NamedTuple):
@@ -89,7 +80,7 @@ class ApplicationState(NamedTuple):
         message: why, in one line; often empty.
         deployed_s: when it was last deployed, Unix seconds of the cluster.
         parts: its deployments by name.
-        addresses: its addresses, a URL for each node with a proxy.
+        addresses: its addresses, a URL for each node with a router.
     """
 
     status: str
@@ -130,7 +121,7 @@ def _checked(token: str, place: str) -> str:
     return token
 
 
-def application_of(data: Mapping[str, Any], name: str, route_prefix: str) -> dict[str, Any]:
+def application_of(data: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Serve's description of the application with the configuration ``data``.
 
     A number of replicas is an option of their deployment, so a change of it starts or drains some
@@ -167,7 +158,7 @@ def application_of(data: Mapping[str, Any], name: str, route_prefix: str) -> dic
                 holder[field] = [_digested(entry) for entry in holder[field]]
     return {
         "name": name,
-        "route_prefix": route_prefix,
+        "route_prefix": None,  # its routers listen themselves
         "import_path": "sluice.deploy.app:build",
         "args": args,
         "deployments": [
@@ -205,12 +196,12 @@ def _digested(entry: str | dict[str, Any]) -> dict[str, Any]:
     return rest
 
 
-def submit(server: JsonServer, application: Mapping[str, Any], config: SluiceConfig) -> float:
+def submit(server: JsonServer, application: Mapping[str, Any]) -> float:
     """Start or update the application. Returns the time of its previous deployment, Unix seconds,
     or 0.
 
-    Where Serve does not run yet it is started, with the host and port of ``config``. The cluster's
-    target capacity stays as it is.
+    Where Serve does not run yet it is started, without proxies. The cluster's target capacity stays
+    as it is.
 
     Raises:
         UnreachableError, AnswerError: as :meth:`JsonServer.ask`.
@@ -219,8 +210,7 @@ def submit(server: JsonServer, application: Mapping[str, Any], config: SluiceCon
     """
     serve = _serve_of(server)
     body: dict[str, Any] = {
-        "proxy_location": "EveryNode",
-        "http_options": {"host": config.router.host, "port": config.router.port},
+        "proxy_location": serve.proxy_location or "Disabled",
         "applications": [*_others(serve, application["name"]), application],
     }
     if serve.target_capacity is not None:
@@ -268,7 +258,7 @@ def state_of(server: JsonServer, name: str) -> ApplicationState | None:
         next((line for line in map(_last_line, messages) if line), ""),
         found.last_deployed_time_s,
         {name: _part(each) for name, each in found.deployments.items()},
-        _addresses(serve, found.route_prefix or "/"),
+        _addresses(found),
     )
 
 
@@ -289,15 +279,23 @@ def _part(deployment: _Deployment) -> Part:
     return Part(running, deployment.target_num_replicas, deployment.status)
 
 
-def _addresses(serve: _Serve, route_prefix: str) -> tuple[str, ...]:
-    http = serve.http_options
-    if http is None or http.port is None:
+def _addresses(application: _Application) -> tuple[str, ...]:
+    routers = application.deployments.get(ROUTER_DEPLOYMENT)
+    deployed = application.deployed_app_config
+    if routers is None or deployed is None:
         return ()
-    local = http.host in ("127.0.0.1", "localhost", "::1")
-    healthy = {each.node_ip for each in serve.proxies.values() if each.status == "HEALTHY"}
-    nodes = {"127.0.0.1"} if local else healthy - {None}
-    path = route_prefix.rstrip("/")
-    return tuple(f"http://{node}:{http.port}{path}/v1" for node in sorted(map(str, nodes)))
+    try:
+        config = parse_config(deployed.get("args", {})).router
+    except ValueError:
+        return ()
+    nodes = {each.node_ip for each in routers.replicas if each.state == RUNNING and each.node_ip}
+    if is_loopback(config.host):
+        nodes = {"127.0.0.1"} if nodes else set()
+    scheme = "http" if config.tls is None else "https"
+    return tuple(
+        f"{scheme}://{f'[{node}]' if ':' in node else node}:{config.port}/v1"
+        for node in sorted(nodes)
+    )
 
 
 def _last_line(message: str) -> str:

@@ -37,7 +37,7 @@ from sluice.router.dispatch.loop_deadlines import LoopAge, LoopDeadlines
 from sluice.router.dispatch.models import ModelRegistry
 from sluice.router.dispatch.response import CallResponse
 from sluice.router.errors import ApiError, Reason, shown
-from sluice.router.ingress.access import METRICS_PATH, OPEN_PATH, ROOT_PATH, Access
+from sluice.router.ingress.access import LIVE_PATH, METRICS_PATH, OPEN_PATH, ROOT_PATH, Access
 from sluice.router.ingress.admin_access import PAGE_PATH
 from sluice.router.ingress.cors import Cors
 from sluice.router.ingress.load_shedding import Pause, Shedder
@@ -229,6 +229,10 @@ def _status_routes(
     @routes.get("/health", response_model=None)
     async def health() -> dict[str, Any]:
         return await fleets.health()
+
+    @routes.get(LIVE_PATH, response_model=None)
+    async def live() -> Response:
+        return Response("success", media_type="text/plain")
 
     @routes.get(PATH, response_model=None)
     async def openapi() -> dict[str, Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
+import psutil
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -21,10 +23,10 @@ from sluice.router.dispatch.access_log import Telemetry
 from sluice.router.dispatch.catalog import Catalog
 from sluice.router.dispatch.dispatcher import Dispatcher
 from sluice.router.dispatch.models import Model, ModelRegistry
+from sluice.router.ingress.http_server import HttpServer, bound
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.metrics.page import NO_MODEL, ControllerMetricsPage, MetricsOfModels
 from sluice.router.picker.server import PickerServer
-from sluice.router.request.http_head import use_strict_heads
 from sluice.router.serve.replicas import ServeReplicas
 from sluice.scheduling.autoscaling.base import STARTUP_S
 from sluice.scheduling.roles import Role
@@ -95,9 +97,9 @@ class _Part:
         )
 
 
-@serve.ingress()
 class Router:
-    """One router replica. The application builder makes a deployment of it.
+    """One router replica, which listens at ``config.host`` and ``config.port``. The application
+    builder makes a deployment of it.
 
     Args:
         replicas: each model's deployments of replicas, with the hint router, by the model's name
@@ -105,19 +107,23 @@ class Router:
         models: the same models.
         config: of this router.
         telemetry: how it logs, and whether it traces.
+        drain_s: how long its requests may run on when it is stopped, seconds.
 
     Raises:
+        OSError: another program has the address.
         ValueError: it should trace, and OpenTelemetry is not installed.
     """
 
-    def __init__(
+    async def __init__(  # type: ignore[misc]
         self,
         replicas: Mapping[str, Mapping[str, DeploymentHandle]],
         models: Sequence[ServedModel],
         config: RouterConfig,
         telemetry: TelemetryConfig,
+        drain_s: float,
     ) -> None:
-        use_strict_heads()  # Serve starts this replica's server after the constructor
+        listener = bound(config.host, config.port)
+        _check_not_shared(config.port)
         process = f"router-{serve.get_replica_context().replica_id.unique_id}"
         configure_logs(telemetry.logs, process)
         tracer = make_tracer(telemetry.tracing, process)
@@ -153,7 +159,7 @@ class Router:
         fleets = ModelRegistry([part.fleet for part in parts], edge)
         told = Telemetry(telemetry.logs, tracer)
         admin_service = AdminService({part.fleet.model: part.client for part in parts})
-        self._api = api = make_api(
+        api = make_api(
             config,
             fleets,
             page,
@@ -165,6 +171,48 @@ class Router:
         )
         picker = PickerServer(api, fleets.health, config.max_body_bytes, config.max_in_flight)
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        """Called by Serve after the constructor."""
-        return self._api
+        self._drain_s = drain_s
+        self._server = HttpServer(api, config)
+        await self._server.start(listener)
+
+    async def drain(self, limit_s: float) -> None:
+        """Refuse new requests with a 503, and return when all others are answered: those that still
+        run after ``limit_s`` end with an error."""
+        await self._server.drain(limit_s, listening=True)
+
+    def check_health(self) -> None:
+        """Called by Serve.
+
+        Raises:
+            RuntimeError: it does not listen, and was not told to stop.
+        """
+        if not (self._server.listens or self._server.stops):
+            raise RuntimeError("the router does not listen")
+
+    async def __del__(self) -> None:
+        """Serve awaits this when it stops the router."""
+        await self._server.stop(self._drain_s)
+
+
+def _check_not_shared(port: int) -> None:
+    """Check that of the processes of this user only routers of this application listen there: the
+    system would give each a part of the connections.
+
+    Raises:
+        OSError: another one does.
+    """
+    ours = f"ray::ServeReplica:{serve.get_replica_context().app_name}:"
+    for connection in psutil.net_connections("tcp"):
+        listens = connection.status == psutil.CONN_LISTEN
+        if not listens or not connection.laddr or connection.laddr.port != port:
+            continue
+        try:
+            other = psutil.Process(connection.pid)
+            if other.cmdline()[0].startswith(ours):
+                continue
+            name = other.name()
+        except (psutil.Error, IndexError, TypeError):
+            name = "another process"
+        raise OSError(
+            errno.EADDRINUSE, f"cannot listen on port {port}: {name} ({connection.pid}) does"
+        )

@@ -135,6 +135,18 @@ class MetricsConfig(BaseModel):
     )
 
 
+class TlsConfig(BaseModel):
+    """TLS of the port of HTTP."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    certificate: KeyFile = Field(
+        description="Absolute path of the certificate and its chain, PEM, on every node with a "
+        "router. It is read again when it changes."
+    )
+    key: KeyFile = Field(description="Absolute path of its private key, PEM, without a password.")
+
+
 class RetryBudgetConfig(BaseModel):
     """Limits retries, resumed streams included, in each router replica."""
 
@@ -164,8 +176,19 @@ class RouterConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    host: str = Field(default="127.0.0.1", description="Address that HTTP listens on.")
-    port: int = Field(default=8000, ge=1, le=65_535, description="Port that HTTP listens on.")
+    host: str = Field(
+        default="127.0.0.1", description="Address that each router listens on, on its node."
+    )
+    port: int = Field(
+        default=8000,
+        ge=1,
+        le=65_535,
+        description="Port that each router listens on; routers of one node share it, and each "
+        "application needs its own.",
+    )
+    tls: TlsConfig | None = Field(
+        default=None, description="TLS on this port (1.2 or later), in place of plain HTTP."
+    )
     replicas: int = Field(default=1, ge=1, le=64, description="Router replicas.")
     node_labels: dict[LabelName, LabelValue] = Field(
         default_factory=dict,

@@ -29,6 +29,9 @@ class Reason(enum.StrEnum):
     """Why a request was not served. The value is the error's ``code``."""
 
     INVALID_VALUE = "invalid_value"
+    INVALID_HTTP = "invalid_http"
+    REQUEST_TIMEOUT = "request_timeout"
+    HEAD_TOO_LARGE = "headers_too_large"
     INVALID_JSON = "invalid_json"
     INVALID_API_KEY = "invalid_api_key"
     INVALID_TOKEN = "invalid_token"
@@ -54,6 +57,7 @@ class Reason(enum.StrEnum):
     DEADLINE_PASSED = "deadline_passed"
     ROUTER_FULL = "router_full"
     ROUTER_OVERLOADED = "router_overloaded"
+    ROUTER_STOPPING = "router_stopping"
     REPLICAS_FULL = "replicas_full"
     CONTROLLER_DOWN = "controller_down"
     ISSUER_UNAVAILABLE = "issuer_unavailable"
@@ -78,6 +82,7 @@ class Rule(NamedTuple):
 RULES: dict[Reason, Rule] = {
     Reason.INVALID_VALUE: Rule(400, INVALID_REQUEST),
     Reason.INVALID_JSON: Rule(400, INVALID_REQUEST),
+    Reason.INVALID_HTTP: Rule(400, INVALID_REQUEST),
     Reason.BODY_TOO_SLOW: Rule(400, INVALID_REQUEST),
     Reason.INVALID_API_KEY: Rule(401, INVALID_REQUEST),
     Reason.INVALID_TOKEN: Rule(401, INVALID_REQUEST),
@@ -89,6 +94,7 @@ RULES: dict[Reason, Rule] = {
     Reason.MODEL_NOT_FOUND: Rule(404, INVALID_REQUEST),
     Reason.BATCHES_OFF: Rule(404, INVALID_REQUEST),
     Reason.METHOD_NOT_ALLOWED: Rule(405, INVALID_REQUEST),
+    Reason.REQUEST_TIMEOUT: Rule(408, INVALID_REQUEST),
     Reason.LAST_REPLICA: Rule(409, INVALID_REQUEST),
     Reason.TOO_LARGE: Rule(413, INVALID_REQUEST),
     Reason.UNSUPPORTED_MEDIA: Rule(415, INVALID_REQUEST),
@@ -101,10 +107,12 @@ RULES: dict[Reason, Rule] = {
     Reason.QUEUE_TIMEOUT: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),
     Reason.DEADLINE_PASSED: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),
     Reason.REQUEST_QUARANTINED: Rule(422, INVALID_REQUEST),
+    Reason.HEAD_TOO_LARGE: Rule(431, INVALID_REQUEST),
     Reason.INTERNAL: Rule(500, SERVER_ERROR),
     Reason.REQUEST_SUSPECTED: Rule(500, SERVER_ERROR),
     Reason.ROUTER_FULL: Rule(503, SERVER_ERROR, retry_after_s=1),
     Reason.ROUTER_OVERLOADED: Rule(503, SERVER_ERROR, retry_after_s=1),
+    Reason.ROUTER_STOPPING: Rule(503, SERVER_ERROR, retry_after_s=1),
     Reason.REPLICAS_FULL: Rule(503, SERVER_ERROR, retry_after_s=1),
     Reason.CONTROLLER_DOWN: Rule(503, SERVER_ERROR, retry_after_s=1),
     Reason.ISSUER_UNAVAILABLE: Rule(503, SERVER_ERROR, retry_after_s=2),

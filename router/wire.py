@@ -129,6 +129,9 @@ TARGET_KWARG: Final = "_target"
 BROKEN_PATH: Final = "/sluice/broken"
 """Where HAProxy reports a broken stream. The stream's ticket opens this path."""
 
+STOP_MESSAGE: Final = "sluice.stop"
+"""Type of the ASGI message by which a router that stops ends the answers that still run."""
+
 NO_CLASS: Final = "none"
 """Class label of a request that was refused before its class was known."""
 

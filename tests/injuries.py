@@ -143,16 +143,6 @@ def serve_controller() -> Process:
     return _one(each for each in _actors("serve") if each["Name"] == "SERVE_CONTROLLER_ACTOR")
 
 
-def haproxy_manager() -> Process:
-    """The actor of Serve that starts and supervises HAProxy, with HAProxy."""
-    return _one(each for each in _actors("serve") if each["ActorClassName"] == "HAProxyManager")
-
-
-def haproxy() -> Process:
-    """HAProxy alone: the processes below its manager."""
-    return haproxy_manager().engine()
-
-
 def drain(replica_id: str, drained: bool, app: str = "sluice") -> None:
     """Drain a replica, or undo that, as an operator does."""
     actor = ray.get_actor(controller_actor_name(app), namespace=NAMESPACE)

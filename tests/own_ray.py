@@ -14,32 +14,21 @@ from ray import serve
 
 from sluice.controller.discovery import NAMESPACE
 from sluice.deploy.local import start_serve
-from sluice.deploy.ray_settings import free_port
 from sluice.deploy.ray_start import start_ray
-from tests.deploy.certificate import TlsPort, tls_port
 
 
 class SharedRay:
-    """Ray with Serve, started by the first test that asks for it.
-
-    Attributes:
-        tls: the TLS port beside the plain one, while it runs.
-    """
+    """Ray with Serve, started by the first test that asks for it."""
 
     def __init__(self) -> None:
-        self.tls: TlsPort | None = None
-        self._port: int | None = None
         self._folder = ""
 
-    def serve_port(self) -> int:
-        """Where Serve listens."""
-        if self._port is None:
+    def start(self) -> None:
+        """Idempotent."""
+        if not self._folder:
             self._folder = tempfile.mkdtemp(prefix="sluice-")
-            with tls_port(Path(self._folder)) as self.tls:
-                _start(num_cpus=32, folder=self._folder)
-            self._port = free_port()
-            start_serve("127.0.0.1", self._port, print)
-        return self._port
+            _start(num_cpus=32, folder=self._folder)
+            start_serve()
 
     def clear(self) -> None:
         """End all applications and their controllers."""
@@ -49,11 +38,11 @@ class SharedRay:
 
     def end(self) -> None:
         """Stop it, if it runs: a process has no other Ray beside it."""
-        if self._port is not None:
-            self._port = None
+        if self._folder:
             serve.shutdown()
             ray.shutdown()
             shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = ""
 
 
 shared_ray = SharedRay()

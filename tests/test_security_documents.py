@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from sluice.deploy.haproxy import TLS_CERTIFICATE_VARIABLE, TLS_CONFIG
 from sluice.router.config import RouterConfig
 from sluice.router.metrics.client_names import MAX_NAMES
 from sluice.router.request.token_limits import CHARACTERS_PER_TOKEN, UNSTATED_OUTPUT_TOKENS
@@ -76,10 +75,3 @@ def test_the_headers_of_rate_limits_are_those_that_are_sent() -> None:
     caps = TenantLimits(requests_per_minute=1, tokens_per_minute=1)
     sent = RateLimiter().headers(Client("a", "name-a", caps))
     assert sorted(documented) == sorted(name.decode() for name, _ in sent)
-
-
-def test_the_variables_of_tls_are_those_that_are_read() -> None:
-    documented = set(re.findall(r"`(SLUICE_TLS_\w+)`", section(PAGE, "TLS")))
-    config = TLS_CONFIG.read_text(encoding="utf-8")
-    assert documented == {TLS_CERTIFICATE_VARIABLE, "SLUICE_TLS_BIND"}
-    assert all(f"${{{name}" in config for name in documented)

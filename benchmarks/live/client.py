@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import enum
 import re
-import ssl
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -133,7 +132,6 @@ async def replay(
     body: Body = text_body,
     leaves_after: Callable[[int], int | None] = lambda _: None,
     exact: bool = True,
-    trust: ssl.SSLContext | None = None,
 ) -> list[Outcome]:
     """Send ``workload`` to an application; the outcomes in order of arrival.
 
@@ -147,12 +145,11 @@ async def replay(
         leaves_after: the pieces of text of its stream after which the client of an arrival's
             number disconnects, if it does.
         exact: whether the engines are simulated ones, whose text is known.
-        trust: trusted certificates of an ``https`` URL; by default those of the system.
     """
     outcomes: list[Outcome] = []
     tasks: set[asyncio.Task[None]] = set()
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
-    connector = aiohttp.TCPConnector(limit=0, ssl=trust or True)
+    connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         started_s = time.monotonic()
         for number, arrival in enumerate(workload.arrivals):

@@ -26,10 +26,8 @@ _KINDS = (
     (":OpenAiIngress", "routers"),
     ("DetachedController", "controller"),
     ("DetachedObserver", "observer"),
-    ("haproxy", "HAProxy"),
     ("ServeController", "Serve controller"),
     ("ProxyActor", "Serve"),
-    ("HAProxyManager", "Serve"),
 )
 """Part of a process's title -> its kind; the first match applies."""
 

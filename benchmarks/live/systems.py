@@ -22,7 +22,6 @@ from typing import Any, Final, NamedTuple
 
 from sluice.benchmarks.live.gateway.client import chat_body
 from sluice.benchmarks.live.processes import LeftOutError, spawned, wait_until_ready
-from sluice.deploy.haproxy import DIRECT_VARIABLE
 from sluice.deploy.ray_settings import free_port
 
 REPLICAS = 2
@@ -215,19 +214,14 @@ SLUICE: Final = Path(sys.executable).with_name("sluice")
 """The installed program."""
 
 
-def sluice(
-    name: str, config_on: Callable[[Bench, int], Mapping[str, Any]], direct: bool = False
-) -> Start:
-    """A function that starts ``sluice serve`` with the configuration for a port; ``direct``:
-    HAProxy fetches streams from the replicas."""
+def sluice(name: str, config_on: Callable[[Bench, int], Mapping[str, Any]]) -> Start:
+    """A function that starts ``sluice serve`` with the configuration for a port."""
 
     def server_on(bench: Bench, port: int) -> Server:
         config = bench.folder / f"{name}.json"
         config.write_text(json.dumps(config_on(bench, port)))
         # Other commands must not mistake it for the user's application.
         variables = {"XDG_STATE_HOME": str(bench.folder)}
-        if direct:
-            variables[DIRECT_VARIABLE] = "1"
         return Server([SLUICE, "serve", "--config", config], variables, START_LIMIT_S)
 
     return served(name, server_on)

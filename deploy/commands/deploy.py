@@ -26,6 +26,7 @@ from sluice.deploy.submission import (
     state_of,
     submit,
 )
+from sluice.router.loopback import is_loopback
 
 POLL_S = 0.5
 DEFAULT_TIMEOUT_S = 1800.0
@@ -42,12 +43,6 @@ _TOKEN_HINT = "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH, to the token of the c
 )
 @click.option("--config", "path", type=CONFIG_FILE, required=True, help="YAML configuration.")
 @click.option("--name", help="Name of the application; default: the file's `name`.")
-@click.option(
-    "--route-prefix",
-    default="/",
-    show_default=True,
-    help="Where in the URL it begins; two applications need two.",
-)
 @click.option("--wait/--no-wait", default=True, help="Wait until it runs, or only submit it.")
 @click.option(
     "--timeout",
@@ -62,7 +57,6 @@ def deploy(
     address: str,
     path: Path,
     name: str | None,
-    route_prefix: str,
     wait: bool,
     timeout_s: float,
     as_json: bool,
@@ -78,26 +72,24 @@ def deploy(
 
     Deploying again updates: another number of replicas is reached by starting or draining some;
     for any other change the replicas are replaced a few at a time, each after it has finished what
-    it had. Other applications on the cluster stay as they are.
+    it had. Other applications on the cluster stay as they are; each needs a router.port of its own.
 
     \b
     Examples:
       sluice deploy --config sluice.yaml
       sluice deploy --address http://head:8265 --config sluice.yaml --no-wait
-      sluice deploy --config chat.yaml --name chat --route-prefix /chat
+      sluice deploy --config chat.yaml --name chat
     """
     config = load(path, {} if name is None else {"name": name})
     faults = engine_faults(config, here=False)
     if faults:
         raise Failure(Exit.FAILED, "\n".join(faults))
-    if not route_prefix.startswith("/"):
-        raise click.BadParameter(f"--route-prefix must begin with a slash, got {route_prefix!r}")
     err = Console(stderr=True)
     try:
-        application = application_of(read_mapping(path), config.name, route_prefix)
+        application = application_of(read_mapping(path), config.name)
         with talking("Ray's dashboard", address, _TOKEN_HINT):
             server = JsonServer(address, ray_token())
-            before_s = submit(server, application, config)
+            before_s = submit(server, application)
     except ValueError as error:
         raise Failure(Exit.FAILED, str(error)) from error
     err.print(f"handed {config.name!r} to {server.address}", highlight=False, markup=False)
@@ -109,9 +101,7 @@ def deploy(
             return state_of(server, config.name)
 
     state = _wait(look, address, config.name, needs_of(config), before_s, timeout_s, err)
-    if state.addresses and f":{config.router.port}/" not in state.addresses[0]:
-        err.print("Serve ran already and keeps its port; router.port has no effect", markup=False)
-    if all(each.startswith("http://127.0.0.1:") for each in state.addresses):
+    if is_loopback(config.router.host):
         err.print("only the nodes themselves reach it, unless router.host is 0.0.0.0", markup=False)
     if as_json:
         click.echo(json.dumps({"name": config.name, **_plain(state)}, indent=2))

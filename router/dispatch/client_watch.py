@@ -10,20 +10,25 @@ from typing import Final
 
 from starlette.types import Message, Receive, Send
 
+from sluice.router.wire import STOP_MESSAGE
+
 _RESOLUTION_S: Final = 1e-3
 
 
 class DisconnectGuard:
-    """Cancels the block inside it when the client leaves, and then ends it without an exception.
+    """Cancels the block inside it when the client leaves or the router stops, and then ends it
+    without an exception.
 
-    Serve's tuned mode and plain ASGI servers differ in whether they cancel a handler whose client
-    left. The guard covers every phase, including the wait for the first token. ``receive`` must
-    belong to a request whose body was read.
+    An ASGI server does not cancel a handler whose client left. The guard covers every phase,
+    including the wait for the first token. ``receive`` must belong to a request whose body was
+    read.
     """
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self.disconnected = False
+        self.stopped = False
+        """The router stops, and its server has given up waiting for this answer."""
 
     async def __aenter__(self) -> DisconnectGuard:
         task = asyncio.current_task()
@@ -40,15 +45,16 @@ class DisconnectGuard:
         trace: TracebackType | None,
     ) -> bool:
         self._watch.cancel()
-        if not self.disconnected:
+        if not (self.disconnected or self.stopped):
             return False
         ours_alone = self._task.uncancel() <= self._cancelling
         return ours_alone and kind is asyncio.CancelledError
 
     async def _wait(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
+        while (kind := (await self._receive())["type"]) not in ("http.disconnect", STOP_MESSAGE):
             pass
-        self.disconnected = True
+        self.stopped = kind == STOP_MESSAGE
+        self.disconnected = not self.stopped
         self._task.cancel()
 
 

@@ -96,6 +96,8 @@ class CallResponse(Response):
                     error = await self._stream(self._answer, send)
         if guard.disconnected:
             return Outcome.CANCELLED
+        if guard.stopped:
+            error = ApiError(Reason.ROUTER_STOPPING, "The router stopped before the answer ended.")
         self._error = error
         if self._answer is None:
             assert error is not None

@@ -21,6 +21,10 @@ from sluice.router.wire import BROKEN_PATH
 OPEN_PATH: Final = "/health"
 """Needs no key: load balancers probe it."""
 
+LIVE_PATH: Final = "/-/healthz"
+"""Needs no key: whether this router takes requests, whatever its replicas do. Serve's own proxies
+have this path, and KubeRay asks for it."""
+
 ROOT_PATH: Final = "/"
 """Needs no key: it only lists the other paths."""
 
@@ -69,13 +73,13 @@ class Access:
         self.admin = AdminAccess(config.admin, metrics)
 
     def check(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> Client:
-        """The client that requests ``path`` (after Serve's route prefix) with these raw request
+        """The client that requests ``path`` with these raw request
         headers.
 
         Raises:
             ApiError: 401, 403 if no key could give access, or 503 if a token cannot be checked now.
         """
-        if path in (OPEN_PATH, ROOT_PATH, BROKEN_PATH):  # the ticket opens the last one
+        if path in (OPEN_PATH, LIVE_PATH, ROOT_PATH, BROKEN_PATH):  # the ticket opens the last one
             return ANYONE
         if path == METRICS_PATH:
             return self._check_page(headers)

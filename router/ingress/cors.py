@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from starlette._utils import get_route_path
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -32,5 +31,5 @@ class Cors:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a preflight request, or forward the request."""
-        shared = scope["type"] == "http" and not is_for_operators(get_route_path(scope))
+        shared = scope["type"] == "http" and not is_for_operators(scope["path"].removesuffix("/"))
         await (self._shared if shared else self._app)(scope, receive, send)

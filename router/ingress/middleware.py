@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sluice.router import wire
@@ -51,7 +50,7 @@ class IngressMiddleware:
       separate rate, so that they do not delay others. Health probes are answered at once.
     - The bodies of all requests in flight have at most ``max_held_bytes`` together.
 
-    Paths exclude Serve's route prefix, as for routing.
+    A path with a slash at its end is the one without.
     """
 
     def __init__(
@@ -86,6 +85,8 @@ class IngressMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if len(path := scope["path"]) > 1 and path.endswith("/"):
+            scope["path"] = path[:-1]
         theirs = client_request_id(scope["headers"])
         arrival = Arrival(secrets.token_hex(16), self._clock(), client_request_id=theirs)
         refusal: list[Message] = []
@@ -120,8 +121,7 @@ class IngressMiddleware:
             else:
                 await send(message)
 
-        # Routing calls the same function, so the two never disagree about a path.
-        path = get_route_path(scope)
+        path = scope["path"]
         counted = scope["method"] == "POST" and path in _COUNTED_PATHS
         paced = path != OPEN_PATH
         endpoint = INFERENCE_PATHS.get(path) if counted else None

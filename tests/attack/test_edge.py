@@ -57,8 +57,8 @@ class Attacked(NamedTuple):
 @asynccontextmanager
 async def attacked(config: RouterConfig) -> AsyncIterator[Attacked]:
     edge = Edge(FarSide(a=serve), config=config)
-    async with listening(edge, log_level="critical") as system:
-        yield Attacked(edge, system.server.server_state, system.port)
+    async with listening(edge) as system:
+        yield Attacked(edge, system.server.clients, system.port)
 
 
 class Kept(NamedTuple):

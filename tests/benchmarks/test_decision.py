@@ -34,7 +34,7 @@ def test_every_policy_is_measured_where_none_is_named() -> None:
 @contextmanager
 def shared() -> Iterator[None]:
     """The Ray that tests share, in place of one of its own."""
-    shared_ray.serve_port()
+    shared_ray.start()
     yield
 
 

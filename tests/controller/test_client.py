@@ -46,7 +46,7 @@ CONFIG = ControllerConfig(admission="none", aged_after_s=60, stale_after_s=60, f
 
 @pytest.fixture(scope="module", autouse=True)
 def _ray() -> None:
-    shared_ray.serve_port()
+    shared_ray.start()
 
 
 @pytest.fixture

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import os
 import ssl
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -15,35 +11,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-
-from sluice.deploy.haproxy import TLS_BIND_VARIABLE, TLS_CERTIFICATE_VARIABLE
-from sluice.deploy.ray_settings import free_port
-
-
-@dataclass(frozen=True)
-class TlsPort:
-    """The TLS port of an application: its URL, and the certificates that a client accepts."""
-
-    url: str
-    trust: ssl.SSLContext
-
-
-@contextmanager
-def tls_port(folder: Path) -> Iterator[TlsPort]:
-    """A Ray that starts within the block has a TLS port, too. Its certificate is in ``folder``."""
-    certificate, trust = make_certificate(folder)
-    address = f"127.0.0.1:{free_port()}"
-    variables = {TLS_CERTIFICATE_VARIABLE: str(certificate), TLS_BIND_VARIABLE: address}
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield TlsPort(f"https://{address}", trust)
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def make_certificate(folder: Path) -> tuple[Path, ssl.SSLContext]:

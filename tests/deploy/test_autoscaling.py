@@ -217,9 +217,9 @@ def test_the_application_autoscales_where_it_is_asked_to() -> None:
 
 
 def test_a_submitted_application_leaves_the_number_to_the_policy() -> None:
-    fixed = application_of({"replica": {"count": 3}}, "a", "/")
+    fixed = application_of({"replica": {"count": 3}}, "a")
     assert fixed["deployments"] == [{"name": "Replica", "num_replicas": 3}]
-    scaled = application_of({"replica": {"autoscaling": {"max_replicas": 5}}}, "a", "/")
+    scaled = application_of({"replica": {"autoscaling": {"max_replicas": 5}}}, "a")
     assert scaled["deployments"] == []
 
 

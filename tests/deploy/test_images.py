@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.deploy.chart import CHART, IMAGE_ENVIRONMENT
+from sluice.deploy.chart import CHART
 from tests.documents import ROOT
 from tests.helm.chart import read
 
@@ -32,6 +32,9 @@ def instructions(path: Path) -> list[tuple[str, str]]:
     joined = lines.replace("\\\n", " ").splitlines()
     pairs = (line.split(maxsplit=1) for line in joined if line.strip())
     return [(name, " ".join(rest.split())) for name, rest in pairs]
+
+
+IMAGE_ENVIRONMENT = "/opt/sluice"
 
 
 def of(path: Path, name: str) -> list[str]:

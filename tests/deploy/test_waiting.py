@@ -31,7 +31,6 @@ def application(name: str, **fields: Any) -> dict[str, Any]:
         "name": name,
         "status": "RUNNING",
         "message": "",
-        "route_prefix": f"/{name}",
         "last_deployed_time_s": 1.0,
         "source": "declarative",
         "deployed_app_config": {"name": name, "import_path": "a:b"},

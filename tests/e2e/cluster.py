@@ -58,7 +58,7 @@ class Cluster:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start the head, and Serve with one proxy: several would want the same port here."""
+        """Start the head, and Serve."""
 
         def runs() -> bool:
             self._keep_starting(
@@ -69,8 +69,7 @@ class Cluster:
             )
             return self._answers("GET", "/api/serve/applications/")
 
-        options = {"host": "127.0.0.1", "port": self.port}
-        serve = {"proxy_location": "HeadOnly", "http_options": options, "applications": []}
+        serve = {"proxy_location": "Disabled", "applications": []}
         self.wait(runs, "Ray runs")
         # Its answer may take longer than Ray gives Serve to start on a busy machine.
         self.wait(lambda: self._answers("PUT", "/api/serve/applications/", serve), "Serve runs")

@@ -6,8 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -20,7 +18,6 @@ from sluice.deploy.config import SluiceConfig
 from sluice.deploy.local import base_url, deploy, running
 from sluice.deploy.ray_settings import free_port
 from sluice.scheduling.placement.cells import cell_of
-from tests.deploy.certificate import TlsPort, tls_port
 from tests.own_ray import shared_ray
 
 PATIENT = {"aged_after_s": 60, "stale_after_s": 80, "forget_after_s": 100}
@@ -36,16 +33,11 @@ Serve chooses, and nothing is promised."""
 
 
 class System:
-    """A running application, as a client and an operator see it.
+    """A running application, as a client and an operator see it."""
 
-    Attributes:
-        tls: its TLS port.
-    """
-
-    def __init__(self, config: SluiceConfig, tls: TlsPort | None) -> None:
+    def __init__(self, config: SluiceConfig) -> None:
         self.config = config
         self.url = base_url(config)
-        self.tls = tls
 
     def controller(self, replica_id: str = "") -> Any:
         """Handle of the controller actor: of several cells that of a replica, or the first."""
@@ -92,15 +84,15 @@ def wait_until(
 @contextmanager
 def system(fields: dict[str, Any]) -> Iterator[System]:
     """Serve the configuration ``fields`` on the Ray that tests share until the block ends."""
-    config = _configuration(fields, shared_ray.serve_port())
+    config = _configuration(fields)
     with on_the_shared_ray(config):
-        yield System(config, shared_ray.tls)
+        yield System(config)
 
 
 @contextmanager
 def on_the_shared_ray(config: SluiceConfig, *_: object) -> Iterator[None]:
-    """What `sluice.deploy.local.running` does, on the Ray that tests share, where Serve's port must
-    be that of ``config``."""
+    """What `sluice.deploy.local.running` does, on the Ray that tests share."""
+    shared_ray.start()
     try:
         deploy(config, threading.Event(), report=print)
         yield
@@ -111,16 +103,12 @@ def on_the_shared_ray(config: SluiceConfig, *_: object) -> Iterator[None]:
 @contextmanager
 def system_alone(fields: dict[str, Any]) -> Iterator[System]:
     """The same as ``sluice serve`` does it, on a Ray of its own that takes this environment."""
-    config = _configuration(fields, free_port())
-    with (
-        TemporaryDirectory() as folder,
-        tls_port(Path(folder)) as tls,
-        running(config, threading.Event(), report=print),
-    ):
-        yield System(config, tls)
+    config = _configuration(fields)
+    with running(config, threading.Event(), report=print):
+        yield System(config)
 
 
-def _configuration(fields: dict[str, Any], port: int) -> SluiceConfig:
+def _configuration(fields: dict[str, Any]) -> SluiceConfig:
     return SluiceConfig.model_validate(
-        {**fields, "router": {**fields.get("router", {}), "port": port}}
+        {**fields, "router": {**fields.get("router", {}), "port": free_port()}}
     )

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.deploy.commands.admin import AdminApi
 from sluice.deploy.commands.exits import Exit, Failure
+from sluice.deploy.ray_settings import free_port
 from tests.e2e.cluster import HEAD, START_S, Cluster
 from tests.e2e.conftest import LENIENT
 
@@ -46,7 +47,7 @@ def deployed(cluster: Cluster) -> Cluster:
     return cluster
 
 
-def configuration(cluster: Cluster, replicas: int) -> str:
+def configuration(cluster: Cluster, replicas: int, port: int | None = None) -> str:
     """Two routers and some simulated engines, in a file."""
     path = cluster.folder / "sluice.yaml"
     data = {
@@ -58,7 +59,7 @@ def configuration(cluster: Cluster, replicas: int) -> str:
             "max_per_node": 1,
             "health_check_period_s": 0.5,
         },
-        "router": {"replicas": 2, "port": cluster.port, "admin": {"keys": [KEY]}},
+        "router": {"replicas": 2, "port": port or cluster.port, "admin": {"keys": [KEY]}},
     }
     path.write_text(yaml.safe_dump(data))
     return str(path)
@@ -203,12 +204,20 @@ def test_another_number_of_replicas_is_reached_without_touching_the_others(
 
 def test_a_second_application_leaves_the_first_as_it_is(deployed: Cluster) -> None:
     before = set(serving(deployed))
-    words = ("--name", "other", "--route-prefix", "/other", "--timeout", f"{START_S}")
-    done = deployed.sluice("deploy", "--config", configuration(deployed, 1), *words)
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    words = ("--name", "other", "--timeout", f"{START_S}")
+    done = deployed.sluice("deploy", "--config", configuration(deployed, 1, port), *words)
     assert done.returncode == Exit.OK, done.stderr
-    assert done.stdout.splitlines()[1:] == [f"{deployed.url}/other/v1"]
-    assert outcome_of(f"{deployed.url}/other", 5) == "answered"
+    assert done.stdout.splitlines()[1:] == [f"{url}/v1"]
+    assert outcome_of(url, 5) == "answered"
     assert set(serving(deployed)) == before
+
+
+def test_a_port_is_not_shared_with_another_application(deployed: Cluster) -> None:
+    words = ("--name", "third", "--timeout", f"{START_S}")
+    done = deployed.sluice("deploy", "--config", configuration(deployed, 1), *words)
+    assert done.returncode == Exit.FAILED
+    assert f"cannot listen on port {deployed.port}" in done.stderr
 
 
 def resumed(cluster: Cluster) -> float:

@@ -1,35 +1,30 @@
-"""A port of HAProxy's that another program has when Serve starts, on real Ray."""
+"""A port that another program has, on real Ray: routers share theirs with each other only."""
 
 from __future__ import annotations
 
 import socket
 
 import pytest
-from ray import serve
 
-from sluice.deploy.local import StartError, start_serve
+from sluice.deploy.local import StartError
 from sluice.deploy.ray_settings import free_port
-from tests.own_ray import own_ray
+from tests.e2e.conftest import system
 
-pytestmark = [pytest.mark.ray, pytest.mark.own_ray, pytest.mark.release]
+pytestmark = [pytest.mark.ray, pytest.mark.release]
+
+FIELDS = {"engine": {"kind": "simulated", "model": "sim"}, "replica": {"count": 1}}
 
 
-def test_serve_is_started_again_while_a_port_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shares", [False, True])
+def test_routers_do_not_share_the_port_of_another_program(
+    shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken = free_port()
-    monkeypatch.setenv("RAY_SERVE_HAPROXY_STATS_PORT", str(taken))
-    said: list[str] = []
-    with own_ray(num_cpus=4), socket.socket() as other:
-        other.bind(("", taken))
+    monkeypatch.setattr("tests.e2e.conftest.free_port", lambda: taken)
+    with socket.socket() as other:
+        if shares:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", taken))
         other.listen()
-        with pytest.raises(StartError, match=rf"HTTP .* cannot bind .*{taken}"):
-            start_serve("127.0.0.1", free_port(), said.append)
-        assert len(said) == 2
-
-        def report(line: str) -> None:
-            said.append(line)
-            other.close()
-
-        start_serve("127.0.0.1", free_port(), report)
-        assert len(said) == 3 and f"{taken}" in said[-1]
-        assert serve.status().proxies
-        serve.shutdown()
+        with pytest.raises(StartError, match="cannot listen on"), system(FIELDS):
+            pytest.fail("it started")

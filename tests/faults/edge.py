@@ -1,4 +1,4 @@
-"""What lies around the replicas dies: routers, HAProxy, Ray Serve's own parts, and all replicas."""
+"""What lies around the replicas dies: routers, Ray Serve's own parts, and all replicas."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from ray import serve
 from ray.exceptions import RayError
 
 from tests import injuries
-from tests.e2e.conftest import wait_until
-from tests.faults.load import Load
-from tests.faults.replicas import FLEET, killed_in_mid_stream
+from tests.faults.replicas import FLEET
 from tests.faults.scenario import Scenario, Trial
 
 
@@ -49,66 +47,8 @@ def serve_controller_killed(trial: Trial) -> Callable[[], bool]:
     return knows_all_again
 
 
-def haproxy_killed(trial: Trial) -> Callable[[], bool]:
-    """HAProxy ends, and with it every connection."""
-    trial.busiest(2)
-    victim = injuries.haproxy()
-    victim.kill()
-    return lambda: not victim.runs
-
-
-def haproxy_manager_killed(trial: Trial) -> Callable[[], bool]:
-    """The actor that looks after HAProxy ends, and HAProxy with it."""
-    trial.busiest(2)
-    victim = injuries.haproxy_manager()
-    victim.kill()
-    return lambda: not victim.runs
-
-
-def tls_parts_killed(trial: Trial) -> Callable[[], bool]:
-    """The replica with most streams ends, and then HAProxy, once one of them has gone on
-    elsewhere."""
-    before = trial.counted()["resumed"]
-    replaced = killed_in_mid_stream(trial)
-    wait_until(lambda: trial.counted()["resumed"] > before, "a stream goes on", every_s=0.2)
-    proxy = haproxy_killed(trial)
-    return lambda: replaced() and proxy()
-
-
-_STREAMS = Load(output_tokens=(40, 100), plain=0)
-
 SCENARIOS = (
     Scenario("all replicas killed", FLEET, all_killed, may_fail=True, may_refuse=True, quick=False),
     Scenario("one of two routers killed", FLEET, router_killed, may_fail=True, forgets=True),
     Scenario("Serve's controller killed", FLEET, serve_controller_killed, quick=False),
-    Scenario(
-        "HAProxy killed",
-        FLEET,
-        haproxy_killed,
-        _STREAMS,
-        may_fail=True,
-        may_refuse=True,
-        quick=False,
-    ),
-    Scenario(
-        "HAProxy and its manager killed",
-        FLEET,
-        haproxy_manager_killed,
-        _STREAMS,
-        may_fail=True,
-        may_refuse=True,
-        quick=False,
-    ),
-    Scenario(
-        "TLS: replica killed, then HAProxy",
-        FLEET,
-        tls_parts_killed,
-        _STREAMS,
-        resumes=True,
-        may_fail=True,
-        may_refuse=True,
-        longer_s=3.0,
-        quick=False,
-        tls=True,
-    ),
 )

@@ -25,7 +25,6 @@ from sluice.controller.discovery import NAMESPACE, observer_actor_name
 from sluice.deploy.config import SluiceConfig
 from sluice.simulation.workload import Arrival, Workload
 from tests import injuries
-from tests.deploy.certificate import TlsPort
 from tests.e2e.conftest import System, system_alone, wait_until
 from tests.faults.load import Load
 
@@ -98,7 +97,6 @@ class Scenario:
         planned: whether an operator does it: then no stream may break.
         longer_s: how much longer than others' its load lasts, seconds.
         quick: whether the tests run it.
-        tls: whether clients use the TLS port.
         missing: says what it needs and is not on this machine; empty if there is all.
     """
 
@@ -115,18 +113,16 @@ class Scenario:
     planned: bool = False
     longer_s: float = 0.0
     quick: bool = True
-    tls: bool = False
     missing: Callable[[], str] = lambda: ""
 
 
 class Trial:
     """The system under load, as an injury sees it; on the Ray that this process has joined."""
 
-    def __init__(self, config: SluiceConfig, url: str, tls: TlsPort | None = None) -> None:
+    def __init__(self, config: SluiceConfig, url: str) -> None:
         self.config = config
         self.app = config.name
         self.url = url
-        self.tls = tls
         self.model = config.fleets[0].model
         self.undo = ExitStack()
         """What must not outlast the scenario, however it ends."""
@@ -134,7 +130,7 @@ class Trial:
     @classmethod
     def of(cls, serving: System) -> Trial:
         """A system that the tests have started."""
-        return cls(serving.config, serving.url, serving.tls)
+        return cls(serving.config, serving.url)
 
     def snapshot(self) -> dict[str, Any]:
         """The controller's view; one without replicas while it does not answer."""
@@ -320,9 +316,7 @@ class _Client:
     """Runs the load on an event loop of its own."""
 
     def __init__(self, trial: Trial, scenario: Scenario, span: Span) -> None:
-        self._tls = trial.tls if scenario.tls else None
-        assert self._tls is not None or not scenario.tls, "the system has no TLS port"
-        self._url = f"{self._tls.url if self._tls else trial.url}/v1/completions"
+        self._url = f"{trial.url}/v1/completions"
         self._model = trial.model
         self._exact = scenario.setting.exact
         self._plain = scenario.load.plain
@@ -338,7 +332,6 @@ class _Client:
                 self._workload,
                 body=self._body,
                 exact=self._exact,
-                trust=self._tls.trust if self._tls else None,
             )
         )
 

@@ -46,7 +46,7 @@ WARM_UP_S: Final = 60.0
 LEAST_S: Final = 300.0
 """Minimum time to judge growth, seconds: before, caches fill and allocators settle."""
 
-JUDGED: Final = ("routers", "replicas", "controller", "HAProxy", "Serve", "Serve controller")
+JUDGED: Final = ("routers", "replicas", "controller", "Serve controller")
 """Kinds of processes whose memory must not grow. Ray's own and the client's is only shown."""
 
 ALLOWED_MIB, ALLOWED_SHARE = 8.0, 0.04

@@ -51,10 +51,8 @@ def cluster() -> Iterator[Cluster]:
 def on_this_machine(release: Release, cluster: Cluster) -> dict[str, Any]:
     """The Serve configuration with the cluster's port, and with the Secrets in its folder."""
     config = release.serve_config
-    config["proxy_location"] = "HeadOnly"
-    config["http_options"] = {"host": "127.0.0.1", "port": cluster.port}
     router = config["applications"][0]["args"]["router"]
-    router["port"] = cluster.port
+    router |= {"host": "127.0.0.1", "port": cluster.port}
     secrets = {
         secret["metadata"]["name"].split("-")[-2]: secret["data"]["keys.yaml"]
         for secret in release.of("Secret")

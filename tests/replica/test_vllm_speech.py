@@ -94,7 +94,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     try:
         side = FarSide(a=answer)
         async with (
-            listening(Edge(side), lifespan="off") as system,
+            listening(Edge(side)) as system,
             openai.AsyncOpenAI(
                 base_url=f"{system.url}/v1", api_key="k", max_retries=0, timeout=120
             ) as client,

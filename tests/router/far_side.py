@@ -460,10 +460,9 @@ class Edge:
             pause=clock.pause if clock else asyncio.sleep,
         )
 
-    def client(self, prefix: str = "") -> httpx.AsyncClient:
-        """A client under a route prefix, which the path keeps and ``root_path`` names."""
-        transport = httpx.ASGITransport(self.api, raise_app_exceptions=False, root_path=prefix)
-        return httpx.AsyncClient(transport=transport, base_url=f"http://router{prefix}")
+    def client(self) -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(self.api, raise_app_exceptions=False)
+        return httpx.AsyncClient(transport=transport, base_url="http://router")
 
     def sample(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0

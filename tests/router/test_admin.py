@@ -406,16 +406,3 @@ async def test_the_page_needs_no_key_and_trusts_nothing_else() -> None:
         assert ADMIN not in got.text and USER not in got.text
     assert (await system.ask("/ui/../config.py", None)).status_code in (401, 404)
     assert (await system.ask("/ui/page.py", None)).status_code == 404
-
-
-async def test_under_a_route_prefix_everything_stays_beneath_it() -> None:
-    system = await operated()
-    async with system.edge.client("/second") as client:
-        page = await client.get("/ui")
-        assert page.status_code == 200
-        for name in ("page.css", "page.js"):
-            assert f'"ui/{name}"' in page.text, "relative to the page, whatever is before it"
-            assert (await client.get(f"/ui/{name}")).status_code == 200
-        assert (await client.get("/admin/v1/fleet")).status_code == 401
-        key = {"authorization": f"Bearer {ADMIN}"}
-        assert (await client.get("/admin/v1/fleet", headers=key)).status_code == 200

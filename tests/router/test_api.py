@@ -273,7 +273,9 @@ async def test_wrong_addresses(method: str, path: str, status: int, code: Reason
         check_error(await client.request(method, path), status, code)
 
 
-PREFIXES = ["", "/models/small"]
+SLASHES = ["", "/"]
+"""At the end of a path it changes nothing."""
+
 KEYS = RouterConfig(
     api_keys=(SecretStr("first-key"), SecretStr("second-key")),
     metrics=MetricsConfig(keys=(SecretStr("metrics-key"),)),
@@ -293,12 +295,12 @@ KEYS = RouterConfig(
         {"authorization": "Bearer first-key second-key"},
     ],
 )
-@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("slash", SLASHES)
 async def test_without_a_key_nothing_but_health_is_open(
-    headers: dict[str, str], prefix: str
+    headers: dict[str, str], slash: str
 ) -> None:
     edge = Edge(FarSide(a=serve), config=KEYS)
-    async with edge.client(prefix) as client:
+    async with edge.client() as client:
         client.headers = httpx.Headers(headers)
         for method, path in [
             ("POST", "/v1/chat/completions"),
@@ -308,10 +310,11 @@ async def test_without_a_key_nothing_but_health_is_open(
             ("GET", "/health/../metrics"),
             ("GET", "/health/health"),
         ]:
-            response = await client.request(method, path, json=CHAT_BODY)
+            response = await client.request(method, path + slash, json=CHAT_BODY)
             check_error(response, 401, Reason.INVALID_API_KEY)
             assert response.headers["www-authenticate"] == "Bearer"
-        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/health" + slash)).status_code == 200
+        assert (await client.get("/-/healthz" + slash)).text == "success"
     assert edge.side.calls == []
 
 
@@ -323,12 +326,13 @@ async def test_two_keys_at_once_are_refused() -> None:
 
 
 @pytest.mark.parametrize("value", ["Bearer first-key", "bearer second-key"])
-@pytest.mark.parametrize("prefix", PREFIXES)
-async def test_every_configured_key_opens(value: str, prefix: str) -> None:
-    async with Edge(FarSide(a=serve), config=KEYS).client(prefix) as client:
+@pytest.mark.parametrize("slash", SLASHES)
+async def test_every_configured_key_opens(value: str, slash: str) -> None:
+    async with Edge(FarSide(a=serve), config=KEYS).client() as client:
         client.headers["authorization"] = value
-        assert (await client.get("/v1/models")).status_code == 200
-        assert (await client.post("/v1/completions", json=COMPLETION_BODY)).status_code == 200
+        assert (await client.get("/v1/models" + slash)).status_code == 200
+        path = "/v1/completions" + slash
+        assert (await client.post(path, json=COMPLETION_BODY)).status_code == 200
 
 
 @pytest.mark.parametrize("key", ["", "two words", "tab\t", "clé"])
@@ -382,15 +386,15 @@ async def test_where_replicas_run_and_none_answers_no_start_is_predicted(
             assert response.headers["retry-after"] == "2"
 
 
-@pytest.mark.parametrize("prefix", PREFIXES)
-async def test_more_requests_than_allowed_are_refused_at_once(prefix: str) -> None:
+@pytest.mark.parametrize("slash", SLASHES)
+async def test_more_requests_than_allowed_are_refused_at_once(slash: str) -> None:
     side = FarSide(a=hang)
     edge = Edge(side, config=RouterConfig(max_in_flight=1))
-    async with edge.client(prefix) as client:
+    async with edge.client() as client:
         first = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT_BODY))
         await side.until(lambda: bool(side.live))
         assert edge.sample("sluice_in_flight_requests") == 1
-        response = await client.post("/v1/chat/completions", content=b"not even read")
+        response = await client.post("/v1/chat/completions" + slash, content=b"not even read")
         check_error(response, 503, Reason.ROUTER_FULL)
         assert response.headers["retry-after"] == "1"
         assert (await client.get("/health")).status_code == 200
@@ -493,10 +497,14 @@ async def test_no_body_and_no_header_makes_a_5xx(
     assert len(edge.side.calls) == (response.status_code == 200)
 
 
-async def test_a_path_with_a_slash_too_many_is_no_path_and_no_redirect() -> None:
+async def test_a_path_with_a_slash_at_its_end_is_the_one_without() -> None:
     edge = Edge(FarSide(a=serve))
     async with edge.client() as client:
-        for path in ("/v1/files/", "/v1/chat/completions/", "/health/"):
+        for path in ("/v1/models", "/v1/models/m", "/health", "/metrics", "/openapi.json"):
+            for also in (path, f"{path}/"):
+                response = await client.get(also, headers={"host": "elsewhere"})
+                assert response.status_code == 200, also
+        for path in ("/v1/files/", "/v1//models", "/v1/models//"):
             response = await client.get(path, headers={"host": "elsewhere"})
-            assert response.status_code == 404
+            assert response.status_code == 404, path
             assert "elsewhere" not in str(response.headers)

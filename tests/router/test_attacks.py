@@ -32,7 +32,7 @@ Send = Callable[[bytes], Awaitable[bytes]]
 async def attacked(edge: Edge) -> AsyncIterator[Send]:
     """Sends raw bytes on a connection of their own, and reads until the server closes it."""
     # An idle connection is closed at once, so that reading to the end does not wait.
-    async with listening(edge, log_level="critical", timeout_keep_alive=0) as system:
+    async with listening(edge, idle_s=0) as system:
 
         async def send(raw: bytes) -> bytes:
             reader, writer = await asyncio.open_connection("127.0.0.1", system.port)

@@ -5,17 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
-import uvicorn
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
 from sluice.router.config import RouterConfig
-from sluice.router.request.http_head import use_strict_heads
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, serve
 from tests.router.listening import listening
 
@@ -80,60 +73,6 @@ async def test_the_next_request_on_a_connection_has_its_own_headers() -> None:
         assert answer.index(b"x-sluice-class: standard") < answer.index(b"x-sluice-class: batch")
         answer = await exchange(system.port, first + third)
         assert answer.count(b"HTTP/1.1 200") == 1 and answer.count(b"HTTP/1.1 401") == 1
-
-
-@asynccontextmanager
-async def echoing() -> AsyncIterator[int]:
-    """The port of a server that answers with the headers which the application gets."""
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        request = Request(scope, receive)
-        names = [name.decode("latin-1") for name, _ in scope["headers"]]
-        response: Response = JSONResponse(names)
-        await request.body()
-        await response(scope, receive, send)
-
-    use_strict_heads()
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(8)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
-        task = asyncio.create_task(server.serve(sockets=[listener]))
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            server.should_exit = True
-            await task
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"x-request-timeout-seconds: 0.001",
-        b"X-Request-Timeout-Seconds: 0",
-        b"x-request-disconnect-disabled: ?1",
-        b"x-session-id: a",
-        b"X_Session_Id: a",
-        b"serve_multiplexed_model_id: a",
-        b"serve-multiplexed-model-id: \xff",
-        b"x-request-id: \xff",
-        b"traceparent: \xff",
-        b"tracestate: a=\xff",
-    ],
-)
-async def test_what_only_serve_would_read_or_fail_at_is_dropped(line: bytes) -> None:
-    async with echoing() as port:
-        sent = b"GET / HTTP/1.1\r\nhost: sluice\r\nconnection: close\r\n" + line + b"\r\n\r\n"
-        answer = await exchange(port, sent)
-        assert json.loads(answer.partition(b"\r\n\r\n")[2]) == ["host", "connection"]
-
-
-async def test_what_serve_can_read_is_kept() -> None:
-    sent = b"x-request-id: mine 1\r\ntraceparent: 00-1\r\ntracestate: a=1\r\nx-slo-class: \xff\r\n"
-    async with echoing() as port:
-        answer = await exchange(port, b"GET / HTTP/1.1\r\n" + CLOSE + sent + b"\r\n")
-        names = json.loads(answer.partition(b"\r\n\r\n")[2])
-        assert names == ["connection", "x-request-id", "traceparent", "tracestate", "x-slo-class"]
 
 
 @pytest.mark.parametrize(

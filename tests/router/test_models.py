@@ -153,7 +153,7 @@ async def test_one_model_is_described_or_not_found() -> None:
         for each, path in (("a", "a"), (name, name), (name, "org%2Fb")):
             answer = await client.get(f"/v1/models/{path}")
             assert (answer.status_code, answer.json()) == (200, {"id": each, "object": "model"})
-        for path in ("c", "a/b", "", "a-tuned", "%00", "x" * 2_000):
+        for path in ("c", "a/b", "a-tuned", "%00", "x" * 2_000):
             answer = await client.get(f"/v1/models/{path}")
             error = answer.json()["error"]
             assert (answer.status_code, error["code"], error["param"]) == (

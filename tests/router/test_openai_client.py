@@ -28,7 +28,7 @@ KEY = "test-key"
 @asynccontextmanager
 async def served(edge: Edge, key: str = KEY) -> AsyncIterator[openai.AsyncOpenAI]:
     """A client of ``edge`` behind uvicorn on a free port."""
-    async with listening(edge, lifespan="off") as system:
+    async with listening(edge) as system:
         url = f"{system.url}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
             yield client

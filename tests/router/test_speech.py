@@ -82,7 +82,7 @@ async def test_what_openais_client_sends_reaches_a_replica() -> None:
     asked: Any = {"model": "m", "file": ("a.wav", AUDIO), "language": "en"}
     objective = {"slo": {"ttft_ms": 2_000, "tpot_ms": 0.5, "priority": 3, "class": "batch"}}
     async with (
-        listening(edge, lifespan="off") as system,
+        listening(edge) as system,
         openai.AsyncOpenAI(base_url=f"{system.url}/v1", api_key="k", max_retries=0) as client,
     ):
         audio = client.audio

@@ -64,7 +64,6 @@ SYSTEMS: Final[dict[str, live.Start]] = {
     "vllm-router": served("vllm-router", live.vllm_router),
     "ray-serve-llm": served("ray-serve-llm", _serve_llm),
     "sluice": sluice("sluice", sluice_config),
-    "sluice-direct": sluice("sluice-direct", sluice_config, direct=True),
 }
 """The function that starts each system."""
 

@@ -148,13 +148,11 @@ sluice/worker-group: {{ . }}
 
 {{/* What `serve deploy` would take. */}}
 {{- define "sluice.serveConfig" -}}
-proxy_location: EveryNode
-http_options:
-  host: 0.0.0.0
-  port: 8000
+# Routers listen themselves.
+proxy_location: Disabled
 applications:
   - name: sluice
-    route_prefix: /
+    route_prefix: null
     import_path: sluice.deploy.app:build
     args:
       {{- include "sluice.config" . | nindent 6 }}

@@ -85,7 +85,7 @@ async def serving(
 ) -> AsyncIterator[Served]:
     """A router on a free port, with all that its start and end do."""
     edge = Edge(side or FarSide(a=serve), config=settings, unix_clock=now or UnixClock())
-    async with listening(edge, lifespan="on") as system:
+    async with listening(edge) as system:
         url = f"{system.url}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0) as client:
             yield Served(edge, url, client)

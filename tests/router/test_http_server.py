@@ -1,0 +1,276 @@
+"""The HTTP server of a router, on real sockets: bounds, half-closed clients, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from sluice.replica.engine import EngineRequest, ResponseItem
+from sluice.router.config import RouterConfig
+from sluice.router.ingress import http_protocol
+from sluice.router.ingress.http_protocol import MAX_HEAD_BYTES, MAX_HEADERS
+from tests.router.far_side import CHAT_BODY, Edge, FarSide, hang, serve, stall
+from tests.router.listening import Listening, listening
+
+BODY = json.dumps(CHAT_BODY).encode()
+STREAMED = json.dumps({**CHAT_BODY, "stream": True}).encode()
+
+
+def post(*lines: bytes, body: bytes = BODY, version: bytes = b"1.1", close: bool = True) -> bytes:
+    head = [b"POST /v1/chat/completions HTTP/" + version, b"host: sluice", *lines]
+    head += [b"content-length: %d" % len(body)] + ([b"connection: close"] if close else [])
+    return b"\r\n".join((*head, b"", body))
+
+
+GET = b"GET /health HTTP/1.1\r\nhost: sluice\r\n"
+
+
+class Client:
+    """A connection that is written to and read by hand."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    def half_close(self) -> None:
+        self.writer.get_extra_info("socket").shutdown(socket.SHUT_WR)
+
+    async def rest(self) -> bytes:
+        async with asyncio.timeout(60):
+            return await self.reader.read()
+
+
+@asynccontextmanager
+async def connected(system: Listening) -> AsyncIterator[Client]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", system.port)
+    try:
+        yield Client(reader, writer)
+    finally:
+        writer.close()
+
+
+async def exchange(system: Listening, *parts: bytes) -> bytes:
+    async with connected(system) as client:
+        for part in parts:
+            client.writer.write(part)
+            await client.writer.drain()
+        return await client.rest()
+
+
+def check_error(answer: bytes, status: int, code: str) -> None:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status), answer
+    assert b"content-type: application/json" in head and b"connection: close" in head
+    assert b"x-sluice-request-id: " in head
+    assert json.loads(body)["error"]["code"] == code
+
+
+async def later(side: FarSide, replica: str, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+    """Serves once the test says so."""
+    await side.go.wait()  # type: ignore[attr-defined]
+    async for item in serve(side, replica, request):
+        yield item
+
+
+async def test_a_large_head_is_served_up_to_its_bound() -> None:
+    async with listening(Edge(FarSide(a=serve))) as system:
+        long = b"x-long: " + b"a" * 15_500
+        many = [b"x-%d: a" % number for number in range(97)]
+        assert (await exchange(system, post(long, *many))).startswith(b"HTTP/1.1 200 ")
+        limit = MAX_HEAD_BYTES - 1_000
+        assert (await exchange(system, post(b"x: " + b"a" * limit))).startswith(b"HTTP/1.1 200 ")
+        answer = await exchange(system, GET + b"x-long: " + b"a" * MAX_HEAD_BYTES + b"\r\n\r\n")
+        check_error(answer, 431, "headers_too_large")
+        check_error(
+            await exchange(system, GET + b"x: " + b"a" * (1 << 20)), 431, "headers_too_large"
+        )
+        answer = await exchange(system, GET + b"a: b\r\n" * MAX_HEADERS + b"\r\n")
+        check_error(answer, 431, "headers_too_large")
+        line = b"GET /" + b"a" * MAX_HEAD_BYTES + b" HTTP/1.1\r\nhost: a\r\n\r\n"
+        check_error(await exchange(system, line), 431, "headers_too_large")
+
+
+@pytest.mark.parametrize(
+    "raw", [b"hello\r\n\r\n", GET + b"a : b\r\n\r\n", b"\x16\x03\x01" + b"a" * 99]
+)
+async def test_what_is_no_http_gets_json(raw: bytes) -> None:
+    async with listening(Edge(FarSide(a=serve))) as system:
+        check_error(await exchange(system, raw), 400, "invalid_http")
+
+
+async def test_valid_requests_before_a_broken_one_are_answered_first() -> None:
+    async with listening(Edge(FarSide(a=serve))) as system:
+        answer = await exchange(system, post(close=False) * 2 + b"\x00\x00\r\n\r\n" + post())
+        assert answer.count(b"HTTP/1.1 200 ") == 2
+        check_error(answer[answer.rindex(b"HTTP/1.1 ") :], 400, "invalid_http")
+        broken = b"POST /v1/models HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"
+        answer = await exchange(system, post(close=False) + broken)
+        assert answer.count(b"HTTP/1.1 200 ") == 1
+        check_error(answer[answer.rindex(b"HTTP/1.1 ") :], 400, "invalid_http")
+
+
+async def test_a_client_that_is_slow_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_S", 0.1)
+    monkeypatch.setattr(http_protocol, "IDLE_S", 0.1)
+    async with listening(Edge(FarSide(a=serve))) as system:
+        assert await exchange(system) == b""
+        check_error(await exchange(system, GET), 408, "request_timeout")
+        check_error(await exchange(system, post()[:-1]), 408, "request_timeout")
+        # The second request of a connection, too.
+        answer = await exchange(system, post(close=False) + b"GET /")
+        check_error(answer[answer.rindex(b"HTTP/1.1 ") :], 408, "request_timeout")
+
+
+async def test_who_waits_for_an_answer_is_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_S", 0.01)
+    monkeypatch.setattr(http_protocol, "IDLE_S", 0.01)
+    side = FarSide(a=hang)
+    async with listening(Edge(side)) as system, connected(system) as client:
+        client.writer.write(post(close=False) + b"GET /hea")
+        await side.until(lambda: bool(side.live))
+        await asyncio.sleep(2.5)
+        assert side.live
+
+
+@pytest.mark.parametrize("body", [BODY, STREAMED])
+async def test_a_client_that_half_closes_is_answered(body: bytes) -> None:
+    side = FarSide(a=later)
+    side.go = asyncio.Event()  # type: ignore[attr-defined]
+    async with listening(Edge(side)) as system, connected(system) as client:
+        client.writer.write(post(body=body, close=False))
+        client.half_close()
+        await side.until(lambda: bool(side.live))
+        await asyncio.sleep(1.5)  # it is looked at meanwhile
+        assert side.live
+        side.go.set()  # type: ignore[attr-defined]
+        answer = await client.rest()
+        assert answer.startswith(b"HTTP/1.1 200 "), answer
+        assert b"hello" in answer or b"one" in answer
+
+
+async def test_requests_before_a_half_close_are_all_answered() -> None:
+    async with listening(Edge(FarSide(a=serve))) as system, connected(system) as client:
+        client.writer.write(post(close=False) * 3)
+        client.half_close()
+        assert (await client.rest()).count(b"HTTP/1.1 200 ") == 3
+
+
+@pytest.mark.parametrize("body", [BODY, STREAMED])
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("half_first", [False, True])
+async def test_a_client_that_is_gone_is_noticed(body: bytes, reset: bool, half_first: bool) -> None:
+    side = FarSide(a=hang)
+    async with listening(Edge(side)) as system, connected(system) as client:
+        client.writer.write(post(body=body, close=False))
+        await side.until(lambda: bool(side.live))
+        if half_first:
+            client.half_close()
+            await asyncio.sleep(0.5)
+            assert side.live
+        if reset:
+            client.writer.transport.abort()
+        else:
+            client.writer.close()
+        await side.until(lambda: not side.live)
+
+
+async def test_a_client_that_is_gone_in_mid_stream_is_noticed() -> None:
+    side = FarSide(a=stall)
+    async with listening(Edge(side)) as system, connected(system) as client:
+        client.writer.write(post(body=STREAMED, close=False))
+        await client.reader.readuntil(b"one")
+        client.writer.close()
+        await side.until(lambda: not side.live)
+
+
+async def test_an_incomplete_request_of_a_half_closed_client_ends() -> None:
+    edge = Edge(FarSide(a=serve))
+    async with listening(edge) as system, connected(system) as client:
+        client.writer.write(post()[:-1])
+        client.half_close()
+        await client.rest()
+        assert edge.side.calls == []
+
+
+@pytest.mark.parametrize("body", [BODY, STREAMED])
+async def test_clients_of_http_1_0_get_no_chunks(body: bytes) -> None:
+    async with listening(Edge(FarSide(a=serve))) as system:
+        answer = await exchange(system, post(body=body, version=b"1.0", close=False))
+        head, _, rest = answer.partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in head and b"connection: close" in head
+        assert rest.startswith(b"data: " if body is STREAMED else b"{"), answer
+
+
+async def test_another_protocol_is_not_spoken_and_the_request_is_served() -> None:
+    offer = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
+    async with listening(Edge(FarSide(a=serve))) as system:
+        answer = await exchange(system, GET + offer + b"\r\n")
+        assert answer.startswith(b"HTTP/1.1 200 ") and b"connection: close" in answer
+
+
+async def test_connections_beyond_the_bound_are_refused() -> None:
+    edge = Edge(FarSide(a=serve), config=RouterConfig(max_in_flight=1))
+    async with listening(edge) as system, connected(system) as one, connected(system) as two:
+        for client in (one, two):  # they are counted
+            client.writer.write(GET + b"\r\n")
+            await client.reader.readuntil(b"}")
+        check_error(await exchange(system), 503, "router_full")
+
+
+async def test_a_refused_body_does_not_cut_its_answer_off() -> None:
+    edge = Edge(FarSide(a=serve), config=RouterConfig(max_body_bytes=1 << 10))
+    async with listening(edge) as system:
+        answer = await exchange(system, post(body=b"a" * (1 << 22)))
+        assert answer.startswith(b"HTTP/1.1 413 "), answer[:99]
+
+
+@pytest.mark.parametrize("listens", [False, True])
+async def test_the_end_waits_for_what_runs_and_takes_nothing_new(listens: bool) -> None:
+    side = FarSide(a=later)
+    side.go = asyncio.Event()  # type: ignore[attr-defined]
+    async with (
+        listening(Edge(side)) as system,
+        connected(system) as busy,
+        connected(system) as idle,
+    ):
+        idle.writer.write(GET + b"\r\n")
+        await idle.reader.readuntil(b"}")
+        busy.writer.write(post(close=False))
+        await side.until(lambda: bool(side.live))
+        end = asyncio.create_task(system.server.drain(60, listening=listens))
+        await asyncio.sleep(0.1)
+        if listens:
+            idle.writer.write(GET + b"\r\n")
+            check_error(await idle.rest(), 503, "router_stopping")
+            check_error(await exchange(system, post()), 503, "router_stopping")
+        else:
+            assert await idle.rest() == b""
+            with pytest.raises(ConnectionRefusedError):
+                await exchange(system, post())
+        assert not end.done()
+        side.go.set()  # type: ignore[attr-defined]
+        answer = await busy.rest()
+        assert answer.startswith(b"HTTP/1.1 200 "), answer
+        await asyncio.wait_for(end, 60)
+
+
+async def test_what_runs_on_ends_with_an_error() -> None:
+    side = FarSide(a=stall, b=hang)
+    edge = Edge(side)
+    async with listening(edge) as system, connected(system) as stream, connected(system) as whole:
+        stream.writer.write(post(body=STREAMED, close=False))
+        await stream.reader.readuntil(b"one")
+        side.behaviours["a"] = hang
+        whole.writer.write(post(close=False))
+        await side.until(lambda: len(side.live) == 2)
+        await asyncio.wait_for(system.server.drain(0.1), 60)
+        rest = await stream.rest()
+        assert b'"code": "router_stopping"' in rest and rest.endswith(b"0\r\n\r\n")
+        answer = await whole.rest()
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in answer
+        await side.until(lambda: not side.live)
+        assert edge.sample("sluice_in_flight_requests") == 0
