@@ -19,6 +19,7 @@ from sluice.benchmarks.live.peers.command import peers
 from sluice.benchmarks.live.promises import with_real
 from sluice.benchmarks.micro.decision import decision
 from sluice.benchmarks.micro.planning import planning
+from sluice.benchmarks.micro.walk import walk
 from sluice.benchmarks.options import as_json, folder, number_option
 from sluice.deploy.tables import print_table
 from sluice.simulation.estimate import METHOD
@@ -47,7 +48,7 @@ def list_experiments() -> None:
     print_table(table)
 
 
-for _command in (planning, decision, gateway, peers, gpu):
+for _command in (planning, decision, walk, gateway, peers, gpu):
     bench.add_command(_command)
 
 

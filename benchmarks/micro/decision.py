@@ -19,10 +19,10 @@ import pickle
 import random
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing, redirect_stdout
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from rich.table import Table
@@ -63,18 +63,7 @@ _LIVE: dict[str, Any] = {
 }
 """A benchmark's fleet may say hello only once, and must not go stale during the measurement."""
 
-Result = TypeVar("Result")
 Cell = dict[str, Any]
-
-
-def finish(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """The result of a coroutine that never suspends; no coroutine of the controller does."""
-    try:
-        coroutine.send(None)
-    except StopIteration as stop:
-        result: Result = stop.value
-        return result
-    raise RuntimeError("the controller waited in the middle of a call")
 
 
 class Inside:
@@ -89,15 +78,20 @@ class Inside:
         self._controller = Controller(config)
         self._keys = itertools.count(_FIRST_KEY)
         self._placed: list[int] = []
-        for index in range(self._voices.replicas):
-            reply = finish(self._controller.hello(self._voices.hello(index)))
-        self._epoch = reply.epoch
+        self._epoch = 0
 
-    def decide(self, queries: int = 1) -> int:
+    async def hello(self) -> Inside:
+        """Register the fleet."""
+        for index in range(self._voices.replicas):
+            reply = await self._controller.hello(self._voices.hello(index))
+            self._epoch = reply.epoch
+        return self
+
+    async def decide(self, queries: int = 1) -> int:
         """Nanoseconds of processor time of one call with ``queries`` queries."""
         asked = [self._voices.query(key) for key in itertools.islice(self._keys, queries)]
         started = time.thread_time_ns()
-        reply = finish(self._controller.route(asked))
+        reply = await self._controller.route(asked)
         took = time.thread_time_ns() - started
         for query, decision in zip(asked, reply.decisions, strict=True):
             if decision.replica_id is None:
@@ -107,35 +101,35 @@ class Inside:
                 self._placed.append(query.prefill_key)
         return took
 
-    def report(self) -> int:
+    async def report(self) -> int:
         """Nanoseconds of processor time of one report; it ends all requests placed until now."""
         ended, self._placed = tuple(self._placed), []
         index = self._rng.randrange(self._voices.replicas)
         delta = self._voices.delta(index, self._epoch, ended)
         started = time.thread_time_ns()
-        reply = finish(self._controller.report(delta))
+        reply = await self._controller.report(delta)
         took = time.thread_time_ns() - started
         if reply.resync:
             raise RuntimeError("a report of the benchmark was out of step")
         return took
 
-    def release(self) -> None:
+    async def release(self) -> None:
         """Release all requests placed until now, as routers do."""
         placed, self._placed = self._placed, []
-        finish(self._controller.release(placed))
+        await self._controller.release(placed)
 
-    def reservations(self) -> int:
+    async def reservations(self) -> int:
         """Decisions that no replica has confirmed and no router has released."""
-        return finish(self._controller.figures()).reservations
+        return (await self._controller.figures()).reservations
 
-    def scrape(self) -> int:
+    async def scrape(self) -> int:
         """Nanoseconds of processor time that a scrape of /metrics takes of the actor, which hands
         its figures over to the observer."""
         started = time.thread_time_ns()
-        pickle.dumps(finish(self._controller.figures()))
+        pickle.dumps(await self._controller.figures())
         return time.thread_time_ns() - started
 
-    def line(self, decisions: int, reports: bool) -> tuple[list[int], list[int], list[int]]:
+    async def line(self, decisions: int, reports: bool) -> tuple[list[int], list[int], list[int]]:
         """Decisions, and reports if ``reports``, on the module's time line. Returns nanoseconds: of
         decisions, from a query's arrival to its answer, and of reports."""
         query_s, report_s, free_s = 0.0, 0.0, 0.0
@@ -144,37 +138,37 @@ class Inside:
         report_ns: list[int] = []
         while len(decision_ns) < decisions:
             if reports and report_s < query_s:
-                report_ns.append(self.report())
+                report_ns.append(await self.report())
                 free_s = max(free_s, report_s) + report_ns[-1] / 1e9
                 report_s += 1 / REPORTS_PER_S
                 continue
-            decision_ns.append(self.decide())
+            decision_ns.append(await self.decide())
             free_s = max(free_s, query_s) + decision_ns[-1] / 1e9
             answer_ns.append(round((free_s - query_s) * 1e9))
             query_s += self._rng.expovariate(QUERIES_PER_S)
             if not reports:
-                self.release()
+                await self.release()
         return decision_ns, answer_ns, report_ns
 
 
-def measure_inside(
+async def measure_inside(
     config: ControllerConfig, replicas: int, decisions: int, split: bool = False
 ) -> Cell:
     """The cell of one policy and fleet."""
-    fleet = Inside(config, replicas, split)
-    fleet.line(200, reports=True)
+    fleet = await Inside(config, replicas, split).hello()
+    await fleet.line(200, reports=True)
     gc.collect()
     # The collector stays on, as in the actor.
-    alone = figures(fleet.line(decisions, reports=False)[0])
-    busy, answers, reports = map(figures, fleet.line(decisions, reports=True))
+    alone = figures((await fleet.line(decisions, reports=False))[0])
+    busy, answers, reports = map(figures, await fleet.line(decisions, reports=True))
     batches_ns = []
     for _ in range(max(1, decisions // BATCH)):
-        batches_ns.append(fleet.decide(BATCH))
-        fleet.release()
+        batches_ns.append(await fleet.decide(BATCH))
+        await fleet.release()
     tens_ns = []
     for _ in range(max(1, decisions // MOST_TOGETHER)):
-        tens_ns.append(fleet.decide(MOST_TOGETHER))
-        fleet.release()
+        tens_ns.append(await fleet.decide(MOST_TOGETHER))
+        await fleet.release()
     return {
         **alone,
         "ten": figures(tens_ns),
@@ -182,7 +176,7 @@ def measure_inside(
         "with_reports": busy,
         "with_its_wait": answers,
         "report": reports,
-        "scrape": figures([fleet.scrape() for _ in range(SCRAPES)]),
+        "scrape": figures([await fleet.scrape() for _ in range(SCRAPES)]),
     }
 
 
@@ -259,7 +253,7 @@ def decision(
     fleets = {str(size): (size, False) for size in sizes} or FLEETS
     results: dict[str, dict[str, Cell]] = {
         label: {
-            name: measure_inside(config, size, decisions, split)
+            name: asyncio.run(measure_inside(config, size, decisions, split))
             for name, (size, split) in fleets.items()
         }
         for label, config in configs.items()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 from click.testing import CliRunner
 
-from sluice.benchmarks.micro.decision import Inside, contenders, finish
+from sluice.benchmarks.micro.decision import Inside, contenders
 from sluice.benchmarks.micro.decision_fleet import CHANGED, QUEUED, Voices, figures
 from sluice.controller.config import ControllerConfig
 from sluice.deploy.cli import main
@@ -70,15 +70,15 @@ def test_decisions_are_timed_inside_and_in_a_real_actor_while_its_fleet_reports(
     assert scraped["ratio"] > 0 and scraped["pages"] > 0
 
 
-def test_the_controller_believes_the_fleet() -> None:
+async def test_the_controller_believes_the_fleet() -> None:
     controller = ObservedController(LASTING)
     voices = Voices(3)
     epoch = 0
     for index in range(3):
-        epoch = finish(controller.hello(voices.hello(index))).epoch
+        epoch = (await controller.hello(voices.hello(index))).epoch
     for _ in range(2):
-        assert not finish(controller.report(voices.delta(1, epoch, (7,)))).resync
-    replicas = finish(controller.snapshot())["replicas"]
+        assert not (await controller.report(voices.delta(1, epoch, (7,)))).resync
+    replicas = (await controller.snapshot())["replicas"]
     assert [each["condition"] for each in replicas] == ["fresh"] * 3
     assert all(each["waiting"] + each["running"] == QUEUED for each in replicas)
     # Some are more behind than others, or every choice would be as good as another.
@@ -86,24 +86,24 @@ def test_the_controller_believes_the_fleet() -> None:
     assert 0 < CHANGED < QUEUED
 
 
-def test_what_is_measured_leaves_no_reservation_behind() -> None:
-    fleet = Inside(LASTING, 4)
-    decisions, answers, reports = fleet.line(50, reports=False)
+async def test_what_is_measured_leaves_no_reservation_behind() -> None:
+    fleet = await Inside(LASTING, 4).hello()
+    decisions, answers, reports = await fleet.line(50, reports=False)
     assert (len(decisions), len(answers), reports) == (50, 50, [])
-    decisions, answers, reports = fleet.line(50, reports=True)
+    decisions, answers, reports = await fleet.line(50, reports=True)
     assert reports
     # An answer takes at least as long as its decision.
     assert all(a >= d - 1 for d, a in zip(decisions, answers, strict=True))
-    fleet.report()
-    assert fleet.reservations() == 0
+    await fleet.report()
+    assert await fleet.reservations() == 0
 
 
-def test_a_fleet_with_roles_splits_every_request() -> None:
-    fleet = Inside(LASTING, 4, split=True)
-    fleet.decide(8)
-    assert fleet.reservations() == 16
-    fleet.report()
-    assert fleet.reservations() == 0
+async def test_a_fleet_with_roles_splits_every_request() -> None:
+    fleet = await Inside(LASTING, 4, split=True).hello()
+    await fleet.decide(8)
+    assert await fleet.reservations() == 16
+    await fleet.report()
+    assert await fleet.reservations() == 0
 
 
 def test_figures_are_quantiles_in_milliseconds_and_a_rate() -> None:

@@ -1,0 +1,291 @@
+"""How far a reader walks through the code: ``sluice bench walk``.
+
+Three walks are taken with real objects in one process, and a profile hook sees every call of our
+own functions, resumed coroutines included: a streamed chat in the router, whose replica and
+controller are stand-ins that answer at once; a decision of the controller; a step of the engine.
+Each is taken twice, and the second one counts. Compiled loops count as none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import click
+from pydantic import BaseModel
+from rich.table import Table
+
+from sluice.benchmarks.micro.decision_fleet import Voices
+from sluice.benchmarks.options import as_json, show
+from sluice.controller.config import ControllerConfig
+from sluice.controller.messages import RouteDecision
+from sluice.deploy.config import SluiceConfig
+from sluice.replica.config import EngineConfig, SimulatedEngineConfig
+from sluice.replica.engine import ResponseChunk, ResponseHead, ResponseItem, ResponseTail
+from sluice.replica.scheduler.local_scheduler import LocalScheduler
+from sluice.replica.scheduler.state_table import StateTable
+from sluice.replica.simulated.core import SimulatedCore
+from sluice.router.config import RouterConfig
+from sluice.scheduling import admission, autoscaling, batching, routing
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.objective import SLO
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = (
+    *("router", "controller", "replica", "scheduling", "simulation", "benchmarks", "deploy"),
+    "telemetry",
+)
+HERE = str(ROOT / "benchmarks")
+
+
+class Walk(NamedTuple):
+    """Calls of own functions, the files that they are in, how often the next call is in another
+    file than the last one, and how often that file was left before."""
+
+    calls: int
+    files: int
+    moves: int
+    returns: int
+
+    @classmethod
+    def of(cls, path: Sequence[str]) -> Walk:
+        """The walk whose calls were in the files of ``path``, in this order."""
+        files = len(set(path))
+        moves = sum(path[at] != path[at - 1] for at in range(1, len(path))) + bool(path)
+        return cls(len(path), files, moves, moves - files)
+
+
+@contextmanager
+def walked() -> Iterator[list[str]]:
+    """The files of the calls of own functions, in this thread and without the benchmarks'."""
+    path: list[str] = []
+    own: dict[str, str | None] = {}
+
+    def called(frame: FrameType, event: str, _: object) -> None:
+        if event != "call":
+            return
+        name = frame.f_code.co_filename
+        if name not in own:
+            real = str(Path(name).resolve())
+            ours = any(real.startswith(f"{ROOT}/{package}/") for package in PACKAGES)
+            own[name] = real if ours and not real.startswith(f"{HERE}/") else None
+        found = own[name]
+        if found is not None:
+            path.append(found)
+
+    sys.setprofile(called)
+    try:
+        yield path
+    finally:
+        sys.setprofile(None)
+
+
+class _Answer:
+    """Three tokens of a chat, one at a time."""
+
+    async def __aiter__(self) -> AsyncIterator[list[ResponseItem]]:
+        yield [ResponseHead(200, "text/event-stream", "a")]
+        for word in ("one", " two", " three"):
+            choice = {"index": 0, "delta": {"content": word}, "finish_reason": None}
+            event = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1}
+            text = json.dumps({**event, "model": "m", "choices": [choice]})
+            yield [ResponseChunk(f"data: {text}\n\n".encode(), 1)]
+        yield [ResponseChunk(b"data: [DONE]\n\n"), ResponseTail(5, 3)]
+
+    def cancel(self) -> None:
+        """There is no work to stop."""
+
+
+class _FarSide:
+    """A replica and a controller that answer at once."""
+
+    roles, single, asleep = ("mixed",), True, False
+
+    async def route(self, _: object) -> RouteDecision:
+        """The replica."""
+        return RouteDecision("a", "test")
+
+    def generate(self, *_: object) -> _Answer:
+        """Its answer."""
+        return _Answer()
+
+    async def models(self) -> dict[str, Any]:
+        """The one model."""
+        return {"object": "list", "data": [{"id": "m", "object": "model"}]}
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+async def chat() -> Walk:
+    """A streamed chat of three tokens in the router."""
+    # They import Ray, which must not happen before `sluice serve` has set Ray's environment.
+    from sluice.router.api import make_api
+    from sluice.router.dispatch.catalog import Catalog
+    from sluice.router.dispatch.dispatcher import Dispatcher
+    from sluice.router.dispatch.models import Model, ModelRegistry
+    from sluice.router.metrics.instruments import RouterMetrics
+
+    far: Any = _FarSide()
+    config, metrics = RouterConfig(), RouterMetrics()
+    model = Model("m", Dispatcher(far, far, metrics, config), Catalog(far), metrics)
+    api = make_api(config, ModelRegistry([model], metrics), far)
+    asked = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True}
+    body = json.dumps(asked).encode()
+    headers = {"host": "h", "content-type": "application/json", "content-length": str(len(body))}
+    scope = {
+        **{"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST"},
+        **{"scheme": "http", "path": "/v1/chat/completions", "query_string": b""},
+        **{"raw_path": b"/v1/chat/completions", "root_path": ""},
+        **{"server": ("127.0.0.1", 80), "client": ("127.0.0.1", 1)},
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+    }
+
+    async def once() -> list[str]:
+        sent: list[dict[str, Any]] = []
+        parts = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if parts:
+                return parts.pop()
+            await asyncio.Event().wait()
+            raise AssertionError("the client stays")
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        with walked() as path:
+            await api({**scope, "state": {}}, receive, send)
+        text = b"".join(message.get("body", b"") for message in sent)
+        if sent[0]["status"] != 200 or text.count(b"data: ") != 4:
+            raise RuntimeError(f"the router did not stream the chat: {sent}")
+        return path
+
+    await once()
+    return Walk.of(await once())
+
+
+async def decision() -> Walk:
+    """A decision with two replicas, for a request with TTFT and TPOT."""
+    from sluice.controller.actor import Controller
+
+    # The replicas say hello only once, and must not go stale.
+    lasting = {"stale_after_s": 3_600.0, "forget_after_s": 7_200.0, "aged_after_s": 3_600.0}
+    controller, voices = Controller(ControllerConfig.model_validate(lasting)), Voices(2)
+    for index in range(voices.replicas):
+        await controller.hello(voices.hello(index))
+    path: list[str] = []
+    for key in (1 << 50, (1 << 50) + 1):
+        query = voices.query(key)
+        with walked() as calls:
+            reply = await controller.route([query])
+        path = calls
+        if reply.decisions[0].replica_id is None:
+            raise RuntimeError(f"no replica was chosen: {reply.decisions[0].reason}")
+    return Walk.of(path)
+
+
+def engine_step() -> Walk:
+    """A step of four requests under the default policy: a prefill, and then decodes."""
+    config, table = SimulatedEngineConfig(), StateTable.create(64)
+    model = LinearLatency(config.step_s, config.token_s, config.context_token_s)
+    policy = batching.make_policy(EngineConfig(kind="simulated", model="m").policy)
+    core = SimulatedCore(config, LocalScheduler(policy, table, model), table)
+    for key in range(4):
+        core.submit(str(key), key, SLO(ttft_s=1.0, tpot_s=0.1), 0.0, 100, 8)
+    now_s, path = 0.0, list[str]()
+    for _ in range(3):
+        with walked() as calls:
+            step = core.begin(now_s)
+            if step is None or len(step.ran) != 4:
+                raise RuntimeError(f"the step does not have the four requests: {step}")
+            now_s += step.seconds
+            core.complete(step, now_s, lambda _: None)
+        path = calls
+    return Walk.of(path)
+
+
+def lines() -> dict[str, dict[str, int]]:
+    """Modules and lines of each package, lines of its tests, and those of all Markdown; of an
+    installation without a checkout, of the packages alone."""
+    found: dict[str, dict[str, int]] = {}
+    for package in PACKAGES:
+        modules = list((ROOT / package).rglob("*.py"))
+        tests = (ROOT / "tests" / package).rglob("*.py")
+        found[package] = {
+            "modules": len(modules), "lines": _lines(modules), "test lines": _lines(tests)
+        }  # fmt: skip
+    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "helm").rglob("*.md")]
+    found["all"] = {
+        **{what: sum(own[what] for own in found.values()) for what in ("modules", "lines")},
+        "test lines": _lines((ROOT / "tests").rglob("*.py")),
+        "Markdown lines": _lines(documents),
+    }
+    return found
+
+
+def _lines(paths: Any) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in paths)
+
+
+def settings() -> dict[str, int]:
+    """Fields of the configuration, without those that only hold others, and options of all
+    policies."""
+    seen: set[type[BaseModel]] = set()
+
+    def fields(model: type[BaseModel]) -> int:
+        if model in seen:
+            return 0
+        seen.add(model)
+        found = 0
+        for field in model.model_fields.values():
+            below = _models(field.annotation)
+            found += sum(map(fields, below)) if below else 1
+        return found
+
+    registries: Any = (batching, routing, admission, autoscaling)
+    policies = [each for kind in registries for each in kind.POLICIES.own.values()]
+    return {
+        "configuration fields": fields(SluiceConfig),
+        "policy options": sum(len(each.Options.model_fields) for each in policies),
+    }
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in getattr(annotation, "__args__", ()) for model in _models(part)]
+
+
+@click.command(name="walk")
+@as_json
+def walk(as_json: bool) -> None:
+    """Count how far a reader walks: calls and files of a chat, a decision and an engine step.
+
+    \b
+    Example:
+      sluice bench walk --json
+    """
+    walks = {
+        "a streamed chat of 3 tokens, router only": asyncio.run(chat()),
+        "a decision, 2 replicas, TTFT and TPOT": asyncio.run(decision()),
+        "an engine step of 4 requests, default policy": engine_step(),
+    }
+    found = {"walks": {name: each._asdict() for name, each in walks.items()}}
+    counted, stated = lines(), settings()
+    walked_table = Table("walk", "calls", "files", "moves", "returns to a file left before")
+    for name, each in walks.items():
+        walked_table.add_row(name, *map(str, each))
+    names = list(counted["all"])
+    lines_table = Table("package", *names)
+    for package, own in counted.items():
+        lines_table.add_row(package, *(f"{own[name]:,}" if name in own else "" for name in names))
+    said = ", ".join(f"{count} {what}" for what, count in stated.items())
+    tables = [walked_table, lines_table]
+    show({**found, "lines": counted, **stated}, tables, as_json, f"{said}.")
