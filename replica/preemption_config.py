@@ -75,7 +75,7 @@ class PreemptionConfig(BaseModel):
         description="A fallback: while prefills run, the time after which a decode without a TPOT, "
         "or with one that no step can hold, has its next step, seconds. The others have it in time "
         "for their TPOT. A running prefill is suspended for it, a guaranteed one for guaranteed "
-        "decodes only.",
+        "decodes only. Also the longest TPOT for which tasks of prefills are cut.",
     )
 
     @model_validator(mode="after")

@@ -418,7 +418,8 @@ class PreemptiveEngine:
 
     def _prefills(self, top: InFlight | None, now_s: float) -> Batch | None:
         """The next task of prefills, inside ``top`` if there is one."""
-        tpots_s = [each.tpot_s for each in self._timed(True)]
+        decoding = [each for each in self._output.values() if each.left + each.emitted > 1]
+        tpots_s = [each.tpot_s for each in decoding if not each.best_effort]
         most = self._turns.most_tokens(
             np.array(tpots_s),
             max(self._decode_step_s(), self._believed.fixed_s),
@@ -426,6 +427,7 @@ class PreemptiveEngine:
             max((self._computed[key] for key in self._waiting), default=0),
             self._config.least_tokens,
             now_s,
+            self._config.decode_gap_s if decoding else inf,
         )
         options = replace(self._options, most=min(self._options.most, most))
         full = len(self._stack) >= self._depth

@@ -37,6 +37,7 @@ from sluice.scheduling.request.kernels import (
     COMPUTED,
     DRAFTED,
     EMITTED,
+    EXPECTED,
     FIRST_TOKEN,
     KV_BLOCKS,
     LAST_TOKEN,
@@ -279,16 +280,18 @@ class PreemptiveScheduler(SloScheduler):
     def _beside(
         self, queue: QueueView, decodes: Any, waiting: Any, step_s: float, now_s: float
     ) -> Options:
-        """The bounds of a task of prefills, which has to stop for the steps of ``decodes``."""
-        timed = decodes[queue.table[decodes, BEST_EFFORT] == 0]
+        """The bounds of a task of prefills, which has to stop for the steps of ``decodes``, and of
+        those that come behind a prefill."""
+        decoding = queue.table[~(queue.table[:, EXPECTED] <= 1)]
         model = self._local.model
         most = self.turns.most_tokens(
-            queue.table[timed, TPOT],
+            decoding[decoding[:, BEST_EFFORT] == 0, TPOT],
             max(step_s, model.fixed_s),
             model,
             int(queue.table[waiting, COMPUTED].max(initial=0)),
             self.settings.least_tokens,
             now_s,
+            self.settings.decode_gap_s if len(decoding) else inf,
         )
         return replace(self.options, most=min(self.options.most, most))
 

@@ -24,6 +24,7 @@ from sluice.scheduling.fleet.rows import (
     PROMISED,
     SHARES,
     STOP_S,
+    STOPPING_PACE_S,
     TOTAL_BLOCKS,
 )
 from sluice.scheduling.request.expected import claim
@@ -156,14 +157,14 @@ def pace_wait_s(
     step every ``tpot_s``; 0 where they can now.
 
     Guaranteed prefills already count as decodes. Where a prefill has to stop for a step, it does so
-    before each step of the tightest pace. Outputs of ``output_tokens`` are assumed to end
-    one after another, which frees their share of each second.
+    before each step of the tightest pace, but for no step of its own request. Outputs of
+    ``output_tokens`` are assumed to end one after another, which frees their share of each second.
     """
     count, fixed_s = int(figures[LOADS]), figures[FIXED_S]
     shares = loads[count - 1, SHARES] if count > 0 else 0.0
     pace_s = figures[LOADS_PACE_S]
     taken = shares + own_s / tpot_s + max(0.0, fixed_s / tpot_s - fixed_s / pace_s)
-    taken += figures[STOP_S] / min(tpot_s, pace_s)
+    taken += figures[STOP_S] / min(tpot_s, figures[STOPPING_PACE_S])
     over = taken - (1.0 - headroom)
     if over <= 0.0:
         return 0.0

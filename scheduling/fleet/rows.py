@@ -73,7 +73,8 @@ LENT_QUEUED = 35  # best-effort prefills, entries of `lent`
 ORDER = 36  # in which its local policy takes prefills, a code of `local_orders`
 LOADS_PACE_S = 37  # least pace of the loads; infinite for none
 STOP_S = 38  # until a running prefill has stopped for a step of decodes; 0 where they share batches
-FIGURES = 39
+STOPPING_PACE_S = 39  # least pace of the loads without that of the longest prefill's decode later
+FIGURES = 40
 
 # A guaranteed prefill.
 PREFILL_DUE_S = 0
@@ -254,6 +255,14 @@ def settle(figures: Floats, prefills: Floats, loads: Floats) -> None:
     figures[LOADS_PACE_S] = pace_s
     ahead_s = left_ahead_s = 0.0
     queued = int(figures[QUEUED])
+    # Stops are mostly as long as those of the longest prefill, before whose end it has no decode.
+    stopping_s, longest = figures[DECODE_PACE_S], 0
+    for item in range(1, queued):
+        shorter = item
+        if prefills[item, WORK_S] > prefills[longest, WORK_S]:
+            shorter, longest = longest, item
+        stopping_s = min(stopping_s, prefills[shorter, OWN_PACE_S])
+    figures[STOPPING_PACE_S] = stopping_s
     for item in range(queued):
         ahead_s += prefills[item, WORK_S]
         left_ahead_s += prefills[item, LEFT_S]

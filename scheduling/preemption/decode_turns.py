@@ -68,7 +68,8 @@ class DecodeTurns:
 
     A prefill stops before its next operator, so it takes the longer to stop the longer it is. The
     time of stops is known as a share of the stopped tasks'. A task is so short that it stops within
-    half of the time that a step leaves of the tightest TPOT.
+    half of the time that a step leaves of the tightest TPOT: a task that began before a decode came
+    would delay each of its steps, and admission promises no TPOT beside it.
 
     Args:
         checks: how many points a prefill has where it can stop; 0: none stops. Until stops are
@@ -102,24 +103,27 @@ class DecodeTurns:
         computed: int,
         least: int,
         now_s: float,
+        gap_s: float = inf,
     ) -> int:
         """Most tokens of a task of prefills.
 
         Args:
-            tpot_s: the TPOT of each guaranteed decode that is there, ``[decodes]``.
+            tpot_s: the TPOT of each guaranteed request that decodes, or will behind its prefill.
             step_s: predicted time of their step, or of the fixed time of one without any.
             model: predicts the task's time.
             computed: tokens of its prompt that are computed.
             least: fewest tokens of a task that can be stopped.
             now_s: the time.
+            gap_s: time between two steps of the decodes that may come, but at least twice that of a
+                step; infinite where no request decodes.
         """
         held = tpot_s[tpot_s > step_s]
         tightest_s = float(held.min()) if len(held) else inf
         if tightest_s <= self._tightest_s or now_s - self._seen_s > REMEMBERED_S:
             self._tightest_s, self._seen_s = tightest_s, now_s
-        stop_s = self.stop_s(1.0)
-        if self._tightest_s == inf or stop_s == 0.0:
+        stop_s, tightest_s = self.stop_s(1.0), min(self._tightest_s, max(gap_s, 2.0 * step_s))
+        if tightest_s == inf or stop_s == 0.0:
             return UNBOUNDED_TOKENS
-        task_s = max(0.0, self._tightest_s - step_s) / 2.0 / stop_s
+        task_s = max(0.0, tightest_s - step_s) / 2.0 / stop_s
         work_s = max(task_s, model.fixed_s / MOST_FIXED_SHARE) - model.fixed_s
         return max(least, model.tokens_within(work_s, computed))

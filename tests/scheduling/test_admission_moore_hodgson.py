@@ -369,6 +369,22 @@ def test_a_pace_is_not_promised_that_the_stops_before_steps_leave_no_time_for() 
     assert found.wait_s[0] < inf
 
 
+def test_a_promised_prefill_has_no_decode_that_its_own_stops_could_delay() -> None:
+    """Stops of 40 ms are those of the longest prefill. Its tight TPOT begins when it has ended."""
+    long, other = (
+        row(SLO(ttft_s=30.0, tpot_s=0.035), tokens, key=key)
+        for key, tokens in ((1, 6_000), (2, 5_000))
+    )
+    short = RouteQuery(9, SLO(ttft_s=0.9, tpot_s=0.2), 100)
+    stops = report(latency=MODEL, preempts=True)._replace(planned_stop_s=0.04)
+    for rows, holds in (([long], True), ([long, other], False), ([other, long], False)):
+        fleet = fleet_of(stops._replace(rows=np.array(rows)))
+        assert promise(fleet, short).holds.all() == holds
+    decode = row(SLO(ttft_s=1.0, tpot_s=0.035), 500, key=2, emitted=5, first_token_s=0.0)
+    fleet = fleet_of(stops._replace(rows=np.array([long, decode])))
+    assert not promise(fleet, short).holds.any()
+
+
 def test_a_prefill_replica_promises_first_tokens_however_long_stops_take() -> None:
     fleet = fleet_of(report(latency=MODEL, preempts=True)._replace(planned_stop_s=0.5))
     assert promise(fleet, RouteQuery(9, SLO(ttft_s=0.2), 500)).holds.all()

@@ -91,8 +91,8 @@ def test_the_planned_stop_is_twice_the_share_of_tasks_that_stops_took():
     assert turns.stop_s(1.0) < 2.0
 
 
-def most_tokens(turns, *tpots_s, step_s=STEP_S, computed=0, least=256, now_s=0.0):
-    return turns.most_tokens(np.array(tpots_s), step_s, MODEL, computed, least, now_s)
+def most_tokens(turns, *tpots_s, step_s=STEP_S, computed=0, least=256, now_s=0.0, **gap):
+    return turns.most_tokens(np.array(tpots_s), step_s, MODEL, computed, least, now_s, **gap)
 
 
 @given(
@@ -128,6 +128,16 @@ def test_tasks_are_bounded_by_decodes_only_and_a_while_after():
     assert most_tokens(turns, 0.5, now_s=2.0) == most_tokens(turns, now_s=3.0) == bounded
     assert bounded < most_tokens(turns, 0.5, now_s=2.0 + REMEMBERED_S) < unbounded
     assert most_tokens(turns, now_s=3.0 + 2 * REMEMBERED_S) == unbounded
+
+
+def test_a_task_is_bounded_before_a_decode_comes():
+    turns = DecodeTurns(40)
+    bounded = most_tokens(turns, gap_s=0.1)
+    assert bounded == most_tokens(DecodeTurns(40), 0.1)
+    assert most_tokens(turns, gap_s=0.001) == most_tokens(DecodeTurns(40), 2 * STEP_S)
+    assert most_tokens(turns, 0.06, gap_s=0.1) < bounded
+    assert most_tokens(DecodeTurns(40), 0.5, gap_s=0.1) == bounded
+    assert most_tokens(DecodeTurns(40), 0.5) > bounded
 
 
 def test_tasks_that_cannot_stop_are_not_bounded_by_their_stops():

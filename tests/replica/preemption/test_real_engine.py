@@ -1,6 +1,7 @@
 """Preemption in a real vLLM engine on the CPU: one engine, many ways to stop its prefills. It
 drafts n-grams, so in each of the tests decodes check drafts."""
 
+import math
 import random
 import time
 from functools import partial
@@ -376,31 +377,42 @@ def test_a_decode_stops_a_prefill_when_its_own_token_is_due(engine, tpot_s, best
     assert (engine.stats.suspensions > before) == bool(stops)
 
 
-def test_a_prompt_is_cut_beside_decodes_for_which_it_would_stop_too_late(engine, monkeypatch):
-    """The decode is first, and its steps are due far later."""
+@pytest.mark.parametrize(
+    ("output", "decode", "gap_s", "parts"),
+    [
+        (1, True, 0.05, [300, 300, 300]),  # its steps are due far later
+        (2, False, 0.05, [300, 300, 300]),  # its own decode comes, as that of others may
+        (1, False, math.inf, [900]),
+    ],
+)
+def test_a_prompt_is_cut_where_it_would_stop_too_late_for_decodes(
+    engine, monkeypatch, output, decode, gap_s, parts
+):
     engine.use("operator")
-    parts, beside = [], []
+    found, beside = [], []
     build = engine.scheduler._build
 
     def built(queue, chosen):
         task = build(queue, chosen)
         if task is not None:
             each = task.batch.num_scheduled_tokens
-            parts.extend(tokens for name, tokens in each.items() if name.startswith("long"))
+            long = [tokens for name, tokens in each.items() if name.startswith("long")]
+            found.extend(tokens for tokens in long if tokens > 1)
         return task
 
-    def most_tokens(_, tpots_s, *__):
-        beside.append(tpots_s.tolist())
+    def most_tokens(_, tpots_s, *others):
+        beside.append((tpots_s.tolist(), others[-1]))
         return 300 if len(tpots_s) else 1_024
 
     monkeypatch.setattr(engine.scheduler, "_build", built)
     monkeypatch.setattr(DecodeTurns, "most_tokens", most_tokens)
     chance = random.Random(3)
-    engine.add(Work("decode", random_prompt(chance, 400), 30, 60.0, tpot_s=60.0))
-    engine.add(Work("long", random_prompt(chance, 900), 1, 90.0))
-    assert engine.run().keys() == {"decode", "long"}
-    assert parts == [300, 300, 300]
-    assert [60.0] in beside
+    if decode:
+        engine.add(Work("decode", random_prompt(chance, 400), 30, 60.0, tpot_s=60.0))
+    engine.add(Work("long", random_prompt(chance, 900), output, 90.0, tpot_s=60.0))
+    assert "long" in engine.run()
+    assert found == parts
+    assert ([60.0] if gap_s < math.inf else [], gap_s) in beside
     assert engine.table.read().summary["planned_stop_s"] > 0
 
 
