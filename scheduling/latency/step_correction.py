@@ -60,6 +60,13 @@ _RECENT_STEPS = 32
 _FAR_STEPS = 4
 _PASSES = 2
 
+# Page's test, in standard deviations of the noise: each step counts as at most so far off, less the
+# allowance, and the sum of a change is above the limit. So three steps alone are none.
+_MOST_OFF = 4.0
+_ALLOWED_OFF = 1.0
+_SUM_OFF = 9.0
+_LEAST_NOISE, _UNKNOWN_NOISE = 0.005, 0.1
+
 
 class _Step(NamedTuple):
     """A step by its parts, the variance of steps known before it, and whether it was far off."""
@@ -120,6 +127,43 @@ class _Factors:
         self.work = _moved(self.work, to_work * off, most)
 
 
+class _OneSided:
+    """Finds steps that are off to one side, however little: Page's cumulative sum test.
+
+    The noise is learned from the differences of consecutive steps, in which a change is seen once.
+    """
+
+    __slots__ = ("_last", "_noise", "_runs", "_seen", "_sums")
+
+    def __init__(self) -> None:
+        self._noise = _UNKNOWN_NOISE**2
+        self._seen = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Look for a change from now on."""
+        self._last: float | None = None
+        self._sums, self._runs = [0.0, 0.0], [0, 0]
+
+    def observe(self, off: float) -> int:
+        """Number of steps since a change began, if one is found with this step, of which the
+        logarithm of real over predicted time is ``off``; else 0."""
+        deviation = max(_LEAST_NOISE, sqrt(self._noise))
+        if self._last is not None:
+            self._seen += 1
+            squared = min((off - self._last) ** 2 / 2.0, (_MOST_OFF * deviation) ** 2)
+            self._noise += max(_MEMORY, 1.0 / (1 + self._seen)) * (squared - self._noise)
+        self._last = off
+        shift = min(max(off / deviation, -_MOST_OFF), _MOST_OFF)
+        for side, each in enumerate((shift, -shift)):
+            self._sums[side] = max(0.0, self._sums[side] + each - _ALLOWED_OFF)
+            self._runs[side] = self._runs[side] + 1 if self._sums[side] else 0
+        side = int(self._sums[1] > self._sums[0])
+        if self._sums[side] <= _SUM_OFF or self._runs[side] < _FAR_STEPS:
+            return 0
+        return self._runs[side]
+
+
 class StepCorrection:
     """Multiplicative corrections of both parts of a prediction, learned from real step times.
 
@@ -128,9 +172,11 @@ class StepCorrection:
     steps that differ in their shares of fixed cost tell the factors apart. A step counts as at most
     twice too long or too short and moves a factor by 5 % at most, so an outlier does no harm.
 
-    A change of the engine is found separately. A step is *far off* if its time is a factor of 1.2,
-    or three spreads if that is more, from its prediction. Once four of the last 32 steps are far
-    off, both factors are refitted to the steps since the first of these four: they start from the
+    A change of the engine is found separately, in two ways. A step is *far off* if its time is a
+    factor of 1.2, or three spreads if that is more, from its prediction: four of the last 32 steps
+    may show a change. So may steps in a row that are off to one side, by more than one deviation of
+    their noise (:class:`_OneSided`): a change of 1.3 under a noise of 3 % takes 4 steps in most
+    cases. Then both factors are refitted to the steps since the first of these: they start from the
     median ratio, which outliers do not move. The fit is used if it leaves less than half of the
     squared (logarithmic) error. So four slow steps in a row are a change, and so are four slow
     prefills among decodes that are as before, while outliers among like steps are none.
@@ -140,12 +186,13 @@ class StepCorrection:
     cost a fit to the last 32.
     """
 
-    __slots__ = ("_factors", "_recent", "_variance")
+    __slots__ = ("_factors", "_one_sided", "_recent", "_variance")
 
     def __init__(self) -> None:
         self._factors = _Factors(1.0, 1.0, _PROFILED)
         self._variance = _UNKNOWN_SPREAD**2
         self._recent: deque[_Step] = deque(maxlen=_RECENT_STEPS)
+        self._one_sided = _OneSided()
 
     @property
     def fixed(self) -> float:
@@ -182,15 +229,17 @@ class StepCorrection:
         self._recent.append(_Step(fixed_s, work_s, real_s, self._variance, far))
         self._variance += _MEMORY * ((ratio - 1.0) ** 2 - self._variance)
         self._factors.learn(fixed_s, work_s, ratio, _MAX_CHANGE)
-        if far:
-            self._look_for_change()
+        if changed := self._one_sided.observe(log(ratio)):
+            self._refit(list(self._recent)[-changed:])
+            self._one_sided.restart()
+        elif far:
+            recent = list(self._recent)
+            places = [place for place, step in enumerate(recent) if step.far]
+            if len(places) >= _FAR_STEPS:
+                self._refit(recent[places[-_FAR_STEPS] :])
 
-    def _look_for_change(self) -> None:
-        recent = list(self._recent)
-        far = [place for place, step in enumerate(recent) if step.far]
-        if len(far) < _FAR_STEPS:
-            return
-        steps = recent[far[-_FAR_STEPS] :]
+    def _refit(self, steps: Sequence[_Step]) -> None:
+        """Use a fit to ``steps`` where it is much better."""
         scale = median(s.real_s / self.predicted_s(s.fixed_s, s.work_s) for s in steps)
         found = _Factors(self.fixed * scale, self.work * scale, _UNKNOWN)
         for _ in range(_PASSES):
@@ -202,6 +251,7 @@ class StepCorrection:
             left = sum((found.ratio(step) - 1.0) ** 2 for step in steps) / len(steps)
             self._variance = max(steps[0].variance, left)
             self._recent.clear()
+            self._one_sided.restart()
 
 
 def caution(spread: float) -> float:
