@@ -10,7 +10,7 @@ from sluice.controller.actor import Controller
 from sluice.controller.cell_client import CallMetrics
 from sluice.controller.config import ControllerConfig
 from sluice.controller.observability.instruments import families, refused_metrics
-from sluice.controller.observability.metrics import controller_up
+from sluice.controller.observability.metrics import controller_age, controller_up
 from sluice.replica.config import EngineConfig
 from sluice.replica.metrics import Measured, ReplicaCollector
 from sluice.replica.simulated.engine import SimulatedEngine
@@ -70,7 +70,8 @@ def _of_controller() -> list[Any]:
     try:
         figures.send(None)
     except StopIteration as stop:
-        return [*families(stop.value, "p"), refused_metrics(0, 0), controller_up(up=True)]
+        own = [*families(stop.value, "p"), refused_metrics(0, 0)]
+        return [*own, controller_up(up=True), controller_age(0)]
     raise AssertionError("the controller waited in the middle of a call")
 
 

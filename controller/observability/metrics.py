@@ -182,6 +182,20 @@ def text_of(families: list[Metric]) -> bytes:
     return generate_latest(registry)
 
 
+KEPT_S = 60.0
+"""How long the last known metrics stand for those of an actor that does not answer, seconds."""
+
+
+def controller_age(age_s: float) -> Metric:
+    """The metric that says how old the controller's own metrics are."""
+    return GaugeMetricFamily(
+        "sluice_controller_metrics_age_seconds",
+        "Age of the controller's own metrics on this page: 0 if it answered, else its last ones "
+        "stand.",
+        value=age_s,
+    )
+
+
 def controller_up(up: bool) -> Metric:
     """The metric that says whether the controller answers."""
     return GaugeMetricFamily(

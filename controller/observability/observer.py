@@ -12,7 +12,10 @@ import asyncio
 import pickle
 import time
 from collections.abc import Callable
+from math import inf
 from typing import Any
+
+from prometheus_client import Metric
 
 from sluice.controller.config import ControllerConfig, fingerprint_of
 from sluice.controller.messages import MetricsPush
@@ -20,7 +23,12 @@ from sluice.controller.observability.controller_handle import DecidingActor
 from sluice.controller.observability.decision_log import DecisionLog
 from sluice.controller.observability.history import History
 from sluice.controller.observability.instruments import NAMES, families, refused_metrics
-from sluice.controller.observability.metrics import controller_up, text_of
+from sluice.controller.observability.metrics import (
+    KEPT_S,
+    controller_age,
+    controller_up,
+    text_of,
+)
 from sluice.controller.observability.metrics_hub import MetricsHub
 from sluice.controller.observability.recent_decisions import DECISIONS
 from sluice.controller.observability.snapshot import overview
@@ -55,6 +63,9 @@ class Observer:
         self._history = History()
         self._log = DecisionLog(config.make_routing())
         self._refused = 0
+        # The controller's last own metrics, and when it gave them.
+        self._own: list[Metric] = []
+        self._own_s = -inf
         self._started_s = self._heard_s = clock()
 
     @property
@@ -84,19 +95,23 @@ class Observer:
 
     async def render_metrics(self) -> bytes:
         """Every process's metrics, the controller's too, in Prometheus' text format. If the
-        controller does not answer, its own are missing. ``O(series)``."""
+        controller does not answer, its own are the last ones, for at most :data:`KEPT_S`.
+        ``O(series)``."""
         now_s = self._hear()
         try:
-            own = list(families(await self._deciding.figures(), self._config.policy))
+            self._own = list(families(await self._deciding.figures(), self._config.policy))
+            self._own_s, up = self._clock(), True
         except NoAnswerError:
-            own = []
+            up = False
+        age_s = 0.0 if up else self._clock() - self._own_s
+        own = [*self._own, controller_age(age_s)] if age_s <= KEPT_S else []
         # The controller's own metrics bypass the hub, whose limits are for pushed metrics.
         pushed = self._hub.families(self._clock())
         if now_s - self._started_s < SETTLING_S:
             # Only some processes have pushed: a scraper would count the others' totals as new.
             pushed = [family for family in pushed if family.type == "gauge"]
         # In a thread, so that pushes are not late meanwhile.
-        status = refused_metrics(self._refused, self._hub.skipped), controller_up(bool(own))
+        status = refused_metrics(self._refused, self._hub.skipped), controller_up(up)
         return await asyncio.to_thread(text_of, [*own, *pushed, *status])
 
     async def load(self, role: Role | None = None) -> Load | None:

@@ -11,9 +11,11 @@ from math import inf
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.controller.client import ControllerClient
 from sluice.controller.observability.metrics import (
+    KEPT_S,
     MetricsPusher,
     controller_up,
     families_of,
@@ -34,9 +36,11 @@ _OWN_LABEL = re.compile(rb"[{,]model=\"")
 class ControllerMetricsPage:
     """The whole application's metrics from the observer, this router's own up to date in them.
 
-    Where the observer does not answer, this router's gauges alone: its counters are lower than
-    those of the application, which a scraper would read as a reset, and count them on top once
-    the observer is back. ``sluice_observer_up`` tells which.
+    Where the observer does not answer, the gauges of its last page, for at most :data:`KEPT_S`,
+    and of this router; no counters: its own are lower than those of the application, and those of
+    the last page than those that another router has shown, which a scraper would read as a reset,
+    and count them on top once the observer is back. ``sluice_observer_up`` tells which, and
+    ``sluice_observer_page_age_seconds`` how old the last page is.
 
     A scrape gets a page that was begun after the scrape. So whoever scrapes one router after the
     other, through HAProxy, never sees a counter fall, however long a router takes for its page.
@@ -68,6 +72,13 @@ class ControllerMetricsPage:
             "Whether the observer answered when this page was made: 1 or 0.",
             registry=self._status,
         )
+        self._age_s = Gauge(
+            "sluice_observer_page_age_seconds",
+            "Age of the metrics of the application on this page: 0 if the observer answered, else "
+            "its last gauges stand.",
+            registry=self._status,
+        )
+        self._last, self._last_s = b"", -inf
 
     async def render(self) -> bytes:
         """Prometheus text, of after this call; see the class."""
@@ -82,10 +93,27 @@ class ControllerMetricsPage:
             self._next = None
             text = await self._of_fleet()
             self._up.set(text is not None)
+            now_s = self._clock()
             if text is None:
-                own = [each for each in families_of(self._registry) if each.type == "gauge"]
-                text = text_of([*own, controller_up(self._client.up)])
+                text = self._gauges(now_s)
+            else:
+                self._last, self._last_s = text, now_s
+            self._age_s.set(now_s - self._last_s if self._last else 0.0)
             return text + generate_latest(self._status)
+
+    def _gauges(self, now_s: float) -> bytes:
+        """What is known without the observer."""
+        if now_s - self._last_s > KEPT_S:
+            self._last = b""
+        own = [each for each in families_of(self._registry) if each.type == "gauge"]
+        last = {
+            each.name: each
+            for each in text_string_to_metric_families(self._last.decode())
+            if each.type == "gauge"
+        }
+        last |= {each.name: each for each in own if each.name not in last}
+        last["sluice_controller_up"] = controller_up(self._client.up)
+        return text_of([*last.values()])
 
     async def _of_fleet(self) -> bytes | None:
         try:

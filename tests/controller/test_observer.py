@@ -12,6 +12,7 @@ from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import MetricSample, MetricsPush
 from sluice.controller.observability.counters import DECISION_BUCKETS_S, Counters
 from sluice.controller.observability.instruments import NAMES, families
+from sluice.controller.observability.metrics import KEPT_S
 from sluice.controller.observability.observer import SETTLING_S, Observer
 from sluice.controller.observability.readings import AT_ONCE
 from sluice.controller.transport.failure import NoAnswerError
@@ -54,6 +55,29 @@ async def test_without_the_controller_the_page_has_what_was_pushed() -> None:
         "sluice_controller_up": 0.0,
         "sluice_metrics_refused_total": 0.0,
     }
+
+
+async def test_the_controllers_last_metrics_stand_while_it_does_not_answer() -> None:
+    clock, age = Clock(), "sluice_controller_metrics_age_seconds"
+    controller = Controller(ControllerConfig(), clock)
+    await controller.hello(hello("a"))
+    observer = Observer(controller, ControllerConfig(), clock)
+
+    def replicas(found: bytes) -> list[bytes]:
+        return [line for line in found.splitlines() if line.startswith(b"sluice_replica")]
+
+    shown = replicas(await observer.render_metrics())
+    found = await page(observer)
+    assert shown and (found["sluice_controller_up"], found[age]) == (1, 0)
+    observer._deciding = Gone()
+    clock.advance(KEPT_S)
+    assert replicas(await observer.render_metrics()) == shown
+    found = await page(observer)
+    assert (found["sluice_controller_up"], found[age]) == (0, KEPT_S)
+    clock.advance(0.1)
+    assert replicas(await observer.render_metrics()) == [] and age not in await page(observer)
+    observer._deciding = controller
+    assert (await page(observer))[age] == 0
 
 
 async def test_without_the_controller_nothing_is_said_of_its_state() -> None:

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sluice.controller.messages import MetricsPush
-from sluice.controller.observability.metrics import MetricsPusher, text_of
+from sluice.controller.messages import MetricSample, MetricsPush
+from sluice.controller.observability.metrics import KEPT_S, MetricsPusher, text_of
 from sluice.controller.observability.metrics_hub import MetricsHub
 from sluice.router.metrics.instruments import Fallback, RouterMetrics
 from sluice.router.metrics.page import PAGE_PERIOD_S, ControllerMetricsPage, merged
+from tests.controller.pushes import newer_push
 from tests.router.far_side import Clock
 
 
@@ -81,6 +82,27 @@ async def test_the_page_is_the_fleets_or_else_this_routers_gauges() -> None:
     assert alone["sluice_controller_up"] == 0, "as this router's own calls find"
     # A scraper would read the lower counts as a reset, and count them on top afterwards.
     assert not [name for name in alone if name.endswith(("_total", "_count", "_sum", "_bucket"))]
+
+
+async def test_the_last_gauges_stand_while_the_observer_does_not_answer() -> None:
+    client, clock, mine = HubClient(), Clock(), RouterMetrics()
+    sample = MetricSample("sluice_y", "gauge", "Y.", "sluice_y", (("replica", "r"),), 3.0)
+    client.hub.push(newer_push("replica", (sample,)), 1.0)
+    page = page_of(client, clock, mine)
+    found = await read(page)
+    assert (found["sluice_y"], found["sluice_observer_page_age_seconds"]) == (3.0, 0.0)
+    client.up = False
+    clock.now_s += KEPT_S
+    found = await read(page)
+    assert (found["sluice_y"], found["sluice_observer_up"]) == (3.0, 0)
+    assert found["sluice_observer_page_age_seconds"] == KEPT_S
+    assert not [name for name in found if name.endswith(("_total", "_count", "_sum", "_bucket"))]
+    clock.now_s += PAGE_PERIOD_S
+    found = await read(page)
+    assert "sluice_y" not in found and found["sluice_observer_page_age_seconds"] == 0
+    client.up = True
+    clock.now_s += PAGE_PERIOD_S
+    assert (await read(page))["sluice_y"] == 3.0
 
 
 async def test_a_push_that_fails_takes_the_fleets_page_from_nobody() -> None:
