@@ -12,8 +12,7 @@ import numpy as np
 from sluice.benchmarks.experiments.grid import Experiment, Product, Scaled
 from sluice.benchmarks.experiments.systems import SETUPS, Contender, run
 from sluice.benchmarks.experiments.tables import Pivot, Rows, having
-from sluice.scheduling.batching.annealing import AnnealingOptions
-from sluice.scheduling.batching.priority_mapping import Jobs, anneal, predict
+from sluice.scheduling.batching.annealing import AnnealingOptions, Jobs, anneal, predict
 from sluice.scheduling.latency.request_model import Interaction, InteractionLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import row_of

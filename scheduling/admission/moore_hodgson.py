@@ -75,7 +75,7 @@ class MooreHodgson(AdmissionPolicy):
     best-effort requests count as free.
 
     The work of requests that are expected to come later, be due before the new one, and have more
-    priority per second of work (:mod:`sluice.scheduling.autoscaling.recent_demand`) must fit too.
+    priority per second of work (:mod:`sluice.scheduling.autoscaling.load`) must fit too.
     So a long prompt that comes first does not take the capacity of many short ones. This is trunk
     reservation (Key, *Optimal control and trunk reservation in loss networks*, 1990) with deadlines
     in place of circuits. A replica without guarantees reserves nothing.

@@ -1,29 +1,517 @@
-"""Simulated-annealing priority mapping of 002, mapped onto continuous batching."""
+"""Priority mapping by simulated annealing (002), mapped onto continuous batching: which requests
+run together, and in which order.
+
+A mapping is a sequence of batches. A batch starts when the one before ends, that is, when the
+longest request of that one ends. A request's times depend on its batch size. The search looks for
+the mapping with the greatest ``G = met requests / sum of end-to-end latencies`` (Eq. 2 to 4), that
+is, attainment over mean latency. All times are seconds.
+
+Its compiled loops have a mapping as the order of the waiting requests and the sizes of the batches,
+and one row per batch with the state at its start. So a move is evaluated from the first batch that
+it changes to the last, and beyond only where it changes the waits of later batches.
+"""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, Self
+from math import exp, floor, inf, isnan, log
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
-from sluice.scheduling.batching.priority_mapping import (
-    Jobs,
-    Schedule,
-    Times,
-    anneal,
-    levels,
-    predict,
-)
 from sluice.scheduling.fleet.local_orders import SLIDE
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.latency.request_model import Interaction, InteractionLatency
 from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.request import kernels
-from sluice.scheduling.request.kernels import Floats, Ints
+from sluice.scheduling.request.kernels import Floats, Ints, compiled
 from sluice.scheduling.request.queue import QueueView
+
+# numpy's scalars are "Any" to the type checker.
+# mypy: disable-error-code="no-any-return"
+
+
+LOSS_SCALE = 500.0
+"""Temperature at which a loss of one request's share of G is accepted with probability 1/e. It is
+the paper's initial one; at its last, 20, the probability is e**-25."""
+
+_NONE_MET = 1e-9
+"""Counted as met requests, so that less latency is better where no request is met."""
+
+_SAME_S = 1e-9
+"""Waits that differ by no more are the same: sums in another order differ in their last digits."""
+
+# Columns of the state at the start of each batch: the met requests and the latency of all requests
+# before it, its wait, and its first index in the order. The first three are also the columns of
+# ``under_way``, where the longest time takes the place of the wait.
+MET = 0
+LATENCY = 1
+WAIT = 2
+PLACE = 3
+COLUMNS = 4
+
+
+class Problem(NamedTuple):
+    """The requests to map, see :class:`sluice.scheduling.batching.annealing.Jobs`.
+
+    Attributes:
+        exec_s: ``float64[2, most, waiting]``: execution time in the first batch, and in any other;
+            one row per batch size, so that a batch reads consecutive memory.
+        latest_s: longest wait, in the same shape.
+        under_way: ``float64[most, 3]``: of the running requests in a batch of each size, how many
+            meet their objective, the sum of their latencies, and the longest.
+        running: number of running requests.
+    """
+
+    exec_s: Floats
+    latest_s: Floats
+    under_way: Floats
+    running: int
+
+
+@compiled
+def evaluate(
+    exec_s: Floats,
+    latest_s: Floats,
+    under_way: Floats,
+    order: Ints,
+    sizes: Ints,
+    counts: tuple[int, int, int, int],
+    before: Floats,
+    after: Floats,
+) -> int:
+    """Fill in the rows of ``after`` behind the changed batches; return the last row filled.
+
+    ``before`` is the state before a move. Where the wait of a later batch is unchanged, the rest is
+    unchanged, and the evaluation ends.
+
+    Args:
+        exec_s, latest_s, under_way: see :class:`Problem`. They are no tuple, as the reference
+            counts of its arrays would cost a tenth of a search.
+        order, sizes: the mapping after the move.
+        counts: running requests, the first and the last batch that the move changed, and how many
+            batches there are.
+    """
+    running, first, last, batches = counts
+    met, latency = before[first, MET], before[first, LATENCY]
+    wait_s, place = before[first, WAIT], int(before[first, PLACE])
+    for batch in range(first, batches):
+        size = sizes[batch]
+        end = place + size
+        latency += size * wait_s
+        longest_s = 0.0
+        if batch == 0 and running > 0:
+            size += running
+            met += under_way[size - 1, MET]
+            latency += under_way[size - 1, LATENCY]
+            longest_s = under_way[size - 1, WAIT]
+        later = int(batch > 0)
+        times_s, waits_s = exec_s[later, size - 1], latest_s[later, size - 1]
+        for index in range(place, end):
+            # Without a sign, numba does not look for indices from the end: a tenth of a search.
+            request = np.uint64(order[index])
+            latency += times_s[request]
+            longest_s = max(longest_s, times_s[request])
+            met += wait_s <= waits_s[request]
+        place = end
+        wait_s += longest_s
+        after[batch + 1, MET] = met
+        after[batch + 1, LATENCY] = latency
+        after[batch + 1, WAIT] = wait_s
+        after[batch + 1, PLACE] = place
+        if batch >= last and abs(wait_s - before[batch + 1, WAIT]) <= _SAME_S:
+            return batch + 1
+    return batches
+
+
+@compiled
+def objective(met: float, latency_s: float) -> float:
+    """G, defined also where nothing is met or nothing takes time."""
+    return (met + _NONE_MET) / max(latency_s, 1e-12)
+
+
+@compiled
+def acceptance(change: float, waiting: int, temperature: float) -> float:
+    """Probability of accepting a mapping whose G differs by ``change``, relative to G, with
+    ``waiting`` requests to map. 1 where it is no worse."""
+    if change >= 0.0:
+        return 1.0
+    exponent = LOSS_SCALE * waiting * change / temperature
+    # At low temperature most moves are rejected, and exp() costs as much as ten requests.
+    return exp(exponent) if exponent > -40.0 else 0.0
+
+
+@compiled
+def batch_at(before: Floats, batches: int, place: int) -> int:
+    """The batch of the request at ``place`` in the order."""
+    batch = 0
+    while batch + 1 < batches and before[batch + 1, PLACE] <= place:
+        batch += 1
+    return batch
+
+
+@compiled
+def propose(
+    limits: tuple[int, int, int],
+    sizes: Ints,
+    before: Floats,
+    batches: int,
+    draws: tuple[float, float, float],
+) -> tuple[int, int, int, int, int]:
+    """A random move: two indices to exchange, the first and the last batch that it changes, and how
+    many requests move from the first to the last batch.
+
+    ``limits`` are the largest batch, and the numbers of waiting and of running requests. The
+    ``draws`` are for the kind of the move and its two requests.
+    """
+    most, waiting, running = limits
+    u_kind, u_place, u_other = draws
+    kind = int(u_kind * 3.0)
+    place = int(u_place * waiting)
+    batch = batch_at(before, batches, place)
+    if kind == 0 and batch > 0:
+        if sizes[batch - 1] + (running if batch == 1 else 0) < most:
+            return place, int(before[batch, PLACE]), batch - 1, batch, -1
+    elif kind == 1:
+        if batch + 1 < batches:
+            room = sizes[batch + 1] < most
+        else:
+            room = sizes[batch] > 1 or (batch == 0 and running > 0)
+        if room:
+            return place, int(before[batch + 1, PLACE]) - 1, batch, batch + 1, 1
+    other = int(u_other * waiting)
+    other_batch = batch_at(before, batches, other)
+    return place, other, min(batch, other_batch), max(batch, other_batch), 0
+
+
+@compiled
+def adopt(
+    running: int, sizes: Ints, before: Floats, after: Floats, first: int, reached: int, batches: int
+) -> int:
+    """Make the result of a move the current state; return the number of batches.
+
+    The rows behind ``reached`` shift by the same amounts. A batch that a move empties is removed,
+    except the first one while requests run in it.
+    """
+    met = after[reached, MET] - before[reached, MET]
+    latency = after[reached, LATENCY] - before[reached, LATENCY]
+    kept = first
+    for batch in range(first, batches):
+        if sizes[batch] > 0 or (batch == 0 and running > 0):
+            sizes[kept] = sizes[batch]
+            kept += 1
+            if batch < reached:
+                for column in range(COLUMNS):
+                    before[kept, column] = after[batch + 1, column]
+            else:
+                before[kept, MET] = before[batch + 1, MET] + met
+                before[kept, LATENCY] = before[batch + 1, LATENCY] + latency
+                before[kept, WAIT] = before[batch + 1, WAIT]
+                before[kept, PLACE] = before[batch + 1, PLACE]
+    for batch in range(kept, batches):
+        sizes[batch] = 0
+    return kept
+
+
+@compiled
+def search(
+    problem: Problem,
+    best: tuple[Ints, Ints],
+    current: tuple[Ints, Ints],
+    batches: int,
+    before: Floats,
+    after: Floats,
+    schedule: tuple[Floats, Floats],
+) -> int:
+    """Anneal from ``current``, order and sizes of ``batches`` batches, whose rows are in
+    ``before``; leave the best mapping in ``best`` and return its number of batches. The schedule
+    is that of :class:`~sluice.scheduling.batching.annealing.Schedule`.
+    ``O(steps * waiting)``."""
+    order, sizes = current
+    best_order, best_sizes = best
+    temperatures, draws = schedule
+    exec_s, latest_s, under_way, running = problem
+    _, most, waiting = exec_s.shape
+    limits = (most, waiting, running)
+    score = objective(before[batches, MET], before[batches, LATENCY])
+    highest, best_batches = score, batches
+    for level in range(temperatures.shape[0]):
+        for step in range(draws.shape[1]):
+            own = (draws[level, step, 0], draws[level, step, 1], draws[level, step, 2])
+            a, b, first, last, moved = propose(limits, sizes, before, batches, own)
+            if first == last:
+                continue
+            order[a], order[b] = order[b], order[a]
+            sizes[first] -= moved
+            sizes[last] += moved
+            count = max(batches, last + 1)
+            counts = (running, first, last, count)
+            reached = evaluate(exec_s, latest_s, under_way, order, sizes, counts, before, after)
+            met, latency_s = after[reached, MET], after[reached, LATENCY]
+            if reached < count:
+                met += before[count, MET] - before[reached, MET]
+                latency_s += before[count, LATENCY] - before[reached, LATENCY]
+            then = objective(met, latency_s)
+            accepted = acceptance(then / score - 1.0, waiting, temperatures[level])
+            if draws[level, step, 3] < accepted:
+                batches = adopt(running, sizes, before, after, first, reached, count)
+                score = then
+                if score > highest:
+                    highest, best_batches = score, batches
+                    for place in range(order.shape[0]):
+                        best_order[place] = order[place]
+                    for batch in range(sizes.shape[0]):
+                        best_sizes[batch] = sizes[batch]
+            else:
+                order[a], order[b] = order[b], order[a]
+                sizes[first] += moved
+                sizes[last] -= moved
+    return best_batches
+
+
+# numpy's scalars are "Any" to the type checker.
+# mypy: disable-error-code="no-any-return"
+
+
+class Times(NamedTuple):
+    """Execution times and maximum waits of requests, for each batch size.
+
+    Attributes:
+        exec_s: ``float64[requests, most]``: time without waiting in a batch of ``column + 1``.
+        latest_s: same shape: the longest wait with which the request still meets its objective,
+            negative if it cannot.
+    """
+
+    exec_s: Floats
+    latest_s: Floats
+
+
+class Jobs(NamedTuple):
+    """Requests to map.
+
+    Attributes:
+        waiting: times of the waiting requests, which can be in any batch.
+        running: times of the running requests, which stay in the first batch; ``None`` if none.
+        joining: times of the waiting requests in the first batch; ``None`` if they are the same as
+            in any other batch.
+        waited_s: sum of the waits of all requests so far.
+    """
+
+    waiting: Times
+    running: Times | None = None
+    joining: Times | None = None
+    waited_s: float = 0.0
+
+
+class Schedule(NamedTuple):
+    """The annealing schedule and its random numbers; both bound the cost of a search.
+
+    Attributes:
+        temperatures: ``float64[levels]``, descending.
+        draws: ``float64[levels, iterations, 4]`` in [0, 1): the move, its two requests, acceptance.
+    """
+
+    temperatures: Floats
+    draws: Floats
+
+    @classmethod
+    def of(
+        cls, initial: float, threshold: float, iterations: int, decay: float, seed: int
+    ) -> Schedule:
+        """Levels from ``initial``, each ``decay`` times the one before, until below ``threshold``.
+
+        The random numbers are drawn once and used by every search: the result depends on the
+        requests and the seed, not on earlier searches.
+        """
+        temperatures = initial * np.power(
+            decay, np.arange(levels(initial, threshold, decay), dtype=np.float64)
+        )
+        draws = np.random.default_rng(seed).random((len(temperatures), iterations, 4))
+        return cls(temperatures, draws)
+
+
+def levels(initial: float, threshold: float, decay: float) -> int:
+    """How many temperatures there are from ``initial`` down to ``threshold``, both above 0, each
+    ``decay`` (between 0 and 1) times the one before."""
+    return 0 if initial < threshold else floor(log(threshold / initial) / log(decay)) + 1
+
+
+class Mapping(NamedTuple):
+    """The result of a search.
+
+    Attributes:
+        order: ``int64[waiting]``: indices of the waiting requests, in order.
+        sizes: ``int64[batches]``: how many waiting requests are in each batch. The first batch also
+            has the running ones, and can have no waiting request.
+        met: requests that meet their objective, running ones included.
+        latency_s: sum of the end-to-end latencies, running ones included.
+    """
+
+    order: Ints
+    sizes: Ints
+    met: int
+    latency_s: float
+
+    @property
+    def g(self) -> float:
+        """The objective, met requests per second of latency."""
+        return self.met / self.latency_s if self.latency_s > 0 else inf
+
+
+def predict(
+    table: Floats,
+    now_s: float,
+    model: InteractionLatency,
+    most: int,
+    expected_tokens: float,
+    decoding: int = 0,
+) -> Times:
+    """The times of the requests of ``table`` at ``now_s``. ``O(requests * most)``.
+
+    Eq. 14 to 19 with the remaining work of a request: its pending prefill, and the predicted output
+    not yet emitted (at least one token). Before the first token, the TTFT, TPOT and end-to-end time
+    that are stated are judged as in the paper (Eq. 5 to 9); the time since arrival counts as
+    waiting. Afterwards TTFT is known, and the mean TPOT since the first token and the end-to-end
+    time decide.
+
+    Args:
+        table: rows of :mod:`sluice.scheduling.request.kernels`.
+        model: predictor of prefill and decode time.
+        most: largest batch size.
+        expected_tokens: output length of a request without a prediction.
+        decoding: number of requests in the batch that decode already and take no part in a prefill.
+    """
+    return Times(
+        *times_of(table, model.coefficients, now_s, most, float(expected_tokens), decoding)
+    )
+
+
+@kernels.compiled
+def times_of(
+    table: Floats,
+    coefficients: Floats,
+    now_s: float,
+    most: int,
+    expected_tokens: float,
+    decoding: int,
+) -> tuple[Floats, Floats]:
+    """The compiled loop of :func:`predict`: both arrays of its result."""
+    exec_s = np.empty((table.shape[0], most))
+    latest_s = np.empty((table.shape[0], most))
+    for index in range(table.shape[0]):
+        row = table[index]
+        emitted, pending, tpot_s = row[kernels.EMITTED], row[kernels.PENDING], row[kernels.TPOT]
+        expected = row[kernels.EXPECTED]
+        left = max((expected_tokens if isnan(expected) else expected) - emitted, 1.0)
+        context = row[kernels.COMPUTED] + pending + (left + 1.0) / 2.0
+        first_due_s = row[kernels.ARRIVAL] + row[kernels.TTFT]
+        end_s = row[kernels.ARRIVAL] + row[kernels.E2E]
+        first_s = row[kernels.FIRST_TOKEN]
+        for place in range(most):
+            prefill_s = 0.0
+            if kernels.needs_prefill(emitted, pending):
+                joining = max(place + 1.0 - decoding, 0.0)
+                prefill_s = interaction_s(coefficients[0], joining, pending)
+            decode_s = left * interaction_s(coefficients[1], place + 1.0, context)
+            seconds = prefill_s + decode_s
+            if emitted == 0.0:
+                until_s = first_due_s - prefill_s
+                missed = decode_s > left * tpot_s
+            elif isnan(first_s):
+                until_s, missed = inf, False
+            else:
+                until_s = first_s + (emitted + left - 1.0) * tpot_s - seconds
+                missed = first_s > first_due_s
+            exec_s[index, place] = seconds
+            latest_s[index, place] = -inf if missed else min(until_s, end_s - seconds) - now_s
+    return exec_s, latest_s
+
+
+@kernels.compiled
+def interaction_s(coefficients: Floats, batch: float, length: float) -> float:
+    """:meth:`~sluice.scheduling.latency.request_model.Interaction.seconds` of ``float64[4]``
+    coefficients."""
+    return (coefficients[0] * length + coefficients[1]) * batch + (
+        coefficients[2] * length + coefficients[3]
+    )
+
+
+def anneal(jobs: Jobs, schedule: Schedule) -> Mapping:
+    """Search the mapping with the greatest G (002 §4.3, Algorithm 1).
+
+    The two start mappings are the given order and the order of ascending execution time, both in
+    full batches. If the second meets every objective it is returned at once, although smaller
+    batches could still improve G, as the paper accepts. Otherwise the better one is annealed and
+    the best mapping seen is returned. Each step makes a random move: it pulls a request into the
+    batch before, pushes it into the next one, or swaps two.
+
+    ``O(levels * iterations * waiting)`` at most: a step evaluates the batches from the first one
+    that it changed.
+
+    Our readings:
+
+    - Pushing out of the last batch opens a new one, else the number of batches could never grow
+      (Fig. 4 needs it). A pull or push into a full batch becomes a swap.
+    - A worse mapping is accepted with ``exp(LOSS_SCALE * change / T)``, where ``change`` is the
+      relative change of G times the number of requests, so that it is -1 where one request's share
+      of G is lost. The paper's ``exp(change of G / T)``, with temperatures of 500 to 20 and a G far
+      below 1, accepts nearly every move to the end, which is a random walk.
+    - While no request meets its objective, lower latency is better.
+
+    Raises:
+        ValueError: more requests run already than the largest batch may have.
+    """
+    problem = _problem(jobs)
+    exec_s, latest_s, under_way, running = problem
+    _, most, waiting = exec_s.shape
+    sizes, batches = _full_batches(waiting, most, running)
+    whole = (running, 0, batches, batches)
+    before = np.zeros((2, waiting + 3, COLUMNS))
+    before[:, 0, LATENCY] = jobs.waited_s
+    starts = (np.arange(waiting), np.argsort(exec_s[1, -1], kind="stable"))
+    for order, rows in zip(starts, before, strict=True):
+        evaluate(exec_s, latest_s, under_way, order, sizes, whole, rows, rows)
+    ends = before[:, batches]
+    all_met = bool(ends[1, MET] == waiting + running)
+    best = int(all_met or objective(*ends[1, :2]) > objective(*ends[0, :2]))
+    order, rows = starts[best], before[best]
+    if waiting and not all_met:
+        found = order.copy(), sizes.copy()
+        other = before[1 - best]
+        batches = search(problem, found, (order, sizes), batches, rows, other, schedule)
+        order, sizes = found
+        whole = (running, 0, batches, batches)
+        evaluate(exec_s, latest_s, under_way, order, sizes, whole, rows, rows)
+    return Mapping(order, sizes[:batches], int(rows[batches, MET]), float(rows[batches, LATENCY]))
+
+
+def _problem(jobs: Jobs) -> Problem:
+    most = jobs.waiting.exec_s.shape[1]
+    running = 0 if jobs.running is None else len(jobs.running.exec_s)
+    if running > most:
+        raise ValueError(f"at most {most} requests can run in a batch, {running} run already")
+    under_way = np.zeros((most, 3))
+    if jobs.running is not None:
+        under_way[:, MET] = (jobs.running.latest_s >= 0).sum(axis=0)
+        under_way[:, LATENCY] = jobs.running.exec_s.sum(axis=0)
+        under_way[:, WAIT] = jobs.running.exec_s.max(axis=0, initial=0.0)
+    first = jobs.joining or jobs.waiting
+    return Problem(
+        np.array((first.exec_s.T, jobs.waiting.exec_s.T)),
+        np.array((first.latest_s.T, jobs.waiting.latest_s.T)),
+        under_way,
+        running,
+    )
+
+
+def _full_batches(waiting: int, most: int, running: int) -> tuple[Ints, int]:
+    """Sizes of batches filled one by one, padded to the maximum number of batches, and the number
+    of batches in use."""
+    ends = np.minimum(max(most - running, 0) + most * np.arange(waiting + 2), waiting)
+    return np.diff(ends, prepend=0), int(np.count_nonzero(ends < waiting)) + 1
+
 
 MOST_STEPS = 50_000
 """Most steps of one search, about ten milliseconds at 40 requests."""
@@ -122,7 +610,7 @@ class AnnealingOptions(PolicyOptions):
 class Annealing(BatchPolicy):
     """Admits waiting requests by a priority mapping that maximises attainment over mean latency.
 
-    The mapping (:mod:`sluice.scheduling.batching.priority_mapping`) puts the waiting requests into
+    The mapping (:mod:`sluice.scheduling.batching.annealing`) puts the waiting requests into
     a sequence of batches. The paper runs these batches one after the other; an engine with
     continuous batching does not have to. Our readings:
 

@@ -138,7 +138,7 @@ class Job(NamedTuple):
         reserve_tokens: a guarantee must leave capacity for one more request with a prompt of this
             length, see :mod:`sluice.scheduling.tenancy.fair_shares`.
         worthier_s: work of prefills on each replica that is expected to come later, be due before
-            this one and be worth more, see :mod:`sluice.scheduling.autoscaling.recent_demand`.
+            this one and be worth more, see :mod:`sluice.scheduling.autoscaling.load`.
     """
 
     query: RouteQuery

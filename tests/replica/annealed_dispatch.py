@@ -25,8 +25,7 @@ import numpy as np
 
 from sluice.benchmarks.options import number_option
 from sluice.replica.vllm.local_model import local_model
-from sluice.scheduling.batching.annealing import AnnealingOptions
-from sluice.scheduling.batching.priority_mapping import Jobs, Schedule, anneal, predict
+from sluice.scheduling.batching.annealing import AnnealingOptions, Jobs, Schedule, anneal, predict
 from sluice.scheduling.latency.request_model import InteractionLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import row_of

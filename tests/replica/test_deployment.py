@@ -26,7 +26,7 @@ from sluice.replica.engine import (
     ResponseTail,
     request_key,
 )
-from sluice.scheduling.batching.builder import begin
+from sluice.scheduling.batching.batch import begin
 from sluice.scheduling.request.objective import SLO
 from tests.e2e.conftest import PATIENT
 from tests.own_ray import own_ray

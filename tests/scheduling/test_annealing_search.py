@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.benchmarks.experiments.annealing import all_mappings, exhaustive, make_jobs, score
-from sluice.scheduling.batching.priority_mapping import (
+from sluice.scheduling.batching.annealing import (
     Jobs,
     Mapping,
     Schedule,
     Times,
+    acceptance,
     anneal,
     levels,
     predict,
 )
-from sluice.scheduling.batching.priority_search import acceptance
 from sluice.scheduling.latency.request_model import InteractionLatency
 from sluice.scheduling.request.kernels import COMPUTED, EMITTED, FIRST_TOKEN, PENDING, RUNNING
 from sluice.scheduling.request.objective import SLO

@@ -8,8 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.scheduling.latency.model import LinearLatency, StepSample
-from sluice.scheduling.preemption import DecodeTurns, decode_step_due_s
-from sluice.scheduling.preemption.decode_turns import LEAST_GAP_SHARE, REMEMBERED_S, USABLE
+from sluice.scheduling.preemption import (
+    LEAST_GAP_SHARE,
+    REMEMBERED_S,
+    USABLE,
+    DecodeTurns,
+    decode_step_due_s,
+)
 
 STEP_S, GAP_S = 0.02, 0.05
 NONE = np.empty(0)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sluice.scheduling.admission import make_policy
 from sluice.scheduling.admission.constraint import Constraint
-from sluice.scheduling.autoscaling.recent_demand import (
+from sluice.scheduling.autoscaling.load import (
     EXCESS,
     LEAST_SPAN_S,
     MEMORY,

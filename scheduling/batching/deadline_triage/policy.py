@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import ceil, inf
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +18,9 @@ from sluice.scheduling.assumptions import (
 )
 from sluice.scheduling.batching.aged_lane import LONGEST_STEPS, AgedLane
 from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
-from sluice.scheduling.batching.deadline_triage.outranked import outranked
+from sluice.scheduling.batching.best_effort import victims
 from sluice.scheduling.batching.deadline_triage.rows import (
+    LEAST_TIMELY,
     blocks_needed,
     by_time_left,
     capacity_s,
@@ -28,9 +29,9 @@ from sluice.scheduling.batching.deadline_triage.rows import (
     mean_ttft_s,
     paces_of,
     time_left_s,
+    timely_share,
 )
 from sluice.scheduling.batching.deadline_triage.selection import keep, sort_out
-from sluice.scheduling.batching.deadline_triage.tail import Limits, tail
 from sluice.scheduling.batching.prefill_share import least_useful_s
 from sluice.scheduling.fleet.local_orders import SLIDE
 from sluice.scheduling.latency.model import LatencyModel
@@ -38,20 +39,177 @@ from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.request.kernels import (
     ARRIVAL,
     COMPUTED,
+    EMITTED,
     FIRST_TOKEN,
     KV_BLOCKS,
+    PENDING,
     PRIORITY,
     RUNNING,
     TTFT,
     Floats,
     Ints,
+    compiled,
     is_prefill,
     pending_work_s,
 )
 from sluice.scheduling.request.objective import Anchor
 from sluice.scheduling.request.queue import QueueView
 
+# numpy's scalars are "Any" to the type checker.
+# mypy: disable-error-code="no-any-return"
+
+
+def outranked(
+    table: Floats, kept: Ints, shed: Ints, spare_s: Floats, room: int, block_tokens: int
+) -> tuple[Ints, int]:
+    """The prefills of ``shed`` to preempt so that the first of ``kept`` that waits for blocks can
+    begin, and its place in ``kept``. They have begun, have no output, and would be late even
+    alone. There are none if it fits as it is, or would not fit then either. ``O(kept + shed)``.
+
+    As few as needed, and among single sufficient ones the one that loses least
+    (:func:`~sluice.scheduling.batching.best_effort.victims`).
+
+    Args:
+        spare_s: per row, time left if it ran alone; negative if it would be late.
+        room: KV blocks for prefills.
+    """
+    begun = shed[table[shed, RUNNING] > 0]
+    begun = begun[(table[begun, EMITTED] == 0) & (spare_s[begun] < 0)]
+    if not len(begun):
+        return begun, 0
+    place, needed = first_waiting(table, kept, block_tokens)
+    missing, held = needed - room, table[begun, KV_BLOCKS]
+    if place < 0 or missing <= 0 or held.sum() < missing:
+        return begun[:0], 0
+    return begun[victims(held, table[begun, COMPUTED], missing, 0)], place
+
+
+@compiled
+def first_waiting(table: Floats, kept: Ints, block_tokens: int) -> tuple[int, int]:
+    """The place in ``kept`` of the first prefill that has not begun, -1 if all have, and the KV
+    blocks that it needs beside all those that have."""
+    first, blocks = -1, 0
+    for place, row in enumerate(kept):
+        waits = table[row, RUNNING] == 0.0
+        if waits and first >= 0:
+            continue
+        upto = ceil((table[row, COMPUTED] + table[row, PENDING]) / block_tokens)
+        blocks += max(0, upto - int(table[row, KV_BLOCKS]))
+        if waits:
+            first = place
+    return first, blocks
+
+
+# numpy's scalars are "Any" to the type checker.
+# mypy: disable-error-code="no-any-return"
+
+
 Mask = NDArray[np.bool_]
+
+STANDBY_PROMPTS = 2.0
+"""The tail starts no output unless this many mean prompts could be prefilled in a mean TTFT."""
+
+SPARE_PROMPTS = 2 * STANDBY_PROMPTS
+"""From this many on it also starts any number of outputs that would all be late."""
+
+LATE_SHARE = 0.1
+"""Otherwise late requests have this share of the running sequences, but at least one sequence."""
+
+
+class Limits(NamedTuple):
+    """What bounds the start of shed prefills.
+
+    Attributes:
+        standby: mean prompts that could be prefilled in a mean TTFT beside the decodes.
+        late: running decodes that are late.
+        active: running sequences.
+        reserve: share of the KV blocks and of the sequences that stays free.
+    """
+
+    standby: float
+    late: int
+    active: int
+    reserve: float
+
+
+def tail(
+    batch: BatchBuilder,
+    table: Floats,
+    shed: Ints,
+    running: Mask,
+    left_s: Floats,
+    work_s: Floats,
+    limits: Limits,
+) -> Ints:
+    """The shed prefills that may run: those that have begun, as they hold memory, before those that
+    wait; both by worth, descending: priority times
+    :func:`~sluice.scheduling.batching.deadline_triage.rows.timely_share` over work.
+    ``O(n log n)``."""
+    space = (batch.free_blocks, batch.sequences_left, batch.block_tokens)
+    timely = timely_share(table, shed, left_s, work_s)
+    return startable(table, shed, running, timely, work_s, limits, space)
+
+
+@compiled
+def startable(
+    table: Floats,
+    shed: Ints,
+    running: Mask,
+    timely: Floats,
+    work_s: Floats,
+    limits: Limits,
+    space: tuple[int, int, int],
+) -> Ints:
+    """The same, for :func:`tail`. Each prefill that begins takes time from every one that arrives
+    while it decodes, so one whose output would all be late waits for its place.
+
+    Args:
+        running: per row, whether it has begun.
+        timely: of each of ``shed``, the share of its output that can be on time.
+        space: free KV blocks and sequences, and tokens per block.
+    """
+    free_blocks, sequences, block_tokens = space
+    count = shed.shape[0]
+    worth = np.empty(count)
+    late = limits.late
+    held = 0.0
+    for row in range(table.shape[0]):
+        if running[row]:
+            held += table[row, KV_BLOCKS]
+    for place, row in enumerate(shed):
+        worth[place] = -table[row, PRIORITY] * timely[place] / max(work_s[row], 1e-9)
+        if running[row] and timely[place] <= LEAST_TIMELY:
+            late += 1
+    room = free_blocks - limits.reserve * (free_blocks + held)
+    places = sequences - int(limits.reserve * (sequences + limits.active))
+    late_places = max(1, int(LATE_SHARE * limits.active)) - late
+    needed = blocks_needed(table, shed, block_tokens)
+    order = np.argsort(worth, kind="mergesort")
+    chosen = np.empty(count, np.int64)
+    taken = 0
+    for begun in (True, False):
+        for place in order:
+            row = shed[place]
+            if running[row] != begun:
+                continue
+            if not begun and limits.standby < SPARE_PROMPTS:
+                if limits.standby < STANDBY_PROMPTS:
+                    continue
+                if timely[place] <= LEAST_TIMELY:
+                    late_places -= 1
+                    if late_places < 0:
+                        continue
+            if needed[place] > room:
+                continue
+            room -= needed[place]
+            if not begun:
+                places -= 1
+                if places < 0:
+                    continue
+            chosen[taken] = row
+            taken += 1
+    return chosen[:taken]
+
 
 _ONE_TOKEN: Floats = np.empty(0)
 """Each decode emits one token a step."""
@@ -166,7 +324,7 @@ class DeadlineTriage(BatchPolicy):
        against the free sequences and KV blocks. A kept prefill without free blocks or a sequence
        waits for them. For the first of these to be due, shed prefills that have begun and would be
        late even alone are preempted, but not the one that the aged lane works on
-       (:mod:`sluice.scheduling.batching.deadline_triage.outranked`). Prefills whose deadline cannot
+       (:mod:`sluice.scheduling.batching.deadline_triage.policy`). Prefills whose deadline cannot
        be met are shed. Each batch decides again, so a shed request is kept once its deadline can be
        met. A late guaranteed prefill is not shed: it goes as far to the front as makes no kept
        prefill miss its deadline.
@@ -176,7 +334,7 @@ class DeadlineTriage(BatchPolicy):
        batch would make that prefill late. While the kept prefills
        can meet their deadlines beside all decodes, or blocks or sequences are short, all decodes
        come first: leaving one out then gains nothing and holds its memory longer.
-    4. *Tail*: shed prefills (:mod:`sluice.scheduling.batching.deadline_triage.tail`): those that
+    4. *Tail*: shed prefills (:mod:`sluice.scheduling.batching.deadline_triage.policy`): those that
        have begun, then the others, both by worth, descending: priority times the share of the
        output that can still be on time (a late first token is caught up with at twice the pace of
        its TPOT), over work. The tail gets 0.1 to 0.8 of the minimum TPOT in a batch, less with a
