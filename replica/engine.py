@@ -23,7 +23,10 @@ Endpoint = Literal[
     "completions",
     "responses",
     "messages",
+    "count_tokens",
     "embeddings",
+    "classify",
+    "pooling",
     "score",
     "rerank",
     "transcriptions",
@@ -33,16 +36,22 @@ Endpoint = Literal[
 ]
 """What is asked of an engine: OpenAI's endpoints, Anthropic's messages, and vLLM's own."""
 
+ANTHROPIC: frozenset[Endpoint] = frozenset(("messages", "count_tokens"))
+"""Endpoints of Anthropic's API; the others are OpenAI's, or like them."""
+
 SPEECH: frozenset[Endpoint] = frozenset(("transcriptions", "translations"))
 """Endpoints that transcribe or translate audio: the body has it as ``file``, bytes."""
 
 GENERATING: frozenset[Endpoint] = SPEECH | {"chat", "completions", "responses", "messages"}
 """Endpoints that generate text: they have sampling parameters and can be streamed."""
 
-POOLING: frozenset[Endpoint] = frozenset(("embeddings", "score", "rerank"))
+EMBEDDING: frozenset[Endpoint] = frozenset(("embeddings", "classify", "pooling"))
+"""Endpoints that answer with vectors of their inputs, which are embedded, classified or pooled."""
+
+POOLING: frozenset[Endpoint] = EMBEDDING | {"score", "rerank"}
 """Endpoints that answer with vectors or scores; the engine counts each as an output token."""
 
-UNSCHEDULED: frozenset[Endpoint] = frozenset(("tokenize", "detokenize"))
+UNSCHEDULED: frozenset[Endpoint] = frozenset(("tokenize", "detokenize", "count_tokens"))
 """Endpoints whose requests never reach an engine's scheduler: they have no SLO, and any replica
 answers them."""
 
@@ -351,7 +360,8 @@ class Engine(Protocol):
         While the engine is stalled this waits."""
 
     async def models(self) -> dict[str, Any]:
-        """The OpenAI list-models body."""
+        """The OpenAI list-models body, and as ``endpoints`` the names of those that the engine
+        offers."""
 
     async def check_health(self) -> None:
         """Return if the engine is alive. A stalled engine is alive: see

@@ -19,6 +19,7 @@ from zlib import crc32
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sluice.replica.engine import Endpoint
+from sluice.replica.errors import RequestError
 
 MAX_CHOICES = 16
 """Most choices (prompts times ``n``) of one request."""
@@ -35,28 +36,6 @@ _WORDS = (
     *("kind", "head", "house", "service", "friend", "father", "power", "hour", "game", "line"),
     *("end", "member", "law", "car"),
 )
-
-
-class RequestError(ValueError):
-    """A request that gets an OpenAI error body: ``status``, ``kind`` (its type) and ``param``."""
-
-    def __init__(
-        self, message: str, param: str | None, status: int = 400, kind: str = "BadRequestError"
-    ) -> None:
-        super().__init__(message)
-        self.param = param
-        self.status = status
-        self.kind = kind
-
-    def body(self) -> bytes:
-        """The error body."""
-        return error_body(str(self), self.kind, self.status, self.param)
-
-
-def error_body(message: str, kind: str, status: int, param: str | None = None) -> bytes:
-    """An error in OpenAI's shape, with vLLM's choice of ``type`` and ``code``."""
-    error = {"message": message, "type": kind, "param": param, "code": status}
-    return json.dumps({"error": error}).encode()
 
 
 class Prompt(NamedTuple):
@@ -144,7 +123,7 @@ def parse_call(endpoint: Endpoint, body: dict[str, Any], model: str, max_model_t
             f"The simulated engine does not offer {endpoint}; it offers chat and completions.",
             "model",
             404,
-            "NotFoundError",
+            "endpoint_not_offered",
         )
     try:
         parsed = (_Chat if endpoint == "chat" else _Completion).model_validate(body)
@@ -154,7 +133,7 @@ def parse_call(endpoint: Endpoint, body: dict[str, Any], model: str, max_model_t
         raise RequestError(f"{param or 'body'}: {first['msg']}", param) from error
     if parsed.model is not None and parsed.model != model:
         message = f"The model `{parsed.model}` does not exist; this server has `{model}`."
-        raise RequestError(message, "model", 404, "NotFoundError")
+        raise RequestError(message, "model", 404, "model_not_found")
     call = Call(
         endpoint=endpoint,
         prompts=_prompts(parsed),
@@ -302,4 +281,4 @@ def models_body(model: str, max_model_tokens: int, created_s: int) -> dict[str, 
         "owned_by": "sluice",
         "max_model_len": max_model_tokens,
     }
-    return {"object": "list", "data": [entry]}
+    return {"object": "list", "data": [entry], "endpoints": ["chat", "completions"]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sluice.replica.engine import EngineRequest
-from sluice.replica.openai_format import RequestError
+from sluice.replica.errors import RequestError
 
 
 def check_resume(request: EngineRequest) -> None:

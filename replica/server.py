@@ -17,6 +17,7 @@ from typing import Any
 from sluice.replica.config import ReplicaConfig
 from sluice.replica.engine import (
     UNSCHEDULED,
+    Endpoint,
     Engine,
     EngineInfo,
     EngineRequest,
@@ -28,7 +29,7 @@ from sluice.replica.engine import (
     request_key,
     table_capacity,
 )
-from sluice.replica.openai_format import error_body
+from sluice.replica.errors import RequestError
 from sluice.replica.reporter import Membership, Reporter, ReportTarget
 from sluice.replica.request_trace import RequestTrace
 from sluice.replica.response import Response
@@ -143,7 +144,7 @@ class Replica:
         """
         if not self._has_room(request):
             self._report_finished(request)
-            return Response(wake, self._refusal())
+            return Response(wake, self._refusal(request.endpoint))
         response = Response(wake)
         with of_request(request.request_id):
             pump = asyncio.create_task(self._pump(request, response))
@@ -194,15 +195,17 @@ class Replica:
         # Without this limit the best-effort requests of one tenant could take all slots.
         return has_room(self._of_tenant[request.tenant], free, request.weight, PLACES_PART)
 
-    def _refusal(self) -> list[ResponseItem]:
+    def _refusal(self, endpoint: Endpoint) -> list[ResponseItem]:
         limit = self._config.max_live_requests
-        message = (
+        error = RequestError(
             f"This replica serves at most {limit} requests, and has no free slot for this one. "
-            "Try again later."
+            "Try again later.",
+            None,
+            503,
         )
         return [
-            ResponseHead(503, "application/json", self.replica_id),
-            ResponseChunk(error_body(message, "ServiceUnavailableError", 503)),
+            ResponseHead(error.status, "application/json", self.replica_id),
+            ResponseChunk(error.body(endpoint)),
             ResponseTail(0, 0),
         ]
 

@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Route
 
+from sluice.controller.version import version
 from sluice.replica.engine import Endpoint
 from sluice.router import wire
 from sluice.router.admin.api import admin_routes
@@ -37,14 +38,21 @@ from sluice.router.dispatch.loop_deadlines import LoopAge, LoopDeadlines
 from sluice.router.dispatch.models import ModelRegistry
 from sluice.router.dispatch.response import CallResponse
 from sluice.router.errors import ApiError, Reason, shown
-from sluice.router.ingress.access import LIVE_PATH, METRICS_PATH, OPEN_PATH, ROOT_PATH, Access
+from sluice.router.ingress.access import (
+    LIVE_PATH,
+    METRICS_PATH,
+    OPEN_PATH,
+    PING_PATH,
+    ROOT_PATH,
+    Access,
+)
 from sluice.router.ingress.admin_access import PAGE_PATH
 from sluice.router.ingress.cors import Cors
 from sluice.router.ingress.load_shedding import Pause, Shedder
 from sluice.router.ingress.middleware import IngressMiddleware
 from sluice.router.metrics.page import Page
 from sluice.router.openapi import PATH, document
-from sluice.router.request.arrival import INFERENCE_PATHS, Arrival
+from sluice.router.request.arrival import INFERENCE_PATHS, Arrival, endpoint_at
 from sluice.router.request.call import CallReader
 from sluice.router.request.token_limits import output_to_expect
 from sluice.router.tenancy.rate_limits import NO_CHARGE, RateLimiter, Share
@@ -164,7 +172,7 @@ class Calls:
         span = telemetry.begin(arrival, endpoint, request.headers.raw)
         try:
             call = await self._reader.read(request, endpoint)
-            fleet = await fleets.find(call.model, call.client.caps.models)
+            fleet = await fleets.find(call.model, call.client.caps.models, endpoint)
             call = await self._loops.bounded(call)
             prompt_tokens = fleet.dispatcher.estimator.estimate(call.prompt)
             expected = output_to_expect(endpoint, call.output_tokens)
@@ -172,7 +180,7 @@ class Calls:
         except ApiError as error:
             fleets.edge.refused(endpoint, error.reason, arrival.client)
             telemetry.refused(arrival, endpoint, error.reason, span)
-            return error.response()
+            return error.response(endpoint)
         except ClientDisconnect:
             fleets.edge.left_early(endpoint, arrival.client)
             telemetry.left_early(arrival, endpoint, span)
@@ -190,9 +198,11 @@ def _model_routes(fleets: ModelRegistry) -> APIRouter:
     """What can be asked of models without a call."""
     routes = APIRouter()
 
-    @routes.get("/v1/responses/{rest:path}", response_model=None)
     async def kept_response(_: Request) -> Response:
-        raise ApiError(Reason.NOT_FOUND, "Responses are not kept: there is none to be read later.")
+        told = "Responses are not kept: there is none to be read later."
+        raise ApiError(Reason.NOT_FOUND, told, "response_id")
+
+    routes.add_route("/v1/responses/{rest:path}", kept_response, ["GET", "POST", "DELETE"])
 
     @routes.get("/v1/models", response_model=None)
     async def models(request: Request) -> dict[str, Any]:
@@ -226,13 +236,18 @@ def _status_routes(
             **({"page": PAGE_PATH} if has_page else {}),
         }
 
-    @routes.get("/health", response_model=None)
+    @routes.get(OPEN_PATH, response_model=None)
+    @routes.api_route(PING_PATH, methods=["GET", "POST"], response_model=None)
     async def health() -> dict[str, Any]:
         return await fleets.health()
 
     @routes.get(LIVE_PATH, response_model=None)
     async def live() -> Response:
         return Response("success", media_type="text/plain")
+
+    @routes.get("/version", response_model=None)
+    async def served_version() -> dict[str, str]:
+        return {"version": version()}
 
     @routes.get(PATH, response_model=None)
     async def openapi() -> dict[str, Any]:
@@ -261,11 +276,14 @@ def _running(first: Callable[[], Awaitable[None]], *jobs: Job) -> Lifespan:
 
 
 def _add_error_handlers(api: FastAPI) -> None:
-    """Every error in OpenAI's shape."""
+    """Every error in the shape of the API that is spoken."""
 
-    async def told(_: Request, error: Exception) -> JSONResponse:
+    def at(request: Request) -> Endpoint | None:
+        return endpoint_at(request.scope["path"])
+
+    async def told(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)
-        return error.response()
+        return error.response(at(request))
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
@@ -273,7 +291,7 @@ def _add_error_handlers(api: FastAPI) -> None:
         # The URL's would do, but making one fails where the header `host` or the query is odd.
         path = shown(request.scope["path"], limit=256)
         message = f"{request.method} {path} is not served here."
-        return ApiError(reason, message, headers=dict(error.headers or {})).response()
+        return ApiError(reason, message, headers=dict(error.headers or {})).response(at(request))
 
     async def unexpected(request: Request, _: Exception) -> JSONResponse:
         # Starlette answers these outside the gate, so the id is added here.
@@ -282,7 +300,7 @@ def _add_error_handlers(api: FastAPI) -> None:
             Reason.INTERNAL,
             "The router failed; its log says why.",
             headers={wire.REQUEST_ID_HEADER: arrival.request_id},
-        ).response()
+        ).response(at(request))
 
     api.add_exception_handler(ApiError, told)
     api.add_exception_handler(HTTPException, http)

@@ -198,9 +198,9 @@ class RouterConfig(BaseModel):
     api_keys: tuple[KeyEntry, ...] = Field(
         default=(),
         max_length=1_000,
-        description="Accepted keys, as `Authorization: Bearer` or in `x-api-key`: each a string, "
-        "or an object with the key or its digest and the limits of its client. With none here and "
-        "in `api_keys_file`, and without `issuers`, every request is accepted.",
+        description="Accepted keys, as `Authorization: Bearer`, `x-api-key` or `api-key`: each a "
+        "string, or an object with the key or its digest and the limits of its client. With none "
+        "here and in `api_keys_file`, and without `issuers`, every request is accepted.",
     )
     api_keys_file: KeyFile | None = Field(
         default=None,

@@ -1,20 +1,16 @@
-"""Maps the reason of a failure to the client's response: one table, OpenAI's error shape."""
+"""Maps the reason of a failure to the client's response: one table."""
 
 from __future__ import annotations
 
 import enum
-import json
 from math import ceil
 from typing import Any, NamedTuple
 
 from starlette.responses import JSONResponse
 
+from sluice.replica.engine import Endpoint
+from sluice.replica.errors import error_document, error_event
 from sluice.router import wire
-
-INVALID_REQUEST = "invalid_request_error"
-PERMISSION_ERROR = "permission_error"
-RATE_LIMIT_ERROR = "rate_limit_error"
-SERVER_ERROR = "server_error"
 
 MAX_RETRY_AFTER_S = 3_600.0
 """Maximum of ``Retry-After``, seconds."""
@@ -38,6 +34,7 @@ class Reason(enum.StrEnum):
     UNKNOWN_URL = "unknown_url"
     NOT_FOUND = "not_found"
     MODEL_NOT_FOUND = "model_not_found"
+    NOT_OFFERED = "endpoint_not_offered"
     BATCHES_OFF = "batches_off"
     STORAGE_LIMIT = "storage_limit"
     STORAGE_FULL = "storage_full"
@@ -75,53 +72,53 @@ class Rule(NamedTuple):
     has its own value; without either, a retry is useless, and the response says so."""
 
     status: int
-    type: str
     retry_after_s: float | None = None
 
 
 RULES: dict[Reason, Rule] = {
-    Reason.INVALID_VALUE: Rule(400, INVALID_REQUEST),
-    Reason.INVALID_JSON: Rule(400, INVALID_REQUEST),
-    Reason.INVALID_HTTP: Rule(400, INVALID_REQUEST),
-    Reason.BODY_TOO_SLOW: Rule(400, INVALID_REQUEST),
-    Reason.INVALID_API_KEY: Rule(401, INVALID_REQUEST),
-    Reason.INVALID_TOKEN: Rule(401, INVALID_REQUEST),
-    Reason.NOT_PERMITTED: Rule(403, PERMISSION_ERROR),
+    Reason.INVALID_VALUE: Rule(400),
+    Reason.INVALID_JSON: Rule(400),
+    Reason.INVALID_HTTP: Rule(400),
+    Reason.BODY_TOO_SLOW: Rule(400),
+    Reason.INVALID_API_KEY: Rule(401),
+    Reason.INVALID_TOKEN: Rule(401),
+    Reason.NOT_PERMITTED: Rule(403),
     # A limit that waiting does not lift.
-    Reason.STORAGE_LIMIT: Rule(403, INVALID_REQUEST),
-    Reason.UNKNOWN_URL: Rule(404, INVALID_REQUEST),
-    Reason.NOT_FOUND: Rule(404, INVALID_REQUEST),
-    Reason.MODEL_NOT_FOUND: Rule(404, INVALID_REQUEST),
-    Reason.BATCHES_OFF: Rule(404, INVALID_REQUEST),
-    Reason.METHOD_NOT_ALLOWED: Rule(405, INVALID_REQUEST),
-    Reason.REQUEST_TIMEOUT: Rule(408, INVALID_REQUEST),
-    Reason.LAST_REPLICA: Rule(409, INVALID_REQUEST),
-    Reason.TOO_LARGE: Rule(413, INVALID_REQUEST),
-    Reason.UNSUPPORTED_MEDIA: Rule(415, INVALID_REQUEST),
-    Reason.CLIENT_FULL: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),
-    Reason.REQUEST_RATE: Rule(429, RATE_LIMIT_ERROR),
-    Reason.TOKEN_RATE: Rule(429, RATE_LIMIT_ERROR),
-    Reason.SLO_UNATTAINABLE: Rule(429, RATE_LIMIT_ERROR),
-    Reason.OVER_SHARE: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),
-    Reason.QUEUE_FULL: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),
-    Reason.QUEUE_TIMEOUT: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),
-    Reason.DEADLINE_PASSED: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),
-    Reason.REQUEST_QUARANTINED: Rule(422, INVALID_REQUEST),
-    Reason.HEAD_TOO_LARGE: Rule(431, INVALID_REQUEST),
-    Reason.INTERNAL: Rule(500, SERVER_ERROR),
-    Reason.REQUEST_SUSPECTED: Rule(500, SERVER_ERROR),
-    Reason.ROUTER_FULL: Rule(503, SERVER_ERROR, retry_after_s=1),
-    Reason.ROUTER_OVERLOADED: Rule(503, SERVER_ERROR, retry_after_s=1),
-    Reason.ROUTER_STOPPING: Rule(503, SERVER_ERROR, retry_after_s=1),
-    Reason.REPLICAS_FULL: Rule(503, SERVER_ERROR, retry_after_s=1),
-    Reason.CONTROLLER_DOWN: Rule(503, SERVER_ERROR, retry_after_s=1),
-    Reason.ISSUER_UNAVAILABLE: Rule(503, SERVER_ERROR, retry_after_s=2),
-    Reason.NO_REPLICA: Rule(503, SERVER_ERROR, retry_after_s=2),
-    Reason.MODEL_STARTING: Rule(503, SERVER_ERROR, retry_after_s=2),
-    Reason.REPLICA_FAILED: Rule(503, SERVER_ERROR, retry_after_s=1),
-    Reason.STORAGE_FULL: Rule(507, SERVER_ERROR),
+    Reason.STORAGE_LIMIT: Rule(403),
+    Reason.UNKNOWN_URL: Rule(404),
+    Reason.NOT_FOUND: Rule(404),
+    Reason.MODEL_NOT_FOUND: Rule(404),
+    Reason.NOT_OFFERED: Rule(404),
+    Reason.BATCHES_OFF: Rule(404),
+    Reason.METHOD_NOT_ALLOWED: Rule(405),
+    Reason.REQUEST_TIMEOUT: Rule(408),
+    Reason.LAST_REPLICA: Rule(409),
+    Reason.TOO_LARGE: Rule(413),
+    Reason.UNSUPPORTED_MEDIA: Rule(415),
+    Reason.CLIENT_FULL: Rule(429, retry_after_s=1),
+    Reason.REQUEST_RATE: Rule(429),
+    Reason.TOKEN_RATE: Rule(429),
+    Reason.SLO_UNATTAINABLE: Rule(429),
+    Reason.OVER_SHARE: Rule(429, retry_after_s=1),
+    Reason.QUEUE_FULL: Rule(429, retry_after_s=1),
+    Reason.QUEUE_TIMEOUT: Rule(429, retry_after_s=1),
+    Reason.DEADLINE_PASSED: Rule(429, retry_after_s=1),
+    Reason.REQUEST_QUARANTINED: Rule(422),
+    Reason.HEAD_TOO_LARGE: Rule(431),
+    Reason.INTERNAL: Rule(500),
+    Reason.REQUEST_SUSPECTED: Rule(500),
+    Reason.ROUTER_FULL: Rule(503, retry_after_s=1),
+    Reason.ROUTER_OVERLOADED: Rule(503, retry_after_s=1),
+    Reason.ROUTER_STOPPING: Rule(503, retry_after_s=1),
+    Reason.REPLICAS_FULL: Rule(503, retry_after_s=1),
+    Reason.CONTROLLER_DOWN: Rule(503, retry_after_s=1),
+    Reason.ISSUER_UNAVAILABLE: Rule(503, retry_after_s=2),
+    Reason.NO_REPLICA: Rule(503, retry_after_s=2),
+    Reason.MODEL_STARTING: Rule(503, retry_after_s=2),
+    Reason.REPLICA_FAILED: Rule(503, retry_after_s=1),
+    Reason.STORAGE_FULL: Rule(507),
     # Sent inside a stream that already has its status.
-    Reason.STREAM_BROKEN: Rule(503, SERVER_ERROR),
+    Reason.STREAM_BROKEN: Rule(503),
 }
 
 
@@ -129,7 +126,7 @@ class ApiError(Exception):
     """A failure that is reported to the client.
 
     Args:
-        reason: selects status, type and headers from :data:`RULES`.
+        reason: selects status and headers from :data:`RULES`.
         message: what was wrong and what is allowed.
         param: the field or header at fault, if one is.
         headers: sent in addition to those of the rule.
@@ -160,22 +157,17 @@ class ApiError(Exception):
         """The row of the table."""
         return RULES[self.reason]
 
-    @property
-    def body(self) -> dict[str, Any]:
-        """OpenAI's error body, which is Anthropic's, too; with ``retry_after_ms`` where that was
-        predicted."""
-        error: dict[str, Any] = {
-            "message": self.message,
-            "type": self.rule.type,
-            "param": self.param,
-            "code": self.reason.value,
-        }
-        if self.retry_after_s is not None:
-            error["retry_after_ms"] = round(self.retry_after_s * 1000, 3)
-        return {"type": "error", "error": error}
+    def document(self, endpoint: Endpoint | None = None) -> dict[str, Any]:
+        """The body in the shape of the API of ``endpoint``, OpenAI's by default; with
+        ``retry_after_ms`` where that was predicted."""
+        predicted_ms = None if self.retry_after_s is None else round(self.retry_after_s * 1000, 3)
+        status, code = self.rule.status, self.reason.value
+        return error_document(endpoint, status, self.message, code, self.param, predicted_ms)
 
-    def response(self, headers: dict[str, str] | None = None) -> JSONResponse:
-        """The complete HTTP response, with ``headers`` added."""
+    def response(
+        self, endpoint: Endpoint | None = None, headers: dict[str, str] | None = None
+    ) -> JSONResponse:
+        """The complete HTTP response of ``endpoint``, with ``headers`` added."""
         merged = {**self._headers, **(headers or {})}
         retry_after_s = self.retry_after_s
         if retry_after_s is None:
@@ -184,13 +176,12 @@ class ApiError(Exception):
             merged["retry-after"] = str(max(1, ceil(retry_after_s)))
         if retry_after_s is None or retry_after_s > LONGEST_REPEAT_S:
             merged[wire.SHOULD_RETRY_HEADER] = "false"
-        return JSONResponse(self.body, status_code=self.rule.status, headers=merged)
+        body = self.document(endpoint)
+        return JSONResponse(body, status_code=self.rule.status, headers=merged)
 
-    def event(self, name: str = "") -> bytes:
-        """The error as a server-sent event, for a stream that has begun. Anthropic's clients go by
-        its ``name``, OpenAI's by the field ``error``."""
-        head = f"event: {name}\n" if name else ""
-        return f"{head}data: {json.dumps(self.body)}\n\n".encode()
+    def event(self, endpoint: Endpoint) -> bytes:
+        """The error as a server-sent event, for a stream that has begun."""
+        return error_event(endpoint, self.document(endpoint))
 
 
 def invalid(message: str, param: str | None = None) -> ApiError:

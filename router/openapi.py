@@ -19,6 +19,7 @@ from sluice.router.errors import RULES
 from sluice.router.request.arrival import BATCH_PATHS, INFERENCE_PATHS
 from sluice.router.request.engine_bounds import MAX_ENTRIES
 from sluice.router.request.session import MAX_SESSION_CHARACTERS
+from sluice.router.request.slo import SloReader
 from sluice.router.request.validation import MAX_INPUTS, MAX_MESSAGES, MAX_PROMPTS, field_schemas
 from sluice.router.wire import MAX_TOKENS
 from sluice.scheduling.request.job import Tier
@@ -41,18 +42,18 @@ _ERROR: Final[Schema] = {
     "properties": {
         "error": {
             "type": "object",
-            "required": ["message", "type", "param", "code"],
+            "required": ["message", "type", "code"],
             "properties": {
                 "message": _TEXT,
                 "type": _TEXT,
                 "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "integer", "null"]},
+                "code": _TEXT,
                 "retry_after_ms": {"type": "number", "minimum": 0},
             },
         }
     },
 }
-"""OpenAI's shape. An engine's own refusals come through and have numbers for codes."""
+"""OpenAI's shape, and Anthropic's, which has no `param`."""
 
 _ERRORS: Final[dict[str, Schema]] = {
     str(status): {
@@ -67,7 +68,10 @@ _SUMMARIES: Final[dict[Endpoint, str]] = {
     "completions": "Continue a prompt",
     "responses": "Answer an input",
     "messages": "Answer a conversation in Anthropic's format",
+    "count_tokens": "Count the tokens of a conversation in Anthropic's format",
     "embeddings": "Embed inputs",
+    "classify": "Classify inputs",
+    "pooling": "Pool inputs",
     "score": "Score pairs of texts",
     "rerank": "Order documents by their relevance to a query",
     "transcriptions": "Transcribe audio",
@@ -93,6 +97,10 @@ def document(config: RouterConfig) -> Schema:
     paths["/metrics"] = {
         "get": _operation("Metrics for Prometheus", {"text/plain": {"schema": _TEXT}})
     }
+    for method in ("get", "post"):
+        probe = {**_operation("The same for SageMaker", _json(_OBJECT)), "security": []}
+        paths.setdefault("/ping", {})[method] = probe
+    paths["/version"] = {"get": _operation("The version of Sluice", _json(_OBJECT))}
     paths[PATH] = {"get": _operation("This document", _json(_OBJECT))}
     if config.batches.directory is not None:
         paths |= _files() | _batches(config)
@@ -127,15 +135,12 @@ def _inference(endpoint: Endpoint, config: RouterConfig) -> Schema:
 
 def _body(endpoint: Endpoint, config: RouterConfig) -> Schema:
     fields: dict[str, Schema] = dict(field_schemas(endpoint))
-    fields |= {
-        name: {"type": ["string", "null"], "maxLength": MAX_SESSION_CHARACTERS}
-        for name in wire.SESSION_FIELDS
-    }
+    fields |= {name: {"type": ["string", "null"]} for name in wire.SESSION_FIELDS}
     fields |= _SHAPES[endpoint]
     required = [*_REQUIRED[endpoint]]
     if endpoint not in UNSCHEDULED:
         required.append("model")
-        tiers = [tier for each in config.classes.values() for tier in each.service_tiers]
+        tiers = SloReader(config).tiers(endpoint)
         fields[wire.SERVICE_TIER_FIELD] = {"enum": [*tiers, None]}
         fields[wire.SLO_FIELD] = _objective(config)
     # Those that are the server's own.
@@ -295,7 +300,10 @@ _SHAPES: Final[dict[Endpoint, dict[str, Schema]]] = {
         },
     },
     "messages": {"messages": _MESSAGES, "tools": {"maxItems": MAX_ENTRIES["tools"]}},
+    "count_tokens": {"messages": _MESSAGES, "tools": {"maxItems": MAX_ENTRIES["tools"]}},
     "embeddings": {"input": _prompt(MAX_INPUTS)},
+    "classify": {"input": _prompt(MAX_INPUTS)},
+    "pooling": {"input": _prompt(MAX_INPUTS)},
     "score": {"queries": _SCORED, "documents": _SCORED},
     "rerank": {"query": _SCORED_ENTRY, "documents": _SCORED},
     "tokenize": {"prompt": _TEXT},
@@ -306,7 +314,10 @@ _REQUIRED: Final[dict[Endpoint, tuple[str, ...]]] = {
     "completions": ("prompt",),
     "responses": ("input",),
     "messages": ("messages",),
+    "count_tokens": ("messages",),
     "embeddings": ("input",),
+    "classify": ("input",),
+    "pooling": ("input",),
     "score": ("queries", "documents"),
     "rerank": ("query", "documents"),
     "tokenize": ("prompt",),

@@ -123,6 +123,9 @@ SESSION_HEADER: Final = "x-sluice-session"
 SESSION_FIELDS: Final = ("prompt_cache_key", "user")
 """OpenAI's body fields that name a session if the header is missing; the first one wins."""
 
+KEY_HEADERS: Final = ("x-api-key", "api-key")
+"""Request: the key, as Anthropic's and Azure's clients send it."""
+
 TARGET_KWARG: Final = "_target"
 """Keyword of the replica call that the request router reads its hint from."""
 

@@ -23,6 +23,7 @@ CONTROLLER_SURFACE = (
 
 REPLICA_SURFACE = (
     "replica.engine",
+    "replica.errors",
     "replica.request_body",
     "replica.streams.wire",
 )

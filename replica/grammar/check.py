@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
+from sluice.replica.errors import RequestError
 from sluice.replica.grammar.process import (
     UNKNOWN,
     WALL_FACTOR,
@@ -26,7 +27,6 @@ from sluice.replica.grammar.process import (
     constraint_key,
     serve,
 )
-from sluice.replica.openai_format import RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,6 @@ class GrammarCheck:
                 f"The grammar or schema could not be checked: {verdict.message}. Try again later.",
                 None,
                 503,
-                "ServiceUnavailableError",
             )
         if verdict.fault is not None:
             raise RequestError(
@@ -119,7 +118,6 @@ class GrammarCheck:
                     f"{MAX_WAITING} grammars are waiting for their check. Try again later.",
                     None,
                     503,
-                    "ServiceUnavailableError",
                 )
             task = asyncio.create_task(self._try(key, constraint), name="grammar-check")
             self._trials[key] = task

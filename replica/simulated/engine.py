@@ -29,7 +29,8 @@ from sluice.replica.engine import (
     request_key,
     table_capacity,
 )
-from sluice.replica.openai_format import Call, RequestError, ResponseWriter, models_body, parse_call
+from sluice.replica.errors import RequestError
+from sluice.replica.openai_format import Call, ResponseWriter, models_body, parse_call
 from sluice.replica.resume import check_resume
 from sluice.replica.scheduler.batch_log import BatchLog
 from sluice.replica.scheduler.local_scheduler import LocalScheduler
@@ -186,7 +187,7 @@ class SimulatedEngine:
             live = self._submit(call, request, received_s)
         except RequestError as error:
             yield ResponseHead(error.status, "application/json")
-            yield ResponseChunk(error.body())
+            yield ResponseChunk(error.body(request.endpoint))
             yield ResponseTail(0, 0)
             return
         try:
@@ -212,7 +213,7 @@ class SimulatedEngine:
         limit = self._table.capacity
         if self._core.queued + call.choices > limit:
             message = f"The engine serves at most {limit} sequences at once. Try again later."
-            raise RequestError(message, None, 503, "ServiceUnavailableError")
+            raise RequestError(message, None, 503)
         cached_tokens = self._stop(request.kv_of_request) if request.kv_of_request else 0
         live = _LiveCall(request, call, received_s)
         arrival_s = received_s - request.waited_s

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sluice.replica.engine import EngineRequest
-from sluice.replica.openai_format import RequestError
+from sluice.replica.errors import RequestError
 
 TRANSFER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 """Fields of vLLM's API that say where an engine fetches KV, or which KV it gives away. Only engines

@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 
 from sluice.replica.config import EngineConfig
 from sluice.replica.engine import ConfigurationError
-from sluice.replica.openai_format import RequestError
+from sluice.replica.errors import RequestError
 
 logger = init_logger(__name__)
 
@@ -145,7 +145,6 @@ class DirectoryAdapters:
                         f"The adapter {name!r} is not loaded: {why}.",
                         "model",
                         503,
-                        "ServiceUnavailableError",
                     )
         return self._loaded.get(name, 0)
 

@@ -21,9 +21,9 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from sluice.replica.engine import ResponseChunk, Resume
+from sluice.replica.errors import RequestError
 from sluice.replica.grammar.bound import TOO_COSTLY
 from sluice.replica.grammar.check import GrammarCheck, structural_tags
-from sluice.replica.openai_format import RequestError
 from sluice.replica.scheduler.xargs import ARRIVAL_S, E2E_S, ID
 from sluice.replica.vllm.reasoning import end_among
 from sluice.replica.vllm.resume import AT_ONCE, may_go_on, repeat, rest_of

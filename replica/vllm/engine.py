@@ -31,7 +31,7 @@ from sluice.replica.engine import (
     chunks_of,
     table_capacity,
 )
-from sluice.replica.openai_format import RequestError
+from sluice.replica.errors import RequestError
 from sluice.replica.private_dir import private_dir
 from sluice.replica.profiling.profiler import latency_profile
 from sluice.replica.profiling.warm_up import warm_up
@@ -46,7 +46,7 @@ from sluice.replica.vllm.cpu_cores import bind_workers, on_cpu
 from sluice.replica.vllm.local_model import local_model
 from sluice.replica.vllm.reasoning import reasoning_ends
 from sluice.replica.vllm.request_parser import parse
-from sluice.replica.vllm.serving import Serving, event_bytes, whole_response
+from sluice.replica.vllm.serving import Serving, event_bytes, refused, whole_response
 from sluice.replica.vllm.setup import (
     Launched,
     engine_arguments,
@@ -237,13 +237,13 @@ class VllmEngine:
                 call.adapter = await self._adapters.ensure(request.body.get("model"))
             body = parse(request, serving, call, request.request_id in self._llm.calls)
         except RequestError as error:
-            for item in _refusal(error.status, error.body()):
+            for item in _refusal(error, request.endpoint):
                 yield item
             return
         self._llm.calls[request.request_id] = call
         self._live += 1
         self._idle.clear()
-        pieces = self._respond(serving, body, call)
+        pieces = self._respond(request.endpoint, serving, body, call)
         ended = False
         try:
             async for item in pieces:
@@ -271,12 +271,12 @@ class VllmEngine:
                 f"{offered}.",
                 "model",
                 404,
-                "NotFoundError",
+                "endpoint_not_offered",
             )
         return serving
 
     async def _respond(
-        self, serving: Serving, body: Any, call: ApiCall
+        self, endpoint: Endpoint, serving: Serving, body: Any, call: ApiCall
     ) -> AsyncIterator[ResponseItem]:
         from sluice.replica.vllm.client import CURRENT_CALL
 
@@ -284,7 +284,7 @@ class VllmEngine:
         response = await self._create(serving.layer, serving.create(body, None), call)
         if call.refusal is not None and not call.aborted:
             # vLLM's own message would be that of an internal error.
-            for item in _refusal(call.refusal.status, call.refusal.body()):
+            for item in _refusal(call.refusal, endpoint):
                 yield item
             return
         if call.offer is not None and call.prefill_only:
@@ -295,7 +295,7 @@ class VllmEngine:
         error = getattr(response, "error", None)
         if error is not None:
             if not call.aborted:
-                for item in _refusal(int(error.code), response.model_dump_json().encode()):
+                for item in _refusal(refused(error), endpoint):
                     yield item
             return
         if call.prefill_only and not call.aborted:
@@ -303,11 +303,11 @@ class VllmEngine:
                 yield item
             return
         if hasattr(response, "__aiter__"):
-            async for item in self._stream(response, call):
+            async for item in self._stream(endpoint, response, call):
                 yield item
         elif not call.aborted:
             # In a thread, as one with many numbers takes a while.
-            media_type, data = await asyncio.to_thread(whole_response, body, response)
+            media_type, data = await asyncio.to_thread(whole_response, endpoint, body, response)
             yield ResponseHead(200, media_type)
             for chunk in chunks_of(data, call.unsent_tokens):
                 yield chunk
@@ -355,8 +355,10 @@ class VllmEngine:
             self._raise_if_dead(call.failure)
         return response
 
-    async def _stream(self, response: Any, call: ApiCall) -> AsyncIterator[ResponseItem]:
-        """vLLM's server-sent events, unchanged."""
+    async def _stream(
+        self, endpoint: Endpoint, response: Any, call: ApiCall
+    ) -> AsyncIterator[ResponseItem]:
+        """vLLM's server-sent events."""
         begun = False
         try:
             async for event in response:
@@ -365,12 +367,13 @@ class VllmEngine:
                     self._raise_if_dead(call.failure)
                 if not begun:
                     if call.refusal is not None:
-                        yield ResponseHead(call.refusal.status, "application/json")
-                        yield ResponseChunk(call.refusal.body())
+                        head, chunk, _ = _refusal(call.refusal, endpoint)
+                        yield head
+                        yield chunk
                         return
                     begun = True
                     yield ResponseHead(200, EVENT_STREAM)
-                for chunk in call.chunks(event_bytes(event)):
+                for chunk in call.chunks(event_bytes(event, endpoint)):
                     yield chunk
         finally:
             await response.aclose()
@@ -427,12 +430,11 @@ class VllmEngine:
         await self._llm.is_sleeping()
 
     async def models(self) -> dict[str, Any]:
-        """The OpenAI list-models body."""
+        """See :meth:`sluice.replica.engine.Engine.models`."""
         if self._models is None:
             raise EngineDeadError(_NOT_STARTED)
         listing = await self._models.show_available_models()
-        body: dict[str, Any] = listing.model_dump(mode="json")
-        return body
+        return {**listing.model_dump(mode="json"), "endpoints": sorted(self._servings)}
 
     async def check_health(self) -> None:
         """Return if the engine is alive.
@@ -473,9 +475,9 @@ def _shared_memory() -> Path | None:
     return path if path.is_dir() else None
 
 
-def _refusal(status: int, body: bytes) -> tuple[ResponseItem, ...]:
+def _refusal(error: RequestError, endpoint: Endpoint) -> tuple[ResponseItem, ...]:
     return (
-        ResponseHead(status, "application/json"),
-        ResponseChunk(body),
+        ResponseHead(error.status, "application/json"),
+        ResponseChunk(error.body(endpoint)),
         ResponseTail(0, 0),
     )

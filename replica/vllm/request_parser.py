@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from functools import cache
+from typing import TYPE_CHECKING, Any, get_args
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from sluice.replica.engine import SPEECH, UNSCHEDULED, EngineRequest
-from sluice.replica.openai_format import RequestError
+from sluice.replica.errors import RequestError
 from sluice.replica.resume import check_resume
 from sluice.replica.scheduler.xargs import RequestArgs, reserved_keys, to_xargs
 from sluice.replica.transfer.requests import check_transfer, refuse_transfer_fields
@@ -108,12 +110,56 @@ def _validated(body: dict[str, Any], serving: Serving) -> Any:
     try:
         return serving.body.validate_python(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        field = ".".join(str(part) for part in first["loc"]) or None
-        message = first["msg"].removeprefix("Value error, ")
+        field, message = _fault(error, body)
         raise RequestError(f"{field}: {message}" if field else message, field) from error
     except client_error_types() as error:
-        raise RequestError(str(error), getattr(error, "parameter", None)) from error
+        name = getattr(error, "parameter", None) or _malformed(body, serving.body._type)
+        raise RequestError(str(error), name) from error
     except (AttributeError, KeyError, TypeError) as error:
         # vLLM's own checks run on the raw body and fail on values of a wrong type.
-        raise RequestError(f"The body is malformed: {error}", None) from error
+        name = _malformed(body, serving.body._type)
+        raise RequestError(f"{name or 'The body'} is malformed: {error}", name) from error
+
+
+def _malformed(body: dict[str, Any], request_type: Any) -> str | None:
+    """The first field whose value vLLM refuses by itself."""
+    for part in get_args(request_type):
+        if (found := _malformed(body, part)) is not None:
+            return found
+    names: Iterable[str] = getattr(request_type, "model_fields", ())
+    for name in names:
+        if name in body:
+            try:
+                _adapter(request_type, name).validate_python(body[name])
+            except Exception:
+                return name
+    return None
+
+
+@cache
+def _adapter(request_type: Any, name: str) -> TypeAdapter[Any]:
+    """vLLM's type of a field by itself."""
+    return TypeAdapter(request_type.model_fields[name].annotation)
+
+
+def _fault(error: ValidationError, body: dict[str, Any]) -> tuple[str | None, str]:
+    """The field at fault, in the client's terms, and what is wrong with it.
+
+    Where a body may have several forms, vLLM's type names the faults of each: those of the form
+    with the fewest count.
+    """
+    faults = error.errors(include_url=False, include_context=False)
+    heads = [fault["loc"][0] if fault["loc"] else "" for fault in faults]
+    forms = ["" if head in body else head for head in heads]
+    fault = faults[forms.index(min(forms, key=forms.count))]
+    path: list[str] = []
+    value: Any = body
+    for part in fault["loc"]:
+        fields = dict(enumerate(value)) if isinstance(value, list) else value
+        if isinstance(fields, dict) and part in fields:
+            # Other parts name a form, or a function of vLLM's.
+            path.append(str(part))
+            value = fields[part]
+    if fault["type"] == "missing":
+        path.append(str(fault["loc"][-1]))
+    return ".".join(path) or None, fault["msg"].removeprefix("Value error, ")

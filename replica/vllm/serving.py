@@ -6,6 +6,7 @@ texts. Which of them exist depends on the model: one that embeds generates no te
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Awaitable, Callable, Container
 from importlib import import_module
@@ -16,8 +17,8 @@ from typing import Any, Final, NamedTuple
 from fastapi import UploadFile
 from pydantic import TypeAdapter
 
-from sluice.replica.engine import GENERATING, SPEECH, ConfigurationError, Endpoint
-from sluice.replica.openai_format import RequestError
+from sluice.replica.engine import ANTHROPIC, GENERATING, SPEECH, ConfigurationError, Endpoint
+from sluice.replica.errors import RequestError, error_event
 from sluice.replica.vllm.contract import binds
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,9 @@ class Serving(NamedTuple):
 
 
 _OPENAI = "vllm.entrypoints.openai"
-_SCORING = "vllm.entrypoints.pooling.scoring.protocol"
+_ANTHROPIC = "vllm.entrypoints.anthropic.protocol"
+_POOLING = "vllm.entrypoints.pooling"
+_SCORING = f"{_POOLING}.scoring.protocol"
 _SPEECH = "vllm.entrypoints.speech_to_text"
 _PLACES: dict[Endpoint, tuple[str, str, str, str]] = {
     "chat": (
@@ -65,14 +68,32 @@ _PLACES: dict[Endpoint, tuple[str, str, str, str]] = {
     "messages": (
         "anthropic_serving_messages",
         "create_messages",
-        "vllm.entrypoints.anthropic.protocol",
+        _ANTHROPIC,
         "AnthropicMessagesRequest",
+    ),
+    "count_tokens": (
+        "anthropic_serving_messages",
+        "count_tokens",
+        _ANTHROPIC,
+        "AnthropicCountTokensRequest",
     ),
     "embeddings": (
         "serving_embedding",
         "__call__",
-        "vllm.entrypoints.pooling.embed.protocol",
+        f"{_POOLING}.embed.protocol",
         "EmbeddingRequest",
+    ),
+    "classify": (
+        "serving_classification",
+        "__call__",
+        f"{_POOLING}.classify.protocol",
+        "ClassificationRequest",
+    ),
+    "pooling": (
+        "serving_pooling",
+        "__call__",
+        f"{_POOLING}.pooling.protocol",
+        "PoolingRequest",
     ),
     "score": ("serving_scores", "__call__", _SCORING, "ScoreRequest"),
     "rerank": ("serving_scores", "__call__", _SCORING, "RerankRequest"),
@@ -102,6 +123,9 @@ _PLACES: dict[Endpoint, tuple[str, str, str, str]] = {
     ),
 }
 """Endpoint -> the layer's name in vLLM's state, its method, and where its type of request is."""
+
+_STREAM_ERRORS: Final = ('data: {"error"', "event: error")
+"""How an error begins that ends a stream of text."""
 
 AUDIO_PACKAGES = ("av", "soundfile")
 """What vLLM decodes audio with. Without them it would blame the audio."""
@@ -174,16 +198,35 @@ def with_upload(body: dict[str, Any]) -> dict[str, Any]:
     return {**body, "file": UploadFile(BytesIO(audio))}
 
 
-def event_bytes(event: Any) -> bytes:
+def refused(error: Any) -> RequestError:
+    """An error of vLLM's, with its message, ``code`` (an HTTP status) and ``param``."""
+    unknown_model = error.code == 404 and error.param == "model"
+    code = "model_not_found" if unknown_model else None
+    return RequestError(error.message, error.param, int(error.code), code)
+
+
+def event_bytes(event: Any, endpoint: Endpoint) -> bytes:
     """A server-sent event as it goes over the wire. Chats and completions come as text, responses
     as objects with a type."""
     if isinstance(event, str):
+        if event.startswith(_STREAM_ERRORS):
+            return _error_bytes(event, endpoint)
         return event.encode()
-    data = event.model_dump_json(indent=None, by_alias=True)
+    status = event.response.status if event.type == "response.completed" else ""
+    if status in ("incomplete", "failed"):
+        # vLLM ends every response with the same event; clients go by its type.
+        event = event.model_copy(update={"type": f"response.{status}"})
+    data = event.model_dump_json(indent=None, by_alias=True, warnings=False)
     return f"event: {event.type}\ndata: {data}\n\n".encode()
 
 
-def whole_response(request: Any, response: Any) -> tuple[str, bytes]:
+def _error_bytes(event: str, endpoint: Endpoint) -> bytes:
+    told = json.loads(event.partition("data: ")[2])["error"]
+    error = RequestError(told["message"], told.get("param"), int(told.get("code") or 500))
+    return error_event(endpoint, error.document(endpoint))
+
+
+def whole_response(endpoint: Endpoint, request: Any, response: Any) -> tuple[str, bytes]:
     """The media type and the body of a response that is not streamed."""
     body = getattr(response, "body", None)  # an HTTP response
     if isinstance(body, bytes):
@@ -191,6 +234,8 @@ def whole_response(request: Any, response: Any) -> tuple[str, bytes]:
     if getattr(request, "response_format", None) == "text":
         # Of speech. vLLM's own server answers with JSON, which clients would take for the text.
         return "text/plain", response.text.encode()
-    aliases = getattr(response, "object", None) == "response"  # as vLLM's own server does
-    text: str = response.model_dump_json(by_alias=aliases)
+    # As vLLM's own server does. Anthropic's API refuses keys that it does not know when a client
+    # sends an answer back.
+    aliases = getattr(response, "object", None) == "response"
+    text: str = response.model_dump_json(by_alias=aliases, exclude_none=endpoint in ANTHROPIC)
     return "application/json", text.encode()

@@ -6,6 +6,7 @@ from typing import Any
 
 from sluice.router.batches_config import DAY_S, HOUR_S
 from sluice.router.errors import invalid, shown
+from sluice.router.request.integers import as_integer
 
 MIN_S = HOUR_S
 MAX_S = 30 * DAY_S
@@ -19,9 +20,10 @@ def expiry_s(name: str, anchor: Any, seconds: Any) -> int:
     """
     if anchor != "created_at":
         raise invalid(f"{name}.anchor must be created_at, got {shown(anchor)}", f"{name}.anchor")
+    seconds = as_integer(seconds)
     if type(seconds) is not int or not MIN_S <= seconds <= MAX_S:
         raise invalid(
             f"{name}.seconds must be an integer from {MIN_S} to {MAX_S}, got {shown(seconds)}",
             f"{name}.seconds",
         )
-    return seconds
+    return int(seconds)

@@ -118,7 +118,7 @@ class LineCaller:
             prompt_tokens = fleet.dispatcher.estimator.estimate(call.prompt)
             expected = output_to_expect(call.endpoint, call.output_tokens)
         except Exception as error:
-            return _failed(error, arrival)
+            return _failed(error, arrival, INFERENCE_PATHS[url])
         charge = await self._when_let_in(
             lambda: self._limiter.reserve(client(), prompt_tokens, expected)
         )
@@ -174,7 +174,7 @@ class LineCaller:
             span = self._telemetry.begin(arrival, call.endpoint, ())
             return await self._serve(replace(call, span=span), fleet)
         except Exception as error:
-            return _failed(error, arrival)
+            return _failed(error, arrival, admitted.call.endpoint)
 
     def _check(self, line: BatchRequest, endpoint: Endpoint, arrival: Arrival) -> Call:
         return self._reader.make(RequestBody.of(line.body), (), endpoint, arrival)
@@ -198,7 +198,7 @@ class LineCaller:
                 call = await asyncio.to_thread(self._check, line, endpoint, arrival)
             if call.loop is not None:
                 raise invalid(f"{LOOP_FIELD} has no meaning in a batch", LOOP_FIELD)
-            fleet = await self._fleets.find(call.model, call.client.caps.models)
+            fleet = await self._fleets.find(call.model, call.client.caps.models, endpoint)
         except ApiError as error:
             self._fleets.edge.refused(endpoint, error.reason, arrival.client)
             self._telemetry.refused(arrival, endpoint, error.reason)
@@ -265,11 +265,11 @@ def _time(answer: Answer, call: Call, clock: TokenClock) -> None:
         clock.emit(1, reached_s + offset_s, int(place == answer.tail.reasoned))
 
 
-def _failed(error: Exception, arrival: Arrival) -> Reply:
+def _failed(error: Exception, arrival: Arrival, endpoint: Endpoint) -> Reply:
     if not isinstance(error, ApiError):
         _log.error("unexpected failure of a batch line", exc_info=error)
         error = ApiError(Reason.INTERNAL, "The router failed; see its log for the cause.")
-    body = json.dumps(error.body).encode()
+    body = json.dumps(error.document(endpoint)).encode()
     final = error.reason is Reason.REQUEST_SUSPECTED
     return Reply(error.rule.status, arrival.request_id, body, _is_no_room(error), final=final)
 

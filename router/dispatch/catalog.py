@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from sluice.replica.engine import Endpoint
 from sluice.router.dispatch.recent import Recent, Value
 from sluice.router.errors import ApiError, Reason
 from sluice.router.serve.contract import ReplicaFailedError, Replicas, error_of
@@ -41,6 +42,7 @@ class Catalog:
         self._models = Recent(lambda: self._asked(replicas.models()), TTL_S, clock)
         self._ready = Recent(lambda: self._asked(replicas.check()), TTL_S, clock)
         self._longest: int | None = None
+        self._endpoints: Sequence[str] = ()
 
     async def models(self) -> dict[str, Any]:
         """The OpenAI list-models body; the last one while the model has no replica and may have
@@ -79,6 +81,14 @@ class Catalog:
                 lengths = [entry.get("max_model_len") for entry in (await self.models())["data"]]
                 self._longest = max(filter(None, lengths), default=None)
         return self._longest if self._longest is not None and tokens > self._longest else None
+
+    async def offers_without(self, endpoint: Endpoint) -> Sequence[str] | None:
+        """The endpoints that the engines offer, without ``endpoint``; ``None`` if they offer it, or
+        none is known. As :meth:`exceeded`, what seems to lack is asked again."""
+        if endpoint not in self._endpoints:
+            with contextlib.suppress(ApiError):
+                self._endpoints = (await self.models()).get("endpoints", ())
+        return self._endpoints if self._endpoints and endpoint not in self._endpoints else None
 
     async def _asked(self, question: Awaitable[Value]) -> Value:
         """A replica's answer.

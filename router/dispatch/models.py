@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from sluice.replica.engine import Endpoint
 from sluice.router.dispatch.catalog import Catalog
 from sluice.router.dispatch.dispatcher import Dispatcher
 from sluice.router.dispatch.recent import Value
@@ -83,12 +84,31 @@ class ModelRegistry:
             raise _no_model(model)
         return fleet
 
-    async def find(self, model: str | None, allowed: Collection[str] | None = None) -> Model:
-        """As :meth:`of`; also the fleet whose replicas list ``model`` as an adapter.
+    async def find(
+        self,
+        model: str | None,
+        allowed: Collection[str] | None = None,
+        endpoint: Endpoint | None = None,
+    ) -> Model:
+        """As :meth:`of`; also the fleet whose replicas list ``model`` as an adapter. With an
+        ``endpoint``, the fleet offers it, as far as is known.
 
         Raises:
-            ApiError: as :meth:`of`. 503; the replicas that might list it do not answer.
+            ApiError: as :meth:`of`. 404; the model does not offer ``endpoint``. 503; the replicas
+                that might list it do not answer.
         """
+        fleet = await self._named(model, allowed)
+        offered = None if endpoint is None else await fleet.catalog.offers_without(endpoint)
+        if offered is not None:
+            raise ApiError(
+                Reason.NOT_OFFERED,
+                f"The model {shown(model or fleet.model)} does not offer {endpoint}; it offers "
+                f"{', '.join(offered)}.",
+                "model",
+            )
+        return fleet
+
+    async def _named(self, model: str | None, allowed: Collection[str] | None) -> Model:
         known = model is None or model in self._by_name
         if not known and (allowed is None or model in allowed):
             for fleet in self._fleets:

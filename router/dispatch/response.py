@@ -102,11 +102,10 @@ class CallResponse(Response):
         if self._answer is None:
             assert error is not None
             self._metrics.admission.refused(error.reason, self._call.slo.service_class)
-            await error.response(self._own_headers())(scope, receive, send)
+            await error.response(self._call.endpoint, self._own_headers())(scope, receive, send)
             return Outcome.of_status(error.rule.status)
         if self._answer.head.media_type == EVENT_STREAM:
-            name = "error" if self._call.endpoint == "messages" else ""
-            last = error.event(name) if error is not None else b""
+            last = error.event(self._call.endpoint) if error is not None else b""
             if self._direct is not None and self._direct.is_broken:
                 await send.wait(self._direct.end(last))
                 last = b""
@@ -248,6 +247,8 @@ class CallResponse(Response):
         decision = answer.decision
         if decision.prefill_id is not None:
             headers[wire.PREFILL_REPLICA_HEADER] = decision.prefill_id
+        if answer.head.status >= 400:
+            return headers  # nothing is promised of a refusal
         if call.scheduled:
             headers[wire.ADMISSION_HEADER] = answer.tier.value
         if decision.predicted_ttft_s is not None:

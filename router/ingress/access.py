@@ -25,6 +25,9 @@ LIVE_PATH: Final = "/-/healthz"
 """Needs no key: whether this router takes requests, whatever its replicas do. Serve's own proxies
 have this path, and KubeRay asks for it."""
 
+PING_PATH: Final = "/ping"
+"""The same by the name that SageMaker probes."""
+
 ROOT_PATH: Final = "/"
 """Needs no key: it only lists the other paths."""
 
@@ -79,7 +82,13 @@ class Access:
         Raises:
             ApiError: 401, 403 if no key could give access, or 503 if a token cannot be checked now.
         """
-        if path in (OPEN_PATH, LIVE_PATH, ROOT_PATH, BROKEN_PATH):  # the ticket opens the last one
+        if path in (
+            OPEN_PATH,
+            LIVE_PATH,
+            PING_PATH,
+            ROOT_PATH,
+            BROKEN_PATH,
+        ):  # the ticket opens the last one
             return ANYONE
         if path == METRICS_PATH:
             return self._check_page(headers)

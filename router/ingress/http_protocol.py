@@ -29,6 +29,7 @@ from uvicorn.server import ServerState
 
 from sluice.router import wire
 from sluice.router.errors import ApiError, Reason
+from sluice.router.request.arrival import endpoint_at
 
 MAX_HEAD_BYTES: Final = 64 << 10
 """Maximum size of a request line and its headers, bytes."""
@@ -80,6 +81,7 @@ class ClientProtocol(HttpToolsProtocol):
 
     def __init__(self, config: Config, clients: Clients) -> None:
         super().__init__(config, clients, {})
+        self.url = b""
         self._in_head = False
         self._head_bytes = 0
         self._due_s = inf
@@ -281,7 +283,8 @@ class ClientProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _end(self, error: ApiError) -> None:
-        response = error.response({wire.REQUEST_ID_HEADER: secrets.token_hex(16)})
+        endpoint = endpoint_at(self.url.decode("latin-1"))
+        response = error.response(endpoint, {wire.REQUEST_ID_HEADER: secrets.token_hex(16)})
         headers = [*self.server_state.default_headers, *response.raw_headers]
         lines = [b"%s: %s\r\n" % header for header in (*headers, (b"connection", b"close"))]
         head = (STATUS_LINE[response.status_code], *lines, b"\r\n")
@@ -383,7 +386,8 @@ class _OldExchange(_LastExchange):
 
 async def _refuse_stopping(scope: Scope, receive: Receive, send: Send) -> None:
     error = ApiError(Reason.ROUTER_STOPPING, "This router stops.")
-    await error.response({wire.REQUEST_ID_HEADER: secrets.token_hex(16)})(scope, receive, send)
+    named = {wire.REQUEST_ID_HEADER: secrets.token_hex(16)}
+    await error.response(endpoint_at(scope["path"]), named)(scope, receive, send)
 
 
 def _head_too_large() -> ApiError:

@@ -15,10 +15,10 @@ from sluice.router import wire
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.access_log import Telemetry
 from sluice.router.errors import ApiError, Reason
-from sluice.router.ingress.access import OPEN_PATH, Access
+from sluice.router.ingress.access import OPEN_PATH, PING_PATH, Access
 from sluice.router.ingress.load_shedding import Pace, Pause, Shedder
 from sluice.router.metrics.instruments import RouterMetrics
-from sluice.router.request.arrival import INFERENCE_PATHS, Arrival
+from sluice.router.request.arrival import INFERENCE_PATHS, Arrival, endpoint_at
 from sluice.router.request.body import BodyBudget, HeldBytes
 from sluice.router.request.client_request_id import client_request_id
 from sluice.router.tenancy.limits import Client
@@ -123,7 +123,7 @@ class IngressMiddleware:
 
         path = scope["path"]
         counted = scope["method"] == "POST" and path in _COUNTED_PATHS
-        paced = path != OPEN_PATH
+        paced = path not in (OPEN_PATH, PING_PATH)
         endpoint = INFERENCE_PATHS.get(path) if counted else None
         has_access = False
         try:
@@ -138,7 +138,7 @@ class IngressMiddleware:
             if endpoint is not None:
                 self._metrics.refused(endpoint, error.reason, arrival.client)
                 self._telemetry.refused(arrival, endpoint, error.reason)
-            await error.response()(scope, receive, send_named)
+            await error.response(endpoint_at(path))(scope, receive, send_named)
             return has_access
         if endpoint is None:
             scope["state"]["arrival"] = arrival

@@ -39,6 +39,8 @@ OPERATIONS: dict[Endpoint, str] = {
     "messages": "chat",
     "completions": "text_completion",
     "embeddings": "embeddings",
+    "classify": "classify",
+    "pooling": "pooling",
     "score": "score",
     "rerank": "rerank",
     "transcriptions": "transcription",

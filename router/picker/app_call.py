@@ -11,9 +11,11 @@ from urllib.parse import unquote_to_bytes
 
 from starlette.types import ASGIApp, Message
 
+from sluice.replica.engine import Endpoint
 from sluice.router.dispatch.direct import EDGE_HEADER, PICKER, STREAM_HEADER
 from sluice.router.errors import ApiError, Reason
 from sluice.router.picker.messages import Headers, MalformedError
+from sluice.router.request.arrival import endpoint_at
 
 MAX_ANSWER_BYTES: Final = 64 << 20
 """Maximum of an answer that the router writes itself, bytes. Envoy gets it in one message."""
@@ -53,9 +55,9 @@ class Whole(NamedTuple):
     body: bytes
 
 
-def whole_of(error: ApiError) -> Whole:
-    """The answer that reports an error."""
-    response = error.response()
+def whole_of(error: ApiError, endpoint: Endpoint | None = None) -> Whole:
+    """The answer of ``endpoint`` that reports an error."""
+    response = error.response(endpoint)
     headers = _without(_LENGTH, response.raw_headers)
     return Whole(response.status_code, headers, bytes(response.body))
 
@@ -122,7 +124,9 @@ class AppCall:
         self._headers: Headers = ()
         self._written = bytearray()
         self.broken = False
-        self.task = asyncio.create_task(self._run(app, scope_of(headers)))
+        scope = scope_of(headers)
+        self._spoken = endpoint_at(scope["path"])
+        self.task = asyncio.create_task(self._run(app, scope))
 
     async def wanted(self) -> None:
         """Return when the application reads the request's body. A request that it refuses before
@@ -147,7 +151,10 @@ class AppCall:
             self.broken = True
         finally:
             if not self.outcome.done():
-                self.outcome.set_result(None if self._over.is_set() else whole_of(error))
+                self.outcome.set_result(None if self._over.is_set() else self._failed(error))
+
+    def _failed(self, error: ApiError) -> Whole:
+        return whole_of(error, self._spoken)
 
     async def _receive(self) -> Message:
         """ASGI's ``receive``."""
@@ -182,7 +189,7 @@ class AppCall:
         self._written += body
         if len(self._written) > MAX_ANSWER_BYTES:
             text = f"An endpoint picker can answer with at most {MAX_ANSWER_BYTES} bytes."
-            self.outcome.set_result(whole_of(ApiError(Reason.TOO_LARGE, text)))
+            self.outcome.set_result(self._failed(ApiError(Reason.TOO_LARGE, text)))
             self.leave()
         elif not message.get("more_body", False):
             headers = _without(_LENGTH, self._headers)

@@ -23,6 +23,7 @@ from sluice.router.picker.messages import (
     immediate,
     streamed,
 )
+from sluice.router.wire import KEY_HEADERS
 
 REQUEST_S: Final = 60.0
 """Longest wait for the next message of a request that is not complete, seconds."""
@@ -31,7 +32,7 @@ LINGER_S: Final = 600.0
 """Longest wait for the end of Envoy's stream after the end of the call, seconds: Envoy may hold the
 end of a response for a slow client."""
 
-SECRETS: Final = ("authorization", "x-api-key")
+SECRETS: Final = ("authorization", *KEY_HEADERS)
 """Headers that endpoints do not get: the router has checked them."""
 
 _MODES: Final = (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sluice.replica.engine import SPEECH, Endpoint
+from sluice.replica.engine import SPEECH, UNSCHEDULED, Endpoint
 from sluice.router.request.body import HeldBytes
 from sluice.router.tenancy.limits import ANYONE, Client
 
@@ -13,9 +13,15 @@ INFERENCE_PATHS: dict[str, Endpoint] = {
     "/v1/completions": "completions",
     "/v1/responses": "responses",
     "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "count_tokens",
     "/v1/embeddings": "embeddings",
+    "/classify": "classify",
+    "/pooling": "pooling",
     "/v1/score": "score",
+    "/score": "score",
     "/v1/rerank": "rerank",
+    "/rerank": "rerank",
+    "/v2/rerank": "rerank",
     "/v1/audio/transcriptions": "transcriptions",
     "/v1/audio/translations": "translations",
     "/tokenize": "tokenize",
@@ -24,9 +30,15 @@ INFERENCE_PATHS: dict[str, Endpoint] = {
 BATCH_PATHS = tuple(
     path
     for path, endpoint in INFERENCE_PATHS.items()
-    if path.startswith("/v1/") and endpoint not in SPEECH
+    if path.startswith("/v1/") and endpoint not in SPEECH | UNSCHEDULED
 )
 """The paths that a batch may be for: its lines are JSON."""
+
+
+def endpoint_at(path: str) -> Endpoint | None:
+    """The endpoint whose API a client speaks at ``path``, served or not; ``None``: OpenAI's or
+    Sluice's own, whose errors are alike."""
+    return "messages" if path.startswith("/v1/messages") else INFERENCE_PATHS.get(path)
 
 
 class Arrival(NamedTuple):

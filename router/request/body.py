@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from codecs import BOM_UTF8
 from collections import Counter
 from typing import Any
 
@@ -124,12 +125,14 @@ async def read_body(request: Request, max_bytes: int, held: HeldBytes | None = N
 def parse_object(raw: bytes) -> RequestBody:
     """The JSON object in ``raw``. ``O(len(raw))``.
 
-    Refused: more than :data:`MAX_DEPTH` levels or :data:`MAX_PARTS` parts, text that is not UTF-8,
-    ``NaN`` and infinities, and half surrogate pairs, which no tokenizer accepts.
+    A byte order mark before it is skipped. Refused: more than :data:`MAX_DEPTH` levels or
+    :data:`MAX_PARTS` parts, text that is not UTF-8, ``NaN`` and infinities, and half surrogate
+    pairs, which no tokenizer accepts.
 
     Raises:
         ApiError: 400.
     """
+    raw = raw.removeprefix(BOM_UTF8)
     brackets = raw.count(b"[") + raw.count(b"{")
     if brackets + raw.count(b":") > MAX_PARTS:
         _check_parts(raw)

@@ -183,15 +183,17 @@ class CallReader:
         """
         client = arrival.client
         body: dict[str, Any] = parsed
+        if None in body.values():  # the default, in every field of every API
+            body = {name: value for name, value in body.items() if value is not None}
         slo, clamped, tier, loop = SLO(service_class=NO_CLASS), _UNCHANGED, None, None
         ttl_s = inf
         if endpoint not in UNSCHEDULED:
             ttl_s = queue_ttl_s(headers)
-            slo, clamped, loop = self._objectives.read(body, headers, client.caps)
+            slo, clamped, loop = self._objectives.read(body, headers, client.caps, endpoint)
             if body.get(wire.SERVICE_TIER_FIELD) is not None:
                 tier = self._objectives.tier_of(slo.service_class)
         session = session_of(body, headers, client.owner)
-        check_body(endpoint, body, self._fetch_media)
+        body = check_body(endpoint, body, self._fetch_media)
         if not (self._structured_output and client.caps.structured_output):
             refuse_structured(body)
         body, shortened = self._tokens.hold(endpoint, body, client.caps)

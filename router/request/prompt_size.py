@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from sluice.replica.engine import GENERATING, POOLING, SPEECH, Endpoint
+from sluice.replica.engine import ANTHROPIC, EMBEDDING, GENERATING, POOLING, SPEECH, Endpoint
 
 MIN_RATIO = 1.0
 MAX_RATIO = 16.0
@@ -63,11 +63,11 @@ def measure(endpoint: Endpoint, body: dict[str, Any]) -> PromptSize:
         return _measure_prompt(body["prompt"])
     if endpoint in SPEECH:
         return PromptSize(audio_characters(body["file"]) + len(body.get("prompt") or ""))
-    if endpoint in GENERATING:
+    if endpoint in GENERATING | ANTHROPIC:
         return _measure_chat(messages_of(endpoint, body), body.get("tools"))
     if endpoint in ("score", "rerank"):
         return _measure_pairs(*scored(endpoint, body))
-    if endpoint == "embeddings":
+    if endpoint in EMBEDDING:
         text = body.get("input")
     elif endpoint == "tokenize":
         text = body.get("prompt")
@@ -92,9 +92,9 @@ def audio_characters(audio: bytes) -> int:
 def longest_ids(endpoint: Endpoint, body: dict[str, Any]) -> tuple[str, int]:
     """The field of an unchecked body that holds prompts, and the number of token ids of the longest
     one; 0 if no prompt is token ids, or the engine is asked to truncate them. ``O(prompts)``."""
-    name = "input" if endpoint == "embeddings" else "prompt"
+    name = "input" if endpoint in EMBEDDING else "prompt"
     given = body.get(name)
-    if endpoint not in ("completions", "embeddings") or not isinstance(given, list) or not given:
+    if endpoint not in EMBEDDING | {"completions"} or not isinstance(given, list) or not given:
         return name, 0
     if body.get("truncate_prompt_tokens") is not None:
         return name, 0
@@ -109,7 +109,9 @@ def output_limit(endpoint: Endpoint, body: dict[str, Any]) -> int:
     if endpoint == "chat":
         tokens = body.get("max_completion_tokens") or body.get("max_tokens") or 0
     elif endpoint == "completions":
-        tokens = body.get("max_tokens") or COMPLETION_TOKENS
+        stated = body.get("max_tokens")
+        # With 0 the engine makes one, which it does not send.
+        tokens = COMPLETION_TOKENS if stated is None else max(1, stated)
     elif endpoint == "responses":
         tokens = body.get("max_output_tokens") or 0
     elif endpoint == "messages":
@@ -125,7 +127,7 @@ def output_limit(endpoint: Endpoint, body: dict[str, Any]) -> int:
 
 def outputs_of(endpoint: Endpoint, body: dict[str, Any]) -> int:
     """Number of outputs that a validated body asks for: the choices of all its prompts."""
-    if endpoint == "embeddings":
+    if endpoint in EMBEDDING:
         return _prompts(body.get("input"))
     if endpoint in ("score", "rerank"):
         return max(map(len, scored(endpoint, body)))
@@ -156,7 +158,7 @@ def scored(endpoint: Endpoint, body: dict[str, Any]) -> tuple[list[Any], list[An
 def messages_of(endpoint: Endpoint, body: dict[str, Any]) -> list[dict[str, Any]]:
     """The validated conversation of a body, with what the system says first; some messages of a
     response have no role."""
-    if endpoint == "messages":
+    if endpoint in ANTHROPIC:
         system = body.get("system")
         first = [{"role": "system", "content": system}] if system else []
         return [*first, *body["messages"]]

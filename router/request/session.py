@@ -10,7 +10,8 @@ from sluice.router import wire
 from sluice.router.errors import invalid, shown
 
 MAX_SESSION_CHARACTERS = 512
-"""Longest name of a session."""
+"""Longest name of a session in its header, and of a tool loop. The body's own bound holds for
+:data:`~sluice.router.wire.SESSION_FIELDS`: they are hashed only."""
 
 _HEADER = wire.SESSION_HEADER.encode()
 
@@ -22,7 +23,7 @@ def session_of(body: Mapping[str, Any], headers: Iterable[tuple[bytes, bytes]], 
     in the body. Sessions of different owners are distinct, even with the same name.
 
     Raises:
-        ApiError: 400; a name is not a string or too long, or the header is given twice.
+        ApiError: 400; a name is not a string, or the header is too long or given twice.
     """
     values = [value for name, value in headers if name == _HEADER]
     if len(values) > 1:
@@ -30,10 +31,11 @@ def session_of(body: Mapping[str, Any], headers: Iterable[tuple[bytes, bytes]], 
     given = {wire.SESSION_HEADER: values[0].decode("latin-1")} if values else {}
     given |= {field: body[field] for field in wire.SESSION_FIELDS if body.get(field) is not None}
     for field, value in given.items():
-        if not isinstance(value, str) or len(value) > MAX_SESSION_CHARACTERS:
+        if not isinstance(value, str):
+            raise invalid(f"{field} must be a string, got {shown(value)}", field)
+        if field == wire.SESSION_HEADER and len(value) > MAX_SESSION_CHARACTERS:
             raise invalid(
-                f"{field} must be a string of at most {MAX_SESSION_CHARACTERS} characters, "
-                f"got {shown(value)}",
+                f"{field} must have at most {MAX_SESSION_CHARACTERS} characters, got {len(value)}",
                 field,
             )
     name = next((value for value in given.values() if value), None)

@@ -19,9 +19,11 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from sluice.replica.engine import ANTHROPIC, Endpoint
 from sluice.router import wire
 from sluice.router.config import RouterConfig
 from sluice.router.errors import ApiError, invalid, shown
+from sluice.router.request.integers import INTEGER
 from sluice.router.request.loop import DEADLINE_FIELD, StatedLoop, read_loop
 from sluice.router.request.stages import FIELD as STAGES_FIELD
 from sluice.router.request.stages import StatedStage, read_stages
@@ -54,9 +56,15 @@ class _Stated(BaseModel):
     ttft_ms: _Milliseconds | None = None
     tpot_ms: _Milliseconds | None = None
     e2e_ms: _Milliseconds | None = None
-    priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)] | None = None
+    priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY), INTEGER] | None = None
     service_class: str | None = Field(default=None, alias=wire.CLASS)
 
+
+OPENAI_TIERS = ("auto", "default", "flex", "priority", "scale")
+STANDARD_ONLY = "standard_only"
+"""Anthropic's name of the tier that OpenAI calls ``default``."""
+
+ANTHROPIC_TIERS = ("auto", STANDARD_ONLY)
 
 _NOTHING = _Stated()
 _HEADER_FIELDS = {
@@ -106,6 +114,7 @@ class SloReader:
         body: Mapping[str, Any],
         headers: Iterable[tuple[bytes, bytes]],
         caps: TenantLimits = NO_CAPS,
+        endpoint: Endpoint = "chat",
     ) -> Objective:
         """The SLO of a request with this body and these raw headers (lower-case names).
 
@@ -115,7 +124,7 @@ class SloReader:
         """
         stated, stages, loop = self._stated(body.get(wire.SLO_FIELD))
         sources = (stated, *self._from_headers(headers))
-        tier_class = self._of_tier(body.get(wire.SERVICE_TIER_FIELD))
+        tier_class = self._of_tier(body.get(wire.SERVICE_TIER_FIELD), endpoint)
         class_name, said_in = _first(sources, wire.CLASS)
         if class_name is None and tier_class is not None:
             class_name, said_in = tier_class, wire.SERVICE_TIER_FIELD
@@ -240,16 +249,23 @@ class SloReader:
     def _class_message(self, name: str, value: object) -> str:
         return f"{name} must be one of {_names(self._classes)}, got {shown(value)}"
 
-    def _of_tier(self, tier: Any) -> str | None:
+    def tiers(self, endpoint: Endpoint) -> tuple[str, ...]:
+        """What a request may name as its service tier: the values of its API, and to OpenAI's those
+        that are configured. One without a class selects the default class."""
+        if endpoint in ANTHROPIC:
+            return ANTHROPIC_TIERS
+        return tuple(dict.fromkeys((*OPENAI_TIERS, *self._class_of_tier)))
+
+    def _of_tier(self, tier: Any, endpoint: Endpoint) -> str | None:
         if tier is None:
             return None
-        if not isinstance(tier, str) or tier not in self._class_of_tier:
-            allowed = f"one of {_names(self._class_of_tier)}" if self._class_of_tier else "left out"
+        if not isinstance(tier, str) or tier not in self.tiers(endpoint):
             raise invalid(
-                f"{wire.SERVICE_TIER_FIELD} must be {allowed}, got {shown(tier)}",
+                f"{wire.SERVICE_TIER_FIELD} must be one of {_names(self.tiers(endpoint))}, "
+                f"got {shown(tier)}",
                 wire.SERVICE_TIER_FIELD,
             )
-        return self._class_of_tier[tier]
+        return self._class_of_tier.get("default" if tier == STANDARD_ONLY else tier)
 
 
 def _parsed(field: str, name: str, text: str) -> object:

@@ -28,7 +28,7 @@ _COUNTS: Final = ("max_completion_tokens", "n")
 rest."""
 
 _AS_FLAG: Final = {"true": True, "1": True, "false": False, "0": False}
-_COUNT: Final = re.compile(r"[0-9]{1,10}")
+_COUNT: Final = re.compile(r"([0-9]{1,10})(\.0{1,10})?")
 _NUMBER: Final = re.compile(r"[0-9]{1,12}(\.[0-9]{1,20})?")
 _TEXTS: Final = (wire.CLASS, "id")
 """Keys of an objective whose values are text, also if they look like a number."""
@@ -70,8 +70,8 @@ def fields_of(form: Form) -> dict[str, Any]:
         elif name in _FLAGS:
             fields[name] = _AS_FLAG.get(str(text), text)
         else:
-            is_count = name in _COUNTS and _COUNT.fullmatch(str(text))
-            fields[name] = int(str(text)) if is_count else text
+            count = _COUNT.fullmatch(str(text)) if name in _COUNTS else None
+            fields[name] = int(count[1]) if count else text
     return fields
 
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sluice.router import wire
 from sluice.router.errors import ApiError, invalid, shown
+from sluice.router.request.integers import INTEGER
 from sluice.router.wire import MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
 from sluice.scheduling.request.stages import MOST_STAGE_TOKENS, MOST_STAGES, Stage
 
@@ -36,7 +37,7 @@ _Milliseconds = Annotated[
 class _Tokens(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    tokens: Annotated[int, Field(ge=1, le=MOST_STAGE_TOKENS)]
+    tokens: Annotated[int, Field(ge=1, le=MOST_STAGE_TOKENS), INTEGER]
 
 
 class StatedStage(BaseModel):

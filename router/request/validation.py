@@ -16,6 +16,7 @@ from sluice.replica.engine import Endpoint
 from sluice.router import wire
 from sluice.router.errors import ApiError, invalid, shown
 from sluice.router.request.engine_bounds import check_media, check_options
+from sluice.router.request.integers import INTEGER, as_integer
 from sluice.router.request.prompt_size import scored
 from sluice.router.wire import MAX_TOKENS
 
@@ -40,6 +41,10 @@ _WITH_MEDIA = (
 )
 """The fields that may hold media, alone or in a list."""
 
+_COUNTS = ("n", "max_tokens", "max_completion_tokens", "max_output_tokens")
+_TOKEN_IDS = ("prompt", "input", "tokens")
+"""Fields with integers, and with lists of them."""
+
 _SLICE = 1 << 16
 """Token ids that are checked in one call."""
 
@@ -62,7 +67,7 @@ _RESERVED_ARGS_PREFIX = "sluice"
 
 _SCORED = "a string or an object with a list as content, or a list of these"
 
-_Count = Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None
+_Count = Annotated[int, Field(ge=1, le=MAX_TOKENS), INTEGER] | None
 _Name = Annotated[str, Field(min_length=1, max_length=512)]
 
 
@@ -76,15 +81,20 @@ class _Any(BaseModel):
 
 class _Generate(_Any):
     stream: bool | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), INTEGER] | None = None
     max_tokens: _Count = None
     max_completion_tokens: _Count = None
     max_output_tokens: _Count = None
 
 
+class _Complete(_Generate):
+    # With 0 and `echo` the answer is the prompt, with its log probabilities.
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS), INTEGER] | None = None
+
+
 class _Speech(_Any):
     stream: bool | None = None
-    n: Annotated[int, Field(ge=1, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=1), INTEGER] | None = None
     max_completion_tokens: _Count = None
 
 
@@ -98,10 +108,13 @@ class _Tokens(_Any):
 
 _FIELDS: dict[Endpoint, type[_Any]] = {
     "chat": _Generate,
-    "completions": _Generate,
+    "completions": _Complete,
     "responses": _Generate,
     "messages": _Generate,
+    "count_tokens": _Any,
     "embeddings": _Embed,
+    "classify": _Any,
+    "pooling": _Embed,
     "score": _Any,
     "rerank": _Any,
     "transcriptions": _Speech,
@@ -122,8 +135,11 @@ def field_schemas(endpoint: Endpoint) -> Mapping[str, Any]:
     }
 
 
-def check_body(endpoint: Endpoint, body: dict[str, Any], fetch_media: bool = False) -> None:
-    """Refuse a body that must not reach an engine.
+def check_body(
+    endpoint: Endpoint, body: dict[str, Any], fetch_media: bool = False
+) -> dict[str, Any]:
+    """Refuse a body that must not reach an engine. Returns it with an ``int`` for each integer that
+    the router reads.
 
     ``O(messages)`` or ``O(prompt tokens)``, and ``O(options)``.
 
@@ -138,10 +154,30 @@ def check_body(endpoint: Endpoint, body: dict[str, Any], fetch_media: bool = Fal
         _FIELDS[endpoint].model_validate(body)
     except ValidationError as error:
         raise _refusal(error, endpoint, body) from None
-    _CHECKS[endpoint](body)
+    numbers = {name: as_integer(body[name]) for name in _COUNTS if type(body.get(name)) is float}
+    if numbers:
+        body = {**body, **numbers}
+    try:
+        _CHECKS[endpoint](body)
+    except ApiError:
+        body = _with_integer_ids(body)
+        _CHECKS[endpoint](body)
     check_options(body)
     if not fetch_media:
         _check_media(body)
+    return body
+
+
+def _with_integer_ids(body: dict[str, Any]) -> dict[str, Any]:
+    """``body`` with an ``int`` for each number without a fraction in lists of token ids."""
+    lists = {name: body.get(name) for name in _TOKEN_IDS}
+    return {**body, **{n: _integers_in(ids) for n, ids in lists.items() if isinstance(ids, list)}}
+
+
+def _integers_in(values: list[Any]) -> list[Any]:
+    return [
+        _integers_in(value) if isinstance(value, list) else as_integer(value) for value in values
+    ]
 
 
 def engine_body(body: dict[str, Any]) -> dict[str, Any]:
@@ -229,6 +265,12 @@ def _check_parts(messages: list[dict[str, Any]], name: str) -> None:
         )
 
 
+def _check_completion(body: dict[str, Any]) -> None:
+    _check_prompt(body.get("prompt"), "prompt", MAX_PROMPTS)
+    if body.get("max_tokens") == 0 and not body.get("echo"):
+        raise invalid("max_tokens may be 0 only with echo: the answer would be empty", "max_tokens")
+
+
 def _check_response(body: dict[str, Any]) -> None:
     for name, why in _NOT_KEPT.items():
         if body.get(name):
@@ -266,10 +308,11 @@ def _check_scored(endpoint: Endpoint, body: dict[str, Any]) -> None:
     for name, given in zip(names, (left, right), strict=True):
         if not 1 <= len(given) <= MAX_INPUTS:
             raise invalid(f"{name} must have 1 to {MAX_INPUTS} entries, got {len(given)}", name)
-    for entry in (*left, *right):
-        content = entry.get("content") if isinstance(entry, dict) else None
-        if not isinstance(entry, str) and not isinstance(content, list):
-            raise invalid(f"{names[0]} and {names[1]} must be {_SCORED}", names[0])
+    for name, given in zip(names, (left, right), strict=True):
+        for entry in given:
+            content = entry.get("content") if isinstance(entry, dict) else None
+            if not isinstance(entry, str) and not isinstance(content, list):
+                raise invalid(f"{names[0]} and {names[1]} must be {_SCORED}", name)
 
 
 def _check_sound(body: dict[str, Any]) -> None:
@@ -285,10 +328,10 @@ def _check_embeddings(body: dict[str, Any]) -> None:
 
 
 def _check_tokenize(body: dict[str, Any]) -> None:
-    if body.get("prompt") is None:
-        _check_messages(body.get("messages"))
-    elif not isinstance(body["prompt"], str):
-        raise invalid(f"prompt must be a string, got {shown(body['prompt'])}", "prompt")
+    if body.get("messages") is not None:
+        _check_messages(body["messages"])
+    elif not isinstance(prompt := body.get("prompt"), str):
+        raise invalid(f"prompt must be a string, got {shown(prompt)}", "prompt")
 
 
 def _check_detokenize(body: dict[str, Any]) -> None:
@@ -301,10 +344,13 @@ def _check_detokenize(body: dict[str, Any]) -> None:
 
 _CHECKS: dict[Endpoint, Callable[[dict[str, Any]], None]] = {
     "chat": lambda body: _check_messages(body.get("messages")),
-    "completions": lambda body: _check_prompt(body.get("prompt"), "prompt", MAX_PROMPTS),
+    "completions": _check_completion,
     "responses": _check_response,
     "messages": _check_conversation,
+    "count_tokens": _check_conversation,
     "embeddings": _check_embeddings,
+    "classify": _check_embeddings,
+    "pooling": _check_embeddings,
     "score": partial(_check_scored, "score"),
     "rerank": partial(_check_scored, "rerank"),
     "transcriptions": _check_sound,

@@ -25,6 +25,7 @@ from sluice.router.tenancy.keys import (
     parse_keys,
 )
 from sluice.router.tenancy.limits import ANYONE, Client
+from sluice.router.wire import KEY_HEADERS
 
 POLL_S = 2.0
 """Interval between reads of a key file, seconds. A removed key may be accepted for as long."""
@@ -33,7 +34,7 @@ MAX_FILE_BYTES = 4 << 20
 """Maximum size of a key file."""
 
 _SCHEME = b"bearer "
-_KEY_HEADER = b"x-api-key"  # that of Anthropic's clients
+_KEY_HEADERS = tuple(name.encode() for name in KEY_HEADERS)
 
 _log = logging.getLogger(__name__)
 
@@ -246,14 +247,16 @@ def bearer_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     Raises:
         ApiError: 401.
     """
-    found = [(name, value) for name, value in headers if name in (b"authorization", _KEY_HEADER)]
+    found = [(name, value) for name, value in headers if name in (b"authorization", *_KEY_HEADERS)]
     if len(found) == 1:
         name, value = found[0]
-        if name == _KEY_HEADER:
+        if name in _KEY_HEADERS:
             return value.strip()
         if value[: len(_SCHEME)].lower() == _SCHEME:
             return value[len(_SCHEME) :].strip()
-    raise _refusal("Send one header, 'Authorization: Bearer <key>' or 'x-api-key: <key>'.")
+    raise _refusal(
+        "Send one header, 'Authorization: Bearer <key>', 'x-api-key: <key>' or 'api-key: <key>'."
+    )
 
 
 def unknown_key() -> ApiError:

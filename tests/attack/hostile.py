@@ -125,18 +125,18 @@ class Maker:
     def body(self) -> dict[str, Any]:
         """A body that :attr:`path` answers."""
         body: dict[str, Any] = {"model": self.target.model}
-        match self.path:
-            case "/v1/embeddings" | "/v1/responses":
+        match INFERENCE_PATHS[self.path]:
+            case "embeddings" | "classify" | "pooling" | "responses":
                 return {**body, "input": "hello"}
-            case "/v1/score":
+            case "score":
                 return {**body, "queries": "hello", "documents": ["one", "two"]}
-            case "/v1/rerank":
+            case "rerank":
                 return {**body, "query": "hello", "documents": ["one", "two"]}
-            case "/detokenize":
+            case "detokenize":
                 return {**body, "tokens": [1, 2]}
-            case "/tokenize":
+            case "tokenize":
                 return {**body, "prompt": "hello"}
-            case "/v1/completions":
+            case "completions":
                 body["prompt"] = "hello"
             case _:
                 body["messages"] = [{"role": "user", "content": "hello"}]

@@ -14,6 +14,7 @@ from math import hypot
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -105,7 +106,7 @@ def test_the_documents_examples_run(serving: System) -> None:
         with contextlib.redirect_stdout(output):
             exec(block.replace("http://127.0.0.1:8000", serving.url), names)
         printed.append(output.getvalue().strip())
-    models, streamed, gathered, mood, tool, response, embeddings, ranked, message = printed
+    models, streamed, gathered, mood, tool, response, embeddings, ranked, message, count = printed
     assert models.splitlines()[0] == "['local', 'local-tuned', 'embedder']"
     assert streamed.endswith(" 8 tokens")
     assert len(eval(gathered)) == 2
@@ -118,6 +119,7 @@ def test_the_documents_examples_run(serving: System) -> None:
     assert {first, second} == {0, 1}
     assert -1 < score <= 1
     assert message.endswith(" 8 tokens")
+    assert int(count.removesuffix(" tokens")) > 8
     size, likeness = embeddings.split()
     assert int(size) > 100
     assert -1 < float(likeness) < 1
@@ -256,9 +258,41 @@ def test_a_model_offers_what_it_is_made_for(http: httpx.Client) -> None:
     ]
     assert [answer.status_code for answer in refused] == [404] * 3
     told = [answer.json()["error"] for answer in refused]
-    assert "it offers detokenize, embeddings, rerank, score, tokenize" in told[0]["message"]
+    assert (
+        "it offers detokenize, embeddings, pooling, rerank, score, tokenize" in told[0]["message"]
+    )
     assert "does not offer embeddings" in told[1]["message"]
+    assert [each["code"] for each in told[:2]] == ["endpoint_not_offered"] * 2
     assert told[2]["code"] == "model_not_found"
+    assert not [answer for answer in refused if "x-sluice-admission" in answer.headers]
+
+
+def test_an_answer_of_anthropics_api_may_be_sent_back(serving: System) -> None:
+    client = anthropic.Anthropic(base_url=serving.url, api_key="none", max_retries=0)
+    tool: Any = {"name": "f", "input_schema": {"type": "object", "properties": {}}}
+    asked: Any = {"model": "local", "max_tokens": 48, "tools": [tool]}
+    turns: list[Any] = [{"role": "user", "content": "hi"}]
+    called = client.messages.create(
+        **asked,
+        messages=turns,
+        tool_choice={"type": "tool", "name": "f"},
+        extra_body={"temperature": 0},
+    )
+    (block,) = called.content
+    assert block.type == "tool_use"
+    # Exactly what the API has: the SDK keeps keys that it does not know.
+    assert block.model_dump(exclude_unset=True).keys() == {"type", "id", "name", "input"}
+    turns.append({"role": "assistant", "content": called.content})
+    result: Any = {"type": "tool_result", "tool_use_id": block.id, "content": "1"}
+    turns.append({"role": "user", "content": [result]})
+    answered = client.messages.create(**asked, messages=turns, service_tier="standard_only")
+    text = client.messages.create(model="local", max_tokens=4, messages=turns[:1]).content[0]
+    assert text.model_dump(exclude_unset=True).keys() == {"type", "text"}
+    counted = client.messages.count_tokens(model="local", messages=turns, tools=[tool])
+    assert counted.input_tokens == answered.usage.input_tokens
+    with pytest.raises(anthropic.NotFoundError) as unknown:
+        client.messages.create(model="gpt-4", max_tokens=4, messages=turns[:1])
+    assert unknown.value.type == "not_found_error"
 
 
 def test_responses_plain_and_what_they_refuse(serving: System) -> None:

@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from sluice.replica.config import EngineConfig
-from sluice.replica.openai_format import RequestError
+from sluice.replica.errors import RequestError
 
 pytestmark = pytest.mark.vllm
 

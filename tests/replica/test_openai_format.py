@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from sluice.replica.config import EngineConfig, SimulatedEngineConfig
 from sluice.replica.engine import Endpoint, EngineRequest, ResponseChunk, ResponseHead
-from sluice.replica.openai_format import RequestError, output_text, parse_call
+from sluice.replica.errors import RequestError
+from sluice.replica.openai_format import output_text, parse_call
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.scheduling.request.objective import SLO
 from tests.replica.waiting import until
@@ -165,7 +166,7 @@ def test_any_body_is_read_or_refused(endpoint: Endpoint, body: dict[str, object]
         call = parse_call(endpoint, body, "m", 100)
     except RequestError as error:
         assert error.status in (400, 404)
-        error.body()
+        error.body(endpoint)
     else:
         assert all(0 < p.tokens + call.max_tokens <= 100 for p in call.prompts)
 

@@ -164,7 +164,7 @@ async def test_a_mistake_gets_an_openai_error(
     assert isinstance(chunk, ResponseChunk)
     error = json.loads(chunk.data)["error"]
     assert error["message"]
-    assert error["code"] == status
+    assert error["code"] == ("model_not_found" if status == 404 else "invalid_value")
     if param is not None:
         assert error["param"] == param
     assert tail == ResponseTail(0, 0)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from sluice.replica.engine import EngineRequest
-from sluice.replica.openai_format import RequestError
+from sluice.replica.errors import RequestError
 from sluice.replica.transfer.client import MemoryLimit, Source, fetch
 from sluice.replica.transfer.offer import Offer, prompt_digest
 from sluice.replica.transfer.requests import check_transfer

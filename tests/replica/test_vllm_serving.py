@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse
 
 from sluice.replica.engine import ConfigurationError
-from sluice.replica.openai_format import RequestError
+from sluice.replica.errors import RequestError
 from sluice.replica.vllm import serving
 from sluice.replica.vllm.serving import event_bytes, servings, whole_response, with_upload
 
@@ -21,6 +21,15 @@ pytestmark = pytest.mark.vllm
 class Event(BaseModel):
     type: str
     schema_: int = Field(alias="schema")
+
+
+class Kept(BaseModel):
+    status: str
+
+
+class Ending(BaseModel):
+    type: str
+    response: Kept
 
 
 class Answer(Event):
@@ -35,21 +44,44 @@ class Layer:
 
 
 def test_events_of_responses_are_named_and_others_are_passed_on() -> None:
-    assert event_bytes("data: [DONE]\n\n") == b"data: [DONE]\n\n"
-    event = event_bytes(Event(type="response.created", schema=1))
+    assert event_bytes("data: [DONE]\n\n", "chat") == b"data: [DONE]\n\n"
+    event = event_bytes(Event(type="response.created", schema=1), "responses")
     assert event == b'event: response.created\ndata: {"type":"response.created","schema":1}\n\n'
+
+
+def test_errors_in_a_stream_have_the_shape_of_its_api() -> None:
+    told = {"message": "m", "type": "InternalServerError", "param": None, "code": 500}
+    chat = event_bytes(f"data: {json.dumps({'error': told})}\n\n", "chat")
+    expected = {"message": "m", "type": "server_error", "param": None, "code": "internal_error"}
+    assert json.loads(chat.removeprefix(b"data: ")) == {"error": expected}
+    told = {"type": "error", "error": {"type": "internal_error", "message": "m"}}
+    name, data = event_bytes(f"event: error\ndata: {json.dumps(told)}\n\n", "messages").split(
+        b"\n"
+    )[:2]
+    assert name == b"event: error"
+    error = {"type": "api_error", "message": "m", "code": "internal_error"}
+    assert json.loads(data.removeprefix(b"data: ")) == {"type": "error", "error": error}
+
+
+def test_a_response_that_was_cut_is_incomplete() -> None:
+    for status in ("completed", "incomplete", "failed"):
+        response = Kept(status=status)
+        sent = event_bytes(Ending(type="response.completed", response=response), "responses")
+        name, data = sent.split(b"\n")[:2]
+        assert name == f"event: response.{status}".encode()
+        assert json.loads(data.removeprefix(b"data: "))["type"] == f"response.{status}"
 
 
 def test_bodies_are_those_of_vllms_own_server() -> None:
     given = {"type": "t", "schema": 1}
     chat = SimpleNamespace(response_format=None)
-    kind, body = whole_response(chat, Answer(**given, object="response"))
+    kind, body = whole_response("responses", chat, Answer(**given, object="response"))
     assert (kind, json.loads(body)) == ("application/json", {**given, "object": "response"})
-    assert b"schema_" in whole_response(chat, Answer(**given, object="chat.completion"))[1]
+    assert b"schema_" in whole_response("chat", chat, Answer(**given, object="chat.completion"))[1]
     plain = ("application/json", b'{"data":[1]}')
-    assert whole_response(chat, JSONResponse({"data": [1]})) == plain
+    assert whole_response("embeddings", chat, JSONResponse({"data": [1]})) == plain
     spoken = SimpleNamespace(response_format="text"), SimpleNamespace(text="hello")
-    assert whole_response(*spoken) == ("text/plain", b"hello")
+    assert whole_response("transcriptions", *spoken) == ("text/plain", b"hello")
 
 
 def test_what_reads_no_sounds_offers_no_speech(

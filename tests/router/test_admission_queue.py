@@ -199,7 +199,7 @@ async def test_a_wait_ends_with_its_reason_wherever_in_the_line(
     assert queue.errors[number].reason is reason
     assert queue.errors[number].rule.status == 429
     if due_s > 0:
-        assert queue.errors[number].body["error"]["retry_after_ms"] == 400
+        assert queue.errors[number].document()["error"]["retry_after_ms"] == 400
     assert number not in queue.served
 
 
@@ -210,7 +210,7 @@ async def test_a_full_line_says_so_and_when_to_come_again() -> None:
     assert queue.errors.keys() == {3}
     error = queue.errors[3]
     assert error.reason is Reason.QUEUE_FULL
-    assert error.body["error"]["retry_after_ms"] == 2200
+    assert error.document()["error"]["retry_after_ms"] == 2200
     assert error.response().headers["retry-after"] == "3"
     assert len(queue.line) == 3
 

@@ -134,7 +134,7 @@ BAD = [
     ({"stream": "true"}, "stream"),
     ({"n": 0}, "n"),
     ({"n": 17}, "n"),
-    ({"n": 1.0}, "n"),
+    ({"n": 1.5}, "n"),
     ({"n": True}, "n"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -5}, "max_tokens"),
@@ -287,3 +287,52 @@ def test_the_ratio_stays_bounded(observations: list[tuple[int, int, int]]) -> No
         estimator.learn(PromptSize(characters, tokens), prompt_tokens)
         assert MIN_RATIO <= estimator.ratio <= MAX_RATIO
     assert estimator.estimate(PromptSize()) == 1
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "change"),
+    [
+        ("chat", {"max_tokens": 16.0, "n": 2.0}),
+        ("chat", {"max_completion_tokens": 16.0}),
+        ("completions", {"max_tokens": 0.0, "echo": True}),
+        ("completions", {"prompt": [5.0, 6]}),
+        ("completions", {"prompt": [[5, 6], [7.0]]}),
+        ("responses", {"max_output_tokens": 16.0, "input": "x"}),
+        ("messages", {"max_tokens": 16.0}),
+        ("embeddings", {"input": [5.0]}),
+        ("detokenize", {"tokens": [5.0, 6.0]}),
+    ],
+)
+def test_an_integer_may_be_written_with_a_point(endpoint: Endpoint, change: dict[str, Any]) -> None:
+    prompt = {} if endpoint == "responses" else {"prompt": "x"}
+    body = {"model": "m", "messages": [{"role": "user"}], **prompt, **change}
+    read = check_body(endpoint, body)
+    for name, value in change.items():
+        assert (read[name], repr(read[name])) == (value, repr(value).replace(".0", ""))
+        broken = {**body, name: 16.5 if isinstance(value, float) else [5.5]}
+        if name not in ("echo", "input") or endpoint == "embeddings":
+            with pytest.raises(ApiError) as refused:
+                check_body(endpoint, broken)
+            assert refused.value.param == name
+
+
+def test_nothing_is_generated_only_with_echo() -> None:
+    body = {"model": "m", "prompt": "x", "max_tokens": 0}
+    assert check_body("completions", {**body, "echo": True})["max_tokens"] == 0
+    for wrong in (body, {**body, "echo": False}, {**body, "echo": True, "max_tokens": -1}):
+        with pytest.raises(ApiError) as refused:
+            check_body("completions", wrong)
+        assert refused.value.param == "max_tokens"
+
+
+def test_a_byte_order_mark_is_skipped() -> None:
+    assert parse_object(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
+    with pytest.raises(ApiError, match="not a JSON object"):
+        parse_object('{"a": 1}'.encode("utf-16"))
+
+
+def test_tokenize_needs_a_prompt_or_messages() -> None:
+    for body in ({}, {"prompt": 5}, {"prompt": ["a"]}):
+        with pytest.raises(ApiError, match="prompt must be a string"):
+            check_body("tokenize", {"model": "m", **body})
+    check_body("tokenize", {"model": "m", "messages": CHAT_BODY["messages"]})

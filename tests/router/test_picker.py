@@ -74,7 +74,7 @@ async def picked(stream: Stream) -> dict[str, str]:
     mutation = emptied.request_body.response.body_mutation.streamed_response
     assert (mutation.body, mutation.end_of_stream) == (b"", True)
     common = headers.request_headers.response
-    assert set(common.header_mutation.remove_headers) == {"authorization", "x-api-key"}
+    assert set(common.header_mutation.remove_headers) == {"authorization", "x-api-key", "api-key"}
     named = set_headers(common.header_mutation)
     metadata = Struct.FromString(headers.dynamic_metadata)
     assert metadata[ENDPOINT_NAMESPACE][ENDPOINT_KEY] == named[ENDPOINT_KEY]

@@ -26,7 +26,7 @@ def refusal(limiter: RateLimiter, who: Client) -> dict[str, Any] | None:
         limiter.count_request(who)
     except ApiError as error:
         assert error.rule.status == 429
-        body: dict[str, Any] = error.body["error"]
+        body: dict[str, Any] = error.document()["error"]
         return body
     return None
 
@@ -59,7 +59,7 @@ def test_tokens_are_set_aside_and_what_was_not_needed_comes_back() -> None:
     with pytest.raises(ApiError) as caught:
         limiter.reserve(acme, 600, 401)
     assert caught.value.reason is Reason.TOKEN_RATE
-    assert caught.value.body["error"]["retry_after_ms"] == 10
+    assert caught.value.document()["error"]["retry_after_ms"] == 10
     charge.close(*answered(1_000, 500), 3)
     charge.close(output_tokens=0)  # only the first end counts
     limiter.reserve(acme, 500, 4_000).close(*answered(500, 4_100), 1)  # more than was foreseen

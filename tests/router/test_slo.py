@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from sluice.replica.engine import Endpoint
 from sluice.router.config import RouterConfig, ServiceClass
 from sluice.router.errors import ApiError, Reason
 from sluice.router.request.queue_ttl import queue_ttl_s
@@ -44,7 +45,7 @@ def refused(body: dict[str, Any] | None = None, *headers: tuple[str, str]) -> Ap
         read(body, *headers)
     assert caught.value.rule.status == 400
     assert caught.value.reason is Reason.INVALID_VALUE
-    json.dumps(caught.value.body)
+    json.dumps(caught.value.document())
     return caught.value
 
 
@@ -169,7 +170,7 @@ def test_a_bad_objective_in_the_body_is_named(field: str, value: Any) -> None:
     assert error.message.startswith(f"slo.{field} must be a number of milliseconds from 0.001 to")
 
 
-@pytest.mark.parametrize("value", [0, 11, -3, 1.5, 2.0, True, "2", float("nan"), 10**30])
+@pytest.mark.parametrize("value", [0, 11, -3, 1.5, True, "2", float("nan"), 10**30])
 def test_a_bad_priority_is_named(value: Any) -> None:
     error = refused({"slo": {"priority": value}})
     assert error.message.startswith("slo.priority must be an integer from 1 to 10, got ")
@@ -221,9 +222,9 @@ def test_a_bad_priority_header_is_named(text: str) -> None:
         ({"slo": {"class": ""}}, (), "slo.class", "one of fast, slow, free"),
         ({"slo": {"class": 3}}, (), "slo.class", "one of fast, slow, free"),
         ({}, (("x-slo-class", "gold"),), "x-slo-class", "one of fast, slow, free"),
-        ({"service_tier": "auto"}, (), "service_tier", "one of priority, flex"),
-        ({"service_tier": 1}, (), "service_tier", "one of priority, flex"),
-        ({"service_tier": ["flex"]}, (), "service_tier", "one of priority, flex"),
+        ({"service_tier": "gold"}, (), "service_tier", "one of auto, default, flex"),
+        ({"service_tier": 1}, (), "service_tier", "one of auto, default, flex"),
+        ({"service_tier": ["flex"]}, (), "service_tier", "one of auto, default, flex"),
         ({}, (("x-slo-e2e", "5"),), "x-slo-e2e", "not a known header"),
         ({}, (HEADER, HEADER), "x-slo-ttft-ms", "once"),
         ({}, (ALIAS, ALIAS), "x-llm-d-slo-ttft-ms", "once"),
@@ -295,7 +296,7 @@ def test_anything_is_either_an_objective_or_a_400(
     except ApiError as error:
         assert error.rule.status == 400
         assert error.param
-        json.dumps(error.body).encode()
+        json.dumps(error.document()).encode()
     else:
         assert result.service_class in CONFIG.classes
         for seconds in (result.ttft_s, result.tpot_s, result.e2e_s):
@@ -407,3 +408,35 @@ def test_classes_that_cannot_be_sent_or_told_apart_are_refused(
 ) -> None:
     with pytest.raises(ValidationError):
         RouterConfig(classes=classes, default_class=next(iter(classes)))
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "tier", "service_class"),
+    [
+        ("messages", "auto", "slow"),
+        ("messages", "standard_only", "standard"),
+        ("messages", "default", None),
+        ("messages", "priority", None),
+        ("chat", "scale", "slow"),
+        ("chat", "flex", "cheap"),
+        ("embeddings", "default", "standard"),
+        ("chat", "standard_only", None),
+        ("chat", "gold", "rich"),
+    ],
+)
+def test_the_tiers_are_those_of_the_api(
+    endpoint: Endpoint, tier: str, service_class: str | None
+) -> None:
+    classes = {
+        "slow": ServiceClass(),
+        "standard": ServiceClass(service_tiers=("default",)),
+        "cheap": ServiceClass(service_tiers=("flex",)),
+        "rich": ServiceClass(service_tiers=("gold",)),
+    }
+    reader = SloReader(RouterConfig(classes=classes, default_class="slow"))
+    body = {"service_tier": tier}
+    if service_class is not None:
+        assert reader.read(body, (), endpoint=endpoint).slo.service_class == service_class
+        return
+    with pytest.raises(ApiError, match="service_tier must be one of auto, "):
+        reader.read(body, (), endpoint=endpoint)

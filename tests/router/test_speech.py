@@ -90,7 +90,7 @@ async def test_what_openais_client_sends_reaches_a_replica() -> None:
             **asked,
             temperature=0.5,
             timestamp_granularities=["word", "segment"],
-            extra_body={**objective, "max_completion_tokens": 40},
+            extra_body={**objective, "max_completion_tokens": 40.0},
         )
         assert plain.text == f"{len(AUDIO)} bytes"
         text = await audio.transcriptions.create(
@@ -181,7 +181,7 @@ async def test_a_sound_is_sent_again_where_nothing_was_answered_and_never_twice(
     edge = Edge(FarSide(a=fail(lost, after=1), b=hear))
     async with edge.client() as client:
         broken = await client.post(PATH, **form)
-    assert broken.text.rstrip().splitlines()[-1].startswith('data: {"type": "error"')
+    assert broken.text.rstrip().splitlines()[-1].startswith('data: {"error"')
     assert len(edge.side.calls) == 1
 
 

@@ -53,7 +53,7 @@ class Verifier(TokenVerifier):
     def refusal(self, token: str | bytes) -> ApiError:
         with pytest.raises(ApiError) as caught:
             self.check(token.encode() if isinstance(token, str) else token)
-        json.dumps(caught.value.body)
+        json.dumps(caught.value.document())
         return caught.value
 
     def sample(self, name: str, **labels: str) -> float:
