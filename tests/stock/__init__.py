@@ -1,0 +1,1 @@
+"""Sluice beside vLLM's own server: the same requests to both, and a reason for each difference."""
