@@ -18,6 +18,8 @@ import psutil
 _END_S = 20.0
 """How long killed processes get to end, seconds."""
 
+_CLEAN_S = 25.0
+
 
 class Cleaner:
     """A process that cleans up after this one: it kills every process of the instance whose files
@@ -33,9 +35,21 @@ class Cleaner:
             start_new_session=True,
         )
 
+        self._folder = folder
+
     def clean(self) -> None:
-        """Clean up now, and wait until that is done."""
-        self._process.communicate()
+        """Clean up now, and wait until that is done. Where the process does not do it in time,
+        this one does."""
+        try:
+            self._process.communicate(timeout=_CLEAN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            _clean(self._folder)
+
+
+def _clean(folder: Path) -> None:
+    end_processes(folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def end_processes(folder: Path) -> None:
@@ -60,9 +74,13 @@ def _processes(folder: Path) -> Iterator[psutil.Process]:
     me = psutil.Process()
     family = set(me.children(recursive=True))
     spared = (me.pid, me.ppid())
+    # Nothing of the instance is older than this process; other programs may have many files open.
+    since_s = me.create_time() - 1
     for process in psutil.process_iter():
         try:
-            if process.pid in spared or process.status() == psutil.STATUS_ZOMBIE:
+            if process.pid in spared or process.create_time() < since_s:
+                continue
+            if process.status() == psutil.STATUS_ZOMBIE:
                 continue
             named = process in family and any(str(folder) in word for word in process.cmdline())
             if named or _writes_in(process, folder):
@@ -80,5 +98,4 @@ def _writes_in(process: psutil.Process, folder: Path) -> bool:
 
 if __name__ == "__main__":
     sys.stdin.read()
-    end_processes(Path(sys.argv[1]))
-    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    _clean(Path(sys.argv[1]))

@@ -23,6 +23,7 @@ from sluice.deploy import ray_settings
 from sluice.deploy.config import SluiceConfig
 from sluice.deploy.leftovers import Cleaner
 from sluice.deploy.model_check import check_installed, check_model, engine_faults
+from sluice.deploy.models import ROUTER_DEPLOYMENT
 from sluice.replica.engine import ConfigurationError
 from sluice.router.ingress.access import Access
 from sluice.router.ingress.http_server import Certificate
@@ -33,6 +34,10 @@ KEY_VARIABLE = "SLUICE_KEY"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_S = 0.5
 _REPORT_EVERY_S = 5.0
+_DRAIN_ANSWER_S = 5.0
+
+REASON_S = 2.0
+"""How long a part that has ended while an application starts is waited for to say why, seconds."""
 
 
 class StartError(RuntimeError):
@@ -45,6 +50,10 @@ class RayEndedError(RuntimeError):
 
 class StoppedError(RuntimeError):
     """A stop was asked for while the application started."""
+
+
+def _nothing() -> None:
+    """No one is to be told."""
 
 
 def base_url(config: SluiceConfig) -> str:
@@ -77,12 +86,23 @@ def curl_line(config: SluiceConfig) -> str:
     )
 
 
+class StopSignals(threading.Event):
+    """Set by the first SIGINT or SIGTERM.
+
+    Attributes:
+        again: whether there was a second one.
+    """
+
+    again = False
+
+
 @contextmanager
-def stop_signals() -> Iterator[threading.Event]:
+def stop_signals() -> Iterator[StopSignals]:
     """An event that SIGINT and SIGTERM set, in place of ending the process midway."""
-    stop = threading.Event()
+    stop = StopSignals()
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
+        stop.again = stop.is_set()
         stop.set()
 
     previous = {number: signal.signal(number, on_signal) for number in _STOP_SIGNALS}
@@ -119,26 +139,62 @@ def running(
         StoppedError: ``stop`` was set before the application was ready.
         RayEndedError: Ray has ended by itself, which sets ``stop``.
     """
-    _check_port(config.router.host, config.router.port)
-    _check_tls(config)
-    _check_labels(config)
-    _check_models(config)
-    _check_keys(config)
+    check(config)
+    check_models(config)
     local_dir = ray_settings.make_local_dir()
     cleaner = Cleaner(local_dir)
-    ray_settings.apply(local_dir)
-    report("starting Ray")
     try:
-        with own_sigterm():
-            _start_ray(config, local_dir)
+        start_ray_for(config, local_dir, report)
         with _stop_when_ray_ends(stop):
-            _check_gpus(config)
-            logging.getLogger("ray.serve").setLevel(logging.WARNING)
-            start_serve()
-            deploy(config, stop, report)
+            start_application(config, stop, report)
             yield
     finally:
         _end_ray(cleaner, report)
+
+
+def check(config: SluiceConfig) -> None:
+    """Refuse at once what would fail later; :func:`check_models` takes longer.
+
+    Raises:
+        StartError: a port is taken, vLLM or a key file is missing, or a part of ``config`` is for
+            a cluster.
+    """
+    _check_port(config.router.host, config.router.port)
+    _check_tls(config)
+    _check_labels(config)
+    try:
+        check_installed(config)
+    except ValueError as error:
+        raise StartError(str(error)) from None
+    _check_keys(config)
+
+
+def start_ray_for(
+    config: SluiceConfig,
+    local_dir: Path,
+    report: Callable[[str], None],
+    again: Callable[[], None] = _nothing,
+) -> None:
+    """Start a Ray for ``config``, with its files in ``local_dir``. ``again`` is called before the
+    processes of a start that failed are ended, to start it once more."""
+    ray_settings.apply(local_dir)
+    report("starting Ray")
+    with own_sigterm():
+        _start_ray(config, local_dir, again)
+
+
+def start_application(
+    config: SluiceConfig, stop: threading.Event, report: Callable[[str], None]
+) -> None:
+    """Serve ``config`` on the Ray that this process has started; return once it answers.
+
+    Raises:
+        StartError, StoppedError: as :func:`running`.
+    """
+    _check_gpus(config)
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    start_serve()
+    deploy(config, stop, report, first=True)
 
 
 def start_serve() -> None:
@@ -177,7 +233,6 @@ def _end_ray(cleaner: Cleaner, report: Callable[[str], None]) -> None:
         RayEndedError: Ray had ended already.
     """
     import ray
-    from ray import serve
 
     from sluice.deploy.ray_start import dead_process
 
@@ -193,13 +248,31 @@ def _end_ray(cleaner: Cleaner, report: Callable[[str], None]) -> None:
         # Without a Ray of our own Serve's shutdown would look for another one.
         if ray.is_initialized():
             report("stopping")
-            serve.shutdown()
+            end_application()
         ray.shutdown()
     finally:
         cleaner.clean()
 
 
-def _start_ray(config: SluiceConfig, local_dir: Path) -> None:
+def drain(config: SluiceConfig, limit_s: float) -> None:
+    """Have every router refuse new requests, and return when all others are answered. Those that
+    still run after ``limit_s`` seconds end with an error."""
+    from ray import serve
+
+    routers = serve.get_deployment_handle(ROUTER_DEPLOYMENT, config.name)
+    routers.broadcast("drain", limit_s).results(timeout_s=limit_s + _DRAIN_ANSWER_S)
+
+
+def end_application() -> None:
+    """End Serve and the Ray of this process."""
+    import ray
+    from ray import serve
+
+    serve.shutdown()
+    ray.shutdown()
+
+
+def _start_ray(config: SluiceConfig, local_dir: Path, again: Callable[[], None]) -> None:
     import ray
 
     from sluice.deploy.ray_start import start_ray
@@ -213,6 +286,7 @@ def _start_ray(config: SluiceConfig, local_dir: Path) -> None:
     )
     start_ray(
         local_dir / "ray",
+        again,
         num_cpus=max(os.cpu_count() or 1, int(needed) + 1),
         logging_level=logging.WARNING,
     )
@@ -232,13 +306,13 @@ def _check_labels(config: SluiceConfig) -> None:
         )
 
 
-def _check_models(config: SluiceConfig) -> None:
-    """Refuse missing software and models, and what vLLM refuses of an engine's configuration:
-    without this check every replica would fail three times first."""
-    try:
-        check_installed(config)
-    except ValueError as error:
-        raise StartError(str(error)) from None
+def check_models(config: SluiceConfig) -> None:
+    """Refuse missing models, and what vLLM refuses of an engine's configuration: without this check
+    every replica would fail three times first. It may ask the hub and vLLM, in some seconds.
+
+    Raises:
+        StartError: what is missing or refused.
+    """
     for fleet in config.fleets:
         for pool in fleet.pools:
             try:
@@ -277,8 +351,14 @@ def _check_gpus(config: SluiceConfig) -> None:
         )
 
 
-def deploy(config: SluiceConfig, stop: threading.Event, report: Callable[[str], None]) -> None:
-    """Serve ``config`` on the Ray and Serve that this process has joined.
+def deploy(
+    config: SluiceConfig,
+    stop: threading.Event,
+    report: Callable[[str], None],
+    first: bool = False,
+) -> None:
+    """Serve ``config`` on the Ray and Serve that this process has joined. ``first``: nothing was
+    served there before, and no actor that ends meanwhile is waited for, although it is replaced.
 
     Raises:
         StartError, StoppedError: as :func:`running`.
@@ -300,15 +380,22 @@ def deploy(config: SluiceConfig, stop: threading.Event, report: Callable[[str], 
         wait_for_ingress_deployment_creation=False,
         wait_for_applications_running=False,
     )
-    _wait_ready(config, stop, report)
+    _wait_ready(config, stop, report, first)
 
 
-def _wait_ready(config: SluiceConfig, stop: threading.Event, report: Callable[[str], None]) -> None:
+def _wait_ready(
+    config: SluiceConfig, stop: threading.Event, report: Callable[[str], None], first: bool
+) -> None:
     from ray import serve
 
     started = last_report = time.monotonic()
     last_line = ""
+    dead, dead_s = None, 0.0
     while True:
+        if first and dead is None and (dead := _dead_actor()) is not None:
+            dead_s = time.monotonic()
+        if dead is not None and time.monotonic() - dead_s > REASON_S:
+            raise StartError(f"{dead} has ended before the application was ready")
         application = serve.status().applications.get(config.name)
         if application is not None:
             if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
@@ -323,6 +410,16 @@ def _wait_ready(config: SluiceConfig, stop: threading.Event, report: Callable[[s
                 last_line, last_report = line, now
         if stop.wait(_POLL_S):
             raise StoppedError("stopped before the application was ready")
+
+
+def _dead_actor() -> str | None:
+    """The class of an actor that has ended; ``None``: all run."""
+    from ray._private.state import actors
+
+    for actor in actors().values():
+        if actor["State"] in ("DEAD", "RESTARTING") or actor["NumRestarts"]:
+            return str(actor["ActorClassName"])
+    return None
 
 
 def _check_configured(application: Any) -> None:

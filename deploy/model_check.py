@@ -71,7 +71,7 @@ def engine_faults(config: SluiceConfig, here: bool = True) -> list[str]:
     if not asked:
         return []
     ran = subprocess.run(
-        [sys.executable, "-P", "-m", _DRY_RUN],
+        [sys.executable, "-P", "-m", _DRY_RUN, str(os.getpid())],
         input=json.dumps(
             [
                 {

@@ -3,6 +3,7 @@ and reports whether it still runs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ _VITAL = ("gcs_server", "raylet")
 """Ray's processes without which it does not work, and which nothing starts again."""
 
 
-def start_ray(temp_dir: Path, **options: Any) -> None:
+def start_ray(temp_dir: Path, again: Callable[[], None] = lambda: None, **options: Any) -> None:
     """Start a Ray instance of this process's own, never the one that the environment may name. It
     has no dashboard, and prints nothing of its workers here.
 
     Args:
         temp_dir: a folder for its files, which no other instance uses.
+        again: is called when a start has failed, before its processes are ended.
         options: of ``ray.init``.
 
     Raises:
@@ -49,6 +51,7 @@ def start_ray(temp_dir: Path, **options: Any) -> None:
             _end_log_monitor()
             return
         except Exception as error:
+            again()
             slow = _TOO_SLOW in str(error)
             if slow:  # else it may be that this process has another Ray
                 ray.shutdown()

@@ -1,6 +1,6 @@
 """Whether vLLM takes an engine's configuration, told in seconds and before anything is started.
 
-``python -m sluice.replica.dry_run`` reads a JSON list of objects with ``engine``, ``role`` and
+``python -m sluice.replica.dry_run PID`` reads a JSON list of objects with ``engine``, ``role`` and
 ``here``, and writes a list of the same length: why an engine cannot start, or null. A process of
 its own, since vLLM takes seconds to import and reads its environment once.
 """
@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from sluice.replica.config import EngineConfig
 from sluice.replica.engine import ConfigurationError
+from sluice.replica.parent_watch import end_with_parent
 from sluice.replica.scheduler.xargs import SchedulerSettings
 from sluice.replica.vllm.local_model import local_model
 from sluice.replica.vllm.setup import (
@@ -81,7 +82,8 @@ def _is_here(model: str) -> bool:
 
 
 def main() -> None:
-    """See above."""
+    """See above. The argument is the process id of the parent."""
+    end_with_parent(int(sys.argv[1]))
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs there
     own = os.environ.get(_MODEL_RUNNER)

@@ -8,7 +8,7 @@ from typing import Any
 
 _NOT_SERVED = "Sluice does not serve it"
 _ONE_NODE = "the ranks of a replica are on its node; data-parallel-size is how many"
-_TLS = "set SLUICE_TLS_CERTIFICATE, see TLS in docs/security.md"
+_TLS = "set router.tls"
 
 _INSTEAD: Mapping[str, str] = {
     "additional-config": "Sluice sets it",

@@ -19,12 +19,13 @@ from sluice.deploy.local import (
     StartError,
     StoppedError,
     base_url,
+    check,
     curl_line,
     needs_key,
-    running,
     stop_signals,
 )
 from sluice.deploy.local_runs import LocalRun, noted
+from sluice.deploy.supervisor import Supervised
 
 _PLACES = {
     "model": ("engine", "model"),
@@ -47,8 +48,16 @@ _PLACES = {
 @click.option(
     "--config", "path", type=CONFIG_FILE, help="YAML configuration; the other flags override it."
 )
-def serve(path: Path | None, **flags: Any) -> None:
-    """Serve a model on this machine until Ctrl-C.
+@click.option(
+    "--drain-seconds",
+    "drain_s",
+    type=click.FloatRange(min=0, max=3600),
+    default=30.0,
+    show_default=True,
+    help="How long running requests may go on at the end; a second Ctrl-C ends them at once.",
+)
+def serve(path: Path | None, drain_s: float, **flags: Any) -> None:
+    """Serve a model on this machine until Ctrl-C, or SIGTERM.
 
     It starts a Ray instance of its own, and stops all of it again.
 
@@ -64,10 +73,16 @@ def serve(path: Path | None, **flags: Any) -> None:
     def report(line: str) -> None:
         err.print(f"[dim]sluice:[/dim] {line}", highlight=False, soft_wrap=True)
 
+    url = base_url(config)
+    try:
+        check(config)
+    except StartError as error:
+        raise Failure(Exit.FAILED, str(error)) from error
     with stop_signals() as stop:
+        application = Supervised(config, report)
         try:
-            url = base_url(config)
-            with running(config, stop, report), noted(LocalRun(address=url, key=admin_key)):
+            application.start(stop)
+            with noted(LocalRun(address=url, key=admin_key)):
                 report(f"ready at {url}/v1, try{_key_hint(config)}:")
                 click.echo(curl_line(config))
                 page = page_address(config, url, admin_key)
@@ -76,11 +91,14 @@ def serve(path: Path | None, **flags: Any) -> None:
                 if config.router.batches.directory is not None:
                     report(f"files and batches: {config.router.batches.directory}")
                 report("Ctrl-C stops")
-                stop.wait()
+                application.wait(stop)
+                application.stop(drain_s, stop)
         except StoppedError:
             pass
         except (StartError, RayEndedError) as error:
             raise Failure(Exit.FAILED, str(error)) from error
+        finally:
+            application.end()
 
 
 def _key_hint(config: SluiceConfig) -> str:

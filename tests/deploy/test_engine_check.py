@@ -174,7 +174,7 @@ def test_each_argument_of_vllms_server_is_kept_or_refused_on_purpose() -> None:
         ({"--api-key": "secret"}, "api-key cannot be set"),
         ({"scheduling-policy": "priority"}, "set engine.policy"),
         ({"scheduler-cls": "x"}, "set engine.policy"),
-        ({"ssl-keyfile": "x"}, "SLUICE_TLS_CERTIFICATE"),
+        ({"ssl-keyfile": "x"}, "set router.tls"),
         ({"root-path": "/x"}, "--route-prefix"),
         ({"uvicorn-log-level": "debug"}, "set telemetry.logs"),
         ({"allowed-origins": ["*"]}, "set router.cors_origins"),

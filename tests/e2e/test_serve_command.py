@@ -41,7 +41,7 @@ class Serving:
         self.url = f"http://127.0.0.1:{self.port}"
         self.home = folder / "home"
         self.home.mkdir()
-        self.environment = _environment() | {"HOME": str(self.home)}
+        self.environment = environment() | {"HOME": str(self.home)}
         self.environment.pop("XDG_STATE_HOME", None)
         self._out, self._err = folder / "home" / "out", folder / "home" / "err"
         with self._out.open("wb") as out, self._err.open("wb") as err:
@@ -81,23 +81,23 @@ class Serving:
         code: int = self.process.wait(timeout=120)
 
         def gone() -> bool:
-            return not any(map(_runs, self.family)) and _is_free(self.port)
+            return not any(map(runs, self.family)) and _is_free(self.port)
 
         def left() -> object:
-            return [each for each in self.family if _runs(each)]
+            return [each for each in self.family if runs(each)]
 
         wait_until(gone, "all of it has ended", 60, left)
         return code
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Without what the tests have set for a Ray in their own process."""
     theirs = ("RAY_", "PYTHON", "SLUICE_")
     kept = {name: text for name, text in os.environ.items() if not name.startswith(theirs)}
     return kept | FAST
 
 
-def _runs(process: psutil.Process) -> bool:
+def runs(process: psutil.Process) -> bool:
     return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
 
 
@@ -134,7 +134,7 @@ def serving(folder: Path, *words: str) -> Iterator[Serving]:
         assert not (it.home / ".ray").exists()
     finally:
         for process in (it.process, *it.family):
-            if _runs(process):
+            if runs(process):
                 process.kill()
 
 

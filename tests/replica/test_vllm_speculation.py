@@ -445,7 +445,7 @@ def test_a_drafting_model_is_refused_where_vllm_cannot_run_it(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"spec-method": "ngram"}, "use speculative-config in place of spec-method"),
+        ({"spec-method": "ngram"}, "spec-method cannot be set: use speculative-config"),
         ({"speculative_config": {"method": "ngram"}}, "vllm_args: .*num_speculative_tokens"),
         ({"speculative-config": NGRAM, "async-scheduling": True}, "async-scheduling must be False"),
     ],

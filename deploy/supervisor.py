@@ -1,0 +1,215 @@
+"""Runs an application in processes that it watches: the side of ``sluice serve`` that never blocks.
+
+It is no driver of Ray: it starts one (:mod:`sluice.deploy.driver`), hears from it, looks whether
+the parts still run, obeys signals within a fraction of a second at every stage, and at the end
+leaves no process and no file.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+import psutil
+
+from sluice.deploy import ray_settings
+from sluice.deploy.config import SluiceConfig
+from sluice.deploy.driver import Event, task
+from sluice.deploy.leftovers import Cleaner
+from sluice.deploy.local import REASON_S, RayEndedError, StartError, StoppedError, StopSignals
+
+_POLL_S = 0.2
+
+_SILENCE_S = 300.0
+"""Longest time without news from the driver while it starts, seconds. Its longest step, Ray's
+start, is bounded by 30 s, and on a busy machine all takes several times as long."""
+
+_END_S = 8.0
+"""How long an orderly end may take after the drain, seconds."""
+
+_VITAL = ("gcs_server", "raylet")
+"""Ray's processes without which it does not work, and which nothing starts again."""
+
+_PARTS = re.compile(r"ray::(Serve\w+|Detached\w+|\w*Proxy\w*|\w+Agent)\b|(VLLM::\w+)")
+"""Titles of the processes that a start needs from when they begin to its end."""
+
+
+class _Heard(NamedTuple):
+    event: Event
+    text: str
+
+
+class Supervised:
+    """An application that is served by processes of its own. Not for several threads.
+
+    Args:
+        config: what to serve.
+        report: gets a line of progress now and then.
+    """
+
+    def __init__(self, config: SluiceConfig, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._parts: dict[int, tuple[psutil.Process, str]] = {}
+        local_dir = ray_settings.make_local_dir()
+        self._cleaner = Cleaner(local_dir)
+        self._driver = subprocess.Popen(
+            [sys.executable, "-P", "-m", "sluice.deploy.driver", str(local_dir)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            process_group=0,  # Ctrl-C on the terminal is not for it
+        )
+        self._heard: queue.SimpleQueue[_Heard] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, args=(task(config),), daemon=True).start()
+
+    def start(self, stop: StopSignals) -> None:
+        """Return once the application answers.
+
+        Raises:
+            StartError: it cannot be served; the message says why.
+            RayEndedError: a part has ended.
+            StoppedError: a signal has come.
+        """
+        heard_s = time.monotonic()
+        dead: list[str] = []
+        dead_s = 0.0
+        while True:
+            if stop.is_set():
+                raise StoppedError("stopped before the application was ready")
+            heard = self._hear()
+            now_s = time.monotonic()
+            if heard is not None:
+                heard_s = now_s
+                if heard.event == "ready":
+                    return
+                if heard.event == "failed":
+                    lost = [name for name in self._ended() if name in _VITAL]
+                    if lost:  # the rest follows from that
+                        raise RayEndedError(f"{_named(lost)} before the application was ready")
+                    raise StartError(heard.text)
+                if heard.event == "again":  # what ends now was ended
+                    self._parts.clear()
+                    dead = []
+                else:
+                    self._report(heard.text)
+                continue
+            self._look()
+            if not dead and (dead := self._ended()):
+                dead_s = now_s
+            if dead and (now_s - dead_s > REASON_S + 1 or self._driver.poll() is not None):
+                raise RayEndedError(f"{_named(dead)} before the application was ready")
+            if now_s - heard_s > _SILENCE_S:
+                raise StartError(
+                    f"Ray has not answered for {_SILENCE_S:.0f} s: one of its processes hangs"
+                )
+
+    def wait(self, stop: StopSignals) -> None:
+        """Return at a signal.
+
+        Raises:
+            RayEndedError: a part has ended without which nothing can be served.
+        """
+        vital = {pid: part for pid, part in self._parts.items() if part[1] in _VITAL}
+        self._parts = vital
+        while not stop.wait(_POLL_S):
+            dead = self._ended()
+            if dead:
+                raise RayEndedError(
+                    f"{_named(dead)}, and nothing can be served without it: everything was "
+                    "stopped; start again"
+                )
+
+    def stop(self, drain_s: float, stop: StopSignals) -> None:
+        """Let running requests end for at most ``drain_s`` seconds, while new ones are refused, and
+        stop the application. A further signal ends that at once."""
+        self._report("stopping")
+        self._say(f"stop {drain_s}\n".encode())
+        limit_s = time.monotonic() + drain_s + _END_S
+        while time.monotonic() < limit_s and not stop.again:
+            heard = self._hear()
+            if heard is not None and heard.event == "stopped":
+                return
+            if heard is not None and heard.event == "report":
+                self._report(heard.text)
+            if self._driver.poll() is not None:
+                return
+
+    def end(self) -> None:
+        """End every process, and remove all files."""
+        for process in self._descendants():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._driver.kill()
+        self._driver.wait()
+        self._cleaner.clean()
+
+    def _say(self, words: bytes) -> None:
+        assert self._driver.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended, which is seen elsewhere
+            self._driver.stdin.write(words)
+            self._driver.stdin.flush()
+
+    def _listen(self, first: bytes) -> None:
+        self._say(first)  # not in the main thread: a process that hangs does not read it
+        assert self._driver.stdout is not None
+        for line in self._driver.stdout:
+            entry = json.loads(line)
+            self._heard.put(_Heard(entry["event"], entry["text"]))
+
+    def _hear(self) -> _Heard | None:
+        try:
+            return self._heard.get(timeout=_POLL_S)
+        except queue.Empty:
+            return None
+
+    def _descendants(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self._driver.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def _look(self) -> None:
+        """Find the parts that have begun."""
+        for process in self._descendants():
+            if process.pid not in self._parts:
+                try:
+                    name = _part(process)
+                except psutil.Error:
+                    continue
+                if name is not None:
+                    self._parts[process.pid] = (process, name)
+
+    def _ended(self) -> list[str]:
+        """The parts that have ended, Ray's own first."""
+        ended = [name for process, name in self._parts.values() if not _runs(process)]
+        ended.sort(key=lambda name: _VITAL.index(name) if name in _VITAL else len(_VITAL))
+        if not ended and self._driver.poll() is not None:
+            ended = ["the process that talks to Ray"]
+        return ended
+
+
+def _part(process: psutil.Process) -> str | None:
+    """The name of a part for people; ``None``: not one that a start needs."""
+    if process.name() in _VITAL:
+        return process.name()
+    found = _PARTS.match(" ".join(process.cmdline()[:1]))
+    return found and (found[1] or found[2])
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _named(dead: list[str]) -> str:
+    names = ", ".join(dict.fromkeys(dead))
+    return f"{names} has ended" if len(dead) == 1 else f"{names} have ended"

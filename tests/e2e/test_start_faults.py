@@ -1,0 +1,192 @@
+"""A `sluice serve` that starts, and whose parts die or hang, or that is told to stop."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sluice.deploy.commands.exits import Exit
+from sluice.deploy.ray_settings import free_port
+from tests.e2e.conftest import wait_until
+from tests.e2e.test_serve_command import environment, runs
+from tests.processes import title_of
+
+pytestmark = [pytest.mark.ray, pytest.mark.own_ray]
+
+SIMULATED = ("--engine", "simulated")
+SLUICE = Path(sys.executable).with_name("sluice")
+
+END_S = 10.0
+"""In what time a start ends after a signal or the death of a part. Busy machines get more."""
+
+PARTS = {
+    "driver": "sluice.deploy.driver",
+    "dry run": "sluice.replica.dry_run",
+    "gcs_server": "gcs_server",
+    "raylet": "raylet/raylet",
+    "agent": "ray::DashboardAgent",
+    "Serve controller": "ray::ServeController",
+    "controller": "ray::DetachedController",
+    "observer": "ray::DetachedObserver",
+    "replica": "ray::ServeReplica:sluice:Replica",
+    "router": "ray::ServeReplica:sluice:Router",
+}
+"""What their command lines or titles begin with or hold."""
+
+
+RAY_PARTS = [part for part in PARTS if part != "dry run"]
+
+
+class Start:
+    """One `sluice serve`, and all processes that it has had."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self._err = folder / "err"
+        with self._err.open("wb") as err:
+            self.process = psutil.Popen(
+                [SLUICE, "serve", "--port", str(free_port()), *(words or SIMULATED)],
+                cwd=folder,
+                env=environment() | {"HOME": str(folder)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=err,
+            )
+        self._family: dict[int, psutil.Process] = {}
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text()
+
+    def look(self) -> None:
+        """Take note of the processes that there are."""
+        for each in self.process.children(recursive=True):
+            self._family[each.pid] = each
+
+    def wait_for(self, part: str) -> psutil.Process:
+        """The process of ``part``, once it is there."""
+        found: list[psutil.Process] = []
+
+        def there() -> bool:
+            assert self.process.poll() is None, self.err
+            assert "Ctrl-C stops" not in self.err, f"it was ready before {part}"
+            self.look()
+            found[:] = [each for each in self.left() if PARTS[part] in title_of(each)]
+            return bool(found)
+
+        wait_until(there, f"{part} is there", 300, lambda: self.err, every_s=0.02)
+        return found[0]
+
+    def left(self) -> list[psutil.Process]:
+        """Its processes that run."""
+        return [each for each in self._family.values() if runs(each)]
+
+    def wait_end(self) -> int:
+        """The exit code, once it has ended in time and nothing is left."""
+
+        def ended() -> bool:
+            if self.process.poll() is None:
+                self.look()
+                return False
+            return True
+
+        wait_until(ended, "it ends", 3 * END_S, lambda: self.err)
+        assert self.left() == [], "nothing is left behind"
+        return int(self.process.returncode)
+
+
+@contextmanager
+def start(folder: Path, *words: str) -> Iterator[Start]:
+    it = Start(folder, *words)
+    try:
+        yield it
+    finally:
+        for process in (it.process, *it.left()):
+            if runs(process):
+                process.kill()
+
+
+def _cases(*quick: tuple[str, str]) -> list[object]:
+    """Each part at the moment when it is there, and Ray's own at each later one."""
+    moments = [(part, part) for part in RAY_PARTS] + [
+        (part, moment)
+        for part in ("driver", "gcs_server", "raylet")
+        for moment in ("Serve controller", "replica", "router")
+    ]
+    return [
+        pytest.param(*case, marks=() if case in quick else pytest.mark.release) for case in moments
+    ]
+
+
+@pytest.mark.parametrize(
+    ("part", "moment"), _cases(("gcs_server", "Serve controller"), ("replica", "replica"))
+)
+def test_a_start_ends_with_any_part_that_dies(tmp_path: Path, part: str, moment: str) -> None:
+    with start(tmp_path) as it:
+        it.wait_for(moment)
+        it.wait_for(part).kill()
+        assert it.wait_end() == Exit.FAILED
+        assert it.err.splitlines()[-1].startswith("Error: "), it.err
+        assert "Traceback" not in it.err.rpartition("Error: ")[2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("part", "moment"), _cases(("raylet", "Serve controller")))
+def test_a_start_with_any_part_that_hangs_ends_at_a_signal(
+    tmp_path: Path, part: str, moment: str, number: signal.Signals
+) -> None:
+    with start(tmp_path) as it:
+        it.wait_for(moment)
+        it.wait_for(part).suspend()
+        it.process.send_signal(number)
+        assert it.wait_end() == Exit.OK
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("moment", RAY_PARTS)
+def test_a_start_ends_at_a_signal(tmp_path: Path, moment: str, number: signal.Signals) -> None:
+    with start(tmp_path) as it:
+        it.wait_for(moment)
+        it.process.send_signal(number)
+        if number == signal.SIGKILL:
+            it.process.wait(timeout=END_S)
+            wait_until(lambda: not it.left(), "nothing is left", 3 * END_S, it.left)
+        else:
+            assert it.wait_end() == Exit.OK
+
+
+@pytest.mark.release
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("part", "number"),
+    [
+        ("supervisor", signal.SIGINT),
+        ("supervisor", signal.SIGKILL),
+        ("driver", signal.SIGKILL),
+        ("driver", signal.SIGSTOP),
+        ("dry run", signal.SIGSTOP),
+    ],
+)
+def test_a_start_that_asks_vllm_ends_as_well(
+    tmp_path: Path, part: str, number: signal.Signals
+) -> None:
+    config = tmp_path / "sluice.yaml"
+    config.write_text("engine: {vllm_args: {max-model-len: 512}}\n")
+    with start(tmp_path, "--config", str(config)) as it:
+        asking = it.wait_for("dry run")
+        found = {"supervisor": it.process, "dry run": asking}
+        (found.get(part) or it.wait_for(part)).send_signal(number)
+        if number == signal.SIGSTOP:
+            it.process.send_signal(signal.SIGINT)
+        if part == "supervisor" and number == signal.SIGKILL:
+            it.process.wait(timeout=END_S)
+            wait_until(lambda: not it.left(), "nothing is left", 3 * END_S, it.left)
+        else:
+            assert it.wait_end() in (Exit.OK, Exit.FAILED)
