@@ -13,8 +13,8 @@ _ON_PARENTS_DEATH = 1
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Have the system kill this process when its parent ends, for whatever reason. ``parent`` is its
-    process id, by default the one that ``multiprocessing`` knows.
+    """Have the system kill this process when its parent ends, for whatever reason. ``parent`` is
+    its process id, by default the one that ``multiprocessing`` knows.
 
     vLLM's engine does not check for its parent, and its workers check only where they can: a worker
     that waits for another worker, or for a GPU that does not answer, would keep the GPU from its

@@ -49,9 +49,11 @@ class Start:
 
     def __init__(self, folder: Path, *words: str) -> None:
         self._err = folder / "err"
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
         with self._err.open("wb") as err:
             self.process = psutil.Popen(
-                [SLUICE, "serve", "--port", str(free_port()), *(words or SIMULATED)],
+                [SLUICE, "serve", "--port", str(port), *(words or SIMULATED)],
                 cwd=folder,
                 env=environment() | {"HOME": str(folder)},
                 stdin=subprocess.DEVNULL,

@@ -1,0 +1,126 @@
+"""What SIGTERM does to the requests of a `sluice serve`."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from sluice.deploy.commands.exits import Exit
+from tests.e2e.conftest import wait_until
+from tests.e2e.test_start_faults import Start, start
+
+pytestmark = [pytest.mark.ray, pytest.mark.own_ray]
+
+STEP_S = 0.05
+TOKENS = 100
+
+
+class Stream:
+    """A stream that has begun, read by a thread of its own."""
+
+    def __init__(self, pool: ThreadPoolExecutor, url: str, path: str, **body: Any) -> None:
+        self.lines: list[str] = []
+        self.read: Future[None] = pool.submit(self._read, f"{url}{path}", body)
+
+    def _read(self, url: str, body: dict[str, Any]) -> None:
+        body |= {"model": "local", "max_tokens": TOKENS, "stream": True}
+        with httpx.stream("POST", url, json=body, timeout=120) as response:
+            assert response.status_code == 200
+            for line in response.iter_lines():
+                self.lines.append(line)
+
+    def wait_begun(self) -> None:
+        def begun() -> bool:
+            assert not self.read.done(), self.lines
+            return len(self.lines) > 4
+
+        wait_until(begun, "the stream begins", 60, lambda: self.lines)
+
+    def entries(self) -> list[Any]:
+        """The JSON of its events, without the last word of OpenAI's streams."""
+        told = [line.removeprefix("data: ") for line in self.lines if line.startswith("data: ")]
+        return [json.loads(each) for each in told if each != "[DONE]"]
+
+
+@contextmanager
+def serving(folder: Path, drain_s: float) -> Iterator[tuple[Start, str, ThreadPoolExecutor]]:
+    """A `sluice serve` whose engine takes :data:`STEP_S` for a token, its URL, and threads."""
+    config = folder / "sluice.yaml"
+    config.write_text(
+        json.dumps({"engine": {"kind": "simulated", "simulated": {"step_s": STEP_S}}})
+    )
+    words = ("--config", str(config), "--drain-seconds", str(drain_s))
+    with start(folder, *words) as it, ThreadPoolExecutor() as pool:
+        wait_until(lambda: "Ctrl-C stops" in it.err, "it is ready", 300, lambda: it.err)
+        it.look()
+        yield it, it.url, pool
+
+
+COMPLETION = {"prompt": "Hello."}
+MESSAGES = {"messages": [{"role": "user", "content": "Hello."}]}
+
+
+def test_running_streams_end_and_new_requests_are_refused(tmp_path: Path) -> None:
+    with serving(tmp_path, 60) as (it, url, pool):
+        stream = Stream(pool, url, "/v1/completions", **COMPLETION)
+        whole = pool.submit(
+            httpx.post,
+            f"{url}/v1/completions",
+            json={"model": "local", "max_tokens": TOKENS, **COMPLETION},
+            timeout=120,
+        )
+        stream.wait_begun()
+        it.process.send_signal(signal.SIGTERM)
+        refusals: list[httpx.Response] = []
+
+        def refused() -> bool:
+            body = {"model": "local", "max_tokens": 1, **COMPLETION}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+            refusals.extend([answer] if answer.status_code != 200 else [])
+            return bool(refusals)
+
+        wait_until(refused, "new requests are refused", 30)
+        assert refusals[0].status_code == 503
+        assert refusals[0].headers["retry-after"]
+        assert refusals[0].json()["error"]["code"] == "router_stopping"
+        assert whole.result(timeout=60).json()["usage"]["completion_tokens"] == TOKENS
+        stream.read.result(timeout=60)
+        assert stream.lines[-2] == "data: [DONE]"
+        assert it.wait_end() == Exit.OK
+        assert it.err.partition("Ctrl-C stops\n")[2] == "sluice: stopping\n"
+
+
+@pytest.mark.release
+def test_streams_that_do_not_end_in_time_get_an_error(tmp_path: Path) -> None:
+    with serving(tmp_path, 0.5) as (it, url, pool):
+        completion = Stream(pool, url, "/v1/completions", **COMPLETION)
+        message = Stream(pool, url, "/v1/messages", **MESSAGES)
+        completion.wait_begun()
+        message.wait_begun()
+        it.process.send_signal(signal.SIGTERM)
+        for stream in (completion, message):
+            stream.read.result(timeout=60)
+        assert completion.entries()[-1]["error"]["code"]
+        assert message.entries()[-1]["type"] == "error"
+        assert "event: error" in message.lines
+        assert it.wait_end() == Exit.OK
+
+
+@pytest.mark.release
+def test_a_second_signal_ends_the_drain(tmp_path: Path) -> None:
+    with serving(tmp_path, 3_000) as (it, url, pool):
+        stream = Stream(pool, url, "/v1/completions", **COMPLETION)
+        stream.wait_begun()
+        it.process.send_signal(signal.SIGINT)
+        wait_until(lambda: "stopping" in it.err, "it stops", 30, lambda: it.err)
+        it.process.send_signal(signal.SIGINT)
+        assert it.wait_end() == Exit.OK
+        assert stream.read.exception(timeout=60) is not None
