@@ -17,12 +17,12 @@ import threading
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from sluice.deploy import local
 from sluice.deploy.config import SluiceConfig
 
-Event = Literal["report", "again", "ready", "failed", "stopped"]
+Event = Literal["report", "again", "ray", "ready", "failed", "stopped"]
 
 _LENGTH_BYTES = 8
 
@@ -84,25 +84,32 @@ class Driver:
         try:
             local.check_models(self._config)
             local.start_ray_for(self._config, self._folder, self._report, self._again)
+            self._emit("ray")
             local.start_application(self._config, self._stop, self._report)
+            drain = local.drain_of(self._config)
         except local.StoppedError:
             return
         except local.StartError as error:
-            self._emit("failed", str(error))
-            return
-        except Exception as error:  # the supervisor ends everything and says so
+            self._fail(str(error))
+        except Exception as error:
             traceback.print_exc()
-            self._emit("failed", f"{type(error).__name__}: {error}")
-            return
+            self._fail(f"{type(error).__name__}: {error}")
         os.dup2(self._log, 2)  # such as what Ray says of its own end
         self._emit("ready")
         self._stop.wait()
         try:
-            local.drain(self._config, self._drain_s)
+            drain(self._drain_s)
             local.end_application()
-        except Exception:  # the supervisor ends what is left
-            traceback.print_exc()
+        except Exception as error:  # the supervisor ends what is left
+            self._report(f"not everything ended in order: {type(error).__name__}: {error}")
         self._emit("stopped")
+
+    def _fail(self, why: str) -> NoReturn:
+        """Say why nothing can be served, and leave the end to the supervisor: Ray ends with this
+        process, and would be what has ended."""
+        self._emit("failed", why)
+        while True:
+            signal.pause()
 
     def _report(self, line: str) -> None:
         self._emit("report", line)

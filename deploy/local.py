@@ -254,13 +254,19 @@ def _end_ray(cleaner: Cleaner, report: Callable[[str], None]) -> None:
         cleaner.clean()
 
 
-def drain(config: SluiceConfig, limit_s: float) -> None:
-    """Have every router refuse new requests, and return when all others are answered. Those that
-    still run after ``limit_s`` seconds end with an error."""
+def drain_of(config: SluiceConfig) -> Callable[[float], None]:
+    """A function that has every router refuse new requests, and returns when all others are
+    answered: those that still run after its argument, seconds, end with an error."""
     from ray import serve
 
     routers = serve.get_deployment_handle(ROUTER_DEPLOYMENT, config.name)
-    routers.broadcast("drain", limit_s).results(timeout_s=limit_s + _DRAIN_ANSWER_S)
+    # The first call looks for the routers, which later ones need not wait for.
+    routers.broadcast("check_health").results(timeout_s=_DRAIN_ANSWER_S)
+
+    def drain(limit_s: float) -> None:
+        routers.broadcast("drain", limit_s).results(timeout_s=limit_s + _DRAIN_ANSWER_S)
+
+    return drain
 
 
 def end_application() -> None:

@@ -35,6 +35,12 @@ start, is bounded by 30 s, and on a busy machine all takes several times as long
 _END_S = 8.0
 """How long an orderly end may take after the drain, seconds."""
 
+_RAY_REASON_S = 5.0
+"""How long Ray's own end of a start that took too long may take, seconds."""
+
+_GAVE_UP = "runtime env agent timed out"
+"""What the raylet says where the machine was too busy for it; then Ray is started again."""
+
 _VITAL = ("gcs_server", "raylet")
 """Ray's processes without which it does not work, and which nothing starts again."""
 
@@ -58,10 +64,11 @@ class Supervised:
     def __init__(self, config: SluiceConfig, report: Callable[[str], None]) -> None:
         self._report = report
         self._parts: dict[int, tuple[psutil.Process, str]] = {}
-        local_dir = ray_settings.make_local_dir()
-        self._cleaner = Cleaner(local_dir)
+        self._past: set[int] = set()
+        self._local_dir = ray_settings.make_local_dir()
+        self._cleaner = Cleaner(self._local_dir)
         self._driver = subprocess.Popen(
-            [sys.executable, "-P", "-m", "sluice.deploy.driver", str(local_dir)],
+            [sys.executable, "-P", "-m", "sluice.deploy.driver", str(self._local_dir)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             process_group=0,  # Ctrl-C on the terminal is not for it
@@ -77,9 +84,9 @@ class Supervised:
             RayEndedError: a part has ended.
             StoppedError: a signal has come.
         """
-        heard_s = time.monotonic()
+        heard_s = dead_s = time.monotonic()
         dead: list[str] = []
-        dead_s = 0.0
+        ray_runs = False
         while True:
             if stop.is_set():
                 raise StoppedError("stopped before the application was ready")
@@ -94,21 +101,33 @@ class Supervised:
                     if lost:  # the rest follows from that
                         raise RayEndedError(f"{_named(lost)} before the application was ready")
                     raise StartError(heard.text)
-                if heard.event == "again":  # what ends now was ended
-                    self._parts.clear()
-                    dead = []
-                else:
+                if heard.event == "report":
                     self._report(heard.text)
+                elif heard.event == "again":
+                    self._forget()
+                    dead = []
+                elif heard.event == "ray":
+                    ray_runs = True
                 continue
             self._look()
             if not dead and (dead := self._ended()):
                 dead_s = now_s
-            if dead and (now_s - dead_s > REASON_S + 1 or self._driver.poll() is not None):
+            if dead and now_s - dead_s > self._patience_s(dead, ray_runs):
                 raise RayEndedError(f"{_named(dead)} before the application was ready")
             if now_s - heard_s > _SILENCE_S:
                 raise StartError(
                     f"Ray has not answered for {_SILENCE_S:.0f} s: one of its processes hangs"
                 )
+
+    def _patience_s(self, dead: list[str], ray_runs: bool) -> float:
+        """How long the driver gets to say why these parts have ended, or that it tries again."""
+        if self._driver.poll() is not None:
+            return 0.0
+        if ray_runs:
+            return 0.0 if dead[0] in _VITAL else REASON_S + 1
+        logs = self._local_dir.glob("ray/session_latest/logs/raylet.*")
+        gave_up = any(_GAVE_UP in log.read_text(errors="replace") for log in logs)
+        return _SILENCE_S if gave_up else _RAY_REASON_S
 
     def wait(self, stop: StopSignals) -> None:
         """Return at a signal.
@@ -175,10 +194,15 @@ class Supervised:
         except psutil.NoSuchProcess:
             return []
 
+    def _forget(self) -> None:
+        """The driver ends all processes and begins again."""
+        self._past.update(self._parts, (process.pid for process in self._descendants()))
+        self._parts.clear()
+
     def _look(self) -> None:
         """Find the parts that have begun."""
         for process in self._descendants():
-            if process.pid not in self._parts:
+            if process.pid not in self._parts and process.pid not in self._past:
                 try:
                     name = _part(process)
                 except psutil.Error:

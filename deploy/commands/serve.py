@@ -54,7 +54,7 @@ _PLACES = {
     type=click.FloatRange(min=0, max=3600),
     default=30.0,
     show_default=True,
-    help="How long running requests may go on at the end; a second Ctrl-C ends them at once.",
+    help="Most seconds for running requests at the end; a second Ctrl-C ends them at once.",
 )
 def serve(path: Path | None, drain_s: float, **flags: Any) -> None:
     """Serve a model on this machine until Ctrl-C, or SIGTERM.
