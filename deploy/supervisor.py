@@ -32,7 +32,7 @@ _SILENCE_S = 300.0
 """Longest time without news from the driver while it starts, seconds. Its longest step, Ray's
 start, is bounded by 30 s, and on a busy machine all takes several times as long."""
 
-_END_S = 8.0
+_END_S = 20.0
 """How long an orderly end may take after the drain, seconds."""
 
 _RAY_REASON_S = 5.0
