@@ -35,7 +35,7 @@ start, is bounded by 30 s, and on a busy machine all takes several times as long
 _END_S = 20.0
 """How long an orderly end may take after the drain, seconds."""
 
-_RAY_REASON_S = 5.0
+_RAY_REASON_S = 3.0
 """How long Ray's own end of a start that took too long may take, seconds."""
 
 _GAVE_UP = "runtime env agent timed out"
