@@ -260,6 +260,7 @@ def drain_of(config: SluiceConfig) -> Callable[[float], None]:
     from ray import serve
 
     routers = serve.get_deployment_handle(ROUTER_DEPLOYMENT, config.name)
+    routers._init(_run_router_in_separate_loop=True)  # this process has no event loop
     # The first call looks for the routers, which later ones need not wait for.
     routers.broadcast("check_health").results(timeout_s=_DRAIN_ANSWER_S)
 
