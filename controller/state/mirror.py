@@ -129,6 +129,7 @@ class MirroredReplica:
             hello.local_order,
             float(summary["next_begins_s"]),
             float(summary["planned_stop_s"]),
+            float(summary["kv_answer_s"]),
         )
 
 

@@ -61,7 +61,7 @@ _SUMMARY_COUNTS = ("steps", "waiting", "running", "free_kv_blocks", "total_kv_bl
 _SUMMARY_CORRECTIONS = ("correction", "fixed_correction")
 _SUMMARY_TIMES = (
     *("updated_s", "step_started_s", "last_step_s", "predicted_step_s", "next_begins_s"),
-    *("planned_stop_s", "step_spread", *_SUMMARY_CORRECTIONS),
+    *("planned_stop_s", "kv_answer_s", "step_spread", *_SUMMARY_CORRECTIONS),
 )
 _SUMMARY_STOP = _SUMMARY_TIMES.index("planned_stop_s")
 _SUMMARY_CHECKED = itemgetter(
@@ -233,9 +233,10 @@ def _check_summary(summary: Any) -> None:
             raise ValueError(f"{name} must be at least 0, got {value}")
     if summary["transfers"]:
         _check_transfers(summary)
-    stop_s, spread, *corrections = values[_SUMMARY_STOP : len(_SUMMARY_TIMES)]
-    if stop_s < 0:
-        raise ValueError(f"planned_stop_s must be at least 0, got {stop_s}")
+    stop_s, answer_s, spread, *corrections = values[_SUMMARY_STOP : len(_SUMMARY_TIMES)]
+    for name, value in (("planned_stop_s", stop_s), ("kv_answer_s", answer_s)):
+        if value < 0:
+            raise ValueError(f"{name} must be at least 0, got {value}")
     for name, correction in zip(_SUMMARY_CORRECTIONS, corrections, strict=True):
         if not 1 / MAX_CORRECTION <= correction <= MAX_CORRECTION:
             raise ValueError(

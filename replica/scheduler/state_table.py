@@ -32,7 +32,7 @@ from sluice.scheduling.request.stages import Later, later_of
 from sluice.scheduling.roles import ROLES, Role
 
 SAMPLE_RING = 2048
-_MAGIC = 0x534C5549_43450009
+_MAGIC = 0x534C5549_4345000A
 _READ_TRIES = 30
 _READ_TRIES_AT_ONCE = 10
 _READ_PAUSE_S = 0.001

@@ -45,6 +45,8 @@ class HostBlocks:
         self._seconds = self._tokens = 0.0
         self._removed: Callable[[bytes], None] = lambda block_hash: None
         manager = _manager(connector, block_tokens)
+        self.known = manager is not None
+        """Whether it is known what the connector holds."""
         if manager is not None:
             self._follow(connector, manager)
 

@@ -23,6 +23,7 @@ from sluice.replica.scheduler.state_table import ChangedRows
 from sluice.replica.scheduler.tracked_request import TrackedRequest
 from sluice.replica.transfer.incoming import IncomingKv
 from sluice.replica.vllm.drafts import PlannedDrafts
+from sluice.replica.vllm.external_kv import ExternalKv
 from sluice.replica.vllm.prefix_lookup import PrefixHits
 from sluice.scheduling.request.kernels import (
     ACCEPTANCE,
@@ -65,7 +66,8 @@ class RequestRows:
     Args:
         scheduler: vLLM's.
         local: the local scheduler's records of the requests.
-        hits: hits in the prefix cache. incoming: KV from other engines.
+        hits: hits in the prefix cache. incoming: KV from other engines. external: KV that a
+            connector holds.
         drafts: drafted tokens of decodes; ``None``: no speculation.
     """
 
@@ -75,12 +77,14 @@ class RequestRows:
         local: LocalScheduler,
         hits: PrefixHits,
         incoming: IncomingKv,
+        external: ExternalKv,
         drafts: PlannedDrafts | None,
     ) -> None:
         self._scheduler = scheduler
         self._local = local
         self._hits = hits
         self._incoming = incoming
+        self._external = external
         self._drafts = drafts
         self._block = scheduler.block_size
         self._longest = scheduler.max_model_len - 1
@@ -161,6 +165,9 @@ class RequestRows:
         Args:
             busy_until_s: when the batches in flight end.
         """
+        if answered := self._external.take_answers(self._cached):
+            self._read_at[[self._places[each] for each in answered]] = 0
+            self._local.publish(kv_answer_s=self._external.answer_s)
         live = self._scheduler.requests.values()
         running = [request for request in live if request.status is _RUNNING]
         if self._pipelined:
@@ -224,6 +231,11 @@ class RequestRows:
             counts[n, IN_FLIGHT] = requests[n].num_output_placeholders
         return counts
 
+    def _cached(self, request: Request) -> int:
+        """Tokens of a waiting request in the prefix cache, in whole blocks."""
+        hit = self._hits.of(request)
+        return 0 if hit is None else hit.tokens // self._block * self._block
+
     def _prolong(self, request_id: str, emitted: int) -> float:
         """A request has emitted what it was expected to: its expected tokens from now on."""
         tracked = self._local.requests[request_id]
@@ -241,7 +253,7 @@ class RequestRows:
     def _could_run(self, request: Request) -> bool:
         """Whether a request that is not running could run."""
         if request.status in _COULD_RUN:
-            return not _has_stale_output(request)
+            return not (_has_stale_output(request) or self._external.is_awaited(request.request_id))
         return self._incoming.arrived(request)
 
     def _read(self, request: Request, place: int) -> None:
@@ -252,8 +264,11 @@ class RequestRows:
             if hit is None and self._read_at[place]:
                 return
             computed, blocks = hit or (0, 0)
-            if self._incoming.awaits(request, computed):
-                computed = known
+            held = self._external.of(request.request_id)
+            if self._incoming.awaits(request, computed) or (held and held.beside):
+                computed = known  # to plan it starts the load
+            elif held:
+                computed += held.tokens
             elif hit is not None:
                 last = self._pass
         else:

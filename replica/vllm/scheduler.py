@@ -46,6 +46,7 @@ from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, from_
 from sluice.replica.transfer.incoming import IncomingKv, kv_of_request
 from sluice.replica.vllm.cpu_cores import pin_thread
 from sluice.replica.vllm.drafts import PlannedDrafts
+from sluice.replica.vllm.external_kv import ExternalKv
 from sluice.replica.vllm.gc_control import GarbageCollector
 from sluice.replica.vllm.host_blocks import HostBlocks
 from sluice.replica.vllm.kv_events import PooledBlocks
@@ -113,7 +114,10 @@ class PlanMixin(_Base):
         self._host = HostBlocks(self.connector, hash_tokens)
         self._hits = PrefixHits(self.kv_cache_manager, self._groups, self.block_size, self._host)
         self._incoming = IncomingKv(self, self._local.transfers)
-        if hasattr(self.connector, "read_blocks_by"):
+        own = hasattr(self.connector, "read_blocks_by")
+        foreign = self.connector is not None and not (own or self._host.known)
+        self._external = ExternalKv(self.connector, foreign)
+        if own:
             self.connector.read_blocks_by(self.kv_cache_manager.get_block_ids)
         blocks = PooledBlocks(self._pool)
         # vLLM keeps one block, the null block, for itself.
@@ -132,7 +136,9 @@ class PlanMixin(_Base):
         self._most_running: int = self.max_num_running_reqs if most is None else most
         speculates = self.vllm_config.speculative_config is not None
         self._drafts = PlannedDrafts(self) if speculates else None
-        self._rows = RequestRows(self, self._local, self._hits, self._incoming, self._drafts)
+        self._rows = RequestRows(
+            self, self._local, self._hits, self._incoming, self._external, self._drafts
+        )
         self._in_stages: set[str] = set()
         self._garbage = GarbageCollector()
         if hook_name() == "_mamba_block_aligned_split":
@@ -186,6 +192,7 @@ class PlanMixin(_Base):
             self._in_stages.add(request_id)
         if self._incoming.begin(request):
             self._local.update(self._rows.awaited(request_id))
+        self._external.begin(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         request_id = request.request_id
@@ -198,6 +205,7 @@ class PlanMixin(_Base):
             self._in_stages.discard(request_id)
             self._held.forget(request_id)
             self._incoming.forget(request_id)
+            self._external.forget(request_id)
         return super()._free_request(request, *args, **kwargs)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -228,6 +236,12 @@ class PlanMixin(_Base):
             for request_id, tokens in output.num_scheduled_tokens.items()
         ]
         fetched = [*self._incoming.note_started(now_s), *self._host.take_started()]
+        if self.connector is not None:
+            planned_ids = plan.tokens_of if planned else ()
+            left_out = self._external.left_out(
+                self.requests, planned_ids, output.num_scheduled_tokens
+            )
+            fetched += set(left_out).difference(fetched)
         if fetched:
             self._local.update(self._rows.changed(fetched))
         # Where not even stock scheduling ran anything, an empty plan was right. An eviction that
@@ -269,7 +283,8 @@ class PlanMixin(_Base):
         self._rows.emitted([each.request_id for each in answers if each.new_token_ids], now_s)
         if self._in_stages:
             self._follow_stages(answers, now_s)
-        disturbed = self._incoming.under_way or self._host.under_way
+        kv = (self._incoming, self._host, self._external)
+        disturbed = any(each.under_way for each in kv)
         loaded = self._incoming.note_ended(now_s)
         changed = [*scheduler_output.num_scheduled_tokens, *step.preempted, *loaded]
         running, waiting = self.get_request_counts()

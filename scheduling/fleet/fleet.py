@@ -482,6 +482,7 @@ class Fleet:
         figures[figure.PLACES] = report.places
         figures[figure.ORDER] = report.local_order
         figures[figure.STOP_S] = report.planned_stop_s
+        figures[figure.KV_ANSWER_S] = report.kv_answer_s
         own = (figures, self.pieces[row], *self._entries(row))
         times = report.made_s, report.stepped_s, report.next_begins_s, report.offset_s
         moment = (*times, report.preempts)

@@ -105,6 +105,7 @@ class Report(NamedTuple):
             count what these compute.
         planned_stop_s: time that it takes, where it ``preempts``, until a running prefill has
             stopped for a step of decodes, which is a batch of its own there.
+        kv_answer_s: mean time until a KV connector has said what it holds of a prompt.
     """
 
     rows: np.ndarray
@@ -123,6 +124,7 @@ class Report(NamedTuple):
     local_order: int = SLIDE
     next_begins_s: float = 0.0
     planned_stop_s: float = 0.0
+    kv_answer_s: float = 0.0
 
 
 class Pace(NamedTuple):

@@ -74,7 +74,8 @@ ORDER = 36  # in which its local policy takes prefills, a code of `local_orders`
 LOADS_PACE_S = 37  # least pace of the loads; infinite for none
 STOP_S = 38  # until a running prefill has stopped for a step of decodes; 0 where they share batches
 STOPPING_PACE_S = 39  # least pace of the loads without that of the longest prefill's decode later
-FIGURES = 40
+KV_ANSWER_S = 40  # that a prompt waits until a KV connector has said what it holds of it
+FIGURES = 41
 
 # A guaranteed prefill.
 PREFILL_DUE_S = 0

@@ -101,6 +101,7 @@ SUMMARY = np.dtype(
         ("stop_s", "<f8"),  # time from the signals to the stops
         ("stop_histogram", "<i8", (len(STOP_BUCKETS_S) + 1,)),
         ("planned_stop_s", "<f8"),  # time that is planned for a stop before a step of decodes
+        ("kv_answer_s", "<f8"),  # mean time until a connector says what it holds of a prompt
         # Of engines that take over the KV of prompts that other replicas have computed:
         ("transfers", "<i8"),  # that arrived
         ("transfer_seconds", "<f8"),  # that those took, from the wish for the KV to its arrival

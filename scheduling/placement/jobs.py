@@ -8,7 +8,7 @@ import numpy as np
 
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.ledger import Reservation
-from sluice.scheduling.fleet.rows import work_on
+from sluice.scheduling.fleet.rows import KV_ANSWER_S, work_on
 from sluice.scheduling.request.deadline import paced
 from sluice.scheduling.request.job import Job, RouteQuery
 from sluice.scheduling.request.kernels import Floats, Ints
@@ -77,7 +77,8 @@ def reservation_of(job: Job, chosen: int, ids: Sequence[str], promised: bool) ->
 
 def prefill_of(fleet: Fleet, query: RouteQuery, rows: Ints) -> tuple[Floats, Floats, Floats]:
     """What a prompt costs on each of ``rows``: the tokens that need not be computed, the time of
-    its prefill, and the time before it in which KV is loaded from the memory of the host, seconds.
+    its prefill, and the time before it in which KV is looked for elsewhere, and loaded from the
+    memory of the host, seconds.
 
     Loading takes no compute, so it delays only this prompt. It is counted where the prompt is done
     earlier with it than if the tokens were computed.
@@ -85,14 +86,15 @@ def prefill_of(fleet: Fleet, query: RouteQuery, rows: Ints) -> tuple[Floats, Flo
     # The edge's count of the prompt is an estimate, too.
     prompt = float(query.prompt_tokens)
     cached = np.minimum(fleet.cached_tokens(query.prefix, rows), prompt)
-    work_s, load_s = work_on(fleet.pieces, rows, prompt, cached), np.zeros(len(rows))
+    work_s, load_s = work_on(fleet.pieces, rows, prompt, cached), fleet.figures[rows, KV_ANSWER_S]
     if len(fleet.prefixes.hosted):
         hosted, token_s = fleet.prefixes.hosted_tokens(query.prefix, rows)
         loaded = np.maximum(np.minimum(hosted, prompt) - cached, 0.0)
         less_s = work_on(fleet.pieces, rows, prompt, cached + loaded)
         pays = (loaded > 0) & (loaded * token_s + less_s < work_s)
         cached[pays] += loaded[pays]
-        work_s[pays], load_s[pays] = less_s[pays], (loaded * token_s)[pays]
+        work_s[pays] = less_s[pays]
+        load_s[pays] += (loaded * token_s)[pays]
     return cached, work_s, load_s
 
 

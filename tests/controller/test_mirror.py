@@ -270,6 +270,8 @@ def test_a_summary_with_impossible_numbers_is_refused() -> None:
         ("step_spread", np.nan),
         ("planned_stop_s", -0.1),
         ("planned_stop_s", np.nan),
+        ("kv_answer_s", -0.1),
+        ("kv_answer_s", np.inf),
         ("waiting", -1),
     ):
         message = hello("a")

@@ -3,6 +3,7 @@ computed, it has. vLLM's own needs a GPU."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -20,7 +21,8 @@ class Loads(KVConnectorMetadata):
 
 class HostTier(KVConnectorBase_V1):  # type: ignore[misc]
     """Holds ``kv_connector_extra_config["held"]`` tokens of every prompt, as far as it has them,
-    and loads them before the next step, or with ``in_background`` beside further steps."""
+    and loads them before the next step, or with ``in_background`` beside further steps. Its first
+    ``later`` answers about a request are that it does not know yet."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -29,8 +31,13 @@ class HostTier(KVConnectorBase_V1):  # type: ignore[misc]
         self._in_background: bool = config.get_from_extra_config("in_background", False)
         self._block: int = vllm_config.cache_config.block_size
         self._begun: dict[str, int] = {}
+        self._later: int = config.get_from_extra_config("later", 0)
+        self.asked: Counter[str] = Counter()
 
-    def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        self.asked[request.request_id] += 1
+        if self.asked[request.request_id] <= self._later:
+            return None, False
         # Whole blocks; the last token is computed, for its logits.
         held = min(self._held, request.num_prompt_tokens - 1) // self._block * self._block
         more = max(0, held - computed)

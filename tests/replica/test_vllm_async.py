@@ -392,8 +392,9 @@ class ModelWithTier(KnownModel):
 
 @pytest.mark.parametrize(("policy", "blocks"), [("deadline_triage", 1000), ("fcfs", 40)])
 @pytest.mark.parametrize(("in_background", "in_flight"), [(False, 1), (True, 1), (True, 2)])
+@pytest.mark.parametrize("later", [0, 3])
 def test_kv_of_a_tier_in_host_memory_is_read_when_it_is_there(
-    model, tmp_path, policy, in_background, in_flight, blocks
+    model, tmp_path, policy, in_background, in_flight, blocks, later
 ):
     """A connector that an operator has configured, for prompts that no router knows of."""
     import vllm
@@ -405,7 +406,7 @@ def test_kv_of_a_tier_in_host_memory_is_read_when_it_is_there(
         kv_connector="HostTier",
         kv_connector_module_path="tests.replica.host_tier",
         kv_role="kv_both",
-        kv_connector_extra_config={"held": 128, "in_background": in_background},
+        kv_connector_extra_config={"held": 128, "in_background": in_background, "later": later},
     )
     scheduler, table = make(model, tmp_path, policy, blocks, in_flight, kv_transfer_config=tier)
     arriving, worker = requests(40, best_effort=10), ModelWithTier(in_background)
@@ -415,5 +416,11 @@ def test_kv_of_a_tier_in_host_memory_is_read_when_it_is_there(
         expected = [token_at(request.request_id, length + i) for i in range(output)]
         assert received[request.request_id] == expected
     assert worker.loaded >= sum(request.num_prompt_tokens > BLOCK for request in arriving)
+    summary = table.read().summary
+    if blocks == 1000:
+        assert summary["plan_mismatches"] == 0
+        # Each answer once, where it is one of a connector that locks what it holds.
+        assert not later or set(scheduler.connector.asked.values()) == {later + 1}
+    assert (summary["kv_answer_s"] > 0) == (later > 0)
     assert not scheduler.requests and len(table.read().rows) == 0
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == blocks - 1

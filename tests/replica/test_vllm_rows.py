@@ -32,6 +32,7 @@ class Engine:
     """What the rows ask of a scheduler, with a plain record of when tokens left."""
 
     def __init__(self) -> None:
+        from sluice.replica.vllm.external_kv import ExternalKv
         from sluice.replica.vllm.prefix_lookup import PrefixHit
         from sluice.replica.vllm.rows import RequestRows
 
@@ -44,7 +45,8 @@ class Engine:
         self.local = LocalScheduler(make_policy("fcfs"), self.table)
         hits = SimpleNamespace(begin_pass=lambda: 8, of=lambda _: self.hit)
         incoming = SimpleNamespace(awaits=lambda *_: False, arrived=lambda _: False)
-        self.rows = RequestRows(self, self.local, hits, incoming, None)
+        self.external = ExternalKv(None, asks=False)
+        self.rows = RequestRows(self, self.local, hits, incoming, self.external, None)
         self.left: dict[str, tuple[float | None, float | None]] = {}
         self.now_s = 0.0
         self.count = 0
@@ -199,7 +201,8 @@ def test_waiting_requests_are_looked_up_when_new_and_then_a_few_of_the_oldest_ag
     from sluice.replica.vllm.rows import RequestRows
 
     engine, cache = Engine(), Cache()
-    engine.rows = RequestRows(engine, engine.local, cache, engine.rows._incoming, None)
+    incoming = engine.rows._incoming
+    engine.rows = RequestRows(engine, engine.local, cache, incoming, engine.external, None)
     for _ in range(5):
         engine.arrive(9, 3, False)
 

@@ -63,6 +63,16 @@ def test_a_hit_in_the_host_is_better_than_none_and_worse_than_one_on_the_gpu(rou
     assert placed(fleet_with({8: (HIT, SLOW_S)}, {7: (400, 0.0)}), routing).replica_id == "1"
 
 
+@pytest.mark.parametrize("routing", ["most_gain", "least_work"])
+def test_a_promise_counts_the_wait_for_what_a_connector_holds(routing: str) -> None:
+    fleet = fleet_of(report()._replace(kv_answer_s=0.1), report()._replace(kv_answer_s=0.05))
+    alone_s = MODEL.a + MODEL.work_s(PROMPT, 0)
+    held = placed(fleet, routing)
+    assert (held.replica_id, held.tier) == ("1", Tier.GUARANTEED)
+    assert held.predicted_ttft_s == pytest.approx(0.05 + alone_s)
+    assert placed(fleet, routing, 0.05 + alone_s - 0.01).tier is Tier.BEST_EFFORT
+
+
 def test_a_promise_counts_the_load() -> None:
     load_s, rest_s = HIT * FAST_S, MODEL.a + MODEL.work_s(PROMPT - HIT, HIT)
     held = placed(fleet_with(ALL_IN_HOST))
