@@ -215,12 +215,10 @@ class ResponseChunk(NamedTuple):
 class ResponseSent(NamedTuple):
     """Chunks that the replica has sent directly to the client since its last report: the output
     tokens of each, and when it was sent, in seconds after the request reached the replica.
-    ``told``: the client's side has the token ids, so that another replica can resume. The reasoning
-    ended with the ``reasoned``-th of all these tokens; 0: it did not end."""
+    The reasoning ended with the ``reasoned``-th of all these tokens; 0: it did not end."""
 
     tokens: tuple[int, ...]
     offsets_s: tuple[float, ...]
-    told: bool
     reasoned: int = 0
 
 

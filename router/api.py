@@ -27,13 +27,6 @@ from sluice.router.admin.service import AdminService
 from sluice.router.batches.service import batch_routes
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.access_log import Telemetry
-from sluice.router.dispatch.direct import (
-    EDGE_HEADER,
-    HAPROXY,
-    PICKER,
-    DirectAnswer,
-    DirectAnswers,
-)
 from sluice.router.dispatch.loop_deadlines import LoopAge, LoopDeadlines
 from sluice.router.dispatch.models import ModelRegistry
 from sluice.router.dispatch.response import CallResponse
@@ -56,7 +49,6 @@ from sluice.router.request.arrival import INFERENCE_PATHS, Arrival, endpoint_at
 from sluice.router.request.call import CallReader
 from sluice.router.request.token_limits import output_to_expect
 from sluice.router.tenancy.rate_limits import NO_CHARGE, RateLimiter, Share
-from sluice.router.wire import BROKEN_PATH
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 Job = Callable[[], Coroutine[Any, Any, None]]
@@ -104,8 +96,7 @@ def make_api(
     )
     telemetry = telemetry or Telemetry()
     loops = LoopDeadlines(loop_age, fleets.clock)
-    answers = DirectAnswers(time.monotonic)
-    calls = Calls(config, fleets, loops, limiter, telemetry, answers)
+    calls = Calls(config, fleets, loops, limiter, telemetry)
     for path, endpoint in INFERENCE_PATHS.items():
         # Of what FastAPI does for a function, which takes as long as reading the request, it needs
         # nothing.
@@ -113,7 +104,6 @@ def make_api(
         api.router.routes.append(route)
     has_page = access.admin.on and admin_service is not None
     api.include_router(_model_routes(fleets))
-    api.add_route(BROKEN_PATH, answers.broken, methods=["POST"])
     api.include_router(_status_routes(config, fleets, page, has_page))
     api.include_router(
         APIRouter(lifespan=_running(access.start, access.watch, limiter.run, shedder.watch))
@@ -145,7 +135,6 @@ class Calls:
     Args:
         loops: bound the calls of tool loops.
         limiter: reserves tokens of the keys' rate limits.
-        answers: streams that HAProxy fetches from replicas.
     """
 
     def __init__(
@@ -155,14 +144,12 @@ class Calls:
         loops: LoopDeadlines,
         limiter: RateLimiter,
         telemetry: Telemetry,
-        answers: DirectAnswers,
     ) -> None:
         self._config = config
         self._fleets = fleets
         self._loops = loops
         self._limiter = limiter
         self._telemetry = telemetry
-        self._answers = answers
         self._reader = CallReader(config, fleets.exceeded)
 
     async def serve(self, request: Request, endpoint: Endpoint) -> Response:
@@ -187,11 +174,9 @@ class Calls:
             return Response(status_code=400)  # never read: the client has left
         if charge is not NO_CHARGE or span is not None:
             call = replace(call, charge=charge, span=span)
-        direct, edge = None, request.headers.get(EDGE_HEADER)
         patience_s = self._config.stalled_reader_s
-        if edge == PICKER or (edge == HAPROXY and call.service_tier is None):
-            direct = DirectAnswer(self._answers, patience_s, reported=edge == HAPROXY)
-        return CallResponse(call, fleet.dispatcher, fleet.metrics, telemetry, patience_s, direct)
+        fetches = getattr(request.state, wire.FETCHES, False)
+        return CallResponse(call, fleet.dispatcher, fleet.metrics, telemetry, patience_s, fetches)
 
 
 def _model_routes(fleets: ModelRegistry) -> APIRouter:

@@ -129,8 +129,12 @@ KEY_HEADERS: Final = ("x-api-key", "api-key")
 TARGET_KWARG: Final = "_target"
 """Keyword of the replica call that the request router reads its hint from."""
 
-BROKEN_PATH: Final = "/sluice/broken"
-"""Where HAProxy reports a broken stream. The stream's ticket opens this path."""
+STREAM_HEADER: Final = "x-sluice-stream"
+"""Response, for the endpoint picker only: ``HOST:PORT TICKET`` of a stream to fetch."""
+
+FETCHES: Final = "fetches"
+"""Name in the state of an ASGI request: set by the endpoint picker, whose Envoy can fetch a stream
+from its replica."""
 
 STOP_MESSAGE: Final = "sluice.stop"
 """Type of the ASGI message by which a router that stops ends the answers that still run."""

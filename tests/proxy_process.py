@@ -1,4 +1,4 @@
-"""A real proxy in front of what tests serve: HAProxy, or Envoy."""
+"""A real proxy in front of what tests serve, such as Envoy."""
 
 from __future__ import annotations
 

@@ -2,18 +2,9 @@
 
 A router asks for one (:attr:`~sluice.replica.engine.EngineRequest.direct_patience_s`). The router
 gets the address of the stream (:attr:`~sluice.replica.engine.ResponseHead.fetch`) and, in place of
-the bytes, reports of the chunks that were sent. HAProxy fetches it here with the ticket, once. It
-sends the ticket and a line break; then records come, each a line with what follows it:
-
-    ``LENGTH CHUNKS``, and ``LENGTH`` bytes; ``0``: the replica lives; ``end``
-
-A record is the part of the response that was ready at once. ``CHUNKS`` says of each of its chunks
-``TOKENS[,TOKEN ...];``: the number of its output tokens and, if another replica can resume the
-stream, their ids. If the connection ends before ``end``, the reader tells the router the chunks
-that the client has.
-
-A gateway that asked a router for an endpoint sends an HTTP request with the ticket in a header, and
-gets the stream as the response (:mod:`sluice.replica.streams.formats`).
+the bytes, reports of the chunks that were sent. A gateway that asked the router for an endpoint
+sends its client's request here, with the ticket in a header, once, and gets the stream as the
+response.
 """
 
 from __future__ import annotations
@@ -37,13 +28,7 @@ from sluice.replica.engine import (
     ResponseSent,
     ResponseTail,
 )
-from sluice.replica.streams.formats import (
-    LINE_BYTES,
-    MAX_HEAD_BYTES,
-    RECORDS,
-    Format,
-    asked,
-)
+from sluice.replica.streams.wire import TICKET_HEADER
 
 FETCH_S: Final = 10.0
 """Timeout for the reader of a stream to connect, seconds."""
@@ -51,8 +36,8 @@ FETCH_S: Final = 10.0
 SENT_PERIOD_S: Final = 0.5
 """Interval between two reports of sent chunks, seconds."""
 
-BEAT_S: Final = 1.0
-"""Interval of heartbeats on a stream, seconds."""
+MAX_HEAD_BYTES: Final = 64 << 10
+"""Maximum head of a request, bytes. Envoy's default limit is 60 KiB."""
 
 MAX_STRANGERS: Final = 1024
 """Max connections that have not shown a ticket yet; one more closes the oldest."""
@@ -61,6 +46,40 @@ STRANGER_S: Final = 5.0
 _ID_BYTES = 9
 _SECRET_BYTES = 24
 _MAX_WAITING_BYTES = 64 << 10
+_TICKET_NAME: Final = TICKET_HEADER.encode()
+
+_BEGIN: Final = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+    b"cache-control: no-cache\r\nx-accel-buffering: no\r\nconnection: close\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
+)
+_END: Final = b"0\r\n\r\n"
+_NO_STREAM: Final = (
+    b'{"type":"error","error":{"message":"There is no such stream: requests come here by way of '
+    b'Sluice\'s endpoint picker, once.","type":"invalid_request_error","param":null,'
+    b'"code":"not_found"}}'
+)
+_REFUSAL: Final = (
+    b"HTTP/1.1 404 Not Found\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    b"content-length: %d\r\n\r\n%s" % (len(_NO_STREAM), _NO_STREAM)
+)
+
+
+def ticket_in(received: bytes | bytearray) -> str | None:
+    """The ticket of the request that a reader has sent; ``None`` while part of its head is missing.
+    A request without a ticket, or with two, has an empty one.
+
+    Raises:
+        ValueError: the head is too long.
+    """
+    head, ended, _ = received.partition(b"\r\n\r\n")
+    if len(head) > MAX_HEAD_BYTES:
+        raise ValueError(f"the head of a request has at most {MAX_HEAD_BYTES} bytes")
+    if not ended:
+        return None
+    headers = [header.partition(b":") for header in head.split(b"\r\n")[1:]]
+    tickets = [value.strip() for name, _, value in headers if name.lower() == _TICKET_NAME]
+    return tickets[0].decode("latin-1") if len(tickets) == 1 else ""
 
 
 async def sent_directly(
@@ -91,16 +110,15 @@ async def sent_directly(
         await port.start()  # with the first stream: most replicas are never asked for one
         stream = port.open(patience_s)
         stream.on_left = lambda: on_left(ClientLeftError())
-        sent: list[tuple[int, float, bool, int]] = []
+        sent: list[tuple[int, float, int]] = []
         told_s = -inf
         try:
             async for item in items:
                 now_s = asyncio.get_running_loop().time()
                 if isinstance(item, ResponseChunk):
-                    told = len(item.token_ids) == item.tokens
                     # What makes no bytes leaves with the next ones, but has left the engine.
                     offset_s = now_s - began_s if item.data else item.offset_s or now_s - began_s
-                    sent.append((item.tokens, offset_s, told, item.reasoned))
+                    sent.append((item.tokens, offset_s, item.reasoned))
                 ended = isinstance(item, ResponseTail)
                 if sent and (ended or now_s >= told_s + SENT_PERIOD_S):
                     if told_s == -inf:
@@ -122,11 +140,11 @@ async def sent_directly(
             stream.close()
 
 
-def _report(sent: Sequence[tuple[int, float, bool, int]]) -> ResponseSent:
-    tokens, offsets_s, told, reasoned = zip(*sent, strict=True)
+def _report(sent: Sequence[tuple[int, float, int]]) -> ResponseSent:
+    tokens, offsets_s, reasoned = zip(*sent, strict=True)
     ended = next((place for place, own in enumerate(reasoned) if own), None)
     count = 0 if ended is None else sum(tokens[:ended]) + reasoned[ended]
-    return ResponseSent(tokens, offsets_s, all(told), count)
+    return ResponseSent(tokens, offsets_s, count)
 
 
 class DirectStream:
@@ -137,14 +155,11 @@ class DirectStream:
         self._name = name
         self._patience_s = patience_s
         self._secret = secrets.token_urlsafe(_SECRET_BYTES)
-        # Bytes of the chunks to send, and their descriptions.
         self._data: list[bytes] = []
-        self._told: list[bytes] = []
         self._waiting_bytes = 0
         self._flushing = False
         self._paused = False
         self._transport: asyncio.Transport | None = None
-        self._format = RECORDS
         self._room = asyncio.Event()
         self._room.set()
         self._gone = asyncio.Event()
@@ -167,12 +182,8 @@ class DirectStream:
             ClientLeftError: the stream has no reader any more.
             ClientStalledError: the reader has taken nothing for too long.
         """
-        told = f"{chunk.tokens}{''.join([f',{token}' for token in chunk.token_ids])};".encode()
-        if len(told) > LINE_BYTES:
-            told = b"%d;" % chunk.tokens
-        self._told.append(told)
         self._data.append(chunk.data)
-        self._waiting_bytes += len(told) + len(chunk.data)
+        self._waiting_bytes += len(chunk.data)
         if not self._flushing and self._transport is not None:
             self._flushing = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -205,21 +216,14 @@ class DirectStream:
         if self._transport is not None and not self._gone.is_set():
             self._transport.abort()
 
-    def beat(self) -> None:
-        """Send the reader a heartbeat."""
-        if self._transport is None or self._transport.is_closing() or self._gone.is_set():
-            return
-        if not self._ended and not self._paused:
-            self._transport.write(self._format.beat)
-
     def opens(self, secret: str) -> bool:
         """Whether a ticket with this secret opens the stream."""
         return hmac.compare_digest(self._secret.encode(), secret.encode())
 
-    def taken_by(self, transport: asyncio.Transport, form: Format) -> None:
-        """Its reader is here, and wants it in this format."""
-        self._transport, self._format = transport, form
-        self._flush(form.begin)
+    def taken_by(self, transport: asyncio.Transport) -> None:
+        """Its reader is here."""
+        self._transport = transport
+        self._flush(_BEGIN)
 
     def reader_has_room(self, room: bool) -> None:
         """Whether the reader can take more data now."""
@@ -250,11 +254,11 @@ class DirectStream:
         self._flushing = False
         if self._transport is None or self._transport.is_closing():
             return
-        ready = before + self._format.pack(self._told, self._data)
+        joined = b"".join(self._data)
         self._data.clear()
-        self._told.clear()
         self._waiting_bytes = 0
-        self._transport.write(ready + self._format.end if self._ended else ready)
+        chunk = b"%x\r\n%s\r\n" % (len(joined), joined) if joined else b""  # an empty one ends it
+        self._transport.write(before + chunk + (_END if self._ended else b""))
         if not self._paused:  # the write may have paused the reader
             self._room.set()
         if self._ended:
@@ -286,20 +290,20 @@ class _Reader(asyncio.Protocol):
             return  # further input is ignored
         self._received += data[: MAX_HEAD_BYTES + 8]
         try:
-            wanted = asked(self._received)
+            ticket = ticket_in(self._received)
         except ValueError:
             self.transport.abort()
             return
-        if wanted is None:
+        if ticket is None:
             return
-        self._stream = self._port.claim(wanted.ticket)
+        self._stream = self._port.claim(ticket)
         if self._stream is None:
-            self.transport.write(wanted.format.refusal)
+            self.transport.write(_REFUSAL)
             self.transport.close()
             return
         self._received.clear()
         self._port.stranger_went(self)
-        self._stream.taken_by(self.transport, wanted.format)
+        self._stream.taken_by(self.transport)
 
     def pause_writing(self) -> None:
         if self._stream is not None:
@@ -331,7 +335,6 @@ class DirectPort:
         self._unclaimed: dict[str, DirectStream] = {}
         self._streams: dict[str, DirectStream] = {}
         self._strangers: dict[_Reader, asyncio.TimerHandle] = {}
-        self._beats: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
         """Listen on a port of the host that the system chooses. Idempotent."""
@@ -342,12 +345,9 @@ class DirectPort:
             self._server = await loop.create_server(lambda: _Reader(self), host, 0)
             port = self._server.sockets[0].getsockname()[1]
             self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            self._beats = loop.call_later(BEAT_S, self._beat)
 
     async def stop(self) -> None:
         """Stop listening, and cut the open streams. Idempotent."""
-        if self._beats is not None:
-            self._beats.cancel()
         for stream in list(self._streams.values()):
             stream.close()
         if self._server is not None:
@@ -400,8 +400,3 @@ class DirectPort:
         stream = self._unclaimed.pop(name, None)
         if stream is not None:
             stream.reader_gone(None)
-
-    def _beat(self) -> None:
-        self._beats = asyncio.get_running_loop().call_later(BEAT_S, self._beat)
-        for stream in self._streams.values():
-            stream.beat()

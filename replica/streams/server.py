@@ -134,7 +134,6 @@ def joined(first: ResponseSent | None, second: ResponseSent) -> ResponseSent:
     return ResponseSent(
         first.tokens + second.tokens,
         first.offsets_s + second.offsets_s,
-        first.told and second.told,
         first.reasoned or (sum(first.tokens) + second.reasoned if second.reasoned else 0),
     )
 

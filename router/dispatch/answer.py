@@ -8,7 +8,6 @@ from math import inf
 from sluice.controller.messages import RouteDecision, Tier
 from sluice.replica.engine import ResponseHead, ResponseTail
 from sluice.router.dispatch.attempt import Attempt
-from sluice.router.dispatch.direct import DirectAnswer
 from sluice.router.dispatch.suspicion import Case
 from sluice.router.dispatch.transcript import Transcript
 from sluice.router.metrics.instruments import MoveReason
@@ -28,7 +27,8 @@ class Answer:
         transcript: what its client has received of the stream; ``None`` if the stream cannot be
             resumed.
         max_attempts: at most, of those that count.
-        direct: tells HAProxy where to fetch the stream; ``None``: the router relays the stream.
+        fetched: its client's Envoy may fetch the stream from the replica, and does so once an
+            attempt is open; then it cannot be resumed.
         opened: the attempts whose response has begun, in order. The client has the head of the
             first; each later one resumes the stream of the one before.
         attempts: made so far, the current one included.
@@ -50,7 +50,7 @@ class Answer:
     clock: TokenClock
     transcript: Transcript | None = None
     max_attempts: int = 1
-    direct: DirectAnswer | None = None
+    fetched: bool = False
     opened: list[Attempt] = field(default_factory=list)
     attempts: int = 0
     failed: list[str] = field(default_factory=list)

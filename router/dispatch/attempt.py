@@ -58,7 +58,6 @@ class Attempt:
         prefill: the finished attempt at the prefill replica, if that is a separate one.
         opened: :meth:`begin` has returned.
         closed: it has been stopped, or has ended.
-        told: HAProxy knows the tokens of what the replica has sent to the client itself.
         heard: the replica has sent anything.
         made_s: when it was made.
         heard_s: when something arrived last; before that, when it was made.
@@ -90,7 +89,6 @@ class Attempt:
         self.prefill: Attempt | None = None
         self.opened = False
         self.closed = False
-        self.told = True
         self.heard = False
         self._clock = clock
         self.heard_s = self.made_s = clock()
@@ -242,7 +240,6 @@ class Attempt:
             elif isinstance(item, ResponseTail):
                 self.tail = item
             elif isinstance(item, ResponseSent):
-                self.told = self.told and item.told
                 at_s = [self.made_s + offset_s for offset_s in item.offsets_s]
                 if item.reasoned:
                     reasoned = sum(count for count, _ in sent) + item.reasoned

@@ -22,7 +22,6 @@ from sluice.router.config import RouterConfig
 from sluice.router.dispatch.answer import Answer
 from sluice.router.dispatch.attempt import NOT_RESUMED, Attempt, MovedError, name_of
 from sluice.router.dispatch.client_watch import StalledReaderError
-from sluice.router.dispatch.direct import DirectAnswer, NotReportedError
 from sluice.router.dispatch.endings import Endings
 from sluice.router.dispatch.migrations import Migrations
 from sluice.router.dispatch.moves import Moves
@@ -82,6 +81,7 @@ class Dispatcher:
         self._replicas = replicas
         self._metrics = metrics
         self._max_attempts = config.max_attempts
+        self._patience_s = config.stalled_reader_s
         self._placements = PlacementClient(controller, metrics, config, replicas, clock, pause)
         budget = RetryBudget(config.retry_budget, clock)
         self._suspicion = Suspicion(metrics, clock)
@@ -101,11 +101,11 @@ class Dispatcher:
         return self._placements.estimator
 
     async def open(
-        self, call: Call, direct: DirectAnswer | None = None, clock: TokenClock | None = None
+        self, call: Call, fetches: bool = False, clock: TokenClock | None = None
     ) -> Answer:
-        """Send ``call`` to a replica, and to another while attempts fail. If the answer is a stream
-        that HAProxy can fetch from the replica, ``direct`` is notified. ``clock`` has the times of
-        the answer's tokens while it is a stream. :meth:`close` the answer in any case.
+        """Send ``call`` to a replica, and to another while attempts fail. ``fetches``: the client's
+        side can fetch a stream from the replica. ``clock`` has the times of the answer's tokens
+        while it is a stream. :meth:`close` the answer in any case.
 
         Cancelling it stops the current attempt.
 
@@ -114,10 +114,9 @@ class Dispatcher:
                 be guaranteed and the class does not allow best effort; or the call is quarantined.
         """
         case = self._suspicion.open(call)
-        reported = direct is None or direct.reported
-        transcript = Transcript() if reported and may_resume(call) else None
+        transcript = Transcript() if not fetches and may_resume(call) else None
         clock = clock or clock_of(call.slo, call.received_s)
-        answer = Answer(call, case, clock, transcript, self._max_attempts, direct)
+        answer = Answer(call, case, clock, transcript, self._max_attempts, fetches)
         try:
             attempt = await self._next(answer)
         except BaseException as error:
@@ -127,13 +126,9 @@ class Dispatcher:
             if isinstance(error, ReplicaFailedError):
                 raise error_of(error, self._replicas) from error
             raise
-        if direct is not None and attempt.head.fetch:
-            direct.began(attempt)
-        else:
-            answer.direct = None
+        answer.fetched = bool(attempt.head.fetch)
         if attempt.head.media_type == EVENT_STREAM:
-            fetched = answer.direct is not None
-            self._metrics.stream(StreamWay.DIRECT if fetched else StreamWay.ROUTER)
+            self._metrics.stream(StreamWay.DIRECT if answer.fetched else StreamWay.ROUTER)
         if call.scheduled:
             self._metrics.admission.admitted(call.slo.service_class, answer.tier)
         return answer
@@ -143,7 +138,7 @@ class Dispatcher:
 
         Raises:
             ReplicaFailedError: it broke off, and no replica can resume it.
-            NotReportedError, StalledReaderError: the client no longer reads the stream.
+            OSError: the client no longer reads the stream.
         """
         while True:
             try:
@@ -188,23 +183,15 @@ class Dispatcher:
 
         Raises:
             ReplicaFailedError: no attempt can resume it.
-            NotReportedError, StalledReaderError: the client no longer reads the stream.
+            OSError: the client no longer reads the stream.
         """
         broken = answer.opened[-1]
         broken.end_span(failure.reason.value)
         self._note_failure(answer, broken, failure)
         self._end(broken)
-        if isinstance(failure, ReaderLostError) and failure.stalled:
-            raise StalledReaderError from failure
-        direct, answer.direct = answer.direct, None
-        if direct is not None and not direct.reported and isinstance(failure, ReaderLostError):
-            raise NotReportedError from failure
-        if direct is not None and direct.reported:
-            got = await direct.broken()
-            if not got.counts:
-                self._metrics.stream(StreamWay.UNFETCHED)
-            if answer.transcript is not None:
-                answer.transcript.told(*got)
+        if isinstance(failure, ReaderLostError):
+            lost = StalledReaderError if failure.stalled else ConnectionResetError
+            raise lost("the stream has no reader any more") from failure
         if answer.verdict is not None:
             raise answer.verdict from failure
         if answer.transcript is None or not answer.transcript.resumable:
@@ -287,7 +274,6 @@ class Dispatcher:
         span: Span | None,
     ) -> EngineRequest:
         """What a replica that serves the whole call gets."""
-        direct = answer.direct
         return EngineRequest(
             request_id,
             call.endpoint,
@@ -302,7 +288,7 @@ class Dispatcher:
             confirm=answer.case.suspected,
             tenant=call.client.tenant,
             weight=call.client.caps.weight,
-            direct_patience_s=None if direct is None else direct.patience_s(decision.replica_id),
+            direct_patience_s=self._patience_s if answer.fetched else None,
             promised=decision.tier is Tier.GUARANTEED,
         )
 

@@ -67,7 +67,7 @@ class _Stream:
         attempt, answer = self.attempt, self.answer
         current = bool(answer.opened) and answer.opened[-1] is attempt
         known = answer.transcript is not None and answer.transcript.resumable
-        through_here = answer.direct is None and attempt.told
+        through_here = not answer.fetched
         unended = attempt.tail is None and attempt.waits and not answer.spent
         return current and known and through_here and unended and answer.clock.tokens > 0
 

@@ -13,7 +13,6 @@ from sluice.router import wire
 from sluice.router.dispatch.access_log import Telemetry
 from sluice.router.dispatch.answer import Answer
 from sluice.router.dispatch.client_watch import DisconnectGuard, StalledReaderError, TimeoutSend
-from sluice.router.dispatch.direct import STREAM_HEADER, DirectAnswer, NotReportedError
 from sluice.router.dispatch.dispatcher import Dispatcher
 from sluice.router.dispatch.service_tier import with_tier
 from sluice.router.dispatch.transcript import NOTHING, Piece
@@ -36,7 +35,7 @@ class CallResponse(Response):
 
     Args:
         stalled_reader_s: the client is dropped when it reads nothing for this long, seconds.
-        direct: set if HAProxy can fetch a stream from the replica.
+        fetches: the client's side can fetch a stream from the replica.
     """
 
     def __init__(
@@ -46,10 +45,10 @@ class CallResponse(Response):
         metrics: RouterMetrics,
         telemetry: Telemetry,
         stalled_reader_s: float,
-        direct: DirectAnswer | None = None,
+        fetches: bool = False,
     ) -> None:
         self._stalled_reader_s = stalled_reader_s
-        self._direct = direct
+        self._fetches = fetches
         self._call = call
         self._dispatcher = dispatcher
         self._metrics = metrics
@@ -69,7 +68,7 @@ class CallResponse(Response):
             self._metrics.stalled_readers.inc()
             outcome = Outcome.CANCELLED
         # A server raises OSError when the client has left.
-        except (NotReportedError, OSError):
+        except OSError:
             outcome = Outcome.CANCELLED
         except asyncio.CancelledError:
             outcome = Outcome.CANCELLED
@@ -77,8 +76,6 @@ class CallResponse(Response):
         finally:
             if self._answer is not None:
                 self._dispatcher.close(self._answer)
-            if self._direct is not None:
-                self._direct.close()
             self._count(outcome)
 
     async def _serve(self, scope: Scope, receive: Receive, send: TimeoutSend) -> Outcome:
@@ -88,7 +85,7 @@ class CallResponse(Response):
         error: ApiError | None = None
         async with guard:
             try:
-                self._answer = await self._dispatcher.open(self._call, self._direct, self._clock)
+                self._answer = await self._dispatcher.open(self._call, self._fetches, self._clock)
             except ApiError as failure:
                 error = failure
             else:
@@ -106,9 +103,6 @@ class CallResponse(Response):
             return Outcome.of_status(error.rule.status)
         if self._answer.head.media_type == EVENT_STREAM:
             last = error.event(self._call.endpoint) if error is not None else b""
-            if self._direct is not None and self._direct.is_broken:
-                await send.wait(self._direct.end(last))
-                last = b""
             await send({"type": "http.response.body", "body": last, "more_body": False})
             self._learn(self._answer)
             return Outcome.OK if error is None else Outcome.FAILED
@@ -122,7 +116,7 @@ class CallResponse(Response):
             "x-accel-buffering": "no",
         }
         if answer.head.fetch:
-            headers[STREAM_HEADER] = answer.head.fetch
+            headers[wire.STREAM_HEADER] = answer.head.fetch
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": answer.head.status, "headers": raw})
         observe_gap = self._metrics.usage.gap(self._call.slo.service_class)
@@ -137,13 +131,10 @@ class CallResponse(Response):
                         observe_gap(gap_s)
                 if piece.sent:
                     continue
-                if self._direct is not None and answer.head.fetch:
-                    await send.wait(self._direct.send(piece.data))
-                    continue
                 data = with_tier(piece.data, *tier, streams=True)
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except ReplicaFailedError as failure:
-            self._emit(self._tokens_in(NOTHING))
+            self._emit(NOTHING.tokens)
             reason = Reason.STREAM_BROKEN
             if failure.reason is Reason.REQUEST_SUSPECTED:
                 reason = failure.reason
@@ -189,18 +180,10 @@ class CallResponse(Response):
         """The tokens in ``piece`` by when they leave; ``None``: now. What waited for the last of
         them left when the engine made it: a stage may end with a token that has no text, and the
         next one begin with the text after it."""
-        tokens = self._tokens_in(piece)
+        tokens = piece.tokens
         if len(piece.made) < 2 or tokens != piece.tokens:
             return ((tokens, None),)
         return (*piece.made[:-1], (piece.made[-1][0], None))
-
-    def _tokens_in(self, piece: Piece) -> int:
-        """The tokens in ``piece``. After HAProxy's stream broke, also the tokens that the client
-        has received without a report: a replica that fails stops reporting what it has sent."""
-        if self._direct is None or not self._direct.is_broken:
-            return piece.tokens
-        self._direct.tokens += piece.tokens
-        return max(0, self._direct.tokens - self._clock.tokens)
 
     def _learn(self, answer: Answer) -> None:
         if answer.tail is not None and answer.tail.prompt_tokens > 0:

@@ -226,7 +226,7 @@ class StallDetector:
             return True
         transcript = answer.transcript
         begun = attempt.opened or (transcript is not None and transcript.begun)
-        if begun and not (transcript is not None and transcript.resumable and attempt.told):
+        if begun and not (transcript is not None and transcript.resumable):
             return False
         if answer.spent or not self._budget.take():
             return False

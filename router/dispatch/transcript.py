@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from sluice.replica.engine import ResponseChunk, Resume
@@ -45,8 +44,7 @@ def whole_chunk(chunk: ResponseChunk) -> Piece:
 class Transcript:
     """One stream, over all of its attempts. Its memory is 4 bytes per token and 4 per chunk.
 
-    Each attempt starts with :meth:`begin`, and each of its chunks goes through :meth:`take`. If a
-    replica has sent the stream to the client itself, :meth:`told` sets what the client has.
+    Each attempt starts with :meth:`begin`, and each of its chunks goes through :meth:`take`.
     """
 
     def __init__(self) -> None:
@@ -107,20 +105,6 @@ class Transcript:
         self._repeated += 1
         self._bytes += len(data)
         return Piece(data, chunk.tokens, reasoned=chunk.reasoned)
-
-    def told(
-        self, counts: Sequence[int], token_ids: Sequence[int], sent_bytes: int, created: bytes
-    ) -> None:
-        """Set what the client has by now.
-
-        Args:
-            counts: tokens of each chunk.
-            token_ids: of all chunks, as far as the replica reported them.
-            sent_bytes: number of bytes. created: the date in them.
-        """
-        self._chunks, self._token_ids = array("I", counts), array("I", token_ids)
-        self._bytes, self._created = sent_bytes, created
-        self._complete = len(token_ids) == sum(counts)
 
     def _repeat(self, chunk: ResponseChunk) -> Piece:
         same = chunk.tokens == self._chunks[self._repeated]

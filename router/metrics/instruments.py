@@ -82,11 +82,9 @@ class StreamWay(enum.StrEnum):
     """How an event stream is sent from its replica to the client."""
 
     DIRECT = "direct"
-    """HAProxy fetches it from the replica."""
+    """The client's Envoy fetches it from the replica."""
     ROUTER = "router"
     """Through the router's process."""
-    UNFETCHED = "unfetched"
-    """HAProxy could not fetch it from the replica: the router relays it from another one."""
 
 
 class Phase(enum.StrEnum):

@@ -43,7 +43,7 @@ class ControllerMetricsPage:
     ``sluice_observer_page_age_seconds`` how old the last page is.
 
     A scrape gets a page that was begun after the scrape. So whoever scrapes one router after the
-    other, through HAProxy, never sees a counter fall, however long a router takes for its page.
+    other, by the same port, never sees a counter fall, however long a router takes for its page.
 
     However many scrapers there are, one page is made at a time, at most one in
     :data:`PAGE_PERIOD_S`; all that wait for the next one get the same. A scraper that leaves does

@@ -12,7 +12,7 @@ from urllib.parse import unquote_to_bytes
 from starlette.types import ASGIApp, Message
 
 from sluice.replica.engine import Endpoint
-from sluice.router.dispatch.direct import EDGE_HEADER, PICKER, STREAM_HEADER
+from sluice.router import wire
 from sluice.router.errors import ApiError, Reason
 from sluice.router.picker.messages import Headers, MalformedError
 from sluice.router.request.arrival import endpoint_at
@@ -20,8 +20,7 @@ from sluice.router.request.arrival import endpoint_at
 MAX_ANSWER_BYTES: Final = 64 << 20
 """Maximum of an answer that the router writes itself, bytes. Envoy gets it in one message."""
 
-_EDGE: Final = EDGE_HEADER.encode()
-_STREAM: Final = STREAM_HEADER.encode()
+_STREAM: Final = wire.STREAM_HEADER.encode()
 
 _OF_THE_BODY: Final = frozenset(
     (_STREAM, b"content-type", b"content-length", b"cache-control", b"x-accel-buffering")
@@ -82,8 +81,8 @@ def scope_of(headers: Headers) -> dict[str, Any]:
         raise MalformedError(f"a request needs a method and a path, in UTF-8: {error}") from None
     if not path.startswith(b"/"):
         raise MalformedError("a path must begin with /")
-    kept = [(b"host", pseudo.get(b":authority", b"")), (_EDGE, PICKER.encode())]
-    kept += [pair for pair in headers if not pair[0].startswith(b":") and pair[0] != _EDGE]
+    kept = [(b"host", pseudo.get(b":authority", b""))]
+    kept += [pair for pair in headers if not pair[0].startswith(b":")]
     return {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -97,7 +96,7 @@ def scope_of(headers: Headers) -> dict[str, Any]:
         "headers": kept,
         "client": None,
         "server": None,
-        "state": {},
+        "state": {wire.FETCHES: True},
     }
 
 

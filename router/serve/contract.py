@@ -53,7 +53,7 @@ def error_of(failure: ReplicaFailedError, replicas: Replicas) -> ApiError:
 
 class ReaderLostError(ReplicaFailedError):
     """A stream's reader is gone, which is not the replica's fault: the client left, or the
-    connection between HAProxy and the replica broke.
+    connection between Envoy and the replica broke.
 
     Args:
         stalled: the client is connected, but has read nothing for too long.

@@ -21,7 +21,6 @@ from sluice.router.config import RouterConfig
 from sluice.router.ingress.access import LIVE_PATH
 from sluice.router.openapi import PATH, document
 from sluice.router.tenancy.keys import ApiKey
-from sluice.router.wire import BROKEN_PATH
 from tests.router.far_side import Edge, FarSide, serve
 
 KEY = "user-key"
@@ -182,7 +181,6 @@ def test_every_route_is_in_the_document_and_no_other(asked: Asked) -> None:
         for method in route.methods or ()
         if method != "HEAD"
     }
-    routes.remove((BROKEN_PATH, "post"))
     routes.remove((LIVE_PATH, "get"))  # for balancers alone
     # Nothing is kept there to be read; it is answered to say so.
     routes.remove(("/v1/responses/{rest}", "get"))

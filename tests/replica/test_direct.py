@@ -27,8 +27,7 @@ from sluice.replica.engine import (
 )
 from sluice.replica.server import Replica
 from sluice.replica.simulated.engine import SimulatedEngine
-from sluice.replica.streams.direct import DirectPort, sent_directly
-from sluice.replica.streams.formats import HTTP, MAX_HEAD_BYTES, RECORDS, asked
+from sluice.replica.streams.direct import MAX_HEAD_BYTES, DirectPort, sent_directly, ticket_in
 from sluice.replica.streams.wire import TICKET_HEADER
 from sluice.scheduling.request.objective import SLO
 from tests.replica.controller_side import MirrorOfOne
@@ -64,30 +63,26 @@ def request(tokens: int = TOKENS, stream: bool = True) -> EngineRequest:
 
 
 class Reader:
-    """Takes a stream as HAProxy does."""
+    """Takes a stream as Envoy does."""
 
     def __init__(self) -> None:
-        self.chunks: list[tuple[int, tuple[int, ...]]] = []
         self.data = b""
         self.ended = False
 
     async def take(self, fetch: str, most: int = 1000) -> None:
-        """All of it, or so many chunks."""
+        """All of it, or so many pieces."""
         address, ticket = fetch.split(" ")
-        host, _, port = address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(f"{ticket}\n".encode())
-        while len(self.chunks) < most and (line := await reader.readline()):
-            if line == b"end\n":
-                self.ended = True
-                assert await reader.read() == b""
-                break
-            length, _, chunks = line.decode().rstrip("\n").partition(" ")
-            self.data += await reader.readexactly(int(length))
-            for chunk in chunks.split(";")[:-1]:
-                count, *ids = chunk.split(",")
-                self.chunks.append((int(count), tuple(map(int, ids))))
-        writer.close()
+        async with (
+            httpx.AsyncClient(timeout=60) as client,
+            client.stream("POST", f"http://{address}/", headers={TICKET_HEADER: ticket}) as answer,
+        ):
+            assert answer.status_code == 200
+            async for piece in answer.aiter_raw():
+                self.data += piece
+                most -= 1
+                if not most:
+                    return
+            self.ended = True
 
 
 async def serve(
@@ -102,6 +97,10 @@ async def serve(
             if isinstance(batch[0], ResponseHead) and batch[0].fetch:
                 tasks.create_task(reader.take(batch[0].fetch, most))
     return items, reader
+
+
+def head_with(ticket: str) -> bytes:
+    return f"POST / HTTP/1.1\r\nhost: a\r\n{TICKET_HEADER}: {ticket}\r\n\r\n".encode()
 
 
 def undated(data: bytes) -> bytes:
@@ -123,7 +122,6 @@ async def test_the_reader_gets_the_stream_and_the_router_what_was_sent_when() ->
     assert undated(reader.data) == undated(plain(relayed))
     assert reader.ended
     chunks = [item for item in relayed if isinstance(item, ResponseChunk)]
-    assert reader.chunks == [(chunk.tokens, chunk.token_ids) for chunk in chunks]
     head, *sent, tail = items
     assert isinstance(head, ResponseHead) and isinstance(tail, ResponseTail)
     assert tail.output_tokens == TOKENS
@@ -173,7 +171,7 @@ async def test_the_work_ends_when_the_reader_takes_nothing() -> None:
                 address, ticket = item.fetch.split(" ")
                 host, _, number = address.rpartition(":")
                 _, writer = await asyncio.open_connection(host, int(number), limit=1)
-                writer.write(f"{ticket}\n".encode())
+                writer.write(head_with(ticket))
                 writers.append(writer)
     assert not left
     for writer in writers:
@@ -200,27 +198,6 @@ async def test_chunks_of_any_size_arrive(tokens: int) -> None:
                 tasks.create_task(reader.take(item.fetch))
     assert reader.ended
     assert reader.data == b"".join(chunk.data for chunk in sent)
-    assert [count for count, _ in reader.chunks] == [tokens] * 9
-    known = [chunk.token_ids for chunk in sent] if tokens == 1 else [()] * 9
-    assert [ids for _, ids in reader.chunks] == known
-    await port.stop()
-
-
-async def test_who_leaves_stops_nobody_elses_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sluice.replica.streams.direct.BEAT_S", 0.01)
-    port = DirectPort("127.0.0.1")
-    await port.start()
-    lines: list[bytes] = []
-    for _ in range(2):
-        stream = port.open(1)
-        address, ticket = stream.offer().split(" ")
-        host, _, number = address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(number))
-        writer.write(f"{ticket}\n".encode())
-        lines.append(await reader.readline())
-        writer.transport.abort()
-        await until(lambda stream=stream: stream.left)  # type: ignore[misc]
-    assert lines == [b"0\n"] * 2
     await port.stop()
 
 
@@ -245,23 +222,14 @@ async def test_a_ticket_opens_its_stream_once_and_no_other_opens_it() -> None:
         name, _, secret = ticket.partition(".")
         for wrong in (f"{name}.{secret[:-1]}!", name, f"x.{secret}", "", "x" * 500):
             reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(f"{wrong}\n".encode())
-            assert await read_all(reader) == b""
+            writer.write(head_with(wrong))
+            assert (await reader.read()).startswith(b"HTTP/1.1 404 ")
             writer.close()
         taken = Reader()
         await taken.take(head.fetch, most=1)
         assert taken.data
-        again = Reader()
-        await again.take(head.fetch)
-        assert not again.data
+        assert (await forwarded(head.fetch)).status_code == 404
         await batches.aclose()
-
-
-async def read_all(reader: asyncio.StreamReader) -> bytes:
-    try:
-        return await reader.read()
-    except ConnectionResetError:
-        return b""
 
 
 async def forwarded(
@@ -339,7 +307,7 @@ async def test_the_work_ends_when_a_gateways_client_leaves() -> None:
 def test_what_a_reader_sends_means_the_same_however_it_arrives(data: bytes, step: int) -> None:
     def outcome(received: bytes) -> object:
         try:
-            return asked(received)
+            return ticket_in(received)
         except ValueError:
             return "refused"
 
@@ -350,12 +318,9 @@ def test_what_a_reader_sends_means_the_same_however_it_arrives(data: bytes, step
             return
 
 
-def test_readers_are_told_apart_and_bounded() -> None:
+def test_heads_are_read_whole_and_bounded() -> None:
     head = b"POST /v1/x HTTP/1.1\r\nX-Sluice-Ticket:  a.b \r\n\r\nbody"
-    assert asked(head) == ("a.b", HTTP)
-    assert asked(head[:40]) is None
-    assert asked(b"a.b\n") == ("a.b", RECORDS)
-    assert asked(b"a.b") is None
-    for long in (b"x" * 200, b"GET / HTTP/1.1\r\nx: " + b"x" * MAX_HEAD_BYTES):
-        with pytest.raises(ValueError, match="at most"):
-            asked(long)
+    assert ticket_in(head) == "a.b"
+    assert ticket_in(head[:40]) is None
+    with pytest.raises(ValueError, match="at most"):
+        ticket_in(b"GET / HTTP/1.1\r\nx: " + b"x" * MAX_HEAD_BYTES)

@@ -139,7 +139,7 @@ async def test_scrapes_at_once_ask_the_observer_once() -> None:
 
 
 async def test_a_page_is_no_older_than_the_scrape() -> None:
-    """HAProxy gives a scrape to one router, and the next to another, which began a page earlier."""
+    """One router gets a scrape, and another the next, which began a page earlier."""
     metrics, fast, slow = RouterMetrics(), HubClient(), HubClient()
     slow.hub = fast.hub
     clock = Clock()

@@ -102,7 +102,7 @@ async def fetched(named: dict[str, str]) -> httpx.Response:
 
 async def test_an_objective_is_placed_and_its_stream_comes_from_the_replica() -> None:
     async with picking() as system, streaming(system.port) as stream:
-        headers = {"x-slo-ttft-ms": "5000", "x-request-id": "mine", "x-sluice-edge": "direct"}
+        headers = {"x-slo-ttft-ms": "5000", "x-request-id": "mine"}
         await stream.send(request_headers(modes=DUPLEX, headers=headers))
         sent = body(slo={"tpot_ms": 500})
         await stream.send(request_body(sent[:10], ends=False))

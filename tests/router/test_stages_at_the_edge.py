@@ -47,10 +47,10 @@ async def streamed(
 async def reported(
     clock: Clock, replica: str, request: EngineRequest
 ) -> AsyncIterator[ResponseItem]:
-    """All in one report, as of a stream that HAProxy fetches."""
+    """All in one report, as of a stream that an Envoy fetches."""
     clock.now_s += OFFSETS_S[-1]
     yield ResponseHead(200, "text/event-stream", replica)
-    yield ResponseSent((1, 1, 1, 1), OFFSETS_S, True, reasoned=2)
+    yield ResponseSent((1, 1, 1, 1), OFFSETS_S, reasoned=2)
     yield ResponseTail(5, 4)
 
 

@@ -72,7 +72,7 @@ async def test_a_stream_is_judged_by_the_anchor_of_its_class(
 async def test_times_that_a_replica_reports_are_judged_alike(
     stream: bool, anchor: TPOTAnchor, missed: int, tpot_s: float
 ) -> None:
-    """All in one report, as of a stream that HAProxy fetches, or with the end, as of a response
+    """All in one report, as of a stream that an Envoy fetches, or with the end, as of a response
     that is not streamed. The times are the tokens' own, whenever they are reported."""
     clock = Clock()
 
@@ -82,7 +82,7 @@ async def test_times_that_a_replica_reports_are_judged_alike(
         clock.now_s += 0.5
         if stream:
             yield ResponseHead(200, "text/event-stream", replica)
-            yield ResponseSent((1, 1, 1), OFFSETS_S, True)
+            yield ResponseSent((1, 1, 1), OFFSETS_S)
             yield ResponseTail(5, 3)
             return
         yield ResponseHead(200, "application/json", replica)
