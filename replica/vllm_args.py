@@ -56,7 +56,7 @@ _INSTEAD: Mapping[str, str] = {
     "nnodes": "distributed-executor-backend: ray spreads workers over nodes",
     "node-rank": "distributed-executor-backend: ray spreads workers over nodes",
     "port": "set router.port",
-    "root-path": "deploy with `sluice deploy --route-prefix`",
+    "root-path": "have the proxy in front of Sluice remove the prefix",
     "scheduler-cls": "set engine.policy",
     "scheduling-policy": "set engine.policy",
     "served-model-name": "set engine.served_model_name",

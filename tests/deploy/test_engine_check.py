@@ -175,7 +175,7 @@ def test_each_argument_of_vllms_server_is_kept_or_refused_on_purpose() -> None:
         ({"scheduling-policy": "priority"}, "set engine.policy"),
         ({"scheduler-cls": "x"}, "set engine.policy"),
         ({"ssl-keyfile": "x"}, "set router.tls"),
-        ({"root-path": "/x"}, "--route-prefix"),
+        ({"root-path": "/x"}, "remove the prefix"),
         ({"uvicorn-log-level": "debug"}, "set telemetry.logs"),
         ({"allowed-origins": ["*"]}, "set router.cors_origins"),
         ({"no-disable-log-stats": True}, "disable-log-stats cannot be set"),
