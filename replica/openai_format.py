@@ -1,9 +1,9 @@
 """OpenAI requests and responses of the simulated engine; vLLM has its own.
 
-Fields that need a model (sampling parameters, stop strings, tools, log probabilities) are accepted
-and have no effect: an output is always ``max_tokens`` long. The text is made of common words,
-chosen by the prompt, the choice and the position alone, so the same request gives the same text
-anywhere.
+An output is always ``max_tokens`` long. The text is made of common words, chosen by the prompt, the
+choice and the position alone, so the same request gives the same text anywhere. Sampling parameters
+are checked as vLLM checks them; what the text could not obey is refused: stop strings, forced tool
+calls, schemas, biases, log probabilities.
 
 A prompt counts one token per four characters begun, and at least one; token ids count exactly. A
 chat's prompt is the text of its messages.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 from zlib import crc32
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -67,6 +67,24 @@ class _StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
+_Number = Annotated[float, Field(allow_inf_nan=False, strict=False)]
+_Penalty = Annotated[_Number, Field(ge=-2, le=2)]
+
+_NEEDS_A_MODEL: Final = (
+    *(
+        "stop",
+        "stop_token_ids",
+        "bad_words",
+        "allowed_token_ids",
+        "logit_bias",
+        "structured_outputs",
+    ),
+    *("logprobs", "top_logprobs", "prompt_logprobs", "echo", "suffix", "functions"),
+)
+_ZERO_ASKS: Final = ("logprobs", "prompt_logprobs")
+"""Zero asks for the log probabilities of the tokens themselves."""
+
+
 class _Common(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     model: str | None = None
@@ -75,6 +93,18 @@ class _Common(BaseModel):
     min_tokens: int | None = Field(default=None, ge=0)
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
+    temperature: Annotated[_Number, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[_Number, Field(gt=0, le=1)] | None = None
+    min_p: Annotated[_Number, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    repetition_penalty: Annotated[_Number, Field(gt=0)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    ignore_eos: bool | None = None
+    response_format: dict[str, Any] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
 
     def output_tokens(self) -> int:
         return self.max_tokens or DEFAULT_MAX_TOKENS
@@ -131,6 +161,7 @@ def parse_call(endpoint: Endpoint, body: dict[str, Any], model: str, max_model_t
         first = error.errors(include_url=False, include_context=False)[0]
         param = ".".join(str(part) for part in first["loc"]) or None
         raise RequestError(f"{param or 'body'}: {first['msg']}", param) from error
+    _refuse_what_needs_a_model(parsed, body)
     if parsed.model is not None and parsed.model != model:
         message = f"The model `{parsed.model}` does not exist; this server has `{model}`."
         raise RequestError(message, "model", 404, "model_not_found")
@@ -154,6 +185,27 @@ def parse_call(endpoint: Endpoint, body: dict[str, Any], model: str, max_model_t
             "max_tokens",
         )
     return call
+
+
+def _refuse_what_needs_a_model(parsed: _Common, body: dict[str, Any]) -> None:
+    """Refuse what the text would have to obey.
+
+    Raises:
+        RequestError: see :func:`parse_call`.
+    """
+    asked = [
+        name
+        for name in _NEEDS_A_MODEL
+        if body.get(name) or (name in _ZERO_ASKS and type(body.get(name)) is int)
+    ]
+    if (parsed.response_format or {}).get("type", "text") != "text":
+        asked.append("response_format")
+    if parsed.tool_choice not in (None, "auto", "none"):
+        asked.append("tool_choice")
+    if asked:
+        raise RequestError(
+            f"The simulated engine has no model: leave out {', '.join(asked)}.", asked[0]
+        )
 
 
 def _prompts(parsed: _Common) -> tuple[Prompt, ...]:

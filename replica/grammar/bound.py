@@ -19,6 +19,8 @@ from typing import Any, Final
 
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
+from sluice.replica.grammar.backends import by_backend
+
 BURST_S: Final = 0.25
 """CPU time that a grammar may take beyond its share per token, seconds."""
 
@@ -59,11 +61,12 @@ class BoundedGrammar(StructuredOutputGrammar):
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         """Advance by ``tokens``; false if they are not allowed or the time limit is exceeded."""
-        before_s = self._clock()
-        if self.too_costly or not self._grammar.accept_tokens(request_id, tokens):
+        if self.too_costly:
             return False
-        self._spend(before_s, TOKEN_S * len(tokens))
-        return not self.too_costly
+        before_s = self._clock()
+        accepted: bool = self._grammar.accept_tokens(request_id, tokens)
+        self._spend(before_s, TOKEN_S * len(tokens) if accepted else 0.0)
+        return accepted and not self.too_costly
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
         """The allowed prefix of drafted tokens; none after the time limit is exceeded."""
@@ -99,16 +102,21 @@ class BoundedGrammar(StructuredOutputGrammar):
     def _spend(self, before_s: float, earned_s: float = 0.0) -> None:
         was_left_s = self._left_s
         self._left_s = min(BURST_S, was_left_s + earned_s) - (self._clock() - before_s)
+        matcher = getattr(self._grammar, "ll_matcher", None)
+        if matcher is not None and matcher.is_error():
+            # guidance has given up, as at its own limits, and would let the text end here.
+            self._left_s = -1.0
         if self.too_costly and was_left_s >= 0:
             self._told()
 
 
 def bound_grammars(manager: Any) -> None:
-    """Have vLLM's ``StructuredOutputManager`` make bounded grammars only. A request that is stopped
-    gets :data:`TOO_COSTLY` as its stop reason."""
-    create = manager._create_grammar
+    """Have vLLM's ``StructuredOutputManager`` make bounded grammars only, each with the backend
+    that was chosen for its request. A request that is stopped gets :data:`TOO_COSTLY` as its stop
+    reason."""
+    create = by_backend(manager)
 
-    def bounded(request: Any, *args: Any, **kwargs: Any) -> BoundedGrammar:
+    def bounded(request: Any) -> BoundedGrammar:
         # The request holds its grammar; a cycle would wait for the garbage collector.
         weak = weakref.ref(request)
 
@@ -117,6 +125,6 @@ def bound_grammars(manager: Any) -> None:
             if stopped is not None:
                 stopped.stop_reason = TOO_COSTLY
 
-        return BoundedGrammar(create(request, *args, **kwargs), told)
+        return BoundedGrammar(create(request), told)
 
     manager._create_grammar = bounded

@@ -80,8 +80,8 @@ class GrammarCheck:
         """Start the process in the background. Returns at once."""
         self._thread.submit(self._running)
 
-    async def check(self, params: Any, stop_token_ids: frozenset[int]) -> None:
-        """Return if an engine may take this constraint.
+    async def check(self, params: Any, stop_token_ids: frozenset[int]) -> str:
+        """Return the backend that enforces this constraint, if an engine may take it.
 
         Args:
             params: vLLM's ``StructuredOutputsParams``.
@@ -89,8 +89,6 @@ class GrammarCheck:
         Raises:
             RequestError: 400: it is malformed, or takes too long; 503: it could not be tried now.
         """
-        if params.json_object:  # not written by a client
-            return
         key = hashlib.sha256(constraint_key(params, stop_token_ids)).digest()
         verdict = self._verdicts.get(key)
         if verdict is None:
@@ -108,6 +106,7 @@ class GrammarCheck:
                 f"The grammar or schema of this request is {verdict.fault}: {verdict.message}.",
                 None,
             )
+        return verdict.backend
 
     def _trial(self, key: bytes, constraint: Constraint) -> asyncio.Task[Verdict]:
         """The check of a grammar, shared by all requests that wait for it."""

@@ -19,6 +19,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from inspect import signature
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from sluice.replica.grammar.backends import backend_type, constrain, usable
 from sluice.replica.parent_watch import end_with_parent
 
 logger = logging.getLogger(__name__)
@@ -59,10 +61,11 @@ class Constraint(NamedTuple):
 
 class Verdict(NamedTuple):
     """The fault of a grammar: one of :data:`MALFORMED`, :data:`COSTLY` and :data:`UNKNOWN` (it
-    could not be checked), or ``None``; and a message."""
+    could not be checked), or ``None``; a message; and the backend that enforces it."""
 
     fault: str | None
     message: str = ""
+    backend: str = ""
 
 
 def serve(connection: Connection, vllm_config: Any, limit_s: float) -> None:
@@ -103,13 +106,14 @@ class Trial:
         self._lengths = np.zeros(self._vocabulary)
         self._lengths[: len(lengths)] = lengths
         self._backends: dict[str, Any] = {}
-        # Before any fork: for a large vocabulary that takes a second.
-        configured = vllm_config.structured_outputs_config.backend
-        for name in ("xgrammar", "guidance") if configured == "auto" else (configured,):
+        # Before any fork: for a large vocabulary that takes a second, and so do imports.
+        for name in usable(vllm_config, self._tokenizer):
             try:
                 self._backend(name)
             except Exception as error:
                 logger.warning("structured output backend %s is not available: %s", name, error)
+        with suppress(Exception):
+            constrain(_example(), vllm_config, self._tokenizer)
 
     def judge(self, constraint: Constraint) -> Verdict:
         """Check one grammar in a forked process."""
@@ -154,15 +158,14 @@ class Trial:
         params = SamplingParams(structured_outputs=constraint.params)
         start_timer(self._limit_s)
         try:
-            params._validate_structured_outputs(
-                self._config.model_config, self._config.structured_outputs_config, self._tokenizer
-            )
+            constrain(params, self._config, self._tokenizer)
         except MemoryError:
             return Verdict(COSTLY, "it takes too much memory to read")
         except Exception as error:  # of many types, by the backend
             return Verdict(MALFORMED, str(error)[:MAX_MESSAGE])
         start_timer(0)
-        backend = self._backend(params.structured_outputs._backend)
+        name = params.structured_outputs._backend
+        backend = self._backend(name)
         start_timer(self._limit_s)
         key = get_structured_output_key(params.structured_outputs)
         named = {"stop_token_ids": set(constraint.stop_token_ids)}
@@ -180,9 +183,9 @@ class Trial:
         except Exception as error:
             return Verdict(MALFORMED, str(error)[:MAX_MESSAGE])
         start_timer(self._limit_s)
-        return self._walk(compiled, backend)
+        return self._walk(compiled, backend) or Verdict(None, "", name)
 
-    def _walk(self, compiled: Callable[[], Any], backend: Any) -> Verdict:
+    def _walk(self, compiled: Callable[[], Any], backend: Any) -> Verdict | None:
         """Generate texts that the grammar allows, in the ways that have revealed costly grammars:
         with the longest tokens (most characters a step), with one token again and again (most ways
         to read the same text), and at random."""
@@ -194,34 +197,43 @@ class Trial:
             grammar = BoundedGrammar(compiled())
             last: int | None = None
             for _ in range(WALK_TOKENS):
-                if grammar.is_terminated():
+                if grammar.is_terminated() or grammar.too_costly:
                     break
                 grammar.fill_bitmask(mask, 0)
                 allowed = _allowed(mask, self._vocabulary)
-                if grammar.too_costly or not allowed.any():
+                if grammar.too_costly:
                     break
+                if not allowed.any():
+                    return Verdict(MALFORMED, "a text that it allows cannot be continued or ended")
                 if walk == "longest":
                     last = int(np.argmax(allowed * (self._lengths + rng.random(allowed.size))))
                 elif walk == "random" or last is None or not allowed[last]:
                     last = int(rng.choice(np.flatnonzero(allowed)))
-                if not grammar.accept_tokens("", [last]):
-                    break
+                if not grammar.accept_tokens("", [last]) and not grammar.too_costly:
+                    return Verdict(MALFORMED, "a token that it allows cannot be taken")
             if grammar.too_costly:
                 return Verdict(
                     COSTLY,
                     f"it takes more than {1000 * TOKEN_S:g} ms of CPU time per token, and more "
                     f"than {BURST_S:g} s beyond that; it may be ambiguous",
                 )
-        return Verdict(None)
+        return None
 
     def _backend(self, name: str) -> Any:
         """The backend of this name, made once."""
         if name not in self._backends:
-            kind = _backend_type(name)
+            kind = backend_type(name)
             self._backends[name] = kind(
                 self._config, tokenizer=self._tokenizer, vocab_size=self._vocabulary
             )
         return self._backends[name]
+
+
+def _example() -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "null"}))
 
 
 def start_timer(seconds: float) -> None:
@@ -243,24 +255,6 @@ def _allowed(mask: Any, vocabulary: int) -> npt.NDArray[np.bool_]:
     """Which tokens a mask of one row allows."""
     bits = np.unpackbits(mask[0].numpy().view(np.uint8), bitorder="little")
     return bits[:vocabulary].astype(bool)
-
-
-def _backend_type(name: str) -> Any:
-    if name == "xgrammar":
-        from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
-
-        return XgrammarBackend
-    if name == "guidance":
-        from vllm.v1.structured_output.backend_guidance import GuidanceBackend
-
-        return GuidanceBackend
-    if name == "outlines":
-        from vllm.v1.structured_output.backend_outlines import OutlinesBackend
-
-        return OutlinesBackend
-    from vllm.v1.structured_output.backend_lm_format_enforcer import LMFormatEnforcerBackend
-
-    return LMFormatEnforcerBackend
 
 
 def constraint_key(params: Any, stop_token_ids: frozenset[int]) -> bytes:

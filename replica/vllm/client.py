@@ -22,6 +22,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from sluice.replica.engine import ResponseChunk, Resume
 from sluice.replica.errors import RequestError
+from sluice.replica.grammar.backends import constrain, use
 from sluice.replica.grammar.bound import TOO_COSTLY
 from sluice.replica.grammar.check import GrammarCheck, structural_tags
 from sluice.replica.scheduler.xargs import ARRIVAL_S, E2E_S, ID
@@ -156,6 +157,8 @@ class WatchedLLM(AsyncLLM):
         self.waits: dict[tuple[int, int], float] = {}
         self.max_prompt_logprobs = inf
         super().__init__(*args, **kwargs)
+        # vLLM would check constraints again, with a backend that it chooses by other rules.
+        self.input_processor.structured_outputs_config = None
 
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
@@ -171,11 +174,12 @@ class WatchedLLM(AsyncLLM):
             # vLLM asks for the language of audio before it transcribes it.
             sampling_params.extra_args = dict(current.xargs)
         plain = sampling_params.output_kind == RequestOutputKind.FINAL_ONLY
+        if sampling_params.structured_outputs is not None:
+            await self._check_grammar(call, sampling_params)
         if call is not None:
             if call.aborted:
                 raise AbortedError("the request was aborted")
             self._check_prompt_logprobs(call, prompt, sampling_params)
-            await self._check_grammar(call, sampling_params)
             if call.resume is not None:
                 # The id of its first attempt: this engine may still have a request with that id.
                 request_id = f"{request_id}.{call.xargs[ID]}"
@@ -236,21 +240,38 @@ class WatchedLLM(AsyncLLM):
         for tag in structural_tags(body):
             await self.grammars.check(StructuredOutputsParams(structural_tag=tag), frozenset())
 
-    async def _check_grammar(self, call: ApiCall, sampling_params: Any) -> None:
-        """Return if the engine may take the request with its grammar.
+    async def _check_grammar(self, call: ApiCall | None, sampling_params: Any) -> None:
+        """Return if the engine may take the request with its grammar, and choose its backend.
 
         Raises:
             RequestError: the grammar is refused.
         """
         params = sampling_params.structured_outputs
-        if self.grammars is None or params is None or call.prefill_only:
+        if call is not None and call.prefill_only:
             return
         try:
-            stops = frozenset(sampling_params.all_stop_token_ids or ())
-            await self.grammars.check(params, stops)
+            if self.grammars is None:
+                self._constrain(sampling_params)
+            else:
+                stops = frozenset(sampling_params.all_stop_token_ids or ())
+                use(params, await self.grammars.check(params, stops))
         except RequestError as error:
-            call.refusal = error
+            if call is not None:
+                call.refusal = error
             raise
+
+    def _constrain(self, sampling_params: Any) -> None:
+        """As a check, in this process and without limits.
+
+        Raises:
+            RequestError: the grammar is refused.
+        """
+        try:
+            constrain(sampling_params, self.vllm_config, self.get_tokenizer())
+        except Exception as error:  # of many types, by the backend
+            raise RequestError(
+                f"The grammar or schema of this request is malformed: {error}.", None
+            ) from error
 
     async def _add_request(
         self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any

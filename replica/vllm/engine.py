@@ -303,7 +303,7 @@ class VllmEngine:
                 yield item
             return
         if hasattr(response, "__aiter__"):
-            async for item in self._stream(endpoint, response, call):
+            async for item in self._stream(endpoint, body, response, call):
                 yield item
         elif not call.aborted:
             # In a thread, as one with many numbers takes a while.
@@ -356,10 +356,16 @@ class VllmEngine:
         return response
 
     async def _stream(
-        self, endpoint: Endpoint, response: Any, call: ApiCall
+        self, endpoint: Endpoint, body: Any, response: Any, call: ApiCall
     ) -> AsyncIterator[ResponseItem]:
-        """vLLM's server-sent events."""
+        """vLLM's server-sent events.
+
+        Those of a response begin before the engine is asked. Where the constraint may be refused
+        then, they wait for it.
+        """
         begun = False
+        constrained = any(getattr(body, n, None) for n in ("text", "structured_outputs", "tools"))
+        early: list[Any] = []
         try:
             async for event in response:
                 if call.failure is not None:
@@ -367,14 +373,23 @@ class VllmEngine:
                     self._raise_if_dead(call.failure)
                 if not begun:
                     if call.refusal is not None:
-                        head, chunk, _ = _refusal(call.refusal, endpoint)
-                        yield head
-                        yield chunk
+                        for item in _refusal(call.refusal, endpoint)[:2]:
+                            yield item
                         return
+                    early.append(event)
+                    if constrained and not call.engine_ids:
+                        continue
                     begun = True
                     yield ResponseHead(200, EVENT_STREAM)
-                for chunk in call.chunks(event_bytes(event, endpoint)):
-                    yield chunk
+                for each in early or (event,):
+                    for chunk in call.chunks(event_bytes(each, endpoint)):
+                        yield chunk
+                early.clear()
+        except RequestError:
+            if begun or call.refusal is None:
+                raise
+            for item in _refusal(call.refusal, endpoint)[:2]:
+                yield item
         finally:
             await response.aclose()
 

@@ -323,15 +323,9 @@ async def launch(arguments: Any, grammar_check_s: float = 0.0) -> Launched:
 
 
 def _has_grammars(vllm_config: Any) -> bool:
-    """Whether the engine uses grammars, and this vLLM allows to check them in another process."""
-    from vllm import SamplingParams
-
+    """Whether the engine uses grammars."""
     model = vllm_config.model_config
-    return (
-        model.runner_type == "generate"
-        and not model.skip_tokenizer_init
-        and hasattr(SamplingParams, "_validate_structured_outputs")
-    )
+    return model.runner_type == "generate" and not model.skip_tokenizer_init
 
 
 def client_error_types() -> tuple[type[Exception], ...]:

@@ -70,7 +70,11 @@ _SCHEDULING: Final = (
     Part(("vllm.v1.engine:EngineCoreOutputs",), "outputs"),
     Part(("vllm.v1.executor.abstract:Executor",), "get_class(_)"),
     Part(("vllm.v1.executor.uniproc_executor",), "UniProcExecutor"),
-    Part(("vllm.v1.structured_output:StructuredOutputManager",), "_create_grammar(_)"),
+    Part(
+        ("vllm.v1.structured_output:StructuredOutputManager",),
+        "_create_grammar(_)",
+        "backend tokenizer vllm_config",
+    ),
 )
 """In the engine's process."""
 
@@ -100,8 +104,10 @@ _SERVING: Final = (
         "generate(_, _, _, trace_headers=) encode(_, _, _) _add_request(_, _, _, _, _) abort(_) "
         "errored get_supported_tasks() get_tokenizer() is_sleeping() shutdown() add_lora(_) "
         "remove_lora(_)",
-        "engine_core observability_config output_processor vllm_config",
+        "engine_core input_processor observability_config output_processor vllm_config",
     ),
+    Part(("vllm.v1.engine.input_processor:InputProcessor",), made="structured_outputs_config"),
+    Part(("vllm.sampling_params:SamplingParams",), "_validate_structured_outputs(_, _, _)"),
     Part(("vllm.v1.engine.core_client:EngineCoreClient",), "add_request_async(_)"),
     Part(
         ("vllm.v1.engine.output_processor:OutputProcessor",),

@@ -52,6 +52,15 @@ _ENGINE_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 _SERVER_FIELDS = {
     "request_id": "the server makes it; see the response header " + wire.REQUEST_ID_HEADER,
     "priority": f"state {wire.SLO_FIELD}.{wire.PRIORITY} instead",
+    # vLLM takes these of its earlier versions, and ignores them.
+    **{
+        f"guided_{name}": f"state structured_outputs.{name} instead"
+        for name in ("json", "regex", "choice", "grammar")
+    },
+    **dict.fromkeys(
+        ("guided_decoding_backend", "guided_whitespace_pattern"),
+        "the engine's configuration states it",
+    ),
 }
 _NOT_KEPT = {
     "background": "the answer comes with the request; leave it out",

@@ -55,7 +55,6 @@ KINDS: Final = (
     Kind("plain completion", 0.1, False, False, {}),
     Kind("plain chat", 0.1, False, True, {}),
     Kind("two choices", 0.05, True, False, {"n": 2}),
-    Kind("log probabilities", 0.05, True, True, {"logprobs": True}),
-    Kind("JSON mode", 0.05, True, True, {"response_format": {"type": "json_object"}}),
+    Kind("sampled", 0.1, True, True, {"temperature": 0.8, "top_p": 0.9, "seed": 1}),
     Kind("tools", 0.05, True, True, {"tools": [_TOOL], "tool_choice": "auto"}),
 )

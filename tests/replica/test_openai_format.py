@@ -184,3 +184,82 @@ def test_what_needs_a_model_is_refused(endpoint: Endpoint) -> None:
     with pytest.raises(RequestError, match=f"does not offer {endpoint}") as refused:
         parse_call(endpoint, {"model": "m", "input": "x", "prompt": "x", "tokens": []}, "m", 100)
     assert refused.value.status == 404
+
+
+CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
+COMPLETION = {"prompt": "Hello"}
+BODIES: dict[Endpoint, dict[str, object]] = {"chat": CHAT, "completions": COMPLETION}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize("endpoint", BODIES)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", "hot"),
+        ("temperature", -1),
+        ("temperature", 2.5),
+        ("temperature", float("inf")),
+        ("temperature", [1]),
+        ("top_p", 0),
+        ("top_p", {}),
+        ("top_k", 1.5),
+        ("top_k", -2),
+        ("min_p", 2),
+        ("presence_penalty", 3),
+        ("frequency_penalty", "x"),
+        ("repetition_penalty", 0),
+        ("seed", "x"),
+        ("ignore_eos", "perhaps"),
+        ("stop", ["a"]),
+        ("stop", "a"),
+        ("stop_token_ids", [1]),
+        ("bad_words", ["a"]),
+        ("allowed_token_ids", [1]),
+        ("logit_bias", {"1": 2}),
+        ("logprobs", True),
+        ("logprobs", 0),
+        ("top_logprobs", 2),
+        ("prompt_logprobs", 0),
+        ("echo", True),
+        ("suffix", "x"),
+        ("structured_outputs", {"choice": ["a"]}),
+        ("response_format", {"type": "json_object"}),
+        ("response_format", "json"),
+        ("tools", []),
+        ("tools", "x"),
+        ("tool_choice", "required"),
+        ("tool_choice", TOOL),
+        ("tool_choice", 3),
+    ],
+)
+def test_what_the_text_could_not_obey_is_refused(
+    endpoint: Endpoint, field: str, value: object
+) -> None:
+    with pytest.raises(RequestError, match=field) as caught:
+        parse_call(endpoint, {**BODIES[endpoint], "tools": [TOOL], field: value}, "m", 100)
+    assert caught.value.status == 400
+    assert (caught.value.param or "").startswith(field)
+
+
+@pytest.mark.parametrize("endpoint", BODIES)
+def test_what_has_no_effect_on_the_text_is_accepted(endpoint: Endpoint) -> None:
+    fields = {
+        "temperature": 0.5,
+        "top_p": 1,
+        "top_k": -1,
+        "min_p": 0,
+        "presence_penalty": 0,
+        "frequency_penalty": "0.5",
+        "repetition_penalty": 1,
+        "seed": 7,
+        "ignore_eos": True,
+        "stop": None,
+        "logprobs": None,
+        "echo": False,
+        "logit_bias": {},
+        "response_format": {"type": "text"},
+        "tools": [TOOL],
+        "tool_choice": "auto",
+    }
+    assert parse_call(endpoint, {**BODIES[endpoint], **fields}, "m", 100).n == 1

@@ -68,6 +68,7 @@ SLOW_TEXT = {"type": "string", "pattern": SLOW_PATTERN}
 COSTLY = {
     "grammar": {"structured_outputs": {"grammar": POISON}},
     "pattern": {"structured_outputs": {"regex": SLOW_PATTERN}},
+    "schema": {"structured_outputs": {"json": SLOW_TEXT}},
     "tool": {
         "tools": [
             tool(
@@ -186,7 +187,7 @@ def joined(events):
     return content, calls, ends, others
 
 
-LONG = {"type": "object", "properties": {"a": {"type": "string", "minLength": 64}}}
+LONG = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^[a-z]{64,}$"}}}
 
 
 @pytest.mark.parametrize("stream", [False, True])

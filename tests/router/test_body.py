@@ -142,6 +142,8 @@ BAD = [
     ({"max_tokens": 2**31}, "max_tokens"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params"),
+    ({"guided_json": {"type": "integer"}}, "guided_json"),
+    ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend"),
     ({"ec_transfer_params": {}}, "ec_transfer_params"),
     ({"request_id": "mine"}, "request_id"),
     ({"priority": -100}, "priority"),

@@ -232,7 +232,7 @@ async def test_it_never_returns_to_a_replica_that_it_has_left_and_rests_in_betwe
     [
         ({"seed": 5}, placed("r1")),
         ({"max_tokens": 65}, placed("r1", kv_transfer_s=0.1)),
-        ({"stream_options": None, "echo": True}, placed("r1")),
+        ({"stream_options": None, "n": 2}, placed("r1")),
     ],
     ids=["seed", "nearly done", "not resumable"],
 )
