@@ -60,8 +60,7 @@ def serving(folder: Path, drain_s: float) -> Iterator[tuple[Start, str, ThreadPo
     )
     words = ("--config", str(config), "--drain-seconds", str(drain_s))
     with start(folder, *words) as it, ThreadPoolExecutor() as pool:
-        wait_until(lambda: "Ctrl-C stops" in it.err, "it is ready", 300, lambda: it.err)
-        it.look()
+        it.wait_ready()
         yield it, it.url, pool
 
 

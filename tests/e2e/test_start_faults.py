@@ -85,6 +85,16 @@ class Start:
         wait_until(there, f"{part} is there", 300, lambda: self.err, every_s=0.02)
         return found[0]
 
+    def wait_ready(self) -> None:
+        """Wait until it serves."""
+
+        def ready() -> bool:
+            assert self.process.poll() is None, self.err
+            return "Ctrl-C stops" in self.err
+
+        wait_until(ready, "it is ready", 300, lambda: self.err, every_s=0.2)
+        self.look()
+
     def left(self) -> list[psutil.Process]:
         """Its processes that run."""
         return [each for each in self._family.values() if runs(each)]
