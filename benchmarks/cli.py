@@ -21,9 +21,8 @@ from sluice.benchmarks.micro.decision import decision
 from sluice.benchmarks.micro.planning import planning
 from sluice.benchmarks.micro.walk import walk
 from sluice.benchmarks.options import as_json, folder, number_option
+from sluice.benchmarks.report import METHOD, Report, ReportError, require_matplotlib
 from sluice.deploy.tables import print_table
-from sluice.simulation.estimate import METHOD
-from sluice.simulation.planning.plots import Report, ReportError, require_matplotlib
 from sluice.simulation.workloads.traces import TraceError
 
 MOST_JOBS = 256

@@ -25,9 +25,9 @@ from sluice.benchmarks.live.client import replay
 from sluice.benchmarks.live.peers.command import attainment
 from sluice.benchmarks.live.processes import spawned, wait_until_ready
 from sluice.benchmarks.live.systems import SLUICE
+from sluice.benchmarks.report import draw
 from sluice.deploy.ray_settings import free_port
 from sluice.router.config import ServiceClass
-from sluice.simulation.planning.plots import draw
 from sluice.simulation.workload import Arrival, Workload
 from sluice.simulation.workloads.generators import Gamma
 from tests.documents import ROOT

@@ -12,12 +12,12 @@ import numpy as np
 from sluice.benchmarks.experiments.grid import Experiment, Product, Scaled
 from sluice.benchmarks.experiments.systems import SETUPS, Contender, run
 from sluice.benchmarks.experiments.tables import Pivot, Rows, having
+from sluice.benchmarks.report import Table
 from sluice.scheduling.batching.annealing import AnnealingOptions, Jobs, anneal, predict
 from sluice.scheduling.latency.request_model import Interaction, InteractionLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import row_of
 from sluice.simulation.metrics import TPOTMetric, attained, stages
-from sluice.simulation.planning.plots import Table
 from sluice.simulation.workloads.settings import chat_and_code
 
 REPEATS = 5

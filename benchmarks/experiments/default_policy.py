@@ -11,7 +11,7 @@ from sluice.benchmarks.experiments.loads import Make, Span, Sweep, recorded, wor
 from sluice.benchmarks.experiments.policies import LOCAL
 from sluice.benchmarks.experiments.systems import DEFAULT, SETUPS, Contender
 from sluice.benchmarks.experiments.tables import Lines, Pivot, Rivals, Rows, grouped, pivots
-from sluice.simulation.planning.plots import Table
+from sluice.benchmarks.report import Table
 
 QUICK_WORKLOADS = ("proserve sharegpt", "fairbatching azure")
 PAB = Contender("fairbatching_pab", "fairbatching", rejecting=True)

@@ -30,11 +30,11 @@ from sluice.benchmarks.experiments.systems import (
     colocated,
 )
 from sluice.benchmarks.experiments.tables import Lines, Rows, grouped, having, mean, means, pivots
+from sluice.benchmarks.report import Table
 from sluice.scheduling.autoscaling.role_shares import RoleShares, RoleSharesOptions
 from sluice.scheduling.fleet.pool_ratio import PoolDemand
 from sluice.simulation.capacity import pool_demand
 from sluice.simulation.metrics import TPOTMetric, attained, stages
-from sluice.simulation.planning.plots import Table
 from sluice.simulation.workload import Workload, merged, with_objectives
 from sluice.simulation.workloads.generators import Poisson
 from sluice.simulation.workloads.settings import slos_serve

@@ -13,10 +13,9 @@ from sluice.benchmarks.experiments.grid import Experiment, Plan, Planned, Scaled
 from sluice.benchmarks.experiments.loads import Make, Span, Sweep, generated, recorded, workloads
 from sluice.benchmarks.experiments.systems import DEFAULT, ROUTER, SETUPS, Contender, System
 from sluice.benchmarks.experiments.tables import Lines, Pivot, Rows, Value, estimate, grouped, mean
+from sluice.benchmarks.report import Estimate, Table
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
-from sluice.simulation.estimate import Estimate
-from sluice.simulation.planning.plots import Table
 from sluice.simulation.workload import Workload, with_objectives
 from sluice.simulation.workloads.generators import Slowdown
 from sluice.simulation.workloads.settings import FAIRBATCHING, fairbatching

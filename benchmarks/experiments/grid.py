@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from sluice.benchmarks.experiments.tables import Pivot, Row, Rows, Value
-from sluice.simulation.parallel import in_processes
-from sluice.simulation.planning.plots import Chart, Table
+from sluice.benchmarks.parallel import in_processes
+from sluice.benchmarks.report import Chart, Table
 
 Scale = Literal["quick", "normal", "full"]
 """How much to run: seconds (a smoke test whose figures mean nothing), minutes, or longer."""

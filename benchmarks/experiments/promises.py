@@ -14,10 +14,10 @@ from sluice.benchmarks.experiments.grid import Axes, Experiment, Product, Scaled
 from sluice.benchmarks.experiments.loads import GENERATED, Make, Span, full_load_rate, recorded
 from sluice.benchmarks.experiments.systems import ADMISSION, DEFAULT, ROUTER, SETUPS, System
 from sluice.benchmarks.experiments.tables import Rows, grouped, shown
+from sluice.benchmarks.report import Table
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.simulation.config import ClusterConfig, Slowdown
 from sluice.simulation.metrics import TPOTMetric, attained, column, stages
-from sluice.simulation.planning.plots import Table
 from sluice.simulation.run import Result
 
 LEVEL = ClusterConfig().promise_level or 0.99

@@ -14,12 +14,12 @@ from sluice.benchmarks.experiments.grid import Experiment, Planned, Product, Sca
 from sluice.benchmarks.experiments.loads import Make, Span, Sweep, generated, workloads
 from sluice.benchmarks.experiments.systems import DEFAULT, ROUTER, SETUPS, Contender, System
 from sluice.benchmarks.experiments.tables import Pivot, Rows, grouped, mean, pivots
+from sluice.benchmarks.report import Table
 from sluice.scheduling.batching import BatchPlan
 from sluice.scheduling.batching.slidebatching import SlideBatching
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.request.queue import QueueView
 from sluice.simulation.metrics import stages, token_gain
-from sluice.simulation.planning.plots import Table
 from sluice.simulation.workloads.settings import PROSERVE_DATASETS, proserve
 
 SLIDE = Contender("slidebatching", "slidebatching")

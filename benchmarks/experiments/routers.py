@@ -13,9 +13,9 @@ from sluice.benchmarks.experiments.policies import ROUTERS
 from sluice.benchmarks.experiments.systems import ADMISSION as ADMISSION_POLICY
 from sluice.benchmarks.experiments.systems import ROUTER, Contender, Layout, System, colocated
 from sluice.benchmarks.experiments.tables import Rivals, Rows, difference, estimate, grouped, pivots
+from sluice.benchmarks.report import Table
 from sluice.scheduling.admission import POLICIES as ADMISSIONS
 from sluice.simulation.config import Resize, Slowdown, WhenUnattainable
-from sluice.simulation.planning.plots import Table
 from sluice.simulation.replica import Incident
 
 LOCAL = systems.DEFAULT.policy

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from sluice.simulation.estimate import Estimate
-from sluice.simulation.planning.plots import Chart, Point, Table
+from sluice.benchmarks.report import Chart, Estimate, Point, Table
 
 V = TypeVar("V")
 Value = str | float

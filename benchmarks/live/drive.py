@@ -19,8 +19,8 @@ from sluice.benchmarks.live.processes import LeftOutError
 from sluice.benchmarks.live.report import Run
 from sluice.benchmarks.live.resources import Meter, Usage
 from sluice.benchmarks.live.systems import Bench, System
+from sluice.benchmarks.report import ReportError
 from sluice.deploy.local import StoppedError, stop_signals
-from sluice.simulation.planning.plots import ReportError
 from sluice.simulation.workload import Arrival, Workload
 from sluice.simulation.workloads.traces import TraceError
 

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from sluice.benchmarks.live.client import End, Json, Outcome
 from sluice.benchmarks.live.resources import CORES, Usage
-from sluice.simulation.estimate import Estimate
+from sluice.benchmarks.report import Estimate
 
 GUARANTEED, BEST_EFFORT = "guaranteed", "best-effort"
 MEDIAN_P99: Final = (0.5, 0.99)

@@ -36,10 +36,9 @@ from sluice.benchmarks.experiments.systems import (
     run,
 )
 from sluice.benchmarks.experiments.tables import Lines, Pivot, Row, difference, grouped, having
+from sluice.benchmarks.report import Chart, Estimate, Point, Report, Table, markdown
 from sluice.scheduling.batching.slidebatching import SlideBatchingOptions
 from sluice.scheduling.request.objective import SLO
-from sluice.simulation.estimate import Estimate
-from sluice.simulation.planning.plots import Chart, Point, Report, Table, markdown
 from sluice.simulation.workload import Arrival, Workload
 from sluice.simulation.workloads.generators import Poisson, fixed
 from sluice.simulation.workloads.traces import TraceError

@@ -9,14 +9,18 @@ import yaml
 from click.testing import CliRunner, Result
 from rich.progress import Progress
 
+from sluice.benchmarks.planning.search import (
+    NOT_MODELLED,
+    CapacityReport,
+    Question,
+    Range,
+    answered,
+)
+from sluice.benchmarks.planning.simulate import NO_ANSWER
 from sluice.deploy.cli import main
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.latency.profile import LatencyProfile
-from sluice.simulation.planning.points import Range
-from sluice.simulation.planning.report import NOT_MODELLED, CapacityReport
-from sluice.simulation.planning.search import Question, answered
-from sluice.simulation.planning.simulate import NO_ANSWER
-from tests.simulation.test_planning_capacity import run as one_run
+from tests.benchmarks.test_planning import run as one_run
 
 ONE_EACH = ["--latency", "a=0.05,b=5e-5", "--max-sequences", "1", "--routing", "round_robin"]
 """Replicas that take 0.1 s for each request of the trace, one at a time."""

@@ -27,10 +27,10 @@ from sluice.benchmarks.live.processes import VLLM_ENVIRONMENT, spawned, until
 from sluice.benchmarks.live.report import text
 from sluice.benchmarks.live.systems import SLUICE, Bench
 from sluice.benchmarks.options import as_json, choices_option, folder, number_option
+from sluice.benchmarks.report import Report, Table
 from sluice.deploy.commands.exits import Exit, Failure
 from sluice.deploy.local import StoppedError
 from sluice.replica.vllm.local_model import LLAMA_8B, TINY, shaped_model
-from sluice.simulation.planning.plots import Report, Table
 
 _GPU_ARGS: Final[Json] = {"max-model-len": MODEL_TOKENS, "gpu-memory-utilization": 0.9}
 _QUIET: Final = {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_LOGGING_LEVEL": "ERROR"}

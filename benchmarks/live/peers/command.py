@@ -32,10 +32,10 @@ from sluice.benchmarks.live.processes import LeftOutError
 from sluice.benchmarks.live.report import Run, single, summary, table
 from sluice.benchmarks.live.systems import Bench, System
 from sluice.benchmarks.options import as_json, choices_option, folder, number_option, seed, show
+from sluice.benchmarks.report import Chart, Point, draw, require_matplotlib
 from sluice.replica.config import EngineConfig
 from sluice.replica.vllm.local_model import local_model
 from sluice.scheduling.request.objective import SLO
-from sluice.simulation.planning.plots import Chart, Point, draw, require_matplotlib
 
 LOCAL: Final = "local"
 MODEL_TOKENS: Final = 8_192

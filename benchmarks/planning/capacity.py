@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from sluice.benchmarks.planning.traffic import SharedClass, Traffic
 from sluice.scheduling import batching, routing
 from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy
 from sluice.scheduling.latency.model import LatencyModel
@@ -26,7 +27,6 @@ from sluice.simulation.metrics import (
     stages,
     worst_by_request,
 )
-from sluice.simulation.planning.traffic import SharedClass, Traffic
 from sluice.simulation.truth import Belief, Truth
 from sluice.simulation.wrapped import Wrapped
 

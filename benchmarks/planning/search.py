@@ -1,24 +1,168 @@
-"""What ``sluice simulate`` answers, as JSON, as a table and as a plot."""
+"""The searches of ``sluice simulate``: how many replicas, and how many of each role; and
+their answers as JSON, as a table and as a plot."""
 
 from __future__ import annotations
 
-from math import isfinite, nan
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from math import isfinite, isnan, nan
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, NamedTuple, Self
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
+from sluice.benchmarks.parallel import in_processes
+from sluice.benchmarks.planning.capacity import (
+    LATENCIES,
+    NOISE,
+    Judged,
+    Measured,
+    OutOfTimeError,
+    PlannedFleet,
+    Run,
+    Sizes,
+    play,
+)
+from sluice.benchmarks.planning.traffic import SharedClass, Traffic
+from sluice.benchmarks.report import METHOD, WIDE, Chart, Estimate, Point, ReportError, draw
 from sluice.deploy.tables import print_table
 from sluice.scheduling.request.tpot import TPOTAnchor
+from sluice.simulation.capacity import (
+    MOST_REPLICAS,
+    Pools,
+    least_busy,
+    pool_demand,
+    search,
+    search_pools,
+)
 from sluice.simulation.config import EngineConfig
-from sluice.simulation.estimate import METHOD
-from sluice.simulation.planning.capacity import LATENCIES, NOISE, PlannedFleet
-from sluice.simulation.planning.plots import WIDE, Chart, Point, ReportError, draw
-from sluice.simulation.planning.points import CapacityPoint, Group, Part, PoolAnswer, Status
-from sluice.simulation.planning.traffic import SharedClass
+from sluice.simulation.metrics import TPOTMetric, metric_name
 from sluice.simulation.workload import Workload
+
+Status = Literal["reached", "not_reachable", "out_of_time"]
+
+
+class Part(BaseModel):
+    """Of a report: strict, and not to be changed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Range(Part):
+    """A mean over seeds and half of its 95 % range; null where nothing has the figure, or where one
+    seed alone gives no range."""
+
+    mean: float | None
+    half_width: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        """The range of one value per seed; nan means that a seed lacks the figure."""
+        estimate = Estimate.of(values)
+        return cls(mean=_known(estimate.mean), half_width=_known(estimate.half_width))
+
+    def shown(self, scale: float, digits: int) -> str:
+        """As it stands in a table."""
+        mean, half = (nan if v is None else v * scale for v in (self.mean, self.half_width))
+        return Estimate(mean, half, 0).shown(digits)
+
+
+def _known(value: float) -> float | None:
+    return None if isnan(value) else value
+
+
+class Group(Part):
+    """Figures of a group of requests: how many, the share that met every objective, and quantiles
+    of those with a first token, and with two."""
+
+    requests: Range
+    attainment: Range
+    ttft_p50_ms: Range
+    ttft_p99_ms: Range
+    tpot_p50_ms: Range
+    tpot_p99_ms: Range
+
+
+class CapacityPoint(Group):
+    """One count of replicas."""
+
+    replicas: int
+    utilisation: Range = Field(description="Share of the replicas' time in steps.")
+    failed: Range = Field(description="Requests that ended without all their output.")
+    preemptions: Range = Field(description="Times that a request lost its KV.")
+    classes: dict[str, Group] = Field(description="By service class.")
+
+    @classmethod
+    def of(cls, replicas: int, runs: Sequence[Measured]) -> Self:
+        """The point of one run per seed."""
+        classes = {
+            name: Group(**_ranges([run.classes[name] for run in runs])) for name in runs[0].classes
+        }
+        whole = _ranges([run.whole for run in runs])
+        return cls(replicas=replicas, classes=classes, **whole)
+
+
+def _ranges(runs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    return {figure: Range.of([run[figure] for run in runs]) for figure in runs[0]}
+
+
+class PoolPoint(CapacityPoint):
+    """Two pools of replicas, of one role each."""
+
+    prefillers: int
+    decoders: int
+
+    @classmethod
+    def of_pools(cls, pools: Pools, runs: Sequence[Measured]) -> Self:
+        """The point of one run per seed."""
+        whole = CapacityPoint.of(sum(pools), runs)
+        return cls(prefillers=pools[0], decoders=pools[1], **dict(whole))
+
+
+class PoolAnswer(Part):
+    """Number of replicas of each role that reach the target, and the search behind it."""
+
+    status: Status
+    prefillers: int | None = Field(description="The answer; null if there is none.")
+    decoders: int | None
+    prefill_per_decode: float = Field(
+        description="The ratio of an ideal run, by the formula of SLOs-Serve appendix A."
+    )
+    points: tuple[PoolPoint, ...] = Field(
+        description="All sizes that were tried, by total and then by prefill replicas."
+    )
+
+    @property
+    def best(self) -> PoolPoint | None:
+        """The point of the answer, else the one with the highest attainment, if there is any."""
+        for point in self.points:
+            if (point.prefillers, point.decoders) == (self.prefillers, self.decoders):
+                return point
+        return max(self.points, key=lambda point: point.attainment.mean or 0.0, default=None)
+
+    def verdict(self, colocated: int | None) -> str:
+        """The answer in a sentence or two, beside the count of replicas that do both."""
+        best = self.best
+        if best is None:
+            return "The time limit was reached before any sizes of two pools were measured."
+        sizes = f"{best.prefillers} prefill and {best.decoders} decode"
+        reached = f"{best.attainment.shown(100, 2)} % with {sizes} replicas"
+        ideal = f"The ideal ratio of this traffic is {self.prefill_per_decode:.2f} to 1."
+        if self.status == "out_of_time":
+            return f"The time limit was reached before the sizes of two pools. Best: {reached}."
+        if self.status == "not_reachable":
+            return f"Disaggregated, it is not reached: at best {reached}. {ideal}"
+        more = ""
+        if colocated is not None:
+            by = best.replicas - colocated
+            words = "as many as" if not by else f"{abs(by)} {'more' if by > 0 else 'fewer'} than"
+            more = f", {words} co-located"
+        return f"Disaggregated, it needs {sizes}, {best.replicas} in all{more}: {reached}. {ideal}"
+
 
 NOT_MODELLED = (
     "other traffic than this trace: the ranges are over drawn classes, scaling and step times only",
@@ -240,7 +384,7 @@ class CapacityReport(Part):
         if self.points:
             print_table(self._curve(), console)
         if self.disaggregated is not None and self.disaggregated.points:
-            print_table(_pools(self.disaggregated), console)
+            print_table(_pools_table(self.disaggregated), console)
         best = self.best
         if best is not None and len(best.classes) > 1:
             print_table(_classes(best), console)
@@ -298,7 +442,7 @@ def _figures(point: CapacityPoint) -> list[str]:
     ]
 
 
-def _pools(answer: PoolAnswer) -> Table:
+def _pools_table(answer: PoolAnswer) -> Table:
     table = Table("prefill", "decode", *_FIGURES, title="Prefill and decode apart")
     for point in answer.points:
         sizes = (str(point.prefillers), str(point.decoders))
@@ -330,3 +474,158 @@ def _words(each: ClassFacts) -> str:
         objectives.append(f"TPOT by {each.tpot_anchor}")
     promised = ", ".join(objectives) or "no objective"
     return f"{each.name} {each.share:.0%} ({promised}, priority {each.priority})"
+
+
+class Question(NamedTuple):
+    """What is asked.
+
+    Attributes:
+        traffic, fleet: the requests, and the replicas that serve them.
+        metric: which TPOT is judged; ``None``: by the anchor of each class.
+        target: attainment that is wanted, a share.
+        most: largest count of replicas that may be tried.
+        only: the only count to try, without a search; ``None``: search.
+        disaggregated: whether prefill and decode are to be sized apart, too.
+        seeds: each count is simulated once for each.
+        time_limit_s: of the whole search.
+        jobs: processes.
+    """
+
+    traffic: Traffic
+    fleet: PlannedFleet
+    metric: TPOTMetric | None
+    target: float
+    most: int
+    only: int | None
+    disaggregated: bool
+    seeds: tuple[int, ...]
+    time_limit_s: float
+    jobs: int
+
+
+def answered(question: Question, progress: Progress) -> CapacityReport:
+    """Search for the answer, showing each size as it is tried.
+
+    Raises:
+        TraceError, ValueError, StuckError: the trace cannot be read or run.
+        BrokenProcessPool: a process was killed.
+    """
+    workload = question.traffic.workload(question.seeds[0])
+    stop_at_s = time.monotonic() + question.time_limit_s
+    runs = len(question.seeds) * question.traffic.parts
+    with in_processes(play, min(question.jobs, runs)) as play_all:
+        trial = partial(_trial, question, progress, play_all, stop_at_s)
+        status, found, points = _colocated(question, workload, trial)
+        pools = _pools(question, workload, trial) if question.disaggregated else None
+    total = sum(each.share for each in question.traffic.classes)
+    return CapacityReport(
+        status=status,
+        replicas=found,
+        searched=question.only is None,
+        target=question.target,
+        max_replicas=question.most,
+        tpot_metric=metric_name(question.metric, [each.slo for each in question.traffic.classes]),
+        traffic=TrafficFacts.of(workload),
+        classes=tuple(ClassFacts.of(each, total) for each in question.traffic.classes),
+        fleet=FleetFacts.of(question.fleet),
+        seeds=question.seeds,
+        points=points,
+        disaggregated=pools,
+    )
+
+
+Trial = Callable[[Sizes, str], list[Measured]]
+
+
+def _trial(
+    question: Question,
+    progress: Progress,
+    play_all: Callable[[Sequence[Run]], Iterator[Judged]],
+    stop_at_s: float,
+    sizes: Sizes,
+    words: str,
+) -> list[Measured]:
+    """Simulate a fleet of these sizes once for each seed and part of the traffic."""
+    traffic, parts = question.traffic, range(question.traffic.parts)
+    runs = [
+        Run(traffic, question.fleet, question.metric, sizes, seed, part, stop_at_s)
+        for seed in question.seeds
+        for part in parts
+    ]
+    task = progress.add_task(words, total=len(runs))
+    played = play_all(runs)
+    done: list[Measured] = []
+    for _ in question.seeds:
+        own = []
+        for _ in parts:
+            own.append(next(played))
+            progress.advance(task)
+        done.append(Measured.of(own, traffic.classes))
+    shown = Range.of([each.whole["attainment"] for each in done]).shown(100, 2)
+    progress.update(task, description=f"{words}: {shown} %")
+    return done
+
+
+def _colocated(
+    question: Question, workload: Workload, trial: Trial
+) -> tuple[Status, int | None, tuple[CapacityPoint, ...]]:
+    """Search for the count of replicas that do both phases."""
+    points: dict[int, CapacityPoint] = {}
+    found: int | None = None
+    status: Status = "out_of_time"
+
+    def attainment(replicas: int) -> float:
+        done = trial(Sizes(replicas), f"{replicas} replicas")
+        points[replicas] = CapacityPoint.of(replicas, done)
+        return _mean(points[replicas])
+
+    try:
+        if question.only is not None:
+            found = question.only if attainment(question.only) >= question.target else None
+            return _reached(found), found, tuple(points.values())
+        start = least_busy(workload, question.fleet.model)
+        found = search(attainment, question.target, start, question.most).replicas
+        status = _reached(found)
+        if found is not None and found < question.most and found + 1 not in points:
+            attainment(found + 1)  # What one replica more would give.
+    except OutOfTimeError:
+        pass
+    return status, found, tuple(points[count] for count in sorted(points))
+
+
+def _pools(question: Question, workload: Workload, trial: Trial) -> PoolAnswer:
+    """Search for the sizes of a prefill and a decode pool."""
+    points: dict[Pools, PoolPoint] = {}
+    found: Pools | None = None
+    status: Status = "out_of_time"
+    fleet = question.fleet
+    demand = pool_demand(workload, fleet.model, fleet.engine)
+
+    def attainment(pools: Pools) -> float:
+        done = trial(Sizes(0, *pools), f"{pools[0]} prefill, {pools[1]} decode")
+        points[pools] = PoolPoint.of_pools(pools, done)
+        return _mean(points[pools])
+
+    try:
+        rate = min(workload.rate, MOST_REPLICAS / min(demand))
+        start = sum(demand.least(rate))
+        found = search_pools(attainment, question.target, demand, start, question.most).pools
+        status = _reached(found)
+    except OutOfTimeError:
+        pass
+    return PoolAnswer(
+        status=status,
+        prefillers=found[0] if found is not None else None,
+        decoders=found[1] if found is not None else None,
+        prefill_per_decode=demand.ratio,
+        points=tuple(points[pools] for pools in sorted(points, key=lambda p: (sum(p), p[0]))),
+    )
+
+
+def _reached(found: int | Pools | None) -> Status:
+    return "reached" if found is not None else "not_reachable"
+
+
+def _mean(point: CapacityPoint) -> float:
+    assert point.attainment.mean is not None  # A workload has requests.
+    return point.attainment.mean

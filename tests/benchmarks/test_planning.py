@@ -9,12 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sluice.scheduling.latency.model import LinearLatency
-from sluice.scheduling.request.objective import SLO
-from sluice.simulation.config import ClusterConfig, EngineConfig
-from sluice.simulation.metrics import TPOTMetric
-from sluice.simulation.parallel import in_processes
-from sluice.simulation.planning.capacity import (
+from sluice.benchmarks.parallel import in_processes
+from sluice.benchmarks.planning.capacity import (
     Measured,
     OutOfTimeError,
     PlannedFleet,
@@ -22,7 +18,7 @@ from sluice.simulation.planning.capacity import (
     Sizes,
     play,
 )
-from sluice.simulation.planning.traffic import (
+from sluice.benchmarks.planning.traffic import (
     MOST_TOKENS,
     Played,
     SharedClass,
@@ -30,6 +26,10 @@ from sluice.simulation.planning.traffic import (
     Windows,
     scaled,
 )
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.objective import SLO
+from sluice.simulation.config import ClusterConfig, EngineConfig
+from sluice.simulation.metrics import TPOTMetric
 from sluice.simulation.workload import AS_RECORDED, Arrival, Workload
 from sluice.simulation.workloads.traces import MAX_REQUESTS
 

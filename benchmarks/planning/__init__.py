@@ -1,0 +1,1 @@
+"""How many replicas a recorded or described load needs: ``sluice simulate``."""
