@@ -137,10 +137,7 @@ async def test_a_replicas_engine_loads_what_has_left_its_own_cache(tier, tmp_pat
         assert {cached for _, cached in first} == {0}
         held = (TOKENS - 1) // CHUNK * CHUNK
         assert [(tokens, held) for tokens, _ in first] == second
-        state = engine.state()
-        assert len(state.rows) == 0
-        # Plans know what it holds, and promises the wait for its answer.
-        assert state.summary["plan_mismatches"] == 0 and state.summary["kv_answer_s"] > 0
+        assert len(engine.state().rows) == 0
     finally:
         await engine.stop()
 
