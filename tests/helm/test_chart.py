@@ -433,6 +433,10 @@ def test_the_schema_refuses(values: Document) -> None:
             "asks for a key",
         ),
         ({"config": {"router": {"port": 80}}}, "are the chart's"),
+        (
+            {"config": {"router": {"tls": {"certificate": "/a", "key": "/b"}}}},
+            "probes routers by plain HTTP",
+        ),
         ({"gcsFaultTolerance": {"enabled": True}}, "host:port of your Redis"),
         ({"workers": [{"name": "w", "resources": {}}] * 2}, 'named "w"'),
         (

@@ -93,6 +93,9 @@ app.kubernetes.io/part-of: sluice
 {{- if or $router.host $router.port -}}
 {{- fail "config.router: host and port are the chart's: 0.0.0.0 and 8000" -}}
 {{- end -}}
+{{- if $router.tls -}}
+{{- fail "config.router.tls: KubeRay probes routers by plain HTTP; end TLS in an Ingress or a Gateway" -}}
+{{- end -}}
 {{- if dig "telemetry" "tracing" "headers" dict $config -}}
 {{- fail "config.telemetry.tracing.headers: secrets do not belong there, everybody who may read the RayService sees them: use env, with OTEL_EXPORTER_OTLP_HEADERS from a Secret" -}}
 {{- end -}}
