@@ -15,7 +15,7 @@ from sluice.benchmarks.experiments import EXPERIMENTS
 from sluice.benchmarks.experiments.grid import Experiment, Plan, Scale, measured
 from sluice.benchmarks.live.gateway.command import gateway
 from sluice.benchmarks.live.gpu.command import gpu
-from sluice.benchmarks.live.peers.command import peers
+from sluice.benchmarks.live.peers import peers
 from sluice.benchmarks.live.promises import with_real
 from sluice.benchmarks.micro.decision import decision
 from sluice.benchmarks.micro.planning import planning

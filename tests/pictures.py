@@ -22,7 +22,7 @@ from PIL import Image, PngImagePlugin
 
 import sluice.router.admin.page
 from sluice.benchmarks.live.client import replay
-from sluice.benchmarks.live.peers.command import attainment
+from sluice.benchmarks.live.peers import attainment
 from sluice.benchmarks.live.processes import spawned, wait_until_ready
 from sluice.benchmarks.live.systems import SLUICE
 from sluice.benchmarks.report import draw

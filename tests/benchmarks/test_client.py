@@ -13,8 +13,14 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.benchmarks.live.answers import AnswerCheck, WrongAnswerError, simulated
-from sluice.benchmarks.live.client import End, Outcome, replay
+from sluice.benchmarks.live.client import (
+    AnswerCheck,
+    End,
+    Outcome,
+    WrongAnswerError,
+    replay,
+    simulated,
+)
 from sluice.benchmarks.live.report import of_class
 from sluice.benchmarks.live.resources import Meter
 from sluice.replica.engine import Endpoint

@@ -32,7 +32,7 @@ from sluice.benchmarks.live.gateway.command import (
     tables,
 )
 from sluice.benchmarks.live.gateway.engine import MODEL, events
-from sluice.benchmarks.live.peers.systems import CPU_ARGS
+from sluice.benchmarks.live.peers import CPU_ARGS
 from sluice.benchmarks.live.processes import (
     LeftOutError,
     spawned,

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from sluice.benchmarks.live.gpu.command import PARTS, Part
-from sluice.benchmarks.live.peers.command import CELL
+from sluice.benchmarks.live.peers import CELL
 from sluice.benchmarks.live.report import summary
 from sluice.deploy.cli import main
 from sluice.replica.vllm.local_model import TINY, shaped_model

@@ -19,6 +19,7 @@ from aiohttp import web
 from click.testing import CliRunner, Result
 
 from sluice.benchmarks.live import mix
+from sluice.benchmarks.live import peers as peers_module
 from sluice.benchmarks.live.client import End, LoadError, Outcome
 from sluice.benchmarks.live.mix import (
     GENERATED,
@@ -31,14 +32,15 @@ from sluice.benchmarks.live.mix import (
     kind_of,
     recorded,
 )
-from sluice.benchmarks.live.peers import command
-from sluice.benchmarks.live.peers.command import CELL, attainment, tables
-from sluice.benchmarks.live.peers.systems import (
+from sluice.benchmarks.live.peers import (
+    CELL,
     DEFAULT,
     SYSTEMS,
     Peer,
     Setting,
+    attainment,
     sluice_config,
+    tables,
 )
 from sluice.benchmarks.live.processes import LeftOutError
 from sluice.benchmarks.live.report import Run, figures, summary
@@ -329,8 +331,8 @@ def test_the_command_measures_what_starts_in_alternating_order_and_names_the_res
 
         return Peer(name, lambda setting: start, priorities)
 
-    monkeypatch.setattr(command, "WARM_UP_S", 0.2)
-    monkeypatch.setattr(command, "CAPACITY_S", 0.2)
+    monkeypatch.setattr(peers_module, "WARM_UP_S", 0.2)
+    monkeypatch.setattr(peers_module, "CAPACITY_S", 0.2)
     # Servers that answer at once have no times and no capacity of their own.
     monkeypatch.setattr(mix, "alone", lambda url, model: IDLE)
     drawn: list[Arrival] = []
@@ -339,7 +341,7 @@ def test_the_command_measures_what_starts_in_alternating_order_and_names_the_res
         drawn.append(next(arrivals))
         return 8.0
 
-    monkeypatch.setattr(command, "capacity", capacity)
+    monkeypatch.setattr(peers_module, "capacity", capacity)
     asked: list[dict[str, Any]] = []
     with at_once(asked) as url:
         for name in ("stock-round-robin", "stock-priority", "serve-llm", "sluice"):

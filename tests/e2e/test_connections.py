@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from sluice.benchmarks.live.answers import AnswerCheck, simulated
+from sluice.benchmarks.live.client import AnswerCheck, simulated
 from tests.e2e.conftest import ASKING, LENIENT, System, system, wait_until
 from tests.processes import title_of
 

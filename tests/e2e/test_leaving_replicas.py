@@ -14,7 +14,7 @@ import httpx
 import pytest
 import ray
 
-from sluice.benchmarks.live.answers import AnswerCheck, simulated
+from sluice.benchmarks.live.client import AnswerCheck, simulated
 from tests import injuries
 from tests.documents import ROOT, marked, shell
 from tests.e2e.conftest import System, system, wait_until

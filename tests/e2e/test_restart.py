@@ -14,7 +14,7 @@ import pytest
 from openai import OpenAI
 from openai.types import Batch
 
-from sluice.benchmarks.live.answers import AnswerCheck, simulated
+from sluice.benchmarks.live.client import AnswerCheck, simulated
 from sluice.deploy.ray_settings import free_port
 from sluice.router.batches.store import NAME
 from tests.e2e.command import ServeCommand

@@ -15,7 +15,7 @@ from typing import Any
 from openai import OpenAI
 from openai.types import Batch
 
-from sluice.benchmarks.live.answers import AnswerCheck, simulated
+from sluice.benchmarks.live.client import AnswerCheck, simulated
 from tests.e2e.conftest import wait_until
 from tests.faults.load import Load
 from tests.faults.replicas import FLEET

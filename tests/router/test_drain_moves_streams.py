@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sluice.benchmarks.live.answers import AnswerCheck, simulated
+from sluice.benchmarks.live.client import AnswerCheck, simulated
 from sluice.replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
 from sluice.replica.engine import EngineRequest
 from sluice.replica.server import Replica

@@ -21,8 +21,7 @@ import click
 from sluice.benchmarks.live.client import Json
 from sluice.benchmarks.live.drive import campaign
 from sluice.benchmarks.live.gpu.parts import Given, engine_of
-from sluice.benchmarks.live.peers.command import MODEL_TOKENS, engine_args
-from sluice.benchmarks.live.peers.systems import CPU_ARGS
+from sluice.benchmarks.live.peers import CPU_ARGS, MODEL_TOKENS, engine_args
 from sluice.benchmarks.live.processes import VLLM_ENVIRONMENT, spawned, until
 from sluice.benchmarks.live.report import text
 from sluice.benchmarks.live.systems import SLUICE, Bench

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from sluice.benchmarks.live.client import Json
 from sluice.benchmarks.live.drive import campaign
 from sluice.benchmarks.live.gateway.engine import MODEL
-from sluice.benchmarks.live.peers.systems import SYSTEMS, Setting
+from sluice.benchmarks.live.peers import SYSTEMS, Setting
 from sluice.benchmarks.live.report import quantiles
 from sluice.replica.config import EngineConfig
 from sluice.replica.engine import EngineRequest, ResponseHead
