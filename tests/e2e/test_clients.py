@@ -269,8 +269,15 @@ def test_a_model_offers_what_it_is_made_for(http: httpx.Client) -> None:
 
 def test_an_answer_of_anthropics_api_may_be_sent_back(serving: System) -> None:
     client = anthropic.Anthropic(base_url=serving.url, api_key="none", max_retries=0)
-    tool: Any = {"name": "f", "input_schema": {"type": "object", "properties": {}}}
-    asked: Any = {"model": "local", "max_tokens": 48, "tools": [tool]}
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    # Strict, so that the model of noise writes nothing else.
+    tool: Any = {"name": "f", "input_schema": schema, "strict": True}
+    asked: Any = {"model": "local", "max_tokens": 64, "tools": [tool]}
     turns: list[Any] = [{"role": "user", "content": "hi"}]
     called = client.messages.create(
         **asked,

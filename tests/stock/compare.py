@@ -154,25 +154,24 @@ def _events(text: str) -> Iterator[list[Any]]:
 
 
 def _joined(events: list[list[Any]]) -> Iterator[list[Any]]:
-    """Events in a row that have the same form, as one."""
-    for _, same in groupby(events, lambda event: (event[0], _choice_of(event), _form(event[1]))):
+    """Events in a row of one kind, as one: where a server cuts a text, and whether its end comes
+    with the last piece, depends on its load."""
+    kinds = groupby(events, lambda event: (event[0], _choice_of(event), type(event[1])))
+    for _, same in kinds:
         (name, data), *further = same
         for _, more in further:
             data = _together("", data, more)
         yield [name, data]
 
 
-def _form(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _form(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_form(inner) for inner in value[:1]]
-    return None if value is None else "value"
-
-
 def _together(key: str, first: Any, second: Any) -> Any:
+    if first is None or second is None:
+        return second if first is None else first
     if isinstance(first, dict):
-        return {name: _together(name, first[name], second[name]) for name in first}
+        both = {
+            name: _together(name, first[name], second[name]) for name in first if name in second
+        }
+        return {**first, **second, **both}
     if isinstance(first, list):
         if key in ("choices", "tool_calls") and len(first) == len(second) == 1:
             return [_together("", first[0], second[0])]
