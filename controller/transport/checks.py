@@ -55,8 +55,7 @@ Waits = Annotated[tuple[FirstTokenWait, ...], msgspec.Meta(max_length=MAX_WAITS)
 Uses = Annotated[tuple[QuotaUse, ...], msgspec.Meta(max_length=MAX_USES)]
 """The arguments of actor calls."""
 
-# The counts of a row are its last fields, all int32: one matrix view checks them all.
-_COUNTS_FROM = ROW.fields["priority"][1] // 4 if ROW.fields else 0
+_COUNTS = [name for name in ROW.names or () if ROW[name] == np.int32]
 _SUMMARY_COUNTS = ("steps", "waiting", "running", "free_kv_blocks", "total_kv_blocks")
 _SUMMARY_CORRECTIONS = ("correction", "fixed_correction")
 _SUMMARY_TIMES = (
@@ -207,7 +206,7 @@ def _check_live_rows(rows: np.ndarray) -> None:
         return
     if rows["key"].min() < 0:
         raise ValueError("a request's key must be at least 0")
-    if rows.view("<i4").reshape(len(rows), -1)[:, _COUNTS_FROM:].min() < 0:
+    if min(rows[name].min() for name in _COUNTS) < 0:
         raise ValueError("the counts of a request (tokens, blocks, priority) must be at least 0")
     if not np.isfinite(rows["arrival_s"]).all():
         raise ValueError("a request's arrival must be a finite time")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sluice.controller.transport import report_rows
@@ -33,6 +33,7 @@ _ROWS = st.fixed_dictionaries(
 ).map(_row)
 
 
+@example(changes=[(0, _row({"last_token_s": -1.0}))], integers=np.int32)  # a time, not a count
 @given(
     st.lists(st.tuples(st.integers(-1, _CAPACITY), _ROWS), max_size=4),
     st.sampled_from((np.int32, np.int64)),
