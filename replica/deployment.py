@@ -145,6 +145,12 @@ class ReplicaServer:
         :mod:`sluice.replica.streams.server`. ``_target`` as in :meth:`generate`."""
         return await self._streams.endpoint(ray.util.get_node_ip_address())
 
+    async def direct_address(self, _target: str | None = None) -> tuple[str, str]:
+        """This replica's id, and the address of its port for streams that go past the routers.
+        ``_target`` as in :meth:`generate`."""
+        await self._port.start()
+        return self._ranks.replica_id, self._port.address
+
     async def progress(self, request_ids: Sequence[str], _target: str | None = None) -> Progress:
         """Whether this replica makes progress; see :meth:`sluice.replica.ranks.Ranks.progress`.
         ``_target`` is the request router's hint."""

@@ -161,6 +161,9 @@ class Calls:
             call = await self._reader.read(request, endpoint)
             fleet = await fleets.find(call.model, call.client.caps.models, endpoint)
             call = await self._loops.bounded(call)
+            endpoints = request.scope["state"].get("endpoints")
+            if endpoints is not None:
+                call = await fleet.dispatcher.restricted(call, endpoints)
             prompt_tokens = fleet.dispatcher.estimator.estimate(call.prompt)
             expected = output_to_expect(endpoint, call.output_tokens)
             charge = self._limiter.reserve(call.client, prompt_tokens, expected)

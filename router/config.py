@@ -123,7 +123,7 @@ class MetricsConfig(BaseModel):
     access: Literal["key", "open"] = Field(
         default="key",
         description="`key`: a metrics key is required if there are API keys; `open`: no key, for a "
-        "port that only the monitoring can reach.",
+        "port that only the monitoring can reach, so not beside `router.picker`.",
     )
     keys: tuple[KeyEntry, ...] = Field(
         default=(), max_length=100, description="Keys for `/metrics` only."
@@ -381,6 +381,11 @@ class RouterConfig(BaseModel):
             raise ValueError(
                 "admin.access is open, but clients of an Envoy would reach the admin API by "
                 "picker.port: set admin.access to key or off"
+            )
+        if self.metrics.access == "open" and self.picker.port is not None:
+            raise ValueError(
+                "metrics.access is open, but clients of an Envoy would reach the metrics by "
+                "picker.port: set metrics.access to key"
             )
         others = set(map(digest_of, (*self.api_keys, *self.metrics.keys)))
         if others & set(map(digest_of, self.admin.keys)):

@@ -18,6 +18,9 @@ from sluice.scheduling.tenancy.fair_shares import MAX_WEIGHT
 MAX_AVOIDED: Final = 64
 """Most replicas that have failed one request."""
 
+MAX_ONLY: Final = 4_096
+"""Most replicas that one request is restricted to."""
+
 _MAX_OBJECTIVE_BYTES: Final = 4_096
 
 Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
@@ -43,6 +46,7 @@ class QueryRow(NamedTuple):
     moves_from: Text
     brings_kv: bool
     elsewhere: bool
+    only: Annotated[tuple[Id, ...], Meta(max_length=MAX_ONLY)]
 
 
 class ObjectiveRow(NamedTuple):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
 
 from sluice.controller.messages import RouteDecision, Tier, Trouble
@@ -99,6 +99,19 @@ class Dispatcher:
     def estimator(self) -> TokenEstimator:
         """Estimates prompt lengths, and learns them from answers."""
         return self._placements.estimator
+
+    async def restricted(self, call: Call, endpoints: Collection[str]) -> Call:
+        """The call, to be served by a replica at one of these addresses only.
+
+        Raises:
+            ApiError: 503, there is none.
+        """
+        only = await self._replicas.at(endpoints)
+        if not only:
+            raise ApiError(
+                Reason.NO_REPLICA, "No replica runs at any endpoint of the gateway's subset."
+            )
+        return replace(call, only=only)
 
     async def open(
         self, call: Call, fetches: bool = False, clock: TokenClock | None = None

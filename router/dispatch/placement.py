@@ -3,6 +3,7 @@ handles a refusal."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Awaitable, Callable, Sequence
 from math import inf
 from typing import Final, Protocol
@@ -25,6 +26,7 @@ from sluice.router.metrics.instruments import Fallback, RouterMetrics
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import TokenEstimator
 from sluice.router.serve.contract import Replicas
+from sluice.scheduling.fleet.ranks import replica_of
 from sluice.scheduling.request.job import UNATTAINABLE
 
 _ANY_TIER = frozenset(Tier)
@@ -158,20 +160,21 @@ class PlacementClient:
         self, call: Call, key: int, failed: Sequence[str], prefill_key: int, begun: bool
     ) -> RouteDecision:
         if not call.scheduled:
-            return UNDECIDED
+            return _within(call, failed, UNDECIDED)
         decision = await self._decide(call, key, failed, prefill_key, begun)
         if decision is None:
             self._metrics.fallback(Fallback.NO_ANSWER)
             full = self._full_s(call) > 0
-            return UNDECIDED._replace(tier=Tier.BEST_EFFORT) if full else UNDECIDED
+            undecided = UNDECIDED._replace(tier=Tier.BEST_EFFORT) if full else UNDECIDED
+            return _within(call, failed, undecided)
         if decision.over_share:
             self._metrics.admission.over_share(call.client.name)
         if decision.reason == UNATTAINABLE:
             raise _refusal(call, decision)
         if decision.replica_id is None:
             self._metrics.fallback(Fallback.NO_DECISION)
-            return UNDECIDED
-        return self._but_failed(decision, key, prefill_key, failed)
+            return _within(call, failed, UNDECIDED)
+        return _within(call, failed, self._but_failed(decision, key, prefill_key, failed))
 
     async def elsewhere(
         self, call: Call, key: int, failed: Sequence[str], replica_id: str
@@ -321,12 +324,22 @@ class PlacementClient:
             call.client_request_id,
             moves_from,
             brings_kv,
+            only=tuple(call.only),
         )
         decision = await self._controller.route(query)
         self._metrics.decision_s.observe(self._clock() - asked_s)
         if decision is None or decision.predicted_ttft_s is None:
             return decision
         return decision._replace(predicted_ttft_s=waited_s + decision.predicted_ttft_s)
+
+
+def _within(call: Call, failed: Sequence[str], decision: RouteDecision) -> RouteDecision:
+    """The decision; of a call that is restricted to some replicas, with one of them as target."""
+    if not call.only or decision.replica_id is not None:
+        return decision
+    left = [name for name in call.only if name not in map(replica_of, failed)]
+    replica_id = random.choice(left or list(call.only))
+    return decision._replace(replica_id=replica_id, role=call.only[replica_id])
 
 
 def _refusal(call: Call, decision: RouteDecision) -> ApiError:

@@ -12,6 +12,8 @@ from prometheus_client import CollectorRegistry
 from sluice.router.config import RouterConfig
 from sluice.router.errors import ApiError, Reason
 from sluice.router.ingress.admin_access import ADMIN_PREFIX, AdminAccess, is_page
+from sluice.router.ingress.sites import SiteCheck
+from sluice.router.loopback import is_loopback
 from sluice.router.tenancy.auth import KeyMetrics, KeyRing
 from sluice.router.tenancy.clients import ApiClients
 from sluice.router.tenancy.limits import ANYONE, Client
@@ -41,9 +43,10 @@ def is_for_operators(path: str) -> bool:
 class Access:
     """Access control by path. One per router process.
 
-    - The API needs an API key or a token; if neither is configured, it is open.
+    - The API needs an API key or a token; if neither is configured, it is open, but for pages of
+      other sites (:mod:`sluice.router.ingress.sites`).
     - ``/metrics`` shows the names and counts of all clients. If the API is not open, it needs a
-      separate metrics key, unless it is open by configuration.
+      separate metrics key, unless it is open by configuration; never for pages of other sites.
     - The admin API needs an admin key, see :mod:`sluice.router.ingress.admin_access`. The live page
       holds no data and needs no key.
 
@@ -69,14 +72,19 @@ class Access:
             KeyRing(config.api_keys, config.api_keys_file, config.classes, "api", metrics),
             TokenVerifier(config.issuers, registry, clock, unix_clock),
         )
+        place = (config.host, not is_loopback(config.host))
+        self._sites = SiteCheck("The API", *place, origins=config.cors_origins)
+        self._sites_of_page = SiteCheck("The page of metrics", *place)
         page = config.metrics
         self._page = KeyRing(page.keys, page.keys_file, ring="metrics", metrics=metrics)
         self._page_is_open = page.access == "open"
         self.admin = AdminAccess(config.admin, metrics)
 
-    def check(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> Client:
+    def check(
+        self, path: str, headers: Iterable[tuple[bytes, bytes]], by_gateway: bool = False
+    ) -> Client:
         """The client that requests ``path`` with these raw request
-        headers.
+        headers, itself or by an Envoy.
 
         Raises:
             ApiError: 401, 403 if no key could give access, or 503 if a token cannot be checked now.
@@ -84,11 +92,13 @@ class Access:
         if path in (OPEN_PATH, LIVE_PATH, PING_PATH, ROOT_PATH):
             return ANYONE
         if path == METRICS_PATH:
-            return self._check_page(headers)
+            return self._check_page(headers, by_gateway)
         if self.admin.on and path.startswith(ADMIN_PREFIX):
             return self.admin.check(headers)
         if self.admin.on and is_page(path):
             return ANYONE
+        if self.api.accepts_anyone:
+            self._sites.check(headers, by_gateway)
         return self.api.check(headers)
 
     async def start(self) -> None:
@@ -99,8 +109,9 @@ class Access:
         """Apply changes of key files and of issuers' keys, indefinitely."""
         await asyncio.gather(self.api.watch(), self._page.watch(), self.admin.watch())
 
-    def _check_page(self, headers: Iterable[tuple[bytes, bytes]]) -> Client:
+    def _check_page(self, headers: Iterable[tuple[bytes, bytes]], by_gateway: bool) -> Client:
         if self._page_is_open or self.api.accepts_anyone:
+            self._sites_of_page.check(headers, by_gateway)
             return ANYONE
         if self._page.accepts_anyone:
             raise ApiError(

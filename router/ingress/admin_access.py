@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Final
-from urllib.parse import SplitResult, urlsplit
 
 from sluice.router.admin_config import AdminConfig
 from sluice.router.errors import ApiError, Reason
-from sluice.router.loopback import is_loopback
+from sluice.router.ingress.sites import SiteCheck
 from sluice.router.tenancy.auth import KeyMetrics, KeyRing
 from sluice.router.tenancy.limits import ANYONE, Client
 
@@ -37,7 +36,7 @@ class AdminAccess:
     def __init__(self, config: AdminConfig, metrics: KeyMetrics | None = None) -> None:
         self.on = config.access != "off"
         """Whether the admin API is enabled."""
-        self._open = config.access == "open"
+        self._sites = SiteCheck("The admin API", "localhost") if config.access == "open" else None
         self._keys = KeyRing(config.keys, config.keys_file, ring="admin", metrics=metrics)
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> Client:
@@ -46,8 +45,8 @@ class AdminAccess:
         Raises:
             ApiError: 401, or 403 if no key could give access.
         """
-        if self._open:
-            _check_same_site(headers)
+        if self._sites is not None:
+            self._sites.check(headers)
             return ANYONE
         if self._keys.accepts_anyone:
             raise ApiError(
@@ -60,32 +59,3 @@ class AdminAccess:
     async def watch(self) -> None:
         """Apply changes of the key file, indefinitely."""
         await self._keys.watch()
-
-
-def _check_same_site(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Refuse requests that a page of another site may have made the operator's browser send. Such a
-    page can also have a host name that resolves to this machine, which shows in the header
-    ``host``.
-
-    Raises:
-        ApiError: 403.
-    """
-    found = {name: value.decode("latin-1") for name, value in headers}
-    host = _split(f"//{found.get(b'host', '')}")
-    origin = found.get(b"origin")
-    foreign = origin is not None and _split(origin).netloc != found.get(b"host")
-    site = found.get(b"sec-fetch-site", "none")
-    if not is_loopback(host.hostname or "") or foreign or site not in ("none", "same-origin"):
-        raise ApiError(
-            Reason.NOT_PERMITTED,
-            "The admin API is open to this machine only: use a loopback address, and not a page of "
-            "another site.",
-        )
-
-
-def _split(url: str) -> SplitResult:
-    """The parts of a URL; empty parts if it is invalid."""
-    try:
-        return urlsplit(url)
-    except ValueError:
-        return urlsplit("")

@@ -127,7 +127,9 @@ class IngressMiddleware:
         endpoint = INFERENCE_PATHS.get(path) if counted else None
         has_access = False
         try:
-            arrival = arrival._replace(client=self._access.check(path, scope["headers"]))
+            by_gateway = "endpoints" in scope["state"]
+            client = self._access.check(path, scope["headers"], by_gateway)
+            arrival = arrival._replace(client=client)
             has_access = True
             if endpoint is not None:
                 self._check_load(arrival.client)

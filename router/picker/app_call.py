@@ -103,6 +103,9 @@ def scope_of(headers: Headers) -> dict[str, Any]:
 class AppCall:
     """A request in the application. Construct it on the event loop that runs the application.
 
+    Args:
+        endpoints: one of which must serve it; ``None``: any.
+
     Attributes:
         outcome: the application's answer, once a replica sends it or it is complete; ``None``: the
             client had left before.
@@ -113,7 +116,9 @@ class AppCall:
         MalformedError: the headers are no request's.
     """
 
-    def __init__(self, app: ASGIApp, headers: Headers) -> None:
+    def __init__(
+        self, app: ASGIApp, headers: Headers, endpoints: Collection[str] | None = None
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.outcome: asyncio.Future[Pick | Whole | None] = loop.create_future()
         self._body: asyncio.Queue[tuple[bytes, bool]] = asyncio.Queue(1)
@@ -125,6 +130,7 @@ class AppCall:
         self.broken = False
         scope = scope_of(headers)
         self._spoken = endpoint_at(scope["path"])
+        scope["state"]["endpoints"] = endpoints
         self.task = asyncio.create_task(self._run(app, scope))
 
     async def wanted(self) -> None:

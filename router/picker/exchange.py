@@ -94,7 +94,7 @@ class Exchange:
             return
         self._subset = first.subset
         try:
-            call = AppCall(self._app, first.headers)
+            call = AppCall(self._app, first.headers, first.subset)
         except MalformedError as error:
             await self._write(immediate(*whole_of(invalid(str(error)))))
             return
@@ -132,7 +132,9 @@ class Exchange:
             await asyncio.wait((parts,), timeout=LINGER_S)
             return False
         if isinstance(outcome, Pick) and self._subset is not None:
-            outcome = outcome if outcome.endpoint in self._subset else _outside(outcome)
+            # The replica that was chosen may have gone, and Serve have taken another.
+            names = {outcome.endpoint, outcome.endpoint.rpartition(":")[0]}
+            outcome = outcome if names & self._subset else _outside(outcome)
         if isinstance(outcome, Whole):
             await self._write(immediate(*outcome))
             return False

@@ -126,7 +126,7 @@ class Received(NamedTuple):
         ends: the request or the response has nothing more.
         modes: how bodies of requests and of responses come. The first message has them; ``None``:
             Envoy is too old to have them.
-        subset: the endpoints that may be chosen; ``None``: any.
+        subset: the endpoints that may be chosen, ``HOST:PORT`` or ``HOST``; ``None``: any.
     """
 
     part: Part

@@ -12,9 +12,9 @@ from prometheus_client import Gauge
 from starlette.requests import Request
 
 from sluice.replica.request_body import RequestBody
-from sluice.router.errors import ApiError, Reason, invalid
+from sluice.router.errors import ApiError, Reason, invalid, shown
 from sluice.router.request.large_body import PIECE_BYTES, parse_in_pieces
-from sluice.router.tenancy.limits import Client
+from sluice.router.tenancy.limits import ANYONE, Client
 
 MAX_DEPTH = 64
 """Maximum nesting depth of a body."""
@@ -176,10 +176,14 @@ def announces_more(request: Request, max_bytes: int) -> bool:
 
 
 def _check_headers(request: Request, max_bytes: int) -> None:
-    media_type = request.headers.get("content-type", "application/json")
+    # A page of another site may send a body without a type. Where a key is needed, it has none.
+    is_open = request.state.arrival.client is ANYONE
+    media_type = request.headers.get("content-type", "" if is_open else "application/json")
     if media_type.partition(";")[0].strip().lower() != "application/json":
         raise ApiError(
-            Reason.UNSUPPORTED_MEDIA, "content-type must be application/json.", "content-type"
+            Reason.UNSUPPORTED_MEDIA,
+            f"content-type must be application/json, got {shown(media_type)}.",
+            "content-type",
         )
     check_plain(request)
     if announces_more(request, max_bytes):

@@ -33,6 +33,7 @@ from sluice.router.tenancy.rate_limits import NO_CHARGE, Charge
 from sluice.router.wire import NO_CLASS
 from sluice.scheduling.fleet.prefix import NO_PREFIX, PromptPrefix
 from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.roles import Role
 from sluice.telemetry.tracing import Span
 
 _UNCHANGED: Mapping[str, str] = {}
@@ -65,6 +66,7 @@ class Call:
         service_tier: OpenAI's name for its class, if it named one.
         loop: the tool loop that it is a turn of.
         queue_ttl_s: longest wait in an admission queue that its client accepts, seconds.
+        only: Serve's replicas with their pools' roles, one of which must serve it; empty: any.
     """
 
     request_id: str
@@ -85,6 +87,7 @@ class Call:
     service_tier: str | None = None
     loop: Loop | None = None
     queue_ttl_s: float = inf
+    only: Mapping[str, Role] = field(default_factory=dict)
 
     @property
     def scheduled(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from sluice.replica.engine import EngineRequest, Progress, ResponseItem
@@ -110,6 +110,10 @@ class Replicas(Protocol):
         Raises:
             ReplicaFailedError: none has started in time, or none can start.
         """
+
+    async def at(self, endpoints: Collection[str]) -> Mapping[str, Role]:
+        """Serve's replicas that send streams past the routers at one of these addresses
+        (``HOST:PORT``, or ``HOST`` for any port), with the role of their pool."""
 
     def generate(
         self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role

@@ -43,6 +43,9 @@ from sluice.scheduling.roles import WHOLE, Role
 _TOO_LARGE = grpc.StatusCode.RESOURCE_EXHAUSTED
 """How gRPC refuses a message above its limit."""
 
+_ADDRESS_S = 2.0
+"""Timeout of a replica for its address, seconds."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -100,6 +103,7 @@ class _Pool:
         self.progress = handle.options(method_name="progress")
         self.models = handle.options(method_name="models")
         self.endpoint = handle.options(method_name="stream_endpoint")
+        self.direct_address = handle.options(method_name="direct_address")
 
 
 class ServeReplicas:
@@ -136,6 +140,7 @@ class ServeReplicas:
         self._quarantined = quarantined
         self._sent = sent
         self._channels = Channels(self._find)
+        self._addresses: dict[str, asyncio.Task[str]] = {}
 
     @property
     def asleep(self) -> bool:
@@ -213,6 +218,43 @@ class ServeReplicas:
             self._pool(role, replica_id).endpoint.remote(**{wire.TARGET_KWARG: hint})
         )
         return endpoint
+
+    async def at(self, endpoints: Collection[str]) -> Mapping[str, Role]:
+        """Find replicas by address; see :class:`~sluice.router.serve.contract.Replicas`. Replicas
+        are asked once. One that does not answer delays a call only if no other is found."""
+        running: dict[str, tuple[_Pool, Role]] = {}
+        for role in reversed(self.roles):
+            for pool in self._pools[role]:
+                running |= dict.fromkeys(RUNNING.of(pool.deployment), (pool, role))
+        asked = {name: self._addresses.get(name) for name in running}
+        self._addresses = {
+            name: asyncio.create_task(self._address(name, running[name][0]))
+            if task is None or (task.done() and not task.result())
+            else task
+            for name, task in asked.items()
+        }
+
+        def found() -> dict[str, Role]:
+            addresses = {name: each.result() for name, each in known.items() if each.done()}
+            return {
+                name: running[name][1]
+                for name, address in addresses.items()
+                if {address, address.rpartition(":")[0]} & set(endpoints)
+            }
+
+        known = dict(self._addresses)
+        if known and not found():
+            await asyncio.wait(known.values(), timeout=_ADDRESS_S)
+        return found()
+
+    async def _address(self, name: str, pool: _Pool) -> str:
+        """Where a replica sends streams past the routers; empty: it did not answer."""
+        with contextlib.suppress(ReplicaFailedError, TimeoutError):
+            async with asyncio.timeout(_ADDRESS_S):
+                call = pool.direct_address.remote(**{wire.TARGET_KWARG: self._hint(name, ())})
+                replica_id, address = await _answer_of(call)
+                return address if replica_id == name else ""
+        return ""
 
     async def progress(
         self, request_ids: Sequence[str], target: str | None, avoid: Sequence[str], role: Role

@@ -6,7 +6,7 @@ policies see the same in both. Times are seconds on one monotonic clock of the c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from math import inf
 from typing import Literal, NamedTuple
 
@@ -288,6 +288,11 @@ class Fleet:
         out = set(map(replica_of, replica_ids))
         rest = rows[[replica_of(self.ids[row]) not in out for row in rows]]
         return rest if len(rest) else rows
+
+    def among(self, rows: Ints, replica_ids: Collection[str]) -> Ints:
+        """The ranks among ``rows`` of some of Serve's replicas. ``O(rows)``."""
+        own = set(replica_ids)
+        return rows[[replica_of(self.ids[row]) in own for row in rows]]
 
     def of_role(self, rows: Ints, role: Role) -> Ints:
         """Those of ``rows`` whose replica has a role."""

@@ -211,6 +211,10 @@ class Placer:
         fleet = self._fleet
         fleet.expire(now_s)
         rows = fleet.candidates(now_s)
+        if query.only:
+            rows = fleet.among(rows, query.only)
+            if not len(rows):
+                return RouteDecision(None, DECLINED if query.elsewhere else NO_REPLICA)
         if not len(rows):
             if self.cold_start is None or query.elsewhere:
                 return RouteDecision(None, DECLINED if query.elsewhere else NO_REPLICA)

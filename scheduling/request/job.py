@@ -61,6 +61,7 @@ class RouteQuery(NamedTuple):
             and of its output so far (:mod:`sluice.scheduling.placement.migration`).
         elsewhere: whether another cell can be asked (:mod:`sluice.scheduling.placement.cells`): a
             guarantee that is not possible is then declined, and nothing is counted or reserved.
+        only: Serve's replicas, one of which must serve it; empty: any.
     """
 
     key: int
@@ -80,6 +81,7 @@ class RouteQuery(NamedTuple):
     moves_from: str = ""
     brings_kv: bool = False
     elsewhere: bool = False
+    only: tuple[str, ...] = ()
 
 
 CANDIDATE = np.dtype(

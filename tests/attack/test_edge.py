@@ -126,6 +126,119 @@ async def test_a_thousand_hostile_requests_break_nothing_and_leave_nothing(tmp_p
         assert (await system.good()).statuses == [200]
 
 
+CHAT = b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}'
+JSON = b"content-type: application/json"
+PAGE = b"origin: http://evil.example"
+OWN = b"host: localhost:8000"
+
+
+def sent(*head: bytes, line: bytes = b"POST /v1/chat/completions HTTP/1.1") -> Raw:
+    """A request, with a body if it is a POST."""
+    body = CHAT if line.startswith(b"POST") else b""
+    rest = (b"connection: close", b"content-length: %d" % len(body), b"", body)
+    return Raw("site", (b"\r\n".join((line, *head, *rest)),), whole=True)
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        # What curl, the SDKs and a page of the server itself send.
+        ((OWN, JSON), 200),
+        ((b"host: 127.0.0.1:8000", JSON), 200),
+        ((b"host: [::1]:8000", b"content-type: Application/JSON ; charset=utf-8"), 200),
+        ((OWN, JSON, b"origin: http://localhost:8000", b"sec-fetch-site: same-origin"), 200),
+        ((OWN, JSON, b"origin: https://app.example", b"sec-fetch-site: cross-site"), 200),
+        # Simple requests, which a browser sends without a preflight.
+        ((OWN,), 415),
+        ((OWN, b"content-type: text/plain"), 415),
+        ((OWN, b"content-type: application/x-www-form-urlencoded"), 415),
+        ((OWN, b"content-type: multipart/form-data; boundary=B"), 415),
+        ((OWN, JSON, PAGE), 403),
+        ((OWN, JSON, b"origin: null"), 403),
+        ((OWN, JSON, b"origin: http://localhost:3000"), 403),
+        ((OWN, JSON, b"sec-fetch-site: cross-site"), 403),
+        ((OWN, JSON, b"sec-fetch-site: same-site"), 403),
+        # DNS rebinding: the page's host name is that of the server.
+        ((b"host: evil.example:8000", JSON, b"origin: http://evil.example:8000"), 403),
+        ((b"host: evil.example:8000", JSON), 403),
+        ((b"host: 127.0.0.1.evil.example", JSON), 403),
+        ((b"host: 0.0.0.0:8000", JSON), 403),
+        ((b"host: ", JSON, b"origin: null"), 403),
+    ],
+)
+async def test_a_server_without_keys_serves_this_machine_and_no_other_site(
+    head: tuple[bytes, ...], status: int
+) -> None:
+    async with attacked(RouterConfig(cors_origins=("https://app.example",))) as system:
+        answer = await send("127.0.0.1", system.port, sent(*head))
+        assert answer.statuses == [status]
+        if status == 415:
+            assert b"content-type must be application/json" in answer.raw
+        assert len(system.edge.side.calls) == (status == 200)
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        *((path, 403) for path in (b"/v1/models", b"/metrics", b"/openapi.json", b"/v1/files")),
+        *((path, 403) for path in (b"/v1/batches", b"/nothing", b"/v1/responses/x")),
+        *((path, 200) for path in (b"/health", b"/")),
+    ],
+)
+async def test_a_page_whose_name_resolves_to_the_server_reads_its_health_only(
+    path: bytes, status: int
+) -> None:
+    async with attacked(RouterConfig()) as system:
+        line = b"GET " + path + b" HTTP/1.1"
+        answer = await send("127.0.0.1", system.port, sent(b"host: evil.example", line=line))
+        assert answer.statuses == [status]
+
+
+@pytest.mark.parametrize("form", [b"/v1/audio/transcriptions", b"/v1/files"])
+async def test_a_form_of_another_site_is_refused_before_it_is_read(
+    form: bytes, tmp_path: Path
+) -> None:
+    config = RouterConfig(batches=BatchesConfig(directory=tmp_path))
+    async with attacked(config) as system:
+        media = b"content-type: multipart/form-data; boundary=B"
+        raw = sent(OWN, PAGE, media, line=b"POST " + form + b" HTTP/1.1")
+        assert (await send("127.0.0.1", system.port, raw)).statuses == [403]
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        # Other hosts, by any name: a proxy, a Service of Kubernetes.
+        ((b"host: llm.example.com", JSON), 200),
+        ((b"host: sluice-serve-svc:8000", JSON), 200),
+        ((b"host: 10.0.0.7:8000", JSON), 200),
+        ((b"host: 10.0.0.7:8000", JSON, b"origin: http://10.0.0.7:8000"), 200),
+        ((b"host: llm.example.com", JSON, b"origin: https://app.example"), 200),
+        ((b"host: app.example", JSON, b"origin: https://app.example"), 200),
+        ((b"host: llm.example.com", JSON, b"sec-fetch-site: same-origin"), 200),
+        # Pages of other sites.
+        ((b"host: llm.example.com", JSON, b"origin: https://llm.example.com"), 403),
+        ((b"host: 10.0.0.7:8000", JSON, PAGE), 403),
+        ((b"host: 10.0.0.7:8000", JSON, b"sec-fetch-site: cross-site"), 403),
+        ((b"host: llm.example.com",), 415),
+    ],
+)
+async def test_a_server_without_keys_on_an_open_address_serves_programs_of_other_hosts(
+    head: tuple[bytes, ...], status: int
+) -> None:
+    config = RouterConfig(host="0.0.0.0", cors_origins=("https://app.example",))
+    async with attacked(config) as system:
+        answer = await send("127.0.0.1", system.port, sent(*head))
+        assert answer.statuses == [status]
+
+
+async def test_with_keys_the_site_of_a_request_does_not_matter() -> None:
+    config = RouterConfig(api_keys=(ApiKey(key=SecretStr(KEY), name="acme"),))
+    async with attacked(config) as system:
+        head = (*TARGET.headers, PAGE, b"host: evil.example")
+        assert (await send("127.0.0.1", system.port, sent(*head))).statuses == [200]
+
+
 async def test_nothing_of_a_smuggled_request_is_answered() -> None:
     config = RouterConfig(api_keys=(ApiKey(key=SecretStr(KEY), name="acme"),))
     smuggled = [raw for raw in requests(TARGET, KINDS * 30, seed=2) if raw.kind == "smuggled"]

@@ -50,7 +50,7 @@ class Asked:
 
     def ask(self, case: Any, headers: dict[str, str] = HEADERS) -> httpx.Response:
         """The answer to exactly the bytes that schemathesis would send."""
-        kwargs = case.as_transport_kwargs(base_url="http://router")
+        kwargs = case.as_transport_kwargs(base_url="http://localhost")
         made = requests.Request(
             **{name: value for name, value in kwargs.items() if name != "allow_redirects"}
         ).prepare()

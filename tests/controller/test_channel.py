@@ -56,6 +56,7 @@ QUERY = RouteQuery(
     tenant=2**62 + 1,
     weight=2.5,
     client_request_id="mine",
+    only=("x", "z"),
 )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing
 
 import httpx
@@ -226,6 +226,11 @@ class FarSide:
         """Who was asked whether it goes on; ``None``: anybody."""
         self.frozen: dict[str, asyncio.Event] = {}
         """Replicas whose process stands still."""
+        self.addresses: dict[str, str] = {}
+        """Where replicas send streams past the routers."""
+
+    async def at(self, endpoints: Collection[str]) -> dict[str, Role]:
+        return {name: "mixed" for name, each in self.addresses.items() if each in endpoints}
 
     def generate(
         self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role = "mixed"
@@ -462,7 +467,7 @@ class Edge:
 
     def client(self) -> httpx.AsyncClient:
         transport = httpx.ASGITransport(self.api, raise_app_exceptions=False)
-        return httpx.AsyncClient(transport=transport, base_url="http://router")
+        return httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
     def sample(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0

@@ -103,6 +103,7 @@ class System:
             port = self.ports[name] = DirectPort("127.0.0.1")
             replica = Replica(name, "node", engine, ReplicaConfig(), Reports(self.local), port=port)
             await port.start()
+            self.edge.side.addresses[name] = port.address
             await replica.start()
             self.replicas[name] = replica
             stack.push_async_callback(replica.stop)
@@ -194,7 +195,8 @@ def request_headers(path: str = "/v1/completions", ends: bool = False, **fields:
     """
     message = CLASSES["ProcessingRequest"]()
     method = "GET" if ends else "POST"
-    pairs = {":method": method, ":path": path, ":authority": "a", **fields.get("headers", {})}
+    pairs = {":method": method, ":path": path, ":authority": "a"}
+    pairs |= {"content-type": "application/json", **fields.get("headers", {})}
     for key, value in pairs.items():
         message.request_headers.headers.headers.add(key=key, raw_value=value.encode("latin-1"))
     message.request_headers.end_of_stream = ends

@@ -145,6 +145,7 @@ async def test_open_is_for_this_machine_and_not_for_pages_of_other_sites() -> No
         ({"host": "0.0.0.0", "admin": {"access": "open"}}, "loopback"),
         ({"host": "", "admin": {"access": "open"}}, "loopback"),
         ({"picker": {"port": 9002}, "admin": {"access": "open"}}, "picker.port"),
+        ({"picker": {"port": 9002}, "metrics": {"access": "open"}}, "picker.port"),
         ({"admin": {"access": "open", "keys": [ADMIN]}}, "would open nothing"),
         ({"admin": {"access": "yes"}}, "off"),
         ({"admin": {"keys": [{"key": ADMIN, "max_priority": 3}]}}, "only key or sha256"),

@@ -166,15 +166,20 @@ async def test_nothing_bad_reaches_a_replica(path: str, change: dict[str, Any]) 
     assert edge.controller.queries == []
 
 
+JSON = {"content-type": "application/json"}
+
+
 @pytest.mark.parametrize(
     ("content", "headers", "status", "code"),
     [
-        (b"{", {}, 400, Reason.INVALID_JSON),
-        (b'{"model": NaN}', {}, 400, Reason.INVALID_JSON),
+        (b"{", JSON, 400, Reason.INVALID_JSON),
+        (b'{"model": NaN}', JSON, 400, Reason.INVALID_JSON),
+        (b"{}", {}, 415, Reason.UNSUPPORTED_MEDIA),
         (b"{}", {"content-type": "text/plain"}, 415, Reason.UNSUPPORTED_MEDIA),
+        (b"{}", {"content-type": "text/plain; application/json"}, 415, Reason.UNSUPPORTED_MEDIA),
         (b"{}", {"content-encoding": "gzip"}, 415, Reason.UNSUPPORTED_MEDIA),
-        (b" " * 2_000, {}, 413, Reason.TOO_LARGE),
-        (b"{}", {"content-length": "9" * 5_000}, 413, Reason.TOO_LARGE),
+        (b" " * 2_000, JSON, 413, Reason.TOO_LARGE),
+        (b"{}", JSON | {"content-length": "9" * 5_000}, 413, Reason.TOO_LARGE),
     ],
 )
 async def test_bad_bodies(
@@ -241,7 +246,7 @@ async def test_a_body_without_a_length_is_limited_while_it_is_read() -> None:
         "type": "http",
         "method": "POST",
         "path": "/v1/completions",
-        "headers": [],
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
         "query_string": b"",
     }
     chunks = endless()
@@ -498,7 +503,7 @@ async def test_no_body_and_no_header_makes_a_5xx(
 
 
 async def test_a_path_with_a_slash_at_its_end_is_the_one_without() -> None:
-    edge = Edge(FarSide(a=serve))
+    edge = Edge(FarSide(a=serve), config=RouterConfig(host="0.0.0.0"))
     async with edge.client() as client:
         for path in ("/v1/models", "/v1/models/m", "/health", "/metrics", "/openapi.json"):
             for also in (path, f"{path}/"):

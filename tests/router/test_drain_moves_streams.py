@@ -121,7 +121,7 @@ class Client:
             else:
                 self.check.feed(message["body"])
 
-        headers = [(b"content-type", b"application/json"), (b"host", b"router")]
+        headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
         scope = {
             **{"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http"},
             **{"path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b""},

@@ -74,7 +74,9 @@ class Two:
         self.api = make_api(config, self.fleets, LocalPage(self.edge))
 
     def client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(transport=httpx.ASGITransport(self.api), base_url="http://router")
+        return httpx.AsyncClient(
+            transport=httpx.ASGITransport(self.api), base_url="http://localhost"
+        )
 
 
 def requests_of(metrics: RouterMetrics, **labels: str) -> float:

@@ -36,6 +36,7 @@ from tests.examples import examples
 from tests.replica.waiting import until
 from tests.router.far_side import COMPLETION_BODY
 from tests.router.picking import (
+    NAMES,
     Stream,
     System,
     picking,
@@ -300,6 +301,26 @@ async def test_of_a_subset_only_its_endpoints_are_named() -> None:
                 else:
                     status, _, content = await immediate(stream)
                     assert (status, json.loads(content)["error"]["code"]) == (503, "no_replica")
+        await system.idle()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_request_is_placed_within_its_subset(answers: bool) -> None:
+    """Also while the controller does not answer, and whatever else a policy would choose."""
+    async with picking() as system:
+        system.local.up = answers
+        for name in (*NAMES, *NAMES, NAMES[0], NAMES[0], NAMES[0]):
+            hint = Struct()
+            address = system.ports[name].address
+            hint.update({"x-gateway-destination-endpoint-subset": ["10.0.0.1:80", address]})
+            async with streaming(system.port) as stream:
+                await stream.send(request_headers(modes=DUPLEX, subset=hint.SerializeToString()))
+                await stream.send(request_body(body()))
+                assert (await picked(stream))[ENDPOINT_KEY] == address
+        # Nothing was computed elsewhere, or twice.
+        assert [name for name, _ in system.edge.side.calls] == [
+            *(*NAMES, *NAMES, NAMES[0], NAMES[0], NAMES[0])
+        ]
         await system.idle()
 
 

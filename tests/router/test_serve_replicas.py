@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from typing import Any
 
@@ -9,6 +10,7 @@ from ray.serve._private.common import DeploymentID
 
 from sluice.router.serve.replicas import ServeReplicas
 from sluice.router.serve.running import RUNNING, Running
+from sluice.router.wire import TARGET_KWARG
 from tests.controller.fleet import Clock
 
 
@@ -86,6 +88,39 @@ async def test_of_a_model_without_replicas_the_whole_start_is_predicted() -> Non
     assert sleeper.starts_in_s == 90.0
     handle.runs("a")
     assert sleeper.starts_in_s is None
+
+
+class Addressed(Handle):
+    """A deployment whose replicas say where they send streams, each once."""
+
+    def __init__(self, name: str, **addresses: str) -> None:
+        super().__init__(name)
+        self.addresses = addresses
+        self.asked: list[str] = []
+        self.runs(*addresses)
+
+    def remote(self, **hint: str) -> asyncio.Task[tuple[str, str]]:
+        return asyncio.create_task(self._answer(hint[TARGET_KWARG]))
+
+    async def _answer(self, name: str) -> tuple[str, str]:
+        self.asked.append(name)
+        if not self.addresses[name]:
+            await asyncio.Event().wait()
+        return name, self.addresses[name]
+
+
+async def test_replicas_are_found_by_their_address_and_asked_for_it_once() -> None:
+    mixed = Addressed("mixed", a="10.0.0.1:71", b="10.0.0.2:72")
+    decode = Addressed("decode", c="10.0.0.2:73", hung="")
+    replicas = ServeReplicas({"mixed": [mixed], "decode": [decode]})  # type: ignore[list-item]
+    assert await replicas.at({"10.0.0.1:71", "10.9.9.9:1"}) == {"a": "mixed"}
+    # By now all that answer have answered.
+    assert await replicas.at({"10.0.0.2"}) == {"b": "mixed", "c": "decode"}
+    assert await replicas.at({"10.0.0.2:73"}) == {"c": "decode"}
+    assert await replicas.at({"10.0.0.2:7"}) == {}
+    assert (mixed.asked, decode.asked.count("c")) == (["a", "b"], 1)
+    mixed.runs("b")
+    assert await replicas.at({"10.0.0.1:71"}) == {}
 
 
 async def test_a_model_is_asleep_while_it_may_have_no_replica_and_has_none() -> None:

@@ -283,6 +283,18 @@ def test_a_replica_that_has_failed_the_request_is_left_out_where_there_are_other
     assert placer(fleet).place(tried, 0.0).replica_id == "0", "once more is better than not at all"
 
 
+def test_a_request_goes_to_no_other_replica_than_those_that_it_is_restricted_to() -> None:
+    fleet = fleet_of(report(), report(row(prompt=4_000)), report())
+    within = query()._replace(only=("1",))
+    assert placer(fleet).place(within, 0.0).replica_id == "1"
+    assert placer(fleet).place(within._replace(key=2, avoid=("1",)), 0.0).replica_id == "1"
+    nowhere = placer(fleet).place(query(key=3)._replace(only=("who?",)), 0.0)
+    assert (nowhere.replica_id, nowhere.reason) == (None, NO_REPLICA)
+    pairs = fleet_of(*[report(role=each) for each in ("prefill", "prefill", "decode", "decode")])
+    placed = placer(pairs).place(query()._replace(prefill_key=9, only=("1", "3")), 0.0)
+    assert (placed.prefill_id, placed.replica_id) == ("1", "3")
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_half_of_a_pair_is_tried_too(role: Role) -> None:
     roles: list[Role] = ["prefill", "prefill", "decode", "decode"]

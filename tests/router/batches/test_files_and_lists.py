@@ -175,7 +175,7 @@ async def test_no_id_leads_out_of_the_folder(tmp_path: Path, name: str) -> None:
     )
     async with edge.client() as client:
         for path in (f"/v1/files/{quoted}", f"/v1/files/{quoted}/content", f"/v1/batches/{quoted}"):
-            response = await client.get(httpx.URL(f"http://router{path}"))
+            response = await client.get(httpx.URL(f"http://localhost{path}"))
             assert response.status_code in (404, 405), response.text
             assert "what is outside" not in response.text
         body = {"input_file_id": name, "endpoint": "/v1/completions", "completion_window": "24h"}
