@@ -359,7 +359,7 @@ class Engine(Protocol):
 
     async def models(self) -> dict[str, Any]:
         """The OpenAI list-models body, and as ``endpoints`` the names of those that the engine
-        offers."""
+        offers. If adapters are loaded from a directory, ``digests`` has those of their files."""
 
     async def check_health(self) -> None:
         """Return if the engine is alive. A stalled engine is alive: see

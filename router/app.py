@@ -90,7 +90,7 @@ class _Part:
             Dispatcher(
                 self.client, serve_replicas, metrics, config, transfers_kv=model.transfers_kv
             ),
-            Catalog(serve_replicas, (model.name, *model.adapters)),
+            Catalog(serve_replicas, (model.name, *model.adapters), dynamic=model.dynamic),
             metrics,
             model.adapters,
             model.dynamic,

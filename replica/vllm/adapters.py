@@ -3,12 +3,14 @@
 Each subfolder with an ``adapter_config.json`` is an adapter of the folder's name. A folder that
 appears is loaded at the next look, or for the first request that names it. If it disappears, new
 requests get vLLM's answer for an unknown model, and the engine unloads the adapter when its last
-request has ended.
+request has ended. If its files are replaced, the adapter is unloaded in the same way, and its name
+refused: the engine keeps KV of prompts by it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,8 +41,9 @@ MOST_REASON: Final = 500
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
-Stamp = tuple[tuple[str, int, int], ...]
-"""Names, sizes and modification times of an adapter's files."""
+Stamp = tuple[tuple[str, int, int, int, int], ...]
+"""Names, sizes, modification and change times and inodes of an adapter's files. A tool may keep the
+first three, and a file system may use an inode again."""
 
 
 class DirectoryAdapters:
@@ -73,12 +76,22 @@ class DirectoryAdapters:
         # vLLM's number of each adapter that it has.
         self._loaded: dict[str, int] = {}
         self._leaving: dict[int, str] = {}
-        # What was loaded under each name, what could not be, and what was logged last.
+        # What is loaded and what was loaded under each name, what could not be, and what was logged
+        # last.
         self._stamps: dict[str, Stamp] = {}
+        self._digests: dict[str, str] = {}
+        self._hashed: dict[str, tuple[Stamp, str | None]] = {}
         self._failed: dict[str, tuple[Stamp, str]] = {}
         self._logged: dict[str, str] = {}
         self._lock = asyncio.Lock()
         self._following: asyncio.Task[None] | None = None
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Digests of the files that were loaded, by the names of the adapters that the directory
+        has: also of one that was replaced, which this engine cannot serve any more."""
+        present = self._loaded.keys() | self._logged.keys()
+        return {name: digest for name, digest in self._digests.items() if name in present}
 
     async def start(self) -> None:
         """Load what the directory has, and follow it from now on.
@@ -113,11 +126,16 @@ class DirectoryAdapters:
         """
         async with self._lock:
             found = await asyncio.to_thread(lambda: dict(folders(self._directory)))
-            for name in [name for name in self._loaded if name not in found]:
+            for name in [name for name in self._loaded if found.get(name) != self._stamps[name]]:
+                if name in found:
+                    if await self._digest(name, found[name]) == self._digests[name]:
+                        self._stamps[name] = found[name]  # the same files again
+                        continue
+                    logger.warning("the files of the adapter %s were replaced; unloading it", name)
                 self._models.lora_requests.pop(name, None)
                 self._leaving[self._loaded.pop(name)] = name
             await self._unload()
-            for known in (self._failed, self._logged):
+            for known in (self._failed, self._logged, self._hashed):
                 for name in known.keys() - found.keys():
                     del known[name]
             for name, stamp in sorted(found.items()):
@@ -155,7 +173,7 @@ class DirectoryAdapters:
 
     async def _load(self, name: str, stamp: Stamp) -> str | None:
         """Load an adapter. Returns why it is not loaded, which is logged once."""
-        why = self._refusal(name, stamp) or await self._try(name, stamp)
+        why = await self._refusal(name, stamp) or await self._try(name, stamp)
         if why is not None and self._logged.get(name) != why:
             logger.warning("the adapter %s is not loaded: %s", name, why)
             self._logged[name] = why
@@ -164,6 +182,9 @@ class DirectoryAdapters:
     async def _try(self, name: str, stamp: Stamp) -> str | None:
         from vllm.lora.request import LoRARequest
 
+        digest = await self._digest(name, stamp)
+        if digest is None:
+            return "its files cannot be read"
         number = self._models.lora_id_counter.inc(1)
         request = LoRARequest(name, number, str(self._directory / name))
         try:
@@ -172,21 +193,32 @@ class DirectoryAdapters:
             why = f"vLLM cannot load it: {str(error)[:MOST_REASON]}"
             self._failed[name] = stamp, why
             return why
-        self._stamps[name] = stamp
+        if await asyncio.to_thread(stamp_of, self._directory / name) != stamp:
+            await self._llm.remove_lora(number)
+            return "its files changed while it was loaded"
+        self._stamps[name], self._digests[name] = stamp, digest
         self._loaded[name] = number
         self._models.lora_requests[name] = request
         logger.info("loaded the adapter %s", name)
         return None
 
-    def _refusal(self, name: str, stamp: Stamp) -> str | None:
+    async def _digest(self, name: str, stamp: Stamp) -> str | None:
+        """The digest of the files with this stamp; ``None`` if they cannot be read."""
+        known = self._hashed.get(name)
+        if known is None or known[0] != stamp:
+            digest = await asyncio.to_thread(digest_of, self._directory / name)
+            known = self._hashed[name] = stamp, digest
+        return known[1]
+
+    async def _refusal(self, name: str, stamp: Stamp) -> str | None:
         """Why an adapter must not be loaded."""
         if name in self._taken:
             return "the model or a configured adapter has this name"
-        before = self._stamps.get(name, stamp)
-        if before != stamp:
+        before = self._digests.get(name)
+        if before is not None and before != await self._digest(name, stamp):
             # KV of prompts is cached by the adapter's name.
             return "other files were loaded under this name before; use a new name"
-        if len(self._stamps) >= MOST_REMEMBERED and name not in self._stamps:
+        if len(self._digests) >= MOST_REMEMBERED and before is None:
             return f"{MOST_REMEMBERED} names were in use since this replica has started"
         failed, why = self._failed.get(name, (None, ""))
         if failed == stamp:
@@ -229,7 +261,25 @@ def stamp_of(folder: Path) -> Stamp | None:
     try:
         if not (folder / SETTINGS_FILE).is_file():
             return None
-        files = ((path.name, path.stat()) for path in folder.iterdir())
-        return tuple(sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in files))
+        files = sorted((path.name, path.stat()) for path in folder.iterdir())
+        return tuple(
+            (name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+            for name, stat in files
+        )
     except OSError:  # it is just being moved
         return None
+
+
+def digest_of(folder: Path) -> str | None:
+    """The SHA-256 of the names and contents of a folder's files; ``None`` if they cannot be read.
+    It is the same on every node."""
+    digest = hashlib.sha256()
+    try:
+        for path in sorted(folder.iterdir()):
+            if path.is_file():
+                with path.open("rb") as file:
+                    content = hashlib.file_digest(file, "sha256").hexdigest()
+                digest.update(f"{path.name}\0{content}\n".encode())
+    except OSError:
+        return None
+    return digest.hexdigest()

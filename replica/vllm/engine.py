@@ -449,7 +449,10 @@ class VllmEngine:
         if self._models is None:
             raise EngineDeadError(_NOT_STARTED)
         listing = await self._models.show_available_models()
-        return {**listing.model_dump(mode="json"), "endpoints": sorted(self._servings)}
+        body = {**listing.model_dump(mode="json"), "endpoints": sorted(self._servings)}
+        if self._adapters is not None:
+            body["digests"] = self._adapters.digests
+        return body
 
     async def check_health(self) -> None:
         """Return if the engine is alive.

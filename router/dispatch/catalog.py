@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from sluice.replica.engine import Endpoint
 from sluice.router.dispatch.recent import Recent, Value
-from sluice.router.errors import ApiError, Reason
+from sluice.router.errors import ApiError, Reason, shown
 from sluice.router.serve.contract import ReplicaFailedError, Replicas, error_of
+
+_log = logging.getLogger(__name__)
 
 TTL_S = 1.0
 """How long an answer, or its failure, is kept, seconds."""
@@ -28,6 +31,8 @@ class Catalog:
     Args:
         names: models that are listed of a model that has had no replica yet.
         clock: monotonic seconds.
+        dynamic: replicas load adapters while they serve. Then all replicas are asked, and one whose
+            files differ between them is not listed: it would be another model at each.
     """
 
     def __init__(
@@ -35,11 +40,14 @@ class Catalog:
         replicas: Replicas,
         names: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
+        dynamic: bool = False,
     ) -> None:
         self._replicas = replicas
         entries = [{"id": name, "object": "model", "owned_by": "sluice"} for name in names]
         self._listed: dict[str, Any] = {"object": "list", "data": entries}
-        self._models = Recent(lambda: self._asked(replicas.models()), TTL_S, clock)
+        listed = self._agreed if dynamic else replicas.models
+        self._models = Recent(lambda: self._asked(listed()), TTL_S, clock)
+        self._differ: frozenset[str] = frozenset()
         self._ready = Recent(lambda: self._asked(replicas.check()), TTL_S, clock)
         self._longest: int | None = None
         self._endpoints: Sequence[str] = ()
@@ -59,9 +67,17 @@ class Catalog:
         """Whether a replica lists the model or adapter ``name``.
 
         Raises:
-            ApiError: 503, no replica answered.
+            ApiError: 503, no replica answered, or the adapter's files differ between replicas.
         """
-        return any(entry["id"] == name for entry in (await self.models())["data"])
+        found = any(entry["id"] == name for entry in (await self.models())["data"])
+        if name in self._differ:
+            raise ApiError(
+                Reason.NO_REPLICA,
+                f"The adapter {shown(name)} has other files at some replicas than at others; it is "
+                "served once all have the same.",
+                "model",
+            )
+        return found
 
     async def check(self) -> None:
         """Return if a replica takes requests, or if a request would start one.
@@ -89,6 +105,25 @@ class Catalog:
             with contextlib.suppress(ApiError):
                 self._endpoints = (await self.models()).get("endpoints", ())
         return self._endpoints if self._endpoints and endpoint not in self._endpoints else None
+
+    async def _agreed(self) -> dict[str, Any]:
+        """The models of all replicas without the adapters whose files differ."""
+        bodies = await self._replicas.all_models()
+        digests: dict[str, set[str]] = {}
+        for body in bodies:
+            for name, digest in body.pop("digests", {}).items():
+                digests.setdefault(name, set()).add(digest)
+        differ = frozenset(name for name, found in digests.items() if len(found) > 1)
+        for name in differ - self._differ:
+            _log.warning(
+                "the files of the adapter %s differ between replicas; not serving it", name
+            )
+        for name in self._differ - differ:
+            _log.info("the files of the adapter %s are the same at all replicas again", name)
+        self._differ = differ
+        entries = {entry["id"]: entry for body in reversed(bodies) for entry in body["data"]}
+        data = [entry for name, entry in entries.items() if name not in differ]
+        return {**bodies[0], "data": data}
 
     async def _asked(self, question: Awaitable[Value]) -> Value:
         """A replica's answer.

@@ -146,6 +146,13 @@ class Replicas(Protocol):
             ReplicaFailedError: none answered.
         """
 
+    async def all_models(self) -> list[dict[str, Any]]:
+        """The list-models bodies of the replicas that answer within a second, at least one.
+
+        Raises:
+            ReplicaFailedError: none answered.
+        """
+
     async def check(self) -> None:
         """Return if a replica that takes requests answers.
 

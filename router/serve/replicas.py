@@ -46,6 +46,9 @@ _TOO_LARGE = grpc.StatusCode.RESOURCE_EXHAUSTED
 _ADDRESS_S = 2.0
 """Timeout of a replica for its address, seconds."""
 
+_LISTING_S = 1.0
+"""Timeout of replicas for their models where all are asked, seconds."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -285,6 +288,29 @@ class ServeReplicas:
         """
         # A drained replica knows the models; one that hangs does not answer.
         return await self._models_by(Hint(quarantined=_replicas_of(self._quarantined())).encode())
+
+    async def all_models(self) -> list[dict[str, Any]]:
+        """What each replica lists; see :class:`~sluice.router.serve.contract.Replicas`.
+
+        Raises:
+            ReplicaFailedError: none answered.
+        """
+        asked = [
+            asyncio.create_task(_answer_of(pool.models.remote(**{wire.TARGET_KWARG: name})))
+            for pool in {
+                each.deployment: each for own in self._pools.values() for each in own
+            }.values()
+            for name in RUNNING.of(pool.deployment)
+        ]
+        if not asked:
+            return [await self.models()]
+        done, late = await asyncio.wait(asked, timeout=_LISTING_S)
+        for task in late:
+            task.cancel()
+        found = [task.result() for task in done if task.exception() is None]
+        if not found:
+            raise ReplicaFailedError(Reason.NO_REPLICA, "No replica answered.")
+        return found
 
     async def check(self) -> None:
         """Return if any replica answers that takes requests without a target.

@@ -165,6 +165,52 @@ async def test_a_name_is_not_used_for_other_weights(side: Side) -> None:
     assert side.listed == ["one"]
 
 
+async def test_replaced_files_are_unloaded_and_the_same_files_again_are_not(
+    side: Side, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also within one look, with the size and the time of the earlier files."""
+    for name in ("one", "two"):
+        side.put(name)
+    await side.adapters.update()
+    digests = side.adapters.digests
+    assert digests["one"] == digests["two"]
+    for name, weights in (("one", "weighty"), ("two", "weights")):
+        side.take(name)
+        side.put(name, weights)
+    with caplog.at_level("WARNING"):
+        await side.adapters.update()
+    assert (side.listed, side.asked[2:]) == (["two"], [("remove", 1)])
+    assert [each.message for each in caplog.records] == [
+        "the files of the adapter one were replaced; unloading it",
+        "the adapter one is not loaded: other files were loaded under this name before; use a new "
+        "name",
+    ]
+    with pytest.raises(RequestError, match="use a new name"):
+        await side.adapters.ensure("one")
+    # Another replica can see that this one has had other files.
+    assert side.adapters.digests == digests
+    side.take("one")
+    await side.adapters.update()
+    assert side.adapters.digests == {"two": digests["two"]}
+
+
+async def test_files_that_change_while_they_are_loaded_are_not_served(side: Side) -> None:
+    side.put("one")
+    add = side.add_lora
+
+    async def slow(request: Any) -> None:
+        side.take("one")
+        side.put("one", "others!")
+        await add(request)
+
+    side.add_lora = slow  # type: ignore[method-assign]
+    await side.adapters.update()
+    assert (side.listed, side.adapters.digests) == ([], {})
+    side.add_lora = add  # type: ignore[method-assign]
+    await side.adapters.update()
+    assert side.listed == ["one"]
+
+
 async def test_names_of_the_model_and_of_configured_adapters_are_taken(side: Side) -> None:
     side.put("base")
     side.put("fixed")

@@ -284,6 +284,9 @@ class FarSide:
         entry = {"id": "m", "object": "model", "max_model_len": self.max_model_len}
         return {"object": "list", "data": [entry]}
 
+    async def all_models(self) -> list[dict[str, object]]:
+        return [await self.models()]
+
     async def check(self) -> None:
         if self.drained:
             raise ReplicaFailedError(Reason.NO_REPLICA, "Every replica is drained.", retry=False)

@@ -22,7 +22,7 @@ from sluice.replica.engine import (
 )
 from sluice.router.api import make_api
 from sluice.router.config import RouterConfig
-from sluice.router.dispatch.catalog import Catalog
+from sluice.router.dispatch.catalog import TTL_S, Catalog
 from sluice.router.dispatch.dispatcher import Dispatcher
 from sluice.router.dispatch.models import Model, ModelRegistry
 from sluice.router.errors import ApiError, Reason
@@ -30,6 +30,7 @@ from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.metrics.page import merged
 from sluice.router.serve.contract import ReplicaFailedError
 from tests.router.far_side import CHAT_BODY, Edge, FarController, FarSide, LocalPage, serve
+from tests.router.virtual_time import VirtualTime
 
 
 class Side(FarSide):
@@ -364,3 +365,38 @@ async def test_tokens_are_counted_by_any_replica_without_a_decision_or_an_object
     assert edge.sample("sluice_slo_requests_total", **{"class": "none", "priority": "1"}) == 0
     labels = {"class": "none", "outcome": "ok", "endpoint": "tokenize"}
     assert edge.sample("sluice_requests_total", **labels) == 1
+
+
+async def test_an_adapter_whose_files_differ_between_replicas_is_served_by_none(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One replica has loaded the files, which were replaced since, and the other one the new."""
+    time = VirtualTime()
+    bodies = [listing(tuned="1", other="1"), listing("tuned", "other", tuned="2", other="1")]
+
+    class Two(FarSide):
+        async def all_models(self) -> list[dict[str, Any]]:
+            return [dict(body) for body in bodies]
+
+    catalog = Catalog(Two(), clock=time, dynamic=True)
+    with caplog.at_level("INFO"):
+        assert [each["id"] for each in (await catalog.models())["data"]] == ["m", "other"]
+        assert await catalog.lists("other")
+        with pytest.raises(ApiError, match="other files at some replicas") as caught:
+            await catalog.lists("tuned")
+        assert caught.value.rule.status == 503
+        assert not await catalog.lists("unknown")
+        bodies[0] = listing("tuned", "other", tuned="2", other="1")
+        await time.advance(TTL_S)
+        assert await catalog.lists("tuned")
+    assert [each.message.partition(" tuned ")[2] for each in caplog.records] == [
+        "differ between replicas; not serving it",
+        "are the same at all replicas again",
+    ]
+    assert "digests" not in await catalog.models()
+
+
+def listing(*adapters: str, **digests: str) -> dict[str, Any]:
+    """What a replica lists."""
+    entries = [{"id": name, "object": "model"} for name in ("m", *adapters)]
+    return {"object": "list", "data": entries, "digests": digests}

@@ -376,7 +376,8 @@ async def test_a_wrong_batch_is_refused(
         assert response.status_code == 400
         error = response.json()["error"]
         assert message in error["message"] and error["param"] == param
-        response = await client.post("/v1/batches", content=b"[]")
+        sent = {"content": b"[]", "headers": {"content-type": "application/json"}}
+        response = await client.post("/v1/batches", **sent)  # type: ignore[arg-type]
         assert response.json()["error"]["code"] == "invalid_json"
         assert (await client.get("/v1/batches")).json()["data"] == []
 
