@@ -70,6 +70,8 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
         ray_actor_options=place,
         max_ongoing_requests=_ADMITTED_BY_CONTROLLER,
         health_check_period_s=config.replica.health_check_period_s,
+        # Serve ends a router that misses three in a row: its connections have no other end.
+        health_check_timeout_s=10.0,
         graceful_shutdown_timeout_s=drain_s + 2 * STOP_S,
         graceful_shutdown_wait_loop_s=0.1,
         # An update starts a new router before it stops any, so that a single router causes no gap.

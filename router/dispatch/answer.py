@@ -33,6 +33,7 @@ class Answer:
             first; each later one resumes the stream of the one before.
         attempts: made so far, the current one included.
         failed: replicas that have failed the call.
+        alive_s: when there was a sign of life of the call last. Its time in queues does not count.
         empty: pools that had no replica for the call when they were last asked.
         in_vain: attempts that found a pool empty or were moved: neither counts as a failed one.
         promises: attempts whose SLO was guaranteed at the replica that they were sent to.
@@ -54,6 +55,7 @@ class Answer:
     opened: list[Attempt] = field(default_factory=list)
     attempts: int = 0
     failed: list[str] = field(default_factory=list)
+    alive_s: float = -inf
     empty: set[Role] = field(default_factory=set)
     in_vain: int = 0
     promises: int = 0

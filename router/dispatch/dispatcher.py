@@ -257,9 +257,11 @@ class Dispatcher:
             key, prefill_key = request_key(request_id), 0
             if self._pools.may_split(answer) and may_split(call):
                 prefill_key = request_key(prefill_id_of(request_id))
+            asked_s = self.clock()
             decision = await self._placements.find(
                 call, key, answer.failed, prefill_key, resume is not None
             )
+            answer.alive_s += self.clock() - asked_s
         if decision.tier is Tier.GUARANTEED:
             answer.promises += 1
         span = None

@@ -1,11 +1,16 @@
 """Detects attempts whose replica is unresponsive: neither an error nor a token arrives.
 
 A replica may be silent for good reasons: a best-effort request may wait for minutes. So silence
-only triggers a probe. A replica that answers that its engine runs is waited for, without a limit.
-One that reports that its engine hangs, or misses two probes in a row, is unresponsive: its attempts
-are abandoned, each only if another attempt may be made and another replica is alive. If no replica
-is alive, or a stream cannot be resumed, waiting is better: the replica may recover, and if Serve
-stops it the attempt ends with an error.
+only triggers a probe. A replica that answers that it has the request is waited for, without a
+limit: its own watchdog ends it if its engine makes no step. One that reports that its engine hangs,
+or misses two probes in a row, is unresponsive: its attempts are abandoned, each only if another
+attempt may be made and another replica is alive. If no replica is alive, or a stream cannot be
+resumed, waiting is better: the replica may recover, and if Serve stops it the attempt ends with an
+error.
+
+A call ends with an error after :data:`SILENCE_S` without a sign of life from any of its attempts,
+whatever failed: its replica, the probes, Serve's choice of a replica, or the call on its way there.
+So every call has an end, whichever processes are frozen, but for that of the router itself.
 
 The cost is a dictionary entry per attempt and a time stamp per piece: one task checks all attempts
 a few times a second, and a replica gets one probe for all of its silent attempts.
@@ -15,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from math import inf
 
 from sluice.controller.messages import Trouble
 from sluice.replica.engine import Progress
@@ -51,19 +57,36 @@ SEARCHES = 3
 """Probes to find a live replica in a pool. The first goes to the least loaded replica that is not
 known to be unresponsive, the others to any that Serve chooses."""
 
+SILENCE_S = 60.0
+"""Longest time of a call at replicas in which nothing arrives of it, and no replica answers that it
+has the call, seconds."""
+
+LEAVING_S = 3_600.0
+"""As long a drain of a replica that cannot be probed any more counts as a sign of life, seconds.
+Serve ends it after ``drain_timeout_s``."""
+
+OWN_GAP_S = 5.0
+"""A longer time between two checks is a stall of this process, and counts for no call, seconds."""
+
+ON_THE_WAY_S = 10.0
+"""A request from which nothing has arrived may be on its way to its replica for this long, seconds;
+then it is lost if the replica does not know it."""
+
 _NOBODY = Progress("", hung=False)
 
 _STANDS_STILL = "The replica is unresponsive."
 _LOST = "The replica has lost the request."
+_SILENT = f"There was no sign of life of the request for {SILENCE_S:g} seconds."
 
 
 class _Suspect:
     """A replica with silent attempts."""
 
-    __slots__ = ("asking", "misses", "next_s", "replica_id", "role", "turn", "unknown")
+    __slots__ = ("asking", "misses", "next_s", "replica_id", "role", "since_s", "turn", "unknown")
 
-    def __init__(self, replica_id: str, role: Role) -> None:
+    def __init__(self, replica_id: str, role: Role, since_s: float) -> None:
         self.replica_id = replica_id
+        self.since_s = since_s
         self.role = role
         self.asking: asyncio.Task[None] | None = None
         self.next_s = float("-inf")
@@ -113,10 +136,13 @@ class StallDetector:
         # When each replica was last found to be unresponsive.
         self._hung: dict[str, float] = {}
         self._task: asyncio.Task[None] | None = None
+        self._swept_s = inf
 
     def watch(self, attempt: Attempt, answer: Answer) -> None:
         """Watch an attempt at a call until it has ended or is forgotten. ``O(1)``."""
         self._open[attempt] = answer
+        if answer.alive_s == -inf:
+            answer.alive_s = attempt.made_s
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="stalls")
 
@@ -125,6 +151,7 @@ class StallDetector:
         self._open.pop(attempt, None)
 
     async def _run(self) -> None:
+        self._swept_s = self._clock()
         while self._open:
             await asyncio.sleep(SWEEP_S)
             self.sweep()
@@ -136,11 +163,25 @@ class StallDetector:
             self.forget(attempt)
         by_place: dict[str, list[Attempt]] = {}
         silent: set[str] = set()
-        for attempt in self._open:
-            if attempt.place is not None:
+        ended: list[Attempt] = []
+        asleep = self._replicas.asleep
+        gap_s, self._swept_s = now_s - self._swept_s, now_s
+        for attempt, answer in self._open.items():
+            if attempt.heard:
+                answer.alive_s = max(answer.alive_s, attempt.heard_s)
+            if gap_s > OWN_GAP_S:
+                answer.alive_s = min(now_s, answer.alive_s + gap_s)
+            # Waits for a slow client and for a model's first replica have limits of their own.
+            if asleep or not attempt.waits:
+                answer.alive_s = now_s
+            if now_s - answer.alive_s >= SILENCE_S:
+                ended.append(attempt)
+            elif attempt.place is not None:
                 by_place.setdefault(attempt.place, []).append(attempt)
                 if self._is_silent(attempt, now_s):
                     silent.add(attempt.place)
+        for attempt in ended:
+            self._give_up(attempt, ReplicaFailedError(Reason.REPLICA_FAILED, _SILENT, retry=False))
         for name in [name for name, at_s in self._hung.items() if at_s < now_s - REMEMBERED_S]:
             del self._hung[name]
         for name in [name for name in self._suspects if name not in silent]:
@@ -150,7 +191,7 @@ class StallDetector:
             here = by_place[name]
             suspect = self._suspects.get(name)
             if suspect is None:
-                suspect = self._suspects[name] = _Suspect(name, here[0].role)
+                suspect = self._suspects[name] = _Suspect(name, here[0].role, now_s)
             if suspect.asking is None and now_s >= suspect.next_s:
                 suspect.next_s = now_s + ASK_EVERY_S
                 suspect.asking = asyncio.create_task(self._examine(suspect, here, now_s))
@@ -161,8 +202,7 @@ class StallDetector:
 
     async def _examine(self, suspect: _Suspect, here: list[Attempt], asked_s: float) -> None:
         """Probe a replica, and handle its attempts according to the answer."""
-        # Before its first item a request may still be on its way there.
-        begun = [each for each in here if each.heard and self._is_silent(each, asked_s)]
+        begun = [each for each in here if self._is_silent(each, asked_s)]
         named = {each.request.request_id: each for each in suspect.next_of(begun)}
         suspect.unknown = suspect.unknown.intersection(each.request.request_id for each in begun)
         told = await self._ask(tuple(named), suspect.replica_id, (), suspect.role)
@@ -171,6 +211,10 @@ class StallDetector:
             return
         if told is None and any(each.heard and each.heard_s > asked_s for each in here):
             told = Progress(suspect.replica_id, hung=False)
+        if told is not None:
+            for name in named.keys() - set(told.unknown):
+                if (answer := self._open.get(named[name])) is not None:
+                    answer.alive_s = max(answer.alive_s, asked_s)
         if told is not None and not told.hung:
             suspect.misses = 0
             self._hung.pop(suspect.replica_id, None)
@@ -189,6 +233,10 @@ class StallDetector:
         Serve would wait for it as long as a drain may take."""
         hung_s = self._hung.get(suspect.replica_id)
         if hung_s is None or any(each.heard and each.heard_s > hung_s for each in here):
+            drains = self._replicas.is_leaving(suspect.replica_id)
+            if drains and asked_s - suspect.since_s < LEAVING_S:
+                for answer in filter(None, map(self._open.get, here)):
+                    answer.alive_s = max(answer.alive_s, asked_s)
             return
         self._hung[suspect.replica_id] = asked_s
         await self._move(suspect, here, asked_s)
@@ -201,7 +249,8 @@ class StallDetector:
         lost = suspect.unknown.intersection(told.unknown)
         suspect.unknown = (suspect.unknown - named.keys()) | frozenset(told.unknown)
         for attempt in (named[name] for name in lost):
-            if attempt.heard_s <= asked_s:
+            arrived = attempt.heard or asked_s - attempt.made_s >= ON_THE_WAY_S
+            if arrived and attempt.heard_s <= asked_s:
                 self._give_up(attempt, ReplicaFailedError(Reason.REPLICA_FAILED, _LOST))
 
     async def _move(self, suspect: _Suspect, here: list[Attempt], asked_s: float) -> None:

@@ -139,6 +139,9 @@ class Replicas(Protocol):
             ReplicaFailedError: it could not be asked, or the probe failed there.
         """
 
+    def is_leaving(self, replica_id: str) -> bool:
+        """Whether a replica has said that it is about to stop, and the connection to it is open."""
+
     async def models(self) -> dict[str, Any]:
         """The OpenAI list-models body of any replica, drained ones included.
 

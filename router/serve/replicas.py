@@ -274,6 +274,10 @@ class ServeReplicas:
         told: Progress = await _answer_of(call)
         return told
 
+    def is_leaving(self, replica_id: str) -> bool:
+        """Whether a replica drains; see :class:`~sluice.router.serve.contract.Replicas`."""
+        return self._channels.is_leaving(replica_of(replica_id))
+
     def _hint(self, target: str | None, avoid: Sequence[str]) -> str | None:
         # Without a target the replica chooses the rank: it may be none of these.
         others = (_replicas_of(each) for each in (avoid, self._closed(), self._quarantined()))

@@ -298,6 +298,10 @@ class Channels:
         """Whether there is a connection to this replica."""
         return replica_id in self._open
 
+    def is_leaving(self, replica_id: str) -> bool:
+        """Whether there is a connection to this replica, which has announced that it leaves."""
+        return replica_id in self._leaving
+
     def _connect_soon(self, replica_id: str, role: Role) -> None:
         if replica_id not in self._connecting:
             connect = asyncio.get_running_loop().create_task(self._connect(replica_id, role))

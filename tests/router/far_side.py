@@ -284,6 +284,9 @@ class FarSide:
         entry = {"id": "m", "object": "model", "max_model_len": self.max_model_len}
         return {"object": "list", "data": [entry]}
 
+    def is_leaving(self, replica_id: str) -> bool:
+        return False
+
     async def all_models(self) -> list[dict[str, object]]:
         return [await self.models()]
 

@@ -495,7 +495,7 @@ async def test_no_body_and_no_header_makes_a_5xx(
 ) -> None:
     edge = Edge(FarSide(a=serve))
     content = json.dumps({**ENDPOINTS[path], **changes}).encode()
-    headers = {name: value.strip() for name, value in headers.items()}
+    headers = JSON | {name: value.strip() for name, value in headers.items()}
     async with edge.client() as client:
         response = await client.post(path, content=content, headers=headers)
     assert response.status_code < 500

@@ -29,7 +29,7 @@ class Client:
             "type": "http",
             "method": "POST",
             "path": "/v1/chat/completions",
-            "headers": [],
+            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
             "query_string": b"",
         }
         self.task = asyncio.create_task(edge.api(scope, self._inbox.get, send or self._send))

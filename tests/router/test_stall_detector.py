@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import wraps
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,6 +30,9 @@ from sluice.router.dispatch.stall_detector import (
     ANSWER_S,
     ASK_EVERY_S,
     MAX_NAMES,
+    ON_THE_WAY_S,
+    OWN_GAP_S,
+    SILENCE_S,
     SWEEP_S,
     StallDetector,
 )
@@ -37,8 +41,17 @@ from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.serve.contract import ReplicaFailedError, ReplicaStream
 from sluice.scheduling.roles import Role
 from tests.examples import examples
-from tests.router.far_side import Behaviour, Edge, FarController, FarSide, attempt_at, waiting_call
-from tests.router.test_resume import TOKENS, simulated, text, without_time_and_name
+from tests.router.far_side import (
+    Behaviour,
+    Edge,
+    FarController,
+    FarSide,
+    FarStream,
+    attempt_at,
+    hang,
+    waiting_call,
+)
+from tests.router.test_resume import PATHS, TOKENS, simulated, text, without_time_and_name
 from tests.router.test_resume import virtual as in_virtual_time
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -179,7 +192,7 @@ async def test_where_everything_stands_still_everything_waits() -> None:
     """And costs no attempt: as after a stall of the whole machine, each goes on where it was."""
     router = edge(r0=freezing(3), r1=freezing(4), decisions=("r0", "r1", "r0"))
     streams = [await asked(router), await asked(router)]
-    await asyncio.sleep(120)
+    await asyncio.sleep(SILENCE_S - 10)
     assert len(router.side.calls) == 2
     assert {name for name, _ in router.controller.troubles} == {"r0", "r1"}
     assert router.sample("sluice_retries_total") == 0
@@ -205,7 +218,7 @@ async def test_the_first_that_comes_back_takes_over_the_others() -> None:
 async def test_what_cannot_go_on_elsewhere_waits_for_its_replica() -> None:
     router = edge(r0=freezing(3), r1=simulated())
     stream = await asked(router, COMPLETIONS, n=2)
-    await asyncio.sleep(60)
+    await asyncio.sleep(SILENCE_S - 10)
     assert not stream.done()
     router.side.thaw("r0")
     assert (await stream).endswith("data: [DONE]\n\n")
@@ -214,11 +227,11 @@ async def test_what_cannot_go_on_elsewhere_waits_for_its_replica() -> None:
 
 @virtual
 async def test_no_more_leave_at_once_than_the_budget_pays_for() -> None:
-    budget = RetryBudgetConfig(ratio=0, floor=2, window_s=60)
+    budget = RetryBudgetConfig(ratio=0, floor=2, window_s=20)
     config = RouterConfig(retry_budget=budget)
     router = edge(config, r0=freezing(0), r1=simulated(), decisions=(*["r0"] * 5, "r1"))
     streams = [await asked(router) for _ in range(5)]
-    await asyncio.sleep(30)
+    await asyncio.sleep(15)
     assert [stream.done() for stream in streams] == [True, True, False, False, False]
     await asyncio.sleep(120)
     assert all(stream.result().endswith("data: [DONE]\n\n") for stream in streams), "as it refills"
@@ -229,10 +242,85 @@ async def test_no_more_leave_at_once_than_the_budget_pays_for() -> None:
 async def test_attempts_are_bounded_and_the_last_one_waits() -> None:
     router = edge(RouterConfig(max_attempts=2), r0=freezing(0), r1=freezing(0), r2=simulated())
     stream = await asked(router)
-    await asyncio.sleep(60)
+    await asyncio.sleep(SILENCE_S - 10)
     assert [name for name, _ in router.side.calls] == ["r0", "r1"]
     router.side.thaw("r1")
     assert (await stream).endswith("data: [DONE]\n\n")
+
+
+async def ended(router: Edge, path: str = CHAT, **body: Any) -> tuple[httpx.Response, float]:
+    """The answer to a request, and how long it took."""
+    began_s = asyncio.get_running_loop().time()
+    async with router.client() as client:
+        answer = await client.post(path, json={**PATHS[path], **body}, timeout=None)
+    return answer, asyncio.get_running_loop().time() - began_s
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@virtual
+async def test_a_request_that_serve_never_sends_has_an_end(stream: bool) -> None:
+    """The controller does not answer, and Serve chooses no replica."""
+
+    class Nowhere(FarSide):
+        def generate(self, request: EngineRequest, *_: Any, **__: Any) -> FarStream:
+            return FarStream(self, hang(self, "", request), request.request_id)
+
+    controller = FarController(None)
+    router = Edge(Nowhere(r0=simulated()), controller, None, LoopClock())  # type: ignore[arg-type]
+    answer, took_s = await ended(router, stream=stream)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replica_failed")
+    assert "no sign of life" in answer.json()["error"]["message"]
+    assert SILENCE_S <= took_s < SILENCE_S + 1
+
+
+@pytest.mark.parametrize(("stream", "after"), [(False, 0), (False, 1), (True, 0), (True, 3)])
+@virtual
+async def test_where_everything_stands_still_for_good_a_request_has_an_end(
+    stream: bool, after: int
+) -> None:
+    router = edge(r0=freezing(after))
+    answer, took_s = await ended(router, stream=stream)
+    if stream and after:
+        event = answer.text.strip().rpartition("\n")[2]
+        assert json.loads(event.removeprefix("data: "))["error"]["code"] == "stream_broken"
+    else:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replica_failed")
+    assert SILENCE_S <= took_s < SILENCE_S + 2
+
+
+@virtual
+async def test_a_request_that_its_replica_never_got_goes_to_another() -> None:
+    """The replica lives, and does not know it."""
+
+    async def never(
+        side: FarSide, name: str, request: EngineRequest
+    ) -> AsyncIterator[ResponseItem]:
+        side.live.discard(request.request_id)
+        await asyncio.Event().wait()
+        yield ResponseHead(200, "application/json", name)
+
+    router = edge(r0=never, r1=simulated())
+    answer, took_s = await ended(router)
+    assert answer.status_code == 200
+    assert [name for name, _ in router.side.calls] == ["r0", "r1"]
+    assert ON_THE_WAY_S <= took_s < ON_THE_WAY_S + 3
+
+
+@virtual
+async def test_a_stall_of_this_process_ends_no_request() -> None:
+    script = Script([("frozen", 3600.0)])
+    stalls = detector(script)
+    attempt, answer = silent_at(None), waiting_call()
+    stalls.watch(attempt, answer)
+    waiting = asyncio.create_task(attempt.begin())
+    await asyncio.sleep(1)
+    answer.alive_s -= SILENCE_S + OWN_GAP_S  # as if it had come after the last check
+    stalls._swept_s -= SILENCE_S + OWN_GAP_S
+    await asyncio.sleep(SILENCE_S - 5)
+    assert not waiting.done()
+    await asyncio.sleep(6)
+    with pytest.raises(ReplicaFailedError, match="no sign of life"):
+        waiting.result()
 
 
 @pytest.mark.parametrize("frozen", ["p0", "d0"])
@@ -298,6 +386,10 @@ class Script:
     """A replica ``a`` that lives, hangs or is frozen by turns, beside ``b``, which lives."""
 
     roles: Sequence[Role] = ("mixed",)
+    asleep = False
+
+    def is_leaving(self, replica_id: str) -> bool:
+        return True
 
     def __init__(self, turns: Sequence[tuple[str, float]]) -> None:
         self._now = asyncio.get_running_loop().time
