@@ -32,8 +32,9 @@ _ROOT = Path(__file__).parents[2]
 @click.option("--scenario", "names", multiple=True, help="Run only these.  [default: all]")
 @click.option("--list", "listed", is_flag=True, help="List the scenarios and end.")
 @click.option("--quick", is_flag=True, help="Loads of a few seconds, as in the tests.")
+@click.option("--repeat", type=click.IntRange(1), default=1, help="Run each so many times.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def faults(names: tuple[str, ...], listed: bool, quick: bool, as_json: bool) -> None:
+def faults(names: tuple[str, ...], listed: bool, quick: bool, repeat: int, as_json: bool) -> None:
     """Break parts of a running system under load, and say what became of each request."""
     folder = ray_settings.make_local_dir()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -58,7 +59,7 @@ def faults(names: tuple[str, ...], listed: bool, quick: bool, as_json: bool) -> 
         if why := each.missing():
             click.echo(f"left out: {each.name}: {why}", err=True)
             chosen.remove(each)
-    rows, bad = _run(chosen, quick)
+    rows, bad = _run(chosen, quick, repeat)
     if as_json:
         plain = [dataclasses.asdict(row) for row in rows]
         click.echo(json.dumps({"machine": machine(), "rows": plain}, indent=2))
@@ -71,26 +72,27 @@ def faults(names: tuple[str, ...], listed: bool, quick: bool, as_json: bool) -> 
     raise SystemExit(bool(bad))
 
 
-def _run(scenarios: list[Scenario], quick: bool) -> tuple[list[Row], list[str]]:
+def _run(scenarios: list[Scenario], quick: bool, repeat: int) -> tuple[list[Row], list[str]]:
     """The rows in the order of the scenarios, and what went so wrong that there is no row. Those of
     one setting share a system; after one without a row it gets no more, as it may not be well."""
     from tests.faults.scenario import FULL, QUICK, run
 
     say = Console(stderr=True).print
-    rows, broken = {}, []
+    rows: dict[str, list[Row]] = {each.name: [] for each in scenarios}
+    broken = []
     # Ray's own messages must not stand between the lines of the JSON.
     with redirect_stdout(sys.stderr):
         for setting in settings_of(scenarios):
             with setting.open() as trial:
                 try:
-                    for each in scenarios:
+                    for each in (each for each in scenarios for _ in range(repeat)):
                         if each.setting is setting:
-                            rows[each.name] = run(trial, each, QUICK if quick else FULL)
-                            say(rows[each.name])
+                            rows[each.name].append(run(trial, each, QUICK if quick else FULL))
+                            say(rows[each.name][-1])
                 except (pytest.fail.Exception, AssertionError) as error:
                     broken.append(f"{each.name}: {error}")
                     say(broken[-1])
-    return [rows[each.name] for each in scenarios if each.name in rows], broken
+    return [row for each in scenarios for row in rows[each.name]], broken
 
 
 def settings_of(scenarios: Sequence[Scenario]) -> list[Setting]:

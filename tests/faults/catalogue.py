@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.faults import (
     clocks,
+    combined,
     controller,
     disk,
     edge,
@@ -20,6 +21,7 @@ SCENARIOS = (
     *replicas.SCENARIOS,
     *controller.SCENARIOS,  # before routers die: what those had counted ends with a controller
     *edge.SCENARIOS,
+    *combined.SCENARIOS,
     *updates.SCENARIOS,
     *clocks.SCENARIOS,
     *disk.SCENARIOS,

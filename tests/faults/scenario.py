@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import httpx
@@ -95,6 +96,7 @@ class Scenario:
         undecided: whether requests must have gone where Serve's own choice was.
         tidy: whether every reservation must end by what is told of it, and none by its age.
         planned: whether an operator does it: then no stream may break.
+        ends_s: within how long each request must have an end, seconds; 0: within the client's wait.
         longer_s: how much longer than others' its load lasts, seconds.
         quick: whether the tests run it.
         missing: says what it needs and is not on this machine; empty if there is all.
@@ -111,6 +113,7 @@ class Scenario:
     undecided: bool = False
     tidy: bool = False
     planned: bool = False
+    ends_s: float = 0.0
     longer_s: float = 0.0
     quick: bool = True
     missing: Callable[[], str] = lambda: ""
@@ -257,6 +260,7 @@ class Row:
         before, during, after: the share of requests with an objective that met it: of those that
             had ended before the fault, the others, and those sent once the system was whole again.
             ``None`` where there are none.
+        longest_s: from when a request was sent until its end, the longest.
         gap_s: the longest between two tokens of a stream that had not ended before the fault.
         undecided: requests that went where Serve's own choice was.
         missed_s: from the fault until the last request was sent that missed its objective.
@@ -277,6 +281,7 @@ class Row:
     before: float | None
     during: float | None
     after: float | None
+    longest_s: float
     gap_s: float
     undecided: int
     missed_s: float
@@ -381,6 +386,7 @@ def _row(scenario: Scenario, outcomes: Sequence[Outcome], fault_s: float, whole_
         before=_share(before),
         during=_share(during),
         after=_share(after),
+        longest_s=max(((each.ended_s or inf) - each.sent_s for each in outcomes), default=0.0),
         gap_s=max(
             (each.gap_s for each in outcomes if (each.ended_s or fault_s) >= fault_s), default=0.0
         ),
@@ -421,6 +427,8 @@ def _problems(scenario: Scenario, row: Row) -> list[str]:
         found.append(f"{row.refused} requests were refused")
     if scenario.undecided and not row.undecided:
         found.append("every request went where the controller said")
+    if scenario.ends_s and row.longest_s > scenario.ends_s:
+        found.append(f"a request ended after {row.longest_s:.0f} s")
     if scenario.planned and row.resumed:
         found.append(f"{row.resumed} streams broke")
     if scenario.resumes and not row.resumed:
