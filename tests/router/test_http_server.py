@@ -18,11 +18,12 @@ from tests.router.far_side import CHAT_BODY, Edge, FarSide, hang, serve, stall
 from tests.router.listening import Listening, listening
 
 BODY = json.dumps(CHAT_BODY).encode()
+JSON = b"content-type: application/json"
 STREAMED = json.dumps({**CHAT_BODY, "stream": True}).encode()
 
 
 def post(*lines: bytes, body: bytes = BODY, version: bytes = b"1.1", close: bool = True) -> bytes:
-    head = [b"POST /v1/chat/completions HTTP/" + version, b"host: sluice", *lines]
+    head = [b"POST /v1/chat/completions HTTP/" + version, b"host: localhost", JSON, *lines]
     head += [b"content-length: %d" % len(body)] + ([b"connection: close"] if close else [])
     return b"\r\n".join((*head, b"", body))
 
