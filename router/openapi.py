@@ -314,7 +314,7 @@ _REQUIRED: Final[dict[Endpoint, tuple[str, ...]]] = {
     "completions": ("prompt",),
     "responses": ("input",),
     "messages": ("messages",),
-    "count_tokens": ("messages",),
+    "count_tokens": ("messages", "model"),
     "embeddings": ("input",),
     "classify": ("input",),
     "pooling": ("input",),

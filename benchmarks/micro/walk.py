@@ -138,7 +138,11 @@ async def chat() -> Walk:
     api = make_api(config, ModelRegistry([model], metrics), far)
     asked = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True}
     body = json.dumps(asked).encode()
-    headers = {"host": "h", "content-type": "application/json", "content-length": str(len(body))}
+    headers = {
+        "host": "localhost",
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+    }
     scope = {
         **{"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST"},
         **{"scheme": "http", "path": "/v1/chat/completions", "query_string": b""},

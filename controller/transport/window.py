@@ -101,8 +101,10 @@ class Window:
 
         Raises:
             ValueError: they are refused.
-            RuntimeError: the decision failed, and was logged.
+            RuntimeError: decisions of a window failed, and it was logged.
         """
+        if self._window_s <= 0.0:
+            return self._route(queries)
         answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
         self.ask(answer, 0, queries, inf)
         found = await answer

@@ -129,7 +129,8 @@ def compiled(function: F) -> F:
     compile_for = made._compile_for_args
 
     def compile_as_annotated(*args: Any) -> Any:
-        return compile_for(*map(_annotated, args, _hints(function).values()))
+        hints = (_hints(function).get(name) for name in function.__code__.co_varnames)
+        return compile_for(*map(_annotated, args, hints))
 
     # numba calls it with arguments of types that it has no machine code for, and then the machine
     # code that it returns, which converts the arguments.

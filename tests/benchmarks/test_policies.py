@@ -5,12 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.benchmarks.experiments.policies import LOCAL, later_work_s
+from sluice.benchmarks.experiments.policies import LOCAL, ROUTERS, later_work_s
 from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy
+from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import RequestView
 from tests.examples import examples
+from tests.scheduling.fleets import figures_of, job
 from tests.scheduling.steps import run
 from tests.scheduling.views import ROOMY, decode, prefill, queue_of
 
@@ -257,3 +259,15 @@ def test_d_edf_looks_at_deadlines_only_and_naive_edf_not_even_at_whether_they_ha
     assert ranking(*queue) == ["hopeless", "sooner", "later", "free", "past", "long-past"]
     naive = ranking(*queue, late="in_order")
     assert naive == ["long-past", "past", "hopeless", "sooner", "later", "free"]
+
+
+def chosen(fleet: Fleet) -> int:
+    return ROUTERS.make("vllm").choose(job(fleet), fleet)
+
+
+def test_vllm_counts_a_waiting_request_four_times() -> None:
+    running = {"RUNNING": 4}
+    assert chosen(figures_of(running, {"WAITING": 1})) == 0
+    assert chosen(figures_of({"RUNNING": 5}, {"WAITING": 1})) == 1
+    assert chosen(figures_of({"RUNNING": 5}, {"RESERVED": 1})) == 1
+    assert chosen(figures_of({"RESERVED": 1, "RUNNING": 1}, running)) == 1

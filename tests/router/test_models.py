@@ -297,7 +297,7 @@ EMBEDDING = {"model": "m", "input": ["hello", "there"]}
         ("/v1/embeddings", {"input": [[1, -1]]}, "token ids"),
         ("/v1/embeddings", {**EMBEDDING, "encoding_format": "bytes"}, "float or base64"),
         ("/v1/embeddings", {**EMBEDDING, "request_id": "x"}, "request_id cannot be set"),
-        ("/tokenize", {}, "messages must be a list"),
+        ("/tokenize", {}, "prompt must be a string, got None"),
         ("/tokenize", {"prompt": [1]}, "prompt must be a string"),
         ("/detokenize", {"tokens": [1, True]}, "tokens must be a list of token ids"),
         ("/detokenize", {}, "tokens must be a list of token ids"),

@@ -47,7 +47,11 @@ class Connection:
             "type": "http",
             "method": "POST",
             "path": "/v1/chat/completions",
-            "headers": [(b"authorization", f"Bearer {key}".encode())],
+            "headers": [
+                (b"authorization", f"Bearer {key}".encode()),
+                (b"host", b"127.0.0.1"),
+                (b"content-type", b"application/json"),
+            ],
             "query_string": b"",
         }
         self.task = asyncio.create_task(edge.api(scope, self._inbox.get, self._send))

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sluice.benchmarks.experiments.policies import LOCAL
 from sluice.scheduling.batching import (
     POLICIES,
     BatchBudget,
@@ -15,7 +16,13 @@ from sluice.scheduling.batching import (
     BestEffortOptions,
     make_policy,
 )
-from sluice.scheduling.batching.best_effort import in_turns, longest_wait_s, tokens_ahead, victims
+from sluice.scheduling.batching.best_effort import (
+    BestEffort,
+    in_turns,
+    longest_wait_s,
+    tokens_ahead,
+    victims,
+)
 from sluice.scheduling.batching.fcfs import FCFS
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency
 from sluice.scheduling.request.kernels import TENANT
@@ -73,8 +80,8 @@ def test_promised_requests_are_planned_as_if_nobody_else_were_there(
     promised, alone = without_best_effort(queue, budget)
     names = {view.request_id for view in promised}
     for name, options in VARIANTS:
-        both = make_policy(name, options).plan(queue, NOW_S, latency, budget)
-        expected = make_policy(name, options).plan(QueueView(promised), NOW_S, latency, alone)
+        both = LOCAL.make(name, options).plan(queue, NOW_S, latency, budget)
+        expected = LOCAL.make(name, options).plan(QueueView(promised), NOW_S, latency, alone)
         taken = tuple(entry for entry in both.entries if entry.request_id in names)
         # At a standstill best-effort work is evicted that nothing promised would need.
         assert taken == expected.entries or not expected.entries, name
@@ -90,7 +97,8 @@ def test_plans_with_an_aged_lane_can_be_run(
     views = {view.request_id: view for view in queue.requests}
     places = max(1, sum(view.running for view in queue.requests) // 2)
     for name, options in VARIANTS:
-        policy = make_policy(name, options, EAGER)
+        policy = LOCAL.make(name, options)
+        policy.best_effort = BestEffort(EAGER)
         for now_s in (NOW_S, NOW_S + 0.5):
             aged = [v for v in queue.requests if now_s - v.arrival_s > 1e-6 and v.best_effort]
             lane = sorted(aged, key=lambda v: v.arrival_s)[:places]

@@ -119,14 +119,6 @@ def test_min_load_counts_requests() -> None:
     assert choose("min_load", figures_of({}, {})) == 0
 
 
-def test_vllm_counts_a_waiting_request_four_times() -> None:
-    running = {"RUNNING": 4}
-    assert choose("vllm", figures_of(running, {"WAITING": 1})) == 0
-    assert choose("vllm", figures_of({"RUNNING": 5}, {"WAITING": 1})) == 1
-    assert choose("vllm", figures_of({"RUNNING": 5}, {"RESERVED": 1})) == 1
-    assert choose("vllm", figures_of({"RESERVED": 1, "RUNNING": 1}, running)) == 1
-
-
 def test_least_work_compares_predicted_seconds_and_not_tokens() -> None:
     fast = LinearLatency(a=0.005, b=0.000_05, c=0.000_000_5)
     longer, shorter = row(prompt=3_000), row(prompt=2_000)

@@ -11,8 +11,6 @@ OPERATOR = {"granularity": "operator"}
     ("given", "message"),
     [
         ({"kind": "simulated", "preemption": OPERATOR}, "only vLLM's prefills"),
-        ({"preemption": OPERATOR, "transfer": {}}, "transfer.connector tcp, not auto"),
-        ({"preemption": OPERATOR, "transfer": {"connector": "nixl"}}, "tcp, not nixl"),
         ({"preemption": OPERATOR | {"chunk_tokens": 256}}, r"\(512\) must be at most chunk_tokens"),
         ({"preemption": {"granularity": "token"}}, "'off', 'layer' or 'operator'"),
         ({"preemption": OPERATOR | {"depth": 0}}, "greater than or equal to 1"),
