@@ -26,10 +26,12 @@ class ServeCommand:
     Args:
         fields: of the configuration.
         folder: for the configuration file and the log.
+        words: further ones of its command line.
         variables: of its environment.
     """
 
-    def __init__(self, fields: dict[str, Any], folder: Path, **variables: str) -> None:
+    def __init__(self, fields: dict[str, Any], folder: Path, *words: str, **variables: str) -> None:
+        self._words = words
         self._variables = variables
         self._config, self._log = folder / "sluice.yaml", folder / "log"
         self._config.write_text(yaml.safe_dump(fields))
@@ -77,7 +79,7 @@ class ServeCommand:
         """The process, once it is ready or has ended."""
         with self._log.open("w") as stderr:
             process = subprocess.Popen(
-                [SLUICE, "serve", "--config", self._config],
+                [SLUICE, "serve", "--config", self._config, *self._words],
                 env={**newcomer(), "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.02", **self._variables},
                 stdout=subprocess.PIPE,
                 stderr=stderr,

@@ -22,6 +22,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.own_ray]
 STEP_S = 0.05
 TOKENS = 400
 
+COMPLETION = {"prompt": "Hello."}
+CHAT = {"messages": [{"role": "user", "content": "Hello."}]}
+
 
 class Stream:
     """A stream that has begun, read by a thread of its own."""
@@ -31,7 +34,7 @@ class Stream:
         self.read: Future[None] = pool.submit(self._read, f"{url}{path}", body)
 
     def _read(self, url: str, body: dict[str, Any]) -> None:
-        body |= {"model": "local", "max_tokens": TOKENS, "stream": True}
+        body = {"model": "local", "max_tokens": TOKENS, "stream": True, **body}
         with httpx.stream("POST", url, json=body, timeout=120) as response:
             assert response.status_code == 200, response.read()
             for line in response.iter_lines():
@@ -44,6 +47,19 @@ class Stream:
             return len(self.lines) > 4
 
         wait_until(begun, "the stream begins", 60, lambda: self.lines)
+
+    def expect_whole(self) -> None:
+        self.read.result(timeout=60)
+        assert self.lines[-2] == "data: [DONE]"
+
+    def expect_error(self) -> None:
+        """It ends in an event that says why."""
+        self.read.result(timeout=60)
+        assert self.entries()[-1]["error"]["code"] == "router_stopping"
+        assert "data: [DONE]" not in self.lines
+
+    def expect_cut(self) -> None:
+        assert self.read.exception(timeout=60) is not None
 
     def entries(self) -> list[Any]:
         """The JSON of its events, without the last word of OpenAI's streams."""
@@ -64,8 +80,20 @@ def serving(folder: Path, drain_s: float) -> Iterator[tuple[Start, str, ThreadPo
         yield it, it.url, pool
 
 
-COMPLETION = {"prompt": "Hello."}
-CHAT = {"messages": [{"role": "user", "content": "Hello."}]}
+def expect_refusal(url: str, model: str = "local") -> None:
+    """New requests are refused while others run."""
+    refusals: list[httpx.Response] = []
+
+    def refused() -> bool:
+        body = {"model": model, "max_tokens": 1, **COMPLETION}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        refusals.extend([answer] if answer.status_code != 200 else [])
+        return bool(refusals)
+
+    wait_until(refused, "new requests are refused", 30)
+    assert refusals[0].status_code == 503
+    assert refusals[0].headers["retry-after"]
+    assert refusals[0].json()["error"]["code"] == "router_stopping"
 
 
 def test_running_streams_end_and_new_requests_are_refused(tmp_path: Path) -> None:
@@ -79,21 +107,9 @@ def test_running_streams_end_and_new_requests_are_refused(tmp_path: Path) -> Non
         )
         stream.wait_begun()
         it.process.send_signal(signal.SIGTERM)
-        refusals: list[httpx.Response] = []
-
-        def refused() -> bool:
-            body = {"model": "local", "max_tokens": 1, **COMPLETION}
-            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
-            refusals.extend([answer] if answer.status_code != 200 else [])
-            return bool(refusals)
-
-        wait_until(refused, "new requests are refused", 30)
-        assert refusals[0].status_code == 503
-        assert refusals[0].headers["retry-after"]
-        assert refusals[0].json()["error"]["code"] == "router_stopping"
+        expect_refusal(url)
         assert whole.result(timeout=60).json()["usage"]["completion_tokens"] == TOKENS
-        stream.read.result(timeout=60)
-        assert stream.lines[-2] == "data: [DONE]"
+        stream.expect_whole()
         assert it.wait_end() == Exit.OK
         assert it.err.partition("Ctrl-C stops\n")[2] == "sluice: stopping\n"
 
@@ -107,9 +123,7 @@ def test_streams_that_do_not_end_in_time_get_an_error(tmp_path: Path) -> None:
         chat.wait_begun()
         it.process.send_signal(signal.SIGTERM)
         for stream in (completion, chat):
-            stream.read.result(timeout=60)
-            assert stream.entries()[-1]["error"]["code"] == "router_stopping"
-            assert "data: [DONE]" not in stream.lines
+            stream.expect_error()
         assert it.wait_end() == Exit.OK
 
 
@@ -122,4 +136,4 @@ def test_a_second_signal_ends_the_drain(tmp_path: Path) -> None:
         wait_until(lambda: "stopping" in it.err, "it stops", 30, lambda: it.err)
         it.process.send_signal(signal.SIGINT)
         assert it.wait_end() == Exit.OK
-        assert stream.read.exception(timeout=60) is not None
+        stream.expect_cut()

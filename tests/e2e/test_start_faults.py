@@ -95,6 +95,21 @@ class Start:
         wait_until(ready, "it is ready", 300, lambda: self.err, every_s=0.2)
         self.look()
 
+    def end_by_death(self, part: str, moment: str) -> None:
+        """Kill ``part`` once the part ``moment`` is there, too: it says so and fails."""
+        self.wait_for(moment)
+        self.wait_for(part).kill()
+        assert self.wait_end() == Exit.FAILED
+        assert self.err.splitlines()[-1].startswith("Error: "), self.err
+        assert "Traceback" not in self.err.rpartition("Error: ")[2]
+
+    def end_by_signal(self, part: str, moment: str, number: signal.Signals) -> None:
+        """Freeze ``part`` then, and send the command a signal: it ends."""
+        self.wait_for(moment)
+        self.wait_for(part).suspend()
+        self.process.send_signal(number)
+        assert self.wait_end() == Exit.OK
+
     def left(self) -> list[psutil.Process]:
         """Its processes that run."""
         return [each for each in self._family.values() if runs(each)]
@@ -141,11 +156,7 @@ def _cases(*quick: tuple[str, str]) -> list[object]:
 )
 def test_a_start_ends_with_any_part_that_dies(tmp_path: Path, part: str, moment: str) -> None:
     with start(tmp_path) as it:
-        it.wait_for(moment)
-        it.wait_for(part).kill()
-        assert it.wait_end() == Exit.FAILED
-        assert it.err.splitlines()[-1].startswith("Error: "), it.err
-        assert "Traceback" not in it.err.rpartition("Error: ")[2]
+        it.end_by_death(part, moment)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -154,10 +165,7 @@ def test_a_start_with_any_part_that_hangs_ends_at_a_signal(
     tmp_path: Path, part: str, moment: str, number: signal.Signals
 ) -> None:
     with start(tmp_path) as it:
-        it.wait_for(moment)
-        it.wait_for(part).suspend()
-        it.process.send_signal(number)
-        assert it.wait_end() == Exit.OK
+        it.end_by_signal(part, moment, number)
 
 
 @pytest.mark.release

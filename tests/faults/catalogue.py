@@ -13,6 +13,7 @@ from tests.faults import (
     nodes,
     poison,
     replicas,
+    starts,
     transfers,
     updates,
 )
@@ -23,6 +24,7 @@ SCENARIOS = (
     *edge.SCENARIOS,
     *combined.SCENARIOS,
     *updates.SCENARIOS,
+    *starts.SCENARIOS,
     *clocks.SCENARIOS,
     *disk.SCENARIOS,
     *machine.SCENARIOS,

@@ -21,7 +21,7 @@ FLEET = Setting(
         "replica": {"count": 3, "num_cpus": 0.1},
         "router": {
             "replicas": 2,
-            "classes": {name: entry.model_dump() for name, entry in CLASSES.items()},
+            "classes": {name: entry.model_dump(mode="json") for name, entry in CLASSES.items()},
         },
     }
 )

@@ -429,8 +429,8 @@ def _problems(scenario: Scenario, row: Row) -> list[str]:
         found.append("every request went where the controller said")
     if scenario.ends_s and row.longest_s > scenario.ends_s:
         found.append(f"a request ended after {row.longest_s:.0f} s")
-    if scenario.planned and row.resumed:
-        found.append(f"{row.resumed} streams broke")
+    if scenario.planned and row.resumed + row.cut:
+        found.append(f"{row.resumed + row.cut} streams broke")
     if scenario.resumes and not row.resumed:
         found.append("no stream went on elsewhere")
     return found
