@@ -195,7 +195,7 @@ class ControllerClient:
 
     async def share_quotas(self, uses: list[QuotaUse]) -> list[float] | None:
         """Report the rate-limit use of a router's clients. Returns how full these buckets are over
-        all routers; see :mod:`sluice.controller.state.quotas`.
+        all routers; see :mod:`sluice.controller.actor`.
 
         Raises:
             ValueError: the controller refused the message, and says why.

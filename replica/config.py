@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +18,6 @@ from pydantic import (
     model_validator,
 )
 
-from sluice.replica.adapters import adapter_names
 from sluice.replica.autoscaling_config import AutoscalingConfig
 from sluice.replica.preemption_config import PreemptionConfig
 from sluice.replica.scheduler.speculation import with_all_lengths
@@ -25,6 +26,46 @@ from sluice.replica.vllm_args import by_option, check_names
 from sluice.scheduling.batching import BestEffortOptions, make_policy
 from sluice.scheduling.fleet.node_labels import LabelName, LabelValue
 from sluice.scheduling.roles import ROLES, Role
+
+# LoRA adapters by vLLM's naming: requests ask for one by its name in place of the model's.
+
+ADAPTERS_ARGUMENT = "lora-modules"
+_FORMS = "a list of 'name=path' or of objects with name and path"
+
+
+def adapter_names(vllm_args: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the adapters that are loaded at start, as vLLM's argument ``lora-modules`` gives
+    them.
+
+    Raises:
+        ValueError: it has none of the forms that vLLM accepts.
+    """
+    given = by_option(vllm_args).get(ADAPTERS_ARGUMENT)
+    if given is None:
+        return ()
+    entries = given if isinstance(given, list | tuple) else [given]
+    names = tuple(_name_of(entry) for entry in entries)
+    doubles = sorted({name for name in names if names.count(name) > 1})
+    if doubles:
+        raise ValueError(f"{ADAPTERS_ARGUMENT} name two adapters alike: {', '.join(doubles)}")
+    return names
+
+
+def _name_of(entry: Any) -> str:
+    if isinstance(entry, str) and entry.lstrip().startswith("{"):
+        try:
+            entry = json.loads(entry)
+        except ValueError as error:
+            raise ValueError(f"an entry of {ADAPTERS_ARGUMENT} is not JSON: {error}") from None
+    if isinstance(entry, str):
+        name, _, path = entry.partition("=")
+        entry = {"name": name, "path": path}
+    if isinstance(entry, Mapping):
+        parts = [entry.get(part) for part in ("name", "path")]
+        if all(isinstance(part, str) and part for part in parts):
+            return str(parts[0])
+    raise ValueError(f"{ADAPTERS_ARGUMENT} must be {_FORMS}, got {entry!r}")
+
 
 PoolName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
 """Name of a pool, which its deployment's name contains."""

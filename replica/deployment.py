@@ -5,28 +5,34 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import ray
 from prometheus_client import CollectorRegistry
 from ray import serve
+from ray.serve._private.common import DeploymentID
+from ray.serve._private.config import DeploymentConfig
+from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+from ray.serve._private.long_poll import LongPollClient, LongPollNamespace
 
 from sluice.controller.client import ControllerClient, fleet_name
 from sluice.controller.config import ControllerConfig
 from sluice.controller.observability.metrics import MetricsPusher
 from sluice.replica.config import EngineConfig, ReplicaConfig
-from sluice.replica.configured import ConfiguredReplicas
 from sluice.replica.engine import (
     ConfigurationError,
     Engine,
     EngineRequest,
     Progress,
     ResponseItem,
+    ResponseTaken,
 )
-from sluice.replica.metrics import ReplicaCollector
-from sluice.replica.ranks import Ranks, names_of
+from sluice.replica.metrics import Measured, ReplicaCollector
+from sluice.replica.response import Response
 from sluice.replica.server import Replica
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.replica.streams.direct import DirectPort
@@ -34,11 +40,171 @@ from sluice.replica.streams.server import StreamServer
 from sluice.replica.streams.wire import StreamEndpoint
 from sluice.replica.vllm_args import devices, on_ray, ranks
 from sluice.scheduling.batching.warm_up import warm_up
+from sluice.scheduling.fleet.ranks import rank_name, rank_of
 from sluice.scheduling.roles import Role
 from sluice.simulation.rows import compile_now
 from sluice.telemetry.config import TelemetryConfig
 from sluice.telemetry.logs import configure_logs
 from sluice.telemetry.tracing import make_tracer
+
+# A replica's ranks. With data parallelism it has several engines, each with a queue of its own.
+# Each is a :class:`~sluice.replica.server.Replica` here, with its own reports; this module joins
+# them to the one that Serve knows.
+
+live_requests = attrgetter("live_requests")
+"""API calls that a rank serves now."""
+
+
+def names_of(replica_id: str, ranks: int) -> list[str]:
+    """The names of a replica's ranks; one rank has the replica's own name."""
+    return [replica_id] if ranks == 1 else [rank_name(replica_id, each) for each in range(ranks)]
+
+
+class Ranks:
+    """The ranks of one replica.
+
+    Args:
+        replica_id: Serve's name of the replica.
+        replicas: its ranks in order, at least one. The first one launches the engine of all: it is
+            started first, and stopped last.
+    """
+
+    def __init__(self, replica_id: str, replicas: Sequence[Replica]) -> None:
+        self.replica_id = replica_id
+        self.replicas = replicas
+
+    async def start(self) -> None:
+        """Start every rank.
+
+        Raises:
+            EngineDeadError: an engine could not start.
+        """
+        for each in self.replicas:
+            await each.start()
+
+    def measured(self) -> dict[str, Measured]:
+        """What metrics are read from, by the name of the rank."""
+        return {
+            each.replica_id: Measured(each.engine.state, partial(live_requests, each))
+            for each in self.replicas
+        }
+
+    def chosen(self, request: EngineRequest) -> Replica:
+        """The rank that is to serve a request: the one that it names, or else the one with the
+        fewest live requests."""
+        if request.rank is not None and request.rank < len(self.replicas):
+            return self.replicas[request.rank]
+        return min(self.replicas, key=live_requests)
+
+    def open(self, request: EngineRequest, wake: Callable[[], None]) -> Response:
+        """Begin to serve a request; see :meth:`sluice.replica.server.Replica.open`."""
+        return self.chosen(request).open(request, wake)
+
+    async def generate(
+        self, request: EngineRequest, target: str | None
+    ) -> AsyncGenerator[list[ResponseItem], None]:
+        """Serve a request; see :meth:`sluice.replica.server.Replica.generate`. If ``target``, the
+        caller's choice, is another replica, or if the request asks for it, the first item names the
+        rank."""
+        moved = target is not None and not target.startswith(self.replica_id)
+        if moved:
+            request = request.at(None)
+        rank = self.chosen(request)
+        if moved or request.confirm:
+            yield [ResponseTaken(rank.replica_id)]
+        async with aclosing(rank.generate(request)) as batches:
+            async for batch in batches:
+                yield batch
+
+    async def abort(self, request_id: str) -> None:
+        """Stop a request; unknown ids are ignored."""
+        for each in self.replicas:
+            await each.abort(request_id)
+
+    def progress(self, request_ids: Sequence[str], target: str | None) -> Progress:
+        """Whether the rank that ``target`` names makes progress, and which of these requests it
+        does not serve; without a rank, whether all do, and which none serves."""
+        rank = None if target is None else rank_of(target)
+        if rank is not None and rank < len(self.replicas):
+            return self.replicas[rank].progress(request_ids)
+        found = [each.progress(request_ids) for each in self.replicas]
+        unknown = set(request_ids).intersection(*(each.unknown for each in found))
+        hung = any(each.hung for each in found)
+        return Progress(self.replica_id, hung, tuple(sorted(unknown)))
+
+    async def check_health(self) -> None:
+        """Return if every rank may serve.
+
+        Raises:
+            EngineDeadError: an engine is dead, or has been stalled for too long.
+        """
+        for each in self.replicas:
+            await each.check_health()
+
+    async def drain(self) -> None:
+        """Drain every rank; see :meth:`sluice.replica.server.Replica.drain`."""
+        await asyncio.gather(*(each.drain() for each in self.replicas))
+
+    async def stop(self) -> None:
+        """Leave the controller, and free the engines. Idempotent."""
+        for each in reversed(self.replicas):
+            await each.stop()
+
+    def snapshot(self) -> dict[str, Any]:
+        """The state as plain data: that of the first rank, and ``ranks`` with those of all.
+
+        Raises:
+            RuntimeError: an engine is gone.
+        """
+        found = [each.snapshot() for each in self.replicas]
+        return found[0] | {
+            "live_requests": sum(each["live_requests"] for each in found),
+            "ranks": found,
+        }
+
+
+# The configured number of replicas, as Serve announces it to a replica.
+#
+# The number is not a constructor argument of a replica: it may change while the replica runs.
+# Serve does not announce a change to replicas, only to holders of a handle to the deployment, by a
+# long poll. So the replica uses that long poll.
+
+
+class ConfiguredReplicas:
+    """The min number of replicas: the configured number, or ``min_replicas`` of autoscaling."""
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+        self._client: LongPollClient | None = None
+
+    @property
+    def number(self) -> int | None:
+        """The number that was received last; ``None`` before the first."""
+        return self._number
+
+    def start(self, deployment: DeploymentID) -> None:
+        """Start the long poll on the running event loop.
+
+        Raises:
+            ValueError: Serve is not running.
+        """
+        self._client = LongPollClient(
+            ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE),
+            {(LongPollNamespace.DEPLOYMENT_CONFIG, deployment): self.hear},
+            call_in_event_loop=asyncio.get_running_loop(),
+            client_id=f"{type(self).__name__}:{deployment}",
+        )
+
+    def hear(self, config: DeploymentConfig) -> None:
+        """Take the number from the deployment's configuration."""
+        scaled = config.autoscaling_config
+        self._number = config.num_replicas if scaled is None else scaled.min_replicas
+
+    def stop(self) -> None:
+        """Stop the long poll."""
+        if self._client is not None:
+            self._client.stop()
+
 
 _PLAIN = TelemetryConfig()
 
@@ -130,7 +296,7 @@ class ReplicaServer:
     async def generate(
         self, request: EngineRequest, _target: str | None = None
     ) -> AsyncGenerator[list[ResponseItem], None]:
-        """Serve one request; see :meth:`sluice.replica.ranks.Ranks.generate`. ``_target`` is the
+        """Serve one request; see :meth:`Ranks.generate`. ``_target`` is the
         request router's hint.
 
         Raises:
@@ -152,7 +318,7 @@ class ReplicaServer:
         return self._ranks.replica_id, self._port.address
 
     async def progress(self, request_ids: Sequence[str], _target: str | None = None) -> Progress:
-        """Whether this replica makes progress; see :meth:`sluice.replica.ranks.Ranks.progress`.
+        """Whether this replica makes progress; see :meth:`Ranks.progress`.
         ``_target`` is the request router's hint."""
         return self._ranks.progress(request_ids, _target)
 
@@ -180,7 +346,7 @@ class ReplicaServer:
         return {} if load is None else load._asdict()
 
     async def engine_snapshot(self) -> dict[str, Any]:
-        """The replica's state as plain data; see :meth:`sluice.replica.ranks.Ranks.snapshot`."""
+        """The replica's state as plain data; see :meth:`Ranks.snapshot`."""
         return self._ranks.snapshot()
 
     async def check_health(self) -> None:

@@ -363,7 +363,7 @@ class Engine(Protocol):
 
     async def check_health(self) -> None:
         """Return if the engine is alive. A stalled engine is alive: see
-        :class:`~sluice.replica.watchdog.Watchdog`.
+        :class:`~sluice.replica.server.Watchdog`.
 
         Raises:
             EngineDeadError: it is dead.

@@ -21,8 +21,7 @@ from starlette.routing import Route
 from sluice.controller.version import version
 from sluice.replica.engine import Endpoint
 from sluice.router import wire
-from sluice.router.admin.api import admin_routes
-from sluice.router.admin.page import page_routes
+from sluice.router.admin.api import admin_routes, page_routes
 from sluice.router.admin.service import AdminService
 from sluice.router.batches.service import batch_routes
 from sluice.router.config import RouterConfig
@@ -40,9 +39,8 @@ from sluice.router.ingress.access import (
     Access,
 )
 from sluice.router.ingress.admin_access import PAGE_PATH
-from sluice.router.ingress.cors import Cors
 from sluice.router.ingress.load_shedding import Pause, Shedder
-from sluice.router.ingress.middleware import IngressMiddleware
+from sluice.router.ingress.middleware import Cors, IngressMiddleware
 from sluice.router.metrics.page import Page
 from sluice.router.openapi import PATH, document
 from sluice.router.request.arrival import INFERENCE_PATHS, Arrival, endpoint_at

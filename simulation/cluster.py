@@ -392,7 +392,7 @@ class Cluster:
 
     def _place(self, key: int) -> None:
         """Ask the router where a request goes. With a window it waits there for others, as at the
-        controller (:mod:`sluice.controller.transport.window`)."""
+        controller (:mod:`sluice.controller.transport.channel`)."""
         asking = self._asking
         asking.append(key)
         if self._mirror.window_s <= 0.0 or len(asking) >= MOST_TOGETHER:

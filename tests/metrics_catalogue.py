@@ -18,7 +18,7 @@ from sluice.router.batches.metrics import BatchMetrics
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.metrics.page import ControllerMetricsPage
 from sluice.router.tenancy.auth import KeyMetrics
-from sluice.router.tenancy.jwks import IssuerMetrics
+from sluice.router.tenancy.tokens import IssuerMetrics
 
 
 class Family(NamedTuple):

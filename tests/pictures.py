@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, PngImagePlugin
 
-import sluice.router.admin.page
+import sluice.router.admin.api
 from sluice.benchmarks.live.client import replay
 from sluice.benchmarks.live.peers import attainment
 from sluice.benchmarks.live.processes import spawned, wait_until_ready
@@ -65,7 +65,7 @@ def digest(files: Iterable[Path]) -> str:
 
 def page_sources() -> list[Path]:
     """The files of which the page is made."""
-    return sorted(Path(sluice.router.admin.page.__file__).with_name("static").iterdir())
+    return sorted(Path(sluice.router.admin.api.__file__).with_name("static").iterdir())
 
 
 def load() -> Workload:

@@ -11,11 +11,18 @@ from sluice.router.metrics.client_names import MAX_NAMES
 from sluice.router.request.token_limits import CHARACTERS_PER_TOKEN, UNSTATED_OUTPUT_TOKENS
 from sluice.router.tenancy.auth import POLL_S
 from sluice.router.tenancy.issuers import TokenIssuer
-from sluice.router.tenancy.jwks import MAX_BYTES, MAX_KEYS, MIN_PAUSE_S, MIN_RSA_BITS
 from sluice.router.tenancy.keys import WEAK_CHARACTERS, ApiKey, client_of, parse_keys
 from sluice.router.tenancy.limits import Client, TenantLimits
 from sluice.router.tenancy.rate_limits import EXCHANGE_S, RateLimiter
-from sluice.router.tenancy.tokens import MAX_CACHED, MAX_TOKEN_BYTES, REMEMBERED_S
+from sluice.router.tenancy.tokens import (
+    MAX_BYTES,
+    MAX_CACHED,
+    MAX_KEYS,
+    MAX_TOKEN_BYTES,
+    MIN_PAUSE_S,
+    MIN_RSA_BITS,
+    REMEMBERED_S,
+)
 from tests.documents import ROOT, marked, section
 
 PAGE = ROOT / "docs" / "security.md"

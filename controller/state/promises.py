@@ -2,7 +2,7 @@
 
 Between a decision and its request's end this remembers the replica of each guarantee and the TTFT
 forecast. Routers judge the guarantees (:mod:`sluice.router.metrics.admission`), so what is counted
-here agrees with the metrics. :mod:`sluice.controller.observability.promise_summary` sums it up.
+here agrees with the metrics. :mod:`sluice.controller.observability.snapshot` sums it up.
 """
 
 from __future__ import annotations

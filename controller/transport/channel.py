@@ -19,9 +19,11 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import islice
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -37,8 +39,6 @@ from sluice.controller.transport.clock_offset import ClockOffset
 from sluice.controller.transport.failure import NoAnswerError
 from sluice.controller.transport.frames import Frames
 from sluice.controller.transport.greeting import Caller, Guest, Listener
-from sluice.controller.transport.report_queue import ReportQueue
-from sluice.controller.transport.window import Decide, Window
 from sluice.controller.transport.wire_format import (
     FORMAT,
     MAX_FRAME,
@@ -51,6 +51,231 @@ from sluice.controller.transport.wire_format import (
     decode_question,
     encode,
 )
+from sluice.scheduling.placement.together import MOST_TOGETHER
+
+# Questions that wait for others for a short time, so that they are decided together.
+#
+# Which requests get the guarantees of a burst depends on all of them
+# (:mod:`sluice.scheduling.placement.together`), and a burst comes from several routers, in several
+# messages.
+
+Decide = Callable[[list[RouteQuery | None]], RouteReply]
+
+
+_Answer = Routed | Refused | None
+"""``None``: the decision failed."""
+
+
+class _Message(NamedTuple):
+    """Queries that came in one message, on a connection or by an actor call, which waits for a
+    future; ``due_s``: when its sender stops waiting for the answer."""
+
+    sender: Frames | asyncio.Future[_Answer]
+    number: int
+    queries: list[RouteQuery | None]
+    heard_s: float
+    due_s: float
+
+    def aged(self, now_s: float) -> _Message:
+        """The same with the age of each request now."""
+        held_s = now_s - self.heard_s
+        queries = [q and q._replace(waited_s=q.waited_s + held_s) for q in self.queries]
+        return self._replace(queries=queries)
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether its connection has ended, or its call."""
+        sender = self.sender
+        return sender.done() if isinstance(sender, asyncio.Future) else sender.closed
+
+    def answer(self, answer: _Answer) -> None:
+        """Send the answer; a connection ends where the decision failed."""
+        if isinstance(self.sender, asyncio.Future):
+            self.sender.set_result(answer)
+        elif answer is None:
+            self.sender.abort()
+        else:
+            self.sender.send(encode(answer))
+
+
+class Window:
+    """Decides on the queries of all messages that arrive within a time of the first one, or as soon
+    as there are :data:`~sluice.scheduling.placement.together.MOST_TOGETHER` queries.
+
+    Each message gets one answer, and the answers of a connection come in the order of its messages.
+    No decision is made for a connection that has ended, or for a sender that no longer waits. Where
+    the decisions on several messages together fail, each message is decided by itself. Actor calls
+    (:meth:`route`) wait as messages do: a fresh router's first questions are such.
+
+    Args:
+        route: decides on queries, in order; ``None``: a malformed one.
+        clock: monotonic seconds.
+        window_s: how long the first message waits, seconds; 0: none does.
+    """
+
+    def __init__(self, route: Decide, clock: Callable[[], float], window_s: float) -> None:
+        self._route = route
+        self._clock = clock
+        self._window_s = window_s
+        self._waiting: list[_Message] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def ask(
+        self,
+        sender: Frames | asyncio.Future[_Answer],
+        number: int,
+        queries: list[RouteQuery | None],
+        due_s: float,
+    ) -> None:
+        """Take a message, which arrives now."""
+        self._waiting.append(_Message(sender, number, queries, self._clock(), due_s))
+        if self._window_s <= 0.0 or sum(len(m.queries) for m in self._waiting) >= MOST_TOGETHER:
+            self.close()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._window_s, self.close)
+
+    async def route(self, queries: list[RouteQuery | None]) -> RouteReply:
+        """The decisions on the queries of an actor call, which arrives now.
+
+        Raises:
+            ValueError: they are refused.
+            RuntimeError: decisions of a window failed, and it was logged.
+        """
+        if self._window_s <= 0.0:
+            return self._route(queries)
+        answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
+        self.ask(answer, 0, queries, inf)
+        found = await answer
+        if isinstance(found, Routed):
+            return found.reply
+        raise RuntimeError("a decision failed") if found is None else ValueError(found.why)
+
+    def close_for(self, connection: Frames) -> None:
+        """Decide now if a message of ``connection`` waits."""
+        if any(message.sender is connection for message in self._waiting):
+            self.close()
+
+    def close(self) -> None:
+        """Decide on all queries that wait, and answer."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        waiting, self._waiting = self._waiting, []
+        now_s = self._clock()
+        messages = [message for message in waiting if not message.abandoned]
+        answers = iter(self._answers([m for m in messages if now_s <= m.due_s], now_s))
+        for message in messages:
+            late = now_s > message.due_s
+            message.answer(Refused(message.number, None) if late else next(answers))
+
+    def _answers(self, messages: Sequence[_Message], now_s: float) -> list[_Answer]:
+        """The answer to each message."""
+        if self._window_s > 0.0:
+            messages = [message.aged(now_s) for message in messages]
+        if len(messages) < 2:
+            return [self._alone(message) for message in messages]
+        try:
+            reply = self._route([query for message in messages for query in message.queries])
+        except Exception:
+            _log.exception("deciding %d messages together failed; deciding each", len(messages))
+            return [self._alone(message) for message in messages]
+        rest = iter(reply.decisions)
+        return [
+            Routed(m.number, reply._replace(decisions=tuple(islice(rest, len(m.queries)))))
+            for m in messages
+        ]
+
+    def _alone(self, message: _Message) -> _Answer:
+        try:
+            return Routed(message.number, self._route(message.queries))
+        except ValueError as error:
+            return Refused(message.number, str(error))
+        except Exception:
+            _log.exception("a decision failed")
+            return None
+
+
+# Reports that have arrived and wait for their turn beside decisions.
+#
+# A request waits for its decision, and nothing waits for a report. But reports are many: all
+# replicas of a large fleet together send more of them than one process can take in, and a
+# connection that is always full is read to its end first. So a report only joins a queue when it
+# is read, and the event loop looks for questions again after every :data:`TURN_S` of reports.
+#
+# Where there is not enough time for both, reports get as much as decisions: replicas of which
+# nothing is heard count as aged, and nothing can be guaranteed there.
+
+TURN_S: Final = 0.000_5
+"""Reports are taken in for this long before questions are looked for, seconds, and for longer where
+decisions took longer meanwhile."""
+
+MOST_BYTES: Final = 16 << 20
+"""Most bytes of reports that wait; for more the oldest are taken in at once."""
+
+
+class _WaitingReports(NamedTuple):
+    connection: Frames
+    report: Report
+    due_s: float
+    size: int
+
+
+class ReportQueue:
+    """Takes reports in, in the order in which they came. ``O(1)`` each beside the work itself.
+
+    Args:
+        take: takes one in and answers it, unless its connection has ended; with whether its sender
+            still waits for the answer.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, take: Callable[[Frames, Report, bool], None], clock: Callable[[], float]):
+        self._take = take
+        self._clock = clock
+        self._waiting: deque[_WaitingReports] = deque()
+        self._bytes = 0
+        self._owed_s = 0.0
+        self._scheduled = False
+
+    def add(self, connection: Frames, report: Report, due_s: float, size: int) -> None:
+        """A report of ``size`` bytes was read, whose sender waits until ``due_s``."""
+        self._waiting.append(_WaitingReports(connection, report, due_s, size))
+        self._bytes += size
+        while self._bytes > MOST_BYTES:
+            self._next()
+        self._schedule()
+
+    def decided(self, took_s: float) -> None:
+        """Decisions took this long, seconds."""
+        if self._waiting:
+            self._owed_s += took_s
+
+    def finish(self) -> None:
+        """Take in all that wait now."""
+        while self._waiting:
+            self._next()
+
+    def _schedule(self) -> None:
+        if self._waiting and not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._scheduled = False
+        until_s = self._clock() + max(TURN_S, self._owed_s)
+        self._owed_s = 0.0
+        while self._waiting:
+            self._next()
+            if self._clock() >= until_s:
+                break
+        self._schedule()
+
+    def _next(self) -> None:
+        connection, report, due_s, size = self._waiting.popleft()
+        self._bytes -= size
+        if not connection.closed:
+            self._take(connection, report, self._clock() <= due_s)
+
 
 MAX_CONNECTIONS = 8192
 """Most connections that have shown the token."""
@@ -128,7 +353,7 @@ class RouteServer(Listener):
         report: called on the event loop with the bytes of a report.
         clock: monotonic seconds.
         window_s: how long queries wait for others, see
-            :class:`~sluice.controller.transport.window.Window`.
+            :class:`~sluice.controller.transport.channel.Window`.
     """
 
     def __init__(

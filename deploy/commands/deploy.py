@@ -2,31 +2,316 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import click
+from pydantic import BaseModel, ValidationError
 from rich.console import Console
 
 from sluice.deploy.commands.exits import Exit, Failure
 from sluice.deploy.commands.options import CONFIG_FILE, address_option, load, talking
 from sluice.deploy.commands.options import as_json as json_option
-from sluice.deploy.config import read_mapping
-from sluice.deploy.json_http import JsonServer
+from sluice.deploy.config import SluiceConfig, parse_config, read_mapping
+from sluice.deploy.json_http import AnswerError, JsonServer, printable
 from sluice.deploy.model_check import engine_faults
-from sluice.deploy.submission import (
-    FAILED,
-    RUNNING,
-    ApplicationState,
-    application_of,
-    needs_of,
-    ray_token,
-    state_of,
-    submit,
-)
+from sluice.deploy.models import ROUTER_DEPLOYMENT
+from sluice.replica.placement import needs
 from sluice.router.loopback import is_loopback
+
+# Submits an application to a running Ray cluster over Serve's REST API, and reads its state.
+#
+# The API takes all applications at once and deletes those that are not named, so the others are
+# sent along as they were deployed. Settings that can change in place are kept out of the
+# application's ``args``: if those differ, Serve rebuilds the application and replaces every
+# replica. Ray's own client, ``ServeSubmissionClient``, is not used: it waits without a timeout,
+# and follows redirects, to which it would send the token.
+
+PATH = "/api/serve/applications/"
+HANDING_OVER_S = 90.0
+"""Longest silence while the application is submitted, seconds: a cluster without Serve starts it
+first."""
+RUNNING = "RUNNING"
+FAILED = "DEPLOY_FAILED"
+DELETING = "DELETING"
+IMPERATIVE = "imperative"
+"""Source of an application that a program deployed last, not a configuration."""
+
+
+class _Replica(BaseModel):
+    state: str
+    node_ip: str | None = None
+
+
+class _Deployment(BaseModel):
+    status: str
+    message: str = ""
+    target_num_replicas: int
+    replicas: list[_Replica]
+
+
+class _Application(BaseModel):
+    status: str
+    message: str = ""
+    last_deployed_time_s: float = 0.0
+    source: str = "unknown"
+    deployed_app_config: dict[str, Any] | None = None
+    deployments: dict[str, _Deployment] = {}
+
+
+class _Serve(BaseModel):
+    """The fields of Serve's answer that are used here; it has more."""
+
+    applications: dict[str, _Application]
+    target_capacity: float | None = None
+    proxy_location: str | None = None
+
+
+class Part(NamedTuple):
+    """One deployment of the application: replicas that run, those wanted, and its state."""
+
+    running: int
+    wanted: int
+    status: str
+
+
+class ApplicationState(NamedTuple):
+    """An application's state, as Serve reports it.
+
+    Attributes:
+        status: Serve's name for it, such as ``DEPLOYING`` or ``RUNNING``.
+        message: why, in one line; often empty.
+        deployed_s: when it was last deployed, Unix seconds of the cluster.
+        parts: its deployments by name.
+        addresses: its addresses, a URL for each node with a router.
+    """
+
+    status: str
+    message: str
+    deployed_s: float
+    parts: dict[str, Part]
+    addresses: tuple[str, ...]
+
+    @property
+    def progress(self) -> str:
+        """One line: each deployment's replicas."""
+        shown = [f"{name.lower()} {p.running}/{p.wanted}" for name, p in self.parts.items()]
+        return ", ".join(shown) or "the application is being built"
+
+
+def ray_token() -> str | None:
+    """The cluster's token from where Ray's own tools take it; ``None`` where there is none.
+
+    Raises:
+        OSError: the file that ``RAY_AUTH_TOKEN_PATH`` names cannot be read.
+        ValueError: what is there cannot be a token.
+    """
+    if os.environ.get("RAY_AUTH_MODE") == "disabled":
+        return None
+    if token := os.environ.get("RAY_AUTH_TOKEN"):
+        return _checked(token, "RAY_AUTH_TOKEN")
+    if named := os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return _checked(Path(named).read_text(encoding="utf-8"), named)
+    usual = Path.home() / ".ray" / "auth_token"
+    return _checked(usual.read_text(encoding="utf-8"), str(usual)) if usual.is_file() else None
+
+
+def _checked(token: str, place: str) -> str:
+    """A token that may stand in a header. The message of HTTP's own check would show it."""
+    token = token.strip()
+    if not (token.isascii() and token.isprintable() and " " not in token):
+        raise ValueError(f"the token in {place} is not printable ASCII without spaces")
+    return token
+
+
+def application_of(data: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Serve's description of the application with the configuration ``data``.
+
+    A number of replicas is an option of their deployment, so a change of it starts or drains some
+    and touches no other. Keys go as digests: Serve shows what it was given.
+
+    Raises:
+        ValueError: ``data`` is not a valid configuration, or holds a secret that Serve would show.
+    """
+    from sluice.deploy.app import deployment_name  # imports Ray
+
+    config = parse_config(data)
+    if config.telemetry.tracing.headers:
+        raise ValueError(
+            "telemetry.tracing.headers would be shown to whoever reads Serve's state: leave them "
+            "out, and set OTEL_EXPORTER_OTLP_HEADERS in the environment in which Ray starts"
+        )
+    args = deepcopy(dict(data))
+    # The name is the application's; a change of the field must not rebuild it.
+    args.pop("name", None)
+    shared = bool((args.get("replica") or {}).get("pools"))
+    for section in (args, *(args.get("models") or {}).values()):
+        if section and section.get("replica"):
+            replica = section["replica"]
+            if shared and section is not args and "count" in replica:
+                # A model with its own number of replicas has none of the shared pools.
+                replica.setdefault("pools", {})
+            for sized in (replica, *(replica.get("pools") or {}).values()):
+                if sized:
+                    sized.pop("count", None)
+    router = args.get("router") or {}
+    for holder in (router, router.get("admin") or {}, router.get("metrics") or {}):
+        for field in ("api_keys", "keys"):
+            if holder.get(field):
+                holder[field] = [_digested(entry) for entry in holder[field]]
+    return {
+        "name": name,
+        "route_prefix": None,  # its routers listen themselves
+        "import_path": "sluice.deploy.app:build",
+        "args": args,
+        "deployments": [
+            {
+                "name": deployment_name(fleet.key, pool.role, pool.name),
+                "num_replicas": pool.replica.count,
+            }
+            for fleet in config.fleets
+            for pool in fleet.pools
+            if pool.replica.autoscaling is None
+        ],
+    }
+
+
+def needs_of(config: SluiceConfig) -> dict[str, str]:
+    """What a replica of each deployment needs to be placed, in words. Serve's own message has no
+    strategy, no labels, and for a replica on several nodes not what there is."""
+    from sluice.deploy.app import deployment_name, gpus_per_replica  # imports Ray
+
+    return {
+        deployment_name(fleet.key, pool.role): needs(
+            pool.engine, pool.replica, gpus_per_replica(pool)
+        )
+        for fleet in config.fleets
+        for pool in fleet.pools
+    }
+
+
+def _digested(entry: str | dict[str, Any]) -> dict[str, Any]:
+    """An entry of a list of keys without the key itself."""
+    rest = {"key": entry} if isinstance(entry, str) else dict(entry)
+    key = rest.pop("key", None)
+    if key is not None:
+        rest["sha256"] = hashlib.sha256(key.encode()).hexdigest()
+    return rest
+
+
+def submit(server: JsonServer, application: Mapping[str, Any]) -> float:
+    """Start or update the application. Returns the time of its previous deployment, Unix seconds,
+    or 0.
+
+    Where Serve does not run yet it is started, without proxies. The cluster's target capacity stays
+    as it is.
+
+    Raises:
+        UnreachableError, AnswerError: as :meth:`JsonServer.ask`.
+        ValueError: another application would be deleted, because Serve does not say how it was
+            deployed.
+    """
+    serve = _serve_of(server)
+    body: dict[str, Any] = {
+        "proxy_location": serve.proxy_location or "Disabled",
+        "applications": [*_others(serve, application["name"]), application],
+    }
+    if serve.target_capacity is not None:
+        body["target_capacity"] = serve.target_capacity
+    server.ask("PUT", PATH, body, HANDING_OVER_S)
+    before = serve.applications.get(application["name"])
+    return 0.0 if before is None else before.last_deployed_time_s
+
+
+def _others(serve: _Serve, name: str) -> list[dict[str, Any]]:
+    """The configurations of the other applications.
+
+    Raises:
+        ValueError: one of them has none.
+    """
+    others = []
+    for other, each in serve.applications.items():
+        # Serve leaves alone what a program deployed with `serve.run`. It may still show the
+        # configuration from before that; with that the application would go back to it.
+        if other == name or each.source == IMPERATIVE:
+            continue
+        if each.deployed_app_config is not None:
+            others.append(each.deployed_app_config)
+        elif each.status != DELETING:
+            raise ValueError(
+                f"Serve does not say how {printable(other)!r} was deployed, and would delete it: "
+                "try again once it has started"
+            )
+    return others
+
+
+def state_of(server: JsonServer, name: str) -> ApplicationState | None:
+    """The state of the application ``name``; ``None`` if Serve does not know it.
+
+    Raises:
+        UnreachableError, AnswerError: as :meth:`JsonServer.ask`.
+    """
+    serve = _serve_of(server)
+    found = serve.applications.get(name)
+    if found is None:
+        return None
+    messages = [found.message, *(each.message for each in found.deployments.values())]
+    return ApplicationState(
+        found.status,
+        next((line for line in map(_last_line, messages) if line), ""),
+        found.last_deployed_time_s,
+        {name: _part(each) for name, each in found.deployments.items()},
+        _addresses(found),
+    )
+
+
+def _serve_of(server: JsonServer) -> _Serve:
+    """Serve's state.
+
+    Raises:
+        UnreachableError, AnswerError: as :meth:`JsonServer.ask`.
+    """
+    try:
+        return _Serve.model_validate(server.ask("GET", PATH))
+    except ValidationError:
+        raise AnswerError(200, "this is not Serve's state: is it the dashboard of Ray?") from None
+
+
+def _part(deployment: _Deployment) -> Part:
+    running = sum(each.state == RUNNING for each in deployment.replicas)
+    return Part(running, deployment.target_num_replicas, deployment.status)
+
+
+def _addresses(application: _Application) -> tuple[str, ...]:
+    routers = application.deployments.get(ROUTER_DEPLOYMENT)
+    deployed = application.deployed_app_config
+    if routers is None or deployed is None:
+        return ()
+    try:
+        config = parse_config(deployed.get("args", {})).router
+    except ValueError:
+        return ()
+    nodes = {each.node_ip for each in routers.replicas if each.state == RUNNING and each.node_ip}
+    if is_loopback(config.host):
+        nodes = {"127.0.0.1"} if nodes else set()
+    scheme = "http" if config.tls is None else "https"
+    return tuple(
+        f"{scheme}://{f'[{node}]' if ':' in node else node}:{config.port}/v1"
+        for node in sorted(nodes)
+    )
+
+
+def _last_line(message: str) -> str:
+    """The last line of a traceback, which names the error."""
+    lines = [line for line in message.splitlines() if line.strip()]
+    return printable(lines[-1]).strip() if lines else ""
+
 
 POLL_S = 0.5
 DEFAULT_TIMEOUT_S = 1800.0

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 from typing import Any
 
 import click
+from pydantic import SecretStr
 from rich.console import Console
 
-from sluice.deploy.admin_key import page_address, with_admin_key
-from sluice.deploy.batches_folder import with_batches_folder
 from sluice.deploy.commands.exits import Exit, Failure
 from sluice.deploy.commands.options import CONFIG_FILE, load
 from sluice.deploy.config import SluiceConfig
@@ -24,8 +24,53 @@ from sluice.deploy.local import (
     needs_key,
     stop_signals,
 )
-from sluice.deploy.local_runs import LocalRun, noted
+from sluice.deploy.local_runs import LocalRun, noted, state_folder
 from sluice.deploy.supervisor import Supervised
+from sluice.router.batches.folders import make_folder
+from sluice.router.config import AdminConfig
+
+# The folder of files and batches of a `sluice serve` without a configured one.
+
+
+def with_batches_folder(config: SluiceConfig) -> SluiceConfig:
+    """The configuration with a folder that only this user can read, and that the next run on this
+    port finds again; the unchanged configuration if a folder is configured, if no class is there
+    for batches, or if the folder cannot be made."""
+    batches = config.router.batches
+    if batches.directory is not None or batches.service_class not in config.router.classes:
+        return config
+    try:
+        folder = state_folder().absolute() / "batches" / str(config.router.port)
+        make_folder(folder)
+    except (OSError, RuntimeError):  # no home, or one that cannot be written
+        return config
+    batches = batches.model_copy(update={"directory": folder})
+    router = config.router.model_copy(update={"batches": batches})
+    return config.model_copy(update={"router": router})
+
+
+# The generated admin key of a run without a configured one, and the address of the live page.
+
+
+def with_admin_key(config: SluiceConfig) -> tuple[SluiceConfig, str | None]:
+    """The configuration with a generated admin key, and the key; the unchanged configuration and
+    ``None`` if keys are configured or none is needed."""
+    admin = config.router.admin
+    if admin.access != "key" or admin.has_keys:
+        return config, None
+    key = secrets.token_urlsafe(32)
+    made = AdminConfig(keys=(SecretStr(key),))
+    router = config.router.model_copy(update={"admin": made})
+    return config.model_copy(update={"router": router}), key
+
+
+def page_address(config: SluiceConfig, url: str, key: str | None) -> str | None:
+    """The address of the live page below ``url``; ``None`` if the page is off. The key is in the
+    URL's fragment, which browsers never send."""
+    if config.router.admin.access == "off":
+        return None
+    return f"{url}/ui" if key is None else f"{url}/ui#key={key}"
+
 
 _PLACES = {
     "model": ("engine", "model"),

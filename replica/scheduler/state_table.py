@@ -4,7 +4,7 @@ It holds a row per live request, a summary, and the chunks of prompts whose KV t
 
 One writer (the process that schedules) and any number of readers on the same host, without locks: a
 sequence number is odd while a write is under way, and a reader copies again if it changed, with a
-fence on either side of the copy (:mod:`sluice.replica.scheduler.memory_fence`). Writing takes
+fence on either side of the copy (:mod:`sluice.replica.scheduler.state_table`). Writing takes
 microseconds and never waits; a call into the engine between two steps could not guarantee that. The
 table also carries the latency model that the scheduler should plan with and the role that it should
 follow, which readers write, and the latest step samples for fitting the model.
@@ -12,17 +12,19 @@ follow, which readers write, and the latest step samples for fitting the model.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import os
+import platform
 import time
 from collections.abc import Callable
 from math import inf, nan
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sluice.replica.scheduler.memory_fence import reader_fence
 from sluice.scheduling.fleet.prefix import HELD, HELD_SLOTS
 from sluice.scheduling.fleet.state import ROW, RUNNING, SUMMARY, WAITING, EngineState
 from sluice.scheduling.latency.model import FAMILIES, LatencyModel, StepSample
@@ -30,6 +32,62 @@ from sluice.scheduling.request.kernels import FIELDS, LIVE, Floats, Ints
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Later, later_of
 from sluice.scheduling.roles import ROLES, Role
+
+# The order in which one process sees another's writes to shared memory.
+#
+# x86 makes writes visible, and executes reads, in program order. Other machines, such as ARM, may
+# reorder both. There a reader *fences*: Linux's ``membarrier`` has all cores that run a registered
+# process pass a full barrier. So if the reader has seen a write, all earlier writes are visible
+# after the fence; and if the reader has seen part of a write before the fence, it sees the
+# beginning of that write after it. The reader pays some microseconds and the writer nothing, which
+# matters, as the writer is an engine between two steps. See membarrier(2); Python has no fence of
+# its own.
+
+_IN_ORDER: Final = ("x86_64", "AMD64", "i686")
+
+# Its number by machine, and its commands: linux/membarrier.h.
+_SYSCALLS: Final = {"x86_64": 324, "aarch64": 283, "riscv64": 283, "ppc64le": 365}
+_EXPEDITED, _REGISTER = 1 << 1, 1 << 2
+
+
+def reader_fence(machine: str | None = None) -> Callable[[], None]:
+    """The function that a reader of shared memory calls between two reads that must not be
+    reordered. Both processes must have called this before: that registers them.
+
+    Args:
+        machine: machine type, as of :func:`platform.machine`; default: this machine.
+
+    Raises:
+        RuntimeError: this machine may reorder reads and writes, and its kernel has no fence.
+    """
+    machine = machine or platform.machine()
+    return _nothing if machine in _IN_ORDER else membarrier(machine)
+
+
+def membarrier(machine: str) -> Callable[[], None]:
+    """The fence of Linux, on any machine.
+
+    Raises:
+        RuntimeError: the kernel does not have it.
+    """
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    number = _SYSCALLS.get(machine)
+
+    def command(which: int) -> None:
+        if number is None or call(ctypes.c_long(number), which, 0, 0) != 0:
+            why = "" if number is None else f": {os.strerror(ctypes.get_errno())}"
+            raise RuntimeError(
+                f"engines share their state with other processes in memory, which on {machine} "
+                f"needs Linux 4.16 or newer with membarrier(2); here it cannot be used{why}"
+            )
+
+    command(_REGISTER)
+    return lambda: command(_EXPEDITED)
+
+
+def _nothing() -> None:
+    """For machines that need no fence."""
+
 
 SAMPLE_RING = 2048
 _MAGIC = 0x534C5549_4345000A

@@ -15,7 +15,7 @@ from sluice.router.batches.records import BatchRecord, Status, new_batch_id
 from sluice.router.batches.run import Resources
 from sluice.router.batches.runner import Runner
 from sluice.router.batches.state import BatchState, file_not_found
-from sluice.router.batches_config import window_s
+from sluice.router.config import window_s
 from sluice.router.errors import ApiError, Reason, invalid, shown
 from sluice.router.request.arrival import BATCH_PATHS
 from sluice.router.request.body import parse_object, read_body

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sluice.router.batches_config import DAY_S, HOUR_S
+from sluice.router.config import DAY_S, HOUR_S
 from sluice.router.errors import invalid, shown
 from sluice.router.request.integers import as_integer
 

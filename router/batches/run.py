@@ -23,7 +23,7 @@ from sluice.router.batches.records import BatchRecord, Status
 from sluice.router.batches.results import Reply, answered, not_run
 from sluice.router.batches.state import BatchLostError, BatchState, Result
 from sluice.router.batches.store import Store
-from sluice.router.batches_config import BatchesConfig
+from sluice.router.config import BatchesConfig
 from sluice.router.tenancy.limits import Client
 
 SPACE_S = 1.0

@@ -16,15 +16,13 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
 
-from sluice.controller.messages import RouteDecision, Tier, Trouble
+from sluice.controller.messages import LateNotice, RequestEnding, RouteDecision, Tier, Trouble
 from sluice.replica.engine import EVENT_STREAM, EngineRequest, Resume, request_key
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.answer import Answer
 from sluice.router.dispatch.attempt import NOT_RESUMED, Attempt, MovedError, name_of
 from sluice.router.dispatch.client_watch import StalledReaderError
-from sluice.router.dispatch.endings import Endings
-from sluice.router.dispatch.migrations import Migrations
-from sluice.router.dispatch.moves import Moves
+from sluice.router.dispatch.migrations import Migrations, Moves
 from sluice.router.dispatch.placement import DecisionService, PlacementClient, unguaranteed
 from sluice.router.dispatch.pools import Pools
 from sluice.router.dispatch.resumable import (
@@ -35,22 +33,83 @@ from sluice.router.dispatch.resumable import (
     prefill_of,
     rest_of,
 )
-from sluice.router.dispatch.retry_budget import RetryBudget
-from sluice.router.dispatch.retry_policy import RetryPolicy
+from sluice.router.dispatch.retry_policy import RetryBudget, RetryPolicy
 from sluice.router.dispatch.stall_detector import StallDetector
 from sluice.router.dispatch.suspicion import Suspicion
 from sluice.router.dispatch.transcript import Piece, Transcript
 from sluice.router.errors import ApiError, Reason
-from sluice.router.metrics.instruments import Fallback, Phase, RouterMetrics, StreamWay
+from sluice.router.metrics.instruments import Fallback, Outcome, Phase, RouterMetrics, StreamWay
 from sluice.router.request.call import Call
-from sluice.router.request.prompt_size import TokenEstimator
-from sluice.router.serve.choices import CHOICES
+from sluice.router.request.prompt_size import TokenEstimator, outputs_of
 from sluice.router.serve.contract import ReaderLostError, ReplicaFailedError, Replicas, error_of
+from sluice.router.serve.request_router import CHOICES
 from sluice.scheduling.fleet.prefix import NO_PREFIX
 from sluice.scheduling.request.objective import TokenClock
 from sluice.scheduling.request.stage_clock import clock_of
 from sluice.scheduling.roles import Role
 from sluice.telemetry.tracing import Kind, Span
+
+# Reports to the controller how calls proceed and end.
+
+
+class Endings:
+    """One per router process and model. Nothing here waits.
+
+    Args:
+        clock: monotonic seconds; the one of :attr:`~sluice.router.request.call.Call.received_s`.
+    """
+
+    def __init__(self, controller: DecisionService, clock: Callable[[], float]) -> None:
+        self._controller = controller
+        self._clock = clock
+
+    def progressed(self, call: Call, seen: TokenClock) -> None:
+        """Report the objectives that a guaranteed call misses while it still runs. ``seen``: the
+        times of its tokens so far."""
+        ttft_s, tpot_s, _ = seen.judged_s(self._clock())
+        late = call.slo.late(ttft_s, tpot_s, seen.tokens)
+        if late != (None, None):
+            self._controller.late(LateNotice(call.request_id, *late))
+
+    def ended(
+        self,
+        call: Call,
+        seen: TokenClock,
+        outcome: Outcome,
+        reason: Reason | None,
+        now_s: float,
+        replica_id: str = "",
+        kept: bool | None = None,
+    ) -> None:
+        """Report how a call ended.
+
+        Args:
+            seen: the times of its tokens.
+            reason: of its error, if it failed.
+            replica_id, kept: see :class:`RequestEnding`.
+        """
+        if not call.scheduled:
+            return
+        missed = seen.missed(now_s) if outcome is Outcome.OK else ()
+        self._controller.ended(
+            RequestEnding(
+                call.request_id,
+                outcome.value,
+                missed,
+                seen.tokens,
+                seen.ttft_s,
+                seen.tpot_s,
+                seen.e2e_s(now_s),
+                "" if reason is None else reason.value,
+                call.slo.service_class,
+                call.client.tenant,
+                call.output_tokens // outputs_of(call.endpoint, call.body),
+                replica_id,
+                kept,
+                seen.judged_s(now_s) if call.slo.stages else None,
+            )
+        )
+
 
 _BUSY = 503
 _UNTRACED: Mapping[str, str] = {}

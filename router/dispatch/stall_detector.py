@@ -27,7 +27,7 @@ from sluice.replica.engine import Progress
 from sluice.router.dispatch.answer import Answer
 from sluice.router.dispatch.attempt import Attempt
 from sluice.router.dispatch.placement import DecisionService
-from sluice.router.dispatch.retry_budget import RetryBudget
+from sluice.router.dispatch.retry_policy import RetryBudget
 from sluice.router.dispatch.suspicion import ends_when_hung
 from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import RouterMetrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from sluice.router.admin_config import AdminConfig
+from sluice.router.config import AdminConfig
 from sluice.router.errors import ApiError, Reason
 from sluice.router.ingress.sites import SiteCheck
 from sluice.router.tenancy.auth import KeyMetrics, KeyRing

@@ -7,15 +7,16 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sluice.router import wire
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.access_log import Telemetry
 from sluice.router.errors import ApiError, Reason
-from sluice.router.ingress.access import OPEN_PATH, PING_PATH, Access
+from sluice.router.ingress.access import OPEN_PATH, PING_PATH, Access, is_for_operators
 from sluice.router.ingress.load_shedding import Pace, Pause, Shedder
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.request.arrival import INFERENCE_PATHS, Arrival, endpoint_at
@@ -25,6 +26,33 @@ from sluice.router.tenancy.limits import Client
 from sluice.router.tenancy.rate_limits import RateLimiter
 from sluice.scheduling.tenancy.fair_shares import PLACES_PART
 from sluice.telemetry.logs import of_request
+
+# CORS: the origins whose pages may call the API from a browser.
+
+
+class Cors:
+    """ASGI middleware outside the ingress middleware, because a browser's preflight request carries
+    no key. It never allows cookies, nor the paths for operators.
+
+    Args:
+        origins: allowed ones, such as ``https://app.example``; ``*``: any.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
+        self._app = app
+        self._shared = CORSMiddleware(
+            app,
+            allow_origins=origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=wire.RESPONSE_HEADERS,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a preflight request, or forward the request."""
+        shared = scope["type"] == "http" and not is_for_operators(scope["path"].removesuffix("/"))
+        await (self._shared if shared else self._app)(scope, receive, send)
+
 
 _COUNTED_PATHS = frozenset((*INFERENCE_PATHS, "/v1/files", "/v1/batches"))
 """Paths whose POST counts towards request rate limits. The others cost little, and the requests of

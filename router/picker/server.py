@@ -4,15 +4,415 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Final
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from typing import Any, Final, NamedTuple
+from urllib.parse import unquote_to_bytes
 
 import grpc
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message
 
-from sluice.router.errors import ApiError
-from sluice.router.picker.exchange import BrokenError, Exchange
-from sluice.router.picker.messages import MalformedError
+from sluice.replica.engine import Endpoint
+from sluice.replica.streams.wire import TICKET_HEADER
+from sluice.router import wire
+from sluice.router.errors import ApiError, Reason, invalid
+from sluice.router.picker.messages import (
+    ENDPOINT_KEY,
+    BodyMode,
+    Headers,
+    MalformedError,
+    Part,
+    Received,
+    answer,
+    decode,
+    immediate,
+    streamed,
+)
+from sluice.router.request.arrival import endpoint_at
+from sluice.router.wire import KEY_HEADERS
+
+# One request of Envoy in the router's own application: keys, limits, objectives, placement and
+# errors are those of a request that comes to the router by HTTP.
+
+MAX_ANSWER_BYTES: Final = 64 << 20
+"""Maximum of an answer that the router writes itself, bytes. Envoy gets it in one message."""
+
+_STREAM: Final = wire.STREAM_HEADER.encode()
+
+_OF_THE_BODY: Final = frozenset(
+    (_STREAM, b"content-type", b"content-length", b"cache-control", b"x-accel-buffering")
+)
+"""Headers of an answer that come with its body: from the replica, if that sends it."""
+
+_LENGTH: Final = frozenset((b"content-length",))
+"""Envoy counts the body of a whole answer by itself."""
+
+
+class Pick(NamedTuple):
+    """A replica has begun the answer, and sends it to the reader with the ticket.
+
+    Attributes:
+        endpoint: ``HOST:PORT``.
+        headers: for the response, which the replica does not know.
+    """
+
+    endpoint: str
+    ticket: str
+    headers: Headers
+
+
+class Whole(NamedTuple):
+    """The router's own answer: an error, or any response that is no event stream."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+def whole_of(error: ApiError, endpoint: Endpoint | None = None) -> Whole:
+    """The answer of ``endpoint`` that reports an error."""
+    response = error.response(endpoint)
+    headers = _without(_LENGTH, response.raw_headers)
+    return Whole(response.status_code, headers, bytes(response.body))
+
+
+def _without(left_out: Collection[bytes], headers: Headers) -> Headers:
+    return [(name, value) for name, value in headers if name not in left_out]
+
+
+def scope_of(headers: Headers) -> dict[str, Any]:
+    """The ASGI scope of a request, with Envoy's pseudo headers.
+
+    Raises:
+        MalformedError: a pseudo header is missing or invalid.
+    """
+    pseudo = {name: value for name, value in headers if name.startswith(b":")}
+    try:
+        method = pseudo[b":method"].decode("ascii")
+        target = pseudo[b":path"]
+        path, _, query = target.partition(b"?")
+        decoded = unquote_to_bytes(path).decode()
+    except (KeyError, UnicodeDecodeError) as error:
+        raise MalformedError(f"a request needs a method and a path, in UTF-8: {error}") from None
+    if not path.startswith(b"/"):
+        raise MalformedError("a path must begin with /")
+    kept = [(b"host", pseudo.get(b":authority", b""))]
+    kept += [pair for pair in headers if not pair[0].startswith(b":")]
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method.upper(),
+        "scheme": "http",
+        "path": decoded,
+        "raw_path": path,
+        "query_string": query,
+        "root_path": "",
+        "headers": kept,
+        "client": None,
+        "server": None,
+        "state": {wire.FETCHES: True},
+    }
+
+
+class AppCall:
+    """A request in the application. Construct it on the event loop that runs the application.
+
+    Args:
+        endpoints: one of which must serve it; ``None``: any.
+
+    Attributes:
+        outcome: the application's answer, once a replica sends it or it is complete; ``None``: the
+            client had left before.
+        task: runs the application; it ends with the response.
+        broken: a stream broke after :class:`Pick`.
+
+    Raises:
+        MalformedError: the headers are no request's.
+    """
+
+    def __init__(
+        self, app: ASGIApp, headers: Headers, endpoints: Collection[str] | None = None
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.outcome: asyncio.Future[Pick | Whole | None] = loop.create_future()
+        self._body: asyncio.Queue[tuple[bytes, bool]] = asyncio.Queue(1)
+        self._wanted = asyncio.Event()
+        self._over = asyncio.Event()
+        self._status = 500
+        self._headers: Headers = ()
+        self._written = bytearray()
+        self.broken = False
+        scope = scope_of(headers)
+        self._spoken = endpoint_at(scope["path"])
+        scope["state"]["endpoints"] = endpoints
+        self.task = asyncio.create_task(self._run(app, scope))
+
+    async def wanted(self) -> None:
+        """Return when the application reads the request's body. A request that it refuses before
+        takes no memory for one."""
+        await self._wanted.wait()
+
+    async def feed(self, body: bytes, ends: bool) -> None:
+        """More of the request's body."""
+        self._wanted.clear()
+        await self._body.put((body, ends))
+
+    def leave(self) -> None:
+        """The client has left. Idempotent."""
+        self._over.set()
+
+    async def _run(self, app: ASGIApp, scope: dict[str, Any]) -> None:
+        error = ApiError(Reason.INTERNAL, "The router failed; its log says why.")
+        try:
+            await app(scope, self._receive, self._send)
+        except Exception:
+            _log.exception("a request that Envoy forwarded failed")
+            self.broken = True
+        finally:
+            if not self.outcome.done():
+                self.outcome.set_result(None if self._over.is_set() else self._failed(error))
+
+    def _failed(self, error: ApiError) -> Whole:
+        return whole_of(error, self._spoken)
+
+    async def _receive(self) -> Message:
+        """ASGI's ``receive``."""
+        self._wanted.set()
+        body = asyncio.ensure_future(self._body.get())
+        over = asyncio.ensure_future(self._over.wait())
+        try:
+            await asyncio.wait((body, over), return_when=asyncio.FIRST_COMPLETED)
+            if over.done():
+                return {"type": "http.disconnect"}
+            data, ends = body.result()
+            return {"type": "http.request", "body": data, "more_body": not ends}
+        finally:
+            body.cancel()
+            over.cancel()
+
+    async def _send(self, message: Message) -> None:
+        """ASGI's ``send``."""
+        if message["type"] == "http.response.start":
+            self._status, self._headers = message["status"], list(message.get("headers", ()))
+            fetch = next((value for name, value in self._headers if name == _STREAM), None)
+            if fetch is not None and not self.outcome.done():
+                endpoint, _, ticket = fetch.decode("latin-1").partition(" ")
+                self.outcome.set_result(
+                    Pick(endpoint, ticket, _without(_OF_THE_BODY, self._headers))
+                )
+            return
+        body = message.get("body", b"")
+        if self.outcome.done():  # the replica sends the stream, and the router why it broke
+            self.broken = self.broken or bool(body)
+            return
+        self._written += body
+        if len(self._written) > MAX_ANSWER_BYTES:
+            text = f"An endpoint picker can answer with at most {MAX_ANSWER_BYTES} bytes."
+            self.outcome.set_result(self._failed(ApiError(Reason.TOO_LARGE, text)))
+            self.leave()
+        elif not message.get("more_body", False):
+            headers = _without(_LENGTH, self._headers)
+            self.outcome.set_result(Whole(self._status, headers, bytes(self._written)))
+
+
+REQUEST_S: Final = 60.0
+"""Longest wait for the next message of a request that is not complete, seconds."""
+
+LINGER_S: Final = 600.0
+"""Longest wait for the end of Envoy's stream after the end of the call, seconds: Envoy may hold the
+end of a response for a slow client."""
+
+SECRETS: Final = ("authorization", *KEY_HEADERS)
+"""Headers that endpoints do not get: the router has checked them."""
+
+_MODES: Final = (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED)
+
+Read = Callable[[], Awaitable[bytes | None]]
+"""The next message of Envoy; ``None``: it sends no more."""
+
+Write = Callable[[bytes], Awaitable[None]]
+
+
+class BrokenError(Exception):
+    """The response broke after the client had received some of it: Envoy must reset it."""
+
+
+class Exchange:
+    """Answers one stream of messages.
+
+    Args:
+        app: the router's application.
+        calls: holds the call while the application runs it, which may be longer than this stream.
+        read: Envoy's messages.
+        write: sends an answer.
+    """
+
+    def __init__(
+        self, app: ASGIApp, calls: set[asyncio.Task[None]], read: Read, write: Write
+    ) -> None:
+        self._app = app
+        self._calls = calls
+        self._read = read
+        self._send = write
+        self._writing = asyncio.Lock()
+        # The endpoint picker protocol demands this mode of both.
+        self._mode = self._response_mode = BodyMode.FULL_DUPLEX_STREAMED
+        self._subset: frozenset[str] | None = None
+        self._has_body = self._has_trailers = False
+        self._pick: Pick | None = None
+        self._responded = False
+
+    async def run(self) -> None:
+        """Return when Envoy has ended the stream, or has an answer in place of the endpoint's.
+
+        Raises:
+            MalformedError: Envoy sent something else than the protocol has.
+            TimeoutError: it did not complete a request.
+            BrokenError: see there.
+        """
+        async with asyncio.timeout(REQUEST_S):
+            first = await self._next()
+        if first is None:
+            return
+        if first.part is not Part.REQUEST_HEADERS:
+            raise MalformedError(f"a stream must begin with request_headers, not {first.part}")
+        self._has_body = not first.ends
+        if first.modes is not None:
+            self._mode, self._response_mode = first.modes
+        if self._has_body and self._mode not in _MODES:
+            await self._write(immediate(*_mode_refused(self._mode)))
+            return
+        self._subset = first.subset
+        try:
+            call = AppCall(self._app, first.headers, first.subset)
+        except MalformedError as error:
+            await self._write(immediate(*whole_of(invalid(str(error)))))
+            return
+        self._calls.add(call.task)
+        call.task.add_done_callback(self._calls.discard)
+        parts = asyncio.create_task(self._follow(call))
+        try:
+            if await self._decide(call, first, parts):
+                await asyncio.wait((parts, call.task), return_when=asyncio.FIRST_COMPLETED)
+                if call.broken:
+                    raise BrokenError
+                await asyncio.wait((parts,), timeout=LINGER_S)
+                if parts.done():
+                    parts.result()
+        finally:
+            parts.cancel()
+            # Once the endpoint has answered, it knows better than Envoy's stream whether the
+            # client has all of it.
+            if self._pick is None or not self._responded:
+                call.leave()
+
+    async def _decide(self, call: AppCall, first: Received, parts: asyncio.Task[None]) -> bool:
+        """Answer the request. Returns whether an endpoint was chosen."""
+        buffered = self._has_body and self._mode is BodyMode.BUFFERED
+        if buffered:
+            await self._write(answer(Part.REQUEST_HEADERS))
+        if first.ends:
+            await call.feed(b"", True)
+        await asyncio.wait((call.outcome, parts), return_when=asyncio.FIRST_COMPLETED)
+        if not call.outcome.done():
+            parts.result()
+            return False  # the client has left
+        outcome = call.outcome.result()
+        if outcome is None:
+            await asyncio.wait((parts,), timeout=LINGER_S)
+            return False
+        if isinstance(outcome, Pick) and self._subset is not None:
+            # The replica that was chosen may have gone, and Serve have taken another.
+            names = {outcome.endpoint, outcome.endpoint.rpartition(":")[0]}
+            outcome = outcome if names & self._subset else _outside(outcome)
+        if isinstance(outcome, Whole):
+            await self._write(immediate(*outcome))
+            return False
+        self._pick = outcome
+        set_headers = [
+            (ENDPOINT_KEY.encode(), outcome.endpoint.encode()),
+            (TICKET_HEADER.encode(), outcome.ticket.encode()),
+        ]
+        if buffered:
+            set_headers.append((b"content-length", b"0"))
+            rest = (set_headers, SECRETS, outcome.endpoint)
+            await self._write(answer(Part.REQUEST_BODY, *rest, clears=True))
+            return True
+        await self._write(answer(Part.REQUEST_HEADERS, set_headers, SECRETS, outcome.endpoint))
+        # The replica has the body already.
+        if self._has_body:
+            for message in streamed(Part.REQUEST_BODY, b"", not self._has_trailers):
+                await self._write(message)
+        if self._has_trailers:
+            await self._write(answer(Part.REQUEST_TRAILERS))
+        return True
+
+    async def _follow(self, call: AppCall) -> None:
+        """Take Envoy's messages after the first, until it sends no more."""
+        complete = not self._has_body
+        while True:
+            if not complete:
+                await call.wanted()
+            async with asyncio.timeout(None if complete else REQUEST_S):
+                received = await self._next()
+            if received is None:
+                return
+            if received.part in (Part.REQUEST_BODY, Part.REQUEST_TRAILERS):
+                if complete and received.part is Part.REQUEST_BODY:
+                    raise MalformedError("a request continues after its end")
+                self._has_trailers = received.part is Part.REQUEST_TRAILERS
+                ends = received.ends or self._mode is BodyMode.BUFFERED
+                if not complete:
+                    await call.feed(received.body, ends)
+                    complete = ends
+                elif self._mode is BodyMode.BUFFERED:
+                    await self._write(answer(Part.REQUEST_TRAILERS))
+                continue
+            if self._pick is None:  # Envoy answers by itself: a timeout, say
+                call.leave()
+            await self._respond(received)
+
+    async def _respond(self, received: Received) -> None:
+        """Answer a part of the response."""
+        headers: Headers = ()
+        if received.part is Part.RESPONSE_HEADERS:
+            self._responded = True
+            status = next((value for name, value in received.headers if name == b":status"), b"")
+            if self._pick is not None and status == b"200":
+                headers = self._pick.headers
+        echoes = self._response_mode is BodyMode.FULL_DUPLEX_STREAMED
+        if received.part is Part.RESPONSE_BODY and echoes:
+            for message in streamed(Part.RESPONSE_BODY, received.body, received.ends):
+                await self._write(message)
+            return
+        await self._write(answer(received.part, headers))
+
+    async def _next(self) -> Received | None:
+        data = await self._read()
+        return None if data is None else decode(data)
+
+    async def _write(self, message: bytes) -> None:
+        async with self._writing:
+            await self._send(message)
+
+
+def _mode_refused(mode: BodyMode) -> Whole:
+    text = (
+        f"Envoy's external processing has request_body_mode {mode.name}; the endpoint picker needs "
+        "FULL_DUPLEX_STREAMED or BUFFERED."
+    )
+    return whole_of(ApiError(Reason.INTERNAL, text))
+
+
+def _outside(pick: Pick) -> Whole:
+    return whole_of(
+        ApiError(
+            Reason.NO_REPLICA,
+            f"The gateway's subset of endpoints does not include {pick.endpoint}, the replica that "
+            "was chosen.",
+        )
+    )
+
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 HEALTH: Final = "grpc.health.v1.Health"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 
@@ -15,17 +16,16 @@ from sluice.replica.engine import SPEECH, UNSCHEDULED, Endpoint
 from sluice.replica.request_body import RequestBody
 from sluice.router import wire
 from sluice.router.config import RouterConfig
-from sluice.router.errors import invalid
+from sluice.router.errors import invalid, shown
 from sluice.router.request.arrival import Arrival
-from sluice.router.request.body import parse_object, read_body
+from sluice.router.request.body import HeldBytes, parse_object, read_body
 from sluice.router.request.engine_bounds import refuse_structured
+from sluice.router.request.form import Form, receive
 from sluice.router.request.loop import Loop, loop_of
 from sluice.router.request.prompt_prefix import prefix_of, salted
 from sluice.router.request.prompt_size import PromptSize, longest_ids, measure, output_limit
-from sluice.router.request.queue_ttl import queue_ttl_s
 from sluice.router.request.session import session_of
 from sluice.router.request.slo import SloReader
-from sluice.router.request.speech import read_speech
 from sluice.router.request.token_limits import TokenLimits
 from sluice.router.request.validation import check_body, engine_body
 from sluice.router.tenancy.limits import ANYONE, Client
@@ -35,6 +35,127 @@ from sluice.scheduling.fleet.prefix import NO_PREFIX, PromptPrefix
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
 from sluice.telemetry.tracing import Span
+
+# A request for a transcription or a translation: a form with audio, read into a body as if it were
+# JSON, with the audio as bytes in its field ``file``.
+
+TIMEOUT_S = 120.0
+"""Longest time that a client may take to send its form, seconds."""
+
+_FLAGS: Final = (
+    "stream",
+    "stream_include_usage",
+    "stream_continuous_usage_stats",
+    "use_beam_search",
+)
+_COUNTS: Final = ("max_completion_tokens", "n")
+"""Fields that the router, or a replica, reads as another type than text. The engine converts the
+rest."""
+
+_AS_FLAG: Final = {"true": True, "1": True, "false": False, "0": False}
+_COUNT: Final = re.compile(r"([0-9]{1,10})(\.0{1,10})?")
+_NUMBER: Final = re.compile(r"[0-9]{1,12}(\.[0-9]{1,20})?")
+_TEXTS: Final = (wire.CLASS, "id")
+"""Keys of an objective whose values are text, also if they look like a number."""
+
+
+async def read_speech(request: Request, max_bytes: int, held: HeldBytes | None) -> RequestBody:
+    """The body in a form whose file has at most ``max_bytes``; what arrives is counted in ``held``.
+
+    Raises:
+        ApiError: 400, 413 or 415, or 503 or 429 if the budget in ``held`` is exhausted.
+        starlette.requests.ClientDisconnect: the client left.
+    """
+    pieces: list[bytes] = []
+
+    async def keep(piece: bytes) -> None:
+        pieces.append(piece)
+
+    form = await receive(request, keep, max_bytes, TIMEOUT_S, held)
+    audio = b"".join(pieces)
+    if not audio:
+        raise invalid("The file is empty.", "file")
+    fields = fields_of(form)
+    # The audio is no part of the JSON, so it is sent to a replica as it is.
+    return RequestBody.of(fields).with_fields({**fields, "file": audio})
+
+
+def fields_of(form: Form) -> dict[str, Any]:
+    """The fields of a form besides its file, with the types that they have in JSON.
+
+    Clients that write an object into a form send each key as a field of its own: ``slo[ttft_ms]``.
+
+    Raises:
+        ApiError: 400, such a field is not one of an objective.
+    """
+    fields: dict[str, Any] = {}
+    for name, text in (form.fields | form.lists).items():
+        if name.startswith(f"{wire.SLO_FIELD}["):
+            _put(fields.setdefault(wire.SLO_FIELD, {}), name, text)
+        elif name in _FLAGS:
+            fields[name] = _AS_FLAG.get(str(text), text)
+        else:
+            count = _COUNT.fullmatch(str(text)) if name in _COUNTS else None
+            fields[name] = int(count[1]) if count else text
+    return fields
+
+
+def _put(objective: Any, name: str, text: str | list[str]) -> None:
+    """Put the value of a field ``slo[KEY]`` or ``slo[KEY][KEY]`` where it belongs."""
+    *path, key = name[len(wire.SLO_FIELD) + 1 : -1].split("][")
+    for step in path:
+        objective = objective.setdefault(step, {}) if isinstance(objective, dict) else None
+    if not isinstance(objective, dict) or not isinstance(text, str) or len(path) > 1:
+        raise invalid(
+            f"{shown(name)} is no part of an objective in a form, which has no stages", name[:64]
+        )
+    is_number = key not in _TEXTS and _NUMBER.fullmatch(text)
+    objective[key] = (int(text) if text.isdecimal() else float(text)) if is_number else text
+
+
+# The longest wait in an admission queue that a client accepts, in the llm-d router's header.
+#
+# That router reads it as a bound on the wait in its own queue before a request is sent to a
+# replica, which can only shorten the configured one (its `pkg/epp/flowcontrol/README.md`). It is
+# no end-to-end deadline. The value is a duration as in Go: numbers with units, such as ``1m30s``.
+
+MAX_TTL_S: Final = 86_400.0
+"""Longest wait that may be stated, seconds."""
+
+_NAME: Final = wire.QUEUE_TTL_HEADER.encode()
+_UNITS_S: Final = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3_600.0}
+_PART: Final = r"([0-9]{1,12}(?:\.[0-9]{1,12})?)(ns|us|ms|s|m|h)"
+_DURATION: Final = re.compile(rf"(?:{_PART}){{1,6}}")
+_PARTS: Final = re.compile(_PART)
+
+
+def queue_ttl_s(headers: Iterable[tuple[bytes, bytes]]) -> float:
+    """The longest wait in an admission queue, seconds, by these raw headers (lower-case names);
+    infinite if they state none.
+
+    Raises:
+        ApiError: 400.
+    """
+    values = [value for name, value in headers if name == _NAME]
+    if not values:
+        return inf
+    if len(values) > 1:
+        raise invalid(
+            f"{wire.QUEUE_TTL_HEADER} must be given once, got it several times",
+            wire.QUEUE_TTL_HEADER,
+        )
+    text = values[0].decode("latin-1").strip(" ")
+    ttl_s = 0.0
+    if _DURATION.fullmatch(text):
+        ttl_s = sum(float(number) * _UNITS_S[unit] for number, unit in _PARTS.findall(text))
+    if not 0 < ttl_s <= MAX_TTL_S:
+        raise invalid(
+            f"{wire.QUEUE_TTL_HEADER} must be a duration such as 1500ms or 1m30s, more than 0 and "
+            f"at most {MAX_TTL_S / 3_600:g}h, got {shown(text)}",
+            wire.QUEUE_TTL_HEADER,
+        )
+    return ttl_s
+
 
 _UNCHANGED: Mapping[str, str] = {}
 
@@ -109,7 +230,7 @@ class CallReader:
 
     A body over :data:`MAX_INLINE_BYTES` is parsed and checked in a thread, so that the event loop
     can run meanwhile. Python's global interpreter lock limits the gain: the JSON parser holds it
-    while it parses a piece (:mod:`sluice.router.request.large_body`). One such body at a time: more
+    while it parses a piece (:mod:`sluice.router.request.body`). One such body at a time: more
     threads would only compete with the loop for the lock.
 
     Args:

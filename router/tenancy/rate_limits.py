@@ -1,6 +1,6 @@
 """Rate limits of API keys: requests and tokens per minute, over all routers.
 
-The buckets are those of :mod:`sluice.controller.state.quotas`. A request is charged to both before
+The buckets are those of :mod:`sluice.controller.actor`. A request is charged to both before
 it is sent anywhere. It reserves as many tokens as it may need, and returns unused ones at its end.
 """
 

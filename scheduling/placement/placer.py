@@ -107,7 +107,7 @@ class Placer:
     that can guarantee the request.
 
     An end-to-end time is guaranteed as a TTFT and a pace
-    (:mod:`sluice.scheduling.placement.pacing`), by the observed lengths of outputs.
+    (:mod:`sluice.scheduling.placement.guarantees`), by the observed lengths of outputs.
 
     Where not every request can be guaranteed, tenants have fair shares of the capacity
     (:mod:`sluice.scheduling.tenancy.fair_shares`): a tenant over its share gets a guarantee only if

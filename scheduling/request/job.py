@@ -239,7 +239,7 @@ class RouteDecision(NamedTuple):
         planned: if guaranteed: the TTFT, TPOT and end-to-end time for which it is planned, seconds;
             ``None`` for a time that is not stated. The replica schedules by them, see
             :mod:`sluice.scheduling.placement.calibration`; instead of an end-to-end time by its
-            shares, see :mod:`sluice.scheduling.placement.pacing`.
+            shares, see :mod:`sluice.scheduling.placement.guarantees`.
         room_s: if ``unattainable``: the predicted time until there is capacity, without new
             arrivals. A request that waits at the edge asks again by it.
         starts_in_s: if the model has no replica and may have none: predicted time until the first

@@ -14,8 +14,7 @@ import pytest
 from pydantic import SecretStr
 from uvicorn.server import ServerState
 
-from sluice.router.batches_config import BatchesConfig
-from sluice.router.config import RouterConfig
+from sluice.router.config import BatchesConfig, RouterConfig
 from sluice.router.errors import Reason
 from sluice.router.metrics.client_names import UNNAMED
 from sluice.router.metrics.usage import OPERATIONS, PROVIDER

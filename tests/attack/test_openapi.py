@@ -16,8 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from pydantic import SecretStr
 from starlette.routing import Route
 
-from sluice.router.batches_config import BatchesConfig
-from sluice.router.config import RouterConfig
+from sluice.router.config import BatchesConfig, RouterConfig
 from sluice.router.ingress.access import LIVE_PATH
 from sluice.router.openapi import PATH, document
 from sluice.router.tenancy.keys import ApiKey

@@ -16,7 +16,7 @@ from sluice.controller.messages import LateNotice, MetricSample, RequestEnding, 
 from sluice.controller.observability.metrics import MAX_PUSH_SAMPLES
 from sluice.controller.state.mirror import MAX_REPLICAS
 from sluice.controller.transport.wire_format import MAX_QUERIES
-from sluice.scheduling.placement.margins import PRIOR
+from sluice.scheduling.placement.calibration import PRIOR
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage
 from sluice.scheduling.routing import POLICIES

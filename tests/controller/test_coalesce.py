@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from sluice.controller.transport.batching import Coalescer
+from sluice.controller.cell_client import Coalescer
 from sluice.controller.transport.failure import NoAnswerError
 
 

@@ -11,7 +11,7 @@ from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import RequestEnding, RouteQuery, Tier
 from sluice.controller.observability.decision_log import OTHERS
 from sluice.controller.observability.recent_decisions import DECISIONS
-from sluice.scheduling.placement.margins import PRIOR
+from sluice.scheduling.placement.calibration import PRIOR
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import POLICIES
 from sluice.scheduling.routing.slos_serve import SLOsServeRoutingOptions

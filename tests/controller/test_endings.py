@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import MAX_ENDINGS, LateNotice, RequestEnding
-from sluice.controller.observability.endings import Endings
+from sluice.controller.observability.recent_decisions import Endings
 from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import Clock, hello, query
 from tests.controller.observed import ObservedController

@@ -6,7 +6,7 @@ import pytest
 
 from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import RequestEnding, RouteDecision, Tier
-from sluice.scheduling.placement.margins import PRIOR
+from sluice.scheduling.placement.calibration import PRIOR
 from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import Clock, hello, query
 from tests.controller.observed import ObservedController

@@ -9,8 +9,8 @@ import pytest
 
 from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import RequestEnding, RouteDecision, RouteQuery, Tier
-from sluice.controller.observability.promise_summary import promise_summary
 from sluice.controller.observability.readings import reliable
+from sluice.controller.observability.snapshot import promise_summary
 from sluice.controller.state.promises import RECENT, RECENT_S, PromiseLog
 from sluice.scheduling.placement.reliability import CHECKED, FEW, QUANTILES
 from sluice.scheduling.request.objective import SLO

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from sluice.controller.actor import Controller
+from sluice.controller import actor
+from sluice.controller.actor import Controller, Quotas
 from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import MAX_NUMBER, MAX_USES, QuotaUse
-from sluice.controller.state import quotas
-from sluice.controller.state.quotas import Quotas
 
 
 def use(account: str = "a", used: float = 1, level: float = 1, per_s: float = 1) -> QuotaUse:
@@ -42,7 +41,7 @@ def test_a_changed_rate_counts_from_then_on() -> None:
 
 
 def test_empty_buckets_make_room_and_full_ones_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quotas, "MAX_ACCOUNTS", 3)
+    monkeypatch.setattr(actor, "MAX_ACCOUNTS", 3)
     fleet = Quotas()
     fleet.share([use("long", level=100), use("b"), use("c")], 0)
     with pytest.raises(ValueError, match="more than 3 accounts"):

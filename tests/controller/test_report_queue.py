@@ -7,9 +7,9 @@ import asyncio
 import msgspec
 import pytest
 
-from sluice.controller.transport import report_queue
+from sluice.controller.transport import channel
+from sluice.controller.transport.channel import TURN_S, ReportQueue
 from sluice.controller.transport.frames import Frames
-from sluice.controller.transport.report_queue import TURN_S, ReportQueue
 from sluice.controller.transport.wire_format import Report
 from tests.controller.fleet import Clock
 
@@ -77,7 +77,7 @@ async def test_a_report_whose_sender_no_longer_waits_is_answered_so_and_a_closed
 
 
 async def test_the_bytes_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_queue, "MOST_BYTES", 10)
+    monkeypatch.setattr(channel, "MOST_BYTES", 10)
     taken = Taken()
     taken.add(1, 2, size=5)
     assert taken.numbers == []

@@ -10,9 +10,8 @@ import pytest
 from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import RouteDecision, RouteQuery, RouteReply
-from sluice.controller.transport.channel import RouteServer
+from sluice.controller.transport.channel import RouteServer, Window
 from sluice.controller.transport.frames import Frames
-from sluice.controller.transport.window import Window
 from sluice.controller.transport.wire_format import Refused, Routed, decode_answer
 from sluice.scheduling.placement.together import MOST_TOGETHER
 from sluice.scheduling.request.objective import SLO

@@ -15,8 +15,8 @@ from ray.serve.config import AutoscalingContext
 
 from sluice.deploy.app import build
 from sluice.deploy.autoscaling import latest_load, serve_autoscaling
+from sluice.deploy.commands.deploy import application_of
 from sluice.deploy.config import parse_config
-from sluice.deploy.submission import application_of
 from sluice.replica.autoscaling_config import AutoscalingConfig
 from sluice.replica.config import ReplicaConfig
 from sluice.scheduling.autoscaling import Load

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.deploy.batches_folder import with_batches_folder
+from sluice.deploy.commands.serve import with_batches_folder
 from sluice.deploy.config import SluiceConfig, parse_config
 
 

@@ -26,9 +26,8 @@ from sluice.deploy.cli import main
 from sluice.deploy.commands.exits import Exit
 from sluice.deploy.ray_settings import free_port
 from sluice.router.admin.service import AdminService
-from sluice.router.admin_config import AdminConfig
 from sluice.router.api import make_api
-from sluice.router.config import RouterConfig
+from sluice.router.config import AdminConfig, RouterConfig
 from sluice.router.dispatch.catalog import Catalog
 from sluice.router.dispatch.dispatcher import Dispatcher
 from sluice.router.dispatch.models import Model, ModelRegistry

@@ -10,10 +10,10 @@ from ray.serve._private.deploy_utils import get_app_code_version
 from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
 from sluice.deploy.app import deployment_name
+from sluice.deploy.commands.deploy import application_of, ray_token, state_of, submit
 from sluice.deploy.config import parse_config
 from sluice.deploy.json_http import JsonServer, UnreachableError
 from sluice.deploy.models import ModelFleet
-from sluice.deploy.submission import application_of, ray_token, state_of, submit
 from sluice.router.tenancy.auth import KeyRing
 from tests.deploy.far_server import Answer, far_server
 

@@ -7,7 +7,7 @@ from ray.serve._private.config import DeploymentConfig
 
 from sluice.deploy.autoscaling import serve_autoscaling
 from sluice.replica.autoscaling_config import AutoscalingConfig
-from sluice.replica.configured import ConfiguredReplicas
+from sluice.replica.deployment import ConfiguredReplicas
 
 
 @pytest.mark.parametrize("count", [1, 5])

@@ -6,7 +6,7 @@ import platform
 
 import pytest
 
-from sluice.replica.scheduler.memory_fence import membarrier, reader_fence
+from sluice.replica.scheduler.state_table import membarrier, reader_fence
 
 
 def test_a_fence_of_this_machine_can_be_passed() -> None:

@@ -12,7 +12,7 @@ import pytest
 from sluice.controller.config import ControllerConfig
 from sluice.controller.messages import RouteQuery
 from sluice.replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
-from sluice.replica.deployment import make_engines
+from sluice.replica.deployment import Ranks, make_engines, names_of
 from sluice.replica.engine import (
     EngineRequest,
     Progress,
@@ -21,7 +21,6 @@ from sluice.replica.engine import (
     ResponseTaken,
     request_key,
 )
-from sluice.replica.ranks import Ranks, names_of
 from sluice.replica.server import Replica
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.scheduling.fleet.ranks import rank_name, rank_of, replica_of

@@ -9,8 +9,12 @@ import time
 import numpy as np
 import pytest
 
-from sluice.replica.scheduler.memory_fence import membarrier, reader_fence
-from sluice.replica.scheduler.state_table import StateTable, TableFullError
+from sluice.replica.scheduler.state_table import (
+    StateTable,
+    TableFullError,
+    membarrier,
+    reader_fence,
+)
 from sluice.scheduling.fleet.prefix import HELD, HELD_SLOTS
 from sluice.scheduling.fleet.state import RUNNING, WAITING
 from sluice.scheduling.latency.model import (

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sluice.replica.vllm.tool_parser import choose_parser, parser_of
+from sluice.replica.vllm.setup import choose_parser, parser_of
 
 CALLS = "<\uff5ctool▁calls▁begin\uff5c><\uff5ctool▁call▁begin\uff5c>"
 TEMPLATES = {

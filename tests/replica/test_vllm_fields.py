@@ -12,7 +12,7 @@ from pydantic import BaseModel, TypeAdapter
 from sluice.replica.engine import SPEECH, Endpoint
 from sluice.replica.errors import RequestError
 from sluice.replica.request_body import RequestBody
-from sluice.replica.vllm.request_parser import _validated
+from sluice.replica.vllm.engine import _validated
 from sluice.replica.vllm.serving import _PLACES, Serving
 from sluice.router.config import RouterConfig
 from sluice.router.request.arrival import Arrival

@@ -66,7 +66,7 @@ class Output:
         """What comes of these tokens, as an engine gives them."""
         from vllm.v1.engine import EngineCoreOutput
 
-        from sluice.replica.vllm.resume import _end_of
+        from sluice.replica.vllm.client import _end_of
 
         made = []
         for group in groups:
@@ -116,7 +116,7 @@ TOKENS = st.one_of(st.integers(131, 258), st.integers(259, 2047), st.sampled_fro
 def test_what_is_made_again_is_what_was_made(
     tokenizer: Any, tokens: list[int], sizes: list[int], stop: list[str], data: st.DataObject
 ) -> None:
-    from sluice.replica.vllm.resume import repeat
+    from sluice.replica.vllm.client import repeat
 
     if LAST in tokens:
         tokens = tokens[: tokens.index(LAST) + 1]
@@ -135,7 +135,7 @@ def test_what_is_made_again_is_what_was_made(
 
 
 def test_the_rest_of_a_request(tokenizer: Any) -> None:
-    from sluice.replica.vllm.resume import rest_of
+    from sluice.replica.vllm.client import rest_of
 
     request = Output(tokenizer, []).request
     rest = rest_of(request, [5, 6, 7], prefill_only=False)
@@ -150,7 +150,7 @@ def test_the_rest_of_a_request(tokenizer: Any) -> None:
 
 async def test_an_abort_while_outputs_are_made_again_is_the_last_output(tokenizer: Any) -> None:
     """It comes where others get their turn; whoever reads the queue then sees that it is over."""
-    from sluice.replica.vllm.resume import AT_ONCE, repeat
+    from sluice.replica.vllm.client import AT_ONCE, repeat
 
     output = Output(tokenizer, [])
     output.request.sampling_params.max_tokens = 4 * AT_ONCE

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sluice.replica.engine import EngineDeadError, EngineInfo
 from sluice.replica.scheduler.state_table import StateTable
-from sluice.replica.watchdog import (
+from sluice.replica.server import (
     FIRST_STEPS,
     LONGEST_STEPS,
     OWN_GAP_S,

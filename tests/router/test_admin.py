@@ -12,8 +12,8 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from sluice.deploy.admin_key import page_address, with_admin_key
 from sluice.deploy.app import build
+from sluice.deploy.commands.serve import page_address, with_admin_key
 from sluice.deploy.config import SluiceConfig, parse_config
 from sluice.router.admin.service import (
     FEW_DECISIONS,

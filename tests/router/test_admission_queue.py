@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sluice.controller.messages import RouteDecision, Tier
 from sluice.router.config import ServiceClass
-from sluice.router.dispatch.admission_queue import (
+from sluice.router.dispatch.placement import (
     ASKERS,
     MAX_PAUSE_S,
     MIN_PAUSE_S,

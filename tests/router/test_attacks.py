@@ -10,8 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 from pydantic import SecretStr
 
-from sluice.router.admin_config import AdminConfig
-from sluice.router.config import MetricsConfig, RouterConfig
+from sluice.router.config import AdminConfig, MetricsConfig, RouterConfig
 from sluice.router.tenancy.keys import ApiKey
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, serve
 from tests.router.listening import listening

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.router.errors import ApiError
-from sluice.router.request import large_body
-from sluice.router.request.body import parse_object
-from sluice.router.request.large_body import parse_in_pieces
+from sluice.router.request import body
+from sluice.router.request.body import parse_in_pieces, parse_object
 
 _NUMBERS = st.one_of(
     st.integers(-(2**53), 2**53), st.floats(allow_nan=False, allow_infinity=False), st.booleans()
@@ -37,8 +36,8 @@ def test_pieces_make_what_the_whole_makes(
 ) -> None:
     raw = json.dumps(fields, indent=indent).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(large_body, "PIECE_BYTES", piece)
-        patch.setattr(large_body, "MANY_VALUES", many)
+        patch.setattr(body, "PIECE_BYTES", piece)
+        patch.setattr(body, "MANY_VALUES", many)
         parsed = parse_in_pieces(raw)
     assert parsed == fields
     assert repr(parsed) == repr(json.loads(raw)), "also the types"
@@ -51,11 +50,11 @@ def test_no_call_of_the_parser_gets_more_than_a_piece(monkeypatch: pytest.Monkey
         lengths.append(len(text))
         return msgspec.json.decode(text)
 
-    monkeypatch.setattr(large_body, "_decode", decode)
-    monkeypatch.setattr(large_body, "_decode_list", decode)
+    monkeypatch.setattr(body, "_decode", decode)
+    monkeypatch.setattr(body, "_decode_list", decode)
     raw = b'{"model":"m","prompt":[' + b"1," * 500_000 + b"1]}"
     assert parse_in_pieces(raw)["prompt"] == [1] * 500_001
-    assert max(lengths) <= large_body.PIECE_BYTES + 16
+    assert max(lengths) <= body.PIECE_BYTES + 16
     assert len(lengths) > 7
 
 

@@ -12,7 +12,7 @@ from sluice.replica.engine import EngineRequest, request_key
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.answer import Answer
 from sluice.router.dispatch.attempt import Attempt
-from sluice.router.dispatch.moves import Moves
+from sluice.router.dispatch.migrations import Moves
 from sluice.router.dispatch.suspicion import Case
 from sluice.router.errors import Reason
 from sluice.router.request.call import Call

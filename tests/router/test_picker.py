@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from sluice.replica.streams.wire import TICKET_HEADER
 from sluice.router.config import RouterConfig, ServiceClass
-from sluice.router.picker import exchange, server
+from sluice.router.picker import server
 from sluice.router.picker.messages import (
     CLASSES,
     ENDPOINT_KEY,
@@ -378,7 +378,7 @@ async def test_what_is_no_message_of_the_protocol_is_refused_and_ends_nothing() 
 
 
 async def test_a_request_that_does_not_go_on_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "REQUEST_S", 0.05)
+    monkeypatch.setattr(server, "REQUEST_S", 0.05)
     async with picking() as system, streaming(system.port) as stream:
         assert await stream.status() is grpc.StatusCode.DEADLINE_EXCEEDED
         async with streaming(system.port) as begun:
@@ -451,7 +451,7 @@ def test_bytes_of_any_kind_end_no_picker(messages: list[bytes]) -> None:
 
         calls: set[asyncio.Task[None]] = set()
         try:
-            await exchange.Exchange(app, calls, read, write).run()
+            await server.Exchange(app, calls, read, write).run()
         except MalformedError:
             return
         finally:

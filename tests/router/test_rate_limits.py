@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice.controller.actor import Quotas
 from sluice.controller.messages import QuotaUse
-from sluice.controller.state.quotas import Quotas
 from sluice.replica.engine import ResponseHead, ResponseTail
 from sluice.router.errors import ApiError, Reason
 from sluice.router.tenancy.limits import ANYONE, Client, TenantLimits

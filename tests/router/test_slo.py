@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from sluice.replica.engine import Endpoint
 from sluice.router.config import RouterConfig, ServiceClass
 from sluice.router.errors import ApiError, Reason
-from sluice.router.request.queue_ttl import queue_ttl_s
+from sluice.router.request.call import queue_ttl_s
 from sluice.router.request.slo import SloReader
 from sluice.router.wire import MAX_OBJECTIVE_MS
 from sluice.scheduling.request.objective import SLO

@@ -10,7 +10,7 @@ import yaml
 from sluice.controller.client import LOOP_TIMEOUT_S
 from sluice.deploy.config import parse_config
 from sluice.router.config import RouterConfig
-from sluice.router.dispatch.admission_queue import ASKERS, MAX_PAUSE_S, MIN_PAUSE_S
+from sluice.router.dispatch.placement import ASKERS, MAX_PAUSE_S, MIN_PAUSE_S
 from sluice.router.errors import RULES, Reason
 from sluice.router.request.session import MAX_SESSION_CHARACTERS
 from sluice.router.request.slo import SloReader

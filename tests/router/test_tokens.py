@@ -20,15 +20,21 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from pydantic import SecretStr, ValidationError
 
-from sluice.router.admin_config import AdminConfig
-from sluice.router.config import MetricsConfig, RouterConfig
+from sluice.router.config import AdminConfig, MetricsConfig, RouterConfig
 from sluice.router.errors import ApiError, Reason
 from sluice.router.tenancy import tokens
 from sluice.router.tenancy.issuers import TokenIssuer
-from sluice.router.tenancy.jwks import MAX_BYTES, MAX_KEYS, MIN_PAUSE_S
 from sluice.router.tenancy.keys import ApiKey, client_of
 from sluice.router.tenancy.limits import Client, TenantLimits
-from sluice.router.tenancy.tokens import MAX_TOKEN_BYTES, REMEMBERED_S, TokenVerifier, is_token
+from sluice.router.tenancy.tokens import (
+    MAX_BYTES,
+    MAX_KEYS,
+    MAX_TOKEN_BYTES,
+    MIN_PAUSE_S,
+    REMEMBERED_S,
+    TokenVerifier,
+    is_token,
+)
 from tests.router.far_side import CHAT_BODY, Clock, Edge, FarSide, serve
 from tests.router.token_issuer import RSA_KEY, Issuer, ec_key, issuing, published
 

@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.scheduling.placement.calibration import MOST_APART, Calibration
-from sluice.scheduling.placement.margins import MEMORY, MEMORY_S, MOST_MARGIN, PRIOR
+from sluice.scheduling.placement.calibration import (
+    MEMORY,
+    MEMORY_S,
+    MOST_APART,
+    MOST_MARGIN,
+    PRIOR,
+    Calibration,
+)
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.tpot import TPOTAnchor
 

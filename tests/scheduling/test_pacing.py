@@ -10,11 +10,10 @@ from sluice.scheduling.admission import make_policy as make_admission
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.latency.model import LinearLatency
-from sluice.scheduling.placement.calibration import Calibration
+from sluice.scheduling.placement.calibration import PRIOR, Calibration
+from sluice.scheduling.placement.guarantees import shared_out
 from sluice.scheduling.placement.length import LengthRange
-from sluice.scheduling.placement.margins import PRIOR
 from sluice.scheduling.placement.output_lengths import OutputLengths
-from sluice.scheduling.placement.pacing import shared_out
 from sluice.scheduling.placement.placer import DecisionInputs, Placer
 from sluice.scheduling.request.job import UNATTAINABLE, RouteDecision, RouteQuery, Tier
 from sluice.scheduling.request.objective import SLO

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from sluice.scheduling.admission import make_policy as make_admission
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet
-from sluice.scheduling.placement.calibration import Calibration
-from sluice.scheduling.placement.margins import PRIOR
+from sluice.scheduling.placement.calibration import PRIOR, Calibration
 from sluice.scheduling.placement.placer import DecisionInputs, Placer
 from sluice.scheduling.request.job import NO_REPLICA, PLACED, UNATTAINABLE, RouteDecision
 from sluice.scheduling.request.objective import SLO

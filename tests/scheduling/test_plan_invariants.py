@@ -25,7 +25,7 @@ from sluice.scheduling.latency.model import (
     RooflineLatency,
     StepSample,
 )
-from sluice.scheduling.latency.speculation_solver import MOST_LENGTH
+from sluice.scheduling.latency.speculation import MOST_LENGTH
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, RequestView
 from tests.examples import examples

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
-from sluice.scheduling.latency import speculation_solver as solver
+from sluice.scheduling.latency import speculation as solver
 from sluice.scheduling.latency.model import (
     LatencyModel,
     LinearLatency,
@@ -22,14 +22,12 @@ from sluice.scheduling.latency.speculation import (
     CREDIT,
     MAX_CLASSES,
     MEMORY_TRIALS,
+    MOST_LENGTH,
     PRIOR_ACCEPTANCE,
     AcceptanceRates,
     AdaptiveLengths,
     AllDrafts,
     Lengths,
-)
-from sluice.scheduling.latency.speculation_solver import (
-    MOST_LENGTH,
     accepted_tokens,
     for_decodes,
     for_prefills,

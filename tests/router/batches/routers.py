@@ -16,8 +16,7 @@ from pydantic import SecretStr
 
 from sluice.replica.engine import EngineRequest, ResponseItem
 from sluice.router.batches.store import NAME
-from sluice.router.batches_config import BatchesConfig
-from sluice.router.config import RouterConfig
+from sluice.router.config import BatchesConfig, RouterConfig
 from tests.router.far_side import Edge, FarSide, serve
 from tests.router.listening import listening
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from sluice.deploy.ray_settings import free_port
 from sluice.router.batches.byte_store import PART_BYTES
-from sluice.router.batches_config import BatchesConfig
+from sluice.router.config import BatchesConfig
 from tests.router.batches import routers
 from tests.router.batches.routers import config, jsonl, line, names_in, serving, submit, until
 

@@ -10,7 +10,7 @@ import yaml
 
 from sluice.deploy.config import SluiceConfig
 from sluice.router.batches.records import Status
-from sluice.router.batches_config import BatchesConfig
+from sluice.router.config import BatchesConfig
 from tests.documents import ROOT, marked, rows, section
 from tests.router.batches.routers import config, serving
 

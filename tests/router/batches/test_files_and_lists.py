@@ -13,8 +13,7 @@ import openai
 import pytest
 from pydantic import ValidationError
 
-from sluice.router.batches_config import DAY_S, BatchesConfig
-from sluice.router.config import RouterConfig
+from sluice.router.config import DAY_S, BatchesConfig, RouterConfig
 from tests.router.batches.routers import (
     KEY,
     OTHER_KEY,

@@ -17,7 +17,6 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry
 
-from sluice.router.batches.database import VERSION, changing
 from sluice.router.batches.folders import Routers
 from sluice.router.batches.line_caller import LineCaller
 from sluice.router.batches.metrics import BatchMetrics
@@ -26,10 +25,9 @@ from sluice.router.batches.places import LinePlaces
 from sluice.router.batches.records import BatchRecord, FileRecord, Status, new_batch_id
 from sluice.router.batches.run import BatchRun, Resources
 from sluice.router.batches.runner import Runner, _Running
-from sluice.router.batches.state import BatchLostError, BatchState, Result
-from sluice.router.batches.store import NAME, Store
-from sluice.router.batches.threads import Threads
-from sluice.router.batches_config import DAY_S, BatchesConfig
+from sluice.router.batches.state import VERSION, BatchLostError, BatchState, Result, changing
+from sluice.router.batches.store import NAME, Store, Threads
+from sluice.router.config import DAY_S, BatchesConfig
 from sluice.router.errors import ApiError, Reason
 from sluice.router.tenancy.auth import KeyRing
 from sluice.router.tenancy.limits import ANYONE
@@ -277,7 +275,7 @@ async def test_a_batch_whose_key_is_gone_ends_in_order(tmp_path: Path) -> None:
 KILLED = """
 import asyncio, sys
 from pathlib import Path
-from sluice.router.batches_config import BatchesConfig
+from sluice.router.config import BatchesConfig
 from sluice.router.batches.lines import BatchRequest
 from sluice.router.batches.results import Reply, answered
 from sluice.router.batches.state import BatchState
