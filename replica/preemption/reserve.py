@@ -13,9 +13,6 @@ tokens, at each check, by the worker's own model. It is proportional to the toke
 gives the need of the largest one. Each prefill also has its own model runner, with its buffers.
 """
 
-# PyTorch's class is untyped here, so its subclass is, too.
-# mypy: disable-error-code="misc"
-
 from __future__ import annotations
 
 import logging
@@ -23,10 +20,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import psutil
-import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from sluice.replica.preemption.checks import Checks, Granularity
 from sluice.replica.preemption.control_block import ControlWords
@@ -34,42 +27,6 @@ from sluice.replica.preemption.launch_throttle import Immediate
 from sluice.replica.preemption.runner_pool import new_runner, without_compiled_code
 from sluice.replica.preemption_config import PreemptionConfig
 from sluice.replica.scheduler.xargs import SchedulerSettings
-
-# How much memory of a device the tensors that a pass of a model has made take.
-
-
-class LiveMemory(TorchDispatchMode):
-    """Counts the memory of a device that was allocated in this context and is still in use."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-        self._taken: dict[StorageWeakRef, int] = {}
-
-    def bytes(self) -> int:
-        """How much it is now."""
-        self._taken = {
-            storage: size for storage, size in self._taken.items() if not storage.expired()
-        }
-        return sum(self._taken.values())
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        given = {StorageWeakRef(each) for each in self._storages((args, kwargs))}
-        for storage in self._storages(result):
-            weak = StorageWeakRef(storage)
-            if weak not in given:  # a view, or computed in place
-                self._taken[weak] = storage.nbytes()
-        return result
-
-    def _storages(self, tree: Any) -> list[Any]:
-        return [
-            leaf.untyped_storage()
-            for leaf in tree_leaves(tree)
-            if isinstance(leaf, torch.Tensor) and leaf.device == self._device
-        ]
-
 
 logger = logging.getLogger(__name__)
 
@@ -198,6 +155,8 @@ def measure(wrapper: Any, granularity: Granularity) -> Need:
     """The memory that a vLLM worker with a loaded model needs for one suspended prefill."""
     from vllm.config import set_current_vllm_config
 
+    from sluice.replica.preemption.live_memory import LiveMemory
+
     worker = wrapper.worker
     runner = worker.model_runner
     buffers = LiveMemory(worker.device)
@@ -222,6 +181,8 @@ def held_bytes(
     """Max bytes on ``device``, of PyTorch, that ``forward``, a pass of ``model``, holds at a
     check."""
     from torch import inference_mode
+
+    from sluice.replica.preemption.live_memory import LiveMemory
 
     live = LiveMemory(device)
     most = 0

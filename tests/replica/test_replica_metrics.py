@@ -8,8 +8,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.replica.config import SimulatedEngineConfig
 from sluice.replica.metrics import Measured, ReplicaCollector
-from sluice.replica.preemption.engine_loop import Stats
 from sluice.replica.preemption.messages import Timing
+from sluice.replica.preemption.stats import Stats
 from sluice.replica.scheduler.local_scheduler import LocalScheduler
 from sluice.replica.scheduler.speculation import DraftCounts
 from sluice.replica.scheduler.state_table import StateTable

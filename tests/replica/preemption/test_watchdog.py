@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.replica.preemption.engine_loop import StalledError, TaskWatchdog
+from sluice.replica.preemption.watchdog import StalledError, TaskWatchdog
 
 LIMIT_S = 10.0
 

@@ -1,0 +1,81 @@
+"""Counts and times of an engine's preemptions."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from sluice.replica.preemption.messages import Timing
+from sluice.scheduling.fleet.state import STOP_BUCKETS_S
+
+_KEPT = 1024
+
+_PUBLISHED = (
+    "rounds",
+    "suspended",
+    "suspensions",
+    "late_stops",
+    "resumes",
+    "discards",
+    "suspended_s",
+    "decide_s",
+    "reserved_bytes",
+    "stop_s",
+    "stop_histogram",
+)
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counts since the start.
+
+    Attributes:
+        rounds: rounds of the engine's loop.
+        suspended: prefills that are suspended now.
+        deepest: max of them at once.
+        suspensions: stops of prefills.
+        late_stops: stop signals to prefills that ended before they saw them.
+        resumes: suspended prefills that were resumed.
+        discards: prefills discarded, as all their requests had ended.
+        suspended_s: total time that prefills were suspended.
+        decide_s: total time of decisions.
+        reserved_bytes: memory that is kept for suspended prefills, on one worker.
+        stop_s: total time from the stop signals to the stops.
+        stop_histogram: histogram of these times, by
+            :data:`sluice.scheduling.fleet.state.STOP_BUCKETS_S`.
+        latest_stop_s: the latest of these times.
+    """
+
+    rounds: int = 0
+    suspended: int = 0
+    deepest: int = 0
+    suspensions: int = 0
+    late_stops: int = 0
+    resumes: int = 0
+    discards: int = 0
+    suspended_s: float = 0.0
+    decide_s: float = 0.0
+    reserved_bytes: int = 0
+    stop_s: float = 0.0
+    stop_histogram: list[int] = field(default_factory=lambda: [0] * (len(STOP_BUCKETS_S) + 1))
+    latest_stop_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+
+    def ended(self, signalled_s: list[float], timing: Timing) -> list[float]:
+        """A task ended that had received stop signals at these times; returns how long each stop
+        took, seconds."""
+        stopped_s = timing.stopped_s
+        self.suspensions += len(stopped_s)
+        self.late_stops += len(signalled_s) - len(stopped_s)
+        self.suspended_s += timing.suspended_s
+        took_s = [max(0.0, end - begin) for begin, end in zip(signalled_s, stopped_s, strict=False)]
+        for each_s in took_s:
+            self.stop_s += each_s
+            self.stop_histogram[bisect_left(STOP_BUCKETS_S, each_s)] += 1
+        self.latest_stop_s.extend(took_s)
+        return took_s
+
+    def summary(self) -> dict[str, Any]:
+        """The fields of the state table."""
+        return {name: getattr(self, name) for name in _PUBLISHED}
