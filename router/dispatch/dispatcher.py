@@ -41,8 +41,8 @@ from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import Fallback, Outcome, Phase, RouterMetrics, StreamWay
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import TokenEstimator, outputs_of
+from sluice.router.serve.choices import CHOICES
 from sluice.router.serve.contract import ReaderLostError, ReplicaFailedError, Replicas, error_of
-from sluice.router.serve.request_router import CHOICES
 from sluice.scheduling.fleet.prefix import NO_PREFIX
 from sluice.scheduling.request.objective import TokenClock
 from sluice.scheduling.request.stage_clock import clock_of

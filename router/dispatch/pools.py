@@ -7,7 +7,7 @@ from math import inf
 
 from sluice.router.dispatch.answer import Answer
 from sluice.router.serve.contract import ReplicaFailedError
-from sluice.router.serve.request_router import NO_REPLICA_WAIT_S
+from sluice.router.serve.hint import NO_REPLICA_WAIT_S
 from sluice.scheduling.roles import Role
 
 EMPTY_POOLS_PAUSE_S = 0.25

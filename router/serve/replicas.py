@@ -33,7 +33,8 @@ from sluice.router import wire
 from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import Way
 from sluice.router.serve.contract import ReaderLostError, ReplicaFailedError, ReplicaStream
-from sluice.router.serve.request_router import RUNNING, DrainedError, Hint, NoReplicaError
+from sluice.router.serve.hint import DrainedError, Hint, NoReplicaError
+from sluice.router.serve.running import RUNNING
 from sluice.router.serve.streams import Channels
 from sluice.scheduling.autoscaling.base import STARTUP_S
 from sluice.scheduling.fleet.ranks import rank_of, replica_of

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
-from ray.serve._private.common import DeploymentID, ReplicaID
+from ray.serve._private.common import ReplicaID
 from ray.serve._private.request_router.common import PendingRequest
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
 from ray.serve._private.request_router.replica_wrapper import RunningReplica
@@ -25,161 +24,9 @@ from sluice.controller.client import ControllerClient, fleet_name
 from sluice.controller.config import ControllerConfig
 from sluice.replica.engine import EngineRequest
 from sluice.router import wire
+from sluice.router.serve import choices, running
+from sluice.router.serve.hint import NO_REPLICA_WAIT_S, DrainedError, Hint, NoReplicaError
 from sluice.scheduling.fleet.ranks import replica_of
-from sluice.scheduling.placement.cold_start import LATE_PART
-
-# The replicas that run, as Serve's request router knows them.
-#
-# Serve constructs the request router, and everything else has only a handle; both are in one
-# process and share only this.
-
-
-class Running:
-    """Unique ids of the running replicas by deployment. Bounded by the number of replicas.
-
-    Args:
-        clock: monotonic seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._began_s = clock()
-        self._ids: dict[DeploymentID, frozenset[str]] = {}
-        # Of a deployment without a replica, since when; and how long its last start took.
-        self._none_since_s: dict[DeploymentID, float] = {}
-        self._took_s: dict[DeploymentID, float] = {}
-
-    def note(self, deployment: DeploymentID, replica_ids: Collection[str]) -> None:
-        """These replicas of a deployment run, and no others."""
-        now_s, ids = self._clock(), frozenset(replica_ids)
-        if ids and not self.of(deployment):
-            since_s = self._none_since_s.pop(deployment, self._began_s)
-            self._took_s[deployment] = now_s - since_s
-        elif not ids:
-            self._none_since_s.setdefault(deployment, now_s)
-        self._ids[deployment] = ids
-
-    def of(self, deployment: DeploymentID) -> frozenset[str]:
-        """The replicas of the deployment that are known to run."""
-        return self._ids.get(deployment, frozenset())
-
-    def starts_in_s(self, deployments: Sequence[DeploymentID], startup_s: float) -> float | None:
-        """The predicted time until the first replica of any of the deployments runs, seconds;
-        ``None``: one runs. Serve starts replicas at once where none is left, and together with the
-        routers.
-
-        Args:
-            startup_s: of a whole start, until one was measured.
-        """
-        if any(map(self.of, deployments)):
-            return None
-        left_s = []
-        for deployment in deployments:
-            took_s = self._took_s.get(deployment, startup_s)
-            since_s = self._none_since_s.get(deployment, self._began_s)
-            left_s.append(max(since_s + took_s - self._clock(), LATE_PART * took_s))
-        return min(left_s)
-
-
-RUNNING: Final = Running()
-"""Of this process."""
-
-
-# The routing hint that a call carries for Serve's request router.
-
-NO_REPLICA_WAIT_S = 5.0
-"""How long after the last replica has left requests wait for a new one, seconds. Later requests are
-refused at once: a replica that is not replaced by then is not replaced soon."""
-
-_AVOID = "!"
-_CLOSED = "~"
-_QUARANTINED = "?"
-_SEPARATOR = ","
-
-
-class NoReplicaError(RuntimeError):
-    """The deployment has no running replica for the request."""
-
-
-class DrainedError(NoReplicaError):
-    """The deployment has replicas, and an operator has closed all of them to new requests."""
-
-
-class Hint(NamedTuple):
-    """Where a request should go. Replicas are named by Serve's unique id.
-
-    Attributes:
-        target: the replica that the controller chose, or ``None``.
-        avoid: replicas that have just failed this request; used if there is no target.
-        closed: replicas that an operator has closed to new requests. Only a target, which the
-            controller may have chosen a moment earlier, still selects them.
-        quarantined: replicas that have failed or hang. Only a target selects them as long as there
-            are others.
-    """
-
-    target: str | None = None
-    avoid: tuple[str, ...] = ()
-    closed: tuple[str, ...] = ()
-    quarantined: tuple[str, ...] = ()
-
-    @classmethod
-    def parse(cls, text: object) -> Hint:
-        """Parse the keyword argument of the call. An invalid value is an empty hint."""
-        if not isinstance(text, str) or not text:
-            return cls()
-        text, _, last = text.partition(_QUARANTINED)
-        where, _, middle = text.partition(_CLOSED)
-        if where.startswith(_AVOID):
-            return cls(None, _ids(where[len(_AVOID) :]), _ids(middle), _ids(last))
-        return cls(where or None, (), _ids(middle), _ids(last))
-
-    def encode(self) -> str | None:
-        """One string, because the replica's method takes one: the target's id, or ``!`` and the
-        ids to avoid; then ``~`` and the closed ids, and ``?`` and the quarantined ones. ``None`` if
-        all of these are empty."""
-        where = self.target or ""
-        if self.target is None and self.avoid:
-            where = _AVOID + _SEPARATOR.join(self.avoid)
-        closed = _CLOSED + _SEPARATOR.join(self.closed) if self.closed else ""
-        quarantined = _QUARANTINED + _SEPARATOR.join(self.quarantined) if self.quarantined else ""
-        return where + closed + quarantined or None
-
-
-def _ids(text: str) -> tuple[str, ...]:
-    return tuple(text.split(_SEPARATOR)) if text else ()
-
-
-# Reports the replica that Serve has chosen for a request, before that replica has answered.
-#
-# A replica confirms a request itself, unless it hangs. Serve's request router and the attempt that
-# waits for the answer are in one process and share only this: Serve constructs the request router,
-# and the attempt only has a handle.
-
-
-class Choices:
-    """Callbacks for the choices of requests. Bounded by the number of open requests."""
-
-    def __init__(self) -> None:
-        self._told: dict[str, Callable[[str], None]] = {}
-
-    def expect(self, request_id: str, told: Callable[[str], None]) -> None:
-        """Call ``told`` with the replica of this request each time one is chosen."""
-        self._told[request_id] = told
-
-    def forget(self, request_id: str) -> None:
-        """Remove the callback of a request. Unknown requests are ignored."""
-        self._told.pop(request_id, None)
-
-    def made(self, request_id: str, replica_id: str) -> None:
-        """A replica was chosen. Requests without a callback are ignored."""
-        told = self._told.get(request_id)
-        if told is not None:
-            told(replica_id)
-
-
-CHOICES: Final = Choices()
-"""Of this process."""
-
 
 _log = logging.getLogger(__name__)
 
@@ -255,7 +102,7 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             hinted = _hint_of(pending_request).target or ""
             chosen_id = chosen.replica_id.unique_id
             name = hinted if replica_of(hinted) == chosen_id else chosen_id
-            CHOICES.made(request.request_id, name)
+            choices.CHOICES.made(request.request_id, name)
         return chosen
 
     async def _choice_for(self, pending_request: PendingRequest, is_retry: bool) -> RunningReplica:
@@ -379,7 +226,7 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     def _note_change(self, before: int) -> None:
         """Wake the tasks that wait for a change of replicas. ``before``: their former number."""
         # Through its module, as CHOICES above.
-        RUNNING.note(self._deployment_id, self._by_unique_id)
+        running.RUNNING.note(self._deployment_id, self._by_unique_id)
         if before and not self._by_unique_id:
             self._none_since_s = asyncio.get_running_loop().time()
         changed, self._changed = self._changed, asyncio.Event()

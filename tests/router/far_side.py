@@ -49,8 +49,8 @@ from sluice.router.ingress.load_shedding import Shedder
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
+from sluice.router.serve.choices import CHOICES
 from sluice.router.serve.contract import ReplicaFailedError, ReplicaStream
-from sluice.router.serve.request_router import CHOICES
 from sluice.scheduling.request.objective import SLO, TokenClock
 from sluice.scheduling.roles import Role
 from tests.router.virtual_time import VirtualTime

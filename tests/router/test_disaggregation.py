@@ -25,7 +25,7 @@ from sluice.router.errors import ApiError, Reason
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
 from sluice.router.serve.contract import ReplicaFailedError
-from sluice.router.serve.request_router import NO_REPLICA_WAIT_S
+from sluice.router.serve.hint import NO_REPLICA_WAIT_S
 from sluice.scheduling.request.objective import SLO
 from tests.router.far_side import (
     CHAT_BODY,

@@ -9,7 +9,7 @@ from typing import Any
 from ray.serve._private.common import DeploymentID
 
 from sluice.router.serve.replicas import ServeReplicas
-from sluice.router.serve.request_router import RUNNING, Running
+from sluice.router.serve.running import RUNNING, Running
 from sluice.router.wire import TARGET_KWARG
 from tests.controller.fleet import Clock
 

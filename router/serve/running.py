@@ -1,0 +1,66 @@
+"""The replicas that run, as Serve's request router knows them.
+
+Serve constructs the request router, and everything else has only a handle; both are in one process
+and share only this.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Final
+
+from ray.serve._private.common import DeploymentID
+
+from sluice.scheduling.placement.cold_start import LATE_PART
+
+
+class Running:
+    """Unique ids of the running replicas by deployment. Bounded by the number of replicas.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began_s = clock()
+        self._ids: dict[DeploymentID, frozenset[str]] = {}
+        # Of a deployment without a replica, since when; and how long its last start took.
+        self._none_since_s: dict[DeploymentID, float] = {}
+        self._took_s: dict[DeploymentID, float] = {}
+
+    def note(self, deployment: DeploymentID, replica_ids: Collection[str]) -> None:
+        """These replicas of a deployment run, and no others."""
+        now_s, ids = self._clock(), frozenset(replica_ids)
+        if ids and not self.of(deployment):
+            since_s = self._none_since_s.pop(deployment, self._began_s)
+            self._took_s[deployment] = now_s - since_s
+        elif not ids:
+            self._none_since_s.setdefault(deployment, now_s)
+        self._ids[deployment] = ids
+
+    def of(self, deployment: DeploymentID) -> frozenset[str]:
+        """The replicas of the deployment that are known to run."""
+        return self._ids.get(deployment, frozenset())
+
+    def starts_in_s(self, deployments: Sequence[DeploymentID], startup_s: float) -> float | None:
+        """The predicted time until the first replica of any of the deployments runs, seconds;
+        ``None``: one runs. Serve starts replicas at once where none is left, and together with the
+        routers.
+
+        Args:
+            startup_s: of a whole start, until one was measured.
+        """
+        if any(map(self.of, deployments)):
+            return None
+        left_s = []
+        for deployment in deployments:
+            took_s = self._took_s.get(deployment, startup_s)
+            since_s = self._none_since_s.get(deployment, self._began_s)
+            left_s.append(max(since_s + took_s - self._clock(), LATE_PART * took_s))
+        return min(left_s)
+
+
+RUNNING: Final = Running()
+"""Of this process."""
