@@ -306,18 +306,19 @@ class ClientProtocol(HttpToolsProtocol):
         """Send a byte of urgent data: readers skip it, and the kernel of a client that has closed
         its socket answers with a reset.
 
-        Only before an answer: a network that makes urgent data ordinary would put a byte into it,
-        and what is written of the answer asks the same.
+        At most once within an answer: a second one would make the first an ordinary byte for a
+        reader that has not come so far.
         """
-        assert self._answering is not None
         self._ask_again_s = inf
         connection = self.transport.get_extra_info("socket")
-        if self.transport.is_closing() or self._answering.response_started:
-            return
+        if self.transport.is_closing() or self.transport.get_write_buffer_size():
+            return  # what is written now asks the same
         # The event loop's own object does not send.
         with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as same:
             same.send(_URGENT, socket.MSG_OOB | socket.MSG_DONTWAIT)
-        self._ask_again_s = self.loop.time() + ASK_EVERY_S
+        assert self._answering is not None
+        if not self._answering.response_started:
+            self._ask_again_s = self.loop.time() + ASK_EVERY_S
 
     def _look_whether_it_reads(self) -> None:
         """Drop a client whose kernel has reset the connection. The event loop does not notice: it
