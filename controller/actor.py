@@ -19,23 +19,6 @@ import msgspec
 import ray.util
 
 from sluice.controller.config import ControllerConfig, fingerprint_of
-from sluice.controller.messages import (
-    Age,
-    FirstTokenWait,
-    Id,
-    Key,
-    LateNotice,
-    QuotaUse,
-    ReplicaDelta,
-    ReplicaHello,
-    ReportReply,
-    RequestEnding,
-    RouteDecision,
-    RouteQuery,
-    RouteReply,
-    SyncReply,
-    TroubleNotice,
-)
 from sluice.controller.observability.counters import Counters
 from sluice.controller.observability.readings import Readings
 from sluice.controller.observability.recent_decisions import LatestDecisions, RecentDecisions
@@ -63,13 +46,28 @@ from sluice.controller.transport.checks import (
     short,
 )
 from sluice.controller.transport.wire_format import MAX_QUERIES
+from sluice.protocol.messages import (
+    Age,
+    FirstTokenWait,
+    Id,
+    Key,
+    LateNotice,
+    QuotaUse,
+    ReplicaDelta,
+    ReplicaHello,
+    ReportReply,
+    RequestEnding,
+    RouteReply,
+    SyncReply,
+    TroubleNotice,
+)
 from sluice.scheduling.autoscaling import Load
 from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
 from sluice.scheduling.placement.calibration import Calibration
 from sluice.scheduling.placement.cold_start import ColdStart
 from sluice.scheduling.placement.placer import Placer
 from sluice.scheduling.placement.together import MOST_TOGETHER
-from sluice.scheduling.request.job import DECLINED, INVALID_QUERY, STAYS
+from sluice.scheduling.request.job import DECLINED, INVALID_QUERY, STAYS, RouteDecision, RouteQuery
 from sluice.scheduling.request.loops import LoopStarts
 from sluice.scheduling.roles import Role
 from sluice.scheduling.tenancy.leaky_bucket import Bucket

@@ -15,7 +15,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from sluice.controller.actor_handle import Link
 from sluice.controller.config import ControllerConfig
-from sluice.controller.messages import (
+from sluice.controller.transport.channel import Endpoint, RouteChannel
+from sluice.controller.transport.failure import NoAnswerError
+from sluice.controller.transport.report_wire import fits
+from sluice.protocol.messages import (
     MAX_ENDINGS,
     MAX_KEYS,
     FirstTokenWait,
@@ -24,15 +27,11 @@ from sluice.controller.messages import (
     ReplicaHello,
     ReportReply,
     RequestEnding,
-    RouteDecision,
-    RouteQuery,
     RouteReply,
     SyncReply,
     TroubleNotice,
 )
-from sluice.controller.transport.channel import Endpoint, RouteChannel
-from sluice.controller.transport.failure import NoAnswerError
-from sluice.controller.transport.report_wire import fits
+from sluice.scheduling.request.job import RouteDecision, RouteQuery
 
 # Batches many small questions into few calls: questions of one event-loop turn are sent together.
 #

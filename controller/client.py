@@ -20,7 +20,8 @@ from sluice.controller.discovery import (
     observer_actor_name,
     stop_controller,
 )
-from sluice.controller.messages import (
+from sluice.controller.transport.failure import NoAnswerError
+from sluice.protocol.messages import (
     FirstTokenWait,
     LateNotice,
     MetricsPush,
@@ -29,14 +30,12 @@ from sluice.controller.messages import (
     ReplicaHello,
     ReportReply,
     RequestEnding,
-    RouteDecision,
-    RouteQuery,
-    Trouble,
     TroubleNotice,
 )
-from sluice.controller.transport.failure import NoAnswerError
 from sluice.scheduling.autoscaling import Load
+from sluice.scheduling.fleet.breaker import Trouble
 from sluice.scheduling.placement.cells import CellChoice, cell_of
+from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from sluice.scheduling.roles import Role
 
 __all__ = [

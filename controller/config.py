@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from functools import cache
+from importlib import metadata
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from sluice.controller.version import version
 from sluice.scheduling.admission import AdmissionPolicy
 from sluice.scheduling.admission import make_policy as make_admission_policy
 from sluice.scheduling.autoscaling.role_shares import RoleSharesOptions
@@ -142,6 +143,15 @@ class ControllerConfig(BaseModel):
         if self.admission_options:
             raise ValueError("admission_options are given, but admission is none")
         return None
+
+
+@cache
+def version() -> str:
+    """The installed version; ``source`` for a source tree that is not installed, edited or not."""
+    try:
+        return metadata.version("sluice")
+    except metadata.PackageNotFoundError:
+        return "source"
 
 
 def fingerprint_of(config: ControllerConfig) -> str:

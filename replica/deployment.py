@@ -22,22 +22,16 @@ from ray.serve._private.long_poll import LongPollClient, LongPollNamespace
 from sluice.controller.client import ControllerClient, fleet_name
 from sluice.controller.config import ControllerConfig
 from sluice.controller.observability.metrics import MetricsPusher
+from sluice.protocol.requests import EngineRequest, Progress, ResponseItem, ResponseTaken
+from sluice.protocol.streams import StreamEndpoint
 from sluice.replica.config import EngineConfig, ReplicaConfig
-from sluice.replica.engine import (
-    ConfigurationError,
-    Engine,
-    EngineRequest,
-    Progress,
-    ResponseItem,
-    ResponseTaken,
-)
+from sluice.replica.engine import ConfigurationError, Engine
 from sluice.replica.metrics import Measured, ReplicaCollector
 from sluice.replica.response import Response
 from sluice.replica.server import Replica
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.replica.streams.direct import DirectPort
 from sluice.replica.streams.server import StreamServer
-from sluice.replica.streams.wire import StreamEndpoint
 from sluice.replica.vllm_args import devices, on_ray, ranks
 from sluice.scheduling.batching.warm_up import warm_up
 from sluice.scheduling.fleet.ranks import rank_name, rank_of

@@ -18,8 +18,8 @@ from zlib import crc32
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from sluice.replica.engine import Endpoint
-from sluice.replica.errors import RequestError
+from sluice.protocol.errors import RequestError
+from sluice.protocol.requests import Endpoint
 
 MAX_CHOICES = 16
 """Most choices (prompts times ``n``) of one request."""

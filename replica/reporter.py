@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from sluice.controller.messages import ReplicaDelta, ReplicaHello, ReportReply
+from sluice.protocol.messages import ReplicaDelta, ReplicaHello, ReportReply
 from sluice.replica.config import ReplicaConfig
 from sluice.replica.engine import EngineInfo
 from sluice.scheduling.batching import POLICIES

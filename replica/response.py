@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from sluice.replica.engine import ResponseChunk, ResponseItem
+from sluice.protocol.requests import ResponseChunk, ResponseItem
 
 MAX_BUFFERED_ITEMS = 256
 """Max buffered items of one response; beyond it, the engine's stream waits."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sluice.replica.engine import EngineRequest
-from sluice.replica.errors import RequestError
+from sluice.protocol.errors import RequestError
+from sluice.protocol.requests import EngineRequest
 
 
 def check_resume(request: EngineRequest) -> None:

@@ -16,13 +16,11 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from sluice.replica.config import ReplicaConfig
-from sluice.replica.engine import (
+from sluice.protocol.errors import RequestError
+from sluice.protocol.requests import (
     UNSCHEDULED,
     Endpoint,
-    Engine,
     EngineDeadError,
-    EngineInfo,
     EngineRequest,
     Progress,
     ResponseChunk,
@@ -30,9 +28,9 @@ from sluice.replica.engine import (
     ResponseItem,
     ResponseTail,
     request_key,
-    table_capacity,
 )
-from sluice.replica.errors import RequestError
+from sluice.replica.config import ReplicaConfig
+from sluice.replica.engine import Engine, EngineInfo, table_capacity
 from sluice.replica.reporter import Membership, Reporter, ReportTarget
 from sluice.replica.response import Response
 from sluice.replica.streams.direct import DirectPort, sent_directly

@@ -18,8 +18,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Route
 
-from sluice.controller.version import version
-from sluice.replica.engine import Endpoint
+from sluice.controller.config import version
+from sluice.protocol.requests import Endpoint
 from sluice.router import wire
 from sluice.router.admin.api import admin_routes, page_routes
 from sluice.router.admin.service import AdminService

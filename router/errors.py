@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from starlette.responses import JSONResponse
 
-from sluice.replica.engine import Endpoint
-from sluice.replica.errors import error_document, error_event
+from sluice.protocol.errors import error_document, error_event
+from sluice.protocol.requests import Endpoint
 from sluice.router import wire
 
 MAX_RETRY_AFTER_S = 3_600.0

@@ -9,8 +9,8 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Any, Final
 
-from sluice.controller.version import version
-from sluice.replica.engine import GENERATING, SPEECH, UNSCHEDULED, Endpoint
+from sluice.controller.config import version
+from sluice.protocol.requests import GENERATING, SPEECH, UNSCHEDULED, Endpoint
 from sluice.router import wire
 from sluice.router.batches import batches_api, files_api
 from sluice.router.batches.expiry import MAX_S, MIN_S

@@ -34,7 +34,7 @@ INSTEAD = {
 _PHRASE = "|".join(INSTEAD).replace(" ", r"(?: +|[ ]*\n[ ]*(?:# )?)")
 _PHRASES = re.compile(rf"(?<![\w`])(?:{_PHRASE})(?![\w`])", re.IGNORECASE)
 _FOLDERS = ("router", "controller", "replica", "scheduling", "simulation", "benchmarks", "deploy")
-_FOLDERS += ("telemetry", "helm", "docs")
+_FOLDERS += ("protocol", "telemetry", "helm", "docs")
 _KINDS = {".py", ".md", ".yaml", ".yml", ".tpl", ".html", ".js", ".lua"}
 
 

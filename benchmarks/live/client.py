@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from sluice.replica.engine import Endpoint
+from sluice.protocol.requests import Endpoint
 from sluice.replica.openai_format import Call, output_text, parse_call
 from sluice.router import wire
 from sluice.scheduling.request.objective import SLO

@@ -23,13 +23,14 @@ from sluice.benchmarks.live.resources import OWN, Meter
 from sluice.benchmarks.micro.decision_fleet import Figures, Voices, figures
 from sluice.controller.client import ControllerClient, ensure_controller, stop_controller
 from sluice.controller.config import ControllerConfig
-from sluice.controller.messages import MetricsPush, RouteDecision, RouteQuery, RouteReply
 from sluice.controller.observability.metrics import samples_of
 from sluice.deploy.ray_start import start_ray
+from sluice.protocol.messages import MetricsPush, RouteReply
 from sluice.replica.config import EngineConfig
 from sluice.replica.metrics import Measured, ReplicaCollector
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.router.metrics.instruments import RouterMetrics
+from sluice.scheduling.request.job import RouteDecision, RouteQuery
 
 REPORTS_PER_S, QUERIES_PER_S = 50, 200
 """Of each replica, and of one caller at a steady rate."""

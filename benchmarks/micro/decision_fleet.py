@@ -14,11 +14,12 @@ from typing import Final
 import numpy as np
 
 from sluice.benchmarks.live.report import quantiles
-from sluice.controller.messages import ReplicaDelta, ReplicaHello, RouteQuery
+from sluice.protocol.messages import ReplicaDelta, ReplicaHello
 from sluice.scheduling.fleet.prefix import HELD
 from sluice.scheduling.fleet.state import ROW, RUNNING, SUMMARY, WAITING
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.latency.profile import LatencyProfile
+from sluice.scheduling.request.job import RouteQuery
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
 

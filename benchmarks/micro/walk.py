@@ -24,22 +24,22 @@ from rich.table import Table
 from sluice.benchmarks.micro.decision_fleet import Voices
 from sluice.benchmarks.options import as_json, show
 from sluice.controller.config import ControllerConfig
-from sluice.controller.messages import RouteDecision
 from sluice.deploy.config import SluiceConfig
+from sluice.protocol.requests import ResponseChunk, ResponseHead, ResponseItem, ResponseTail
 from sluice.replica.config import EngineConfig, SimulatedEngineConfig
-from sluice.replica.engine import ResponseChunk, ResponseHead, ResponseItem, ResponseTail
 from sluice.replica.scheduler.local_scheduler import LocalScheduler
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.simulated.core import SimulatedCore
 from sluice.router.config import RouterConfig
 from sluice.scheduling import admission, autoscaling, batching, routing
 from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.job import RouteDecision
 from sluice.scheduling.request.objective import SLO
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
     *("router", "controller", "replica", "scheduling", "simulation", "benchmarks", "deploy"),
-    "telemetry",
+    *("telemetry", "protocol"),
 )
 HERE = str(ROOT / "benchmarks")
 

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from sluice.controller.messages import MetricSample, MetricsPush
+from sluice.protocol.messages import MetricSample, MetricsPush
 
 _log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from prometheus_client import Metric
 
-from sluice.controller.messages import Id, Key, MetricSample, MetricsPush
 from sluice.controller.observability.metrics import MAX_PUSH_SAMPLES, SUFFIXES
 from sluice.controller.transport.checks import checked, has_bytes, short
+from sluice.protocol.messages import Id, Key, MetricSample, MetricsPush
 
 _log = logging.getLogger(__name__)
 

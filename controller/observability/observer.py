@@ -18,7 +18,6 @@ from typing import Any
 from prometheus_client import Metric
 
 from sluice.controller.config import ControllerConfig, fingerprint_of
-from sluice.controller.messages import MetricsPush
 from sluice.controller.observability.controller_handle import DecidingActor
 from sluice.controller.observability.decision_log import DecisionLog
 from sluice.controller.observability.history import History
@@ -34,6 +33,7 @@ from sluice.controller.observability.recent_decisions import DECISIONS
 from sluice.controller.observability.snapshot import overview
 from sluice.controller.transport.checks import checked, short
 from sluice.controller.transport.failure import NoAnswerError
+from sluice.protocol.messages import MetricsPush
 from sluice.scheduling.autoscaling import Load
 from sluice.scheduling.roles import Role
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Final, NamedTuple
 
-from sluice.controller.messages import RequestEnding
+from sluice.protocol.messages import RequestEnding
 from sluice.scheduling.placement.placer import DecisionInputs
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
 

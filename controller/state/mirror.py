@@ -16,10 +16,10 @@ from types import MappingProxyType
 
 import numpy as np
 
-from sluice.controller.messages import ReplicaDelta, ReplicaHello
 from sluice.controller.transport import report_rows
 from sluice.controller.transport.checks import check_changes, checked_hello
 from sluice.controller.transport.clock_offset import ClockOffset
+from sluice.protocol.messages import ReplicaDelta, ReplicaHello
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.prefix import NO_HELD, NO_HELD_SLOTS
 from sluice.scheduling.fleet.ranks import replica_of

@@ -18,8 +18,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from sluice.controller.messages import FirstTokenWait
 from sluice.controller.state.mirror import Mirror, MirroredReplica
+from sluice.protocol.messages import FirstTokenWait
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.placement.late_first_tokens import late
 

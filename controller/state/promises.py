@@ -11,8 +11,9 @@ from collections import OrderedDict, deque
 from math import inf
 from typing import Final, NamedTuple
 
-from sluice.controller.messages import RequestEnding, RouteDecision, RouteQuery, Tier
+from sluice.protocol.messages import RequestEnding
 from sluice.scheduling.placement.reliability import Curve, Forecast, Reliability
+from sluice.scheduling.request.job import RouteDecision, RouteQuery, Tier
 
 MOST_OPEN: Final = 65_536
 """Most guarantees in progress that are remembered; of more, the oldest are forgotten."""

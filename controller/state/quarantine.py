@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from math import inf
 from typing import NamedTuple
 
-from sluice.controller.messages import ReplicaDelta, ReplicaHello, TroubleNotice
 from sluice.controller.state.mirror import Mirror, MirroredReplica
+from sluice.protocol.messages import ReplicaDelta, ReplicaHello, TroubleNotice
 from sluice.scheduling.fleet.breaker import Breaker, BreakerState, Trouble
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.state import WAITING

@@ -12,8 +12,8 @@ import logging
 from collections.abc import Callable
 from math import inf
 
-from sluice.controller.messages import ReplicaHello
 from sluice.controller.state.mirror import Mirror
+from sluice.protocol.messages import ReplicaHello
 from sluice.scheduling.autoscaling import Demand
 from sluice.scheduling.autoscaling.role_shares import (
     LOOK_EVERY_S,

@@ -27,18 +27,9 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from sluice.controller.messages import (
-    ReplicaDelta,
-    ReportReply,
-    RouteDecision,
-    RouteQuery,
-    RouteReply,
-)
 from sluice.controller.transport import query_wire, report_wire
 from sluice.controller.transport.clock_offset import ClockOffset
 from sluice.controller.transport.failure import NoAnswerError
-from sluice.controller.transport.frames import Frames
-from sluice.controller.transport.greeting import Caller, Guest, Listener
 from sluice.controller.transport.wire_format import (
     FORMAT,
     MAX_FRAME,
@@ -51,7 +42,10 @@ from sluice.controller.transport.wire_format import (
     decode_question,
     encode,
 )
+from sluice.protocol.connection import Caller, Frames, Guest, Listener
+from sluice.protocol.messages import ReplicaDelta, ReportReply, RouteReply
 from sluice.scheduling.placement.together import MOST_TOGETHER
+from sluice.scheduling.request.job import RouteDecision, RouteQuery
 
 # Questions that wait for others for a short time, so that they are decided together.
 #

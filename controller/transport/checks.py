@@ -1,7 +1,7 @@
 """Validation of messages: malformed, impossible or out-of-range messages are refused.
 
 A faulty or an older client must not be able to corrupt the mirror, so every message is checked
-whole before any of it is applied. The types of :mod:`sluice.controller.messages` have the bounds of
+whole before any of it is applied. The types of :mod:`sluice.protocol.messages` have the bounds of
 plain fields: what arrives over the plain connection is decoded by them, and what arrives by an
 actor call is encoded and decoded again (:func:`checked`). The content of arrays is checked here.
 All of it raises ``ValueError`` with what is wrong and what is allowed.
@@ -20,7 +20,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 import numpy as np
 
-from sluice.controller.messages import (
+from sluice.controller.transport import query_wire, report_wire
+from sluice.controller.transport.report_rows import are_sound
+from sluice.protocol.messages import (
     MAX_ENDINGS,
     MAX_KEYS,
     MAX_NUMBER,
@@ -34,14 +36,12 @@ from sluice.controller.messages import (
     ReplicaDelta,
     ReplicaHello,
     RequestEnding,
-    RouteQuery,
     TroubleNotice,
 )
-from sluice.controller.transport import query_wire, report_wire
-from sluice.controller.transport.report_rows import are_sound
 from sluice.scheduling.fleet.prefix import HELD, HELD_SLOTS
 from sluice.scheduling.fleet.state import ROW, RUNNING, SUMMARY
 from sluice.scheduling.latency.step_correction import MAX_SPREAD
+from sluice.scheduling.request.job import RouteQuery
 
 MAX_CORRECTION = 1_000.0
 """Largest factor between predicted and real step time, and the inverse of the smallest."""

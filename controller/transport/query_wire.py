@@ -8,8 +8,9 @@ from typing import Annotated, Final, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from sluice.controller.messages import MAX_TOKENS, Age, Id, Key, RouteQuery, Text, Tier
+from sluice.protocol.messages import MAX_TOKENS, Age, Id, Key, Text
 from sluice.scheduling.fleet.prefix import MAX_CHUNKS
+from sluice.scheduling.request.job import RouteQuery, Tier
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import MOST_STAGES, Stage
 from sluice.scheduling.request.tpot import TPOTAnchor

@@ -1,7 +1,7 @@
 """Messages with arrays as MessagePack: a replica's registration and reports.
 
 An array travels as its bytes in memory, and the number of its type: the types are little-endian on
-every host. What is decoded has the types and bounds of :mod:`sluice.controller.messages`; the
+every host. What is decoded has the types and bounds of :mod:`sluice.protocol.messages`; the
 content of arrays is checked by :func:`sluice.controller.transport.checks.check_changes`.
 """
 
@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from msgspec.msgpack import Ext
 
-from sluice.controller.messages import ReplicaDelta
+from sluice.protocol.messages import ReplicaDelta
 from sluice.scheduling.fleet.prefix import HELD
 from sluice.scheduling.fleet.state import ROW, SUMMARY
 

@@ -1,7 +1,7 @@
 """The messages on the controller's plain connection, and the version of their format.
 
-A connection carries frames (:mod:`sluice.controller.transport.frames`). The client begins with the
-token (:mod:`sluice.controller.transport.greeting`); then each frame is one message of the types
+A connection carries frames (:mod:`sluice.protocol.connection`). The client begins with the
+token (:mod:`sluice.protocol.connection`); then each frame is one message of the types
 below as MessagePack. ``number`` is the client's number of the message; its answer carries the same
 one.
 """
@@ -14,10 +14,11 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from sluice.controller.messages import Key, ReplicaDelta, ReportReply, RouteDecision, RouteReply
 from sluice.controller.transport.query_wire import ObjectiveRow, QueryRow
+from sluice.protocol.messages import Key, ReplicaDelta, ReportReply, RouteReply
 from sluice.scheduling.fleet.prefix import HELD
 from sluice.scheduling.fleet.state import ROW, SUMMARY
+from sluice.scheduling.request.job import RouteDecision
 from sluice.scheduling.request.stages import Stage
 
 MAX_FRAME: Final = 1 << 20

@@ -385,7 +385,7 @@ def fit_sweep(measured: Measured, family: BatchFamily | None = None) -> Fitted:
 def _measure(
     config: EngineConfig, rounds: int, report: Callable[[str, int, int], None]
 ) -> Measured:
-    from sluice.replica.engine import EngineDeadError
+    from sluice.protocol.requests import EngineDeadError
     from sluice.replica.profiling.sweep import SweepError
     from sluice.replica.simulated.virtual_loop import VirtualLoop
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from sluice.replica.errors import RequestError
+from sluice.protocol.errors import RequestError
 from sluice.replica.grammar.process import (
     UNKNOWN,
     WALL_FACTOR,

@@ -16,7 +16,8 @@ from math import exp, log
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sluice.replica.engine import Engine, EngineInfo, EngineRequest, status_of
+from sluice.protocol.requests import EngineRequest
+from sluice.replica.engine import Engine, EngineInfo, status_of
 from sluice.scheduling.latency.model import StepSample
 from sluice.scheduling.request.objective import SLO
 

@@ -15,13 +15,8 @@ import wave
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sluice.replica.engine import (
-    Endpoint,
-    Engine,
-    EngineDeadError,
-    EngineRequest,
-    status_of,
-)
+from sluice.protocol.requests import Endpoint, EngineDeadError, EngineRequest
+from sluice.replica.engine import Engine, status_of
 from sluice.scheduling.request.objective import SLO
 
 logger = logging.getLogger(__name__)

@@ -15,11 +15,10 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
-from sluice.replica.config import EngineConfig, SimulatedEngineConfig
-from sluice.replica.engine import (
+from sluice.protocol.errors import RequestError
+from sluice.protocol.requests import (
     EVENT_STREAM,
     EngineDeadError,
-    EngineInfo,
     EngineRequest,
     KVHandle,
     ResponseChunk,
@@ -27,9 +26,9 @@ from sluice.replica.engine import (
     ResponseItem,
     ResponseTail,
     request_key,
-    table_capacity,
 )
-from sluice.replica.errors import RequestError
+from sluice.replica.config import EngineConfig, SimulatedEngineConfig
+from sluice.replica.engine import EngineInfo, table_capacity
 from sluice.replica.openai_format import Call, ResponseWriter, models_body, parse_call
 from sluice.replica.resume import check_resume
 from sluice.replica.scheduler.batch_log import BatchLog

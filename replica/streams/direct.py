@@ -1,7 +1,7 @@
 """Streams that leave this replica for their client without passing through a router's process.
 
-A router asks for one (:attr:`~sluice.replica.engine.EngineRequest.direct_patience_s`). The router
-gets the address of the stream (:attr:`~sluice.replica.engine.ResponseHead.fetch`) and, in place of
+A router asks for one (:attr:`~sluice.protocol.requests.EngineRequest.direct_patience_s`). It gets
+the address of the stream (:attr:`~sluice.protocol.requests.ResponseHead.fetch`) and, in place of
 the bytes, reports of the chunks that were sent. A gateway that asked the router for an endpoint
 sends its client's request here, with the ticket in a header, once, and gets the stream as the
 response.
@@ -17,8 +17,8 @@ from contextlib import aclosing
 from math import inf
 from typing import Final, cast
 
-from sluice.controller.transport.dead_hosts import notice_dead_host
-from sluice.replica.engine import (
+from sluice.protocol.connection import notice_dead_host
+from sluice.protocol.requests import (
     EVENT_STREAM,
     ClientLeftError,
     ClientStalledError,
@@ -28,7 +28,7 @@ from sluice.replica.engine import (
     ResponseSent,
     ResponseTail,
 )
-from sluice.replica.streams.wire import TICKET_HEADER
+from sluice.protocol.streams import TICKET_HEADER
 
 FETCH_S: Final = 10.0
 """Timeout for the reader of a stream to connect, seconds."""

@@ -4,7 +4,7 @@ Through Serve, each chunk costs a gRPC message, a pickle and several tasks on ei
 ready data for one router leaves in one write, once per turn of the event loop; the only task of a
 response is the one that reads the engine. The replica listens on its node's address, on a port that
 the system chooses. Requests need the token, which the replica gives away through Serve only;
-:mod:`sluice.replica.streams.wire` has the messages.
+:mod:`sluice.protocol.streams` has the messages.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from sluice.controller.transport.greeting import Guest, Listener
-from sluice.replica.engine import (
+from sluice.protocol.connection import Guest, Listener
+from sluice.protocol.requests import (
     ClientLeftError,
     ClientStalledError,
     EngineDeadError,
@@ -28,8 +28,7 @@ from sluice.replica.engine import (
     ResponseTail,
     ResponseTaken,
 )
-from sluice.replica.response import Response
-from sluice.replica.streams.wire import (
+from sluice.protocol.streams import (
     BATCH_BYTES,
     FORMAT,
     GOODBYE,
@@ -44,6 +43,7 @@ from sluice.replica.streams.wire import (
     StreamEndpoint,
     cost,
 )
+from sluice.replica.response import Response
 from sluice.scheduling.fleet.ranks import rank_name
 
 MAX_CONNECTIONS = 1024

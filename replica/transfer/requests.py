@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sluice.replica.engine import EngineRequest
-from sluice.replica.errors import RequestError
+from sluice.protocol.errors import RequestError
+from sluice.protocol.requests import EngineRequest
 
 TRANSFER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 """Fields of vLLM's API that say where an engine fetches KV, or which KV it gives away. Only engines

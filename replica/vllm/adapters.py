@@ -18,9 +18,9 @@ from typing import Any, Final
 
 from vllm.logger import init_logger
 
+from sluice.protocol.errors import RequestError
 from sluice.replica.config import EngineConfig
 from sluice.replica.engine import ConfigurationError
-from sluice.replica.errors import RequestError
 
 logger = init_logger(__name__)
 

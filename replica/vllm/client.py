@@ -22,8 +22,8 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.stats import IterationStats
 
-from sluice.replica.engine import ResponseChunk, Resume
-from sluice.replica.errors import RequestError
+from sluice.protocol.errors import RequestError
+from sluice.protocol.requests import ResponseChunk, Resume
 from sluice.replica.grammar.backends import constrain, use
 from sluice.replica.grammar.bound import TOO_COSTLY
 from sluice.replica.grammar.check import GrammarCheck, structural_tags

@@ -19,24 +19,22 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
-from sluice.replica.config import EngineConfig
-from sluice.replica.engine import (
+from sluice.protocol.errors import RequestError
+from sluice.protocol.requests import (
     EVENT_STREAM,
     SPEECH,
     UNSCHEDULED,
     Endpoint,
     EngineDeadError,
-    EngineInfo,
     EngineRequest,
     KVHandle,
     ResponseChunk,
     ResponseHead,
     ResponseItem,
     ResponseTail,
-    chunks_of,
-    table_capacity,
 )
-from sluice.replica.errors import RequestError
+from sluice.replica.config import EngineConfig
+from sluice.replica.engine import EngineInfo, chunks_of, table_capacity
 from sluice.replica.private_dir import private_dir
 from sluice.replica.profiling.profiler import latency_profile
 from sluice.replica.profiling.warm_up import warm_up

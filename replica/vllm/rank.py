@@ -6,7 +6,8 @@ its own, whose requests name it to the client, so that vLLM's balancing between 
 
 from __future__ import annotations
 
-from sluice.replica.engine import EngineDeadError, EngineInfo
+from sluice.protocol.requests import EngineDeadError
+from sluice.replica.engine import EngineInfo
 from sluice.replica.profiling.warm_up import warm_up
 from sluice.replica.vllm.engine import VllmEngine
 from sluice.scheduling.fleet.ranks import rank_name

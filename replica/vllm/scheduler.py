@@ -28,7 +28,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.request import Request, RequestStatus
 
-from sluice.replica.engine import request_key
+from sluice.protocol.requests import request_key
 from sluice.replica.grammar.bound import bound_grammars
 from sluice.replica.parent_watch import end_with_parent
 from sluice.replica.scheduler import row_counts

@@ -17,8 +17,9 @@ from typing import Any, Final, NamedTuple
 from fastapi import UploadFile
 from pydantic import TypeAdapter
 
-from sluice.replica.engine import ANTHROPIC, GENERATING, SPEECH, ConfigurationError, Endpoint
-from sluice.replica.errors import RequestError, error_event
+from sluice.protocol.errors import RequestError, error_event
+from sluice.protocol.requests import ANTHROPIC, GENERATING, SPEECH, Endpoint
+from sluice.replica.engine import ConfigurationError
 from sluice.replica.vllm.contract import binds
 
 logger = logging.getLogger(__name__)

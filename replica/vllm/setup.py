@@ -17,8 +17,8 @@ from typing import Any, Final, NamedTuple
 
 from llvmlite.binding import ffi  # type: ignore[import-untyped]
 
+from sluice.protocol.requests import Endpoint
 from sluice.replica.config import EngineConfig
-from sluice.replica.engine import Endpoint
 from sluice.replica.private_dir import SOCKETS_VARIABLE, make_private_dir
 from sluice.replica.scheduler.speculation import with_all_lengths
 from sluice.replica.scheduler.xargs import SchedulerSettings

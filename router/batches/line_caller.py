@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-from sluice.replica.engine import Endpoint
-from sluice.replica.request_body import RequestBody
+from sluice.protocol.requests import Endpoint, RequestBody
 from sluice.router.batches.lines import BatchRequest
 from sluice.router.batches.metrics import BatchMetrics
 from sluice.router.batches.results import Reply

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from sluice.replica.engine import Endpoint
+from sluice.protocol.requests import Endpoint
 from sluice.router.errors import RULES, Reason
 from sluice.router.metrics.instruments import Outcome
 from sluice.router.metrics.usage import OPERATIONS, PROVIDER

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
-from sluice.controller.messages import RouteDecision, Tier
-from sluice.replica.engine import ResponseHead, ResponseTail
+from sluice.protocol.requests import ResponseHead, ResponseTail
 from sluice.router.dispatch.attempt import Attempt
 from sluice.router.dispatch.suspicion import Case
 from sluice.router.dispatch.transcript import Transcript
 from sluice.router.metrics.instruments import MoveReason
 from sluice.router.request.call import Call
 from sluice.router.serve.contract import ReplicaFailedError
+from sluice.scheduling.request.job import RouteDecision, Tier
 from sluice.scheduling.request.objective import TokenClock
 from sluice.scheduling.roles import Role
 

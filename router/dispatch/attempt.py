@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from math import inf
 from typing import Any
 
-from sluice.controller.messages import RouteDecision, Tier
-from sluice.replica.engine import (
+from sluice.protocol.requests import (
     EVENT_STREAM,
     EngineRequest,
     ResponseChunk,
@@ -23,6 +22,7 @@ from sluice.replica.engine import (
 from sluice.router.dispatch.transcript import Piece, Transcript, whole_chunk
 from sluice.router.errors import Reason
 from sluice.router.serve.contract import ReplicaFailedError, ReplicaStream
+from sluice.scheduling.request.job import RouteDecision, Tier
 from sluice.scheduling.roles import Role
 from sluice.telemetry.tracing import Span
 

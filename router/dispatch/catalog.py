@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from sluice.replica.engine import Endpoint
+from sluice.protocol.requests import Endpoint
 from sluice.router.dispatch.recent import Recent, Value
 from sluice.router.errors import ApiError, Reason, shown
 from sluice.router.serve.contract import ReplicaFailedError, Replicas, error_of

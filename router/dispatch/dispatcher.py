@@ -16,8 +16,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
 
-from sluice.controller.messages import LateNotice, RequestEnding, RouteDecision, Tier, Trouble
-from sluice.replica.engine import EVENT_STREAM, EngineRequest, Resume, request_key
+from sluice.protocol.messages import LateNotice, RequestEnding
+from sluice.protocol.requests import EVENT_STREAM, EngineRequest, Resume, request_key
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.answer import Answer
 from sluice.router.dispatch.attempt import NOT_RESUMED, Attempt, MovedError, name_of
@@ -43,7 +43,9 @@ from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import TokenEstimator, outputs_of
 from sluice.router.serve.choices import CHOICES
 from sluice.router.serve.contract import ReaderLostError, ReplicaFailedError, Replicas, error_of
+from sluice.scheduling.fleet.breaker import Trouble
 from sluice.scheduling.fleet.prefix import NO_PREFIX
+from sluice.scheduling.request.job import RouteDecision, Tier
 from sluice.scheduling.request.objective import TokenClock
 from sluice.scheduling.request.stage_clock import clock_of
 from sluice.scheduling.roles import Role

@@ -25,8 +25,8 @@ from dataclasses import replace
 from math import inf
 from typing import Final
 
-from sluice.controller.messages import MAX_WAITS, FirstTokenWait, RouteDecision, Tier
-from sluice.replica.engine import EVENT_STREAM, EngineRequest, KVHandle, request_key
+from sluice.protocol.messages import MAX_WAITS, FirstTokenWait
+from sluice.protocol.requests import EVENT_STREAM, EngineRequest, KVHandle, request_key
 from sluice.router.dispatch.answer import Answer
 from sluice.router.dispatch.attempt import Attempt, MovedError
 from sluice.router.dispatch.placement import DecisionService, PlacementClient
@@ -34,6 +34,7 @@ from sluice.router.dispatch.resumable import may_migrate, prefill_of, rest_of
 from sluice.router.metrics.instruments import MoveReason, RouterMetrics
 from sluice.router.serve.contract import ReplicaFailedError, Replicas
 from sluice.scheduling.placement.migration import MigrationPolicy, RunningStream
+from sluice.scheduling.request.job import RouteDecision, Tier
 from sluice.scheduling.request.objective import SLO, TokenClock
 from sluice.scheduling.request.tpot import LEAST_PACE_TOKENS, TPOTAnchor
 

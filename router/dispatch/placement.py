@@ -13,15 +13,7 @@ from itertools import chain, islice, zip_longest
 from math import inf
 from typing import Final, Protocol
 
-from sluice.controller.messages import (
-    FirstTokenWait,
-    LateNotice,
-    RequestEnding,
-    RouteDecision,
-    RouteQuery,
-    Tier,
-    Trouble,
-)
+from sluice.protocol.messages import FirstTokenWait, LateNotice, RequestEnding
 from sluice.router import wire
 from sluice.router.config import RouterConfig, ServiceClass
 from sluice.router.errors import ApiError, Reason
@@ -31,8 +23,9 @@ from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import TokenEstimator
 from sluice.router.serve.contract import ReplicaFailedError, Replicas
 from sluice.router.tenancy.limits import ANYONE, Client
+from sluice.scheduling.fleet.breaker import Trouble
 from sluice.scheduling.fleet.ranks import replica_of
-from sluice.scheduling.request.job import NO_REPLICA, UNATTAINABLE
+from sluice.scheduling.request.job import NO_REPLICA, UNATTAINABLE, RouteDecision, RouteQuery, Tier
 from sluice.scheduling.tenancy.fair_shares import PLACES_PART
 
 # Admission queues: requests wait at the router until some replica can guarantee their SLO.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from sluice.replica.engine import EVENT_STREAM
+from sluice.protocol.requests import EVENT_STREAM
 from sluice.router import wire
 from sluice.router.dispatch.access_log import Telemetry
 from sluice.router.dispatch.answer import Answer

@@ -1,7 +1,7 @@
 """Which calls more than one replica may serve: as a P/D pair, or by resuming after a failure.
 
 Conditions that only the engine knows are not checked here: if its output cannot be resumed, it does
-not report the tokens (:attr:`~sluice.replica.engine.EngineRequest.resumable`).
+not report the tokens (:attr:`~sluice.protocol.requests.EngineRequest.resumable`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from sluice.replica.engine import EngineRequest
+from sluice.protocol.requests import EngineRequest
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
 from sluice.scheduling.fleet.transfer import prompt_ttft_s

@@ -11,7 +11,7 @@ import json
 import re
 from typing import Final
 
-from sluice.replica.engine import Endpoint
+from sluice.protocol.requests import Endpoint
 
 _EMPTY: Final = b'"service_tier":null'
 _PRESET: Final = b'"service_tier":"auto"'

@@ -22,8 +22,7 @@ import asyncio
 from collections.abc import Callable
 from math import inf
 
-from sluice.controller.messages import Trouble
-from sluice.replica.engine import Progress
+from sluice.protocol.requests import Progress
 from sluice.router.dispatch.answer import Answer
 from sluice.router.dispatch.attempt import Attempt
 from sluice.router.dispatch.placement import DecisionService
@@ -32,6 +31,7 @@ from sluice.router.dispatch.suspicion import ends_when_hung
 from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.serve.contract import ReplicaFailedError, Replicas
+from sluice.scheduling.fleet.breaker import Trouble
 from sluice.scheduling.roles import Role
 
 SWEEP_S = 0.25

@@ -1,8 +1,8 @@
 """Record of the part of a stream that the client has, so that another replica can resume it.
 
 The resuming replica produces the whole stream again, without computing the known tokens
-(:class:`~sluice.replica.engine.Resume`). The repeated part is dropped here and compared with what
-was sent: a stream that differs is not forwarded.
+(:class:`~sluice.protocol.requests.Resume`). The repeated part is dropped here and compared with
+what was sent: a stream that differs is not forwarded.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from array import array
 from typing import NamedTuple
 
-from sluice.replica.engine import ResponseChunk, Resume
+from sluice.protocol.requests import ResponseChunk, Resume
 from sluice.router.errors import Reason
 from sluice.router.serve.contract import ReplicaFailedError
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.registry import Collector
 
-from sluice.replica.engine import Endpoint
+from sluice.protocol.requests import Endpoint
 from sluice.router.errors import RULES, Reason
 from sluice.router.metrics.admission import AdmissionMetrics
 from sluice.router.metrics.client_names import ClientNames

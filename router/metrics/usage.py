@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sluice.replica.engine import POOLING, Endpoint, ResponseTail
+from sluice.protocol.requests import POOLING, Endpoint, ResponseTail
 from sluice.router.metrics.client_names import ClientNames
 from sluice.router.metrics.families import Families
 from sluice.scheduling.request.objective import TokenClock

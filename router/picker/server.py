@@ -11,8 +11,8 @@ from urllib.parse import unquote_to_bytes
 import grpc
 from starlette.types import ASGIApp, Message
 
-from sluice.replica.engine import Endpoint
-from sluice.replica.streams.wire import TICKET_HEADER
+from sluice.protocol.requests import Endpoint
+from sluice.protocol.streams import TICKET_HEADER
 from sluice.router import wire
 from sluice.router.errors import ApiError, Reason, invalid
 from sluice.router.picker.messages import (

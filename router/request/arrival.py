@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sluice.replica.engine import SPEECH, UNSCHEDULED, Endpoint
+from sluice.protocol.requests import SPEECH, UNSCHEDULED, Endpoint
 from sluice.router.request.body import HeldBytes
 from sluice.router.tenancy.limits import ANYONE, Client
 

@@ -16,7 +16,7 @@ import msgspec
 from prometheus_client import Gauge
 from starlette.requests import Request
 
-from sluice.replica.request_body import RequestBody
+from sluice.protocol.requests import RequestBody
 from sluice.router.errors import ApiError, Reason, invalid, shown
 from sluice.router.tenancy.limits import ANYONE, Client
 

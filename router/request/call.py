@@ -12,8 +12,7 @@ from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 
-from sluice.replica.engine import SPEECH, UNSCHEDULED, Endpoint
-from sluice.replica.request_body import RequestBody
+from sluice.protocol.requests import SPEECH, UNSCHEDULED, Endpoint, RequestBody
 from sluice.router import wire
 from sluice.router.config import RouterConfig
 from sluice.router.errors import invalid, shown

@@ -19,7 +19,7 @@ from hashlib import blake2b
 from itertools import takewhile
 from typing import Any
 
-from sluice.replica.engine import GENERATING, SPEECH, Endpoint
+from sluice.protocol.requests import GENERATING, SPEECH, Endpoint
 from sluice.router.request.prompt_size import MEDIA_TOKENS, messages_of
 from sluice.scheduling.fleet.prefix import (
     CHUNK_ENDS,

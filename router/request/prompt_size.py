@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from sluice.replica.engine import ANTHROPIC, EMBEDDING, GENERATING, POOLING, SPEECH, Endpoint
+from sluice.protocol.requests import ANTHROPIC, EMBEDDING, GENERATING, POOLING, SPEECH, Endpoint
 
 MIN_RATIO = 1.0
 MAX_RATIO = 16.0

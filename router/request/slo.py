@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sluice.replica.engine import ANTHROPIC, Endpoint
+from sluice.protocol.requests import ANTHROPIC, Endpoint
 from sluice.router import wire
 from sluice.router.config import RouterConfig
 from sluice.router.errors import ApiError, invalid, shown

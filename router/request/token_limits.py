@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil
 from typing import Any, Final
 
-from sluice.replica.engine import Endpoint
+from sluice.protocol.requests import Endpoint
 from sluice.router.config import RouterConfig
 from sluice.router.errors import ApiError, Reason, invalid, shown
 from sluice.router.request.prompt_size import (

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sluice.replica.engine import Endpoint
+from sluice.protocol.requests import Endpoint
 from sluice.router import wire
 from sluice.router.errors import ApiError, invalid, shown
 from sluice.router.request.engine_bounds import check_media, check_options

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from sluice.replica.engine import EngineRequest, Progress, ResponseItem
+from sluice.protocol.requests import EngineRequest, Progress, ResponseItem
 from sluice.router.errors import ApiError, Reason
 from sluice.scheduling.roles import Role
 

@@ -20,7 +20,7 @@ from ray.exceptions import (
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from sluice.replica.engine import (
+from sluice.protocol.requests import (
     ClientLeftError,
     ClientStalledError,
     EngineDeadError,
@@ -28,7 +28,7 @@ from sluice.replica.engine import (
     Progress,
     ResponseItem,
 )
-from sluice.replica.streams.wire import StreamEndpoint
+from sluice.protocol.streams import StreamEndpoint
 from sluice.router import wire
 from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import Way

@@ -22,7 +22,7 @@ from ray.serve._private.request_router.replica_wrapper import RunningReplica
 
 from sluice.controller.client import ControllerClient, fleet_name
 from sluice.controller.config import ControllerConfig
-from sluice.replica.engine import EngineRequest
+from sluice.protocol.requests import EngineRequest
 from sluice.router import wire
 from sluice.router.serve import choices, running
 from sluice.router.serve.hint import NO_REPLICA_WAIT_S, DrainedError, Hint, NoReplicaError

@@ -6,7 +6,7 @@ a replica that Serve no longer lists is not found. Until the connection is estab
 fails, calls use Serve's handle.
 
 There is one connection to each replica. What arrives in one turn of the event loop wakes each
-reader once, however many chunks it has; see :mod:`sluice.replica.streams.wire`.
+reader once, however many chunks it has; see :mod:`sluice.protocol.streams`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Final
 
 import msgspec
 
-from sluice.controller.transport.greeting import Caller
-from sluice.replica.engine import EngineRequest, ResponseItem
-from sluice.replica.streams.wire import (
+from sluice.protocol.connection import Caller
+from sluice.protocol.requests import EngineRequest, ResponseItem
+from sluice.protocol.streams import (
     FORMAT,
     MAX_ASKED_BYTES,
     MAX_DELIVERED_BYTES,

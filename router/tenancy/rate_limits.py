@@ -12,8 +12,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Final, Literal, NamedTuple
 
-from sluice.controller.messages import MAX_USES, QuotaUse
-from sluice.replica.engine import ResponseHead, ResponseTail
+from sluice.protocol.messages import MAX_USES, QuotaUse
+from sluice.protocol.requests import ResponseHead, ResponseTail
 from sluice.router.errors import ApiError, Reason
 from sluice.router.tenancy.limits import Client, TenantLimits
 from sluice.scheduling.tenancy.leaky_bucket import Bucket

@@ -14,22 +14,8 @@ import numpy as np
 import pytest
 
 from sluice.controller.config import ControllerConfig
-from sluice.controller.messages import (
-    FirstTokenWait,
-    LateNotice,
-    MetricSample,
-    MetricsPush,
-    QuotaUse,
-    ReplicaDelta,
-    ReplicaHello,
-    RequestEnding,
-    RouteQuery,
-    Trouble,
-    TroubleNotice,
-)
 from sluice.controller.transport import query_wire, report_wire
 from sluice.controller.transport.channel import RouteServer, _Served
-from sluice.controller.transport.greeting import WELCOME
 from sluice.controller.transport.wire_format import (
     Refused,
     Report,
@@ -38,9 +24,22 @@ from sluice.controller.transport.wire_format import (
     decode_answer,
     encode,
 )
+from sluice.protocol.connection import WELCOME
+from sluice.protocol.messages import (
+    FirstTokenWait,
+    LateNotice,
+    MetricSample,
+    MetricsPush,
+    QuotaUse,
+    ReplicaDelta,
+    ReplicaHello,
+    RequestEnding,
+    TroubleNotice,
+)
+from sluice.scheduling.fleet.breaker import Trouble
 from sluice.scheduling.fleet.prefix import HELD
 from sluice.scheduling.fleet.state import ROW, SUMMARY
-from sluice.scheduling.request.job import INVALID_QUERY
+from sluice.scheduling.request.job import INVALID_QUERY, RouteQuery
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage
 from tests.controller.fleet import Clock, decode_row, delta, hello, query, waiting_row

@@ -23,7 +23,7 @@ from sluice.benchmarks.live.client import (
 )
 from sluice.benchmarks.live.report import of_class
 from sluice.benchmarks.live.resources import Meter
-from sluice.replica.engine import Endpoint
+from sluice.protocol.requests import Endpoint
 from sluice.replica.openai_format import ResponseWriter, parse_call
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.workload import Arrival, Workload

@@ -7,11 +7,12 @@ from math import inf, nan
 
 import numpy as np
 
-from sluice.controller.messages import ReplicaDelta, ReplicaHello, RouteQuery
+from sluice.protocol.messages import ReplicaDelta, ReplicaHello
 from sluice.scheduling.fleet.local_orders import ARRIVAL
 from sluice.scheduling.fleet.state import ROW, RUNNING, SUMMARY, WAITING
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.latency.profile import LatencyProfile
+from sluice.scheduling.request.job import RouteQuery
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
-from sluice.controller.messages import (
+from sluice.controller.observability.observer import Observer
+from sluice.protocol.messages import (
     FirstTokenWait,
     LateNotice,
     MetricsPush,
     RequestEnding,
     SyncReply,
 )
-from sluice.controller.observability.observer import Observer
 from sluice.scheduling.autoscaling import Load
 from sluice.scheduling.roles import Role
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import count
 
-from sluice.controller.messages import MetricSample, MetricsPush
+from sluice.protocol.messages import MetricSample, MetricsPush
 
 _numbers = count(1)
 

@@ -7,10 +7,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
-from sluice.controller.messages import TroubleNotice
 from sluice.controller.observability.cells import Cells
 from sluice.controller.observability.observer import Observer
 from sluice.controller.transport.failure import NoAnswerError
+from sluice.protocol.messages import TroubleNotice
 from sluice.scheduling.fleet.breaker import Trouble
 from tests.controller.fleet import Clock, hello, query, waiting_row
 

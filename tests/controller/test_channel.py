@@ -15,15 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from sluice.controller.messages import (
-    ReplicaDelta,
-    ReportReply,
-    RouteDecision,
-    RouteQuery,
-    RouteReply,
-)
 from sluice.controller.transport import channel as channel_module
-from sluice.controller.transport import greeting, query_wire, report_wire
+from sluice.controller.transport import query_wire, report_wire
 from sluice.controller.transport.channel import (
     MAX_TIMEOUTS,
     Endpoint,
@@ -31,7 +24,6 @@ from sluice.controller.transport.channel import (
     RouteServer,
 )
 from sluice.controller.transport.failure import NoAnswerError
-from sluice.controller.transport.greeting import MAX_STRANGERS, WELCOME
 from sluice.controller.transport.wire_format import (
     FORMAT,
     MAX_FRAME,
@@ -44,6 +36,10 @@ from sluice.controller.transport.wire_format import (
     decode_question,
     encode,
 )
+from sluice.protocol import connection
+from sluice.protocol.connection import MAX_STRANGERS, WELCOME
+from sluice.protocol.messages import ReplicaDelta, ReportReply, RouteReply
+from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import Clock, delta, waiting_row
 
@@ -307,7 +303,7 @@ async def test_nothing_after_a_malformed_frame_of_the_same_packet_is_handled() -
 
 
 async def test_a_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greeting, "GREETING_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(connection, "GREETING_TIMEOUT_S", 0.05)
     assert await raw(serving(Placed())) == b""
 
 

@@ -25,16 +25,12 @@ from sluice.controller.client import (
 from sluice.controller.config import ControllerConfig, fingerprint_of
 from sluice.controller.detached import DetachedController
 from sluice.controller.discovery import NAMESPACE, ensure_observer
-from sluice.controller.messages import (
-    FirstTokenWait,
-    MetricSample,
-    RequestEnding,
-    RouteDecision,
-    Trouble,
-)
 from sluice.controller.transport.channel import MAX_TIMEOUTS
 from sluice.controller.transport.wire_format import MAX_QUERIES
+from sluice.protocol.messages import FirstTokenWait, MetricSample, RequestEnding
+from sluice.scheduling.fleet.breaker import Trouble
 from sluice.scheduling.placement.cells import cell_of
+from sluice.scheduling.request.job import RouteDecision
 from tests.controller.fleet import Clock, delta, hello, query, waiting_row
 from tests.controller.pushes import newer_push
 from tests.own_ray import shared_ray

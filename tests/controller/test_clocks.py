@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
-from sluice.controller.messages import RouteDecision, RouteQuery
+from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import Clock, decode_row, delta, free_row, hello, waiting_row
 from tests.examples import examples

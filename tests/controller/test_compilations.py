@@ -12,7 +12,7 @@ from math import nan
 from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
 from sluice.controller.detached import compile_loops
-from sluice.controller.messages import FirstTokenWait, RequestEnding, Tier
+from sluice.protocol.messages import FirstTokenWait, RequestEnding, Tier
 from sluice.controller.transport import query_wire, report_wire
 from sluice.scheduling import admission, routing
 from sluice.scheduling.latency.model import RooflineLatency

@@ -18,19 +18,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
-from sluice.controller.messages import (
-    ReplicaDelta,
-    ReplicaHello,
-    ReportReply,
-    RouteDecision,
-    RouteQuery,
-)
+from sluice.protocol.messages import ReplicaDelta, ReplicaHello, ReportReply
 from sluice.replica.config import ReplicaConfig
 from sluice.replica.engine import EngineInfo
 from sluice.replica.reporter import Membership, Reporter
 from sluice.scheduling.fleet import rows as fleet_rows
 from sluice.scheduling.fleet.state import ROW, EngineState
 from sluice.scheduling.placement.placer import MOST_AWAITED_S
+from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
 from tests.controller.fleet import PROFILE, Clock, summary, waiting_row

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from sluice.controller.config import ControllerConfig
-from sluice.controller.messages import RequestEnding, RouteQuery, Tier
 from sluice.controller.observability.decision_log import OTHERS
 from sluice.controller.observability.recent_decisions import DECISIONS
+from sluice.protocol.messages import RequestEnding
 from sluice.scheduling.placement.calibration import PRIOR
+from sluice.scheduling.request.job import RouteQuery, Tier
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import POLICIES
 from sluice.scheduling.routing.slos_serve import SLOsServeRoutingOptions

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from sluice.controller.actor import SETTLING_S
 from sluice.controller.config import ControllerConfig
-from sluice.controller.messages import RouteReply
 from sluice.controller.state.drains import KEPT_S, Drains
+from sluice.protocol.messages import RouteReply
 from sluice.scheduling.fleet.fleet import Fleet
 from tests.controller.fleet import Clock, decode_row, delta, hello, query, waiting_row
 from tests.controller.observed import ObservedController

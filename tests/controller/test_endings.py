@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.controller.config import ControllerConfig
-from sluice.controller.messages import MAX_ENDINGS, LateNotice, RequestEnding
 from sluice.controller.observability.recent_decisions import Endings
+from sluice.protocol.messages import MAX_ENDINGS, LateNotice, RequestEnding
 from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import Clock, hello, query
 from tests.controller.observed import ObservedController

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from sluice.controller.observability.history import History
 from sluice.controller.observability.metrics import samples_of
 from sluice.controller.observability.metrics_hub import MetricsHub
-from sluice.replica.engine import ResponseTail
+from sluice.protocol.requests import ResponseTail
 from sluice.router.metrics.instruments import Outcome, RouterMetrics
 from sluice.router.tenancy.limits import ANYONE
 from sluice.scheduling.batching import make_policy

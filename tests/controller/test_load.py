@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sluice.controller.config import ControllerConfig
-from sluice.controller.messages import MetricSample, MetricsPush
+from sluice.protocol.messages import MetricSample, MetricsPush
 from tests.controller.fleet import PROFILE, Clock, decode_row, delta, hello, query
 from tests.controller.observed import ObservedController
 from tests.controller.pushes import newer_push

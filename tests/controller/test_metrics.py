@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.parser import text_string_to_metric_families
 
-from sluice.controller.messages import MetricSample, MetricsPush
 from sluice.controller.observability.metrics import (
     MAX_PUSH_SAMPLES,
     MetricsPusher,
@@ -19,6 +18,7 @@ from sluice.controller.observability.metrics import (
     text_of,
 )
 from sluice.controller.observability.metrics_hub import MetricsHub
+from sluice.protocol.messages import MetricSample, MetricsPush
 from tests.controller.pushes import newer_push
 
 Page = dict[tuple[str, tuple[tuple[str, str], ...]], float]

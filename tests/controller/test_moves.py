@@ -9,16 +9,9 @@ import numpy as np
 import pytest
 
 from sluice.controller.config import ControllerConfig
-from sluice.controller.messages import (
-    MAX_WAITS,
-    FirstTokenWait,
-    RequestEnding,
-    RouteDecision,
-    RouteQuery,
-    Tier,
-)
 from sluice.controller.state.moves import MOST_LATE
-from sluice.scheduling.request.job import STAYS
+from sluice.protocol.messages import MAX_WAITS, FirstTokenWait, RequestEnding
+from sluice.scheduling.request.job import STAYS, RouteDecision, RouteQuery, Tier
 from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import Clock, decode_row, delta, hello, summary, waiting_row
 from tests.controller.observed import ObservedController

@@ -9,13 +9,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
-from sluice.controller.messages import MetricSample, MetricsPush
 from sluice.controller.observability.counters import DECISION_BUCKETS_S, Counters
 from sluice.controller.observability.instruments import NAMES, families
 from sluice.controller.observability.metrics import KEPT_S
 from sluice.controller.observability.observer import SETTLING_S, Observer
 from sluice.controller.observability.readings import AT_ONCE
 from sluice.controller.transport.failure import NoAnswerError
+from sluice.protocol.messages import MetricSample, MetricsPush
 from sluice.scheduling.request.job import PLACED
 from tests.controller.fleet import Clock, hello, query
 from tests.controller.observed import ObservedController

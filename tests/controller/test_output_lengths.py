@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from sluice.controller.config import ControllerConfig
-from sluice.controller.messages import RequestEnding, RouteDecision, Tier
+from sluice.protocol.messages import RequestEnding
 from sluice.scheduling.placement.calibration import PRIOR
+from sluice.scheduling.request.job import RouteDecision, Tier
 from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import Clock, hello, query
 from tests.controller.observed import ObservedController

@@ -12,10 +12,9 @@ import pytest
 
 from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
-from sluice.controller.messages import RouteDecision, RouteQuery
 from sluice.controller.transport.channel import MAX_TIMEOUTS, Endpoint, RouteChannel
 from sluice.controller.transport.failure import NoAnswerError
-from sluice.scheduling.request.job import NO_REPLICA
+from sluice.scheduling.request.job import NO_REPLICA, RouteDecision, RouteQuery
 from tests.controller.fleet import Clock, delta, hello, query, waiting_row
 
 CONFIG = ControllerConfig(admission="none")

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from sluice.controller.config import ControllerConfig
-from sluice.controller.messages import RequestEnding, RouteDecision, RouteQuery, Tier
 from sluice.controller.observability.readings import reliable
 from sluice.controller.observability.snapshot import promise_summary
 from sluice.controller.state.promises import RECENT, RECENT_S, PromiseLog
+from sluice.protocol.messages import RequestEnding
 from sluice.scheduling.placement.reliability import CHECKED, FEW, QUANTILES
+from sluice.scheduling.request.job import RouteDecision, RouteQuery, Tier
 from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import Clock, hello
 from tests.controller.observed import ObservedController

@@ -13,10 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.controller.config import ControllerConfig
-from sluice.controller.messages import RouteDecision, Tier, Trouble, TroubleNotice
 from sluice.controller.state.quarantine import ACCUSED_S, MOST_ROUTERS
 from sluice.controller.transport.query_wire import MAX_AVOIDED
-from sluice.scheduling.fleet.breaker import ENDED_PROBE_S, LEAST_OPEN_S, MOST_OPEN_S, PROBE_S
+from sluice.protocol.messages import TroubleNotice
+from sluice.scheduling.fleet.breaker import (
+    ENDED_PROBE_S,
+    LEAST_OPEN_S,
+    MOST_OPEN_S,
+    PROBE_S,
+    Trouble,
+)
+from sluice.scheduling.request.job import RouteDecision, Tier
 from sluice.scheduling.roles import Role
 from tests.controller.fleet import Clock, delta, free_row, hello, query, summary, waiting_row
 from tests.controller.observed import ObservedController

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 
-from sluice.controller.messages import ReplicaDelta
 from sluice.controller.transport import report_wire
 from sluice.controller.transport.checks import check_changes
 from sluice.controller.transport.wire_format import MAX_FRAME, Report, encode
+from sluice.protocol.messages import ReplicaDelta
 from sluice.scheduling.fleet.prefix import HELD
 from sluice.scheduling.fleet.state import ROW
 from tests.controller.fleet import decode_row, delta, waiting_row

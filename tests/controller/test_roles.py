@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from sluice.controller.config import ControllerConfig
-from sluice.controller.messages import ReportReply, RouteDecision, RouteQuery, RouteReply
 from sluice.controller.transport import query_wire
 from sluice.controller.transport.wire_format import Routed, decode_answer, encode
+from sluice.protocol.messages import ReportReply, RouteReply
+from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage
 from sluice.scheduling.request.tpot import TPOTAnchor

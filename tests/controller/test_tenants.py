@@ -10,9 +10,9 @@ import pytest
 from pydantic import SecretStr
 
 from sluice.controller.config import ControllerConfig
-from sluice.controller.messages import RouteQuery, Tier
 from sluice.router.tenancy.keys import ApiKey, client_of
 from sluice.router.tenancy.limits import ANYONE, Client
+from sluice.scheduling.request.job import RouteQuery, Tier
 from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import Clock, delta, free_row, hello, waiting_row
 from tests.controller.observed import ObservedController

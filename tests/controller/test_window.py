@@ -9,11 +9,12 @@ import pytest
 
 from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
-from sluice.controller.messages import RouteDecision, RouteQuery, RouteReply
 from sluice.controller.transport.channel import RouteServer, Window
-from sluice.controller.transport.frames import Frames
 from sluice.controller.transport.wire_format import Refused, Routed, decode_answer
+from sluice.protocol.connection import Frames
+from sluice.protocol.messages import RouteReply
 from sluice.scheduling.placement.together import MOST_TOGETHER
+from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import Tier
 from tests.controller.fleet import Clock, hello

@@ -21,10 +21,10 @@ import uvicorn
 from click.testing import CliRunner, Result
 
 from sluice.controller.config import ControllerConfig
-from sluice.controller.messages import RequestEnding, RouteQuery, Trouble, TroubleNotice
 from sluice.deploy.cli import main
 from sluice.deploy.commands.exits import Exit
 from sluice.deploy.ray_settings import free_port
+from sluice.protocol.messages import RequestEnding, TroubleNotice
 from sluice.router.admin.service import AdminService
 from sluice.router.api import make_api
 from sluice.router.config import AdminConfig, RouterConfig
@@ -32,6 +32,8 @@ from sluice.router.dispatch.catalog import Catalog
 from sluice.router.dispatch.dispatcher import Dispatcher
 from sluice.router.dispatch.models import Model, ModelRegistry
 from sluice.router.metrics.instruments import RouterMetrics
+from sluice.scheduling.fleet.breaker import Trouble
+from sluice.scheduling.request.job import RouteQuery
 from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import Clock, decode_row, delta, free_row, hello, waiting_row
 from tests.controller.observed import ObservedController

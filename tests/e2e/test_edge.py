@@ -17,9 +17,9 @@ import pytest
 import ray
 from openai import OpenAI
 
-from sluice.controller.messages import QuotaUse
 from sluice.deploy.ray_settings import free_port
-from sluice.replica.streams.wire import TICKET_HEADER
+from sluice.protocol.messages import QuotaUse
+from sluice.protocol.streams import TICKET_HEADER
 from sluice.router.picker.messages import ENDPOINT_KEY
 from sluice.router.tenancy.tokens import MAX_TOKEN_BYTES
 from tests.e2e import followed

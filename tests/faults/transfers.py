@@ -15,7 +15,13 @@ from ray import serve
 from ray.serve.context import _get_global_client
 
 from sluice.deploy.app import REPLICA_DEPLOYMENTS
-from sluice.replica.engine import EngineRequest, KVHandle, ResponseChunk, ResponseHead, ResponseTail
+from sluice.protocol.requests import (
+    EngineRequest,
+    KVHandle,
+    ResponseChunk,
+    ResponseHead,
+    ResponseTail,
+)
 from sluice.replica.transfer.client import fetch
 from sluice.replica.transfer.offer import Offer
 from sluice.replica.transfer.wire import TransferError

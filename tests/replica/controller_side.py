@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sluice.controller.messages import ReplicaDelta, ReplicaHello, ReportReply
+from sluice.protocol.messages import ReplicaDelta, ReplicaHello, ReportReply
 from sluice.scheduling.fleet.prefix import HELD, HELD_SLOTS
 from sluice.scheduling.fleet.state import ROW, EngineState
 from sluice.scheduling.roles import Role

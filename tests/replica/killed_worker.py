@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from sluice.replica.engine import EngineDeadError
+from sluice.protocol.requests import EngineDeadError
 from sluice.replica.vllm.engine import VllmEngine
 from tests.replica.waiting import until
 

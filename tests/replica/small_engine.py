@@ -6,8 +6,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from sluice.protocol.requests import EngineRequest, ResponseChunk, ResponseTail
 from sluice.replica.config import EngineConfig
-from sluice.replica.engine import Engine, EngineRequest, ResponseChunk, ResponseTail
+from sluice.replica.engine import Engine
 from tests.known_profile import known_profile
 from tests.replica.in_process import OBJECTIVES
 

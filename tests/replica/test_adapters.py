@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from sluice.protocol.errors import RequestError
 from sluice.replica.config import EngineConfig
-from sluice.replica.errors import RequestError
 
 pytestmark = pytest.mark.vllm
 

@@ -15,10 +15,7 @@ from ray import serve
 from sluice.controller.client import ControllerClient, controller_actor_name, stop_controller
 from sluice.controller.config import ControllerConfig
 from sluice.controller.discovery import NAMESPACE
-from sluice.controller.messages import RouteQuery
-from sluice.replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
-from sluice.replica.deployment import ReplicaServer, _core
-from sluice.replica.engine import (
+from sluice.protocol.requests import (
     EngineRequest,
     ResponseChunk,
     ResponseHead,
@@ -26,7 +23,10 @@ from sluice.replica.engine import (
     ResponseTail,
     request_key,
 )
+from sluice.replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
+from sluice.replica.deployment import ReplicaServer, _core
 from sluice.scheduling.batching.batch import begin
+from sluice.scheduling.request.job import RouteQuery
 from sluice.scheduling.request.objective import SLO
 from tests.e2e.conftest import PATIENT
 from tests.own_ray import own_ray

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
-from sluice.replica.engine import (
+from sluice.protocol.requests import (
     EVENT_STREAM,
     ClientLeftError,
     ClientStalledError,
@@ -25,10 +24,11 @@ from sluice.replica.engine import (
     ResponseSent,
     ResponseTail,
 )
+from sluice.protocol.streams import TICKET_HEADER
+from sluice.replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
 from sluice.replica.server import Replica
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.replica.streams.direct import MAX_HEAD_BYTES, DirectPort, sent_directly, ticket_in
-from sluice.replica.streams.wire import TICKET_HEADER
 from sluice.scheduling.request.objective import SLO
 from tests.replica.controller_side import MirrorOfOne
 from tests.replica.waiting import until

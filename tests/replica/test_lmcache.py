@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from sluice.deploy.ray_settings import free_port
-from sluice.replica.engine import EngineRequest, ResponseChunk
+from sluice.protocol.requests import EngineRequest, ResponseChunk
 from sluice.replica.scheduler.xargs import RequestArgs, to_xargs
 from sluice.replica.vllm.engine import VllmEngine
 

@@ -14,9 +14,9 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sluice.protocol.errors import RequestError
+from sluice.protocol.requests import Endpoint, EngineRequest, ResponseChunk, ResponseHead
 from sluice.replica.config import EngineConfig, SimulatedEngineConfig
-from sluice.replica.engine import Endpoint, EngineRequest, ResponseChunk, ResponseHead
-from sluice.replica.errors import RequestError
 from sluice.replica.openai_format import output_text, parse_call
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.scheduling.request.objective import SLO

@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 
 from sluice.controller.config import ControllerConfig
-from sluice.controller.messages import RouteQuery
-from sluice.replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
-from sluice.replica.deployment import Ranks, make_engines, names_of
-from sluice.replica.engine import (
+from sluice.protocol.requests import (
     EngineRequest,
     Progress,
     ResponseHead,
@@ -21,9 +18,12 @@ from sluice.replica.engine import (
     ResponseTaken,
     request_key,
 )
+from sluice.replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
+from sluice.replica.deployment import Ranks, make_engines, names_of
 from sluice.replica.server import Replica
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.scheduling.fleet.ranks import rank_name, rank_of, replica_of
+from sluice.scheduling.request.job import RouteQuery
 from sluice.scheduling.request.objective import SLO
 from tests.controller.observed import ObservedController
 from tests.e2e.conftest import PATIENT

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sluice.replica.engine import ResponseChunk
+from sluice.protocol.requests import ResponseChunk
 from sluice.replica.vllm.reasoning import end_among, reasoning_ends
 from tests.controller.fleet import Clock
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.controller.messages import ReplicaDelta, ReplicaHello, ReportReply
+from sluice.protocol.messages import ReplicaDelta, ReplicaHello, ReportReply
 from sluice.replica.config import ReplicaConfig
 from sluice.replica.engine import EngineInfo
 from sluice.replica.reporter import MAX_FINISHED, AcknowledgedState, Membership, Reporter

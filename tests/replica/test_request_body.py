@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.replica.request_body import RequestBody
+from sluice.protocol.requests import RequestBody
 
 JSON = st.recursive(
     st.none()

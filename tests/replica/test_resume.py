@@ -8,8 +8,14 @@ from typing import Any
 
 import pytest
 
-from sluice.replica.engine import EngineRequest, ResponseChunk, ResponseItem, ResponseTail, Resume
-from sluice.replica.errors import RequestError
+from sluice.protocol.errors import RequestError
+from sluice.protocol.requests import (
+    EngineRequest,
+    ResponseChunk,
+    ResponseItem,
+    ResponseTail,
+    Resume,
+)
 from sluice.replica.resume import check_resume
 from sluice.scheduling.request.objective import SLO
 from tests.replica.test_simulated_engine import collect, running

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
-from sluice.replica.engine import (
+from sluice.protocol.requests import (
     EVENT_STREAM,
     EngineDeadError,
     EngineRequest,
@@ -23,9 +22,10 @@ from sluice.replica.engine import (
     ResponseHead,
     ResponseItem,
     ResponseTail,
-    chunks_of,
     request_key,
 )
+from sluice.replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
+from sluice.replica.engine import chunks_of
 from sluice.replica.response import MAX_BATCH_BYTES, MAX_BUFFERED_ITEMS
 from sluice.replica.server import Replica
 from sluice.replica.simulated.engine import SimulatedEngine

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from sluice.replica.config import EngineConfig, SimulatedEngineConfig
-from sluice.replica.engine import (
+from sluice.protocol.requests import (
     EVENT_STREAM,
     EngineDeadError,
     EngineRequest,
@@ -22,6 +21,7 @@ from sluice.replica.engine import (
     ResponseTail,
     request_key,
 )
+from sluice.replica.config import EngineConfig, SimulatedEngineConfig
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.scheduling.batching import POLICIES
 from sluice.scheduling.latency.model import LinearLatency

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.replica.engine import (
+from sluice.protocol.requests import (
     EngineRequest,
     KVHandle,
     ResponseChunk,

@@ -12,21 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.controller.transport import greeting
-from sluice.controller.transport.frames import Frames
-from sluice.controller.transport.greeting import MAX_STRANGERS, WELCOME
-from sluice.replica.engine import (
+from sluice.protocol import connection
+from sluice.protocol.connection import MAX_STRANGERS, WELCOME, Frames
+from sluice.protocol.requests import (
     EngineRequest,
     KVHandle,
+    RequestBody,
     ResponseChunk,
     ResponseHead,
     ResponseTail,
     Resume,
 )
-from sluice.replica.request_body import RequestBody
-from sluice.replica.response import Response
-from sluice.replica.streams.server import StreamServer
-from sluice.replica.streams.wire import (
+from sluice.protocol.streams import (
     MAX_ASKED_BYTES,
     WINDOW_BYTES,
     Asked,
@@ -36,6 +33,8 @@ from sluice.replica.streams.wire import (
     Open,
     cost,
 )
+from sluice.replica.response import Response
+from sluice.replica.streams.server import StreamServer
 from sluice.scheduling.fleet.prefix import PromptPrefix
 from sluice.scheduling.request.objective import SLO
 from tests.replica.waiting import until
@@ -181,7 +180,7 @@ async def test_strangers_keep_nobody_out_and_do_not_stay(monkeypatch: pytest.Mon
         reader, writer = await asyncio.open_connection(host, port)
         writer.write(frame(server.token.encode()))
         assert await reader.readexactly(6) == frame(WELCOME)
-        monkeypatch.setattr(greeting, "GREETING_TIMEOUT_S", 0.01)
+        monkeypatch.setattr(connection, "GREETING_TIMEOUT_S", 0.01)
         late, late_writer = await asyncio.open_connection(host, port)
         assert await late.read() == b"", "it never showed the token"
         for each in (*strangers, (reader, writer), (late, late_writer)):

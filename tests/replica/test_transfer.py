@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from sluice.replica.engine import EngineRequest
-from sluice.replica.errors import RequestError
+from sluice.protocol.errors import RequestError
+from sluice.protocol.requests import EngineRequest
 from sluice.replica.transfer.client import MemoryLimit, Source, fetch
 from sluice.replica.transfer.offer import Offer, prompt_digest
 from sluice.replica.transfer.requests import check_transfer

@@ -13,9 +13,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sluice.replica.engine import (
+from sluice.protocol.requests import (
     EVENT_STREAM,
-    MAX_CHUNK_BYTES,
     EngineDeadError,
     EngineRequest,
     ResponseChunk,
@@ -24,6 +23,7 @@ from sluice.replica.engine import (
     Resume,
     request_key,
 )
+from sluice.replica.engine import MAX_CHUNK_BYTES
 from sluice.replica.profiling.profiler import profile_key
 from sluice.replica.scheduler.xargs import SchedulerSettings
 from sluice.replica.server import FIRST_STEPS, Watchdog

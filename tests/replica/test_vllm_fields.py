@@ -9,9 +9,8 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel, TypeAdapter
 
-from sluice.replica.engine import SPEECH, Endpoint
-from sluice.replica.errors import RequestError
-from sluice.replica.request_body import RequestBody
+from sluice.protocol.errors import RequestError
+from sluice.protocol.requests import SPEECH, Endpoint, RequestBody
 from sluice.replica.vllm.engine import _validated
 from sluice.replica.vllm.serving import _PLACES, Serving
 from sluice.router.config import RouterConfig

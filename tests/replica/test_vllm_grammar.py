@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from sluice.replica.engine import EngineRequest, ResponseHead, ResponseTail
+from sluice.protocol.requests import EngineRequest, ResponseHead, ResponseTail
 from sluice.scheduling.request.objective import SLO
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]

@@ -9,8 +9,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from sluice.protocol.requests import EngineRequest
 from sluice.replica.config import EngineConfig
-from sluice.replica.engine import EngineRequest
 from sluice.replica.vllm.engine import VllmEngine
 from sluice.replica.vllm.local_model import local_model
 from sluice.scheduling.request.objective import SLO, TokenClock

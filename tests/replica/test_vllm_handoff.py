@@ -12,8 +12,7 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
-from sluice.replica.config import EngineConfig
-from sluice.replica.engine import (
+from sluice.protocol.requests import (
     EVENT_STREAM,
     EngineDeadError,
     EngineRequest,
@@ -23,6 +22,7 @@ from sluice.replica.engine import (
     ResponseTail,
     Resume,
 )
+from sluice.replica.config import EngineConfig
 from sluice.replica.transfer_config import TransferConfig
 from sluice.replica.vllm.engine import VllmEngine
 from sluice.scheduling.request.objective import SLO

@@ -13,8 +13,9 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from sluice.protocol.requests import EngineDeadError
 from sluice.replica.deployment import make_engines
-from sluice.replica.engine import Engine, EngineDeadError
+from sluice.replica.engine import Engine
 from tests.replica.in_process import mixed_requests
 from tests.replica.small_engine import greedy_tokens, small_config
 from tests.replica.waiting import until

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.replica.engine import Resume
+from sluice.protocol.requests import Resume
 from sluice.replica.vllm.local_model import local_model
 from tests.examples import examples
 

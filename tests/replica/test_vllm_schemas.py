@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator, FormatChecker
 
-from sluice.replica.engine import Endpoint, EngineRequest, ResponseChunk, ResponseHead
+from sluice.protocol.requests import Endpoint, EngineRequest, ResponseChunk, ResponseHead
 from sluice.scheduling.request.objective import SLO
 from tests.documents import ROOT
 

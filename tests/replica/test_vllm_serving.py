@@ -10,8 +10,8 @@ import pytest
 from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse
 
+from sluice.protocol.errors import RequestError
 from sluice.replica.engine import ConfigurationError
-from sluice.replica.errors import RequestError
 from sluice.replica.vllm import serving
 from sluice.replica.vllm.serving import event_bytes, servings, whole_response, with_upload
 

@@ -16,14 +16,14 @@ import openai
 import pytest
 import pytest_asyncio
 
-from sluice.replica.config import EngineConfig
-from sluice.replica.engine import (
+from sluice.protocol.requests import (
     EngineRequest,
     ResponseChunk,
     ResponseHead,
     ResponseItem,
     ResponseTail,
 )
+from sluice.replica.config import EngineConfig
 from sluice.replica.profiling.warm_up import silence
 from sluice.replica.scheduler.xargs import ARRIVAL_S, E2E_S, ID, TTFT_S
 from sluice.replica.vllm.engine import VllmEngine

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from sluice.protocol.requests import EngineRequest, ResponseTail
 from sluice.replica.config import EngineConfig, ReplicaConfig
-from sluice.replica.engine import EngineRequest, ResponseTail
 from sluice.replica.server import Replica
 from sluice.replica.vllm.engine import VllmEngine
 from sluice.replica.vllm.local_model import local_model

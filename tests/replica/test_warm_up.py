@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from sluice.replica.engine import (
+from sluice.protocol.requests import (
     EngineDeadError,
     EngineRequest,
     ResponseChunk,

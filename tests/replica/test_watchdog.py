@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.replica.engine import EngineDeadError, EngineInfo
+from sluice.protocol.requests import EngineDeadError
+from sluice.replica.engine import EngineInfo
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.server import (
     FIRST_STEPS,

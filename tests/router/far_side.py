@@ -16,15 +16,8 @@ import httpx
 from fastapi import FastAPI
 from prometheus_client import generate_latest
 
-from sluice.controller.messages import (
-    FirstTokenWait,
-    LateNotice,
-    RequestEnding,
-    RouteDecision,
-    RouteQuery,
-    Trouble,
-)
-from sluice.replica.engine import (
+from sluice.protocol.messages import FirstTokenWait, LateNotice, RequestEnding
+from sluice.protocol.requests import (
     EngineRequest,
     Progress,
     ResponseChunk,
@@ -51,6 +44,8 @@ from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
 from sluice.router.serve.choices import CHOICES
 from sluice.router.serve.contract import ReplicaFailedError, ReplicaStream
+from sluice.scheduling.fleet.breaker import Trouble
+from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from sluice.scheduling.request.objective import SLO, TokenClock
 from sluice.scheduling.roles import Role
 from tests.router.virtual_time import VirtualTime

@@ -7,16 +7,11 @@ from typing import Any
 
 from sluice.controller.client import NoAnswerError
 from sluice.controller.config import ControllerConfig
-from sluice.controller.messages import (
-    FirstTokenWait,
-    LateNotice,
-    RequestEnding,
-    RouteDecision,
-    RouteQuery,
-    Trouble,
-)
 from sluice.controller.observability.metrics import samples_of
+from sluice.protocol.messages import FirstTokenWait, LateNotice, RequestEnding
 from sluice.router.metrics.instruments import RouterMetrics
+from sluice.scheduling.fleet.breaker import Trouble
+from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from tests.controller.observed import ObservedController
 from tests.controller.pushes import newer_push
 

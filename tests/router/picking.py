@@ -14,9 +14,9 @@ import grpc
 import httpx
 
 from sluice.controller.config import ControllerConfig
-from sluice.controller.messages import ReplicaDelta, ReplicaHello, ReportReply, Trouble
+from sluice.protocol.messages import ReplicaDelta, ReplicaHello, ReportReply
+from sluice.protocol.requests import ClientLeftError, EngineRequest, ResponseItem
 from sluice.replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
-from sluice.replica.engine import ClientLeftError, EngineRequest, ResponseItem
 from sluice.replica.server import Replica
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.replica.streams.direct import DirectPort
@@ -25,6 +25,7 @@ from sluice.router.errors import Reason
 from sluice.router.picker.messages import CLASSES
 from sluice.router.picker.server import SERVICE, PickerServer
 from sluice.router.serve.contract import ReaderLostError, ReplicaFailedError
+from sluice.scheduling.fleet.breaker import Trouble
 from tests.lacking import lacking
 from tests.proxy_process import answering
 from tests.replica.waiting import until

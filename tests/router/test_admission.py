@@ -10,11 +10,11 @@ import httpx
 import openai
 import pytest
 
-from sluice.controller.messages import RouteDecision, Tier
-from sluice.replica.engine import EngineRequest, ResponseItem
+from sluice.protocol.requests import EngineRequest, ResponseItem
 from sluice.router.config import RouterConfig, ServiceClass
 from sluice.router.errors import RULES, Reason
 from sluice.router.serve.contract import ReplicaFailedError
+from sluice.scheduling.request.job import RouteDecision, Tier
 from tests.router.far_side import (
     CHAT_BODY,
     Clock,

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.controller.messages import RouteDecision, Tier
 from sluice.router.config import ServiceClass
 from sluice.router.dispatch.placement import (
     ASKERS,
@@ -22,6 +21,7 @@ from sluice.router.dispatch.placement import (
 from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.tenancy.limits import ANYONE, Client
+from sluice.scheduling.request.job import RouteDecision, Tier
 from tests.examples import examples
 from tests.router.far_side import CHAT_BODY
 from tests.router.test_admission import edge_of, guaranteed, post, unattainable

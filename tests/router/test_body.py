@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.replica.engine import Endpoint
+from sluice.protocol.requests import Endpoint
 from sluice.router.errors import ApiError
 from sluice.router.request.body import MAX_DEPTH, MAX_PARTS, parse_object
 from sluice.router.request.prompt_size import (

@@ -7,11 +7,11 @@ import logging
 
 import pytest
 
-from sluice.controller.messages import RouteDecision
 from sluice.router.config import RouterConfig, ServiceClass
 from sluice.router.dispatch.catalog import Catalog
 from sluice.router.errors import Reason
 from sluice.router.serve.contract import ReplicaFailedError
+from sluice.scheduling.request.job import RouteDecision
 from tests.router.far_side import CHAT_BODY, Edge, FarController, FarSide, serve
 from tests.router.test_admission import guaranteed, post
 from tests.router.virtual_time import VirtualTime, settle

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from sluice.controller.messages import RouteDecision, Tier
-from sluice.replica.engine import (
+from sluice.protocol.requests import (
     EngineRequest,
     KVHandle,
     ResponseHead,
@@ -26,6 +25,7 @@ from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.serve.hint import NO_REPLICA_WAIT_S
+from sluice.scheduling.request.job import RouteDecision, Tier
 from sluice.scheduling.request.objective import SLO
 from tests.router.far_side import (
     CHAT_BODY,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from starlette.types import Send
 
-from sluice.controller.messages import RouteDecision, RouteQuery
 from sluice.router.dispatch.client_watch import DisconnectGuard
+from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from tests.router.far_side import CHAT_BODY, Edge, FarController, FarSide, hang, serve, stall
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from sluice.controller.messages import RouteQuery
-from sluice.replica.engine import (
+from sluice.protocol.requests import (
     EngineRequest,
     ResponseChunk,
     ResponseHead,
@@ -22,6 +21,7 @@ from sluice.router.errors import ApiError, Reason
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
 from sluice.router.serve.contract import ReplicaFailedError
+from sluice.scheduling.request.job import RouteQuery
 from sluice.scheduling.request.objective import SLO
 from tests.router.far_side import (
     CHAT_BODY,

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from sluice.benchmarks.live.client import AnswerCheck, simulated
+from sluice.protocol.requests import EngineRequest
+from sluice.protocol.streams import StreamEndpoint
 from sluice.replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
-from sluice.replica.engine import EngineRequest
 from sluice.replica.server import Replica
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.replica.streams.server import StreamServer
-from sluice.replica.streams.wire import StreamEndpoint
 from sluice.router.serve.contract import ReplicaStream
 from sluice.router.serve.streams import Channels
 from sluice.scheduling.roles import Role

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from sluice.controller.messages import RouteDecision
-from sluice.replica.engine import (
+from sluice.protocol.requests import (
     EngineRequest,
     ResponseChunk,
     ResponseHead,
@@ -24,6 +23,7 @@ from sluice.router.config import RouterConfig
 from sluice.router.dispatch.access_log import Telemetry
 from sluice.router.tenancy.limits import ANYONE
 from sluice.router.tenancy.rate_limits import RateLimiter
+from sluice.scheduling.request.job import RouteDecision
 from tests.router.far_side import (
     CHAT_BODY,
     Behaviour,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from sluice.replica.engine import ANTHROPIC
+from sluice.protocol.requests import ANTHROPIC
 from sluice.router.config import RouterConfig
 from sluice.router.errors import RULES, ApiError, Reason
 from sluice.router.request.arrival import INFERENCE_PATHS

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from sluice.replica.engine import EngineRequest, ResponseItem
+from sluice.protocol.requests import EngineRequest, ResponseItem
 from sluice.router.config import RouterConfig
 from sluice.router.ingress import http_protocol
 from sluice.router.ingress.http_protocol import MAX_HEAD_BYTES, MAX_HEADERS

@@ -16,7 +16,6 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram
 from pydantic import SecretStr
 from starlette.types import Message
 
-from sluice.controller.messages import RouteDecision, RouteQuery, Tier
 from sluice.router.config import RouterConfig, ServiceClass
 from sluice.router.dispatch.placement import FULL_FOR_S
 from sluice.router.errors import Reason
@@ -31,7 +30,7 @@ from sluice.router.ingress.load_shedding import (
 )
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.tenancy.keys import ApiKey
-from sluice.scheduling.request.job import UNATTAINABLE
+from sluice.scheduling.request.job import UNATTAINABLE, RouteDecision, RouteQuery, Tier
 from tests.router.far_side import CHAT_BODY, Clock, Edge, FarController, FarSide, serve
 from tests.router.virtual_time import VirtualTime, settle
 

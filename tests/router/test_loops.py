@@ -10,7 +10,7 @@ import pytest
 
 from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
-from sluice.replica.engine import EngineRequest, ResponseItem
+from sluice.protocol.requests import EngineRequest, ResponseItem
 from sluice.router.config import RouterConfig
 from sluice.router.errors import ApiError
 from sluice.router.request.loop import loop_of

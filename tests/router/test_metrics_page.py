@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sluice.controller.messages import MetricSample, MetricsPush
 from sluice.controller.observability.metrics import KEPT_S, MetricsPusher, text_of
 from sluice.controller.observability.metrics_hub import MetricsHub
+from sluice.protocol.messages import MetricSample, MetricsPush
 from sluice.router.metrics.instruments import Fallback, RouterMetrics
 from sluice.router.metrics.page import PAGE_PERIOD_S, ControllerMetricsPage, merged
 from tests.controller.pushes import newer_push

@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 
-from sluice.controller.messages import RouteDecision, RouteQuery, Tier
+from sluice.protocol.requests import EngineRequest, ResponseHead, ResponseItem, request_key
 from sluice.replica.config import EngineConfig, SimulatedEngineConfig
-from sluice.replica.engine import EngineRequest, ResponseHead, ResponseItem, request_key
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.router.config import RetryBudgetConfig, RouterConfig
 from sluice.router.errors import Reason
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.placement.migration import AT_ONCE, MOST_MOVES, REST_S
-from sluice.scheduling.request.job import STAYS
+from sluice.scheduling.request.job import STAYS, RouteDecision, RouteQuery, Tier
 from tests.router.far_side import Behaviour, Edge, FarController, FarSide, FarStream, fail
 from tests.router.test_resume import text, without_time_and_name
 from tests.router.test_stall_detector import CHAT, COMPLETIONS, LoopClock, virtual

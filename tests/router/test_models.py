@@ -11,9 +11,9 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sluice.controller.messages import MetricsPush
 from sluice.controller.observability.metrics import MetricsPusher
-from sluice.replica.engine import (
+from sluice.protocol.messages import MetricsPush
+from sluice.protocol.requests import (
     EngineRequest,
     ResponseChunk,
     ResponseHead,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from sluice.controller.messages import MAX_WAITS, FirstTokenWait, RouteDecision, RouteQuery, Tier
-from sluice.replica.engine import EngineRequest, request_key
+from sluice.protocol.messages import MAX_WAITS, FirstTokenWait
+from sluice.protocol.requests import EngineRequest, request_key
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.answer import Answer
 from sluice.router.dispatch.attempt import Attempt
@@ -18,7 +18,7 @@ from sluice.router.errors import Reason
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
 from sluice.router.serve.contract import ReplicaFailedError
-from sluice.scheduling.request.job import STAYS
+from sluice.scheduling.request.job import STAYS, RouteDecision, RouteQuery, Tier
 from sluice.scheduling.request.objective import SLO, TokenClock
 from tests.router.far_side import Behaviour, Edge, FarController, FarSide, NoItems, answer, fail
 from tests.router.test_resume import simulated, text, without_time_and_name

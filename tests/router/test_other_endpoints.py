@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sluice.replica.engine import Endpoint
+from sluice.protocol.requests import Endpoint
 from sluice.router.config import RouterConfig
 from sluice.router.errors import ApiError, Reason
 from sluice.router.request.engine_bounds import is_structured

@@ -13,14 +13,15 @@ import pytest
 import uvicorn
 
 from sluice.controller.config import ControllerConfig
-from sluice.controller.messages import RequestEnding, RouteQuery, Tier, Trouble, TroubleNotice
 from sluice.deploy.ray_settings import free_port
+from sluice.protocol.messages import RequestEnding, TroubleNotice
 from sluice.router.admin.service import AdminService
 from sluice.router.config import RouterConfig
 from sluice.router.metrics.instruments import Outcome
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
-from sluice.scheduling.fleet.breaker import FAILURES
+from sluice.scheduling.fleet.breaker import FAILURES, Trouble
+from sluice.scheduling.request.job import RouteQuery, Tier
 from sluice.scheduling.request.objective import SLO, TokenClock
 from tests.controller.fleet import decode_row, delta, hello, waiting_row
 from tests.router.browser import Browser, Tab, browser

@@ -17,7 +17,7 @@ from google.protobuf.struct_pb2 import Struct
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.replica.streams.wire import TICKET_HEADER
+from sluice.protocol.streams import TICKET_HEADER
 from sluice.router.config import RouterConfig, ServiceClass
 from sluice.router.picker import server
 from sluice.router.picker.messages import (

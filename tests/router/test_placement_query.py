@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sluice.replica.engine import EngineRequest
+from sluice.protocol.requests import EngineRequest
 from sluice.router.errors import ApiError
 from sluice.router.request.prompt_size import MAX_OUTPUT_TOKENS, output_limit
 from sluice.router.request.session import MAX_SESSION_CHARACTERS, session_of

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.controller.actor import Quotas
-from sluice.controller.messages import QuotaUse
-from sluice.replica.engine import ResponseHead, ResponseTail
+from sluice.protocol.messages import QuotaUse
+from sluice.protocol.requests import ResponseHead, ResponseTail
 from sluice.router.errors import ApiError, Reason
 from sluice.router.tenancy.limits import ANYONE, Client, TenantLimits
 from sluice.router.tenancy.rate_limits import NO_CHARGE, RateLimiter

@@ -23,7 +23,7 @@ from ray.serve.config import RequestRouterConfig
 
 from sluice.controller.client import ControllerClient, stop_controller
 from sluice.controller.config import ControllerConfig
-from sluice.replica.engine import EngineRequest, Progress, ResponseChunk, ResponseHead
+from sluice.protocol.requests import EngineRequest, Progress, ResponseChunk, ResponseHead
 from sluice.router import wire
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.dispatcher import Dispatcher

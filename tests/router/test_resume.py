@@ -14,9 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.controller.messages import RouteDecision, Tier
-from sluice.replica.config import EngineConfig, SimulatedEngineConfig
-from sluice.replica.engine import (
+from sluice.protocol.requests import (
     EngineRequest,
     ResponseChunk,
     ResponseHead,
@@ -24,6 +22,7 @@ from sluice.replica.engine import (
     ResponseTail,
     request_key,
 )
+from sluice.replica.config import EngineConfig, SimulatedEngineConfig
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.replica.simulated.virtual_loop import VirtualLoop
 from sluice.router.config import RetryBudgetConfig, RouterConfig
@@ -34,6 +33,7 @@ from sluice.router.errors import Reason
 from sluice.router.request.call import Call
 from sluice.router.request.prompt_size import PromptSize
 from sluice.router.serve.contract import ReplicaFailedError
+from sluice.scheduling.request.job import RouteDecision, Tier
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage
 from tests.examples import examples

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from sluice.replica.engine import Endpoint
+from sluice.protocol.requests import Endpoint
 from sluice.router.config import RouterConfig, ServiceClass
 from sluice.router.errors import ApiError, Reason
 from sluice.router.request.call import queue_ttl_s

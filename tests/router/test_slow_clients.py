@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 from starlette.types import Message
 
-from sluice.replica.engine import (
+from sluice.protocol.requests import (
     EngineRequest,
     ResponseChunk,
     ResponseHead,

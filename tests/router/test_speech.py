@@ -12,14 +12,14 @@ import msgspec
 import openai
 import pytest
 
-from sluice.replica.engine import (
+from sluice.protocol.requests import (
     EngineRequest,
     ResponseChunk,
     ResponseHead,
     ResponseItem,
     ResponseTail,
 )
-from sluice.replica.streams.wire import Open
+from sluice.protocol.streams import Open
 from sluice.router.config import RouterConfig
 from sluice.router.errors import ApiError, Reason
 from sluice.router.request.form import MAX_PARTS

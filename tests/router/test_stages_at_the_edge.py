@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sluice.replica.engine import (
+from sluice.protocol.requests import (
     EngineRequest,
     ResponseChunk,
     ResponseHead,

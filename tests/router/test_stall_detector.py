@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.controller.messages import RouteDecision, Trouble
-from sluice.replica.engine import (
+from sluice.protocol.requests import (
     EngineRequest,
     Progress,
     ResponseHead,
@@ -39,6 +38,8 @@ from sluice.router.dispatch.stall_detector import (
 from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.serve.contract import ReplicaFailedError, ReplicaStream
+from sluice.scheduling.fleet.breaker import Trouble
+from sluice.scheduling.request.job import RouteDecision
 from sluice.scheduling.roles import Role
 from tests.examples import examples
 from tests.router.far_side import (

@@ -11,23 +11,23 @@ from typing import Any
 
 import pytest
 
-from sluice.replica.engine import (
+from sluice.protocol import streams as wire
+from sluice.protocol.requests import (
     EngineDeadError,
     EngineRequest,
+    RequestBody,
     ResponseChunk,
     ResponseHead,
     ResponseItem,
     ResponseTail,
     ResponseTaken,
 )
-from sluice.replica.request_body import RequestBody
+from sluice.protocol.streams import WINDOW_BYTES, StreamEndpoint, cost
 from sluice.replica.response import MAX_BUFFERED_ITEMS
 from sluice.replica.server import Replica
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.replica.streams import server as server_module
-from sluice.replica.streams import wire
 from sluice.replica.streams.server import StreamServer
-from sluice.replica.streams.wire import WINDOW_BYTES, StreamEndpoint, cost
 from sluice.router.errors import Reason
 from sluice.router.serve.contract import ReplicaFailedError, ReplicaStream
 from sluice.router.serve.streams import Channels, ChannelStream

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.replica.engine import EngineRequest, ResponseHead, ResponseItem
+from sluice.protocol.requests import EngineRequest, ResponseHead, ResponseItem
 from sluice.router.config import RetryBudgetConfig, RouterConfig
 from sluice.router.dispatch.attempt import Attempt
 from sluice.router.dispatch.suspicion import (

@@ -12,7 +12,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 from prometheus_client import CollectorRegistry
 
-from sluice.controller.messages import RouteDecision, Tier
 from sluice.router.batches.line_caller import Admitted, LineCaller
 from sluice.router.batches.lines import BatchRequest
 from sluice.router.batches.metrics import BatchMetrics
@@ -22,7 +21,7 @@ from sluice.router.errors import Reason
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.tenancy.limits import ANYONE
 from sluice.router.tenancy.rate_limits import RateLimiter
-from sluice.scheduling.request.job import UNATTAINABLE
+from sluice.scheduling.request.job import UNATTAINABLE, RouteDecision, Tier
 from sluice.telemetry.config import LogsConfig, TracingConfig
 from sluice.telemetry.logs import JsonLines
 from sluice.telemetry.tracing import Tracer

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.replica.engine import Endpoint
+from sluice.protocol.requests import Endpoint
 from sluice.router.config import RouterConfig
 from sluice.router.errors import ApiError
 from sluice.router.request.prompt_size import output_limit

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from sluice.replica.engine import (
+from sluice.protocol.requests import (
     EngineRequest,
     ResponseChunk,
     ResponseHead,

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from sluice.controller.messages import RouteDecision, Tier
-from sluice.replica.engine import (
+from sluice.protocol.requests import (
     EngineRequest,
     KVHandle,
     ResponseChunk,
@@ -20,6 +19,7 @@ from sluice.replica.engine import (
 from sluice.router.config import RouterConfig
 from sluice.router.errors import Reason
 from sluice.router.serve.contract import ReplicaFailedError
+from sluice.scheduling.request.job import RouteDecision, Tier
 from tests.router.far_side import (
     CHAT_BODY,
     WORDS,

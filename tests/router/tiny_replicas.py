@@ -10,7 +10,7 @@ from typing import Any
 
 from ray import serve
 
-from sluice.replica.engine import (
+from sluice.protocol.requests import (
     EngineDeadError,
     EngineRequest,
     Progress,

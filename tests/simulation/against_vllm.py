@@ -35,8 +35,9 @@ import click
 
 from sluice.benchmarks.live.report import Json, table
 from sluice.benchmarks.options import as_json, number_option, show
+from sluice.protocol.requests import EngineRequest, ResponseTail
 from sluice.replica.config import EngineConfig
-from sluice.replica.engine import EngineInfo, EngineRequest, ResponseTail
+from sluice.replica.engine import EngineInfo
 from sluice.replica.vllm.engine import VllmEngine
 from sluice.scheduling.batching import POLICIES, make_policy
 from sluice.scheduling.latency.model import LinearLatency, StepSample

@@ -17,8 +17,8 @@ from sluice.benchmarks.live.drive import campaign
 from sluice.benchmarks.live.gateway.engine import MODEL
 from sluice.benchmarks.live.peers import SYSTEMS, Setting
 from sluice.benchmarks.live.report import quantiles
+from sluice.protocol.requests import EngineRequest, ResponseHead
 from sluice.replica.config import EngineConfig
-from sluice.replica.engine import EngineRequest, ResponseHead
 from sluice.replica.vllm.setup import survive_module_scan
 from sluice.scheduling.request.objective import SLO
 

@@ -15,8 +15,8 @@ import pytest
 import pytest_asyncio
 
 import sluice.replica.preemption.variant  # noqa: F401 - it registers itself
+from sluice.protocol.requests import EngineRequest, ResponseChunk, ResponseTail
 from sluice.replica.config import EngineConfig
-from sluice.replica.engine import EngineRequest, ResponseChunk, ResponseTail
 from sluice.replica.scheduler.xargs import SchedulerSettings
 from sluice.replica.transfer.client import fetch
 from sluice.replica.transfer.offer import Offer

@@ -14,7 +14,7 @@ import openai
 from openai.types import Batch
 from pydantic import SecretStr
 
-from sluice.replica.engine import EngineRequest, ResponseItem
+from sluice.protocol.requests import EngineRequest, ResponseItem
 from sluice.router.batches.store import NAME
 from sluice.router.config import BatchesConfig, RouterConfig
 from tests.router.far_side import Edge, FarSide, serve

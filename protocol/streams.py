@@ -1,7 +1,7 @@
 """The messages between a router and a replica on their connection.
 
-Both sides send frames (:mod:`sluice.controller.transport.frames`) of MessagePack, decoded into
-these types only. The router begins with the token (:mod:`sluice.controller.transport.greeting`);
+Both sides send frames (:mod:`sluice.protocol.connection`) of MessagePack, decoded into
+these types only. The router begins with the token (:mod:`sluice.protocol.connection`);
 then it sends one :data:`Asked` per frame, and gets frames that are lists of :class:`Delivery`. An
 empty frame announces that the replica is about to leave: its open requests continue, new requests
 go to other replicas.
@@ -19,9 +19,10 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from sluice.replica.engine import (
+from sluice.protocol.requests import (
     EngineRequest,
     KVHandle,
+    RequestBody,
     ResponseChunk,
     ResponseHead,
     ResponseSent,
@@ -29,7 +30,6 @@ from sluice.replica.engine import (
     ResponseTaken,
     Resume,
 )
-from sluice.replica.request_body import RequestBody
 from sluice.scheduling.fleet.prefix import PromptPrefix
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage

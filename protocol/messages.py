@@ -16,32 +16,9 @@ from sluice.scheduling.fleet.breaker import Trouble
 from sluice.scheduling.fleet.local_orders import LOCAL_ORDERS, SLIDE
 from sluice.scheduling.fleet.prefix import NO_HELD, NO_HELD_SLOTS
 from sluice.scheduling.latency.profile import LatencyProfile
-from sluice.scheduling.request.job import RouteDecision, RouteQuery, Tier
+from sluice.scheduling.request.job import RouteDecision
 from sluice.scheduling.request.objective import OBJECTIVES
 from sluice.scheduling.roles import Role
-
-__all__ = [
-    "MAX_ENDINGS",
-    "MAX_USES",
-    "MAX_WAITS",
-    "OBJECTIVES",
-    "FirstTokenWait",
-    "MetricSample",
-    "MetricsPush",
-    "QuotaUse",
-    "ReplicaDelta",
-    "ReplicaHello",
-    "ReportReply",
-    "RequestEnding",
-    "RouteDecision",
-    "RouteQuery",
-    "RouteReply",
-    "SyncReply",
-    "Tier",
-    "Trouble",
-    "TroubleNotice",
-]
-
 
 MAX_TEXT: Final = 256
 """Longest id or name, characters."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
-from sluice.replica.engine import ANTHROPIC, Endpoint
+from sluice.protocol.requests import ANTHROPIC, Endpoint
 
 _ANTHROPIC_TYPES: Final = {
     401: "authentication_error",

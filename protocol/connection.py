@@ -1,23 +1,108 @@
-"""Connections that begin with a token: both ends of the greeting, and bounds of who may connect."""
+"""Plain TCP connections between processes: frames, four bytes of length and then that number of
+bytes, of which the client's first one is a token."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import secrets
-from typing import Final
+import socket
+from typing import Final, cast
 
-from sluice.controller.transport.frames import Frames
+_LENGTH: Final = 4
+
+DEAD_AFTER_S: Final = 30
+"""Silence of the other host after which the system ends a connection, seconds: a host that vanished
+closes no connection. A program that hangs is not detected: its host's kernel still answers."""
 
 WELCOME: Final = b"ok"
 """Answers the token."""
 
 MAX_STRANGERS: Final = 64
-"""Most connections that have not shown the token yet; one more drops the oldest of them, so that
-idle connections cannot keep others out."""
+"""Connections that have not shown the token yet; one more drops the oldest of them, so that idle
+connections cannot keep others out."""
 
 GREETING_TIMEOUT_S = 5.0
 """Longest wait for the token, seconds."""
+
+
+def notice_dead_host(connection: socket.socket | None) -> None:
+    """Have the system end a connection whose other host has vanished."""
+    if connection is None:
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Not every system has all of these options; without them the system's own times apply.
+    for name, value in (
+        ("TCP_KEEPIDLE", DEAD_AFTER_S // 3),
+        ("TCP_KEEPINTVL", DEAD_AFTER_S // 3),
+        ("TCP_KEEPCNT", 2),
+        ("TCP_USER_TIMEOUT", 1000 * DEAD_AFTER_S),
+    ):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class Frames(asyncio.Protocol):
+    """Splits received bytes into frames; one longer than ``limit`` bytes closes the connection."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.closed = False
+        self._transport: asyncio.Transport | None = None
+        self._rest = bytearray()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The connection is established."""
+        # No type check: uvloop's transports are no subclasses of asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
+        notice_dead_host(transport.get_extra_info("socket"))
+
+    def data_received(self, data: bytes) -> None:
+        """Handle the complete frames. ``O(bytes)``, for any split of the input."""
+        got: bytes | bytearray = data
+        if self._rest:
+            self._rest += data
+            got = self._rest
+        start, end = 0, len(got)
+        while end - start >= _LENGTH and not self.closed:
+            size = int.from_bytes(got[start : start + _LENGTH], "big")
+            if size > self.limit:
+                self.abort()
+                return
+            stop = start + _LENGTH + size
+            if stop > end:
+                break
+            self.frame_received(got[start + _LENGTH : stop])
+            start = stop
+        if got is self._rest:
+            del self._rest[:start]
+        elif start < end:
+            self._rest += got[start:]
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        """The connection ended."""
+        self.closed = True
+        self._rest.clear()
+
+    def frame_received(self, frame: bytes | bytearray) -> None:
+        """Handle one frame."""
+        raise NotImplementedError
+
+    def send(self, frame: bytes) -> None:
+        """Write one frame; does nothing on a closed connection."""
+        if self._transport is not None and not self.closed and not self._transport.is_closing():
+            self._transport.write(len(frame).to_bytes(_LENGTH, "big") + frame)
+
+    def close(self) -> None:
+        """Close the connection after all sent data has left. Idempotent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Close the connection at once. Idempotent."""
+        self.closed = True
+        if self._transport is not None:
+            self._transport.abort()
 
 
 class Listener:
@@ -33,8 +118,7 @@ class Listener:
     def __init__(self, most: int) -> None:
         self.token = secrets.token_hex(32)
         self._most = most
-        # In order of arrival.
-        self._strangers: dict[Guest, None] = {}
+        self._strangers: dict[Guest, None] = {}  # in order of arrival
         self._trusted: set[Guest] = set()
         self._server: asyncio.Server | None = None
         self._starting = asyncio.Lock()
@@ -79,13 +163,8 @@ class Listener:
 
 
 class Guest(Frames):
-    """One client's connection, at the server. It begins as a stranger; its first frame, which goes
-    to :meth:`greet`, must be the token.
-
-    Args:
-        listener: where it connects.
-        most_bytes: max frame length once it is ``trusted``.
-    """
+    """One client's connection, at the server: its first frame, which goes to :meth:`greet`, must be
+    the token. Once it is ``trusted``, frames may have up to ``most_bytes``."""
 
     def __init__(self, listener: Listener, most_bytes: int) -> None:
         super().__init__(limit=len(listener.token))
@@ -125,12 +204,7 @@ class Guest(Frames):
 
 class Caller(Frames):
     """The connection, at a client. It shows the token; the first frame, which goes to
-    :meth:`welcomed`, is the answer to it.
-
-    Args:
-        token: of the server.
-        limit: max frame length, bytes.
-    """
+    :meth:`welcomed`, is the answer to it."""
 
     def __init__(self, token: str, limit: int) -> None:
         super().__init__(limit)

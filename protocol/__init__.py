@@ -1,0 +1,1 @@
+"""What router, controller and replica say to each other, and the connections between them."""
