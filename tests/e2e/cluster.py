@@ -74,7 +74,7 @@ class Cluster:
         # Its answer may take longer than Ray gives Serve to start on a busy machine.
         self.wait(lambda: self._answers("PUT", "/api/serve/applications/", serve), "Serve runs")
 
-    def add_node(self, name: str, *more: str, apart: bool = False) -> None:
+    def add_node(self, name: str, *more: str, cpus: int = 4, apart: bool = False) -> None:
         """Start a worker node, and wait until it has joined.
 
         Args:
@@ -82,7 +82,7 @@ class Cluster:
             apart: on a network of its own, of which ``wires`` has the cable.
         """
         address = f"{ray.util.get_node_ip_address()}:{self.gcs_port}"
-        options = [f"--address={address}", "--num-cpus=4", *more]
+        options = [f"--address={address}", f"--num-cpus={cpus}", *more]
         inside: tuple[str, ...] = ()
         if apart:
             own = self._networks.enter_context(network())
@@ -149,10 +149,11 @@ class Cluster:
 
     def close(self) -> None:
         """End every process."""
-        for name in reversed(list(self.nodes)):
-            self._end(self.nodes.pop(name))
-        self._networks.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        with self._networks as undo:
+            undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            for name in self.nodes:
+                undo.callback(self._end, self.nodes[name])
+            self.nodes.clear()
 
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}

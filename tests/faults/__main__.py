@@ -10,11 +10,12 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 import pytest
@@ -36,6 +37,7 @@ _ROOT = Path(__file__).parents[2]
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def faults(names: tuple[str, ...], listed: bool, quick: bool, repeat: int, as_json: bool) -> None:
     """Break parts of a running system under load, and say what became of each request."""
+    signal.signal(signal.SIGTERM, _end)
     folder = ray_settings.make_local_dir()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     # Ray reads its environment on import.
@@ -72,6 +74,12 @@ def faults(names: tuple[str, ...], listed: bool, quick: bool, repeat: int, as_js
     raise SystemExit(bool(bad))
 
 
+def _end(number: int, _: object) -> NoReturn:
+    """Close whatever is open: systems, networks, folders."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
 def _run(scenarios: list[Scenario], quick: bool, repeat: int) -> tuple[list[Row], list[str]]:
     """The rows in the order of the scenarios, and what went so wrong that there is no row. Those of
     one setting share a system; after one without a row it gets no more, as it may not be well."""
@@ -90,7 +98,7 @@ def _run(scenarios: list[Scenario], quick: bool, repeat: int) -> tuple[list[Row]
                             rows[each.name].append(run(trial, each, QUICK if quick else FULL))
                             say(rows[each.name][-1])
                 except (pytest.fail.Exception, AssertionError) as error:
-                    broken.append(f"{each.name}: {error}")
+                    broken.append(f"{each.name}: {type(error).__name__} {error}")
                     say(broken[-1])
     return [row for each in scenarios for row in rows[each.name]], broken
 

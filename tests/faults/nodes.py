@@ -18,6 +18,7 @@ from tests.faults.scenario import Scenario, Setting, Trial
 from tests.wire import can_cut
 
 WORKERS = ("first", "second", "third")
+_EDGE = {"sluice/role": "edge"}
 
 
 class ClusterTrial(OperatorTrial):
@@ -34,15 +35,21 @@ class ClusterTrial(OperatorTrial):
 
 
 class ClusterSetting(Setting):
-    """A head that does no work but to take the connections, and nodes that do all the rest."""
+    """A head that does no work, a node with the routers that is on this machine's own network, and
+    nodes with all the rest."""
 
     @contextmanager
     def open(self) -> Iterator[Trial]:
         cluster = Cluster()
+        # Ray takes the node of which the smallest part is in use, not the one that asks.
+        cluster.environment["RAY_scheduler_spread_threshold"] = "0"
         try:
             cluster.start()
+            (label,) = (f"{name}={value}" for name, value in _EDGE.items())
+            # Too small for a replica, and of all nodes the one with the largest part in use.
+            cluster.add_node("edge", f"--labels={label}", cpus=1)
             for name in WORKERS:
-                cluster.add_node(name, apart=can_cut())
+                _add_worker(cluster, name)
             fields = {**self.fields, "router": {**self.fields["router"], "port": cluster.port}}
             path = cluster.folder / "sluice.yaml"
             path.write_text(yaml.safe_dump(fields))
@@ -57,19 +64,19 @@ NODES = ClusterSetting(
     {
         **FLEET.fields,
         "name": "sluice",
-        "replica": {"count": 3, "num_cpus": 1},
-        "router": {**FLEET.fields["router"], "admin": ADMIN},
+        "replica": {"count": 3, "num_cpus": 2},
+        "router": {**FLEET.fields["router"], "admin": ADMIN, "node_labels": _EDGE},
     }
 )
-"""The fleet of the other scenarios on three nodes."""
+"""The fleet of the other scenarios on three nodes, and its routers on a fourth."""
 
 
 def node_killed(trial: Trial) -> Callable[[], bool]:
-    """The node with the controller ends, and with it a replica or more and perhaps a router."""
+    """The node with the controller ends, and with it a replica or more."""
     assert isinstance(trial, ClusterTrial)
     name, lost = _with_controller(trial)
     trial.cluster.kill_node(name)
-    trial.cluster.add_node(name + " again", apart=can_cut())
+    _add_worker(trial.cluster, name + " again")
     return trial.replaced(*lost)
 
 
@@ -90,13 +97,17 @@ def node_cut_off(trial: Trial) -> Callable[[], bool]:
     return trial.replaced(*lost)
 
 
+def _add_worker(cluster: Cluster, name: str) -> None:
+    cluster.add_node(name, cpus=40, apart=can_cut())
+
+
 def _with_controller(trial: ClusterTrial) -> tuple[str, list[str]]:
     """The name of the node with the controller, and the replicas on it."""
     node = trial.cluster.node_of_actor(f"{trial.app}-controller")
     assert node is not None
     there = [row["replica_id"] for row in trial.snapshot()["replicas"] if row["node_id"] == node]
     name = trial.cluster.node_names()[node]
-    assert name != HEAD and there
+    assert name not in (HEAD, "edge") and there, (name, there)
     return name, there
 
 

@@ -295,8 +295,10 @@ def run(trial: Trial, scenario: Scenario, span: Span) -> Row:
     before = trial.counted()
     expired = trial.expired()
     client = _Client(trial, scenario, span)
-    with ThreadPoolExecutor(1) as threads, trial.undo:
-        outcomes = threads.submit(client.run)
+    threads = ThreadPoolExecutor(1)
+    outcomes = threads.submit(client.run)
+    threads.shutdown(wait=False)  # a run that is stopped does not wait for its load
+    with trial.undo:
         wait_until(lambda: client.now_s() >= span.fault_s, "it is time", every_s=0.002)
         fault_s = client.now_s()
         recovered = scenario.injure(trial)
