@@ -234,7 +234,9 @@ def parse_arguments(
         "disable-log-stats": None if keep_times or "otlp-traces-endpoint" in arguments else True,
         **needed,
     }
-    return _parsed(arguments)
+    parsed = _parsed(arguments)
+    _check_parsers(parsed)
+    return parsed
 
 
 def check_arguments(given: dict[str, Any]) -> None:
@@ -243,7 +245,9 @@ def check_arguments(given: dict[str, Any]) -> None:
     Raises:
         ValueError: it refuses one.
     """
-    _parsed({**by_option(given), "model": "model"})
+    parsed = _parsed({**by_option(given), "model": "model"})
+    if not (parsed.tool_parser_plugin or parsed.reasoning_parser_plugin):
+        _check_parsers(parsed)
 
 
 def _parsed(arguments: dict[str, Any]) -> Any:
@@ -271,6 +275,32 @@ def _parsed(arguments: dict[str, Any]) -> Any:
         reason = _reason(errors.getvalue()) if isinstance(error, SystemExit) else str(error)
         raise ValueError(f"vllm_args: vLLM {vllm.__version__} refuses them: {reason}") from error
     return parsed
+
+
+def _check_parsers(parsed: Any) -> None:
+    """Load vLLM's plug-ins of parsers, and refuse a parser that does not exist: vLLM looks for it
+    only once the engine has loaded.
+
+    Raises:
+        ValueError: there is no such parser.
+    """
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    if parsed.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(parsed.tool_parser_plugin)
+    if parsed.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(parsed.reasoning_parser_plugin)
+    reasoning = parsed.reasoning_parser or parsed.structured_outputs_config.reasoning_parser
+    for option, name, manager in (
+        ("tool-call-parser", parsed.tool_call_parser, ToolParserManager),
+        ("reasoning-parser", reasoning, ReasoningParserManager),
+    ):
+        known = manager.list_registered()
+        if name and name not in known:
+            raise ValueError(
+                f"vllm_args: {option}: there is no {name!r}, only {', '.join(sorted(known))}"
+            )
 
 
 def _check_known(arguments: dict[str, Any], parser: Any) -> None:

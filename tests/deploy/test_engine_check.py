@@ -37,6 +37,65 @@ REFUSED_BY_VLLM: dict[str, tuple[dict[str, Any], str]] = {
         {"vllm_args": {"enable-auto-tool-choice": True}},
         "tool-call-parser",
     ),
+    # Names that vLLM looks up only once the engine loads.
+    "no such tool parser": (
+        {"vllm_args": {"enable-auto-tool-choice": True, "tool-call-parser": "nope"}},
+        "tool-call-parser: there is no 'nope', only .*hermes",
+    ),
+    "no such tool parser for forced calls": (
+        {"vllm_args": {"tool-call-parser": "nope"}},
+        "tool-call-parser: there is no 'nope'",
+    ),
+    "a tool parser that its plug-in does not have": (
+        {"vllm_args": {"tool-parser-plugin": "/no/such.py", "tool-call-parser": "nope"}},
+        "tool-call-parser: there is no 'nope'",
+    ),
+    "no such reasoning parser": (
+        {"vllm_args": {"reasoning-parser": "nope"}},
+        "reasoning-parser: there is no 'nope', only .*qwen3",
+    ),
+    "no such reasoning parser, said elsewhere": (
+        {"vllm_args": {"structured-outputs-config": {"reasoning_parser": "nope"}}},
+        "reasoning-parser: there is no 'nope'",
+    ),
+    "no such load format": ({"vllm_args": {"load-format": "nope"}}, "load-format: .*nope"),
+    "no such config format": ({"vllm_args": {"config-format": "nope"}}, "config format `nope`"),
+    "no such tokenizer mode": ({"vllm_args": {"tokenizer-mode": "nope"}}, "tokenizer-mode: .*nope"),
+    "no such quantization": ({"vllm_args": {"quantization": "nope"}}, "quantization method: nope"),
+    "no such attention": ({"vllm_args": {"attention-backend": "NOPE"}}, "backend: 'NOPE'"),
+    "no such worker": (
+        {"vllm_args": {"worker-cls": "no_module.Worker"}},
+        "worker-cls: .*no_module",
+    ),
+    "no such worker extension": (
+        {"vllm_args": {"worker-extension-cls": "no_module.Extension"}},
+        "worker-extension-cls: .*no_module",
+    ),
+    "no such executor": (
+        {"vllm_args": {"distributed-executor-backend": "no_module.Executor"}},
+        "no_module",
+    ),
+    "no such logits processor": (
+        {"vllm_args": {"logits-processors": ["no_module:Processor"]}},
+        "logits-processors: .*no_module",
+    ),
+    "no such KV connector": (
+        {"vllm_args": {"kv-transfer-config": {"kv_connector": "Nope", **KV}}},
+        "connector type: Nope",
+    ),
+    "no such encoder connector": (
+        {"vllm_args": {"ec-transfer-config": {"ec_connector": "Nope", "ec_role": "ec_both"}}},
+        "ec-transfer-config: .*Nope",
+    ),
+    "no such plug-in": (
+        {"vllm_args": {"io-processor-plugin": "nope"}},
+        "io-processor-plugin: nope is not installed",
+    ),
+    "no such architecture": (
+        {"vllm_args": {"hf-overrides": {"architectures": ["Nope"]}}},
+        "'Nope'",
+    ),
+    "no such chat template": ({"vllm_args": {"chat-template": "/no/such"}}, "/no/such"),
     "beyond the model": ({"vllm_args": {"max-model-len": 99_999_999}}, "max_model_len"),
     # docs/deployment.md
     "Ray's executor on CPUs": (
@@ -90,6 +149,18 @@ TAKEN: dict[str, dict[str, Any]] = {
     "plain": {"vllm_args": {"max_model_len": 512, "seed": -5, "enable-prefix-caching": False}},
     "in words": {"vllm_args": {"max-model-len": "1k", "gpu-memory-utilization": 0.5}},
     "preemptive": PREEMPTION,
+    "parsers": {
+        "vllm_args": {
+            "enable-auto-tool-choice": True,
+            "tool-call-parser": "hermes",
+            "reasoning-parser": "qwen3",
+            "tokenizer-mode": "hf",
+            "load-format": "safetensors",
+            "logits-processors": [
+                "vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor"
+            ],
+        }
+    },
     "drafts": {"vllm_args": {"speculative-config": NGRAM}},
     "transfers": {"transfer": {"connector": "tcp"}},
 }
@@ -123,6 +194,11 @@ def test_what_is_for_gpus_is_asked_for_its_arguments_only() -> None:
     assert engine_faults(parse_config(gpus)) == []
     cluster = parse_config({"engine": {"vllm_args": {"kv-offloading-size": 8}}})
     assert engine_faults(cluster, here=False) == []
+    parser = {"tool-call-parser": "nope"}
+    (fault,) = engine_faults(parse_config({"engine": {"vllm_args": parser}}), here=False)
+    assert "there is no 'nope'" in fault
+    plugin = {**parser, "tool-parser-plugin": "/on/the/cluster.py"}
+    assert engine_faults(parse_config({"engine": {"vllm_args": plugin}}), here=False) == []
 
 
 @pytest.mark.vllm
