@@ -108,9 +108,39 @@ class ClientProtocol(HttpToolsProtocol):
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(_head_too_large())
             return
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            self._refuse(
+                self._refusal or ApiError(Reason.INVALID_HTTP, "This is no valid HTTP/1.1.")
+            )
         if not self._in_head:
             self._head_bytes = 0
+
+    def _feed(self, data: bytes) -> None:
+        """Parse ``data``. A client that asks for another protocol, as Java's does for HTTP/2, gets
+        HTTP/1.1, which allows that. The parser skips the body of such a request and stops: another
+        one reads the request without the question, and what follows.
+
+        Raises:
+            httptools.HttpParserError: it is malformed, or a method below has refused it.
+        """
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as stop:
+                data = data[stop.args[0] :]
+            if not self._asks_for_another_protocol:  # CONNECT, to which no body belongs
+                self.cycle.keep_alive = False
+                return
+            method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+            lines = [b"%s: %s\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            head = b"%s %s HTTP/%s\r\n%s\r\n" % (method, self.url, version, b"".join(lines))
+            self.parser.feed_data(head)
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more. It may still read, as after ``shutdown(SHUT_WR)``, or be gone:
@@ -148,6 +178,8 @@ class ClientProtocol(HttpToolsProtocol):
         if size > MAX_HEAD_BYTES:
             self._refusal = _head_too_large()
             raise ValueError
+        if self._asks_for_another_protocol:
+            return
         self._in_head = False
         self._due_s = self.loop.time() + IDLE_S
         version = self.parser.get_http_version()
@@ -200,6 +232,8 @@ class ClientProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is complete."""
+        if self._asks_for_another_protocol:
+            return
         self._due_s = inf
         super().on_message_complete()
 
@@ -218,16 +252,6 @@ class ClientProtocol(HttpToolsProtocol):
         elif self._in_head:
             self._unset_keepalive_if_required()
             self._due_s = self.loop.time() + HEAD_S
-
-    def send_400_response(self, msg: str) -> None:
-        """The request is malformed, or a method above has refused it. Called by uvicorn."""
-        self._refuse(self._refusal or ApiError(Reason.INVALID_HTTP, "This is no valid HTTP/1.1."))
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """The client asks for another protocol. It gets HTTP/1.1, which allows this; the parser
-        reads nothing after such a request."""
-        if self.cycle is not None:
-            self.cycle.keep_alive = False
 
     def check(self, now_s: float) -> None:
         """Close the connection if its client is late or gone."""
@@ -249,6 +273,11 @@ class ClientProtocol(HttpToolsProtocol):
         part, limit_s = ("head", HEAD_S) if self._in_head else ("body", IDLE_S)
         message = f"The {part} of the request is not complete after {limit_s:.0f} s of silence."
         self._refuse(ApiError(Reason.REQUEST_TIMEOUT, message))
+
+    @property
+    def _asks_for_another_protocol(self) -> bool:
+        """Whether the parser skips the body of the current request; see :meth:`_feed`."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     @property
     def busy(self) -> bool:

@@ -206,11 +206,39 @@ async def test_clients_of_http_1_0_get_no_chunks(body: bytes) -> None:
         assert rest.startswith(b"data: " if body is STREAMED else b"{"), answer
 
 
-async def test_another_protocol_is_not_spoken_and_the_request_is_served() -> None:
-    offer = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+@pytest.mark.parametrize("pieces", [1, 7, 1000])
+async def test_a_request_that_asks_for_another_protocol_gets_this_one(
+    protocol: bytes, pieces: int
+) -> None:
+    """As Java's client does before each first request, whatever its method."""
+    asks = b"connection: upgrade, http2-settings", b"upgrade: " + protocol, b"http2-settings: AA"
+    head = (b"POST /v1/chat/completions HTTP/1.1", b"host: localhost", JSON, *asks)
+    sent = b"".join(
+        (
+            GET + b"\r\n".join((*asks, b"", b"")),
+            post(*asks, close=False),
+            b"\r\n".join((*head, b"transfer-encoding: chunked", b"", b"")),
+            b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY),
+            post(*asks),
+        )
+    )
+    edge = Edge(FarSide(a=serve))
+    size = -(-len(sent) // pieces)
+    async with listening(edge) as system:
+        answer = await exchange(system, *(sent[at : at + size] for at in range(0, len(sent), size)))
+        assert answer.count(b"HTTP/1.1 200 ") == 4, answer
+        assert answer.count(b"connection: close") == 1
+    assert [request.body["messages"] for _, request in edge.side.calls] == 3 * [
+        CHAT_BODY["messages"]
+    ]
+
+
+@pytest.mark.parametrize("line", [b"CONNECT example.com:443", b"CONNECT /v1/completions"])
+async def test_a_tunnel_is_refused(line: bytes) -> None:
     async with listening(Edge(FarSide(a=serve))) as system:
-        answer = await exchange(system, GET + offer + b"\r\n")
-        assert answer.startswith(b"HTTP/1.1 200 ") and b"connection: close" in answer
+        answer = await exchange(system, line + b" HTTP/1.1\r\nhost: a\r\n\r\n" + post())
+        assert answer.startswith(b"HTTP/1.1 4") and b"HTTP/1.1 2" not in answer, answer
 
 
 async def test_connections_beyond_the_bound_are_refused() -> None:
