@@ -13,8 +13,8 @@ from rich.table import Table
 
 from sluice.benchmarks.experiments import EXPERIMENTS
 from sluice.benchmarks.experiments.grid import Experiment, Plan, Scale, measured
-from sluice.benchmarks.live.gateway.command import gateway
-from sluice.benchmarks.live.gpu.command import gpu
+from sluice.benchmarks.live.gateway import gateway
+from sluice.benchmarks.live.gpu import gpu
 from sluice.benchmarks.live.peers import peers
 from sluice.benchmarks.live.promises import with_real
 from sluice.benchmarks.micro.decision import decision
@@ -25,7 +25,7 @@ from sluice.benchmarks.report import METHOD, Report, ReportError, require_matplo
 from sluice.deploy.tables import print_table
 from sluice.simulation.workloads.traces import TraceError
 
-MOST_JOBS = 256
+MAX_JOBS = 256
 
 
 @click.group(name="bench", context_settings={"help_option_names": ["-h", "--help"]})
@@ -57,16 +57,15 @@ def report_of(experiment: Experiment, plan: Plan, jobs: int, command: str) -> Re
     found, total = measured(cells, plan.seeds, jobs), len(cells) * len(plan.seeds)
     console = Console(stderr=True)
     rows = list(track(found, experiment.name, total, console=console, transient=True))
-    said = experiment.name, experiment.source, experiment.question, experiment.conditions
+    said = experiment.name, experiment.source, experiment.question, experiment.setting
     return Report(*said, METHOD, command, *experiment.findings(rows), rows)
 
 
 def command_of(experiment: Experiment) -> click.Command:
     """The command that runs an experiment."""
-    words = [experiment.question, f"Source: {experiment.source}."]
-    words += [f"{what}: {text}." for what, text in experiment.conditions.items()]
+    words = [experiment.question, f"Source: {experiment.source}.", experiment.setting]
     words += [f"\b\nExample:\n  sluice bench {experiment.name} --scale quick"]
-    processors = {"default": min(os.cpu_count() or 1, MOST_JOBS), "show_default": "processors"}
+    processors = {"default": min(os.cpu_count() or 1, MAX_JOBS), "show_default": "processors"}
 
     @click.command(experiment.name, help="\n\n".join(words), short_help=experiment.question)
     @number_option(
@@ -86,7 +85,7 @@ def command_of(experiment: Experiment) -> click.Command:
     @click.option("--out", type=folder(), help="Folder for JSON, Markdown and plots.")
     @as_json
     @click.option("--plots/--no-plots", default=True, help="Draw plots into --out.")
-    @number_option("--jobs", least=1, most=MOST_JOBS, words="Processes.", **processors)
+    @number_option("--jobs", least=1, most=MAX_JOBS, words="Processes.", **processors)
     def command(
         seeds: int,
         first_seed: int,

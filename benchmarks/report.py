@@ -30,13 +30,8 @@ _T_MORE = 1.96
 
 
 class Estimate(NamedTuple):
-    """A mean over seeds.
-
-    Attributes:
-        mean: of the seeds that have the figure; nan without any.
-        half_width: of the 95 % range; nan with fewer than two.
-        seeds: how many have the figure.
-    """
+    """The mean over the seeds that have the figure, nan without any; half the width of its 95 %
+    range, nan with fewer than two; and how many have the figure."""
 
     mean: float
     half_width: float
@@ -62,16 +57,6 @@ class Estimate(NamedTuple):
             return "-"
         mean = f"{self.mean:.{digits}f}"
         return mean if isnan(self.half_width) else f"{mean} ± {self.half_width:.{digits}f}"
-
-
-MATPLOTLIB_MISSING = (
-    "plots need matplotlib, which is not installed: pip install 'sluice[bench]', or leave them out "
-    "with --no-plots"
-)
-
-
-WIDE = 160
-"""Columns of text where the output is no terminal."""
 
 
 class ReportError(RuntimeError):
@@ -105,20 +90,13 @@ class Chart(NamedTuple):
 
 
 class Report(NamedTuple):
-    """All of one experiment's results.
-
-    Attributes:
-        name, source, question, setting: of the experiment.
-        method: how ranges were computed.
-        command: the command that repeats it.
-        tables, charts: its contents.
-        rows: every measured cell and seed.
-    """
+    """All of one experiment's results: what it is, how ranges were computed, the command that
+    repeats it, its contents, and every measured cell and seed."""
 
     name: str
     source: str
     question: str
-    setting: Mapping[str, str]
+    setting: str
     method: str
     command: str
     tables: Sequence[Table]
@@ -142,19 +120,14 @@ class Report(NamedTuple):
     def as_markdown(self) -> str:
         """The setting and the tables."""
         lines = [f"## {self.name}", "", self.question, "", f"`{self.command}`", ""]
-        lines += [f"- Source: {self.source}."]
-        lines += [f"- {what}: {words}" for what, words in self.setting.items()]
-        lines += [f"- Ranges: {self.method}.", ""]
+        lines += [f"- Source: {self.source}.", f"- {self.setting}", f"- Ranges: {self.method}.", ""]
         for table in self.tables:
             lines += [f"### {table.title}", "", *markdown(table), ""]
         return "\n".join(lines)
 
     def write(self, folder: Path, plots: bool = True) -> list[Path]:
-        """Write ``<name>.json``, ``<name>.md`` and a PNG per chart; return their paths.
-
-        Raises:
-            ReportError: the folder cannot be written to, or plots are wanted without matplotlib.
-        """
+        """Write ``<name>.json``, ``<name>.md`` and a PNG per chart; return their paths. Raises
+        :class:`ReportError`."""
         texts = {f"{self.name}.json": self.as_json(), f"{self.name}.md": self.as_markdown()}
         written = []
         try:
@@ -174,9 +147,7 @@ class Report(NamedTuple):
 
     def show(self) -> None:
         """Print the tables; wide where no terminal sets a width."""
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=WIDE)
+        console = wide_console()
         for table in self.tables:
             shown = rich_table.Table(title=table.title, caption=table.note or None)
             for index, column in enumerate(table.columns):
@@ -185,6 +156,12 @@ class Report(NamedTuple):
             for row in table.rows:
                 shown.add_row(*row)
             print_table(shown, console)
+
+
+def wide_console() -> Console:
+    """The terminal; 160 columns where the output is none."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
 
 
 def markdown(table: Table) -> list[str]:
@@ -198,23 +175,18 @@ def markdown(table: Table) -> list[str]:
 
 
 def require_matplotlib() -> None:
-    """Fail before hours of work, not after.
-
-    Raises:
-        ReportError: matplotlib is not there.
-    """
+    """Raise :class:`ReportError` without matplotlib, before hours of work."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ReportError(MATPLOTLIB_MISSING) from error
+        raise ReportError(
+            "plots need matplotlib, which is not installed: pip install 'sluice[bench]', or leave "
+            "them out with --no-plots"
+        ) from error
 
 
 def draw(chart: Chart, path: Path) -> None:
-    """Draw a chart into a PNG.
-
-    Raises:
-        ReportError: matplotlib is not there, or the file cannot be written.
-    """
+    """Draw a chart into a file; raises :class:`ReportError`."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -23,8 +23,7 @@ from PIL import Image, PngImagePlugin
 import sluice.router.admin.api
 from sluice.benchmarks.live.client import replay
 from sluice.benchmarks.live.peers import attainment
-from sluice.benchmarks.live.processes import spawned, wait_until_ready
-from sluice.benchmarks.live.systems import SLUICE
+from sluice.benchmarks.live.systems import SLUICE, spawned, wait_until_ready
 from sluice.benchmarks.report import draw
 from sluice.deploy.ray_settings import free_port
 from sluice.router.config import ServiceClass

@@ -9,9 +9,15 @@ from itertools import combinations
 
 import numpy as np
 
-from sluice.benchmarks.experiments.grid import Experiment, Product, Scaled
+from sluice.benchmarks.experiments.grid import (
+    Experiment,
+    Pivot,
+    Product,
+    Rows,
+    first,
+    having,
+)
 from sluice.benchmarks.experiments.systems import SETUPS, Contender, run
-from sluice.benchmarks.experiments.tables import Pivot, Rows, having
 from sluice.benchmarks.report import Table
 from sluice.scheduling.batching.annealing import AnnealingOptions, Jobs, anneal, predict
 from sluice.scheduling.latency.request_model import Interaction, InteractionLatency
@@ -194,23 +200,14 @@ EXPERIMENT = Experiment(
     "How near does annealing come to the best mapping, how much does it gain over FCFS, and how "
     "long does it take?",
     seeds=10,
-    setting={
-        "TPOT": "mapping: predicted decode time over output tokens, as in the paper; engine: mean "
-        "since the first token",
-        "Arrivals": "all at once",
-        "Load": "as many requests as the tables say",
-        "Objectives and priorities": "half chat (TTFT 10 s, TPOT 50 ms), half code (30 s end to "
-        "end), in random order; divided by 4 where named (TPOT stays); one priority",
-        "Latency": "mapping: the paper's Table 2 (2 V100, Qwen2.5-7B); engine: setup 8b of "
-        "benchmarks/experiments/systems.py, the policy's predictor derived from its step times",
-        "Output lengths": "known, but for §5.3",
-    },
+    setting="All requests at once: half chat (TTFT 10 s, TPOT 50 ms), half code (30 s end to end), "
+    "divided by 4 where named (TPOT stays). The mapping is predicted by the paper's Table 2.",
     grids=[
         Product(
             mapping,
             {
-                "requests": Scaled((4, 10), (4, 6, 10, 20, 40)),
-                "batch": Scaled((2,), (1, 2, 4)),
+                "requests": first((4, 6, 10, 20, 40), 3),
+                "batch": first((1, 2, 4)),
                 "objectives": {"paper": 1.0, "paper / 4": 4.0},
             },
             labels={"what": "mapping"},
@@ -218,8 +215,8 @@ EXPERIMENT = Experiment(
         Product(
             engine,
             {
-                "requests": Scaled((10,), (40, 100)),
-                "batch": Scaled((4,), (4, 16)),
+                "requests": first((40, 100)),
+                "batch": first((4, 16)),
                 "policy": IN_ENGINE,
             },
             labels={"what": "engine"},
@@ -227,8 +224,8 @@ EXPERIMENT = Experiment(
         Product(
             mapping,
             {
-                "requests": Scaled((10,), (10, 20, 40)),
-                "batch": Scaled((4,), (1, 2, 4)),
+                "requests": first((10, 20, 40)),
+                "batch": first((1, 2, 4)),
                 "error": (0.0, 0.025, 0.05, 0.1, 0.5),
             },
             labels={"what": "lengths"},
@@ -237,7 +234,7 @@ EXPERIMENT = Experiment(
             mapping,
             {
                 "coefficient": Interaction._fields,
-                "deviation": Scaled((0.0, 0.2), (-0.5, -0.2, 0.0, 0.2, 0.5)),
+                "deviation": first((-0.5, -0.2, 0.0, 0.2, 0.5), 2),
             },
             fixed={"requests": 10, "batch": 4},
             labels={"what": "latency"},

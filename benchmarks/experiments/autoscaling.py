@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sluice.benchmarks.experiments import loads, systems
-from sluice.benchmarks.experiments.grid import Experiment, Plan, Product, Scaled
+from sluice.benchmarks.experiments.grid import Experiment, Plan, Product, Scaled, means
 from sluice.benchmarks.experiments.loads import GENERATED, Make, full_load_rate, generated
 from sluice.benchmarks.experiments.systems import ADMISSION, DEFAULT, ROUTER, SETUPS, Setup, System
-from sluice.benchmarks.experiments.tables import means
 from sluice.scheduling import autoscaling
 from sluice.simulation.config import Autoscaling
 from sluice.simulation.workload import Workload, merged, with_objectives
@@ -153,20 +152,10 @@ EXPERIMENT = Experiment(
     "ours; Ray Serve's default autoscaling rule",
     "What do autoscaled pools cost, and which SLO attainment do they reach?",
     seeds=1,
-    setting={
-        "Arrivals": "a mean of 2 replicas' load in 30 min, Poisson with these rates, or traces "
-        "stretched to it",
-        "Diurnal": "a day as long as the run, whose rate goes from 0.2 to 1.8 of its mean",
-        "Surges": "4 times the load for 2 min on average, with 4 min between two",
-        "Changing mix": "chat by day, long prompts with short outputs by night (TTFT 4 s)",
-        "Latency": f"setup {SETUP.name} of benchmarks/experiments/systems.py",
-        "Replicas": f"serve {STARTUP_S:g} s after they are requested; the load is sampled every "
-        f"{INTERVAL_S:g} s",
-        "Policies": f"router {ROUTER}, admission {ADMISSION}, local {DEFAULT.policy}; head_room "
-        "has its defaults and knows the start-up time",
-        "Fixed": f"sized for a load of {FIXED_LOAD:g} each, of the mean load or of the largest "
-        f"within {PEAK_OVER_S:g} s",
-    },
+    setting="A mean of 2 replicas' load in 30 min. Diurnal: a day as long as the run, 0.2 to 1.8 "
+    "of its mean rate; surges: 4 times the load for 2 min, with 4 min between two; changing mix: "
+    f"chat by day, documents (TTFT {DOCUMENTS_TTFT_S:g} s) by night. Replicas serve "
+    f"{STARTUP_S:g} s after they are requested; fixed pools have a load of {FIXED_LOAD:g} each.",
     grids=[
         Product(
             measure,

@@ -5,15 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sluice.benchmarks.experiments import loads, tables
-from sluice.benchmarks.experiments.grid import Axes, Experiment, Product, Scaled
+from sluice.benchmarks.experiments import grid, loads
+from sluice.benchmarks.experiments.grid import (
+    Axes,
+    Experiment,
+    Lines,
+    Pivot,
+    Product,
+    Rivals,
+    Rows,
+    Scaled,
+    first,
+    grouped,
+    pivots,
+)
 from sluice.benchmarks.experiments.loads import Make, Span, Sweep, recorded, workloads
 from sluice.benchmarks.experiments.policies import LOCAL
 from sluice.benchmarks.experiments.systems import DEFAULT, SETUPS, Contender
-from sluice.benchmarks.experiments.tables import Lines, Pivot, Rivals, Rows, grouped, pivots
 from sluice.benchmarks.report import Table
 
-QUICK_WORKLOADS = ("proserve sharegpt", "fairbatching azure")
 PAB = Contender("fairbatching_pab", "fairbatching", rejecting=True)
 FIGURES = {
     "attainment_mean": "SLO, mean TPOT",
@@ -76,7 +86,7 @@ def worst(rows: Rows) -> Table:
         for figure, words in FIGURES.items():
             best = AGAINST.best(own, figure)
             gap = AGAINST.lead(own, best, figure)
-            value = tables.estimate(AGAINST.of(own, DEFAULT.policy), figure).shown()
+            value = grid.estimate(AGAINST.of(own, DEFAULT.policy), figure).shown()
             gaps.append((gap.mean, [*map(str, labels), words, value, best, gap.shown(4)]))
     gaps.sort(key=lambda entry: entry[0])
     return Table(
@@ -89,7 +99,7 @@ def worst(rows: Rows) -> Table:
 def overall(rows: Rows) -> list[str]:
     """The figures of one policy."""
     wait_s = max(float(row["longest_wait_s"]) for row in rows)
-    return [*(tables.estimate(rows, figure).shown(4) for figure in FIGURES), f"{wait_s:.0f}"]
+    return [*(grid.estimate(rows, figure).shown(4) for figure in FIGURES), f"{wait_s:.0f}"]
 
 
 EXPERIMENT = Experiment(
@@ -98,23 +108,16 @@ EXPERIMENT = Experiment(
     "Does the default policy lose to any single paper's policy anywhere, and how much does it gain "
     "in the mean?",
     seeds=3,
-    setting={
-        "TPOT": "mean since the first token, and its strict running maximum; TDG by the envelope",
-        "Arrivals": "generated, or recorded and thinned or stretched as named",
-        "Objectives and priorities": "each workload's own, see simulation/workloads/settings.py; "
-        "recorded: TTFT 0.8 s, TPOT 80 ms, priorities 2 and 1 with equal chance; with prompts of "
-        "4,000 tokens or more on average TTFT 3 times the idle engine's, at least 0.8 s",
-        "Output lengths": "learnt per task class while running, for every policy alike",
-        "Policies": "default options; a static token budget is profiled for the least TPOT "
-        "objective; one engine of each setup",
-    },
+    setting="One engine, default options. Recorded requests: TTFT 0.8 s, TPOT 80 ms, two "
+    "priorities; with long prompts TTFT 3 times the idle engine's. Output lengths are learnt per "
+    "task class; a static token budget is profiled for the least TPOT.",
     grids=[
         Sweep(
-            workloads=workloads(Scaled(QUICK_WORKLOADS, tuple(loads.GENERATED)), traces=recorded),
-            setups=Scaled((SETUPS["8b"],), (SETUPS["8b"], SETUPS["70b-short"])),
-            loads=Scaled((1.1,), (0.9, 1.3)),
+            workloads=workloads(tuple(loads.GENERATED), traces=recorded),
+            setups=(SETUPS["8b"], SETUPS["70b-short"]),
+            loads=(0.9, 1.3),
             kinds=(*(Contender(name, name) for name in LOCAL), PAB),
-            span=Scaled(Span(3.0, 10, 20), Span(45.0, 150, 500)),
+            span=Span(45.0, 150, 500),
         )
     ],
     tables=(
@@ -139,7 +142,7 @@ def _lasting(
     setup = SETUPS["8b"]
     rate = load * loads.full_load_rate(workload, setup)
     requests = max(2, round(rate * seconds))
-    return loads.measure(policy, seed, loads.Case(workload, setup), rate, requests)
+    return loads.measure(policy, seed, loads.Conditions(workload, setup), rate, requests)
 
 
 def _by_length(
@@ -147,22 +150,17 @@ def _by_length(
     question: str,
     load: float,
     seconds: Scaled[tuple[float, ...]],
-    kinds: Scaled[tuple[Contender, ...]],
+    kinds: tuple[Contender, ...],
 ) -> Experiment:
-    axes: Axes = {
-        "workload": workloads(
-            Scaled(("proserve sharegpt",), ("proserve sharegpt", "proserve azure"))
-        ),
-        "seconds": seconds,
-        "policy": kinds,
-    }
+    makes = {name: loads.GENERATED[name] for name in ("proserve sharegpt", "proserve azure")}
+    axes: Axes = {"workload": first(makes), "seconds": seconds, "policy": kinds}
     shares = {"attainment_mean": "SLO attainment, mean TPOT", "tdg": "TDG ratio, envelope"}
     by = ("workload", "policy"), "seconds"
     wait = "longest wait for a first token, s, by seconds of arrivals"
     return Experiment(
         *(name, "ours", question),
         seeds=4,
-        setting={"Load of the runs": f"{load:g}", "Ageing": "after 30 s; shares of a batch's time"},
+        setting=f"Load {load:g}. Ageing: after 30 s; shares of a batch's time.",
         grids=[Product(_lasting, axes, {"load": load})],
         tables=[
             *pivots(shares, *by, title="{}, by seconds of arrivals"),
@@ -177,7 +175,7 @@ LENGTH = _by_length(
     "How much better does a short run look than a long one at full load?",
     1.0,
     Scaled((1.0, 3.0), (30.0, 60.0, 300.0)),
-    Scaled(_RIVALS, _RIVALS),
+    _RIVALS,
 )
 
 _NONE = Contender("no ageing", DEFAULT.policy, {"patience_s": 86_400.0})
@@ -189,5 +187,5 @@ AGEING = _by_length(
     "What does the share of time for aged requests cost under lasting overload?",
     1.3,
     Scaled((1.0, 3.0), (60.0, 300.0)),
-    Scaled((_NONE, _SHARES[0]), (_NONE, *_SHARES)),
+    (_NONE, *_SHARES),
 )

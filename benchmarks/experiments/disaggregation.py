@@ -10,9 +10,22 @@ from functools import partial
 import numpy as np
 
 from sluice.benchmarks.experiments import loads, systems
-from sluice.benchmarks.experiments.grid import Experiment, Plan, Product, Scaled
+from sluice.benchmarks.experiments.grid import (
+    Experiment,
+    Lines,
+    Plan,
+    Product,
+    Rows,
+    Scaled,
+    first,
+    grouped,
+    having,
+    mean,
+    means,
+    pivots,
+)
 from sluice.benchmarks.experiments.loads import (
-    Case,
+    Conditions,
     Make,
     Search,
     Span,
@@ -29,7 +42,6 @@ from sluice.benchmarks.experiments.systems import (
     System,
     colocated,
 )
-from sluice.benchmarks.experiments.tables import Lines, Rows, grouped, having, mean, means, pivots
 from sluice.benchmarks.report import Table
 from sluice.scheduling.autoscaling.role_shares import RoleShares, RoleSharesOptions
 from sluice.scheduling.fleet.pool_ratio import PoolDemand
@@ -42,8 +54,7 @@ from sluice.simulation.workloads.settings import slos_serve
 SETUP = systems.SETUPS["8b"]
 LOCAL = DEFAULT.policy
 STRICT = Contender(f"{LOCAL}, last token", LOCAL, {"anchor": "last_token"})
-"""Its pace counts from each token to the next, so that no window of tokens is late: shows what it
-attains at the same objectives when TPOT is judged by windows."""
+"""Its TPOT counts from each token to the next, so that no window of tokens is late."""
 
 METRICS = {
     "attainment_mean": "SLO attainment, mean TPOT",
@@ -56,20 +67,17 @@ TIGHT_TPOT_S = 0.015
 TIGHT = f"coder, {1e3 * TIGHT_TPOT_S:g} ms"
 """A workload of our own: the TPOT leaves little time for prefill beside a step's fixed time."""
 
-SPAN = Scaled(Span(1.0, 5, 8), Span(45.0, 100, 600))
+SPAN = Span(45.0, 100, 600)
 """Several times as long as a request lasts: before that, the number of decodes still grows, and a
 short run favours policies that delay decodes."""
 
-SETTING = {
-    "TPOT": "as each table says",
-    "Arrivals": "generated, Poisson for every workload, so that bursts do not hide the ratio",
-    "Objectives and priorities": "SLOs-Serve Tables 1 and 3; one priority",
-    "Transfer": "2 ms to notify the decode replica, 1 ms and 5 us per prompt token to fetch the "
-    "KV; the decode replica recomputes the last prompt token and generates every output token",
-}
+SETTING = (
+    "SLOs-Serve's objectives, Poisson arrivals. Transfer: 2 ms to notify the decode replica, 1 ms "
+    "and 5 us per prompt token to fetch the KV. "
+)
 
 
-def paced(
+def with_tpot(
     make: Make, tpot_s: float, setup: systems.Setup, rate: float, requests: int, seed: int
 ) -> Workload:
     """The workload of ``make`` with another TPOT."""
@@ -80,7 +88,7 @@ def paced(
 def of_scenario(scenario: str) -> Make:
     """A scenario of SLOs-Serve without its bursts, or :data:`TIGHT`."""
     if scenario == TIGHT:
-        return partial(paced, of_scenario("coder"), TIGHT_TPOT_S)
+        return partial(with_tpot, of_scenario("coder"), TIGHT_TPOT_S)
     return generated(slos_serve, scenario, arrivals=Poisson)
 
 
@@ -118,13 +126,12 @@ def formula(rows: Rows) -> Table:
 FOUR = (colocated(4), split_in(3, 1), split_in(2, 2), split_in(1, 3))
 
 
-def _side_by_side(scenarios: Scaled[tuple[str, ...]], *at: float) -> Sweep:
-    both = split_in(1, 1, mixed=2)
+def _side_by_side(scenarios: tuple[str, ...], *at: float) -> Sweep:
     return Sweep(
         workloads=workloads(scenarios, of_scenario),
-        layouts=Scaled((*FOUR[:2], both), (*FOUR, both)),
-        loads=Scaled((0.6,), at),
-        kinds=Scaled((System(ROUTER, DEFAULT),), (System(ROUTER, DEFAULT), System(ROUTER, STRICT))),
+        layouts=(*FOUR, split_in(1, 1, mixed=2)),
+        loads=at,
+        kinds=(System(ROUTER, DEFAULT), System(ROUTER, STRICT)),
         span=SPAN,
     )
 
@@ -133,14 +140,10 @@ LAYOUTS = Experiment(
     "disaggregation",
     "ours; SLOs-Serve §2.3",
     "Do separate prefill and decode replicas serve more than as many co-located ones?",
-    setting={
-        **SETTING,
-        "Replicas": "4, behind the default router",
-        TIGHT: "the coder's requests with a TPOT that leaves 6 ms of a step beside its fixed time",
-    },
+    setting=f"{SETTING}{TIGHT}: leaves 6 ms of a step beside its fixed time.",
     grids=[
-        _side_by_side(Scaled(("chatbot",), ("chatbot", "coder", "mixed")), 0.6, 0.9),
-        _side_by_side(Scaled((), (TIGHT,)), 0.6, 0.9, 1.4),
+        _side_by_side(("chatbot", "coder", "mixed"), 0.6, 0.9),
+        _side_by_side((TIGHT,), 0.6, 0.9, 1.4),
     ],
     tables=[
         *(
@@ -190,21 +193,13 @@ RATIO = Experiment(
     "SLOs-Serve Fig. 4 and appendix A",
     "Which ratio of prefill to decode replicas is right for which workload?",
     seeds=1,
-    setting={
-        **SETTING,
-        "TPOT": "the largest mean over 10 tokens",
-        "Capacity": "90% of the requests attain; by halving the logarithm of loads from 0.15 to "
-        "1.35 5 times, within 7 %",
-        "Replicas": "2 or 3, as in the paper, which has OPT-13B on H100; 3 co-located",
-        "DistServe": "first come, first served on both sides, routed to the shortest queue",
-    },
+    setting=f"{SETTING}TPOT by 10-token windows. Capacity: 90 % attain, within 7 %. DistServe: "
+    "first come, first served on both sides, routed to the shortest queue.",
     grids=[
         Sweep(
-            workloads=workloads(
-                Scaled(("chatbot",), ("chatbot", "coder", "reasoning")), of_scenario
-            ),
-            layouts=Scaled((RATIOS[0], colocated(2)), (*RATIOS, colocated(3))),
-            kinds=Scaled((DISTSERVE,), (DISTSERVE, OURS)),
+            workloads=workloads(("chatbot", "coder", "reasoning"), of_scenario),
+            layouts=(*RATIOS, colocated(3)),
+            kinds=(DISTSERVE, OURS),
             span=SPAN,
             spans={"reasoning": Span(240.0, 20, 100)},
             loads=(Search("attainment_window", (0.9,), 0.15, 1.35, 5),),
@@ -240,17 +235,17 @@ FLEETS: dict[str, tuple[Layout, RoleSharesOptions | None]] = {
 
 def day(
     seed: int,
-    pace: tuple[float, float],
+    tpot: tuple[float, float],
     fleet: tuple[Layout, RoleSharesOptions | None],
     parts: Sequence[Make],
     seconds: float,
 ) -> Mapping[str, float]:
     """The figures of a day of ``parts``, of ``seconds`` each, at a TPOT and a load."""
-    (tpot_s, load), (layout, options) = pace, fleet
+    (tpot_s, load), (layout, options) = tpot, fleet
     made = []
     for number, part in enumerate(parts):
-        make = partial(paced, part, tpot_s)
-        rate = load * Case(make, SETUP, layout).full_rate
+        make = partial(with_tpot, part, tpot_s)
+        rate = load * Conditions(make, SETUP, layout).full_rate
         own = make(SETUP, rate, round(rate * seconds), seed)
         later = (a._replace(arrival_s=a.arrival_s + number * seconds) for a in own.arrivals)
         made.append(replace(own, arrivals=tuple(later)))
@@ -276,21 +271,14 @@ ELASTIC = Experiment(
     "ours; ProServe appendix A",
     "Do roles that follow the load beat the best fixed split?",
     seeds=1,
-    setting={
-        **SETTING,
-        "Arrivals": "a third of the day each: the traces by name, stretched, or coder, chatbot and "
-        "summarizer, generated",
-        "Replicas": "4 behind the default router and admission; elastic: mixed at first",
-        "Load": "as everywhere, of all replicas, in each third",
-    },
+    setting=f"{SETTING}A third of the day each: the traces by name, stretched, or coder, chatbot "
+    "and summarizer. 4 replicas behind the default router and admission; elastic: mixed at first.",
     grids=[
         Product(
             day,
             {
-                "pace": Scaled(
-                    {"15 ms": (0.015, 1.0)}, {"15 ms": (0.015, 1.0), "50 ms": (0.05, 0.9)}
-                ),
-                "fleet": Scaled({name: FLEETS[name] for name in (*FLEETS,)[1::4]}, FLEETS),
+                "tpot": first({"15 ms": (0.015, 1.0), "50 ms": (0.05, 0.9)}),
+                "fleet": FLEETS,
             },
             {"parts": _parts, "seconds": Scaled(10.0, 150.0)},
         )
@@ -298,7 +286,7 @@ ELASTIC = Experiment(
     tables=[
         means(
             "A day by fleet",
-            ("pace", "fleet"),
+            ("tpot", "fleet"),
             {
                 "attainment_mean": ("attainment", 4),
                 "tdg": ("TDG ratio", 4),

@@ -9,10 +9,18 @@ from typing import NamedTuple
 import numpy as np
 
 from sluice.benchmarks.experiments import systems
-from sluice.benchmarks.experiments.grid import Experiment, Product, Scaled
-from sluice.benchmarks.experiments.loads import GENERATED, Case
+from sluice.benchmarks.experiments.grid import (
+    Experiment,
+    Lines,
+    Product,
+    Rows,
+    Scaled,
+    first,
+    having,
+    mean,
+)
+from sluice.benchmarks.experiments.loads import GENERATED, Conditions
 from sluice.benchmarks.experiments.systems import ADMISSION, DEFAULT, ROUTER, SETUPS, System
-from sluice.benchmarks.experiments.tables import Lines, Rows, having, mean
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.tenancy.fair_shares import water_level
 from sluice.simulation.metrics import Flags, TPOTMetric, attained, stages
@@ -84,7 +92,7 @@ def measure(
     ``goodput``: tokens a second of requests that met their objective.
     """
     group, layout = GROUPS[tenants], systems.colocated(replicas)
-    load = workload(group, OVERLOAD * Case(MAKE, SETUP, layout).full_rate, seconds, seed)
+    load = workload(group, OVERLOAD * Conditions(MAKE, SETUP, layout).full_rate, seconds, seed)
     asked = load
     if shares == "none":
         asked = replace(load, arrivals=tuple(a._replace(tenant=0) for a in load.arrivals))
@@ -139,33 +147,18 @@ def _compared(rows: Rows) -> list[str]:
     return [*shown, *(f"{after / max(before, 1e-9):.3f}" for before, after in pairs[-2:])]
 
 
-_ASKED = {
-    name: ", ".join(
-        f"weight {each.weight:g} asks {each.demand:g} times its share"
-        + (" in bursts" if each.bursty else "")
-        for each in tenants
-    )
-    for name, tenants in GROUPS.items()
-}
-
 EXPERIMENT = Experiment(
     "fair_shares",
     "ours; weighted max-min fairness, trunk reservation",
     "Under overload, does each tenant get its fair share of guaranteed capacity, and what does "
     "that cost?",
-    setting={
-        "Tenants": "; ".join(f"{name}: {words}" for name, words in _ASKED.items()),
-        "Arrivals": f"generated, Poisson, at load {OVERLOAD:g}, to which the demands are scaled "
-        f"together. Bursts: {BURST_S:g} s of every {BURST_S + SILENCE_S:g} s",
-        "Shares": f"weighted max-min of the guaranteed tokens of prompt and output, in each window "
-        f"of {WINDOW_S:g} s after the first {WARM_UP_S:g} s",
-        "Objectives and priorities": "ProServe's. A request that no replica can guarantee is "
-        "refused, and is not retried",
-    },
+    setting=f"ProServe's ShareGPT lengths at load {OVERLOAD:g}, to which the demands are scaled "
+    f"together. Shares: weighted max-min of the promised tokens of prompt and output, in windows "
+    f"of {WINDOW_S:g} s after the first {WARM_UP_S:g} s. What cannot be promised is refused.",
     grids=[
         Product(
             measure,
-            {"tenants": Scaled(("one greedy",), tuple(GROUPS)), "shares": ("none", "fair")},
+            {"tenants": first(tuple(GROUPS)), "shares": ("none", "fair")},
             {"replicas": Scaled(1, 4), "seconds": Scaled(6.0, WARM_UP_S + 3 * WINDOW_S)},
         )
     ],

@@ -9,10 +9,19 @@ from math import exp, log
 from statistics import fmean
 
 from sluice.benchmarks.experiments import loads, systems
-from sluice.benchmarks.experiments.grid import Experiment, Plan, Planned, Scaled
+from sluice.benchmarks.experiments.grid import (
+    Experiment,
+    Lines,
+    Pivot,
+    Plan,
+    Rows,
+    Value,
+    estimate,
+    grouped,
+    mean,
+)
 from sluice.benchmarks.experiments.loads import Make, Span, Sweep, generated, recorded, workloads
 from sluice.benchmarks.experiments.systems import DEFAULT, ROUTER, SETUPS, Contender, System
-from sluice.benchmarks.experiments.tables import Lines, Pivot, Rows, Value, estimate, grouped, mean
 from sluice.benchmarks.report import Estimate, Table
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
@@ -31,18 +40,14 @@ SARATHI = tuple(
 )
 ALL = (FCFS, *SARATHI, FAIR, PAB, DEFAULT)
 
-SETTING = {
-    "TPOT": "the running maximum since the first token, the paper's strict reading",
-    "Arrivals": "generated, Poisson (the paper replays traces)",
-    "Objectives and priorities": "Table 2: TTFT 0.5 s (Azure 2 s), TPOT 50 ms, unless stated; one "
-    "priority",
-    "Sarathi": "the best of four token budgets for each case, after the fact, as in the paper",
-    "FairBatching-PAB": "refuses requests at arrival that exceed its budget; a refused request "
-    "counts as missed, and latencies are those of the accepted requests",
-}
-SPAN = Scaled(Span(3.0, 10, 20), Span(60.0, 150, 600))
-LOADS = Scaled((1.0,), (0.45, 0.6, 0.75, 0.9, 1.05, 1.25, 1.5))
-DATASETS = workloads(Scaled(("qwen",), tuple(FAIRBATCHING)), partial(generated, fairbatching))
+SETTING = (
+    "TPOT by its running maximum since the first token, the paper's strict reading. TTFT 0.5 s "
+    "(Azure 2 s), TPOT 50 ms, unless stated. Sarathi: the best of four token budgets for each "
+    "case, after the fact. A request that PAB refuses counts as missed."
+)
+SPAN = Span(60.0, 150, 600)
+LOADS = (0.45, 0.6, 0.75, 0.9, 1.05, 1.25, 1.5)
+DATASETS = workloads(tuple(FAIRBATCHING), partial(generated, fairbatching))
 QWEN = {"qwen": generated(fairbatching, "qwen")}
 
 BASE = "sarathi, best tuned"
@@ -99,12 +104,12 @@ PEAK = Experiment(
     "FairBatching Table 3",
     "How many more requests do FairBatching and its admission budget serve in time?",
     seeds=4,
-    setting={**SETTING, "Latency": "setups 8b and 70b in place of four models on A800 and H20"},
+    setting=SETTING,
     grids=[
         Sweep(
             named=("dataset",),
             workloads=DATASETS,
-            setups=Scaled((SETUP,), (SETUP, SETUPS["70b"])),
+            setups=(SETUP, SETUPS["70b"]),
             loads=LOADS,
             kinds=ALL,
             span=SPAN,
@@ -129,7 +134,7 @@ LATENCY = Experiment(
     "Which latencies does each policy give near the knee?",
     seeds=5,
     setting=SETTING,
-    grids=[Sweep(workloads=QWEN, loads=Scaled((1.0,), (0.8, 1.0)), kinds=ALL, span=SPAN)],
+    grids=[Sweep(workloads=QWEN, loads=(0.8, 1.0), kinds=ALL, span=SPAN)],
     tables=[
         Lines(
             "Table 4: latencies of the accepted requests, Qwen, setup 8b",
@@ -168,8 +173,8 @@ OBJECTIVES = Experiment(
     grids=[
         Sweep(
             named=("ttft_s", "tpot_s"),
-            workloads=workloads(Scaled(_SLOS[:1], _SLOS), lambda slo_s: partial(_make, *slo_s)),
-            loads=Scaled((1.0,), (0.75, 0.9, 1.05, 1.25)),
+            workloads=workloads(_SLOS, lambda slo_s: partial(_make, *slo_s)),
+            loads=(0.75, 0.9, 1.05, 1.25),
             kinds=(*SARATHI[1:], FAIR, PAB, DEFAULT),
             span=SPAN,
         )
@@ -267,16 +272,14 @@ def _bursts(scaling: str, plan: Plan) -> Mapping[str, Make]:
     return {name: partial(_traced, make) for name, make in traces.items()}
 
 
-def _cluster(
-    arrivals: Callable[[Plan], Mapping[str, Make]], layouts: Planned[Sequence[systems.Layout]]
-) -> Sweep:
+def _cluster(arrivals: Callable[[Plan], Mapping[str, Make]], layout: systems.Layout) -> Sweep:
     return Sweep(
         named=("dataset",),
         workloads=arrivals,
-        layouts=layouts,
-        loads=Scaled((0.9,), (0.6, 0.8, 1.0, 1.25)),
+        layouts=(layout,),
+        loads=(0.6, 0.8, 1.0, 1.25),
         kinds=(_labelled("vllm + fcfs", "vllm", FCFS), *TUNED, *OTHERS),
-        span=Scaled(Span(1.0, 4, 6), Span(15.0, 40, 150)),
+        span=Span(15.0, 40, 150),
     )
 
 
@@ -291,21 +294,13 @@ CLUSTER = Experiment(
     "fairbatching_cluster",
     "FairBatching Fig. 8",
     "What does balancing by the prefill admission budget add to FairBatching?",
-    setting={
-        **SETTING,
-        "Arrivals": "generated, Poisson; with `--traces DIR` also recorded ones: at 8 replicas "
-        "stretched to the rate as in the paper, at 2 in real time, thinned to the rate",
-        "Objectives and priorities": "Table 2; of recorded requests those of Azure, or a TTFT of 3 "
-        "times that on an idle engine where that is longer; one priority",
-        "Balancing": "vLLM's own weighs a waiting request as four running ones (the paper says "
-        "only that it counts active requests)",
-        "Admission": "none where not named; `refusing`: a request whose objective no replica can "
-        "guarantee is refused, and counts as missed",
-    },
+    setting=f"{SETTING} Recorded arrivals: at 8 replicas stretched to the rate, at 2 thinned; TTFT "
+    "2 s, or 3 times the idle engine's where that is longer. vLLM's balancing weighs a waiting "
+    "request as four running ones; `refusing`: what no replica can promise is refused.",
     grids=[
-        _cluster(DATASETS, Scaled((systems.colocated(2),), (systems.colocated(8),))),
-        _cluster(partial(_bursts, "stretched"), Scaled((), (systems.colocated(8),))),
-        _cluster(partial(_bursts, "thinned"), (systems.colocated(2),)),
+        _cluster(DATASETS, systems.colocated(8)),
+        _cluster(partial(_bursts, "stretched"), systems.colocated(8)),
+        _cluster(partial(_bursts, "thinned"), systems.colocated(2)),
     ],
     tables=[
         Lines(

@@ -12,10 +12,27 @@ from pathlib import Path
 from typing import Any
 
 from sluice.benchmarks.experiments import loads, systems
-from sluice.benchmarks.experiments.grid import Axes, Experiment, Plan, Planned, Product, Scaled
-from sluice.benchmarks.experiments.loads import Make, Search, Span, Sweep, recorded, workloads
+from sluice.benchmarks.experiments.grid import (
+    Axes,
+    Experiment,
+    Pivot,
+    Planned,
+    Product,
+    Rows,
+    Scaled,
+    Where,
+    first,
+)
+from sluice.benchmarks.experiments.loads import (
+    QUICK,
+    Make,
+    Search,
+    Span,
+    Sweep,
+    recorded,
+    workloads,
+)
 from sluice.benchmarks.experiments.systems import DEFAULT, Contender, Kind, Setup, Suspending
-from sluice.benchmarks.experiments.tables import Pivot, Rows, Where
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import EngineConfig
 from sluice.simulation.preemption import WHOLE, SuspensionConfig
@@ -35,17 +52,13 @@ TBT_S = {"text": 0.1, "image": 0.1, "search": 0.2, "file": 0.2}
 LONG_TOKENS = 2_500
 """A recorded prompt without a task of Table 1 counts as search from this length, else as text."""
 
-SETTING = {
-    "TPOT": "none: only the first token is judged, on an instance that only prefills",
-    "Arrivals": "generated, Poisson (the paper replays the Qwen trace, which `--traces` reads)",
-    "Load": "load 1 is the rate whose mean prefill work fills the engine's time without the fixed "
-    "time of its steps",
-    "Objectives and priorities": "FlowPrefill Tables 1 and 2: TTFT by task; one priority",
-    "Preemption": "a pass stops before its next operator; attention takes the part of the time "
-    "that depends on the context, the others the rest by their weights. A suspension costs 1.3 ms "
-    "and a check 0.32 us, both measured on a CPU",
-}
-SPAN = Scaled(Span(3.0, 10, 20), Span(120.0, 150, 500))
+SETTING = (
+    "Only the TTFT is judged, by task as in FlowPrefill Tables 1 and 2, on an instance that only "
+    "prefills. Load 1: the mean prefill work fills the engine's time without the fixed time of "
+    "its steps. A pass stops before its next operator; a suspension costs 1.3 ms and a check "
+    "0.32 us, both measured on a CPU. "
+)
+SPAN = Span(120.0, 150, 500)
 PAPER = SuspensionConfig(depth=None, chunk_tokens=WHOLE, batch_tokens=4_096)
 """As in the paper: prompts are not split, and the number of suspended prefills is unlimited."""
 
@@ -114,17 +127,23 @@ def tightest(seed: int, policy: Kind, setup: Setup, load: float, span: Span) -> 
     rate = load * loads.full_load_rate(mix(1.0), setup)
 
     def attainment(strictness: float) -> float:
-        case = loads.Case(mix(1.0 / strictness), setup)
+        case = loads.Conditions(mix(1.0 / strictness), setup)
         return loads.measure(policy, seed, case, rate, span.requests(rate))[FIGURE]
 
     found = Search(FIGURE).loads(attainment)[0.9]
     return {"tightest": 1.0 / found if found else inf}
 
 
+WORDS = (
+    "Contenders: distserve: first come, first served in batches of 8,192 tokens; cp2k, cp8k: "
+    "chunks of 2,048 and 8,192 tokens, earliest deadline first; flowprefill: S-EDF with prompts "
+    "that are not split, batches below 4,096 tokens and no limit of suspended prefills; bounded: "
+    "with our defaults, 4 suspended, chunks of 8,192, batches below 1,024."
+)
 SETUP = setup_of("8b")
-BOTH = Scaled({"8b": SETUP}, {"8b": SETUP, "70b": setup_of("70b")})
+BOTH = {"8b": SETUP, "70b": setup_of("70b")}
 MIX = workloads(("generated",), lambda name: mix(1.0), of_traces)
-BELOW = Scaled((0.8,), (0.5, 0.7, 0.9, 1.1, 1.3))
+BELOW = (0.5, 0.7, 0.9, 1.1, 1.3)
 
 
 def _sweep(
@@ -141,15 +160,11 @@ def _sweep(
     )
 
 
-def _both(plan: Plan) -> list[Setup]:
-    return list(BOTH(plan).values())
-
-
 def _tightest(
-    kinds: Sequence[Contender | Suspending], load: float, setups: Planned[Mapping[str, Setup]]
+    kinds: Sequence[Contender | Suspending], load: float, setups: Mapping[str, Setup]
 ) -> Product:
-    axes: Axes = {"setup": setups, "policy": kinds}
-    fixed = {"load": load, "span": SPAN}
+    axes: Axes = {"setup": first(setups), "policy": kinds}
+    fixed = {"load": load, "span": Scaled(QUICK, SPAN)}
     return Product(tightest, axes, fixed, {"part": "tightest", "workload": "generated"})
 
 
@@ -181,15 +196,6 @@ KINDS = (
     *(FLOW, BOUNDED, DEFAULT),
 )
 
-WORDS = {
-    "Contenders": "distserve: first come, first served in batches of 8,192 tokens; cp2k, cp8k: "
-    "chunks of 2,048 and 8,192 tokens, earliest deadline first; flowprefill: S-EDF with prompts "
-    "that are not split, batches below 4,096 tokens and no limit of suspended prefills; layers: "
-    "the same, stopped before layers; bounded: with our defaults, 4 suspended, chunks of 8,192, "
-    "batches below 1,024; s_edf, chunks of 1K: the same policy without suspension",
-}
-
-
 GOODPUT = ("rate_0.9", "goodput at 90 %, requests/s", 2)
 BY_LOAD = (FIGURE, f"{TTFT} by load", 3)
 BY_SCALE = (FIGURE, f"{TTFT} at load 0.6 by SLO scale", 3)
@@ -211,15 +217,15 @@ SYSTEMS = Experiment(
     "FlowPrefill Fig. 9",
     "How much more load does preemption at operators with S-EDF serve than chunked prefill?",
     seeds=5,
-    setting={**SETTING, **WORDS},
+    setting=f"{SETTING}{WORDS}",
     grids=[
-        _sweep("rates", KINDS, Scaled((0.6,), (0.3, 0.5, 0.7, 0.9, 1.1)), setups=_both),
-        _sweep("goodput", KINDS, (Search(FIGURE),), setups=_both),
+        _sweep("rates", KINDS, (0.3, 0.5, 0.7, 0.9, 1.1), setups=tuple(BOTH.values())),
+        _sweep("goodput", KINDS, (Search(FIGURE),), setups=tuple(BOTH.values())),
         _tightest(KINDS, 0.6, BOTH),
         _sweep(
             *("objectives", KINDS, (0.6,)),
-            workloads(Scaled((1.0,), (0.5, 1.0, 2.0, 4.0)), mix),
-            setups=_both,
+            workloads((0.5, 1.0, 2.0, 4.0), mix),
+            setups=tuple(BOTH.values()),
             named=("scale",),
         ),
     ],
@@ -255,7 +261,7 @@ PARTS = Experiment(
     "FlowPrefill Fig. 10, 11, 14 and 15",
     "What do S-EDF, batching and chunks add, and does preemption cost anything?",
     seeds=5,
-    setting={**SETTING, **WORDS},
+    setting=f"{SETTING}{WORDS}",
     grids=[
         _sweep("order", ORDER),
         _sweep("batching", BATCHES),
@@ -287,18 +293,11 @@ SETTINGS = Experiment(
     "FlowPrefill Fig. 13, 16 and 17",
     "Is the TTFT predictable, and does preemption pay beside decodes, and with experts?",
     seeds=5,
-    setting={
-        **SETTING,
-        **WORDS,
-        "Fig. 13": "near: TTFT within 10 or 50 % of the step time of the prompt alone, which the "
-        "planner knows but for its noise of 3 %",
-        "Fig. 16": "vllm-cp2k: decodes first, then prompts in order of arrival up to 2,048 tokens; "
-        "outputs of 100 tokens in the mean (assumed). The paper's engine runs both phases at once "
-        "on a device, ours in turn: decodes keep their TPOT since the first token in the mean",
-        "Fig. 17": "Qwen3-30B-A3B on two GPUs; objectives of Llama3-8B, as the paper states none",
-    },
+    setting=f"{SETTING}{WORDS} Fig. 13: near the step time of the prompt alone. Fig. 16: outputs "
+    "of 100 tokens in the mean (assumed); ours runs the phases in turn, the paper's at once. Fig. "
+    "17: Qwen3-30B-A3B on two GPUs, objectives of Llama3-8B, as the paper states none.",
     grids=[
-        _sweep("prediction", (FLOW,), Scaled((0.3,), (0.1, 0.3, 0.5, 0.7)), setups=_both),
+        _sweep("prediction", (FLOW,), (0.1, 0.3, 0.5, 0.7), setups=tuple(BOTH.values())),
         _sweep("colocated", (VLLM, DEFAULT, FLOW, BOUNDED), made={"co-located": colocated}),
         _sweep("experts", DENSE, setups=(EXPERTS,)),
         _sweep("goodput", DENSE, (Search(FIGURE),), setups=(EXPERTS,)),
@@ -346,13 +345,10 @@ BOUNDS = Experiment(
     "ours, around FlowPrefill Fig. 12; its stack has no bound",
     "How much attainment do a bounded stack, coarser preemption points and their cost take?",
     seeds=5,
-    setting={
-        **SETTING,
-        "Engine": "our defaults except what a row names: operators, 4 suspended, chunks of 8,192 "
-        "tokens, 512 for tasks that must not be suspended, batches below 1,024",
-    },
+    setting=f"{SETTING}Our defaults except what a row names: operators, 4 suspended, chunks of "
+    "8,192 tokens, 512 for tasks that must not be suspended, batches below 1,024.",
     grids=[
-        _sweep("depth", _DEPTHS, Scaled((1.2,), (0.8, 1.0, 1.2, 1.4, 1.6))),
+        _sweep("depth", _DEPTHS, (0.8, 1.0, 1.2, 1.4, 1.6)),
         _sweep("points", [*_STOPS, *_CUTS]),
         _sweep("costs", _COSTS),
     ],

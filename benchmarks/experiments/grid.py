@@ -1,44 +1,35 @@
-"""The frame of every experiment: a grid of cells, measured for every seed in parallel processes."""
+"""The frame of every experiment: a grid of cells, measured for every seed in parallel processes,
+and the tables and charts of the rows that come of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from sluice.benchmarks.experiments.tables import Pivot, Row, Rows, Value
-from sluice.benchmarks.parallel import in_processes
-from sluice.benchmarks.report import Chart, Table
+from sluice.benchmarks.options import in_processes
+from sluice.benchmarks.report import Chart, Estimate, Point, Table
 
 Scale = Literal["quick", "normal", "full"]
 """How much to run: seconds (a smoke test whose figures mean nothing), minutes, or longer."""
 
-COMMON: Mapping[str, str] = {
-    "TPOT": "mean since the first token; TDG by the envelope",
-    "Arrivals": "generated, Poisson",
-    "Load": "load 1 is the rate at which the work of the mean request fills the engine's time in "
-    "steps as long as the tightest TPOT objective, or at which its decodes fill the KV; of a "
-    "cluster it is that of each replica, with separate prefill and decode of all together",
-    "Objectives and priorities": "each workload's own, see simulation/workloads/settings.py",
-    "Latency": "setup 8b of benchmarks/experiments/systems.py, 3 % noise, 5 % head-room, online "
-    "correction; nothing ran on an accelerator",
-}
-"""The setting of an experiment that says nothing else."""
-
 T = TypeVar("T")
+V = TypeVar("V")
+Value = str | float
+Row = dict[str, Value]
+"""The labels of a cell, the seed, and what was measured."""
+
+Rows = Sequence[Row]
+Where = Mapping[str, Value | tuple[Value, ...]]
+"""Values of labels; several in a tuple are alternatives."""
 
 
 class Plan(NamedTuple):
-    """How much of an experiment to run.
-
-    Attributes:
-        scale: see :data:`Scale`.
-        seeds: of workloads and noise; every cell runs once for each.
-        traces: folder of recorded traces, which are used beside generated workloads.
-    """
+    """How much of an experiment to run: every cell once for each seed, and recorded traces of a
+    folder beside the generated workloads."""
 
     scale: Scale
     seeds: tuple[int, ...]
@@ -69,19 +60,29 @@ Planned: TypeAlias = T | Callable[[Plan], T]
 """A part of a grid: itself, or a function of the plan such as :class:`Scaled`."""
 
 
+def few(values: Any, plan: Plan, count: int = 1) -> Any:
+    """All of ``values``, a sequence or a mapping; in quick scale the first ``count``."""
+    if plan.scale != "quick":
+        return values
+    if isinstance(values, Mapping):
+        return dict(islice(values.items(), count))
+    return values[:count]
+
+
+def first(values: Any, count: int = 1) -> Callable[[Plan], Any]:
+    """:func:`few` as a part of a grid."""
+    return partial(few, values, count=count)
+
+
 Axes: TypeAlias = Mapping[str, Planned[Sequence[Any] | Mapping[Any, Any]]]
 """Values by axis. A mapping has the label of each value; of others it is their own ``label``, or
 they are labels themselves."""
 
 
 class Cell(NamedTuple):
-    """One point of an experiment's grid.
-
-    Attributes:
-        labels: name the point; equal for all seeds.
-        measure: returns the figures of one seed. It is sent to another process, so it is a partial
-            call of a module-level function.
-    """
+    """One point of an experiment's grid: its labels, equal for all seeds, and what returns the
+    figures of one seed: a partial call of a module-level function, since it is sent to another
+    process."""
 
     labels: Mapping[str, Value]
     measure: Callable[[int], Mapping[str, float]]
@@ -96,14 +97,9 @@ class Grid(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Every combination of the values of some axes, the last of which changes first.
-
-    Attributes:
-        measure: called with the seed, and with the value of each axis by the axis' name.
-        axes: see :data:`Axes`.
-        fixed: further arguments, which are no labels.
-        labels: further labels of all cells.
-    """
+    """Every combination of the values of some axes, the last of which changes first. ``measure``
+    gets the seed, the value of each axis by the axis' name, and the ``fixed`` arguments, which are
+    no labels; ``labels``: further labels of all cells."""
 
     measure: Callable[..., Mapping[str, float]]
     axes: Axes
@@ -133,14 +129,12 @@ class Experiment:
     """One experiment.
 
     Attributes:
-        name: the command's name.
         source: paper and figures that it repeats.
-        question: the question that it answers, one sentence.
-        setting: the conditions, in words, where they differ from :data:`COMMON`.
+        question: one sentence.
+        setting: conditions that the grid does not show: readings of the paper, what counts.
         grids: their cells are those of the experiment.
-        tables: made of the rows of all cells and seeds, in the order of the cells. A table without
-            lines is not shown.
-        derive: figures that follow from those of several cells; ``None``: there are none.
+        tables: made of the rows of all cells and seeds. One without lines is not shown.
+        derive: figures that follow from those of several cells.
         seeds: how many by default.
     """
 
@@ -148,16 +142,11 @@ class Experiment:
     source: str
     question: str
     _: KW_ONLY
-    setting: Mapping[str, str]
+    setting: str
     grids: Sequence[Grid]
     tables: Sequence[Callable[[Rows], Table]]
-    derive: Callable[[Rows], Rows] | None = None
+    derive: Callable[[Rows], Rows] = lambda rows: rows
     seeds: int = 2
-
-    @property
-    def conditions(self) -> Mapping[str, str]:
-        """The whole setting."""
-        return {**COMMON, **self.setting}
 
     def cells(self, plan: Plan) -> list[Cell]:
         """The cells in this plan."""
@@ -165,7 +154,7 @@ class Experiment:
 
     def findings(self, rows: Rows) -> tuple[list[Table], list[Chart]]:
         """The tables of ``rows``, and a chart for each table over a numeric label."""
-        rows = rows if self.derive is None else self.derive(rows)
+        rows = self.derive(rows)
         tables = [made for made in (table(rows) for table in self.tables) if made.rows]
         charts = [table.chart(rows) for table in self.tables if isinstance(table, Pivot)]
         return tables, [chart for chart in charts if chart is not None]
@@ -186,3 +175,166 @@ def _row(work: tuple[Cell, int]) -> Row:
         labels = ", ".join(f"{name} {value}" for name, value in cell.labels.items())
         error.add_note(f"in the cell {labels}, seed {seed}")
         raise
+
+
+# Tables.
+
+
+@dataclass(frozen=True, slots=True)
+class Pivot:
+    """A table of the mean of one figure over seeds: a line per value of the labels ``down``, a
+    column per value of ``across``, of the rows ``where`` labels are as stated, after ``derive``."""
+
+    title: str
+    figure: str
+    down: Sequence[str] = ("policy",)
+    across: str = "load"
+    digits: int = 3
+    note: str = ""
+    where: Where = field(default_factory=dict)
+    derive: Callable[[Rows], Rows] = lambda rows: rows
+
+    def __call__(self, rows: Rows) -> Table:
+        """The table of ``rows``."""
+        rows = having(self.derive(rows), self.where)
+        columns = [value for (value,) in grouped(rows, self.across)]
+        lines = []
+        for labels, own in grouped(rows, *self.down).items():
+            by = grouped(own, self.across)
+            means = [estimate(by.get((value,), []), self.figure) for value in columns]
+            lines.append((*map(shown, labels), *(each.shown(self.digits) for each in means)))
+        return Table(self.title, (*self.down, *map(shown, columns)), lines, self.note)
+
+    def chart(self, rows: Rows) -> Chart | None:
+        """The same over a numeric label ``across``: a line per value of the last label of ``down``;
+        ``None`` if that label has names."""
+        rows = having(self.derive(rows), self.where)
+        if any(isinstance(row[self.across], str) for row in rows):
+            return None
+        lines = {
+            shown(name): [
+                Point(float(x), *estimate(cell, self.figure)[:2])
+                for (x,), cell in grouped(own, self.across).items()
+            ]
+            for (name,), own in grouped(rows, self.down[-1]).items()
+        }
+        return Chart(self.title, self.across, self.figure, lines)
+
+
+def pivots(
+    figures: Mapping[str, str],
+    down: Sequence[str] = ("policy",),
+    across: str = "load",
+    digits: int = 3,
+    title: str = "{}",
+    where: Where | None = None,
+) -> list[Pivot]:
+    """A table of each figure; ``figures`` maps it to the words in its ``title``."""
+    return [
+        Pivot(title.format(words), figure, down, across, digits, where=where or {})
+        for figure, words in figures.items()
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """A table with a line for all rows with equal labels ``down``, whose other columns ``heads``
+    have what ``cells`` makes of these rows."""
+
+    title: str
+    down: Sequence[str]
+    heads: Sequence[str]
+    cells: Callable[[Rows], Sequence[str]]
+    note: str = ""
+
+    def __call__(self, rows: Rows) -> Table:
+        """The table of ``rows``."""
+        lines = [
+            (*map(shown, labels), *self.cells(own))
+            for labels, own in grouped(rows, *self.down).items()
+        ]
+        return Table(self.title, (*self.down, *self.heads), lines, self.note)
+
+
+def means(
+    title: str, down: Sequence[str], figures: Mapping[str, tuple[str, int]], note: str = ""
+) -> Lines:
+    """A table with a column for each figure's mean over seeds; ``figures`` maps it to its heading
+    and its digits after the point."""
+
+    def cells(rows: Rows) -> list[str]:
+        return [estimate(rows, name).shown(digits) for name, (_, digits) in figures.items()]
+
+    return Lines(title, down, tuple(words for words, _ in figures.values()), cells, note)
+
+
+@dataclass(frozen=True, slots=True)
+class Rivals:
+    """The contender whose ``label`` is ``ours`` against the others, by ``figures`` that are shares
+    of 1, with their words."""
+
+    label: str
+    ours: str
+    figures: Mapping[str, str]
+
+    def of(self, rows: Rows, name: str) -> Rows:
+        """The rows of one contender."""
+        return having(rows, {self.label: name})
+
+    def mean(self, rows: Rows, name: str, figure: str) -> float:
+        """The mean of one contender."""
+        return mean(self.of(rows, name), figure)
+
+    def best(self, rows: Rows, figure: str) -> str:
+        """The rival with the highest mean over ``rows``."""
+        names = [str(name) for (name,) in grouped(rows, self.label) if name != self.ours]
+        return max(names, key=lambda name: self.mean(rows, name, figure))
+
+    def lead(self, rows: Rows, rival: str, figure: str) -> Estimate:
+        """Ours minus a rival's, paired by seed."""
+        return difference(self.of(rows, self.ours), self.of(rows, rival), figure)
+
+
+def having(rows: Rows, labels: Where) -> Rows:
+    """The rows that have these labels."""
+    wanted = {
+        name: value if isinstance(value, tuple) else (value,) for name, value in labels.items()
+    }
+    return [row for row in rows if all(row.get(name) in values for name, values in wanted.items())]
+
+
+def grouped(rows: Iterable[dict[str, V]], *labels: str) -> dict[tuple[V, ...], list[dict[str, V]]]:
+    """Rows by the values of ``labels``, in order of appearance."""
+    groups: dict[tuple[V, ...], list[dict[str, V]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[label] for label in labels), []).append(row)
+    return groups
+
+
+def by_seed(rows: Iterable[Row], figure: str) -> dict[Value, float]:
+    """The mean of a figure per seed: the samples of an estimate."""
+    return {
+        seed: sum(float(row[figure]) for row in own) / len(own)
+        for (seed,), own in grouped(rows, "seed").items()
+    }
+
+
+def estimate(rows: Iterable[Row], figure: str) -> Estimate:
+    """A figure's mean over seeds; the value of a seed is the mean over its rows."""
+    return Estimate.of(list(by_seed(rows, figure).values()))
+
+
+def mean(rows: Iterable[Row], figure: str) -> float:
+    """The mean of :func:`estimate`."""
+    return estimate(rows, figure).mean
+
+
+def difference(rows: Iterable[Row], others: Iterable[Row], figure: str) -> Estimate:
+    """The estimate of ``rows`` minus ``others``, paired by seed."""
+    ours, theirs = by_seed(rows, figure), by_seed(others, figure)
+    return Estimate.of([ours[seed] - theirs[seed] for seed in ours])
+
+
+def shown(label: Value) -> str:
+    """A label as it stands in a table."""
+    return label if isinstance(label, str) else f"{label:g}"

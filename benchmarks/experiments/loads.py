@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sluice.benchmarks.experiments import systems
-from sluice.benchmarks.experiments.grid import Cell, Plan, Planned
+from sluice.benchmarks.experiments.grid import Cell, Plan, Planned, Value, few
 from sluice.benchmarks.experiments.systems import SETUPS, Contender, Kind, Layout, Setup, Suspending
-from sluice.benchmarks.experiments.tables import Value
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.simulation.capacity import full_rate, greatest_loads
 from sluice.simulation.workload import (
@@ -142,19 +141,21 @@ def workloads(
     make: Callable[[Any], Make] = GENERATED.__getitem__,
     traces: Callable[[Path | None], Mapping[str, Make]] = lambda folder: {},
 ) -> Callable[[Plan], Mapping[Any, Make]]:
-    """Workloads by the values of their labels, and those of a folder of traces, as a part of a
-    grid."""
-    return lambda plan: {name: make(name) for name in plan.of(names)} | dict(traces(plan.traces))
+    """Workloads by the values of their labels, in quick scale the first, and those of a folder of
+    traces, as a part of a grid."""
+    return lambda plan: (
+        {name: make(name) for name in few(plan.of(names), plan)} | dict(traces(plan.traces))
+    )
 
 
 def full_load_rate(make: Make, setup: Setup) -> float:
-    """The rate of load 1, see :data:`~sluice.benchmarks.experiments.grid.COMMON`."""
+    """The rate of load 1 of one engine: at which the work of the mean request fills its time in
+    steps as long as the tightest TPOT objective, or at which its decodes fill the KV."""
     return full_rate(make(setup, 1.0, SAMPLE, 0), setup.truth, setup.engine)
 
 
 class Span(NamedTuple):
-    """How long a run's arrivals last: ``seconds``, with at least ``least`` and at most ``most``
-    requests."""
+    """How long a run's arrivals last: ``seconds``, with ``least`` to ``most`` requests."""
 
     seconds: float
     least: int
@@ -165,15 +166,14 @@ class Span(NamedTuple):
         return round(min(max(rate * self.seconds, self.least), self.most))
 
 
-class Case(NamedTuple):
-    """What systems are measured with.
+QUICK = Span(3.0, 5, 10)
+"""Of every sweep in quick scale."""
 
-    Attributes:
-        make: makes the workload.
-        setup: of the engine, or of the replicas that ``layout`` does not name.
-        layout: the replicas of a system with a router; ``None``: one engine.
-        oracle: whether output lengths are known.
-    """
+
+class Conditions(NamedTuple):
+    """What systems are measured with: the workload; the setup of the engine, or of the replicas
+    that ``layout`` does not name; the replicas of a system with a router, or ``None`` for one
+    engine; and whether output lengths are known."""
 
     make: Make
     setup: Setup
@@ -187,24 +187,26 @@ class Case(NamedTuple):
 
     @property
     def full_rate(self) -> float:
-        """Requests per second that are load 1 of all replicas together, or of one engine."""
+        """Requests per second that are load 1: of one engine, or the sum over the replicas."""
         nodes = () if self.layout is None else self.layout.nodes
         named = sum(full_load_rate(self.make, node) for node in nodes)
         others = self.size - len(nodes)
         return named + (others * full_load_rate(self.make, self.setup) if others else 0.0)
 
 
-def measure(kind: Kind, seed: int, case: Case, rate: float, requests: int) -> Mapping[str, float]:
+def measure(
+    kind: Kind, seed: int, conditions: Conditions, rate: float, requests: int
+) -> Mapping[str, float]:
     """The figures of one run of a cell."""
-    setup, layout = case.setup, case.layout
-    workload = case.make(setup, rate, requests, seed)
+    setup, layout = conditions.setup, conditions.layout
+    workload = conditions.make(setup, rate, requests, seed)
     if isinstance(kind, Contender):
-        return systems.figures(systems.run(workload, kind, setup, seed, case.oracle))
+        return systems.figures(systems.run(workload, kind, setup, seed, conditions.oracle))
     if isinstance(kind, Suspending):
         served = systems.run_suspending(workload, kind, setup, seed)
         return systems.prefill_figures(served, setup.believed)
     assert layout is not None
-    done = systems.run_cluster(workload, kind, setup, layout, seed, case.oracle)
+    done = systems.run_cluster(workload, kind, setup, layout, seed, conditions.oracle)
     return systems.cluster_figures(done)
 
 
@@ -226,17 +228,17 @@ class Search(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """A grid of workloads x setups x layouts x loads x systems, each of which is a label.
+    """A grid of workloads x setups x layouts x loads x systems, each of which is a label. In quick
+    scale it has the first setup and load, two layouts, and every system.
 
     Attributes:
         workloads: by the value of the label ``named``, or of all these labels.
         kinds: the systems. A static policy without a token budget gets the profiled one.
         span: of the arrivals; its numbers of requests apply to each replica.
         spans: of single workloads, in place of ``span``.
-        loads: as :data:`~sluice.benchmarks.experiments.grid.COMMON` says; a search is no label.
+        loads: see :attr:`Conditions.full_rate`; a search is no label.
         setups: of the engine, or of the replicas that a layout does not name.
         layouts: the replicas of systems with a router.
-        named: see ``workloads``.
         labels: further labels of all cells.
         oracle: whether output lengths are known.
     """
@@ -255,22 +257,31 @@ class Sweep:
     def cells(self, plan: Plan) -> list[Cell]:
         """The cells in this plan."""
         found = []
+        quick = plan.scale == "quick"
         for key, make in plan.of(self.workloads).items():
             names = key if isinstance(key, tuple) else (key,)
             own = {**self.labels, **dict(zip(self.named, names, strict=True))}
-            span = plan.of(self.spans.get(names[0], self.span))
-            for setup in plan.of(self.setups):
+            span = QUICK if quick else plan.of(self.spans.get(names[0], self.span))
+            for setup in few(plan.of(self.setups), plan):
                 budget = cache(partial(budget_of, make, setup))
                 kinds = [fitted(kind, budget) for kind in plan.of(self.kinds)]
-                for layout in plan.of(self.layouts):
+                for layout in few(plan.of(self.layouts), plan, count=2):
                     labels: dict[str, Value] = {**own, "setup": setup.name}
                     if layout is not None:
                         labels |= {"layout": layout.name, "replicas": layout.size}
-                    case = Case(make, setup, layout, self.oracle)
-                    full_rate = case.full_rate
-                    for load in plan.of(self.loads):
+                    conditions = Conditions(make, setup, layout, self.oracle)
+                    full_rate = conditions.full_rate
+                    for load in few(plan.of(self.loads), plan):
                         at = {} if isinstance(load, Search) else {"load": load}
-                        run = partial(at_load, case=case, full_rate=full_rate, load=load, span=span)
+                        if quick and isinstance(load, Search):
+                            load = load._replace(least=0.5, most=1.0, steps=1)
+                        run = partial(
+                            at_load,
+                            conditions=conditions,
+                            full_rate=full_rate,
+                            load=load,
+                            span=span,
+                        )
                         found += [
                             Cell({**labels, **at, **systems.labels_of(kind)}, partial(run, kind))
                             for kind in kinds
@@ -279,17 +290,24 @@ class Sweep:
 
 
 def at_load(
-    kind: Kind, seed: int, case: Case, full_rate: float, load: float | Search, span: Span
+    kind: Kind,
+    seed: int,
+    conditions: Conditions,
+    full_rate: float,
+    load: float | Search,
+    span: Span,
 ) -> Mapping[str, float]:
     """The figures at a load, 1 of which is ``full_rate``, or the rates that a search finds."""
 
     def run(load: float) -> Mapping[str, float]:
         rate = load * full_rate
-        return measure(kind, seed, case, rate, span.requests(rate / case.size) * case.size)
+        return measure(
+            kind, seed, conditions, rate, span.requests(rate / conditions.size) * conditions.size
+        )
 
     if not isinstance(load, Search):
         return run(load)
-    figure, full = load.figure, full_load_rate(case.make, case.setup)
+    figure, full = load.figure, full_load_rate(conditions.make, conditions.setup)
     found = load.loads(lambda each: run(each)[figure])
     return {f"rate_{share:g}": each * full for share, each in found.items()}
 

@@ -10,10 +10,18 @@ from functools import partial
 import numpy as np
 
 from sluice.benchmarks.experiments import loads, systems
-from sluice.benchmarks.experiments.grid import Experiment, Planned, Product, Scaled
-from sluice.benchmarks.experiments.loads import Make, Span, Sweep, generated, workloads
+from sluice.benchmarks.experiments.grid import (
+    Experiment,
+    Pivot,
+    Product,
+    Rows,
+    Scaled,
+    grouped,
+    mean,
+    pivots,
+)
+from sluice.benchmarks.experiments.loads import QUICK, Make, Span, Sweep, generated, workloads
 from sluice.benchmarks.experiments.systems import DEFAULT, ROUTER, SETUPS, Contender, System
-from sluice.benchmarks.experiments.tables import Pivot, Rows, grouped, mean, pivots
 from sluice.benchmarks.report import Table
 from sluice.scheduling.batching import BatchPlan
 from sluice.scheduling.batching.slidebatching import SlideBatching
@@ -24,17 +32,15 @@ from sluice.simulation.workloads.settings import PROSERVE_DATASETS, proserve
 
 SLIDE = Contender("slidebatching", "slidebatching")
 BASELINES = ("fcfs", "weighted_vtc", "sarathi", "sarathi_priority", "fairbatching")
-SPAN = Scaled(Span(3.0, 10, 20), Span(60.0, 200, 600))
+SPAN = Span(60.0, 200, 600)
 TDG, ATTAINED, MEAN_TPOT = "tdg", "attainment_mean", "SLO attainment, mean TPOT"
 BY_POLICY = ("dataset", "policy")
 TWO = ("sharegpt", "azure")
 
-SETTING = {
-    "Arrivals": "generated, Poisson (the paper stretches recorded times)",
-    "Objectives and priorities": "TTFT 0.8 s, TPOT 0.08 s; two priorities with equal chance, "
-    "weights 2 and 1 unless stated",
-    "Sarathi": "token budget profiled per setup: tokens of a batch within the TPOT objective",
-}
+SETTING = (
+    "TTFT 0.8 s, TPOT 0.08 s; two priorities with equal chance, weights 2 and 1 unless stated. "
+    "Sarathi's token budget: tokens of a batch within the TPOT objective. "
+)
 
 
 def _plain(*names: str) -> list[Contender]:
@@ -43,11 +49,11 @@ def _plain(*names: str) -> list[Contender]:
 
 def _datasets(
     kinds: Sequence[systems.Kind],
-    names: Scaled[tuple[str, ...]],
-    loads: Scaled[tuple[float, ...]],
+    names: tuple[str, ...],
+    loads: tuple[float, ...],
     setups: Sequence[str] = ("8b",),
-    span: Scaled[Span] = SPAN,
-    layouts: Planned[Sequence[systems.Layout | None]] = (None,),
+    span: Span = SPAN,
+    layouts: Sequence[systems.Layout | None] = (None,),
 ) -> Sweep:
     return Sweep(
         named=("dataset",),
@@ -65,12 +71,12 @@ POLICIES = Experiment(
     "ProServe Fig. 10 and 13",
     "Does SlideBatching gain more than the other policies, and what do priorities attain?",
     seeds=3,
-    setting={**SETTING, "Latency": "setups 8b and 70b in place of Qwen2-7B and Qwen3-32B"},
+    setting=SETTING,
     grids=[
         _datasets(
             [*_plain(*BASELINES), SLIDE, DEFAULT],
-            Scaled(PROSERVE_DATASETS[:1], PROSERVE_DATASETS),
-            Scaled((1.1,), (0.8, 1.0, 1.2, 1.5)),
+            PROSERVE_DATASETS,
+            (0.8, 1.0, 1.2, 1.5),
             ("8b", "70b"),
         )
     ],
@@ -133,8 +139,8 @@ ABLATION = Experiment(
                 Contender("late ones count", "slidebatching", {"late": "include"}),
                 Contender("phi_c", "slidebatching", {"boundary": "phi_c"}),
             ],
-            Scaled(TWO[:1], TWO),
-            Scaled((1.1,), (0.8, 1.1, 1.5)),
+            TWO,
+            (0.8, 1.1, 1.5),
         )
     ],
     tables=[
@@ -166,15 +172,12 @@ WEIGHTS = Experiment(
     "ProServe Fig. 18",
     "What do larger weights of the high priority change?",
     seeds=5,
-    setting={
-        **SETTING,
-        "Weights": "up to 10, the most that a request may state; the paper goes to 100",
-    },
+    setting=f"{SETTING}Weights up to 10, the most that a request may state.",
     grids=[
         Sweep(
             named=("weight",),
-            workloads=workloads(Scaled((1.0, 10.0), (1.0, 2.0, 5.0, 10.0)), _weighted),
-            loads=Scaled((1.3,), (1.1, 1.5)),
+            workloads=workloads((1.0, 2.0, 5.0, 10.0), _weighted),
+            loads=(1.1, 1.5),
             kinds=(SLIDE, *_plain("sarathi_priority"), DEFAULT),
             span=SPAN,
         )
@@ -198,7 +201,7 @@ TOKEN_BUDGETS = Experiment(
         Sweep(
             named=("dataset",),
             workloads=workloads(TWO[1:], partial(generated, proserve)),
-            loads=Scaled((1.1,), (1.0, 1.3)),
+            loads=(1.0, 1.3),
             kinds=[
                 *(Contender(name, name, {"token_budget": tokens}) for name in ("edf", "sjf")),
                 Contender("fcfs", "fcfs", batch_tokens=tokens),
@@ -268,17 +271,13 @@ TIME_LINES = Experiment(
     "ProServe Fig. 6, 16 and 17",
     "How do urgent and late requests, and the gain per second, develop?",
     seeds=5,
-    setting={
-        **SETTING,
-        "Data": "azure",
-        "Time": "a tenth of the arrivals' 60 s per part; counts are means over its batches",
-        "Urgent": "by SlideBatching's partition, whatever the policy",
-    },
+    setting=f"{SETTING}Azure lengths; a tenth of the arrivals' time per part, means over its "
+    "batches. Urgent: by SlideBatching's partition, whatever the policy.",
     grids=[
         Product(
             time_line,
-            {"policy": Scaled(TIMED[-2:], TIMED), "load": Scaled((HIGH,), (0.8, 1.0, HIGH))},
-            {"span": SPAN},
+            {"policy": TIMED, "load": Scaled((HIGH,), (0.8, 1.0, HIGH))},
+            {"span": Scaled(QUICK, SPAN)},
         )
     ],
     derive=by_part,
@@ -328,24 +327,24 @@ def _on_cluster(
     question: str,
     figures: Mapping[str, str],
     kinds: Sequence[System],
-    datasets: Scaled[tuple[str, ...]],
-    layouts: Scaled[tuple[systems.Layout]],
+    datasets: tuple[str, ...],
+    layout: systems.Layout,
     setup: str = "8b",
-    **setting: str,
+    setting: str = "",
 ) -> Experiment:
     first, words = next(iter(figures.items()))
     means = Pivot(f"{title}: {words}, mean over data sets", first)
-    loads = Scaled((1.1,), (0.9, 1.2, 1.5))
-    span = Scaled(Span(1.0, 4, 6), Span(20.0, 40, 150))
     return Experiment(
         name,
         f"ProServe {title}",
         question,
-        setting={**SETTING, "Min-load": "fewest requests: waiting, running, in transit", **setting},
-        grids=[_datasets(kinds, datasets, loads, (setup,), span, layouts)],
+        setting=f"{SETTING}Min-load: fewest requests waiting, running or in transit. {setting}",
+        grids=[
+            _datasets(kinds, datasets, (0.9, 1.2, 1.5), (setup,), Span(20.0, 40, 150), (layout,))
+        ],
         derive=missed,
         tables=[
-            *([means] if len(datasets.normal) > 1 else []),
+            *([means] if len(datasets) > 1 else []),
             *pivots(figures, BY_POLICY, title=f"{title}: {{}}"),
         ],
     )
@@ -357,10 +356,9 @@ DISAGGREGATED = _on_cluster(
     "What does GoRouting add where prefill and decode are on separate replicas?",
     {"tdg_first": "TDG ratio of first tokens", TDG: "TDG ratio"},
     _pairs("slidebatching", "fcfs"),
-    Scaled(TWO[:1], TWO),
-    Scaled((systems.disaggregated(4),), (systems.disaggregated(8),)),
-    TPOT="not judged: TDG of first tokens alone, as in the paper",
-    Replicas="8, two of which only decode; the paper does not say how many",
+    TWO,
+    systems.disaggregated(8),
+    setting="8 replicas, two of which only decode; the paper does not say how many.",
 )
 COLOCATED = _on_cluster(
     "proserve_colocated",
@@ -368,9 +366,8 @@ COLOCATED = _on_cluster(
     "What does GoRouting add on co-located replicas?",
     {"missed": "missed TDG ratio", ATTAINED: MEAN_TPOT},
     _pairs("slidebatching", "sarathi_priority"),
-    Scaled(("qwen",), ("qwen", "azure")),
-    Scaled((systems.colocated(3),), (systems.colocated(6),)),
-    Replicas="6; the paper does not say how many",
+    ("qwen", "azure"),
+    systems.colocated(6),
 )
 LARGE = _on_cluster(
     "proserve_large",
@@ -381,10 +378,8 @@ LARGE = _on_cluster(
         *(system for local in BASELINES for system in _behind(local, MIN_LOAD)),
         *(*_behind("slidebatching", GO_ROUTING), *_behind(DEFAULT.policy, ROUTER)),
     ],
-    Scaled(("azure",), ("azure",)),
-    Scaled((systems.colocated(4),), (systems.colocated(32),)),
+    ("azure",),
+    systems.colocated(32),
     setup="70b",
-    Latency="setup 70b in place of Qwen3-32B on Ascend 910B",
-    Data="azure in place of the paper's own traces, which are not public",
-    Routers="the paper does not name the baselines' router",
+    setting="Azure in place of the paper's own traces, which are not public.",
 )

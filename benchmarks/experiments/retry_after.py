@@ -9,10 +9,19 @@ from math import nan
 import numpy as np
 
 from sluice.benchmarks.experiments import systems
-from sluice.benchmarks.experiments.grid import Experiment, Product, Scaled
-from sluice.benchmarks.experiments.loads import Case, Make, Span, workloads
+from sluice.benchmarks.experiments.grid import (
+    Experiment,
+    Lines,
+    Product,
+    Rows,
+    Scaled,
+    estimate,
+    first,
+    having,
+    mean,
+)
+from sluice.benchmarks.experiments.loads import GENERATED, Conditions, Make, Span
 from sluice.benchmarks.experiments.systems import ADMISSION, DEFAULT, ROUTER, SETUPS, colocated
-from sluice.benchmarks.experiments.tables import Lines, Rows, estimate, having, mean
 from sluice.simulation.metrics import TPOTMetric, attained, stages
 from sluice.simulation.requests import Requests
 
@@ -37,7 +46,7 @@ def measure(
     seed: int, workload: Make, load: float, clients: str, span: Span
 ) -> Mapping[str, float]:
     """The counts of one run."""
-    rate = load * Case(workload, SETUP, colocated(REPLICAS)).full_rate
+    rate = load * Conditions(workload, SETUP, colocated(REPLICAS)).full_rate
     made = workload(SETUP, rate, span.requests(rate), seed)
     lasts_s = made.arrivals[-1].arrival_s
     if clients == NO_ROOM:
@@ -107,20 +116,16 @@ EXPERIMENT = Experiment(
     "ours; reservation with backfilling is Lifka 1995",
     "Is a refused request guaranteed when it retries at its Retry-After, and what does the "
     "capacity reserved for it cost?",
-    setting={
-        "Admission": f"{ADMISSION}; requests that cannot be guaranteed are refused",
-        "Replicas": f"{REPLICAS}, co-located, with {DEFAULT.policy}, behind the default router",
-        "Clients": f"{AGAIN}: exactly at Retry-After, up to {COME_BACKS[AGAIN]} times, under one "
-        f"id; {GONE}: never retry, which the controller has to learn; {NO_ROOM}: the same, each "
-        "request with its own API key, so that no new request respects a reservation",
-        "Counted": f"after the first {WARM_UP_S:g} s, until the last new request",
-    },
+    setting=f"{REPLICAS} replicas, default policies; what cannot be promised is refused. {AGAIN}: "
+    f"exactly at Retry-After, up to {COME_BACKS[AGAIN]} times, under one id; {GONE}: never, which "
+    f"the controller has to learn; {NO_ROOM}: the same, each request with its own API key, so that "
+    "no new request respects a reservation.",
     grids=[
         Product(
             measure,
             {
-                "workload": workloads(Scaled(WORKLOADS[:1], WORKLOADS)),
-                "load": Scaled((1.5,), (0.9, 1.2, 1.5)),
+                "workload": first({name: GENERATED[name] for name in WORKLOADS}),
+                "load": first((0.9, 1.2, 1.5)),
                 "clients": tuple(COME_BACKS),
             },
             {"span": Scaled(Span(6.0, 20, 60), Span(60.0, 200, 4_000))},

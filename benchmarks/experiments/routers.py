@@ -6,13 +6,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from sluice.benchmarks.experiments import systems
-from sluice.benchmarks.experiments.grid import Experiment, Planned, Scaled
-from sluice.benchmarks.experiments.loads import Span, Sweep, recorded_stretched, workloads
+from sluice.benchmarks.experiments.grid import (
+    Experiment,
+    Planned,
+    Rivals,
+    Rows,
+    Scaled,
+    difference,
+    estimate,
+    grouped,
+    pivots,
+)
+from sluice.benchmarks.experiments.loads import QUICK, Span, Sweep, recorded_stretched, workloads
 from sluice.benchmarks.experiments.policies import LOCAL as LOCAL_POLICIES
 from sluice.benchmarks.experiments.policies import ROUTERS
 from sluice.benchmarks.experiments.systems import ADMISSION as ADMISSION_POLICY
 from sluice.benchmarks.experiments.systems import ROUTER, Contender, Layout, System, colocated
-from sluice.benchmarks.experiments.tables import Rivals, Rows, difference, estimate, grouped, pivots
 from sluice.benchmarks.report import Table
 from sluice.scheduling.admission import POLICIES as ADMISSIONS
 from sluice.simulation.config import Resize, Slowdown, WhenUnattainable
@@ -27,14 +36,13 @@ AGAINST = Rivals("router", ROUTER, FIGURES)
 MARGIN = 0.01
 """A cell in which the default is lower by more than this counts as lost."""
 
-SETTING = {
-    "Arrivals": "generated, or recorded and stretched",
-    "Reports": "every 25 ms, known 2 ms later; a router's own decisions count at once",
-    "Admission": "none: every request is placed and served",
-}
+SETTING = (
+    "Reports every 25 ms, known 2 ms later; a router's own decisions count at once. Every request "
+    "is placed and served. "
+)
 TWO = ("proserve azure", "slos-serve mixed")
 FOUR = ("proserve sharegpt", "proserve azure", "proserve bursty", "slos-serve mixed")
-SPAN = Scaled(Span(1.0, 5, 8), Span(15.0, 40, 150), Span(120.0, 100, 2_000))
+SPAN = Scaled(QUICK, Span(15.0, 40, 150), Span(120.0, 100, 2_000))
 ALL = Scaled(tuple(dict.fromkeys(("round_robin", "least_tokens", "pab", ROUTER))), tuple(ROUTERS))
 
 
@@ -86,9 +94,9 @@ def _sized(
     routers: Planned[Sequence[str]] = ALL,
 ) -> Sweep:
     return Sweep(
-        workloads=workloads(Scaled(TWO[:1], TWO, FOUR), traces=recorded_stretched),
+        workloads=workloads(Scaled(TWO, TWO, FOUR), traces=recorded_stretched),
         layouts=layouts,
-        loads=Scaled((1.1,), (0.9, 1.2), (0.7, 0.9, 1.05, 1.2, 1.5)),
+        loads=Scaled((1.2,), (0.9, 1.2), (0.7, 0.9, 1.05, 1.2, 1.5)),
         kinds=lambda plan: [
             System(router, Contender(local, local))
             for local in policies(plan)
@@ -127,14 +135,10 @@ DISAGGREGATED = Experiment(
     "routers_disaggregated",
     "ours, after ProServe §5.2",
     "The same with prefill and decode on separate replicas?",
-    setting={**SETTING, "Roles": "a quarter of the replicas only decode"},
+    setting=f"{SETTING}A quarter of the replicas only decode.",
     grids=[
         _sized(
-            Scaled(
-                (systems.disaggregated(4),),
-                tuple(systems.disaggregated(size) for size in (4, 8, 32)),
-            ),
-            Scaled((LOCAL,), (LOCAL,)),
+            tuple(systems.disaggregated(size) for size in (4, 8, 32)), Scaled((LOCAL,), (LOCAL,))
         )
     ],
     tables=BY_SIZE,
@@ -157,16 +161,16 @@ AGES: Mapping[str, Mapping[str, float]] = {
 
 
 def _uneven(
-    name: str, question: str, layouts: Planned[Sequence[Layout]], **words: str
+    name: str, question: str, layouts: Planned[Sequence[Layout]], words: str = ""
 ) -> Experiment:
     return Experiment(
         name,
         f"ours; the default router is {ROUTER}",
         question,
-        setting={**SETTING, "Replicas": f"8, co-located, with {LOCAL}", **words},
+        setting=f"{SETTING}{words}",
         grids=[
             Sweep(
-                workloads=workloads(Scaled(TWO[:1], TWO)),
+                workloads=workloads(TWO),
                 layouts=layouts,
                 loads=(1.1,),
                 kinds=lambda plan: [System(router) for router in ALL(plan)],
@@ -184,8 +188,7 @@ _AGED = tuple(colocated(8, **changes)._replace(name=name) for name, changes in A
 STALE = _uneven(
     "stale_mirror",
     "What do late and lost reports cost each router?",
-    Scaled((_AGED[0], _AGED[3]), _AGED),
-    Reports="as named: interval, delay, share lost; the rest as in production",
+    _AGED,
 )
 
 _MIXED = tuple(
@@ -197,9 +200,7 @@ _MIXED = tuple(
 HETEROGENEOUS = _uneven(
     "heterogeneous",
     "Which router uses fast and slow replicas in proportion?",
-    Scaled(_MIXED[:1], _MIXED),
-    Latency="setups 8b-fast (5 ms and 25 us a token) and 8b (9 ms and 80 us); each replica reports "
-    "its own corrected profile; load 1 is the sum of each replica's load 1",
+    _MIXED,
 )
 
 
@@ -212,8 +213,7 @@ SLOW = _uneven(
     "slow_node",
     "Which router notices that a replica has become slow?",
     Scaled((_slower(3.0, 0.2),), (_slower(1.5, 3.0), _slower(3.0, 3.0))),
-    Slow="every step of one replica takes longer from 3 s on; its planner learns this from its "
-    "steps and reports it; loads are relative to the cluster before",
+    "From 3 s on; its planner learns this from its steps and reports it.",
 )
 
 # Several controllers.
@@ -231,18 +231,14 @@ CELLS = Experiment(
     "ours",
     "What does it cost that several controllers share the replicas, and each decides on its own?",
     seeds=3,
-    setting={
-        **SETTING,
-        "Admission": f"{ADMISSION_POLICY}; what it cannot guarantee is served as best effort",
-        "Replicas": f"co-located, with {LOCAL}, behind the default router",
-    },
+    setting=f"Admission {ADMISSION_POLICY}; what cannot be promised is served as best effort.",
     grids=[
         Sweep(
-            workloads=workloads(Scaled(TWO[:1], TWO[:1], TWO)),
+            workloads=workloads(Scaled(TWO, TWO[:1], TWO)),
             layouts=Scaled(_in_cells(4), _in_cells(64), (*_in_cells(64), *_in_cells(128))),
-            loads=Scaled((1.1,), (0.8, 0.95, 1.1)),
+            loads=(0.8, 0.95, 1.1),
             kinds=[System(ROUTER, Contender(LOCAL, LOCAL), ADMISSION_POLICY)],
-            span=Scaled(Span(0.5, 1, 2), Span(10.0, 20, 50)),
+            span=Span(10.0, 20, 50),
         )
     ],
     tables=pivots(
@@ -272,19 +268,15 @@ MIGRATION = Experiment(
     "ours; running requests move as in Llumnix (OSDI 2024)",
     "How long does a drain take, and how many guarantees are kept, if running streams may move?",
     seeds=2,
-    setting={
-        **SETTING,
-        "Admission": f"{systems.ADMISSION}; what cannot be guaranteed is served as best effort",
-        "Replicas": f"8, co-located, with {LOCAL}, behind the default router; two are drained, or "
-        "the steps of one take 8 times as long, from 5.5 s on",
-        "Moves": "each second; 1 ms and 5 us a token for the KV",
-    },
+    setting=f"Admission {ADMISSION_POLICY}; what cannot be promised is served as best effort. Two "
+    "replicas are drained, or the steps of one take 8 times as long, from 5.5 s on. Streams move "
+    "each second; 1 ms and 5 us a token for the KV.",
     grids=[
         Sweep(
-            workloads=workloads(Scaled(FOUR[:1], (FOUR[0], FOUR[3]))),
+            workloads=workloads((FOUR[0], FOUR[3])),
             layouts=Scaled(_moving(0.2), _moving(5.5)),
             loads=(0.7,),
-            kinds=(System(ROUTER, Contender(LOCAL, LOCAL), systems.ADMISSION),),
+            kinds=(System(ROUTER, Contender(LOCAL, LOCAL), ADMISSION_POLICY),),
             span=SPAN,
         )
     ],
@@ -317,21 +309,15 @@ ADMISSION = Experiment(
     "ours; FairBatching §3.4 (pab), SLOs-Serve §4 (two tiers)",
     "How many requests are guaranteed, are the guarantees kept, and what do the requests get that "
     "no replica can guarantee?",
-    setting={
-        **SETTING,
-        "Admission": "as named, and what happens to a request that no replica can guarantee: it is "
-        "served on the capacity that guaranteed requests leave, refused, or queued at the router "
-        "until a replica can guarantee it or its first token is due",
-        "Replicas": f"8, co-located, with {LOCAL}, behind the default router",
-    },
+    setting="8 replicas behind the default router. What no replica can promise is served on the "
+    "capacity that promised requests leave, refused, or queued until a replica can promise it or "
+    "its first token is due.",
     grids=[
         Sweep(
-            workloads=workloads(Scaled(TWO[:1], TWO)),
-            layouts=Scaled((colocated(2),), (EIGHT,)),
-            loads=Scaled((1.3,), (0.8, 1.1, 1.5)),
-            kinds=Scaled(
-                _admitted("best_effort", "reject"), _admitted("best_effort", "reject", "queue")
-            ),
+            workloads=workloads(TWO),
+            layouts=(EIGHT,),
+            loads=(0.8, 1.1, 1.5),
+            kinds=_admitted("best_effort", "reject", "queue"),
             span=SPAN,
         )
     ],

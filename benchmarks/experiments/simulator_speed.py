@@ -7,9 +7,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from sluice.benchmarks.experiments.grid import Experiment, Product, Scaled
+from sluice.benchmarks.experiments.grid import Experiment, Product, Scaled, pivots
 from sluice.benchmarks.experiments.policies import LOCAL, ROUTERS
-from sluice.benchmarks.experiments.tables import pivots
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.simulation.cluster import simulate_cluster
 from sluice.simulation.config import ClusterConfig
@@ -60,11 +59,7 @@ EXPERIMENT = Experiment(
     "ours",
     "How many batches a minute does the simulator run?",
     seeds=1,
-    setting={
-        "Arrivals": "ProServe's ShareGPT setting, 2,000 requests; 1,000 for 128 engines",
-        "Load": "7 or 10 requests/s for an engine, 7 for each of four, 2 for each of 128",
-        "Latency": "about that of one A100 with an 8B model",
-    },
+    setting="2,000 requests of ProServe's ShareGPT lengths, 1,000 for 128 engines.",
     grids=[
         Product(
             speed,

@@ -11,10 +11,22 @@ import numpy as np
 
 from sluice.benchmarks.experiments import loads, systems
 from sluice.benchmarks.experiments.disaggregation import RATIOS
-from sluice.benchmarks.experiments.grid import Axes, Experiment, Planned, Product, Scaled
-from sluice.benchmarks.experiments.loads import Search, Span, Sweep, generated, workloads
+from sluice.benchmarks.experiments.grid import (
+    Axes,
+    Experiment,
+    Pivot,
+    Planned,
+    Product,
+    Row,
+    Rows,
+    Scaled,
+    Value,
+    first,
+    grouped,
+    pivots,
+)
+from sluice.benchmarks.experiments.loads import QUICK, Search, Span, Sweep, generated, workloads
 from sluice.benchmarks.experiments.systems import DEFAULT, SETUPS, Contender, System, colocated
-from sluice.benchmarks.experiments.tables import Pivot, Row, Rows, Value, grouped, pivots
 from sluice.scheduling.batching import BatchPlan
 from sluice.simulation.config import Speculation
 from sluice.simulation.workloads import settings
@@ -38,18 +50,12 @@ ALPHA = 0.7
 DRAFT_S = 0.0005
 """A draft step of a 125M-parameter model on 2 TB/s takes some 0.2 ms; this value adds overhead."""
 
-SETTING = {
-    "TPOT": "the largest mean over 10 tokens, of every stage",
-    "Arrivals": "generated: Poisson, or bursts for coder and tools with the Azure code trace's "
-    "burst lengths (the paper replays the Azure traces); a rate is reached by generating at it",
-    "Objectives and priorities": "SLOs-Serve Tables 1 and 3: TTFT 3 or 5 times the idle engine's, "
-    "at least 0.2 s; TPOT 50 or 100 ms; one priority",
-    "Output lengths": "known to every policy, as in the paper",
-    "Capacity": "bisection over loads from 0.05 to 4 in 5 halvings, then by log odds between loads "
-    "that differ by 15 %; a seed has the same requests and bursts at every load; attainment is "
-    "taken to fall with the load, which noise can break",
-    "Not repeated": "larger models",
-}
+SETTING = (
+    "TPOT: the largest mean over 10 tokens, of every stage. SLOs-Serve Tables 1 and 3: TTFT 3 or 5 "
+    "times the idle engine's, at least 0.2 s; TPOT 50 or 100 ms; output lengths known to every "
+    "policy; bursts for coder and tools with the Azure code trace's burst lengths. Capacity: "
+    "bisection over loads from 0.05 to 4 in 5 halvings, then by log odds. "
+)
 
 SARATHI_TOKENS = loads.profiled_budget(SETUP, settings.TIGHT_TPOT_S)
 FCFS = Contender("fcfs", "fcfs")
@@ -70,21 +76,19 @@ def _capacities(
     scenarios: tuple[str, ...],
     *kinds: systems.Kind,
     setup: systems.Setup = SETUP,
-    layouts: Planned[Sequence[systems.Layout | None]] = (None,),
+    layouts: Sequence[systems.Layout | None] = (None,),
 ) -> Sweep:
     """The highest rates at which 90 % and 98 % of the requests attain, per replica."""
-    quick, lasting, several = Span(3.0, 10, 20), Span(900.0, 100, 300), Span(300.0, 100, 1_800)
-    window = "attainment_window", (0.9, 0.98)
     return Sweep(
         named=("scenario",),
-        workloads=workloads(Scaled(scenarios[:1], scenarios), _scenario),
+        workloads=workloads(scenarios, _scenario),
         setups=(setup,),
         layouts=layouts,
         kinds=kinds,
-        span=Scaled(quick, Span(300.0, 100, 600)),
+        span=Span(300.0, 100, 600),
         # A request of reasoning lasts minutes; a third of the mix comes in bursts, once a minute.
-        spans={"reasoning": Scaled(quick, lasting), "mixed": Scaled(quick, several)},
-        loads=Scaled((Search(*window, 0.5, 1.0, 1),), (Search(*window, steps=5),)),
+        spans={"reasoning": Span(900.0, 100, 300), "mixed": Span(300.0, 100, 1_800)},
+        loads=(Search("attainment_window", (0.9, 0.98), steps=5),),
         oracle=True,
     )
 
@@ -98,15 +102,15 @@ REASONING = Experiment(
     "SLOs-Serve §6.1, the reasoning scenario; fixed loads are ours",
     "What do long outputs attain where they no longer all run at once?",
     seeds=3,
-    setting={**SETTING, "Capacity": "not searched for: 300 requests for each replica at each load"},
+    setting=SETTING,
     grids=[
         Sweep(
             named=("scenario",),
             workloads=workloads(("reasoning",), SCENARIO),
             layouts=(colocated(1), colocated(4)),
             kinds=(System("round_robin", FCFS), System("slos_serve", SLOS_SERVE)),
-            loads=Scaled((1.2,), (1.2, 1.4, 1.7, 2.0)),
-            span=Scaled(Span(1.0, 3, 3), Span(1.0, 300, 300)),
+            loads=(1.2, 1.4, 1.7, 2.0),
+            span=Span(1.0, 300, 300),
             oracle=True,
         )
     ],
@@ -176,14 +180,9 @@ CAPACITY = Experiment(
     "SLOs-Serve Fig. 1 and 9",
     "Which rate does an engine serve with 90 % and 98 % of the requests in time?",
     seeds=3,
-    setting={
-        **SETTING,
-        "DistServe": "separate prefill and decode replicas, first come, first served, 1:1, 2:1 or "
-        "1:2, the best of these; the rate is that of a replica; reasoning is in "
-        "disaggregation_ratio",
-        "Drafts": f"where the paper drafts; acceptance {ALPHA:g}, {DRAFT_S * 1e3:g} ms for each "
-        "drafted token of the longest; adaptive is the paper's, 3 is an engine's own fixed length",
-    },
+    setting=f"{SETTING}DistServe: separate replicas, first come, first served, 1:1, 2:1 or 1:2, "
+    f"the best of these, per replica. Drafts: acceptance {ALPHA:g}, {DRAFT_S * 1e3:g} ms for each "
+    "drafted token of the longest; adaptive is the paper's, 3 is an engine's own fixed length.",
     grids=[
         _capacities(SLOS_SERVE_SCENARIOS, FCFS, SARATHI, FAIR, SLOS_SERVE, STRICT),
         _capacities(SLOS_SERVE_SCENARIOS[:5], DISTSERVE, layouts=RATIOS),
@@ -212,21 +211,16 @@ TOGETHER = Experiment(
     "SLOs-Serve §3.2.1 and Algorithm 1; the window is ours",
     "What do bursts gain if their requests are decided together?",
     seeds=10,
-    setting={
-        **SETTING,
-        "Arrivals": "generated; ten at once on idle replicas; gamma: the gaps deviate by 4 times "
-        "their mean, so more than half of them are below 2 ms",
-        "Window": "how long a request waits at the controller for others; with 0 ms each is "
-        "decided by itself",
-    },
+    setting=f"{SETTING}Ten requests at once on idle replicas; gamma: the gaps deviate by 4 times "
+    "their mean. Window: how long a request waits at the controller for others.",
     grids=[
         Sweep(
             named=("scenario",),
-            workloads=workloads(Scaled(("tools, at once", "tools, gamma"), _BURSTS), _scenario),
-            layouts=Scaled((colocated(1),), (colocated(1), colocated(4))),
-            kinds=Scaled(_windows(0, 2), _windows(0, 2, 10)),
+            workloads=workloads(_BURSTS, _scenario),
+            layouts=(colocated(1), colocated(4)),
+            kinds=_windows(0, 2, 10),
             loads=(1.0,),
-            span=Scaled(Span(3.0, 10, 20), Span(60.0, 100, 300)),
+            span=Span(60.0, 100, 300),
             spans=dict.fromkeys(_BURSTS[:5], Span(1.0, 10, 10)),
             oracle=True,
         )
@@ -258,7 +252,7 @@ SCALING = Experiment(
     "SLOs-Serve Fig. 13",
     "Does capacity grow more than in proportion to the replicas?",
     seeds=3,
-    setting={**SETTING, "Routers": "slos_serve forwards declined requests (Fig. 7)"},
+    setting=f"{SETTING}The router slos_serve forwards declined requests (Fig. 7).",
     grids=[
         _capacities(
             ("chatbot", "coder", "coder, gamma"),
@@ -326,28 +320,25 @@ LOAD = Experiment(
     "SLOs-Serve Fig. 10a, 11 and 12",
     "How large are the batches, and what keeps the requests of the standard tier in time?",
     seeds=3,
-    setting={
-        **SETTING,
-        "Standard tier": "what is guaranteed or not best effort; without admission all requests",
-        "Sarathi": f"its budget is {SARATHI_TOKENS} tokens; the paper's is 512",
-    },
+    setting=f"{SETTING}Standard tier: all but best effort. Sarathi's budget is {SARATHI_TOKENS} "
+    "tokens; the paper's is 512.",
     grids=[
         Product(
             batch_sizes,
-            {"policy": (SARATHI, SLOS_SERVE), "load": Scaled((1.0,), (0.6, 0.8, 1.0))},
-            {"span": Scaled(Span(3.0, 10, 20), Span(60.0, 100, 600))},
+            {"policy": (SARATHI, SLOS_SERVE), "load": first((0.6, 0.8, 1.0))},
+            {"span": Scaled(QUICK, Span(60.0, 100, 600))},
             {"scenario": "summarizer"},
         ),
         Sweep(
             named=("scenario",),
-            workloads=workloads(Scaled(("coder",), ("coder", "mixed")), SCENARIO),
+            workloads=workloads(("coder", "mixed"), SCENARIO),
             layouts=(colocated(1),),
             kinds=(
                 *(System("round_robin", each) for each in (FCFS, SARATHI)),
                 System("slos_serve", SLOS_SERVE, "slos_serve"),
             ),
-            loads=Scaled((1.2,), (0.1, 0.2, 0.4, 0.6, 0.8)),
-            span=Scaled(Span(3.0, 10, 20), Span(300.0, 100, 1_500)),
+            loads=(0.1, 0.2, 0.4, 0.6, 0.8),
+            span=Span(300.0, 100, 1_500),
             oracle=True,
         ),
     ],
@@ -405,12 +396,12 @@ def drafts_at_capacity(
 
 def _drafts(drafts: tuple[str, ...], acceptance: Planned[Mapping[str, float]]) -> Product:
     axes: Axes = {
-        "setup": Scaled(("8b",), ("8b", "70b")),
+        "setup": first(("8b", "70b")),
         "policy": tuple(JUDGED),
         "acceptance": acceptance,
         "drafts": drafts,
     }
-    span = Scaled(Span(3.0, 10, 20), Span(60.0, 100, 200))
+    span = Scaled(QUICK, Span(60.0, 100, 200))
     return Product(drafts_at_capacity, axes, {"span": span})
 
 
@@ -423,18 +414,13 @@ LENGTHS = Experiment(
     "SLOs-Serve §3.2.3 and appendix D, with lengths by request; the comparison is ours",
     "How much capacity does choosing the number of drafted tokens to check gain, at equal "
     "attainment?",
-    setting={
-        **{name: SETTING[name] for name in ("Objectives and priorities", "Output lengths")},
-        "TPOT": "slos_serve: the largest mean over 10 tokens; deadline_triage: the mean",
-        "Arrivals": "chatbot of SLOs-Serve, generated, Poisson",
-        "Latency": "setups 8b and 70b; checking a drafted token costs as much as a prompt token",
-        "Drafts": "each is right with the stated probability if all before it are; `adaptive` "
-        "drafts up to 9 and does not know the probability; drafting costs nothing",
-        "Capacity": "bisection over loads from 0.5 to 1.8 in 5 halvings, within 4 %",
-    },
+    setting="SLOs-Serve's chatbot, lengths known. TPOT: slos_serve: the largest mean over 10 "
+    "tokens; deadline_triage: the mean. Each draft is right with the stated probability if all "
+    "before it are; `adaptive` drafts up to 9 and does not know it; drafting costs nothing. "
+    "Capacity: bisection over loads from 0.5 to 1.8 in 5 halvings.",
     grids=[
         _drafts(("none",), {"-": 0.0}),
-        _drafts(tuple(DRAFTS), Scaled({"0.7": 0.7}, {"0.3": 0.3, "0.6": 0.6, "0.9": 0.9})),
+        _drafts(tuple(DRAFTS), first({"0.3": 0.3, "0.6": 0.6, "0.9": 0.9})),
     ],
     derive=_by_policy,
     tables=pivots(

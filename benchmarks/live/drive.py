@@ -14,11 +14,9 @@ import click
 from rich.console import Console
 
 from sluice.benchmarks.live.client import Body, LoadError, Outcome, replay, saturated
-from sluice.benchmarks.live.gateway.engine import MODEL
-from sluice.benchmarks.live.processes import LeftOutError
-from sluice.benchmarks.live.report import Run
-from sluice.benchmarks.live.resources import Meter, Usage
-from sluice.benchmarks.live.systems import Bench, System
+from sluice.benchmarks.live.engine import MODEL
+from sluice.benchmarks.live.report import Meter, Run, Usage
+from sluice.benchmarks.live.systems import Bench, LeftOutError, System
 from sluice.benchmarks.report import ReportError
 from sluice.deploy.local import StoppedError, stop_signals
 from sluice.simulation.workload import Arrival, Workload

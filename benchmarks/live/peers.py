@@ -27,17 +27,30 @@ import click
 import psutil
 from rich.table import Table
 
-from sluice.benchmarks.experiments.tables import grouped
+from sluice.benchmarks.experiments.grid import grouped
 from sluice.benchmarks.live import drive, mix
 from sluice.benchmarks.live import systems as live
-from sluice.benchmarks.live.application import ENGINE, metrics, objectives, router, simulated
 from sluice.benchmarks.live.client import End, Json, LoadError
 from sluice.benchmarks.live.drive import IN_FLIGHT, campaign, capacity, completions
-from sluice.benchmarks.live.gateway.engine import MODEL
-from sluice.benchmarks.live.processes import VLLM_ENVIRONMENT, LeftOutError, vllm_command
-from sluice.benchmarks.live.report import Run, single, summary, table
-from sluice.benchmarks.live.resources import CORES, processes
-from sluice.benchmarks.live.systems import Bench, Server, Start, System, engines, served, sluice
+from sluice.benchmarks.live.engine import MODEL
+from sluice.benchmarks.live.report import CORES, Run, processes, single, summary, table
+from sluice.benchmarks.live.systems import (
+    ENGINE,
+    VLLM_ENVIRONMENT,
+    Bench,
+    LeftOutError,
+    Server,
+    Start,
+    System,
+    engines,
+    metrics,
+    objectives,
+    router,
+    served,
+    simulated,
+    sluice,
+    vllm_command,
+)
 from sluice.benchmarks.options import as_json, choices_option, folder, number_option, seed, show
 from sluice.benchmarks.report import Chart, Point, draw, require_matplotlib
 from sluice.controller.config import NO_ADMISSION

@@ -24,16 +24,30 @@ import psutil
 from rich.table import Table
 
 from sluice.benchmarks.experiments.promises import LEVEL, MARGINS, NONE
-from sluice.benchmarks.live import application
-from sluice.benchmarks.live.application import objectives, router
+from sluice.benchmarks.live import systems
 from sluice.benchmarks.live.client import End, Json, Outcome
 from sluice.benchmarks.live.drive import IN_FLIGHT, campaign, capacity, run
-from sluice.benchmarks.live.gateway.engine import MODEL
+from sluice.benchmarks.live.engine import MODEL
 from sluice.benchmarks.live.mix import Kind, Pattern, body_of
-from sluice.benchmarks.live.processes import LeftOutError, until
-from sluice.benchmarks.live.report import GUARANTEED, Run, quantiles, share, single, summary, table
-from sluice.benchmarks.live.resources import Usage
-from sluice.benchmarks.live.systems import Bench, System, sluice
+from sluice.benchmarks.live.report import (
+    GUARANTEED,
+    Run,
+    Usage,
+    quantiles,
+    share,
+    single,
+    summary,
+    table,
+)
+from sluice.benchmarks.live.systems import (
+    Bench,
+    LeftOutError,
+    System,
+    objectives,
+    router,
+    sluice,
+    until,
+)
 from sluice.benchmarks.options import number_option, show
 from sluice.controller.config import ControllerConfig
 from sluice.router.config import ServiceClass
@@ -108,7 +122,7 @@ def make_config(system: str, _: Bench, port: int) -> Json:
 def _fresh(url: str) -> float:
     """Number of replicas that report to the controller."""
     with suppress(OSError):  # the page is not there yet
-        return application.metrics(url, state="fresh").get("sluice_replicas", 0.0)
+        return systems.metrics(url, state="fresh").get("sluice_replicas", 0.0)
     return 0.0
 
 
@@ -148,7 +162,7 @@ def others_cores(usage: Usage) -> float:
 
 def _router_promises(url: str) -> Counter[str]:
     """Guarantees so far of all classes by the routers' clocks, by outcome: kept or missed."""
-    pages = {outcome: application.metrics(url, outcome=outcome) for outcome in ("kept", "missed")}
+    pages = {outcome: systems.metrics(url, outcome=outcome) for outcome in ("kept", "missed")}
     name = "sluice_promises_total"
     return Counter({outcome: int(page.get(name, 0)) for outcome, page in pages.items()})
 

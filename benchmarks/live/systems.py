@@ -1,6 +1,6 @@
 """How the live benchmarks start what they measure: engines, vllm-router, Ray Serve LLM, and Sluice.
 
-Each runs in processes of its own; :mod:`sluice.benchmarks.live.resources` says what these use.
+Each runs in processes of its own; :mod:`sluice.benchmarks.live.report` says what these use.
 """
 
 from __future__ import annotations
@@ -13,16 +13,208 @@ import sys
 import sysconfig
 import tempfile
 import threading
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from sluice.benchmarks.live.gateway.client import chat_body
-from sluice.benchmarks.live.processes import LeftOutError, spawned, wait_until_ready
+import click
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from sluice.benchmarks.live.client import Json
+from sluice.benchmarks.live.engine import MODEL, chat_body
+from sluice.deploy.local import StoppedError
 from sluice.deploy.ray_settings import free_port
+from sluice.router.config import ServiceClass
+from sluice.scheduling.request.objective import SLO
+
+# Servers under test in processes of their own: started, and ended whatever happens.
+#
+# All of them stay in this process's session: Linux shares the processor between sessions first, so
+# a client in another session would wait for the processor beside busy servers.
+
+VLLM_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
+"""In which vLLM's own server starts."""
+
+POLL_S = 0.1
+_END_LIMIT_S = 90.0
+"""For `sluice serve`, which shuts down a Ray instance; the others end at once."""
+_LOG_TAIL = 600
+_WITH_PARENT = """
+import ctypes, os, signal, sys
+PR_SET_PDEATHSIG = 1
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+"""Runs a command, which Linux ends with this process, however this one ends; see prctl(2). It
+is a program, not a function that Python calls between fork and exec: where Ray is in this process,
+the threads of gRPC can crash such a child."""
+
+
+class LeftOutError(RuntimeError):
+    """A system that cannot be measured here; the message says why."""
+
+
+@contextmanager
+def spawned(
+    command: Sequence[str | Path],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    answer: Path | None = None,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A server's process, which may not answer yet, until the block ends; then it and every process
+    below it end. ``log`` gets its output, ``answer`` its standard output if given."""
+    if sys.platform == "linux":
+        command = [sys.executable, "-c", _WITH_PARENT, *command]
+    with log.open("wb") as said, (answer or Path(os.devnull)).open("wb") as printed:
+        output = printed if answer else said
+        server = subprocess.Popen(command, env=environment, stdout=output, stderr=said)
+    try:
+        yield server
+    finally:
+        _end(server)
+
+
+def wait_until_ready(
+    server: subprocess.Popen[bytes],
+    asked: str | urllib.request.Request,
+    log: Path,
+    limit_s: float,
+    stop: threading.Event,
+) -> None:
+    """Wait until a server answers ``asked``, a URL or a request.
+
+    Raises:
+        LeftOutError: it did not within ``limit_s``; the message has the end of its log.
+        StoppedError: ``stop`` was set before.
+    """
+    deadline_s = time.monotonic() + limit_s
+    while True:
+        with suppress(urllib.error.URLError, OSError), urllib.request.urlopen(asked, timeout=5):
+            return
+        if server.poll() is not None or time.monotonic() > deadline_s:
+            tail = click.unstyle(log.read_text(errors="replace"))[-_LOG_TAIL:].strip()
+            what = f"is not ready after {limit_s:g} s" if server.returncode is None else "has ended"
+            raise LeftOutError(f"it {what}: {tail}")
+        if stop.wait(POLL_S):
+            raise StoppedError("stopped before every system was ready")
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    """End it, and kill the remaining processes below it."""
+    below = []
+    with suppress(psutil.Error):
+        below = psutil.Process(server.pid).children(recursive=True)
+    server.terminate()
+    try:
+        server.wait(_END_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+    for process in below:
+        with suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(below, timeout=_END_LIMIT_S)
+
+
+def vllm_command(model: Path | str, name: str, port: int, args: Mapping[str, Any]) -> list[str]:
+    """The command of vLLM's own server, for a model under a name; ``args`` are
+    vLLM's by command-line name without dashes."""
+    # Not `vllm serve`: it does not start from vLLM's build for CPUs, which has another name.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port)]
+    for key, value in args.items():
+        if isinstance(value, bool):
+            command.append(f"--{key}" if value else f"--no-{key}")
+        else:
+            command += [f"--{key}", str(value)]
+    return command
+
+
+def until(done: Callable[[], bool], limit_s: float, stop: threading.Event) -> bool:
+    """Wait until ``done`` returns true; ``False`` after a timeout or when stopped."""
+    deadline_s = time.monotonic() + limit_s
+    while not done():
+        if time.monotonic() > deadline_s or stop.wait(POLL_S):
+            return False
+    return True
+
+
+# Applications that benchmarks serve: their configuration, with simulated engines, and the counters
+# on their page of metrics.
+#
+# Client, cluster and engines share the machine, so simulated engines are slow: steps of tens of
+# milliseconds, which cost no processor time. Objectives are longer in proportion.
+
+ENGINE: Final[dict[str, Any]] = {
+    "step_s": 0.06,
+    "token_s": 0.0005,
+    "context_token_s": 1e-7,
+    "kv_blocks": 4096,
+    "block_tokens": 16,
+    "max_model_tokens": 8192,
+    "max_batch_tokens": 2048,
+    "max_sequences": 64,
+}
+"""The simulated engine: about the steps of a model of 70B parameters on two older GPUs. None of it
+was measured."""
+
+
+def simulated(
+    port: int,
+    engine: Mapping[str, Any],
+    replicas: int,
+    classes: Mapping[str, ServiceClass] | None = None,
+    **parts: Any,
+) -> Json:
+    """The configuration of an application of simulated engines with fields of ``engine.simulated``,
+    service classes by name, the first of which is the default, and further parts."""
+    return {
+        "engine": {"kind": "simulated", "model": MODEL, "simulated": engine},
+        "replica": {"count": replicas, "num_cpus": 0.1},
+        "router": router(port, classes or {}),
+        **parts,
+    }
+
+
+def router(port: int, classes: Mapping[str, ServiceClass]) -> Json:
+    """A router with these service classes, the first of which is the default."""
+    fields: Json = {"port": port}
+    if classes:
+        named = {name: entry.model_dump(mode="json") for name, entry in classes.items()}
+        fields |= {"classes": named, "default_class": next(iter(named))}
+    return fields
+
+
+def objectives(classes: Mapping[str, ServiceClass]) -> dict[str, SLO]:
+    """The objective of each class, as a router reads it."""
+    return {name: entry.objective(name) for name, entry in classes.items()}
+
+
+def metrics(url: str, timeout_s: float = 10.0, **labels: str) -> dict[str, float]:
+    """:func:`sums` of the page of the application at ``url``.
+
+    Raises:
+        OSError: there is no answer.
+    """
+    with urllib.request.urlopen(f"{url}/metrics", timeout=timeout_s) as answer:
+        return sums(answer.read().decode(), **labels)
+
+
+def sums(page: str, **labels: str) -> dict[str, float]:
+    """The sum of each metric on a page, over its samples with these labels, by their name."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if labels.items() <= sample.labels.items():
+                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found
+
 
 REPLICAS = 2
 """Engines behind each gateway, and replicas of Sluice."""
@@ -39,7 +231,7 @@ _SHOWN = 300
 
 class System(NamedTuple):
     """A system that takes requests: the URLs of its servers, without ``/v1``, and its processes
-    (:func:`sluice.benchmarks.live.resources.processes`)."""
+    (:func:`sluice.benchmarks.live.report.processes`)."""
 
     urls: tuple[str, ...]
     processes: Mapping[int, str]
@@ -133,7 +325,7 @@ def together(bench: Bench, servers: Mapping[str, tuple[int, Server]]) -> Iterato
 
 def _nothing_on(bench: Bench, port: int, number: int) -> Server:
     """An engine that computes nothing."""
-    program = [sys.executable, "-m", "sluice.benchmarks.live.gateway.engine"]
+    program = [sys.executable, "-m", "sluice.benchmarks.live.engine"]
     return Server([*program, "--port", f"{port}", "--step-ms", f"{bench.step_ms}"])
 
 
@@ -232,6 +424,6 @@ def serve_llm(bench: Bench, port: int, *options: str) -> Server:
     python = environment("pyarrow==26.0.1", bench.say)
     extra = sysconfig.get_path("purelib", vars={"base": str(python.parents[1])})
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), extra)))
-    command = [sys.executable, "-m", "sluice.benchmarks.live.gateway.serve_llm"]
+    command = [sys.executable, "-m", "sluice.benchmarks.live.serve_llm"]
     command += ["--port", str(port), *options]
     return Server(command, {"PYTHONPATH": path}, START_LIMIT_S)

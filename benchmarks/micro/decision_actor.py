@@ -19,7 +19,7 @@ import numpy as np
 import ray
 from prometheus_client import CollectorRegistry
 
-from sluice.benchmarks.live.resources import OWN, Meter
+from sluice.benchmarks.live.report import OWN, Meter
 from sluice.benchmarks.micro.decision_fleet import Figures, Voices, figures
 from sluice.controller.client import ControllerClient, ensure_controller, stop_controller
 from sluice.controller.config import ControllerConfig

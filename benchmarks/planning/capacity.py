@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Mapping, Sequence
-from math import nan
+from dataclasses import replace
+from functools import lru_cache
+from math import inf, nan
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sluice.benchmarks.planning.traffic import SharedClass, Traffic
 from sluice.scheduling import batching, routing
 from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy
 from sluice.scheduling.latency.model import LatencyModel
-from sluice.scheduling.request.kernels import Floats
+from sluice.scheduling.request.kernels import Floats, Ints
+from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView
 from sluice.scheduling.roles import Role
 from sluice.simulation.cluster import simulate_cluster
@@ -28,7 +32,237 @@ from sluice.simulation.metrics import (
     worst_by_request,
 )
 from sluice.simulation.truth import Belief, Truth
+from sluice.simulation.workload import (
+    AS_RECORDED,
+    Arrival,
+    Workload,
+    merged,
+    stretched,
+    thinned,
+    window,
+    with_objectives,
+)
+from sluice.simulation.workloads.traces import MAX_REQUESTS, load
 from sluice.simulation.wrapped import Wrapped
+
+# Recorded traffic as ``sluice simulate`` plays it: its rate changed, its requests spread over
+# service classes, all of it or some windows.
+
+MOST_TOKENS = 100_000_000
+"""Output tokens of a workload; a run keeps the time of each, 8 bytes."""
+
+
+class SharedClass(NamedTuple):
+    """A service class: its objective, and its share of the requests relative to the others'."""
+
+    slo: SLO
+    share: float
+
+
+class Windows(NamedTuple):
+    """A sample of a long trace: some windows of it, each run by itself.
+
+    The trace is divided into ``parts`` of one length, and a window begins at a random time in each
+    of them (stratified sampling). So the range over seeds includes the choice of the windows.
+
+    A window begins with an empty fleet. The requests that come in ``margin_s`` before and after it
+    run with it and are not judged, so that judged ones find and leave the load of their time. What
+    a longer overload would have left over from before is not there.
+
+    Attributes:
+        parts: how many there are, each with a window.
+        seconds: length of a window.
+        margin_s: time before and after it.
+    """
+
+    parts: int
+    seconds: float
+    margin_s: float
+
+    def starts_s(self, lasts_s: float, seed: int) -> list[float]:
+        """When the windows of a trace of ``lasts_s`` seconds begin.
+
+        Raises:
+            ValueError: they do not fit into the trace.
+        """
+        part_s = lasts_s / self.parts
+        if part_s < self.seconds:
+            raise ValueError(
+                f"{self.parts} windows of {self.seconds:g} s need {self.parts * self.seconds:g} s "
+                f"of traffic, and the trace has {lasts_s:g}"
+            )
+        rng = random.Random(f"windows {seed}")
+        return [
+            part_s * number + (part_s - self.seconds) * rng.random() for number in range(self.parts)
+        ]
+
+
+class Played(NamedTuple):
+    """Requests of one run, of which those that arrive in ``[from_s, until_s)`` are judged.
+
+    Attributes:
+        workload: the requests.
+        from_s, until_s: of the workload's time, seconds.
+        seed: of all that is drawn in the run.
+    """
+
+    workload: Workload
+    from_s: float
+    until_s: float
+    seed: int
+
+    def judged(self) -> Ints:
+        """Which requests are judged, in order of arrival."""
+        times = np.array([arrival.arrival_s for arrival in self.workload.arrivals])
+        return np.flatnonzero((times >= self.from_s) & (times < self.until_s))
+
+
+class Traffic(NamedTuple):
+    """What arrives: a trace, its rate changed, its requests spread over service classes.
+
+    Attributes:
+        path: the trace's file.
+        limit: most requests that are read of it.
+        rate_scale: factor on the rate, see :func:`scaled`.
+        stretch: factor on all arrival times before that.
+        classes: every request is drawn into one of them, independently.
+        windows: what is played of it; ``None``: everything.
+    """
+
+    path: Path
+    limit: int
+    rate_scale: float
+    stretch: float
+    classes: tuple[SharedClass, ...]
+    windows: Windows | None = None
+
+    @property
+    def parts(self) -> int:
+        """How many runs play it: one, or one for each window."""
+        return 1 if self.windows is None else self.windows.parts
+
+    def played(self, seed: int, part: int = 0) -> Played:
+        """What one run plays: all requests, or those of a window; random values are drawn by
+        ``seed``. A window is cut before its rate is scaled, so that copies stay in their part of
+        the day.
+
+        A request's task class, by which output lengths are predicted, is its service class, as in
+        a replica.
+
+        Raises:
+            TraceError: the trace cannot be read.
+            ValueError: windows do not fit, or scaling leaves no request or too many, or they have
+                too many tokens.
+        """
+        whole = self._whole()
+        if self.windows is None:
+            return Played(self._finished(whole, seed), 0.0, inf, seed)
+        _, seconds, margin_s = self.windows
+        start_s = self.windows.starts_s(whole.duration_s, seed)[part]
+        before_s = min(margin_s, start_s)
+        cut = window(whole, start_s - before_s, before_s + seconds + margin_s)
+        own = seed + (part << 32)  # below it are the seeds of runs
+        return Played(self._finished(cut, own), before_s, before_s + seconds, own)
+
+    def workload(self, seed: int) -> Workload:
+        """The judged requests, of windows one window after the other.
+
+        Raises:
+            TraceError, ValueError: see :meth:`played`.
+        """
+        first = self.played(seed)
+        if self.windows is None:
+            return first.workload
+        arrivals: list[Arrival] = []
+        for part in range(self.parts):
+            own = self.played(seed, part)
+            later_s = part * self.windows.seconds - own.from_s
+            arrivals += [
+                own.workload.arrivals[key]._replace(
+                    arrival_s=own.workload.arrivals[key].arrival_s + later_s
+                )
+                for key in own.judged()
+            ]
+        arrivals.sort(key=lambda arrival: arrival.arrival_s)  # rounding may swap two at a border
+        parts, seconds, margin_s = self.windows
+        note = (
+            f"{self._whole().description} {parts} windows of {seconds:g} s with margins of "
+            f"{margin_s:g} s. Service classes drawn by share."
+        )
+        return replace(first.workload, arrivals=tuple(arrivals), description=note)
+
+    def _whole(self) -> Workload:
+        whole = _trace(self.path, self.limit)
+        return whole if self.stretch == 1 else stretched(whole, self.stretch)
+
+    def _finished(self, cut: Workload, seed: int) -> Workload:
+        made = scaled(cut, self.rate_scale, seed)
+        if not len(made) and self.windows is None:
+            raise ValueError(f"a rate scale of {self.rate_scale:g} leaves no request of the trace")
+        tokens = sum(arrival.output_tokens for arrival in made.arrivals)
+        if tokens > MOST_TOKENS:
+            raise ValueError(
+                f"{len(made)} requests have {tokens} output tokens, more than {MOST_TOKENS}; take "
+                "fewer requests"
+            )
+        rng = random.Random(f"classes {seed}")
+        slos = [each.slo for each in self.classes]
+        drawn = iter(rng.choices(slos, [each.share for each in self.classes], k=len(made)))
+        made = with_objectives(made, lambda _: next(drawn), "Service classes drawn by share.")
+        named = tuple(a._replace(task=a.slo.service_class) for a in made.arrivals)
+        return replace(made, arrivals=named)
+
+
+@lru_cache(maxsize=1)
+def _trace(path: Path, limit: int) -> Workload:
+    return load(path, limit=limit)
+
+
+def scaled(workload: Workload, factor: float, seed: int) -> Workload:
+    """``factor`` times as many requests in the same time, as from ``factor`` times as many users.
+
+    Below 1 requests are thinned out. Above 1 whole copies are added to the workload, and a part of
+    a last one. Each copy is rotated in time by a different amount, so that bursts do not coincide;
+    copies share no prefixes with each other.
+
+    Raises:
+        ValueError: the result has more than
+            :data:`~sluice.simulation.workloads.traces.MAX_REQUESTS`.
+    """
+    if factor == 1 or not len(workload):
+        return workload
+    if factor < 1:
+        return thinned(workload, factor, seed)
+    if factor * len(workload) > MAX_REQUESTS:
+        raise ValueError(
+            f"{factor:g} times {len(workload)} requests are more than {MAX_REQUESTS}; take fewer "
+            "of the trace, or a smaller factor"
+        )
+    rng = random.Random(f"copies {seed}")
+    copies = [workload]
+    while len(copies) < int(factor):
+        copies.append(_turned(workload, rng.random()))
+    if rest := factor - int(factor):
+        copies.append(thinned(_turned(workload, rng.random()), rest, seed))
+    how = f"rate times {factor:g} by copies turned in time (seed {seed})"
+    if workload.scaling != AS_RECORDED:
+        how = f"{workload.scaling}, then {how}"
+    whole = merged(workload.name, copies)
+    return replace(whole, scaling=how, description=workload.description)
+
+
+def _turned(workload: Workload, share: float) -> Workload:
+    """Begin at ``share`` of the time; earlier requests follow at the end, a mean gap later."""
+    span_s = workload.duration_s * len(workload) / max(len(workload) - 1, 1)
+    by_s = share * span_s
+
+    def moved(arrival: Arrival) -> Arrival:
+        at_s = arrival.arrival_s - by_s
+        return arrival._replace(arrival_s=at_s if at_s >= 0 else at_s + span_s)
+
+    arrivals = sorted(map(moved, workload.arrivals), key=lambda arrival: arrival.arrival_s)
+    return replace(workload, arrivals=tuple(arrivals))
+
 
 NOISE = 0.03
 """Standard deviation of the logarithm of a step's time around the profile."""

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from sluice.benchmarks.parallel import in_processes
+from sluice.benchmarks.options import in_processes
 from sluice.benchmarks.planning.capacity import (
     LATENCIES,
     NOISE,
@@ -24,11 +23,12 @@ from sluice.benchmarks.planning.capacity import (
     OutOfTimeError,
     PlannedFleet,
     Run,
+    SharedClass,
     Sizes,
+    Traffic,
     play,
 )
-from sluice.benchmarks.planning.traffic import SharedClass, Traffic
-from sluice.benchmarks.report import METHOD, WIDE, Chart, Estimate, Point, ReportError, draw
+from sluice.benchmarks.report import METHOD, Chart, Estimate, Point, ReportError, draw, wide_console
 from sluice.deploy.tables import print_table
 from sluice.scheduling.request.tpot import TPOTAnchor
 from sluice.simulation.capacity import (
@@ -376,9 +376,7 @@ class CapacityReport(Part):
 
     def show(self) -> None:
         """Print the setting, the curve, the classes at the answer, and what is left out."""
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=WIDE)
+        console = wide_console()
         for line in self._setting():
             console.print(line, highlight=False, markup=False)
         if self.points:

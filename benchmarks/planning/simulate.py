@@ -16,9 +16,8 @@ from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sluice.benchmarks.planning.capacity import PlannedFleet
+from sluice.benchmarks.planning.capacity import PlannedFleet, SharedClass, Traffic, Windows
 from sluice.benchmarks.planning.search import Question, answered
-from sluice.benchmarks.planning.traffic import SharedClass, Traffic, Windows
 from sluice.benchmarks.report import ReportError, require_matplotlib
 from sluice.deploy.config import SluiceConfig, load_config
 from sluice.replica.config import EngineConfig as ReplicaEngine

@@ -21,8 +21,7 @@ from sluice.benchmarks.live.client import (
     replay,
     simulated,
 )
-from sluice.benchmarks.live.report import of_class
-from sluice.benchmarks.live.resources import Meter
+from sluice.benchmarks.live.report import Meter, of_class
 from sluice.protocol.requests import Endpoint
 from sluice.replica.openai_format import ResponseWriter, parse_call
 from sluice.scheduling.request.objective import SLO

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.benchmarks.experiments.grid import Plan
+from sluice.benchmarks.experiments.grid import Plan, Row
 from sluice.benchmarks.experiments.loads import (
     GENERATED,
-    Case,
+    Conditions,
     Span,
     Sweep,
     fitted,
@@ -27,7 +27,6 @@ from sluice.benchmarks.experiments.systems import (
     make_router,
     run_cluster,
 )
-from sluice.benchmarks.experiments.tables import Row
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import Slowdown
 from sluice.simulation.workload import Arrival, Workload
@@ -48,10 +47,10 @@ class TestLayouts:
     def test_load_one_is_what_all_replicas_serve_together(self) -> None:
         one, fast = full_load_rate(AZURE, SETUP), full_load_rate(AZURE, SETUPS["8b-fast"])
         assert fast > one
-        assert Case(AZURE, SETUP, colocated(4)).full_rate == pytest.approx(4 * one)
-        assert Case(AZURE, SETUP, disaggregated(4)).full_rate == pytest.approx(4 * one)
+        assert Conditions(AZURE, SETUP, colocated(4)).full_rate == pytest.approx(4 * one)
+        assert Conditions(AZURE, SETUP, disaggregated(4)).full_rate == pytest.approx(4 * one)
         mixed = colocated(4)._replace(nodes=(SETUPS["8b-fast"],))
-        assert Case(AZURE, SETUP, mixed).full_rate == pytest.approx(3 * one + fast)
+        assert Conditions(AZURE, SETUP, mixed).full_rate == pytest.approx(3 * one + fast)
 
     @pytest.mark.parametrize(("size", "decoders"), [(2, 1), (4, 1), (8, 2), (32, 8)])
     def test_a_quarter_decodes(self, size: int, decoders: int) -> None:
@@ -72,7 +71,7 @@ class TestLayouts:
                 span=Span(10.0, 1, 1_000),
                 layouts=(layout,),
             )
-            (cell,) = grid.cells(Plan("quick", (1,)))
+            (cell,) = grid.cells(Plan("normal", (1,)))
             assert cell.labels == {
                 **{"workload": "azure", "setup": "8b", "load": 0.5},
                 **{"layout": "co-located", "replicas": layout.size},

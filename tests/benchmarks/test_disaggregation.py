@@ -11,8 +11,8 @@ from sluice.benchmarks.experiments.disaggregation import (
     of_scenario,
     split_in,
 )
+from sluice.benchmarks.experiments.grid import Row
 from sluice.benchmarks.experiments.loads import full_load_rate
-from sluice.benchmarks.experiments.tables import Row
 
 
 def row(workload: str, layout: str, rate: float) -> Row:

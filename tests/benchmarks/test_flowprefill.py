@@ -16,7 +16,7 @@ from sluice.benchmarks.experiments.flowprefill import (
     tightest,
 )
 from sluice.benchmarks.experiments.grid import Plan
-from sluice.benchmarks.experiments.loads import Case, Search, Span, at_load, measure
+from sluice.benchmarks.experiments.loads import Conditions, Search, Span, at_load, measure
 
 LASTING = Span(40.0, 40, 120)
 SETUP = setup_of("8b")
@@ -58,7 +58,7 @@ def test_recorded_prompts_are_judged_by_task_or_else_by_length(traces: Path) -> 
     }
     # Single turns that only prefill.
     assert all(a.output_tokens == 1 and not a.block_hashes for a in workload.arrivals)
-    served = measure(bounded("ours"), 5, Case(make, SETUP), 1.5, 100)
+    served = measure(bounded("ours"), 5, Conditions(make, SETUP), 1.5, 100)
     assert 0.8 < served["attainment_mean"] <= 1.0
 
 
@@ -70,7 +70,7 @@ def test_an_experiment_has_cells_for_each_recorded_workload(traces: Path) -> Non
 
 def test_the_goodput_and_the_tightest_objectives_are_at_90_percent() -> None:
     ours = bounded("ours")
-    case = Case(mix(1.0), SETUP)
+    case = Conditions(mix(1.0), SETUP)
     search = Search("attainment_mean")
     rate = at_load(ours, 1, case, case.full_rate, search, LASTING)["rate_0.9"]
     assert measure(ours, 1, case, rate, LASTING.requests(rate))["attainment_mean"] >= 0.9

@@ -19,37 +19,36 @@ import pytest
 from aiohttp import web
 from click.testing import CliRunner, Result
 
+from sluice.benchmarks.live import gateway as gateway_command
 from sluice.benchmarks.live import systems as live
 from sluice.benchmarks.live.client import LoadError
-from sluice.benchmarks.live.gateway import command as gateway_command
-from sluice.benchmarks.live.gateway.client import Load, load
-from sluice.benchmarks.live.gateway.command import (
+from sluice.benchmarks.live.engine import MODEL, events
+from sluice.benchmarks.live.gateway import (
     SYSTEMS,
+    Load,
     figures,
     further_tokens,
+    load,
     sluice_config,
     summary,
     tables,
 )
-from sluice.benchmarks.live.gateway.engine import MODEL, events
 from sluice.benchmarks.live.peers import CPU_ARGS
-from sluice.benchmarks.live.processes import (
-    LeftOutError,
-    spawned,
-    vllm_command,
-    wait_until_ready,
-)
-from sluice.benchmarks.live.resources import CORES, Process, kind_of, processes, spent
+from sluice.benchmarks.live.report import CORES, Process, kind_of, processes, spent
 from sluice.benchmarks.live.systems import (
     VLLM_ROUTER,
     Bench,
+    LeftOutError,
     Server,
     System,
     engines,
     environment,
     served,
     sluice,
+    spawned,
+    vllm_command,
     vllm_router,
+    wait_until_ready,
 )
 from sluice.deploy.cli import main
 from sluice.deploy.config import SluiceConfig
@@ -206,7 +205,7 @@ def test_a_server_that_does_not_start_is_left_out_with_what_it_said(tmp_path: Pa
         pass
 
 
-ENGINE = [sys.executable, "-m", "sluice.benchmarks.live.gateway.engine", "--port"]
+ENGINE = [sys.executable, "-m", "sluice.benchmarks.live.engine", "--port"]
 
 
 def test_all_processes_below_a_server_end_with_the_block(tmp_path: Path) -> None:
@@ -223,9 +222,9 @@ KILLED = """
 import sys
 from pathlib import Path
 from threading import Event
-from sluice.benchmarks.live.processes import spawned, wait_until_ready
+from sluice.benchmarks.live.systems import spawned, wait_until_ready
 port, log = sys.argv[1:]
-command = [sys.executable, "-m", "sluice.benchmarks.live.gateway.engine", "--port", port]
+command = [sys.executable, "-m", "sluice.benchmarks.live.engine", "--port", port]
 with spawned(command, Path(log)) as server:
     wait_until_ready(server, f"http://127.0.0.1:{port}/health", Path(log), 120, Event())
     print(server.pid, flush=True)
@@ -440,7 +439,7 @@ def test_sluice_is_measured_beside_engines_without_a_gateway(
 STAND_IN = """#!{python}
 import json, os, sys
 from pathlib import Path
-from sluice.benchmarks.live.gateway.engine import main
+from sluice.benchmarks.live.engine import main
 from sluice.deploy.config import SluiceConfig
 verb, option, path = sys.argv[1:]
 config = SluiceConfig.model_validate(json.loads(Path(path).read_text()))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from sluice.benchmarks.live.gpu.command import PARTS, Part
+from sluice.benchmarks.live.gpu import PARTS, Part
 from sluice.benchmarks.live.peers import CELL
 from sluice.benchmarks.live.report import summary
 from sluice.deploy.cli import main
@@ -56,7 +56,7 @@ def test_a_part_that_fails_or_takes_too_long_is_reported_and_the_others_are_meas
     assert by_part["steps"]["rows"] == [{"requests": 2, "ratio": [1.5, 0.25]}]
     assert "| 2 | 1.5 / 0.25 |" in (tmp_path / "gpu.md").read_text()
     assert set(by_part) == {"profile", "preemption", "steps"}
-    assert json.loads(found["setting"]["vLLM's arguments"])["max-model-len"] == 8192
+    assert '"max-model-len": 8192' in found["setting"]
 
 
 def test_each_rate_of_the_load_is_a_row_for_each_system() -> None:

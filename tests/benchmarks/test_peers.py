@@ -42,10 +42,8 @@ from sluice.benchmarks.live.peers import (
     sluice_config,
     tables,
 )
-from sluice.benchmarks.live.processes import LeftOutError
-from sluice.benchmarks.live.report import Run, figures, summary
-from sluice.benchmarks.live.resources import CORES, Usage, Used
-from sluice.benchmarks.live.systems import Bench, System
+from sluice.benchmarks.live.report import CORES, Run, Usage, Used, figures, summary
+from sluice.benchmarks.live.systems import Bench, LeftOutError, System
 from sluice.deploy.cli import main
 from sluice.deploy.config import SluiceConfig
 from sluice.scheduling.request.objective import SLO

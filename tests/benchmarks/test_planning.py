@@ -9,21 +9,19 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sluice.benchmarks.parallel import in_processes
+from sluice.benchmarks.options import in_processes
 from sluice.benchmarks.planning.capacity import (
+    MOST_TOKENS,
     Measured,
     OutOfTimeError,
     PlannedFleet,
-    Run,
-    Sizes,
-    play,
-)
-from sluice.benchmarks.planning.traffic import (
-    MOST_TOKENS,
     Played,
+    Run,
     SharedClass,
+    Sizes,
     Traffic,
     Windows,
+    play,
     scaled,
 )
 from sluice.scheduling.latency.model import LinearLatency

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from sluice.benchmarks.experiments.grid import Row
 from sluice.benchmarks.experiments.promises import (
     MARGINS,
     NONE,
@@ -15,7 +16,6 @@ from sluice.benchmarks.experiments.promises import (
     sums_of,
     targets,
 )
-from sluice.benchmarks.experiments.tables import Row
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.run import simulate

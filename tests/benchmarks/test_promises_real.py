@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from sluice.benchmarks.cli import bench
 from sluice.benchmarks.experiments.promises import MARGINS, NONE
 from sluice.benchmarks.live import promises as promises_real
-from sluice.benchmarks.live.application import sums
 from sluice.benchmarks.live.client import End, LoadError, Outcome
 from sluice.benchmarks.live.mix import body_of
 from sluice.benchmarks.live.promises import (
@@ -34,9 +33,8 @@ from sluice.benchmarks.live.promises import (
     lateness,
     tables,
 )
-from sluice.benchmarks.live.report import Run, interval
-from sluice.benchmarks.live.resources import Usage, Used
-from sluice.benchmarks.live.systems import Bench
+from sluice.benchmarks.live.report import Run, Usage, Used, interval
+from sluice.benchmarks.live.systems import Bench, sums
 from sluice.controller.config import ControllerConfig
 from sluice.deploy.config import SluiceConfig
 from sluice.scheduling.placement.calibration import Calibration

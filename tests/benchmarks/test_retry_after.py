@@ -6,8 +6,8 @@ from math import nan
 
 import pytest
 
+from sluice.benchmarks.experiments.grid import Row
 from sluice.benchmarks.experiments.retry_after import AGAIN, GONE, NO_ROOM, costs, counts, moments
-from sluice.benchmarks.experiments.tables import Row
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.requests import Requests, Return
 from sluice.simulation.run import simulate

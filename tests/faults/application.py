@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from sluice.benchmarks.live import processes
+from sluice.benchmarks.live import systems
 from sluice.deploy.config import SluiceConfig
 from sluice.deploy.local import base_url, running, stop_signals
 
@@ -30,7 +30,7 @@ class Application(NamedTuple):
 
     def until(self, done: Callable[[], bool], limit_s: float) -> bool:
         """Wait until ``done`` returns true; ``False`` after a timeout or when stopped."""
-        return processes.until(done, limit_s, self.stop)
+        return systems.until(done, limit_s, self.stop)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from sluice.benchmarks.live.application import objectives
+from sluice.benchmarks.live.systems import objectives
 from sluice.simulation.workload import Arrival, Workload
 from tests.faults.kinds import CLASSES, SHARES
 

@@ -26,10 +26,9 @@ import numpy as np
 import psutil
 from rich.table import Table
 
-from sluice.benchmarks.live.application import metrics, objectives, simulated
 from sluice.benchmarks.live.client import End, Json, Outcome, replay
-from sluice.benchmarks.live.report import by_class, table
-from sluice.benchmarks.live.resources import processes
+from sluice.benchmarks.live.report import by_class, processes, table
+from sluice.benchmarks.live.systems import metrics, objectives, simulated
 from sluice.benchmarks.options import as_json, number_option, seed, show
 from sluice.deploy.config import SluiceConfig, parse_config
 from sluice.deploy.ray_settings import free_port
@@ -119,7 +118,7 @@ FAULTS: Final = (
     *(KILL_ROUTER, ("kill", "replicas"), ("kill", "controller"), ("kill", "Serve controller")),
     *(("freeze", "replicas"), ("freeze", "controller")),
 )
-"""What happens to one process of a kind, see :mod:`sluice.benchmarks.live.resources`."""
+"""What happens to one process of a kind, see :mod:`sluice.benchmarks.live.report`."""
 
 _CALM_S = 15.0  # without faults at the beginning and at the end; less in a short run
 _READY_S = 60.0

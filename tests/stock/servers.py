@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import httpx
 
-from sluice.benchmarks.live.processes import (
+from sluice.benchmarks.live.systems import (
     VLLM_ENVIRONMENT,
     spawned,
     vllm_command,

@@ -8,6 +8,7 @@ or a fixed time after the last one, as an engine's tokens are.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 
 import click
@@ -17,6 +18,17 @@ from aiohttp import web
 MODEL = "simulated"
 
 _MOST_TOKENS = 100_000
+
+
+_STATED = {"ignore_eos": True, "stream_options": {"include_usage": True}}
+"""For engines whose tokens are not words: generate all tokens, and report usage."""
+
+
+def chat_body(tokens: int) -> bytes:
+    """A streamed chat completion of ``tokens`` tokens."""
+    message = {"role": "user", "content": "What does a sluice do? " * 8}
+    asked = {"model": MODEL, "messages": [message], "max_tokens": tokens, "stream": True}
+    return json.dumps(asked | _STATED).encode()
 
 
 def events(tokens: int, request_id: str) -> Iterator[bytes]:

@@ -18,8 +18,8 @@ from typing import Any
 
 import click
 
-from sluice.benchmarks.live.gateway.engine import MODEL, events
-from sluice.benchmarks.live.processes import VLLM_ENVIRONMENT
+from sluice.benchmarks.live.engine import MODEL, events
+from sluice.benchmarks.live.systems import VLLM_ENVIRONMENT
 from sluice.deploy import ray_settings
 from sluice.deploy.leftovers import Cleaner
 from sluice.deploy.local import stop_signals

@@ -1,5 +1,5 @@
 """Parts of ``sluice bench gpu`` without a command of their own:
-``python -m sluice.benchmarks.live.gpu.parts PART FOLDER`` prints the rows of one as JSON."""
+``python -m sluice.benchmarks.live.gpu_parts PART FOLDER`` prints the rows of one as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from sluice.benchmarks.live.client import Json
 from sluice.benchmarks.live.drive import campaign
-from sluice.benchmarks.live.gateway.engine import MODEL
+from sluice.benchmarks.live.engine import MODEL
 from sluice.benchmarks.live.peers import SYSTEMS, Setting
 from sluice.benchmarks.live.report import quantiles
 from sluice.protocol.requests import EngineRequest, ResponseHead

@@ -20,11 +20,10 @@ import click
 
 from sluice.benchmarks.live.client import Json
 from sluice.benchmarks.live.drive import campaign
-from sluice.benchmarks.live.gpu.parts import Given, engine_of
+from sluice.benchmarks.live.gpu_parts import Given, engine_of
 from sluice.benchmarks.live.peers import CPU_ARGS, MODEL_TOKENS, engine_args
-from sluice.benchmarks.live.processes import VLLM_ENVIRONMENT, spawned, until
 from sluice.benchmarks.live.report import text
-from sluice.benchmarks.live.systems import SLUICE, Bench
+from sluice.benchmarks.live.systems import SLUICE, VLLM_ENVIRONMENT, Bench, spawned, until
 from sluice.benchmarks.options import as_json, choices_option, folder, number_option
 from sluice.benchmarks.report import Report, Table
 from sluice.deploy.commands.exits import Exit, Failure
@@ -54,7 +53,7 @@ class Part(NamedTuple):
 
 
 def _own(name: str, words: str, limit_s: float) -> Part:
-    program = [sys.executable, "-m", "sluice.benchmarks.live.gpu.parts", name]
+    program = [sys.executable, "-m", "sluice.benchmarks.live.gpu_parts", name]
     return Part(words, limit_s, lambda given: [*program, given.folder])
 
 
@@ -197,5 +196,6 @@ def _report(found: dict[str, Json], conditions: dict[str, str]) -> Report:
             tables.append(Table(f"{name}: {PARTS[name].words}", list(each["rows"][0]), cells))
     question = "What does Sluice cost and win beside stock vLLM on one GPU?"
     ranges = "95 % over requests of a share (Wilson), min and max over rounds of a ratio"
-    said = "gpu", "this command", question, conditions, ranges, "sluice bench gpu"
+    setting = "; ".join(f"{what}: {words}" for what, words in conditions.items())
+    said = "gpu", "this command", question, setting, ranges, "sluice bench gpu"
     return Report(*said, tables, (), [{"part": name, **each} for name, each in found.items()])

@@ -1,1 +1,0 @@
-"""The cost of a gateway in front of engines: ``sluice bench gateway``."""
