@@ -38,7 +38,7 @@ SUPPORTED_RAY: Final = "2.60"
 
 OTHER_POOL_WAIT_S = 0.25
 """How long a request waits for the first replica of a pool if it may use another pool, seconds. If
-all pools are empty they are tried again, see :mod:`sluice.router.dispatch.pools`."""
+all pools are empty they are tried again, see :mod:`sluice.router.dispatch.retries`."""
 
 _LOGGING = LoggingConfig(enable_access_log=False)
 """Serve's access log is off: Sluice logs each request

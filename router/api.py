@@ -26,7 +26,6 @@ from sluice.router.admin.service import AdminService
 from sluice.router.batches.service import batch_routes
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.access_log import Telemetry
-from sluice.router.dispatch.loop_deadlines import LoopAge, LoopDeadlines
 from sluice.router.dispatch.models import ModelRegistry
 from sluice.router.dispatch.response import CallResponse
 from sluice.router.errors import ApiError, Reason, shown
@@ -34,18 +33,18 @@ from sluice.router.ingress.access import (
     LIVE_PATH,
     METRICS_PATH,
     OPEN_PATH,
+    PAGE_PATH,
     PING_PATH,
     ROOT_PATH,
     Access,
 )
-from sluice.router.ingress.admin_access import PAGE_PATH
-from sluice.router.ingress.load_shedding import Pause, Shedder
-from sluice.router.ingress.middleware import Cors, IngressMiddleware
+from sluice.router.ingress.middleware import Cors, IngressMiddleware, Pause, Shedder
 from sluice.router.metrics.page import Page
 from sluice.router.openapi import PATH, document
 from sluice.router.request.arrival import INFERENCE_PATHS, Arrival, endpoint_at
 from sluice.router.request.call import CallReader
-from sluice.router.request.token_limits import output_to_expect
+from sluice.router.request.prompt import output_to_expect
+from sluice.router.request.session import LoopAge, LoopDeadlines
 from sluice.router.tenancy.rate_limits import NO_CHARGE, RateLimiter, Share
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -158,7 +157,9 @@ class Calls:
         try:
             call = await self._reader.read(request, endpoint)
             fleet = await fleets.find(call.model, call.client.caps.models, endpoint)
-            call = await self._loops.bounded(call)
+            if call.loop is not None:
+                slo, loop = await self._loops.bounded(call.loop, call.slo, call.received_s)
+                call = replace(call, slo=slo, loop=loop)
             endpoints = request.scope["state"].get("endpoints")
             if endpoints is not None:
                 call = await fleet.dispatcher.restricted(call, endpoints)

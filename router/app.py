@@ -20,9 +20,8 @@ from sluice.router.admin.service import AdminService
 from sluice.router.api import make_api
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.access_log import Telemetry
-from sluice.router.dispatch.catalog import Catalog
 from sluice.router.dispatch.dispatcher import Dispatcher
-from sluice.router.dispatch.models import Model, ModelRegistry
+from sluice.router.dispatch.models import Catalog, Model, ModelRegistry
 from sluice.router.ingress.http_server import HttpServer, bound
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.metrics.page import NO_MODEL, ControllerMetricsPage, MetricsOfModels

@@ -17,10 +17,15 @@ from sluice.router.batches.expiry import MAX_S, MIN_S
 from sluice.router.config import RouterConfig
 from sluice.router.errors import RULES
 from sluice.router.request.arrival import BATCH_PATHS, INFERENCE_PATHS
-from sluice.router.request.engine_bounds import MAX_ENTRIES
 from sluice.router.request.session import MAX_SESSION_CHARACTERS
 from sluice.router.request.slo import SloReader
-from sluice.router.request.validation import MAX_INPUTS, MAX_MESSAGES, MAX_PROMPTS, field_schemas
+from sluice.router.request.validation import (
+    MAX_ENTRIES,
+    MAX_INPUTS,
+    MAX_MESSAGES,
+    MAX_PROMPTS,
+    field_schemas,
+)
 from sluice.router.wire import MAX_TOKENS
 from sluice.scheduling.request.job import Tier
 from sluice.scheduling.request.objective import MAX_PRIORITY, MIN_PRIORITY

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from sluice.router.config import RouterConfig
-from sluice.router.metrics.client_names import MAX_NAMES
-from sluice.router.request.token_limits import CHARACTERS_PER_TOKEN, UNSTATED_OUTPUT_TOKENS
+from sluice.router.metrics.instruments import MAX_NAMES
+from sluice.router.request.prompt import CHARACTERS_PER_TOKEN, UNSTATED_OUTPUT_TOKENS
 from sluice.router.tenancy.auth import POLL_S
 from sluice.router.tenancy.issuers import TokenIssuer
 from sluice.router.tenancy.keys import WEAK_CHARACTERS, ApiKey, client_of, parse_keys

@@ -127,9 +127,8 @@ async def chat() -> Walk:
     """A streamed chat of three tokens in the router."""
     # They import Ray, which must not happen before `sluice serve` has set Ray's environment.
     from sluice.router.api import make_api
-    from sluice.router.dispatch.catalog import Catalog
     from sluice.router.dispatch.dispatcher import Dispatcher
-    from sluice.router.dispatch.models import Model, ModelRegistry
+    from sluice.router.dispatch.models import Catalog, Model, ModelRegistry
     from sluice.router.metrics.instruments import RouterMetrics
 
     far: Any = _FarSide()

@@ -1,8 +1,8 @@
 """The guarantees in progress, and how the latest ones ended.
 
 Between a decision and its request's end this remembers the replica of each guarantee and the TTFT
-forecast. Routers judge the guarantees (:mod:`sluice.router.metrics.admission`), so what is counted
-here agrees with the metrics. :mod:`sluice.controller.observability.snapshot` sums it up.
+forecast. Routers judge the guarantees (:mod:`sluice.router.metrics.instruments`), so what is
+counted here agrees with the metrics. :mod:`sluice.controller.observability.snapshot` sums it up.
 """
 
 from __future__ import annotations

@@ -16,9 +16,8 @@ from starlette.responses import JSONResponse, Response
 
 from sluice.router.admin.service import FEW_DECISIONS, FORCE, MAX_DECISIONS, AdminService
 from sluice.router.errors import invalid, shown
-from sluice.router.ingress.admin_access import ADMIN_PREFIX, PAGE_PATH
-from sluice.router.request.arrival import Arrival
-from sluice.router.request.client_request_id import noted
+from sluice.router.ingress.access import ADMIN_PREFIX, PAGE_PATH
+from sluice.router.request.arrival import Arrival, noted
 
 # The live page: files without data, which ask the admin API for what they show.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from sluice.controller.client import NoAnswerError
-from sluice.router.dispatch.recent import Recent
+from sluice.router.dispatch.models import Recent
 from sluice.router.errors import ApiError, Reason, shown
 
 TTL_S = 1.0

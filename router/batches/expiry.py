@@ -6,7 +6,7 @@ from typing import Any
 
 from sluice.router.config import DAY_S, HOUR_S
 from sluice.router.errors import invalid, shown
-from sluice.router.request.integers import as_integer
+from sluice.router.request.validation import as_integer
 
 MIN_S = HOUR_S
 MAX_S = 30 * DAY_S

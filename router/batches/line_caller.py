@@ -17,16 +17,15 @@ from sluice.router.batches.metrics import BatchMetrics
 from sluice.router.batches.results import Reply
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.access_log import Telemetry
-from sluice.router.dispatch.answer import Answer
+from sluice.router.dispatch.attempt import Answer
 from sluice.router.dispatch.models import Model, ModelRegistry
-from sluice.router.dispatch.service_tier import with_tier
+from sluice.router.dispatch.response import with_tier
 from sluice.router.errors import ApiError, Reason, invalid
 from sluice.router.metrics.instruments import Outcome
-from sluice.router.request.arrival import INFERENCE_PATHS, Arrival
+from sluice.router.request.arrival import INFERENCE_PATHS, Arrival, noted
 from sluice.router.request.call import MAX_INLINE_BYTES, Call, CallReader
-from sluice.router.request.client_request_id import noted
-from sluice.router.request.loop import FIELD as LOOP_FIELD
-from sluice.router.request.token_limits import output_to_expect
+from sluice.router.request.prompt import output_to_expect
+from sluice.router.request.session import FIELD as LOOP_FIELD
 from sluice.router.tenancy.limits import Client
 from sluice.router.tenancy.rate_limits import RateLimiter
 from sluice.scheduling.request.objective import TokenClock

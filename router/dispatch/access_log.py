@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 
 from sluice.protocol.requests import Endpoint
 from sluice.router.errors import RULES, Reason
-from sluice.router.metrics.instruments import Outcome
-from sluice.router.metrics.usage import OPERATIONS, PROVIDER
+from sluice.router.metrics.instruments import OPERATIONS, PROVIDER, Outcome
 from sluice.scheduling.request.objective import TokenClock
 from sluice.telemetry.config import LogsConfig
 from sluice.telemetry.tracing import CONTEXT_HEADERS, Attribute, Span, Tracer, attribute_of
 
 if TYPE_CHECKING:
-    from sluice.router.dispatch.answer import Answer
+    from sluice.router.dispatch.attempt import Answer
     from sluice.router.request.arrival import Arrival
     from sluice.router.request.call import Call
 

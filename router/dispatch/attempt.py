@@ -1,12 +1,15 @@
-"""One try at a replica: the controller's decision, the request as sent, and the answer to it."""
+"""A call's answer: the attempts at it, and what the client has of them."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from sluice.protocol.requests import (
     EVENT_STREAM,
@@ -17,14 +20,137 @@ from sluice.protocol.requests import (
     ResponseSent,
     ResponseTail,
     ResponseTaken,
+    Resume,
     request_key,
 )
-from sluice.router.dispatch.transcript import Piece, Transcript, whole_chunk
 from sluice.router.errors import Reason
+from sluice.router.metrics.instruments import MoveReason
+from sluice.router.request.call import Call
 from sluice.router.serve.contract import ReplicaFailedError, ReplicaStream
 from sluice.scheduling.request.job import RouteDecision, Tier
+from sluice.scheduling.request.objective import TokenClock
 from sluice.scheduling.roles import Role
 from sluice.telemetry.tracing import Span
+
+# One try at a replica: the controller's decision, the request as sent, and the answer to it.
+
+# Record of the part of a stream that the client has, so that another replica can resume it.
+#
+# The resuming replica produces the whole stream again, without computing the known tokens
+# (:class:`~sluice.protocol.requests.Resume`). The repeated part is dropped here and compared with
+# what was sent: a stream that differs is not forwarded.
+
+_CREATED = re.compile(rb'"created": ?\d+')
+"""The date of an event; it precedes all generated text."""
+
+
+class Piece(NamedTuple):
+    """Bytes to forward, and the output tokens (of the first choice) in them. ``sent`` are the
+    chunks that the replica has sent to the client itself: their token counts and send times, on the
+    clock of the attempt. ``reasoned``: the reasoning ended with this many of all these tokens; 0:
+    it did not end. ``made``: of a request of stages, the tokens of each chunk, and when they left
+    the engine, on the same clock."""
+
+    data: bytes
+    tokens: int
+    sent: tuple[tuple[int, float], ...] = ()
+    reasoned: int = 0
+    made: tuple[tuple[int, float], ...] = ()
+
+
+NOTHING = Piece(b"", 0)
+
+
+def whole_chunk(chunk: ResponseChunk) -> Piece:
+    """All of a chunk."""
+    return Piece(chunk.data, chunk.tokens, reasoned=chunk.reasoned)
+
+
+class Transcript:
+    """One stream, over all of its attempts. Its memory is 4 bytes per token and 4 per chunk.
+
+    Each attempt starts with :meth:`begin`, and each of its chunks goes through :meth:`take`.
+    """
+
+    def __init__(self) -> None:
+        self._response_id = ""
+        self._token_ids = array("I")
+        self._chunks = array("I")
+        self._bytes = 0
+        self._created = b""
+        self._complete = True
+        # Of the current attempt: the chunks and bytes that it has repeated, and its own date.
+        self._repeated = self._repeated_bytes = 0
+        self._created_again = b""
+
+    @property
+    def begun(self) -> bool:
+        """Whether the client has any of it."""
+        return self._bytes > 0
+
+    @property
+    def resumable(self) -> bool:
+        """Whether all sent tokens are known. A replica does not report tokens from which another
+        one could not resume."""
+        return self._complete
+
+    @property
+    def repeated(self) -> bool:
+        """Whether the current attempt has repeated everything that the client has."""
+        return self._repeated == len(self._chunks)
+
+    def begin(self, request_id: str) -> Resume | None:
+        """An attempt under this id starts. Returns the state to resume from, if any was sent."""
+        self._repeated = self._repeated_bytes = 0
+        self._created_again = b""
+        if self.begun:
+            return Resume(tuple(self._token_ids), tuple(self._chunks), self._response_id)
+        # A failed attempt may have generated tokens without text yet.
+        self._token_ids, self._chunks = array("I"), array("I")
+        self._response_id = request_id
+        self._complete = True
+        return None
+
+    def take(self, chunk: ResponseChunk) -> Piece:
+        """The part of a chunk to send to the client: nothing if the client has it already.
+
+        Raises:
+            ReplicaFailedError: the attempt does not repeat what was sent.
+        """
+        if self._repeated < len(self._chunks):
+            return self._repeat(chunk)
+        data = chunk.data
+        if self._created_again:
+            data = data.replace(self._created_again, self._created, 1)
+        elif data and not self._created:
+            self._created = _created_in(data)
+        self._token_ids.extend(chunk.token_ids)
+        self._chunks.append(chunk.tokens)
+        self._complete = self._complete and len(chunk.token_ids) == chunk.tokens
+        self._repeated += 1
+        self._bytes += len(data)
+        return Piece(data, chunk.tokens, reasoned=chunk.reasoned)
+
+    def _repeat(self, chunk: ResponseChunk) -> Piece:
+        same = chunk.tokens == self._chunks[self._repeated]
+        self._repeated += 1
+        self._repeated_bytes += len(chunk.data)
+        if not self._created_again:
+            self._created_again = _created_in(chunk.data)
+        if self._repeated == len(self._chunks):
+            # The names of tool calls differ each time, so the bytes are counted, not compared.
+            same = same and self._repeated_bytes == self._bytes
+        if not same:
+            raise ReplicaFailedError(
+                Reason.INTERNAL, "Another replica produced a different stream.", retry=False
+            )
+        return NOTHING
+
+
+def _created_in(data: bytes) -> bytes:
+    found = _CREATED.search(data)
+    return found[0] if found is not None else b""
+
 
 NOT_RESUMED = (Reason.INTERNAL, "Another replica could not resume the stream.")
 
@@ -254,3 +380,148 @@ class Attempt:
             self._untold_offsets_s = []
         made = tuple([(count, self._reached_s + offset_s) for count, offset_s in offsets_s])
         return Piece(joined, tokens, sent, reasoned, made)
+
+
+@dataclass(slots=True)
+class Case:
+    """One call's part in lost replicas.
+
+    Attributes:
+        suspected: it was at a replica when that was lost.
+        place: the replica that was lost. A further failure there is the same loss.
+        lasted_s: how long the call had been there.
+        spared: it was one of many suspects at its second replica when that was lost, too.
+    """
+
+    suspected: bool = False
+    place: str | None = None
+    lasted_s: float = 0.0
+    spared: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """The state of a call over its attempts. It is open once an attempt is.
+
+    Attributes:
+        case: the call's part in lost replicas.
+        clock: when its tokens reached the client, as far as is known.
+        transcript: what its client has received of the stream; ``None`` if the stream cannot be
+            resumed.
+        max_attempts: at most, of those that count.
+        fetched: its client's Envoy may fetch the stream from the replica, and does so once an
+            attempt is open; then it cannot be resumed.
+        opened: the attempts whose response has begun, in order. The client has the head of the
+            first; each later one resumes the stream of the one before.
+        attempts: made so far, the current one included.
+        failed: replicas that have failed the call.
+        alive_s: when there was a sign of life of the call last. Its time in queues does not count.
+        empty: pools that had no replica for the call when they were last asked.
+        in_vain: attempts that found a pool empty or were moved: neither counts as a failed one.
+        promises: attempts whose SLO was guaranteed at the replica that they were sent to.
+        granted: the current attempt is abandoned for another one, which the retry budget allows.
+        verdict: the failure that ends the call, if it is blamed for lost replicas.
+        moved: the call has left a replica that was going to miss its TTFT; it does so at most once.
+        moves_to: the decision for the next attempt after such a move, or after its stream has moved
+            (:mod:`sluice.router.dispatch.migrations`).
+        move_reason: why its stream moves.
+        left: the replicas that its running stream has left. left_s: when it left the last one.
+    """
+
+    call: Call
+    case: Case
+    clock: TokenClock
+    transcript: Transcript | None = None
+    max_attempts: int = 1
+    fetched: bool = False
+    opened: list[Attempt] = field(default_factory=list)
+    attempts: int = 0
+    failed: list[str] = field(default_factory=list)
+    alive_s: float = -inf
+    empty: set[Role] = field(default_factory=set)
+    in_vain: int = 0
+    promises: int = 0
+    granted: bool = False
+    verdict: ReplicaFailedError | None = None
+    moved: bool = False
+    moves_to: RouteDecision | None = None
+    move_reason: MoveReason | None = None
+    left: list[str] = field(default_factory=list)
+    left_s: float = -inf
+
+    @property
+    def made(self) -> int:
+        """The attempts that reached a replica and were not moved."""
+        return self.attempts - self.in_vain
+
+    @property
+    def spent(self) -> bool:
+        """Whether the call has used all of its attempts."""
+        return self.made >= self.max_attempts
+
+    @property
+    def moved_id(self) -> str:
+        """The id of the attempt at the replica that the call moves to."""
+        number = f"-{len(self.opened)}" if self.opened else ""
+        return f"{self.call.request_id}-moved{number}"
+
+    @property
+    def next_id(self) -> str:
+        """The id of the attempt that is about to be made."""
+        if self.moves_to is not None:
+            return self.moved_id
+        number = f"-{self.attempts}" if self.attempts > 1 else ""
+        return self.call.request_id + number
+
+    @property
+    def promised(self) -> bool:
+        """Whether the SLO was guaranteed when the call was sent to a replica, even if that
+        replica failed."""
+        return self.promises > 0
+
+    @property
+    def decision(self) -> RouteDecision:
+        """The decision that the response headers name."""
+        return self.opened[0].decision
+
+    @property
+    def tier(self) -> Tier:
+        """The tier that the response headers name. Without admission control there is no guarantee,
+        so it is best effort, too."""
+        return Tier.GUARANTEED if self.opened[0].guaranteed else Tier.BEST_EFFORT
+
+    @property
+    def head(self) -> ResponseHead:
+        """The head that the client was sent."""
+        return self.opened[0].head
+
+    @property
+    def waited_s(self) -> float:
+        """The call's age when it was sent to the replica that answered it."""
+        return self.opened[0].request.waited_s
+
+    @property
+    def tail(self) -> ResponseTail | None:
+        """Set once the response has ended by itself."""
+        return self.opened[-1].tail
+
+    @property
+    def resumes(self) -> int:
+        """How often another replica has resumed it, its moves included."""
+        return len(self.opened) - 1
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were in a prefix cache, once the response has ended by itself."""
+        attempt = self.opened[-1]
+        tail = (attempt.prefill or attempt).tail
+        return 0 if tail is None else tail.cached_tokens
+
+    @property
+    def queued_s(self) -> float | None:
+        """From the call's arrival to the first batch that it was in, once the response has ended by
+        itself; ``None`` if the engine does not report it, or another replica has resumed it."""
+        attempt = self.opened[-1].prefill or self.opened[-1]
+        if self.resumes or attempt.tail is None or attempt.tail.queued_s is None:
+            return None
+        return attempt.request.waited_s + attempt.tail.queued_s

@@ -19,30 +19,42 @@ from dataclasses import replace
 from sluice.protocol.messages import LateNotice, RequestEnding
 from sluice.protocol.requests import EVENT_STREAM, EngineRequest, Resume, request_key
 from sluice.router.config import RouterConfig
-from sluice.router.dispatch.answer import Answer
-from sluice.router.dispatch.attempt import NOT_RESUMED, Attempt, MovedError, name_of
-from sluice.router.dispatch.client_watch import StalledReaderError
+from sluice.router.dispatch.attempt import (
+    NOT_RESUMED,
+    Answer,
+    Attempt,
+    MovedError,
+    Piece,
+    Transcript,
+    name_of,
+)
 from sluice.router.dispatch.migrations import Migrations, Moves
 from sluice.router.dispatch.placement import DecisionService, PlacementClient, unguaranteed
-from sluice.router.dispatch.pools import Pools
-from sluice.router.dispatch.resumable import (
+from sluice.router.dispatch.retries import (
     NOT_RESUMABLE,
+    Pools,
+    RetryBudget,
+    RetryPolicy,
     may_resume,
     may_split,
     prefill_id_of,
     prefill_of,
     rest_of,
 )
-from sluice.router.dispatch.retry_policy import RetryBudget, RetryPolicy
 from sluice.router.dispatch.stall_detector import StallDetector
 from sluice.router.dispatch.suspicion import Suspicion
-from sluice.router.dispatch.transcript import Piece, Transcript
 from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import Fallback, Outcome, Phase, RouterMetrics, StreamWay
 from sluice.router.request.call import Call
-from sluice.router.request.prompt_size import TokenEstimator, outputs_of
+from sluice.router.request.prompt import TokenEstimator, outputs_of
 from sluice.router.serve.choices import CHOICES
-from sluice.router.serve.contract import ReaderLostError, ReplicaFailedError, Replicas, error_of
+from sluice.router.serve.contract import (
+    ReaderLostError,
+    ReplicaFailedError,
+    Replicas,
+    StalledReaderError,
+    error_of,
+)
 from sluice.scheduling.fleet.breaker import Trouble
 from sluice.scheduling.fleet.prefix import NO_PREFIX
 from sluice.scheduling.request.job import RouteDecision, Tier

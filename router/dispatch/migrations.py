@@ -27,10 +27,9 @@ from typing import Final
 
 from sluice.protocol.messages import MAX_WAITS, FirstTokenWait
 from sluice.protocol.requests import EVENT_STREAM, EngineRequest, KVHandle, request_key
-from sluice.router.dispatch.answer import Answer
-from sluice.router.dispatch.attempt import Attempt, MovedError
+from sluice.router.dispatch.attempt import Answer, Attempt, MovedError
 from sluice.router.dispatch.placement import DecisionService, PlacementClient
-from sluice.router.dispatch.resumable import may_migrate, prefill_of, rest_of
+from sluice.router.dispatch.retries import may_migrate, prefill_of, rest_of
 from sluice.router.metrics.instruments import MoveReason, RouterMetrics
 from sluice.router.serve.contract import ReplicaFailedError, Replicas
 from sluice.scheduling.placement.migration import MigrationPolicy, RunningStream

@@ -17,10 +17,9 @@ from sluice.protocol.messages import FirstTokenWait, LateNotice, RequestEnding
 from sluice.router import wire
 from sluice.router.config import RouterConfig, ServiceClass
 from sluice.router.errors import ApiError, Reason
-from sluice.router.metrics.admission import AdmissionMetrics
-from sluice.router.metrics.instruments import Fallback, RouterMetrics
+from sluice.router.metrics.instruments import AdmissionMetrics, Fallback, RouterMetrics
 from sluice.router.request.call import Call
-from sluice.router.request.prompt_size import TokenEstimator
+from sluice.router.request.prompt import TokenEstimator
 from sluice.router.serve.contract import ReplicaFailedError, Replicas
 from sluice.router.tenancy.limits import ANYONE, Client
 from sluice.scheduling.fleet.breaker import Trouble

@@ -23,10 +23,9 @@ from collections.abc import Callable
 from math import inf
 
 from sluice.protocol.requests import Progress
-from sluice.router.dispatch.answer import Answer
-from sluice.router.dispatch.attempt import Attempt
+from sluice.router.dispatch.attempt import Answer, Attempt
 from sluice.router.dispatch.placement import DecisionService
-from sluice.router.dispatch.retry_policy import RetryBudget
+from sluice.router.dispatch.retries import RetryBudget
 from sluice.router.dispatch.suspicion import ends_when_hung
 from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import RouterMetrics

@@ -37,11 +37,11 @@ from dataclasses import dataclass
 from typing import Final
 from weakref import WeakKeyDictionary
 
-from sluice.router.dispatch.attempt import Attempt
+from sluice.router.dispatch.attempt import Attempt, Case
 from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.request.call import Call
-from sluice.router.request.engine_bounds import is_structured
+from sluice.router.request.validation import is_structured
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.fleet.ranks import replica_of
 
@@ -68,23 +68,6 @@ _HUNG = (
     "as it may be the cause."
 )
 _LOST = "Several replicas were lost while they served this request. It is not retried."
-
-
-@dataclass(slots=True)
-class Case:
-    """One call's part in lost replicas.
-
-    Attributes:
-        suspected: it was at a replica when that was lost.
-        place: the replica that was lost. A further failure there is the same loss.
-        lasted_s: how long the call had been there.
-        spared: it was one of many suspects at its second replica when that was lost, too.
-    """
-
-    suspected: bool = False
-    place: str | None = None
-    lasted_s: float = 0.0
-    spared: bool = False
 
 
 @dataclass(slots=True)

@@ -4,20 +4,165 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from ipaddress import ip_address
 from typing import Final
+from urllib.parse import SplitResult, urlsplit
 
 from prometheus_client import CollectorRegistry
 
-from sluice.router.config import RouterConfig
+from sluice.router.config import AdminConfig, RouterConfig
 from sluice.router.errors import ApiError, Reason
-from sluice.router.ingress.admin_access import ADMIN_PREFIX, AdminAccess, is_page
-from sluice.router.ingress.sites import SiteCheck
-from sluice.router.loopback import is_loopback
 from sluice.router.tenancy.auth import KeyMetrics, KeyRing
 from sluice.router.tenancy.clients import ApiClients
+from sluice.router.tenancy.issuers import is_loopback
 from sluice.router.tenancy.limits import ANYONE, Client
 from sluice.router.tenancy.tokens import TokenVerifier
+
+# Access control of the admin API: admin keys, or if it is open, only clients on this machine.
+
+# Requests of other sites: a web page may make the browser of someone who reaches this server send
+# them. Where a key is needed they fail; what is open without a key refuses them here.
+
+_OWN_SITES: Final = frozenset((b"none", b"same-origin"))
+"""``Sec-Fetch-Site`` of what a user typed, and of the server's own pages."""
+
+_READ: Final = frozenset((b"host", b"origin", b"sec-fetch-site"))
+
+
+class SiteCheck:
+    """Refuses requests of other sites.
+
+    A page shows itself by ``Origin`` or ``Sec-Fetch-Site``. A page whose host name resolves to this
+    server (DNS rebinding) is of the same site for the browser, and shows itself only by that name,
+    in ``Host``.
+
+    Args:
+        what: that is open, for the message.
+        host: address that the server is bound to, or its name.
+        is_shared: others than this machine's programs may send, under a name of the server that is
+            unknown here: any name is accepted from what is no browser.
+        origins: whose pages may send; ``*``: any.
+    """
+
+    def __init__(
+        self, what: str, host: str, is_shared: bool = False, origins: Sequence[str] = ()
+    ) -> None:
+        self._what = what
+        self._is_shared = is_shared
+        self._is_off = "*" in origins
+        self._origins = frozenset(origins)
+        self._names = {host, *(_split(origin).hostname or "" for origin in origins)}
+        self._names -= {"", "0.0.0.0", "::"}
+
+    def check(self, headers: Iterable[tuple[bytes, bytes]], by_gateway: bool = False) -> None:
+        """Return if these raw request headers (lower-case names) are not of another site.
+
+        Args:
+            by_gateway: an Envoy sent it, which is shared.
+
+        Raises:
+            ApiError: 403.
+        """
+        if self._is_off:
+            return
+        found = {name: value for name, value in headers if name in _READ}
+        host = found.get(b"host", b"").decode("latin-1").lower()
+        origin = found.get(b"origin")
+        is_own = found.get(b"sec-fetch-site", b"none") in _OWN_SITES
+        is_shared = self._is_shared or by_gateway
+        is_named = self._is_name_of_this(_split(f"//{host}").hostname or "", is_shared)
+        if not is_named and not is_shared:
+            raise self._refusal(f"Host must be {self._allowed_hosts()}")
+        if origin is None:
+            if is_own:
+                return
+        elif (text := origin.decode("latin-1").lower()) in self._origins or (
+            is_named and is_own and _split(text).netloc == host
+        ):
+            return
+        raise self._refusal("a page of another site may not send it, but for router.cors_origins")
+
+    def _is_name_of_this(self, name: str, is_shared: bool) -> bool:
+        """Whether only this server can have ``name``: no other site has it, or can get it."""
+        if is_loopback(name) or name in self._names:
+            return True
+        if not is_shared:
+            return False
+        try:
+            ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+    def _allowed_hosts(self) -> str:
+        names = (
+            "a loopback address",
+            *sorted(name for name in self._names if not is_loopback(name)),
+        )
+        return " or ".join(names)
+
+    def _refusal(self, why: str) -> ApiError:
+        return ApiError(Reason.NOT_PERMITTED, f"{self._what} is open without a key here: {why}.")
+
+
+def _split(url: str) -> SplitResult:
+    """The parts of a URL; empty parts if it is invalid."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return urlsplit("")
+
+
+ADMIN_PREFIX: Final = "/admin/"
+"""Path prefix of the admin API."""
+
+PAGE_PATH: Final = "/ui"
+"""The live page. It holds no data, so it needs no key; its data comes from the admin API."""
+
+
+def is_page(path: str) -> bool:
+    """Whether ``path`` is the page or a part of it."""
+    return path == PAGE_PATH or path.startswith(f"{PAGE_PATH}/")
+
+
+class AdminAccess:
+    """Admits or refuses requests to the admin API. One per router process.
+
+    Args:
+        metrics: counts the loads of the key file.
+
+    Raises:
+        ValueError, OSError: the key file cannot be used.
+    """
+
+    def __init__(self, config: AdminConfig, metrics: KeyMetrics | None = None) -> None:
+        self.on = config.access != "off"
+        """Whether the admin API is enabled."""
+        self._sites = SiteCheck("The admin API", "localhost") if config.access == "open" else None
+        self._keys = KeyRing(config.keys, config.keys_file, ring="admin", metrics=metrics)
+
+    def check(self, headers: Iterable[tuple[bytes, bytes]]) -> Client:
+        """The client that sent these raw request headers (lower-case names), if it has access.
+
+        Raises:
+            ApiError: 401, or 403 if no key could give access.
+        """
+        if self._sites is not None:
+            self._sites.check(headers)
+            return ANYONE
+        if self._keys.accepts_anyone:
+            raise ApiError(
+                Reason.NOT_PERMITTED,
+                "The admin API is closed, as no admin key is configured: set router.admin.keys or "
+                "router.admin.keys_file.",
+            )
+        return self._keys.check(headers)
+
+    async def watch(self) -> None:
+        """Apply changes of the key file, indefinitely."""
+        await self._keys.watch()
+
 
 OPEN_PATH: Final = "/health"
 """Needs no key: load balancers probe it."""
@@ -44,10 +189,10 @@ class Access:
     """Access control by path. One per router process.
 
     - The API needs an API key or a token; if neither is configured, it is open, but for pages of
-      other sites (:mod:`sluice.router.ingress.sites`).
+      other sites (:mod:`sluice.router.ingress.access`).
     - ``/metrics`` shows the names and counts of all clients. If the API is not open, it needs a
       separate metrics key, unless it is open by configuration; never for pages of other sites.
-    - The admin API needs an admin key, see :mod:`sluice.router.ingress.admin_access`. The live page
+    - The admin API needs an admin key, see :mod:`sluice.router.ingress.access`. The live page
       holds no data and needs no key.
 
     Args:

@@ -3,20 +3,438 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
+import secrets
 import socket
 import ssl
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from email.utils import formatdate
+from math import inf
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+from urllib.parse import unquote
 
+import httptools
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
+from uvicorn import Config
+from uvicorn.protocols.http.httptools_impl import (
+    HEADER_VALUE_RE,
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
+from uvicorn.server import ServerState
 
+from sluice.router import wire
 from sluice.router.config import RouterConfig, TlsConfig
-from sluice.router.ingress.http_protocol import HEAD_S, IDLE_S, ClientProtocol, Clients
+from sluice.router.errors import ApiError, Reason
+from sluice.router.request.arrival import endpoint_at
+
+# One client's connection: uvicorn's HTTP/1.1 with bounds, strict heads and errors in JSON.
+#
+# uvicorn's parser adds trailers, the headers after a chunked body, to those of the head. A key or
+# an SLO there would count although a proxy in front of the router has not seen it, so trailers are
+# dropped.
+
+MAX_HEAD_BYTES: Final = 64 << 10
+"""Maximum size of a request line and its headers, bytes."""
+
+MAX_HEADERS: Final = 256
+"""Maximum number of a request's headers."""
+
+HEAD_S: Final = 10.0
+"""Longest time for a request's head, from its first byte or a connection's begin, seconds."""
+
+IDLE_S: Final = 60.0
+"""Longest silence within a request's body, and between two requests, seconds."""
+
+LINGER_S: Final = 2.0
+"""How long what a client still sends is thrown away after its last answer, seconds. If there were
+something to read when the connection closes, its kernel would throw away the answer."""
+
+ASK_EVERY_S: Final = 5.0
+"""How often a client that sends no more, and waits, is asked whether it still reads, seconds."""
+
+RESET_WITHIN_S: Final = (0.02, 0.2)
+"""When the answer of a client that is gone is looked for first, seconds."""
+
+_TCP_CLOSED: Final = 7
+_URGENT: Final = b"\n"
+
+
+class Clients(ServerState):
+    """The connections of a router.
+
+    Args:
+        most: further ones are refused.
+    """
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+        self.stops = False
+        """New requests are refused, and each connection ends with its current ones."""
+
+
+class ClientProtocol(HttpToolsProtocol):
+    """A connection. :meth:`check` is to be called about once a second.
+
+    A client that closes its sending side is answered: see :meth:`eof_received`.
+    """
+
+    server_state: Clients
+
+    def __init__(self, config: Config, clients: Clients) -> None:
+        super().__init__(config, clients, {})
+        self.url = b""
+        self._in_head = False
+        self._head_bytes = 0
+        self._due_s = inf
+        self._refusal: ApiError | None = None
+        self._lingers = False
+        self._sends_no_more = False
+        self._ask_again_s = inf
+        self._answering: RequestResponseCycle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Called by the event loop, like the methods with names of asyncio's."""
+        super().connection_made(transport)
+        self._due_s = self.loop.time() + HEAD_S
+        if len(self.connections) > self.server_state.most:
+            message = f"The router has {self.server_state.most} connections already."
+            self._refuse(ApiError(Reason.ROUTER_FULL, message))
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what the client has sent."""
+        if self._refusal is not None or self._lingers:
+            return
+        # Counted before parsing: the parser keeps a header until it is complete.
+        self._head_bytes += len(data)
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(_head_too_large())
+            return
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            self._refuse(
+                self._refusal or ApiError(Reason.INVALID_HTTP, "This is no valid HTTP/1.1.")
+            )
+        if not self._in_head:
+            self._head_bytes = 0
+
+    def _feed(self, data: bytes) -> None:
+        """Parse ``data``. A client that asks for another protocol, as Java's does for HTTP/2, gets
+        HTTP/1.1, which allows that. The parser skips the body of such a request and stops: another
+        one reads the request without the question, and what follows.
+
+        Raises:
+            httptools.HttpParserError: it is malformed, or a method below has refused it.
+        """
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as stop:
+                data = data[stop.args[0] :]
+            if not self._asks_for_another_protocol:  # CONNECT, to which no body belongs
+                self.cycle.keep_alive = False
+                return
+            method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+            lines = [b"%s: %s\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            head = b"%s %s HTTP/%s\r\n%s\r\n" % (method, self.url, version, b"".join(lines))
+            self.parser.feed_data(head)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more. It may still read, as after ``shutdown(SHUT_WR)``, or be gone:
+        TCP has one sign for both. So its complete requests are answered, and it is asked whether it
+        reads. TLS has no such state: its clients are gone."""
+        waits = self.busy and not self.cycle.more_body
+        if not waits or self._lingers or self.scheme == "https":
+            return False
+        self._sends_no_more = True
+        self._ask_whether_it_reads()
+        for after_s in RESET_WITHIN_S:
+            self.loop.call_later(after_s, self._look_whether_it_reads)
+        return True
+
+    def on_message_begin(self) -> None:
+        """Called by the parser, like the methods whose names begin so."""
+        self.url = b""
+        self.headers = []
+        self.expect_100_continue = False
+        self._in_head = True
+        self._due_s = self.loop.time() + HEAD_S
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header of the head, or a trailer."""
+        if not self._in_head:
+            return
+        if len(self.headers) == MAX_HEADERS:
+            self._refusal = _head_too_large()
+            raise ValueError
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """What follows is the body and its trailers."""
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > MAX_HEAD_BYTES:
+            self._refusal = _head_too_large()
+            raise ValueError
+        if self._asks_for_another_protocol:
+            return
+        self._in_head = False
+        self._due_s = self.loop.time() + IDLE_S
+        version = self.parser.get_http_version()
+        url = httptools.parse_url(self.url)
+        path = (url.path or b"/").decode("ascii")
+        scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "http_version": version,
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme,
+            "method": self.parser.get_method().decode("ascii"),
+            "root_path": "",
+            "path": unquote(path) if "%" in path else path,
+            "raw_path": url.path or b"/",
+            "query_string": url.query or b"",
+            "headers": self.headers,
+            "state": {},
+        }
+        self.scope = scope  # type: ignore[assignment]
+        stops = self.server_state.stops
+        before = self.cycle
+        keep_alive = version == "1.1" and self.parser.should_keep_alive() and not stops
+        kind = _Exchange if keep_alive else _LastExchange if version == "1.1" else _OldExchange
+        self.cycle = cycle = kind(
+            scope=self.scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=False,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue,
+            keep_alive=keep_alive,
+            on_response=self.on_response_complete,
+        )
+        app: Any = _refuse_stopping if stops else self.app
+        if before is None or before.response_complete:
+            self._start_asgi_task(cycle, app)
+        else:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((cycle, app))
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body."""
+        self._due_s = self.loop.time() + IDLE_S
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is complete."""
+        if self._asks_for_another_protocol:
+            return
+        self._due_s = inf
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """A request is answered. Called by uvicorn."""
+        if isinstance(self._answering, _LastExchange):
+            self._close()
+            return
+        super().on_response_complete()
+        if self.transport.is_closing() or not self.cycle.response_complete:
+            return
+        if self._refusal is not None:
+            self._end(self._refusal)
+        elif self._sends_no_more:
+            self.transport.close()
+        elif self._in_head:
+            self._unset_keepalive_if_required()
+            self._due_s = self.loop.time() + HEAD_S
+
+    def check(self, now_s: float) -> None:
+        """Close the connection if its client is late or gone."""
+        if self._sends_no_more:
+            self._look_whether_it_reads()
+            if now_s >= self._ask_again_s:
+                self._ask_whether_it_reads()
+        if now_s < self._due_s or self.flow.read_paused:
+            return
+        if self._lingers:
+            self.transport.close()
+            return
+        cycle = self.cycle
+        if self._in_head and cycle is not None and not cycle.response_complete:
+            return  # its next request may come slowly while this one is answered
+        if not self._in_head and cycle is None:
+            self.transport.close()  # it has sent nothing
+            return
+        part, limit_s = ("head", HEAD_S) if self._in_head else ("body", IDLE_S)
+        message = f"The {part} of the request is not complete after {limit_s:.0f} s of silence."
+        self._refuse(ApiError(Reason.REQUEST_TIMEOUT, message))
+
+    @property
+    def _asks_for_another_protocol(self) -> bool:
+        """Whether the parser skips the body of the current request; see :meth:`_feed`."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits for its answer."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def stop(self) -> None:
+        """End an answer that still runs, with an error."""
+        if isinstance(self._answering, _Exchange) and not self._answering.response_complete:
+            self._answering.stop()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer with an error once the requests before are answered, and close."""
+        self._refusal = error
+        self._due_s = inf
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            self._end(error)
+        elif not cycle.more_body:
+            self.flow.pause_reading()  # it is answered first
+        elif self.pipeline:
+            assert self._answering is not None
+            self.pipeline.popleft()  # the request at fault; those before it are answered first
+            self.cycle = self.pipeline[0][0] if self.pipeline else self._answering
+        elif cycle.response_started:
+            self._close()
+        else:
+            self._end(error)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _end(self, error: ApiError) -> None:
+        endpoint = endpoint_at(self.url.decode("latin-1"))
+        response = error.response(endpoint, {wire.REQUEST_ID_HEADER: secrets.token_hex(16)})
+        headers = [*self.server_state.default_headers, *response.raw_headers]
+        lines = [b"%s: %s\r\n" % header for header in (*headers, (b"connection", b"close"))]
+        head = (STATUS_LINE[response.status_code], *lines, b"\r\n")
+        self.transport.write(b"".join((*head, response.body)))
+        self._close()
+
+    def _close(self) -> None:
+        """Close when the client has read the last answer."""
+        request_is_complete = self._refusal is None and not self.cycle.more_body
+        if request_is_complete or self._sends_no_more or not self.transport.can_write_eof():
+            self.transport.close()
+            return
+        self._lingers = True
+        self._due_s = self.loop.time() + LINGER_S
+        self.flow.resume_reading()
+        self.transport.write_eof()
+
+    def _ask_whether_it_reads(self) -> None:
+        """Send a byte of urgent data: readers skip it, and the kernel of a client that has closed
+        its socket answers with a reset.
+
+        At most once within an answer: a second one would make the first an ordinary byte for a
+        reader that has not come so far.
+        """
+        self._ask_again_s = inf
+        connection = self.transport.get_extra_info("socket")
+        if self.transport.is_closing() or self.transport.get_write_buffer_size():
+            return  # what is written now asks the same
+        # The event loop's own object does not send.
+        with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as same:
+            same.send(_URGENT, socket.MSG_OOB | socket.MSG_DONTWAIT)
+        assert self._answering is not None
+        if not self._answering.response_started:
+            self._ask_again_s = self.loop.time() + ASK_EVERY_S
+
+    def _look_whether_it_reads(self) -> None:
+        """Drop a client whose kernel has reset the connection. The event loop does not notice: it
+        no longer reads."""
+        if self.transport.is_closing():
+            return
+        connection = self.transport.get_extra_info("socket")
+        if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSED:
+            self.transport.abort()
+
+
+class _Exchange(RequestResponseCycle):
+    """A request and its answer."""
+
+    _stops = False
+
+    def stop(self) -> None:
+        """Tell the application that the router stops."""
+        self._stops = True
+        self.message_event.set()
+
+    async def receive(self) -> Any:
+        """Called by the application, like :meth:`send`."""
+        message = await super().receive()
+        if self._stops and message["type"] != "http.disconnect":
+            return {"type": wire.STOP_MESSAGE}
+        return message
+
+
+class _LastExchange(_Exchange):
+    """The last of its connection, which the protocol closes."""
+
+    async def send(self, message: Any) -> None:
+        """Called by the application."""
+        if self.response_started and not message.get("more_body", False):
+            self.keep_alive = True  # otherwise uvicorn would close
+        await super().send(message)
+
+
+class _OldExchange(_LastExchange):
+    """One with a client of HTTP/1.0, which knows no chunks: the end of the connection ends the
+    body."""
+
+    async def send(self, message: Any) -> None:
+        """Called by the application."""
+        if self.flow.write_paused and not self.disconnected:
+            await self.flow.drain()
+        if self.disconnected:
+            return
+        if message["type"] == "http.response.start":
+            self.response_started = True
+            headers = [*self.default_headers, *message["headers"], (b"connection", b"close")]
+            if any(HEADER_VALUE_RE.search(value) for _, value in headers):
+                raise RuntimeError("Invalid HTTP header value.")
+            lines = [b"%s: %s\r\n" % header for header in headers]
+            self.transport.write(b"".join((STATUS_LINE[message["status"]], *lines, b"\r\n")))
+            return
+        if self.scope["method"] != "HEAD":
+            self.transport.write(message.get("body", b""))
+        if not message.get("more_body", False):
+            self.response_complete = True
+            self.message_event.set()
+            self.on_response()
+
+
+async def _refuse_stopping(scope: Scope, receive: Receive, send: Send) -> None:
+    error = ApiError(Reason.ROUTER_STOPPING, "This router stops.")
+    named = {wire.REQUEST_ID_HEADER: secrets.token_hex(16)}
+    await error.response(endpoint_at(scope["path"]), named)(scope, receive, send)
+
+
+def _head_too_large() -> ApiError:
+    return ApiError(
+        Reason.HEAD_TOO_LARGE,
+        f"The head of the request is too large; allowed: {MAX_HEAD_BYTES} bytes and {MAX_HEADERS} "
+        "headers.",
+    )
+
 
 BACKLOG: Final = 2048
 

@@ -1,27 +1,397 @@
 """Metrics of the router.
 
 Every label is bounded: classes by configuration, priorities 1 to 10, clients by
-:mod:`sluice.router.metrics.client_names`.
+:mod:`sluice.router.metrics.instruments`.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.registry import Collector
 
-from sluice.protocol.requests import Endpoint
+from sluice.protocol.requests import POOLING, Endpoint, ResponseTail
 from sluice.router.errors import RULES, Reason
-from sluice.router.metrics.admission import AdmissionMetrics
-from sluice.router.metrics.client_names import ClientNames
-from sluice.router.metrics.families import Families
-from sluice.router.metrics.usage import UsageMetrics
-from sluice.router.tenancy.limits import ANYONE, Client
+from sluice.router.tenancy.limits import ANYONE, UNNAMED, Client
 from sluice.router.wire import NO_CLASS
 from sluice.scheduling.request.objective import TokenClock
+from sluice.scheduling.routing.base import Tier
+
+if TYPE_CHECKING:
+    from sluice.router.request.call import Call
+
+
+# Tokens and times of requests: by service class, by client, and under OpenTelemetry's names.
+#
+# The metrics whose names begin with ``gen_ai`` are those of OpenTelemetry's conventions for
+# generative AI, in the form that Prometheus gives to their names and attributes.
+
+# Metrics of admission: guarantees given, met, refused and waited for.
+
+# The label ``client`` of metrics.
+#
+# A key file may hold thousands of names, and they come and go while a router runs. Each is several
+# series of every router, and a page of metrics has its limits.
+
+# Makes the router's metrics.
+
+
+class Families:
+    """Metrics in ``registry``. ``text`` is their documentation, ``labels`` the names of theirs.
+
+    The library looks up a series by its labels under a lock, and each request has dozens. So
+    :meth:`counters` and :meth:`histograms` return a lookup that remembers what it has found: it has
+    no more entries than there are series.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def counter(self, name: str, text: str, *labels: str) -> Counter:
+        """A counter."""
+        return Counter(name, text, labels, registry=self._registry)
+
+    def counters(self, name: str, text: str, *labels: str) -> Callable[..., Counter]:
+        """A counter's series, by the values of its labels."""
+        return cache(self.counter(name, text, *labels).labels)
+
+    def gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        """A gauge."""
+        return Gauge(name, text, labels, registry=self._registry)
+
+    def histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        """A histogram."""
+        return Histogram(name, text, labels, buckets=buckets, registry=self._registry)
+
+    def histograms(
+        self, name: str, text: str, buckets: Sequence[float], *labels: str
+    ) -> Callable[..., Histogram]:
+        """A histogram's series, by the values of its labels."""
+        return cache(self.histogram(name, text, buckets, *labels).labels)
+
+
+MAX_NAMES: Final = 1_000
+"""Most names that label the metrics of a router process."""
+
+OTHERS: Final = "other"
+"""Stands for the names after the first :data:`MAX_NAMES`."""
+
+
+class ClientNames:
+    """The names that have a label of their own: the first that a router meets. ``O(1)``."""
+
+    def __init__(self, most: int = MAX_NAMES) -> None:
+        self._most = most
+        self._known = {UNNAMED, OTHERS}
+
+    def label(self, name: str) -> str:
+        """What a client of this name is called in metrics."""
+        if name in self._known:
+            return name
+        if len(self._known) >= self._most + 2:  # those that every router has
+            return OTHERS
+        self._known.add(name)
+        return name
+
+
+RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2, 3, 5, 10)
+WAIT_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 10, 30, 60, 300)
+
+_REFUSING = (403, 429, 503)
+
+
+class AdmissionMetrics:
+    """Metrics of admission. ``clients`` labels the metrics by client."""
+
+    def __init__(self, make: Families, clients: ClientNames) -> None:
+        self._clients = clients
+        self._admissions = make.counters(
+            "sluice_admissions",
+            "Requests that a replica answered, by admission tier.",
+            "class",
+            "admission",
+        )
+        self._refusals = make.counters(
+            "sluice_refusals",
+            "Requests that were refused with 403, 429 or 503, by error code.",
+            "class",
+            "reason",
+        )
+        self._promises = make.counters(
+            "sluice_promises",
+            "Guaranteed requests by outcome: kept if every stated objective was met and the "
+            "answer did not fail.",
+            "class",
+            "outcome",
+        )
+        self._moved = make.counters(
+            "sluice_promises_moved",
+            "Of these, requests that moved from a replica that was going to miss their TTFT to "
+            "another one that guaranteed it.",
+            "class",
+            "outcome",
+        )
+        self._missed = make.counters(
+            "sluice_promises_missed",
+            "Guaranteed requests that missed their SLO, by missed objective, or failed.",
+            "class",
+            "objective",
+        )
+        self._ttft_ratio = make.histograms(
+            "sluice_ttft_ratio",
+            "Observed TTFT of guaranteed requests divided by its predicted median.",
+            RATIO_BUCKETS,
+            "class",
+        )
+        self.line_length = make.gauge(
+            "sluice_admission_queue_requests", "Requests in the router's admission queue.", "class"
+        )
+        self.line_wait_s = make.histogram(
+            "sluice_admission_queue_wait_seconds",
+            "Time that requests spent in the router's admission queue, whatever the outcome.",
+            WAIT_BUCKETS_S,
+            "class",
+        )
+        self.starting = make.gauge(
+            "sluice_starting_requests",
+            "Requests in the router that wait for the first replica of a model that had none.",
+        )
+        self.start_wait_s = make.histogram(
+            "sluice_start_wait_seconds",
+            "Time that requests waited for it, whatever the outcome.",
+            WAIT_BUCKETS_S,
+        )
+        self._over_share = make.counters(
+            "sluice_over_share",
+            "Requests without a guarantee because their client exceeded its fair share of "
+            "guaranteed capacity.",
+            "client",
+        )
+        self._clamped = make.counters(
+            "sluice_clamped",
+            "Requests in which an API key's limits changed a field of the SLO.",
+            "client",
+            "field",
+        )
+
+    def admitted(self, service_class: str, tier: Tier) -> None:
+        """Count a request that a replica answers."""
+        self._admissions(service_class, tier.value).inc()
+
+    def refused(self, reason: Reason, service_class: str = NO_CLASS) -> None:
+        """Count a request that the router did not serve. Client errors other than exceeding a limit
+        do not count as refusals."""
+        if RULES[reason].status in _REFUSING:
+            self._refusals(service_class, reason.value).inc()
+
+    def over_share(self, client: str) -> None:
+        """Count a request without a guarantee because ``client`` has used its share."""
+        self._over_share(self._clients.label(client)).inc()
+
+    def clamped(self, client: str, fields: Iterable[str]) -> None:
+        """Count the fields of a request that the limits of ``client`` changed."""
+        for field in fields:
+            self._clamped(self._clients.label(client), field).inc()
+
+    def ended(
+        self,
+        clock: TokenClock,
+        predicted_ttft_s: float | None,
+        failed: bool,
+        now_s: float,
+        moved: bool = False,
+    ) -> bool | None:
+        """Count a guaranteed request that ended at ``now_s``. Returns whether its SLO was met;
+        ``None`` if that is unknown.
+
+        It was met if the answer did not fail and every stated objective was met: TTFT, TPOT and end
+        to end. If the client left, the tokens until then count; if it left without a token and
+        before its deadlines, the outcome is unknown. ``moved``: it
+        has left a replica that was going to miss its TTFT.
+        """
+        slo, ttft_s = clock.slo, clock.ttft_s
+        service_class = slo.service_class
+        if ttft_s is not None and predicted_ttft_s is not None and predicted_ttft_s > 0:
+            self._ttft_ratio(service_class).observe(ttft_s / predicted_ttft_s)
+        if failed:
+            missed: tuple[str, ...] = ("failed",)
+        elif ttft_s is not None:
+            missed = clock.missed(now_s)
+        else:
+            waited_s = now_s - clock.arrival_s
+            due_s = {"ttft": slo.columns[0], "e2e": slo.columns[2]}
+            missed = tuple([name for name in due_s if waited_s > due_s[name]])
+            if not missed:
+                return None
+        outcome = "missed" if missed else "kept"
+        self._promises(service_class, outcome).inc()
+        if moved:
+            self._moved(service_class, outcome).inc()
+        for objective in missed:
+            self._missed(service_class, objective).inc()
+        return not missed
+
+
+E2E_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 10, 20, 30, 60, 120, 300, 600)
+QUEUE_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 300)
+GAP_BUCKETS_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5)
+
+# The bounds that the conventions ask for.
+_TOKEN_BUCKETS = tuple(4**power for power in range(14))
+_DURATION_BUCKETS_S = tuple(0.01 * 2**power for power in range(14))
+_FIRST_TOKEN_BUCKETS_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1),
+    *(0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10),
+)
+_OUTPUT_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+
+PROVIDER = "sluice"
+"""The conventions' name of what serves."""
+
+OPERATIONS: dict[Endpoint, str] = {
+    "chat": "chat",
+    "responses": "chat",
+    "messages": "chat",
+    "completions": "text_completion",
+    "embeddings": "embeddings",
+    "classify": "classify",
+    "pooling": "pooling",
+    "score": "score",
+    "rerank": "rerank",
+    "transcriptions": "transcription",
+    "translations": "translation",
+}
+"""The conventions' names of what the scheduled endpoints do; they have none for scores and for
+speech."""
+
+_OPERATION = "gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model"
+
+
+class UsageMetrics:
+    """What requests used and how long they took. ``clients`` label those that
+    count clients. A request costs a constant number of observations, a stream one more for each
+    piece with tokens."""
+
+    def __init__(self, make: Families, clients: ClientNames) -> None:
+        self._clients = clients
+        self._models = ClientNames()
+        self._tokens = make.counters(
+            "sluice_tokens",
+            "Tokens of requests that ended: prompt, cached (a part of prompt), generated.",
+            "class",
+            "type",
+        )
+        self._client_tokens = make.counters(
+            "sluice_client_tokens", "The same by the name of the API key.", "client", "type"
+        )
+        self._e2e_s = make.histograms(
+            "sluice_e2e_seconds",
+            "Time from a request's arrival to the end of its response, where it was served.",
+            E2E_BUCKETS_S,
+            "class",
+        )
+        self._queue_s = make.histograms(
+            "sluice_queue_seconds",
+            "Time from a request's arrival to the first batch that it was in.",
+            QUEUE_BUCKETS_S,
+            "class",
+        )
+        self._gap_s = make.histograms(
+            "sluice_inter_token_seconds",
+            "Time between two pieces of a stream that carry tokens.",
+            GAP_BUCKETS_S,
+            "class",
+        )
+        self._token_usage = make.histograms(
+            "gen_ai_client_token_usage",
+            "Input and output tokens of a request (gen_ai.client.token.usage).",
+            _TOKEN_BUCKETS,
+            *_OPERATION,
+            "gen_ai_token_type",
+        )
+        self._duration_s = make.histograms(
+            "gen_ai_server_request_duration_seconds",
+            "Time from a request's arrival to its end (gen_ai.server.request.duration).",
+            _DURATION_BUCKETS_S,
+            *_OPERATION,
+            "error_type",
+        )
+        self._first_token_s = make.histograms(
+            "gen_ai_server_time_to_first_token_seconds",
+            "Time to first token of served requests (gen_ai.server.time_to_first_token).",
+            _FIRST_TOKEN_BUCKETS_S,
+            *_OPERATION,
+        )
+        self._output_token_s = make.histograms(
+            "gen_ai_server_time_per_output_token_seconds",
+            "Time per token after the first, of served requests "
+            "(gen_ai.server.time_per_output_token).",
+            _OUTPUT_TOKEN_BUCKETS_S,
+            *_OPERATION,
+        )
+
+    def gap(self, service_class: str) -> Callable[[float], None]:
+        """Observes the seconds between two pieces with tokens of one stream."""
+        observe: Callable[[float], None] = self._gap_s(service_class).observe
+        return observe
+
+    def ended(
+        self,
+        call: Call,
+        clock: TokenClock,
+        error: str,
+        now_s: float,
+        tail: ResponseTail | None = None,
+        cached_tokens: int = 0,
+        queued_s: float | None = None,
+    ) -> None:
+        """Count a request that ended.
+
+        The tokens of a response that broke off or was not read to its end are those that were
+        sent.
+
+        Args:
+            clock: what was seen of its tokens.
+            error: name of its outcome, from a bounded set; empty where it was served.
+            tail: of its response, if that ended by itself.
+            cached_tokens: of its prompt.
+            queued_s: from its arrival to its first batch, if the engine reports it.
+        """
+        if not call.scheduled:
+            return
+        service_class = call.slo.service_class
+        generated = clock.tokens if tail is None else tail.output_tokens
+        if call.endpoint in POOLING:
+            generated = 0  # the engine counts a vector or a score as a token
+        counts = {"generated": generated}
+        if tail is not None:
+            counts |= {"prompt": tail.prompt_tokens, "cached": cached_tokens}
+            if queued_s is not None:
+                self._queue_s(service_class).observe(queued_s)
+        client = self._clients.label(call.client.name)
+        for name, count in counts.items():
+            if count:
+                self._tokens(service_class, name).inc(count)
+                self._client_tokens(client, name).inc(count)
+        operation = (OPERATIONS[call.endpoint], PROVIDER, self._models.label(call.model or ""))
+        took_s = now_s - call.received_s
+        self._duration_s(*operation, error).observe(took_s)
+        if error:
+            return
+        self._e2e_s(service_class).observe(took_s)
+        for name, count in (("input", counts.get("prompt", 0)), ("output", generated)):
+            if count:
+                self._token_usage(*operation, name).observe(count)
+        if clock.ttft_s is not None:
+            self._first_token_s(*operation).observe(clock.ttft_s)
+        if clock.mean_tpot_s is not None:
+            self._output_token_s(*operation).observe(clock.mean_tpot_s)
+
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 10, 30, 60, 300)
 TPOT_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 5)

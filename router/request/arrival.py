@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import re
+from collections.abc import Iterable
+from typing import Final, NamedTuple
 
 from sluice.protocol.requests import SPEECH, UNSCHEDULED, Endpoint
+from sluice.router import wire
 from sluice.router.request.body import HeldBytes
 from sluice.router.tenancy.limits import ANYONE, Client
+
+# The client's own id of a request, recorded for lookups only.
+
+MAX_CHARACTERS: Final = 128
+"""Maximum recorded characters of an id."""
+
+_HEADER = wire.CLIENT_REQUEST_ID_HEADER.encode()
+_UNPRINTABLE = re.compile(r"[^ -~]")
+
+
+def noted(text: str) -> str:
+    """An id as recorded in logs and decisions: its first :data:`MAX_CHARACTERS`, with ``?`` for
+    each character that is not printable ASCII."""
+    return _UNPRINTABLE.sub("?", text[:MAX_CHARACTERS])
+
+
+def client_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The id in these raw headers (lower-case names), as recorded; empty if there is none. Of
+    several the first counts, as for Serve."""
+    for name, value in headers:
+        if name == _HEADER:
+            return noted(value[:MAX_CHARACTERS].decode("latin-1"))
+    return ""
+
 
 INFERENCE_PATHS: dict[str, Endpoint] = {
     "/v1/chat/completions": "chat",
@@ -45,7 +72,7 @@ class Arrival(NamedTuple):
     """The ingress middleware's record of a request, in the scope's state as ``arrival``.
 
     ``held`` counts the bytes of its body while it is in flight. ``client_request_id`` is the
-    client's own request id, see :mod:`sluice.router.request.client_request_id`.
+    client's own request id, see :mod:`sluice.router.request.arrival`.
     """
 
     request_id: str

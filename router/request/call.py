@@ -17,16 +17,20 @@ from sluice.router import wire
 from sluice.router.config import RouterConfig
 from sluice.router.errors import invalid, shown
 from sluice.router.request.arrival import Arrival
-from sluice.router.request.body import HeldBytes, parse_object, read_body
-from sluice.router.request.engine_bounds import refuse_structured
-from sluice.router.request.form import Form, receive
-from sluice.router.request.loop import Loop, loop_of
-from sluice.router.request.prompt_prefix import prefix_of, salted
-from sluice.router.request.prompt_size import PromptSize, longest_ids, measure, output_limit
-from sluice.router.request.session import session_of
+from sluice.router.request.body import parse_object, read_body
+from sluice.router.request.form import read_speech
+from sluice.router.request.prompt import (
+    PromptSize,
+    TokenLimits,
+    longest_ids,
+    measure,
+    output_limit,
+    prefix_of,
+    salted,
+)
+from sluice.router.request.session import Loop, loop_of, session_of
 from sluice.router.request.slo import SloReader
-from sluice.router.request.token_limits import TokenLimits
-from sluice.router.request.validation import check_body, engine_body
+from sluice.router.request.validation import check_body, engine_body, refuse_structured
 from sluice.router.tenancy.limits import ANYONE, Client
 from sluice.router.tenancy.rate_limits import NO_CHARGE, Charge
 from sluice.router.wire import NO_CLASS
@@ -34,83 +38,6 @@ from sluice.scheduling.fleet.prefix import NO_PREFIX, PromptPrefix
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
 from sluice.telemetry.tracing import Span
-
-# A request for a transcription or a translation: a form with audio, read into a body as if it were
-# JSON, with the audio as bytes in its field ``file``.
-
-TIMEOUT_S = 120.0
-"""Longest time that a client may take to send its form, seconds."""
-
-_FLAGS: Final = (
-    "stream",
-    "stream_include_usage",
-    "stream_continuous_usage_stats",
-    "use_beam_search",
-)
-_COUNTS: Final = ("max_completion_tokens", "n")
-"""Fields that the router, or a replica, reads as another type than text. The engine converts the
-rest."""
-
-_AS_FLAG: Final = {"true": True, "1": True, "false": False, "0": False}
-_COUNT: Final = re.compile(r"([0-9]{1,10})(\.0{1,10})?")
-_NUMBER: Final = re.compile(r"[0-9]{1,12}(\.[0-9]{1,20})?")
-_TEXTS: Final = (wire.CLASS, "id")
-"""Keys of an objective whose values are text, also if they look like a number."""
-
-
-async def read_speech(request: Request, max_bytes: int, held: HeldBytes | None) -> RequestBody:
-    """The body in a form whose file has at most ``max_bytes``; what arrives is counted in ``held``.
-
-    Raises:
-        ApiError: 400, 413 or 415, or 503 or 429 if the budget in ``held`` is exhausted.
-        starlette.requests.ClientDisconnect: the client left.
-    """
-    pieces: list[bytes] = []
-
-    async def keep(piece: bytes) -> None:
-        pieces.append(piece)
-
-    form = await receive(request, keep, max_bytes, TIMEOUT_S, held)
-    audio = b"".join(pieces)
-    if not audio:
-        raise invalid("The file is empty.", "file")
-    fields = fields_of(form)
-    # The audio is no part of the JSON, so it is sent to a replica as it is.
-    return RequestBody.of(fields).with_fields({**fields, "file": audio})
-
-
-def fields_of(form: Form) -> dict[str, Any]:
-    """The fields of a form besides its file, with the types that they have in JSON.
-
-    Clients that write an object into a form send each key as a field of its own: ``slo[ttft_ms]``.
-
-    Raises:
-        ApiError: 400, such a field is not one of an objective.
-    """
-    fields: dict[str, Any] = {}
-    for name, text in (form.fields | form.lists).items():
-        if name.startswith(f"{wire.SLO_FIELD}["):
-            _put(fields.setdefault(wire.SLO_FIELD, {}), name, text)
-        elif name in _FLAGS:
-            fields[name] = _AS_FLAG.get(str(text), text)
-        else:
-            count = _COUNT.fullmatch(str(text)) if name in _COUNTS else None
-            fields[name] = int(count[1]) if count else text
-    return fields
-
-
-def _put(objective: Any, name: str, text: str | list[str]) -> None:
-    """Put the value of a field ``slo[KEY]`` or ``slo[KEY][KEY]`` where it belongs."""
-    *path, key = name[len(wire.SLO_FIELD) + 1 : -1].split("][")
-    for step in path:
-        objective = objective.setdefault(step, {}) if isinstance(objective, dict) else None
-    if not isinstance(objective, dict) or not isinstance(text, str) or len(path) > 1:
-        raise invalid(
-            f"{shown(name)} is no part of an objective in a form, which has no stages", name[:64]
-        )
-    is_number = key not in _TEXTS and _NUMBER.fullmatch(text)
-    objective[key] = (int(text) if text.isdecimal() else float(text)) if is_number else text
-
 
 # The longest wait in an admission queue that a client accepts, in the llm-d router's header.
 #
@@ -336,6 +263,6 @@ class CallReader:
             clamped={**clamped, **shortened},
             client_request_id=arrival.client_request_id,
             service_tier=tier,
-            loop=loop_of(loop, client.owner),
+            loop=None if loop is None else loop_of(loop, client.owner),
             queue_ttl_s=ttl_s,
         )

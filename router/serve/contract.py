@@ -66,6 +66,10 @@ class ReaderLostError(ReplicaFailedError):
         self.stalled = stalled
 
 
+class StalledReaderError(OSError):
+    """The client has read nothing for too long."""
+
+
 class ReplicaStream(Protocol):
     """The incoming answer to one request."""
 

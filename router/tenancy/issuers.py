@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from ipaddress import ip_address
 from typing import Annotated, Final, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from sluice.router.loopback import is_loopback
 from sluice.router.tenancy.limits import TenantLimits
 from sluice.router.wire import LABEL
 
@@ -154,3 +154,13 @@ def check_issuers(issuers: Mapping[str, TokenIssuer], classes: Collection[str]) 
             raise ValueError(
                 f"issuers.{name} names unknown classes {sorted(unknown)}; known are: {known}"
             )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address, without a port, is of this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

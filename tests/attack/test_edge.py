@@ -16,8 +16,7 @@ from uvicorn.server import ServerState
 
 from sluice.router.config import BatchesConfig, RouterConfig
 from sluice.router.errors import Reason
-from sluice.router.metrics.client_names import UNNAMED
-from sluice.router.metrics.usage import OPERATIONS, PROVIDER
+from sluice.router.metrics.instruments import OPERATIONS, PROVIDER, UNNAMED
 from sluice.router.request.arrival import INFERENCE_PATHS
 from sluice.router.request.body import BODY_TIMEOUT_S
 from sluice.router.tenancy.keys import ApiKey

@@ -28,9 +28,8 @@ from sluice.protocol.messages import RequestEnding, TroubleNotice
 from sluice.router.admin.service import AdminService
 from sluice.router.api import make_api
 from sluice.router.config import AdminConfig, RouterConfig
-from sluice.router.dispatch.catalog import Catalog
 from sluice.router.dispatch.dispatcher import Dispatcher
-from sluice.router.dispatch.models import Model, ModelRegistry
+from sluice.router.dispatch.models import Catalog, Model, ModelRegistry
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.scheduling.fleet.breaker import Trouble
 from sluice.scheduling.request.job import RouteQuery

@@ -29,7 +29,7 @@ from sluice.replica.scheduler.xargs import SchedulerSettings
 from sluice.replica.server import FIRST_STEPS, Watchdog
 from sluice.replica.vllm.engine import VllmEngine
 from sluice.replica.vllm.setup import parse_arguments, prepare_environment
-from sluice.router.request.prompt_prefix import prefix_of
+from sluice.router.request.prompt import prefix_of
 from sluice.scheduling.fleet.prefix import HELD_SLOTS, PrefixIndex
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage

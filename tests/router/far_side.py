@@ -30,18 +30,15 @@ from sluice.router.admin.service import AdminService
 from sluice.router.api import make_api
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.access_log import Telemetry
-from sluice.router.dispatch.answer import Answer
-from sluice.router.dispatch.attempt import Attempt
-from sluice.router.dispatch.catalog import Catalog
+from sluice.router.dispatch.attempt import Answer, Attempt, Case
 from sluice.router.dispatch.dispatcher import Dispatcher
-from sluice.router.dispatch.loop_deadlines import LoopAge
-from sluice.router.dispatch.models import Model, ModelRegistry
-from sluice.router.dispatch.suspicion import Case
+from sluice.router.dispatch.models import Catalog, Model, ModelRegistry
 from sluice.router.errors import Reason
-from sluice.router.ingress.load_shedding import Shedder
+from sluice.router.ingress.middleware import Shedder
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.request.call import Call
-from sluice.router.request.prompt_size import PromptSize
+from sluice.router.request.prompt import PromptSize
+from sluice.router.request.session import LoopAge
 from sluice.router.serve.choices import CHOICES
 from sluice.router.serve.contract import ReplicaFailedError, ReplicaStream
 from sluice.scheduling.fleet.breaker import Trouble

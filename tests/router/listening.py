@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-from sluice.router.ingress.http_protocol import IDLE_S
-from sluice.router.ingress.http_server import HttpServer, bound
+from sluice.router.ingress.http_server import IDLE_S, HttpServer, bound
 from tests.router.far_side import Edge
 
 

@@ -362,7 +362,7 @@ async def test_models_and_health_come_from_a_replica() -> None:
 async def test_while_the_first_replica_starts_every_answer_says_when_it_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sluice.router.dispatch.catalog.TIMEOUT_S", 0.01)
+    monkeypatch.setattr("sluice.router.dispatch.models.TIMEOUT_S", 0.01)
     side = FarSide()
     side.left_s, side.empty = 12.5, {"mixed"}
     async with Edge(side).client() as client:
@@ -379,7 +379,7 @@ async def test_while_the_first_replica_starts_every_answer_says_when_it_serves(
 async def test_where_replicas_run_and_none_answers_no_start_is_predicted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sluice.router.dispatch.catalog.TIMEOUT_S", 0.01)
+    monkeypatch.setattr("sluice.router.dispatch.models.TIMEOUT_S", 0.01)
     side = FarSide(a=serve)
     side.drained, side.empty = True, {"mixed"}
     async with Edge(side).client() as client:

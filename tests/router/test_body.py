@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sluice.protocol.requests import Endpoint
 from sluice.router.errors import ApiError
 from sluice.router.request.body import MAX_DEPTH, MAX_PARTS, parse_object
-from sluice.router.request.prompt_size import (
+from sluice.router.request.prompt import (
     MAX_RATIO,
     MESSAGE_TOKENS,
     MIN_RATIO,

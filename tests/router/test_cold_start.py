@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from sluice.router.config import RouterConfig, ServiceClass
-from sluice.router.dispatch.catalog import Catalog
+from sluice.router.dispatch.models import Catalog
 from sluice.router.errors import Reason
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.request.job import RouteDecision

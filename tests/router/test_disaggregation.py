@@ -17,12 +17,10 @@ from sluice.protocol.requests import (
     request_key,
 )
 from sluice.router.config import RouterConfig
-from sluice.router.dispatch.pools import EMPTY_POOLS_PAUSE_S
-from sluice.router.dispatch.resumable import may_split
-from sluice.router.dispatch.retry_policy import RETRY_PAUSE_S
+from sluice.router.dispatch.retries import EMPTY_POOLS_PAUSE_S, RETRY_PAUSE_S, may_split
 from sluice.router.errors import ApiError, Reason
 from sluice.router.request.call import Call
-from sluice.router.request.prompt_size import PromptSize
+from sluice.router.request.prompt import PromptSize
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.serve.hint import NO_REPLICA_WAIT_S
 from sluice.scheduling.request.job import RouteDecision, Tier

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from starlette.types import Send
 
-from sluice.router.dispatch.client_watch import DisconnectGuard
+from sluice.router.dispatch.response import DisconnectGuard
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from tests.router.far_side import CHAT_BODY, Edge, FarController, FarSide, hang, serve, stall
 

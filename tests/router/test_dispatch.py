@@ -16,10 +16,10 @@ from sluice.protocol.requests import (
     ResponseTail,
     request_key,
 )
-from sluice.router.dispatch.answer import Answer
+from sluice.router.dispatch.attempt import Answer
 from sluice.router.errors import ApiError, Reason
 from sluice.router.request.call import Call
-from sluice.router.request.prompt_size import PromptSize
+from sluice.router.request.prompt import PromptSize
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.request.job import RouteQuery
 from sluice.scheduling.request.objective import SLO

@@ -20,7 +20,7 @@ from sluice.replica.server import Replica
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.replica.streams.server import StreamServer
 from sluice.router.serve.contract import ReplicaStream
-from sluice.router.serve.streams import Channels
+from sluice.router.serve.replicas import Channels
 from sluice.scheduling.roles import Role
 from tests.replica.waiting import until
 from tests.router.far_side import Edge, FarSide

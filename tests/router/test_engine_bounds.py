@@ -9,14 +9,14 @@ import pytest
 
 from sluice.router.config import RouterConfig
 from sluice.router.errors import ApiError
-from sluice.router.request.engine_bounds import (
+from sluice.router.request.validation import (
     MAX_ENTRIES,
     MAX_GRAMMAR_CHARACTERS,
     MAX_PATTERN_CHARACTERS,
     MAX_SCHEMA_CHARACTERS,
     MAX_STOP_CHARACTERS,
+    check_body,
 )
-from sluice.router.request.validation import check_body
 from tests.router.far_side import CHAT_BODY, COMPLETION_BODY, Edge, FarSide, serve
 
 PATTERN = "a" * (MAX_PATTERN_CHARACTERS // 2)

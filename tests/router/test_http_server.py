@@ -12,8 +12,8 @@ import pytest
 
 from sluice.protocol.requests import EngineRequest, ResponseItem
 from sluice.router.config import RouterConfig
-from sluice.router.ingress import http_protocol
-from sluice.router.ingress.http_protocol import MAX_HEAD_BYTES, MAX_HEADERS
+from sluice.router.ingress import http_server
+from sluice.router.ingress.http_server import MAX_HEAD_BYTES, MAX_HEADERS
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, hang, serve, stall
 from tests.router.listening import Listening, listening
 
@@ -115,8 +115,8 @@ async def test_valid_requests_before_a_broken_one_are_answered_first() -> None:
 
 
 async def test_a_client_that_is_slow_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "HEAD_S", 0.1)
-    monkeypatch.setattr(http_protocol, "IDLE_S", 0.1)
+    monkeypatch.setattr(http_server, "HEAD_S", 0.1)
+    monkeypatch.setattr(http_server, "IDLE_S", 0.1)
     async with listening(Edge(FarSide(a=serve))) as system:
         assert await exchange(system) == b""
         check_error(await exchange(system, GET), 408, "request_timeout")
@@ -127,8 +127,8 @@ async def test_a_client_that_is_slow_is_dropped(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_who_waits_for_an_answer_is_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "HEAD_S", 0.01)
-    monkeypatch.setattr(http_protocol, "IDLE_S", 0.01)
+    monkeypatch.setattr(http_server, "HEAD_S", 0.01)
+    monkeypatch.setattr(http_server, "IDLE_S", 0.01)
     side = FarSide(a=hang)
     async with listening(Edge(side)) as system, connected(system) as client:
         client.writer.write(post(close=False) + b"GET /hea")

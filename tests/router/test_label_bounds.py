@@ -18,9 +18,14 @@ from sluice.replica.metrics import Measured, ReplicaCollector
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.router import wire
 from sluice.router.config import RouterConfig
-from sluice.router.metrics.client_names import MAX_NAMES, OTHERS
-from sluice.router.metrics.instruments import Outcome, RouterMetrics
-from sluice.router.metrics.usage import OPERATIONS, PROVIDER
+from sluice.router.metrics.instruments import (
+    MAX_NAMES,
+    OPERATIONS,
+    OTHERS,
+    PROVIDER,
+    Outcome,
+    RouterMetrics,
+)
 from sluice.router.request.arrival import INFERENCE_PATHS
 from sluice.router.tenancy.limits import UNNAMED, Client
 from sluice.scheduling.request.objective import MAX_PRIORITY, SLO, TokenClock

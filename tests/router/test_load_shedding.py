@@ -19,7 +19,7 @@ from starlette.types import Message
 from sluice.router.config import RouterConfig, ServiceClass
 from sluice.router.dispatch.placement import FULL_FOR_S
 from sluice.router.errors import Reason
-from sluice.router.ingress.load_shedding import (
+from sluice.router.ingress.middleware import (
     ALWAYS_PER_S,
     MAX_DELAY_S,
     MAX_HOLD_S,

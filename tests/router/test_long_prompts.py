@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sluice.router.dispatch.catalog import TTL_S, Catalog
+from sluice.router.dispatch.models import TTL_S, Catalog
 from sluice.router.request.call import MAX_INLINE_BYTES
 from tests.router.far_side import COMPLETION_BODY, Clock, Edge, FarSide, serve
 

@@ -13,7 +13,7 @@ from sluice.controller.config import ControllerConfig
 from sluice.protocol.requests import EngineRequest, ResponseItem
 from sluice.router.config import RouterConfig
 from sluice.router.errors import ApiError
-from sluice.router.request.loop import loop_of
+from sluice.router.request.session import loop_of
 from sluice.router.request.slo import SloReader
 from sluice.router.tenancy.limits import TenantLimits
 from tests.router.far_side import CHAT_BODY, Clock, Edge, FarController, FarSide, serve
@@ -121,7 +121,6 @@ def test_loops_of_different_owners_are_distinct() -> None:
     stated = READER.read({"slo": {"loop": LOOP}}, []).loop
     loops = [loop_of(stated, owner) for owner in ("acme", "acme", "other")]
     assert loops[0] == loops[1] != loops[2]
-    assert loop_of(None, "acme") is None
 
 
 @pytest.mark.parametrize(

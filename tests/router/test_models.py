@@ -22,9 +22,8 @@ from sluice.protocol.requests import (
 )
 from sluice.router.api import make_api
 from sluice.router.config import RouterConfig
-from sluice.router.dispatch.catalog import TTL_S, Catalog
 from sluice.router.dispatch.dispatcher import Dispatcher
-from sluice.router.dispatch.models import Model, ModelRegistry
+from sluice.router.dispatch.models import TTL_S, Catalog, Model, ModelRegistry
 from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.metrics.page import merged

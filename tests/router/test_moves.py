@@ -10,13 +10,11 @@ import pytest
 from sluice.protocol.messages import MAX_WAITS, FirstTokenWait
 from sluice.protocol.requests import EngineRequest, request_key
 from sluice.router.config import RouterConfig
-from sluice.router.dispatch.answer import Answer
-from sluice.router.dispatch.attempt import Attempt
+from sluice.router.dispatch.attempt import Answer, Attempt, Case
 from sluice.router.dispatch.migrations import Moves
-from sluice.router.dispatch.suspicion import Case
 from sluice.router.errors import Reason
 from sluice.router.request.call import Call
-from sluice.router.request.prompt_size import PromptSize
+from sluice.router.request.prompt import PromptSize
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.request.job import STAYS, RouteDecision, RouteQuery, Tier
 from sluice.scheduling.request.objective import SLO, TokenClock

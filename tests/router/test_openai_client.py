@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from sluice.router.config import RouterConfig
-from sluice.router.dispatch.service_tier import with_tier
+from sluice.router.dispatch.response import with_tier
 from sluice.router.errors import Reason
 from sluice.router.serve.contract import ReplicaFailedError
 from tests.router.far_side import Edge, FarSide, answer, fail, hang, serve, stall

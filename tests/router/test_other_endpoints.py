@@ -10,17 +10,16 @@ import pytest
 from sluice.protocol.requests import Endpoint
 from sluice.router.config import RouterConfig
 from sluice.router.errors import ApiError, Reason
-from sluice.router.request.engine_bounds import is_structured
-from sluice.router.request.prompt_prefix import prefix_of
-from sluice.router.request.prompt_size import (
+from sluice.router.request.prompt import (
     MEDIA_TOKENS,
     MESSAGE_TOKENS,
     PromptSize,
+    TokenLimits,
     measure,
     output_limit,
+    prefix_of,
 )
-from sluice.router.request.token_limits import TokenLimits
-from sluice.router.request.validation import MAX_INPUTS, check_body
+from sluice.router.request.validation import MAX_INPUTS, check_body, is_structured
 from sluice.router.tenancy.limits import NO_CAPS
 
 SAID: dict[str, Any] = {

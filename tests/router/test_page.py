@@ -19,7 +19,7 @@ from sluice.router.admin.service import AdminService
 from sluice.router.config import RouterConfig
 from sluice.router.metrics.instruments import Outcome
 from sluice.router.request.call import Call
-from sluice.router.request.prompt_size import PromptSize
+from sluice.router.request.prompt import PromptSize
 from sluice.scheduling.fleet.breaker import FAILURES, Trouble
 from sluice.scheduling.request.job import RouteQuery, Tier
 from sluice.scheduling.request.objective import SLO, TokenClock

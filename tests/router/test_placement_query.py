@@ -8,7 +8,7 @@ import pytest
 
 from sluice.protocol.requests import EngineRequest
 from sluice.router.errors import ApiError
-from sluice.router.request.prompt_size import MAX_OUTPUT_TOKENS, output_limit
+from sluice.router.request.prompt import MAX_OUTPUT_TOKENS, output_limit
 from sluice.router.request.session import MAX_SESSION_CHARACTERS, session_of
 from tests.router.far_side import COMPLETION_BODY
 from tests.router.test_admission import edge_of, guaranteed, post

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.router.request.prompt_prefix import prefix_of
+from sluice.router.request.prompt import prefix_of
 from sluice.scheduling.fleet.prefix import CHUNK_ENDS, MAX_CHUNKS, NO_PREFIX, TOKEN_UNITS
 
 LETTERS = "abcdefgh\0é中"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.router.dispatch.resumable import prompt_slo
+from sluice.router.dispatch.retries import prompt_slo
 from sluice.scheduling.request.objective import SLO
 
 

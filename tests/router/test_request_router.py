@@ -30,7 +30,7 @@ from sluice.router.dispatch.dispatcher import Dispatcher
 from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.request.call import Call
-from sluice.router.request.prompt_size import PromptSize
+from sluice.router.request.prompt import PromptSize
 from sluice.router.serve.choices import CHOICES
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.serve.hint import Hint, NoReplicaError

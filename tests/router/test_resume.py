@@ -26,12 +26,12 @@ from sluice.replica.config import EngineConfig, SimulatedEngineConfig
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.replica.simulated.virtual_loop import VirtualLoop
 from sluice.router.config import RetryBudgetConfig, RouterConfig
-from sluice.router.dispatch.resumable import rest_of
+from sluice.router.dispatch.attempt import Piece, Transcript
+from sluice.router.dispatch.retries import rest_of
 from sluice.router.dispatch.suspicion import CLEARED_S
-from sluice.router.dispatch.transcript import Piece, Transcript
 from sluice.router.errors import Reason
 from sluice.router.request.call import Call
-from sluice.router.request.prompt_size import PromptSize
+from sluice.router.request.prompt import PromptSize
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.request.job import RouteDecision, Tier
 from sluice.scheduling.request.objective import SLO

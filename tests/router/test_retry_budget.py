@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.router.config import RetryBudgetConfig
-from sluice.router.dispatch.retry_policy import RetryBudget
+from sluice.router.dispatch.retries import RetryBudget
 from tests.router.far_side import Clock
 
 

@@ -24,7 +24,8 @@ from sluice.protocol.requests import (
 )
 from sluice.replica.simulated.virtual_loop import VirtualLoop
 from sluice.router.config import RouterConfig
-from sluice.router.dispatch.client_watch import StalledReaderError, TimeoutSend
+from sluice.router.dispatch.response import TimeoutSend
+from sluice.router.serve.contract import StalledReaderError
 from sluice.router.tenancy.keys import ApiKey
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, event, stall
 from tests.router.virtual_time import VirtualTime, settle

@@ -23,14 +23,14 @@ from sluice.protocol.streams import Open
 from sluice.router.config import RouterConfig
 from sluice.router.errors import ApiError, Reason
 from sluice.router.request.form import MAX_PARTS
-from sluice.router.request.prompt_prefix import prefix_of
-from sluice.router.request.prompt_size import (
+from sluice.router.request.prompt import (
     AUDIO_BYTES_PER_S,
     AUDIO_CHARACTERS_PER_S,
+    TokenLimits,
     audio_characters,
     measure,
+    prefix_of,
 )
-from sluice.router.request.token_limits import TokenLimits
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.tenancy.limits import NO_CAPS
 from tests.router.far_side import Edge, FarSide, answer, fail

@@ -24,7 +24,7 @@ from sluice.protocol.requests import (
 )
 from sluice.router.config import RetryBudgetConfig, RouterConfig
 from sluice.router.dispatch.attempt import Attempt
-from sluice.router.dispatch.retry_policy import RetryBudget
+from sluice.router.dispatch.retries import RetryBudget
 from sluice.router.dispatch.stall_detector import (
     ANSWER_S,
     ASK_EVERY_S,

@@ -30,7 +30,7 @@ from sluice.replica.streams import server as server_module
 from sluice.replica.streams.server import StreamServer
 from sluice.router.errors import Reason
 from sluice.router.serve.contract import ReplicaFailedError, ReplicaStream
-from sluice.router.serve.streams import Channels, ChannelStream
+from sluice.router.serve.replicas import Channels, ChannelStream
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
 from tests.replica.test_server import running

@@ -13,21 +13,20 @@ from hypothesis import strategies as st
 
 from sluice.protocol.requests import EngineRequest, ResponseHead, ResponseItem
 from sluice.router.config import RetryBudgetConfig, RouterConfig
-from sluice.router.dispatch.attempt import Attempt
+from sluice.router.dispatch.attempt import Attempt, Case
 from sluice.router.dispatch.suspicion import (
     CLEARED_S,
     FEW,
     QUARANTINED_S,
     REMEMBERED,
     TRIAL_S,
-    Case,
     Suspicion,
 )
 from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.request.call import Call
-from sluice.router.request.engine_bounds import is_structured
-from sluice.router.request.prompt_size import PromptSize
+from sluice.router.request.prompt import PromptSize
+from sluice.router.request.validation import is_structured
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.serve.replicas import failure_of
 from sluice.router.tenancy.limits import Client

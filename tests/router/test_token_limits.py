@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from sluice.protocol.requests import Endpoint
 from sluice.router.config import RouterConfig
 from sluice.router.errors import ApiError
-from sluice.router.request.prompt_size import output_limit
-from sluice.router.request.token_limits import TokenLimits, output_to_expect
+from sluice.router.request.prompt import TokenLimits, output_limit, output_to_expect
 from sluice.router.tenancy.limits import NO_CAPS, TenantLimits
 from tests.router.far_side import CHAT_BODY, COMPLETION_BODY
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sluice.controller.config import ControllerConfig
 from sluice.replica.config import ReplicaConfig
 from sluice.router.config import RouterConfig
-from sluice.router.dispatch.retry_policy import RETRY_PAUSE_S
+from sluice.router.dispatch.retries import RETRY_PAUSE_S
 from sluice.router.serve.request_router import NO_REPLICA_WAIT_S
 from sluice.scheduling import routing
 from sluice.scheduling.admission import POLICIES as ADMISSIONS

@@ -1,0 +1,294 @@
+"""Whether a call whose attempt failed gets another one, and when."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Final
+
+from sluice.protocol.requests import EngineRequest
+from sluice.router.config import RetryBudgetConfig
+from sluice.router.dispatch.attempt import Answer
+from sluice.router.errors import Reason
+from sluice.router.metrics.instruments import RouterMetrics
+from sluice.router.request.call import Call
+from sluice.router.request.prompt import PromptSize
+from sluice.router.serve.contract import ReplicaFailedError
+from sluice.router.serve.hint import NO_REPLICA_WAIT_S
+from sluice.scheduling.fleet.transfer import prompt_ttft_s
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.roles import Role
+
+# Which calls more than one replica may serve: as a P/D pair, or by resuming after a failure.
+#
+# Conditions that only the engine knows are not checked here: if its output cannot be resumed, it
+# does not report the tokens (:attr:`~sluice.protocol.requests.EngineRequest.resumable`).
+
+_WHOLE = ("echo", "prompt_logprobs", "prompt_embeds")
+_TEXT = ("text", "input_text", "output_text", "refusal")
+
+NOT_RESUMABLE = (
+    "No other replica can resume this stream: several choices, log probabilities, structured "
+    "output, penalties or the like depend on more than the tokens that were sent."
+)
+"""Error message for a stream that cannot be resumed after its replica failed."""
+
+
+def may_split(call: Call) -> bool:
+    """Whether a P/D pair may serve the call. ``O(messages)``.
+
+    Not if the answer includes results of the prefill, nor with media: their features would have to
+    be transferred, too.
+    """
+    body = call.body
+    whole = any(_is_set(body.get(name)) for name in _WHOLE)
+    return _is_single(call) and not whole and _is_text(body)
+
+
+def may_resume(call: Call) -> bool:
+    """Whether another replica may resume its stream. ``O(1)``."""
+    return bool(call.body.get("stream")) and not call.body.get("echo") and _is_single(call)
+
+
+def may_migrate(call: Call) -> bool:
+    """Whether its stream may move to another replica although its own one works. ``O(messages)``.
+    Not with media, whose features would have to be transferred, too, nor if its tokens are drawn by
+    a seed: the state of the random numbers does not move."""
+    body = call.body
+    drawn = body.get("seed") is not None and body.get("temperature") != 0
+    return may_resume(call) and not drawn and _is_text(body)
+
+
+def prefill_id_of(request_id: str) -> str:
+    """The id of the prefill of a request that a P/D pair serves."""
+    return f"{request_id}.prefill"
+
+
+def prefill_of(
+    whole: EngineRequest, kv_transfer_s: float, trace: Mapping[str, str]
+) -> EngineRequest:
+    """The prefill phase of a request whose first token comes ``kv_transfer_s`` after it. ``trace``:
+    its own trace context."""
+    return replace(
+        whole,
+        request_id=prefill_id_of(whole.request_id),
+        slo=prompt_slo(whole.slo, kv_transfer_s),
+        trace=trace,
+        prefill_only=True,
+        resumable=False,
+        direct_patience_s=None,
+    )
+
+
+def prompt_slo(slo: SLO, kv_transfer_s: float) -> SLO:
+    """The SLO of the prefill phase, if the first token comes ``kv_transfer_s`` after it."""
+    if slo.ttft_s is None:
+        return slo
+    return replace(slo, ttft_s=prompt_ttft_s(slo.ttft_s, kv_transfer_s), stages=())
+
+
+def rest_of(call: Call, tokens: int, slo: SLO) -> Call:
+    """The rest of a call whose client has ``tokens`` output tokens: they are part of the prompt.
+    ``slo`` is that of the rest."""
+    prompt = call.prompt
+    left = max(1, call.output_tokens - tokens) if call.output_tokens else 0
+    size = PromptSize(prompt.characters, prompt.tokens + tokens)
+    return replace(call, slo=slo, prompt=size, output_tokens=left)
+
+
+def _is_single(call: Call) -> bool:
+    """One output of one prompt."""
+    body = call.body
+    if call.endpoint not in ("chat", "completions") or (body.get("n") or 1) > 1:
+        return False
+    prompt = body.get("prompt")
+    several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+    return call.endpoint == "chat" or not several
+
+
+def _is_set(value: object) -> bool:
+    # With 0 the answer still holds the log probability of the token itself.
+    return value is not None and value is not False
+
+
+def _is_text(body: dict[str, object]) -> bool:
+    messages = body.get("messages")
+    contents = [m.get("content") for m in messages] if isinstance(messages, list) else []
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return all(
+        isinstance(p, str) or (isinstance(p, dict) and p.get("type") in _TEXT) for p in parts
+    )
+
+
+# The pools of replicas that may serve a whole call, and how long empty ones are waited for.
+
+EMPTY_POOLS_PAUSE_S = 0.25
+"""Pause before pools that were all found empty are asked again, seconds."""
+
+
+class Pools:
+    """One per router process and model.
+
+    Args:
+        roles: of the existing pools, in the order in which they are asked to serve a whole call.
+        single: there is one pool only.
+        clock: monotonic seconds.
+        pause: sleeps for the given number of seconds.
+    """
+
+    def __init__(
+        self,
+        roles: Sequence[Role],
+        single: bool,
+        clock: Callable[[], float],
+        pause: Callable[[float], Awaitable[object]],
+    ) -> None:
+        self._roles = tuple(roles)
+        self._single = single
+        self._clock = clock
+        self._pause = pause
+        self._splits = {"prefill", "decode"} <= set(roles)
+        # When all were first and last found empty, with no answer in between.
+        self._empty_since_s = self._last_empty_s = -inf
+
+    def may_split(self, answer: Answer) -> bool:
+        """Whether there are replicas for a P/D pair, as far as is known."""
+        return self._splits and not answer.empty & {"prefill", "decode"}
+
+    def role_for(self, answer: Answer, wanted: Role | None) -> Role:
+        """The pool that a call goes to: the ``wanted`` one, unless it was empty."""
+        left = self._left(answer) or self._roles
+        return wanted if wanted is not None and wanted in left else left[0]
+
+    def answered(self) -> None:
+        """A replica has answered."""
+        self._last_empty_s = -inf
+
+    async def wait(self, answer: Answer, failure: ReplicaFailedError) -> None:
+        """A pool was empty: return when another one, or all of them again, may be asked. All
+        together get the time for which a single pool keeps requests waiting, counted from when all
+        were first found empty.
+
+        Raises:
+            ReplicaFailedError: ``failure``; they have been empty for too long.
+        """
+        if self._left(answer):
+            return
+        now_s = self._clock()
+        if now_s - self._last_empty_s > NO_REPLICA_WAIT_S:
+            self._empty_since_s = now_s
+        self._last_empty_s = now_s
+        if self._single or now_s - self._empty_since_s >= NO_REPLICA_WAIT_S:
+            raise failure
+        await self._pause(EMPTY_POOLS_PAUSE_S)
+        answer.empty.clear()
+
+    def _left(self, answer: Answer) -> list[Role]:
+        return [role for role in self._roles if role not in answer.empty]
+
+
+# Retry budget of a router: retries are limited to a share of its requests, so that they do not
+# multiply failures which hit every replica.
+
+_SLOTS: Final = 20
+"""Parts of the sliding window: counts expire one part at a time."""
+
+
+class RetryBudget:
+    """One per router process. ``O(1)``, in time and in memory.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, config: RetryBudgetConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        # Slot number, requests, retries; ascending.
+        self._slots: deque[list[int]] = deque()
+        self._requests = 0
+        self._retries = 0
+
+    def count_request(self) -> None:
+        """A request makes its first attempt."""
+        self._slot()[1] += 1
+        self._requests += 1
+
+    def take(self) -> bool:
+        """Whether one more attempt may be made now. If so, it is counted."""
+        slot = self._slot()
+        if self._retries >= self._config.floor + self._config.ratio * self._requests:
+            return False
+        slot[2] += 1
+        self._retries += 1
+        return True
+
+    def _slot(self) -> list[int]:
+        """The current slot. Slots that have left the window are dropped."""
+        number = int(self._clock() / self._config.window_s * _SLOTS)
+        while self._slots and self._slots[0][0] <= number - _SLOTS:
+            _, requests, retries = self._slots.popleft()
+            self._requests -= requests
+            self._retries -= retries
+        if not self._slots or self._slots[-1][0] != number:
+            self._slots.append([number, 0, 0])
+        return self._slots[-1]
+
+
+RETRY_PAUSE_S: Final = 0.02
+"""Pause before the second attempt, doubled before each later one, seconds: time for the report of a
+dead replica to arrive, and a backoff for a failure that hits every replica."""
+
+
+class RetryPolicy:
+    """Limits attempts by call and, by the budget, in total. An attempt that found a pool empty does
+    not count, and is repeated when another pool may be asked.
+
+    Args:
+        budget: of the router process.
+        pools: where attempts go.
+        metrics: count retries and refused ones.
+        pause: sleeps for the given number of seconds.
+    """
+
+    def __init__(
+        self,
+        budget: RetryBudget,
+        pools: Pools,
+        metrics: RouterMetrics,
+        pause: Callable[[float], Awaitable[object]],
+    ) -> None:
+        self._budget = budget
+        self._pools = pools
+        self._metrics = metrics
+        self._pause = pause
+
+    def attempted(self, answer: Answer) -> None:
+        """An attempt was made, of which the call's first counts for the budget. A call that was
+        refused before it reached a replica does not count."""
+        if answer.attempts == 1:
+            self._budget.count_request()
+
+    async def before_the_next(self, answer: Answer, failure: ReplicaFailedError) -> None:
+        """Return when another attempt may be made.
+
+        Raises:
+            ReplicaFailedError: no further attempt may be made.
+        """
+        if answer.verdict is not None:
+            raise answer.verdict from failure
+        if failure.reason is Reason.NO_REPLICA:
+            return await self._pools.wait(answer, failure)
+        granted, answer.granted = answer.granted, False
+        if not failure.retry or (answer.spent and not granted):
+            raise failure
+        if not granted and not self._budget.take():
+            self._metrics.retries_refused.inc()
+            raise failure
+        self._metrics.retries.inc()
+        await self._pause(RETRY_PAUSE_S * 2 ** (answer.made - 1))

@@ -1,0 +1,501 @@
+"""Limits on the prompt and output length of one request, of the router and of its key."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import takewhile
+from math import ceil
+from typing import Any, Final
+
+from sluice.protocol.requests import ANTHROPIC, EMBEDDING, GENERATING, POOLING, SPEECH, Endpoint
+from sluice.router.config import RouterConfig
+from sluice.router.errors import ApiError, Reason, invalid, shown
+from sluice.router.tenancy.limits import TenantLimits
+from sluice.scheduling.fleet.prefix import (
+    CHUNK_ENDS,
+    MAX_CHUNKS,
+    NO_PREFIX,
+    TOKEN_UNITS,
+    PromptPrefix,
+)
+
+# Prefix hashes of a prompt, see :mod:`sluice.scheduling.fleet.prefix`, from its text or token ids.
+#
+# The tokens of a prompt depend on more than its text: on the model, the tools, the template. All
+# of these are hashed before the text, so that prompts share a hash only if their tokens begin
+# alike. Templates render tools in different places; here they come first, as in some templates,
+# which predicts fewer shared prefixes.
+#
+# The hashes are not keyed: only the controller and the replicas receive them. Anything that a
+# client could learn by probing, it learns from any prefix cache's response times; the field
+# ``cache_salt`` separates prompts here as it does in vLLM's cache.
+
+# Estimated size of a call's prompt before it is tokenised, for the controller's placement.
+
+MIN_RATIO = 1.0
+MAX_RATIO = 16.0
+FIRST_RATIO = 4.0
+"""Characters per token until answers of engines correct it; usual for English text."""
+
+SMOOTHING = 0.1
+"""Weight of the newest observation in the moving average."""
+
+MESSAGE_TOKENS = 4
+"""Approximate tokens that a chat template adds to a message."""
+
+MEDIA_TOKENS = 512
+"""Assumed tokens of an image or of audio; only the engine knows the number."""
+
+AUDIO_CHARACTERS_PER_S = 50
+"""A second of audio counts as this many characters of text. With :data:`FIRST_RATIO` that is 12.5
+tokens, usual for models that read audio as a part of the prompt; then the ratio is learned as for
+text."""
+
+AUDIO_BYTES_PER_S = 4_000
+"""Assumed bytes of a second of compressed audio, 32 kbit/s: most formats take more, so it is
+shorter than assumed."""
+
+_MIN_WAV_BYTES_PER_S = 1_000
+"""Bytes of a second of the poorest WAV. A header that states fewer is not believed."""
+
+COMPLETION_TOKENS = 16
+"""Output tokens of a completion that states no maximum: OpenAI's default, and vLLM's."""
+
+SCORED = (
+    ("queries", "documents"),
+    ("queries", "items"),
+    ("data_1", "data_2"),
+    ("text_1", "text_2"),
+)
+"""The names that a scoring request may give to what it scores and against what."""
+
+MAX_OUTPUT_TOKENS = 1 << 31
+"""Upper bound of the counted output tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSize:
+    """Countable parts of a prompt: ``characters`` of text and the number of known ``tokens``."""
+
+    characters: int = 0
+    tokens: int = 0
+
+
+def measure(endpoint: Endpoint, body: dict[str, Any]) -> PromptSize:
+    """Measure a validated body. ``O(messages)``: it never reads the text."""
+    if endpoint == "completions":
+        return _measure_prompt(body["prompt"])
+    if endpoint in SPEECH:
+        return PromptSize(audio_characters(body["file"]) + len(body.get("prompt") or ""))
+    if endpoint in GENERATING | ANTHROPIC:
+        return _measure_chat(messages_of(endpoint, body), body.get("tools"))
+    if endpoint in ("score", "rerank"):
+        return _measure_pairs(*scored(endpoint, body))
+    if endpoint in EMBEDDING:
+        text = body.get("input")
+    elif endpoint == "tokenize":
+        text = body.get("prompt")
+    else:
+        return PromptSize(tokens=len(body["tokens"]))
+    if text is None:
+        return _measure_chat(body["messages"], body.get("tools"))
+    return _measure_prompt(text)
+
+
+def audio_characters(audio: bytes) -> int:
+    """The characters that audio counts as, by its duration: exactly that of a WAV, an upper bound
+    for usual files of other formats. ``O(1)``."""
+    per_s = AUDIO_BYTES_PER_S
+    if audio[:4] == b"RIFF" and audio[8:16] == b"WAVEfmt ":
+        # By the fields that decoders go by; the header's own bytes per second may say anything.
+        rate, frame = int.from_bytes(audio[24:28], "little"), int.from_bytes(audio[32:34], "little")
+        per_s = max(rate * frame, _MIN_WAV_BYTES_PER_S)
+    return ceil(AUDIO_CHARACTERS_PER_S * len(audio) / per_s)
+
+
+def longest_ids(endpoint: Endpoint, body: dict[str, Any]) -> tuple[str, int]:
+    """The field of an unchecked body that holds prompts, and the number of token ids of the longest
+    one; 0 if no prompt is token ids, or the engine is asked to truncate them. ``O(prompts)``."""
+    name = "input" if endpoint in EMBEDDING else "prompt"
+    given = body.get(name)
+    if endpoint not in EMBEDDING | {"completions"} or not isinstance(given, list) or not given:
+        return name, 0
+    if body.get("truncate_prompt_tokens") is not None:
+        return name, 0
+    if isinstance(given[0], list):
+        return name, max(len(prompt) for prompt in given if isinstance(prompt, list))
+    return name, len(given) if isinstance(given[0], int) else 0
+
+
+def output_limit(endpoint: Endpoint, body: dict[str, Any]) -> int:
+    """Maximum tokens that a validated body may generate, over all its prompts and choices; 0 if
+    only the model's length bounds it."""
+    if endpoint == "chat":
+        tokens = body.get("max_completion_tokens") or body.get("max_tokens") or 0
+    elif endpoint == "completions":
+        stated = body.get("max_tokens")
+        # With 0 the engine makes one, which it does not send.
+        tokens = COMPLETION_TOKENS if stated is None else max(1, stated)
+    elif endpoint == "responses":
+        tokens = body.get("max_output_tokens") or 0
+    elif endpoint == "messages":
+        tokens = body.get("max_tokens") or 0
+    elif endpoint in SPEECH:
+        tokens = body.get("max_completion_tokens") or 0
+    elif endpoint in POOLING:
+        tokens = 1
+    else:
+        return 0
+    return min(tokens * outputs_of(endpoint, body), MAX_OUTPUT_TOKENS)
+
+
+def outputs_of(endpoint: Endpoint, body: dict[str, Any]) -> int:
+    """Number of outputs that a validated body asks for: the choices of all its prompts."""
+    if endpoint in EMBEDDING:
+        return _prompts(body.get("input"))
+    if endpoint in ("score", "rerank"):
+        return max(map(len, scored(endpoint, body)))
+    if endpoint in SPEECH or endpoint in ("responses", "messages"):
+        return 1
+    prompts = _prompts(body["prompt"]) if endpoint == "completions" else 1
+    return prompts * (body.get("n") or 1)
+
+
+def _prompts(prompt: Any) -> int:
+    several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+    return len(prompt) if several else 1
+
+
+def scored(endpoint: Endpoint, body: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """What a scoring body scores, and against what. A list of one is scored against each entry of
+    the other list.
+
+    Raises:
+        KeyError: a field is missing.
+    """
+    pairs = (("query", "documents"),) if endpoint == "rerank" else SCORED
+    names = next((pair for pair in pairs if all(name in body for name in pair)), pairs[0])
+    left, right = (body[name] for name in names)
+    return left if isinstance(left, list) else [left], right if isinstance(right, list) else [right]
+
+
+def messages_of(endpoint: Endpoint, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The validated conversation of a body, with what the system says first; some messages of a
+    response have no role."""
+    if endpoint in ANTHROPIC:
+        system = body.get("system")
+        first = [{"role": "system", "content": system}] if system else []
+        return [*first, *body["messages"]]
+    if endpoint == "chat":
+        messages: list[dict[str, Any]] = body["messages"]
+        return messages
+    given = body["input"]
+    items = [{"content": given}] if isinstance(given, str) else given
+    instructions = body.get("instructions")
+    return [{"content": instructions}, *items] if isinstance(instructions, str) else items
+
+
+class TokenEstimator:
+    """Estimates prompt tokens: exact for token ids, else by characters per token, learned."""
+
+    def __init__(self) -> None:
+        self.ratio = FIRST_RATIO
+
+    def estimate(self, size: PromptSize) -> int:
+        """Tokens of a prompt, at least 1."""
+        return max(1, size.tokens + round(size.characters / self.ratio))
+
+    def learn(self, size: PromptSize, prompt_tokens: int) -> None:
+        """Update the ratio with a prompt that had ``prompt_tokens``."""
+        from_text = prompt_tokens - size.tokens
+        if size.characters == 0 or from_text <= 0:
+            return
+        seen = min(max(size.characters / from_text, MIN_RATIO), MAX_RATIO)
+        self.ratio += SMOOTHING * (seen - self.ratio)
+
+
+def _measure_chat(messages: list[dict[str, Any]], tools: Any) -> PromptSize:
+    characters = tokens = 0
+    for message in messages:
+        tokens += MESSAGE_TOKENS
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [content]
+        for part in parts:
+            text = part.get("text") if isinstance(part, dict) else part
+            if isinstance(text, str):
+                characters += len(text)
+            elif part is not None:
+                tokens += MEDIA_TOKENS
+    if tools:
+        characters += len(repr(tools))
+    return PromptSize(characters, tokens)
+
+
+def _measure_pairs(left: list[Any], right: list[Any]) -> PromptSize:
+    """The engine reads what is scored once for each entry that it is scored against."""
+    pairs = max(len(left), len(right))
+    characters = tokens = 0
+    for entries in (left, right):
+        times = pairs if len(entries) == 1 else 1
+        for entry in entries:
+            parts = [entry] if isinstance(entry, str) else entry["content"]
+            for part in parts:
+                text = part.get("text") if isinstance(part, dict) else part
+                characters += times * len(text) if isinstance(text, str) else 0
+                tokens += 0 if isinstance(text, str) else times * MEDIA_TOKENS
+    return PromptSize(characters, tokens)
+
+
+def _measure_prompt(prompt: str | list[Any]) -> PromptSize:
+    if isinstance(prompt, str):
+        return PromptSize(characters=len(prompt))
+    if isinstance(prompt[0], int):
+        return PromptSize(tokens=len(prompt))
+    size = sum(len(entry) for entry in prompt)
+    return PromptSize(characters=size) if isinstance(prompt[0], str) else PromptSize(tokens=size)
+
+
+_SALT = "cache_salt"
+_SETTINGS = (
+    "model",
+    _SALT,
+    "add_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "reasoning_effort",
+    "tool_choice",
+    "reasoning",
+)
+"""Fields that change the rendering of the whole prompt."""
+
+_UNREADABLE = ("prompt_embeds", "truncate_prompt_tokens")
+"""Fields with which a prompt does not begin with its text."""
+
+_MEDIUM_UNITS = MEDIA_TOKENS * TOKEN_UNITS
+
+
+def prefix_of(endpoint: Endpoint, body: dict[str, Any]) -> PromptPrefix:
+    """Hash the beginning of a validated body's prompt.
+
+    There are no hashes for a prompt shorter than a chunk, or for a call with several prompts.
+    ``O(characters)`` up to the last of :data:`~sluice.scheduling.fleet.prefix.CHUNK_ENDS`.
+    """
+    if endpoint not in GENERATING - SPEECH or any(body.get(f) is not None for f in _UNREADABLE):
+        return NO_PREFIX
+    settings = {field: body[field] for field in _SETTINGS if body.get(field) is not None}
+    hasher = blake2b(json.dumps([endpoint, settings]).encode(), digest_size=8)
+    if endpoint != "completions":
+        texts = _chat_texts(messages_of(endpoint, body), body.get("tools"))
+        return _of_texts(hasher, list(texts))
+    prompt = body["prompt"]
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return _of_texts(hasher, [prompt])
+    return _of_tokens(hasher, prompt) if isinstance(prompt[0], int) else NO_PREFIX
+
+
+def salted(body: dict[str, Any], owner: str) -> dict[str, Any]:
+    """``body`` with a ``cache_salt`` that only ``owner`` can have, derived from the given one: its
+    prompts share no KV with other clients. A salt that is not a string is left for the engine to
+    refuse."""
+    salt = body.get(_SALT)
+    if salt is not None and not isinstance(salt, str):
+        return body
+    text = json.dumps([owner, salt]).encode()
+    return {**body, _SALT: blake2b(text, digest_size=16, person=b"sluice-salt").hexdigest()}
+
+
+def _chat_texts(messages: list[dict[str, Any]], tools: Any) -> Iterator[str | None]:
+    """The texts of a conversation in order; ``None`` for a medium."""
+    if tools:
+        yield json.dumps(tools, ensure_ascii=False)
+    for message in messages:
+        content = message.get("content")
+        rest = {key: value for key, value in message.items() if key not in ("content", "role")}
+        # A text with zeros can look like two messages; the only effect is a wrong prediction.
+        yield f"\0{message.get('role')}\0{json.dumps(rest, ensure_ascii=False) if rest else ''}\0"
+        for part in content if isinstance(content, list) else [content]:
+            text = part.get("text") if isinstance(part, dict) else part
+            if isinstance(text, str):
+                yield text
+            elif part is not None:
+                yield None
+
+
+def _of_texts(hasher: blake2b, texts: list[str | None]) -> PromptPrefix:
+    """Hash the texts up to the first medium, whose tokens are not in the body."""
+    size = sum(_MEDIUM_UNITS if text is None else len(text) for text in texts)
+    hashes: list[int] = []
+    position = 0
+    for text in texts:
+        if text is None or len(hashes) == MAX_CHUNKS:
+            break
+        begin = 0
+        while len(hashes) < MAX_CHUNKS and CHUNK_ENDS[len(hashes)] <= position + len(text):
+            end = CHUNK_ENDS[len(hashes)] - position
+            hasher.update(text[begin:end].encode())
+            hashes.append(_digest(hasher))
+            begin = end
+        if len(hashes) < MAX_CHUNKS:
+            hasher.update(text[begin:].encode())
+        position += len(text)
+    return PromptPrefix(tuple(hashes), size)
+
+
+def _of_tokens(hasher: blake2b, ids: list[int]) -> PromptPrefix:
+    size = len(ids) * TOKEN_UNITS
+    hashes: list[int] = []
+    begin = 0
+    for end in takewhile(lambda end: end <= size, CHUNK_ENDS):
+        chunk = ids[begin // TOKEN_UNITS : end // TOKEN_UNITS]
+        hasher.update(array("I", chunk).tobytes())
+        hashes.append(_digest(hasher))
+        begin = end
+    return PromptPrefix(tuple(hashes), size)
+
+
+def _digest(hasher: blake2b) -> int:
+    """63 bits of everything so far; 0 would mean no chunk."""
+    return int.from_bytes(hasher.digest(), "big") >> 1 or 1
+
+
+CHARACTERS_PER_TOKEN: Final = 4
+"""Characters that count as a token, whatever the tokenizer: a client can compute it beforehand."""
+
+UNSTATED_OUTPUT_TOKENS: Final = 512
+"""Expected output tokens of a request without any limit of them."""
+
+_PROMPT_FIELDS: Final = (
+    "messages",
+    "system",
+    "prompt",
+    "tokens",
+    "input",
+    "instructions",
+    "suffix",
+    "tools",
+    "functions",
+    "documents",
+    "chat_template_kwargs",
+    "query",
+    "instruction",
+    "file",
+    *(name for pair in SCORED for name in pair),
+)
+"""All fields that a chat template may put into the prompt, and tokens to be decoded."""
+
+_PROMPTS: Final = ("file", "prompt", "messages", "input", "tokens", "documents", "query")
+"""The fields that a refusal names."""
+
+_MEDIA: Final = frozenset(
+    ("image_url", "input_image", "image_pil", "audio_url", "input_audio", "video_url")
+)
+_SOURCES: Final = {"image": "source"}
+"""By the kind of a part of a message of Anthropic's, where the medium is."""
+
+_OUTPUT_FIELDS: Final[dict[str, tuple[str, ...]]] = {
+    "chat": ("max_completion_tokens", "max_tokens"),
+    "completions": ("max_tokens",),
+    "responses": ("max_output_tokens",),
+    "messages": ("max_tokens",),
+    "transcriptions": ("max_completion_tokens",),
+    "translations": ("max_completion_tokens",),
+}
+"""Endpoints that generate, and their fields for output tokens; the first given one counts."""
+
+
+def output_to_expect(endpoint: Endpoint, most: int) -> int:
+    """Output tokens to reserve for a request that may have at most ``most``; 0 is no limit."""
+    return most or (UNSTATED_OUTPUT_TOKENS if endpoint in _OUTPUT_FIELDS else 0)
+
+
+class TokenLimits:
+    """Applies the limits to bodies: the smaller of the router's and the key's."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._prompt = config.max_prompt_tokens
+        self._output = config.max_output_tokens
+
+    def hold(
+        self, endpoint: Endpoint, body: dict[str, Any], caps: TenantLimits
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """The validated ``body`` within the limits, and the changed fields with their new values.
+
+        ``O(body)`` where prompts are limited, else ``O(1)``.
+
+        Raises:
+            ApiError: 400, the prompt is too long, or there are more choices than output tokens.
+                403, the request states more output, and the key's limits refuse that.
+        """
+        most = _least(self._prompt, caps.max_prompt_tokens)
+        if most is not None:
+            _check_prompt(body, most)
+        most = _least(self._output, caps.max_output_tokens)
+        fields = _OUTPUT_FIELDS.get(endpoint)
+        if most is None or fields is None:
+            return body, {}
+        return _hold_output(endpoint, body, fields, most, caps)
+
+
+def _hold_output(
+    endpoint: Endpoint, body: dict[str, Any], fields: tuple[str, ...], most: int, caps: TenantLimits
+) -> tuple[dict[str, Any], dict[str, str]]:
+    asked = output_limit(endpoint, body)
+    if 0 < asked <= most:
+        return body, {}
+    stated = [field for field in fields if body.get(field) is not None]
+    each = most // (output_limit(endpoint, {**body, **dict.fromkeys(fields, 1)}) or 1)
+    if stated and caps.beyond == "refuse" and asked > most:
+        raise ApiError(
+            Reason.NOT_PERMITTED,
+            f"{stated[0]} must be at most {each} with this API key and this number of choices, "
+            f"got {shown(body[stated[0]])}",
+            stated[0],
+        )
+    if each < 1:
+        raise invalid(f"a request may ask for at most {most} choices over all its prompts", "n")
+    held = {field: min(body[field], each) for field in stated} or {fields[0]: each}
+    return {**body, **held}, {field: str(value) for field, value in held.items()}
+
+
+def _check_prompt(body: dict[str, Any], most: int) -> None:
+    characters = tokens = 0
+    level: list[Any] = [body[field] for field in _PROMPT_FIELDS if field in body]
+    while level:
+        value = level.pop()
+        if isinstance(value, str):
+            characters += len(value)
+        elif isinstance(value, bytes):
+            characters += audio_characters(value)
+        elif isinstance(value, dict):
+            kind = value.get("type")
+            if isinstance(kind, str) and (kind in _MEDIA or kind in _SOURCES):
+                tokens += MEDIA_TOKENS
+                # The object's other fields are text that may become part of the prompt.
+                medium = _MEDIA | {_SOURCES.get(kind, "")}
+                value = {name: part for name, part in value.items() if name not in medium}
+            level.extend(value.values())
+            characters += sum(map(len, value))
+        elif isinstance(value, list):
+            if value and all(type(entry) is int for entry in value):
+                tokens += len(value)
+            else:
+                level.extend(value)
+    tokens += ceil(characters / CHARACTERS_PER_TOKEN)
+    if tokens > most:
+        raise invalid(
+            f"the prompt has about {tokens} tokens, a token for each {CHARACTERS_PER_TOKEN} "
+            f"characters of text; allowed are {most}",
+            next((field for field in _PROMPTS if body.get(field)), None),
+        )
+
+
+def _least(one: int | None, other: int | None) -> int | None:
+    given = [limit for limit in (one, other) if limit is not None]
+    return min(given, default=None)
