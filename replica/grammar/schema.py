@@ -81,8 +81,10 @@ _IS: Final[Mapping[str, tuple[type, ...]]] = {
     "object": (dict,),
 }
 
-_WHOLE: Final = 1 << 53
-"""Bounds of integers up to this one are exact in every backend."""
+_INTEGERS: Final = 1 << 62
+"""xgrammar is exact up to here: it has integers of 64 bits."""
+
+_BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 _PLAIN_REF: Final = re.compile(r"#(/[A-Za-z_$][^/~%]*)*")
 
@@ -179,9 +181,10 @@ def _alone(node: dict[str, Any], key: str) -> str | None:
         for value in node["enum"] if key == "enum" else [node["const"]]:
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
                 return f"{key} beside type"
-    if "type" in node and key not in ("enum", "const"):
-        return f"{key} beside type"
-    return None
+    if key in ("enum", "const"):
+        wide = [n for n in _numbers(node[key]) if isinstance(n, int) and abs(n) > _INTEGERS]
+        return f"{key} with an integer of more than 62 bits" if wide else None
+    return f"{key} beside type" if "type" in node else None
 
 
 def _value(node: dict[str, Any], key: str, types: set[str]) -> str | None:
@@ -193,8 +196,10 @@ def _value(node: dict[str, Any], key: str, types: set[str]) -> str | None:
             return None if value in FORMATS and "pattern" not in node else f"{key} {value}"
         plain = _PLAIN_PATTERN.fullmatch(value) and "(?" not in value.replace("(?:", "(")
         return None if plain else key
-    if XGRAMMAR[key] == {"integer", "number"} and "integer" in types:
-        return None if isinstance(value, int) and abs(value) <= _WHOLE else key
+    if key in _BOUNDS and "number" in types and _rounded(value):
+        return key
+    if key in _BOUNDS and "integer" in types:
+        return None if isinstance(value, int) and abs(value) <= _INTEGERS else key
     if key in ("minItems", "maxItems"):
         # Without items it allows none beyond those of prefixItems.
         return None if "items" in node and "prefixItems" not in node else key
@@ -208,6 +213,9 @@ def _missed(node: Any) -> Iterator[str]:
     if isinstance(node, bool):
         return
     yield from (key for key in CONTENT if key in node)
+    for key in ("const", "enum", *_BOUNDS):
+        if any(map(_rounded, _numbers(node.get(key)))):
+            yield f"{key} with a number of more than 15 digits"
     if node.get("minProperties", 0) > len(node.get("required", ())) + 1:
         yield "minProperties beyond the required ones and one more (a key may be written twice)"
     for key, patterns in (
@@ -216,6 +224,22 @@ def _missed(node: Any) -> Iterator[str]:
     ):
         if any(map(unlike_elsewhere, patterns)):
             yield f"{key} with [, && or -- in brackets"
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    """All numbers in a value from JSON."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from _numbers(each)
+    elif isinstance(value, int | float):
+        yield value
+
+
+def _rounded(value: float) -> bool:
+    """Whether guidance may write or compare another number: it has floats of at most 16 digits."""
+    return abs(value) > 1 << 53 if isinstance(value, int) else float(f"{value:.15g}") != value
 
 
 def endless(schema: Any) -> bool:

@@ -48,6 +48,7 @@ SCHEMAS: Final[dict[str, list[Any]]] = {
         {"enum": [1, "a", None]},
         {"enum": ["a", 1], "type": "string"},
         {"enum": [1, 2, 3], "minimum": 2},
+        {"enum": [1290384729018374658, 1290384729018374659], "multipleOf": 1},
         {"enum": ["aa", "b"], "minLength": 2},
         {"enum": ["a", "b"], "pattern": "^b"},
         {"enum": [{"a": 1}, [1, 2]]},
@@ -57,6 +58,10 @@ SCHEMAS: Final[dict[str, list[Any]]] = {
     ],
     "const": [
         {"const": 3},
+        {"const": 9007199254740993},
+        {"const": 9007199254740993, "minimum": 0},
+        {"const": [{"a": 123456789.12345679}], "maxItems": 1},
+        {"const": 12345678901234567890123},
         {"const": {"a": [1]}},
         {"const": False},
         {"const": "a", "type": "string"},
@@ -72,6 +77,13 @@ SCHEMAS: Final[dict[str, list[Any]]] = {
     ],
     "minimum": [
         {"type": "integer", "minimum": 5},
+        {"type": "integer", "minimum": 9007199254740993, "maximum": 9007199254740993},
+        {
+            "type": "integer",
+            "minimum": 9007199254740993,
+            "maximum": 9007199254740993,
+            "multipleOf": 1,
+        },
         {"type": "number", "minimum": 1.5, "maximum": 2.5},
         {"minimum": 5, "type": ["integer", "boolean"]},
         {"minimum": 5, "enum": [3, 7, "x"]},
