@@ -20,8 +20,7 @@ from sluice.deploy.config import SluiceConfig, parse_config
 from sluice.deploy.model_check import has_cuda_vllm
 from sluice.deploy.models import ROUTER_DEPLOYMENT, ModelFleet
 from sluice.replica.deployment import ReplicaServer
-from sluice.replica.placement import resources
-from sluice.replica.pools import Pool
+from sluice.replica.pools import Pool, resources
 from sluice.replica.vllm_args import devices
 from sluice.router.app import Router, ServedModel
 from sluice.router.ingress.http_server import STOP_S

@@ -27,11 +27,10 @@ from sluice.protocol.streams import StreamEndpoint
 from sluice.replica.config import EngineConfig, ReplicaConfig
 from sluice.replica.engine import ConfigurationError, Engine
 from sluice.replica.metrics import Measured, ReplicaCollector
-from sluice.replica.response import Response
 from sluice.replica.server import Replica
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.replica.streams.direct import DirectPort
-from sluice.replica.streams.server import StreamServer
+from sluice.replica.streams.server import Response, StreamServer
 from sluice.replica.vllm_args import devices, on_ray, ranks
 from sluice.scheduling.batching.warm_up import warm_up
 from sluice.scheduling.fleet.ranks import rank_name, rank_of
@@ -403,8 +402,7 @@ def make_engines(
             for name in names_of(replica_id, number)
         ]
     # Imported only where it runs: the import takes seconds, and simulated engines do not need vLLM.
-    from sluice.replica.vllm.engine import VllmEngine
-    from sluice.replica.vllm.rank import VllmRank
+    from sluice.replica.vllm.engine import VllmEngine, VllmRank
 
     if config.preemption.granularity != "off":
         import sluice.replica.preemption.variant  # noqa: F401 - the import registers it

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from sluice.replica.config import EngineConfig
 from sluice.replica.engine import ConfigurationError
-from sluice.replica.parent_watch import end_with_parent
+from sluice.replica.processes import end_with_parent
 from sluice.replica.scheduler.xargs import SchedulerSettings
 from sluice.replica.vllm.local_model import local_model
 from sluice.replica.vllm.setup import (

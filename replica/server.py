@@ -32,8 +32,8 @@ from sluice.protocol.requests import (
 from sluice.replica.config import ReplicaConfig
 from sluice.replica.engine import Engine, EngineInfo, table_capacity
 from sluice.replica.reporter import Membership, Reporter, ReportTarget
-from sluice.replica.response import Response
 from sluice.replica.streams.direct import DirectPort, sent_directly
+from sluice.replica.streams.server import Response
 from sluice.scheduling.fleet.state import SUMMARY, EngineState
 from sluice.scheduling.latency.model import StepSample
 from sluice.scheduling.roles import Role

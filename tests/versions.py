@@ -30,7 +30,7 @@ import click
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from sluice.replica.vllm.versions import (
+from sluice.replica.vllm.contract import (
     SUPPORTED,
     WITH_HOST_MEMORY,
     WITH_PIPELINE,

@@ -115,11 +115,11 @@ async def preemption(given: Given) -> Json:
 
 
 def steps(name: str, given: Given) -> list[Json]:
-    """The parts of :mod:`sluice.replica.vllm.step_rates`."""
+    """The parts of :mod:`sluice.benchmarks.live.step_rates`."""
     if name == "speculation":
         # The second model runner takes drafts from its own drafter, not from the scheduler.
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    from sluice.replica.vllm import step_rates as of
+    from sluice.benchmarks.live import step_rates as of
 
     more = of.SPECULATIVE if name == "speculation" else {"async-scheduling": name == "async"}
     told = given.model, Path(given.folder), of.Counting, "deadline_triage"

@@ -22,7 +22,7 @@ from sluice.deploy.config import SluiceConfig, parse_config, read_mapping
 from sluice.deploy.json_http import AnswerError, JsonServer, printable
 from sluice.deploy.model_check import engine_faults
 from sluice.deploy.models import ROUTER_DEPLOYMENT
-from sluice.replica.placement import needs
+from sluice.replica.pools import needs
 from sluice.router.tenancy.issuers import is_loopback
 
 # Submits an application to a running Ray cluster over Serve's REST API, and reads its state.

@@ -38,7 +38,7 @@ from sluice.scheduling.latency.step_errors import (
 if TYPE_CHECKING:
     from sluice.replica.config import EngineConfig
     from sluice.replica.engine import Engine, EngineInfo
-    from sluice.replica.profiling.sweep import Load
+    from sluice.replica.profiling import Load
     from sluice.scheduling.latency.model import StepSample
 
 
@@ -321,7 +321,7 @@ async def measure(
         SweepError, EngineDeadError: the sweep could not be run to its end.
         ValueError, OSError, RuntimeError: the engine did not start.
     """
-    from sluice.replica.profiling.sweep import Sweep, grid, random_loads
+    from sluice.replica.profiling import Sweep, grid, random_loads
 
     named = config.latency_profile
     start = None
@@ -386,8 +386,7 @@ def _measure(
     config: EngineConfig, rounds: int, report: Callable[[str, int, int], None]
 ) -> Measured:
     from sluice.protocol.requests import EngineDeadError
-    from sluice.replica.profiling.sweep import SweepError
-    from sluice.replica.simulated.virtual_loop import VirtualLoop
+    from sluice.replica.profiling import SweepError, VirtualLoop
 
     # Standard output is the report's, and lines would run through the progress bar.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
@@ -436,7 +435,7 @@ def _check_place(path: Path | None) -> None:
 
 def _keep(config: EngineConfig, found: LatencyProfile, out: Path | None) -> Path | None:
     """Write the profile. Returns its path; ``None`` if no replica would look for it."""
-    from sluice.replica.profiling.profiler import profile_path, save_profile
+    from sluice.replica.profiling import profile_path, save_profile
 
     if out is None:
         if config.kind == "simulated":

@@ -13,20 +13,266 @@ import hashlib
 import json
 import logging
 import multiprocessing
+import os
+import random
+import resource
+import signal
+import sys
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from contextlib import suppress
+from inspect import signature
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any, Final, NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
 
 from sluice.protocol.errors import RequestError
-from sluice.replica.grammar.process import (
-    UNKNOWN,
-    WALL_FACTOR,
-    Constraint,
-    Verdict,
-    constraint_key,
-    serve,
-)
+from sluice.replica.grammar.backends import backend_type, constrain, usable
+from sluice.replica.processes import end_with_parent
+
+# The process that checks grammars before an engine gets them.
+#
+# It imports vLLM and builds the tokenizer's tables once, then forks for each grammar. So a grammar
+# that takes too long is ended with its process, the next one starts within milliseconds, and its
+# memory is freed. The limit is on CPU time, and the system enforces it: compiled code that never
+# returns to Python is stopped, too, and a busy machine causes no refusals.
+#
+# A walk of a few hundred tokens cannot prove a grammar harmless.
+# :mod:`sluice.replica.grammar.bound` stops costly grammars that it misses in the engine.
+
+WALK_TOKENS: Final = 192
+"""Tokens of each walk."""
+
+MEMORY_BYTES: Final = 2 << 30
+"""Max memory of one grammar beyond that of the process, bytes."""
+
+WALL_FACTOR: Final = 15.0
+"""A grammar's process is ended after this many times its CPU limit of wall-clock time, however
+little it ran."""
+
+MAX_MESSAGE: Final = 500
+"""Max characters of a backend's message that are forwarded."""
+
+MALFORMED: Final = "malformed"
+COSTLY: Final = "costly"
+UNKNOWN: Final = "unknown"
+
+
+class Constraint(NamedTuple):
+    """The constraint of one output: vLLM's ``StructuredOutputsParams``, and the tokens that end the
+    output."""
+
+    params: Any
+    stop_token_ids: frozenset[int]
+
+
+class Verdict(NamedTuple):
+    """The fault of a grammar: one of :data:`MALFORMED`, :data:`COSTLY` and :data:`UNKNOWN` (it
+    could not be checked), or ``None``; a message; and the backend that enforces it."""
+
+    fault: str | None
+    message: str = ""
+    backend: str = ""
+
+
+def serve(connection: Connection, vllm_config: Any, limit_s: float) -> None:
+    """Answer constraints with verdicts until the other end closes. The first message is sent when
+    this is ready.
+
+    Args:
+        limit_s: CPU time limit of the parse, the compilation and the walks, each, seconds.
+    """
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the replica ends this process
+    trial = Trial(vllm_config, limit_s)
+    connection.send(Verdict(None))
+    while True:
+        try:
+            constraint = connection.recv()
+        except EOFError:
+            return
+        connection.send(trial.judge(constraint))
+
+
+class Trial:
+    """Checks grammars on the tokenizer and the backends of one engine.
+
+    Args:
+        limit_s: see :func:`serve`.
+    """
+
+    def __init__(self, vllm_config: Any, limit_s: float) -> None:
+        from vllm.tokenizers import cached_tokenizer_from_config
+
+        self._config = vllm_config
+        self._limit_s = limit_s
+        self._tokenizer = cached_tokenizer_from_config(model_config=vllm_config.model_config)
+        self._vocabulary = vllm_config.model_config.get_vocab_size()
+        texts = self._tokenizer.convert_ids_to_tokens(range(len(self._tokenizer)))
+        lengths = [len(text or "") for text in texts][: self._vocabulary]
+        self._lengths = np.zeros(self._vocabulary)
+        self._lengths[: len(lengths)] = lengths
+        self._backends: dict[str, Any] = {}
+        # Before any fork: for a large vocabulary that takes a second, and so do imports.
+        for name in usable(vllm_config, self._tokenizer):
+            try:
+                self._backend(name)
+            except Exception as error:
+                logger.warning("structured output backend %s is not available: %s", name, error)
+        with suppress(Exception):
+            constrain(_example(), vllm_config, self._tokenizer)
+
+    def judge(self, constraint: Constraint) -> Verdict:
+        """Check one grammar in a forked process."""
+        ours, its = Pipe(duplex=False)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        child = os.fork()
+        if child == 0:
+            self._try_and_exit(constraint, its)
+        its.close()
+        verdict = Verdict(UNKNOWN, "it could not be tried in time")
+        try:
+            if wait([ours], WALL_FACTOR * self._limit_s):
+                verdict = ours.recv()
+        except EOFError:  # ended by the system, as it exceeded its time or memory
+            verdict = Verdict(
+                COSTLY,
+                f"it takes more than {self._limit_s:g} s of CPU time or {MEMORY_BYTES >> 30} GiB "
+                "of memory to read or to compile",
+            )
+        finally:
+            ours.close()
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        return verdict
+
+    def _try_and_exit(self, constraint: Constraint, connection: Connection) -> NoReturn:
+        try:
+            signal.signal(signal.SIGPROF, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            _limit_memory()
+            connection.send(self._try(constraint))
+        except BaseException as error:
+            connection.send(Verdict(UNKNOWN, f"{type(error).__name__}: {error}"))
+        finally:
+            os._exit(0)
+
+    def _try(self, constraint: Constraint) -> Verdict:
+        from vllm import SamplingParams
+        from vllm.v1.structured_output.request import get_structured_output_key
+
+        params = SamplingParams(structured_outputs=constraint.params)
+        start_timer(self._limit_s)
+        try:
+            constrain(params, self._config, self._tokenizer)
+        except MemoryError:
+            return Verdict(COSTLY, "it takes too much memory to read")
+        except Exception as error:  # of many types, by the backend
+            return Verdict(MALFORMED, str(error)[:MAX_MESSAGE])
+        start_timer(0)
+        name = params.structured_outputs._backend
+        backend = self._backend(name)
+        start_timer(self._limit_s)
+        key = get_structured_output_key(params.structured_outputs)
+        named = {"stop_token_ids": set(constraint.stop_token_ids)}
+        # Up to vLLM 0.28 it does not mask them.
+        if not named.keys() <= signature(backend.compile_grammar).parameters.keys():
+            named = {}
+
+        def compiled() -> Any:
+            return backend.compile_grammar(*key, **named)
+
+        try:
+            compiled()
+        except MemoryError:
+            return Verdict(COSTLY, "it takes too much memory to compile")
+        except Exception as error:
+            return Verdict(MALFORMED, str(error)[:MAX_MESSAGE])
+        start_timer(self._limit_s)
+        return self._walk(compiled, backend) or Verdict(None, "", name)
+
+    def _walk(self, compiled: Callable[[], Any], backend: Any) -> Verdict | None:
+        """Generate texts that the grammar allows, in the ways that have revealed costly grammars:
+        with the longest tokens (most characters a step), with one token again and again (most ways
+        to read the same text), and at random."""
+        from sluice.replica.grammar.bound import BURST_S, TOKEN_S, BoundedGrammar
+
+        mask = backend.allocate_token_bitmask(1)
+        rng = np.random.default_rng(random.Random(0).randrange(1 << 32))
+        for walk in ("longest", "repeated", "random"):
+            grammar = BoundedGrammar(compiled())
+            last: int | None = None
+            for _ in range(WALK_TOKENS):
+                if grammar.is_terminated() or grammar.too_costly:
+                    break
+                grammar.fill_bitmask(mask, 0)
+                allowed = _allowed(mask, self._vocabulary)
+                if grammar.too_costly:
+                    break
+                if not allowed.any():
+                    return Verdict(MALFORMED, "a text that it allows cannot be continued or ended")
+                if walk == "longest":
+                    last = int(np.argmax(allowed * (self._lengths + rng.random(allowed.size))))
+                elif walk == "random" or last is None or not allowed[last]:
+                    last = int(rng.choice(np.flatnonzero(allowed)))
+                if not grammar.accept_tokens("", [last]) and not grammar.too_costly:
+                    return Verdict(MALFORMED, "a token that it allows cannot be taken")
+            if grammar.too_costly:
+                return Verdict(
+                    COSTLY,
+                    f"it takes more than {1000 * TOKEN_S:g} ms of CPU time per token, and more "
+                    f"than {BURST_S:g} s beyond that; it may be ambiguous",
+                )
+        return None
+
+    def _backend(self, name: str) -> Any:
+        """The backend of this name, made once."""
+        if name not in self._backends:
+            kind = backend_type(name)
+            self._backends[name] = kind(
+                self._config, tokenizer=self._tokenizer, vocab_size=self._vocabulary
+            )
+        return self._backends[name]
+
+
+def _example() -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "null"}))
+
+
+def start_timer(seconds: float) -> None:
+    """End this process after this much further CPU time; 0: never."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def _limit_memory() -> None:
+    """Bound the memory of this process, if the system reports its current use."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    except OSError:
+        return
+    most = pages * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _allowed(mask: Any, vocabulary: int) -> npt.NDArray[np.bool_]:
+    """Which tokens a mask of one row allows."""
+    bits = np.unpackbits(mask[0].numpy().view(np.uint8), bitorder="little")
+    return bits[:vocabulary].astype(bool)
+
+
+def constraint_key(params: Any, stop_token_ids: frozenset[int]) -> bytes:
+    """Equal for equal constraints."""
+    fields = {name: value for name, value in vars(params).items() if not name.startswith("_")}
+    return json.dumps([fields, sorted(stop_token_ids)], sort_keys=True, default=repr).encode()
+
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from sluice.replica.preemption.control_block import ControlWords
 from sluice.replica.preemption.messages import CallWorker, Command, Died, Exit
 from sluice.replica.preemption.task_executor import TaskExecutor
 from sluice.replica.preemption.worker import TaskRunner
+from sluice.replica.processes import pin_thread
 from sluice.replica.scheduler.xargs import SchedulerSettings
-from sluice.replica.vllm.cpu_cores import pin_thread
 from sluice.replica.vllm.setup import survive_module_scan
 
 _EXIT_LIMIT_S = 10.0

@@ -18,12 +18,12 @@ from typing import Any
 
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from sluice.replica.parent_watch import end_with_parent
 from sluice.replica.preemption.control_block import ControlWords
 from sluice.replica.preemption.messages import Answer, Command, Died, Exit, Failed
 from sluice.replica.preemption.task_executor import TaskExecutor
 from sluice.replica.preemption.worker import TaskRunner
 from sluice.replica.preemption_config import PreemptionConfig
+from sluice.replica.processes import end_with_parent
 from sluice.replica.scheduler.xargs import SchedulerSettings
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from vllm.config import CompilationMode
 
 from sluice.replica.preemption.control_block import MAX_RANKS
 from sluice.replica.preemption.vllm_symbols import PARTS
+from sluice.replica.vllm.contract import WITH_PREEMPTION
 from sluice.replica.vllm.setup import KV_CONNECTOR_MODULE, SENDS_KV
 from sluice.replica.vllm.support import UnsupportedVllmError, check, check_overrides
-from sluice.replica.vllm.versions import WITH_PREEMPTION
 
 
 def executor(ranks: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sluice.replica.scheduler.xargs import SchedulerSettings
-from sluice.replica.vllm.variants import register
+from sluice.replica.vllm.setup import register
 
 if TYPE_CHECKING:
     from sluice.replica.preemption.scheduler import PreemptiveScheduler
@@ -15,7 +15,7 @@ FACTORY = "sluice.replica.preemption.variant.make_scheduler"
 
 
 class PreemptionVariant:
-    """See :class:`~sluice.replica.vllm.variants.Variant`."""
+    """See :class:`~sluice.replica.vllm.setup.Variant`."""
 
     name = "preemption"
 

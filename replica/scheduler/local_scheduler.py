@@ -4,31 +4,346 @@ and publish the state. The vLLM adapter and the simulated engine differ only in 
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import json
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from pathlib import Path
+from typing import Any, Final, TextIO
 
 import numpy as np
 
-from sluice.replica.scheduler.batch_log import BatchLog
 from sluice.replica.scheduler.speculation import DraftCounts, DraftTime
 from sluice.replica.scheduler.state_table import NO_SLOT, ChangedRows, StateTable, TableFullError
-from sluice.replica.scheduler.step_times import StepTimes
-from sluice.replica.scheduler.tracked_request import RunningStages, TrackedRequest
-from sluice.replica.transfer.counts import TransferCounts
 from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy
 from sluice.scheduling.batching.best_effort import longest_wait_s
 from sluice.scheduling.fleet.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency, StepSample
 from sluice.scheduling.latency.step_correction import StepCorrection
 from sluice.scheduling.placement.length import TaskLengths
-from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.kernels import (
+    BEST_EFFORT,
+    EMITTED,
+    PENDING,
+    TPOT,
+    deadlines_s,
+    is_prefill,
+)
+from sluice.scheduling.request.objective import SLO, Anchor
 from sluice.scheduling.request.queue import QueueView
+from sluice.scheduling.request.stages import Later, StagePosition, later_of
 from sluice.scheduling.roles import Role
+
+# How long the steps of an engine take, and what a step leaves to the next one in a pipeline.
+
+_BUSY = 0.9
+"""From this share of a thread's time on the processor, it did not wait."""
+
+
+class StepTimes:
+    """Times of steps that overlap: the next one is scheduled before the last one has ended.
+
+    In a pipeline each stage works on a different batch, so batches end about a stage's time apart.
+    A step's time is that of its batch in all stages, as a request has its next token no sooner.
+
+    With asynchronous scheduling and vLLM's executor in one process, the engine's loop launches the
+    next batch, or computes it on CPUs, before it looks for the end of the one before. A launch can
+    take longer than a short batch: that of a prefill of an 8B model on an H100 10 to 25 ms, and a
+    batch of decodes 7. Then the end is seen late, and from end to end is the time of another batch.
+    Where the loop did not wait for the end, that lies between the start of the next launch and the
+    moment at which it is seen, and the prediction decides where. What it misses there is in the
+    time of the next step, so that together they last as long as they do.
+
+    Args:
+        stages: of the pipeline. They count as equal, as vLLM divides the layers evenly.
+        launches: the engine's loop launches batches itself, see above.
+    """
+
+    def __init__(self, stages: int = 1, launches: bool = False) -> None:
+        self.stages = stages
+        self._launches = launches
+        self._launched = (0.0, 0.0)
+        self._last_end_s = 0.0
+        self._past_entry_s = 0.0
+
+    def began(self, started_s: float, cpu_s: float) -> None:
+        """A batch is scheduled, and will be launched now. ``cpu_s`` is the processor time of the
+        loop's thread."""
+        self._launched = started_s, cpu_s
+
+    def ended(
+        self,
+        started_s: float,
+        now_s: float,
+        computed: bool = True,
+        cpu_s: float = 0.0,
+        predicted_s: float = 0.0,
+    ) -> float:
+        """A step ends now. Returns the seconds that its batch was computed, without its waits.
+
+        A batch that never waits inside is computed from the moment when the batch before it has
+        left the first stage; one that waits ends a stage's time after the batch before it. Each of
+        the two times is too long in the other case.
+
+        Args:
+            started_s: when it was scheduled. Steps end in the order in which they are scheduled.
+            computed: false of an empty batch.
+            cpu_s: as in :meth:`began`.
+            predicted_s: of the batch; 0 where no model is known yet.
+        """
+        if self._launches:
+            return self._launched_s(started_s, now_s, cpu_s, predicted_s)
+        entered_s = max(started_s, self._last_end_s - self._past_entry_s)
+        seconds = min(now_s - entered_s, self.stages * (now_s - self._last_end_s))
+        self._last_end_s = now_s
+        if computed:
+            self._past_entry_s = seconds * (1 - 1 / self.stages)
+        return seconds
+
+    def _launched_s(
+        self, started_s: float, now_s: float, cpu_s: float, predicted_s: float
+    ) -> float:
+        next_s, spent_s = self._launched
+        entered_s = max(started_s, self._last_end_s)
+        seconds = now_s - entered_s
+        seen_late = next_s > started_s and cpu_s - spent_s > _BUSY * (now_s - next_s)
+        if seen_late:
+            # Batches that are alike are launched as far apart as they last.
+            believed_s = predicted_s or next_s - started_s
+            seconds = min(max(believed_s, next_s - entered_s, 0.0), seconds)
+        self._last_end_s = entered_s + seconds
+        return seconds
+
+
+class Occupancy:
+    """When the batches in flight leave the engine, by their predictions and by the ends of others.
+
+    Without the ends the errors of the predictions, and their head-room, would add up for as long as
+    any batch is in flight.
+
+    Args:
+        stages: of the pipeline.
+
+    Attributes:
+        entry_free_s: when the newest one leaves the first stage: then the next one can begin.
+        busy_until_s: when it leaves the last one.
+    """
+
+    def __init__(self, stages: int = 1) -> None:
+        self._stages = stages
+        self._newest_s = 0.0
+        self.entry_free_s = 0.0
+        self.busy_until_s = 0.0
+
+    def began(self, start_s: float, predicted_s: float, behind: bool) -> None:
+        """A batch begins at ``start_s``, ``behind`` others or not. It takes ``predicted_s`` in all
+        stages."""
+        stage_s = predicted_s / self._stages
+        # At the earliest a stage's time after the batch before it.
+        behind_s = self.busy_until_s + stage_s if behind else 0.0
+        self._newest_s = predicted_s
+        self.entry_free_s = start_s + stage_s
+        self.busy_until_s = max(start_s + predicted_s, behind_s)
+
+    def ended(self, now_s: float) -> None:
+        """The oldest batch in flight has ended, so that each other one is in a stage or has left
+        it."""
+        self.entry_free_s = min(self.entry_free_s, now_s + self._newest_s / self._stages)
+        self.busy_until_s = min(self.busy_until_s, now_s + self._newest_s)
+
+
+def next_start_s(queue: QueueView, plan: BatchPlan, end_s: float) -> float:
+    """When the batch after ``plan`` must begin for its guaranteed decodes to have their next token
+    in time, too; infinite if none of them can, or none has a TPOT. ``O(batch)``.
+
+    Args:
+        queue: which was planned.
+        end_s: when the batch ends: then these tokens leave, and no request of it runs before.
+    """
+    rows = queue.table[plan.rows]
+    rows = rows[(rows[:, PENDING] <= plan.tokens) & (rows[:, BEST_EFFORT] == 0)]
+    due_s = deadlines_s(rows, Anchor.FIRST_TOKEN.code)
+    due_s = np.where(rows[:, EMITTED] == 0, np.minimum(due_s, end_s), due_s) + rows[:, TPOT]
+    latest_s = due_s - plan.predicted_s
+    return float(latest_s[latest_s >= end_s].min(initial=inf))
+
+
+def spare_tokens(
+    before: Iterable[tuple[float, float]], start_s: float, latency: LatencyModel, stages: int
+) -> int:
+    """Most tokens of a batch that begins at ``start_s`` behind others in a pipeline, if their
+    decodes must keep their pace: the next batch of these waits until it has left the first stage.
+    It may always be as long as the shortest of them. ``O(batches)``.
+
+    Args:
+        before: of each batch in flight :func:`next_start_s`, and the seconds that it takes.
+    """
+    longest_s = min(
+        (max(stages * (next_s - start_s), seconds) for next_s, seconds in before), default=inf
+    )
+    return latency.tokens_within(longest_s - latency.fixed_s, 0)
+
+
+# What the local scheduler knows of a live request: its objective, its stages and its output.
+
+
+class RunningStages:
+    """The stages of a live request.
+
+    Attributes:
+        slo: of the whole request. arrival_s: its arrival, monotonic seconds.
+        ends: the tokens that end the reasoning.
+    """
+
+    __slots__ = ("_position", "_tokens", "arrival_s", "ends", "slo")
+
+    def __init__(self, slo: SLO, arrival_s: float, ends: frozenset[int]) -> None:
+        self.slo = slo
+        self.arrival_s = arrival_s
+        self.ends = ends
+        self._position = StagePosition(slo.stages)
+        self._tokens = 0
+
+    def emit(self, tokens: int, reasoned: int) -> bool:
+        """Count tokens, see :meth:`StagePosition.emit`; whether another stage begins after them or
+        one of them. ``O(1)``."""
+        self._tokens += tokens
+        return len(self._position.emit(tokens, reasoned)) > 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the current stage that have left."""
+        return self._position.tokens
+
+    @property
+    def begun(self) -> int:
+        """Tokens of the output before the current stage."""
+        return self._tokens - self._position.tokens
+
+    @property
+    def later(self) -> Later:
+        """What the stages to come will take."""
+        return later_of(self.slo.stages, self._position.number)
+
+    def slo_at(self, now_s: float) -> SLO:
+        """The objective of the current stage, if it begins now."""
+        return self.slo.at_stage(self._position.number, now_s - self.arrival_s)
+
+
+def end_among(token_ids: Sequence[int], ends: frozenset[int]) -> int:
+    """The number of these tokens up to the end of the reasoning; 0: it does not end in them."""
+    return next((place for place, token in enumerate(token_ids, 1) if token in ends), 0)
+
+
+@dataclass(slots=True)
+class TrackedRequest:
+    """The local scheduler's record of a live request, beyond what its engine knows.
+
+    ``name`` is the request's id in the fleet; engines have their own ids, and one API call can be
+    several engine requests. ``slot`` is its row of the state table, negative if it has none.
+    ``expected_tokens`` is the predicted length of its output, nan if unknown, and ``most_tokens``
+    its max. ``tenant`` is the hash of its tenant, ``weight`` the weight of the tenant's share;
+    ``promised``: its SLO was guaranteed.
+
+    To a policy each of its ``stages`` is a request of its own, whose prompt includes the output
+    before it: ``begun`` tokens. ``slo`` and ``arrival_s`` are those of the current stage, which
+    begins with the last token of the one before; ``expected_tokens`` is of the whole output.
+    """
+
+    name: str
+    slo: SLO
+    arrival_s: float
+    slot: int
+    most_tokens: int
+    expected_tokens: float
+    best_effort: bool = False
+    tenant: int = 0
+    weight: float = 1.0
+    promised: bool = False
+    stages: RunningStages | None = None
+    begun: int = 0
+
+
+# Counters of KV transfers to an engine.
+
+
+@dataclass(slots=True)
+class TransferCounts:
+    """Counters of the state table's summary, by its names; they only grow.
+
+    Attributes:
+        transfers: prompts whose KV arrived.
+        transfer_seconds: time that these took, from the request for the KV to its arrival.
+        transfer_tokens: their tokens whose KV was transferred.
+        transfer_bytes: bytes of KV that were transferred.
+        transfer_failures: prompts whose KV transfer failed; they were recomputed here.
+    """
+
+    transfers: int = 0
+    transfer_seconds: float = 0.0
+    transfer_tokens: int = 0
+    transfer_bytes: int = 0
+    transfer_failures: int = 0
+
+    def arrived(self, seconds: float, tokens: int, nbytes: int) -> None:
+        """The KV of a prompt has arrived."""
+        self.transfers += 1
+        self.transfer_seconds += seconds
+        self.transfer_tokens += tokens
+        self.transfer_bytes += nbytes
+
+    def failed(self) -> None:
+        """The KV transfer of a prompt failed."""
+        self.transfer_failures += 1
+
+    def summary(self) -> dict[str, float]:
+        """The counters by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+# Planned and executed batches with their times as JSON lines, for tests and diagnosis.
+
+MOST_LINES: Final = 100_000
+"""Max batches that a log holds."""
+
+
+class BatchLog:
+    """A new log at ``path``, of :data:`MOST_LINES` batches at most."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO | None = path.open("w", encoding="utf-8", buffering=1)
+        self._lines = 0
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """Append one batch; nothing more is written after the bound, or an error.
+
+        The scheduler calls it, so a full disk must not end the engine.
+        """
+        if self._file is None:
+            return
+        line = json.dumps(record, separators=(",", ":")) + "\n"
+        try:
+            self._file.write(line)
+            self._lines += 1
+            if self._lines >= MOST_LINES:
+                self._close()
+        except OSError as error:
+            logger.warning("the batch log ends after %d batches: %s", self._lines, error)
+            self._close()
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            # Closing writes what is left, and fails where writing did.
+            with contextlib.suppress(OSError):
+                file.close()
+
 
 DEFAULT_MODEL = LinearLatency(a=0.005, b=0.0002, c=0.000001)
 """Used for plans until a profile is known."""
@@ -47,7 +362,7 @@ class StepInFlight:
     uncorrected prediction, ``preempted`` lists the requests that lost their KV, ``record`` is its
     line in the batch log, ``checked`` the drafted tokens among its own, and
     ``drafted`` the most that a model drafts in it for one request, ``None`` where no model does.
-    ``next_start_s``, in a pipeline: see :func:`~sluice.replica.scheduler.step_times.next_start_s`.
+    ``next_start_s``, in a pipeline: see :func:`next_start_s`.
     """
 
     started_s: float
@@ -402,3 +717,58 @@ class LocalScheduler:
             "checked": {name(engine_id): drafts for engine_id, drafts in checked.items()},
             "live": len(self.requests),
         }
+
+
+class GarbageCollector:
+    """Replaces Python's garbage collection in an engine's process, until :meth:`stop`.
+
+    Python's collector stops the process at an arbitrary moment; FairBatching §4 saw pauses of
+    hundreds of milliseconds. As there, objects from start-up are never examined again, and a
+    collection waits until no prefill is queued, the decodes have slack, and the last one is long
+    past. The paper gives no bound; here garbage cannot pile up for more than a minute.
+
+    Args:
+        clock: monotonic seconds, the clock of the queue's times.
+    """
+
+    MIN_INTERVAL_S = 5.0
+    MAX_INTERVAL_S = 60.0
+    SLACK_FACTOR = 4.0
+    """Slack that is enough, in durations of the last collection."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last_s: float | None = None
+        self._pause_s = 0.02
+
+    def before_batch(self, queue: QueueView, step_s: float) -> None:
+        """Collect if it is time, before a batch of ``queue`` that takes ``step_s``. The first call
+        ends the process's start-up. ``O(requests)``, within the minimum interval ``O(1)``."""
+        now_s = self._clock()
+        if self._last_s is None:
+            gc.disable()
+            gc.collect()
+            gc.freeze()
+        else:
+            since_s = now_s - self._last_s
+            if since_s < self.MIN_INTERVAL_S:
+                return
+            if since_s < self.MAX_INTERVAL_S and not self._has_slack(now_s + step_s, queue):
+                return
+            gc.collect()
+            self._pause_s = self._clock() - now_s
+            logger.debug("collected garbage in %.1f ms", 1e3 * self._pause_s)
+        self._last_s = self._clock()
+
+    def _has_slack(self, end_s: float, queue: QueueView) -> bool:
+        if is_prefill(queue.table).any():
+            return False
+        due_s = deadlines_s(queue.table, Anchor.FIRST_TOKEN.code).min(initial=inf)
+        return bool(due_s - end_s >= self.SLACK_FACTOR * self._pause_s)
+
+    def stop(self) -> None:
+        """Turn Python's automatic collection on again. Idempotent."""
+        if self._last_s is not None:
+            self._last_s = None
+            gc.unfreeze()
+            gc.enable()

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sluice.replica.config import SimulatedEngineConfig
-from sluice.replica.scheduler.local_scheduler import LocalScheduler, StepInFlight
+from sluice.replica.scheduler.local_scheduler import LocalScheduler, StepInFlight, TrackedRequest
 from sluice.replica.scheduler.state_table import NO_SLOT, ChangedRows, StateTable
-from sluice.replica.scheduler.tracked_request import TrackedRequest
 from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
 from sluice.scheduling.request.kernels import (
     COMPUTED,

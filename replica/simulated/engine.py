@@ -28,14 +28,11 @@ from sluice.protocol.requests import (
     request_key,
 )
 from sluice.replica.config import EngineConfig, SimulatedEngineConfig
-from sluice.replica.engine import EngineInfo, table_capacity
+from sluice.replica.engine import EngineInfo, check_resume, check_transfer, table_capacity
 from sluice.replica.openai_format import Call, ResponseWriter, models_body, parse_call
-from sluice.replica.resume import check_resume
-from sluice.replica.scheduler.batch_log import BatchLog
-from sluice.replica.scheduler.local_scheduler import LocalScheduler
+from sluice.replica.scheduler.local_scheduler import BatchLog, LocalScheduler
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.simulated.core import SimulatedCore, SimulatedSequence, Transfer
-from sluice.replica.transfer.requests import check_transfer
 from sluice.scheduling.batching import make_policy
 from sluice.scheduling.fleet.state import EngineState
 from sluice.scheduling.latency.model import LinearLatency

@@ -27,8 +27,8 @@ from sluice.protocol.requests import ResponseChunk, Resume
 from sluice.replica.grammar.backends import constrain, use
 from sluice.replica.grammar.bound import TOO_COSTLY
 from sluice.replica.grammar.check import GrammarCheck, structural_tags
+from sluice.replica.scheduler.local_scheduler import end_among
 from sluice.replica.scheduler.xargs import ARRIVAL_S, E2E_S, ID, KEY_PREFIX
-from sluice.replica.vllm.reasoning import end_among
 
 # Resuming in vLLM a stream that another replica began.
 #

@@ -34,11 +34,17 @@ from sluice.protocol.requests import (
     ResponseTail,
 )
 from sluice.replica.config import EngineConfig
-from sluice.replica.engine import EngineInfo, chunks_of, table_capacity
+from sluice.replica.engine import (
+    EngineInfo,
+    check_resume,
+    check_transfer,
+    chunks_of,
+    refuse_transfer_fields,
+    table_capacity,
+)
 from sluice.replica.private_dir import private_dir
-from sluice.replica.profiling.profiler import latency_profile
-from sluice.replica.profiling.warm_up import warm_up
-from sluice.replica.resume import check_resume
+from sluice.replica.processes import bind_workers, on_cpu
+from sluice.replica.profiling import latency_profile
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import (
     BATCH_LOG,
@@ -49,10 +55,7 @@ from sluice.replica.scheduler.xargs import (
     reserved_keys,
     to_xargs,
 )
-from sluice.replica.transfer.requests import check_transfer, refuse_transfer_fields
-from sluice.replica.vllm.cpu_cores import bind_workers, on_cpu
 from sluice.replica.vllm.local_model import local_model
-from sluice.replica.vllm.reasoning import reasoning_ends
 from sluice.replica.vllm.serving import Serving, event_bytes, refused, whole_response, with_upload
 from sluice.replica.vllm.setup import (
     Launched,
@@ -62,7 +65,9 @@ from sluice.replica.vllm.setup import (
     max_prompt_logprobs,
     prepare_environment,
 )
+from sluice.replica.vllm.warm_up import warm_up
 from sluice.replica.vllm_args import devices, workers
+from sluice.scheduling.fleet.ranks import rank_name
 from sluice.scheduling.fleet.state import EngineState
 from sluice.scheduling.latency.profile import LatencyProfile
 from sluice.scheduling.roles import Role
@@ -656,3 +661,69 @@ def _refusal(error: RequestError, endpoint: Endpoint) -> tuple[ResponseItem, ...
         ResponseChunk(error.body(endpoint)),
         ResponseTail(0, 0),
     )
+
+
+# A further rank of a vLLM engine with data parallelism.
+#
+# vLLM runs a process with a scheduler for each rank behind one client. Here each rank is an engine
+# of its own, whose requests name it to the client, so that vLLM's balancing between ranks is not
+# used.
+
+
+class VllmRank(VllmEngine):
+    """Rank ``rank``, at least 1, of the engine ``first``, which has rank 0.
+
+    ``first`` must be started before it and stopped after it: it launches vLLM for all ranks.
+    """
+
+    def __init__(self, first: VllmEngine, rank: int) -> None:
+        super().__init__(
+            first._config,
+            rank_name(first._replica_id, rank),
+            first._max_live_requests,
+            traced=first._traced,
+            role=first._role,
+        )
+        self._rank = rank
+        self._first = first
+        first._others.append(self)
+
+    async def start(self) -> EngineInfo:
+        """Use every feature once on this rank, and be ready.
+
+        Raises:
+            EngineDeadError: the first rank is not running, or the engine died.
+        """
+        first, config = self._first, self._config
+        if first._llm is None or first._info is None:
+            raise EngineDeadError("the first rank of the vLLM engine is not running")
+        self._llm, self._info = first._llm, first._info
+        self._servings, self._models = first._servings, first._models
+        self._reasoning_ends = first._reasoning_ends
+        await warm_up(self, config.served_name, config.adapters)
+        self._table.clear_samples()
+        self._table.set_model(self._info.profile.model.with_headroom(config.headroom))
+        return self._info
+
+    async def stop(self) -> None:
+        """Serve no more requests; the first rank ends those that are live. Idempotent."""
+        self._llm = None
+
+
+def reasoning_ends(llm: Any) -> frozenset[int]:
+    """The ids of these tokens; none if the engine has no reasoning parser, or one that does not
+    detect the end by a token.
+
+    Args:
+        llm: vLLM's engine client.
+    """
+    name = llm.vllm_config.structured_outputs_config.reasoning_parser
+    if not name:
+        return frozenset()
+    from vllm.reasoning import ReasoningParserManager
+
+    parser = ReasoningParserManager.get_reasoning_parser(name)(llm.get_tokenizer())
+    found = getattr(parser, "reasoning_end_token_ids", None) or [
+        getattr(parser, "end_token_id", None)
+    ]
+    return frozenset(token for token in found if token is not None)

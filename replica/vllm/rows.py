@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from vllm.v1.request import Request, RequestStatus
 
-from sluice.replica.scheduler.local_scheduler import LocalScheduler
+from sluice.replica.scheduler.local_scheduler import LocalScheduler, TrackedRequest
 from sluice.replica.scheduler.row_counts import (
     COUNTS,
     IN_FLIGHT,
@@ -19,12 +19,10 @@ from sluice.replica.scheduler.row_counts import (
     emit,
     queue_rows,
 )
+from sluice.replica.scheduler.speculation import PlannedDrafts
 from sluice.replica.scheduler.state_table import ChangedRows
-from sluice.replica.scheduler.tracked_request import TrackedRequest
-from sluice.replica.transfer.incoming import IncomingKv
-from sluice.replica.vllm.drafts import PlannedDrafts
-from sluice.replica.vllm.external_kv import ExternalKv
-from sluice.replica.vllm.prefix_lookup import PrefixHits
+from sluice.replica.vllm.loaded_kv import ExternalKv, IncomingKv
+from sluice.replica.vllm.prefix_cache import PrefixHits
 from sluice.scheduling.request.kernels import (
     ACCEPTANCE,
     COMPUTED,

@@ -30,28 +30,24 @@ from vllm.v1.request import Request, RequestStatus
 
 from sluice.protocol.requests import request_key
 from sluice.replica.grammar.bound import bound_grammars
-from sluice.replica.parent_watch import end_with_parent
+from sluice.replica.processes import end_with_parent, pin_thread
 from sluice.replica.scheduler import row_counts
-from sluice.replica.scheduler.batch_log import BatchLog
-from sluice.replica.scheduler.local_scheduler import LocalScheduler, StepInFlight
-from sluice.replica.scheduler.prefix_index import HeldPrefixes
-from sluice.replica.scheduler.state_table import StateTable
-from sluice.replica.scheduler.step_times import (
+from sluice.replica.scheduler.local_scheduler import (
+    BatchLog,
+    GarbageCollector,
+    LocalScheduler,
     Occupancy,
+    StepInFlight,
     StepTimes,
+    end_among,
     next_start_s,
     spare_tokens,
 )
+from sluice.replica.scheduler.speculation import PlannedDrafts
+from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, from_xargs
-from sluice.replica.transfer.incoming import IncomingKv, kv_of_request
-from sluice.replica.vllm.cpu_cores import pin_thread
-from sluice.replica.vllm.drafts import PlannedDrafts
-from sluice.replica.vllm.external_kv import ExternalKv
-from sluice.replica.vllm.gc_control import GarbageCollector
-from sluice.replica.vllm.host_blocks import HostBlocks
-from sluice.replica.vllm.kv_events import PooledBlocks
-from sluice.replica.vllm.prefix_lookup import PrefixHits
-from sluice.replica.vllm.reasoning import end_among
+from sluice.replica.vllm.loaded_kv import ExternalKv, HostBlocks, IncomingKv, kv_of_request
+from sluice.replica.vllm.prefix_cache import HeldPrefixes, PooledBlocks, PrefixHits
 from sluice.replica.vllm.rows import RequestRows
 from sluice.replica.vllm.support import (
     UnsupportedVllmError,
@@ -112,7 +108,9 @@ class PlanMixin(_Base):
         self._groups = max(1, len(self.kv_cache_config.kv_cache_groups))
         hash_tokens = self._pool.hash_block_size
         self._host = HostBlocks(self.connector, hash_tokens)
-        self._hits = PrefixHits(self.kv_cache_manager, self._groups, self.block_size, self._host)
+        self._hits = PrefixHits(
+            self.kv_cache_manager, self._groups, self.block_size, self._host.beyond
+        )
         self._incoming = IncomingKv(self, self._local.transfers)
         own = hasattr(self.connector, "read_blocks_by")
         foreign = self.connector is not None and not (own or self._host.known)
@@ -273,7 +271,9 @@ class PlanMixin(_Base):
         self._note_computed(scheduler_output)
         step = self._in_flight.pop(id(scheduler_output))
         if self._drafts is not None:
-            self._drafts.learn(step.checked, model_runner_output, self._local)
+            self._drafts.learn(
+                step.checked, model_runner_output, self._local.requests, self._local.drafts
+            )
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._held.publish()
         now_s = time.monotonic()

@@ -13,24 +13,73 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from llvmlite.binding import ffi  # type: ignore[import-untyped]
 
 from sluice.protocol.requests import Endpoint
 from sluice.replica.config import EngineConfig
 from sluice.replica.private_dir import SOCKETS_VARIABLE, make_private_dir
+from sluice.replica.processes import EXTENSION, on_cpu
 from sluice.replica.scheduler.speculation import with_all_lengths
 from sluice.replica.scheduler.xargs import SchedulerSettings
 from sluice.replica.transfer_config import TransferConfig
-from sluice.replica.vllm.contract import located
-from sluice.replica.vllm.cpu_cores import on_cpu
+from sluice.replica.vllm.contract import ASYNC_TRANSFER, age, located
 from sluice.replica.vllm.serving import Serving, servings
-from sluice.replica.vllm.variants import STOCK_SCHEDULER, variant_of
-from sluice.replica.vllm.versions import ASYNC_TRANSFER, age
-from sluice.replica.vllm.worker_extension import EXTENSION
 from sluice.replica.vllm_args import by_option, check_names, workers
 from sluice.scheduling.roles import Role
+
+# Variants of the vLLM engine: packages that replace more of it than its scheduler.
+#
+# A variant registers itself when its package is imported, so the stock engine imports none of
+# them. The code that makes an engine imports the variant that its configuration asks for.
+
+STOCK_SCHEDULER = "sluice.replica.vllm.scheduler.make_scheduler"
+"""vLLM's name of the scheduler factory, unless a variant has its own."""
+
+
+class Variant(Protocol):
+    """The changes of a variant."""
+
+    name: str
+
+    def wanted(self, settings: SchedulerSettings) -> bool:
+        """Whether these settings ask for it."""
+
+    def arguments(self, ranks: int) -> dict[str, Any]:
+        """The arguments of vLLM's command line that it needs with ``ranks`` workers."""
+
+    def check(self, vllm_config: Any) -> None:
+        """Check that it can run under ``vllm_config``.
+
+        Raises:
+            sluice.replica.vllm.support.UnsupportedVllmError: it cannot run; the message says why.
+        """
+
+
+_registered: dict[str, Variant] = {}
+
+
+def register(variant: Variant) -> None:
+    """Make a variant known to this process."""
+    _registered[variant.name] = variant
+
+
+def variant_of(settings: SchedulerSettings) -> Variant | None:
+    """The variant that ``settings`` ask for; ``None``: the stock engine.
+
+    Raises:
+        RuntimeError: they ask for preemption, and its package was not imported.
+    """
+    for variant in _registered.values():
+        if variant.wanted(settings):
+            return variant
+    if settings.preemption.granularity != "off":
+        raise RuntimeError(
+            "preemption is configured, but sluice.replica.preemption.variant not imported"
+        )
+    return None
+
 
 # Which of vLLM's tool parsers reads the calls of a model.
 #

@@ -16,14 +16,16 @@ import vllm
 from vllm.platforms import current_platform
 
 from sluice.replica.engine import ConfigurationError
-from sluice.replica.vllm.contract import Part, unfit, unmet
-from sluice.replica.vllm.versions import (
+from sluice.replica.vllm.contract import (
     SUPPORTED,
     WITH_DATA_PARALLEL,
     WITH_PIPELINE,
     WITH_SPECULATION,
+    Part,
     Versions,
     age,
+    unfit,
+    unmet,
 )
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 The edge does not tokenise, so a prompt's prefix is identified by its text: it is cut at fixed
 places, :data:`CHUNK_ENDS`, and each chunk has a hash that covers everything before it, too. Two
 prompts that begin alike share their first hashes, whatever their lengths. A replica, which knows
-tokens and KV blocks, says which chunks it holds now (``replica/scheduler/prefix_index.py``); the
+tokens and KV blocks, says which chunks it holds now (``replica/vllm/prefix_cache.py``); the
 index here answers how many tokens of a prompt each replica of a fleet need not compute."""
 
 from __future__ import annotations

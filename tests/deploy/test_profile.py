@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from sluice.deploy.cli import main
 from sluice.deploy.commands.exits import Exit
-from sluice.replica.profiling.profiler import profile_path
+from sluice.replica.profiling import profile_path
 from sluice.scheduling.latency.model import FAMILIES
 from sluice.scheduling.latency.profile import LatencyProfile
 from tests.documents import newcomer

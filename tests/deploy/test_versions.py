@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 
 from sluice.deploy.app import SUPPORTED_RAY
 from sluice.deploy.chart import CHART
-from sluice.replica.vllm.versions import (
+from sluice.replica.vllm.contract import (
     SUPPORTED,
     WITH_DATA_PARALLEL,
     WITH_HOST_MEMORY,

@@ -22,9 +22,7 @@ from sluice.protocol.requests import (
     ResponseHead,
     ResponseTail,
 )
-from sluice.replica.transfer.client import fetch
-from sluice.replica.transfer.offer import Offer
-from sluice.replica.transfer.wire import TransferError
+from sluice.replica.transfer import Offer, TransferError, fetch
 from sluice.router.serve.replicas import ServeReplicas
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role

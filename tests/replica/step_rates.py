@@ -27,7 +27,7 @@ from sluice.benchmarks.options import number_option, show
 from sluice.replica.vllm.local_model import local_model
 
 from . import in_process  # noqa: F401  # isort: skip  # it sets what vLLM reads on import
-from sluice.replica.vllm.step_rates import Core, Counting, compare  # isort: skip
+from sluice.benchmarks.live.step_rates import Core, Counting, compare  # isort: skip
 
 from .timed_device import TimedDevice, Times  # isort: skip
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from sluice.replica.vllm.contract import Part, takes, unfit, unmet
-from sluice.replica.vllm.versions import SUPPORTED, age
+from sluice.replica.vllm.contract import SUPPORTED, Part, age, takes, unfit, unmet
 
 
 @pytest.mark.parametrize(

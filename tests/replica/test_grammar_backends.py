@@ -21,7 +21,7 @@ WALKS = 6
 def trial_of(model: Path, backend: str) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from sluice.replica.grammar.process import Trial
+    from sluice.replica.grammar.check import Trial
 
     arguments = AsyncEngineArgs(
         model=str(model),
@@ -53,7 +53,7 @@ def texts(trial: Any, params: Any) -> Iterator[str]:
     """Complete texts that the grammar allows, at random, and drawn towards their end."""
     from vllm.v1.structured_output.request import get_structured_output_key
 
-    from sluice.replica.grammar.process import _allowed
+    from sluice.replica.grammar.check import _allowed
 
     backend, tokenizer = trial._backend(params._backend), trial._tokenizer
     mask = backend.allocate_token_bitmask(1)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from sluice.replica.grammar import check
-from sluice.replica.grammar.check import GrammarCheck
-from sluice.replica.grammar.process import MALFORMED, UNKNOWN, Constraint, Verdict
+from sluice.replica.grammar.check import MALFORMED, UNKNOWN, Constraint, GrammarCheck, Verdict
 
 CONSTRAINT = Constraint(SimpleNamespace(json_object=None), frozenset())
 

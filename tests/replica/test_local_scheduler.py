@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sluice.replica.scheduler.batch_log import BatchLog
-from sluice.replica.scheduler.local_scheduler import LocalScheduler
+from sluice.replica.scheduler.local_scheduler import BatchLog, LocalScheduler
 from sluice.replica.scheduler.state_table import NO_ROWS, StateTable
 from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
 from sluice.scheduling.latency.model import LinearLatency

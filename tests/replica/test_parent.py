@@ -14,7 +14,7 @@ from tests.replica.waiting import until
 
 CHILD = """
 import multiprocessing, signal, time
-from sluice.replica.parent_watch import end_with_parent
+from sluice.replica.processes import end_with_parent
 
 def child(ready):
     end_with_parent()

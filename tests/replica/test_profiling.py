@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from sluice.replica.profiling.profiler import profile_path, read_profile, write_profile
+from sluice.replica.profiling import profile_path, read_profile, write_profile
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.latency.profile import FitReport, LatencyProfile
 

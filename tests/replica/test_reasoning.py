@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from sluice.protocol.requests import ResponseChunk
-from sluice.replica.vllm.reasoning import end_among, reasoning_ends
+from sluice.replica.scheduler.local_scheduler import end_among
+from sluice.replica.vllm.engine import reasoning_ends
 from tests.controller.fleet import Clock
 
 THINK, END = 7, 9

@@ -16,7 +16,7 @@ from sluice.protocol.requests import (
     ResponseTail,
     Resume,
 )
-from sluice.replica.resume import check_resume
+from sluice.replica.engine import check_resume
 from sluice.scheduling.request.objective import SLO
 from tests.replica.test_simulated_engine import collect, running
 

@@ -26,9 +26,9 @@ from sluice.protocol.requests import (
 )
 from sluice.replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
 from sluice.replica.engine import chunks_of
-from sluice.replica.response import MAX_BATCH_BYTES, MAX_BUFFERED_ITEMS
 from sluice.replica.server import Replica
 from sluice.replica.simulated.engine import SimulatedEngine
+from sluice.replica.streams.server import MAX_BATCH_BYTES, MAX_BUFFERED_ITEMS
 from sluice.scheduling.request.objective import SLO
 from tests.replica.controller_side import MirrorOfOne
 from tests.replica.waiting import until

@@ -10,7 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.replica.scheduler.step_times import Occupancy, StepTimes, next_start_s, spare_tokens
+from sluice.replica.scheduler.local_scheduler import (
+    Occupancy,
+    StepTimes,
+    next_start_s,
+    spare_tokens,
+)
 from sluice.scheduling.batching import BatchPlan
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO

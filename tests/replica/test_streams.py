@@ -33,8 +33,7 @@ from sluice.protocol.streams import (
     Open,
     cost,
 )
-from sluice.replica.response import Response
-from sluice.replica.streams.server import StreamServer
+from sluice.replica.streams.server import Response, StreamServer
 from sluice.scheduling.fleet.prefix import PromptPrefix
 from sluice.scheduling.request.objective import SLO
 from tests.replica.waiting import until

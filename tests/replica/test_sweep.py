@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from sluice.replica.config import EngineConfig, SimulatedEngineConfig
 from sluice.replica.engine import EngineInfo
-from sluice.replica.profiling.sweep import Group, Sweep, SweepError, grid, random_loads
+from sluice.replica.profiling import Group, Sweep, SweepError, VirtualLoop, grid, random_loads
 from sluice.replica.simulated.engine import SimulatedEngine
-from sluice.replica.simulated.virtual_loop import VirtualLoop
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.latency.profile import LatencyProfile
 from sluice.scheduling.latency.step_errors import kind_of

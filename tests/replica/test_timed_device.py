@@ -18,7 +18,7 @@ def test_each_request_has_its_tokens_under_both_schedulers(
     tmp_path: Path, asynchronous: bool
 ) -> None:
     from . import in_process  # noqa: F401  # isort: skip  # it sets what vLLM reads on import
-    from sluice.replica.vllm.step_rates import Core
+    from sluice.benchmarks.live.step_rates import Core
 
     from .timed_device import TimedDevice, Times
 

@@ -17,12 +17,8 @@ from pydantic import ValidationError
 
 from sluice.protocol.errors import RequestError
 from sluice.protocol.requests import EngineRequest
-from sluice.replica.transfer.client import MemoryLimit, Source, fetch
-from sluice.replica.transfer.offer import Offer, prompt_digest
-from sluice.replica.transfer.requests import check_transfer
-from sluice.replica.transfer.server import TransferServer
-from sluice.replica.transfer.store import KeptPrompts
-from sluice.replica.transfer.wire import (
+from sluice.replica.engine import check_transfer
+from sluice.replica.transfer import (
     ANSWER,
     HANDLE_BYTES,
     MAGIC,
@@ -32,7 +28,14 @@ from sluice.replica.transfer.wire import (
     QUESTION,
     UNKNOWN,
     Handle,
+    KeptPrompts,
+    MemoryLimit,
+    Offer,
+    Source,
     TransferError,
+    TransferServer,
+    fetch,
+    prompt_digest,
 )
 from sluice.replica.transfer_config import TransferConfig
 from sluice.scheduling.request.objective import SLO

@@ -43,7 +43,7 @@ def test_blocks_arrive_as_they_were_and_touch_no_other(
 ) -> None:
     import torch
 
-    from sluice.replica.transfer.blocks import BlockLayers
+    from sluice.replica.vllm.kv_connector import BlockLayers
 
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]))
     here, there = data.draw(st.integers(5, 12)), data.draw(st.integers(5, 12))
@@ -69,7 +69,7 @@ def test_blocks_arrive_as_they_were_and_touch_no_other(
 def test_layers_that_share_a_cache_are_moved_once() -> None:
     import torch
 
-    from sluice.replica.transfer.blocks import BlockLayers
+    from sluice.replica.vllm.kv_connector import BlockLayers
 
     cache = torch.zeros(7, 4)
     assert len(BlockLayers({"a": cache, "b": cache}, 7).block_bytes) == 1
@@ -79,7 +79,7 @@ def test_layers_that_share_a_cache_are_moved_once() -> None:
 def test_a_cache_without_a_dimension_of_blocks_is_refused(size: Any, what: str) -> None:
     import torch
 
-    from sluice.replica.transfer.blocks import BlockLayers, UnsupportedLayoutError
+    from sluice.replica.vllm.kv_connector import BlockLayers, UnsupportedLayoutError
 
     with pytest.raises(UnsupportedLayoutError, match=f"layer a has the shape .* {what} dimension"):
         BlockLayers({"a": torch.zeros(size)}, 7)
@@ -95,8 +95,7 @@ def test_a_cache_without_a_dimension_of_blocks_is_refused(size: Any, what: str) 
     ],
 )
 def test_models_whose_kv_cannot_be_moved_are_refused(own: dict[str, Any], reason: str) -> None:
-    from sluice.replica.transfer.blocks import UnsupportedLayoutError
-    from sluice.replica.vllm.kv_connector import check_model
+    from sluice.replica.vllm.kv_connector import UnsupportedLayoutError, check_model
 
     plain = {
         "runner_type": "generate",
@@ -117,8 +116,7 @@ def test_models_whose_kv_cannot_be_moved_are_refused(own: dict[str, Any], reason
 
 
 def test_a_cache_of_several_groups_or_kinds_is_refused() -> None:
-    from sluice.replica.transfer.blocks import UnsupportedLayoutError
-    from sluice.replica.vllm.kv_connector import check_kv_cache
+    from sluice.replica.vllm.kv_connector import UnsupportedLayoutError, check_kv_cache
 
     class SlidingWindowSpec:
         """By its name, as vLLM has one."""

@@ -32,10 +32,9 @@ def test_this_vllm_has_what_features_use() -> None:
     from sluice.replica.preemption.group_executor import PreemptiveGroupExecutor
     from sluice.replica.preemption.scheduler import PreemptiveScheduler
     from sluice.replica.preemption.vllm_symbols import PARTS
-    from sluice.replica.vllm.contract import unfit, unmet
+    from sluice.replica.vllm.contract import WITH_PREEMPTION, age, unfit, unmet
     from sluice.replica.vllm.kv_connector import TcpConnector
     from sluice.replica.vllm.support import SPECULATION, TRANSFER
-    from sluice.replica.vllm.versions import WITH_PREEMPTION, age
 
     if age(vllm.__version__, WITH_PREEMPTION) == "older":
         pytest.skip("features need a newer vLLM")

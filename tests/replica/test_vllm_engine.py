@@ -24,7 +24,7 @@ from sluice.protocol.requests import (
     request_key,
 )
 from sluice.replica.engine import MAX_CHUNK_BYTES
-from sluice.replica.profiling.profiler import profile_key
+from sluice.replica.profiling import profile_key
 from sluice.replica.scheduler.xargs import SchedulerSettings
 from sluice.replica.server import FIRST_STEPS, Watchdog
 from sluice.replica.vllm.engine import VllmEngine

@@ -32,8 +32,8 @@ class Engine:
     """What the rows ask of a scheduler, with a plain record of when tokens left."""
 
     def __init__(self) -> None:
-        from sluice.replica.vllm.external_kv import ExternalKv
-        from sluice.replica.vllm.prefix_lookup import PrefixHit
+        from sluice.replica.vllm.loaded_kv import ExternalKv
+        from sluice.replica.vllm.prefix_cache import PrefixHit
         from sluice.replica.vllm.rows import RequestRows
 
         self.hit = PrefixHit(2, 1)

@@ -197,7 +197,7 @@ def test_every_planned_token_is_run_and_no_other(run):
 
 
 def test_only_the_calling_thread_is_pinned_and_only_to_an_allowed_core(caplog):
-    from sluice.replica.vllm.cpu_cores import pin_thread
+    from sluice.replica.processes import pin_thread
 
     caplog.set_level("WARNING", logger="sluice")
     allowed = os.sched_getaffinity(0)
@@ -250,8 +250,8 @@ def test_configurations_that_cannot_carry_plans_are_refused(part, field, value, 
 def test_what_was_not_shown_beside_a_pipeline_is_refused(field, value, rule):
     import vllm
 
+    from sluice.replica.vllm.contract import WITH_PIPELINE, age
     from sluice.replica.vllm.support import UnsupportedVllmError, check_config
-    from sluice.replica.vllm.versions import WITH_PIPELINE, age
 
     if age(vllm.__version__, WITH_PIPELINE) == "older":
         pytest.skip("pipelines need a newer vLLM")
@@ -280,8 +280,8 @@ def test_what_was_not_shown_beside_a_pipeline_is_refused(field, value, rule):
 def test_what_was_not_shown_beside_several_ranks_is_refused(part, field, value, rule):
     import vllm
 
+    from sluice.replica.vllm.contract import WITH_DATA_PARALLEL, age
     from sluice.replica.vllm.support import UnsupportedVllmError, check_config
-    from sluice.replica.vllm.versions import WITH_DATA_PARALLEL, age
 
     if age(vllm.__version__, WITH_DATA_PARALLEL) == "older":
         pytest.skip("data parallelism needs a newer vLLM")

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from sluice.replica.scheduler.local_scheduler import Occupancy, StepTimes
 from sluice.replica.scheduler.speculation import BY_BATCH_SIZE, with_all_lengths
-from sluice.replica.scheduler.step_times import Occupancy, StepTimes
 from sluice.replica.scheduler.xargs import RequestArgs, to_xargs
 from sluice.scheduling.batching import POLICIES, BatchPolicy
 from sluice.scheduling.fleet.local_orders import SLIDE

@@ -24,10 +24,10 @@ from sluice.protocol.requests import (
     ResponseTail,
 )
 from sluice.replica.config import EngineConfig
-from sluice.replica.profiling.warm_up import silence
 from sluice.replica.scheduler.xargs import ARRIVAL_S, E2E_S, ID, TTFT_S
 from sluice.replica.vllm.engine import VllmEngine
 from sluice.replica.vllm.serving import AUDIO_PACKAGES
+from sluice.replica.vllm.warm_up import silence
 from sluice.scheduling.request.objective import SLO
 from tests.documents import ROOT, marked
 from tests.known_profile import known_profile

@@ -15,7 +15,7 @@ from sluice.protocol.requests import (
     ResponseHead,
     ResponseItem,
 )
-from sluice.replica.profiling.warm_up import SAMPLING_FEATURES, STRUCTURED_FEATURES, warm_up
+from sluice.replica.vllm.warm_up import SAMPLING_FEATURES, STRUCTURED_FEATURES, warm_up
 from sluice.scheduling.request.objective import SLO
 
 MESSAGES = [{"role": "user", "content": "Please write a short story"}]

@@ -23,8 +23,8 @@ from sluice.protocol.requests import (
     request_key,
 )
 from sluice.replica.config import EngineConfig, SimulatedEngineConfig
+from sluice.replica.profiling import VirtualLoop
 from sluice.replica.simulated.engine import SimulatedEngine
-from sluice.replica.simulated.virtual_loop import VirtualLoop
 from sluice.router.config import RetryBudgetConfig, RouterConfig
 from sluice.router.dispatch.attempt import Piece, Transcript
 from sluice.router.dispatch.retries import rest_of

@@ -22,7 +22,7 @@ from sluice.protocol.requests import (
     ResponseItem,
     ResponseTail,
 )
-from sluice.replica.simulated.virtual_loop import VirtualLoop
+from sluice.replica.profiling import VirtualLoop
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.response import TimeoutSend
 from sluice.router.serve.contract import StalledReaderError

@@ -23,11 +23,10 @@ from sluice.protocol.requests import (
     ResponseTaken,
 )
 from sluice.protocol.streams import WINDOW_BYTES, StreamEndpoint, cost
-from sluice.replica.response import MAX_BUFFERED_ITEMS
 from sluice.replica.server import Replica
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.replica.streams import server as server_module
-from sluice.replica.streams.server import StreamServer
+from sluice.replica.streams.server import MAX_BUFFERED_ITEMS, StreamServer
 from sluice.router.errors import Reason
 from sluice.router.serve.contract import ReplicaFailedError, ReplicaStream
 from sluice.router.serve.replicas import Channels, ChannelStream

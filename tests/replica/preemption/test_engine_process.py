@@ -18,13 +18,12 @@ import sluice.replica.preemption.variant  # noqa: F401 - it registers itself
 from sluice.protocol.requests import EngineRequest, ResponseChunk, ResponseTail
 from sluice.replica.config import EngineConfig
 from sluice.replica.scheduler.xargs import SchedulerSettings
-from sluice.replica.transfer.client import fetch
-from sluice.replica.transfer.offer import Offer
+from sluice.replica.transfer import Offer, fetch
 from sluice.replica.transfer_config import TransferConfig
+from sluice.replica.vllm.contract import WITH_TRANSFER, age
 from sluice.replica.vllm.engine import VllmEngine
 from sluice.replica.vllm.local_model import local_model
 from sluice.replica.vllm.setup import parse_arguments
-from sluice.replica.vllm.versions import WITH_TRANSFER, age
 from sluice.scheduling.request.objective import SLO
 from tests.known_profile import known_profile
 from tests.replica.killed_worker import check_killed_worker

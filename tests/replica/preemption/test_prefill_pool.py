@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from sluice.replica.transfer.wire import Handle
+from sluice.replica.transfer import Handle
 from sluice.replica.transfer_config import TransferConfig
 from sluice.replica.vllm.setup import transfer_argument
 from tests.replica.attentive import attentive_model

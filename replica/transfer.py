@@ -1,0 +1,537 @@
+"""The wire protocol of a KV transfer: one fixed question, one fixed head, raw bytes.
+
+Nothing is decoded into objects. The client knows from its own layout how many bytes must come, and
+allocates no memory for any other number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import socket
+import struct
+import threading
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from hmac import compare_digest
+from ipaddress import ip_address
+from typing import Any, NamedTuple
+
+MAGIC = b"SluiceKV"
+PROTOCOL = 1
+LAYOUT_BYTES = 16
+"""Length of the digest of KV's model and memory layout."""
+
+NAME_BYTES = 8
+SECRET_BYTES = 16
+HANDLE_BYTES = NAME_BYTES + SECRET_BYTES
+
+QUESTION = struct.Struct(f"!8sH{LAYOUT_BYTES}s{HANDLE_BYTES}sII")
+"""Magic, protocol, layout, handle, first block, number of blocks."""
+
+ANSWER = struct.Struct("!8sBQ")
+"""Magic, status, bytes that follow."""
+
+OK = 0
+UNKNOWN = 1
+"""There is no such KV: it never existed, was fetched or has expired; or the secret is wrong."""
+OTHER_LAYOUT = 2
+MALFORMED = 3
+
+REASONS = {
+    UNKNOWN: "no such KV: unknown, fetched or expired",
+    OTHER_LAYOUT: "the KV is of another model or layout",
+    MALFORMED: "the question was malformed",
+}
+
+
+class TransferError(Exception):
+    """KV could not be fetched; the message gives the reason."""
+
+
+class Handle(NamedTuple):
+    """Identifies kept KV, and authorises its holder to fetch it. ``secret`` is 128 random bits,
+    compared in constant time; ``name`` only finds the entry."""
+
+    name: bytes
+    secret: bytes
+
+    @classmethod
+    def new(cls) -> Handle:
+        """A new handle that cannot be guessed."""
+        return cls(secrets.token_bytes(NAME_BYTES), secrets.token_bytes(SECRET_BYTES))
+
+    @classmethod
+    def of(cls, data: bytes) -> Handle:
+        """Read it back.
+
+        Raises:
+            ValueError: ``data`` has another length.
+        """
+        if len(data) != HANDLE_BYTES:
+            raise ValueError(f"a handle has {HANDLE_BYTES} bytes, got {len(data)}")
+        return cls(data[:NAME_BYTES], data[NAME_BYTES:])
+
+    def __bytes__(self) -> bytes:
+        return self.name + self.secret
+
+    def __repr__(self) -> str:
+        """Without the secret, for logs."""
+        return f"Handle({self.name.hex()})"
+
+
+def receive_into(peer: socket.socket, buffer: memoryview, deadline_s: float) -> None:
+    """Fill ``buffer``, by ``deadline_s`` of the monotonic clock at the latest, however slowly the
+    peer sends.
+
+    Raises:
+        TransferError: the connection ended early.
+        OSError: the connection failed, or it took too long.
+    """
+    got = 0
+    while got < len(buffer):
+        set_timeout(peer, deadline_s)
+        count = peer.recv_into(buffer[got:])
+        if not count:
+            raise TransferError(f"the connection ended after {got} of {len(buffer)} bytes")
+        got += count
+
+
+def set_timeout(peer: socket.socket, deadline_s: float) -> None:
+    """Have the next operation of ``peer`` end by ``deadline_s``.
+
+    Raises:
+        TimeoutError: the deadline has passed.
+    """
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("it took too long")
+    peer.settimeout(left_s)
+
+
+# The KV of finished prompts, kept in bounded memory until it is fetched.
+
+
+class Kept(NamedTuple):
+    """The KV of one prompt.
+
+    Attributes:
+        secret: the secret of its handle.
+        layers: the bytes of each layer, block after block.
+        blocks: number of blocks.
+        until_s: when it expires, monotonic.
+    """
+
+    secret: bytes
+    layers: tuple[memoryview, ...]
+    blocks: int
+    until_s: float
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        return sum(layer.nbytes for layer in self.layers)
+
+
+class KeptPrompts:
+    """KV by handle. Each is given away once. When memory or time runs out, the oldest is dropped.
+
+    Thread-safe.
+
+    Args:
+        max_bytes: max memory; KV that is being sent counts until :meth:`sent`.
+        keep_s: how long KV is kept, seconds.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, max_bytes: int, keep_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._max_bytes = max_bytes
+        self._keep_s = keep_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[bytes, Kept] = OrderedDict()
+        self._bytes = 0
+        # The part of it that is being sent: this memory cannot be reused yet.
+        self._sending = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in use."""
+        return self._bytes
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, handle: Handle, layers: Sequence[memoryview], blocks: int) -> bool:
+        """Keep a prompt's KV; returns whether there is memory for it at all."""
+        kept = Kept(handle.secret, tuple(layers), blocks, self._clock() + self._keep_s)
+        with self._lock:
+            self._drop_expired()
+            if self._sending + kept.nbytes > self._max_bytes:
+                return False
+            while self._bytes + kept.nbytes > self._max_bytes:
+                self._drop_oldest()
+            self._kept[handle.name] = kept
+            self._bytes += kept.nbytes
+        return True
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` could be kept now, if others were dropped for it. KV that is being
+        sent cannot be dropped."""
+        return self._sending + nbytes <= self._max_bytes
+
+    def take(self, handle: Handle) -> Kept | None:
+        """Give the KV of ``handle`` away; ``None``: there is none, or the secret is wrong. Its
+        memory counts until :meth:`sent` is called with it."""
+        with self._lock:
+            self._drop_expired()
+            kept = self._kept.get(handle.name)
+            if kept is None or not compare_digest(kept.secret, handle.secret):
+                return None
+            self._sending += kept.nbytes
+            return self._kept.pop(handle.name)
+
+    def sent(self, kept: Kept) -> None:
+        """The KV that :meth:`take` returned is no longer needed."""
+        with self._lock:
+            self._bytes -= kept.nbytes
+            self._sending -= kept.nbytes
+
+    def drop_expired(self) -> None:
+        """Free KV that was kept for too long. :meth:`take` and :meth:`keep` do that, too."""
+        with self._lock:
+            self._drop_expired()
+
+    def _drop_expired(self) -> None:
+        now_s = self._clock()
+        # All are kept equally long, so the oldest expires first.
+        while self._kept and next(iter(self._kept.values())).until_s <= now_s:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        _, kept = self._kept.popitem(last=False)
+        self._bytes -= kept.nbytes
+
+
+# Fetches the KV of a prompt from the engine that computed it.
+
+_CONNECT_S = 1.0
+"""Timeout of a connection attempt, seconds: a dead host does not answer."""
+
+
+class Source(NamedTuple):
+    """Where the KV of a prompt is: an address, the layout that it must have, and its handle."""
+
+    host: str
+    port: int
+    layout: bytes
+    handle: Handle
+
+
+class MemoryLimit:
+    """Memory that several threads share. A thread that needs more than is left waits.
+
+    Args:
+        max_bytes: total memory.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._used = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, nbytes: int, deadline_s: float) -> Iterator[None]:
+        """Hold ``nbytes`` for as long as the context lasts.
+
+        Raises:
+            TransferError: ``nbytes`` is more than the total, or was not free in time.
+        """
+        if nbytes > self._max_bytes:
+            raise TransferError(f"{nbytes} bytes of KV are more than the limit, {self._max_bytes}")
+        with self._changed:
+            left_s = deadline_s - time.monotonic()
+            fits = self._changed.wait_for(
+                lambda: self._used + nbytes <= self._max_bytes, max(0.0, left_s)
+            )
+            if not fits:
+                raise TransferError("no memory for the KV became free in time")
+            self._used += nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used -= nbytes
+                self._changed.notify_all()
+
+
+def fetch(
+    source: Source, first: int, count: int, layer_bytes: Sequence[int], deadline_s: float
+) -> list[bytearray]:
+    """Blocks ``first`` to ``first + count`` of each layer, one buffer a layer.
+
+    Args:
+        layer_bytes: bytes of one block in each layer.
+        deadline_s: when the fetch must be complete, monotonic seconds.
+
+    Raises:
+        TransferError: the KV is not there, has another layout, or did not arrive in time.
+    """
+    expected = count * sum(layer_bytes)
+    try:
+        with _connected(source, deadline_s) as peer:
+            question = (MAGIC, PROTOCOL, source.layout, bytes(source.handle), first, count)
+            set_timeout(peer, deadline_s)
+            peer.sendall(QUESTION.pack(*question))
+            _check_answer(peer, expected, deadline_s)
+            layers = [bytearray(count * size) for size in layer_bytes]
+            for layer in layers:
+                receive_into(peer, memoryview(layer), deadline_s)
+            return layers
+    except OSError as error:
+        raise TransferError(f"{source.host}:{source.port}: {error or type(error).__name__}") from (
+            error
+        )
+
+
+def _connected(source: Source, deadline_s: float) -> socket.socket:
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TransferError("no time left to connect")
+    return socket.create_connection((source.host, source.port), min(_CONNECT_S, left_s))
+
+
+def _check_answer(peer: socket.socket, expected: int, deadline_s: float) -> None:
+    answer = bytearray(ANSWER.size)
+    receive_into(peer, memoryview(answer), deadline_s)
+    magic, status, nbytes = ANSWER.unpack(answer)
+    if magic != MAGIC:
+        raise TransferError("the peer is no engine of this kind")
+    if status != OK:
+        raise TransferError(REASONS.get(status, f"unknown status {status}"))
+    if nbytes != expected:
+        raise TransferError(f"{nbytes} bytes are offered where {expected} are needed")
+
+
+# The offer that an engine forwards with a computed prompt: where its KV is, and of which prompt.
+
+DIGEST_BYTES = 16
+_MOST_RANKS = 1024
+
+
+class Offer(NamedTuple):
+    """KV that is kept for another engine.
+
+    Attributes:
+        addresses: IP address and port of each worker, by tensor-parallel rank.
+        layout: digest of the model and of how its KV lies in memory.
+        handle: handle of the KV, the same for all workers.
+        prompt_tokens: tokens of the prompt. prompt: digest of its tokens, see
+            :func:`prompt_digest`.
+    """
+
+    addresses: tuple[tuple[str, int], ...]
+    layout: bytes
+    handle: Handle
+    prompt_tokens: int
+    prompt: bytes
+
+    def to_params(self) -> dict[str, Any]:
+        """As vLLM's ``kv_transfer_params``: plain data."""
+        return {
+            "do_remote_prefill": True,
+            "addresses": [list(address) for address in self.addresses],
+            "layout": self.layout.hex(),
+            "handle": bytes(self.handle).hex(),
+            "prompt_tokens": self.prompt_tokens,
+            "prompt": self.prompt.hex(),
+        }
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any]) -> Offer:
+        """Read it back.
+
+        Raises:
+            ValueError: ``params`` is no output of :meth:`to_params`.
+        """
+        addresses = params.get("addresses")
+        if not isinstance(addresses, list) or not 0 < len(addresses) <= _MOST_RANKS:
+            raise ValueError("addresses must be a list with an address for each worker")
+        tokens = params.get("prompt_tokens")
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+            raise ValueError(f"prompt_tokens must be at least 1, got {tokens!r}")
+        return cls(
+            tuple(map(_address, addresses)),
+            _bytes(params, "layout", LAYOUT_BYTES),
+            Handle.of(_bytes(params, "handle")),
+            tokens,
+            _bytes(params, "prompt", DIGEST_BYTES),
+        )
+
+    def source(self, rank: int) -> Source:
+        """Where the worker of this rank fetches its part."""
+        host, port = self.addresses[rank]
+        return Source(host, port, self.layout, self.handle)
+
+
+def prompt_digest(request: Any) -> bytes | None:
+    """Digest of the facts, besides the model, that the KV of a vLLM request's prompt depends on:
+    its tokens, the adapter, and the cache salt. ``None``: it depends on more (images, embeddings),
+    and is not transferred."""
+    if request.prompt_token_ids is None or getattr(request, "mm_features", None):
+        return None
+    if getattr(request, "prompt_embeds", None) is not None:
+        return None
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    lora = request.lora_request
+    for part in (request.cache_salt, None if lora is None else lora.lora_name):
+        digest.update(repr(part).encode())
+    digest.update(array("q", request.prompt_token_ids).tobytes())
+    return digest.digest()
+
+
+def _address(given: Any) -> tuple[str, int]:
+    match given:
+        case [str(host), int(port)] if not isinstance(port, bool) and 0 < port < 65_536:
+            # Names would need a lookup, which no time-out covers.
+            return str(ip_address(host)), port
+    raise ValueError("an address must be an IP address and a port")
+
+
+def _bytes(params: Mapping[str, Any], name: str, length: int | None = None) -> bytes:
+    text = params.get(name)
+    if not isinstance(text, str):
+        raise ValueError(f"{name} must be hexadecimal digits")
+    data = bytes.fromhex(text)
+    if length is not None and len(data) != length:
+        raise ValueError(f"{name} must be {length} bytes, got {len(data)}")
+    return data
+
+
+# Serves the KV of prompts over TCP to the engines that received their handles.
+
+logger = logging.getLogger(__name__)
+
+_MOST_PEERS = 32
+"""Max connections at once; further ones wait to be accepted."""
+
+_QUESTION_S = 0.5
+"""Timeout for the question on a new connection."""
+
+_TICK_S = 1.0
+"""Interval of dropping expired KV while there are no connections."""
+
+
+class TransferServer:
+    """Answers questions for KV in threads of its own.
+
+    A client that knows a handle gets its KV, once. Any other client gets an error without further
+    information. Every connection has a deadline.
+
+    Args:
+        store: the KV.
+        layout: digest of the model and of the memory layout of KV; questions with another digest
+            get an error.
+        host: address to listen on; the system chooses the port.
+        timeout_s: max time to send one prompt's KV, seconds.
+
+    Raises:
+        OSError: the address cannot be listened on.
+    """
+
+    def __init__(self, store: KeptPrompts, layout: bytes, host: str, timeout_s: float) -> None:
+        if len(layout) != LAYOUT_BYTES:
+            raise ValueError(f"a layout's digest has {LAYOUT_BYTES} bytes, got {len(layout)}")
+        self._store = store
+        self._layout = layout
+        self._timeout_s = timeout_s
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=_MOST_PEERS)
+        self._listener.settimeout(_TICK_S)
+        self._room = threading.BoundedSemaphore(_MOST_PEERS)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._accept, name="kv-server", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._listener.getsockname()[1])
+
+    def close(self) -> None:
+        """Stop accepting connections. Idempotent."""
+        self._closed.set()
+        with suppress(OSError):
+            # Closing alone would not wake a thread that is blocked in accept.
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            self._store.drop_expired()
+            if not self._room.acquire(timeout=_TICK_S):
+                continue
+            try:
+                peer, _ = self._listener.accept()
+            except OSError as error:
+                self._room.release()
+                if not isinstance(error, TimeoutError) and not self._closed.is_set():
+                    # Possibly out of file descriptors, which may be temporary.
+                    logger.warning("no connection for KV could be accepted: %s", error)
+                    self._closed.wait(_TICK_S)
+                continue
+            threading.Thread(target=self._serve, args=(peer,), name="kv-peer", daemon=True).start()
+
+    def _serve(self, peer: socket.socket) -> None:
+        try:
+            with peer, suppress(OSError, TransferError):
+                self._answer(peer)
+        finally:
+            self._room.release()
+
+    def _answer(self, peer: socket.socket) -> None:
+        question = bytearray(QUESTION.size)
+        now_s = time.monotonic()
+        receive_into(peer, memoryview(question), now_s + min(_QUESTION_S, self._timeout_s))
+        magic, protocol, layout, handle, first, count = QUESTION.unpack(question)
+        deadline_s = time.monotonic() + self._timeout_s
+        if magic != MAGIC or protocol != PROTOCOL:
+            return _send(peer, MALFORMED, deadline_s)
+        if layout != self._layout:
+            return _send(peer, OTHER_LAYOUT, deadline_s)
+        kept = self._store.take(Handle.of(handle))
+        if kept is None:
+            return _send(peer, UNKNOWN, deadline_s)
+        try:
+            if first + count > kept.blocks:
+                return _send(peer, MALFORMED, deadline_s)
+            _send_blocks(peer, kept, first, count, deadline_s)
+        finally:
+            self._store.sent(kept)
+        return None
+
+
+def _send(peer: socket.socket, status: int, deadline_s: float, nbytes: int = 0) -> None:
+    set_timeout(peer, deadline_s)
+    peer.sendall(ANSWER.pack(MAGIC, status, nbytes))
+
+
+def _send_blocks(
+    peer: socket.socket, kept: Kept, first: int, count: int, deadline_s: float
+) -> None:
+    pieces = []
+    for layer in kept.layers:
+        size = layer.nbytes // kept.blocks
+        pieces.append(layer[first * size : (first + count) * size])
+    _send(peer, OK, deadline_s, sum(piece.nbytes for piece in pieces))
+    for piece in pieces:
+        # The limit is on the total time of a call, not on the time per byte.
+        set_timeout(peer, deadline_s)
+        peer.sendall(piece)
