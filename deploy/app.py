@@ -16,9 +16,13 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from sluice.deploy.autoscaling import serve_autoscaling
-from sluice.deploy.config import SluiceConfig, parse_config
-from sluice.deploy.model_check import has_cuda_vllm
-from sluice.deploy.models import ROUTER_DEPLOYMENT, ModelFleet
+from sluice.deploy.config import (
+    ROUTER_DEPLOYMENT,
+    ModelFleet,
+    SluiceConfig,
+    has_cuda_vllm,
+    parse_config,
+)
 from sluice.replica.deployment import ReplicaServer
 from sluice.replica.pools import Pool, resources
 from sluice.replica.vllm_args import devices
@@ -109,7 +113,7 @@ def check_ray(version: str = ray.__version__) -> None:
 
 def deployment_name(key: str | None, role: Role = "mixed", pool: str = "") -> str:
     """Name of the deployment of a pool of a model's replicas; see
-    :class:`~sluice.deploy.models.ModelFleet`. A pool that is named as its role adds nothing."""
+    :class:`~sluice.deploy.config.ModelFleet`. A pool that is named as its role adds nothing."""
     name = REPLICA_DEPLOYMENTS[role] + (f".{pool}" if pool not in ("", role) else "")
     return name if key is None else f"{name}-{key}"
 

@@ -19,7 +19,7 @@ from ray.serve.config import AutoscalingConfig as ServeAutoscalingConfig
 from ray.serve.config import AutoscalingContext
 from ray.serve.config import AutoscalingPolicy as ServePolicy
 
-from sluice.replica.autoscaling_config import AutoscalingConfig
+from sluice.replica.config import AutoscalingConfig
 from sluice.scheduling.autoscaling import Load, Pool, ToZero, make_policy
 
 LOOK_BACK_LOOKS = 5

@@ -18,8 +18,8 @@ from typing import Any
 import click
 import yaml
 
-from sluice.deploy import ray_settings
 from sluice.deploy.config import SluiceConfig
+from sluice.deploy.ray_start import TUNED
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "helm" / "sluice"
@@ -33,7 +33,7 @@ def contents() -> dict[Path, str]:
     return {
         CHART / "values.schema.json": json.dumps(schema, indent=2) + "\n",
         readme: _TABLE.sub(lambda _: values_table(schema), readme.read_text(encoding="utf-8")),
-        CHART / "files" / "ray-env.yaml": yaml.safe_dump(dict(ray_settings.TUNED), sort_keys=False),
+        CHART / "files" / "ray-env.yaml": yaml.safe_dump(dict(TUNED), sort_keys=False),
     }
 
 

@@ -14,17 +14,12 @@ from importlib.metadata import EntryPoint, entry_points
 
 import click
 
-from sluice.deploy.commands.config import config
+from sluice.deploy.commands.admin import drain, status, top
 from sluice.deploy.commands.deploy import deploy
-from sluice.deploy.commands.drain import drain
-from sluice.deploy.commands.env import env
-from sluice.deploy.commands.keys import keys
+from sluice.deploy.commands.offline import config, env, keys, policies
 from sluice.deploy.commands.options import CONTEXT
-from sluice.deploy.commands.policies import policies
 from sluice.deploy.commands.profile import profile
 from sluice.deploy.commands.serve import serve
-from sluice.deploy.commands.status import status
-from sluice.deploy.commands.top import top
 
 _REGISTERED = "sluice.commands"
 """The group of entry points that name commands."""

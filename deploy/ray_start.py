@@ -1,17 +1,151 @@
-"""Starts a Ray instance from this process, even if the machine is too busy for Ray's time limit,
-and reports whether it still runs."""
+"""Starts a Ray instance from this process with the settings that Sluice runs with.
+
+Ray reads them from the environment on import, so :func:`apply` comes before the first ``import
+ray`` of a process, and this module imports Ray only where it uses it. ``eval "$(sluice env)"`` sets
+them in a shell, for ``ray start``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import itertools
+import os
+import random
+import secrets
+import socket
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray._private.ray_constants import PROCESS_TYPE_LOG_MONITOR
-from ray.job_config import JobConfig
-
 from sluice.deploy.leftovers import end_processes
+from sluice.replica.private_dir import SOCKETS_VARIABLE
+
+TUNED: Mapping[str, str] = {
+    # gRPC between router and replicas, no per-request log flush, no second thread per replica.
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    # Which also has Serve open ports of its own in front of routers.
+    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
+    # Serve's own metrics leave each process once a second, and not ten times.
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
+    # Serve leaves the messages of that data plane at gRPC's 4 MiB, which a large body or answer
+    # exceeds. The most that gRPC takes: `router.max_body_bytes` bounds bodies, and replicas send
+    # answers in chunks.
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**31 - 1),
+    # A replica that fails its health check is killed at once: draining an unresponsive process is
+    # useless, and Serve would wait for as long as a drain may take.
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+    # Ray starts workers with niceness 15: beside one busy process of normal priority an engine, a
+    # router or the controller would get 3 % of a core that they share.
+    "RAY_worker_niceness": "0",
+}
+"""For every cluster: set them in the cluster's environment too (`ray start`, KubeRay)."""
+
+LOCAL: Mapping[str, str] = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Other programs of this machine must not be able to submit work to our Ray.
+    "RAY_AUTH_MODE": "token",
+    # Without clusters Ray's address is 127.0.0.1, also on Linux, and its ports listen there only.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # Engines transfer KV on this machine only.
+    "VLLM_HOST_IP": "127.0.0.1",
+    # Files in the folder where Sluice was started must not stand in for modules of the same name.
+    "PYTHONSAFEPATH": "1",
+}
+"""For a Ray instance that Sluice starts itself on this machine."""
+
+
+TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+"""Ray's token, and the file that holds it. Without both Ray takes ``~/.ray/auth_token``, which it
+writes where it is missing."""
+
+_FREE_PORTS = range(31_100, 32_768)
+"""For listeners that may have any port: above those of a Serve with its defaults, below those that
+Linux gives to connections."""
+
+_BLOCK = 16
+"""Number of free ports that a process claims at a time."""
+
+_claims: dict[int, socket.socket] = {}
+
+
+def _claim(first: int) -> bool:
+    """Keep the ports that begin at ``first`` from being chosen by another process of this machine,
+    for as long as this one runs. Returns whether the claim succeeded. Between choice and use no
+    program listens there.
+
+    The claim is a name in Linux's abstract namespace: it ends with the process in any case. Other
+    systems have no such namespace, and no process has a claim there.
+    """
+    if first not in _claims:
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0sluice-ports-{first}")
+        except OSError:
+            claim.close()
+            return False
+        _claims[first] = claim
+    return True
+
+
+def _ports() -> Iterator[int]:
+    """The ports of :data:`_FREE_PORTS`, repeatedly: those of the blocks that this process has
+    claimed, or all of them if it can claim none."""
+    while True:
+        blocks = range(_FREE_PORTS.start, _FREE_PORTS.stop, _BLOCK)
+        mine = False
+        for first in random.sample(blocks, len(blocks)):
+            if _claim(first):
+                mine = True
+                yield from range(first, min(first + _BLOCK, _FREE_PORTS.stop))
+        if not mine:
+            yield from random.sample(_FREE_PORTS, len(_FREE_PORTS))
+
+
+_free_ports = _ports()
+
+
+def _make_token(local_dir: Path) -> Path:
+    """A file with a new token for Ray, for this user only."""
+    path = local_dir / "token"
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))
+    return path
+
+
+def free_port() -> int:
+    """A port that nothing listens on now, and that no other process gets from here while this one
+    runs. The same process gets it once only, until all others that it can have were given.
+
+    It is not of the range from which the kernel takes the ports of connections: by the time that
+    its user listens, one of Ray's many connections could have it.
+
+    Raises:
+        OSError: every port of the range is in use.
+    """
+    for port in itertools.islice(_free_ports, len(_FREE_PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError(f"every port of {_FREE_PORTS} is in use")
+
+
+def apply(local_dir: Path | None = None) -> None:
+    """Set the variables that are unset; the operator's values stay.
+
+    Args:
+        local_dir: for a local instance, an existing private directory for the sockets of vLLM.
+    """
+    settings = dict(TUNED)
+    if local_dir is not None:
+        settings.update(LOCAL)
+        if not os.environ.keys() & TOKEN_VARIABLES:
+            settings[TOKEN_VARIABLES[1]] = str(_make_token(local_dir))
+        sockets = local_dir / "v"
+        sockets.mkdir(exist_ok=True)  # vLLM does not
+        settings[SOCKETS_VARIABLE] = str(sockets)
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
 
 TRIES = 5
 """How often Ray is started. It gives its node 30 s, and its node's agents 15 s of them, times that
@@ -36,6 +170,9 @@ def start_ray(temp_dir: Path, again: Callable[[], None] = lambda: None, **option
         Exception: what ``ray.init`` raised; where Ray took too long to start, that of the last of
             :data:`TRIES`. No process of the instance is left.
     """
+    import ray
+    from ray.job_config import JobConfig
+
     for left in reversed(range(TRIES)):
         try:
             # Ray puts the driver's working folder on its workers' path, unless the driver is a
@@ -63,6 +200,9 @@ def start_ray(temp_dir: Path, again: Callable[[], None] = lambda: None, **option
 def _end_log_monitor() -> None:
     """End the process of Ray that looks for new lines in every log file ten times a second, for
     drivers that print them. This one does not."""
+    import ray
+    from ray._private.ray_constants import PROCESS_TYPE_LOG_MONITOR
+
     node = ray._private.worker._global_node
     if node is not None:
         node._kill_process_type(PROCESS_TYPE_LOG_MONITOR, check_alive=False, wait=True)
@@ -71,6 +211,8 @@ def _end_log_monitor() -> None:
 def dead_process() -> str | None:
     """The name of a process that has ended of the Ray instance that this process started, and
     without which the instance does not work; ``None`` while all of them run."""
+    import ray
+
     node = ray._private.worker._global_node
     ended = [] if node is None else [name for name, _ in node.dead_processes()]
     return next((name for name in _VITAL if name in ended), None)

@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 import psutil
 
-from sluice.deploy import ray_settings
 from sluice.deploy.config import SluiceConfig
 from sluice.deploy.driver import Event, task
 from sluice.deploy.leftovers import Cleaner
 from sluice.deploy.local import REASON_S, RayEndedError, StartError, StoppedError, StopSignals
+from sluice.replica.private_dir import make_private_dir
 
 _POLL_S = 0.2
 
@@ -65,7 +65,7 @@ class Supervised:
         self._report = report
         self._parts: dict[int, tuple[psutil.Process, str]] = {}
         self._past: set[int] = set()
-        self._local_dir = ray_settings.make_local_dir()
+        self._local_dir = make_private_dir()
         self._cleaner = Cleaner(self._local_dir)
         self._driver = subprocess.Popen(
             [sys.executable, "-P", "-m", "sluice.deploy.driver", str(self._local_dir)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,14 +19,124 @@ from pydantic import (
     model_validator,
 )
 
-from sluice.replica.autoscaling_config import AutoscalingConfig
-from sluice.replica.preemption_config import PreemptionConfig
 from sluice.replica.scheduler.speculation import with_all_lengths
-from sluice.replica.transfer_config import TransferConfig
 from sluice.replica.vllm_args import by_option, check_names
+from sluice.scheduling.autoscaling import AutoscalingPolicy
+from sluice.scheduling.autoscaling import make_policy as make_autoscaling
 from sluice.scheduling.batching import BestEffortOptions, make_policy
 from sluice.scheduling.fleet.node_labels import LabelName, LabelValue
+from sluice.scheduling.preemption import PreemptionConfig
 from sluice.scheduling.roles import ROLES, Role
+
+
+class AutoscalingConfig(BaseModel):
+    """Number of replicas, by their load."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    min_replicas: int = Field(
+        default=1,
+        ge=0,
+        le=4096,
+        description="Min replicas. 0: the last one is removed after `zero_after_s` without "
+        "requests, and the next request waits until one has started.",
+    )
+    max_replicas: int = Field(ge=1, le=4096, description="Max replicas.")
+    initial_replicas: int | None = Field(
+        default=None,
+        ge=1,
+        le=4096,
+        description="Replicas at the start, and again after each change of the application. "
+        "Default: `min_replicas` at the start, and the current number after a change.",
+    )
+    policy: str = Field(
+        default="head_room", description="Autoscaling policy, see `sluice policies`."
+    )
+    policy_options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of the autoscaling policy."
+    )
+    zero_after_s: float = Field(
+        default=600.0,
+        ge=1,
+        le=604_800,
+        description="With `min_replicas: 0`: time without a request after which the last replica "
+        "is removed, seconds.",
+    )
+    interval_s: float = Field(
+        default=2.5,
+        ge=0.1,
+        le=60,
+        description="Load sampling interval, seconds.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> AutoscalingConfig:
+        if not self.min_replicas <= self.first <= self.max_replicas:
+            raise ValueError(
+                "need min_replicas <= initial_replicas <= max_replicas, got "
+                f"{self.min_replicas}, {self.first} and {self.max_replicas}"
+            )
+        self.make()
+        return self
+
+    @property
+    def first(self) -> int:
+        """Replicas at the start."""
+        return self.min_replicas if self.initial_replicas is None else self.initial_replicas
+
+    def make(self) -> AutoscalingPolicy:
+        """A new policy.
+
+        Raises:
+            ValueError: no such policy, or an option that is unknown or out of range.
+        """
+        return make_autoscaling(self.policy, self.policy_options)
+
+
+class TransferConfig(BaseModel):
+    """How engines transfer the KV of prompts and of running streams, and how long they keep it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    connector: Literal["auto", "tcp", "nixl"] = Field(
+        default="auto",
+        description="Transport of the KV. `tcp`: Sluice's own, over plain TCP, on any hardware. "
+        "`nixl`: vLLM's NixlConnector, where its package is installed. `auto`: `nixl` on CUDA "
+        "where its package is installed, else `tcp`.",
+    )
+    host: str | None = Field(
+        default=None,
+        description="IP address on which an engine offers KV; default: the node's own, as vLLM "
+        "finds it (`VLLM_HOST_IP` overrides that).",
+    )
+    keep_s: float = Field(
+        default=30.0,
+        gt=0,
+        le=3600,
+        description="How long the KV of a prompt is kept until another engine fetches it, seconds.",
+    )
+    max_bytes: int = Field(
+        default=1 << 30,
+        ge=1 << 20,
+        description="Max memory for KV kept or in transfer, per worker and direction, bytes. "
+        "Beyond it the oldest KV is dropped, and its prompt is recomputed.",
+    )
+    timeout_s: float = Field(
+        default=5.0,
+        gt=0,
+        le=60,
+        description="Timeout to fetch the KV of one prompt, seconds. After it the prompt is "
+        "recomputed.",
+    )
+
+    @field_validator("host")
+    @classmethod
+    def _check_host(cls, host: str | None) -> str | None:
+        # Another engine connects to it: 0.0.0.0 would be its own host.
+        if host is not None and ip_address(host).is_unspecified:
+            raise ValueError(f"must be an address that other nodes can reach, got {host}")
+        return host
+
 
 # LoRA adapters by vLLM's naming: requests ask for one by its name in place of the model's.
 

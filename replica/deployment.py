@@ -36,8 +36,7 @@ from sluice.scheduling.batching.warm_up import warm_up
 from sluice.scheduling.fleet.ranks import rank_name, rank_of
 from sluice.scheduling.roles import Role
 from sluice.simulation.rows import compile_now
-from sluice.telemetry.config import TelemetryConfig
-from sluice.telemetry.logs import configure_logs
+from sluice.telemetry.logs import TelemetryConfig, configure_logs
 from sluice.telemetry.tracing import make_tracer
 
 # A replica's ranks. With data parallelism it has several engines, each with a queue of its own.

@@ -21,9 +21,8 @@ from starlette.routing import Route
 from sluice.controller.config import version
 from sluice.protocol.requests import Endpoint
 from sluice.router import wire
-from sluice.router.admin.api import admin_routes, page_routes
-from sluice.router.admin.service import AdminService
-from sluice.router.batches.service import batch_routes
+from sluice.router.admin.api import AdminService, admin_routes, page_routes
+from sluice.router.batches.api import batch_routes
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.access_log import Telemetry
 from sluice.router.dispatch.models import ModelRegistry
@@ -45,7 +44,7 @@ from sluice.router.request.arrival import INFERENCE_PATHS, Arrival, endpoint_at
 from sluice.router.request.call import CallReader
 from sluice.router.request.prompt import output_to_expect
 from sluice.router.request.session import LoopAge, LoopDeadlines
-from sluice.router.tenancy.rate_limits import NO_CHARGE, RateLimiter, Share
+from sluice.router.tenancy.limits import NO_CHARGE, RateLimiter, Share
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 Job = Callable[[], Coroutine[Any, Any, None]]

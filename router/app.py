@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from sluice.controller.client import ControllerClient, fleet_name
 from sluice.controller.config import ControllerConfig
 from sluice.controller.observability.metrics import MetricsPusher
-from sluice.router.admin.service import AdminService
+from sluice.router.admin.api import AdminService
 from sluice.router.api import make_api
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.access_log import Telemetry
@@ -29,8 +29,7 @@ from sluice.router.picker.server import PickerServer
 from sluice.router.serve.replicas import ServeReplicas
 from sluice.scheduling.autoscaling.base import STARTUP_S
 from sluice.scheduling.roles import Role
-from sluice.telemetry.config import TelemetryConfig
-from sluice.telemetry.logs import configure_logs
+from sluice.telemetry.logs import TelemetryConfig, configure_logs
 from sluice.telemetry.tracing import make_tracer
 
 

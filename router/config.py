@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from sluice.router.tenancy.issuers import MAX_ISSUERS, TokenIssuer, check_issuers, is_loopback
-from sluice.router.tenancy.keys import KeyEntry, KeyFile, check_bare, check_entries, digest_of
+from sluice.router.tenancy.auth import KeyEntry, KeyFile, check_bare, check_entries, digest_of
 from sluice.router.tenancy.limits import OutputLimit, PromptLimit
-from sluice.router.wire import LABEL, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
+from sluice.router.tenancy.tokens import MAX_ISSUERS, TokenIssuer, check_issuers
+from sluice.router.wire import LABEL, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS, is_loopback
 from sluice.scheduling.fleet.node_labels import LabelName, LabelValue
 from sluice.scheduling.request.objective import MAX_PRIORITY, MIN_PRIORITY, SLO
 from sluice.scheduling.request.tpot import TPOTAnchor

@@ -12,8 +12,15 @@ from typing import Any, Final
 from sluice.controller.config import version
 from sluice.protocol.requests import GENERATING, SPEECH, UNSCHEDULED, Endpoint
 from sluice.router import wire
-from sluice.router.batches import batches_api, files_api
-from sluice.router.batches.expiry import MAX_S, MIN_S
+from sluice.router.batches.api import (
+    MAX_BATCHES_PAGE,
+    MAX_FILES_PAGE,
+    MAX_METADATA,
+    MAX_METADATA_KEY,
+    MAX_METADATA_VALUE,
+    MAX_S,
+    MIN_S,
+)
 from sluice.router.config import RouterConfig
 from sluice.router.errors import RULES
 from sluice.router.request.arrival import BATCH_PATHS, INFERENCE_PATHS
@@ -350,7 +357,7 @@ def _files() -> Schema:
     upload = _operation("Upload the input of a batch", _json(_OBJECT))
     upload["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
     order = _query("order", {"enum": ["asc", "desc"]})
-    listed = _operation("List files", _json(_list()), *_paging(files_api.MAX_PAGE), order)
+    listed = _operation("List files", _json(_list()), *_paging(MAX_FILES_PAGE), order)
     listed["parameters"].append(_query("purpose", _TEXT))
     content: Schema = {"application/octet-stream": {"schema": {}}}
     return {
@@ -384,11 +391,11 @@ def _batches(config: RouterConfig) -> Schema:
             "completion_window": {"enum": [*config.batches.completion_windows]},
             "metadata": {
                 "type": ["object", "null"],
-                "maxProperties": batches_api.MAX_METADATA,
-                "propertyNames": {"maxLength": batches_api.MAX_METADATA_KEY},
+                "maxProperties": MAX_METADATA,
+                "propertyNames": {"maxLength": MAX_METADATA_KEY},
                 "additionalProperties": {
                     "type": "string",
-                    "maxLength": batches_api.MAX_METADATA_VALUE,
+                    "maxLength": MAX_METADATA_VALUE,
                 },
             },
             "output_expires_after": expiry,
@@ -399,7 +406,7 @@ def _batches(config: RouterConfig) -> Schema:
     return {
         "/v1/batches": {
             "post": made,
-            "get": _operation("List batches", _json(_list()), *_paging(batches_api.MAX_PAGE)),
+            "get": _operation("List batches", _json(_list()), *_paging(MAX_BATCHES_PAGE)),
         },
         "/v1/batches/{batch_id}": {"get": _operation("Describe a batch", _json(_OBJECT), batch)},
         "/v1/batches/{batch_id}/cancel": {

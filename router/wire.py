@@ -7,7 +7,21 @@ Extension reads the same.
 from __future__ import annotations
 
 import re
+from ipaddress import ip_address
 from typing import Final
+
+# Whether an address is of this machine only.
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address, without a port, is a loopback one."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
 
 MIN_OBJECTIVE_MS = 0.001
 """Shortest objective that may be asked for: a microsecond, in milliseconds."""

@@ -29,9 +29,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
 
 from sluice.scheduling.latency.model import UNBOUNDED_TOKENS, LatencyModel
 from sluice.scheduling.request.kernels import Floats
@@ -184,13 +185,20 @@ class DecodeTurns:
 
 
 DEPTH = 4
+"""Most suspended prefills."""
 CHUNK_TOKENS = 8192
+"""Most tokens of a prefill in a task."""
 SMALL_CHUNK_TOKENS = 512
+"""The same of a task that starts while the stack is full, so that it is not suspended itself, and
+of one of an aged prefill."""
 BATCH_TOKENS = 1024
+"""Prefills share a task while their sum is below this: they are suspended together, so more is not
+better. Late prefills, and shorter ones than this with one objective, share it up to a chunk."""
 LEAST_TOKENS = 256
-"""Defaults of engines and of the simulator: most suspended prefills, most tokens of a prefill in a
-task, the same where it is not to be suspended, the sum below which prefills run together, and the
-fewest tokens of a task that can be suspended."""
+"""Tasks of fewer tokens are not suspended: they end soon anyway."""
+DECODE_GAP_S = 0.05
+"""A fallback, seconds: while prefills run, a decode without a TPOT, or with one that no step can
+hold, has its next step after this time. Also the longest TPOT for which tasks are cut."""
 
 
 class Prefill(NamedTuple):
@@ -225,6 +233,37 @@ class InFlight(NamedTuple):
     due_s: float
     left_s: float
     best_effort: bool = False
+
+
+class PreemptionConfig(BaseModel):
+    """When a more urgent prefill preempts a running one, and where the running one stops."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    granularity: Literal["off", "layer", "operator"] = Field(
+        default="off",
+        description="Where a running prefill can stop: nowhere, before the next layer, or before "
+        "the next operator. Unless `off`, `policy` has no effect: prefills run by S-EDF.",
+    )
+    depth: int = Field(
+        default=DEPTH,
+        ge=1,
+        le=64,
+        description="Max suspended prefills. Each keeps its activations in memory.",
+    )
+    chunk_tokens: int = Field(
+        default=CHUNK_TOKENS,
+        ge=SMALL_CHUNK_TOKENS,
+        le=1_048_576,
+        description="Max tokens of a prefill that run as one task; also limited by vLLM's "
+        "`max-num-batched-tokens`, and where the engine decodes by the time that stops take.",
+    )
+    least_tokens: int = Field(
+        default=LEAST_TOKENS,
+        ge=1,
+        le=1_048_576,
+        description="Min tokens of a task that can be suspended: shorter ones end soon anyway.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,6 +416,7 @@ def _alike(head: Prefill, each: Prefill, now_s: float, together: int) -> bool:
 __all__ = [
     "BATCH_TOKENS",
     "CHUNK_TOKENS",
+    "DECODE_GAP_S",
     "DEPTH",
     "LEAST_TOKENS",
     "SMALL_CHUNK_TOKENS",

@@ -25,6 +25,7 @@ from sluice.scheduling.latency.model import LatencyModel, StepSample
 from sluice.scheduling.preemption import (
     BATCH_TOKENS,
     CHUNK_TOKENS,
+    DECODE_GAP_S,
     DEPTH,
     LEAST_TOKENS,
     SMALL_CHUNK_TOKENS,
@@ -216,7 +217,7 @@ class SuspensionConfig(BaseModel):
     foresight: Foresight = Field(default="slack", description="By what a prefill counts as late.")
     switch_s: float = Field(default=0.0013, ge=0, description="Idle time of a suspension.")
     decode_gap_s: float = Field(
-        default=0.05, gt=0, description="Time between tokens of a decode without a TPOT."
+        default=DECODE_GAP_S, gt=0, description="Time between tokens of a decode without a TPOT."
     )
     check_s: float = Field(default=3.2e-7, ge=0, description="Time of a check.")
 

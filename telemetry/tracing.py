@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from sluice.telemetry.config import TracingConfig
+from sluice.telemetry.logs import TracingConfig
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

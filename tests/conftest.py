@@ -16,8 +16,9 @@ import pytest
 from httpx._transports import default as transports
 
 from sluice.controller.config import ControllerConfig
-from sluice.deploy import ray_settings
+from sluice.deploy import ray_start
 from sluice.replica.config import EngineConfig
+from sluice.replica.private_dir import make_private_dir
 from sluice.scheduling.batching.warm_up import warm_up
 from sluice.scheduling.placement.warm_up import warm_up_placement
 from sluice.simulation.rows import compile_now
@@ -59,11 +60,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Ports and a folder of this process's own for the Rays that it starts. A process that only
     shares the tests out has none: those that it starts would take its variables for settings."""
     if not config.getoption("numprocesses", None):
-        private_dir = ray_settings.make_local_dir()
+        private_dir = make_private_dir()
         atexit.register(shutil.rmtree, private_dir, ignore_errors=True)
         # What `sluice serve` keeps for its user.
         os.environ["XDG_STATE_HOME"] = str(private_dir / "state")
-        ray_settings.apply(private_dir)
+        ray_start.apply(private_dir)
 
 
 # Property tests are judged by what they find, not by how long an example takes. Every run draws

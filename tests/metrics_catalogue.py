@@ -14,7 +14,7 @@ from sluice.controller.observability.metrics import controller_age, controller_u
 from sluice.replica.config import EngineConfig
 from sluice.replica.metrics import Measured, ReplicaCollector
 from sluice.replica.simulated.engine import SimulatedEngine
-from sluice.router.batches.metrics import BatchMetrics
+from sluice.router.batches.lines import BatchMetrics
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.metrics.page import ControllerMetricsPage
 from sluice.router.tenancy.auth import KeyMetrics

@@ -25,7 +25,7 @@ from sluice.benchmarks.live.client import replay
 from sluice.benchmarks.live.peers import attainment
 from sluice.benchmarks.live.systems import SLUICE, spawned, wait_until_ready
 from sluice.benchmarks.report import draw
-from sluice.deploy.ray_settings import free_port
+from sluice.deploy.ray_start import free_port
 from sluice.router.config import ServiceClass
 from sluice.simulation.workload import Arrival, Workload
 from sluice.simulation.workloads.generators import Gamma

@@ -16,11 +16,11 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from sluice.deploy.cli import main
+from sluice.deploy.commands.offline import all_policies
 from sluice.deploy.config import SluiceConfig
-from sluice.deploy.policies import policies
 from sluice.deploy.reference import KINDS, pages
 from sluice.deploy.reference import POLICIES as POLICY_PAGES
-from sluice.replica.autoscaling_config import AutoscalingConfig
+from sluice.replica.config import AutoscalingConfig
 from sluice.scheduling.batching import POLICIES, BatchPolicy
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
@@ -31,7 +31,9 @@ from tests.documents import DOCUMENTS, README, ROOT, blocks, marked, rows, secti
 from tests.scheduling.views import ROOMY, decode, prefill
 
 DOCS = ROOT / "docs"
-LISTED = {kind: {entry.name: entry for entry in policies() if entry.kind == kind} for kind in KINDS}
+LISTED = {
+    kind: {entry.name: entry for entry in all_policies() if entry.kind == kind} for kind in KINDS
+}
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 
 BY_HAND = {"make serve", "make test", "sluice serve"}

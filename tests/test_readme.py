@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sluice.deploy.ray_settings import free_port
+from sluice.deploy.ray_start import free_port
 from tests.documents import README, ROOT, marked, newcomer, shell
 from tests.e2e.conftest import wait_until
 from tests.e2e.test_serve_command import check_ports

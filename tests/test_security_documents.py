@@ -9,11 +9,8 @@ import pytest
 from sluice.router.config import RouterConfig
 from sluice.router.metrics.instruments import MAX_NAMES
 from sluice.router.request.prompt import CHARACTERS_PER_TOKEN, UNSTATED_OUTPUT_TOKENS
-from sluice.router.tenancy.auth import POLL_S
-from sluice.router.tenancy.issuers import TokenIssuer
-from sluice.router.tenancy.keys import WEAK_CHARACTERS, ApiKey, client_of, parse_keys
-from sluice.router.tenancy.limits import Client, TenantLimits
-from sluice.router.tenancy.rate_limits import EXCHANGE_S, RateLimiter
+from sluice.router.tenancy.auth import POLL_S, WEAK_CHARACTERS, ApiKey, client_of, parse_keys
+from sluice.router.tenancy.limits import EXCHANGE_S, Client, RateLimiter, TenantLimits
 from sluice.router.tenancy.tokens import (
     MAX_BYTES,
     MAX_CACHED,
@@ -22,6 +19,7 @@ from sluice.router.tenancy.tokens import (
     MIN_PAUSE_S,
     MIN_RSA_BITS,
     REMEMBERED_S,
+    TokenIssuer,
 )
 from tests.documents import ROOT, marked, section
 

@@ -26,7 +26,7 @@ from sluice.benchmarks.live.report import text
 from sluice.benchmarks.live.systems import SLUICE, VLLM_ENVIRONMENT, Bench, spawned, until
 from sluice.benchmarks.options import as_json, choices_option, folder, number_option
 from sluice.benchmarks.report import Report, Table
-from sluice.deploy.commands.exits import Exit, Failure
+from sluice.deploy.commands.options import Exit, Failure
 from sluice.deploy.local import StoppedError
 from sluice.replica.vllm.local_model import LLAMA_8B, TINY, shaped_model
 

@@ -4,7 +4,7 @@ trusted.
 
 Client, cluster and busy loop are children of one process, so that the kernel shares the cores
 between them and not between sessions. The loop has normal priority, as the engines have
-(:mod:`sluice.deploy.ray_settings`).
+(:mod:`sluice.deploy.ray_start`).
 """
 
 from __future__ import annotations

@@ -20,9 +20,10 @@ import click
 
 from sluice.benchmarks.live.engine import MODEL, events
 from sluice.benchmarks.live.systems import VLLM_ENVIRONMENT
-from sluice.deploy import ray_settings
+from sluice.deploy import ray_start
 from sluice.deploy.leftovers import Cleaner
 from sluice.deploy.local import stop_signals
+from sluice.replica.private_dir import make_private_dir
 
 
 class Engine:
@@ -57,11 +58,11 @@ class Engine:
 def main(port: int, replicas: int, step_ms: float, vllm: Path | None) -> None:
     """Serve on this machine, in its own Ray instance, until the process is terminated; with --vllm
     the real engine of a JSON file: model, args, gpus of a worker, prefix_aware."""
-    local_dir = ray_settings.make_local_dir()
+    local_dir = make_private_dir()
     cleaner = Cleaner(local_dir)
     try:
         with stop_signals() as stop:
-            ray_settings.apply(local_dir)
+            ray_start.apply(local_dir)
             given = json.loads(vllm.read_text()) if vllm is not None else None
             _serve(local_dir, port, replicas, step_ms / 1e3, given)
             stop.wait()

@@ -29,7 +29,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sluice.benchmarks.live.client import Json
 from sluice.benchmarks.live.engine import MODEL, chat_body
 from sluice.deploy.local import StoppedError
-from sluice.deploy.ray_settings import free_port
+from sluice.deploy.ray_start import free_port
 from sluice.router.config import ServiceClass
 from sluice.scheduling.request.objective import SLO
 

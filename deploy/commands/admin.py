@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import time
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Literal
@@ -9,11 +12,25 @@ from urllib.parse import quote
 
 import click
 from pydantic import BaseModel, Field, ValidationError
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
-from sluice.deploy.commands.exits import Exit, Failure
-from sluice.deploy.commands.options import address_option, talking
+from sluice.deploy.commands.options import Exit, Failure, address_option, talking
+from sluice.deploy.commands.options import as_json as json_option
 from sluice.deploy.json_http import AnswerError, JsonServer
-from sluice.deploy.local_runs import local_runs
+from sluice.deploy.local import local_runs
+from sluice.deploy.tables import (
+    class_tables,
+    headline,
+    notes,
+    overview,
+    print_table,
+    problems,
+    promise_tables,
+    replica_tables,
+)
 
 
 class _Decision(BaseModel):
@@ -208,3 +225,258 @@ class AdminApi:
 
 def _drain_of(replica_id: str) -> str:
     return f"/replicas/{quote(replica_id, safe='')}/drain"
+
+
+# ``sluice status``: whether an application serves as it should.
+
+
+@click.command()
+@admin_options
+@json_option
+def status(address: str, key: str | None, as_json: bool) -> None:
+    """Say whether a running application serves as it should.
+
+    The exit code is 0 where every model's controller answers and at least one of its replicas takes
+    requests and has reported lately, and 1 otherwise. --json prints the admin API's answer on the
+    fleet.
+
+    \b
+    Examples:
+      sluice status
+      SLUICE_ADMIN_KEY=... sluice status --address https://llm.example.com
+      sluice status --json
+    """
+    fleet = AdminApi(address, key).fleet()
+    wrong = problems(fleet)
+    if as_json:
+        click.echo(json.dumps(fleet, indent=2))
+    else:
+        click.echo(headline(fleet).plain)
+        for note in notes(fleet):
+            click.echo(note)
+        for part in (*replica_tables(fleet), *class_tables(fleet), *promise_tables(fleet)):
+            if isinstance(part, Table):
+                print_table(part)
+            else:
+                click.echo(part.plain)
+    if wrong:
+        raise Failure(Exit.FAILED, "; ".join(wrong))
+
+
+# ``sluice top``: the replicas and classes, again and again.
+
+
+@click.command()
+@admin_options
+@click.option("--once", is_flag=True, help="Print once and end; so it does without a terminal.")
+@click.option(
+    "--interval",
+    "interval_s",
+    type=click.FloatRange(min=0.5, max=3_600),
+    default=2.0,
+    show_default=True,
+    help="Between two looks, seconds.",
+)
+@json_option
+def top(address: str, key: str | None, once: bool, interval_s: float, as_json: bool) -> None:
+    """Show every replica and service class of a running application, live, until Ctrl-C.
+
+    Of each replica: its requests, the work of the promised prefills, the KV cache in use, the
+    tokens of prefill that it could still promise (PAB), and its last step against the prediction.
+    With --json it prints the admin API's answer, once.
+
+    \b
+    Examples:
+      sluice top
+      sluice top --once
+      sluice top --once --json
+    """
+    api = AdminApi(address, key)
+    fleet = api.fleet()
+    console = Console()
+    if as_json:
+        click.echo(json.dumps(fleet, indent=2))
+    elif once or not console.is_terminal:
+        console.print(overview(fleet, console.width))
+    else:
+        _watch(api, fleet, interval_s, console)
+
+
+def _watch(api: AdminApi, fleet: dict[str, Any], interval_s: float, console: Console) -> None:
+    """Show the fleet until Ctrl-C. If a query fails, the last state stays with a note on that."""
+    try:
+        with Live(overview(fleet, console.width), console=console, screen=True) as live:
+            while True:
+                time.sleep(interval_s)
+                try:
+                    fleet = api.fleet()
+                    live.update(overview(fleet, console.width))
+                except Failure as failure:
+                    if failure.exit_code == Exit.REFUSED:
+                        raise
+                    old = Text(f"this is old: {failure.message}", style="red")
+                    live.update(Group(old, overview(fleet, console.width)))
+    except KeyboardInterrupt:
+        pass
+
+
+# ``sluice drain``: close a replica to new requests, and wait until it is empty.
+
+POLL_S = 0.5
+GONE_AFTER_S = 5.0
+"""A replica counts as ended if it is unknown for this long, seconds: a restarted controller knows
+no replicas for a moment."""
+
+_LAST = (
+    "the last replica of its model that takes requests. Once it is drained, every request for the "
+    "model gets a 503, until a replica is taken back with --undo or a new one starts."
+)
+
+_NOT_HEARD = (
+    "{} has not confirmed it yet. If the controller restarts before it does, repeat the command."
+)
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,255}")
+
+
+def _check_name(_context: click.Context, _parameter: click.Parameter, name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise click.BadParameter("a replica's name has letters, digits, dots and dashes only")
+    return name
+
+
+@click.command()
+@click.argument("replica_id", metavar="REPLICA", callback=_check_name)
+@admin_options
+@click.option("--undo", is_flag=True, help="Let it take requests again.")
+@click.option("--yes", is_flag=True, help="Do not ask before the last replica is drained.")
+@click.option("--wait/--no-wait", default=True, help="Wait until it is empty, or only close it.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=600.0,
+    show_default=True,
+    help="Longest wait, seconds.",
+)
+@json_option
+def drain(
+    replica_id: str,
+    address: str,
+    key: str | None,
+    undo: bool,
+    yes: bool,
+    wait: bool,
+    timeout_s: float,
+    as_json: bool,
+) -> None:
+    """Send REPLICA no new requests, and wait until it has finished those that it has.
+
+    REPLICA is a name that `sluice top --once` shows. It stays closed, also over a restart of the
+    controller, until --undo. Serve neither stops nor replaces it for that: look at the machine, or
+    take it away. Before the last replica of a model is drained the command asks.
+
+    \b
+    Examples:
+      sluice drain k3jx8w2p
+      sluice drain k3jx8w2p --no-wait
+      sluice drain k3jx8w2p --undo
+    """
+    api = AdminApi(address, key)
+    told = api.take_back(replica_id) if undo else _close(api, replica_id, yes)
+    if not told["remembered"]:
+        click.echo(_NOT_HEARD.format(replica_id), err=True)
+    if undo or not wait:
+        _say(told, as_json)
+        return
+    told = _wait(api, told, timeout_s)
+    _say(told, as_json)
+
+
+def _close(api: AdminApi, replica_id: str, yes: bool) -> dict[str, Any]:
+    """Drain a replica; the last one of its model only after confirmation.
+
+    Raises:
+        Failure: the user declined, or there is no terminal to ask on.
+    """
+    try:
+        return api.drain(replica_id, yes)
+    except LastReplicaError:
+        click.echo(f"{replica_id} is {_LAST}", err=True)
+    try:
+        sure = click.confirm("Drain it?", err=True)
+    except click.Abort:  # there is no terminal to ask on
+        sure = False
+    if not sure:
+        raise Failure(Exit.FAILED, f"{replica_id} was not drained; --yes drains it without asking")
+    return api.drain(replica_id, force=True)
+
+
+def _wait(api: AdminApi, told: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """Wait until no requests are left. ``told`` is the API's first answer; returns its last.
+
+    Raises:
+        Failure: it took too long, the drain was undone, or a query failed permanently.
+    """
+    replica_id = told["replica_id"]
+    started_s, shown, missing_s, trouble = time.monotonic(), -1, 0.0, ""
+    err = Console(stderr=True)
+    while told["left"]:
+        if told["left"] != shown:
+            shown = told["left"]
+            err.print(f"{shown} requests left", highlight=False)
+        if time.monotonic() - started_s > timeout_s:
+            raise Failure(
+                Exit.TIMED_OUT,
+                f"{replica_id} still has {told['left']} requests after {timeout_s:g} s{trouble}; "
+                "it takes no new ones: wait again with the same command, or take it back with "
+                "--undo",
+            )
+        time.sleep(POLL_S)
+        try:
+            found = _look(api, replica_id)
+        except Failure as failure:
+            if not failure.passing:
+                raise
+            if not trouble:
+                err.print("no answer for now", highlight=False)
+            trouble = f", and the last query failed: {failure.message}"
+            continue
+        trouble = ""
+        missing_s = 0.0 if found is not None else missing_s + POLL_S
+        if missing_s >= GONE_AFTER_S:
+            err.print("the replica is unknown now: it ended or is unreachable", highlight=False)
+            return {"replica_id": replica_id, "draining": True, "left": 0}
+        told = found or told
+    return told
+
+
+def _look(api: AdminApi, replica_id: str) -> dict[str, Any] | None:
+    """The requests left at the replica now; ``None`` if no controller knows it.
+
+    Raises:
+        Failure: its controller does not answer now, or the drain was undone.
+    """
+    fleet = api.fleet()
+    row = next((row for row in fleet["replicas"] if row["replica_id"] == replica_id), None)
+    if row is None and fleet["unavailable"]:
+        silent = ", ".join(fleet["unavailable"])
+        raise Failure(Exit.FAILED, f"the controller of {silent} does not answer", passing=True)
+    if row is None:
+        return None
+    if row["drain"] is None:
+        raise Failure(Exit.FAILED, f"{replica_id} takes requests again: the drain was undone")
+    left = row["waiting"] + row["running"] + row["reserved"]
+    return {"replica_id": replica_id, "draining": True, "left": left}
+
+
+def _say(told: dict[str, Any], as_json: bool) -> None:
+    plain = {name: told[name] for name in ("replica_id", "draining", "left")}
+    if as_json:
+        click.echo(json.dumps(plain))
+    elif not plain["draining"]:
+        click.echo(f"{plain['replica_id']} takes requests again")
+    elif plain["left"]:
+        click.echo(f"{plain['replica_id']} takes no new requests; {plain['left']} left")
+    else:
+        click.echo(f"{plain['replica_id']} is empty and takes no new requests")

@@ -15,15 +15,18 @@ import click
 from pydantic import BaseModel, ValidationError
 from rich.console import Console
 
-from sluice.deploy.commands.exits import Exit, Failure
-from sluice.deploy.commands.options import CONFIG_FILE, address_option, load, talking
+from sluice.deploy.commands.options import CONFIG_FILE, Exit, Failure, address_option, load, talking
 from sluice.deploy.commands.options import as_json as json_option
-from sluice.deploy.config import SluiceConfig, parse_config, read_mapping
+from sluice.deploy.config import (
+    ROUTER_DEPLOYMENT,
+    SluiceConfig,
+    engine_faults,
+    parse_config,
+    read_mapping,
+)
 from sluice.deploy.json_http import AnswerError, JsonServer, printable
-from sluice.deploy.model_check import engine_faults
-from sluice.deploy.models import ROUTER_DEPLOYMENT
 from sluice.replica.pools import needs
-from sluice.router.tenancy.issuers import is_loopback
+from sluice.router.wire import is_loopback
 
 # Submits an application to a running Ray cluster over Serve's REST API, and reads its state.
 #

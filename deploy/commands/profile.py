@@ -18,8 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from sluice.deploy.commands.exits import Exit, Failure
-from sluice.deploy.commands.options import CONFIG_FILE, load
+from sluice.deploy.commands.options import CONFIG_FILE, Exit, Failure, load
 from sluice.deploy.commands.options import as_json as json_option
 from sluice.deploy.config import SluiceConfig
 from sluice.deploy.tables import print_table

@@ -10,11 +10,11 @@ import click
 from pydantic import SecretStr
 from rich.console import Console
 
-from sluice.deploy.commands.exits import Exit, Failure
-from sluice.deploy.commands.options import CONFIG_FILE, load
+from sluice.deploy.commands.options import CONFIG_FILE, Exit, Failure, load
 from sluice.deploy.config import SluiceConfig
 from sluice.deploy.local import (
     KEY_VARIABLE,
+    LocalRun,
     RayEndedError,
     StartError,
     StoppedError,
@@ -22,11 +22,12 @@ from sluice.deploy.local import (
     check,
     curl_line,
     needs_key,
+    noted,
+    state_folder,
     stop_signals,
 )
-from sluice.deploy.local_runs import LocalRun, noted, state_folder
 from sluice.deploy.supervisor import Supervised
-from sluice.router.batches.folders import make_folder
+from sluice.router.batches.byte_store import make_folder
 from sluice.router.config import AdminConfig
 
 # The folder of files and batches of a `sluice serve` without a configured one.

@@ -22,9 +22,9 @@ from sluice.replica.preemption.control_block import ControlWords
 from sluice.replica.preemption.messages import Answer, Command, Died, Exit, Failed
 from sluice.replica.preemption.task_executor import TaskExecutor
 from sluice.replica.preemption.worker import TaskRunner
-from sluice.replica.preemption_config import PreemptionConfig
 from sluice.replica.processes import end_with_parent
 from sluice.replica.scheduler.xargs import SchedulerSettings
+from sluice.scheduling.preemption import PreemptionConfig
 
 logger = logging.getLogger(__name__)
 

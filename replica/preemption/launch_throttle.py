@@ -119,15 +119,15 @@ class Paced:
         return stopped_s
 
 
-def pacer_for(device: Any, ahead: int) -> Pacer:
-    """The pacer of a ``torch.device``.
+LAUNCH_AHEAD = 2
+"""Max checks by which launches run ahead of a GPU: a prefill stops up to this many operators, or
+layers, later, but the device has work while the next ones are launched."""
 
-    Args:
-        device: where the model is.
-        ahead: max checks by which launches may be ahead of a GPU.
-    """
+
+def pacer_for(device: Any) -> Pacer:
+    """The pacer of a ``torch.device``."""
     if device.type == "cpu":
         return Immediate()
     from torch.cuda import Event
 
-    return Paced(ahead, lambda: Event(enable_timing=True))
+    return Paced(LAUNCH_AHEAD, lambda: Event(enable_timing=True))

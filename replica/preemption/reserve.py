@@ -25,8 +25,8 @@ from sluice.replica.preemption.checks import Checks, Granularity
 from sluice.replica.preemption.control_block import ControlWords
 from sluice.replica.preemption.launch_throttle import Immediate
 from sluice.replica.preemption.runner_pool import new_runner, without_compiled_code
-from sluice.replica.preemption_config import PreemptionConfig
 from sluice.replica.scheduler.xargs import SchedulerSettings
+from sluice.scheduling.preemption import BATCH_TOKENS, PreemptionConfig
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def reserve_of(needs: list[Need], options: PreemptionConfig, most_tokens: int) -
         options: the nesting depth of suspended prefills, and their batch size.
         most_tokens: max tokens of any batch.
     """
-    tokens = min(most_tokens, max(options.chunk_tokens, options.batch_tokens))
+    tokens = min(most_tokens, max(options.chunk_tokens, BATCH_TOKENS))
     return Reserve(
         options.depth,
         tokens,

@@ -22,6 +22,9 @@ from sluice.scheduling.batching import BatchPlan
 from sluice.scheduling.latency.model import StepSample
 from sluice.scheduling.latency.speculation import AdaptiveLengths
 from sluice.scheduling.preemption import (
+    BATCH_TOKENS,
+    DECODE_GAP_S,
+    SMALL_CHUNK_TOKENS,
     AgedShare,
     DecodeTurns,
     InFlight,
@@ -115,8 +118,8 @@ class PreemptiveScheduler(SloScheduler):
         self.settings = settings.preemption
         self.options = Options(
             chunk=self.settings.chunk_tokens,
-            small_chunk=self.settings.small_chunk_tokens,
-            together=self.settings.batch_tokens,
+            small_chunk=SMALL_CHUNK_TOKENS,
+            together=BATCH_TOKENS,
             most=self.max_num_scheduled_tokens,
         )
         self._aged = AgedShare(settings.best_effort.patience_s, settings.best_effort.aged_share)
@@ -291,7 +294,7 @@ class PreemptiveScheduler(SloScheduler):
             int(queue.table[waiting, COMPUTED].max(initial=0)),
             self.settings.least_tokens,
             now_s,
-            self.settings.decode_gap_s if len(decoding) else inf,
+            DECODE_GAP_S if len(decoding) else inf,
         )
         return replace(self.options, most=min(self.options.most, most))
 
@@ -368,7 +371,7 @@ class PreemptiveScheduler(SloScheduler):
             table[timed, LAST_TOKEN],
             table[timed, TPOT],
             step_s,
-            self.settings.decode_gap_s,
+            DECODE_GAP_S,
             0.0 if top is None else self.turns.stop_s(top.predicted_s),
         )
 

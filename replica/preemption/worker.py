@@ -24,7 +24,7 @@ from sluice.replica.preemption.messages import (
     Timing,
 )
 from sluice.replica.preemption.runner_pool import Lanes
-from sluice.replica.preemption_config import PreemptionConfig
+from sluice.scheduling.preemption import PreemptionConfig
 
 
 class _GivenUpError(BaseException):
@@ -93,7 +93,7 @@ class TaskRunner:
         """Take vLLM's worker, complete with its KV cache, and put checks into its model; returns
         their number."""
         assert options.granularity != "off"
-        self.checks.pacer = pacer_for(worker.device, options.launch_ahead)
+        self.checks.pacer = pacer_for(worker.device)
         checks = self.checks.install(worker.model_runner.get_model(), options.granularity)
         self.attach(worker, Lanes(worker, options.depth))
         return checks

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from sluice.replica.preemption_config import PreemptionConfig
 from sluice.scheduling.batching import BatchPolicy, BestEffortOptions, make_policy
 from sluice.scheduling.fleet.prefix import CHUNK_ENDS, MAX_CHUNKS, NO_PREFIX, PromptPrefix
+from sluice.scheduling.preemption import PreemptionConfig
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage
 from sluice.scheduling.roles import Role

@@ -35,6 +35,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.utils.network_utils import get_ip
 
+from sluice.replica.config import TransferConfig
 from sluice.replica.transfer import (
     LAYOUT_BYTES,
     Handle,
@@ -46,7 +47,6 @@ from sluice.replica.transfer import (
     fetch,
     prompt_digest,
 )
-from sluice.replica.transfer_config import TransferConfig
 from sluice.replica.vllm.contract import WITH_TRANSFER
 from sluice.replica.vllm.support import TRANSFER, check, check_overrides
 

@@ -18,12 +18,11 @@ from typing import Any, Final, NamedTuple, Protocol
 from llvmlite.binding import ffi  # type: ignore[import-untyped]
 
 from sluice.protocol.requests import Endpoint
-from sluice.replica.config import EngineConfig
+from sluice.replica.config import EngineConfig, TransferConfig
 from sluice.replica.private_dir import SOCKETS_VARIABLE, make_private_dir
 from sluice.replica.processes import EXTENSION, on_cpu
 from sluice.replica.scheduler.speculation import with_all_lengths
 from sluice.replica.scheduler.xargs import SchedulerSettings
-from sluice.replica.transfer_config import TransferConfig
 from sluice.replica.vllm.contract import ASYNC_TRANSFER, age, located
 from sluice.replica.vllm.serving import Serving, servings
 from sluice.replica.vllm_args import by_option, check_names, workers

@@ -5,19 +5,218 @@ Access is checked before, see :mod:`sluice.router.ingress.access`.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from sluice.router.admin.service import FEW_DECISIONS, FORCE, MAX_DECISIONS, AdminService
-from sluice.router.errors import invalid, shown
+from sluice.controller.client import NoAnswerError
+from sluice.router.dispatch.models import Recent
+from sluice.router.errors import ApiError, Reason, invalid, shown
 from sluice.router.ingress.access import ADMIN_PREFIX, PAGE_PATH
 from sluice.router.request.arrival import Arrival, noted
+
+# The controllers of all models as one: their fleets, their decisions, and draining replicas.
+
+TTL_S = 1.0
+"""How long a controller's answer is reused, seconds."""
+
+MAX_DECISIONS = 256
+"""Maximum decisions in one answer; a controller keeps as many."""
+
+FORCE = "force"
+"""Query parameter that allows to drain the last replica of a model."""
+
+FEW_DECISIONS = 50
+"""Number that the live page shows. It asks so often that only this many are fetched for it."""
+
+REMEMBER_LIMIT_S = 3.0
+"""How long a drain's answer waits until the replica remembers it, seconds: a few reports."""
+
+_LOOK_AGAIN_S = 0.05
+
+
+class Overseen(Protocol):
+    """The part of a controller's client that the service uses."""
+
+    async def snapshot(self) -> dict[str, Any] | None:
+        """Its snapshot of replicas and classes; ``None`` if it does not answer."""
+
+    async def decisions(self, limit: int) -> list[dict[str, Any]] | None:
+        """Its last decisions, the latest first; ``None`` if it does not answer."""
+
+    async def drain(self, replica_id: str, drain: bool, spare_last: bool) -> dict[str, Any] | None:
+        """Close or reopen a replica; ``None`` if it is unknown. ``last``: it was not drained, as it
+        is the last one.
+
+        Raises:
+            NoAnswerError: it did not answer.
+        """
+
+    async def remembers(self, replica_id: str) -> bool | None:
+        """Whether a replica remembers the last drain setting; ``None`` if that is unknown."""
+
+
+class AdminService:
+    """One per router process. Each controller is asked at most once in :data:`TTL_S`, however many
+    clients ask.
+
+    Args:
+        controllers: by the name of their model.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, controllers: Mapping[str, Overseen], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._controllers = dict(controllers)
+        self._clock = clock
+        self._fleet = Recent(self._make_fleet, TTL_S, clock)
+        self._decisions = {
+            most: Recent(lambda most=most: self._make_decisions(most), TTL_S, clock)  # type: ignore[misc]
+            for most in (FEW_DECISIONS, MAX_DECISIONS)
+        }
+
+    async def fleet(self) -> dict[str, Any]:
+        """Every replica, class and controller.
+
+        Raises:
+            ApiError: 503; no controller answered.
+        """
+        return await self._fleet.get()
+
+    async def decisions(self, limit: int, request_id: str | None = None) -> list[dict[str, Any]]:
+        """The last decisions, the latest first, with their reasons.
+
+        Args:
+            limit: maximum number, up to :data:`MAX_DECISIONS`.
+            request_id: only decisions of requests with this id: Sluice's own, or the client's.
+
+        Raises:
+            ApiError: 503; no controller answered.
+        """
+        few = limit <= FEW_DECISIONS and request_id is None
+        made = await self._decisions[FEW_DECISIONS if few else MAX_DECISIONS].get()
+        if request_id is not None:
+            made = [each for each in made if request_id in _ids_of(each)]
+        return made[:limit]
+
+    async def drain(self, replica_id: str, drain: bool, force: bool = False) -> dict[str, Any]:
+        """Close a replica to new requests, or open it again; says what is left there.
+
+        Waits until the replica remembers it, so that it survives a restart of the controller; after
+        :data:`REMEMBER_LIMIT_S` the answer has ``remembered: false``.
+
+        Args:
+            force: also the last one of its model that takes requests.
+
+        Raises:
+            ApiError: 404; no controller knows it. 409; it is the last one. 503; one that might know
+                it did not answer.
+        """
+        silent = False
+        for model, controller in self._controllers.items():
+            try:
+                told = await controller.drain(replica_id, drain, not force)
+            except NoAnswerError:
+                silent = True
+                continue
+            if told is not None:
+                if told.pop("last"):
+                    raise _last(replica_id, model)
+                self._fleet.drop()
+                remembered = await self._remembered(controller, replica_id)
+                return {"model": model, **told, "remembered": remembered}
+        if silent:
+            raise _no_controller()
+        raise ApiError(Reason.NOT_FOUND, f"There is no replica {shown(replica_id)}.", "replica_id")
+
+    async def _remembered(self, controller: Overseen, replica_id: str) -> bool:
+        since_s = self._clock()
+        while (remembers := await controller.remembers(replica_id)) is False:
+            if self._clock() - since_s > REMEMBER_LIMIT_S:
+                break
+            await asyncio.sleep(_LOOK_AGAIN_S)
+        return bool(remembers)
+
+    async def _make_fleet(self) -> dict[str, Any]:
+        found = await self._ask(lambda controller: controller.snapshot())
+        models: dict[str, dict[str, Any]] = {}
+        replicas: list[dict[str, Any]] = []
+        classes: list[dict[str, Any]] = []
+        for model, view in found.items():
+            if view is None:
+                models[model] = {"up": False}
+                continue
+            recent = view["recent"]
+            facts = {name: view[name] for name in view if name not in ("recent", "replicas")}
+            models[model] = {
+                "up": True,
+                **facts,
+                "window_ms": recent["window_ms"],
+                "period_ms": recent["period_ms"],
+                "series": recent["series"],
+            }
+            replicas += [{**row, "model": model} for row in view["replicas"]]
+            classes += [{"model": model, **row} for row in recent["classes"]]
+        return {
+            "controller": next(facts for facts in models.values() if facts["up"]),
+            "models": models,
+            "unavailable": [model for model, facts in models.items() if not facts["up"]],
+            "replicas": replicas,
+            "classes": classes,
+            "admission": {
+                name: sum(row["admission"][name] for row in classes)
+                for name in ("guaranteed", "best_effort", "refused")
+            },
+        }
+
+    async def _make_decisions(self, limit: int) -> list[dict[str, Any]]:
+        found = await self._ask(lambda controller: controller.decisions(limit))
+        all_ = [{"model": model, **each} for model, told in found.items() for each in told or ()]
+        return sorted(all_, key=lambda each: float(each["age_ms"]))[:limit]
+
+    async def _ask(self, question: Callable[[Overseen], Any]) -> dict[str, Any]:
+        """Each controller's answer, or ``None``.
+
+        Raises:
+            ApiError: 503; none answered.
+        """
+        asked = [question(controller) for controller in self._controllers.values()]
+        answers = await asyncio.gather(*asked)
+        if all(answer is None for answer in answers):
+            raise _no_controller()
+        return dict(zip(self._controllers, answers, strict=True))
+
+
+def _ids_of(decision: Mapping[str, Any]) -> tuple[str | None, ...]:
+    # A controller of an earlier version knows no ids of clients.
+    return decision["request_id"], decision.get("client_request_id")
+
+
+def _last(replica_id: str, model: str) -> ApiError:
+    return ApiError(
+        Reason.LAST_REPLICA,
+        f"{replica_id} is the last replica that takes requests for the model {shown(model)}. Once "
+        "it is drained, each of them gets a 503 until a replica is taken back. "
+        f"{FORCE}=true drains it all the same.",
+        FORCE,
+    )
+
+
+def _no_controller() -> ApiError:
+    return ApiError(
+        Reason.CONTROLLER_DOWN,
+        "The controller or its observer does not answer. Requests are still served; without the "
+        "controller, by Serve's own choice.",
+    )
+
 
 # The live page: files without data, which ask the admin API for what they show.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import uuid
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -152,6 +152,14 @@ class BatchRecord(BaseModel):
             },
             "metadata": self.metadata,
         }
+
+
+class Page(NamedTuple):
+    """What a query asks for: at most ``limit`` objects, after the one with the id ``after``."""
+
+    limit: int
+    after: str | None = None
+    newest_first: bool = True
 
 
 def new_file_id() -> str:

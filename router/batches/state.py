@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from sluice.router.batches.folders import open_private, sync_folder
-from sluice.router.batches.paging import Page
-from sluice.router.batches.records import BatchRecord, FileRecord, Status
+from sluice.router.batches.byte_store import open_private, sync_folder
+from sluice.router.batches.records import BatchRecord, FileRecord, Page, Status
 from sluice.router.config import BatchesConfig
 from sluice.router.errors import ApiError, Reason, shown
 
@@ -31,7 +30,7 @@ from sluice.router.errors import ApiError, Reason, shown
 # ``files`` A row exists before and after the bytes do: ``writing`` until they are complete,
 # ``ready``, and ``deleted`` until they are removed. Only ``ready`` ones are visible. No bytes
 # exist without a row, so a crash leaves nothing that must be searched for. ``batches`` ``holder``
-# is the router that runs the batch, see :class:`sluice.router.batches.folders.Routers`. Only the
+# is the router that runs the batch, see :class:`sluice.router.batches.byte_store.Routers`. Only the
 # holder changes the record and adds results; each of its transactions checks that it still is the
 # holder, so a router that lost its lock cannot do harm. ``results`` A line of a running batch has
 # one result at most: (batch, line) is unique. ``n`` is the order in which lines ended. Results
@@ -175,7 +174,7 @@ class BatchState:
     a time may call them.
 
     Args:
-        router: the router that uses it, see :class:`sluice.router.batches.folders.Routers`.
+        router: the router that uses it, see :class:`sluice.router.batches.byte_store.Routers`.
         now: Unix seconds.
 
     Raises:

@@ -25,8 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, BinaryIO, Concatenate, Final, ParamSpec, TypeVar
 
-from sluice.router.batches.byte_store import ByteStore
-from sluice.router.batches.folders import Routers, make_folder
+from sluice.router.batches.byte_store import ByteStore, Routers, make_folder
 from sluice.router.batches.records import (
     BatchRecord,
     FileRecord,

@@ -14,7 +14,7 @@ from sluice.protocol.requests import Endpoint
 from sluice.router.errors import RULES, Reason
 from sluice.router.metrics.instruments import OPERATIONS, PROVIDER, Outcome
 from sluice.scheduling.request.objective import TokenClock
-from sluice.telemetry.config import LogsConfig
+from sluice.telemetry.logs import LogsConfig
 from sluice.telemetry.tracing import CONTEXT_HEADERS, Attribute, Span, Tracer, attribute_of
 
 if TYPE_CHECKING:

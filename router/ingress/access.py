@@ -14,10 +14,9 @@ from prometheus_client import CollectorRegistry
 from sluice.router.config import AdminConfig, RouterConfig
 from sluice.router.errors import ApiError, Reason
 from sluice.router.tenancy.auth import KeyMetrics, KeyRing
-from sluice.router.tenancy.clients import ApiClients
-from sluice.router.tenancy.issuers import is_loopback
 from sluice.router.tenancy.limits import ANYONE, Client
-from sluice.router.tenancy.tokens import TokenVerifier
+from sluice.router.tenancy.tokens import ApiClients, TokenVerifier
+from sluice.router.wire import is_loopback
 
 # Access control of the admin API: admin keys, or if it is open, only clients on this machine.
 

@@ -23,8 +23,7 @@ from sluice.router.ingress.access import OPEN_PATH, PING_PATH, Access, is_for_op
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.request.arrival import INFERENCE_PATHS, Arrival, client_request_id, endpoint_at
 from sluice.router.request.body import BodyBudget, HeldBytes
-from sluice.router.tenancy.limits import Client
-from sluice.router.tenancy.rate_limits import RateLimiter
+from sluice.router.tenancy.limits import Client, RateLimiter
 from sluice.scheduling.tenancy.fair_shares import PLACES_PART
 from sluice.telemetry.logs import of_request
 

@@ -31,8 +31,7 @@ from sluice.router.request.prompt import (
 from sluice.router.request.session import Loop, loop_of, session_of
 from sluice.router.request.slo import SloReader
 from sluice.router.request.validation import check_body, engine_body, refuse_structured
-from sluice.router.tenancy.limits import ANYONE, Client
-from sluice.router.tenancy.rate_limits import NO_CHARGE, Charge
+from sluice.router.tenancy.limits import ANYONE, NO_CHARGE, Charge, Client
 from sluice.router.wire import NO_CLASS
 from sluice.scheduling.fleet.prefix import NO_PREFIX, PromptPrefix
 from sluice.scheduling.request.objective import SLO

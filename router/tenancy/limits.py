@@ -1,19 +1,33 @@
-"""Tenant limits: the maximum that a client may ask for."""
+"""What a client may ask for, and how often."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from sluice.protocol.messages import MAX_USES, QuotaUse
+from sluice.protocol.requests import ResponseHead, ResponseTail
 from sluice.router import wire
 from sluice.router.errors import ApiError, Reason, shown
 from sluice.router.wire import MAX_OBJECTIVE_MS, MAX_TOKENS, MIN_OBJECTIVE_MS
 from sluice.scheduling.request.objective import MAX_PRIORITY, MIN_PRIORITY
 from sluice.scheduling.tenancy.fair_shares import MAX_WEIGHT, has_room
+from sluice.scheduling.tenancy.leaky_bucket import Bucket
+
+# Rate limits of API keys: requests and tokens per minute, over all routers.
+#
+# The buckets are those of :mod:`sluice.controller.actor`. A request is charged to both before it
+# is sent anywhere. It reserves as many tokens as it may need, and returns unused ones at its end.
+
+# Tenant limits: the maximum that a client may ask for.
 
 UNNAMED: Final = "unnamed"
 """Name of every client whose key has no name."""
@@ -237,3 +251,272 @@ class LimitCheck:
         if said_in is not None and self._caps.beyond == "refuse":
             message = f"{said_in} must be {allowed} with this API key, got {shown(asked)}"
             raise ApiError(Reason.NOT_PERMITTED, message, said_in)
+
+
+EXCHANGE_S = 1.0
+"""Interval at which the routers' use is added up, seconds."""
+
+_SLACK = 1e-9
+"""Tolerance for rounding errors, relative to a bucket's size."""
+
+_Kind = Literal["requests", "tokens"]
+_REASONS: Final[dict[_Kind, Reason]] = {
+    "requests": Reason.REQUEST_RATE,
+    "tokens": Reason.TOKEN_RATE,
+}
+
+Share = Callable[[list[QuotaUse]], Awaitable[list[float] | None]]
+"""Reports uses to the controller and returns its answer; ``None`` if it does not answer."""
+
+_log = logging.getLogger(__name__)
+
+
+class _Limit(NamedTuple):
+    """A limit of a client: the drain rate of its bucket per second, and the bucket's size."""
+
+    per_s: float
+    size: float
+
+
+class _Account(Bucket):
+    """A router's own view of a bucket. ``unsent`` is the use not yet reported to the
+    controller."""
+
+    __slots__ = ("full_per_s", "unsent")
+
+    def __init__(self, now_s: float) -> None:
+        super().__init__(now_s)
+        self.full_per_s = 0.0
+        self.unsent = 0.0
+
+    def use(self, amount: float) -> None:
+        """Add ``amount``, to be reported to the controller."""
+        self.add(amount)
+        self.unsent += amount
+
+
+class Charge:
+    """The tokens reserved for one request."""
+
+    def __init__(
+        self,
+        settle: Callable[[float], None] | None = None,
+        prompt_tokens: int = 0,
+        tokens: int = 0,
+    ) -> None:
+        self._settle = settle
+        self._prompt_tokens = prompt_tokens
+        self._tokens = tokens
+        self._sent = False
+
+    def sent(self) -> None:
+        """The request is sent to a replica, which may compute tokens for it from now on."""
+        self._sent = True
+
+    def close(
+        self,
+        head: ResponseHead | None = None,
+        tail: ResponseTail | None = None,
+        output_tokens: int | None = None,
+        left: bool = False,
+    ) -> None:
+        """The request is over: return unused tokens. Only the first call has an effect.
+
+        Args:
+            head: of the response, if a replica has answered.
+            tail: of the response, if it has ended by itself.
+            output_tokens: sent output tokens, used if the engine has not reported its count;
+                ``None`` if the sent tokens do not show how many were generated, as with a response
+                that is sent whole: then the whole reservation counts.
+            left: the client left, so a replica may have computed tokens that were not reported.
+        """
+        settle, self._settle = self._settle, None
+        if settle is None:
+            return
+        if tail is not None:
+            used = tail.prompt_tokens + tail.output_tokens
+            if used == 0 and (head is None or head.status < 400):
+                # Engines do not count tokens that they only tokenise or detokenise.
+                used = self._prompt_tokens
+        elif head is None and not (left and self._sent):
+            used = 0
+        elif output_tokens is None:
+            used = self._tokens
+        else:
+            used = self._prompt_tokens + output_tokens
+        settle(used)
+
+
+NO_CHARGE: Final = Charge()
+"""The charge of a client without a token limit."""
+
+
+class RateLimiter:
+    """Enforces clients' rate limits. One per router process. ``O(1)`` for a request.
+
+    Its memory is bounded by the number of recently active clients.
+
+    Args:
+        share: exchanges uses with the controller. Without it, and while it does not answer, the
+            router grants only its own part of each rate: the limit divided by the number of
+            routers.
+        routers: number of routers.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        share: Share | None = None,
+        routers: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._share = share
+        self._routers = routers
+        self._clock = clock
+        self._alone = share is None
+        self._accounts: dict[str, _Account] = {}
+
+    def count_request(self, client: Client) -> None:
+        """Count a request of ``client``.
+
+        Raises:
+            ApiError: 429, it exceeds the limit.
+        """
+        self._take("requests", client, 1)
+
+    def reserve(self, client: Client, prompt_tokens: int, output_tokens: int) -> Charge:
+        """Reserve tokens for a request: its prompt's, and as many as it may generate.
+
+        A request that needs more than the bucket's size is admitted when the bucket is empty, and
+        later requests wait for longer: otherwise a limit could not be smaller than the longest
+        request.
+
+        Raises:
+            ApiError: 429, too few tokens are left.
+        """
+        if client.caps.tokens_per_minute is None:
+            return NO_CHARGE
+        tokens = prompt_tokens + output_tokens
+        account = self._take("tokens", client, tokens)
+        assert account is not None
+        mark = account.mark()
+        return Charge(
+            lambda used: self._settle(client, account, mark, tokens, used), prompt_tokens, tokens
+        )
+
+    def headers(self, client: Client) -> list[tuple[bytes, bytes]]:
+        """OpenAI's rate limit headers; none for a client without limits."""
+        now_s = self._clock()
+        headers = []
+        for kind in _REASONS:
+            limit = _limit_of(kind, client.caps)
+            if limit is not None:
+                level = self._account(kind, client, limit, now_s).level
+                figures = {
+                    "limit": f"{limit.per_s * 60:.0f}",
+                    "remaining": str(max(0, int(limit.size - level + _SLACK * limit.size))),
+                    "reset": f"{level / limit.per_s:.3f}s",
+                }
+                headers += [
+                    (f"x-ratelimit-{name}-{kind}".encode(), value.encode())
+                    for name, value in figures.items()
+                ]
+        return headers
+
+    async def run(self) -> None:
+        """Exchange uses with the other routers through the controller, indefinitely."""
+        while self._share is not None:
+            await asyncio.sleep(EXCHANGE_S)
+            try:
+                await self.exchange()
+            except Exception:
+                # Continue: without an exchange every router grants only its own part.
+                _log.exception("could not exchange the use of rate limits with the controller")
+
+    async def exchange(self) -> None:
+        """Report uses to the controller, and adopt its levels. Empty buckets are dropped."""
+        now_s = self._clock()
+        for name, account in list(self._accounts.items()):
+            # An empty bucket may have unreported use: what drains here drains for all routers.
+            if account.drain(now_s, account.per_s) <= 0 and account.unsent == 0:
+                del self._accounts[name]
+        names = list(self._accounts)
+        for start in range(0, len(names), MAX_USES):
+            await self._exchange(names[start : start + MAX_USES])
+
+    async def _exchange(self, names: list[str]) -> None:
+        assert self._share is not None
+        accounts = [self._accounts[name] for name in names]
+        uses = []
+        for name, account in zip(names, accounts, strict=True):
+            uses.append(QuotaUse(name, account.unsent, account.level, account.full_per_s))
+            account.unsent = 0.0
+        levels: list[float] | None = None
+        try:
+            levels = await self._share(uses)
+        finally:
+            self._alone = levels is None
+            now_s = self._clock()
+            for index, account in enumerate(accounts):
+                account.drain(now_s, self._rate(account.full_per_s))
+                if levels is not None:
+                    account.set(max(0.0, levels[index] + account.unsent))
+                else:
+                    # Drained use is not reported: else a long outage would leave a long debt.
+                    # Either the message or its answer was lost. So use is reported again, but
+                    # returned tokens are not: either error is at the cost of the client, whose
+                    # bucket drains, and never admits more than the rate.
+                    told_again = max(0.0, uses[index].used)
+                    account.unsent = min(account.unsent + told_again, account.level)
+
+    def _take(self, kind: _Kind, client: Client, amount: float) -> _Account | None:
+        limit = _limit_of(kind, client.caps)
+        if limit is None:
+            return None
+        account = self._account(kind, client, limit, self._clock())
+        over = account.level + min(amount, limit.size) - limit.size
+        if over > _SLACK * limit.size:
+            raise ApiError(
+                _REASONS[kind],
+                f"This API key has exceeded its rate limit of {limit.per_s * 60:.15g} {kind} a "
+                f"minute, at most {limit.size:.15g} at once.",
+                retry_after_s=over / account.per_s,
+            )
+        account.use(amount)
+        return account
+
+    def _settle(
+        self, client: Client, taken_from: _Account, mark: int, tokens: float, used: float
+    ) -> None:
+        """Settle a request that reserved ``tokens`` and used ``used``."""
+        limit = _limit_of("tokens", client.caps)
+        assert limit is not None
+        account = self._account("tokens", client, limit, self._clock())
+        change = used - tokens
+        # Drained tokens are not returned: that would cancel use of other requests. In an account
+        # that was dropped because it was empty, all have drained.
+        if account is taken_from:
+            account.unsent -= account.undo(mark, max(0.0, -change))
+        if change > 0:
+            account.use(change)
+
+    def _account(self, kind: _Kind, client: Client, limit: _Limit, now_s: float) -> _Account:
+        """The bucket, drained up to now."""
+        name = f"{kind}/{client.owner}"
+        account = self._accounts.get(name)
+        if account is None:
+            account = self._accounts[name] = _Account(now_s)
+        account.full_per_s = limit.per_s
+        account.drain(now_s, self._rate(limit.per_s))
+        return account
+
+    def _rate(self, per_s: float) -> float:
+        return per_s / self._routers if self._alone else per_s
+
+
+def _limit_of(kind: _Kind, caps: TenantLimits) -> _Limit | None:
+    per_minute = caps.requests_per_minute if kind == "requests" else caps.tokens_per_minute
+    if per_minute is None:
+        return None
+    per_s = per_minute / 60
+    return _Limit(per_s, max(1.0, per_s * caps.burst_s))

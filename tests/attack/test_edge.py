@@ -19,7 +19,7 @@ from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import OPERATIONS, PROVIDER, UNNAMED
 from sluice.router.request.arrival import INFERENCE_PATHS
 from sluice.router.request.body import BODY_TIMEOUT_S
-from sluice.router.tenancy.keys import ApiKey
+from sluice.router.tenancy.auth import ApiKey
 from sluice.router.wire import NO_CLASS
 from tests.attack.hostile import Raw, Target, requests
 from tests.attack.sender import Answer, attack, good_request, responses, send

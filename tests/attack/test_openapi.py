@@ -19,7 +19,7 @@ from starlette.routing import Route
 from sluice.router.config import BatchesConfig, RouterConfig
 from sluice.router.ingress.access import LIVE_PATH
 from sluice.router.openapi import PATH, document
-from sluice.router.tenancy.keys import ApiKey
+from sluice.router.tenancy.auth import ApiKey
 from tests.router.far_side import Edge, FarSide, serve
 
 KEY = "user-key"

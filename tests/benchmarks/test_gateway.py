@@ -53,7 +53,7 @@ from sluice.benchmarks.live.systems import (
 from sluice.deploy.cli import main
 from sluice.deploy.config import SluiceConfig
 from sluice.deploy.local import base_url
-from sluice.deploy.ray_settings import free_port
+from sluice.deploy.ray_start import free_port
 from tests.e2e.conftest import on_the_shared_ray
 
 START_S = 120.0

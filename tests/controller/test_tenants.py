@@ -10,7 +10,7 @@ import pytest
 from pydantic import SecretStr
 
 from sluice.controller.config import ControllerConfig
-from sluice.router.tenancy.keys import ApiKey, client_of
+from sluice.router.tenancy.auth import ApiKey, client_of
 from sluice.router.tenancy.limits import ANYONE, Client
 from sluice.scheduling.request.job import RouteQuery, Tier
 from sluice.scheduling.request.objective import SLO

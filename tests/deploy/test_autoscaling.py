@@ -17,8 +17,7 @@ from sluice.deploy.app import build
 from sluice.deploy.autoscaling import latest_load, serve_autoscaling
 from sluice.deploy.commands.deploy import application_of
 from sluice.deploy.config import parse_config
-from sluice.replica.autoscaling_config import AutoscalingConfig
-from sluice.replica.config import ReplicaConfig
+from sluice.replica.config import AutoscalingConfig, ReplicaConfig
 from sluice.scheduling.autoscaling import Load
 
 OPTIONS = {"smoothing_s": 1.0, "startup_s": 5.0, "down_after_s": 10.0}

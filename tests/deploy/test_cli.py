@@ -13,10 +13,10 @@ import yaml
 from click.testing import CliRunner
 
 from sluice.deploy.cli import main
-from sluice.deploy.commands.exits import Exit, Failure
+from sluice.deploy.commands.options import Exit, Failure
 from sluice.deploy.config import SluiceConfig
 from sluice.deploy.local import StartError, curl_line, own_sigterm, running, stop_signals
-from sluice.deploy.ray_settings import TUNED, free_port
+from sluice.deploy.ray_start import TUNED, free_port
 from sluice.scheduling import admission, autoscaling, batching, routing
 
 
@@ -137,9 +137,8 @@ def test_the_shown_command_takes_a_key_from_the_shell_where_one_is_needed(
 def test_a_key_file_that_cannot_be_used_is_found_before_ray_starts(
     ring: str, text: str | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "sluice.deploy.ray_settings.make_local_dir", lambda: pytest.fail("it went on")
-    )
+    gone_on = "sluice.deploy.supervisor.make_private_dir"
+    monkeypatch.setattr(gone_on, lambda: pytest.fail("it went on"))
     path = tmp_path / "keys.yaml"
     if text is not None:
         path.write_text(text)

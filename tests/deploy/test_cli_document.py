@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from sluice.deploy.cli import main
-from sluice.deploy.commands.exits import Exit
+from sluice.deploy.commands.options import Exit
 from tests.documents import ROOT, rows, section
 
 CLI = ROOT / "docs" / "cli.md"

@@ -13,9 +13,8 @@ import yaml
 from click.testing import CliRunner
 
 from sluice.deploy.cli import main
-from sluice.deploy.config import parse_config
-from sluice.deploy.model_check import engine_faults
-from sluice.deploy.ray_settings import free_port
+from sluice.deploy.config import engine_faults, parse_config
+from sluice.deploy.ray_start import free_port
 from sluice.replica.config import EngineConfig
 
 KV = {"kv_role": "kv_both"}

@@ -22,10 +22,10 @@ from click.testing import CliRunner, Result
 
 from sluice.controller.config import ControllerConfig
 from sluice.deploy.cli import main
-from sluice.deploy.commands.exits import Exit
-from sluice.deploy.ray_settings import free_port
+from sluice.deploy.commands.options import Exit
+from sluice.deploy.ray_start import free_port
 from sluice.protocol.messages import RequestEnding, TroubleNotice
-from sluice.router.admin.service import AdminService
+from sluice.router.admin.api import AdminService
 from sluice.router.api import make_api
 from sluice.router.config import AdminConfig, RouterConfig
 from sluice.router.dispatch.dispatcher import Dispatcher

@@ -15,7 +15,7 @@ from typing import ClassVar
 import pytest
 
 from sluice.deploy.json_http import AnswerError, JsonServer, UnreachableError, checked_address
-from sluice.deploy.ray_settings import free_port
+from sluice.deploy.ray_start import free_port
 from tests.deploy.certificate import make_certificate
 
 ANSWERS: dict[str, tuple[int, dict[str, str], bytes]] = {

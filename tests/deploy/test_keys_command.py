@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from sluice.deploy.cli import main
-from sluice.deploy.commands.exits import Exit
+from sluice.deploy.commands.options import Exit
 from sluice.router.tenancy.auth import KeyRing
 
 

@@ -11,13 +11,13 @@ from click.testing import CliRunner
 
 from sluice.deploy.cli import main
 from sluice.deploy.commands import admin
-from sluice.deploy.commands.exits import Exit
-from sluice.deploy.local_runs import LocalRun, local_runs, noted
+from sluice.deploy.commands.options import Exit
+from sluice.deploy.local import LocalRun, local_runs, noted
 
 KEPT = LocalRun(address="http://127.0.0.1:8123", key="a-key")
 KILLED = """
 import os, signal
-from sluice.deploy.local_runs import LocalRun, noted
+from sluice.deploy.local import LocalRun, noted
 with noted(LocalRun(address="http://127.0.0.1:8124", key="old")):
     os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from sluice.deploy.cli import main
-from sluice.deploy.model_check import check_model
-from sluice.deploy.ray_settings import free_port
+from sluice.deploy.config import check_model
+from sluice.deploy.ray_start import free_port
 from sluice.replica.config import EngineConfig
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from sluice.deploy.app import deployment_name
-from sluice.deploy.config import SluiceConfig, parse_config
-from sluice.deploy.models import ModelConfig
+from sluice.deploy.config import ModelConfig, SluiceConfig, parse_config
 from sluice.replica.config import EngineConfig
 
 SHARED = {

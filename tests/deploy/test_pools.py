@@ -9,8 +9,8 @@ import pytest
 
 from sluice.deploy.config import parse_config
 from sluice.deploy.local import StartError, running
-from sluice.deploy.ray_settings import free_port
-from sluice.replica.transfer_config import TransferConfig
+from sluice.deploy.ray_start import free_port
+from sluice.replica.config import TransferConfig
 
 PAIR: dict[str, Any] = {"prefill": {}, "decode": {}}
 TCP = {"connector": "tcp"}

@@ -12,7 +12,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from sluice.deploy.cli import main
-from sluice.deploy.commands.exits import Exit
+from sluice.deploy.commands.options import Exit
 from sluice.replica.profiling import profile_path
 from sluice.scheduling.latency.model import FAMILIES
 from sluice.scheduling.latency.profile import LatencyProfile

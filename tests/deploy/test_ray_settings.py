@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 import ray
 
-from sluice.deploy import ray_settings
+from sluice.deploy import ray_start
+from sluice.replica.private_dir import make_private_dir
 from tests.own_ray import shared_ray
 
 
 def test_vllm_s_sockets_are_in_the_folder_of_the_instance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
-    folder = ray_settings.make_local_dir()
+    folder = make_private_dir()
     try:
-        ray_settings.apply(folder)
+        ray_start.apply(folder)
         sockets = Path(os.environ["VLLM_RPC_BASE_PATH"])
         assert sockets.parent == folder
         assert sockets.is_dir()
@@ -32,7 +33,7 @@ def test_vllm_s_sockets_are_in_the_folder_of_the_instance(monkeypatch: pytest.Mo
 # What processes choose, none of which is this one: it would keep all that it claims.
 
 CHOICE = """
-from sluice.deploy import ray_settings
+from sluice.deploy import ray_start
 
 """
 
@@ -55,12 +56,12 @@ def choosing(code: str) -> Iterator[Callable[[], set[int]]]:
 def test_no_connection_takes_a_port_between_its_choice_and_its_use() -> None:
     code = """
 import socket
-ports = [ray_settings.free_port() for _ in range(200)]
+ports = [ray_start.free_port() for _ in range(200)]
 print(*ports)
 with socket.socket() as listener:
     listener.bind(("", ports[0]))
     print(ports[0], flush=True)
-    print(*(ray_settings.free_port() for _ in range(1_800)), flush=True)
+    print(*(ray_start.free_port() for _ in range(1_800)), flush=True)
 """
     with choosing(code) as line:
         ports, taken, others = line(), line(), line()
@@ -71,8 +72,8 @@ with socket.socket() as listener:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="claims are of Linux")
 def test_no_process_gets_a_port_that_another_has_chosen_and_not_used_yet() -> None:
-    first = "print(*(ray_settings.free_port() for _ in range(100)), flush=True)"
-    second = "print(*(ray_settings.free_port() for _ in range(1_000)), flush=True)"
+    first = "print(*(ray_start.free_port() for _ in range(100)), flush=True)"
+    second = "print(*(ray_start.free_port() for _ in range(1_000)), flush=True)"
     with choosing(first) as one, choosing(second) as other:
         ports = one()
         assert len(ports) == 100

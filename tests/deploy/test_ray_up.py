@@ -14,7 +14,7 @@ import yaml
 from jsonschema import ValidationError
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from sluice.deploy.ray_settings import TUNED
+from sluice.deploy.ray_start import TUNED
 from tests.documents import ROOT
 
 FILES = sorted((ROOT / "deploy" / "ray").glob("*.yaml"))

@@ -11,9 +11,8 @@ from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
 from sluice.deploy.app import deployment_name
 from sluice.deploy.commands.deploy import application_of, ray_token, state_of, submit
-from sluice.deploy.config import parse_config
+from sluice.deploy.config import ModelFleet, parse_config
 from sluice.deploy.json_http import JsonServer, UnreachableError
-from sluice.deploy.models import ModelFleet
 from sluice.router.tenancy.auth import KeyRing
 from tests.deploy.far_server import Answer, far_server
 

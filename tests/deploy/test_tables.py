@@ -14,7 +14,7 @@ from rich.table import Table
 from sluice.benchmarks.experiments import EXPERIMENTS
 from sluice.deploy.cli import main
 from sluice.deploy.commands import admin
-from sluice.deploy.policies import policies
+from sluice.deploy.commands.offline import all_policies
 from sluice.deploy.tables import print_table
 
 WIDTH = 80
@@ -95,7 +95,10 @@ def test_the_tables_of_a_fleet_fit(command: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("words", "names"),
-    [(("policies",), [each.name for each in policies()]), (("bench", "list"), list(EXPERIMENTS))],
+    [
+        (("policies",), [each.name for each in all_policies()]),
+        (("bench", "list"), list(EXPERIMENTS)),
+    ],
     ids=["policies", "bench list"],
 )
 def test_lists_fit_and_name_everything(
@@ -110,7 +113,7 @@ def test_lists_fit_and_name_everything(
 
 def test_options_of_policies_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = " ".join(lines_of(monkeypatch, "policies")).split()
-    assert {name for each in policies() for name in each.options} <= set(shown)
+    assert {name for each in all_policies() for name in each.options} <= set(shown)
 
 
 @pytest.mark.parametrize("width", [20, 80, 200])

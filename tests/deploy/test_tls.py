@@ -14,7 +14,7 @@ import pytest
 
 from sluice.deploy.config import SluiceConfig
 from sluice.deploy.local import StartError, base_url, running, stop_signals
-from sluice.deploy.ray_settings import free_port
+from sluice.deploy.ray_start import free_port
 from sluice.router.config import RouterConfig, TlsConfig
 from sluice.router.ingress.http_server import Certificate
 from tests.deploy.certificate import make_certificate

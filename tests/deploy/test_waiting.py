@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from sluice.deploy.cli import main
-from sluice.deploy.commands.exits import Exit
+from sluice.deploy.commands.options import Exit
 from tests.deploy.far_server import Answer, far_server
 
 CONFIG = "engine: {kind: simulated, model: sim}\nreplica: {count: 1}\n"
@@ -19,7 +19,7 @@ NO_NEWS: list[Answer] = [(503, "the GCS may be down"), (0, None), (502, "<html>b
 
 @pytest.fixture(autouse=True)
 def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("deploy", "drain"):
+    for name in ("deploy", "admin"):
         monkeypatch.setattr(f"sluice.deploy.commands.{name}.POLL_S", 0.01)
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "a-token-of-the-tests")
@@ -244,7 +244,7 @@ def test_an_answer_of_another_kind_is_a_line(words: tuple[str, ...], body: Any) 
 def test_a_replica_has_not_ended_because_its_controller_is_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sluice.deploy.commands.drain.GONE_AFTER_S", 0.02)
+    monkeypatch.setattr("sluice.deploy.commands.admin.GONE_AFTER_S", 0.02)
     away = [fleet(None, ("m",))] * 5
     result = Admin(*away, fleet(1), fleet(0)).drain("--json")
     assert result.exit_code == Exit.OK, result.output

@@ -18,9 +18,10 @@ from typing import Any
 import psutil
 import ray
 
-from sluice.deploy import ray_settings
+from sluice.deploy import ray_start
 from sluice.deploy.json_http import AnswerError, JsonServer, UnreachableError
-from sluice.deploy.ray_settings import free_port
+from sluice.deploy.ray_start import free_port
+from sluice.replica.private_dir import make_private_dir
 from tests.e2e.conftest import wait_until
 from tests.wire import Wire, network
 
@@ -49,7 +50,7 @@ class Cluster:
     def __init__(self) -> None:
         self.wires: dict[str, Wire] = {}
         self._networks = ExitStack()
-        self.folder = ray_settings.make_local_dir()
+        self.folder = make_private_dir()
         self.token = secrets.token_hex(32)
         self.gcs_port, self.dashboard_port, self.port = free_port(), free_port(), free_port()
         self.environment = self._environment()
@@ -161,7 +162,7 @@ class Cluster:
         try:
             for name in [name for name in os.environ if name.startswith("RAY_")]:
                 del os.environ[name]
-            ray_settings.apply(self.folder)
+            ray_start.apply(self.folder)
             settings = {n: value for n, value in os.environ.items() if n.startswith("RAY_")}
         finally:
             os.environ.clear()

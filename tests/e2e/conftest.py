@@ -16,7 +16,7 @@ from ray.serve.context import _get_global_client
 from sluice.controller.discovery import controller_actor_name
 from sluice.deploy.config import SluiceConfig
 from sluice.deploy.local import base_url, deploy, running
-from sluice.deploy.ray_settings import free_port
+from sluice.deploy.ray_start import free_port
 from sluice.scheduling.placement.cells import cell_of
 from tests.own_ray import shared_ray
 

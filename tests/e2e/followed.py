@@ -15,7 +15,7 @@ import httpx
 import ray
 import yaml
 
-from sluice.deploy.ray_settings import free_port
+from sluice.deploy.ray_start import free_port
 from tests.documents import ROOT
 from tests.e2e.conftest import System, wait_until
 from tests.lacking import lacking

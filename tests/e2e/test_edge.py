@@ -17,7 +17,7 @@ import pytest
 import ray
 from openai import OpenAI
 
-from sluice.deploy.ray_settings import free_port
+from sluice.deploy.ray_start import free_port
 from sluice.protocol.messages import QuotaUse
 from sluice.protocol.streams import TICKET_HEADER
 from sluice.router.picker.messages import ENDPOINT_KEY

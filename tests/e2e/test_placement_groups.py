@@ -17,7 +17,7 @@ import psutil
 import pytest
 import yaml
 
-from sluice.deploy.commands.exits import Exit
+from sluice.deploy.commands.options import Exit
 from sluice.scheduling.fleet.ranks import rank_of, replica_of
 from tests.e2e.cluster import START_S, Cluster
 from tests.e2e.conftest import LENIENT

@@ -15,7 +15,7 @@ from openai import OpenAI
 from openai.types import Batch
 
 from sluice.benchmarks.live.client import AnswerCheck, simulated
-from sluice.deploy.ray_settings import free_port
+from sluice.deploy.ray_start import free_port
 from sluice.router.batches.store import NAME
 from tests.e2e.command import ServeCommand
 from tests.e2e.conftest import wait_until

@@ -16,8 +16,8 @@ import httpx
 import psutil
 import pytest
 
-from sluice.deploy.commands.exits import Exit
-from sluice.deploy.ray_settings import free_port
+from sluice.deploy.commands.options import Exit
+from sluice.deploy.ray_start import free_port
 from tests.documents import ROOT, section
 from tests.e2e.conftest import wait_until
 from tests.processes import the_one

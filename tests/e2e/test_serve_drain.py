@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sluice.deploy.commands.exits import Exit
+from sluice.deploy.commands.options import Exit
 from tests.e2e.conftest import wait_until
 from tests.e2e.test_start_faults import Start, start
 

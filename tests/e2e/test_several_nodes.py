@@ -15,8 +15,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.deploy.commands.admin import AdminApi
-from sluice.deploy.commands.exits import Exit, Failure
-from sluice.deploy.ray_settings import free_port
+from sluice.deploy.commands.options import Exit, Failure
+from sluice.deploy.ray_start import free_port
 from tests.e2e.cluster import HEAD, START_S, Cluster
 from tests.e2e.conftest import LENIENT
 

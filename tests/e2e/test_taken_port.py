@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from sluice.deploy.local import StartError
-from sluice.deploy.ray_settings import free_port
+from sluice.deploy.ray_start import free_port
 from tests.e2e.conftest import system
 
 pytestmark = [pytest.mark.ray, pytest.mark.release]

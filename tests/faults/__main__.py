@@ -21,7 +21,8 @@ import click
 import pytest
 from rich.console import Console
 
-from sluice.deploy import ray_settings
+from sluice.deploy import ray_start
+from sluice.replica.private_dir import make_private_dir
 
 if TYPE_CHECKING:
     from tests.faults.scenario import Row, Scenario, Setting
@@ -38,14 +39,14 @@ _ROOT = Path(__file__).parents[2]
 def faults(names: tuple[str, ...], listed: bool, quick: bool, repeat: int, as_json: bool) -> None:
     """Break parts of a running system under load, and say what became of each request."""
     signal.signal(signal.SIGTERM, _end)
-    folder = ray_settings.make_local_dir()
+    folder = make_private_dir()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     # Ray reads its environment on import.
     # As in the tests: nodes have addresses that others reach, and workers import the tests.
     os.environ.update(
         RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="1", PYTHONSAFEPATH="", PYTHONPATH=str(_ROOT)
     )
-    ray_settings.apply(folder)
+    ray_start.apply(folder)
     from tests.faults.catalogue import SCENARIOS
     from tests.faults.table import machine, table
 

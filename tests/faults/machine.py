@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 
-from sluice.deploy.commands.exits import Exit
-from sluice.deploy.ray_settings import free_port
+from sluice.deploy.commands.options import Exit
+from sluice.deploy.ray_start import free_port
 from tests.e2e.command import ServeCommand
 from tests.e2e.conftest import wait_until
 from tests.e2e.test_serve_command import runs

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from sluice.deploy.commands.exits import Exit
+from sluice.deploy.commands.options import Exit
 from tests.e2e.cluster import HEAD, START_S, Cluster
 from tests.e2e.conftest import wait_until
 from tests.faults.load import Load

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from sluice.deploy.commands.admin import AdminApi
-from sluice.deploy.commands.exits import Failure
+from sluice.deploy.commands.options import Failure
 from sluice.deploy.config import parse_config
 from tests.faults.scenario import Trial
 

@@ -31,7 +31,7 @@ from sluice.benchmarks.live.report import by_class, processes, table
 from sluice.benchmarks.live.systems import metrics, objectives, simulated
 from sluice.benchmarks.options import as_json, number_option, seed, show
 from sluice.deploy.config import SluiceConfig, parse_config
-from sluice.deploy.ray_settings import free_port
+from sluice.deploy.ray_start import free_port
 from sluice.router.config import ServiceClass
 from sluice.simulation.workload import Arrival, Workload
 from tests.faults.application import Application, application

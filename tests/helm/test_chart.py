@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ray.serve.schema import ServeDeploySchema
 
-from sluice.deploy import ray_settings
+from sluice.deploy import ray_start
 from sluice.deploy.chart import CHART, contents
 from sluice.deploy.config import parse_config
-from sluice.router.tenancy.keys import parse_keys
+from sluice.router.tenancy.auth import parse_keys
 from tests.documents import ROOT
 from tests.examples import examples
 from tests.helm.chart import (
@@ -126,8 +126,8 @@ def test_every_ray_node_has_the_tuned_environment(release: Release) -> None:
     for pod in release.pods:
         (container,) = pod["spec"]["containers"]
         environment = {each["name"]: each.get("value") for each in container["env"]}
-        tuned = {name: environment.pop(name) for name in ray_settings.TUNED}
-        assert tuned == ray_settings.TUNED
+        tuned = {name: environment.pop(name) for name in ray_start.TUNED}
+        assert tuned == ray_start.TUNED
         assert not [name for name in environment if name.startswith("RAY_SERVE_")]
 
 

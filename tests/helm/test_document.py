@@ -13,7 +13,7 @@ import yaml
 
 from sluice.deploy.chart import CHART
 from sluice.deploy.config import SluiceConfig, parse_config
-from sluice.router.tenancy.keys import parse_keys
+from sluice.router.tenancy.auth import parse_keys
 from tests.documents import ROOT, marked
 from tests.helm.chart import Document, merged, read, render, values_with
 from tests.helm.test_chart import SCHEMA

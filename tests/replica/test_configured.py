@@ -6,7 +6,7 @@ import pytest
 from ray.serve._private.config import DeploymentConfig
 
 from sluice.deploy.autoscaling import serve_autoscaling
-from sluice.replica.autoscaling_config import AutoscalingConfig
+from sluice.replica.config import AutoscalingConfig
 from sluice.replica.deployment import ConfiguredReplicas
 
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sluice.deploy.ray_settings import free_port
+from sluice.deploy.ray_start import free_port
 from sluice.protocol.requests import EngineRequest, ResponseChunk
 from sluice.replica.scheduler.xargs import RequestArgs, to_xargs
 from sluice.replica.vllm.engine import VllmEngine

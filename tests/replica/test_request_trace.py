@@ -16,7 +16,7 @@ from sluice.replica.config import EngineConfig, ReplicaConfig, SimulatedEngineCo
 from sluice.replica.server import Replica
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.scheduling.request.objective import SLO
-from sluice.telemetry.config import TracingConfig
+from sluice.telemetry.logs import TracingConfig
 from sluice.telemetry.tracing import Tracer
 from tests.replica.controller_side import MirrorOfOne
 

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from sluice.protocol.errors import RequestError
 from sluice.protocol.requests import EngineRequest
+from sluice.replica.config import TransferConfig
 from sluice.replica.engine import check_transfer
 from sluice.replica.transfer import (
     ANSWER,
@@ -37,7 +38,6 @@ from sluice.replica.transfer import (
     fetch,
     prompt_digest,
 )
-from sluice.replica.transfer_config import TransferConfig
 from sluice.scheduling.request.objective import SLO
 from tests.examples import examples
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sluice.replica.config import TransferConfig
 from sluice.replica.scheduler.xargs import SchedulerSettings
-from sluice.replica.transfer_config import TransferConfig
 from sluice.replica.vllm.setup import parse_arguments, transfer_argument
 from tests.examples import examples
 

@@ -16,10 +16,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from sluice.replica.config import TransferConfig
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xargs
 from sluice.replica.transfer import Handle, Offer, prompt_digest
-from sluice.replica.transfer_config import TransferConfig
 from sluice.replica.vllm.contract import ASYNC_TRANSFER, WITH_PIPELINE, age
 from sluice.replica.vllm.setup import transfer_argument
 from sluice.scheduling.batching import POLICIES

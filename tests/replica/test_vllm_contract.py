@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from sluice.replica.config import TransferConfig
 from sluice.replica.scheduler.xargs import SchedulerSettings
-from sluice.replica.transfer_config import TransferConfig
 from tests.documents import ROOT
 
 pytestmark = pytest.mark.vllm

@@ -22,8 +22,7 @@ from sluice.protocol.requests import (
     ResponseTail,
     Resume,
 )
-from sluice.replica.config import EngineConfig
-from sluice.replica.transfer_config import TransferConfig
+from sluice.replica.config import EngineConfig, TransferConfig
 from sluice.replica.vllm.engine import VllmEngine
 from sluice.scheduling.request.objective import SLO
 from tests.known_profile import known_profile

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from sluice.replica.transfer_config import TransferConfig
+from sluice.replica.config import TransferConfig
 from sluice.replica.vllm.setup import transfer_argument
 from sluice.scheduling.batching import POLICIES
 

@@ -12,7 +12,7 @@ from sluice.replica.server import Replica
 from sluice.replica.vllm.engine import VllmEngine
 from sluice.replica.vllm.local_model import local_model
 from sluice.scheduling.request.objective import SLO
-from sluice.telemetry.config import TracingConfig
+from sluice.telemetry.logs import TracingConfig
 from sluice.telemetry.tracing import Tracer
 from tests.known_profile import known_profile
 from tests.otlp_collector import collector

@@ -26,7 +26,7 @@ from sluice.protocol.requests import (
     ResponseTail,
     ResponseTaken,
 )
-from sluice.router.admin.service import AdminService
+from sluice.router.admin.api import AdminService
 from sluice.router.api import make_api
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.access_log import Telemetry

@@ -15,7 +15,7 @@ import pytest
 from sluice.deploy.app import build
 from sluice.deploy.commands.serve import page_address, with_admin_key
 from sluice.deploy.config import SluiceConfig, parse_config
-from sluice.router.admin.service import (
+from sluice.router.admin.api import (
     FEW_DECISIONS,
     MAX_DECISIONS,
     REMEMBER_LIMIT_S,

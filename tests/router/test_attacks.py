@@ -11,7 +11,7 @@ import pytest
 from pydantic import SecretStr
 
 from sluice.router.config import AdminConfig, MetricsConfig, RouterConfig
-from sluice.router.tenancy.keys import ApiKey
+from sluice.router.tenancy.auth import ApiKey
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, serve
 from tests.router.listening import listening
 

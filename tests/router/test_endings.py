@@ -16,13 +16,10 @@ from sluice.protocol.requests import (
     ResponseItem,
     ResponseTail,
 )
-from sluice.router.batches.line_caller import Admitted, LineCaller
-from sluice.router.batches.lines import BatchRequest
-from sluice.router.batches.metrics import BatchMetrics
+from sluice.router.batches.lines import Admitted, BatchMetrics, BatchRequest, LineCaller
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.access_log import Telemetry
-from sluice.router.tenancy.limits import ANYONE
-from sluice.router.tenancy.rate_limits import RateLimiter
+from sluice.router.tenancy.limits import ANYONE, RateLimiter
 from sluice.scheduling.request.job import RouteDecision
 from tests.router.far_side import (
     CHAT_BODY,

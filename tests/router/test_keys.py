@@ -17,8 +17,14 @@ from pydantic import SecretStr
 
 from sluice.deploy.config import parse_config
 from sluice.router.errors import ApiError
-from sluice.router.tenancy.auth import MAX_FILE_BYTES, KeyMetrics, KeyRing
-from sluice.router.tenancy.keys import ApiKey, client_of, parse_keys
+from sluice.router.tenancy.auth import (
+    MAX_FILE_BYTES,
+    ApiKey,
+    KeyMetrics,
+    KeyRing,
+    client_of,
+    parse_keys,
+)
 from sluice.router.tenancy.limits import Client
 
 CLASSES = ("standard", "batch")

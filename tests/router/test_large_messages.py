@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc  # type: ignore[import-untyped]
 import pytest
 
-from sluice.deploy import ray_settings
+from sluice.deploy import ray_start
 from sluice.router.errors import Reason
 from sluice.router.serve.replicas import failure_of
 from tests.router.far_side import CHAT_BODY, Edge, FarController, FarSide, fail, serve
@@ -52,6 +52,6 @@ async def test_a_message_that_is_too_large_is_the_requests_fault() -> None:
 
 
 def test_a_cluster_takes_larger_messages_than_any_body() -> None:
-    limit = int(ray_settings.TUNED["RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"])
+    limit = int(ray_start.TUNED["RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"])
     assert limit > 1 << 30, "router.max_body_bytes may be 1 GiB"
     assert limit < 1 << 31, "gRPC takes a signed 32-bit number"

@@ -14,7 +14,7 @@ from pydantic import SecretStr, ValidationError
 from sluice.router.config import MetricsConfig, RouterConfig
 from sluice.router.errors import ApiError, Reason
 from sluice.router.request.body import BodyBudget, HeldBytes
-from sluice.router.tenancy.keys import ApiKey
+from sluice.router.tenancy.auth import ApiKey
 from sluice.router.tenancy.limits import ANYONE, Client, TenantLimits
 from tests.router.far_side import (
     CHAT_BODY,

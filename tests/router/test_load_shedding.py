@@ -29,7 +29,7 @@ from sluice.router.ingress.middleware import (
     Shedder,
 )
 from sluice.router.serve.contract import ReplicaFailedError
-from sluice.router.tenancy.keys import ApiKey
+from sluice.router.tenancy.auth import ApiKey
 from sluice.scheduling.request.job import UNATTAINABLE, RouteDecision, RouteQuery, Tier
 from tests.router.far_side import CHAT_BODY, Clock, Edge, FarController, FarSide, serve
 from tests.router.virtual_time import VirtualTime, settle

@@ -13,9 +13,9 @@ import pytest
 import uvicorn
 
 from sluice.controller.config import ControllerConfig
-from sluice.deploy.ray_settings import free_port
+from sluice.deploy.ray_start import free_port
 from sluice.protocol.messages import RequestEnding, TroubleNotice
-from sluice.router.admin.service import AdminService
+from sluice.router.admin.api import AdminService
 from sluice.router.config import RouterConfig
 from sluice.router.metrics.instruments import Outcome
 from sluice.router.request.call import Call

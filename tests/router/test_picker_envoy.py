@@ -12,7 +12,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
-from sluice.deploy.ray_settings import free_port
+from sluice.deploy.ray_start import free_port
 from sluice.router.config import RouterConfig, ServiceClass
 from tests.documents import ROOT, marked
 from tests.replica.waiting import until

@@ -12,8 +12,7 @@ from sluice.controller.actor import Quotas
 from sluice.protocol.messages import QuotaUse
 from sluice.protocol.requests import ResponseHead, ResponseTail
 from sluice.router.errors import ApiError, Reason
-from sluice.router.tenancy.limits import ANYONE, Client, TenantLimits
-from sluice.router.tenancy.rate_limits import NO_CHARGE, RateLimiter
+from sluice.router.tenancy.limits import ANYONE, NO_CHARGE, Client, RateLimiter, TenantLimits
 from tests.router.far_side import Clock
 
 

@@ -26,7 +26,7 @@ from sluice.replica.profiling import VirtualLoop
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.response import TimeoutSend
 from sluice.router.serve.contract import StalledReaderError
-from sluice.router.tenancy.keys import ApiKey
+from sluice.router.tenancy.auth import ApiKey
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, event, stall
 from tests.router.virtual_time import VirtualTime, settle
 

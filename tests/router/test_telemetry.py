@@ -12,18 +12,14 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 from prometheus_client import CollectorRegistry
 
-from sluice.router.batches.line_caller import Admitted, LineCaller
-from sluice.router.batches.lines import BatchRequest
-from sluice.router.batches.metrics import BatchMetrics
+from sluice.router.batches.lines import Admitted, BatchMetrics, BatchRequest, LineCaller
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.access_log import Telemetry
 from sluice.router.errors import Reason
 from sluice.router.serve.contract import ReplicaFailedError
-from sluice.router.tenancy.limits import ANYONE
-from sluice.router.tenancy.rate_limits import RateLimiter
+from sluice.router.tenancy.limits import ANYONE, RateLimiter
 from sluice.scheduling.request.job import UNATTAINABLE, RouteDecision, Tier
-from sluice.telemetry.config import LogsConfig, TracingConfig
-from sluice.telemetry.logs import JsonLines
+from sluice.telemetry.logs import JsonLines, LogsConfig, TracingConfig
 from sluice.telemetry.tracing import Tracer
 from tests.router.far_side import (
     CHAT_BODY,

@@ -16,8 +16,7 @@ from sluice.deploy.config import SluiceConfig, parse_config
 from sluice.router.config import RouterConfig, ServiceClass
 from sluice.router.errors import ApiError, Reason
 from sluice.router.request.slo import Objective, SloReader
-from sluice.router.tenancy.auth import KeyRing
-from sluice.router.tenancy.keys import ApiKey, client_of
+from sluice.router.tenancy.auth import ApiKey, KeyRing, client_of
 from sluice.router.tenancy.limits import ANYONE, Client, TenantLimits
 from sluice.scheduling.request.objective import SLO
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, hang, serve

@@ -23,8 +23,7 @@ from pydantic import SecretStr, ValidationError
 from sluice.router.config import AdminConfig, MetricsConfig, RouterConfig
 from sluice.router.errors import ApiError, Reason
 from sluice.router.tenancy import tokens
-from sluice.router.tenancy.issuers import TokenIssuer
-from sluice.router.tenancy.keys import ApiKey, client_of
+from sluice.router.tenancy.auth import ApiKey, client_of
 from sluice.router.tenancy.limits import Client, TenantLimits
 from sluice.router.tenancy.tokens import (
     MAX_BYTES,
@@ -32,6 +31,7 @@ from sluice.router.tenancy.tokens import (
     MAX_TOKEN_BYTES,
     MIN_PAUSE_S,
     REMEMBERED_S,
+    TokenIssuer,
     TokenVerifier,
     is_token,
 )
@@ -233,11 +233,11 @@ async def test_tenants_of_issuers_and_keys_of_the_same_name_are_different_client
         configs = {"corp": issuer.config(), "shop": second.config()}
         verifier = TokenVerifier(configs, CollectorRegistry())
         await verifier.read_keys()
-        clients = [verifier.check(each.sign().encode()) for each in (issuer, second)]
-        clients.append(client_of(ApiKey(key=SecretStr("k"), name="acme")))
-        assert [client.name for client in clients] == ["acme"] * 3
-        assert len({client.owner for client in clients}) == 3
-        assert len({client.tenant for client in clients}) == 3
+        tokens = [verifier.check(each.sign().encode()) for each in (issuer, second)]
+        tokens.append(client_of(ApiKey(key=SecretStr("k"), name="acme")))
+        assert [client.name for client in tokens] == ["acme"] * 3
+        assert len({client.owner for client in tokens}) == 3
+        assert len({client.tenant for client in tokens}) == 3
         # An issuer cannot sign for another.
         forged = issuer.sign({"iss": second.url})
         with pytest.raises(ApiError, match="signature is wrong"):

@@ -14,7 +14,7 @@ import jwt
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from jwt.algorithms import ECAlgorithm, RSAAlgorithm
 
-from sluice.router.tenancy.issuers import TokenIssuer
+from sluice.router.tenancy.tokens import TokenIssuer
 
 AUDIENCE = "sluice"
 RSA_KEY = rsa.generate_private_key(65_537, 2048)

@@ -17,7 +17,7 @@ from sluice.benchmarks.live.systems import (
     vllm_command,
     wait_until_ready,
 )
-from sluice.deploy.ray_settings import free_port
+from sluice.deploy.ray_start import free_port
 from sluice.replica.config import EngineConfig
 from sluice.replica.vllm.local_model import local_model
 from tests.e2e.conftest import PATIENT, system, wait_until

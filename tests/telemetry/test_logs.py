@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from sluice.telemetry.config import LogsConfig
 from sluice.telemetry.logs import (
     PACKAGES,
     REPEAT_PERIOD_S,
     REPEATS,
     JsonLines,
+    LogsConfig,
     RepeatLimit,
     TextLines,
     configure_logs,

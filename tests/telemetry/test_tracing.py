@@ -9,7 +9,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 from pydantic import SecretStr, ValidationError
 
-from sluice.telemetry.config import TelemetryConfig, TracingConfig
+from sluice.telemetry.logs import TelemetryConfig, TracingConfig
 from sluice.telemetry.tracing import Kind, Tracer, make_tracer
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"

@@ -11,7 +11,7 @@ OPERATOR = {"granularity": "operator"}
     ("given", "message"),
     [
         ({"kind": "simulated", "preemption": OPERATOR}, "only vLLM's prefills"),
-        ({"preemption": OPERATOR | {"chunk_tokens": 256}}, r"\(512\) must be at most chunk_tokens"),
+        ({"preemption": OPERATOR | {"chunk_tokens": 256}}, "greater than or equal to 512"),
         ({"preemption": {"granularity": "token"}}, "'off', 'layer' or 'operator'"),
         ({"preemption": OPERATOR | {"depth": 0}}, "greater than or equal to 1"),
     ],

@@ -16,10 +16,9 @@ import pytest_asyncio
 
 import sluice.replica.preemption.variant  # noqa: F401 - it registers itself
 from sluice.protocol.requests import EngineRequest, ResponseChunk, ResponseTail
-from sluice.replica.config import EngineConfig
+from sluice.replica.config import EngineConfig, TransferConfig
 from sluice.replica.scheduler.xargs import SchedulerSettings
 from sluice.replica.transfer import Offer, fetch
-from sluice.replica.transfer_config import TransferConfig
 from sluice.replica.vllm.contract import WITH_TRANSFER, age
 from sluice.replica.vllm.engine import VllmEngine
 from sluice.replica.vllm.local_model import local_model

@@ -221,7 +221,7 @@ def test_workers_agree_though_their_launches_run_ahead(layer, ranks, ahead, turn
 def test_a_cpu_is_never_behind():
     import torch
 
-    pacer = pacer_for(torch.device("cpu"), 2)
+    pacer = pacer_for(torch.device("cpu"))
     assert isinstance(pacer, Immediate)
     assert pacer.ahead == 0
 

@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
+from sluice.replica.config import TransferConfig
 from sluice.replica.transfer import Handle
-from sluice.replica.transfer_config import TransferConfig
 from sluice.replica.vllm.setup import transfer_argument
 from tests.replica.attentive import attentive_model
 from tests.replica.engines import EngineProcess

@@ -17,8 +17,8 @@ from sluice.replica.preemption.reserve import (
     reserve_of,
 )
 from sluice.replica.preemption.runner_pool import share_workspace
-from sluice.replica.preemption_config import PreemptionConfig
 from sluice.replica.scheduler.xargs import SchedulerSettings
+from sluice.scheduling.preemption import BATCH_TOKENS, PreemptionConfig
 
 pytestmark = pytest.mark.vllm
 
@@ -103,14 +103,13 @@ options = st.builds(
     PreemptionConfig,
     depth=st.integers(1, 64),
     chunk_tokens=st.integers(512, 1 << 20),
-    batch_tokens=st.integers(0, 1 << 20),
 )
 
 
 @given(st.lists(needs, min_size=1, max_size=4), options, st.integers(16, 1 << 16))
 def test_every_worker_has_room_for_the_largest_batch_at_every_depth(workers, options, most):
     reserve = reserve_of(workers, options, most)
-    tokens = min(most, max(options.chunk_tokens, options.batch_tokens))
+    tokens = min(most, max(options.chunk_tokens, BATCH_TOKENS))
     for need in workers:
         assert reserve.prefill >= int(need.token * tokens)
         assert reserve.total >= options.depth * int(need.token * tokens) + need.runner

@@ -27,11 +27,10 @@ import click
 from sluice.benchmarks.live.report import Json, table
 from sluice.benchmarks.options import as_json, number_option, show
 from sluice.replica.preemption.checks import Granularity
-from sluice.replica.preemption_config import PreemptionConfig
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xargs
 from sluice.replica.vllm.local_model import local_model
-from sluice.scheduling.preemption import DecodeTurns, Options
+from sluice.scheduling.preemption import DecodeTurns, Options, PreemptionConfig
 from sluice.scheduling.request.objective import SLO
 from tests.replica.engines import (
     EngineProcess,
@@ -143,7 +142,7 @@ class PreemptiveEngine(OneEngine):
 
     Args:
         model: the model's directory; the state table is in ``directory``.
-        options: of :class:`~sluice.replica.preemption_config.PreemptionConfig`.
+        options: of :class:`~sluice.scheduling.preemption.PreemptionConfig`.
         ranks: how many workers compute it; with several, each has a process of its own.
         args: vLLM's engine arguments.
     """

@@ -15,7 +15,7 @@ import openai
 import pytest
 from pydantic import ValidationError
 
-from sluice.deploy.ray_settings import free_port
+from sluice.deploy.ray_start import free_port
 from sluice.router.batches.byte_store import PART_BYTES
 from sluice.router.config import BatchesConfig
 from tests.router.batches import routers

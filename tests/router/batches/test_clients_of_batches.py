@@ -11,14 +11,16 @@ import pytest
 from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 
-from sluice.router.batches.line_caller import LONGEST_PAUSE_S, LineCaller
-from sluice.router.batches.lines import BatchRequest
-from sluice.router.batches.metrics import BatchMetrics
-from sluice.router.batches.places import LinePlaces
-from sluice.router.batches.results import Reply
-from sluice.router.tenancy.keys import ApiKey
-from sluice.router.tenancy.limits import Client, TenantLimits
-from sluice.router.tenancy.rate_limits import RateLimiter
+from sluice.router.batches.lines import (
+    LONGEST_PAUSE_S,
+    BatchMetrics,
+    BatchRequest,
+    LineCaller,
+    Reply,
+)
+from sluice.router.batches.run import LinePlaces
+from sluice.router.tenancy.auth import ApiKey
+from sluice.router.tenancy.limits import Client, RateLimiter, TenantLimits
 from tests.router.batches.routers import (
     KEY,
     OTHER_KEY,
@@ -179,7 +181,7 @@ async def test_a_running_batch_follows_the_caps_of_its_key(
 ) -> None:
     monkeypatch.setattr("sluice.router.tenancy.auth.POLL_S", 0.01)
     folder, path = tmp_path / "batches", tmp_path / "keys.yaml"
-    monkeypatch.setattr("sluice.router.batches.line_caller.LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr("sluice.router.batches.lines.LONGEST_PAUSE_S", 0.01)
     path.write_text(f"- {{key: {KEY}, name: acme, tokens_per_minute: 0.001}}\n")
     side = FarSide(a=serve)
     settings = config(folder).model_copy(update={"api_keys_file": path})

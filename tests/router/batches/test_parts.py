@@ -12,28 +12,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from sluice.router.batches.line_caller import (
+from sluice.router.batches.lines import (
     FAILED_PAUSE_S,
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
-    LineCaller,
-)
-from sluice.router.batches.lines import (
     MAX_CUSTOM_ID,
     MAX_FAULTS,
     SLICE_LINES,
+    BatchMetrics,
     BatchRequest,
+    LineCaller,
     LineError,
+    Reply,
+    answered,
     check_lines,
     parse_line,
     slices,
 )
-from sluice.router.batches.metrics import BatchMetrics
-from sluice.router.batches.results import Reply, answered
 from sluice.router.errors import Reason
 from sluice.router.serve.contract import ReplicaFailedError
-from sluice.router.tenancy.limits import ANYONE
-from sluice.router.tenancy.rate_limits import RateLimiter
+from sluice.router.tenancy.limits import ANYONE, RateLimiter
 from tests.examples import examples
 from tests.router.batches.routers import URL, config, jsonl, line
 from tests.router.far_side import Edge, FarSide, answer, fail, hang, serve

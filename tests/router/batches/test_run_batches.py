@@ -17,7 +17,7 @@ from sluice.router.batches.records import FileRecord
 from sluice.router.batches.state import BatchState
 from sluice.router.batches.store import NAME
 from sluice.router.config import DAY_S
-from sluice.router.tenancy.keys import ApiKey
+from sluice.router.tenancy.auth import ApiKey
 from sluice.scheduling.request.job import Tier
 from sluice.scheduling.request.objective import SLO
 from tests.router.batches.routers import (

@@ -17,21 +17,16 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry
 
-from sluice.router.batches.folders import Routers
-from sluice.router.batches.line_caller import LineCaller
-from sluice.router.batches.metrics import BatchMetrics
-from sluice.router.batches.paging import Page
-from sluice.router.batches.places import LinePlaces
-from sluice.router.batches.records import BatchRecord, FileRecord, Status, new_batch_id
-from sluice.router.batches.run import BatchRun, Resources
-from sluice.router.batches.runner import Runner, _Running
+from sluice.router.batches.byte_store import Routers
+from sluice.router.batches.lines import BatchMetrics, LineCaller
+from sluice.router.batches.records import BatchRecord, FileRecord, Page, Status, new_batch_id
+from sluice.router.batches.run import BatchRun, LinePlaces, Resources, Runner, _Running
 from sluice.router.batches.state import VERSION, BatchLostError, BatchState, Result, changing
 from sluice.router.batches.store import NAME, Store, Threads
 from sluice.router.config import DAY_S, BatchesConfig
 from sluice.router.errors import ApiError, Reason
 from sluice.router.tenancy.auth import KeyRing
-from sluice.router.tenancy.limits import ANYONE
-from sluice.router.tenancy.rate_limits import RateLimiter
+from sluice.router.tenancy.limits import ANYONE, RateLimiter
 from tests.router.batches.routers import (
     URL,
     UnixClock,
@@ -277,7 +272,7 @@ import asyncio, sys
 from pathlib import Path
 from sluice.router.config import BatchesConfig
 from sluice.router.batches.lines import BatchRequest
-from sluice.router.batches.results import Reply, answered
+from sluice.router.batches.lines import Reply, answered
 from sluice.router.batches.state import BatchState
 from sluice.router.batches.store import Store
 
