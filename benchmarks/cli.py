@@ -23,7 +23,7 @@ from sluice.benchmarks.micro.walk import walk
 from sluice.benchmarks.options import as_json, folder, number_option
 from sluice.benchmarks.report import METHOD, Report, ReportError, require_matplotlib
 from sluice.deploy.tables import print_table
-from sluice.simulation.workloads.traces import TraceError
+from sluice.simulation.traces import TraceError
 
 MAX_JOBS = 256
 

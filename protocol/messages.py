@@ -202,7 +202,7 @@ class RequestEnding(NamedTuple):
         tokens: output tokens of its first choice.
         ttft_s: from its arrival to its first token; ``None`` without a token.
         tpot_s: time per token after the first, by the anchor of its objective
-            (:class:`~sluice.scheduling.request.tpot.TPOTAnchor`); ``None`` with fewer than two.
+            (:class:`~sluice.scheduling.request.objective.TPOTAnchor`), or ``None``.
         e2e_s: from its arrival to its end.
         error: code of the error that its client got; empty for none.
         service_class: class it was served as; empty if unknown.
@@ -213,7 +213,7 @@ class RequestEnding(NamedTuple):
         kept: whether its guarantee was kept, as the metrics count it; ``None`` if it had no
             guarantee, the outcome cannot be judged, or no answer began.
         judged_s: for a request with stages, TTFT, TPOT and end-to-end time of its worst stages, see
-            :meth:`sluice.scheduling.request.stage_clock.StageClock.judged_s`; ``None``: the times
+            :meth:`sluice.scheduling.request.objective.StageClock.judged_s`; ``None``: the times
             above apply.
     """
 

@@ -13,8 +13,7 @@ from sluice.router.tenancy.limits import OutputLimit, PromptLimit
 from sluice.router.tenancy.tokens import MAX_ISSUERS, TokenIssuer, check_issuers
 from sluice.router.wire import LABEL, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS, is_loopback
 from sluice.scheduling.fleet.node_labels import LabelName, LabelValue
-from sluice.scheduling.request.objective import MAX_PRIORITY, MIN_PRIORITY, SLO
-from sluice.scheduling.request.tpot import TPOTAnchor
+from sluice.scheduling.request.objective import MAX_PRIORITY, MIN_PRIORITY, SLO, TPOTAnchor
 
 # Configuration of files and batches: their storage and limits.
 

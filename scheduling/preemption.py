@@ -1,28 +1,19 @@
 """Which prefill runs, and which one gives way, where a running prefill can be suspended: S-EDF
-(FlowPrefill §5.2, Algorithms 1 and 2).
-
-Decided on events only: a prefill arrives, a task ends, a chunk ends. Between two events the running
-task stays the right one, but for slack that runs out.
+(FlowPrefill §5.2, Algorithms 1 and 2), decided when a prefill arrives or a task or chunk ends.
 
 Our changes, for engines whose stack of suspended prefills is bounded:
 
-- A prefill without a guarantee comes after every guaranteed one, late or not. It preempts none, and
-  each preempts it.
-- A guaranteed prefill that can no longer meet its objective preempts no other guaranteed one.
-  Eq. 3 would let it preempt another late one, the latest deadline first, so that an overloaded
-  engine only piles them up.
-- Late prefills run together, up to a chunk: together they take less time than one after the other,
-  and none has slack to lose. As they preempt none of their tier, at most one such task of each tier
-  is suspended.
-- What would find the stack full, and could not be suspended for that, runs in small chunks: it can
-  be passed at the end of each.
+- A prefill without a guarantee comes after every guaranteed one, preempts none, and is preempted
+  by each.
+- A guaranteed prefill that can no longer meet its objective preempts no other guaranteed one. By
+  Eq. 3 an overloaded engine would only pile late ones up.
+- Late prefills run together, up to a chunk: together they take less time, and none has slack to
+  lose. So at most one such task of each tier is suspended.
+- What would find the stack full runs in small chunks: it can be passed at the end of each.
 - Short prefills with an objective as tight as the head's join it beyond Algorithm 1's sum ``G``, up
-  to a chunk, while the head has slack. ``G`` keeps more urgent arrivals from waiting for a batch
-  that has the head's deadline; an arrival with the same objective waits for these in any case.
+  to a chunk, while the head has slack: an arrival with that objective waits for these in any case.
 - One without a deadline joins no batch of one that has a deadline, and one without a guarantee no
-  batch of a guaranteed one.
-- Equal deadlines do not preempt.
-"""
+  batch of a guaranteed one. Equal deadlines do not preempt."""
 
 from __future__ import annotations
 
@@ -36,26 +27,42 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from sluice.scheduling.latency.model import UNBOUNDED_TOKENS, LatencyModel
 from sluice.scheduling.request.kernels import Floats
-from sluice.scheduling.tenancy.earned_time import EarnedTime
+
+
+class EarnedTime:
+    """Time that a share of the engine has earned and not spent, ``seconds``; 0 while none is
+    owed."""
+
+    def __init__(self, share: float) -> None:
+        self.seconds = 0.0
+        self._share = share
+        self._earned_at_s: float | None = None
+
+    def earn(self, now_s: float, owed: bool) -> None:
+        """Advance to ``now_s``; ``owed``: whether any request is owed the time."""
+        if not owed:
+            self.seconds, self._earned_at_s = 0.0, None
+            return
+        if self._earned_at_s is not None:
+            self.seconds += self._share * max(0.0, now_s - self._earned_at_s)
+        self._earned_at_s = now_s
 
 
 class AgedShare:
     """Gives prefills older than ``patience_s`` the share ``share`` of the time, a chunk at a time,
-    by arrival.
+    by arrival; S-EDF alone would starve late ones and those without a deadline.
 
-    Without it, S-EDF would starve prefills that have no deadline, or can no longer meet theirs. Let
-    ``W`` be the work, seconds, of a prefill and of the aged prefills before it. It is computed at
-    most ``patience_s + W / share`` after its arrival, plus one task for each of its chunks, plus
-    the time for which there is no memory.
-    """
+    Let ``W`` be the work, seconds, of a prefill and of the aged prefills before it. It is computed
+    at most ``patience_s + W / share`` after its arrival, plus one task for each of its chunks, plus
+    the time for which there is no memory."""
 
     def __init__(self, patience_s: float, share: float) -> None:
         self._patience_s = patience_s
         self._earned = EarnedTime(share)
 
     def has_turn(self, arrival_s: float, chunk_s: float, now_s: float) -> bool:
-        """Whether the prefill that arrived first, at ``arrival_s``, runs next: its chunk of
-        ``chunk_s`` predicted seconds is covered by the earned time. Call it between tasks."""
+        """Whether the prefill that arrived first has earned its next chunk. Call it between
+        tasks."""
         owed = now_s - arrival_s > self._patience_s
         self._earned.earn(now_s, owed)
         if not owed or self._earned.seconds < chunk_s:
@@ -69,15 +76,13 @@ MOST_FIXED_SHARE = 0.1
 """A task is not cut so short that more than this part of it is the fixed time of a step."""
 
 USABLE = 0.9
-"""The share of the time until its next token is due after which a decode is to have it: stops and
-steps vary around what is planned. As the default head-room of ``deadline_triage`` leaves it."""
+"""Share of the time until its next token after which a decode is to have it, as steps vary."""
 
 LEAST_GAP_SHARE = 0.25
 """Prefills have at least this share of a step's time between two steps."""
 
 REMEMBERED_S = 60.0
-"""How long the tightest TPOT of decodes bounds the tasks of prefills after it was seen, seconds: a
-task that began before such a decode came would not be stopped in time for it."""
+"""How long the tightest TPOT of decodes bounds the tasks of prefills after it was seen, seconds."""
 
 
 def decode_step_due_s(
@@ -91,24 +96,16 @@ def decode_step_due_s(
 ) -> float | None:
     """When a step of all decodes has to begin, so that each has its next token within most of a
     TPOT after its last one, and keeps its TPOT since the first one; None without decodes.
-    ``O(decodes)``.
 
-    A step that was late is made up for, by earlier ones that leave prefills
-    ``LEAST_GAP_SHARE`` of the step's time at least. What was won is a lead, and covers a later one.
-
-    FlowPrefill §6.5 runs both phases at once on one device; here they take turns.
+    A late step is made up for by earlier ones, which leave prefills ``LEAST_GAP_SHARE`` of the
+    step's time at least. FlowPrefill §6.5 runs both phases at once on one device; here they take
+    turns.
 
     Args:
-        first_token_s: when each emitted its first token, ``[decodes]``; nan for one that makes
-            nothing up.
-        emitted: how many tokens each has emitted since, with the first one.
-        last_token_s: when each emitted its last token.
-        tpot_s: the TPOT of each, seconds.
-        step_s: predicted time of the step.
+        first_token_s: nan for a decode that makes nothing up.
         gap_s: time from the last token to the step for a decode without a TPOT, or with one that is
-            not longer than the step: no step could hold it, and prefills would starve.
-        stop_s: how long it takes until the running prefill has stopped for the step.
-    """
+            not longer than the step.
+        stop_s: how long it takes until the running prefill has stopped for the step."""
     if not len(last_token_s):
         return None
     ahead_s = first_token_s + emitted * tpot_s - last_token_s
@@ -119,17 +116,11 @@ def decode_step_due_s(
 
 
 class DecodeTurns:
-    """What an engine knows of the stops of its prefills, and of the pace of its decodes.
+    """What an engine knows of the stops of its prefills, and of the TPOT of its decodes.
 
-    A prefill stops before its next operator, so it takes the longer to stop the longer it is. The
-    time of stops is known as a share of the stopped tasks'. A task is so short that it stops within
-    half of the time that a step leaves of the tightest TPOT: a task that began before a decode came
-    would delay each of its steps, and admission promises no TPOT beside it.
-
-    Args:
-        checks: how many points a prefill has where it can stop; 0: none stops. Until stops are
-            seen, one takes the time between two.
-    """
+    The longer a prefill, the longer it takes to stop: the time is known as a share of the stopped
+    tasks'. A task is so short that it stops within half of the time that a step leaves of the
+    tightest TPOT. ``checks``: how many points a prefill has where it can stop; 0: none stops."""
 
     def __init__(self, checks: int) -> None:
         self._first = 1.0 / checks if checks else 0.0
@@ -145,8 +136,8 @@ class DecodeTurns:
         self._tasks_s += task_s
 
     def stop_s(self, task_s: float) -> float:
-        """The time to plan for the stop of a task of ``task_s`` predicted seconds: twice the mean,
-        which most stops do not exceed."""
+        """The time to plan for the stop of a task of ``task_s`` predicted seconds: twice the
+        mean."""
         share = self._took_s / self._tasks_s if self._tasks_s else self._first
         return 2.0 * share * task_s
 
@@ -165,12 +156,9 @@ class DecodeTurns:
         Args:
             tpot_s: the TPOT of each guaranteed request that decodes, or will behind its prefill.
             step_s: predicted time of their step, or of the fixed time of one without any.
-            model: predicts the task's time.
             computed: tokens of its prompt that are computed.
             least: fewest tokens of a task that can be stopped.
-            now_s: the time.
-            gap_s: time between two steps of the decodes that may come, but at least twice that of a
-                step; infinite where no request decodes.
+            gap_s: time between two steps of the decodes that may come; infinite where none decodes.
         """
         held = tpot_s[tpot_s > step_s]
         tightest_s = float(held.min()) if len(held) else inf
@@ -202,15 +190,8 @@ hold, has its next step after this time. Also the longest TPOT for which tasks a
 
 
 class Prefill(NamedTuple):
-    """A prefill that waits, or whose last chunk has ended.
-
-    Attributes:
-        request_id: its request.
-        due_s: deadline of its first token; infinite without one.
-        tokens: how many it still has to compute.
-        alone_s: predicted time of these, running alone.
-        best_effort: it has no guarantee.
-        ttft_s: its objective, from its arrival to ``due_s``; infinite without one.
+    """A prefill that waits, or whose last chunk has ended: its ``tokens`` still to compute take
+    ``alone_s`` running alone; ``ttft_s`` is its objective, up to ``due_s``. Infinite without one.
     """
 
     request_id: str
@@ -222,12 +203,8 @@ class Prefill(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """The task on top of the stack: running, or suspended last.
-
-    Attributes:
-        due_s: the earliest deadline in it that it can still meet, or else its head's.
-        left_s: predicted time until it ends, running alone.
-        best_effort: its prefills have no guarantee.
+    """The task on top of the stack, running or suspended last. ``due_s`` is the earliest deadline
+    in it that it can still meet, or else its head's; ``left_s`` the predicted time until it ends.
     """
 
     due_s: float
@@ -268,15 +245,8 @@ class PreemptionConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Bounds, in tokens.
-
-    Attributes:
-        chunk: most of one prefill in a task.
-        small_chunk: the same of a task that is not to be suspended, as the stack is full.
-        together: prefills join a task while the sum is below this one, and prefills of fewer tokens
-            with an objective as tight as the head's up to a chunk.
-        most: most in a task.
-    """
+    """Bounds, in tokens: most of one prefill in a task, also where the stack is full
+    (``small_chunk``), the sum below which prefills run together, and most in a task."""
 
     chunk: int
     small_chunk: int
@@ -285,13 +255,8 @@ class Options:
 
 
 class Batch(NamedTuple):
-    """The next task.
-
-    Attributes:
-        members: request and tokens of each prefill, the head first.
-        due_s: the head's deadline.
-        best_effort: its prefills have no guarantee.
-    """
+    """The next task: request and tokens of each prefill, the head first, and the head's
+    deadline."""
 
     members: tuple[tuple[str, int], ...]
     due_s: float
@@ -299,8 +264,8 @@ class Batch(NamedTuple):
 
 
 class Rank(NamedTuple):
-    """Eq. 3 as a key, the least first: the guaranteed ones, then the others; of each the feasible
-    ones by deadline, then late ones, the latest deadline first."""
+    """Eq. 3 as a key: the guaranteed ones, then the others; of each the feasible ones by deadline,
+    then late ones, the latest deadline first."""
 
     best_effort: bool
     late: bool
@@ -322,18 +287,13 @@ def decide(
     options: Options,
     full: bool = False,
 ) -> Batch | None:
-    """The task to start now, inside ``top`` if there is one; None to change nothing.
-
-    ``O(n log n)`` in the waiting prefills.
+    """The task to start now, inside ``top`` if there is one; None to change nothing. ``O(n log
+    n)``.
 
     Args:
         waiting: prefills that are not in flight, in order of arrival.
-        top: the task that would be suspended, or stay suspended.
-        now_s: the time, on the deadlines' clock.
         together_s: predicted time of several prefills in one task.
-        options: bounds.
-        full: the new task could not be suspended, as enough others are.
-    """
+        full: the new task could not be suspended, as enough others are."""
     ranked = sorted(
         waiting, key=lambda each: rank(each.due_s, each.alone_s, each.best_effort, now_s)
     )
@@ -362,8 +322,7 @@ def _preempts(first: Rank, top: Rank) -> bool:
 
 
 def _late_together(ranked: Sequence[Prefill], chunk: int) -> list[Prefill]:
-    """The head, which is late, and others of its tier, which are all late, up to ``chunk``
-    tokens."""
+    """The late head, and others of its tier, which are all late, up to ``chunk`` tokens."""
     head = ranked[0]
     joined = [head]
     tokens = head.tokens
@@ -381,9 +340,7 @@ def _joined(
     together: int,
     chunk: int,
 ) -> list[Prefill]:
-    """Algorithm 1: the head, and those that fit beside it. One that does not is passed over. So is
-    one without a deadline or a guarantee where the head has it: it would take the head's slack from
-    those that have it, too."""
+    """Algorithm 1: the head, and those that fit beside it; one that does not is passed over."""
     head = ranked[0]
     joined = [head]
     tokens = head.tokens
@@ -404,8 +361,7 @@ def _joined(
 
 
 def _alike(head: Prefill, each: Prefill, now_s: float, together: int) -> bool:
-    """Whether both are short, and ``each`` can be on time and is as urgent as an arrival with the
-    head's objective."""
+    """Whether both are short, and ``each`` can be on time and is as urgent as the head."""
     return (
         max(head.tokens, each.tokens) < together
         and each.ttft_s <= head.ttft_s

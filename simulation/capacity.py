@@ -1,5 +1,4 @@
-"""How many replicas a service needs, of one role or of two, and the load that one serves: the
-searches, and where they start."""
+"""How many replicas a service needs, of one role or of two, and the load that one serves."""
 
 from __future__ import annotations
 
@@ -30,13 +29,8 @@ _AS_MANY = ((1, -1), (-1, 1))
 
 
 class Search(NamedTuple):
-    """What a search found.
-
-    Attributes:
-        replicas: the count that reaches the target while one fewer does not (or none are left);
-            ``None`` if even the most that were allowed do not.
-        attainment: of every count that was tried, in the order of trying.
-    """
+    """What a search found: the count that reaches the target while one fewer does not, or ``None``,
+    and the attainment of every count that was tried, in order."""
 
     replicas: int | None
     attainment: dict[int, float]
@@ -46,23 +40,13 @@ def search(attainment: Callable[[int], float], target: float, start: int, most: 
     """Search for the smallest count of replicas whose attainment reaches ``target``.
 
     It gallops away from ``start`` in steps that begin with an eighth of it and double, until the
-    answer is between two counts, and halves what lies between. It tries ``O(log(start + answer))``
-    counts, none of them twice. Attainment is taken to grow with the replicas. Where it does not
-    everywhere, the answer is a count at which it crosses the target; a smaller one that also
-    reaches it is not looked for.
-
-    Args:
-        attainment: share of requests that meet their objectives with this many replicas; nan counts
-            as below any target. Called once per count.
-        target: share that is wanted, above 0 and at most 1.
-        start: where to begin; it is moved into the range. The closer to the answer, the faster, and
-            one below the answer costs a run under overload.
-        most: largest count that may be tried, >= 1.
+    answer is between two counts, and halves what lies between: ``O(log(start + answer))`` counts,
+    none of them twice. Attainment is taken to grow with the replicas; nan counts as below any
+    target.
 
     Raises:
         ValueError: a target or bound that is not allowed. What ``attainment`` raises passes
-            through.
-    """
+            through."""
     if not 0 < target <= 1:
         raise ValueError(f"target must be above 0 and at most 1, got {target}")
     if most < 1:
@@ -110,13 +94,9 @@ def _above(holds: Callable[[int], bool], low: int, step: int, most: int) -> tupl
 
 
 def least_busy(workload: Workload, model: LatencyModel) -> int:
-    """Number of engines that the work of all requests keeps busy while they arrive: a start for
-    :func:`search`.
-
-    Prompts and tokens are counted as if each came alone, without the fixed part of steps and
-    without cached prefixes: with fewer engines, a backlog remains when the last request arrives,
-    unless prefixes are cached. ``O(requests)``; at least 1, at most :data:`MOST_REPLICAS`.
-    """
+    """Number of engines that the work of all requests keeps busy while they arrive, without the
+    fixed part of steps and without cached prefixes: a start for :func:`search`. At least 1, at most
+    :data:`MOST_REPLICAS`."""
     between_s = workload.duration_s - (workload.arrivals[0].arrival_s if len(workload) else 0.0)
     if between_s <= 0:
         return 1
@@ -125,8 +105,8 @@ def least_busy(workload: Workload, model: LatencyModel) -> int:
 
 
 def _work_s(arrival: Arrival, model: LatencyModel) -> tuple[float, float]:
-    """Time of a request's prompt, and of the rest of it: the later output tokens, and what later
-    stages add to the prompt."""
+    """Time of a request's prompt, and of the later output tokens and what later stages add to the
+    prompt."""
     prompt_s = model.work_s(arrival.prompt_tokens, 0)
     later, context = 0.0, arrival.prompt_tokens
     for stage in arrival.stages:
@@ -140,13 +120,7 @@ def _work_s(arrival: Arrival, model: LatencyModel) -> tuple[float, float]:
 
 def full_rate(workload: Workload, model: LatencyModel, engine: EngineConfig) -> float:
     """Requests per second whose work fills an engine's time in steps as long as the tightest TPOT,
-    or whose decodes fill its KV. ``O(requests)``.
-
-    Args:
-        workload: its mean request counts; it has at least one request.
-        model: step times of the engine.
-        engine: its KV.
-    """
+    or whose decodes fill its KV. The workload has at least one request."""
     work_s, held_tokens = 0.0, 0.0
     for arrival in workload.arrivals:
         prompts = [arrival.prompt_tokens, *(stage.prompt_tokens for stage in arrival.stages)]
@@ -176,9 +150,7 @@ def greatest_loads(
     ``most``; 0 if it does not at the lowest.
 
     It halves the logarithm of the range ``steps`` times; in the last part the load is on a straight
-    line of the log odds. Every run serves all shares, and the ends, which cost most, run only if
-    they are needed. Attainment is taken to fall with the load.
-    """
+    line of the log odds. Attainment is taken to fall with the load."""
     at = cache(attainment)
 
     def found(share: float) -> float:
@@ -198,19 +170,12 @@ def greatest_loads(
 
 
 def pool_demand(workload: Workload, model: LatencyModel, engine: EngineConfig) -> PoolDemand:
-    """A workload's demand on each role per request and second, by the formula of SLOs-Serve.
-
-    The pace is the smallest TPOT that a request states. A decode replica makes every token, the
-    first one included, and computes the prompt tokens that later stages add. ``O(requests)``.
-
-    Args:
-        workload: its mean request counts; it has at least one request.
-        model: step times of a replica.
-        engine: the replica's limits: KV blocks and slots.
+    """A workload's demand on each role per request and second, by the formula of SLOs-Serve, at the
+    smallest TPOT that a request states. A decode replica makes every token, and computes the prompt
+    tokens that later stages add.
 
     Raises:
-        ValueError: a workload without requests.
-    """
+        ValueError: a workload without requests."""
     if not len(workload):
         raise ValueError(f"workload {workload.name} has no request to measure")
     prefill_s = decode_s = tokens = held_tokens = 0.0
@@ -239,12 +204,8 @@ Pools = tuple[int, int]
 
 
 class PoolSearch(NamedTuple):
-    """What a search for the sizes of two pools found.
-
-    Attributes:
-        pools: the sizes; ``None`` if the most that were allowed do not reach the target.
-        attainment: of all sizes that were tried, in the order of trying.
-    """
+    """What a search for the sizes of two pools found, or ``None``, and the attainment of all that
+    it tried."""
 
     pools: Pools | None
     attainment: dict[Pools, float]
@@ -257,21 +218,11 @@ def search_pools(
 
     First as :func:`search` does, over totals that are split by the formula. The formula knows
     neither bursts nor the TTFT, so then, as long as one of its neighbours with a replica less in
-    all also reaches the target, that is taken; at last the neighbours of the same total are tried,
-    and the best is the answer. Each step of that costs at most four runs.
-
-    Args:
-        attainment: share of requests that meet their objectives with such pools; nan counts as
-            below any target. Called once per pair of sizes.
-        target: share that is wanted, above 0 and at most 1.
-        demand: what the formula is given.
-        start: total to begin with; it is moved into the range.
-        most: largest total that may be tried, >= 2.
+    all also reaches the target, that is taken; at last the neighbours of the same total are tried.
 
     Raises:
         ValueError: a target or bound that is not allowed. What ``attainment`` raises passes
-            through.
-    """
+            through."""
     if most < 2:
         raise ValueError(f"most must be at least 2, one replica of each role, got {most}")
     tried: dict[Pools, float] = {}

@@ -11,7 +11,14 @@ from typing import NamedTuple
 import numpy as np
 
 from sluice.scheduling.admission import AdmissionPolicy
-from sluice.scheduling.autoscaling.role_shares import RoleShares
+from sluice.scheduling.autoscaling import Load, Pool, State
+from sluice.scheduling.autoscaling.role_shares import (
+    LOOK_EVERY_S,
+    Means,
+    RoleShares,
+    members_of,
+    split_of,
+)
 from sluice.scheduling.batching import BatchPolicy
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.placement.length import LengthPredictor
@@ -19,8 +26,8 @@ from sluice.scheduling.placement.migration import MigrationPolicy, RunningStream
 from sluice.scheduling.placement.together import MOST_TOGETHER
 from sluice.scheduling.request.job import UNATTAINABLE, RouteDecision, RouteQuery, Tier
 from sluice.scheduling.request.kernels import ARRIVAL, BEST_EFFORT, PROMISED
-from sluice.scheduling.request.tpot import TPOTAnchor
-from sluice.scheduling.roles import Role
+from sluice.scheduling.request.objective import TPOTAnchor
+from sluice.scheduling.roles import ROLES, Role
 from sluice.scheduling.routing import RoutingPolicy
 from sluice.simulation.config import (
     Autoscaling,
@@ -29,7 +36,7 @@ from sluice.simulation.config import (
     EngineConfig,
     WhenUnattainable,
 )
-from sluice.simulation.engine import VirtualEngine
+from sluice.simulation.engine import Belief, Truth, VirtualEngine
 from sluice.simulation.mirror import (
     PREFILL_KEYS,
     CellMirrors,
@@ -41,21 +48,120 @@ from sluice.simulation.mirror import (
 from sluice.simulation.replica import Events, Incident, Replicas, VirtualReplica
 from sluice.simulation.requests import Requests, Return
 from sluice.simulation.run import TOO_LONG, Result, Size, result_of, sides
-from sluice.simulation.scaling import RoleChanger, Scaler
-from sluice.simulation.truth import Belief, Truth
 from sluice.simulation.workload import Workload
 
 
-class Endings:
-    """Pushes every ``interval_s`` while there is something to push; nothing where the mirror learns
-    no margins.
+class Scaler:
+    """Samples a role's load every ``interval_s`` and applies its policy's decision.
 
-    Args:
-        requests: of the run.
-        mirror: learns from them.
-        events: the clock.
-        interval_s: time between two pushes, seconds.
-    """
+    A replica that is ordered serves ``startup_s`` later. To scale down, orders that do not serve
+    yet are cancelled first, the latest first; then replicas drain."""
+
+    def __init__(
+        self,
+        config: Autoscaling,
+        role: Role,
+        events: Events,
+        load: Callable[[float], Load],
+        change: Callable[[int], None],
+        replicas: int,
+    ) -> None:
+        self.role = role
+        self.sizes = [Size(events.now_s, replicas, "at the start")]
+        """The wanted numbers of replicas, with the times from which they are wanted."""
+        self._config = config
+        self._policy = config.make(role)
+        self._events = events
+        self._load = load
+        self._change = change
+        self._state: State = {}
+        # Orders that do not serve yet, by number: when they were made.
+        self._ordered: dict[int, float] = {}
+        self._orders = 0
+        self._started_s = 0.0
+        events.after(config.interval_s, self._look)
+
+    @property
+    def target(self) -> int:
+        """How many replicas there should be."""
+        return self.sizes[-1].replicas
+
+    def started_s(self, end_s: float) -> float:
+        """Sum until ``end_s`` of the times for which orders did not serve yet."""
+        return self._started_s + sum(end_s - at_s for at_s in self._ordered.values())
+
+    def _look(self) -> None:
+        config, now_s = self._config, self._events.now_s
+        pool = Pool(self.target, config.least, config.most)
+        decision = self._policy.decide(self._load(now_s), pool, self._state)
+        self._state = decision.state
+        change = decision.replicas - self.target
+        if change:
+            self.sizes.append(Size(now_s, decision.replicas, decision.reason))
+        for _ in range(change):
+            self._order()
+        for _ in range(-change):
+            self._give_up()
+        self._events.after(config.interval_s, self._look)
+
+    def _order(self) -> None:
+        number, self._orders = self._orders, self._orders + 1
+        self._ordered[number] = self._events.now_s
+        self._events.after(self._config.startup_s, lambda: self._ready(number))
+
+    def _ready(self, number: int) -> None:
+        if number in self._ordered:
+            self._end_order(number)
+            self._change(1)
+
+    def _give_up(self) -> None:
+        if self._ordered:
+            self._end_order(max(self._ordered))
+        else:
+            self._change(-1)
+
+    def _end_order(self, number: int) -> None:
+        self._started_s += self._events.now_s - self._ordered.pop(number)
+
+
+class RoleChanger:
+    """Looks at the load of all replicas and changes roles, as the controller does
+    (:mod:`sluice.controller.state.roles`)."""
+
+    def __init__(
+        self,
+        config: ElasticRoles,
+        events: Events,
+        mirror: VirtualMirror,
+        replicas: Mapping[str, VirtualReplica],
+    ) -> None:
+        self.sizes: dict[str, list[Size]] = {role: [] for role in ROLES}
+        """The number of replicas of each role, with the times from which they had it."""
+        self._config = config
+        self._events = events
+        self._mirror = mirror
+        self._replicas = replicas
+        self._means: Means | None = None
+        events.after(LOOK_EVERY_S, self._look)
+
+    def _look(self) -> None:
+        now_s, fleet = self._events.now_s, self._mirror.fleet
+        load = self._mirror.load_of_all(now_s)
+        change = self._config.shares.decide(load, members_of(fleet, now_s), self._means)
+        self._means = change.means
+        for name, role in change.roles.items():
+            self._mirror.assign(name, role)
+            self._replicas[name].follow(role, self._config.make_batch(role))
+        for role, count in zip(ROLES, split_of(members_of(fleet, now_s)), strict=True):
+            sizes = self.sizes[role]
+            if not sizes or sizes[-1].replicas != count:
+                sizes.append(Size(now_s, count, change.reason))
+        self._events.after(LOOK_EVERY_S, self._look)
+
+
+class Endings:
+    """Pushes endings and late guaranteed requests every ``interval_s`` while there are any, where
+    the mirror learns margins."""
 
     def __init__(
         self,
@@ -115,16 +221,9 @@ PACE_TOKENS = 32
 
 
 class Migrations:
-    """The streams of a run that have moved, move now, or could move next.
-
-    Args:
-        requests: of the run. Those with several stages never move.
-        mirror: decides where a stream goes.
-        events: the clock. config: of the cluster.
-        named: the replicas by name.
-        send: transfers the KV of a stream from its replica to another one, which takes it over;
-            :meth:`end` is called when it has arrived.
-    """
+    """The streams of a run that have moved, move now, or could move next; requests of several
+    stages never move. ``send`` transfers the KV of a stream; :meth:`end` is called when it has
+    arrived."""
 
     def __init__(
         self,
@@ -267,13 +366,8 @@ _PROMISED = frozenset({Tier.GUARANTEED})
 
 
 class Node(NamedTuple):
-    """The models and limits of one replica.
-
-    Attributes:
-        truth: the real times of its steps.
-        belief: the latency model that it plans with and reports to the router.
-        engine: its limits.
-    """
+    """The models and limits of one replica: real times of its steps, and the model that it plans
+    with and reports."""
 
     truth: Truth
     belief: Belief
@@ -285,35 +379,20 @@ class Cluster:
 
     A request whose replica fails is placed again, up to ``max_attempts``. The tokens that it has
     emitted stay emitted: the next replica computes the prompt and these tokens, and resumes the
-    output (as the production router resumes a stream). While there is no replica at all, requests
-    wait at the router, for a bounded time.
+    output. While there is no replica at all, requests wait at the router, for a bounded time. A
+    request that no replica can guarantee is served as best effort, waits, or fails, as ``config``
+    says.
 
     If replicas have roles, a decision may name a P/D pair. The prefill replica computes the prompt,
-    and keeps its blocks during the KV transfer to the decode replica, whose time depends on the
-    number of tokens. The decode replica allocates blocks when it admits the request, computes the
-    last token of the prompt again, and emits all of the output. It also prefills the tokens that
-    later stages add to the prompt. If the prefill replica fails during the KV transfer, the decode
-    replica computes the prompt itself; if the decode replica is gone, the request is placed again.
+    and keeps its blocks during the KV transfer to the decode replica. The decode replica allocates
+    blocks when it admits the request, computes the last token of the prompt again, and emits all of
+    the output. If the prefill replica fails during the KV transfer, the decode replica computes the
+    prompt itself; if the decode replica is gone, the request is placed again.
 
-    With ``migrate`` running streams move to other replicas (:mod:`sluice.simulation.cluster`): at
-    the end of a step, with their KV, in the time of a transfer between P/D replicas.
-
-    Args:
-        requests: the requests of the run.
-        make_engine: a new engine for a role and a replica's number in order of start.
-        routing: a new policy.
-        config: the cluster.
-        rng: source of lost reports.
-        admission: decides which replicas can guarantee a request its objective; default: no request
-            is guaranteed. A request that no replica can guarantee is served as best effort, waits,
-            or ends with an explicit failure, as ``config`` says for its class.
-        autoscaling: changes the initial numbers of replicas from ``config``; default: they are
-            fixed.
-        elastic: changes the initial roles; default: they are fixed. Not with ``autoscaling``.
+    With ``migrate`` running streams move to other replicas at the end of a step, with their KV.
 
     Raises:
-        ValueError: roles change, and ``config`` has several cells.
-    """
+        ValueError: roles change, and ``config`` has several cells."""
 
     def __init__(
         self,
@@ -367,8 +446,7 @@ class Cluster:
 
         Raises:
             ValueError: an incident names a role that the cluster has not, or a factor that is not
-                positive.
-        """
+                positive."""
         for incident in incidents:
             self.events.at(incident.at_s, self.replicas.happening(incident))
         if len(self._requests):
@@ -391,8 +469,7 @@ class Cluster:
         self._place(key)
 
     def _place(self, key: int) -> None:
-        """Ask the router where a request goes. With a window it waits there for others, as at the
-        controller (:mod:`sluice.controller.transport.channel`)."""
+        """Ask the router where a request goes. With a window it waits there for others."""
         asking = self._asking
         asking.append(key)
         if self._mirror.window_s <= 0.0 or len(asking) >= MOST_TOGETHER:
@@ -412,8 +489,7 @@ class Cluster:
             self._placed(asking[index], queries[index], placed)
 
     def _placed(self, key: int, query: RouteQuery, placed: RouteDecision) -> None:
-        """Send a request to the replica that the router chose. Without a replica to choose from
-        it waits, and is placed again or ended later."""
+        """Send a request to the replica that the router chose; without one it waits."""
         if placed.replica_id is None:
             if placed.reason == UNATTAINABLE:
                 self._refused(key, placed.retry_after_s)
@@ -435,8 +511,7 @@ class Cluster:
         self.events.after(self._config.dispatch_s, deliver)
 
     def _refused(self, key: int, retry_after_s: float | None) -> None:
-        """No replica can guarantee a request, and its class does not allow best effort: it waits,
-        retries, or ends."""
+        """No replica can guarantee a request, and its class does not allow best effort."""
         left = self._config.come_backs - self._came_back.get(key, 0)
         if self._when(key) != "reject" or retry_after_s is None or left <= 0:
             self._wait(key, self._patience_s(key), REFUSED)
@@ -467,7 +542,7 @@ class Cluster:
         )
 
     def _tiers(self, key: int) -> frozenset[Tier]:
-        """The tiers that a request may be served in, by its class; a request that has begun is not
+        """The tiers that a request may be served in, by its class; one that has begun is not
         refused."""
         if self._requests.begun(key) or self._when(key) == "best_effort":
             return frozenset(Tier)
@@ -612,26 +687,17 @@ def simulate_cluster(
     arguments give equal results, if the policies are new and those that draw are given a seed.
 
     Args:
-        workload: what arrives.
         make_batch: gives each engine its policy, by its role.
-        routing: the router's policy, a new one; policies keep state.
-        truth: of an engine; each has its own noise.
-        belief: of an engine; each corrects its own.
-        engine: limits of an engine.
-        cluster: how many there are, and how the router learns of them.
+        routing: the router's policy, a new one.
+        truth, belief, engine: of an engine; each has its own noise and corrects its own belief.
         incidents: failures, scale events, replicas that become slow.
-        seed: of all noise.
-        predictor: one for the whole cluster, while replicas have one each.
-        admission: see :class:`Cluster`; a policy keeps no state, so one serves many runs.
         nodes: the first replicas to start, if they differ from ``truth``, ``belief`` and
-            ``engine``, which describe the other replicas.
-        autoscaling: changes the numbers of replicas; default: they are fixed.
-        roles: changes roles; default: they are fixed. Not with ``autoscaling``.
+            ``engine``.
+        autoscaling, roles: change the numbers of replicas, or their roles; default: fixed.
 
     Raises:
         ValueError: see :meth:`Cluster.run`.
-        StuckError: an engine could run nothing.
-    """
+        StuckError: an engine could run nothing."""
     believed, true = sides(truth, belief)
     usual = Node(true, believed, engine or EngineConfig())
     requests = Requests(workload, predictor)

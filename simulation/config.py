@@ -18,9 +18,7 @@ class Speculation(BaseModel):
     """Speculative decoding: up to ``length`` tokens are drafted for each decode step, of which the
     policy has some checked; each is right with probability ``alpha`` if those before it were
     (SLOs-Serve §3.2.3 and appendix D). A step that checks ``d`` costs what a prefill of ``1 + d``
-    tokens on that context costs, and drafting costs ``draft_s`` for each token of the longest draft
-    that the step checks: next to nothing for n-grams, a pass of its own for a drafting model.
-    """
+    tokens costs, and drafting costs ``draft_s`` for each token of the longest draft."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -200,14 +198,8 @@ class ClusterConfig(BaseModel):
 
 
 class Autoscaling(NamedTuple):
-    """Policies that set the number of replicas of each role, in place of fixed numbers.
-
-    Attributes:
-        make: a new policy for a role.
-        least, most: bounds of each role's replicas.
-        interval_s: load sampling interval.
-        startup_s: from the order of a replica until it serves; it is paid for from the order on.
-    """
+    """Policies that set the number of replicas of each role, from ``least`` to ``most``.
+    ``startup_s``: from the order of a replica, from which on it is paid for, until it serves."""
 
     make: Callable[[Role], AutoscalingPolicy]
     least: int
@@ -217,25 +209,16 @@ class Autoscaling(NamedTuple):
 
 
 class ElasticRoles(NamedTuple):
-    """Roles that change while a cluster runs.
-
-    Attributes:
-        shares: decides which.
-        make_batch: gives an engine its policy, by its new role.
-    """
+    """Roles that change while a cluster runs: what decides, and an engine's policy by its new
+    role."""
 
     shares: RoleShares
     make_batch: Callable[[Role], BatchPolicy]
 
 
 class Failure(NamedTuple):
-    """A replica dies and what it held is lost.
-
-    Attributes:
-        at_s: when.
-        replica: its number in order of its start; one that is not there is left alone.
-        down_s: a new one takes its place after that long; ``None``: none does.
-    """
+    """A replica dies and what it held is lost; a new one takes its place after ``down_s``, if any
+    does."""
 
     at_s: float
     replica: int
@@ -243,13 +226,7 @@ class Failure(NamedTuple):
 
 
 class Slowdown(NamedTuple):
-    """A replica's steps take longer from a time on; what it plans with learns that by itself.
-
-    Attributes:
-        at_s: when.
-        replica: its number in order of its start; one that is not there is left alone.
-        factor: on the time of each step, > 0; a later one replaces it, and 1 ends it.
-    """
+    """A replica's steps take ``factor`` times longer from a time on; a later one replaces it."""
 
     at_s: float
     replica: int
@@ -257,13 +234,8 @@ class Slowdown(NamedTuple):
 
 
 class Resize(NamedTuple):
-    """Replicas join, or leave after their work is done.
-
-    Attributes:
-        at_s: when new ones are ready, or old ones begin to drain.
-        change: how many join; negative: how many of those that serve leave, the youngest first.
-        role: of which kind.
-    """
+    """Replicas join, or if ``change`` is negative leave after their work is done, the youngest
+    first."""
 
     at_s: float
     change: int

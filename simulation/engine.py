@@ -1,27 +1,28 @@
 """One simulated engine in virtual time: continuous batching, chunked prefill, paged KV, a prefix
-cache and speculative drafts.
+cache and speculative drafts; and the real time of its steps beside its planner's belief.
+
+Truth and belief differ on purpose: the truth has noise and its own constants, while the belief is
+another model with a head-room, corrected online from the times that it sees, as in production.
 
 A cached block is in use while a running request holds it; otherwise it is idle, counts as free, and
 is evicted when its blocks are needed, the one that was released first before the others. Within a
-request the end of the prefix is released first, so that what is left can still be found. This is
-what vLLM's block pool does, at the size of the workload's hashed blocks.
-
-Three things are simpler than in vLLM, and each finds less: outputs are not cached, as traces hash
-prompts only; a block can be shared from the step after the one that computes it, while vLLM lets
-another request of the same step have it (0.006 % of the tokens in the first half of the Mooncake
-conversation trace); and the last block of a prompt that was cached whole keeps its old place in the
-order of eviction.
-"""
+request the end of the prefix is released first. This is what vLLM's block pool does, at the size of
+the workload's hashed blocks. Three things are simpler, and each finds less: outputs are not cached;
+a block can be shared from the step after the one that computes it; and the last block of a prompt
+that was cached whole keeps its old place in the order of eviction."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
 from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy, make_policy
 from sluice.scheduling.fleet.transfer import prompt_ttft_s
+from sluice.scheduling.latency.model import LatencyModel, StepCorrection, caution
 from sluice.scheduling.latency.speculation import AcceptanceRates
 from sluice.scheduling.request.kernels import (
     ACCEPTANCE,
@@ -38,28 +39,109 @@ from sluice.scheduling.request.kernels import (
     Ints,
 )
 from sluice.scheduling.request.queue import QueueView
-from sluice.simulation import steps
 from sluice.simulation.config import EngineConfig, Speculation
 from sluice.simulation.requests import Requests
-from sluice.simulation.rows import Rows
-from sluice.simulation.steps import FREE_BLOCKS, SHARED, SOLE
-from sluice.simulation.truth import Belief, Noise, Planner, Truth
+from sluice.simulation.rows import (
+    ACCEPTED,
+    BELIEVED_FIXED_S,
+    BELIEVED_WORK_S,
+    DONE_TOKENS,
+    DROPPED,
+    EVICTED_TOKENS,
+    EVICTIONS,
+    FINISHED,
+    FREE_BLOCKS,
+    LOST_TOKENS,
+    OFFSET,
+    PREEMPTIONS,
+    SHARED,
+    SOLE,
+    STAGED,
+    STAGES_LEFT,
+    TARGET,
+    TIMES,
+    TRUE_S,
+    Rows,
+    times_s,
+)
 from sluice.simulation.workload import Arrival
+
+_DRAWS = 4096
+
+
+class Truth:
+    """Real step times: a model's prediction times log-normal noise of mean 1 and this deviation.
+
+    Raises:
+        ValueError: a negative or non-finite noise."""
+
+    def __init__(self, model: LatencyModel, noise: float = 0.03) -> None:
+        if not 0 <= noise < inf:
+            raise ValueError(f"noise must be finite and >= 0, got {noise}")
+        self.model = model
+        self.noise = noise
+
+
+class Noise:
+    """The factors of one engine's steps, in order: a pure function of the generator's seed."""
+
+    def __init__(self, sigma: float, rng: np.random.Generator) -> None:
+        self._sigma = sigma
+        self._rng = rng
+        self._factors: list[float] = []
+
+    def next(self) -> float:
+        """The factor of the next step."""
+        if not self._sigma:
+            return 1.0
+        if not self._factors:
+            # Many at once: a draw of one costs as much as a hundred.
+            normal = self._rng.standard_normal(_DRAWS)
+            factors = np.exp(self._sigma * normal - self._sigma**2 / 2)
+            self._factors = factors[::-1].tolist()
+        return self._factors.pop()
+
+
+@dataclass(frozen=True, slots=True)
+class Belief:
+    """The latency model given to planners, head-room included; ``online``: real times correct
+    it."""
+
+    model: LatencyModel
+    online: bool = True
+
+
+class Planner:
+    """One engine's belief as it learns, as a replica's local scheduler does it."""
+
+    def __init__(self, belief: Belief) -> None:
+        self.latency = belief.model
+        """The model to plan with now."""
+        self.pieces: Floats = belief.model.corrected(1.0).with_headroom(1.0).pieces
+        """Its pieces without correction and head-room."""
+        self._correction = StepCorrection() if belief.online else None
+
+    @property
+    def reported(self) -> LatencyModel:
+        """The model used for guarantees: without head-room, as production reports it."""
+        model = self.latency.with_headroom(1.0)
+        if self._correction is None:
+            return model
+        careful = caution(self._correction.spread)
+        return model.corrected(model.correction * careful, model.fixed_correction * careful)
+
+    def observe(self, fixed_s: float, work_s: float, real_s: float) -> None:
+        """Learn from one step; its predicted parts come from :attr:`pieces`."""
+        if self._correction is None:
+            return
+        learned = self._correction
+        learned.observe(fixed_s, work_s, real_s)
+        self.latency = self.latency.corrected(learned.work, learned.fixed, learned.spread)
 
 
 class Drafts:
     """Speculation in one engine: whether a drafted token is right is chance, by service class, and
-    its probability is learned from what was checked, as a replica does it.
-
-    Args:
-        config: how it drafts.
-        requests: of the run.
-        rng: source of chance.
-
-    Attributes:
-        checked: drafted tokens that steps checked, since the start.
-        accepted: of these, those that were right.
-    """
+    its probability is learned from what was checked, as a replica does it."""
 
     def __init__(self, config: Speculation, requests: Requests, rng: np.random.Generator) -> None:
         self.config = config
@@ -81,10 +163,7 @@ class Drafts:
 
     def check(self, table: Floats, keys: Ints, ran: Ints, accepted: Ints) -> float:
         """A step runs ``ran``, rows and tokens: write how many of each one's drafts are right.
-
-        Returns:
-            The time that drafting took, seconds.
-        """
+        Returns the time that drafting took, seconds."""
         rows = ran[:, 0]
         offered = table[rows, DRAFTED] > 0
         checked = np.where(offered, ran[:, 1] - 1, 0)
@@ -107,17 +186,8 @@ class PrefixCache:
     """The cache of one engine. It changes the engine's rows: what it holds of a waiting request
     counts as computed there, and as held as far as others use it.
 
-    ``O(blocks of the prefix)`` per admission and release, and per refreshed request in a step after
-    which the cache has changed.
-
-    Args:
-        arrivals: of the run, by key.
-        hashed_tokens: tokens per hash.
-        block_tokens: tokens per KV block.
-
     Raises:
-        ValueError: hashes do not cover whole KV blocks.
-    """
+        ValueError: hashes do not cover whole KV blocks."""
 
     def __init__(self, arrivals: Sequence[Arrival], hashed_tokens: int, block_tokens: int) -> None:
         if hashed_tokens % block_tokens:
@@ -141,8 +211,8 @@ class PrefixCache:
         self._changed = False
 
     def enter(self, rows: Rows, row: int, brought: bool = False) -> None:
-        """A request has come: write what is cached of it into its row. One that has ``brought`` the
-        KV of its prompt, from another engine, looks for no more."""
+        """A request has come: write what is cached of it into its row, unless it has ``brought``
+        its KV."""
         key = int(rows.keys[row])
         if brought:
             self._brought.add(key)
@@ -161,11 +231,8 @@ class PrefixCache:
                 self._show(rows, row, self._hits(key))
 
     def admit(self, rows: Rows, planned: Ints, tokens: Ints, evicts: bool = False) -> list[int]:
-        """Before a step: hold the cached prefixes of the waiting requests in it; return their rows.
-
-        It holds no more than their rows show, which is what the plan is made for. ``evicts`` says
-        whether the step begins by taking blocks from others.
-        """
+        """Before a step: hold the cached prefixes of the waiting requests in it, no more than their
+        rows show; return their rows. ``evicts``: the step begins by taking blocks from others."""
         admitted = []
         need = 0
         for row, new in zip(planned.tolist(), tokens.tolist(), strict=True):
@@ -252,8 +319,8 @@ class PrefixCache:
         return arrival.block_hashes[: arrival.prompt_tokens // self._tokens]
 
     def _hits(self, key: int) -> int:
-        """Cached blocks at the beginning of a prompt, of which one token must be left to compute:
-        it gives the first output."""
+        """Cached blocks at the beginning of a prompt, of which one token must be left to
+        compute."""
         prefix = self._prefix(key)
         most = (self._arrivals[key].prompt_tokens - 1) // self._tokens
         hits = 0
@@ -311,28 +378,13 @@ class StuckError(RuntimeError):
 class VirtualEngine:
     """Runs a batch policy over its live requests, one step at a time.
 
-    The caller owns the clock: :meth:`begin` says how long the step takes, :meth:`complete` ends it.
-    Between the two, requests may be submitted. :class:`~sluice.simulation.rows.Rows` carries plans
-    out. If no entry of a plan can run, the step is planned first come, first served, as in
-    production, and counted in ``fallbacks``.
-
-    It differs from vLLM in this: a preempted request computes everything again that the workload
-    has no hashes for, while vLLM's own hashes may still find some of it.
-
-    A step costs the policy's plan and ``O(live)`` compiled, and with a prefix cache a little for
-    each request that begins or ends.
-
-    Args:
-        config: its limits.
-        policy: of its own; policies keep state.
-        belief: what it plans with.
-        truth: how long its steps take.
-        requests: the requests of the run; their emission times are written there.
-        rng: source of its noise and of accepted drafts.
+    The caller owns the clock: :meth:`begin` says how long the step takes, :meth:`complete` ends it;
+    between the two, requests may be submitted. If no entry of a plan can run, the step is planned
+    first come, first served, as in production, and counted in ``fallbacks``. Unlike in vLLM, a
+    preempted request computes everything again that the workload has no hashes for.
 
     Raises:
-        ValueError: the workload's hashed blocks do not fit the KV blocks.
-    """
+        ValueError: the workload's hashed blocks do not fit the KV blocks."""
 
     def __init__(
         self,
@@ -363,7 +415,7 @@ class VirtualEngine:
         self._rows = Rows(config.kv_blocks, config.block_tokens, config.max_sequences)
         self._counters = self._rows.counters
         self._shown_keys: Ints = self._rows.keys[:0]
-        self._seconds: Floats = np.zeros(steps.TIMES)
+        self._seconds: Floats = np.zeros(TIMES)
         self._begun_s = 0.0
         self.drafts: Drafts | None = None
         if config.speculation is not None:
@@ -405,27 +457,27 @@ class VirtualEngine:
     @property
     def preemptions(self) -> int:
         """Requests that lost their KV, since the start."""
-        return int(self._counters[steps.PREEMPTIONS])
+        return int(self._counters[PREEMPTIONS])
 
     @property
     def lost_tokens(self) -> int:
         """Computed tokens that preemptions threw away."""
-        return int(self._counters[steps.LOST_TOKENS])
+        return int(self._counters[LOST_TOKENS])
 
     @property
     def evictions(self) -> int:
         """Best-effort requests that lost their KV to promised ones, since the start."""
-        return int(self._counters[steps.EVICTIONS])
+        return int(self._counters[EVICTIONS])
 
     @property
     def evicted_tokens(self) -> int:
         """Of :attr:`lost_tokens`, those of evictions."""
-        return int(self._counters[steps.EVICTED_TOKENS])
+        return int(self._counters[EVICTED_TOKENS])
 
     @property
     def done_tokens(self) -> int:
         """Tokens computed, since the start."""
-        return int(self._counters[steps.DONE_TOKENS])
+        return int(self._counters[DONE_TOKENS])
 
     @property
     def hit_tokens(self) -> int:
@@ -452,17 +504,18 @@ class VirtualEngine:
         return True
 
     def prefill(self, key: int, kv_transfer_s: float) -> bool:
-        """Queue a request of which only the context is computed here, for another engine. It ends
-        with a token that is not sent to the client and is due ``kv_transfer_s`` before the first
-        token of the request. ``False``: the context is longer than the KV."""
+        """Queue a request of which only the context is computed here, for another engine: it ends
+        with a token that is not sent and is due ``kv_transfer_s`` early. ``False``: the context is
+        longer than the KV.
+        """
         requests = self._requests
         if requests.context_tokens(key) >= self.config.kv_tokens:
             return False
         row, private = requests.rows[key].copy(), requests.private[key].copy()
-        private[steps.TARGET] = row[EXPECTED] = 1
+        private[TARGET] = row[EXPECTED] = 1
         row[TTFT] = prompt_ttft_s(row[TTFT], kv_transfer_s)
-        private[steps.STAGES_LEFT] = 0
-        private[steps.OFFSET] = len(requests.emitted_s)
+        private[STAGES_LEFT] = 0
+        private[OFFSET] = len(requests.emitted_s)
         self._prefills.add(key)
         self._enter(key, row, private)
         return True
@@ -485,7 +538,7 @@ class VirtualEngine:
         table, keys = rows.table[: self.live], rows.keys[: self.live]
         running = (table[:, RUNNING] > 0) & (table[:, EMITTED] > 0) & (table[:, PENDING] == 1)
         return [
-            (key, int(table[place, EMITTED] + rows.private[place, steps.OFFSET] - offsets[key]))
+            (key, int(table[place, EMITTED] + rows.private[place, OFFSET] - offsets[key]))
             for place, key in zip(np.flatnonzero(running), keys[running].tolist(), strict=True)
             if key not in self._prefills
         ]
@@ -521,8 +574,7 @@ class VirtualEngine:
         """Plan and start a step; return its real seconds. It needs a live request.
 
         Raises:
-            StuckError: no plan, and not the fallback's either, runs anything.
-        """
+            StuckError: no plan, and not the fallback's either, runs anything."""
         if self.cache is not None:
             self.cache.refresh(self._rows)
         if not self._start(self._plan(self._policy, now_s)):
@@ -532,7 +584,7 @@ class VirtualEngine:
                     f"are free, and policy {self._policy.name} and the fallback run none of them"
                 )
             self.fallbacks += 1
-        real_s = float(self._seconds[steps.TRUE_S]) * self._noise.next() * self.slowness
+        real_s = float(self._seconds[TRUE_S]) * self._noise.next() * self.slowness
         self._begun_s = now_s
         self.steps += 1
         self.busy_s += real_s
@@ -559,7 +611,7 @@ class VirtualEngine:
         if self.cache is not None:
             admitted = self.cache.admit(rows, plan.rows, plan.tokens, len(plan.evicted) > 0)
         count = rows.begin(plan)
-        steps.times_s(
+        times_s(
             rows.table,
             rows.step[:count],
             self._truth_pieces,
@@ -570,19 +622,19 @@ class VirtualEngine:
         )
         if self.cache is not None:
             self.cache.settle(rows, admitted)
-        self.dropped += int(rows.counters[steps.DROPPED])
+        self.dropped += int(rows.counters[DROPPED])
         if self.drafts is not None:
-            accepted = rows.step[:count, steps.ACCEPTED]
+            accepted = rows.step[:count, ACCEPTED]
             drafting_s = self.drafts.check(rows.table, rows.keys, rows.ran, accepted)
-            self._seconds[steps.TRUE_S] += drafting_s
-            self._seconds[steps.BELIEVED_WORK_S] += drafting_s
+            self._seconds[TRUE_S] += drafting_s
+            self._seconds[BELIEVED_WORK_S] += drafting_s
         return count
 
     def complete(self, now_s: float) -> list[int]:
         """End the step; return the keys of the requests that have all their output."""
         rows = self._rows
-        fixed_s = float(self._seconds[steps.BELIEVED_FIXED_S])
-        work_s = float(self._seconds[steps.BELIEVED_WORK_S])
+        fixed_s = float(self._seconds[BELIEVED_FIXED_S])
+        work_s = float(self._seconds[BELIEVED_WORK_S])
         self.planner.observe(fixed_s, work_s, now_s - self._begun_s)
         if self.cache is not None:
             self.cache.fill(rows, rows.ran)
@@ -603,7 +655,7 @@ class VirtualEngine:
         keys = rows.keys[: self.live]
         finished = []
         for key, turn in turns:
-            if turn == steps.FINISHED:
+            if turn == FINISHED:
                 finished.append(key)
                 if key in self._prefills:
                     self._prefills.remove(key)
@@ -611,7 +663,7 @@ class VirtualEngine:
                     requests.finished(key)
                 continue
             row = int(np.flatnonzero(keys == key)[0])
-            if turn == steps.STAGED:
+            if turn == STAGED:
                 requests.next_stage(key, rows.table[row], rows.private[row], now_s)
             else:
                 requests.prolong(key, rows.table[row], rows.private[row])
@@ -621,14 +673,14 @@ class VirtualEngine:
         """Keep up to ``blocks`` free ones from plans, for KV that is being sent away; return how
         many."""
         held = min(blocks, self.free_blocks)
-        self._counters[steps.FREE_BLOCKS] -= held
+        self._counters[FREE_BLOCKS] -= held
         if self.cache is not None:
             self.cache.trim(self._rows)
         return held
 
     def release(self, blocks: int) -> None:
         """The opposite of :meth:`hold`."""
-        self._counters[steps.FREE_BLOCKS] += blocks
+        self._counters[FREE_BLOCKS] += blocks
 
     def fail(self) -> list[int]:
         """End it; return the keys of the requests that it had. It must not be used any more."""

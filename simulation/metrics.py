@@ -1,16 +1,11 @@
 """What the requests of a run experienced: latencies, attained objectives, gain.
 
-Everything is computed afterwards from the times at which tokens left, in whole arrays. A request of
-several stages has a figure per stage; its own is the worst of them, and it attains if all do. A
-request that ended without all its output attains nothing.
-
-Which TPOT is meant decides results (the papers differ), so it has a name, :class:`TPOTMetric`.
+A request of several stages has a figure per stage; its own is the worst of them, and it attains if
+all do. A request that ended without all its output attains nothing.
 
 A gain function maps the emission times of one request's tokens and its objective to a number; a
-system maximises the sum over its requests (ProServe §2). Its Table 1 claims for each function
-whether it tells priorities apart, sees the time of every token, tells the first token from the
-later ones, and gives no reason to discard or to postpone work; the tests hold each to those claims.
-"""
+system maximises the sum over its requests (ProServe §2). The tests hold each to the claims of its
+Table 1."""
 
 from __future__ import annotations
 
@@ -24,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sluice.scheduling.request.kernels import Floats, Ints, compiled, next_due_s
-from sluice.scheduling.request.objective import SLO, Anchor, GainWeights
-from sluice.scheduling.request.tpot import WINDOW_TOKENS, TPOTAnchor
+from sluice.scheduling.request.objective import SLO, WINDOW_TOKENS, Anchor, GainWeights, TPOTAnchor
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import Result
 from sluice.simulation.workload import Workload
@@ -39,25 +33,15 @@ class GainFunction(Protocol):
     def __call__(
         self, slo: SLO, arrival_s: float, emitted_s: Floats, weights: GainWeights = PLAIN
     ) -> float:
-        """The gain.
-
-        Args:
-            slo: its objective and its priority.
-            arrival_s: its arrival, seconds.
-            emitted_s: ``float64[tokens]``: when each of its tokens left, ascending, on the same
-                clock. Tokens that never left are not in it.
-            weights: of a first and of a later token, where the function tells them apart.
-        """
+        """The gain. ``emitted_s``: when each of the tokens that left did, ascending, on the
+        arrival's clock."""
 
 
 def slo_attainment(
     slo: SLO, arrival_s: float, emitted_s: Floats, weights: GainWeights = PLAIN
 ) -> float:
     """1 if every stated objective was met, TPOT being the mean over the tokens after the first;
-    else 0. The table's "vanilla SLO".
-
-    Our readings: a request without any token has missed; one with a single token has no TPOT.
-    """
+    else 0. The table's "vanilla SLO". A request without any token has missed."""
     tokens = len(emitted_s)
     if tokens == 0:
         return 0.0
@@ -76,11 +60,8 @@ def weighted_slo(
 
 
 def tempo(slo: SLO, arrival_s: float, emitted_s: Floats, weights: GainWeights = PLAIN) -> float:
-    """Tokens that kept their time to the token before. The table's "Tempo".
-
-    ProServe gives no formula for it; it says that TA-SLO is inspired by it and that it differs by
-    not knowing priorities. So our reading is TA-SLO at priority 1.
-    """
+    """Tokens that kept their time to the token before. The table's "Tempo", for which ProServe
+    gives no formula: our reading is TA-SLO at priority 1."""
     ttft_s, tpot_s, e2e_s, _ = slo.columns
     between_s = np.diff(emitted_s, prepend=arrival_s)
     allowed_s = np.full(len(emitted_s), tpot_s)
@@ -91,10 +72,7 @@ def tempo(slo: SLO, arrival_s: float, emitted_s: Floats, weights: GainWeights = 
 
 def ta_slo(slo: SLO, arrival_s: float, emitted_s: Floats, weights: GainWeights = PLAIN) -> float:
     """Tokens that kept their time to the token before, weighted and times the priority: ProServe
-    Eq. 2, token-level accumulated SLO, with our TPOT as its time between tokens.
-
-    Our reading where a request states an end-to-end objective: no token after it counts.
-    """
+    Eq. 2, token-level accumulated SLO. No token after a stated end-to-end objective counts."""
     return slo.priority * tempo(slo, arrival_s, emitted_s, weights)
 
 
@@ -106,12 +84,7 @@ def tdg(
     anchor: Anchor = Anchor.ENVELOPE,
 ) -> float:
     """Tokens that left before their deadline, weighted and times the priority: ProServe Eq. 3,
-    token-level deadline-aware gain.
-
-    Args:
-        anchor: where the deadlines of later tokens start. ``ENVELOPE`` is the paper's, and the only
-            one with the properties that it claims; ``FIRST_TOKEN`` is its footnote 2.
-    """
+    token-level deadline-aware gain. Anchor ``FIRST_TOKEN`` is its footnote 2."""
     timely = emitted_s < deadlines_s(slo, arrival_s, emitted_s, anchor)
     return slo.priority * float(timely @ _weights(len(emitted_s), weights))
 
@@ -119,8 +92,7 @@ def tdg(
 def deadlines_s(
     slo: SLO, arrival_s: float, emitted_s: Floats, anchor: Anchor = Anchor.ENVELOPE
 ) -> Floats:
-    """Deadline of each token, :meth:`~sluice.scheduling.request.objective.SLO.deadline_s` of all at
-    once."""
+    """Deadline of each token, :meth:`SLO.deadline_s` of all at once."""
     ttft_s, tpot_s, e2e_s, _ = slo.columns
     return token_deadlines_s(
         arrival_s, ttft_s, tpot_s, e2e_s, np.asarray(emitted_s, float), anchor.code
@@ -143,8 +115,7 @@ def token_deadlines_s(
 def ideal_gain(
     function: GainFunction, slo: SLO, tokens: int, weights: GainWeights = PLAIN
 ) -> float:
-    """The most that ``function`` can give for ``tokens`` tokens: all leave at once on arrival.
-    The TDG ratio of ProServe §5.1 is the sum of gains over the sum of these."""
+    """The most that ``function`` can give for ``tokens`` tokens: all leave at once on arrival."""
     return function(slo, 0.0, np.zeros(tokens), weights)
 
 
@@ -168,14 +139,12 @@ Flags = NDArray[np.bool_]
 
 
 class TPOTMetric(enum.StrEnum):
-    """How the time per output token of a stage is measured. ``t_i`` is when token ``i`` left.
-
-    ``MEAN``, ``RUNNING_MAX``, ``WINDOW``: those of
-    :class:`~sluice.scheduling.request.tpot.TPOTAnchor`.
+    """How the time per output token of a stage is measured: as
+    :class:`~sluice.scheduling.request.objective.TPOTAnchor`, or
 
     ``ENVELOPE``: the largest ``(t_i - a - TTFT) / (i - 1)``, at least 0: the TPOT under which every
-    token would have been within ``a + TTFT + (i - 1) TPOT``, the deadlines of TDG. It counts from
-    the first token where no TTFT is stated.
+    token would have been within the deadlines of TDG. It counts from the first token without a
+    TTFT.
     """
 
     MEAN = TPOTAnchor.MEAN.value
@@ -191,12 +160,10 @@ class Stages:
     Attributes:
         request: key of its request.
         start_s: the arrival, or when the stage before it ended.
-        ttft_s: start to first token.
-        e2e_s: start to last token; nan if it did not get that far.
+        ttft_s, e2e_s: start to first and to last token.
         tpot_s: by metric; nan with fewer than two tokens.
         emitted: tokens that left.
-        complete: whether all its tokens left.
-    """
+        complete: whether all its tokens left."""
 
     request: Ints
     start_s: Floats
@@ -269,13 +236,7 @@ def _paces(requests: Requests, start_s: Floats, emitted: Ints) -> dict[TPOTMetri
 
 def _windows(times: Floats, index: Ints, last: Ints) -> Floats:
     """Per token, the mean time per token of the window that ends with its group; nan where that has
-    fewer than 10 tokens.
-
-    Args:
-        times: when each left.
-        index: of each in its stage.
-        last: place of the last one of its stage that left.
-    """
+    fewer than 10 tokens. ``last``: place of the last one of its stage that left."""
     places = np.arange(len(times))
     ends = np.append(times[1:] != times[:-1], True) | (places == last)
     group_ends = np.flatnonzero(ends)
@@ -294,8 +255,7 @@ def column(requests: Requests, index: int) -> Floats:
 
 
 def judged_tpot_s(requests: Requests, measured: Stages, metric: TPOTMetric | None = None) -> Floats:
-    """By stage, the TPOT that its objective is held against: ``metric``, else the anchor that the
-    objective states."""
+    """By stage, the TPOT that its objective is held against: ``metric``, else the stated anchor."""
     if metric is not None:
         return measured.tpot_s[metric]
     anchors = np.array([slo.tpot_anchor.value for slo in requests.stage_slos])
@@ -306,8 +266,7 @@ def judged_tpot_s(requests: Requests, measured: Stages, metric: TPOTMetric | Non
 
 
 def metric_name(metric: TPOTMetric | None, slos: Iterable[SLO]) -> str:
-    """What results call the TPOT that :func:`judged_tpot_s` gives: ``stated`` where the objectives
-    have several anchors."""
+    """What results call that TPOT: ``stated`` where the objectives have several anchors."""
     if metric is not None:
         return metric.value
     anchors = {slo.tpot_anchor for slo in slos} or {TPOTAnchor.MEAN}
@@ -315,12 +274,8 @@ def metric_name(metric: TPOTMetric | None, slos: Iterable[SLO]) -> str:
 
 
 def attained(requests: Requests, measured: Stages, metric: TPOTMetric | None = None) -> Flags:
-    """By request: whether it has all its output and met every stated objective, TPOT by
-    :func:`judged_tpot_s`.
-
-    Meeting is ``<=``, as in :meth:`TokenClock.attained
-    <sluice.scheduling.request.objective.TokenClock.attained>`.
-    """
+    """By request: whether it has all its output and met (``<=``) every stated objective, TPOT by
+    :func:`judged_tpot_s`."""
     tpot_s = judged_tpot_s(requests, measured, metric)
     met = measured.complete & (measured.ttft_s <= column(requests, 0))
     met &= np.isnan(tpot_s) | (tpot_s <= column(requests, 1))
@@ -357,17 +312,11 @@ def deadline_gain(
     weights: GainWeights | None = None,
     anchor: Anchor = Anchor.ENVELOPE,
 ) -> Gain:
-    """ProServe Eq. 3: the weight of each token that left before its deadline, times the priority.
-
-    Args:
-        requests: the run's requests.
-        measured: their stages.
-        weights: of a stage's first and later tokens; default: :func:`workload_weights`.
-        anchor: ``ENVELOPE`` is Eq. 3, ``FIRST_TOKEN`` its footnote 2.
+    """ProServe Eq. 3: the weight of each token that left before its deadline, times the priority;
+    default weights: :func:`workload_weights`.
 
     Raises:
-        ValueError: the last-token anchor, under which TDG is not defined.
-    """
+        ValueError: the last-token anchor, under which TDG is not defined."""
     of_token = token_gain(requests, measured, weights, anchor)
     owner = np.repeat(requests.stage_request, requests.stage_tokens)
     gain, ideal = (
@@ -437,32 +386,24 @@ def worst_by_request(requests: Requests, measured: Stages, values: Floats) -> Fl
 class Summary:
     """Figures of one run. Seconds unless named; nan where nothing has the figure.
 
-    Every request counts, from the first, which finds an empty engine, to the last, behind which
-    nothing comes. So a short run looks better than a long one at the same rate, and above capacity
-    attainment falls for as long as the run lasts: compare runs of one length, and state it.
+    Every request counts, so a short run looks better than a long one at the same rate, and above
+    capacity attainment falls for as long as the run lasts: compare runs of one length, and state
+        it.
 
     Attributes:
-        workload, scaling: what arrived, and how its rate was changed.
-        tpot_metric: which TPOT is meant, see :class:`~sluice.simulation.metrics.TPOTMetric`;
-            ``stated`` where objectives state several.
-        requests, finished, failed: all that arrived; they ended with all their output, or not.
+        scaling: how the rate of the workload was changed.
+        tpot_metric: which TPOT is meant.
         offered_rate: requests per second between the first and the last arrival.
         attainment: share of all requests that met every objective.
         tdg_ratio: token-level deadline gain over the ideal one.
         effective_rate: ``offered_rate * attainment``, FairBatching's effective RPS.
-        goodput: requests that met every objective per second of the whole run, until the last one
-            ended; below the effective rate where work is left over at the end.
-        throughput: output tokens per second of the run.
-        ttft_p50_s, ttft_p99_s: of all requests with a first token, of their first stages.
-        tpot_p50_s, tpot_p99_s: by the metric, of all requests with two tokens, of their worst
-            stages.
+        goodput, throughput: requests that met every objective, and output tokens, per second of the
+            whole run, until the last one ended.
+        ttft_p50_s, ttft_p99_s: of first stages. tpot_p50_s, tpot_p99_s: of worst stages.
         longest_wait_s: the longest time to a first token.
-        steps, mean_step_s: engine steps, and their mean time.
         utilisation: share of the run's time in steps, mean over the engines.
-        preemptions: times that a request lost its KV.
         recomputed_share: of the computed tokens, those that had been computed before.
-        correction: mean learnt factor on the belief.
-    """
+        correction: mean learnt factor on the belief."""
 
     workload: str
     scaling: str
@@ -499,14 +440,8 @@ def summarise(
     weights: GainWeights | None = None,
     anchor: Anchor = Anchor.ENVELOPE,
 ) -> Summary:
-    """The summary of a run.
-
-    Args:
-        result: the run.
-        metric: which TPOT objectives are measured by; default: what each states.
-        weights: of TDG; default: the workload's mean prompt and output length.
-        anchor: of TDG.
-    """
+    """The summary of a run; default: the TPOT that each objective states, and weights by the
+    workload."""
     requests = result.requests
     workload = requests.workload
     measured = stages(requests)

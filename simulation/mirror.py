@@ -1,9 +1,5 @@
 """What the simulated router knows of its replicas: the fleet and the decisions of production
-(:mod:`sluice.scheduling.placement.placer`), fed with simulated reports.
-
-The rules are the controller's: a replica that is silent for too long, is draining, or was seen to
-fail gets nothing; a reservation counts until its replica reports the request, or until it expires.
-"""
+(:mod:`sluice.scheduling.placement.placer`), fed with simulated reports."""
 
 from __future__ import annotations
 
@@ -28,8 +24,7 @@ from sluice.scheduling.placement.placer import Placer
 from sluice.scheduling.placement.together import Turn
 from sluice.scheduling.request.job import NO_REPLICA, PLACED, RouteDecision
 from sluice.scheduling.request.kernels import Floats
-from sluice.scheduling.request.objective import Times
-from sluice.scheduling.request.tpot import tpot_s
+from sluice.scheduling.request.objective import Times, tpot_s
 from sluice.scheduling.roles import WHOLE, Role
 from sluice.scheduling.routing import RouteQuery, RoutingPolicy
 from sluice.simulation.config import ClusterConfig
@@ -41,12 +36,7 @@ Seen = tuple[float, float, float]
 
 class Judged:
     """Counts what the edge of a real cluster counts: requests with an objective that ended, and
-    those of them that met it. ``O(stages)`` per request where TPOT is a mean, else ``O(tokens)``.
-
-    Attributes:
-        count: requests with an objective that ended.
-        attained: of these, those that met it at every stage.
-    """
+    those of them that met it at every stage."""
 
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
@@ -68,12 +58,9 @@ class Judged:
 
 
 def observed(requests: Requests, key: int) -> Times | None:
-    """TTFT, TPOT and end-to-end time of a request that has ended, beside the objective that it
-    had at its arrival; ``None`` where it has not all its output.
-
-    Of several stages it is, by objective, the one that took the largest share of what it states,
-    and that share of the time that the whole request states. ``O(stages)``.
-    """
+    """TTFT, TPOT and end-to-end time of a request that has ended; ``None`` where it has not all its
+    output. Of several stages it is, by objective, the largest share that one took of what it
+    states, of the time that the whole request states."""
     seen = list(_stages(requests, key))
     if isnan(seen[-1][2]):
         return None
@@ -89,8 +76,8 @@ def observed(requests: Requests, key: int) -> Times | None:
 
 
 def late(requests: Requests, key: int) -> tuple[float | None, float | None]:
-    """TTFT and TPOT of a request in progress, seconds, each of the first stage that is late by now;
-    ``None`` if there is none. ``O(tokens)``."""
+    """TTFT and TPOT of a request in progress, each of the first stage that is late by now, or
+    ``None``."""
     stage = int(requests.first_stage[key])
     offset, slo = int(requests.offsets[stage]), requests.stage_slos[stage]
     times_s = requests.emitted_s[offset : offset + int(requests.stage_tokens[stage])]
@@ -119,14 +106,9 @@ PREFILL_KEYS = 1 << 40
 
 
 class Sent(NamedTuple):
-    """A report under way.
-
-    Attributes:
-        table: the replica's live requests, a copy.
-        report: the rest of it, without rows.
-        received: how many keys the replica had been given until then.
-        held: hashes of the blocks of prompts in its prefix cache.
-        later: see :meth:`sluice.simulation.requests.Requests.later`.
+    """A report under way: the replica's live requests, the rest of the report, how many keys the
+    replica had been given until then, hashes of the blocks in its prefix cache, and
+    :meth:`Requests.later`.
     """
 
     table: Floats
@@ -149,16 +131,8 @@ class _Known:
 
 
 class VirtualMirror:
-    """The replicas of all roles, and the decisions about them.
-
-    Reports are taken in when the next decision is made, so those that no decision looks at cost
-    nothing but their copy.
-
-    Args:
-        config: how reports are judged.
-        routing, admission: the policies that decide.
-        depths: tokens of a prompt up to the end of each hashed block, by hash.
-    """
+    """The replicas of all roles, and the decisions about them. Reports are taken in when the next
+    decision is made. ``depths``: tokens of a prompt up to the end of each hashed block, by hash."""
 
     def __init__(
         self,
@@ -233,8 +207,7 @@ class VirtualMirror:
         output_tokens: int,
         now_s: float,
     ) -> None:
-        """Learn the margins, and the output lengths of its class, from the client-side times of a
-        request that was served completely."""
+        """Learn the margins, and the output lengths of its class, from a request that has ended."""
         if self.calibration is None:
             return
         if observed is None:
@@ -264,9 +237,8 @@ class VirtualMirror:
         return self._placer.place(query, now_s, at)
 
     def without_decision(self) -> RouteDecision:
-        """Where no replica has been heard of lately, those that are merely silent take turns, as
-        Serve's own routing would take over there: of the ones that do both phases, or that decode.
-        """
+        """Where no replica has been heard of lately, silent ones that serve whole requests take
+        turns, as Serve's own routing would take over there."""
         for role in WHOLE:
             willing = [
                 name
@@ -309,16 +281,11 @@ class VirtualMirror:
 
 
 class CellMirrors:
-    """The mirrors of all cells, with the methods of one
-    :class:`~sluice.simulation.mirror.VirtualMirror`.
-
-    What each cell is asked, in which order, and which replicas it owns, is production's
-    (:mod:`sluice.scheduling.placement.cells`).
+    """The mirrors of all cells, with the methods of one; what each cell is asked and which replicas
+    it owns is production's (:mod:`sluice.scheduling.placement.cells`).
 
     Raises:
-        ValueError: the admission policy decides on several requests together, which no cell of the
-            simulator does.
-    """
+        ValueError: the admission policy decides on several requests together."""
 
     window_s = 0.0
 

@@ -1,11 +1,8 @@
 """One simulated engine that can suspend a running prefill for another, or for a step of decodes.
 
-What runs is decided by the policies of production, :func:`sluice.scheduling.preemption.decide`,
-:func:`~sluice.scheduling.preemption.decode_step_due_s` and
-:class:`~sluice.scheduling.preemption.DecodeTurns`, and when they are asked is what production
-does: at an arrival, at the end of a task and when a step of decodes is due. Tasks in flight are a
-stack, of which the last one computes; it resumes in the opposite order.
-"""
+What runs is decided by the policies of production (:mod:`sluice.scheduling.preemption`), which are
+asked when production asks them: at an arrival, at the end of a task and when a step of decodes is
+due. Tasks in flight are a stack, of which the last one computes."""
 
 from __future__ import annotations
 
@@ -55,10 +52,10 @@ from sluice.scheduling.request.kernels import (
 from sluice.scheduling.routing import RouteQuery
 from sluice.scheduling.routing import make_policy as make_routing
 from sluice.simulation.config import ClusterConfig
+from sluice.simulation.engine import Noise, Truth
 from sluice.simulation.mirror import Sent, VirtualMirror
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import HEADROOM
-from sluice.simulation.truth import Noise, Truth
 from sluice.simulation.workload import Workload
 
 Granularity = Literal["off", "layer", "operator"]
@@ -70,12 +67,7 @@ CHECKS: dict[Granularity, int] = {"off": 0, "layer": 1, "operator": 5}
 
 class Model(NamedTuple):
     """The operators of a decoder, FlowPrefill §5.1: per layer, ``qkv_proj``, attention, ``o_proj``,
-    ``gate_up_proj`` and ``down_proj``.
-
-    Attributes:
-        layers: how many there are.
-        qkv, o, gate_up, down: weights of each linear operator, in any one unit.
-    """
+    ``gate_up_proj`` and ``down_proj``; the weights of each linear one, in any one unit."""
 
     layers: int
     qkv: float
@@ -98,28 +90,16 @@ class Model(NamedTuple):
 LLAMA3_8B = Model.of_sizes(32, 4_096, 1_024, 14_336)
 LLAMA3_70B = Model.of_sizes(80, 8_192, 1_024, 28_672)
 QWEN3_30B_A3B = Model(48, 2_048 * 5_120, 4_096 * 2_048, 2_048 * 128, 8 * 3 * 2_048 * 768)
-"""With the router's gate and the 8 experts of a token in place of ``gate_up_proj`` and
-``down_proj`` (§6.5)."""
+"""With the router's gate and 8 experts a token in place of ``gate_up_proj``, ``down_proj`` (§6.5).
+"""
 
 
 class Pass:
-    """One forward pass.
+    """One forward pass, which takes ``seconds``.
 
     Every layer takes the same time. Within one, the part of a step's time that depends on the
-    context is attention's, and the rest is the linear operators', by their weights.
-
-    Args:
-        model: its operators.
-        latency: its time by step.
-        step: the batch.
-        factor: on that time, such as noise.
-        granularity: where it can be left.
-        check_s: time of a check, of which one stands before each place where it can be left.
-
-    Attributes:
-        seconds: how long it takes.
-        checks: how many checks it has.
-    """
+    context is attention's, and the rest is the linear operators', by their weights. A check of
+    ``check_s`` stands before each place where the pass can be left."""
 
     __slots__ = ("_layer_s", "_layers", "_starts", "checks", "seconds")
 
@@ -153,8 +133,8 @@ class Pass:
         self._starts = [share * self._layer_s for share in shares]
 
     def next_check_s(self, done_s: float) -> float:
-        """When the next check is reached, of a pass that is ``done_s`` into its work: the time of
-        the check, also from the start, or ``seconds`` where none is left."""
+        """When the next check is reached, of a pass that is ``done_s`` into its work, or
+        ``seconds``."""
         if not self.checks:
             return self.seconds
         layer = min(int(done_s / self._layer_s), self._layers - 1)
@@ -185,11 +165,8 @@ deadline (D-EDF), or never (EDF). FlowPrefill §6.3."""
 
 
 class SuspensionConfig(BaseModel):
-    """Where prefills stop, and at which cost. The names are those of production's configuration.
-
-    The times are those that were measured on a CPU: 0.32 microseconds for a check with its wrapper,
-    and 1.3 ms in which nothing runs for a suspension, the later resumption included.
-    """
+    """Where prefills stop, and at which cost, with the names of production's configuration. The
+    times are those that were measured on a CPU; a suspension's includes the later resumption."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -233,17 +210,10 @@ class Counts:
     """What a run did.
 
     Attributes:
-        tasks: that were started.
-        rounds: decisions.
-        suspensions: times that a running task was stopped before its end.
         blocked_s: for each stop request, the time until the task stopped or ended.
-        deepest: most suspended tasks.
-        suspended_tokens: most tokens of suspended tasks at a time: their activations are kept.
+        deepest, suspended_tokens: most suspended tasks, and most tokens of them at a time.
         held_tokens: most tokens with KV at a time, of prefills that had begun.
-        busy_s: time in which a task computed.
-        idle_s: time that suspensions took.
-        end_s: when the last request had ended.
-    """
+        busy_s, idle_s: time in which a task computed, and that suspensions took."""
 
     tasks: int = 0
     rounds: int = 0
@@ -285,8 +255,7 @@ class _Task:
 
 @dataclass(slots=True)
 class _Decode:
-    """How many of a request's tokens are not emitted yet and are, and when the first and the last
-    one was, if any was."""
+    """A request's tokens to come and emitted, and when the first and the last one was."""
 
     left: int
     tpot_s: float
@@ -299,21 +268,10 @@ class _Decode:
 class PreemptiveEngine:
     """Runs prefills, and steps of decodes, one task at a time.
 
-    The caller owns the clock, and calls :meth:`round` once after all that happens at a moment.
-
-    - A task that is requested to stop continues to its next check; then the next task starts. A
-      more urgent one that arrives until then is started inside that task, before its first
-      operator.
-    - The engine estimates a task's progress by the share of its checks that it has passed.
-    - KV memory is unlimited; the amount held is counted.
-
-    Args:
-        config: where prefills stop.
-        model: the operators.
-        truth: real times of a task.
-        believed: the latency model used for decisions.
-        rng: source of the noise.
-    """
+    The caller owns the clock, and calls :meth:`round` once after all that happens at a moment. A
+    task that is requested to stop continues to its next check; a more urgent one that arrives until
+    then is started inside the next task, before its first operator. Progress is estimated by the
+    share of checks passed. KV memory is unlimited; the amount held is counted."""
 
     def __init__(
         self,
@@ -343,8 +301,7 @@ class PreemptiveEngine:
 
     @property
     def next_s(self) -> float:
-        """When the next round is, unless a request arrives before: the running task ends, or a step
-        of decodes is due in it. Infinite for an idle engine."""
+        """When the next round is, unless a request arrives before; infinite for an idle engine."""
         if not self._stack:
             return inf
         top = self._stack[-1]
@@ -380,11 +337,8 @@ class PreemptiveEngine:
         return 0.0 if self._config.foresight == "deadline" else -inf
 
     def round(self, now_s: float) -> list[tuple[str, float]]:
-        """Take the end of a task, and decide.
-
-        Returns:
-            The emitted tokens: their requests and times.
-        """
+        """Take the end of a task, and decide; returns the emitted tokens: their requests and
+        times."""
         through: list[tuple[str, float]] = []
         top = self._stack[-1] if self._stack else None
         if top is not None and top.ends_s <= now_s:
@@ -555,8 +509,7 @@ class PreemptiveEngine:
         return self._believed.step_s(StepSample.of(sequences))
 
     def table(self, requests: Requests, now_s: float) -> Floats:
-        """Its requests as a replica reports them, with what has been computed of tasks in flight by
-        the share of their checks."""
+        """Its requests as a replica reports them, tasks in flight by the share of their checks."""
         computed = dict(self._computed)
         running = {key for task in self._stack for key, _ in task.batch.members}
         for task in self._stack:
@@ -589,15 +542,8 @@ class PrefillRun(NamedTuple):
 
 
 class Gate:
-    """Decides which requests an engine is given, as the router in front of one replica does, from
-    a report that is made at the request's arrival.
-
-    Args:
-        admission: decides which requests can be guaranteed.
-        refuses: requests that cannot be guaranteed are refused; otherwise they are best effort.
-        requests: of the run.
-        latency: of the replica.
-        now_s: the time.
+    """Decides which requests an engine is given, as the router in front of one replica does, from a
+    report that is made at the request's arrival. ``refuses``: what cannot be guaranteed is refused.
     """
 
     def __init__(
@@ -661,19 +607,12 @@ def simulate_prefills(
 ) -> PrefillRun:
     """Run ``workload`` through one engine until every request has its tokens or was refused.
 
-    Args:
-        workload: what arrives. With ``admission`` each request emits one token.
-        truth: real times of a task.
-        believed: the latency model used for decisions; default: the truth with head-room.
-        config: where prefills stop.
-        model: the operators.
-        seed: of the noise.
-        admission: see :class:`Gate`; default: every request is served by its objective.
-        refuses: see :class:`Gate`.
+    ``believed`` is the latency model used for decisions; default: the truth with head-room. With
+    ``admission`` each request emits one token and is guaranteed, refused or best effort
+    (:class:`Gate`).
 
     Raises:
-        ValueError: a request emits more than one token, and there is an admission policy.
-    """
+        ValueError: a request emits more than one token, and there is an admission policy."""
     longer = [key for key, each in enumerate(workload.arrivals) if each.output_tokens != 1]
     if longer and admission is not None:
         raise ValueError(

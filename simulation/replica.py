@@ -1,5 +1,5 @@
-"""The replicas of a simulated cluster: the clock, each one's engine, life and reports, and what
-happens to them."""
+"""The replicas of a simulated cluster: the clock, each one's engine, life and reports,
+incidents."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Handler = Callable[[], object]
 
 
 class Events:
-    """Calls at virtual times. Equal times run in the order in which they were asked for, so that a
-    run is a function of its inputs. ``O(log n)`` per event."""
+    """Calls at virtual times. Equal times run in the order in which they were asked for. ``O(log
+    n)``."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -54,19 +54,9 @@ _NOTHING_HELD: frozenset[int] = frozenset()
 
 
 class VirtualReplica:
-    """Steps its engine whenever it has requests, and reports to a mirror.
-
-    Args:
-        name: as policies see it.
-        role: what it does, at first.
-        engine: a new one.
-        events: the clock.
-        mirror: where its reports go.
-        config: times and losses of the reports.
-        rng: source of the losses.
-        on_finished: called with the requests that are complete here: all their output is emitted,
-            or the KV of their context is computed for another replica.
-    """
+    """Steps its engine whenever it has requests, and reports to a mirror. ``on_finished`` is called
+    with the requests that are complete here: all their output is emitted, or the KV of their
+    context is computed for another replica."""
 
     def __init__(
         self,
@@ -110,13 +100,13 @@ class VirtualReplica:
         return self._took(key, self.engine.submit(key))
 
     def prefill(self, key: int, kv_transfer_s: float) -> bool:
-        """Take a request whose context is to be computed for another replica; its KV transfer is
-        predicted to take ``kv_transfer_s``. ``False`` if it can never run here."""
+        """Take a request whose context is to be computed for another replica; ``False``: it can
+        never run."""
         return self._took(key + PREFILL_KEYS, self.engine.prefill(key, kv_transfer_s))
 
     def take_over(self, key: int, tokens: int, seconds: float) -> bool:
-        """Take a request with the KV of its context of ``tokens`` tokens, whose transfer took
-        ``seconds``; ``False`` if it can never run here."""
+        """Take a request with the KV of its ``tokens``, whose transfer took ``seconds``; ``False``:
+        it can never run."""
         count, all_seconds, all_tokens = self._transfers
         self._transfers = Transfers(count + 1, all_seconds + seconds, all_tokens + tokens)
         return self._took(key, self.engine.take_over(key))
@@ -130,8 +120,7 @@ class VirtualReplica:
         return accepted
 
     def follow(self, role: Role, policy: BatchPolicy) -> None:
-        """Have another role, and plan with ``policy`` where that of the role differs. What it has
-        it finishes."""
+        """Have another role, and plan with ``policy`` where that of the role differs."""
         self.role = role
         self.engine.follow(policy)
 
@@ -148,8 +137,8 @@ class VirtualReplica:
         self._leave_if_done()
 
     def give_away(self, key: int, then: Callable[[], None]) -> None:
-        """Stop a running request at the end of the step, and call ``then``, or never if it has
-        ended by itself."""
+        """Stop a running request at the end of the step and call ``then``, unless it has ended by
+        itself."""
         self._giving[key] = then
 
     def keep(self, tokens: int) -> int:
@@ -261,17 +250,8 @@ Incident = Failure | Resize | Slowdown
 
 
 class Replicas:
-    """Starts the replicas of ``config``, and later what incidents and autoscaling add.
-
-    Args:
-        config: how many there are at first.
-        make_engine: a new engine for a role and a replica's number in order of start.
-        events: the clock.
-        mirror: where they report.
-        rng: source of lost reports.
-        finished: see :class:`~sluice.simulation.replica.VirtualReplica`.
-        noticed: called when the router notices that a replica failed, with what it held.
-    """
+    """Starts the replicas of ``config``, and later what incidents and autoscaling add. ``noticed``
+    is called when the router notices that a replica failed, with what it held."""
 
     def __init__(
         self,

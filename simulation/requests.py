@@ -37,7 +37,7 @@ from sluice.scheduling.request.objective import SLO, Times
 from sluice.scheduling.request.queue import row_of
 from sluice.scheduling.request.stages import Stage as RestStage
 from sluice.scheduling.request.stages import later_of
-from sluice.simulation.steps import ADMISSION, OFFSET, PRIVATE, STAGES_LEFT, TARGET
+from sluice.simulation.rows import ADMISSION, OFFSET, PRIVATE, STAGES_LEFT, TARGET
 from sluice.simulation.workload import Stage, Workload
 
 _LEAST_STEP = 1 / 16
@@ -45,14 +45,8 @@ _LEAST_STEP = 1 / 16
 
 
 class Return(NamedTuple):
-    """A refused request was retried.
-
-    Attributes:
-        key: key of the request.
-        at_s: time of the retry.
-        told_s: the advised time until the retry, seconds.
-        promised: whether its objective was guaranteed then.
-    """
+    """A refused request was retried, ``told_s`` after the advice; ``promised``: it was guaranteed
+    then."""
 
     key: int
     at_s: float
@@ -64,29 +58,19 @@ class Requests:
     """The requests of one run, by key: the request's index in the workload.
 
     A stage is one prefill-and-decode pair; most requests have one. When a stage ends, the next one
-    begins at that moment, and the policy sees it as a fresh request that has its context computed:
-    output counts from 0, times from the stage's start, and the objective is the stage's
+    begins at that moment, and the policy sees it as a fresh request that has its context computed
     (:meth:`~sluice.scheduling.request.objective.SLO.at_stage`).
-
-    Args:
-        workload: what arrives.
-        predictor: of output lengths; default: the one that replicas have.
 
     Attributes:
         slos: by key, the objective that a policy sees now: the planned one where it was promised.
-        rows: ``float64[requests, FIELDS]``, each as an engine gets it: as it arrived, or as it was
-            when its engine failed, without KV.
-        private: ``int64[requests, PRIVATE]``, the same.
+        rows, private: each as an engine gets it: as it arrived, or as it was when its engine
+            failed.
         first_stage: ``int64[requests + 1]``, where a request's stages begin.
-        stage_slos: objective of every stage.
-        stage_request, stage_tokens: by stage, its request and its output tokens.
         offsets: ``int64[stages + 1]``, where a stage's emission times begin.
         emitted_s: ``float64[all output tokens]``, when each token left; nan before.
         times: ``emitted_s`` with one entry more, for tokens that no client gets.
         failures: why a request ended without its output, by key.
-        promised_s: ``float64[requests]``, the time to the first token that was predicted when the
-            objective was promised, seconds from the arrival; nan where nothing was.
-    """
+        promised_s: time to the first token that was predicted when the objective was promised."""
 
     def __init__(self, workload: Workload, predictor: LengthPredictor | None = None) -> None:
         self.workload = workload
@@ -150,8 +134,7 @@ class Requests:
         return not isnan(self.first_token_s(key))
 
     def context_tokens(self, key: int) -> int:
-        """What must be computed before its next token: its prompt, and what engines that failed
-        have emitted."""
+        """Its prompt, and what engines that failed have emitted."""
         return int(self.rows[key, PROMPT])
 
     def come_again(self, key: int, now_s: float) -> None:
@@ -174,9 +157,8 @@ class Requests:
         planned: Times | None = None,
     ) -> None:
         """Write the fields of a placed request that its engine receives; ``promised_s`` is nan
-        without a guarantee. The predicted time of a first token that has left stays. The engine
-        plans by ``planned``, or by ``stated`` if that is ``None``; see
-        :meth:`~sluice.scheduling.request.objective.SLO.with_times` for later stages."""
+        without a guarantee. The engine plans by ``planned``, or by ``stated`` if that is ``None``.
+        """
         row = self.rows[key]
         row[BEST_EFFORT] = best_effort
         row[PROMISED] = not isnan(promised_s)
@@ -200,8 +182,7 @@ class Requests:
         return served
 
     def prolong(self, key: int, row: Floats, private: Ints) -> None:
-        """Raise the expected length of a request that continues beyond it, as a replica's local
-        scheduler does."""
+        """Raise the expected length of a request that continues beyond it, as a replica does."""
         before = int(private[OFFSET] - self.offsets[self.first_stage[key]])
         emitted = before + int(row[EMITTED])
         longer = (1 + _LEAST_STEP) * emitted
@@ -212,7 +193,7 @@ class Requests:
         row[EXPECTED] = longer - before
 
     def interrupted(self, key: int, row: Floats, private: Ints) -> None:
-        """A request's engine has failed, with these rows of it. Another engine can resume it as a
+        """A request's engine has failed, with these rows of it: another engine can resume it as a
         request whose prompt includes the emitted tokens."""
         emitted = int(row[EMITTED])
         rest, own = self.rows[key], self.private[key]
@@ -227,9 +208,8 @@ class Requests:
         own[ADMISSION:PRIVATE] = 0
 
     def rest(self, key: int, now_s: float) -> SLO:
-        """The objective of the rest of a request, as the router sets it for a resumed stream: of
-        what is left of its stage, and of the later ones. It is also written to the request's row.
-        """
+        """The objective of the rest of a request, as the router sets it for a resumed stream. It is
+        also written to the request's row."""
         row = self.rows[key]
         whole = self.arrivals[key].slo
         if not self.begun(key):
@@ -249,9 +229,9 @@ class Requests:
         return SLO.of_stages(stages, None, slo.priority, slo.service_class, slo.tpot_anchor)
 
     def later(self, keys: Ints, private: Ints) -> Floats | None:
-        """What a replica reports of the stages to come of its requests, one row each
-        (:func:`sluice.scheduling.request.stages.later_of`); ``None`` where no request of the run
-        has several."""
+        """What a replica reports of the stages to come
+        (:func:`~sluice.scheduling.request.stages.later_of`), one row each; ``None`` where no
+        request of the run has several."""
         if self.whole_stages:
             return None
         found = np.zeros((len(keys), 3))

@@ -1,9 +1,8 @@
 """Continuous batching, chunked prefill and paged KV over the live requests of one simulated engine.
 
 The simulator's engine (:mod:`sluice.simulation.engine`) and a replica's
-(:mod:`sluice.replica.simulated.core`) run on it: the one adds virtual time, a prefix cache, drafts
-and stages, the other a local scheduler and a state table.
-"""
+(:mod:`sluice.replica.simulated.core`) run on it. Besides the policies' table a request has a row of
+numbers that no policy may see, ``int64[capacity, PRIVATE]``, and the engine has its counters."""
 
 from __future__ import annotations
 
@@ -13,19 +12,291 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sluice.scheduling.batching import BatchPlan
-from sluice.scheduling.request.kernels import FIELDS, KV_BLOCKS, PENDING, RUNNING, Floats, Ints
-from sluice.scheduling.request.queue import QueueView
-from sluice.simulation import steps
-from sluice.simulation.steps import (
-    COUNTERS,
-    FREE_BLOCKS,
-    LIVE,
-    PRIVATE,
-    SEQUENCES,
-    SHARED,
-    STEP,
-    TARGET,
+from sluice.scheduling.request.kernels import (
+    BEST_EFFORT,
+    COMPUTED,
+    DRAFTED,
+    EMITTED,
+    EXPECTED,
+    FIELDS,
+    FIRST_TOKEN,
+    FIXED,
+    KV_BLOCKS,
+    LAST_TOKEN,
+    PENDING,
+    PROMPT,
+    RUNNING,
+    Floats,
+    Ints,
+    compiled,
+    work_s,
 )
+from sluice.scheduling.request.queue import QueueView
+
+# The private fields of a request.
+TARGET = 0  # output tokens of the stage that it is in
+OFFSET = 1  # where the stage's emission times begin
+STAGES_LEFT = 2  # after this one
+ADMISSION = 3  # number of its last admission
+SHARED = 4  # of its blocks, how many belong to the prefix cache
+SOLE = 5  # and how many of these no other request uses; known in a step that may preempt
+PRIVATE = 6
+
+# The engine's counters.
+LIVE = 0
+FREE_BLOCKS = 1  # blocks that the prefix cache could give up included
+SEQUENCES = 2  # running
+ADMISSIONS = 3
+PREEMPTIONS = 4
+LOST_TOKENS = 5  # computed tokens that preemptions threw away
+DONE_TOKENS = 6  # computed tokens in all
+DROPPED = 7  # planned entries of the last step that the engine could not run
+VICTIMS = 8  # requests preempted in the last step
+TURNS = 9  # requests whose state changed at the end of the last step, see below
+EVICTIONS = 10  # best-effort requests that plans preempted
+EVICTED_TOKENS = 11  # computed tokens that these lost
+COUNTERS = 12
+
+# A step, ``int64[capacity, STEP]``: its entries, the requests that it preempts, and those to which
+# its end is more than that of a step. Each kind is in the first rows of its columns.
+RAN = 0  # row of an entry
+NEW = 1  # its tokens
+ACCEPTED = 2  # its drafted tokens that are right
+VICTIM = 3  # row of a preempted request
+TURNED = 4  # key of a request
+TURN = 5  # what its end was, see below
+STEP = 6
+
+# The times of a step: by the truth, and by the belief in its parts.
+TRUE_S = 0
+BELIEVED_FIXED_S = 1
+BELIEVED_WORK_S = 2
+TIMES = 3
+
+# Changes of a request at the end of a step.
+FINISHED = 1  # it has all its output
+STAGED = 2  # it continues with another stage
+OUTGROWN = 3  # it continues beyond its expected length
+
+
+@compiled
+def preempt(table: Floats, private: Ints, counters: Ints, row: int) -> None:
+    """Send a running request back to waiting without KV; what it emitted is kept."""
+    own = int(table[row, KV_BLOCKS]) - private[row, SHARED] + private[row, SOLE]
+    counters[FREE_BLOCKS] += own
+    counters[SEQUENCES] -= 1
+    counters[PREEMPTIONS] += 1
+    counters[LOST_TOKENS] += int(table[row, COMPUTED])
+    table[row, COMPUTED] = 0.0
+    table[row, PENDING] = table[row, PROMPT] + table[row, EMITTED]
+    table[row, KV_BLOCKS] = 0.0
+    table[row, RUNNING] = 0.0
+    table[row, DRAFTED] = 0.0
+
+
+@compiled
+def victim(table: Floats, private: Ints, live: int, planned: Ints) -> int:
+    """The running request outside the plan that was admitted last, or -1."""
+    best, latest = -1, -1
+    for row in range(live):
+        if table[row, RUNNING] > 0.0 and planned[row] == 0 and private[row, ADMISSION] > latest:
+            best, latest = row, private[row, ADMISSION]
+    return best
+
+
+@compiled
+def begin_step(
+    table: Floats,
+    private: Ints,
+    counters: Ints,
+    step: Ints,
+    plan: tuple[Ints, Ints, Ints, Ints],
+    block_tokens: int,
+    max_sequences: int,
+) -> int:
+    """Start a step that carries out a plan; return how many of its entries run.
+
+    ``plan`` has the planned rows, their tokens, the rows ``evicted`` and the rows ``kept``. The
+    rows ``evicted`` are preempted first. Running requests come first, in order of the plan. One
+    that lacks blocks takes them from those outside the plan, the last admitted first and those
+    ``kept`` never, and then from those that the plan has behind it. Waiting requests are admitted
+    only in a step that itself preempts nothing. ``O(live + planned)``, and ``O(live)`` more per
+    preemption.
+    """
+    rows, tokens, evicted, kept = plan
+    live = counters[LIVE]
+    planned = np.zeros(live, np.int64)
+    for place in range(len(rows)):
+        planned[rows[place]] = tokens[place]
+    for row in kept:
+        planned[row] = -1
+    for place in range(len(evicted)):
+        if table[evicted[place], BEST_EFFORT] > 0.0:
+            counters[EVICTIONS] += 1
+            counters[EVICTED_TOKENS] += int(table[evicted[place], COMPUTED])
+        preempt(table, private, counters, evicted[place])
+        step[place, VICTIM] = evicted[place]
+    preempted, count = 0, 0
+    for admitting in range(2):
+        for place in range(len(rows)):
+            row, new = rows[place], planned[rows[place]]
+            running = table[row, RUNNING] > 0.0
+            if running == (admitting == 1) or new <= 0:
+                continue
+            if not running and (preempted > 0 or counters[SEQUENCES] >= max_sequences):
+                continue
+            held, computed = int(table[row, KV_BLOCKS]), int(table[row, COMPUTED])
+            need = -(-(computed + new) // block_tokens) - held
+            behind = len(rows) - 1
+            while running and need > counters[FREE_BLOCKS]:
+                loser = victim(table, private, live, planned)
+                while loser < 0 and behind > place:
+                    other = rows[behind]
+                    if table[other, RUNNING] > 0.0:
+                        loser = other
+                    behind -= 1
+                if loser < 0:
+                    break
+                preempt(table, private, counters, loser)
+                planned[loser] = 0
+                step[len(evicted) + preempted, VICTIM] = loser
+                preempted += 1
+            if need > counters[FREE_BLOCKS]:
+                continue
+            if need > 0:
+                counters[FREE_BLOCKS] -= need
+                table[row, KV_BLOCKS] = held + need
+            if not running:
+                table[row, RUNNING] = 1.0
+                counters[SEQUENCES] += 1
+                private[row, ADMISSION] = counters[ADMISSIONS]
+                counters[ADMISSIONS] += 1
+            step[count, RAN] = row
+            step[count, NEW] = new
+            count += 1
+    counters[VICTIMS] = len(evicted) + preempted
+    counters[DROPPED] = len(rows) - count
+    return count
+
+
+@compiled
+def times_s(
+    table: Floats,
+    step: Ints,
+    truth: Floats,
+    belief: Floats,
+    fixed_factor: float,
+    work_factor: float,
+    seconds: Floats,
+) -> None:
+    """Write the times of a step that has begun: ``float64[TIMES]``. ``O(ran * pieces)``."""
+    fixed_s, work_s = parts_s(table, step, truth, 1.0, 1.0)
+    seconds[TRUE_S] = fixed_s + work_s
+    seconds[BELIEVED_FIXED_S], seconds[BELIEVED_WORK_S] = parts_s(
+        table, step, belief, fixed_factor, work_factor
+    )
+
+
+@compiled
+def parts_s(
+    table: Floats, step: Ints, pieces: Floats, fixed_factor: float, work_factor: float
+) -> tuple[float, float]:
+    """Fixed part and work of a step, without the factors, by the piece that is the costliest with
+    them."""
+    fixed_s = all_s = most = 0.0
+    for piece in range(pieces.shape[0]):
+        total = 0.0
+        for place in range(step.shape[0]):
+            total += work_s(
+                pieces[piece], float(step[place, NEW]), table[step[place, RAN], COMPUTED]
+            )
+        cost_s = fixed_factor * pieces[piece, FIXED] + work_factor * total
+        if most < cost_s:
+            most, fixed_s, all_s = cost_s, pieces[piece, FIXED], total
+    return fixed_s, all_s
+
+
+@compiled
+def complete_step(
+    table: Floats,
+    private: Ints,
+    keys: Ints,
+    counters: Ints,
+    step: Ints,
+    ending: tuple[int, int, float],
+    emitted_s: Floats,
+) -> None:
+    """End a step: count its tokens, write when they left, and take out what is finished.
+
+    ``ending`` has the number of its entries, the tokens to draft for each decode, and the time.
+    Where ``emitted_s`` is empty, no times are written. A row whose target is 0 was dropped while
+    the step ran. The keys of the requests that finished, continue with another stage or have
+    outgrown their expected length are written to ``step``, with the kind of change, in the order of
+    the entries.
+    """
+    count, drafts, now_s = ending
+    ended = False
+    counters[TURNS] = 0
+    for place in range(count):
+        row, new = step[place, RAN], step[place, NEW]
+        emitted = int(table[row, EMITTED])
+        target = private[row, TARGET]
+        if target == 0:
+            continue
+        leave = 1
+        if table[row, DRAFTED] > 0.0:
+            leave += min(step[place, ACCEPTED], target - emitted - 1)
+            new = leave
+        counters[DONE_TOKENS] += new
+        table[row, COMPUTED] += new
+        table[row, PENDING] -= new
+        if table[row, PENDING] > 0.0:
+            continue
+        if emitted_s.shape[0] > 0:
+            first = private[row, OFFSET] + emitted
+            for token in range(first, first + leave):
+                emitted_s[token] = now_s
+        if emitted == 0:
+            table[row, FIRST_TOKEN] = now_s
+        table[row, LAST_TOKEN] = now_s
+        table[row, EMITTED] = emitted + leave
+        table[row, PENDING] = 1.0
+        table[row, DRAFTED] = drafts
+        turn = 0
+        if emitted + leave == target and private[row, STAGES_LEFT] > 0:
+            turn = STAGED
+        elif emitted + leave == target:
+            turn = FINISHED
+            counters[FREE_BLOCKS] += int(table[row, KV_BLOCKS]) - private[row, SHARED]
+            counters[SEQUENCES] -= 1
+            private[row, TARGET] = 0
+            ended = True
+        elif table[row, EMITTED] >= table[row, EXPECTED]:
+            turn = OUTGROWN
+        if turn > 0:
+            step[counters[TURNS], TURNED] = keys[row]
+            step[counters[TURNS], TURN] = turn
+            counters[TURNS] += 1
+    if ended:
+        remove_ended(table, private, keys, counters)
+
+
+@compiled
+def remove_ended(table: Floats, private: Ints, keys: Ints, counters: Ints) -> None:
+    """Close the gaps of the rows whose target is 0; the others keep their order. ``O(live)``."""
+    kept = 0
+    for row in range(counters[LIVE]):
+        if private[row, TARGET] == 0:
+            continue
+        if kept < row:
+            for field in range(FIELDS):
+                table[kept, field] = table[row, field]
+            for field in range(PRIVATE):
+                private[kept, field] = private[row, field]
+            keys[kept] = keys[row]
+        kept += 1
+    counters[LIVE] = kept
+
 
 _CAPACITY = 256
 
@@ -39,24 +310,13 @@ class Rows:
 
     It does what stock vLLM does around a plan
     (:class:`~sluice.scheduling.batching.batch.BatchBuilder`): a running request that lacks blocks
-    preempts others by recompute. Requests that the plan evicts lose their KV before the step. At
-    most one step runs: :meth:`begin`, then :meth:`complete`.
-
-    Args:
-        kv_blocks: blocks of the engine.
-        block_tokens: tokens per block.
-        max_sequences: most running requests.
+    preempts others by recompute. At most one step runs: :meth:`begin`, then :meth:`complete`.
 
     Attributes:
-        table: what policies see, ``float64[capacity, FIELDS]`` of
-            :mod:`sluice.scheduling.request.kernels`.
-        private: what they do not see, ``int64[capacity, PRIVATE]`` of
-            :mod:`sluice.simulation.steps`.
+        table: what policies see, ``float64[capacity, FIELDS]``.
+        private: what they do not see, ``int64[capacity, PRIVATE]``.
         keys: which requests these are.
-        counters: the engine's, ``int64[COUNTERS]``.
-        step: the step under way, ``int64[capacity, STEP]`` of :mod:`sluice.simulation.steps`.
-        ran_count: how many entries it has.
-    """
+        step: the step under way, ``int64[capacity, STEP]``, and ran_count: its entries."""
 
     def __init__(self, kv_blocks: int, block_tokens: int, max_sequences: int) -> None:
         self.table: Floats = np.zeros((_CAPACITY, FIELDS))
@@ -88,12 +348,12 @@ class Rows:
     @property
     def ran(self) -> Ints:
         """Rows and tokens of the entries of the step under way, ``int64[ran_count, 2]``."""
-        return self.step[: self.ran_count, steps.RAN : steps.NEW + 1]
+        return self.step[: self.ran_count, RAN : NEW + 1]
 
     @property
     def victims(self) -> Ints:
         """The rows that it preempted."""
-        return self.step[: self.counters[steps.VICTIMS], steps.VICTIM]
+        return self.step[: self.counters[VICTIMS], VICTIM]
 
     def append(self, key: int, row: Floats, private: Ints) -> int:
         """Add a request, also while a step runs; return its row. Amortised ``O(1)``."""
@@ -107,9 +367,8 @@ class Rows:
         return live
 
     def begin(self, plan: BatchPlan) -> int:
-        """Carry a plan of the live rows out; return how many of its entries run. See
-        :func:`sluice.simulation.steps.begin`."""
-        self.ran_count = steps.begin(
+        """Carry a plan of the live rows out; return how many of its entries run."""
+        self.ran_count = begin_step(
             self.table,
             self.private,
             self.counters,
@@ -121,9 +380,9 @@ class Rows:
         return self.ran_count
 
     def complete(self, now_s: float, drafts: int = 0, emitted_s: Floats = _NOWHERE) -> Ints:
-        """End the step; return the keys of the requests to which this was more than the end of a
-        step, and what it was. See :func:`sluice.simulation.steps.complete`."""
-        steps.complete(
+        """End the step; return the keys of the requests that finished, began a stage or have
+        outgrown their expected length, each with which of these it was."""
+        complete_step(
             self.table,
             self.private,
             self.keys,
@@ -135,7 +394,7 @@ class Rows:
         self.ran_count = 0
         if self._dropped:
             self._remove_ended()
-        return self.step[: self.counters[steps.TURNS], steps.TURNED : steps.TURN + 1]
+        return self.step[: self.counters[TURNS], TURNED : TURN + 1]
 
     def drop(self, key: int) -> None:
         """Take a live request out and free its blocks, also while a step runs. ``O(live)``."""
@@ -155,7 +414,7 @@ class Rows:
         return keys
 
     def _remove_ended(self) -> None:
-        steps.remove_ended(self.table, self.private, self.keys, self.counters)
+        remove_ended(self.table, self.private, self.keys, self.counters)
         self._dropped = False
 
     def _grow(self) -> None:

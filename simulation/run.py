@@ -14,9 +14,8 @@ from sluice.scheduling.batching import BatchPolicy
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.placement.length import LengthPredictor
 from sluice.simulation.config import EngineConfig
-from sluice.simulation.engine import VirtualEngine
+from sluice.simulation.engine import Belief, Truth, VirtualEngine
 from sluice.simulation.requests import Requests
-from sluice.simulation.truth import Belief, Truth
 from sluice.simulation.workload import Workload
 
 HEADROOM = 1.05
@@ -29,28 +28,20 @@ class Result:
 
     Attributes:
         requests: every request, with the times of its tokens and the failures.
-        end_s: when the last one ended.
         steps: engine steps, by engine.
-        busy_s: sum of the steps' times, over all engines.
-        up_s: sum of the times for which the engines were there.
-        preemptions: times that a request lost its KV to others.
-        computed_tokens: tokens that went through steps.
-        recomputed_tokens: of these, those that had been computed before, or were cached, and lost.
+        busy_s, up_s, starting_s: sums over all engines of the steps' times, of the times for which
+            they were there, and for which they were started and served nothing yet.
+        recomputed_tokens: of the computed ones, those computed before, or cached, and lost.
         hit_tokens: tokens that prefix caches had.
-        fallbacks: steps that the policy left empty, see
-            :class:`~sluice.simulation.engine.VirtualEngine`.
+        fallbacks: steps that the policy left empty.
         dropped: planned entries that the engine could not run.
         correction: mean of the engines' learnt corrections at the end.
         moved: times that a request was placed again after a replica failed.
         split: times that a replica took over the KV of a prompt that another one had computed.
         migrated: times that a running stream moved to another replica.
         drains_s: of each replica that left, the time that its drain took.
-        starting_s: sum of the times for which replicas were started that served nothing yet.
-        checked_drafts: drafted tokens that steps checked.
-        accepted_drafts: of these, those that were right.
-        sizes: by role, the wanted numbers of replicas with time and reason; empty where numbers
-            and roles are fixed.
-    """
+        checked_drafts, accepted_drafts: drafted tokens that steps checked, and that were right.
+        sizes: by role, the wanted numbers of replicas; empty where they are fixed."""
 
     requests: Requests
     end_s: float
@@ -80,13 +71,7 @@ class Result:
 
 
 class Size(NamedTuple):
-    """The number of replicas that is wanted from a time on.
-
-    Attributes:
-        at_s: start time.
-        replicas: number of replicas.
-        reason: the policy's reason.
-    """
+    """The number of replicas that is wanted from a time on, and the policy's reason."""
 
     at_s: float
     replicas: int
@@ -141,23 +126,18 @@ def simulate(
 ) -> Result:
     """Run ``workload`` through one engine until every request has ended.
 
-    A request that is longer than the KV cache fails at its arrival, with the reason in the result.
-    Equal arguments give equal results, if the policy is new.
+    A request that is longer than the KV cache fails at its arrival. Equal arguments give equal
+    results, if the policy is new.
 
     Args:
-        workload: what arrives.
-        policy: a new one; policies keep state.
         truth: how long steps take; a model stands for itself with 3 % noise.
         belief: what the policy plans with; a model stands for itself, with its own head-room and
             online correction. Default: the truth's model with 5 % head-room.
-        config: the engine's limits.
         seed: of the noise and of speculative acceptance.
-        predictor: fills the policies' column of expected lengths; default: the one that replicas
-            have, by task class.
+        predictor: of output lengths; default: the one that replicas have, by task class.
 
     Raises:
-        StuckError: nothing could run.
-    """
+        StuckError: nothing could run."""
     believed, true = sides(truth, belief)
     requests = Requests(workload, predictor)
     rng = np.random.default_rng(seed)
@@ -168,10 +148,8 @@ def simulate(
 
 
 def drive(engine: VirtualEngine, requests: Requests) -> float:
-    """Run the clock until ``engine`` has seen and ended all ``requests``; return the last time.
-
-    Requests that arrive during a step are seen by the next plan.
-    """
+    """Run the clock until ``engine`` has ended all ``requests``; return the last time. Requests
+    that arrive during a step are seen by the next plan."""
     arrival_s = [arrival.arrival_s for arrival in requests.arrivals]
     count, arrived, now_s = len(requests), 0, 0.0
     while True:

@@ -1,10 +1,8 @@
 """What arrives, when and with which objective: the input of a simulated run.
 
-A workload is a plain value, read from a trace or generated. Its transformations are pure and
-seeded, and each writes down what it did, so that a result can name the traffic it was measured
-under. Thinning and stretching reach the same mean rate by different traffic: thinning takes
-requests out and so breaks bursts up, stretching keeps every burst and makes it slower.
-"""
+Transformations are pure and seeded, and each writes down what it did, so that a result can name the
+traffic it was measured under. Thinning takes requests out and so breaks bursts up, stretching keeps
+every burst and makes it slower."""
 
 from __future__ import annotations
 
@@ -23,16 +21,11 @@ AS_RECORDED = "as recorded"
 
 
 class Stage(NamedTuple):
-    """One prefill-and-decode pair of a request that has several: thinking and then answering, or
-    the rounds of a tool loop (SLOs-Serve §2.1 calls such requests multi-stage).
+    """One prefill-and-decode pair of a request that has several (SLOs-Serve §2.1: multi-stage); its
+    objective counts from its start.
 
-    Attributes:
-        output_tokens: tokens that the stage emits, >= 1.
-        slo: objective of the stage; its TTFT and end-to-end time count from the stage's start.
-        prompt_tokens: tokens that enter before the stage beyond all that went before, such as a
-            tool's answer; 0 for a stage that continues decoding. In the first stage it is 0, as
-            the arrival's prompt is what enters.
-    """
+    ``prompt_tokens`` enter before the stage, such as a tool's answer; 0 for a stage that continues
+    decoding, and for the first one."""
 
     output_tokens: int
     slo: SLO
@@ -40,21 +33,15 @@ class Stage(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """One request as it arrives.
+    """One request as it arrives, ``arrival_s`` seconds from the workload's start.
 
     Attributes:
-        arrival_s: seconds from the workload's start.
-        prompt_tokens: length of the prompt at arrival, tokens, >= 1.
-        output_tokens: length of the output over all stages, tokens, >= 1. A policy never sees it.
-        slo: the objective known at arrival.
-        task: task class, by which output lengths are predicted; all without one are one class. A
-            replica predicts by service class: a workload of several tasks stands for traffic in
-            which each has a class of its own.
-        block_hashes: an identity for each block of the prompt's prefix, in order; two requests
-            that share the first ``k`` share that much of their prompts. Empty: nothing is shared.
+        output_tokens: length of the output over all stages, >= 1. A policy never sees it.
+        task: task class, by which output lengths are predicted.
+        block_hashes: an identity for each block of the prompt's prefix, in order; empty: nothing is
+            shared.
         stages: the stages in order; empty means one stage with ``slo``.
-        tenant: its tenant; all of 0 are one tenant. weight: weight of the tenant's share, > 0.
-    """
+        tenant: its tenant; weight: of the tenant's share, > 0."""
 
     arrival_s: float
     prompt_tokens: int
@@ -70,11 +57,8 @@ class Arrival(NamedTuple):
     def of_stages(
         cls, arrival_s: float, prompt_tokens: int, stages: Sequence[Stage], task: str = ""
     ) -> Self:
-        """A request of several stages, >= 1 of them.
-
-        The objective known at its arrival states those of all stages, and what enters before each,
-        but not how long any of them is (:class:`sluice.scheduling.request.stages.Stage`).
-        """
+        """A request of several stages. The objective known at its arrival states those of all
+        stages, and what enters before each, but not how long any of them is."""
         first = stages[0].slo
         stated = [
             sluice.scheduling.request.stages.Stage(
@@ -89,19 +73,12 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in order of arrival.
-
-    Args:
-        name: short name, as it stands in results.
-        arrivals: ascending in ``arrival_s``, which is >= 0.
-        block_tokens: tokens per entry of ``block_hashes``.
-        scaling: how the arrival rate was changed; every result names it.
-        description: source, distributions, and how objectives and priorities were assigned.
+    """Requests in order of arrival; ``block_tokens`` per entry of ``block_hashes``. Every result
+    names ``scaling``, how the arrival rate was changed.
 
     Raises:
         ValueError: a time that is negative, not finite or before the one above it; a length below
-            1; stages that do not add up. The message names the request's index.
-    """
+            1; stages that do not add up. The message names the request's index."""
 
     name: str
     arrivals: tuple[Arrival, ...]
@@ -129,8 +106,8 @@ class Workload:
 
     @property
     def rate(self) -> float:
-        """Mean requests per second between the first and the last arrival; 0 for fewer than two
-        requests, infinite where all come at once."""
+        """Mean requests per second between the first and the last arrival; 0 for fewer than two,
+        infinite where all come at once."""
         if len(self) < 2:
             return 0.0
         between_s = self.duration_s - self.arrivals[0].arrival_s
@@ -153,10 +130,7 @@ class Workload:
 
 
 def thinned(workload: Workload, share: float, seed: int) -> Workload:
-    """Keep each request with probability ``share``, in (0, 1], independently of the others.
-
-    Bursts get smaller, and requests that shared a prefix share less of it.
-    """
+    """Keep each request with probability ``share``, in (0, 1], independently of the others."""
     if not 0 < share <= 1:
         raise ValueError(f"share must be above 0 and at most 1, got {share}")
     rng = random.Random(seed)
@@ -165,11 +139,7 @@ def thinned(workload: Workload, share: float, seed: int) -> Workload:
 
 
 def stretched(workload: Workload, factor: float) -> Workload:
-    """Multiply every arrival time by ``factor``, > 0: above 1 the traffic is slower.
-
-    Bursts keep their requests and take longer. ``stretched(w, w.rate / wanted)`` has the rate
-    ``wanted``.
-    """
+    """Multiply every arrival time by ``factor``, > 0: above 1 the traffic is slower."""
     if not 0 < factor < inf:
         raise ValueError(f"factor must be positive and finite, got {factor}")
     moved = tuple(a._replace(arrival_s=a.arrival_s * factor) for a in workload.arrivals)
@@ -193,16 +163,11 @@ def window(workload: Workload, start_s: float, seconds: float) -> Workload:
 def with_objectives(
     workload: Workload, assign: Callable[[Arrival], SLO], description: str
 ) -> Workload:
-    """Give each request the objective that ``assign`` makes for it.
-
-    Args:
-        workload: what to change.
-        assign: called once per request, in order.
-        description: the rule in words; it joins the workload's description.
+    """Give each request the objective that ``assign`` makes for it; ``description`` is the rule in
+    words.
 
     Raises:
-        ValueError: a request has stages, which state objectives of their own.
-    """
+        ValueError: a request has stages, which state objectives of their own."""
     if any(arrival.stages for arrival in workload.arrivals):
         raise ValueError(f"workload {workload.name} has stages with objectives of their own")
     changed = tuple(arrival._replace(slo=assign(arrival)) for arrival in workload.arrivals)
@@ -212,13 +177,7 @@ def with_objectives(
 
 
 def with_priorities(workload: Workload, shares: Mapping[int, float], seed: int) -> Workload:
-    """Draw each request's priority; its stages have the same one.
-
-    Args:
-        workload: what to change.
-        shares: priority -> relative share of the requests, each > 0, such as ``{2: 1, 1: 1}``.
-        seed: of the draw.
-    """
+    """Draw each request's priority by relative ``shares``; its stages have the same one."""
     if not shares or not all(0 < share < inf for share in shares.values()):
         raise ValueError(f"shares must be positive numbers, one per priority, got {dict(shares)}")
     names, weights = list(shares), list(shares.values())
@@ -244,13 +203,11 @@ def with_priorities(workload: Workload, shares: Mapping[int, float], seed: int) 
 
 
 def merged(name: str, workloads: Sequence[Workload]) -> Workload:
-    """All requests of ``workloads``, by arrival; equal times keep the order of the arguments.
-
-    Block hashes are renumbered so that only requests of the same part share a prefix.
+    """All requests of ``workloads``, by arrival; equal times keep the order of the arguments. Block
+    hashes are renumbered so that only requests of the same part share a prefix.
 
     Raises:
-        ValueError: no workloads, or different block sizes.
-    """
+        ValueError: no workloads, or different block sizes."""
     if len({workload.block_tokens for workload in workloads}) != 1:
         raise ValueError(f"workload {name}: the parts must have one block size")
     arrivals: list[Arrival] = []

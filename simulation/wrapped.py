@@ -73,9 +73,7 @@ class Rejecting(Wrapped):
     within its TTFT (FairBatching §3.4), and plans the others as ``inner`` does.
 
     A refused request, of which ``refused`` has the keys, runs first come, first served, only while
-    there is no accepted request, so that every request of a simulated run ends. A request without a
-    TTFT is always accepted.
-    """
+    there is no accepted request, so that every request of a run ends."""
 
     def __init__(self, inner: BatchPolicy) -> None:
         super().__init__(inner)

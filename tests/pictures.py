@@ -27,8 +27,8 @@ from sluice.benchmarks.live.systems import SLUICE, spawned, wait_until_ready
 from sluice.benchmarks.report import draw
 from sluice.deploy.ray_start import free_port
 from sluice.router.config import ServiceClass
+from sluice.simulation.generators import Gamma
 from sluice.simulation.workload import Arrival, Workload
-from sluice.simulation.workloads.generators import Gamma
 from tests.documents import ROOT
 from tests.router.browser import browser
 

@@ -16,7 +16,7 @@ CONTROLLER_SURFACE = (
     "controller.observability.metrics",
 )
 
-STEP_CORE = ("simulation.rows", "simulation.steps")
+STEP_CORE = ("simulation.rows",)
 """Continuous batching, which the simulated engine of a replica and the simulator share."""
 
 ALLOWED: dict[str, tuple[str, ...]] = {

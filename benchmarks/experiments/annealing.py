@@ -24,7 +24,7 @@ from sluice.scheduling.latency.request_model import Interaction, InteractionLate
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import row_of
 from sluice.simulation.metrics import TPOTMetric, attained, stages
-from sluice.simulation.workloads.settings import chat_and_code
+from sluice.simulation.settings import chat_and_code
 
 REPEATS = 5
 MOST_EXHAUSTIVE = 6

@@ -16,9 +16,9 @@ from sluice.benchmarks.experiments.loads import GENERATED, Make, full_load_rate,
 from sluice.benchmarks.experiments.systems import ADMISSION, DEFAULT, ROUTER, SETUPS, Setup, System
 from sluice.scheduling import autoscaling
 from sluice.simulation.config import Autoscaling
+from sluice.simulation.generators import Diurnal, Surges
+from sluice.simulation.settings import proserve
 from sluice.simulation.workload import Workload, merged, with_objectives
-from sluice.simulation.workloads.generators import Diurnal, Surges
-from sluice.simulation.workloads.settings import proserve
 
 SETUP = SETUPS["70b"]
 STARTUP_S = 30.0

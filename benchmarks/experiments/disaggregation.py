@@ -46,10 +46,10 @@ from sluice.benchmarks.report import Table
 from sluice.scheduling.autoscaling.role_shares import RoleShares, RoleSharesOptions
 from sluice.scheduling.fleet.pool_ratio import PoolDemand
 from sluice.simulation.capacity import pool_demand
+from sluice.simulation.generators import Poisson
 from sluice.simulation.metrics import TPOTMetric, attained, stages
+from sluice.simulation.settings import slos_serve
 from sluice.simulation.workload import Workload, merged, with_objectives
-from sluice.simulation.workloads.generators import Poisson
-from sluice.simulation.workloads.settings import slos_serve
 
 SETUP = systems.SETUPS["8b"]
 LOCAL = DEFAULT.policy

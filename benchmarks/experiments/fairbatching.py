@@ -25,9 +25,9 @@ from sluice.benchmarks.experiments.systems import DEFAULT, ROUTER, SETUPS, Conte
 from sluice.benchmarks.report import Estimate, Table
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
+from sluice.simulation.generators import Slowdown
+from sluice.simulation.settings import FAIRBATCHING, fairbatching
 from sluice.simulation.workload import Workload, with_objectives
-from sluice.simulation.workloads.generators import Slowdown
-from sluice.simulation.workloads.settings import FAIRBATCHING, fairbatching
 
 FIGURE = "attainment_running_max"
 SETUP = SETUPS["8b"]

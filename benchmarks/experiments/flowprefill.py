@@ -35,10 +35,10 @@ from sluice.benchmarks.experiments.loads import (
 from sluice.benchmarks.experiments.systems import DEFAULT, Contender, Kind, Setup, Suspending
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import EngineConfig
+from sluice.simulation.generators import LengthDistribution
 from sluice.simulation.preemption import WHOLE, SuspensionConfig
+from sluice.simulation.settings import FLOWPREFILL_TTFT_S, flowprefill, flowprefill_single
 from sluice.simulation.workload import Arrival, Workload, with_objectives
-from sluice.simulation.workloads.generators import LengthDistribution
-from sluice.simulation.workloads.settings import FLOWPREFILL_TTFT_S, flowprefill, flowprefill_single
 
 FIGURE = "attainment_mean"
 TTFT = "TTFT attainment"

@@ -16,7 +16,9 @@ from sluice.benchmarks.experiments import systems
 from sluice.benchmarks.experiments.grid import Cell, Plan, Planned, Value, few
 from sluice.benchmarks.experiments.systems import SETUPS, Contender, Kind, Layout, Setup, Suspending
 from sluice.scheduling.latency.model import LatencyModel
+from sluice.simulation import settings, traces
 from sluice.simulation.capacity import full_rate, greatest_loads
+from sluice.simulation.generators import LengthDistribution, OnOff, Slowdown
 from sluice.simulation.workload import (
     Workload,
     stretched,
@@ -24,8 +26,6 @@ from sluice.simulation.workload import (
     with_objectives,
     with_priorities,
 )
-from sluice.simulation.workloads import settings, traces
-from sluice.simulation.workloads.generators import LengthDistribution, OnOff, Slowdown
 
 Make = Callable[[Setup, float, int, int], Workload]
 """A workload for a setup: its rate, the number of requests, and the seed."""
@@ -54,7 +54,7 @@ def _generate(
 
 
 def generated(setting: Callable[..., Workload], *names: str, **more: Any) -> Make:
-    """A function of :mod:`sluice.simulation.workloads.settings` with further arguments."""
+    """A function of :mod:`sluice.simulation.settings` with further arguments."""
     return partial(_generate, setting, names, more)
 
 
@@ -78,7 +78,7 @@ GENERATED: dict[str, Make] = {
     "flowprefill": _flowprefill,
     "chat and code": generated(settings.chat_and_code),
 }
-"""The papers' settings (:mod:`sluice.simulation.workloads.settings`), one without a TPOT objective
+"""The papers' settings (:mod:`sluice.simulation.settings`), one without a TPOT objective
 and one in bursts of 8 s on average with 12 s of silence between them."""
 
 

@@ -28,7 +28,7 @@ from sluice.scheduling.batching.slidebatching import SlideBatching
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.request.queue import QueueView
 from sluice.simulation.metrics import stages, token_gain
-from sluice.simulation.workloads.settings import PROSERVE_DATASETS, proserve
+from sluice.simulation.settings import PROSERVE_DATASETS, proserve
 
 SLIDE = Contender("slidebatching", "slidebatching")
 BASELINES = ("fcfs", "weighted_vtc", "sarathi", "sarathi_priority", "fairbatching")

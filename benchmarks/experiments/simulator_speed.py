@@ -12,11 +12,11 @@ from sluice.benchmarks.experiments.policies import LOCAL, ROUTERS
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.simulation.cluster import simulate_cluster
 from sluice.simulation.config import ClusterConfig
+from sluice.simulation.engine import Truth
 from sluice.simulation.metrics import stages
 from sluice.simulation.run import Result, simulate
-from sluice.simulation.truth import Truth
+from sluice.simulation.settings import proserve
 from sluice.simulation.workload import Workload, window
-from sluice.simulation.workloads.settings import proserve
 
 TRUTH = Truth(LinearLatency(a=0.008, b=0.000_04, c=0.000_000_1, d=0.000_000_001), noise=0.03)
 LOADS = {"7/s": (7.0, 1, 1), "10/s": (10.0, 1, 1), "4 x 7/s": (28.0, 4, 1)}

@@ -28,10 +28,10 @@ from sluice.benchmarks.experiments.grid import (
 from sluice.benchmarks.experiments.loads import QUICK, Search, Span, Sweep, generated, workloads
 from sluice.benchmarks.experiments.systems import DEFAULT, SETUPS, Contender, System, colocated
 from sluice.scheduling.batching import BatchPlan
+from sluice.simulation import settings
 from sluice.simulation.config import Speculation
-from sluice.simulation.workloads import settings
-from sluice.simulation.workloads.generators import AtOnce, Gamma, MakeArrivals
-from sluice.simulation.workloads.settings import SLOS_SERVE_SCENARIOS, slos_serve
+from sluice.simulation.generators import AtOnce, Gamma, MakeArrivals
+from sluice.simulation.settings import SLOS_SERVE_SCENARIOS, slos_serve
 
 SETUP = SETUPS["8b"]
 SCENARIO = partial(generated, slos_serve)

@@ -29,6 +29,7 @@ from sluice.scheduling.request.objective import SLO, GainWeights
 from sluice.scheduling.roles import Role
 from sluice.simulation.cluster import REFUSED, Node, simulate_cluster
 from sluice.simulation.config import Autoscaling, ClusterConfig, EngineConfig, WhenUnattainable
+from sluice.simulation.engine import Belief, Truth
 from sluice.simulation.metrics import (
     Stages,
     TPOTMetric,
@@ -50,7 +51,6 @@ from sluice.simulation.preemption import (
 from sluice.simulation.replica import Incident
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import HEADROOM, Result, simulate
-from sluice.simulation.truth import Belief, Truth
 from sluice.simulation.workload import Workload
 from sluice.simulation.wrapped import Note, Noted, Rejecting
 

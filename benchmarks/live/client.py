@@ -26,8 +26,7 @@ import aiohttp
 from sluice.protocol.requests import Endpoint
 from sluice.replica.openai_format import Call, output_text, parse_call
 from sluice.router import wire
-from sluice.scheduling.request.objective import SLO
-from sluice.scheduling.request.tpot import TPOTAnchor, TPOTMeter
+from sluice.scheduling.request.objective import SLO, TPOTAnchor, TPOTMeter
 from sluice.simulation.workload import Arrival, Workload
 
 MAX_EVENT_BYTES = 1 << 20

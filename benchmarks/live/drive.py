@@ -19,8 +19,8 @@ from sluice.benchmarks.live.report import Meter, Run, Usage
 from sluice.benchmarks.live.systems import Bench, LeftOutError, System
 from sluice.benchmarks.report import ReportError
 from sluice.deploy.local import StoppedError, stop_signals
+from sluice.simulation.traces import TraceError
 from sluice.simulation.workload import Arrival, Workload
-from sluice.simulation.workloads.traces import TraceError
 
 IN_FLIGHT = 16
 """Concurrent requests that saturate an engine."""

@@ -21,9 +21,9 @@ import numpy as np
 from sluice.benchmarks.live.client import Body, End, Json, LoadError, replay, stream_body
 from sluice.router.config import ServiceClass
 from sluice.scheduling.request.objective import SLO
+from sluice.simulation.generators import Gamma, MakeArrivals, Poisson
+from sluice.simulation.traces import TraceError, load, trace_files
 from sluice.simulation.workload import Arrival, Workload, stretched, thinned, window
-from sluice.simulation.workloads.generators import Gamma, MakeArrivals, Poisson
-from sluice.simulation.workloads.traces import TraceError, load, trace_files
 
 
 class Kind(NamedTuple):

@@ -51,7 +51,7 @@ from sluice.benchmarks.live.systems import (
 from sluice.benchmarks.options import number_option, show
 from sluice.controller.config import ControllerConfig
 from sluice.router.config import ServiceClass
-from sluice.simulation.workloads.generators import Gamma
+from sluice.simulation.generators import Gamma
 
 LOADS: Final = (0.7, 1.0, 1.4)
 QUIET, BUSY = "quiet", "busy"

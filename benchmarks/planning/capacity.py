@@ -23,6 +23,7 @@ from sluice.scheduling.request.queue import QueueView
 from sluice.scheduling.roles import Role
 from sluice.simulation.cluster import simulate_cluster
 from sluice.simulation.config import ClusterConfig, EngineConfig
+from sluice.simulation.engine import Belief, Truth
 from sluice.simulation.metrics import (
     Flags,
     TPOTMetric,
@@ -31,7 +32,7 @@ from sluice.simulation.metrics import (
     stages,
     worst_by_request,
 )
-from sluice.simulation.truth import Belief, Truth
+from sluice.simulation.traces import MAX_REQUESTS, load
 from sluice.simulation.workload import (
     AS_RECORDED,
     Arrival,
@@ -42,7 +43,6 @@ from sluice.simulation.workload import (
     window,
     with_objectives,
 )
-from sluice.simulation.workloads.traces import MAX_REQUESTS, load
 from sluice.simulation.wrapped import Wrapped
 
 # Recorded traffic as ``sluice simulate`` plays it: its rate changed, its requests spread over
@@ -227,7 +227,7 @@ def scaled(workload: Workload, factor: float, seed: int) -> Workload:
 
     Raises:
         ValueError: the result has more than
-            :data:`~sluice.simulation.workloads.traces.MAX_REQUESTS`.
+            :data:`~sluice.simulation.traces.MAX_REQUESTS`.
     """
     if factor == 1 or not len(workload):
         return workload

@@ -30,7 +30,7 @@ from sluice.benchmarks.planning.capacity import (
 )
 from sluice.benchmarks.report import METHOD, Chart, Estimate, Point, ReportError, draw, wide_console
 from sluice.deploy.tables import print_table
-from sluice.scheduling.request.tpot import TPOTAnchor
+from sluice.scheduling.request.objective import TPOTAnchor
 from sluice.simulation.capacity import (
     MOST_REPLICAS,
     Pools,

@@ -29,7 +29,7 @@ from sluice.simulation.capacity import MOST_REPLICAS
 from sluice.simulation.config import ClusterConfig, EngineConfig
 from sluice.simulation.engine import StuckError
 from sluice.simulation.metrics import TPOTMetric
-from sluice.simulation.workloads.traces import MAX_REQUESTS, TraceError
+from sluice.simulation.traces import MAX_REQUESTS, TraceError
 
 MOST_CLASSES = 16
 MAX_SHARE = 1e6

@@ -26,7 +26,7 @@ from sluice.scheduling.fleet.ranks import replica_of
 from sluice.scheduling.fleet.report import Report
 from sluice.scheduling.fleet.state import ROW, SUMMARY
 from sluice.scheduling.fleet.transfer import NO_TRANSFERS, Transfers
-from sluice.scheduling.latency.step_correction import caution
+from sluice.scheduling.latency.model import caution
 from sluice.scheduling.roles import Role
 
 MAX_REPLICAS = 4096

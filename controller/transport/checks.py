@@ -40,7 +40,7 @@ from sluice.protocol.messages import (
 )
 from sluice.scheduling.fleet.prefix import HELD, HELD_SLOTS
 from sluice.scheduling.fleet.state import ROW, RUNNING, SUMMARY
-from sluice.scheduling.latency.step_correction import MAX_SPREAD
+from sluice.scheduling.latency.model import MAX_SPREAD
 from sluice.scheduling.request.job import RouteQuery
 
 MAX_CORRECTION = 1_000.0

@@ -11,9 +11,8 @@ from msgspec import Meta
 from sluice.protocol.messages import MAX_TOKENS, Age, Id, Key, Text
 from sluice.scheduling.fleet.prefix import MAX_CHUNKS
 from sluice.scheduling.request.job import RouteQuery, Tier
-from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.objective import SLO, TPOTAnchor
 from sluice.scheduling.request.stages import MOST_STAGES, Stage
-from sluice.scheduling.request.tpot import TPOTAnchor
 from sluice.scheduling.tenancy.fair_shares import MAX_WEIGHT
 
 MAX_AVOIDED: Final = 64

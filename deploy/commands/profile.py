@@ -23,11 +23,10 @@ from sluice.deploy.commands.options import as_json as json_option
 from sluice.deploy.config import SluiceConfig
 from sluice.deploy.tables import print_table
 from sluice.replica.vllm.setup import survive_module_scan
-from sluice.scheduling.latency.choice import best_fit
-from sluice.scheduling.latency.fit import BatchFamily, fit, fit_without_context
-from sluice.scheduling.latency.profile import LatencyProfile
-from sluice.scheduling.latency.step_errors import (
+from sluice.scheduling.latency.fit import BatchFamily, best_fit, fit, fit_without_context
+from sluice.scheduling.latency.profile import (
     KINDS,
+    LatencyProfile,
     StepErrors,
     errors_by_kind,
     kind_of,

@@ -6,10 +6,7 @@ suspended state is a call stack, and nothing has to be saved or restored. In the
 
 - :mod:`sluice.replica.preemption.scheduler` builds the batch of a task with vLLM's own scheduler;
 - :mod:`sluice.replica.preemption.engine_loop` decides on events, and sends tasks to the worker;
-- :mod:`sluice.replica.preemption.executor` holds the worker's thread, and
-  :mod:`sluice.replica.preemption.group_executor` several workers (``task_executor`` has what both
-  do);
-- :mod:`sluice.replica.preemption.worker` runs tasks, nested where they preempt;
-- :mod:`sluice.replica.preemption.runner_pool` gives every nesting depth a model runner of its own;
-- :mod:`sluice.replica.preemption.checks` puts the checks into the model.
-"""
+- :mod:`sluice.replica.preemption.executor` holds the worker's thread, or several workers;
+- :mod:`sluice.replica.preemption.worker` runs tasks, nested where they preempt, with a model runner
+  for every nesting depth;
+- :mod:`sluice.replica.preemption.checks` puts the checks into the model."""

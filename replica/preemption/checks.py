@@ -1,15 +1,21 @@
-"""Checks in a model's forward pass: the points where a prefill can stop."""
+"""Checks in a model's forward pass: the points where a prefill can stop.
+
+On a GPU an operator is launched and computes later, so a whole pass may be queued after a few
+milliseconds. A pacer bounds how far launches run ahead, so that a check shows the device's
+progress.
+"""
 
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from sluice.replica.preemption.control_block import (
+from sluice.replica.preemption.messages import (
     ANY_TASK,
     MAX_CHECKS,
     REACHED,
@@ -18,7 +24,110 @@ from sluice.replica.preemption.control_block import (
     mark,
     stop_word,
 )
-from sluice.replica.preemption.launch_throttle import Immediate, Pacer
+
+
+class Pacer(Protocol):
+    """The device operations of a check; ``ahead``: max checks by which launches are ahead of the
+    device."""
+
+    ahead: int
+
+    def start(self) -> None:
+        """A task begins, with nothing queued before it."""
+
+    def pace(self) -> None:
+        """At a check: wait until the device is close enough."""
+
+    def stop(self) -> Callable[[], float]:
+        """At a stop: returns a function that later gives the time, on the host's clock, at which
+        the device had computed all previous work."""
+
+
+class Immediate:
+    """A device that has computed an operator when its call returns: a CPU."""
+
+    ahead = 0
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+
+    def start(self) -> None:
+        """Nothing to do."""
+
+    def pace(self) -> None:
+        """Nothing to wait for."""
+
+    def stop(self) -> Callable[[], float]:
+        """The present time."""
+        now_s = self._clock()
+        return lambda: now_s
+
+
+class Paced:
+    """A device with a queue, in which events mark positions.
+
+    Each check records an event and waits for the one that was recorded ``ahead`` checks before, so
+    at most the operators between these two are queued. A ring of events is enough. Nested tasks
+    continue
+    to use it: what the suspended task has queued is still in front of them. The time at which the
+    device reached a stop comes from its event's distance to the start of the task at the bottom of
+    the stack, when nothing was queued.
+
+    Raises:
+        ValueError: ``ahead`` is negative."""
+
+    def __init__(
+        self, ahead: int, event: Callable[[], Any], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        if ahead < 0:
+            raise ValueError(f"launches cannot be {ahead} checks ahead of the device")
+        self.ahead = ahead
+        self._event = event
+        self._clock = clock
+        self._ring = [event() for _ in range(ahead + 1)]
+        self._recorded = 0
+        self._start = event()
+        self._start_s = 0.0
+
+    def start(self) -> None:
+        """Read the host's clock while the device is idle."""
+        self._start.record()
+        self._start.synchronize()
+        self._start_s = self._clock()
+
+    def pace(self) -> None:
+        """Wait until the device has reached the check that was ``ahead`` before this one."""
+        ring, here = self._ring, self._recorded
+        ring[here % len(ring)].record()
+        self._recorded = here + 1
+        if here >= self.ahead:
+            ring[(here + 1) % len(ring)].synchronize()  # the oldest
+
+    def stop(self) -> Callable[[], float]:
+        """A function that returns when the device reached this stop; it waits for that."""
+        start, start_s, stopped = self._start, self._start_s, self._event()
+        stopped.record()
+
+        def stopped_s() -> float:
+            stopped.synchronize()
+            return start_s + float(start.elapsed_time(stopped)) / 1e3
+
+        return stopped_s
+
+
+LAUNCH_AHEAD = 2
+"""Max checks by which launches run ahead of a GPU: a prefill stops up to this many operators, or
+layers, later, but the device has work while the next ones are launched."""
+
+
+def pacer_for(device: Any) -> Pacer:
+    """The pacer of a ``torch.device``."""
+    if device.type == "cpu":
+        return Immediate()
+    from torch.cuda import Event
+
+    return Paced(LAUNCH_AHEAD, lambda: Event(enable_timing=True))
+
 
 Granularity = Literal["layer", "operator"]
 
@@ -32,27 +141,17 @@ class NoChecksError(ValueError):
 
 
 class Checks:
-    """Puts a check before each operator, or each layer, of a model.
-
-    The checks cost one comparison while no preemptible task runs, and a few more while one does.
-    They belong to one thread, the one that runs the model.
+    """Puts a check before each operator, or each layer, of a model: one comparison while no
+    preemptible task runs, and a few more while one does. They belong to the thread that runs the
+    model.
 
     With several workers the first one decides where all stop: at a check so far ahead that no
     worker has reached it yet. The lead of a worker is bounded, as each waits for the others at
-    every reduction, and so is the lead of its launches over its device. So no worker waits for
-    another at a check.
-
-    Attributes:
-        pacer: keeps the checks close to the device's progress. It may be replaced while no task is
-            in flight and no checks are installed.
+    every reduction, and so is the lead of its launches over its device.
 
     Args:
-        words: shared words that say which task must stop, and record the progress of the running
-            one.
         suspend: called at a check whose task must stop; the task resumes when it returns.
-        rank: which worker this is, from 0.
-        ranks: how many workers compute each task together.
-    """
+        rank, ranks: which worker this is, from 0, and how many compute each task together."""
 
     def __init__(
         self, words: ControlWords, suspend: Callable[[], None], rank: int = 0, ranks: int = 1
@@ -73,9 +172,8 @@ class Checks:
 
     def install(self, model: Any, granularity: Granularity) -> int:
         """Put a check before every operator, or layer, of ``model``; returns their number.
-
-        Operators are linear layers, attention and experts. They are found by class, in modules
-        named as vLLM's models name their layers.
+        Operators are linear layers, attention and experts, found by class in modules named as
+        vLLM's models name them.
 
         Raises:
             NoChecksError: the model has no such point, or several workers could not agree on one.
@@ -156,14 +254,12 @@ class Checks:
 
 
 def distance(checks: Counter[str], reductions: Counter[str]) -> int:
-    """A number of checks by which no worker can be ahead, wherever the reductions of a layer are.
-
-    A worker can pass the checks up to the next reduction, and no more. In a layer of ``n`` checks
-    with ``r`` reductions at most ``n - r`` checks without one come together.
+    """A number of checks by which no worker can be ahead, wherever the reductions of a layer are:
+    in a layer of ``n`` checks with ``r`` reductions at most ``n - r`` checks without one come
+    together.
 
     Raises:
-        NoChecksError: a layer without a reduction.
-    """
+        NoChecksError: a layer without a reduction."""
     without = [layer for layer in checks if not reductions[layer]]
     if without:
         raise NoChecksError(

@@ -1,9 +1,7 @@
 """One round of the engine's loop: take the events, decide, and return the outputs that can be sent.
 
-It replaces the step in vLLM's engine core, which builds one batch and waits for it. A round waits
-only if there is nothing to decide, and then for the next event: a request, an abort, or an answer
-of the worker.
-"""
+It replaces the step in vLLM's engine core. A round waits only if there is nothing to decide, and
+then for the next event: a request, an abort, or an answer of the worker."""
 
 # vLLM's classes are untyped here.
 # mypy: disable-error-code="no-any-return"
@@ -26,8 +24,8 @@ from vllm.v1.engine import (
 )
 from vllm.v1.engine.core import EngineCore
 
-from sluice.replica.preemption.control_block import MAX_CHECKS
 from sluice.replica.preemption.messages import (
+    MAX_CHECKS,
     Answer,
     Died,
     DiscardTask,
@@ -37,8 +35,7 @@ from sluice.replica.preemption.messages import (
     RunTask,
 )
 from sluice.replica.preemption.scheduler import PreemptiveScheduler, Task
-from sluice.replica.preemption.stats import Stats
-from sluice.replica.preemption.watchdog import TaskWatchdog
+from sluice.replica.preemption.stats import Stats, TaskWatchdog
 from sluice.scheduling.preemption import DecodeTurns
 
 logger = logging.getLogger(__name__)
@@ -56,8 +53,7 @@ _stock_step = EngineCore.step
 
 
 def install() -> None:
-    """Have engine cores whose scheduler preempts run rounds. It must be called before a core has
-    chosen its step, so a scheduler's factory calls it."""
+    """Have engine cores whose scheduler preempts run rounds; before a core has chosen its step."""
     EngineCore.step = _step
 
 
@@ -74,8 +70,7 @@ class EngineLoop:
     """The stack of tasks in flight of one engine core; the last one computes.
 
     A batch is built before a running task gets the stop signal for it. So a request without KV
-    blocks stops no task, and every stop is followed by the task that caused it.
-    """
+    blocks stops no task, and every stop is followed by the task that caused it."""
 
     def __init__(self, core: Any) -> None:
         self._core = core
@@ -95,14 +90,10 @@ class EngineLoop:
         self._executor.on_answer(lambda: self._inbox.put_nowait(_WAKEUP))
 
     def step(self) -> tuple[dict[int, Any], bool]:
-        """One round.
-
-        Returns:
-            vLLM's outputs by client, and whether the engine is at work.
+        """One round: vLLM's outputs by client, and whether the engine is at work.
 
         Raises:
-            RuntimeError: a batch failed that cannot be isolated, or the executor failed.
-        """
+            RuntimeError: a batch failed that cannot be isolated, or the executor failed."""
         self._core._process_aborts_queue()
         outputs = self._take_answer()
         self._decide()

@@ -1,24 +1,125 @@
-"""Messages between engine and worker: the engine's commands for tasks, and the worker's answers.
+"""What engine and workers exchange: commands for tasks and their answers as messages, and a few
+words of shared memory, so that a check costs a few comparisons.
 
 A task is one batch. The engine numbers tasks from 1 and never uses a number again. Messages keep
-their order in both directions. The worker answers every :class:`RunTask` once, unless it dies.
-"""
+their order in both directions. The worker answers every :class:`RunTask` once, unless it dies."""
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+REACHED: Final = 0
+"""Index of the word with the check that the first worker has reached, as a mark."""
+
+ANY_TASK: Final = -1
+
+MAX_RANKS: Final = 16
+"""Max workers that share one engine's words."""
+
+MAX_CHECKS: Final = 1 << 20
+"""Max checks of one task."""
+
+_SLOTS = 128
+_STOPPED = 1
+_STOP = _STOPPED + MAX_RANKS
+_AGREED = _STOP + _SLOTS
+_BYTES = 8 * (_AGREED + _SLOTS)
+
+
+def stop_word(task: int) -> int:
+    """The word that holds ``task`` while it has to stop: each task has its own, as a second one can
+    get its signal before the first has seen its own."""
+    return _STOP + task % _SLOTS
+
+
+def agreed_word(task: int) -> int:
+    """The word that holds the check at which all workers stop ``task``, as a mark."""
+    return _AGREED + task % _SLOTS
+
+
+def mark(task: int, checks: int) -> int:
+    """``task`` and a number of checks in one word, so that both are read at once."""
+    return task * MAX_CHECKS + checks
+
+
+class ControlWords:
+    """A few 64-bit words in memory; reads are never torn.
+
+    A task's number is never reused, so a word that is set too late stops nothing. Between processes
+    the memory is a file of ``/dev/shm``, which can be deleted as soon as all have it open."""
+
+    __slots__ = ("_memory", "cells")
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self.cells = memoryview(memory).cast("B").cast("q")
+
+    @classmethod
+    def create(cls, path: Path | None = None) -> ControlWords:
+        """New words, all 0.
+
+        Raises:
+            OSError: ``path`` cannot be made."""
+        if path is None:
+            return cls(mmap.mmap(-1, _BYTES))
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.ftruncate(descriptor, _BYTES)
+            return cls(mmap.mmap(descriptor, _BYTES))
+        finally:
+            os.close(descriptor)
+
+    @classmethod
+    def open(cls, path: Path) -> ControlWords:
+        """Open the words that another process made.
+
+        Raises:
+            OSError: the file cannot be opened.
+            ValueError: the file has another size."""
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size != _BYTES:
+                raise ValueError(f"{path} has {size} bytes, control words have {_BYTES}")
+            return cls(mmap.mmap(descriptor, _BYTES))
+        finally:
+            os.close(descriptor)
+
+    def stop(self, task: int) -> None:
+        """Have ``task`` stop at its next check, or the next one that its workers agree on."""
+        self.cells[stop_word(task)] = task
+
+    def stop_any(self) -> None:
+        """Have whatever task runs stop at its next check."""
+        for place in range(_STOP, _STOP + _SLOTS):
+            self.cells[place] = ANY_TASK
+
+    def stops(self, task: int) -> bool:
+        """Whether ``task`` has to stop, and has not stopped yet."""
+        return self.cells[stop_word(task)] == task
+
+    def reached(self) -> int:
+        """The task that computes now and the checks that it has passed, as a mark; 0 for one
+        without checks."""
+        return self.cells[REACHED]
+
+    def note_stop(self, rank: int, at: int) -> None:
+        """Worker ``rank`` stops at the mark ``at``."""
+        self.cells[_STOPPED + rank] = at
+
+    def stopped(self, ranks: int) -> tuple[int, ...]:
+        """Where each of the first ``ranks`` workers stopped last, as marks."""
+        return tuple(self.cells[_STOPPED : _STOPPED + ranks])
 
 
 class RunTask(NamedTuple):
-    """Compute a batch: now, or from inside the check of the task that received the stop signal.
-
-    Attributes:
-        task: its number.
-        batch: vLLM's ``SchedulerOutput``.
-        grammar: vLLM's ``GrammarOutput``, if there is one.
-        checked: it has checks, and its own lane.
+    """Compute vLLM's ``SchedulerOutput`` ``batch`` (and ``GrammarOutput``): now, or from inside the
+    check of the task that received the stop signal. ``checked``: it has checks, and its own lane.
     """
 
     task: int
@@ -54,14 +155,8 @@ Command = RunTask | ResumeTask | DiscardTask | CallWorker | Exit
 
 
 class Timing(NamedTuple):
-    """When a task ran, in seconds.
-
-    Attributes:
-        started_s, ended_s: on the monotonic clock.
-        suspended_s: total time that it was suspended.
-        stopped_s: when it stopped, one entry per stop.
-        checks: how many checks it passed.
-    """
+    """When a task ran, monotonic seconds: total time that it was suspended, the time of each stop,
+    and how many checks it passed."""
 
     started_s: float
     ended_s: float
@@ -76,8 +171,8 @@ class Timing(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A task is complete; ``output`` is vLLM's ``ModelRunnerOutput``, and ``drafts`` its
-    ``DraftTokenIds``, if tokens were drafted after it."""
+    """A task is complete: vLLM's ``ModelRunnerOutput``, and ``DraftTokenIds`` if tokens were
+    drafted."""
 
     task: int
     output: Any

@@ -1,17 +1,10 @@
 """Memory reserve for suspended prefills, which vLLM's profile of one batch does not contain.
 
-A suspended prefill keeps every tensor that its call stack still refers to. In a layer of vLLM's
-Llama that is, before the down projection, the layer's input and residual as its caller has them,
-both once more after the norm, and the activation: ``4h + I`` elements of each token for a width
-``h`` and an intermediate size ``I``; before the output projection ``4h + 2q + 2k`` for the widths
-of queries and of keys. Others hold more: Qwen2 keeps the gate and up projections beside the
-activation, ``4h + 3I``. Norms that work in place hold ``2h`` less. Under tensor parallelism each
-worker has its part of ``I``, ``q`` and ``k``.
-
-As this depends on the code of each model it is measured, not computed: in one pass of a few dummy
-tokens, at each check, by the worker's own model. It is proportional to the tokens of a batch, which
-gives the need of the largest one. Each prefill also has its own model runner, with its buffers.
-"""
+A suspended prefill keeps every tensor that its call stack still refers to: in a layer of vLLM's
+Llama ``4h + I`` elements of each token before the down projection (width ``h``, intermediate size
+``I``), in Qwen2 ``4h + 3I``. As this depends on the code of each model it is measured: in one pass
+of a few dummy tokens, at each check, by the worker's own model. It is proportional to the tokens of
+a batch. Each prefill also has its own model runner, with its buffers."""
 
 from __future__ import annotations
 
@@ -21,10 +14,9 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from sluice.replica.preemption.checks import Checks, Granularity
-from sluice.replica.preemption.control_block import ControlWords
-from sluice.replica.preemption.launch_throttle import Immediate
-from sluice.replica.preemption.runner_pool import new_runner, without_compiled_code
+from sluice.replica.preemption.checks import Checks, Granularity, Immediate
+from sluice.replica.preemption.messages import ControlWords
+from sluice.replica.preemption.worker import new_runner, without_compiled_code
 from sluice.replica.scheduler.xargs import SchedulerSettings
 from sluice.scheduling.preemption import BATCH_TOKENS, PreemptionConfig
 
@@ -41,13 +33,8 @@ class NoMemoryError(ValueError):
 
 
 class Need(NamedTuple):
-    """The measured need of one worker, and its free memory. Bytes.
-
-    Attributes:
-        token: max activations that a suspended prefill holds per token.
-        runner: buffers of one model runner on the device.
-        free: unused memory, before there is a KV cache.
-    """
+    """The measured need of one worker: activations that a suspended prefill holds per token,
+    buffers of one model runner, and unused memory before there is a KV cache. Bytes."""
 
     token: float
     runner: int
@@ -55,14 +42,8 @@ class Need(NamedTuple):
 
 
 class Reserve(NamedTuple):
-    """The memory that one worker keeps free. Bytes, unless stated otherwise.
-
-    Attributes:
-        prefills: how many can be suspended at once.
-        tokens: tokens of the largest possible batch.
-        prefill: memory that a prefill of this size holds.
-        runner: buffers of one model runner; there is one more of them than ``prefills``.
-    """
+    """The memory that one worker keeps free: for ``prefills`` suspended ones of ``tokens`` tokens,
+    of ``prefill`` bytes each, and one model runner more than these, of ``runner`` bytes each."""
 
     prefills: int
     tokens: int
@@ -83,13 +64,7 @@ class Reserve(NamedTuple):
 
 
 def reserve_of(needs: list[Need], options: PreemptionConfig, most_tokens: int) -> Reserve:
-    """The memory that every worker keeps free: the max of all workers' needs.
-
-    Args:
-        needs: the need of each worker.
-        options: the nesting depth of suspended prefills, and their batch size.
-        most_tokens: max tokens of any batch.
-    """
+    """The memory that every worker keeps free: the max of all workers' needs."""
     tokens = min(most_tokens, max(options.chunk_tokens, BATCH_TOKENS))
     return Reserve(
         options.depth,
@@ -100,17 +75,11 @@ def reserve_of(needs: list[Need], options: PreemptionConfig, most_tokens: int) -
 
 
 def left_for_cache(available: int, reserve: Reserve, free: int, stated: bool) -> int:
-    """Bytes available for the KV cache on one worker.
-
-    Args:
-        available: bytes that vLLM would take for it.
-        reserve: the memory to keep free.
-        free: unused memory.
-        stated: the user chose the size, so it is not reduced, and must fit.
+    """Bytes for the KV cache on one worker, of the ``available`` ones that vLLM would take. A size
+    that the user ``stated`` is not reduced, and must fit beside the reserve.
 
     Raises:
-        NoMemoryError: nothing is left, or the stated size does not fit.
-    """
+        NoMemoryError: nothing is left, or the stated size does not fit."""
     advice = "lower engine.preemption.depth or engine.preemption.chunk_tokens"
     if stated:
         if available + reserve.total > free:
@@ -128,12 +97,11 @@ def left_for_cache(available: int, reserve: Reserve, free: int, stated: bool) ->
 
 
 def keep(executor: Any, available: list[int]) -> list[int]:
-    """Bytes available for the KV cache, by worker; ``available`` are the bytes that vLLM would
-    take. The reserve is logged, and set as the executor's ``reserve``.
+    """Bytes for the KV cache, by worker, of the ``available`` ones; the reserve is logged, and set
+    as the executor's ``reserve``.
 
     Raises:
-        NoMemoryError: nothing is left.
-    """
+        NoMemoryError: nothing is left."""
     config = executor.vllm_config
     options = SchedulerSettings.from_additional_config(config.additional_config).preemption
     if options.granularity == "off":
@@ -178,8 +146,7 @@ def measure(wrapper: Any, granularity: Granularity) -> Need:
 def held_bytes(
     model: Any, granularity: Granularity, device: Any, forward: Callable[[], object]
 ) -> int:
-    """Max bytes on ``device``, of PyTorch, that ``forward``, a pass of ``model``, holds at a
-    check."""
+    """Max bytes on ``device`` that ``forward``, a pass of ``model``, holds at a check."""
     from torch import inference_mode
 
     from sluice.replica.preemption.live_memory import LiveMemory

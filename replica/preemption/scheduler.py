@@ -65,13 +65,10 @@ class Task:
         checked: it has checks, so it can be discarded. That depends on its requests alone, as
             compiled code, which has no checks, may round differently.
         preemptible: it may be suspended for others.
-        due_s: its deadline, monotonic seconds.
-        best_effort: its prefills have no guarantee.
         predicted_s: its predicted time, running alone.
         signalled_s: times of its stop signals.
         suspended: it is suspended, or will be as soon as it sees the stop signal.
-        discarded: its discard was ordered.
-    """
+        discarded: its discard was ordered."""
 
     number: int
     batch: Any
@@ -109,8 +106,7 @@ class PreemptiveScheduler(SloScheduler):
     - Hashes of blocks are published when the blocks are written, not when they are allocated: a
       prompt with the same prefix as a suspended one must not read blocks that are still empty.
     - A request in flight that ends keeps its blocks, and its state in the worker, until its task
-      ends: it may still write them.
-    """
+      ends: it may still write them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -141,13 +137,8 @@ class PreemptiveScheduler(SloScheduler):
         self._local.publish(**summary)
 
     def start(self, top: Task | None, left_s: float, full: bool) -> Task | None:
-        """Build the next task, to run inside ``top`` if there is one; None for none.
-
-        Args:
-            top: the task that would be suspended for it, or stay suspended.
-            left_s: predicted time until ``top`` ends.
-            full: the max number of tasks is suspended, so the new task could not be.
-        """
+        """Build the next task, to run inside ``top``, which would end in ``left_s``, if there is
+        one; None for none. ``full``: the new task could not be suspended."""
         if not super().has_requests():
             return None
         now_s = time.monotonic()
@@ -195,13 +186,13 @@ class PreemptiveScheduler(SloScheduler):
         )
 
     def has_requests(self) -> bool:
-        """Whether vLLM must run rounds. It must for each task in flight, also for the one that only
-        reports ended requests to the worker: other calls to the engine wait for its answer."""
+        """Whether vLLM must run rounds: also for a task that only reports ended requests to the
+        worker."""
         return self._tasks_in_flight > 0 or super().has_requests()
 
     def decode_due_s(self, top: Task) -> float | None:
-        """When the next decode step is due inside ``top``, if there are decodes that are not in
-        flight and may stop it."""
+        """When the next decode step is due inside ``top``, if decodes that are not in flight may
+        stop it."""
         queue = self._queue()
         decodes = np.flatnonzero(~is_prefill(queue.table))
         if not len(decodes):
@@ -283,8 +274,8 @@ class PreemptiveScheduler(SloScheduler):
     def _beside(
         self, queue: QueueView, decodes: Any, waiting: Any, step_s: float, now_s: float
     ) -> Options:
-        """The bounds of a task of prefills, which has to stop for the steps of ``decodes``, and of
-        those that come behind a prefill."""
+        """The bounds of a task of prefills, which has to stop for the steps of ``decodes`` and
+        later ones."""
         decoding = queue.table[~(queue.table[:, EXPECTED] <= 1)]
         model = self._local.model
         most = self.turns.most_tokens(
@@ -343,8 +334,7 @@ class PreemptiveScheduler(SloScheduler):
     def _aged_chunk(
         self, queue: QueueView, waiting: Any, now_s: float, options: Options
     ) -> _Chosen | None:
-        """A small chunk of the oldest prefill, if it has waited long enough to have its turn before
-        more urgent requests."""
+        """A small chunk of the oldest prefill, if it has waited long enough to have its turn."""
         if not len(waiting):
             return None
         oldest = int(waiting[np.argmin(queue.table[waiting, ARRIVAL])])
@@ -358,8 +348,8 @@ class PreemptiveScheduler(SloScheduler):
     def _due_s(
         self, queue: QueueView, decodes: Any, step_s: float, top: Task | None
     ) -> float | None:
-        """When a step of all ``decodes``, which takes ``step_s``, has to begin; inside ``top``, for
-        those of them that may stop it."""
+        """When a step of ``decodes`` that takes ``step_s`` has to begin; inside ``top``, for those
+        that may stop it."""
         table = queue.table[decodes]
         apart = table[:, BEST_EFFORT] > 0
         timed = ~np.isnan(table[:, LAST_TOKEN])
@@ -382,11 +372,8 @@ class PreemptiveScheduler(SloScheduler):
         return self.turns.stop_s(max(shortest_s, longest_s))
 
     def _decode_step(self, queue: QueueView, decodes: Any, now_s: float) -> BatchPlan:
-        """The next token of each of ``decodes``, and drafts, as far as a batch goes.
-
-        Prefills are in none of these batches. So the time of a step is the decodes' own, and they
-        check the drafts that give most tokens per second, whether prefills wait or not.
-        """
+        """The next token of each of ``decodes``, and the drafts that give most tokens per second:
+        prefills are in none of these batches."""
         rows = decodes[: min(self.options.most, self.max_num_running_reqs)]
         tokens = np.ones(len(rows), np.int64)
         if queue.table[rows, DRAFTED].any():

@@ -2,13 +2,47 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from sluice.replica.preemption.messages import Timing
 from sluice.scheduling.fleet.state import STOP_BUCKETS_S
+
+
+class StalledError(RuntimeError):
+    """The worker makes no progress."""
+
+
+class TaskWatchdog:
+    """Checks at each :meth:`look` that the worker makes progress, at least every ``limit_s``
+    seconds."""
+
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit_s = limit_s
+        self._clock = clock
+        self._seen: tuple[int, int] | None = None
+        self._since_s = 0.0
+
+    def look(self, task: int, reached: int) -> float:
+        """Record the mark of the last check of the task that should be computing; returns the
+        seconds until the next call, at most.
+
+        Raises:
+            StalledError: the worker has made no progress for too long."""
+        now_s = self._clock()
+        if self._seen != (task, reached):
+            self._seen, self._since_s = (task, reached), now_s
+        left_s = self._since_s + self._limit_s - now_s
+        if left_s <= 0:
+            raise StalledError(
+                f"the worker has made no progress with task {task} for {self._limit_s:g} s"
+            )
+        return left_s
+
 
 _KEPT = 1024
 
@@ -32,21 +66,13 @@ class Stats:
     """Counts since the start.
 
     Attributes:
-        rounds: rounds of the engine's loop.
-        suspended: prefills that are suspended now.
-        deepest: max of them at once.
+        suspended, deepest: prefills that are suspended now, and max of them at once.
         suspensions: stops of prefills.
         late_stops: stop signals to prefills that ended before they saw them.
-        resumes: suspended prefills that were resumed.
         discards: prefills discarded, as all their requests had ended.
-        suspended_s: total time that prefills were suspended.
-        decide_s: total time of decisions.
+        suspended_s, decide_s: total time that prefills were suspended, and of decisions.
         reserved_bytes: memory that is kept for suspended prefills, on one worker.
-        stop_s: total time from the stop signals to the stops.
-        stop_histogram: histogram of these times, by
-            :data:`sluice.scheduling.fleet.state.STOP_BUCKETS_S`.
-        latest_stop_s: the latest of these times.
-    """
+        stop_s, stop_histogram, latest_stop_s: times from the stop signals to the stops."""
 
     rounds: int = 0
     suspended: int = 0
@@ -64,7 +90,7 @@ class Stats:
 
     def ended(self, signalled_s: list[float], timing: Timing) -> list[float]:
         """A task ended that had received stop signals at these times; returns how long each stop
-        took, seconds."""
+        took."""
         stopped_s = timing.stopped_s
         self.suspensions += len(stopped_s)
         self.late_stops += len(signalled_s) - len(stopped_s)

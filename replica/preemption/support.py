@@ -1,25 +1,95 @@
-"""Requirements of preemption on vLLM, beyond :mod:`sluice.replica.vllm.support`: what it uses of
-vLLM, and a configuration in which a forward pass can be suspended and resumed."""
+"""What preemption requires of vLLM, beyond :mod:`sluice.replica.vllm.support`: the names that it
+uses, and a configuration in which a forward pass can be suspended and resumed."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import vllm
 from vllm.config import CompilationMode
 
-from sluice.replica.preemption.control_block import MAX_RANKS
-from sluice.replica.preemption.vllm_symbols import PARTS
-from sluice.replica.vllm.contract import WITH_PREEMPTION
+from sluice.replica.preemption.messages import MAX_RANKS
+from sluice.replica.preemption.worker import SHARED_NAMES
+from sluice.replica.vllm.contract import WITH_PREEMPTION, Part
 from sluice.replica.vllm.setup import KV_CONNECTOR_MODULE, SENDS_KV
 from sluice.replica.vllm.support import UnsupportedVllmError, check, check_overrides
+
+_CORE: Final = "vllm.v1.engine.core"
+_EXECUTOR: Final = "vllm.v1.executor"
+_RUNNER: Final = ("vllm.v1.worker.gpu_model_runner:GPUModelRunner",)
+_LAYERS: Final = "vllm.model_executor.layers"
+
+PARTS: Final = (
+    Part((f"{_CORE}:EngineCore",), "step() _process_aborts_queue()"),
+    Part((f"{_CORE}:EngineCoreProc",), "_handle_client_request(_, _)", "input_queue"),
+    Part(
+        ("vllm.v1.engine",),
+        "EngineCoreOutput(_, _, finish_reason=) EngineCoreOutputs(outputs=, finished_requests=)",
+    ),
+    Part(("vllm.v1.engine:EngineCoreRequestType",), "UTILITY WAKEUP"),
+    Part(("vllm.v1.engine:FinishReason",), "ERROR"),
+    Part(("vllm.v1.request:RequestStatus",), "FINISHED_ERROR"),
+    Part(
+        ("vllm.v1.core.sched.scheduler:Scheduler",),
+        "finish_requests(_, _) get_grammar_bitmask(_) has_requests() update_draft_token_ids(_)",
+        "finished_req_ids",
+    ),
+    Part(
+        ("vllm.v1.core.kv_cache_manager:KVCacheManager",),
+        "allocate_slots(_, _, delay_cache_blocks=) cache_blocks(_, _)",
+    ),
+    Part(
+        (f"{_EXECUTOR}.abstract:Executor",),
+        "collective_rpc(_, args=) determine_available_memory() initialize_from_config(_) "
+        "take_draft_token_ids()",
+    ),
+    Part(
+        (f"{_EXECUTOR}.uniproc_executor:UniProcExecutor",),
+        "_init_executor() shutdown()",
+        called="driver_worker",
+        by="_init_executor",
+    ),
+    Part(
+        (f"{_EXECUTOR}.multiproc_executor:MultiprocExecutor",),
+        "collective_rpc(_, args=, non_block=) _init_executor() shutdown()",
+        called="is_failed workers",
+        by="_init_executor",
+    ),
+    Part(
+        ("vllm.v1.worker.gpu_worker:Worker",),
+        "execute_model(_) sample_tokens(_) take_draft_token_ids()",
+    ),
+    Part(("vllm.lora.worker_manager:WorkerLoRAManager",), "set_active_adapters(_, _)"),
+    Part(("vllm.v1.worker.gpu_model_runner",), "GPUModelRunner(_, _)"),
+    Part(
+        _RUNNER,
+        "_dummy_run(_, is_profile=) _model_forward get_model() initialize_kv_cache(_) "
+        "initialize_kv_cache_tensors",
+        "attn_groups cudagraph_dispatcher execute_model_state input_batch "
+        + " ".join(name for name in SHARED_NAMES if name != "model"),
+    ),
+    Part(_RUNNER, called="model", by="load_model"),
+    Part(_RUNNER, called="lora_manager", by="load_lora_model"),
+    Part(
+        ("vllm.v1.worker.gpu_input_batch:InputBatch",),
+        "condense() refresh_metadata() remove_request(_)",
+        "req_id_to_index",
+    ),
+    Part(("vllm.v1.cudagraph_dispatcher:CudagraphDispatcher",), made="keys_initialized"),
+    Part((f"{_LAYERS}.fused_moe:RoutedExperts",), "forward_modular forward_monolithic"),
+    Part((f"{_LAYERS}.linear:LinearBase",)),
+    Part((f"{_LAYERS}.linear:RowParallelLinear",), made="reduce_results"),
+    Part((f"{_LAYERS}.attention_layer_base:AttentionLayerBase",)),
+    Part(("vllm.forward_context:ForwardContext",), "skip_compiled"),
+    Part(("vllm.forward_context",), "get_forward_context()"),
+)
 
 
 def executor(ranks: int) -> str:
     """vLLM's name of the executor for ``ranks`` workers."""
     if ranks == 1:
         return "sluice.replica.preemption.executor.PreemptiveExecutor"
-    return "sluice.replica.preemption.group_executor.PreemptiveGroupExecutor"
+    return "sluice.replica.preemption.executor.PreemptiveGroupExecutor"
 
 
 def check_preemption(vllm_config: Any, version: str = vllm.__version__) -> None:
@@ -30,8 +100,7 @@ def check_preemption(vllm_config: Any, version: str = vllm.__version__) -> None:
     """
     check("preemption", WITH_PREEMPTION, PARTS, version)
     # These are made of what was checked.
-    from sluice.replica.preemption.executor import PreemptiveExecutor
-    from sluice.replica.preemption.group_executor import PreemptiveGroupExecutor
+    from sluice.replica.preemption.executor import PreemptiveExecutor, PreemptiveGroupExecutor
     from sluice.replica.preemption.scheduler import PreemptiveScheduler
 
     check_overrides("preemption", PreemptiveScheduler, PreemptiveExecutor, PreemptiveGroupExecutor)

@@ -37,8 +37,7 @@ class PreemptionVariant:
         """Check that running prefills can be preempted.
 
         Raises:
-            sluice.replica.vllm.support.UnsupportedVllmError: they cannot; the message says why.
-        """
+            sluice.replica.vllm.support.UnsupportedVllmError: they cannot; the message says why."""
         # Imported here, as it imports vLLM, which then reads its settings from the environment.
         from sluice.replica.preemption.support import check_preemption
 
@@ -54,8 +53,7 @@ def make_scheduler(vllm_config: Any, **kwargs: Any) -> PreemptiveScheduler:
     Raises:
         sluice.replica.vllm.support.UnsupportedVllmError: this vLLM or its configuration cannot
             preempt.
-        ValueError: ``additional_config["sluice"]`` is missing or wrong.
-    """
+        ValueError: ``additional_config["sluice"]`` is missing or wrong."""
     from sluice.replica.preemption.support import check_preemption
     from sluice.replica.vllm.scheduler import prepare
 

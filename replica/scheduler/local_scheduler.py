@@ -21,10 +21,9 @@ import numpy as np
 from sluice.replica.scheduler.speculation import DraftCounts, DraftTime
 from sluice.replica.scheduler.state_table import NO_SLOT, ChangedRows, StateTable, TableFullError
 from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy
-from sluice.scheduling.batching.best_effort import longest_wait_s
+from sluice.scheduling.batching.base import longest_wait_s
 from sluice.scheduling.fleet.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS
-from sluice.scheduling.latency.model import LatencyModel, LinearLatency, StepSample
-from sluice.scheduling.latency.step_correction import StepCorrection
+from sluice.scheduling.latency.model import LatencyModel, LinearLatency, StepCorrection, StepSample
 from sluice.scheduling.placement.length import TaskLengths
 from sluice.scheduling.request.kernels import (
     BEST_EFFORT,

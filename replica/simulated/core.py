@@ -28,8 +28,7 @@ from sluice.scheduling.request.kernels import (
 )
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, begin_stage, row_of
-from sluice.simulation.rows import Rows
-from sluice.simulation.steps import OUTGROWN, PRIVATE, TARGET
+from sluice.simulation.rows import OUTGROWN, PRIVATE, TARGET, Rows
 
 
 class SimulatedSequence:

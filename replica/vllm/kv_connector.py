@@ -235,7 +235,7 @@ class TcpConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Called once with the tensors, and without any for each further model runner that uses the
-        same ones (see :mod:`sluice.replica.preemption.runner_pool`)."""
+        same ones (see :mod:`sluice.replica.preemption.worker`)."""
         if kv_caches:
             self._worker.register(kv_caches)
 

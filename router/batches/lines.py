@@ -31,8 +31,7 @@ from sluice.router.request.call import MAX_INLINE_BYTES, Call, CallReader
 from sluice.router.request.prompt import output_to_expect
 from sluice.router.request.session import FIELD as LOOP_FIELD
 from sluice.router.tenancy.limits import Client, RateLimiter
-from sluice.scheduling.request.objective import TokenClock
-from sluice.scheduling.request.stage_clock import clock_of
+from sluice.scheduling.request.objective import TokenClock, clock_of
 from sluice.telemetry.logs import of_request
 
 # The results of lines, as they are stored and given to clients.

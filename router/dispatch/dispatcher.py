@@ -58,8 +58,7 @@ from sluice.router.serve.contract import (
 from sluice.scheduling.fleet.breaker import Trouble
 from sluice.scheduling.fleet.prefix import NO_PREFIX
 from sluice.scheduling.request.job import RouteDecision, Tier
-from sluice.scheduling.request.objective import TokenClock
-from sluice.scheduling.request.stage_clock import clock_of
+from sluice.scheduling.request.objective import TokenClock, clock_of
 from sluice.scheduling.roles import Role
 from sluice.telemetry.tracing import Kind, Span
 

@@ -34,8 +34,7 @@ from sluice.router.metrics.instruments import MoveReason, RouterMetrics
 from sluice.router.serve.contract import ReplicaFailedError, Replicas
 from sluice.scheduling.placement.migration import MigrationPolicy, RunningStream
 from sluice.scheduling.request.job import RouteDecision, Tier
-from sluice.scheduling.request.objective import SLO, TokenClock
-from sluice.scheduling.request.tpot import LEAST_PACE_TOKENS, TPOTAnchor
+from sluice.scheduling.request.objective import LEAST_PACE_TOKENS, SLO, TokenClock, TPOTAnchor
 
 # Guaranteed requests that wait for their first tokens, and may move to an earlier replica.
 #

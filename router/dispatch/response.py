@@ -24,7 +24,7 @@ from sluice.router.request.call import Call
 from sluice.router.serve.contract import ReplicaFailedError, StalledReaderError
 from sluice.router.wire import STOP_MESSAGE
 from sluice.scheduling.request.job import Tier
-from sluice.scheduling.request.stage_clock import clock_of
+from sluice.scheduling.request.objective import clock_of
 
 # Watches the client of a response: it may leave, or stop reading.
 

@@ -110,7 +110,7 @@ class MooreHodgsonOptions(PolicyOptions):
 class MooreHodgson(AdmissionPolicy):
     """Guarantees an objective that a replica can meet together with all its earlier guarantees.
 
-    Moore-Hodgson's walk (:mod:`sluice.scheduling.batching.deadline_triage.selection`) sums the
+    Moore-Hodgson's walk (:mod:`sluice.scheduling.batching.deadline_triage`) sums the
     prefills by deadline and drops some where the sum exceeds the capacity until a deadline; this
     capacity is the one of the prefill admission budget (:mod:`sluice.scheduling.fleet.rows`). A
     guaranteed prefill may not be

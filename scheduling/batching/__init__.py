@@ -11,11 +11,12 @@ from sluice.scheduling.batching.base import (
     BatchBuilder,
     BatchPlan,
     BatchPolicy,
+    BestEffort,
+    BestEffortOptions,
     PlannedTokens,
     PolicyOptions,
 )
-from sluice.scheduling.batching.best_effort import BestEffort, BestEffortOptions
-from sluice.scheduling.batching.deadline_triage.policy import DeadlineTriage
+from sluice.scheduling.batching.deadline_triage import DeadlineTriage
 from sluice.scheduling.batching.edf import EDF
 from sluice.scheduling.batching.fairbatching import FairBatching
 from sluice.scheduling.batching.fcfs import FCFS
@@ -61,12 +62,11 @@ def make_policy(
     best_effort: BestEffortOptions | None = None,
     role: Role = "mixed",
 ) -> BatchPolicy:
-    """Build the batch policy called ``name`` with its options and with the best-effort options,
-    which are the same for every policy. The replica's ``role`` decides what ``options`` leave open.
+    """The batch policy called ``name``, with the best-effort options that all policies share; the
+    replica's ``role`` decides what ``options`` leave open.
 
     Raises:
-        ValueError: no such policy, or an option that is unknown or out of range.
-    """
+        ValueError: no such policy, or an option that is unknown or out of range."""
     policy = POLICIES.make(name, options, role)
     policy.best_effort = BestEffort(best_effort)
     return policy

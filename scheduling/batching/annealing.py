@@ -1,15 +1,12 @@
 """Priority mapping by simulated annealing (002), mapped onto continuous batching: which requests
 run together, and in which order.
 
-A mapping is a sequence of batches. A batch starts when the one before ends, that is, when the
-longest request of that one ends. A request's times depend on its batch size. The search looks for
-the mapping with the greatest ``G = met requests / sum of end-to-end latencies`` (Eq. 2 to 4), that
-is, attainment over mean latency. All times are seconds.
+A mapping is a sequence of batches, each of which starts when the longest request of the one before
+ends. A request's times depend on its batch size. The search looks for the mapping with the greatest
+``G = met requests / sum of end-to-end latencies`` (Eq. 2 to 4). All times are seconds.
 
-Its compiled loops have a mapping as the order of the waiting requests and the sizes of the batches,
-and one row per batch with the state at its start. So a move is evaluated from the first batch that
-it changes to the last, and beyond only where it changes the waits of later batches.
-"""
+The compiled loops have one row per batch with the state at its start, so a move is evaluated from
+the first batch that it changes to the last, and beyond only where later waits change."""
 
 from __future__ import annotations
 
@@ -54,16 +51,14 @@ COLUMNS = 4
 
 
 class Problem(NamedTuple):
-    """The requests to map, see :class:`sluice.scheduling.batching.annealing.Jobs`.
+    """The requests to map.
 
     Attributes:
-        exec_s: ``float64[2, most, waiting]``: execution time in the first batch, and in any other;
-            one row per batch size, so that a batch reads consecutive memory.
-        latest_s: longest wait, in the same shape.
+        exec_s, latest_s: ``float64[2, most, waiting]``: execution time and longest wait in the
+            first batch, and in any other; one row per batch size.
         under_way: ``float64[most, 3]``: of the running requests in a batch of each size, how many
             meet their objective, the sum of their latencies, and the longest.
-        running: number of running requests.
-    """
+        running: number of running requests."""
 
     exec_s: Floats
     latest_s: Floats
@@ -82,17 +77,12 @@ def evaluate(
     before: Floats,
     after: Floats,
 ) -> int:
-    """Fill in the rows of ``after`` behind the changed batches; return the last row filled.
+    """Fill in the rows of ``after`` behind the changed batches; return the last row filled. It ends
+    where the wait of a later batch is as in ``before``, the state before the move.
 
-    ``before`` is the state before a move. Where the wait of a later batch is unchanged, the rest is
-    unchanged, and the evaluation ends.
-
-    Args:
-        exec_s, latest_s, under_way: see :class:`Problem`. They are no tuple, as the reference
-            counts of its arrays would cost a tenth of a search.
-        order, sizes: the mapping after the move.
-        counts: running requests, the first and the last batch that the move changed, and how many
-            batches there are.
+    ``counts``: running requests, the first and the last batch that the move changed, and the number
+    of batches. The arrays of :class:`Problem` are no tuple: its reference counts cost a tenth of a
+    search.
     """
     running, first, last, batches = counts
     met, latency = before[first, MET], before[first, LATENCY]
@@ -134,8 +124,7 @@ def objective(met: float, latency_s: float) -> float:
 
 @compiled
 def acceptance(change: float, waiting: int, temperature: float) -> float:
-    """Probability of accepting a mapping whose G differs by ``change``, relative to G, with
-    ``waiting`` requests to map. 1 where it is no worse."""
+    """Probability of accepting a mapping whose G differs by ``change``, relative to G."""
     if change >= 0.0:
         return 1.0
     exponent = LOSS_SCALE * waiting * change / temperature
@@ -161,11 +150,8 @@ def propose(
     draws: tuple[float, float, float],
 ) -> tuple[int, int, int, int, int]:
     """A random move: two indices to exchange, the first and the last batch that it changes, and how
-    many requests move from the first to the last batch.
-
-    ``limits`` are the largest batch, and the numbers of waiting and of running requests. The
-    ``draws`` are for the kind of the move and its two requests.
-    """
+    many requests move from the first to the last. ``limits``: the largest batch, and the numbers of
+    waiting and of running requests."""
     most, waiting, running = limits
     u_kind, u_place, u_other = draws
     kind = int(u_kind * 3.0)
@@ -190,11 +176,8 @@ def propose(
 def adopt(
     running: int, sizes: Ints, before: Floats, after: Floats, first: int, reached: int, batches: int
 ) -> int:
-    """Make the result of a move the current state; return the number of batches.
-
-    The rows behind ``reached`` shift by the same amounts. A batch that a move empties is removed,
-    except the first one while requests run in it.
-    """
+    """Make the result of a move the current state; return the number of batches. A batch that a
+    move empties is removed, except the first one while requests run in it."""
     met = after[reached, MET] - before[reached, MET]
     latency = after[reached, LATENCY] - before[reached, LATENCY]
     kept = first
@@ -225,9 +208,7 @@ def search(
     after: Floats,
     schedule: tuple[Floats, Floats],
 ) -> int:
-    """Anneal from ``current``, order and sizes of ``batches`` batches, whose rows are in
-    ``before``; leave the best mapping in ``best`` and return its number of batches. The schedule
-    is that of :class:`~sluice.scheduling.batching.annealing.Schedule`.
+    """Anneal from ``current``; leave the best mapping in ``best`` and return its number of batches.
     ``O(steps * waiting)``."""
     order, sizes = current
     best_order, best_sizes = best
@@ -276,28 +257,17 @@ def search(
 
 
 class Times(NamedTuple):
-    """Execution times and maximum waits of requests, for each batch size.
-
-    Attributes:
-        exec_s: ``float64[requests, most]``: time without waiting in a batch of ``column + 1``.
-        latest_s: same shape: the longest wait with which the request still meets its objective,
-            negative if it cannot.
-    """
+    """Execution times and longest waits with which requests still meet their objectives (negative:
+    they cannot), ``float64[requests, most]``: in a batch of ``column + 1``."""
 
     exec_s: Floats
     latest_s: Floats
 
 
 class Jobs(NamedTuple):
-    """Requests to map.
-
-    Attributes:
-        waiting: times of the waiting requests, which can be in any batch.
-        running: times of the running requests, which stay in the first batch; ``None`` if none.
-        joining: times of the waiting requests in the first batch; ``None`` if they are the same as
-            in any other batch.
-        waited_s: sum of the waits of all requests so far.
-    """
+    """Requests to map: times of the waiting ones, of the running ones, which stay in the first
+    batch, and of the waiting ones in the first batch (``joining``; ``None``: as elsewhere).
+    ``waited_s`` is the sum of all waits so far."""
 
     waiting: Times
     running: Times | None = None
@@ -321,10 +291,7 @@ class Schedule(NamedTuple):
         cls, initial: float, threshold: float, iterations: int, decay: float, seed: int
     ) -> Schedule:
         """Levels from ``initial``, each ``decay`` times the one before, until below ``threshold``.
-
-        The random numbers are drawn once and used by every search: the result depends on the
-        requests and the seed, not on earlier searches.
-        """
+        Every search uses the same random numbers."""
         temperatures = initial * np.power(
             decay, np.arange(levels(initial, threshold, decay), dtype=np.float64)
         )
@@ -333,8 +300,7 @@ class Schedule(NamedTuple):
 
 
 def levels(initial: float, threshold: float, decay: float) -> int:
-    """How many temperatures there are from ``initial`` down to ``threshold``, both above 0, each
-    ``decay`` (between 0 and 1) times the one before."""
+    """How many temperatures there are from ``initial`` down to ``threshold``."""
     return 0 if initial < threshold else floor(log(threshold / initial) / log(decay)) + 1
 
 
@@ -343,11 +309,10 @@ class Mapping(NamedTuple):
 
     Attributes:
         order: ``int64[waiting]``: indices of the waiting requests, in order.
-        sizes: ``int64[batches]``: how many waiting requests are in each batch. The first batch also
-            has the running ones, and can have no waiting request.
+        sizes: ``int64[batches]``: how many waiting requests are in each batch; the first also has
+            the running ones.
         met: requests that meet their objective, running ones included.
-        latency_s: sum of the end-to-end latencies, running ones included.
-    """
+        latency_s: sum of the end-to-end latencies, running ones included."""
 
     order: Ints
     sizes: Ints
@@ -371,18 +336,9 @@ def predict(
     """The times of the requests of ``table`` at ``now_s``. ``O(requests * most)``.
 
     Eq. 14 to 19 with the remaining work of a request: its pending prefill, and the predicted output
-    not yet emitted (at least one token). Before the first token, the TTFT, TPOT and end-to-end time
-    that are stated are judged as in the paper (Eq. 5 to 9); the time since arrival counts as
-    waiting. Afterwards TTFT is known, and the mean TPOT since the first token and the end-to-end
-    time decide.
-
-    Args:
-        table: rows of :mod:`sluice.scheduling.request.kernels`.
-        model: predictor of prefill and decode time.
-        most: largest batch size.
-        expected_tokens: output length of a request without a prediction.
-        decoding: number of requests in the batch that decode already and take no part in a prefill.
-    """
+    not yet emitted. Before the first token, the stated times are judged as in the paper (Eq. 5 to
+    9); the time since arrival counts as waiting. Afterwards the mean TPOT since the first token and
+    the end-to-end time decide. ``decoding`` requests of the batch take no part in a prefill."""
     return Times(
         *times_of(table, model.coefficients, now_s, most, float(expected_tokens), decoding)
     )
@@ -431,8 +387,7 @@ def times_of(
 
 @kernels.compiled
 def interaction_s(coefficients: Floats, batch: float, length: float) -> float:
-    """:meth:`~sluice.scheduling.latency.request_model.Interaction.seconds` of ``float64[4]``
-    coefficients."""
+    """:meth:`Interaction.seconds` of ``float64[4]`` coefficients."""
     return (coefficients[0] * length + coefficients[1]) * batch + (
         coefficients[2] * length + coefficients[3]
     )
@@ -441,28 +396,23 @@ def interaction_s(coefficients: Floats, batch: float, length: float) -> float:
 def anneal(jobs: Jobs, schedule: Schedule) -> Mapping:
     """Search the mapping with the greatest G (002 §4.3, Algorithm 1).
 
-    The two start mappings are the given order and the order of ascending execution time, both in
-    full batches. If the second meets every objective it is returned at once, although smaller
-    batches could still improve G, as the paper accepts. Otherwise the better one is annealed and
-    the best mapping seen is returned. Each step makes a random move: it pulls a request into the
-    batch before, pushes it into the next one, or swaps two.
-
-    ``O(levels * iterations * waiting)`` at most: a step evaluates the batches from the first one
-    that it changed.
+    The two start mappings are the given order and the order of ascending execution time, in full
+    batches. If the second meets every objective it is returned at once, as the paper accepts.
+    Otherwise the better one is annealed and the best mapping seen is returned. Each step pulls a
+    request into the batch before, pushes it into the next one, or swaps two.
+    ``O(levels * iterations * waiting)`` at most.
 
     Our readings:
 
-    - Pushing out of the last batch opens a new one, else the number of batches could never grow
-      (Fig. 4 needs it). A pull or push into a full batch becomes a swap.
+    - Pushing out of the last batch opens a new one (Fig. 4 needs it). A pull or push into a full
+      batch becomes a swap.
     - A worse mapping is accepted with ``exp(LOSS_SCALE * change / T)``, where ``change`` is the
-      relative change of G times the number of requests, so that it is -1 where one request's share
-      of G is lost. The paper's ``exp(change of G / T)``, with temperatures of 500 to 20 and a G far
-      below 1, accepts nearly every move to the end, which is a random walk.
+      relative change of G times the number of requests. The paper's ``exp(change of G / T)``, with
+      temperatures of 500 to 20 and a G far below 1, accepts nearly every move to the end.
     - While no request meets its objective, lower latency is better.
 
     Raises:
-        ValueError: more requests run already than the largest batch may have.
-    """
+        ValueError: more requests run already than the largest batch may have."""
     problem = _problem(jobs)
     exec_s, latest_s, under_way, running = problem
     _, most, waiting = exec_s.shape
@@ -507,8 +457,7 @@ def _problem(jobs: Jobs) -> Problem:
 
 
 def _full_batches(waiting: int, most: int, running: int) -> tuple[Ints, int]:
-    """Sizes of batches filled one by one, padded to the maximum number of batches, and the number
-    of batches in use."""
+    """Sizes of batches filled one by one, padded, and the number of batches in use."""
     ends = np.minimum(max(most - running, 0) + most * np.arange(waiting + 2), waiting)
     return np.diff(ends, prepend=0), int(np.count_nonzero(ends < waiting)) + 1
 
@@ -610,29 +559,19 @@ class AnnealingOptions(PolicyOptions):
 class Annealing(BatchPolicy):
     """Admits waiting requests by a priority mapping that maximises attainment over mean latency.
 
-    The mapping (:mod:`sluice.scheduling.batching.annealing`) puts the waiting requests into
-    a sequence of batches. The paper runs these batches one after the other; an engine with
-    continuous batching does not have to. Our readings:
+    The paper runs the mapping's batches one after the other. Our readings for continuous batching:
 
     - Running requests continue, decodes before prefills. They belong to the mapping's first batch,
       with their remaining work and their lateness so far.
-    - The other requests of the first batch are admitted, in its order. Requests of later batches
-      wait: by the mapping, running them beside the first batch costs more than it gains. With
-      ``admits: in_order`` they take the slots that are left, in the order of the mapping: that is
-      what an engine with FCFS makes of the paper's dispatch, which sends one batch after the other
-      0.1 ms apart (§5.1).
-    - Whenever a request arrives, ends or is preempted, the mapping is computed again, as in the
-      paper when its pool changes. So later batches rarely run as mapped: their requests compete for
-      every slot that comes free.
-    - Where nothing runs and no request of the first batch fits the memory, the first request that
-      fits is taken.
+    - The other requests of the first batch are admitted, in its order; requests of later batches
+      wait. With ``admits: in_order`` they take the slots that are left, in the order of the
+      mapping: what an engine with FCFS makes of the paper's dispatch (§5.1).
+    - Whenever a request arrives, ends or is preempted, the mapping is computed again.
+    - Where nothing runs and no request of the first batch fits, the first request that fits is
+      taken.
 
-    Like the paper, this policy has no ageing: a request that cannot meet its objective, or takes
-    long, can be passed over indefinitely. It does not preempt either.
-
-    Cost: ``O(n)`` in a call in which the last mapping is still valid, else ``O(batch_size *
-    annealed + steps * annealed)``. State: the last mapping, ``O(n)``.
-    """
+    Like the paper, this policy has no ageing and does not preempt. ``O(n)`` in a call in which the
+    last mapping is still valid, else ``O(batch_size * annealed + steps * annealed)``."""
 
     name = "annealing"
     source = "SLO-Aware Scheduling for LLM Inferences (arXiv 2504.14966) §4.2, §4.3, Algorithm 1"

@@ -1,11 +1,7 @@
 """Batch plans: the limits, the builder and the plan itself.
 
 A policy ranks requests; :class:`BatchBuilder` alone enforces the invariants of a plan, so no policy
-can break an engine.
-
-The state of its compiled loops between calls is three arrays: the counters, the predicted time by
-each piece of the latency model, and the plan, ``int64[PLAN, rows]``.
-"""
+can break an engine."""
 
 from __future__ import annotations
 
@@ -66,8 +62,8 @@ EVICTED = -1  # in place of tokens: the row is preempted before the batch
 def begin(
     table: Floats, pieces: Floats, promised: int, limits: tuple[int, int, int, int, bool, int]
 ) -> tuple[Ints, Floats, Ints]:
-    """The state of an empty plan. ``limits`` are the fields of a
-    :class:`~sluice.scheduling.batching.batch.BatchBudget` up to ``lookahead_tokens``."""
+    """The state of an empty plan: counters, time by piece, plan. ``limits`` are the fields of a
+    :class:`BatchBudget` up to ``lookahead_tokens``."""
     tokens, sequences, kv_blocks, block_tokens, reserve_prompt, lookahead = limits
     running, needed = 0, 0
     held = 0.0
@@ -105,8 +101,8 @@ def pending_blocks(row: Floats, block_tokens: int, lookahead: int) -> int:
 
 @compiled
 def extend(state: Ints, draws: bool, held: int, computed: int, tokens: int) -> int:
-    """Take the blocks for ``tokens`` of a running request; return how many tokens fit. If ``draws``
-    is set, it may take blocks from other running requests with ``draws``."""
+    """Take the blocks for ``tokens`` of a running request, also from other running requests if
+    ``draws`` is set; return how many tokens fit."""
     block, lookahead = state[BLOCK_TOKENS], state[LOOKAHEAD]
     others = state[RECLAIMABLE]
     room = state[FREE_BLOCKS]
@@ -129,8 +125,8 @@ def extend(state: Ints, draws: bool, held: int, computed: int, tokens: int) -> i
 
 @compiled
 def extend_drafts(state: Ints, held: int, computed: int, drafts: int) -> int:
-    """Take the blocks for the drafted tokens of a decode whose own token was just taken; return how
-    many drafts fit without using blocks that other running requests need."""
+    """Take free blocks that no running request needs for the drafts of a decode whose own token was
+    just taken; return how many drafts fit."""
     block = state[BLOCK_TOKENS]
     room = max(0, state[FREE_BLOCKS] - state[SPARE_BLOCKS] - state[NEEDED])
     upto = computed + 1 + state[LOOKAHEAD]
@@ -187,8 +183,8 @@ def take(
     costs: Floats,
     plan: Ints,
 ) -> int:
-    """Take ``rows`` in order; return the tokens taken. ``limits`` are the other arguments of
-    :meth:`~sluice.scheduling.batching.batch.BatchBuilder.take`. ``O(rows * pieces)``."""
+    """Take ``rows`` in order; return the tokens taken. ``limits``: see
+    :meth:`BatchBuilder.take`."""
     until_s, tokens, in_order = limits
     taken = 0
     for row in rows:
@@ -239,12 +235,9 @@ class BatchBudget(NamedTuple):
         tokens: maximum number of new tokens in the batch.
         sequences: maximum number of sequences that run at once, running ones included.
         kv_blocks: free KV blocks (cached blocks that may be evicted count as free).
-        block_tokens: tokens per KV block.
         reserve_prompt: a waiting request is admitted only if its whole sequence would fit.
-        lookahead_tokens: number of tokens beyond its own for which a planned request also needs
-            blocks: a drafting model writes there.
-        draft_s: time to draft one token for all decodes of a batch, seconds; 0 where that is free.
-    """
+        lookahead_tokens: tokens beyond its own for which a planned request also needs blocks.
+        draft_s: time to draft one token for all decodes of a batch, seconds."""
 
     tokens: int
     sequences: int
@@ -256,12 +249,7 @@ class BatchBudget(NamedTuple):
 
 
 class Tiers(NamedTuple):
-    """A queue with the guaranteed requests before the best-effort ones.
-
-    Attributes:
-        order: ``int64[n]``, the queue's rows.
-        promised: number of guaranteed requests.
-    """
+    """A queue's rows with the ``promised`` guaranteed requests before the best-effort ones."""
 
     order: Ints
     promised: int
@@ -278,14 +266,11 @@ class BatchPlan:
     """The next batch, in the order in which the engine should take it.
 
     Attributes:
-        rows: ``int64[m]``, indices in the planned queue.
-        tokens: ``int64[m]``, new tokens of each.
+        rows, tokens: ``int64[m]``, indices in the planned queue, and new tokens of each.
         predicted_s: step time of the batch by the latency model, seconds.
         evicted: ``int64[k]``, running requests to preempt before the batch: they lose their KV and
             keep their generated tokens.
-        kept: ``int64[l]``, running requests outside the batch that an engine preempts last when it
-            runs out of blocks.
-    """
+        kept: ``int64[l]``, running requests outside the batch that an engine preempts last."""
 
     __slots__ = ("_queue", "_tokens_of", "evicted", "kept", "predicted_s", "rows", "tokens")
 
@@ -366,15 +351,14 @@ class BatchPlan:
 class BatchBuilder:
     """Collects a plan and enforces its invariants.
 
-    Each planned request is in the queue and appears once. A request gets at most its pending
-    tokens: a decode gets one token, plus at most the number of drafted tokens in ``lengths``. The
-    sums stay within the budget's tokens, sequences and KV blocks.
+    Each planned request is in the queue and appears once, with at most its pending tokens; a decode
+    gets one token, plus at most the drafted tokens in ``lengths``. The sums stay within the budget.
 
     Rules for KV blocks, which make every plan one that the engine can run:
 
-    - A running request may take free blocks and the blocks of running requests outside the plan.
-      The engine then preempts those requests whole, by recompute. Blocks that were taken from a
-      request are no longer available to it if it is planned later.
+    - A running request may take free blocks and the blocks of running requests outside the plan,
+      which the engine then preempts whole. Blocks taken from a request are not available to it
+      later.
     - A waiting request takes free blocks only, and only in a plan without preemption: an engine
       admits no request in a step in which it ran out of blocks. So after an admission, running
       requests can no longer take each other's blocks.
@@ -382,18 +366,13 @@ class BatchBuilder:
       small prompts could keep taking the blocks that a long one waits for.
     - Drafted tokens take free blocks only, and leave the blocks that running requests need for
       their pending tokens. Where blocks, tokens or time are short, fewer drafts are verified.
-    - A best-effort request takes free blocks only, and no request takes its blocks. The plan names
-      the best-effort requests to preempt before the batch.
-    - A policy may also preempt running requests of its own before the batch (:meth:`evict`).
+    - A best-effort request takes free blocks only, and no request takes its blocks.
 
     ``O(requests)`` to build, ``O(rows)`` per call, both compiled.
 
     Args:
-        queue: the requests to plan.
-        budget: the limits.
-        latency: predicts the batch's time.
-        tiers: order of the rows by :mod:`sluice.scheduling.batching.best_effort`. If given, rows
-            are numbered by this order, and the budget is that of the guaranteed requests.
+        tiers: if given, rows are numbered by its order, and the budget is that of the guaranteed
+            ones.
         lengths: drafts that decodes may verify, by row of ``queue``; default: nothing is drafted.
     """
 
@@ -482,8 +461,7 @@ class BatchBuilder:
         return bool(self._state[ADMITTED])
 
     def speculate(self, lengths: Lengths) -> None:
-        """Set the maximum number of drafts of the decodes taken from now on. ``lengths`` covers the
-        first rows; the other rows keep theirs."""
+        """Set the maximum number of drafts of the decodes taken from now on, of the first rows."""
         drafts = self._plan[DRAFTS]
         before = int(drafts.max(initial=0))
         self.lengths = lengths if self.lengths is None else lengths.before(self.lengths)
@@ -495,8 +473,7 @@ class BatchBuilder:
         self._state[SHOWN] = rows
 
     def withhold(self, blocks: int, running: int) -> None:
-        """Count ``running`` best-effort requests with ``blocks`` as still running; before this call
-        the builder counts their blocks and sequences as free."""
+        """Count ``running`` best-effort requests with ``blocks`` as still running, not as free."""
         self._state[FREE_BLOCKS] -= blocks
         self._state[NEEDED] -= blocks
         self._state[SEQUENCES_LEFT] -= running
@@ -507,22 +484,17 @@ class BatchBuilder:
         self._state[CLOSED] = 0
 
     def spare(self, blocks: int) -> None:
-        """From now on, every admission leaves ``blocks`` free while any request runs, so that
-        running requests can grow."""
+        """From now on, every admission leaves ``blocks`` free while any request runs."""
         self._state[SPARE_BLOCKS] = blocks
 
     def evict(self, rows: Ints) -> None:
-        """Preempt the running requests in ``rows``, none of which is planned, before the batch.
-        Their blocks and sequences count as free from now on."""
+        """Preempt the running requests in ``rows``, none of which is planned, before the batch."""
         evict(self._table, rows, self._state, self._plan)
         self._evicted = rows
 
     def add(self, row: int, tokens: int = UNBOUNDED_TOKENS) -> int:
-        """Take up to ``tokens`` (default: all pending) of the request in ``row``; return how many.
-
-        Returns 0, and plans nothing, where a limit is reached, or the request is planned already or
-        not in this queue. :attr:`cost_s` grows by the predicted time of the tokens taken.
-        """
+        """Take up to ``tokens`` of the request in ``row``; return how many, 0 where a limit is
+        reached or the request is planned already or not in this queue."""
         return self.take(np.array([row]), tokens=tokens)
 
     def take(
@@ -536,11 +508,10 @@ class BatchBuilder:
 
         Args:
             until_s: maximum predicted time of the batch. The first prefill that does not fit is
-                chunked to the time left and is the last to be taken. A decode that does not fit is
-                skipped, as it cannot be chunked, and so is a prefill of which not one token fits.
+                chunked and is the last to be taken; a decode that does not fit is skipped, and so
+                is a prefill of which not one token fits.
             tokens: maximum number of tokens to take in total.
-            in_order: whether to stop at the first request that gets nothing, unless the batch is
-                still empty.
+            in_order: stop at the first request that gets nothing, unless the batch is still empty.
         """
         if not len(rows):
             return 0
@@ -555,11 +526,8 @@ class BatchBuilder:
         )
 
     def ensure_progress(self, rows: Iterable[int]) -> None:
-        """If the plan is empty, take at most one block's tokens of the first request that fits.
-
-        For policies with a time budget: a budget too small for any work must not stop the engine,
-        and is exceeded by as little as possible.
-        """
+        """If the plan is empty, take at most one block's tokens of the first request that fits: a
+        time budget too small for any work must not stop the engine."""
         if not self.empty:
             return
         for row in rows:

@@ -33,12 +33,9 @@ class EDFOptions(PolicyOptions):
 class EDF(BatchPolicy):
     """Requests by the deadline of their next token, up to a token budget. ``O(n log n)``.
 
-    Decodes and prefills share one order, so a decode ahead of its pace yields to a prefill that is
-    due sooner. Requests without a deadline come last, in order of arrival. No request is dropped: a
-    late request stays in front, which both papers name as the cause of collapse under overload. So
-    every request with a deadline is served eventually, but requests without one starve while the
-    others fill every batch.
-    """
+    Decodes and prefills share one order. Requests without a deadline come last, by arrival, and
+    starve while others fill every batch. A late request stays in front, which both papers name as
+    the cause of collapse under overload."""
 
     name = "edf"
     source = "earliest deadline first, as in ProServe §3.2 and FlowPrefill §6.1 (DistServe-CP)"

@@ -7,8 +7,12 @@ from math import inf
 import numpy as np
 from pydantic import Field
 
-from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
-from sluice.scheduling.batching.prefill_share import PrefillShareOptions, least_useful_s
+from sluice.scheduling.batching.base import (
+    BatchBuilder,
+    BatchPolicy,
+    PrefillShareOptions,
+    least_useful_s,
+)
 from sluice.scheduling.fleet.local_orders import DEADLINE
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.request.kernels import COMPUTED, TPOT, by_deadline, deadlines_s, is_prefill
@@ -33,27 +37,20 @@ class FairBatching(BatchPolicy):
 
     With ``slack = deadline of the next token - now``:
 
-    1. ``budget = max(min slack, min TPOT)`` over the decodes (§3.2): the batch ends before the
-       first decode is due, but is never so small that it is all overhead. Without a decode only the
+    1. ``budget = max(min slack, min TPOT)`` over the decodes (§3.2). Without a decode only the
        engine's token limit binds.
-    2. Three groups (§3.3), each by slack ascending: decodes with ``slack < budget + min TPOT``,
-       which would be late if left out now; prefills; the other decodes.
+    2. Three groups (§3.3), each by slack ascending: decodes with ``slack < budget + min TPOT``;
+       prefills; the other decodes.
     3. The groups fill the budget in that order; the prefill that does not fit is chunked to it.
 
     Our readings:
 
     - The first group is not cut by the time budget: §3.3 says that urgent decodes are always
-      included and that the policy falls back to Sarathi's behaviour under extreme load.
-    - Only decodes that state a TPOT set the budget, and only if a batch with a useful share of
-      prefill can meet that TPOT (:mod:`sluice.scheduling.batching.prefill_share`). With urgent
-      decodes in the batch, prefills with a deadline keep that share. A ``prefill_share`` of 0 is
-      the paper's text.
-    - Requests without a deadline have infinite slack and come after all others, decodes before
-      prefills, so that prompts do not delay outputs that have begun. They starve while the other
-      requests fill every batch.
-    - A prefill that recomputes after a preemption is a prefill, with the deadline of its next
-      token.
-    """
+      included.
+    - Only decodes that state a TPOT which a batch with a useful share of prefill can meet set the
+      budget (:func:`least_useful_s`). With urgent decodes in the batch, prefills with a deadline
+      keep that share. A ``prefill_share`` of 0 is the paper's text.
+    - Requests without a deadline come after all others, decodes before prefills, and may starve."""
 
     name = "fairbatching"
     source = "FairBatching §3.2, §3.3, Algorithm 1"

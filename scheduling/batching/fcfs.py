@@ -12,11 +12,10 @@ from sluice.scheduling.request.queue import QueueView
 
 
 class FCFS(BatchPolicy):
-    """Running requests first, then waiting ones, each in order of arrival.
+    """Running requests first, then waiting ones, each in order of arrival. ``O(n)``.
 
-    The batch is filled up to the engine's token limit; the last prefill is chunked. Objectives are
-    ignored. A waiting request that does not fit blocks the ones behind it. ``O(n)``.
-    """
+    The last prefill is chunked to the token limit. A waiting request that does not fit blocks the
+    ones behind it."""
 
     name = "fcfs"
     source = "vLLM v1 scheduler, first-come-first-served policy with chunked prefill"

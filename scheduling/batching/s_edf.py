@@ -71,30 +71,22 @@ class SEDF(BatchPolicy):
     that can be batched with it. ``O(n log n)``.
 
     Prefills rank by ``sgn(slack) / deadline`` (Eq. 3), with ``slack = deadline - now - predicted
-    TTFT``: feasible ones by deadline, then prefills without a deadline, then prefills that would be
-    late even alone, the latest deadline first. The first is the head ``H``. Algorithm 1 adds
-    others, in order, as long as the predicted time of the whole batch is below the time left to
-    ``H`` and the sum of tokens is below ``G``; a prefill that exceeds either limit is skipped. As
-    in Algorithm 2, a decision is made when a prefill arrives or completes, and applies until the
-    next such event.
+    TTFT``: feasible ones by deadline, then prefills without a deadline, then late ones, the latest
+    deadline first. Algorithm 1 adds others to the head ``H``, in order, as long as the predicted
+    time of the whole batch is below the time left to ``H`` and the sum of tokens is below ``G``. As
+    in Algorithm 2, a decision is made when a prefill arrives or completes. As in the paper there is
+    no ageing.
 
     Our readings:
 
     - An engine runs whole batches, so preemption happens between chunks, not between operators.
-      Chunks are not padded: an urgent prompt's chunk takes no tokens of prompts outside its batch.
-    - At the end of a chunk nothing is in flight, so a prefill that has begun ranks, and can be
-      batched, by its remaining prefill. The paper cannot batch a suspended pass again.
+      Chunks are not padded.
+    - A prefill that has begun ranks, and can be batched, by its remaining prefill. The paper cannot
+      batch a suspended pass again.
     - The paper's instances only prefill. Here every decode runs beside the task, in order of
       arrival; TPOT objectives are ignored, and ``chunk_tokens`` bounds the wait of decodes.
-    - A prefill that recomputes after a preemption counts as a new arrival, with the deadline of its
-      next token.
-    - Where no prefill of the task fits the engine, the others are tried in their order.
-
-    As in the paper, there is no ageing: while feasible prefills keep arriving, late ones wait, and
-    among late ones the one with the earliest deadline waits longest.
-
-    The state is the decision and the keys of the prefills that it covered: one queue at most.
-    """
+    - A prefill that recomputes after a preemption counts as a new arrival.
+    - Where no prefill of the task fits the engine, the others are tried in their order."""
 
     name = "s_edf"
     source = "FlowPrefill §5.2, Eq. 3, Algorithms 1 and 2"
@@ -177,9 +169,8 @@ class SEDF(BatchPolicy):
 
 
 def chunked_work_s(table: Floats, pieces: Floats, chunk_tokens: int) -> Floats:
-    """Time of every row's pending tokens in chunks of ``chunk_tokens`` by every piece of a model,
-    ``float64[pieces, n]``, without the steps' fixed time. ``O(1)`` per row and piece: the context
-    of the whole chunks grows evenly."""
+    """Time of every row's pending tokens in chunks by every piece of a model, ``float64[pieces,
+    n]``, without the steps' fixed time. ``O(1)`` per row and piece."""
     pending, computed = table[:, PENDING], table[:, COMPUTED]
     whole = np.floor(pending / chunk_tokens)
     last = pending - whole * chunk_tokens
@@ -209,13 +200,8 @@ def join(
     left_s: float,
 ) -> Ints:
     """Algorithm 1: the indices, in the given order, of the first prefill and of the ones that join
-    it.
-
-    Args:
-        tokens, work_s: pending tokens of each prefill, and their time by each piece of the model.
-        fixed_s: time of a chunk by each piece, without its tokens.
-        polynomial: if not empty, predicts the time from the sum of tokens, instead of the model.
-        left_s: time until the first one's deadline.
+    it. A ``polynomial`` that is not empty predicts the time from the sum of tokens, instead of the
+    model.
     """
     joined = np.empty(tokens.shape[0], np.int64)
     joined[0] = 0

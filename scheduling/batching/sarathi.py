@@ -28,9 +28,7 @@ class SarathiOptions(PolicyOptions):
 class Sarathi(BatchPolicy):
     """Every decode first, then prefill chunks, all in order of arrival (Sarathi-FCFS). ``O(n)``.
 
-    Prefills that have begun come before waiting ones, as they hold KV blocks. The token budget and
-    the engine's own limit both apply.
-    """
+    Prefills that have begun come before waiting ones, as they hold KV blocks."""
 
     name = "sarathi"
     source = "Sarathi-Serve (OSDI 2024), Algorithm 3; FairBatching §2.3"

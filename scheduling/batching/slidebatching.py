@@ -9,8 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
-from sluice.scheduling.batching.prefill_share import PrefillShareOptions, least_useful_s
+from sluice.scheduling.batching.base import (
+    BatchBuilder,
+    BatchPolicy,
+    PrefillShareOptions,
+    least_useful_s,
+)
 from sluice.scheduling.fleet.local_orders import SLIDE
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.request.kernels import (
@@ -104,8 +108,7 @@ class Partition(NamedTuple):
         budget_s: time budget of the next batch, seconds.
         order: ``int64[n]``, rows by deadline.
         urgent: ``bool[m]``, whether each of the first ``m`` rows of ``order``, which have a
-            deadline, is urgent.
-    """
+            deadline, is urgent."""
 
     due_s: Floats
     work_s: Floats
@@ -124,31 +127,24 @@ class SlideBatching(BatchPolicy):
     2. A request is urgent if ``remain < gamma * phi``. ``phi`` is ``budget / (budget - t_c)`` times
        the sum of ``exec`` over the queue (``phi_a``, Eq. 8) or over the requests due no later
        (``phi_c``, Eq. 9), where ``t_c`` is the fixed time of a step. On replicas that only prefill,
-       ``phi`` is the sum of ``exec`` plus one ``t_c`` per request (``phi_p``): one batch for each.
+       ``phi`` is the sum of ``exec`` plus one ``t_c`` per request (``phi_p``).
     3. Urgent requests by density descending, then normal ones by ``remain`` ascending, until the
        budget is full; the prefill that does not fit is chunked to it.
 
     Our readings:
 
-    - Read literally, one late request pins the minimum ``remain``, and with it every budget, to eta
-      until it ends, though no batch can make it on time. So by default, requests that would be late
-      even alone in the next batch do not count in that minimum; if no other request is left, the
-      budget is eta. They stay in the queue, mostly urgent, and compete by density.
-    - An eta above a TPOT objective would make every minimal batch late. So eta is capped by the
-      minimum stated TPOT that a batch with a useful share of prefill can meet
-      (:mod:`sluice.scheduling.batching.prefill_share`). An eta not above ``t_c`` is replaced by
-      twice ``t_c``. Urgent decodes are mostly denser than prefills, so the budget leaves urgent
-      prefills that share beside the decodes due within two budgets, as a decode left out now can
-      run in the next batch at the earliest. Decodes due later are ahead of their pace and cannot
-      stay so for long. A ``prefill_share`` of 0 is Algorithm 1 without this.
-    - §5.4 does not say how its variant without the estimator ranks. Without predicted times the
-      load is unknown, so ``phi`` is 0, and the density uses tokens instead of times.
-    - Requests without a deadline come after all others, decodes before prefills, and do not delay
-      the others, so no sum includes their ``exec``.
+    - Requests that would be late even alone do not count in the minimum ``remain``: one late
+      request would pin every budget to eta. They stay in the queue, mostly urgent, and compete by
+      density.
+    - Eta is capped by the minimum stated TPOT that a batch with a useful share of prefill can meet
+      (:func:`least_useful_s`), and an eta not above ``t_c`` is replaced by twice ``t_c``. The
+      budget leaves urgent prefills that share beside the decodes due within two budgets. A
+      ``prefill_share`` of 0 is Algorithm 1 without this.
+    - §5.4 does not say how its variant without the estimator ranks: ``phi`` is 0, and the density
+      uses tokens instead of times.
+    - Requests without a deadline come after all others and do not delay them.
 
-    There is no ageing: under sustained overload all requests are urgent, and a long prompt of low
-    priority starves while denser requests arrive, as do requests without a deadline.
-    """
+    There is no ageing: under sustained overload a long prompt of low priority starves."""
 
     name = "slidebatching"
     source = "ProServe §4.2, Algorithm 1, Eq. 8 and 9; §5.4 for its ablation"
@@ -231,8 +227,8 @@ class SlideBatching(BatchPolicy):
     def _urgent(
         self, remain_s: Floats, work_s: Floats, budget_s: float, latency: LatencyModel
     ) -> NDArray[np.bool_]:
-        """Which requests may be late if they wait for the ones before them (``phi_c``) or for all
-        (``phi_a``, ``phi_p``). ``remain_s`` ascends."""
+        """Which requests may be late if they wait for the ones before them (``phi_c``) or for
+        all."""
         if self._order != "slide":
             return np.full(len(remain_s), self._order == "density")
         queued_s = np.cumsum(work_s)

@@ -15,8 +15,7 @@ from sluice.scheduling.admission.slos_serve.selection import (
     Supply,
     admissible,
 )
-from sluice.scheduling.batching.base import BatchBudget, BatchBuilder, BatchPolicy
-from sluice.scheduling.batching.prefill_share import least_useful_s
+from sluice.scheduling.batching.base import BatchBudget, BatchBuilder, BatchPolicy, least_useful_s
 from sluice.scheduling.fleet.local_orders import SLIDE
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.policy import PolicyOptions
@@ -50,8 +49,7 @@ from sluice.scheduling.request.queue import QueueView
 Mask = NDArray[np.bool_]
 
 MOST_DECIDED = 2 * MOST_NEW
-"""Maximum number of new requests that one call decides, so that no burst stalls the engine. Two
-groups take about a millisecond."""
+"""Maximum number of new requests that one call decides, in about a millisecond."""
 
 
 class SLOsServeOptions(PolicyOptions):
@@ -85,18 +83,14 @@ class SLOsServe(BatchPolicy):
 
     Admission (§3.1, §3.2.1): when a request arrives, ends or changes its objectives, the policy
     decides which new requests are guaranteed
-    (:mod:`sluice.scheduling.admission.slos_serve.selection`). Between these events no decision
-    changes. The state of requests that left the queue is dropped. Of a burst of arrivals, a call
-    decides the :data:`MOST_DECIDED` earliest; the others are best effort until a later call decides
-    them.
+    (:mod:`sluice.scheduling.admission.slos_serve.selection`), at most the :data:`MOST_DECIDED`
+    earliest in one call.
 
-    Batches (§3.2.2, Alg. 2), with ``t0`` the minimum TPOT of the guaranteed decodes: each batch
-    takes the time ``t0``; decodes enter by schedule deadline; the rest goes to guaranteed prefills
-    by deadline.
+    Batches (§3.2.2, Alg. 2): each takes the time ``t0``, the minimum TPOT of the guaranteed
+    decodes; decodes enter by schedule deadline; the rest goes to guaranteed prefills by deadline.
 
     Best effort (§4.1): requests without a guarantee get the time and memory left, decodes before
-    prefills, each in order of arrival. While guaranteed requests fill every batch, best-effort
-    requests starve: like the paper, this policy has no rule against that.
+    prefills, by arrival; they starve while guaranteed requests fill every batch, as in the paper.
 
     Speculation (§3.2.3, appendix D): where tokens are drafted, ``t0`` is the batch time of the
     solver (:class:`~sluice.scheduling.latency.speculation.AdaptiveLengths`), and a decode is due
@@ -104,45 +98,30 @@ class SLOsServe(BatchPolicy):
 
     Our readings:
 
-    - Guarantees count decodes without speculation. Appendix D also has its prefill budget in the
-      dynamic program. But acceptance is a mean over the past and a guarantee lasts until the
-      request ends, so the time that speculation saves goes to best effort.
-    - ``time2bs(t0)`` is ``t0`` itself: the builder fills a batch by predicted seconds. With ``n``
-      tokens that is the same batch, and the context counts.
+    - Guarantees count decodes without speculation: acceptance is a mean over the past, so the time
+      that speculation saves goes to best effort.
+    - ``time2bs(t0)`` is ``t0`` itself: the builder fills a batch by predicted seconds.
     - A token is due for scheduling if, left out, it would be late in the next batch: ``deadline <
-      end of this batch + t0``, Alg. 2's line 9 with ``schDDL < (i + 1) t0``. The printed ``>=``
-      would schedule the tokens that are not due.
+      end of this batch + t0``, Alg. 2's line 9 with ``schDDL < (i + 1) t0``, not the printed
+      ``>=``.
     - A batch that completes a guaranteed prefill is not padded beyond that prefill's deadline.
-    - Alg. 1 forgets declined requests. Here, a declined request without output is decided again
-      when requests arrive or leave, until its deadline: at most ten together with the new ones, by
-      worth per predicted second, descending.
-    - The memory ``m_i`` of a guaranteed request grows with its output, whose length is expected,
-      and is free once that ends. The printed program counts all of it from the start, which for
-      long outputs is twice what they hold in the mean. Here a new request needs all of its memory
-      beside the most that the guaranteed ones will need at a time
+    - Alg. 1 forgets declined requests. Here, one without output is decided again when requests
+      arrive or leave: at most ten together with the new ones, by worth per predicted second,
+      descending.
+    - The memory ``m_i`` of a guaranteed request grows with its output, and a new request needs all
+      of its memory beside the most that the guaranteed ones will need at a time
       (:func:`~sluice.scheduling.request.expected.peak`).
-    - The tightest stage of a request counts while its row states it; when the row's objective
-      changes with the stage, the request is decided again. A guarantee is kept in later stages.
-    - A request whose TPOT no batch with a useful share of prefill can meet
-      (:mod:`sluice.scheduling.batching.prefill_share`) is not guaranteed, nor is a request without
-      any objective. An end-to-end objective becomes a TTFT and a pace, by the expected output
-      (:func:`~sluice.scheduling.request.deadline.paced`).
-    - Requests that the controller has guaranteed are forced in, whatever this program decides.
-      Their prefills go before prefills that only this policy has guaranteed, if one of them might
-      otherwise be late. If their TPOT is too short for a useful batch, it counts as the shortest
-      useful one.
-    - A batch ends before a decode that the last batch left out is late: when the request with the
-      tightest TPOT leaves, batches become longer than the time left to such a decode.
-    - The paper preempts best-effort requests when new ones arrive. An engine gives no blocks of a
-      running request to a waiting one, so here best-effort requests lose their KV to running
-      guaranteed requests only. As eviction causes recompute, it is bounded beforehand: a waiting
-      best-effort request is admitted only if its whole predicted length fits beside the whole
-      length of running ones and what the guaranteed ones will need. A request that exceeds its
-      prediction counts as twice its current length, so its prediction fails ``log2(length)`` times
-      at most.
-
-    Each decision is ``O(n)`` plus the dynamic program.
-    """
+    - When a row's objective changes with the stage, the request is decided again. A guarantee is
+      kept.
+    - A request whose TPOT no useful batch can meet (:func:`least_useful_s`) is not guaranteed, nor
+      is one without any objective. An end-to-end objective becomes a TTFT and a TPOT, by the
+      expected output (:func:`~sluice.scheduling.request.deadline.paced`).
+    - Requests that the controller has guaranteed are forced in. Their prefills go before those that
+      only this policy has guaranteed, if one of them might otherwise be late.
+    - A batch ends before a decode that the last batch left out is late.
+    - The paper preempts best-effort requests for new ones. Here they lose their KV to running
+      guaranteed requests only, and a waiting one is admitted only if its whole predicted length
+      fits beside what running and guaranteed ones will need; an exceeded prediction is doubled."""
 
     name = "slos_serve"
     source = "SLOs-Serve §3.2, §4.1, Algorithms 1 and 2, appendix C"
@@ -232,9 +211,8 @@ class SLOsServe(BatchPolicy):
     def _front(
         self, bound: Mask, taken_s: float, work_s: Floats, left_s: Floats, until_s: float
     ) -> Ints:
-        """The order of the prefills: by deadline as given, or the prefills ``bound`` by the
-        controller's guarantee first, if one of them might otherwise be late. The others are
-        guaranteed by this policy only."""
+        """The order of the prefills: by deadline as given, or the ones ``bound`` by the controller
+        first, if one of them might otherwise be late."""
         order = np.arange(len(bound))
         if bound.all() or not bound.any():
             return order
@@ -256,8 +234,8 @@ class SLOsServe(BatchPolicy):
     def _let_in(
         self, table: Floats, rows: Ints, claims: Any, growth: Floats, free_blocks: int
     ) -> Ints:
-        """The best-effort ``rows`` that can be served without taking blocks from other requests:
-        running ones, then waiting ones whose whole predicted length fits."""
+        """The best-effort ``rows`` that take no blocks from others: running ones, then waiting ones
+        whose whole predicted length fits."""
         running = table[rows, RUNNING] > 0
         begun, waiting = rows[running], rows[~running]
         needs = growth[begun]
@@ -317,8 +295,8 @@ class SLOsServe(BatchPolicy):
         promised[new] = admissible(demand.of(new), held, supply)
 
     def _known(self, keys: Ints) -> tuple[Mask, Mask, Mask]:
-        """Which requests were in the queue at the last decision, which of these are guaranteed, and
-        which of these were decided."""
+        """Which requests were in the queue at the last decision, and which were guaranteed and
+        decided."""
         if not len(self._keys):
             none = np.zeros(len(keys), dtype=np.bool_)
             return none, none.copy(), none

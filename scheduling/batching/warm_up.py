@@ -1,8 +1,5 @@
-"""Loads the compiled loops of a policy before the first request needs them.
-
-numba reads a loop's machine code from disk when it is first called, or compiles it, which takes
-seconds; an engine must not do that in a batch.
-"""
+"""Loads the compiled loops of a policy before the first request needs them: the first call of a
+loop reads its machine code from disk or compiles it for seconds."""
 
 from __future__ import annotations
 
@@ -34,13 +31,10 @@ _BUDGETS = (
 
 
 def warm_up(name: str, options: Mapping[str, Any] | None = None) -> None:
-    """Plan toy queues by the batch policy called ``name``: prefills, decodes and both, with and
-    without objectives, on time and late, guaranteed and best effort, with ample and with scarce KV
-    blocks.
+    """Plan toy queues by the batch policy called ``name`` that reach its loops with every type.
 
     Raises:
-        ValueError: no such policy, or wrong options.
-    """
+        ValueError: no such policy, or wrong options."""
     policy = make_policy(name, options)
     waiting = [_prefill(i, slo, age_s, 0) for i, (slo, age_s) in _cases(0)]
     begun = [_prefill(i, slo, age_s, 64) for i, (slo, age_s) in _cases(1)]

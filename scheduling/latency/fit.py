@@ -1,18 +1,17 @@
-"""Fit of the latency models to measured steps, with one report of the error for all families.
+"""Fits step-time models to measured steps, and chooses the form that predicts unseen steps best.
 
 Least squares on relative errors, because a plan of 5 ms needs its 5 % as much as one of 200 ms;
-coefficients >= 0, because no work takes negative time; and the worst samples of each kind left out,
-because a shared machine makes outliers that are not the engine's. Steps with prefills are one kind,
-steps of decodes the other: a profile has few prefills, and without kinds they would all be the
-worst samples where a fit to the decodes misses them. Deterministic.
+coefficients >= 0; and the worst samples of each kind (with prefills, or decodes alone) left out,
+because a shared machine makes outliers that are not the engine's. Deterministic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import combinations
 from math import inf
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
@@ -42,8 +41,7 @@ Solver = Callable[[Floats, Floats], Floats]
 
 
 class _Fit(NamedTuple):
-    """``lines`` are ``float64[lines, columns]``: the prediction is the largest of their products
-    with a row of the design. The other two are of the samples that were kept."""
+    """``lines``: the prediction is the largest of their products with a row of the design."""
 
     lines: Floats
     predicted_s: Floats
@@ -79,17 +77,13 @@ def fit(
     """The model of ``family`` that explains ``samples`` best, and how well it does.
 
     The worst ``trim`` share of each kind of samples by relative error is left out and the rest is
-    fitted again. Samples without new tokens, or with a time that is not positive and finite, are
-    ignored.
-
-    ``interaction`` is fitted to the steps that are all fresh prefills or all decodes (002 §4.2
-    profiles such batches), ``polynomial_ttft`` to those that are one fresh prefill and nothing else
-    (FlowPrefill's prefill profiles), the others to all steps.
+    fitted again; samples without new tokens or without a time are ignored. ``interaction`` is
+    fitted to the steps that are all fresh prefills or all decodes (002 §4.2), ``polynomial_ttft``
+    to those that are one fresh prefill and nothing else (FlowPrefill), the others to all steps.
 
     Raises:
         ValueError: no such family, too few usable samples or none of a kind that the family needs,
-            or ``trim`` outside [0, 0.5].
-    """
+            or ``trim`` outside [0, 0.5]."""
     if not 0 <= trim <= 0.5:
         raise ValueError(f"trim must be from 0 to 0.5, got {trim}")
     known = (*FAMILIES, "interaction", "polynomial_ttft")
@@ -108,11 +102,8 @@ def fit(
 def fit_without_context(
     samples: Sequence[StepSample], trim: float = 0.1
 ) -> tuple[LinearLatency, FitReport]:
-    """The ``linear`` model with ``a`` and ``b`` alone, to which FairBatching §3.2 compares its own.
-
-    Raises:
-        ValueError: as :func:`fit`.
-    """
+    """The ``linear`` model with ``a`` and ``b`` alone, to which FairBatching §3.2 compares its
+    own."""
     found = _fit_one_piece(LinearLatency, _usable(samples), trim, 2)
     return LinearLatency.of(found[0].coefficients), found[1]
 
@@ -198,8 +189,8 @@ def _trimmed(
 
 
 def best_of_each_kind(errors: Floats, prefills: Floats, trim: float) -> Ints:
-    """The indices of the steps without the worst ``trim`` share of the steps with prefills, and of
-    those of decodes alone. ``O(steps log steps)``."""
+    """The indices of the steps without the worst ``trim`` share of those with and without
+    prefills."""
     kept = []
     for kind in (np.flatnonzero(prefills > 0), np.flatnonzero(prefills == 0)):
         order = kind[np.argsort(errors[kind], kind="stable")]
@@ -228,10 +219,7 @@ def _predict(lines: Floats, design: Floats) -> Floats:
 
 def _two_lines(design: Floats, seconds: Floats) -> Floats:
     """The best found of: the samples split by their tokens at a quartile, a line fitted to each
-    side, each sample assigned to the line that is higher there, and so on until nothing moves.
-
-    The steps do not always improve, so the best of all rounds is kept, one line alone included.
-    """
+    side, each sample assigned to the line that is higher there, and so on until nothing moves."""
     line = _one_line(design, seconds)
     best = np.concatenate([line, line])
     least = _squares(best, design, seconds)
@@ -257,11 +245,9 @@ def _squares(lines: Floats, design: Floats, seconds: Floats) -> float:
 
 
 def _one_line(design: Floats, seconds: Floats) -> Floats:
-    """The relative least-squares coefficients under the bound 0, ``float64[1, columns]``.
-
-    The bounded optimum is the free optimum on its own support, so it is the best of those free
-    optima, one per set of columns, that stay within the bound. At most 63 problems, all on the
-    triangular factor of the data, so their cost does not grow with the samples.
+    """The relative least-squares coefficients under the bound 0, ``float64[1, columns]``: the best
+    of the free optima, one per set of columns, that stay within the bound, on the data's triangular
+    factor.
     """
     relative = design / seconds[:, None]
     scale = relative.max(axis=0)
@@ -281,3 +267,64 @@ def _one_line(design: Floats, seconds: Floats) -> Floats:
                 best[:] = 0
                 best[0, chosen] = solution / scale[chosen]
     return best
+
+
+FOLDS = 5
+"""Each step is predicted by a fit to the other parts of this many."""
+
+LEAST_GAIN = 0.1
+"""By at least this share its error must be less: a smaller difference is chance."""
+
+LEAST_PRICE = 0.1
+"""Of the price of ``linear``. With less, budgets in tokens would be nearly infinite."""
+
+
+def best_fit(samples: Sequence[StepSample], trim: float = 0.1) -> tuple[LatencyModel, FitReport]:
+    """The ``linear`` or the ``prefill_decode`` model of ``samples``: the latter where its mean
+    error on held-out steps is clearly less, if it has a price for each new token. Deterministic.
+
+    ProServe §4.1 prices prefills and decodes apart (Eq. 4 to 7), FairBatching §3.2 by the same
+    terms. The roofline is left out: it makes the marginal time of a token zero in a part of its
+    range.
+
+    Raises:
+        ValueError: as :func:`fit` of the family ``linear``."""
+    model, report = fit(samples, trim=trim)
+    chosen: tuple[LatencyModel, FitReport] = (model, report)
+    error = held_out_error(samples, fit, trim)
+    if error is None:
+        return chosen
+    apart = held_out_error(samples, _fit_apart, trim)
+    if apart is not None and apart < (1 - LEAST_GAIN) * error:
+        rival, own = _fit_apart(samples, trim)
+        if rival.c_p > LEAST_PRICE * model.b:
+            chosen, error = (rival, own), apart
+    without = held_out_error(samples, fit_without_context, trim)
+    return chosen[0], replace(chosen[1], held_out=error, held_out_without_context=without)
+
+
+def held_out_error(
+    samples: Sequence[StepSample], fitted: Callable[..., tuple[LatencyModel, Any]], trim: float
+) -> float | None:
+    """Mean of ``|predicted - real| / real`` over the steps, each predicted by a fit without it,
+    without the worst ``trim`` share of each kind; ``None`` with too few steps."""
+    usable = [step for step in samples if step.new_tokens > 0 and 0 < step.seconds < np.inf]
+    part = np.random.default_rng(0).permutation(len(usable)) % FOLDS
+    errors = np.zeros(len(usable))
+    for held in range(FOLDS):
+        seen = [step for step, own in zip(usable, part, strict=True) if own != held]
+        try:
+            model, _ = fitted(seen, trim=trim)
+        except ValueError:
+            return None
+        for place in np.flatnonzero(part == held):
+            step = usable[place]
+            errors[place] = abs(model.step_s(step) / step.seconds - 1)
+    prefills = np.array([step.prefills for step in usable])
+    return float(errors[best_of_each_kind(errors, prefills, trim)].mean())
+
+
+def _fit_apart(
+    samples: Sequence[StepSample], trim: float
+) -> tuple[PrefillDecodeLatency, FitReport]:
+    return fit(samples, "prefill_decode", trim)

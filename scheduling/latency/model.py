@@ -1,20 +1,18 @@
-"""Step-time models of an engine.
+"""Step-time models of an engine, and their online correction.
 
 A step is a batch of sequences, each with ``n`` new tokens on ``k`` computed ones. Every family of
 models predicts its time as the largest of one or more sums ("pieces") over the sequences, so that
-policies and compiled loops need to know one form only. The families differ in which coefficients
-they have: :class:`LinearLatency`, :class:`PrefillDecodeLatency` and :class:`RooflineLatency`.
-:mod:`sluice.scheduling.latency.fit` fits them to measured steps and
-:mod:`sluice.scheduling.latency.profile` stores them. All times are seconds.
-"""
+policies and compiled loops know one form only. All times are seconds."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf, sqrt
+from math import inf, log, sqrt
+from statistics import median
 from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -22,29 +20,272 @@ import numpy as np
 from sluice.scheduling.request import kernels
 from sluice.scheduling.request.kernels import Floats, Ints, compiled
 
+MAX_FACTOR = 32.0
+"""Largest factor on a part of a prediction, and the inverse of the smallest."""
+
+MAX_SPREAD = 1.0
+"""Largest spread of steps, see :attr:`StepCorrection.spread`."""
+
+TOLERATED_SPREAD = 0.25
+"""Spread up to which guarantees are made by the mean: independent noise averages out over a
+request, and one step that takes any time too long comes to 0.22 by itself."""
+
+_MAX_RATIO = 2.0
+"""One step counts as at most this many times too long or too short."""
+
+_MAX_CHANGE = 0.05
+"""Most by which one step moves a factor, unless it shows that the engine has changed."""
+
+_SHORTEST_S = 1e-9
+_LONGEST_S = 1e9
+"""Predictions outside are of no engine, and not safe to divide by."""
+
+_MEMORY = 0.05
+"""Weight of the latest step in averages: they are over about 20 steps."""
+
+_UNKNOWN_SPREAD = 0.2
+"""Assumed before the first step."""
+
+# Variances of the factors' relative errors, in units of the variance of one step's relative error.
+# Where steps have a noise of 10 %, a factor that nothing is known of may be off by 50 %, and a
+# fresh profile by 2 %. What makes one part slower makes the other one slower, too, as a rule.
+_UNKNOWN = 25.0
+_PROFILED = 0.06
+_TOGETHER = 0.8
+# An exponential average with gain g is the filter of a factor that drifts by g**2 / (1 - g) a step.
+_DRIFT = _MEMORY**2 / (1.0 - _MEMORY)
+_DRIFT_TOGETHER = 0.99
+
+# A step is far off from this ratio on; three times the spread where that is more, up to a bound.
+_LEAST_FAR = 1.2
+_MOST_FAR = 2.0
+_FAR_SPREADS = 3.0
+_RECENT_STEPS = 32
+_FAR_STEPS = 4
+_PASSES = 2
+
+# Page's test, in standard deviations of the noise: each step counts as at most so far off, less the
+# allowance, and the sum of a change is above the limit. So three steps alone are none.
+_MOST_OFF = 4.0
+_ALLOWED_OFF = 1.0
+_SUM_OFF = 9.0
+_LEAST_NOISE, _UNKNOWN_NOISE = 0.005, 0.1
+
+
+class _Step(NamedTuple):
+    """A step by its parts, the variance of steps known before it, and whether it was far off."""
+
+    fixed_s: float
+    work_s: float
+    real_s: float
+    variance: float
+    far: bool
+
+
+class _Factors:
+    """Both factors with the covariance of their relative errors: a Kalman filter of two states that
+    walk at random, mostly together."""
+
+    __slots__ = ("_cross", "_fixed", "_work", "fixed", "work")
+
+    def __init__(self, fixed: float, work: float, variance: float) -> None:
+        self.fixed = _within(fixed, MAX_FACTOR)
+        self.work = _within(work, MAX_FACTOR)
+        self.doubt(variance)
+
+    def doubt(self, variance: float) -> None:
+        """Keep the factors, but forget how they were learned: each has this variance."""
+        self._fixed = self._work = variance
+        self._cross = variance * _TOGETHER
+
+    def predicted_s(self, fixed_s: float, work_s: float) -> float:
+        """Time of a step with these parts."""
+        return self.fixed * fixed_s + self.work * work_s
+
+    def ratio(self, step: _Step) -> float:
+        """Real over predicted time, within the bounds of one step."""
+        return _within(step.real_s / self.predicted_s(step.fixed_s, step.work_s), _MAX_RATIO)
+
+    def learn(self, fixed_s: float, work_s: float, ratio: float, most: float = inf) -> None:
+        """A step with these parts took ``ratio`` times its prediction; neither factor changes by
+        more than ``most`` of itself."""
+        fixed = self.fixed * fixed_s / self.predicted_s(fixed_s, work_s)
+        work = 1.0 - fixed
+        self._fixed += _DRIFT
+        self._work += _DRIFT
+        self._cross += _DRIFT * _DRIFT_TOGETHER
+        to_fixed = self._fixed * fixed + self._cross * work
+        to_work = self._cross * fixed + self._work * work
+        variance = 1.0 + max(0.0, to_fixed * fixed + to_work * work)
+        self._fixed = max(0.0, self._fixed - to_fixed * to_fixed / variance)
+        self._work = max(0.0, self._work - to_work * to_work / variance)
+        self._cross -= to_fixed * to_work / variance
+        # Steps that are all alike do not tell the parts apart; the doubt of that has its bound.
+        excess = max(self._fixed, self._work) / _UNKNOWN
+        if excess > 1.0:
+            self._fixed /= excess
+            self._work /= excess
+            self._cross /= excess
+        off = (ratio - 1.0) / variance
+        self.fixed = _moved(self.fixed, to_fixed * off, most)
+        self.work = _moved(self.work, to_work * off, most)
+
+
+class _OneSided:
+    """Finds steps that are off to one side, however little: Page's cumulative sum test. The noise
+    is learned from the differences of consecutive steps."""
+
+    __slots__ = ("_last", "_noise", "_runs", "_seen", "_sums")
+
+    def __init__(self) -> None:
+        self._noise = _UNKNOWN_NOISE**2
+        self._seen = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Look for a change from now on."""
+        self._last: float | None = None
+        self._sums, self._runs = [0.0, 0.0], [0, 0]
+
+    def observe(self, off: float) -> int:
+        """Number of steps since a change began, if one is found with this step, which was ``off``
+        (logarithm of real over predicted time); else 0."""
+        deviation = max(_LEAST_NOISE, sqrt(self._noise))
+        if self._last is not None:
+            self._seen += 1
+            squared = min((off - self._last) ** 2 / 2.0, (_MOST_OFF * deviation) ** 2)
+            self._noise += max(_MEMORY, 1.0 / (1 + self._seen)) * (squared - self._noise)
+        self._last = off
+        shift = min(max(off / deviation, -_MOST_OFF), _MOST_OFF)
+        for side, each in enumerate((shift, -shift)):
+            self._sums[side] = max(0.0, self._sums[side] + each - _ALLOWED_OFF)
+            self._runs[side] = self._runs[side] + 1 if self._sums[side] else 0
+        side = int(self._sums[1] > self._sums[0])
+        if self._sums[side] <= _SUM_OFF or self._runs[side] < _FAR_STEPS:
+            return 0
+        return self._runs[side]
+
+
+class StepCorrection:
+    """Multiplicative corrections of both parts of a prediction, learned from real step times.
+
+    An engine can differ from its profile in what every step costs and in what tokens cost, so there
+    are two factors. Between changes each step moves them by what it says of them
+    (:class:`_Factors`); for steps that are all alike that is the exponential average over 20 steps
+    of ProServe §4.1's beta. A step counts as at most twice too long or too short and moves a factor
+    by 5 % at most.
+
+    A change of the engine is found in two ways: four of the last 32 steps are *far off* (a factor
+    of 1.2 from the prediction, or three spreads if that is more), or steps in a row are off to one
+    side (:class:`_OneSided`). Then both factors are refitted to the steps since the first of these,
+    from the median ratio; the fit is used if it leaves less than half of the squared logarithmic
+    error.
+
+    Times that are not positive and finite, and predictions below a nanosecond, teach nothing.
+    ``O(1)`` for a step; one that is far off may cost a fit to the last 32."""
+
+    __slots__ = ("_factors", "_one_sided", "_recent", "_variance")
+
+    def __init__(self) -> None:
+        self._factors = _Factors(1.0, 1.0, _PROFILED)
+        self._variance = _UNKNOWN_SPREAD**2
+        self._recent: deque[_Step] = deque(maxlen=_RECENT_STEPS)
+        self._one_sided = _OneSided()
+
+    @property
+    def fixed(self) -> float:
+        """Factor on the fixed part of a step."""
+        return self._factors.fixed
+
+    @property
+    def work(self) -> float:
+        """Factor on the work of a step's sequences."""
+        return self._factors.work
+
+    @property
+    def spread(self) -> float:
+        """Root mean square of the relative errors over about 20 steps, up to ``MAX_SPREAD``."""
+        return min(sqrt(self._variance), MAX_SPREAD)
+
+    def predicted_s(self, fixed_s: float, work_s: float) -> float:
+        """Corrected time of a step whose parts were predicted so."""
+        return self._factors.predicted_s(fixed_s, work_s)
+
+    def observe(self, fixed_s: float, work_s: float, real_s: float) -> None:
+        """Learn from one step; ``fixed_s`` and ``work_s`` are the parts of its prediction without
+        correction and head-room."""
+        possible = fixed_s >= 0 and work_s >= 0 and _SHORTEST_S <= fixed_s + work_s <= _LONGEST_S
+        if not (possible and 0 < real_s < inf):
+            return
+        predicted_s = self.predicted_s(fixed_s, work_s)
+        # The spread before the recent steps: a change must not hide itself by what it adds to it.
+        before = self._recent[0].variance if self._recent else self._variance
+        far_ratio = min(max(_LEAST_FAR, 1.0 + _FAR_SPREADS * sqrt(before)), _MOST_FAR)
+        ratio = _within(real_s / predicted_s, _MAX_RATIO)
+        far = not 1.0 / far_ratio < ratio < far_ratio
+        self._recent.append(_Step(fixed_s, work_s, real_s, self._variance, far))
+        self._variance += _MEMORY * ((ratio - 1.0) ** 2 - self._variance)
+        self._factors.learn(fixed_s, work_s, ratio, _MAX_CHANGE)
+        if changed := self._one_sided.observe(log(ratio)):
+            self._refit(list(self._recent)[-changed:])
+            self._one_sided.restart()
+        elif far:
+            recent = list(self._recent)
+            places = [place for place, step in enumerate(recent) if step.far]
+            if len(places) >= _FAR_STEPS:
+                self._refit(recent[places[-_FAR_STEPS] :])
+
+    def _refit(self, steps: Sequence[_Step]) -> None:
+        """Use a fit to ``steps`` where it is much better."""
+        scale = median(s.real_s / self.predicted_s(s.fixed_s, s.work_s) for s in steps)
+        found = _Factors(self.fixed * scale, self.work * scale, _UNKNOWN)
+        for _ in range(_PASSES):
+            found.doubt(_UNKNOWN)
+            for step in steps:
+                found.learn(step.fixed_s, step.work_s, found.ratio(step))
+        if 2.0 * _squares(found, steps) < _squares(self._factors, steps):
+            self._factors = found
+            left = sum((found.ratio(step) - 1.0) ** 2 for step in steps) / len(steps)
+            self._variance = max(steps[0].variance, left)
+            self._recent.clear()
+            self._one_sided.restart()
+
+
+def caution(spread: float) -> float:
+    """Factor on predictions that guarantees are made by: 1 up to ``TOLERATED_SPREAD``."""
+    return 1.0 + max(0.0, spread - TOLERATED_SPREAD)
+
+
+def _squares(factors: _Factors, steps: Sequence[_Step]) -> float:
+    return sum(log(factors.ratio(step)) ** 2 for step in steps)
+
+
+def _within(value: float, most: float) -> float:
+    return min(max(value, 1.0 / most), most)
+
+
+def _moved(factor: float, change: float, most: float) -> float:
+    # Never to zero or below.
+    return _within(factor * max(0.5, 1.0 + min(max(change, -most), most)), MAX_FACTOR)
+
+
 UNBOUNDED_TOKENS = 1 << 30
 """More tokens than any sequence has: what fits where no term of a model limits it."""
 
 
 class StepSample(NamedTuple):
-    """The work of one engine step and the time that it took.
-
-    The work is in sums over the batch's sequences, in the order of the coefficients of
-    :mod:`sluice.scheduling.request.kernels`; every family's prediction can be made of them. A
-    sequence with one new token counts as a decode, whatever it is part of, as an engine computes it
-    so.
+    """The work of one engine step, in sums over its sequences in the order of the coefficients of
+    :mod:`sluice.scheduling.request.kernels`, and the time that it took. A sequence with one new
+    token counts as a decode.
 
     Attributes:
         prefill_tokens: sum of ``n`` over the prefills, the sequences with ``n > 1``.
-        prefill_square: sum of ``n**2`` over them.
-        prefill_cross: sum of ``n * k`` over them.
-        prefill_context: sum of ``k`` over them.
-        prefills: how many they are.
-        decodes: how many sequences have one new token.
-        decode_context: sum of ``k`` over those.
+        prefill_square, prefill_cross, prefill_context: sums of ``n**2``, ``n * k`` and ``k`` over
+            them.
+        prefills, decodes: how many there are.
+        decode_context: sum of ``k`` over the decodes.
         spec_steps: steps of a draft model before the step; 0 without speculation.
-        seconds: the time that the step took; 0 where it has not run.
-    """
+        seconds: 0 where it has not run."""
 
     prefill_tokens: float
     prefill_square: float
@@ -114,8 +355,8 @@ _compiled_sums = compiled(work_sums)
 
 @compiled
 def prefill_within(coefficients: Floats, left_s: float, computed_tokens: int) -> int:
-    """Most new tokens of one prefill whose work, by one piece, fits ``left_s``. It holds from two
-    tokens on: a smaller result only says that two do not fit."""
+    """Most new tokens of one prefill whose work, by one piece, fits ``left_s``; below two, two do
+    not fit."""
     left = (
         left_s
         - coefficients[kernels.PREFILL_SEQUENCE]
@@ -144,7 +385,7 @@ def tokens_within(
     pieces: Floats, costs: Floats, until_s: float, computed_tokens: int, most: int
 ) -> int:
     """Most new tokens of one sequence, up to ``most``, that keep every piece of a step's time
-    within ``until_s``. ``costs`` holds what the pieces have come to so far. ``O(pieces)``."""
+    within ``until_s``; ``costs`` holds what the pieces have come to so far."""
     fit = most
     for piece in range(pieces.shape[0]):
         if fit > 1:
@@ -165,24 +406,21 @@ class LatencyModel(ABC):
     A subclass is a family: its positional fields are its coefficients. Immutable.
 
     Args:
-        correction: learned factor on the work of the sequences.
-        fixed_correction: learned factor on what a step costs before any token is counted. For both
-            see :class:`~sluice.scheduling.latency.step_correction.StepCorrection`.
-        headroom: factor on every prediction that is wanted, at least 1: a planner that believes in
-            steps 5 % longer than they are meets objectives where an exact one would miss half.
-        spread: relative error of recent predictions without head-room, root mean square; 0 where
-            nothing was learned.
+        correction, fixed_correction: learned factors on the work of the sequences and on the fixed
+            part of a step (:class:`StepCorrection`).
+        headroom: factor on every prediction, at least 1: with 5 % a planner meets objectives where
+            an exact one would miss half.
+        spread: relative error of recent predictions, root mean square.
 
     Attributes:
         pieces: ``float64[pieces, COEFFICIENTS]`` of :mod:`sluice.scheduling.request.kernels`, with
-            the factors. Of a sequence with ``n`` new tokens on ``k`` computed ones, the part is
-            ``PREFILL_TOKENS n + PREFILL_SQUARE n**2 + PREFILL_CROSS n k + PREFILL_CONTEXT k +
-            PREFILL_SEQUENCE`` for ``n > 1`` and ``DECODE_SEQUENCE + DECODE_CONTEXT k`` for
-            ``n = 1``. Not to be written to.
+            the factors. Of a sequence the part is ``PREFILL_TOKENS n + PREFILL_SQUARE n**2 +
+            PREFILL_CROSS n k + PREFILL_CONTEXT k + PREFILL_SEQUENCE`` for ``n > 1`` and
+            ``DECODE_SEQUENCE + DECODE_CONTEXT k`` for ``n = 1``. Not to be written to.
 
     Raises:
         ValueError: a negative or non-finite coefficient, all of them zero, or a factor out of
-            range.
+        range.
     """
 
     family: ClassVar[str]
@@ -230,8 +468,7 @@ class LatencyModel(ABC):
         """The model with these :attr:`coefficients`.
 
         Raises:
-            ValueError: their number is wrong, or one is impossible.
-        """
+            ValueError: their number is wrong, or one is impossible."""
         if len(coefficients) != len(cls.names):
             raise ValueError(
                 f"a model of the family {cls.family} has {len(cls.names)} coefficients "
@@ -245,8 +482,7 @@ class LatencyModel(ABC):
         return float(self.pieces[:, kernels.FIXED].max())
 
     def work_s(self, new_tokens: int, computed_tokens: int) -> float:
-        """Marginal time of ``new_tokens`` (>= 1) of one sequence on ``computed_tokens`` computed
-        ones, by the costliest piece."""
+        """Marginal time of ``new_tokens`` (>= 1) of one sequence, by the costliest piece."""
         return kernels.most_work_s(self.pieces, float(new_tokens), float(computed_tokens))
 
     def step_s(self, step: StepSample) -> float:
@@ -254,8 +490,8 @@ class LatencyModel(ABC):
         return float((self.pieces @ np.array((1.0, *step[:7]))).max())
 
     def parts_s(self, step: StepSample) -> tuple[float, float]:
-        """Fixed part and work of a whole step by its costliest piece, without the factors: what
-        the correction learns from. ``O(pieces)``."""
+        """Fixed part and work of a whole step by its costliest piece, without the factors.
+        ``O(pieces)``."""
         work = np.array((1.0, *step[:7]))
         piece = int((self.pieces @ work).argmax()) if len(self.pieces) > 1 else 0
         fixed_s = float(self._bare[piece, kernels.FIXED])
@@ -269,8 +505,8 @@ class LatencyModel(ABC):
     def corrected(
         self, correction: float, fixed_correction: float | None = None, spread: float = 0.0
     ) -> Self:
-        """The same model with another correction, of its fixed part, too: the same one without
-        ``fixed_correction``; and with the spread that is left. Cheap enough for every step."""
+        """The same model with another correction, of its fixed part, too, and spread. Cheap enough
+        for every step."""
         fixed = correction if fixed_correction is None else fixed_correction
         return self._scaled(correction, fixed, self.headroom, spread)
 
@@ -313,18 +549,11 @@ def check_factors(correction: float, headroom: float) -> None:
 
 @dataclass(frozen=True, repr=False)
 class LinearLatency(LatencyModel):
-    """``a + b * new + c * context + d * quadratic``, where ``new = sum n``, ``context =
+    """``a + b * new + c * context + d * quadratic`` seconds, where ``new = sum n``, ``context =
     sum (k + n)`` and ``quadratic = sum n * (k + n / 2)``.
 
-    FairBatching §3.2 is the model without ``d``; the last term is the attention of long prefills,
-    which ProServe Eq. 5 has too.
-
-    Args:
-        a: seconds per step.
-        b: seconds per new token.
-        c: seconds per context token.
-        d: seconds per unit of the quadratic term.
-    """
+    FairBatching §3.2 without ``d``; the last term is the attention of long prefills, as in ProServe
+    Eq. 5."""
 
     family = "linear"
     source = "FairBatching §3.2, with an attention term"
@@ -347,16 +576,11 @@ class LinearLatency(LatencyModel):
 
 @dataclass(frozen=True, repr=False)
 class PrefillDecodeLatency(LatencyModel):
-    """``t_c + sum over prefills (a_p n**2 + b_p n k + c_p n) + sum over decodes (a_d k + b_d)``.
+    """``t_c + sum over prefills (a_p n**2 + b_p n k + c_p n) + sum over decodes (a_d k + b_d)``
+    seconds.
 
     ProServe §4.1, Eq. 4 to 7, with ``l_q = n``. We read ``l_kv`` as the tokens computed before the
-    step, ``k``; for a decode the other reading moves ``b_d`` by ``a_d``.
-
-    Args:
-        a_p, b_p, c_p: seconds of a prefill per ``n**2``, per ``n * k`` and per new token.
-        a_d, b_d: seconds of a decode per computed token and per sequence.
-        t_c: seconds per step.
-    """
+    step, ``k``; for a decode the other reading moves ``b_d`` by ``a_d``."""
 
     family = "prefill_decode"
     source = "ProServe §4.1, Eq. 4-7"
@@ -380,17 +604,10 @@ class PrefillDecodeLatency(LatencyModel):
 
 @dataclass(frozen=True, repr=False)
 class RooflineLatency(LatencyModel):
-    """The larger of two lines ``k1 * new tokens + k2 * spec_steps + b``.
+    """The larger of two lines ``k1 * new tokens + k2 * spec_steps + b``, seconds.
 
     SLOs-Serve §3.1.1 with its ``l = 2``: one line for computing, one for reading the weights. The
-    paper counts the draft model's steps per batch; policies plan without it, so the steps are a
-    number of the model here, the same for every batch.
-
-    Args:
-        k1, k2, b: seconds per new token, per draft step and per step, of the first line.
-        k1_other, k2_other, b_other: the same of the second one.
-        spec_steps: draft steps before each batch; 0 without speculation.
-    """
+    paper counts the draft model's steps per batch; here they are a number of the model."""
 
     family = "roofline"
     source = "SLOs-Serve §3.1.1"

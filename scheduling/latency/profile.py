@@ -2,23 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from sluice.scheduling.latency.model import FAMILIES, LatencyModel, LinearLatency
+from sluice.scheduling.latency.model import FAMILIES, LatencyModel, LinearLatency, StepSample
+
+KINDS = ("prefill", "decode", "mixed")
+"""Kinds of steps, as :func:`kind_of` names them."""
+
+
+class StepErrors(NamedTuple):
+    """Relative errors, ``|predicted - real| / real``, over all the steps that were given. ``bias``:
+    all predicted seconds over all real ones, less 1."""
+
+    steps: int
+    mape: float
+    median: float
+    p90: float
+    bias: float
+
+
+def kind_of(step: StepSample) -> str:
+    """``decode`` for a step without prefills, ``prefill`` for one without decodes, else
+    ``mixed``."""
+    if not step.prefills:
+        return "decode"
+    return "mixed" if step.decodes else "prefill"
+
+
+def step_errors(model: LatencyModel, steps: Sequence[StepSample]) -> StepErrors:
+    """The errors of ``model``, with its factors, on ``steps``.
+
+    Raises:
+        ValueError: there are no steps, or one has no time.
+    """
+    if not steps:
+        raise ValueError("errors need at least one step")
+    real = np.array([step.seconds for step in steps])
+    if not (real > 0).all():
+        raise ValueError("every step must have taken some time")
+    predicted = np.array([model.step_s(step) for step in steps])
+    errors = np.abs(predicted / real - 1)
+    return StepErrors(
+        steps=len(steps),
+        mape=float(errors.mean()),
+        median=float(np.median(errors)),
+        p90=float(np.quantile(errors, 0.9)),
+        bias=float(predicted.sum() / real.sum() - 1),
+    )
+
+
+def errors_by_kind(model: LatencyModel, steps: Sequence[StepSample]) -> dict[str, StepErrors]:
+    """The errors on all steps, under ``all``, and on those of each kind that there is."""
+    parts = {kind: [step for step in steps if kind_of(step) == kind] for kind in KINDS}
+    found = {kind: step_errors(model, part) for kind, part in parts.items() if part}
+    return {"all": step_errors(model, steps)} | found
 
 
 @dataclass(frozen=True, slots=True)
 class FitReport:
     """How well a fitted model explains its samples.
 
-    ``mape`` and ``p90_error`` are the mean and the 90th percentile of
-    ``|predicted - real| / real``; ``r2`` is of the seconds; ``dropped`` counts outliers left out
-    of the fit and of all three. ``held_out`` is the mean error on steps that a fit had not seen,
-    ``held_out_without_context`` that of ``a + b * new tokens``, both without the worst steps;
-    ``None``: not measured (:mod:`sluice.scheduling.latency.choice`).
+    ``mape`` and ``p90_error`` are of ``|predicted - real| / real``; ``r2`` is of the seconds;
+    ``dropped`` counts outliers left out of all three. ``held_out`` is the mean error on steps that
+    a fit had not seen, ``held_out_without_context`` that of ``a + b * new tokens``; ``None``:
+    unknown.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
@@ -34,11 +86,8 @@ class FitReport:
 
 @dataclass(frozen=True, slots=True)
 class LatencyProfile:
-    """A fitted model with what it was fitted on, as stored in a JSON file.
-
-    ``key`` names model, engine version and hardware; a profile serves only the key it was made for.
-    ``family`` and ``coefficients`` are those of a :class:`LatencyModel`.
-    """
+    """A fitted model with what it was fitted on, as stored in a JSON file. ``key`` names model,
+    engine version and hardware, for which alone the profile holds."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
@@ -71,13 +120,11 @@ class LatencyProfile:
 
     @classmethod
     def from_json(cls, text: str) -> LatencyProfile:
-        """Parse a profile, also one from before there were families: linear, each coefficient in a
-        field of its own.
+        """Parse a profile, also one of the older form that has the linear coefficients in fields.
 
         Raises:
             ValueError: not JSON, a missing, unknown or mistyped field, or an impossible
-                coefficient; the text says which.
-        """
+                coefficient; the text says which."""
         try:
             fields = TypeAdapter(Any).validate_json(text)
             named = isinstance(fields, dict) and "family" not in fields and "a" in fields

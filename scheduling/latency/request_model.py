@@ -1,10 +1,5 @@
-"""Time of a whole request served without waiting, for policies that order requests rather than
-fill batches by time.
-
-:class:`InteractionLatency` is the predictor of the simulated-annealing paper (002 §4.2),
-:class:`PolynomialTTFT` that of FlowPrefill (003 §6.4). :mod:`sluice.scheduling.latency.fit` fits
-both to measured steps. All times are seconds.
-"""
+"""Time of a whole request served without waiting: the predictors of the simulated-annealing paper
+(002 §4.2) and of FlowPrefill (003 §6.4). All times are seconds."""
 
 from __future__ import annotations
 
@@ -34,20 +29,12 @@ class Interaction(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InteractionLatency:
-    """Prefill, decode and end-to-end time of a request in a batch of a given size.
-
-    002 §4.2, Eq. 14 to 19: times without waiting. The paper states it for batches below 2,000.
-
-    Args:
-        prefill: time of the prefill, of ``b`` prompts of ``l`` tokens each.
-        decode: time of one decode step of ``b`` sequences with ``l`` tokens of context each.
-        correction: factor on every prediction that was learned.
-        headroom: factor on every prediction that is wanted, at least 1.
+    """Prefill, decode and end-to-end time of a request in a batch of a given size, without waiting:
+    002 §4.2, Eq. 14 to 19. The paper states it for batches below 2,000.
 
     Raises:
         ValueError: a coefficient that is negative or not finite, all of them zero, or a factor out
-            of range.
-    """
+            of range."""
 
     prefill: Interaction
     decode: Interaction
@@ -67,10 +54,8 @@ class InteractionLatency:
 
     @classmethod
     def of_steps(cls, model: LatencyModel) -> Self:
-        """The same times as ``model`` gives for batches of ``b`` equal sequences, its square term
-        left out: this form has no place for it. Of several pieces, the largest coefficients, so
-        that no time is underestimated for that. The factors of ``model`` are in the coefficients.
-        """
+        """The times that ``model``, with its factors, gives for batches of equal sequences, without
+        its square term; of several pieces, the largest coefficients."""
         piece = model.pieces.max(axis=0)
         fixed_s = float(piece[kernels.FIXED])
         prefill = Interaction(
@@ -100,8 +85,7 @@ class InteractionLatency:
 
     def decode_s(self, batch: int, prompt_tokens: float, output_tokens: float) -> float:
         """Eq. 16: the decode of ``output_tokens`` in a batch of ``batch``, the sum of Eq. 15 over
-        the growing context ``prompt_tokens + 1 .. prompt_tokens + output_tokens``. ``O(1)``: Eq. 15
-        is linear in the context, so its mean stands for it."""
+        the growing context, for which its mean stands."""
         mean_context = prompt_tokens + (output_tokens + 1) / 2
         per_token_s = self.decode.seconds(batch, mean_context)
         return self.correction * self.headroom * output_tokens * per_token_s
@@ -121,19 +105,12 @@ class InteractionLatency:
 class PolynomialTTFT:
     """``sum coefficients[i] * tokens**i``: the time of a prefill that runs alone.
 
-    FlowPrefill §6.4 fits such a polynomial to offline prefill profiles and finds it close to
-    linear; it states no degree. Coefficients are >= 0 here, so that more tokens never take less
-    time.
-
-    Args:
-        coefficients: from the constant on; seconds per power of a token.
-        correction: factor on every prediction that was learned.
-        headroom: factor on every prediction that is wanted, at least 1.
+    FlowPrefill §6.4 fits such a polynomial to offline prefill profiles and states no degree.
+    Coefficients are >= 0 here, so that more tokens never take less time.
 
     Raises:
         ValueError: a coefficient that is negative or not finite, none above zero, or a factor out
-            of range.
-    """
+            of range."""
 
     coefficients: tuple[float, ...]
     correction: float = 1.0
@@ -144,9 +121,8 @@ class PolynomialTTFT:
 
     @classmethod
     def of_steps(cls, model: LatencyModel) -> Self:
-        """The time that ``model`` gives for one prefill of a fresh prompt: its fixed time, the
-        tokens' and the square term. Of several pieces, the largest coefficients. The factors of
-        ``model`` are in the coefficients."""
+        """The time that ``model``, with its factors, gives for one prefill of a fresh prompt; of
+        several pieces, the largest coefficients."""
         piece = model.pieces.max(axis=0)
         fixed_s = float(piece[kernels.FIXED] + piece[kernels.PREFILL_SEQUENCE])
         per_token_s = float(piece[kernels.PREFILL_TOKENS])

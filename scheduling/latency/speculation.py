@@ -1,10 +1,7 @@
 """Speculative decoding: how often drafts are right, and how many of them a batch checks.
 
 Source: SLOs-Serve §3.2.3 and appendix D. More tokens per decode step let a batch take longer within
-the decodes' TPOT, so that more of it is prefill, at the price of tokens that are not accepted.
-:mod:`sluice.scheduling.latency.speculation` finds the lengths; which batches they are for,
-and what becomes of requests that fell behind, is here.
-"""
+the decodes' TPOT, so that more of it is prefill, at the price of tokens that are not accepted."""
 
 # numpy's scalars are "Any" to the type checker.
 # mypy: disable-error-code="no-any-return"
@@ -42,16 +39,6 @@ from sluice.scheduling.request.kernels import (
 from sluice.scheduling.request.objective import Anchor
 from sluice.scheduling.request.queue import QueueView
 
-# Compiled solver of speculation lengths: how many tokens of each decode a step runs.
-#
-# Source: SLOs-Serve §3.2.3 and appendix D. There, decodes of one TPOT objective are a tier with
-# one length; here each decode is a tier of its own, as acceptance, what is drafted and how far it
-# is ahead differ. What was an enumeration of the binding tier with a closed form for the others is
-# a walk over the sorted times at which some decode needs one token more, so it is still exact.
-#
-# A *length* is the tokens of a decode in a step: its own one, and the drafted ones that are
-# checked.
-
 MOST_LENGTH = 10
 """Longest length, as in appendix D."""
 
@@ -75,8 +62,7 @@ class Decodes(NamedTuple):
         alpha: probability that a drafted token is accepted if those before it are.
         context: computed tokens.
         most: longest length.
-        binds: whether the batch must be short enough for its pace.
-    """
+        binds: whether the batch must be short enough for its TPOT."""
 
     left_s: Floats
     tpot_s: Floats
@@ -89,9 +75,8 @@ class Decodes(NamedTuple):
 
 @compiled
 def accepted_tokens(length: float, alpha: float) -> float:
-    """Expected output of a step that runs ``length`` tokens of a decode, ``Acc(length)``: the
-    first is certain, and each later one counts with probability ``alpha`` if those before it did.
-    ``(1 - alpha**length) / (1 - alpha)``."""
+    """Expected output of a step that runs ``length`` tokens of a decode: ``Acc(length) =
+    (1 - alpha**length) / (1 - alpha)``."""
     return (1.0 - alpha**length) / (1.0 - alpha)
 
 
@@ -116,8 +101,7 @@ def longest_lengths(alpha: Floats, drafted: Floats) -> Ints:
 
 @compiled
 def within_s(left_s: float, credit_s: float, alpha: float, length: int) -> float:
-    """How long a batch may last so that a decode's output with this length keeps its pace: until
-    its next token is due, and ``credit_s`` longer for each token that is expected beyond it."""
+    """How long a batch may last so that a decode's output with this length keeps its TPOT."""
     return left_s + (accepted_tokens(length, alpha) - 1.0) * credit_s
 
 
@@ -157,17 +141,11 @@ def for_prefills(
     """The lengths that leave most to prefill, and its tokens per second.
 
     Of each second, batches of ``T`` lose ``(fixed + draft_s * (longest - 1)) / T``, and a decode
-    that keeps its pace takes ``work(length) / (Acc(length) TPOT)``, as one that is ahead can be
-    left out of a batch. Some decode binds ``T``; each other one takes, of the lengths that keep its
-    pace in batches of ``T``, the one that costs least per token. So ``T`` walks up through the
-    values at which a decode needs one token more, up to where one that binds can give no more.
-    ``O(decodes * lengths * log)``.
-
-    Args:
-        pieces: of the latency model.
-        floor_s: ``T`` is not below it, whatever that means for paces.
-        draft_s: time that a batch takes for each drafted token of its longest length.
-    """
+    that keeps its TPOT takes ``work(length) / (Acc(length) TPOT)``. Some decode binds ``T``; each
+    other one takes, of the lengths that keep its TPOT in batches of ``T``, the one that costs least
+    per token. So ``T`` walks up through the values at which a decode needs one token more, up to
+    where one that binds can give no more; it is not below ``floor_s``.
+    ``O(decodes * lengths * log)``."""
     left_s, tpot_s, credit_s, alpha, context, most, binds = decodes
     count = left_s.shape[0]
     highest_s = inf
@@ -239,7 +217,7 @@ def _count_in(
 
 @compiled
 def _prefill_rate(pieces: Floats, load: Floats, batch_s: float, draft_s: float) -> float:
-    """Prefill tokens per second that batches of ``batch_s`` leave; negative where decodes do not
+    """Prefill tokens per second beside batches of ``batch_s``; negative where decodes do not
     fit."""
     fewest = inf
     for piece in range(pieces.shape[0]):
@@ -259,11 +237,8 @@ def for_decodes(pieces: Floats, decodes: Decodes, draft_s: float) -> tuple[float
     """Where no prefill waits: the lengths that give most output per second, and that rate.
 
     A step checks every drafted token whose chance of counting is at least some ``theta``, and the
-    best of :data:`STEPS` values of it is taken; so nothing is checked where that costs more than it
-    gives. A decode that binds and would fall behind in a step of that time takes the least length
-    with which it does not. ``O(decodes)`` for each value; the arguments are those of
-    :func:`for_prefills`.
-    """
+    best of :data:`STEPS` values of it is taken. A decode that binds and would fall behind in a step
+    of that time takes the least length with which it does not. ``O(decodes)`` for each value."""
     left_s, _, credit_s, alpha, context, most, binds = decodes
     count = alpha.shape[0]
     best, best_s, chosen = -inf, 0.0, np.ones(count, np.int64)
@@ -320,9 +295,8 @@ MEMORY_TRIALS = 256.0
 """About how many of the latest trials of a class count."""
 
 FADING_STEPS = 1000
-"""A class of which nothing is checked loses that much of its evidence, as a number of steps of a
-request: ``exp(-1)`` of it is left after as many. So it is tried again, and costs little while it is
-hopeless."""
+"""Steps after which a class of which nothing is checked has lost all but ``exp(-1)`` of its
+evidence, so that it is tried again."""
 
 MAX_CLASSES = 1024
 """Most service classes that are followed; the one heard of longest ago goes first."""
@@ -331,11 +305,9 @@ MAX_CLASSES = 1024
 class AcceptanceRates:
     """Probability that a drafted token is right if those before it are, learned by service class.
 
-    In a step that checks drafted tokens the wrong one is the last that was tried: those behind it
-    say nothing. So ``k`` accepted of more are ``k`` successes and one failure, and the rate is the
-    share of successes, beside a prior of :data:`PRIOR_ACCEPTANCE`. ``O(1)`` per call; memory is
-    bounded by :data:`MAX_CLASSES`. Not thread-safe.
-    """
+    ``k`` accepted of more are ``k`` successes and one failure (drafts behind the wrong one say
+    nothing); the rate is the share of successes, beside a prior of :data:`PRIOR_ACCEPTANCE`. Memory
+    is bounded by :data:`MAX_CLASSES`. Not thread-safe."""
 
     def __init__(self) -> None:
         self._learned: OrderedDict[str, list[float]] = OrderedDict()
@@ -346,17 +318,11 @@ class AcceptanceRates:
         return (PRIOR_ACCEPTANCE * PRIOR_TRIALS + accepted) / (PRIOR_TRIALS + trials)
 
     def observe(self, service_class: str, checked: int, accepted: int) -> None:
-        """One step of a decode for which something was drafted.
-
-        Args:
-            service_class: of the request.
-            checked: drafted tokens that were checked, >= 0. With 0 what is known fades, so that a
-                class whose speculation is off is tried again.
-            accepted: how many of them were right, the first ones.
+        """One step of a decode for which something was drafted; with 0 ``checked`` what is known
+        fades.
 
         Raises:
-            ValueError: not ``0 <= accepted <= checked``.
-        """
+            ValueError: not ``0 <= accepted <= checked``."""
         if not 0 <= accepted <= checked:
             raise ValueError(
                 f"accepted must be from 0 to checked, got {accepted} and {checked} checked"
@@ -378,13 +344,11 @@ class AcceptanceRates:
 
 CREDIT = 0.5
 """Share of a TPOT by which a batch may be longer for each drafted token that is expected to be
-accepted. With all of it, as in the paper, paces are held in the mean, and every second window of
-tokens falls behind; with this share nearly as much is won, and few do (docs/results.md)."""
+accepted. With all of it, as in the paper, every second window of tokens falls behind."""
 
 
 USABLE = 0.9
-"""A batch is not made shorter than this share of the least TPOT, and ends about as early, as there
-is a head-room. So one that is behind by less than the rest needs no draft to catch up."""
+"""A batch is not made shorter than this share of the least TPOT, and ends about as early."""
 
 
 class Lengths(NamedTuple):
@@ -393,12 +357,10 @@ class Lengths(NamedTuple):
     Attributes:
         drafts: ``int64[n]``, drafted tokens that the row's decode step checks; 0 for a prefill.
         output: ``float64[n]``, tokens that the step is expected to give: 1 without drafts.
-        credit_s: ``float64[n]``, how much later than its next token the step of a decode may end
-            and keep its pace with some certainty: :data:`CREDIT` of a TPOT for each token beyond
-            the first, or where a short window is behind less than nothing, by as much. 0 where no
-            pace is stated.
-        work_s: ``float64[n]``, predicted marginal time of the step; 0 for a prefill.
-    """
+        credit_s: ``float64[n]``, how much later than its next token the step of a decode may end: 0
+            without a TPOT, else :data:`CREDIT` of it for each token beyond the first, less what a
+            short window is behind.
+        work_s: ``float64[n]``, predicted marginal time of the step; 0 for a prefill."""
 
     drafts: Ints
     output: Floats
@@ -427,11 +389,7 @@ class Lengths(NamedTuple):
 
 
 class Speculation(ABC):
-    """Chooses lengths for the batches of one policy. It keeps the recent pace of decodes.
-
-    Args:
-        credit: see :data:`CREDIT`.
-    """
+    """Chooses lengths for the batches of one policy. It keeps the recent pace of decodes."""
 
     def __init__(self, credit: float = CREDIT) -> None:
         self.credit = credit
@@ -451,19 +409,13 @@ class Speculation(ABC):
         """Lengths for the next batch of ``queue``.
 
         Where prefill waits, drafts take at most half of the tokens that the decodes' own ones leave
-        of the batch; those of best-effort decodes take of what is left then. ``O(n)``, and
-        ``O(m log m)`` for ``m`` running decodes.
+        of the batch; those of best-effort decodes take of what is left then.
 
         Args:
-            queue: the live requests.
-            now_s: on the clock of the queue's times.
-            latency: of the checking model.
             tokens: the engine's token limit of a batch.
             draft_s: time that a batch takes for each drafted token of its longest length, seconds.
-            anchor: where the deadlines of later tokens start.
             useful_s: a TPOT below it can be held in no useful batch and counts for nothing.
-            held: rows whose TPOT the batch's time goes by; default: none.
-        """
+            held: rows whose TPOT the batch's time goes by; default: none."""
         table = queue.table
         prefill = is_prefill(table)
         rows = np.flatnonzero(~prefill & (table[:, RUNNING] > 0))
@@ -517,9 +469,7 @@ class Speculation(ABC):
 
 
 class _Decodes(NamedTuple):
-    """Running decodes, one entry for each: acceptance, drafted tokens, computed tokens, time until
-    the next one is due, TPOT, infinite where it does not count, and how much longer a batch may be
-    for a token more."""
+    """Running decodes, one entry for each."""
 
     alpha: Floats
     drafted: Floats
@@ -536,19 +486,13 @@ class _Decodes(NamedTuple):
 class AdaptiveLengths(Speculation):
     """The lengths that leave most to prefill, or where none waits, that give most output.
 
-    - While prefill waits, the solver of SLOs-Serve
-      (:func:`~sluice.scheduling.latency.speculation.for_prefills`) finds the batch time and
-      the lengths that keep the pace of those whose TPOT counts. One that is behind has less time
-      left, so it binds the batch earlier or takes a longer length: that is its tighter objective.
-      One that could not be held with its longest length, or states a TPOT that no useful batch
-      could hold, binds nothing; it takes a length that catches up if there is one.
-    - A decode without a pace, and every one under a policy that goes by none, takes the length that
-      costs the least per expected token. That is often no draft at all: a drafted token costs what
-      another's prompt token does, and only the reading of the context is saved.
-    - While no prefill waits, all get the lengths of most output per second
-      (:func:`~sluice.scheduling.latency.speculation.for_decodes`), or longer ones where a
-      pace needs it.
-    """
+    - While prefill waits, :func:`for_prefills` finds the batch time and the lengths that keep the
+      TPOT of those whose TPOT counts. One that is behind has less time left, so it binds earlier or
+      takes a longer length. One that could not be held with its longest length binds nothing.
+    - A decode without a TPOT that counts takes the length that costs the least per expected token,
+      often no draft at all.
+    - While no prefill waits, all get the lengths of :func:`for_decodes`, or longer ones where a
+      TPOT needs it."""
 
     def _lengths(
         self,
@@ -600,19 +544,17 @@ class AllDrafts(Speculation):
 class RecentPaces:
     """How far decodes are behind their TPOT over their latest tokens.
 
-    A deadline of one TPOT after the latest token forgets a slow step at once, while a window of
-    several tokens does not. So the lateness of each token or group of tokens is summed up, early
-    ones reduce the sum, and it is never below 0: a decode is behind by the largest lateness of any
-    run of tokens that ends with its latest one. Memory is that of the decodes last seen.
-    """
+    The lateness of each token or group of tokens is summed up, early ones reduce the sum, and it is
+    never below 0: a decode is behind by the largest lateness of any run of tokens that ends with
+    its latest one."""
 
     def __init__(self) -> None:
         self._keys: Ints = np.empty(0, np.int64)
         self._seen: Floats = np.empty((3, 0))
 
     def behind_s(self, keys: Ints, decodes: Floats) -> Floats:
-        """Seconds, 0 where nothing is late, of the decodes that are rows of a queue's table. Asking
-        again changes nothing."""
+        """Seconds of the decodes in these rows, 0 where nothing is late. Asking again changes
+        nothing."""
         emitted, last_s = decodes[:, EMITTED], decodes[:, LAST_TOKEN]
         behind_s = np.zeros(len(keys))
         if len(self._keys):

@@ -40,8 +40,7 @@ from math import ceil, inf, log2
 from typing import Final, NamedTuple
 
 from sluice.scheduling.recent import used
-from sluice.scheduling.request.objective import OBJECTIVES, SLO, Objective, Times
-from sluice.scheduling.request.tpot import TPOTAnchor
+from sluice.scheduling.request.objective import OBJECTIVES, SLO, Objective, Times, TPOTAnchor
 
 # The margins of guarantees, by objective and how long it is; see
 # :mod:`sluice.scheduling.placement.calibration`.

@@ -1,12 +1,8 @@
-"""When the next token of a request is due, also after a failure, what pace an end-to-end time sets,
-and whether a request needs a prefill: one rule each.
+"""When the next token of a request is due, also after a failure, which TPOT an end-to-end time
+sets, and whether a request needs a prefill: one rule each, for plans, reports, gains and clocks.
 
-Plans, reports, gains and the clocks of the edge all follow them. The functions are plain Python on
-numbers, and :mod:`sluice.scheduling.request.kernels` compiles them for its loops. An objective that
-is not stated is infinite, a time that is not known yet is nan.
-
-Sources: FairBatching §3.1 and ProServe Eq. 3; the second anchor is ProServe's footnote 2.
-"""
+Plain Python on numbers, which :mod:`sluice.scheduling.request.kernels` compiles. An objective that
+is not stated is infinite, an unknown time is nan. Sources: FairBatching §3.1 and ProServe Eq. 3."""
 
 from __future__ import annotations
 
@@ -16,8 +12,7 @@ from typing import Final
 ENVELOPE: Final = 0
 FIRST: Final = 1
 LAST: Final = 2
-"""The numbers of :class:`sluice.scheduling.request.objective.Anchor`, as compiled loops know no
-enumerations."""
+"""The numbers of :class:`Anchor` in compiled loops."""
 
 
 def next_due_s(
@@ -32,11 +27,8 @@ def next_due_s(
 ) -> float:
     """Deadline of the token after ``emitted`` ones, on the clock of ``arrival_s``.
 
-    Our reading where an objective is missing: without TTFT the first token is due by the
-    end-to-end deadline, and the later ones start from the first token's real time; without TPOT
-    the later tokens are due by the end-to-end deadline; no token is due after the end-to-end
-    deadline. With no objective at all the deadline is infinite.
-    """
+    Our reading: without TTFT the first token is due by the end-to-end deadline, and the later ones
+    start from the first token's real time; no token is due after the end-to-end deadline."""
     due_s = arrival_s + ttft_s
     if emitted > 0:
         # A time that is not known is nan: it compares as false, also with itself.
@@ -51,11 +43,8 @@ def next_due_s(
 
 def paced(ttft_s: float, tpot_s: float, e2e_s: float, tokens: float) -> tuple[float, float]:
     """The TTFT and the TPOT, seconds, that hold an end-to-end objective, too, with an output of
-    ``tokens``; those stated where none is stated.
-
-    The first token comes as much earlier than its TTFT as the others need at their TPOT, but it has
-    half of the whole time at least. What is left is for the others.
-    """
+    ``tokens``: the first token comes earlier than its TTFT if the others need it, but has half of
+    the whole time at least."""
     later = tokens - 1.0
     if e2e_s == inf:
         return ttft_s, tpot_s
@@ -67,15 +56,14 @@ def paced(ttft_s: float, tpot_s: float, e2e_s: float, tokens: float) -> tuple[fl
 
 
 def resumed_ttft_s(ttft_s: float, tpot_s: float, emitted: float, waited_s: float) -> float:
-    """The TTFT of the rest of a request that another replica resumes after ``emitted`` tokens, at
-    the age ``waited_s``: its first token is the next one. It is due when the objective says, or, as
-    that may have passed because a replica has failed, as soon as the first token of a new request.
-    """
+    """The TTFT of the rest of a request that another replica resumes after ``emitted`` tokens at
+    the age ``waited_s``: its next token is due by the objective, or as soon as that of a new
+    request."""
     due_s = ttft_s + emitted * tpot_s if tpot_s < inf else 0.0
     return max(due_s, waited_s + ttft_s)
 
 
 def needs_prefill(emitted: float, pending: float) -> bool:
-    """Whether the next token needs more than one decode step's work: the request has no output
-    yet, or lost its KV and must compute it again."""
+    """Whether the next token needs more than a decode step: there is no output yet, or the KV was
+    lost."""
     return emitted == 0 or pending > 1

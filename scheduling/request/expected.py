@@ -1,7 +1,5 @@
-"""What the expected lengths of outputs make of requests: paces, and claims on memory.
-
-Admission and the replicas must read both in the same way: what one guarantees the other is to hold.
-"""
+"""What the expected lengths of outputs make of requests, in the same way for admission and
+replicas: TPOTs, and claims on memory."""
 
 # numpy's scalars are "Any" to the type checker.
 # mypy: disable-error-code="no-any-return"
@@ -26,14 +24,14 @@ from sluice.scheduling.request.kernels import (
 )
 
 CLAIM = np.dtype([("blocks", "<f8"), ("held", "<f8"), ("left", "<f8"), ("tpot_s", "<f8")])
-"""What a request will need of memory: KV blocks beyond those that it holds, those that it holds,
-output tokens that are left, and its TPOT, seconds."""
+"""What a request will need of memory: KV blocks beyond those that it holds, and output tokens left.
+"""
 
 
 @compiled
 def whole(tokens: float, emitted: float) -> float:
-    """Length of an output that is expected to have ``tokens``: one that has ``emitted`` at least
-    that many is expected to double its length."""
+    """Length of an output that is expected to have ``tokens``; one that has that many is to double
+    it."""
     return tokens if emitted < tokens else 2.0 * emitted
 
 
@@ -46,8 +44,8 @@ def claim(
     block_tokens: float,
     total: float,
 ) -> float:
-    """KV blocks that a request will need beyond the ``held`` ones, with an output of ``tokens``
-    (:func:`whole`); at most the ``total`` number of blocks."""
+    """KV blocks beyond the ``held`` ones for an output of ``tokens``; at most the ``total``
+    number."""
     length = prompt + whole(tokens, emitted)
     return max(0.0, min(ceil(length / block_tokens), total) - held)
 
@@ -58,11 +56,9 @@ def peak(claims: Any, block_tokens: float) -> float:
     that they hold. ``O(n log n)``.
 
     A request needs its whole claim at its end only, and frees it then. Decodes of the tightest TPOT
-    run in every batch, so they grow alike. The others run as seldom as their TPOT allows or as
-    often as in every batch: each counts with its whole claim until its last token is due. One
-    without a TPOT has no end. After a later request with a tighter TPOT, none of them runs in
-    every batch, so earlier guarantees may need more blocks than was found then.
-    """
+    run in every batch, so they grow alike; each of the others counts with its whole claim until its
+    last token is due. One without a TPOT has no end. After a later request with a tighter TPOT,
+    earlier guarantees may need more blocks than was found then."""
     tightest_s = inf
     for each in claims:
         tightest_s = min(tightest_s, each.tpot_s)
@@ -89,9 +85,8 @@ def peak(claims: Any, block_tokens: float) -> float:
 
 @compiled
 def pace_rows(table: Floats, tokens: Floats) -> None:
-    """Give the rows of a queue the TTFT and the TPOT that
-    :func:`~sluice.scheduling.request.deadline.paced` says, their outputs having ``tokens``, or one
-    more than have left."""
+    """Give the rows of a queue the TTFT and the TPOT of :func:`paced`, with outputs of ``tokens``,
+    or one more than have left."""
     for row in range(table.shape[0]):
         table[row, TTFT], table[row, TPOT] = paced(
             table[row, TTFT],

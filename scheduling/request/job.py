@@ -23,11 +23,8 @@ INVALID_QUERY = "invalid_query"
 
 
 class Tier(enum.StrEnum):
-    """How a request is served.
-
-    ``GUARANTEED``: its objective is guaranteed. ``BEST_EFFORT``: it runs on the capacity that the
-    guaranteed requests leave.
-    """
+    """How a request is served: its objective is guaranteed, or it runs on the capacity that
+    guaranteed requests leave."""
 
     GUARANTEED = "guaranteed"
     BEST_EFFORT = "best-effort"
@@ -38,7 +35,6 @@ class RouteQuery(NamedTuple):
 
     Attributes:
         key: its 63-bit key.
-        slo: its objective. Without stated times there is nothing to guarantee.
         prompt_tokens: an estimate: the edge does not tokenise.
         waited_s: its age at the edge when the query was made.
         tiers: the tiers that it may be served in. With both, it is guaranteed if possible.
@@ -46,23 +42,19 @@ class RouteQuery(NamedTuple):
         session: 63-bit hash of its session, such as a conversation; 0 for none.
         prefix: 63-bit hashes of its prompt's first chunks, each covering all chunks before it, see
             :mod:`sluice.scheduling.fleet.prefix`.
-        request_id: its id as its client knows it, for tracing by people; no policy reads it.
+        request_id, client_request_id: for tracing by people; no policy reads them.
         prefill_key: 63-bit key of its prefill, if another replica than the decode replica may
             compute it; 0: one replica must serve it whole.
-        avoid: replicas that have failed this request. They are left out if there are others.
-        tenant: 63-bit hash of its tenant; 0: no tenant is known. All requests with 0 count as one
-            tenant.
-        weight: of the tenant's share, > 0.
-        client_request_id: the client's own id of it, for tracing by people.
-        moves_from: the replica that has this guaranteed request already and is predicted to miss
-            its first token (:mod:`sluice.controller.state.moves`): it moves to another replica that
-            can guarantee the rest of its objective, or stays. Empty for any other request.
-        brings_kv: it is a stream that runs at ``moves_from``, which transfers the KV of its prompt
-            and of its output so far (:mod:`sluice.scheduling.placement.migration`).
-        elsewhere: whether another cell can be asked (:mod:`sluice.scheduling.placement.cells`): a
-            guarantee that is not possible is then declined, and nothing is counted or reserved.
-        only: Serve's replicas, one of which must serve it; empty: any.
-    """
+        avoid: replicas that have failed this request; left out if there are others.
+        tenant: 63-bit hash of its tenant; 0: unknown. weight: of the tenant's share, > 0.
+        moves_from: the replica that has this guaranteed request and is predicted to miss its first
+            token (:mod:`sluice.controller.state.moves`): it moves to one that can guarantee the
+            rest, or stays. Empty for any other request.
+        brings_kv: it is a stream that runs at ``moves_from``, which transfers its KV
+            (:mod:`sluice.scheduling.placement.migration`).
+        elsewhere: another cell can be asked (:mod:`sluice.scheduling.placement.cells`): a guarantee
+            that is not possible is then declined, and nothing is counted or reserved.
+        only: Serve's replicas, one of which must serve it; empty: any."""
 
     key: int
     slo: SLO
@@ -119,29 +111,26 @@ _NO_STAGES: Floats = np.empty((0, 2))
 class Job(NamedTuple):
     """A query, with its work on each replica that may serve or prefill it.
 
-    If the request may be split into a P/D pair, the job has the replicas where it may start: mixed
-    ones, which serve it whole, and prefill ones, which compute only its prompt. A second job
-    (``moved``) describes the decode phase on each decode replica.
+    If the request may be split into a P/D pair, the job has the mixed replicas, which serve it
+    whole, and the prefill ones; a second job (``moved``) has the decode phase on each decode
+    replica.
 
     Attributes:
-        query: the request.
         now_s: the time of the decision, on the fleet's clock.
         rows: ``int64[n]``, rows of the fleet, ascending; never empty where a policy sees it.
-        cached_tokens: ``float64[n]``, prompt tokens that each replica has in its KV cache or
-            loads.
+        cached_tokens: ``float64[n]``, prompt tokens that each has in its KV cache or loads.
         work_s: ``float64[n]``, predicted prefill time of the uncached tokens on each.
         due_s: when its first token is due; infinite if no time is stated.
         output_tokens: expected length of its output.
         lead_s: ``float64[n]``, predicted time from the end of its prefill there to its first token
-            on the decode replica; that of the transfer of a stream that moves; that in which KV is
-            loaded from the memory of the host there; 0 otherwise.
+            on the decode replica; of the transfer of a stream that moves; of loading KV from the
+            host.
         splits: ``bool[n]``, whether each would compute only its prompt.
         moved: whether another replica computes its prompt and transfers the KV.
         reserve_tokens: a guarantee must leave capacity for one more request with a prompt of this
             length, see :mod:`sluice.scheduling.tenancy.fair_shares`.
         worthier_s: work of prefills on each replica that is expected to come later, be due before
-            this one and be worth more, see :mod:`sluice.scheduling.autoscaling.load`.
-    """
+            this one and be worth more, see :mod:`sluice.scheduling.autoscaling.load`."""
 
     query: RouteQuery
     now_s: float
@@ -190,8 +179,8 @@ class Job(NamedTuple):
 
     @property
     def later(self) -> Floats:
-        """``float64[n, 2]``, of each later stage before which tokens of prompt enter, how many, and
-        its TTFT, seconds; infinite for none."""
+        """``float64[n, 2]``: prompt tokens that enter before each later stage with any, and its
+        TTFT."""
         stages = self.query.slo.stages
         if not stages:
             return _NO_STAGES
@@ -215,38 +204,28 @@ class RouteDecision(NamedTuple):
     Attributes:
         replica_id: where the request goes; ``None``: nowhere, and ``reason`` says why.
         reason: ``placed``; ``unattainable``: no replica can guarantee its objective, and it may not
-            be served as best effort; ``declined``: no replica of this cell can guarantee it, and
-            another cell can be asked (:attr:`RouteQuery.elsewhere`); ``stays``: no other replica
-            can guarantee the rest of its objective, so it is not moved; ``no_replica``: no replica
-            has reported recently; ``invalid_query``.
-        tier: its tier at the replica; ``None`` if admission is off: it is served like a guaranteed
-            request, but nothing is guaranteed.
-        predicted_ttft_s: from the decision to its first token, if that is guaranteed. It is
-            admission's prediction; the median by observed errors is in
-            :mod:`sluice.scheduling.placement.reliability`. With ``starts_in_s`` it is predicted,
-            not guaranteed.
+            be best effort; ``declined``: another cell can be asked; ``stays``: no other replica can
+            guarantee the rest of its objective; ``no_replica``: none has reported recently;
+            ``invalid_query``.
+        tier: its tier at the replica; ``None`` if admission is off: nothing is guaranteed.
+        predicted_ttft_s: from the decision to its first token, if that is guaranteed: admission's
+            prediction. With ``starts_in_s`` it is predicted, not guaranteed.
         retry_after_s: if ``unattainable``: time until it should retry, see
             :mod:`sluice.scheduling.placement.retry_after`; ``None`` if there will never be
             capacity.
-        role: of the replica ``replica_id``.
         prefill_id: the replica that computes its prompt first and transfers the KV to
             ``replica_id``; ``None``: ``replica_id`` serves it whole.
-        kv_transfer_s: predicted time from the end of the prefill to the first token. The prefill's
-            deadline is earlier than the request's by this time. For a stream that moves: predicted
-            time of its transfer.
-        over_share: its objective could have been guaranteed, but its tenant is over its share and
-            must leave that capacity to others.
-        planned: if guaranteed: the TTFT, TPOT and end-to-end time for which it is planned, seconds;
-            ``None`` for a time that is not stated. The replica schedules by them, see
-            :mod:`sluice.scheduling.placement.calibration`; instead of an end-to-end time by its
-            shares, see :mod:`sluice.scheduling.placement.guarantees`.
+        kv_transfer_s: predicted time from the end of the prefill to the first token, by which the
+            prefill is due earlier; for a stream that moves, of its transfer.
+        over_share: it could have been guaranteed, but its tenant is over its share.
+        planned: if guaranteed: the times for which it is planned, by which the replica schedules,
+            see :mod:`sluice.scheduling.placement.calibration`; instead of an end-to-end time its
+            shares.
         room_s: if ``unattainable``: the predicted time until there is capacity, without new
             arrivals. A request that waits at the edge asks again by it.
         starts_in_s: if the model has no replica and may have none: predicted time until the first
-            one serves, which the edge makes start. With the reason ``no_replica`` the request
-            waits for it at the edge; see :mod:`sluice.scheduling.placement.cold_start`.
-        level: if guaranteed: the share of such guarantees that is to be kept.
-    """
+            one serves; see :mod:`sluice.scheduling.placement.cold_start`.
+        level: if guaranteed: the share of such guarantees that is to be kept."""
 
     replica_id: str | None
     reason: str

@@ -1,10 +1,5 @@
-"""Compiled loops over the rows of a queue, shared by the policies.
-
-A queue is one ``float64[requests, FIELDS]`` array, of which :data:`LIVE` names the columns; see
-:class:`sluice.scheduling.request.queue.QueueView`. Token and block counts are whole numbers far
-below 2**53, so they are exact in it. The loops are compiled once per machine and kept on disk;
-:func:`compiled` says how.
-"""
+"""Compiled loops over the rows of a queue, one ``float64[requests, FIELDS]`` array. Token and block
+counts are whole numbers far below 2**53, so they are exact in it."""
 
 # numpy's scalars are "Any" to the type checker.
 # mypy: disable-error-code="no-any-return"
@@ -100,13 +95,12 @@ def compiled(function: F) -> F:
     """Compile ``function`` with numba when it is first called, and keep the machine code on disk.
 
     It is kept in ``NUMBA_CACHE_DIR`` where that is set, else beside the source, or in the user's
-    cache directory where that cannot be written; and where none can, each process compiles again.
-    It holds the functions and the constants that ``function`` has from other modules, so it is
-    used as long as none of these has changed; numba alone would look at the function's own file.
+    cache directory; where none can be written, each process compiles again. It is used as long as
+    no module has changed that the one of ``function`` imports; numba alone would look at its own
+    file only.
 
     A number counts as what its annotation says, so an integer where others pass a float does not
-    compile the function again. It costs some 50 us more than a float.
-    """
+    compile the function again. It costs some 50 us more than a float."""
     wanted = config.CACHE_DIR or str(Path(function.__code__.co_filename).parent)
     try:
         made = njit(cache=True, nogil=True)(function)
@@ -156,8 +150,7 @@ def _annotated(value: Any, hint: Any) -> Any:
     """``value`` with each number of the type that its annotation says.
 
     Raises:
-        TypeError: it is none, or not a whole one where an integer is wanted.
-    """
+        TypeError: it is none, or not a whole one where an integer is wanted."""
     if isinstance(value, tuple):
         hints = _hints(type(value)).values() or get_args(hint)
         made = tuple(map(_annotated, value, hints))
@@ -167,8 +160,8 @@ def _annotated(value: Any, hint: Any) -> Any:
 
 @compiled
 def work_s(coefficients: Floats, new_tokens: float, computed_tokens: float) -> float:
-    """Marginal time of ``new_tokens`` of one sequence on ``computed_tokens``, by one piece of a
-    model: ``coefficients`` is ``float64[COEFFICIENTS]``."""
+    """Marginal time of ``new_tokens`` on ``computed_tokens`` by one piece,
+    ``float64[COEFFICIENTS]``."""
     if new_tokens == 1.0:
         return coefficients[DECODE_SEQUENCE] + coefficients[DECODE_CONTEXT] * computed_tokens
     return (

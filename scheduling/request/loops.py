@@ -23,8 +23,7 @@ class LoopStarts:
         return len(self._known)
 
     def started_s(self, key: int, turn_s: float, now_s: float) -> float:
-        """When the loop ``key`` began, if a turn of it came at ``turn_s`` (<= ``now_s``): the
-        earliest of its turns. Seconds on the caller's clock."""
+        """When the loop ``key`` began, if a turn of it came at ``turn_s`` (<= ``now_s``)."""
         known = self._known
         seen = known.pop(key, None)
         if seen is not None and now_s - seen[1] <= KEPT_S:

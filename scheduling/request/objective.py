@@ -1,22 +1,137 @@
-"""What a request is guaranteed and what keeping the guarantee is worth.
+"""What a request is guaranteed, how its tokens are judged, and what keeping the guarantee is worth.
 
-Times are seconds on one monotonic clock of the caller's choice; nothing here reads a clock.
-
-Sources: the per-token deadline is FairBatching §3.1 and ProServe Eq. 3; the second anchor is
-ProServe's footnote 2; the token-level deadline gain (TDG) is ProServe Eq. 3.
+Times are seconds on one monotonic clock of the caller's choice. Sources: the per-token deadline is
+FairBatching §3.1 and ProServe Eq. 3; the token-level deadline gain (TDG) is ProServe Eq. 3.
 """
 
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from math import inf, nan
 from typing import Final, Literal, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sluice.scheduling.request.deadline import ENVELOPE, FIRST, LAST, next_due_s, resumed_ttft_s
-from sluice.scheduling.request.stages import Stage, check_stages, strictest
-from sluice.scheduling.request.tpot import LEAST_PACE_TOKENS, TPOTAnchor, TPOTMeter
+from sluice.scheduling.request.stages import Stage, StagePosition, check_stages, strictest
+
+WINDOW_TOKENS: Final = 10
+"""SLOs-Serve §6: "we measure the TPOT every 10 tokens"."""
+
+
+LEAST_PACE_TOKENS: Final = 8
+"""Minimum tokens to judge the TPOT of a running stream: with fewer, one slow step makes it look
+late."""
+
+
+class TPOTAnchor(enum.StrEnum):
+    """From where to where TPOT is measured. ``t_i`` is when token ``i`` (1-based) left.
+
+    ``MEAN``: from the first token to the last, ``(t_n - t_1) / (n - 1)``; ProServe.
+
+    ``RUNNING_MAX``: the largest ``(t_i - t_1) / (i - 1)``. FairBatching §5.1: "the max TPOT value
+    among all output tokens of the request".
+
+    ``WINDOW``: the largest mean over 10 tokens, ``(t_(i+10) - t_i) / 10``; SLOs-Serve §6. Windows
+    begin at every token; a stream of fewer than 11 tokens is one window.
+
+    Tokens that leave at one time are a *group*, each with its own place ``i``: the running maximum
+    is set by the first token of a group, and a window goes from the end of one group to the end of
+    the nearest one that is at least 10 tokens later, over all tokens between."""
+
+    MEAN = "mean"
+    RUNNING_MAX = "running_max"
+    WINDOW = "window"
+
+
+class TPOTMeter:
+    """The TPOT of one stream by one anchor, as its tokens leave. ``O(1)`` amortised per group."""
+
+    __slots__ = ("_anchor", "_ends", "_worst_s", "first_s", "last_s", "tokens")
+
+    def __init__(self, anchor: TPOTAnchor) -> None:
+        self._anchor = anchor
+        self.tokens = 0
+        self.first_s: float | None = None
+        self.last_s: float | None = None
+        self._worst_s: float | None = None
+        # Tokens until the end of a group, and its time; the last group may still grow.
+        self._ends: deque[tuple[int, float]] = deque()
+
+    def emit(self, tokens: int, now_s: float) -> None:
+        """``tokens`` (>= 0) left at ``now_s``, which counts as the last time if it is before
+        that."""
+        if tokens <= 0:
+            return
+        if self.first_s is None or self.last_s is None:
+            self.first_s = self.last_s = now_s
+        now_s = max(now_s, self.last_s)
+        if self._anchor is TPOTAnchor.RUNNING_MAX and self.tokens:
+            self._note((now_s - self.first_s) / self.tokens)
+        self.tokens += tokens
+        if self._anchor is TPOTAnchor.WINDOW:
+            self._group(now_s)
+        self.last_s = now_s
+
+    @property
+    def mean_s(self) -> float | None:
+        """Mean time per token after the first; ``None`` with fewer than two tokens."""
+        if self.tokens < 2 or self.first_s is None or self.last_s is None:
+            return None
+        return (self.last_s - self.first_s) / (self.tokens - 1)
+
+    @property
+    def tpot_s(self) -> float | None:
+        """TPOT by the anchor so far; ``None`` with fewer than two tokens."""
+        if self.tokens < 2 or self._anchor is TPOTAnchor.MEAN:
+            return self.mean_s
+        found = [worst for worst in (self._worst_s, self._window_s()) if worst is not None]
+        if found:
+            return max(found)
+        # No window yet, or all tokens were in the first group.
+        return self.mean_s
+
+    def _note(self, pace_s: float) -> None:
+        if self._worst_s is None or pace_s > self._worst_s:
+            self._worst_s = pace_s
+
+    def _group(self, now_s: float) -> None:
+        """The stream has ``tokens`` tokens at ``now_s``."""
+        ends = self._ends
+        if ends and ends[-1][1] == now_s:
+            ends.pop()
+        else:
+            window_s = self._window_s()
+            if window_s is not None:
+                self._note(window_s)
+        ends.append((self.tokens, now_s))
+        while len(ends) > 1 and ends[1][0] <= self.tokens - WINDOW_TOKENS:
+            ends.popleft()
+
+    def _window_s(self) -> float | None:
+        """Mean of the window that ends with the last group, if there are 10 tokens before it."""
+        if not self._ends:
+            return None
+        (begin, begin_s), (end, end_s) = self._ends[0], self._ends[-1]
+        return (end_s - begin_s) / (end - begin) if end - begin >= WINDOW_TOKENS else None
+
+
+def tpot_s(times_s: NDArray[np.float64], anchor: TPOTAnchor) -> float | None:
+    """TPOT of a stream whose tokens left at ``times_s``, ascending; ``None`` for fewer than two."""
+    meter = TPOTMeter(anchor)
+    if anchor is TPOTAnchor.MEAN and len(times_s):
+        meter.emit(1, float(times_s[0]))
+        meter.emit(len(times_s) - 1, float(times_s[-1]))
+        return meter.tpot_s
+    for time_s in times_s.tolist():
+        meter.emit(1, time_s)
+    return meter.tpot_s
+
 
 Objective = Literal["ttft", "tpot", "e2e"]
 OBJECTIVES: Final[tuple[Objective, ...]] = ("ttft", "tpot", "e2e")
@@ -34,16 +149,14 @@ MAX_PRIORITY = 10
 class Anchor(enum.StrEnum):
     """Where the deadlines of the tokens after the first one start from.
 
-    ``ENVELOPE``: ``arrival + TTFT + (i - 1) * TPOT``. It does not depend on progress, so an early
-    first token buys slack for the later ones. Right for TDG.
+    ``ENVELOPE``: ``arrival + TTFT + (i - 1) * TPOT``: an early first token buys slack for the later
+    ones. Right for TDG.
 
-    ``FIRST_TOKEN``: ``min(first token time, arrival + TTFT) + (i - 1) * TPOT``. An early first
-    token starts the TPOT clock early. Right where TPOT is measured as the running mean or maximum
-    since the first token.
+    ``FIRST_TOKEN``: ``min(first token time, arrival + TTFT) + (i - 1) * TPOT``. Right where TPOT is
+    measured as the running mean or maximum since the first token. ProServe's footnote 2.
 
-    ``LAST_TOKEN``: one TPOT after the token before. Time won earlier is not slack. Right where the
-    time between tokens, or TPOT over a short window of tokens, is the objective.
-    """
+    ``LAST_TOKEN``: one TPOT after the token before. Right where the time between tokens, or TPOT
+    over a short window of tokens, is the objective."""
 
     ENVELOPE = "envelope"
     FIRST_TOKEN = "first_token"
@@ -60,16 +173,13 @@ _ANCHOR_CODES = {Anchor.ENVELOPE: ENVELOPE, Anchor.FIRST_TOKEN: FIRST, Anchor.LA
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """The latency objective of one request, and its worth.
+    """The latency objective of one request, and its worth. Times are seconds from arrival, TPOT per
+    output token after the first; ``None`` means no objective.
 
     Args:
-        ttft_s: time to first token, seconds from arrival; ``None`` means no objective.
-        tpot_s: time per output token after the first, seconds; ``None`` means no objective.
-        e2e_s: time to the last token, seconds from arrival; ``None`` means no objective.
-        priority: weight of the request's tokens in the gain, an integer from 1 to 10: a token of
-            priority 2 is worth two of priority 1 (ProServe's ``w_prio``).
+        priority: weight of the request's tokens in the gain, an integer from 1 to 10 (ProServe's
+            ``w_prio``).
         service_class: the name of the service class it is served as.
-        tpot_anchor: how its TPOT is measured; a text is taken for its value.
         stages: objectives of its parts, in order, see :meth:`of_stages`; empty: it has one part.
 
     Attributes:
@@ -77,8 +187,7 @@ class SLO:
 
     Raises:
         ValueError: an objective that is not positive and finite, a priority out of range, an
-            unknown anchor, or stages that are none.
-    """
+            unknown anchor, or stages that are none."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -116,13 +225,11 @@ class SLO:
         service_class: str = "standard",
         tpot_anchor: TPOTAnchor = TPOTAnchor.MEAN,
     ) -> Self:
-        """The objective of a request of stages, at least one: its own times are what it counts with
-        before it begins (:func:`~sluice.scheduling.request.stages.strictest`). ``e2e_s`` is stated
-        for the whole request, if anything is.
+        """The objective of a request of stages, at least one, which counts before it begins as
+        :func:`~sluice.scheduling.request.stages.strictest` says; ``e2e_s`` is of the whole request.
 
         Raises:
-            ValueError: see :class:`SLO`.
-        """
+            ValueError: see :class:`SLO`."""
         check_stages(stages)
         times_s = strictest(stages, e2e_s)
         return cls(*times_s, priority, service_class, tpot_anchor, tuple(stages))
@@ -142,8 +249,8 @@ class SLO:
     def late(
         self, ttft_s: float | None, tpot_s: float | None, tokens: int
     ) -> tuple[float | None, float | None]:
-        """Of the TTFT and the TPOT of a running request, seconds, those that are late by now;
-        ``None`` for the others. A TPOT is judged from ``LEAST_PACE_TOKENS`` tokens on."""
+        """Of the TTFT and the TPOT of a running request, seconds, those that are late by now, else
+        ``None``."""
         ttft_due_s, tpot_due_s, _, _ = self.columns
         if tokens < LEAST_PACE_TOKENS:
             tpot_s = None
@@ -153,9 +260,9 @@ class SLO:
         )
 
     def with_times(self, times_s: Sequence[float | None]) -> SLO:
-        """The same objective with other times, seconds; itself if they are equal. The times of its
-        stages are scaled in proportion. A time that it did not state before is that of the first
-        stage (TTFT) or of every stage (TPOT)."""
+        """The same objective with other times, seconds; those of its stages are scaled in
+        proportion. A time that it did not state before is that of the first stage (TTFT) or of
+        every stage (TPOT)."""
         if tuple(times_s) == self.times_s:
             return self
         ttft_s, tpot_s, e2e_s = times_s
@@ -173,18 +280,16 @@ class SLO:
         return SLO(ttft_s, tpot_s, e2e_s, *rest)
 
     def of_stage(self, number: int) -> SLO:
-        """The objective of one of its stages, from 0 on, whose times count from its start; itself
-        where it has none."""
+        """The objective of one of its stages, from 0 on, whose times count from its start."""
         if not self.stages:
             return self
         ttft_s, tpot_s, e2e_s = self.stages[number].times_s
         return replace(self, ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s, stages=())
 
     def at_stage(self, number: int, elapsed_s: float) -> SLO:
-        """What an engine works by in one of its stages, from 0 on, that begins ``elapsed_s`` after
-        the arrival: the stage's objective, and no later than the end of the whole; itself where it
-        has no stages. The end of a stage of known length is a pace. A stage that continues decoding
-        and states no TTFT has one TPOT for its first token, so that the pace does not break."""
+        """What an engine works by in a stage that begins ``elapsed_s`` after the arrival: the
+        stage's objective, no later than the end of the whole. A stage that continues decoding and
+        states no TTFT has one TPOT for its first token."""
         if not self.stages:
             return self
         stage = self.stages[number]
@@ -204,9 +309,7 @@ class SLO:
         anchor: Anchor = Anchor.ENVELOPE,
         last_token_s: float | None = None,
     ) -> float:
-        """Deadline of output token ``token`` (1-based), on the clock of ``arrival_s``. See
-        :func:`sluice.scheduling.request.deadline.next_due_s`.
-        """
+        """Deadline of output token ``token`` (1-based), see :func:`next_due_s`."""
         ttft_s, tpot_s, e2e_s, _ = self.columns
         first_s = nan if first_token_s is None else first_token_s
         last_s = nan if last_token_s is None else last_token_s
@@ -223,11 +326,8 @@ def _anchor_of(value: str) -> TPOTAnchor:
 
 @dataclass(frozen=True, slots=True)
 class GainWeights:
-    """Weights of a first and of a later token in the TDG gain (ProServe's ``w_p`` and ``w_d``).
-
-    The paper sets ``first : later`` to the data set's mean input : mean output length, so that a
-    prompt's work counts in its first token.
-    """
+    """Weights of a first and of a later token in the TDG gain (ProServe's ``w_p`` and ``w_d``): in
+    the paper, the data set's mean input and output length."""
 
     first: float = 1.0
     later: float = 1.0
@@ -235,12 +335,8 @@ class GainWeights:
 
 @dataclass(slots=True)
 class EarnedGain:
-    """Gain of the first and of the later tokens that have left (ProServe Eq. 3).
-
-    Attributes:
-        first, later: of those that were in time.
-        first_ideal, later_ideal: had every one been in time.
-    """
+    """Gain of the first and of the later tokens that left in time, and had every one been in time
+    (ProServe Eq. 3)."""
 
     first: float = 0.0
     later: float = 0.0
@@ -250,9 +346,7 @@ class EarnedGain:
 
 class TokenClock:
     """Follows one request's emissions against its objective: TTFT, TPOT, gain and attainment.
-
-    ``O(1)`` per token and per request in memory. Feed it with :meth:`emit` as tokens leave.
-    """
+    ``O(1)`` per token and in memory."""
 
     __slots__ = (
         "_anchor",
@@ -280,13 +374,10 @@ class TokenClock:
 
     def emit(self, tokens: int, now_s: float, reasoned: int = 0) -> None:
         """Count ``tokens`` (>= 0) that left at ``now_s``; after ``reasoned`` of them the reasoning
-        ended, 0: it did not. Only a request of stages takes notice of that
-        (:class:`~sluice.scheduling.request.stage_clock.StageClock`).
+        ended, 0: it did not.
 
-        Several tokens at once, as from speculation, each have the deadline of their position in the
-        output; with :attr:`Anchor.LAST_TOKEN`, which has no positions, a group has one TPOT for
-        each of its tokens.
-        """
+        Several tokens at once each have the deadline of their position in the output; with
+        :attr:`Anchor.LAST_TOKEN` a group has one TPOT for each of its tokens."""
         last_s, before = self.last_token_s, self.tokens
         if last_s is not None and self.slo.tpot_s is not None:
             last_s += (tokens - 1) * self.slo.tpot_s
@@ -310,9 +401,8 @@ class TokenClock:
             earned.later += weight if in_time else 0.0
 
     def rest(self, tokens: int, now_s: float) -> SLO:
-        """The objective of what is left when another engine continues at ``now_s``, after
-        ``tokens`` tokens that the client has: they are part of its prompt, and its times count from
-        the same arrival. See :func:`sluice.scheduling.request.deadline.resumed_ttft_s`."""
+        """The objective of what is left when another engine continues at ``now_s`` after ``tokens``
+        tokens that the client has; its times count from the same arrival."""
         ttft_s, tpot_s, _, _ = self.slo.columns
         if ttft_s == inf:
             return self.slo
@@ -356,31 +446,25 @@ class TokenClock:
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per token by the objective's :attr:`SLO.tpot_anchor`, or ``None`` with fewer than
-        two tokens: what the TPOT objective is held against."""
+        """Time per token by :attr:`SLO.tpot_anchor`, or ``None`` with fewer than two tokens."""
         return self._meter.tpot_s
 
     def e2e_s(self, finished_s: float) -> float:
-        """Arrival to end, where the request ended at ``finished_s``. The last token may have a
-        later time than the end: token times that an engine reports are on the engine's clock."""
+        """Arrival to end at ``finished_s``, or to a last token that an engine's clock puts
+        later."""
         last_s = self.last_token_s
         return (finished_s if last_s is None else max(finished_s, last_s)) - self.arrival_s
 
     def judged_s(self, finished_s: float) -> Times:
-        """TTFT, TPOT and end-to-end time, seconds, as they are held against the objective; ``None``
-        where there is none yet."""
+        """TTFT, TPOT and end-to-end time, seconds, as they are held against the objective."""
         return self.ttft_s, self.tpot_s, self.e2e_s(finished_s)
 
     def attained(self, finished_s: float) -> bool:
-        """Whether every stated objective was met: TTFT, TPOT by its anchor, and end to end.
-
-        A request without any token attains only if it states no objective.
-        """
+        """Whether every stated objective was met; without any token, whether none is stated."""
         return not self.missed(finished_s)
 
     def missed(self, finished_s: float) -> tuple[str, ...]:
-        """The stated objectives that were not met, of ``ttft``, ``tpot`` and ``e2e``: all of them
-        where there was no token."""
+        """The stated objectives that were not met, of ``ttft``, ``tpot`` and ``e2e``."""
         (ttft_due_s, tpot_due_s, e2e_due_s, _), none = self.slo.columns, self.tokens == 0
         found = (
             ("ttft", inf if self.ttft_s is None else self.ttft_s, ttft_due_s),
@@ -388,3 +472,110 @@ class TokenClock:
             ("e2e", inf if none else self.e2e_s(finished_s), e2e_due_s),
         )
         return tuple([name for name, real_s, due_s in found if real_s > due_s])
+
+
+def clock_of(slo: SLO, arrival_s: float) -> TokenClock:
+    """What follows a request with this objective."""
+    return StageClock(slo, arrival_s) if slo.stages else TokenClock(slo, arrival_s)
+
+
+class StageClock(TokenClock):
+    """Follows a request whose objective has stages.
+
+    TTFT, TPOT and end-to-end time are those of the whole request; what is missed and gained is that
+    of its stages, but the end-to-end time is missed as a whole, too. A stage without a token when
+    the request ends is not judged, but for the first one."""
+
+    __slots__ = ("_missed", "_open", "_position", "_worst")
+
+    def __init__(self, slo: SLO, arrival_s: float) -> None:
+        super().__init__(slo, arrival_s)
+        self._position = StagePosition(slo.stages)
+        self._open = TokenClock(slo.of_stage(0), arrival_s, earned=self.earned)
+        # Of the stages that are over: what was missed, and by objective the largest part of its
+        # time that a stage took.
+        self._missed: set[str] = set()
+        self._worst = [0.0] * len(OBJECTIVES)
+
+    @property
+    def stage(self) -> int:
+        """Number of the stage that the next token is of."""
+        return self._position.number
+
+    def emit(self, tokens: int, now_s: float, reasoned: int = 0) -> None:
+        """Count ``tokens`` (>= 0) that left at ``now_s``, ``reasoned`` of them by the end of the
+        reasoning."""
+        last_s = self.last_token_s
+        self._meter.emit(tokens, now_s)
+        now_s = now_s if last_s is None else max(now_s, last_s)
+        begun = self._position.number
+        parts = self._position.emit(tokens, reasoned)
+        for number, part in enumerate(parts, begun):
+            if number > begun:
+                self._next(number)
+            self._open.emit(part, now_s)
+
+    def rest(self, tokens: int, now_s: float) -> SLO:
+        """As :meth:`TokenClock.rest`, of the open stage and the later ones. Tokens that are not
+        counted here were sent without a report. The first token of an engine that continues is not
+        due before that of a new request would be."""
+        position = copy(self._position)
+        unreported = position.emit(max(0, tokens - self.tokens))
+        age_s = now_s - self.arrival_s
+        begun_s = age_s if len(unreported) > 1 else self._open.arrival_s - self.arrival_s
+        stage, *later = self.slo.stages[position.number :]
+        ttft_s, tpot_s = stage.paced()
+        if position.number and ttft_s == inf:
+            ttft_s = tpot_s
+        ttft_s = begun_s + resumed_ttft_s(ttft_s, tpot_s, position.tokens, age_s - begun_s)
+        if self.slo.ttft_s is not None:
+            ttft_s = max(ttft_s, age_s + self.slo.ttft_s)
+        e2e_s = None if stage.tokens or stage.e2e_s is None else begun_s + stage.e2e_s
+        rest = [
+            Stage(
+                None if ttft_s == inf else ttft_s,
+                None if tpot_s == inf else tpot_s,
+                e2e_s,
+                position.left or 0,
+            )
+        ]
+        # Where the reasoning has ended, a stage that ends with it has one token.
+        ended = int(position.reasoned)
+        rest += [each._replace(tokens=each.tokens or ended) for each in later[:-1]] + later[-1:]
+        slo = self.slo
+        return SLO.of_stages(rest, slo.e2e_s, slo.priority, slo.service_class, slo.tpot_anchor)
+
+    def missed(self, finished_s: float) -> tuple[str, ...]:
+        """The objectives that were not met in some stage."""
+        missed = self._missed | ({"e2e"} & set(super().missed(finished_s)))
+        if self._open.tokens or self._position.number == 0:
+            missed.update(self._open.missed(finished_s))
+        return tuple([name for name in OBJECTIVES if name in missed])
+
+    def judged_s(self, finished_s: float) -> Times:
+        """Of each objective that the whole request states, the share of it that the worst stage
+        took."""
+        worst = self._worst
+        if self._open.tokens:
+            worst = _worse(worst, self._open, finished_s)
+        ttft_s, tpot_s, e2e_s = [
+            None if whole_s is None else share * whole_s
+            for share, whole_s in zip(worst, self.slo.times_s, strict=True)
+        ]
+        if e2e_s is not None:
+            e2e_s = max(e2e_s, self.e2e_s(finished_s))
+        return None if self.ttft_s is None else ttft_s, tpot_s or None, e2e_s
+
+    def _next(self, number: int) -> None:
+        ended = self._open
+        assert ended.last_token_s is not None
+        self._missed.update(ended.missed(ended.last_token_s))
+        self._worst = _worse(self._worst, ended, ended.last_token_s)
+        self._open = TokenClock(self.slo.of_stage(number), ended.last_token_s, earned=self.earned)
+
+
+def _worse(worst: list[float], clock: TokenClock, finished_s: float) -> list[float]:
+    """The larger of ``worst`` and of what a stage took, by objective."""
+    seen = (clock.ttft_s or 0.0, clock.tpot_s or 0.0, clock.e2e_s(finished_s))
+    dues = clock.slo.columns
+    return [max(w, real_s / due_s) for w, real_s, due_s in zip(worst, seen, dues, strict=False)]

@@ -1,8 +1,5 @@
-"""What a scheduling policy may know: one request, and the queue of one replica.
-
-They hold no prompt text, no tokens and no output length: a policy that needs a length gets a
-prediction.
-"""
+"""What a scheduling policy may know: one request, and the queue of one replica. No prompt text, no
+tokens and no output length."""
 
 from __future__ import annotations
 
@@ -33,32 +30,22 @@ from sluice.scheduling.request.objective import SLO, Anchor
 
 
 class RequestView(NamedTuple):
-    """One live request of a replica, as of one instant. A tuple, because one is made per request
-    and step in the engine's scheduling loop.
+    """One live request of a replica, as of one instant, on the caller's monotonic clock.
 
     Attributes:
-        request_id: unique in the queue.
-        slo: its objective.
-        arrival_s: when the edge received it, on the caller's monotonic clock.
-        prompt_tokens: length of the prompt, tokens.
+        arrival_s: when the edge received it.
         computed_tokens: tokens whose KV is computed; can pass ``prompt_tokens`` in decode.
         pending_tokens: tokens that could be scheduled now, >= 1: what is left of the prefill
             (after a preemption this covers the generated tokens too), or 1 in decode.
         emitted_tokens: output tokens that have left the engine, or are being computed.
-        first_token_s: when the first token left, or ``None``.
-        kv_blocks: KV blocks it holds.
         running: it holds KV blocks and a slot among the engine's running sequences.
-        last_token_s: when the latest token left, or ``None``.
+        first_token_s, last_token_s: when these left, or ``None``.
         expected_tokens: predicted length of its whole output, tokens; nan if unknown.
-        best_effort: it has no guarantee, and runs on the capacity that the others leave.
-        drafted_tokens: guesses at what follows the next token, that a decode's step could check
-            with it; 0 without speculation. They are not pending: a plan may give a decode from 1
-            to ``1 + drafted_tokens`` tokens.
-        acceptance: probability that one of them is right if those before it are; nan where nothing
-            is known. It counts in a queue in which something is drafted.
-        tenant: number of its tenant; weight: of the tenant's share, > 0.
-        promised: its objective was guaranteed.
-    """
+        best_effort: it has no guarantee. promised: its objective was guaranteed.
+        drafted_tokens: guesses that a decode's step could check with its next token. They are not
+            pending: a plan may give a decode from 1 to ``1 + drafted_tokens`` tokens.
+        acceptance: probability that one of them is right if those before it are; nan if unknown.
+        tenant: number of its tenant; weight: of the tenant's share, > 0."""
 
     request_id: str
     slo: SLO
@@ -102,11 +89,7 @@ class QueueView:
     """Every live request of one replica, waiting and running, in order of arrival at the engine.
 
     It is made either of views (an engine's adapter has objects) or of an array (the simulator has
-    rows), and gives both; each is made from the other once, when first asked for.
-
-    Args:
-        requests: the views; the queue does not change them.
-    """
+    rows), and gives both."""
 
     __slots__ = ("_ids", "_keys", "_requests", "_slos", "_table")
 
@@ -125,14 +108,9 @@ class QueueView:
         slos: Sequence[SLO] | Mapping[int, SLO],
         ids: Sequence[str] | None = None,
     ) -> QueueView:
-        """The queue of ``table``, ``float64[n, FIELDS]`` of
-        :mod:`sluice.scheduling.request.kernels`, C-ordered.
-
-        Args:
-            keys: ``int64[n]``, a number per request that it keeps while it lives.
-            table: the rows, in order of arrival at the engine.
-            slos: by key, the requests' objectives.
-            ids: of the requests, in the same order; default: each key as text.
+        """The queue of ``table``, ``float64[n, FIELDS]``, C-ordered, in order of arrival; ``keys``
+        are ``int64[n]``, ``slos`` the objectives by key, and ``ids`` of the requests, default: keys
+        as text.
         """
         queue = cls.__new__(cls)
         queue._requests = None
@@ -265,8 +243,7 @@ def row_of(
     tenant: int = 0,
     weight: float = 1.0,
 ) -> list[float]:
-    """The row of a request that has just arrived, :data:`~sluice.scheduling.request.kernels.FIELDS`
-    numbers."""
+    """The row of a request that has just arrived, ``FIELDS`` numbers."""
     row = [0.0] * FIELDS
     row[kernels.ARRIVAL] = arrival_s
     row[kernels.TTFT : kernels.PRIORITY + 1] = slo.columns
@@ -280,14 +257,9 @@ def row_of(
 
 
 def begin_stage(row: Floats, slo: SLO, arrival_s: float, tokens: int, left_s: float = nan) -> None:
-    """Make ``row`` that of the request's next stage, which begins after ``tokens`` tokens of the
-    one before: to a policy it is another request, whose prompt includes them.
-
-    Args:
-        row: ``float64[FIELDS]``, changed in place.
-        slo, arrival_s: of the stage.
-        left_s: when tokens of the stage left together with the last one before it; nan: none did.
-    """
+    """Change ``row`` to the request's next stage, which begins after ``tokens`` tokens of the one
+    before: to a policy another request, whose prompt includes them. ``left_s``: when tokens of the
+    stage left together with the last one before it; nan: none did."""
     row[kernels.ARRIVAL] = arrival_s
     row[kernels.TTFT : kernels.PRIORITY + 1] = slo.columns
     row[kernels.PROMPT] += tokens

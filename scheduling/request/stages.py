@@ -1,12 +1,9 @@
 """The stages of a request, each with an objective of its own: thinking and then answering, say.
 
 SLOs-Serve §2.1 calls such requests multi-stage. A stage's TTFT and end-to-end time count from the
-end of the stage before, the first one's from the arrival. Before it begins, a request counts with
-its first TTFT and its tightest pace (§3.2.1), see :func:`strictest`.
-
-Every stage that ends has at least one token. A model that does not think never ends a stage that
-ends with the reasoning: all of its answer is judged by that.
-"""
+end of the stage before. Before it begins, a request counts with its first TTFT and its tightest
+TPOT (§3.2.1). Every stage that ends has at least one token: a model that does not think never ends
+a stage that ends with the reasoning."""
 
 from __future__ import annotations
 
@@ -23,17 +20,12 @@ MOST_STAGE_TOKENS: Final = 1 << 30
 
 
 class Stage(NamedTuple):
-    """One stage.
+    """One stage. Times are seconds from its start, ``None`` without an objective.
 
     Attributes:
-        ttft_s: from its start to its first token, seconds; ``None``: no objective.
-        tpot_s: time per token after that, seconds; ``None``: no objective.
-        e2e_s: from its start to its last token, seconds; ``None``: no objective.
-        tokens: number of its tokens; 0: the output determines its end. Then the last stage ends
-            with the request, and any other one with the reasoning.
-        prompt_tokens: new prompt tokens before it, such as a tool result; 0 for the first stage,
-            and for a stage that continues decoding.
-    """
+        tokens: number of its tokens; 0: the output determines its end: the last stage ends with the
+            request, and any other one with the reasoning.
+        prompt_tokens: new prompt tokens before it, such as a tool result; 0 for the first stage."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -55,8 +47,8 @@ class Stage(NamedTuple):
         return self._replace(ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s)
 
     def paced(self) -> tuple[float, float]:
-        """Its TTFT and TPOT, seconds, infinite for none, which hold its end-to-end time, too, where
-        its length is stated."""
+        """Its TTFT and TPOT, infinite for none, which hold its end-to-end time where its length is
+        stated."""
         ttft_s = inf if self.ttft_s is None else self.ttft_s
         tpot_s = inf if self.tpot_s is None else self.tpot_s
         if self.e2e_s is None or self.tokens == 0:
@@ -65,19 +57,18 @@ class Stage(NamedTuple):
 
     @property
     def planned_s(self) -> tuple[float | None, float | None, float | None]:
-        """TTFT, TPOT and end-to-end time to work by, seconds: the end-to-end time of a stage of
-        known length is a pace."""
+        """TTFT, TPOT and end-to-end time to work by: a known length makes the end-to-end time a
+        TPOT."""
         ttft_s, tpot_s = [None if time_s == inf else time_s for time_s in self.paced()]
         return ttft_s, tpot_s, None if self.tokens else self.e2e_s
 
 
 def check_stages(stages: Sequence[Stage]) -> None:
-    """Check the stages of one request. ``O(stages)``.
+    """Check the stages of one request.
 
     Raises:
         ValueError: too many, a time that is not positive and finite, a number that is out of range,
-            or a last stage that ends before the request.
-    """
+            or a last stage that ends before the request."""
     if len(stages) > MOST_STAGES:
         raise ValueError(f"a request has at most {MOST_STAGES} stages, got {len(stages)}")
     for stage in stages:
@@ -92,14 +83,9 @@ def check_stages(stages: Sequence[Stage]) -> None:
 
 
 class StagePosition:
-    """Which stage the next token of a request is of, as its tokens leave. ``O(1)`` per group of
-    tokens and in memory.
-
-    Attributes:
-        number: of that stage, from 0 on.
-        tokens: how many of the stage have left.
-        left: tokens until the stage ends; ``None``: it is not known.
-        reasoned: whether the reasoning has ended.
+    """Which stage the next token of a request is of: its ``number``, the ``tokens`` of it that have
+    left, and how many are ``left`` until it ends; ``None``: unknown. ``reasoned``: the reasoning
+    has ended.
     """
 
     __slots__ = ("_stages", "left", "number", "reasoned", "tokens")
@@ -112,8 +98,9 @@ class StagePosition:
 
     def emit(self, tokens: int, reasoned: int = 0) -> list[int]:
         """Count ``tokens`` (>= 0) that left; after ``reasoned`` of them the reasoning ended, 0: it
-        did not. Returns how many of them are of the stage so far, and of each stage that begins
-        after them or one of them."""
+        did not. Returns how many are of the stage so far, and of each stage that begins with or
+        after them.
+        """
         left = self.left
         if not reasoned and (left is None or tokens < left):
             self.tokens += tokens
@@ -152,13 +139,8 @@ class StagePosition:
 
 
 class Later(NamedTuple):
-    """What stages to come will take of a replica.
-
-    Attributes:
-        tpot_s: the tightest of their paces, seconds; infinite for none.
-        stages: how many there are.
-        tokens: that enter before the next of them in which any do; 0: before none.
-    """
+    """What stages to come will take of a replica: the tightest TPOT, their number, and the tokens
+    that enter before the next of them in which any do."""
 
     tpot_s: float = inf
     stages: int = 0
@@ -175,12 +157,8 @@ def later_of(stages: Sequence[Stage], number: int) -> Later:
 def strictest(
     stages: Sequence[Stage], e2e_s: float | None = None
 ) -> tuple[float | None, float | None, float | None]:
-    """TTFT, TPOT and end-to-end time that a request of these stages counts with before it begins,
-    seconds: the first TTFT, the tightest pace, and all time that there is.
-
-    Args:
-        stages: at least one.
-        e2e_s: stated for the whole request; ``None``: nothing is.
+    """TTFT, TPOT and end-to-end time that a request of these stages counts with before it begins:
+    the first TTFT, the tightest TPOT, and all time that there is (``e2e_s``: stated for the whole).
     """
     paces = [stage.paced() for stage in stages]
     ttft_s, tpot_s = paces[0][0], min(pace_s for _, pace_s in paces)

@@ -50,9 +50,9 @@ from sluice.benchmarks.experiments.systems import (
 from sluice.benchmarks.report import Chart, Estimate, Point, Report, Table, markdown
 from sluice.scheduling.batching.slidebatching import SlideBatchingOptions
 from sluice.scheduling.request.objective import SLO
+from sluice.simulation.generators import Poisson, fixed
+from sluice.simulation.traces import TraceError
 from sluice.simulation.workload import Arrival, Workload
-from sluice.simulation.workloads.generators import Poisson, fixed
-from sluice.simulation.workloads.traces import TraceError
 
 QUICK = Plan("quick", (7,))
 

@@ -47,8 +47,8 @@ from sluice.benchmarks.live.systems import Bench, LeftOutError, System
 from sluice.deploy.cli import main
 from sluice.deploy.config import SluiceConfig
 from sluice.scheduling.request.objective import SLO
+from sluice.simulation.traces import TraceError
 from sluice.simulation.workload import Arrival, Workload
-from sluice.simulation.workloads.traces import TraceError
 
 IDLE = {"chat": (0.1, 0.01), "code": (0.4, 0.01), "document": (0.8, 0.01)}
 SLOS = {name: each.objective(name) for name, each in classes_of(IDLE).items()}

@@ -28,8 +28,8 @@ from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import ClusterConfig, EngineConfig
 from sluice.simulation.metrics import TPOTMetric
+from sluice.simulation.traces import MAX_REQUESTS
 from sluice.simulation.workload import AS_RECORDED, Arrival, Workload
-from sluice.simulation.workloads.traces import MAX_REQUESTS
 
 CHAT = SLO(ttft_s=0.115, priority=2, service_class="chat")
 BATCH = SLO(service_class="batch")

@@ -18,8 +18,8 @@ from sluice.benchmarks.experiments.promises import (
 )
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
+from sluice.simulation.engine import Truth
 from sluice.simulation.run import simulate
-from sluice.simulation.truth import Truth
 from tests.simulation.clusters import batch
 from tests.simulation.loads import MODEL, workload
 

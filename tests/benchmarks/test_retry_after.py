@@ -9,9 +9,9 @@ import pytest
 from sluice.benchmarks.experiments.grid import Row
 from sluice.benchmarks.experiments.retry_after import AGAIN, GONE, NO_ROOM, costs, counts, moments
 from sluice.scheduling.request.objective import SLO
+from sluice.simulation.engine import Truth
 from sluice.simulation.requests import Requests, Return
 from sluice.simulation.run import simulate
-from sluice.simulation.truth import Truth
 from tests.simulation.clusters import batch
 from tests.simulation.loads import MODEL, workload
 

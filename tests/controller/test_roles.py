@@ -13,9 +13,8 @@ from sluice.controller.transport import query_wire
 from sluice.controller.transport.wire_format import Routed, decode_answer, encode
 from sluice.protocol.messages import ReportReply, RouteReply
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
-from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.objective import SLO, TPOTAnchor
 from sluice.scheduling.request.stages import Stage
-from sluice.scheduling.request.tpot import TPOTAnchor
 from sluice.scheduling.roles import Role
 from tests.controller.fleet import Clock, decode_row, delta, hello, query, summary, waiting_row
 from tests.controller.observed import ObservedController

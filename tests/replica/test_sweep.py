@@ -14,8 +14,7 @@ from sluice.replica.engine import EngineInfo
 from sluice.replica.profiling import Group, Sweep, SweepError, VirtualLoop, grid, random_loads
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.scheduling.latency.model import LinearLatency
-from sluice.scheduling.latency.profile import LatencyProfile
-from sluice.scheduling.latency.step_errors import kind_of
+from sluice.scheduling.latency.profile import LatencyProfile, kind_of
 
 PROFILE = LatencyProfile.of("k", LinearLatency(1.0, 1.0))
 

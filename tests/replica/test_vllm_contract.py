@@ -28,10 +28,9 @@ def test_this_vllm_is_supported() -> None:
 def test_this_vllm_has_what_features_use() -> None:
     import vllm
 
-    from sluice.replica.preemption.executor import PreemptiveExecutor
-    from sluice.replica.preemption.group_executor import PreemptiveGroupExecutor
+    from sluice.replica.preemption.executor import PreemptiveExecutor, PreemptiveGroupExecutor
     from sluice.replica.preemption.scheduler import PreemptiveScheduler
-    from sluice.replica.preemption.vllm_symbols import PARTS
+    from sluice.replica.preemption.support import PARTS
     from sluice.replica.vllm.contract import WITH_PREEMPTION, age, unfit, unmet
     from sluice.replica.vllm.kv_connector import TcpConnector
     from sluice.replica.vllm.support import SPECULATION, TRANSFER

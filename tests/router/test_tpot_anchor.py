@@ -15,7 +15,7 @@ from sluice.protocol.requests import (
     ResponseTail,
 )
 from sluice.router.config import RouterConfig, ServiceClass
-from sluice.scheduling.request.tpot import TPOTAnchor
+from sluice.scheduling.request.objective import TPOTAnchor
 from tests.router.far_side import Clock, Edge, FarController, FarSide, serve
 from tests.router.test_admission import guaranteed, post, promises
 from tests.router.virtual_time import settle

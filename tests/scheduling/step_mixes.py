@@ -8,8 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from sluice.scheduling.latency.model import LinearLatency, StepSample
-from sluice.scheduling.latency.step_correction import StepCorrection
+from sluice.scheduling.latency.model import LinearLatency, StepCorrection, StepSample
 from sluice.scheduling.request.kernels import Floats
 
 PROFILE = LinearLatency(a=0.004, b=1.8e-4, c=8e-7, d=2e-8)

@@ -16,7 +16,7 @@ from sluice.scheduling.batching import (
     BestEffortOptions,
     make_policy,
 )
-from sluice.scheduling.batching.best_effort import (
+from sluice.scheduling.batching.base import (
     BestEffort,
     in_turns,
     longest_wait_s,

@@ -17,8 +17,7 @@ from sluice.scheduling.placement.calibration import (
     PRIOR,
     Calibration,
 )
-from sluice.scheduling.request.objective import SLO
-from sluice.scheduling.request.tpot import TPOTAnchor
+from sluice.scheduling.request.objective import SLO, TPOTAnchor
 
 LEVEL = 0.99
 SLOW = SLO(ttft_s=1.0, tpot_s=0.1)

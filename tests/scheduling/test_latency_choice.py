@@ -2,8 +2,7 @@
 
 import pytest
 
-from sluice.scheduling.latency.choice import best_fit, held_out_error
-from sluice.scheduling.latency.fit import fit_without_context
+from sluice.scheduling.latency.fit import best_fit, fit_without_context, held_out_error
 from sluice.scheduling.latency.model import LatencyModel, PrefillDecodeLatency, StepSample
 from sluice.scheduling.latency.profile import LatencyProfile
 from tests.scheduling.test_latency_fit import LINEAR, PREFILL_DECODE, steps

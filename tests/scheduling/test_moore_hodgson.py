@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.scheduling.batching.deadline_triage.selection import before, fitting, keep
+from sluice.scheduling.batching.base import fitting
+from sluice.scheduling.batching.deadline_triage import before, keep
 
 jobs = st.lists(
     st.tuples(st.integers(1, 20), st.integers(1, 5), st.integers(0, 40)), min_size=0, max_size=8

@@ -12,9 +12,9 @@ from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, RequestView
 from sluice.simulation import metrics
 from sluice.simulation.config import EngineConfig
+from sluice.simulation.engine import Truth
 from sluice.simulation.metrics import TPOTMetric
 from sluice.simulation.run import simulate
-from sluice.simulation.truth import Truth
 from sluice.simulation.workload import Arrival, Stage, Workload
 from tests.scheduling.test_progress import Job, run
 from tests.scheduling.views import ROOMY, decode, prefill, queue_of

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.scheduling.request.objective import SLO, TokenClock
-from sluice.scheduling.request.stage_clock import StageClock, clock_of
+from sluice.scheduling.request.objective import SLO, StageClock, TokenClock, clock_of
 from sluice.scheduling.request.stages import MOST_STAGES, Stage, StagePosition, later_of
 
 THINK_AND_ANSWER = SLO.of_stages((Stage(1.0, 0.1), Stage(0.5, 0.05)))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.scheduling.latency.step_correction import (
+from sluice.scheduling.latency.model import (
     MAX_FACTOR,
     MAX_SPREAD,
     TOLERATED_SPREAD,

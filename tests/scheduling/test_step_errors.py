@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.scheduling.latency.model import LinearLatency, StepSample
-from sluice.scheduling.latency.step_errors import errors_by_kind, kind_of, step_errors
+from sluice.scheduling.latency.profile import errors_by_kind, kind_of, step_errors
 
 MODEL = LinearLatency(a=0.01, b=1e-4)
 

@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.scheduling.request.objective import SLO, Anchor, TokenClock
-from sluice.scheduling.request.tpot import WINDOW_TOKENS, TPOTAnchor, TPOTMeter, tpot_s
+from sluice.scheduling.request.objective import (
+    SLO,
+    WINDOW_TOKENS,
+    Anchor,
+    TokenClock,
+    TPOTAnchor,
+    TPOTMeter,
+    tpot_s,
+)
 
 MEAN, RUNNING_MAX, WINDOW = TPOTAnchor
 

@@ -43,9 +43,9 @@ from sluice.scheduling.batching import POLICIES, make_policy
 from sluice.scheduling.latency.model import LinearLatency, StepSample
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import EngineConfig as SimulatedConfig
+from sluice.simulation.engine import Belief, Truth
 from sluice.simulation.metrics import summarise
 from sluice.simulation.run import simulate
-from sluice.simulation.truth import Belief, Truth
 from sluice.simulation.workload import Arrival, Workload
 
 VLLM_ARGS: dict[str, Any] = {

@@ -12,9 +12,9 @@ from sluice.scheduling.routing import RoutingPolicy
 from sluice.simulation.config import (
     ClusterConfig,
 )
+from sluice.simulation.engine import Truth
 from sluice.simulation.metrics import stages
 from sluice.simulation.run import Result
-from sluice.simulation.truth import Truth
 from sluice.simulation.workload import Workload
 from tests.simulation.loads import MODEL, workload
 

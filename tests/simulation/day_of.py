@@ -14,7 +14,7 @@ from math import cos, tau
 from pathlib import Path
 from random import Random
 
-from sluice.simulation.workloads.traces import MAX_REQUESTS, load
+from sluice.simulation.traces import MAX_REQUESTS, load
 
 DAY_S = 86_400.0
 SWING = 0.8

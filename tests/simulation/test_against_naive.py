@@ -16,8 +16,8 @@ from sluice.scheduling.latency.model import LatencyModel, LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView
 from sluice.simulation.config import EngineConfig
+from sluice.simulation.engine import Truth
 from sluice.simulation.run import TOO_LONG, simulate
-from sluice.simulation.truth import Truth
 from sluice.simulation.workload import Arrival, Workload
 from sluice.simulation.wrapped import Noted
 from tests.examples import examples

@@ -14,8 +14,8 @@ from sluice.scheduling.batching import POLICIES, make_policy
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import EngineConfig
+from sluice.simulation.engine import Belief, Truth
 from sluice.simulation.run import simulate
-from sluice.simulation.truth import Belief, Truth
 from sluice.simulation.workload import Arrival, Workload
 from tests.simulation.loads import of
 

@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 from sluice.scheduling.batching import POLICIES, BatchPolicy, BestEffortOptions, make_policy
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import EngineConfig
-from sluice.simulation.engine import VirtualEngine
+from sluice.simulation.engine import Belief, Truth, VirtualEngine
 from sluice.simulation.metrics import TPOTMetric, attained, stages
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import drive
-from sluice.simulation.truth import Belief, Truth
 from sluice.simulation.workload import Arrival, Workload
 from tests.examples import examples
 from tests.simulation.loads import MODEL, configs, families, of, workloads

@@ -22,8 +22,8 @@ from sluice.simulation.capacity import (
 )
 from sluice.simulation.cluster import simulate_cluster
 from sluice.simulation.config import ClusterConfig, EngineConfig
+from sluice.simulation.engine import Truth
 from sluice.simulation.metrics import TPOTMetric, attained, stages
-from sluice.simulation.truth import Truth
 from sluice.simulation.workload import Arrival, Stage, Workload
 from tests.simulation.loads import workload
 

@@ -35,11 +35,10 @@ from sluice.simulation.config import (
     Slowdown,
     WhenUnattainable,
 )
-from sluice.simulation.engine import VirtualEngine
+from sluice.simulation.engine import Belief, Truth, VirtualEngine
 from sluice.simulation.metrics import TPOTMetric, attained, stages
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import TOO_LONG, Result, simulate
-from sluice.simulation.truth import Belief, Truth
 from sluice.simulation.workload import Workload
 from tests.examples import examples
 from tests.simulation.clusters import EXACT, batch, ended_well, pools, route, steady

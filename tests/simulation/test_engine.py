@@ -13,12 +13,11 @@ from sluice.scheduling.placement.length import OracleLengths
 from sluice.scheduling.request.kernels import EXPECTED
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView
-from sluice.simulation import steps
 from sluice.simulation.config import EngineConfig, Speculation
-from sluice.simulation.engine import StuckError, VirtualEngine
+from sluice.simulation.engine import Belief, StuckError, Truth, VirtualEngine
 from sluice.simulation.requests import Requests
+from sluice.simulation.rows import FREE_BLOCKS
 from sluice.simulation.run import TOO_LONG, Result, drive, simulate
-from sluice.simulation.truth import Belief, Truth
 from sluice.simulation.workload import Arrival, Stage, Workload
 from tests.examples import examples
 from tests.simulation.loads import MODEL, OBJECTIVE, configs, of, workload, workloads
@@ -174,7 +173,7 @@ def test_an_engine_that_can_run_nothing_says_so() -> None:
     rng = np.random.default_rng(0)
     engine = VirtualEngine(config, make_policy("fcfs"), Belief(MODEL), EXACT, requests, rng)
     assert engine.submit(0)
-    engine._counters[steps.FREE_BLOCKS] = (
+    engine._counters[FREE_BLOCKS] = (
         0  # No block is free, and none is held: a fault in the accounting.
     )
     with pytest.raises(StuckError, match=r"1 requests are live at 0\.000 s, 0 KV blocks are free"):

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from sluice.scheduling.batching import make_policy
 from sluice.scheduling.latency.model import LinearLatency
-from sluice.scheduling.request.objective import SLO, Anchor, GainWeights, TokenClock
-from sluice.scheduling.request.tpot import TPOTAnchor
+from sluice.scheduling.request.objective import SLO, Anchor, GainWeights, TokenClock, TPOTAnchor
 from sluice.simulation.config import EngineConfig
 from sluice.simulation.metrics import (
     TPOTMetric,

@@ -16,10 +16,9 @@ from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import RouteQuery
 from sluice.scheduling.routing import make_policy as make_routing
 from sluice.simulation.config import ClusterConfig, EngineConfig
-from sluice.simulation.engine import VirtualEngine
+from sluice.simulation.engine import Belief, Truth, VirtualEngine
 from sluice.simulation.mirror import Sent, VirtualMirror
 from sluice.simulation.requests import Requests
-from sluice.simulation.truth import Belief, Truth
 from tests.controller.fleet import hello, summary
 from tests.simulation.loads import MODEL, workload
 

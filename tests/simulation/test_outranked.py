@@ -8,10 +8,9 @@ from sluice.scheduling.batching import make_policy
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import EngineConfig
-from sluice.simulation.engine import VirtualEngine
+from sluice.simulation.engine import Belief, Truth, VirtualEngine
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import drive
-from sluice.simulation.truth import Belief, Truth
 from sluice.simulation.workload import Arrival
 from tests.examples import examples
 from tests.simulation.loads import of

@@ -11,6 +11,7 @@ from sluice.benchmarks.experiments.systems import SETUPS
 from sluice.scheduling.admission import make_policy
 from sluice.scheduling.latency.model import LinearLatency, StepSample
 from sluice.scheduling.request.objective import SLO
+from sluice.simulation.engine import Truth
 from sluice.simulation.preemption import (
     LLAMA3_8B,
     LLAMA3_70B,
@@ -20,9 +21,8 @@ from sluice.simulation.preemption import (
     SuspensionConfig,
     simulate_prefills,
 )
-from sluice.simulation.truth import Truth
+from sluice.simulation.settings import flowprefill
 from sluice.simulation.workload import Arrival, Workload
-from sluice.simulation.workloads.settings import flowprefill
 from tests.examples import examples
 
 MODEL = LinearLatency(a=0.01, b=1e-4, c=1e-7, d=4e-9)

@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 
 from sluice.scheduling.batching import POLICIES, make_policy
 from sluice.simulation.config import EngineConfig, Speculation
-from sluice.simulation.engine import VirtualEngine
+from sluice.simulation.engine import Belief, Truth, VirtualEngine
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import TOO_LONG, drive, simulate
-from sluice.simulation.truth import Belief, Truth
 from sluice.simulation.workload import Arrival, Workload
 from tests.examples import examples
 from tests.simulation.loads import HASHED, MODEL, OBJECTIVE, families

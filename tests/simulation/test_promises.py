@@ -9,11 +9,11 @@ from sluice.scheduling.request.kernels import E2E, TPOT, TTFT
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.cluster import simulate_cluster
 from sluice.simulation.config import ClusterConfig
+from sluice.simulation.engine import Belief, Truth
 from sluice.simulation.metrics import TPOTMetric, attained, stages
 from sluice.simulation.mirror import Judged, late, observed
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import Result, simulate
-from sluice.simulation.truth import Belief, Truth
 from sluice.simulation.workload import Arrival, Stage, Workload
 from tests.simulation.clusters import EXACT, batch, route
 from tests.simulation.loads import MODEL, of, workload, workloads

@@ -6,9 +6,9 @@ import pytest
 from sluice.scheduling.batching import make_policy
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.simulation.config import EngineConfig
+from sluice.simulation.engine import Truth
 from sluice.simulation.metrics import stages
 from sluice.simulation.run import simulate
-from sluice.simulation.truth import Truth
 from sluice.simulation.workload import Arrival, Workload
 from tests.simulation.loads import OBJECTIVE
 

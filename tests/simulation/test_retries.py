@@ -21,9 +21,8 @@ from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
 from sluice.simulation.cluster import Cluster
 from sluice.simulation.config import ClusterConfig, EngineConfig
-from sluice.simulation.engine import VirtualEngine
+from sluice.simulation.engine import Belief, Truth, VirtualEngine
 from sluice.simulation.requests import Requests
-from sluice.simulation.truth import Belief, Truth
 from tests.light_engine import LIGHT_ENGINE
 
 REPLICAS = 2

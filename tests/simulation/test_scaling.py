@@ -18,14 +18,13 @@ from sluice.scheduling.autoscaling import (
 )
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
-from sluice.simulation.cluster import simulate_cluster
+from sluice.simulation.cluster import Scaler, simulate_cluster
 from sluice.simulation.config import Autoscaling, ClusterConfig
 from sluice.simulation.metrics import TPOTMetric, attained, stages
 from sluice.simulation.mirror import Judged
 from sluice.simulation.replica import Events
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import Result
-from sluice.simulation.scaling import Scaler
 from sluice.simulation.workload import Arrival, Stage, Workload
 
 MODEL = LinearLatency(a=0.01, b=0.001)

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from sluice.scheduling.request.objective import SLO
-from sluice.simulation.workload import Arrival, Workload
-from sluice.simulation.workloads import settings
-from sluice.simulation.workloads.generators import (
+from sluice.simulation import settings
+from sluice.simulation.generators import (
     ArrivalProcess,
     AtOnce,
     Diurnal,
@@ -31,6 +30,7 @@ from sluice.simulation.workloads.generators import (
     fixed,
     generate,
 )
+from sluice.simulation.workload import Arrival, Workload
 
 DRAWN = 200_000
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sluice.scheduling.request.objective import SLO
-from sluice.simulation.workloads import traces
-from sluice.simulation.workloads.traces import TraceError, load
+from sluice.simulation import traces
+from sluice.simulation.traces import TraceError, load
 
 AZURE_2023 = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.9799600,4808,10

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sluice.replica.preemption.control_block import MAX_CHECKS
+from sluice.replica.preemption.messages import MAX_CHECKS
 from tests.replica.engines import Result
 from tests.replica.preemption.waits import PreemptiveEngine
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.replica.preemption.checks import Checks, NoChecksError, distance
-from sluice.replica.preemption.control_block import ControlWords, mark
+from sluice.replica.preemption.messages import ControlWords, mark
 
 LAYERS = 6
 

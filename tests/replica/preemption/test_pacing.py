@@ -7,10 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.replica.preemption.checks import Checks, distance
-from sluice.replica.preemption.control_block import ControlWords
-from sluice.replica.preemption.launch_throttle import Immediate, Paced, pacer_for
-from sluice.replica.preemption.messages import Done, Exit, ResumeTask, RunTask
+from sluice.replica.preemption.checks import Checks, Immediate, Paced, distance, pacer_for
+from sluice.replica.preemption.messages import ControlWords, Done, Exit, ResumeTask, RunTask
 from sluice.replica.preemption.worker import TaskRunner
 
 pytestmark = pytest.mark.vllm  # it is there that torch has been imported

@@ -16,7 +16,7 @@ from sluice.replica.preemption.reserve import (
     left_for_cache,
     reserve_of,
 )
-from sluice.replica.preemption.runner_pool import share_workspace
+from sluice.replica.preemption.worker import share_workspace
 from sluice.replica.scheduler.xargs import SchedulerSettings
 from sluice.scheduling.preemption import BATCH_TOKENS, PreemptionConfig
 

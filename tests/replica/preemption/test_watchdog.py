@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.replica.preemption.watchdog import StalledError, TaskWatchdog
+from sluice.replica.preemption.stats import StalledError, TaskWatchdog
 
 LIMIT_S = 10.0
 

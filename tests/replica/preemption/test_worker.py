@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.replica.preemption.checks import Checks
-from sluice.replica.preemption.control_block import ControlWords, mark
 from sluice.replica.preemption.messages import (
+    ControlWords,
     Discarded,
     DiscardTask,
     Done,
@@ -19,6 +19,7 @@ from sluice.replica.preemption.messages import (
     Failed,
     ResumeTask,
     RunTask,
+    mark,
 )
 from sluice.replica.preemption.worker import TaskRunner
 

@@ -1,23 +1,14 @@
 """Generated workloads: distributions of lengths, arrival processes, and requests of both.
 
-An arrival process is made with its mean ``rate``, requests per second, first, so that an experiment
-that varies the rate can be given the class, or a partial call of it. With one seed a process gives
-the same pattern at every rate, only slower or faster; only of :class:`OnOff` the phases stay as
-long, with more or fewer requests in them.
+With one seed an arrival process gives the same pattern at every rate, only slower or faster; only
+of :class:`OnOff` the phases stay as long.
 
 Lengths match a published table, which gives a mean, one high quantile, and at times the standard
-deviation. No log-normal has the three that the papers print: some of their columns are cut off by a
-context limit, others have a heavier tail. We therefore take a body and a tail that meet at the
-printed quantile ``cap``:
-
-* below it, a log-normal truncated at ``cap``;
-* above it, log-uniform from ``cap`` to ``reach * cap``, with the mass that the quantile leaves.
-
-The quantile holds by construction. The body's two parameters are then solved so that the mean,
-and the standard deviation where there is one, of the whole are those of the table; where only the
-mean is printed, the body is cut at the same quantile as the whole. Lengths are rounded to whole
-tokens, at least 1.
-"""
+deviation; no log-normal has the three that the papers print. So a body and a tail meet at the
+printed quantile ``cap``: below it, a log-normal truncated at ``cap``; above it, log-uniform from
+``cap`` to ``reach * cap``. The body's two parameters are solved so that the mean, and the standard
+deviation where there is one, of the whole are those of the table; where only the mean is printed,
+the body is cut at the same quantile as the whole."""
 
 from __future__ import annotations
 
@@ -38,8 +29,7 @@ _STEPS = 2000
 """Points of the table of quantiles that is drawn from."""
 
 _FURTHEST = 30.0
-"""Furthest place of the cut, in standard deviations of the logarithm; at minus this the body is
-a power law to within 0.1 %, the most spread-out one of its mean."""
+"""Furthest place of the cut, in standard deviations of the logarithm."""
 
 _P99_REACH = 1.25
 _P90_REACH = 3.0
@@ -52,13 +42,11 @@ class LengthDistribution:
     """Lengths in tokens, see the module. Made by one of its constructors.
 
     Args:
-        mean: mean length, tokens.
         cap: where body and tail meet, tokens.
         share: mass of the body, in (0, 1].
         reach: the longest length over ``cap``, >= 1.
         cut: the cap's place in the body's normal distribution of logarithms.
-        sigma: standard deviation of that distribution; 0: every length is ``cap``.
-    """
+        sigma: standard deviation of that distribution; 0: every length is ``cap``."""
 
     mean: float
     cap: float
@@ -77,11 +65,8 @@ class LengthDistribution:
     @classmethod
     @lru_cache(maxsize=64)
     def of_p99(cls, mean: float, p99: float, std: float) -> Self:
-        """With this mean, 99th percentile and standard deviation.
-
-        A spread beyond that of every such distribution gives the widest one; for the papers'
-        columns its standard deviation is at most 0.3 % below the printed one.
-        """
+        """With this mean, 99th percentile and standard deviation; a spread beyond that of every
+        such distribution gives the widest one."""
         share, reach = 0.99, _P99_REACH
         body_mean = _body_moment(mean, share, p99, reach, 1)
         body_square = _body_moment(mean**2 + std**2, share, p99, reach, 2)
@@ -116,8 +101,7 @@ class LengthDistribution:
 
 @lru_cache(maxsize=64)
 def _quantiles(of: LengthDistribution) -> NDArray[np.float64]:
-    """Lengths at ``0, 1/_STEPS, .. 1``. The first stands half a step in, as the body's
-    logarithm has no lower end."""
+    """Lengths at ``0, 1/_STEPS, .. 1``; the first stands half a step in."""
     normal = NormalDist()
     below = erfc(-of.cut / sqrt(2)) / 2
     values = []
@@ -215,12 +199,8 @@ class Poisson:
 
 @dataclass(frozen=True, slots=True)
 class Gamma:
-    """Independent gaps with a Gamma distribution.
-
-    Args:
-        rate: mean requests per second.
-        cv: standard deviation of the gaps over their mean: 1 is Poisson, above 1 is bursty.
-    """
+    """Independent gaps with a Gamma distribution of variation ``cv``: 1 is Poisson, above 1 is
+    bursty."""
 
     rate: float
     cv: float = 2.0
@@ -243,24 +223,14 @@ class Gamma:
 class OnOff:
     """Bursts and silence in turn, both of exponential length, with Poisson arrivals in a burst.
 
-    The defaults are the first half of the Azure 2023 code trace, cut where no request came for
-    5 s: bursts of 17 s, silence of 39 s. Within its bursts the trace is less even than Poisson (the
-    gaps deviate by 2.2 times their mean), for which there is :class:`Recorded`.
-
-    The first request comes in a burst. A run of few bursts has a rate of its own: 600 requests at
-    5 a second came at 0.45 to 3.3 times that in nine of ten draws, 3,000 at 0.66 to 1.6 times. The
-    mean of many seeds has the stated one.
-
-    Args:
-        rate: mean requests per second over bursts and silence; in a burst it is
-            ``rate * (on_s + off_s) / on_s``.
-        on_s: mean length of a burst, seconds.
-        off_s: mean length of a silence, seconds.
+    The defaults are the first half of the Azure 2023 code trace, cut where no request came for 5 s.
+    A
+    run of few bursts has a rate of its own: 600 requests at 5 a second came at 0.45 to 3.3 times
+    that in nine of ten draws, 3,000 at 0.66 to 1.6 times.
 
     Raises:
         ValueError: a value that is not positive and finite, or fewer than one request in 100
-            bursts.
-    """
+            bursts."""
 
     rate: float
     on_s: float = 17.0
@@ -294,17 +264,11 @@ class OnOff:
 
 @dataclass(frozen=True, slots=True)
 class Diurnal:
-    """Poisson arrivals whose rate swings like that of a day: a cosine, least at the start.
-
-    Args:
-        rate: mean requests per second over whole periods.
-        period_s: length of the day, seconds.
-        swing: how far the rate goes above and below its mean, as a share of it, from 0 to below 1.
-        begins: where in the day it starts, as a share of the period.
+    """Poisson arrivals whose rate swings like that of a day: a cosine, least at the start, by
+    ``swing`` of its mean; it ``begins`` at this share of the period.
 
     Raises:
-        ValueError: a value that is not allowed.
-    """
+        ValueError: a value that is not allowed."""
 
     rate: float
     period_s: float = 86_400.0
@@ -342,16 +306,10 @@ class Diurnal:
 
 @dataclass(frozen=True, slots=True)
 class Surges:
-    """A steady load with surges: two rates in turn, each for an exponential time, Poisson in both.
-
-    Args:
-        rate: mean requests per second over all.
-        factor: rate of a surge over that between surges, above 1.
-        surge_s, between_s: mean lengths of a surge and of the time between two, seconds.
+    """A steady load with surges of ``factor`` times its rate, each for an exponential time.
 
     Raises:
-        ValueError: a value that is not positive and finite, or a factor that is not above 1.
-    """
+        ValueError: a value that is not positive and finite, or a factor that is not above 1."""
 
     rate: float
     factor: float = 4.0
@@ -424,13 +382,8 @@ class AtOnce:
 class Recorded:
     """The arrival times of a trace, stretched to a rate: ``partial(Recorded, trace=workload)``.
 
-    Args:
-        rate: mean requests per second after stretching.
-        trace: the workload whose times to take.
-
     Raises:
-        ValueError: the trace has no rate of its own: fewer than two requests, or all at once.
-    """
+        ValueError: the trace has no rate of its own: fewer than two requests, or all at once."""
 
     rate: float
     trace: Workload
@@ -449,8 +402,7 @@ class Recorded:
         """The first ``count`` times.
 
         Raises:
-            ValueError: the trace has fewer requests.
-        """
+            ValueError: the trace has fewer requests."""
         if count > len(self.trace):
             raise ValueError(f"trace {self.trace.name} has {len(self.trace)} requests, not {count}")
         recorded = np.array([arrival.arrival_s for arrival in self.trace.arrivals[:count]])
@@ -468,14 +420,9 @@ def always(slo: SLO) -> Objective:
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """A TTFT objective as a multiple of the time that the prompt takes alone (SLOs-Serve Table 3).
-
-    Args:
-        factor: the multiple.
-        zero_load_s: seconds to the first token of a prompt of n tokens on an idle engine.
-        floor_s: least TTFT objective, seconds. The multiple of a short prompt can be less than
-            one decode step of a full batch, which no replica can meet.
-        tpot_s: the TPOT objective, seconds.
+    """A TTFT objective as a multiple of the time that the prompt takes alone (SLOs-Serve Table 3),
+    at least ``floor_s``: the multiple of a short prompt can be less than one decode step of a full
+    batch.
     """
 
     factor: float
@@ -506,15 +453,7 @@ class TaskClass(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Requests of one stage; prompt and output lengths are independent.
-
-    Args:
-        name: the task class in each arrival.
-        prompt: distribution of prompt lengths.
-        output: distribution of output lengths.
-        objective: gives each request its objective.
-        share: share of the requests, relative to the other classes.
-    """
+    """Requests of one stage; prompt and output lengths are independent."""
 
     name: str
     prompt: LengthDistribution
@@ -535,16 +474,8 @@ class Task:
 @dataclass(frozen=True, slots=True)
 class Reasoning:
     """Requests that think and then answer: two stages, the second without a new prompt.
-
-    Args:
-        name: the task class in each arrival.
-        prompt: distribution of prompt lengths.
-        thinking: distribution of the first stage's output.
-        answer: distribution of the second stage's output.
-        objective: of the prompt and the thinking.
-        answer_tpot_s: pace of the answer, seconds per token. Its first token, which is a decode
-            step like the others, is due as long after the last one of the thinking.
-        share: share of the requests, relative to the other classes.
+    ``objective`` is of the prompt and the thinking; the answer's first token is due as a decode
+    step like the others.
     """
 
     name: str
@@ -574,19 +505,7 @@ class ToolLoop:
     """Requests that call tools: rounds of prefill and decode, the last of which is the answer.
 
     The number of rounds is normal, rounded, from 1 to ``most_rounds``; lengths are independent in
-    every round. The tools themselves take no time.
-
-    Args:
-        name: the task class in each arrival.
-        prompt: distribution of the new prompt tokens of a round.
-        output: distribution of the output tokens of a round.
-        calling: objective of every round but the last.
-        answering: objective of the last round.
-        mean_rounds: mean number of rounds, before rounding and cutting.
-        std_rounds: its standard deviation.
-        most_rounds: largest number of rounds.
-        share: share of the requests, relative to the other classes.
-    """
+    every round. The tools themselves take no time."""
 
     name: str
     prompt: LengthDistribution
@@ -624,14 +543,11 @@ def generate(
     seed: int,
     description: str = "",
 ) -> Workload:
-    """A workload of ``requests`` requests, each of a task class drawn by share.
-
-    The classes, each class's requests and the arrival times have random streams of their own:
-    with one seed, another rate or process brings the same requests at other times.
+    """A workload of ``requests`` requests, each of a task class drawn by share. With one seed,
+    another rate or process brings the same requests at other times.
 
     Raises:
-        ValueError: no tasks, a share that is not positive, or no requests.
-    """
+        ValueError: no tasks, a share that is not positive, or no requests."""
     if requests < 1:
         raise ValueError(f"requests must be at least 1, got {requests}")
     shares = np.array([task.share for task in tasks], dtype=np.float64)

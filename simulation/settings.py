@@ -1,11 +1,8 @@
 """The papers' evaluation settings as generated workloads.
 
-Each function takes the mean rate, the number of requests and a seed, and states in the workload's
-description what comes from the paper and what is ours. Lengths follow the printed tables, see
-:mod:`sluice.simulation.workloads.generators`; prompt and output lengths are independent, which the
-tables neither say nor rule out. The papers replay recorded arrival times; where the default here is
-a Poisson process, ``arrivals`` takes another one, such as ``partial(Recorded, trace=...)``.
-"""
+Each states in the workload's description what comes from the paper and what is ours. Lengths follow
+the printed tables. The papers replay recorded arrival times; where the default here is a Poisson
+process, ``arrivals`` takes another one, such as ``partial(Recorded, trace=...)``."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from sluice.scheduling.request.objective import SLO
-from sluice.simulation.workload import Workload, merged, with_objectives, with_priorities
-from sluice.simulation.workloads.generators import (
+from sluice.simulation.generators import (
     AtOnce,
     LengthDistribution,
     MakeArrivals,
@@ -29,6 +25,7 @@ from sluice.simulation.workloads.generators import (
     always,
     generate,
 )
+from sluice.simulation.workload import Workload, merged, with_objectives, with_priorities
 
 
 class Column(NamedTuple):
@@ -131,28 +128,19 @@ def slos_serve(
     floor_s: float = 0.2,
     arrivals: MakeArrivals | None = None,
 ) -> Workload:
-    """A scenario of SLOs-Serve §6 (Tables 1 to 4).
+    """A scenario of SLOs-Serve §6 (Tables 1 to 4), one of :data:`SLOS_SERVE_SCENARIOS`.
 
     Chatbot, summarizer and reasoning arrive by Poisson for "Azure-Chatting", which the paper calls
-    stable; coder and tools by :class:`~sluice.simulation.workloads.generators.OnOff` for the bursty
-    "Azure-Coding". Our reading of Table 4: its tool row describes one of the prefill-decode pairs.
+    stable; coder and tools by :class:`OnOff` for the bursty "Azure-Coding". "mixed" is chatbot,
+    coder and summarizer side by side, each at a third of the rate; the paper states no shares. Our
+    reading of Table 4: its tool row describes one of the prefill-decode pairs.
 
     Args:
-        scenario: one of :data:`SLOS_SERVE_SCENARIOS`; "mixed" is chatbot, coder and summarizer
-            side by side, each by its own process at a third of the rate; the paper states no
-            shares. So about a third of the requests are of each, more or fewer of the coder's by
-            how its bursts fall.
-        rate: mean requests per second.
-        requests: how many.
-        seed: of everything drawn.
         zero_load_s: seconds to the first token of a prompt of n tokens on an idle engine,
-            of which the TTFT objectives are multiples.
-        floor_s: least TTFT objective, seconds; ours.
-        arrivals: makes another arrival process.
+            of which the TTFT objectives are multiples, at least ``floor_s``, which is ours.
 
     Raises:
-        ValueError: no such scenario.
-    """
+        ValueError: no such scenario."""
     _check_known(scenario, SLOS_SERVE_SCENARIOS, "scenario")
     if scenario == "mixed":
         # The first of three streams that are each long enough, so that none ends before the others.
@@ -222,18 +210,9 @@ def flowprefill(
     output: LengthDistribution | None = None,
     arrivals: MakeArrivals = Poisson,
 ) -> Workload:
-    """FlowPrefill's mix of four tasks (Table 1) with a model's TTFT objectives (Table 2).
-
-    Args:
-        model: one of :data:`FLOWPREFILL_TTFT_S`.
-        rate: mean requests per second.
-        requests: how many.
-        seed: of everything drawn.
-        slo_scale: factor on every objective (second row of Fig. 9).
-        output: distribution of output lengths; one token by default, as only the first is judged
-            and the paper's prefill instances emit no other.
-        arrivals: makes the arrival process.
-    """
+    """FlowPrefill's mix of four tasks (Table 1) with a model's TTFT objectives (Table 2) times
+    ``slo_scale`` (second row of Fig. 9). Each request emits one token by default, as the paper's
+    prefill instances do."""
     _check_known(model, FLOWPREFILL_TTFT_S, "model")
     tasks = [
         Task(
@@ -256,11 +235,8 @@ def flowprefill_single(
     model: str, rate: float, seed: int, requests: int = 500, arrivals: MakeArrivals = Poisson
 ) -> Workload:
     """FlowPrefill's run with one objective (§6.5, Fig. 14): 500 ShareGPT prompts under 2,000
-    tokens, all with the TTFT of a model's text task.
-
-    The paper prints no lengths: the prompts are those of SLOs-Serve's chatbot row, also from
-    ShareGPT. Each emits one token.
-    """
+    tokens, all with the TTFT of a model's text task. The paper prints no lengths: they are those of
+    SLOs-Serve's chatbot row, also from ShareGPT."""
     _check_known(model, FLOWPREFILL_TTFT_S, "model")
     ttft_s = FLOWPREFILL_TTFT_S[model]["text"]
     prompt, output = SLOS_SERVE_PROMPTS["chatbot"].lengths, LengthDistribution.fixed(1)
@@ -277,19 +253,11 @@ def proserve(
     priorities: tuple[int, int] = (2, 1),
     arrivals: MakeArrivals = Poisson,
 ) -> Workload:
-    """ProServe §5.1: two priorities with equal chance, one objective for all.
+    """ProServe §5.1: two priorities with equal chance (Fig. 18 varies their weights), one
+    objective.
 
     The paper prints no lengths. Its ShareGPT is taken as SLOs-Serve's chatbot row, its BurstGPT,
-    QwenTrace and Azure as FairBatching's rows, which describe the same data sets.
-
-    Args:
-        dataset: one of :data:`PROSERVE_DATASETS`.
-        rate: mean requests per second.
-        requests: how many.
-        seed: of everything drawn.
-        priorities: weights of the high and of the low priority (Fig. 18 varies them).
-        arrivals: makes the arrival process.
-    """
+    QwenTrace and Azure as FairBatching's rows, which describe the same data sets."""
     _check_known(dataset, PROSERVE_DATASETS, "dataset")
     if dataset == "sharegpt":
         prompt = SLOS_SERVE_PROMPTS["chatbot"].lengths
@@ -315,20 +283,13 @@ def proserve_objectives(
 def chat_and_code(
     requests: int, seed: int, rate: float | None = None, arrivals: MakeArrivals = Poisson
 ) -> Workload:
-    """The mix of the simulated-annealing paper, §5.1: half chat (TTFT 10 s, TPOT 50 ms), half
-    code (end to end 30 s), all under 2,000 tokens.
+    """The mix of the simulated-annealing paper, §5.1: half chat (TTFT 10 s, TPOT 50 ms), half code
+    (end to end 30 s), all under 2,000 tokens. By default all come at once, as the paper maps a
+    fixed set.
 
-    The paper prints no lengths. Chat, from ShareGPT, has those of SLOs-Serve's chatbot row. Code
-    is ours: an output of 180 tokens on average, for which the coefficients of the paper's Table 2
-    give the 3 s that it measured for one request, and short prompts.
-
-    Args:
-        requests: how many.
-        seed: of everything drawn.
-        rate: mean requests per second; by default all come at once, as the paper maps a fixed set
-            of requests.
-        arrivals: makes the arrival process where there is a rate.
-    """
+    The paper prints no lengths. Chat, from ShareGPT, has those of SLOs-Serve's chatbot row. Code is
+    ours: an output of 180 tokens on average, for which the coefficients of the paper's Table 2 give
+    the 3 s that it measured for one request, and short prompts."""
     chat = Task(
         "chat",
         SLOS_SERVE_PROMPTS["chatbot"].lengths,

@@ -49,17 +49,8 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """One published format.
-
-    Args:
-        name: as it stands in a workload's description.
-        time, prompt, output: the columns that must be there.
-        seconds: from the time column's value to seconds; raises ``ValueError``.
-        task: column of the task class, if any.
-        hashes: column of the prompt's block hashes, if any.
-        marks: further columns that tell it from a format with the same ones.
-        block_tokens: tokens per block hash.
-    """
+    """One published format: its columns, and how its time column gives seconds (or raises
+    ``ValueError``). ``marks``: further columns that tell it from a format with the same ones."""
 
     name: str
     time: str
@@ -127,20 +118,12 @@ _FORMATS = (
 
 
 def load(path: str | Path, slo: SLO | None = None, limit: int = MAX_REQUESTS) -> Workload:
-    """The trace in the file ``path``, its first ``limit`` requests.
-
-    The file is read line by line and no further than the limit.
-
-    Args:
-        path: the file; its name without the ending becomes the workload's name.
-        slo: the objective of every request; none stated by default.
-        limit: requests at most, >= 1.
+    """The trace in the file ``path``, its first ``limit`` requests, read line by line.
 
     Raises:
         TraceError: the file cannot be opened, is empty, has other columns, a value that cannot be
             read, a time before the one above it, hashes of blocks of another size, or no request
-            that can be run.
-    """
+            that can be run."""
     if limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}")
     file = Path(path)
@@ -157,8 +140,7 @@ def trace_files(folder: Path) -> list[Path]:
     """The traces of a folder by name.
 
     Raises:
-        TraceError: there are none.
-    """
+        TraceError: there are none."""
     found = sorted(each for each in folder.iterdir() if each.suffix in (".csv", ".jsonl"))
     if not found:
         raise TraceError(f"{folder}: has no .csv or .jsonl file")

@@ -1,8 +1,11 @@
 """Deadline triage: meet the deadlines that can be met, and serve the rest with the time left."""
 
+# numpy's scalars are "Any" to the type checker.
+# mypy: disable-error-code="no-any-return"
+
 from __future__ import annotations
 
-from math import ceil, inf
+from math import ceil, inf, isnan
 from typing import NamedTuple
 
 import numpy as np
@@ -16,44 +19,357 @@ from sluice.scheduling.assumptions import (
     TTFT_SHARE,
     UNKNOWN_OUTPUT_TOKENS,
 )
-from sluice.scheduling.batching.aged_lane import LONGEST_STEPS, AgedLane
-from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
-from sluice.scheduling.batching.best_effort import victims
-from sluice.scheduling.batching.deadline_triage.rows import (
-    LEAST_TIMELY,
+from sluice.scheduling.batching.base import (
+    LONGEST_STEPS,
+    AgedLane,
+    BatchBuilder,
+    BatchPolicy,
     blocks_needed,
-    by_time_left,
-    capacity_s,
-    fit_beside,
-    mean_prompt_s,
-    mean_ttft_s,
-    paces_of,
-    time_left_s,
-    timely_share,
+    expected_tokens,
+    least_useful_s,
+    victims,
 )
-from sluice.scheduling.batching.deadline_triage.selection import keep, sort_out
-from sluice.scheduling.batching.prefill_share import least_useful_s
 from sluice.scheduling.fleet.local_orders import SLIDE
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.request.kernels import (
     ARRIVAL,
     COMPUTED,
+    E2E,
     EMITTED,
     FIRST_TOKEN,
     KV_BLOCKS,
+    LAST_TOKEN,
     PENDING,
     PRIORITY,
+    PROMISED,
+    PROMPT,
     RUNNING,
+    TPOT,
     TTFT,
     Floats,
     Ints,
     compiled,
+    deadline_s,
     is_prefill,
+    most_work_s,
     pending_work_s,
 )
 from sluice.scheduling.request.objective import Anchor
 from sluice.scheduling.request.queue import QueueView
+
+
+@compiled
+def push(heap: Ints, size: int, worth: Floats, job: int) -> None:
+    """Add ``job`` to the first ``size`` entries of ``heap``, least worth on top."""
+    place = size
+    while place > 0:
+        parent = (place - 1) // 2
+        if worth[heap[parent]] <= worth[job]:
+            break
+        heap[place] = heap[parent]
+        place = parent
+    heap[place] = job
+
+
+@compiled
+def pop(heap: Ints, size: int, worth: Floats) -> int:
+    """Remove the job of least worth from the first ``size`` entries of ``heap``."""
+    top = heap[0]
+    last = heap[size - 1]
+    place = 0
+    child = 1
+    while child < size - 1:
+        if child + 1 < size - 1 and worth[heap[child + 1]] < worth[heap[child]]:
+            child += 1
+        if worth[last] <= worth[heap[child]]:
+            break
+        heap[place] = heap[child]
+        place = child
+        child = 2 * place + 1
+    heap[place] = last
+    return top
+
+
+@compiled
+def keep(size: Floats, weight: Floats, capacity: Floats) -> NDArray[np.bool_]:
+    """Per job, whether it is kept. For every job, the kept jobs up to it fit its capacity.
+
+    Walks the jobs in order and sums their sizes; while the sum exceeds the capacity at a job, the
+    kept job of least weight per size is dropped, and first a job that does not fit alone. With
+    equal weights and capacities that are deadlines this is the algorithm of Moore (Management
+    Science 1968), which keeps the most jobs; with weights it is a heuristic (NP-hard). ``O(n log
+    n)``."""
+    count = size.shape[0]
+    kept = np.zeros(count, np.bool_)
+    worth = weight / np.maximum(size, 1e-12)
+    heap = np.empty(count, np.int64)
+    held = 0
+    total = 0.0
+    for job in range(count):
+        if size[job] > capacity[job]:
+            continue
+        push(heap, held, worth, job)
+        held += 1
+        total += size[job]
+        while held > 0 and total > capacity[job]:
+            total -= size[pop(heap, held, worth)]
+            held -= 1
+    for place in range(held):
+        kept[heap[place]] = True
+    return kept
+
+
+@compiled
+def before(size: Floats, room: Floats, late: Floats) -> Ints:
+    """The earliest position (job index) of each ``late`` job, by size, at which it makes no other
+    job late; ``n`` where there is none. ``room`` is the maximum total size of the jobs up to each.
+
+    An inserted job uses up its size of the spare capacity of each job behind it. ``O(late *
+    jobs)``.
+    """
+    count = size.shape[0]
+    places = np.full(late.shape[0], count, np.int64)
+    spare = room - np.cumsum(size)
+    for job in range(late.shape[0]):
+        place = count
+        while place > 0 and spare[place - 1] >= late[job]:
+            place -= 1
+        places[job] = place
+        spare[place:] -= late[job]
+    return places
+
+
+@compiled
+def sort_out(
+    table: Floats, prefills: Ints, work_s: Floats, until_s: Floats, usable: float
+) -> tuple[Ints, Ints, Ints]:
+    """The prefills to keep, by deadline; the same with the late guaranteed ones, each as far to the
+    front as makes no kept one late; and the shed ones: the other late ones, then the ones without a
+    deadline. ``O(n log n + late * n)``.
+
+    Args:
+        prefills: rows, by deadline.
+        until_s: time for prefill until the deadline of each one that has one.
+        usable: share of that time to count on, for those that move to the front."""
+    dated = until_s.shape[0]
+    due, undated = prefills[:dated], prefills[dated:]
+    weight, owed = np.empty(dated), np.empty(dated, np.bool_)
+    for place, row in enumerate(due):
+        weight[place], owed[place] = table[row, PRIORITY], table[row, PROMISED] > 0.0
+    kept = keep(work_s[due], weight, until_s)
+    on_time, late, promised = due[kept], due[~kept], owed[~kept]
+    shed = np.concatenate((late[~promised], undated))
+    late = late[promised]
+    if not late.shape[0]:
+        return on_time, on_time, shed
+    places = before(work_s[on_time], usable * until_s[kept], work_s[late])
+    ordered = np.empty(on_time.shape[0] + late.shape[0], np.int64)
+    count = 0
+    for place in range(on_time.shape[0] + 1):
+        for job in range(late.shape[0]):
+            if places[job] == place:
+                ordered[count] = late[job]
+                count += 1
+        if place < on_time.shape[0]:
+            ordered[count] = on_time[place]
+            count += 1
+    return on_time, ordered, shed
+
+
+UNPACED_S = 1.0
+"""A decode without TPOT is due its next token this long after the last one, so that it never stalls
+indefinitely."""
+
+LEAST_TIMELY = 0.01
+"""Share of an output that counts as on time where none can be: late requests have some worth."""
+
+
+@compiled
+def time_left_s(
+    table: Floats,
+    prefill: NDArray[np.bool_],
+    work_s: Floats,
+    anchor: int,
+    now_s: float,
+    fixed_s: float,
+) -> Floats:
+    """Per row, the time until its next token is due. ``O(requests)``.
+
+    An end-to-end deadline makes it earlier, with the expected output emitted at a step of all
+    decodes or the minimum TPOT per token, whichever is longer."""
+    count = table.shape[0]
+    left_s = np.empty(count)
+    step_s, least_s, ends = fixed_s, inf, False
+    for row in range(count):
+        left_s[row] = deadline_s(table[row], anchor)
+        ends |= table[row, E2E] < inf
+        least_s = min(least_s, table[row, TPOT])
+        if not prefill[row]:
+            step_s += work_s[row]
+    if ends:
+        hold_ends(table, left_s, max(step_s, least_s if least_s < inf else 2.0 * step_s))
+    for row in range(count):
+        if left_s[row] == inf and not prefill[row]:
+            last_s = table[row, LAST_TOKEN]
+            if isnan(last_s):
+                last_s = table[row, FIRST_TOKEN]
+            left_s[row] = (now_s if isnan(last_s) else last_s) + UNPACED_S
+        left_s[row] -= now_s
+    return left_s
+
+
+@compiled
+def by_time_left(chosen: NDArray[np.bool_], left_s: Floats) -> Ints:
+    """The chosen rows by the time that is left, ties as they are. ``O(n log n)``."""
+    rows = np.flatnonzero(chosen)
+    return rows[np.argsort(left_s[rows], kind="mergesort")]
+
+
+@compiled
+def can_catch_up(table: Floats, rows: Ints, left_s: Floats, alone_s: Floats) -> NDArray[np.bool_]:
+    """Which of the decodes ``rows`` are guaranteed and can be on time again when their expected
+    output ends, at ``alone_s`` a token from now on; ``left_s`` is negative for a late one."""
+    able = np.zeros(rows.shape[0], np.bool_)
+    for place, row in enumerate(rows):
+        if table[row, PROMISED] > 0.0:
+            # An output longer than predicted may double its length.
+            emitted = table[row, EMITTED]
+            tokens = max(expected_tokens(table[row]) - emitted, emitted)
+            gained_s = (tokens - 1.0) * (table[row, TPOT] - alone_s[place])
+            able[place] = left_s[place] + gained_s >= alone_s[place]
+    return able
+
+
+@compiled
+def paces_of(
+    table: Floats,
+    rows: Ints,
+    left_s: Floats,
+    work_s: Floats,
+    output: Floats,
+    fixed_s: float,
+    holdable_s: float,
+) -> tuple[Floats, Floats, Floats, NDArray[np.bool_], tuple[float, float, float]]:
+    """Of the decodes ``rows``, by deadline: time left, work of one step, the TPOT that each must
+    keep, and which can still be on time; over these, the minimum time left, TPOT, and TPOT of a
+    step that verifies drafts, infinite where there are none.
+
+    ``output``: per row, the expected tokens of a step; empty where each emits one. A TPOT below
+    ``holdable_s`` is ignored unless admission has guaranteed it."""
+    left_s, work_s = left_s[rows], work_s[rows]
+    alone_s = fixed_s + work_s
+    late = can_catch_up(table, rows, left_s, alone_s)
+    pace_s = np.empty(rows.shape[0])
+    live = np.zeros(rows.shape[0], np.bool_)
+    first_s = least_s = least_step_s = inf
+    for place, row in enumerate(rows):
+        tpot_s = table[row, TPOT]
+        step_s = tpot_s * output[row] if output.shape[0] else tpot_s
+        pace_s[place] = max(step_s, alone_s[place])
+        holdable = tpot_s < inf and (tpot_s >= holdable_s or table[row, PROMISED] > 0.0)
+        if holdable and (left_s[place] >= alone_s[place] or late[place]):
+            if first_s == inf:
+                first_s = max(0.0, left_s[place])
+            live[place] = True
+            least_s, least_step_s = min(least_s, tpot_s), min(least_step_s, step_s)
+    return left_s, work_s, pace_s, live, (first_s, least_s, least_step_s)
+
+
+@compiled
+def capacity_s(
+    left_s: Floats,
+    slack_s: Floats,
+    pace_s: Floats,
+    step_s: Floats,
+    fixed_s: float,
+    first_slack_s: float,
+    least_pace_s: float,
+) -> Floats:
+    """Time for prefill within each of the horizons ``left_s``, ascending, if the decodes are
+    delayed until their slack is spent.
+
+    FairBatching appendix A, steps 1 to 4, at several horizons at once: by ``t`` a decode with slack
+    ``s`` and TPOT ``p`` runs ``(t - s) / p`` times, and each of the steps that the most urgent one
+    (``first_slack_s``, every ``least_pace_s``) forces costs the fixed time. ``O(horizons +
+    decodes)``.
+    """
+    capacity = np.empty(left_s.shape[0])
+    decode = 0
+    rate = 0.0
+    offset_s = 0.0
+    for item in range(left_s.shape[0]):
+        horizon_s = left_s[item]
+        while decode < slack_s.shape[0] and slack_s[decode] < horizon_s:
+            share = step_s[decode] / pace_s[decode]
+            rate += share
+            offset_s += share * max(0.0, slack_s[decode])
+            decode += 1
+        steps = 1.0
+        if least_pace_s < inf:
+            steps += max(0.0, horizon_s - first_slack_s) / least_pace_s
+        capacity[item] = horizon_s - fixed_s * steps - (rate * horizon_s - offset_s)
+    return capacity
+
+
+@compiled
+def fit_beside(
+    rows: Ints, left_s: Floats, work_s: Floats, step_s: float, pace_s: float, usable: float
+) -> bool:
+    """Whether the prefills ``rows``, by deadline, are on time with every decode in every batch: a
+    step with all decodes takes ``step_s`` every ``pace_s``; ``usable`` is the share of time to
+    count on.
+    """
+    queued_s = 0.0
+    for row in rows:
+        queued_s += work_s[row]
+        if queued_s > usable * (left_s[row] - step_s * (1.0 + left_s[row] / pace_s)):
+            return False
+    return True
+
+
+@compiled
+def timely_share(table: Floats, rows: Ints, left_s: Floats, work_s: Floats) -> Floats:
+    """The share of the expected output of each prefill that can still be on time, if it catches up
+    at twice the pace of the TPOT; at least :data:`LEAST_TIMELY`."""
+    share = np.empty(rows.shape[0])
+    for place, row in enumerate(rows):
+        pace_s = table[row, TPOT] if table[row, TPOT] < inf else UNPACED_S
+        late_s = max(0.0, work_s[row] - left_s[row])
+        on_time = 1.0 - 2.0 * late_s / (pace_s * expected_tokens(table[row]))
+        share[place] = max(LEAST_TIMELY, on_time)
+    return share
+
+
+@compiled
+def hold_ends(table: Floats, due_s: Floats, pace_s: float) -> None:
+    """Make ``due_s`` earlier for end-to-end deadlines, with the output emitted at ``pace_s`` a
+    token."""
+    for row in range(table.shape[0]):
+        after = max(0.0, expected_tokens(table[row]) - table[row, EMITTED] - 1.0)
+        end_s = table[row, ARRIVAL] + table[row, E2E]
+        due_s[row] = min(due_s[row], end_s - after * pace_s)
+
+
+@compiled
+def mean_prompt_s(table: Floats, pieces: Floats) -> float:
+    """Mean work of the whole prompts of all rows, seconds. ``O(requests)``."""
+    total_s = 0.0
+    for row in range(table.shape[0]):
+        total_s += most_work_s(pieces, table[row, PROMPT], 0.0)
+    return total_s / table.shape[0]
+
+
+@compiled
+def mean_ttft_s(table: Floats) -> float:
+    """Mean TTFT of the rows that state one, seconds; infinite where none does."""
+    total_s, stated = 0.0, 0
+    for row in range(table.shape[0]):
+        if table[row, TTFT] < inf:
+            total_s += table[row, TTFT]
+            stated += 1
+    return total_s / stated if stated else inf
+
 
 # numpy's scalars are "Any" to the type checker.
 # mypy: disable-error-code="no-any-return"
@@ -63,16 +379,8 @@ def outranked(
     table: Floats, kept: Ints, shed: Ints, spare_s: Floats, room: int, block_tokens: int
 ) -> tuple[Ints, int]:
     """The prefills of ``shed`` to preempt so that the first of ``kept`` that waits for blocks can
-    begin, and its place in ``kept``. They have begun, have no output, and would be late even
-    alone. There are none if it fits as it is, or would not fit then either. ``O(kept + shed)``.
-
-    As few as needed, and among single sufficient ones the one that loses least
-    (:func:`~sluice.scheduling.batching.best_effort.victims`).
-
-    Args:
-        spare_s: per row, time left if it ran alone; negative if it would be late.
-        room: KV blocks for prefills.
-    """
+    begin, and its place in ``kept``: begun, without output, late even alone (``spare_s`` < 0). None
+    if it fits as it is, or would not fit then either; else as few as needed (:func:`victims`)."""
     begun = shed[table[shed, RUNNING] > 0]
     begun = begun[(table[begun, EMITTED] == 0) & (spare_s[begun] < 0)]
     if not len(begun):
@@ -86,8 +394,8 @@ def outranked(
 
 @compiled
 def first_waiting(table: Floats, kept: Ints, block_tokens: int) -> tuple[int, int]:
-    """The place in ``kept`` of the first prefill that has not begun, -1 if all have, and the KV
-    blocks that it needs beside all those that have."""
+    """The place in ``kept`` of the first prefill that has not begun, else -1, and the KV blocks
+    that it needs beside all those that have."""
     first, blocks = -1, 0
     for place, row in enumerate(kept):
         waits = table[row, RUNNING] == 0.0
@@ -123,8 +431,7 @@ class Limits(NamedTuple):
         standby: mean prompts that could be prefilled in a mean TTFT beside the decodes.
         late: running decodes that are late.
         active: running sequences.
-        reserve: share of the KV blocks and of the sequences that stays free.
-    """
+        reserve: share of the KV blocks and of the sequences that stays free."""
 
     standby: float
     late: int
@@ -142,9 +449,8 @@ def tail(
     limits: Limits,
 ) -> Ints:
     """The shed prefills that may run: those that have begun, as they hold memory, before those that
-    wait; both by worth, descending: priority times
-    :func:`~sluice.scheduling.batching.deadline_triage.rows.timely_share` over work.
-    ``O(n log n)``."""
+    wait; both by worth, descending: priority times :func:`timely_share` over work. ``O(n log n)``.
+    """
     space = (batch.free_blocks, batch.sequences_left, batch.block_tokens)
     timely = timely_share(table, shed, left_s, work_s)
     return startable(table, shed, running, timely, work_s, limits, space)
@@ -160,14 +466,10 @@ def startable(
     limits: Limits,
     space: tuple[int, int, int],
 ) -> Ints:
-    """The same, for :func:`tail`. Each prefill that begins takes time from every one that arrives
+    """The rows of :func:`tail`. Each prefill that begins takes time from every one that arrives
     while it decodes, so one whose output would all be late waits for its place.
 
-    Args:
-        running: per row, whether it has begun.
-        timely: of each of ``shed``, the share of its output that can be on time.
-        space: free KV blocks and sequences, and tokens per block.
-    """
+    ``space``: free KV blocks and sequences, and tokens per block."""
     free_blocks, sequences, block_tokens = space
     count = shed.shape[0]
     worth = np.empty(count)
@@ -281,9 +583,8 @@ class DeadlineTriageOptions(PolicyOptions):
 
 
 class _Decodes(NamedTuple):
-    """Decodes by deadline: rows, time left, work of one step each, the pace that each must keep
-    (infinite if none is stated), and whether the deadline can still be met (``live``). Over the
-    live decodes: the time budget, the minimum time left and the minimum pace."""
+    """Decodes by deadline, and over the live ones, whose deadline can still be met, the time
+    budget, the minimum time left and the minimum TPOT."""
 
     rows: Ints
     left_s: Floats
@@ -295,8 +596,7 @@ class _Decodes(NamedTuple):
     least_pace_s: float
 
     def capacity_s(self, horizons_s: Floats, latency: LatencyModel) -> Floats:
-        """Time for prefill within each of ``horizons_s``, ascending, if the decodes are delayed
-        until their slack is spent."""
+        """Time for prefill within each of ``horizons_s``, ascending (:func:`capacity_s`)."""
         return capacity_s(
             horizons_s,
             self.left_s,
@@ -314,46 +614,32 @@ class DeadlineTriage(BatchPolicy):
     ``O(n log n)``. Per batch:
 
     1. *Time budget*: the minimum slack of the decodes that can still be on time, at least their
-       minimum TPOT, minus the head-room (FairBatching §3.2), which is the larger one of the option
-       and twice the spread of recent steps around their prediction. Late decodes do not shrink it,
-       except guaranteed ones that can be on time again when their expected output ends.
-    2. *Triage*: prefills by deadline, kept by weighted Moore-Hodgson
-       (:mod:`sluice.scheduling.batching.deadline_triage.selection`) against the time that is left
-       for prefill until each deadline if decodes are delayed until their slack is spent (the
-       prefill admission budget of FairBatching §3.4, from prefix sums over decodes by slack), then
-       against the free sequences and KV blocks. A kept prefill without free blocks or a sequence
-       waits for them. For the first of these to be due, shed prefills that have begun and would be
-       late even alone are preempted, but not the one that the aged lane works on
-       (:mod:`sluice.scheduling.batching.deadline_triage.policy`). Prefills whose deadline cannot
-       be met are shed. Each batch decides again, so a shed request is kept once its deadline can be
-       met. A late guaranteed prefill is not shed: it goes as far to the front as makes no kept
-       prefill miss its deadline.
+       minimum TPOT, minus the head-room (FairBatching §3.2): the option, or twice the spread of
+       recent steps if that is more. Late decodes do not shrink it, except guaranteed ones that can
+       catch up.
+    2. *Triage*: prefills by deadline, kept by weighted Moore-Hodgson (:func:`keep`) against the
+       time left for prefill until each deadline if decodes are delayed until their slack is spent
+       (the prefill admission budget of FairBatching §3.4), then against the free sequences and KV
+       blocks. For the first kept prefill without blocks, shed ones that have begun and would be
+       late even alone are preempted, but not the one that the aged lane works on. A late guaranteed
+       prefill is not shed: it goes as far to the front as makes no kept prefill miss its deadline.
     3. *Order*: decodes that would be late if left out; the aged lane; kept prefills by deadline;
        the other decodes; the tail. The batch ends before the first kept prefill that it completes
        is due, and soon enough for a request that arrives in the meantime, except where another
-       batch would make that prefill late. While the kept prefills
-       can meet their deadlines beside all decodes, or blocks or sequences are short, all decodes
-       come first: leaving one out then gains nothing and holds its memory longer.
-    4. *Tail*: shed prefills (:mod:`sluice.scheduling.batching.deadline_triage.policy`): those that
-       have begun, then the others, both by worth, descending: priority times the share of the
-       output that can still be on time (a late first token is caught up with at twice the pace of
-       its TPOT), over work. The tail gets 0.1 to 0.8 of the minimum TPOT in a batch, less with a
-       larger backlog, and leaves a share of blocks and sequences free. A shed prefill starts only
-       while the running decodes leave time for new prompts; while they leave little, only a few
-       start whose output would all be late.
+       batch would make that prefill late. While the kept prefills can meet their deadlines beside
+       all decodes, or blocks or sequences are short, all decodes come first.
+    4. *Tail*: shed prefills, begun ones first, by worth (:func:`tail`). The tail gets 0.1 to 0.8 of
+       the minimum TPOT in a batch, less with a larger backlog, and leaves a share of blocks and
+       sequences free. A shed prefill starts only while the decodes leave time for new prompts;
+       while they leave little, only a few start whose output would all be late.
     5. *Ageing*: requests that are not kept and older than ``patience_s`` get ``aged_share`` of the
-       time and of the running sequences, in order of arrival.
-       :class:`~sluice.scheduling.batching.aged_lane.AgedLane` states the starvation bound. A decode
-       that has been late for longer than ``patience_s`` is in every batch.
+       time and of the running sequences (:class:`AgedLane`). A decode that has been late for longer
+       than ``patience_s`` is in every batch.
 
-    Speculation (SLOs-Serve §3.2.3): a decode step that verifies drafts is due when the last of its
-    expected tokens is due, takes the time of all verified tokens, and runs less often. So the time
-    budget grows with the accepted tokens, and is short for decodes that fell behind.
-
-    An end-to-end deadline becomes earlier deadlines for the tokens, by the expected length.
-    Requests without any deadline belong to the tail, and are never late there. Decodes without TPOT
-    are due one token per second.
-    """
+    Speculation (SLOs-Serve §3.2.3): a step that verifies drafts is due when the last of its
+    expected tokens is due, takes the time of all verified tokens, and runs less often. An
+    end-to-end deadline becomes earlier deadlines for the tokens, by the expected length. Requests
+    without any deadline belong to the tail. Decodes without TPOT are due one token per second."""
 
     name = "deadline_triage"
     source = (
@@ -499,7 +785,7 @@ class DeadlineTriage(BatchPolicy):
         decodes: _Decodes,
         latency: LatencyModel,
     ) -> tuple[Ints, Ints, Ints]:
-        """See :func:`~sluice.scheduling.batching.deadline_triage.selection.sort_out`."""
+        """See :func:`~sluice.scheduling.batching.deadline_triage.sort_out`."""
         ends_s = left_s[prefills]
         until_s = decodes.capacity_s(ends_s[: np.searchsorted(ends_s, inf)], latency)
         return sort_out(table, prefills, work_s, until_s, self._usable)
@@ -515,9 +801,8 @@ class DeadlineTriage(BatchPolicy):
         decodes: _Decodes,
         latency: LatencyModel,
     ) -> float:
-        """When the batch must end, seconds from now; it already has the urgent decodes.
-
-        ``punctual``: which of the prefills ``kept`` are on time; ``None``: all."""
+        """When the batch, which has the urgent decodes, must end; ``punctual``: which of the
+        prefills ``kept`` are on time, ``None``: all."""
         longest_s = max(TTFT_SHARE * self._least_ttft_s, LEAST_STEPS * latency.fixed_s)
         if decodes.least_pace_s < inf:
             longest_s = max(longest_s, decodes.least_pace_s)
@@ -568,10 +853,9 @@ def _admissible(
     work_s: Floats,
     answer_s: float,
 ) -> Ints:
-    """The requests of ``kept`` for which there are sequences and KV blocks now. If sequences are
-    short, priority per time decides; if blocks are short, priority per block.
-
-    ``answer_s`` is the engine time that one sequence takes for its output.
+    """The requests of ``kept`` with sequences and KV blocks now. If sequences are short, priority
+    per time decides (``answer_s``: of one sequence's output); if blocks are short, priority per
+    block.
     """
     waiting = kept[table[kept, RUNNING] == 0]
     if len(waiting) > places:
@@ -597,9 +881,8 @@ def _standby(table: Floats, decodes: _Decodes, latency: LatencyModel) -> float:
 def _take_urgent(
     batch: BatchBuilder, decodes: _Decodes, urgent: int, prefills: bool, patience_s: float
 ) -> None:
-    """Take the first ``urgent`` decodes: first those that can be on time or have been late for
-    longer than ``patience_s``, then the other late ones, which leave prefills their share of the
-    batch."""
+    """Take the first ``urgent`` decodes; those late for at most ``patience_s`` come last and leave
+    prefills their share."""
     rows = decodes.rows[:urgent]
     first = decodes.live[:urgent] | (decodes.left_s[:urgent] < -patience_s)
     batch.take(rows[first])

@@ -1,1 +1,0 @@
-"""Deadline triage: the policy, its rows, and which prefills it keeps."""

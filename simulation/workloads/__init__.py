@@ -1,1 +1,0 @@
-"""The traffic of the experiments: public traces read by path, and seeded generators."""
