@@ -264,7 +264,8 @@ def state_of(server: JsonServer, name: str) -> ApplicationState | None:
     found = serve.applications.get(name)
     if found is None:
         return None
-    messages = [found.message, *(each.message for each in found.deployments.values())]
+    # That of the application may only name the deployments that have failed.
+    messages = [*(each.message for each in found.deployments.values()), found.message]
     return ApplicationState(
         found.status,
         next((line for line in map(_last_line, messages) if line), ""),

@@ -190,10 +190,11 @@ class Catalog:
             async with asyncio.timeout(TIMEOUT_S):
                 return await question
         except TimeoutError:
-            message = f"No replica answered within {TIMEOUT_S:g} seconds."
+            message, given_up = f"No replica answered within {TIMEOUT_S:g} seconds.", False
         except ReplicaFailedError as error:
-            message = f"No replica is available: {error}"
-        raise error_of(ReplicaFailedError(Reason.NO_REPLICA, message), self._replicas)
+            message, given_up = f"No replica is available: {error}", error.given_up
+        failure = ReplicaFailedError(Reason.NO_REPLICA, message, given_up=given_up)
+        raise error_of(failure, self._replicas)
 
 
 class Model(NamedTuple):

@@ -371,6 +371,8 @@ class ColdStarts:
         try:
             start.result()
         except ReplicaFailedError as failure:
+            if failure.given_up:
+                raise ApiError(failure.reason, str(failure)) from failure
             raise self._error(f"No replica starts: {failure}", decision) from failure
         if runs:
             await self._pause(REGISTERS_S)

@@ -20,6 +20,7 @@ class ReplicaFailedError(Exception):
         retry: another replica may succeed.
         hung: the replica is unresponsive, and the controller has been notified.
         lost: the replica's requests are lost, as when it is dead or hung.
+        given_up: Serve starts no more replicas, after several that failed.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class ReplicaFailedError(Exception):
         retry: bool = True,
         hung: bool = False,
         lost: bool = False,
+        given_up: bool = False,
     ) -> None:
         super().__init__(message)
         self.reason = reason
@@ -38,11 +40,13 @@ class ReplicaFailedError(Exception):
         self.retry = retry
         self.hung = hung
         self.lost = lost or dead or hung
+        self.given_up = given_up
 
 
 def error_of(failure: ReplicaFailedError, replicas: Replicas) -> ApiError:
     """The error for the client where no attempt follows the one that failed so."""
-    starts_in_s = replicas.starts_in_s if failure.reason is Reason.NO_REPLICA else None
+    starts = failure.reason is Reason.NO_REPLICA and not failure.given_up
+    starts_in_s = replicas.starts_in_s if starts else None
     if starts_in_s is None:
         return ApiError(failure.reason, str(failure))
     message = (

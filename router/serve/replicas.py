@@ -701,7 +701,15 @@ def failure_of(error: Exception) -> ReplicaFailedError:
             "Every replica of the model is drained; an operator must reopen one.",
             retry=False,
         )
-    if isinstance(error, (NoReplicaError, DeploymentUnavailableError)):
+    if isinstance(error, DeploymentUnavailableError):
+        return ReplicaFailedError(
+            Reason.NO_REPLICA,
+            "No replica of the model runs, and none starts: too many have failed to start, and an "
+            "operator must deploy the model again.",
+            retry=False,
+            given_up=True,
+        )
+    if isinstance(error, NoReplicaError):
         return ReplicaFailedError(Reason.NO_REPLICA, "No replica is running.", retry=False)
     if isinstance(error, BackPressureError):
         return ReplicaFailedError(Reason.REPLICAS_FULL, "The replicas are full.", retry=False)

@@ -204,6 +204,7 @@ class FarSide:
         """Whether there is no replica, and a request starts one; end it with :meth:`awake`."""
         self.wakes = 0
         self.no_start: ReplicaFailedError | None = None
+        """Why no replica starts."""
         self.drained = False
         """Whether its replicas take no new requests."""
         self.calls: list[tuple[str, EngineRequest]] = []
@@ -230,6 +231,7 @@ class FarSide:
         self.pools.append(role)
         if role in self.empty:
             nobody = ReplicaFailedError(Reason.NO_REPLICA, "No replica is running.", retry=False)
+            nobody = self.no_start or nobody
             return FarStream(self, fail(nobody)(self, role, request), request.request_id)
         if target not in self.behaviours:
             rest = [name for name in self.behaviours if name not in avoid]
@@ -272,6 +274,8 @@ class FarSide:
 
     async def models(self) -> dict[str, object]:
         if not self.behaviours:
+            if self.no_start is not None:
+                raise self.no_start
             await asyncio.Event().wait()
         entry = {"id": "m", "object": "model", "max_model_len": self.max_model_len}
         return {"object": "list", "data": [entry]}

@@ -13,12 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr, ValidationError
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from sluice.router.config import MetricsConfig, RouterConfig
 from sluice.router.errors import RULES, Reason
 from sluice.router.request.call import MAX_INLINE_BYTES
 from sluice.router.request.validation import check_body
 from sluice.router.serve.contract import ReplicaFailedError
+from sluice.router.serve.replicas import failure_of
 from sluice.scheduling.request.objective import SLO
 from tests.examples import examples
 from tests.router.far_side import (
@@ -374,6 +377,20 @@ async def test_while_the_first_replica_starts_every_answer_says_when_it_serves(
         assert (response.status_code, response.headers["retry-after"]) == (503, "13")
         error = response.json()["error"]
         assert (error["code"], error["retry_after_ms"]) == ("model_starting", 12_500)
+
+
+async def test_where_serve_has_given_up_no_start_is_predicted() -> None:
+    side = FarSide()
+    side.empty, side.no_start = {"mixed"}, failure_of(DeploymentUnavailableError(DeploymentID("m")))
+    async with Edge(side).client() as client:
+        for response in (
+            await client.get("/health"),
+            await client.get("/v1/models"),
+            await client.post("/v1/chat/completions", json=CHAT_BODY),
+            await client.post("/v1/chat/completions", json={**CHAT_BODY, "stream": True}),
+        ):
+            check_error(response, 503, Reason.NO_REPLICA)
+            assert "deploy the model again" in response.json()["error"]["message"]
 
 
 async def test_where_replicas_run_and_none_answers_no_start_is_predicted(

@@ -128,6 +128,13 @@ async def test_a_replica_that_cannot_start_is_said_and_tried_again_for_the_next(
     failed = await answered
     assert (failed.status_code, failed.json()["error"]["code"]) == (503, "model_starting")
     assert "No replica is running." in failed.json()["error"]["message"]
+    gave_up = ReplicaFailedError(Reason.NO_REPLICA, "Deploy it again.", retry=False, given_up=True)
+    edge.side.asleep, edge.side.no_start = True, None
+    answered = asyncio.create_task(post(edge))
+    await settle()
+    edge.side.awake(gave_up)
+    await settle()
+    assert (await answered).json()["error"]["code"] == "no_replica"
     edge.side.asleep, edge.side.no_start = True, None
     answered = asyncio.create_task(post(edge))
     await settle()
@@ -135,7 +142,7 @@ async def test_a_replica_that_cannot_start_is_said_and_tried_again_for_the_next(
     edge.side.awake()
     await settle()
     assert (await answered).status_code == 200
-    assert edge.side.wakes == 2
+    assert edge.side.wakes == 3
 
 
 async def test_health_and_models_are_answered_without_a_replica_and_start_none() -> None:
