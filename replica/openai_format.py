@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final, NamedTuple
 from zlib import crc32
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from sluice.protocol.errors import RequestError
 from sluice.protocol.requests import Endpoint
@@ -67,6 +67,11 @@ class _StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
+def _as_integer(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+_Integer = Annotated[int, BeforeValidator(_as_integer)]  # `2.0` is one, as for vLLM
 _Number = Annotated[float, Field(allow_inf_nan=False, strict=False)]
 _Penalty = Annotated[_Number, Field(ge=-2, le=2)]
 
@@ -88,19 +93,19 @@ _ZERO_ASKS: Final = ("logprobs", "prompt_logprobs")
 class _Common(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     model: str | None = None
-    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    max_tokens: int | None = Field(default=None, ge=1)
-    min_tokens: int | None = Field(default=None, ge=0)
+    n: Annotated[_Integer, Field(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: Annotated[_Integer, Field(ge=1)] | None = None
+    min_tokens: Annotated[_Integer, Field(ge=0)] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     temperature: Annotated[_Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[_Number, Field(gt=0, le=1)] | None = None
     min_p: Annotated[_Number, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[_Integer, Field(ge=-1)] | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     repetition_penalty: Annotated[_Number, Field(gt=0)] | None = None
-    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    seed: Annotated[_Integer, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     ignore_eos: bool | None = None
     response_format: dict[str, Any] | None = None
     tools: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
@@ -136,7 +141,7 @@ class _Message(BaseModel):
 
 class _Chat(_Common):
     messages: list[_Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: Annotated[_Integer, Field(ge=1)] | None = None
 
     def output_tokens(self) -> int:
         return self.max_completion_tokens or self.max_tokens or DEFAULT_MAX_TOKENS

@@ -136,6 +136,16 @@ async def test_choices_are_numbered_prompt_by_prompt() -> None:
     assert alone["choices"][0]["text"] not in texts
 
 
+async def test_integers_may_be_written_with_a_point() -> None:
+    async with running() as engine:
+        plain = {"n": 2, "max_tokens": 5, "min_tokens": 2, "top_k": 3, "seed": 1}
+        bodies = [
+            await body_of(engine, completion(**{name: kind(each) for name, each in plain.items()}))
+            for kind in (int, float)
+        ]
+    assert bodies[0]["choices"] == bodies[1]["choices"]
+
+
 @pytest.mark.parametrize(
     ("request_", "status", "param"),
     [
@@ -143,6 +153,8 @@ async def test_choices_are_numbered_prompt_by_prompt() -> None:
         (completion(max_tokens="5"), 400, "max_tokens"),
         (completion(max_tokens=8191), 400, "max_tokens"),
         (completion(min_tokens=20), 400, None),
+        (completion(min_tokens=2.5), 400, "min_tokens"),
+        (completion(min_tokens=True), 400, "min_tokens"),
         (completion(n=17), 400, "n"),
         (completion(n=9, prompt=["a", "b"]), 400, "prompt"),
         (completion(prompt=[]), 400, "prompt"),
