@@ -105,6 +105,27 @@ def test_steady_noise_is_never_taken_for_a_one_sided_change(noise: float) -> Non
         learner.observe(0.004, 0.006, real_s)
 
 
+@pytest.mark.parametrize("memory", [0.5, 0.8, 0.9, 0.95])
+def test_slow_noise_is_followed_to_the_good_of_the_next_step(
+    memory: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where steps are slow in a row by chance, each like the one before by this much, the fit
+    leaves the mean, and predicts the next step no worse: mostly better."""
+
+    def error() -> float:
+        draw, learner, off, errors = np.random.default_rng(5), StepCorrection(), 0.0, []
+        for fresh in draw.standard_normal(4_000).tolist():
+            off = memory * off + 0.03 * (1 - memory**2) ** 0.5 * fresh
+            real_s = 0.01 * float(np.exp(off))
+            errors.append(abs(np.log(learner.predicted_s(0.004, 0.006) / real_s)))
+            learner.observe(0.004, 0.006, real_s)
+        return float(np.mean(errors))
+
+    found = error()
+    monkeypatch.setattr(_OneSided, "observe", lambda *_: 0)
+    assert found <= error() * (1.02 if memory <= 0.5 else 1.0)
+
+
 @pytest.mark.parametrize("real", [FIXED, TOKENS, (0.5, 1.0), (1.0, 0.6)])
 @pytest.mark.parametrize("mix", [mixed, partial(decodes, prefill_share=0.05)])
 def test_fixed_cost_and_cost_of_tokens_are_told_apart(mix: Mix, real: Parts) -> None:
