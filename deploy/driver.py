@@ -21,8 +21,10 @@ from typing import Any, Literal, NoReturn
 
 from sluice.deploy import local
 from sluice.deploy.config import SluiceConfig
+from sluice.deploy.ray_start import RayTooSlowError
 
-Event = Literal["report", "again", "ray", "ready", "failed", "stopped"]
+Event = Literal["report", "slow", "ray", "ready", "failed", "stopped"]
+"""``slow``: Ray took longer to start than it allows."""
 
 _LENGTH_BYTES = 8
 
@@ -83,12 +85,14 @@ class Driver:
         """Serve until a command says to stop, and report why it could not."""
         try:
             local.check_models(self._config)
-            local.start_ray_for(self._config, self._folder, self._report, self._again)
+            local.start_ray_for(self._config, self._folder, self._report, tries=1)
             self._emit("ray")
             local.start_application(self._config, self._stop, self._report)
             drain = local.drain_of(self._config)
         except local.StoppedError:
             return
+        except RayTooSlowError as error:
+            self._fail(str(error), "slow")
         except local.StartError as error:
             self._fail(str(error))
         except Exception as error:
@@ -104,18 +108,15 @@ class Driver:
             self._report(f"not everything ended in order: {type(error).__name__}: {error}")
         self._emit("stopped")
 
-    def _fail(self, why: str) -> NoReturn:
+    def _fail(self, why: str, kind: Event = "failed") -> NoReturn:
         """Say why nothing can be served, and leave the end to the supervisor: Ray ends with this
         process, and would be what has ended."""
-        self._emit("failed", why)
+        self._emit(kind, why)
         while True:
             signal.pause()
 
     def _report(self, line: str) -> None:
         self._emit("report", line)
-
-    def _again(self) -> None:
-        self._emit("again")
 
     def _emit(self, kind: Event, text: str = "") -> None:
         entry: dict[str, Any] = {"event": kind, "text": text}

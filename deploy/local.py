@@ -135,10 +135,6 @@ class StoppedError(RuntimeError):
     """A stop was asked for while the application started."""
 
 
-def _nothing() -> None:
-    """No one is to be told."""
-
-
 def base_url(config: SluiceConfig) -> str:
     """Where this machine reaches the application."""
     scheme = "http" if config.router.tls is None else "https"
@@ -253,17 +249,14 @@ def check(config: SluiceConfig) -> None:
 
 
 def start_ray_for(
-    config: SluiceConfig,
-    local_dir: Path,
-    report: Callable[[str], None],
-    again: Callable[[], None] = _nothing,
+    config: SluiceConfig, local_dir: Path, report: Callable[[str], None], **tries: int
 ) -> None:
-    """Start a Ray for ``config``, with its files in ``local_dir``. ``again`` is called before the
-    processes of a start that failed are ended, to start it once more."""
+    """Start a Ray for ``config``, with its files in ``local_dir``; see
+    :func:`~sluice.deploy.ray_start.start_ray`."""
     apply(local_dir)
     report("starting Ray")
     with own_sigterm():
-        _start_ray(config, local_dir, again)
+        _start_ray(config, local_dir, **tries)
 
 
 def start_application(
@@ -358,7 +351,7 @@ def end_application() -> None:
     ray.shutdown()
 
 
-def _start_ray(config: SluiceConfig, local_dir: Path, again: Callable[[], None]) -> None:
+def _start_ray(config: SluiceConfig, local_dir: Path, **tries: int) -> None:
     import ray
 
     # Ray's CPUs only place actors. A small machine must still place every replica; the engines pin
@@ -370,9 +363,9 @@ def _start_ray(config: SluiceConfig, local_dir: Path, again: Callable[[], None])
     )
     start_ray(
         local_dir / "ray",
-        again,
         num_cpus=max(os.cpu_count() or 1, int(needed) + 1),
         logging_level=logging.WARNING,
+        **tries,
     )
     # Ray would print what its processes report, such as their end, on standard output.
     worker = ray._private.worker.global_worker

@@ -13,7 +13,7 @@ import os
 import random
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -151,29 +151,35 @@ TRIES = 5
 """How often Ray is started. It gives its node 30 s, and its node's agents 15 s of them, times that
 cannot be set; the next try finds the files of its processes in memory."""
 
-_TOO_SLOW = "timed out during startup"
+_TOO_SLOW = ("timed out during startup", "Timed out waiting for file", "Failed to start GCS")
+"""What Ray says where a process of it was not there in time."""
 
 _VITAL = ("gcs_server", "raylet")
 """Ray's processes without which it does not work, and which nothing starts again."""
 
 
-def start_ray(temp_dir: Path, again: Callable[[], None] = lambda: None, **options: Any) -> None:
+class RayTooSlowError(RuntimeError):
+    """Ray did not start within its own time limits."""
+
+
+def start_ray(temp_dir: Path, tries: int = TRIES, **options: Any) -> None:
     """Start a Ray instance of this process's own, never the one that the environment may name. It
-    has no dashboard, and prints nothing of its workers here.
+    has no dashboard, and prints nothing of its workers here. Where it fails, no process of it is
+    left.
 
     Args:
         temp_dir: a folder for its files, which no other instance uses.
-        again: is called when a start has failed, before its processes are ended.
+        tries: how often it may be too slow.
         options: of ``ray.init``.
 
     Raises:
-        Exception: what ``ray.init`` raised; where Ray took too long to start, that of the last of
-            :data:`TRIES`. No process of the instance is left.
+        RayTooSlowError: Ray took too long each time.
+        Exception: what else ``ray.init`` raised.
     """
     import ray
     from ray.job_config import JobConfig
 
-    for left in reversed(range(TRIES)):
+    for left in reversed(range(tries)):
         try:
             # Ray puts the driver's working folder on its workers' path, unless the driver is a
             # remote client. A file there must not stand in for one of our modules.
@@ -188,13 +194,14 @@ def start_ray(temp_dir: Path, again: Callable[[], None] = lambda: None, **option
             _end_log_monitor()
             return
         except Exception as error:
-            again()
-            slow = _TOO_SLOW in str(error)
+            slow = any(words in str(error) for words in _TOO_SLOW)
             if slow:  # else it may be that this process has another Ray
                 ray.shutdown()
             end_processes(temp_dir)
-            if not (slow and left):
+            if not slow:
                 raise
+            if not left:
+                raise RayTooSlowError(str(error)) from error
 
 
 def _end_log_monitor() -> None:

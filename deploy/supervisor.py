@@ -35,22 +35,40 @@ start, is bounded by 30 s, and on a busy machine all takes several times as long
 _END_S = 20.0
 """How long an orderly end may take after the drain, seconds."""
 
-_RAY_REASON_S = 3.0
-"""How long Ray's own end of a start that took too long may take, seconds."""
+_REASON_OF_START_S = 3.0
+"""How long the driver may take to say why a part has ended while Ray starts, seconds."""
 
-_GAVE_UP = "runtime env agent timed out"
-"""What the raylet says where the machine was too busy for it; then Ray is started again."""
+_TRIES = 5
+"""How often all is started where Ray is too slow."""
+
+_TOO_SLOW = re.compile(
+    r"^\[.* [EFC] .*("
+    r"Timed out waiting for file|"  # an agent took 15 s to say on which port it listens
+    r"agent timed out|"  # an agent took 30 s to answer
+    r"marked as dead by the GCS|"  # the raylet did not answer its health checks
+    r"Failed to connect to GCS)",
+    re.MULTILINE,
+)
+"""Why the raylet ends by itself where the machine is too busy for its time limits, as its log has
+it. They cannot all be set."""
 
 _VITAL = ("gcs_server", "raylet")
 """Ray's processes without which it does not work, and which nothing starts again."""
 
-_PARTS = re.compile(r"ray::(Serve\w+|Detached\w+|\w*Proxy\w*|\w+Agent)\b|(VLLM::\w+)")
-"""Titles of the processes that a start needs from when they begin to its end."""
+_PARTS = re.compile(
+    r"ray::(Serve\w+|Detached\w+|\w*Proxy\w*|\w+Agent)\b|(VLLM::\w+)"
+    r"|\S*python\S* .*/ray/\S*((?:dashboard|runtime_env)/agent)\S*\.py\b"  # without a title yet
+)
+"""Command lines of the processes that a start needs from when they begin to its end."""
 
 
 class _Heard(NamedTuple):
     event: Event
     text: str
+
+
+class _TooSlowError(RayEndedError):
+    """The machine is too busy for Ray's time limits."""
 
 
 class Supervised:
@@ -62,9 +80,12 @@ class Supervised:
     """
 
     def __init__(self, config: SluiceConfig, report: Callable[[str], None]) -> None:
+        self._config = config
         self._report = report
+        self._begin()
+
+    def _begin(self) -> None:
         self._parts: dict[int, tuple[psutil.Process, str]] = {}
-        self._past: set[int] = set()
         self._local_dir = make_private_dir()
         self._cleaner = Cleaner(self._local_dir)
         self._driver = subprocess.Popen(
@@ -74,15 +95,32 @@ class Supervised:
             process_group=0,  # Ctrl-C on the terminal is not for it
         )
         self._heard: queue.SimpleQueue[_Heard] = queue.SimpleQueue()
-        threading.Thread(target=self._listen, args=(task(config),), daemon=True).start()
+        heard = (task(self._config), self._driver, self._heard)
+        threading.Thread(target=_listen, args=heard, daemon=True).start()
 
     def start(self, stop: StopSignals) -> None:
-        """Return once the application answers.
+        """Return once the application answers. All is started anew where Ray is too slow.
 
         Raises:
             StartError: it cannot be served; the message says why.
             RayEndedError: a part has ended.
             StoppedError: a signal has come.
+        """
+        for left in reversed(range(_TRIES)):
+            try:
+                return self._start(stop)
+            except _TooSlowError as error:
+                if not left:
+                    raise
+                self._report(f"this machine is busy: {error}; starting it again")
+                self.end()
+                self._begin()
+
+    def _start(self, stop: StopSignals) -> None:
+        """The same, once.
+
+        Raises:
+            _TooSlowError: the machine is too busy for Ray.
         """
         heard_s = dead_s = time.monotonic()
         dead: list[str] = []
@@ -96,16 +134,15 @@ class Supervised:
                 heard_s = now_s
                 if heard.event == "ready":
                     return
+                if heard.event == "slow":
+                    raise _TooSlowError(heard.text)
                 if heard.event == "failed":
                     lost = [name for name in self._ended() if name in _VITAL]
                     if lost:  # the rest follows from that
-                        raise RayEndedError(f"{_named(lost)} before the application was ready")
+                        raise self._end_of(lost)
                     raise StartError(heard.text)
                 if heard.event == "report":
                     self._report(heard.text)
-                elif heard.event == "again":
-                    self._forget()
-                    dead = []
                 elif heard.event == "ray":
                     ray_runs = True
                 continue
@@ -113,21 +150,28 @@ class Supervised:
             if not dead and (dead := self._ended()):
                 dead_s = now_s
             if dead and now_s - dead_s > self._patience_s(dead, ray_runs):
-                raise RayEndedError(f"{_named(dead)} before the application was ready")
+                raise self._end_of(self._ended())
             if now_s - heard_s > _SILENCE_S:
                 raise StartError(
                     f"Ray has not answered for {_SILENCE_S:.0f} s: one of its processes hangs"
                 )
 
     def _patience_s(self, dead: list[str], ray_runs: bool) -> float:
-        """How long the driver gets to say why these parts have ended, or that it tries again."""
-        if self._driver.poll() is not None:
+        """How long the driver gets to say why these parts have ended."""
+        if self._driver.poll() is not None or (dead[0] in _VITAL and ray_runs):
             return 0.0
-        if ray_runs:
-            return 0.0 if dead[0] in _VITAL else REASON_S + 1
+        if dead[0] in _VITAL and self._ray_gave_up():
+            return 0.0
+        return REASON_S + 1 if ray_runs else _REASON_OF_START_S
+
+    def _end_of(self, dead: list[str]) -> RayEndedError:
+        kind = _TooSlowError if dead[0] == "raylet" and self._ray_gave_up() else RayEndedError
+        return kind(f"{_named(dead)} before the application was ready")
+
+    def _ray_gave_up(self) -> bool:
+        """Whether the raylet says that it ended since the machine is too busy."""
         logs = self._local_dir.glob("ray/session_latest/logs/raylet.*")
-        gave_up = any(_GAVE_UP in log.read_text(errors="replace") for log in logs)
-        return _SILENCE_S if gave_up else _RAY_REASON_S
+        return any(_TOO_SLOW.search(log.read_text(errors="replace")) for log in logs)
 
     def wait(self, stop: StopSignals) -> None:
         """Return at a signal.
@@ -149,7 +193,7 @@ class Supervised:
         """Let running requests end for at most ``drain_s`` seconds, while new ones are refused, and
         stop the application. A further signal ends that at once."""
         self._report("stopping")
-        self._say(f"stop {drain_s}\n".encode())
+        _say(self._driver, f"stop {drain_s}\n".encode())
         limit_s = time.monotonic() + drain_s + _END_S
         while time.monotonic() < limit_s and not stop.again:
             heard = self._hear()
@@ -169,19 +213,6 @@ class Supervised:
         self._driver.wait()
         self._cleaner.clean()
 
-    def _say(self, words: bytes) -> None:
-        assert self._driver.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended, which is seen elsewhere
-            self._driver.stdin.write(words)
-            self._driver.stdin.flush()
-
-    def _listen(self, first: bytes) -> None:
-        self._say(first)  # not in the main thread: a process that hangs does not read it
-        assert self._driver.stdout is not None
-        for line in self._driver.stdout:
-            entry = json.loads(line)
-            self._heard.put(_Heard(entry["event"], entry["text"]))
-
     def _hear(self) -> _Heard | None:
         try:
             return self._heard.get(timeout=_POLL_S)
@@ -194,15 +225,10 @@ class Supervised:
         except psutil.NoSuchProcess:
             return []
 
-    def _forget(self) -> None:
-        """The driver ends all processes and begins again."""
-        self._past.update(self._parts, (process.pid for process in self._descendants()))
-        self._parts.clear()
-
     def _look(self) -> None:
         """Find the parts that have begun."""
         for process in self._descendants():
-            if process.pid not in self._parts and process.pid not in self._past:
+            if process.pid not in self._parts:
                 try:
                     name = _part(process)
                 except psutil.Error:
@@ -219,12 +245,29 @@ class Supervised:
         return ended
 
 
+def _say(driver: subprocess.Popen[bytes], words: bytes) -> None:
+    assert driver.stdin is not None
+    with suppress(BrokenPipeError):  # it has ended, which is seen elsewhere
+        driver.stdin.write(words)
+        driver.stdin.flush()
+
+
+def _listen(
+    first: bytes, driver: subprocess.Popen[bytes], heard: queue.SimpleQueue[_Heard]
+) -> None:
+    _say(driver, first)  # not in the main thread: a process that hangs does not read it
+    assert driver.stdout is not None
+    for line in driver.stdout:
+        entry = json.loads(line)
+        heard.put(_Heard(entry["event"], entry["text"]))
+
+
 def _part(process: psutil.Process) -> str | None:
     """The name of a part for people; ``None``: not one that a start needs."""
     if process.name() in _VITAL:
         return process.name()
-    found = _PARTS.match(" ".join(process.cmdline()[:1]))
-    return found and (found[1] or found[2])
+    found = _PARTS.match(" ".join(process.cmdline()[:3]))
+    return found and next(filter(None, found.groups()))
 
 
 def _runs(process: psutil.Process) -> bool:

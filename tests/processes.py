@@ -17,11 +17,12 @@ def title_of(process: psutil.Process) -> str:
 
 def the_one(family: Iterable[psutil.Process], name: str) -> psutil.Process:
     """The one process of ``family`` that has this name and runs."""
-    (found,) = (each for each in family if _name_of(each) == name)
+    (found,) = (each for each in family if name_of(each) == name)
     return found
 
 
-def _name_of(process: psutil.Process) -> str:
+def name_of(process: psutil.Process) -> str:
+    """Its name; empty where it has ended."""
     with suppress(psutil.NoSuchProcess):
         return process.name()
     return ""

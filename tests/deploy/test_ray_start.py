@@ -53,7 +53,15 @@ def test_a_start_that_took_too_long_is_tried_again_without_its_leftovers(
     assert not any(psutil.pid_exists(process.pid) for process in slow.left)
 
 
-@pytest.mark.parametrize(("words", "tries"), [(SLOW, TRIES), ("no such folder", 1)])
+@pytest.mark.parametrize(
+    ("words", "tries"),
+    [
+        (SLOW, TRIES),
+        ("Timed out waiting for file /tmp/gcs_server_port", TRIES),
+        ("Failed to start GCS. Last 0 lines", TRIES),
+        ("no such folder", 1),
+    ],
+)
 def test_what_does_not_pass_is_told_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, tries: int
 ) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +18,7 @@ from sluice.deploy.commands.options import Exit
 from sluice.deploy.ray_start import free_port
 from tests.e2e.conftest import wait_until
 from tests.e2e.test_serve_command import environment, runs
-from tests.processes import title_of
+from tests.processes import name_of, title_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.own_ray]
 
@@ -31,6 +33,7 @@ PARTS = {
     "dry run": "sluice.replica.dry_run",
     "gcs_server": "gcs_server",
     "raylet": "raylet/raylet",
+    "young agent": "/ray/dashboard/agent.py",
     "agent": "ray::DashboardAgent",
     "Serve controller": "ray::ServeController",
     "controller": "ray::DetachedController",
@@ -41,7 +44,7 @@ PARTS = {
 """What their command lines or titles begin with or hold."""
 
 
-RAY_PARTS = [part for part in PARTS if part != "dry run"]
+RAY_PARTS = [part for part in PARTS if part not in ("dry run", "young agent")]
 
 
 class Start:
@@ -79,7 +82,12 @@ class Start:
             assert self.process.poll() is None, self.err
             assert "Ctrl-C stops" not in self.err, f"it was ready before {part}"
             self.look()
-            found[:] = [each for each in self.left() if PARTS[part] in title_of(each)]
+            found[:] = [
+                each
+                for each in self.left()
+                # The raylet has the commands of its agents in its own.
+                if PARTS[part] in title_of(each) and (part == "raylet" or name_of(each) != "raylet")
+            ]
             return bool(found)
 
         wait_until(there, f"{part} is there", 300, lambda: self.err, every_s=0.02)
@@ -166,6 +174,30 @@ def test_a_start_with_any_part_that_hangs_ends_at_a_signal(
 ) -> None:
     with start(tmp_path) as it:
         it.end_by_signal(part, moment, number)
+
+
+@pytest.mark.release
+def test_a_start_ends_with_an_agent_that_dies_before_it_listens(tmp_path: Path) -> None:
+    """Ray's node would notice after 15 s."""
+    with start(tmp_path) as it:
+        agent = it.wait_for("young agent")
+        wait_until(lambda: time.time() - agent.create_time() > 1, "it is no news")
+        agent.kill()
+        assert it.wait_end() == Exit.FAILED
+        assert "agent has ended before the application was ready" in it.err
+
+
+@pytest.mark.release
+def test_a_start_in_which_ray_is_too_slow_begins_again(tmp_path: Path) -> None:
+    """Ray's node ends when an agent has not said in 15 s where it listens."""
+    with start(tmp_path) as it:
+        late = it.wait_for("young agent")
+        late.suspend()
+        it.wait_ready()
+        assert re.search("busy: raylet.* before the application was ready; starting it", it.err)
+        assert not runs(late)
+        it.process.terminate()
+        assert it.wait_end() == Exit.OK
 
 
 @pytest.mark.release
