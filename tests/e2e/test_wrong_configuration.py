@@ -37,14 +37,15 @@ def test_clients_of_a_model_that_serve_has_given_up_are_not_told_to_wait(tmp_pat
     profile.write_text('{"version": 1}')
     config = SluiceConfig.model_validate(
         {
-            "engine": {"kind": "simulated", "latency_profile": str(profile)},
+            "engine": {"kind": "simulated", "model": "sim", "latency_profile": str(profile)},
             "router": {"port": free_port()},
         }
     )
     shared_ray.start()
     try:
         start_serve()
-        run_many([RunTarget(build(config), config.name, None)], False, False)
+        target = RunTarget(build(config), name=config.name, route_prefix=None)
+        run_many([target], wait_for_applications_running=False)
         body = {"model": "sim", "prompt": "word", "max_tokens": 1}
         code = ""
 
