@@ -57,8 +57,15 @@ def error_document(
 
 def error_event(endpoint: Endpoint, document: dict[str, Any]) -> bytes:
     """The server-sent event that ends a stream with the error in ``document``. Anthropic's clients
-    go by its name, OpenAI's by the field ``error``."""
-    named = "event: error\n" if endpoint in ANTHROPIC else ""
+    go by its name, OpenAI's by the field ``error``, and those of responses by the type, too."""
+    if endpoint == "responses":
+        told = document["error"]
+        document = {
+            "type": "error",
+            **{n: told[n] for n in ("code", "message", "param")},
+            **document,
+        }
+    named = "event: error\n" if "type" in document else ""
     return f"{named}data: {json.dumps(document)}\n\n".encode()
 
 

@@ -34,7 +34,9 @@ class Stream:
         self.read: Future[None] = pool.submit(self._read, f"{url}{path}", body)
 
     def _read(self, url: str, body: dict[str, Any]) -> None:
-        body = {"model": "local", "max_tokens": TOKENS, "stream": True, **body}
+        body = {"model": "local", "stream": True, **body}
+        if "max_output_tokens" not in body:
+            body.setdefault("max_tokens", TOKENS)
         with httpx.stream("POST", url, json=body, timeout=120) as response:
             assert response.status_code == 200, response.read()
             for line in response.iter_lines():
@@ -67,13 +69,17 @@ class Stream:
         return [json.loads(each) for each in told if each != "[DONE]"]
 
 
+SLOW: dict[str, Any] = {"kind": "simulated", "simulated": {"step_s": STEP_S}}
+VLLM: dict[str, Any] = {"profile_budget_s": 2, "vllm_args": {"max-model-len": 8192}}
+
+
 @contextmanager
-def serving(folder: Path, drain_s: float) -> Iterator[tuple[Start, str, ThreadPoolExecutor]]:
-    """A `sluice serve` whose engine takes :data:`STEP_S` for a token, its URL, and threads."""
+def serving(
+    folder: Path, drain_s: float, engine: dict[str, Any] = SLOW
+) -> Iterator[tuple[Start, str, ThreadPoolExecutor]]:
+    """A `sluice serve`, its URL, and threads."""
     config = folder / "sluice.yaml"
-    config.write_text(
-        json.dumps({"engine": {"kind": "simulated", "simulated": {"step_s": STEP_S}}})
-    )
+    config.write_text(json.dumps({"engine": engine}))
     words = ("--config", str(config), "--drain-seconds", str(drain_s))
     with start(folder, *words) as it, ThreadPoolExecutor() as pool:
         it.wait_ready()
@@ -124,6 +130,34 @@ def test_streams_that_do_not_end_in_time_get_an_error(tmp_path: Path) -> None:
         it.process.send_signal(signal.SIGTERM)
         for stream in (completion, chat):
             stream.expect_error()
+        assert it.wait_end() == Exit.OK
+
+
+@pytest.mark.release
+@pytest.mark.vllm
+def test_every_api_of_vllm_says_that_a_stream_did_not_end_in_time(tmp_path: Path) -> None:
+    """Its event and error are those of the API, and nothing says that the answer is whole."""
+    many = {"max_tokens": 7_000, "ignore_eos": True}
+    with serving(tmp_path, 0.5, VLLM) as (it, url, pool):
+        chat = Stream(pool, url, "/v1/chat/completions", **CHAT, **many)
+        messages = Stream(pool, url, "/v1/messages", **CHAT, max_tokens=7_000)
+        asked = {"input": "Hello.", "max_output_tokens": 7_000}
+        responses = Stream(pool, url, "/v1/responses", **asked)
+        for stream in (chat, messages, responses):
+            stream.wait_begun()
+        it.process.send_signal(signal.SIGTERM)
+        chat.expect_error()
+        for stream in (messages, responses):
+            stream.read.result(timeout=60)
+        last = messages.entries()[-1]
+        assert messages.lines[-3] == "event: error"
+        assert (last["type"], last["error"]["type"]) == ("error", "overloaded_error")
+        assert "message_stop" not in "".join(messages.lines)
+        last = responses.entries()[-1]
+        assert responses.lines[-3] == "event: error"
+        assert (last["type"], last["code"]) == ("error", "router_stopping"), last
+        assert last["error"]["code"] == "router_stopping"
+        assert "response.completed" not in "".join(responses.lines)
         assert it.wait_end() == Exit.OK
 
 

@@ -12,7 +12,7 @@ from ray.serve.api import RunTarget, run_many
 from sluice.deploy.app import build
 from sluice.deploy.config import SluiceConfig
 from sluice.deploy.local import StartError, base_url, start_serve
-from sluice.deploy.ray_settings import free_port
+from sluice.deploy.ray_start import free_port
 from tests.e2e.conftest import system, wait_until
 from tests.own_ray import shared_ray
 
