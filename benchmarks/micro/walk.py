@@ -29,6 +29,7 @@ from sluice.protocol.requests import ResponseChunk, ResponseHead, ResponseItem, 
 from sluice.replica.config import EngineConfig, SimulatedEngineConfig
 from sluice.replica.scheduler.local_scheduler import LocalScheduler
 from sluice.replica.scheduler.state_table import StateTable
+from sluice.replica.scheduler.xargs import RequestArgs
 from sluice.replica.simulated.core import SimulatedCore
 from sluice.router.config import RouterConfig
 from sluice.scheduling import admission, autoscaling, batching, routing
@@ -201,7 +202,7 @@ def engine_step() -> Walk:
     policy = batching.make_policy(EngineConfig(kind="simulated", model="m").policy)
     core = SimulatedCore(config, LocalScheduler(policy, table, model), table)
     for key in range(4):
-        core.submit(str(key), key, SLO(ttft_s=1.0, tpot_s=0.1), 0.0, 100, 8)
+        core.submit(RequestArgs(str(key), 0.0, SLO(ttft_s=1.0, tpot_s=0.1)), key, 100, 8)
     now_s, path = 0.0, list[str]()
     for _ in range(3):
         with walked() as calls:

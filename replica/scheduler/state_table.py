@@ -1,13 +1,11 @@
 """One engine's scheduler state in shared memory: written after every step, readable at any time.
 
-It holds a row per live request, a summary, and the chunks of prompts whose KV the engine has.
+It holds a row per live request, a summary, and the chunks of prompts whose KV the engine has; the
+latest step samples; and the latency model and the role to follow, which readers write.
 
 One writer (the process that schedules) and any number of readers on the same host, without locks: a
 sequence number is odd while a write is under way, and a reader copies again if it changed, with a
-fence on either side of the copy (:mod:`sluice.replica.scheduler.state_table`). Writing takes
-microseconds and never waits; a call into the engine between two steps could not guarantee that. The
-table also carries the latency model that the scheduler should plan with and the role that it should
-follow, which readers write, and the latest step samples for fitting the model.
+fence on either side of the copy. Writing takes microseconds and never waits.
 """
 
 from __future__ import annotations
@@ -36,12 +34,11 @@ from sluice.scheduling.roles import ROLES, Role
 # The order in which one process sees another's writes to shared memory.
 #
 # x86 makes writes visible, and executes reads, in program order. Other machines, such as ARM, may
-# reorder both. There a reader *fences*: Linux's ``membarrier`` has all cores that run a registered
+# reorder both. There a reader *fences*: Linux's membarrier(2) has all cores that run a registered
 # process pass a full barrier. So if the reader has seen a write, all earlier writes are visible
-# after the fence; and if the reader has seen part of a write before the fence, it sees the
-# beginning of that write after it. The reader pays some microseconds and the writer nothing, which
-# matters, as the writer is an engine between two steps. See membarrier(2); Python has no fence of
-# its own.
+# after the fence; and if it has seen part of a write before the fence, it sees the beginning of
+# that write after it. The reader pays some microseconds and the writer, an engine between two
+# steps, nothing. Python has no fence of its own.
 
 _IN_ORDER: Final = ("x86_64", "AMD64", "i686")
 
@@ -54,14 +51,11 @@ def reader_fence(machine: str | None = None) -> Callable[[], None]:
     """The function that a reader of shared memory calls between two reads that must not be
     reordered. Both processes must have called this before: that registers them.
 
-    Args:
-        machine: machine type, as of :func:`platform.machine`; default: this machine.
-
     Raises:
         RuntimeError: this machine may reorder reads and writes, and its kernel has no fence.
     """
     machine = machine or platform.machine()
-    return _nothing if machine in _IN_ORDER else membarrier(machine)
+    return (lambda: None) if machine in _IN_ORDER else membarrier(machine)
 
 
 def membarrier(machine: str) -> Callable[[], None]:
@@ -85,16 +79,8 @@ def membarrier(machine: str) -> Callable[[], None]:
     return lambda: command(_EXPEDITED)
 
 
-def _nothing() -> None:
-    """For machines that need no fence."""
-
-
 SAMPLE_RING = 2048
 _MAGIC = 0x534C5549_4345000A
-_READ_TRIES = 30
-_READ_TRIES_AT_ONCE = 10
-_READ_PAUSE_S = 0.001
-
 _SAMPLE_FIELDS = len(StepSample._fields)
 _MODELS = list(FAMILIES.values())
 _MOST_COEFFICIENTS = max(len(model.names) for model in _MODELS)
@@ -129,13 +115,8 @@ NO_SLOT = -1
 
 
 class ChangedRows(NamedTuple):
-    """Live requests of which something changed.
-
-    Attributes:
-        slots: ``int64[n]``, their slots; :data:`NO_SLOT` is ignored.
-        table: ``float64[n, FIELDS]``, their rows in the engine's queue, see
-            :class:`sluice.scheduling.request.queue.QueueView`.
-    """
+    """Live requests of which something changed: their ``slots``, ``int64[n]``, where
+    :data:`NO_SLOT` is ignored, and their rows in the engine's queue, ``float64[n, FIELDS]``."""
 
     slots: Ints
     table: Floats
@@ -153,8 +134,11 @@ class StateTable:
 
     Args:
         buffer: writable memory of :meth:`nbytes` bytes, zeroed for a new table.
-        capacity: number of slots, the max of live requests.
+        capacity: number of slots, the most live requests.
         clock: monotonic seconds; the clock of the writer's times.
+
+    Attributes:
+        summary: ``SUMMARY[1]``; its histograms are counted in place, outside a write.
 
     Raises:
         RuntimeError: this machine may reorder reads and writes, and its kernel has no fence.
@@ -182,7 +166,7 @@ class StateTable:
             offset=offset + self._samples.nbytes + self._rows.nbytes,
         )
         self._header = header[0:1]
-        self._summary = self._header["summary"]
+        self.summary = self._header["summary"]
         self._sequence = self._header["sequence"]
         self._free = list(range(capacity - 1, -1, -1))
         self._model_version = 0
@@ -212,7 +196,7 @@ class StateTable:
             table = cls(_map(path), capacity, clock)
         table._header["magic"] = _MAGIC
         table._header["capacity"] = capacity
-        table._summary["correction"] = table._summary["fixed_correction"] = 1.0
+        table.summary["correction"] = table.summary["fixed_correction"] = 1.0
         return table
 
     @classmethod
@@ -237,16 +221,13 @@ class StateTable:
     def allocate(
         self, key: int, slo: SLO, arrival_s: float, prompt_tokens: int, best_effort: bool = False
     ) -> int:
-        """Take a slot for a new, waiting request and return it.
-
-        Raises:
-            TableFullError: no slot is free.
-        """
+        """Take a slot for a new, waiting request and return it, or raise
+        :class:`TableFullError`."""
         if not self._free:
             raise TableFullError(f"all {self.capacity} request slots are in use")
         slot = self._free.pop()
         later = later_of(slo.stages, 0)
-        self._begin()
+        self._sequence += 1
         self._rows[slot] = (
             key,
             arrival_s,
@@ -267,7 +248,7 @@ class StateTable:
             later.stages,
             later.tokens,
         )
-        self._end()
+        self._sequence += 1
         return slot
 
     def begin_stage(
@@ -276,7 +257,7 @@ class StateTable:
         """The request in ``slot`` begins another stage, with this objective. Its prompt grows by
         ``prompt_tokens``: the output before the stage."""
         ttft_s, tpot_s, e2e_s, _ = slo.columns
-        self._begin()
+        self._sequence += 1
         row = self._rows[slot]
         row["arrival_s"] = now_s
         row["ttft_s"], row["tpot_s"], row["e2e_s"] = ttft_s, min(tpot_s, later.tpot_s), e2e_s
@@ -284,26 +265,21 @@ class StateTable:
         row["emitted_tokens"] = 0
         row["first_token_s"] = row["last_token_s"] = nan
         row["later_stages"], row["later_tokens"] = later.stages, later.tokens
-        self._end()
+        self._sequence += 1
 
     def free(self, slot: int) -> None:
         """Give a slot back."""
-        self._begin()
+        self._sequence += 1
         self._rows["phase"][slot] = 0
-        self._end()
+        self._sequence += 1
         self._free.append(slot)
 
-    def idle(self, free_blocks: int, total_blocks: int) -> None:
-        """Publish the KV capacity before the first step: otherwise an engine that has just started
-        would look as if no request could ever run there."""
-        self.write(free_kv_blocks=free_blocks, total_kv_blocks=total_blocks)
-
-    def write(self, changed: ChangedRows = NO_ROWS, **summary: float) -> None:
+    def write(self, changed: ChangedRows | None = None, **summary: float) -> None:
         """Write what changes of these rows, and the named fields of the summary, as one change."""
-        slots, table = changed
+        slots, table = changed or NO_ROWS
         if len(slots) and slots.min() < 0:
             slots, table = slots[slots >= 0], table[slots >= 0]
-        self._begin()
+        self._sequence += 1
         if len(slots):
             rows, live = self._rows, table.view(LIVE)[:, 0]
             for name in _CHANGING:
@@ -311,18 +287,14 @@ class StateTable:
             rows["phase"][slots] = np.where(live["running"] > 0, RUNNING, WAITING)
             rows["expected_tokens"][slots] = np.nan_to_num(live["expected_tokens"])
         for name, value in summary.items():
-            self._summary[name] = value
-        self._end()
+            self.summary[name] = value
+        self._sequence += 1
 
     def write_held(self, slots: NDArray[np.integer], held: np.ndarray) -> None:
         """Write changed slots of the chunks that the engine holds: ``HELD[n]``, one per slot."""
-        self._begin()
+        self._sequence += 1
         self._held[slots] = held
-        self._end()
-
-    def count(self, histogram: str, bucket: int) -> None:
-        """Add one to a bucket of a histogram of the summary."""
-        self._summary[histogram][0, bucket] += 1
+        self._sequence += 1
 
     def add_sample(self, sample: StepSample) -> None:
         """Keep a step sample; the oldest of ``SAMPLE_RING`` is overwritten."""
@@ -330,17 +302,18 @@ class StateTable:
         self._samples[count % SAMPLE_RING] = sample
         self._header["samples"] = count + 1
 
-    def model_change(self) -> LatencyModel | None:
-        """The latency model, uncorrected, if it was set since the last call."""
-        version = int(self._header["model_version"][0])
-        if version == self._model_version:
-            return None
-        self._model_version = version
-        self._fence()
+    def orders(self) -> tuple[LatencyModel | None, Role]:
+        """The latency model, uncorrected, if it was set since the last call, and the role."""
         header = self._header[0]
-        family = _MODELS[int(header["family"])]
+        role = ROLES[header["role"]]
+        version = header["model_version"]
+        if version == self._model_version:
+            return None, role
+        self._model_version = int(version)
+        self._fence()
+        family = _MODELS[header["family"]]
         model = family.of(header["coefficients"][: len(family.names)].tolist())
-        return model.with_headroom(float(header["headroom"]))
+        return model.with_headroom(float(header["headroom"])), role
 
     # Methods of readers.
 
@@ -354,20 +327,20 @@ class StateTable:
                 the machine is so busy that the writer lost its core for that long: call again to be
                 sure.
         """
-        for attempt in range(_READ_TRIES):
+        for attempt in range(30):
             before = int(self._sequence[0])
             if before % 2 == 0:
                 self._fence()
                 slots = np.flatnonzero(self._rows["phase"]).astype(np.int32)
                 rows = self._rows[slots]
-                summary = self._summary[0].copy()
+                summary = self.summary[0].copy()
                 held = self._held.copy()
                 self._fence()
                 if int(self._sequence[0]) == before:
                     return EngineState(self._clock(), slots, rows, summary, held)
-            if attempt >= _READ_TRIES_AT_ONCE:
+            if attempt >= 10:
                 # A write takes microseconds, unless the machine has taken the writer off its core.
-                time.sleep(_READ_PAUSE_S)
+                time.sleep(0.001)
         raise RuntimeError("the state table is stuck in a write: its engine is gone, or stalled")
 
     def set_model(self, model: LatencyModel) -> None:
@@ -396,12 +369,6 @@ class StateTable:
     def clear_samples(self) -> None:
         """Forget all step samples."""
         self._header["samples"] = 0
-
-    def _begin(self) -> None:
-        self._sequence += 1
-
-    def _end(self) -> None:
-        self._sequence += 1
 
 
 def _map(path: Path) -> mmap.mmap:

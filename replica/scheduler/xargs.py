@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
+from sluice.protocol.requests import EngineRequest
 from sluice.scheduling.batching import BatchPolicy, BestEffortOptions, make_policy
 from sluice.scheduling.fleet.prefix import CHUNK_ENDS, MAX_CHUNKS, NO_PREFIX, PromptPrefix
 from sluice.scheduling.preemption import PreemptionConfig
@@ -59,16 +60,12 @@ _OBJECTIVES = ((TTFT_S, "ttft_s"), (TPOT_S, "tpot_s"), (E2E_S, "e2e_s"))
 
 
 class RequestArgs(NamedTuple):
-    """The fields that Sluice adds to an engine request.
+    """What Sluice adds to an engine request.
 
     Attributes:
-        request_id: the request's id in the fleet, shared by all sequences of one API call.
+        request_id: in the fleet, shared by all sequences of one API call.
         arrival_s: when the edge received it, on the host's monotonic clock.
-        slo: its SLO.
-        best_effort: it has no SLO guarantee.
-        prefix: the prefix of its prompt.
         tenant: hash of its tenant, 63 bits. weight: of the tenant's share, > 0.
-        promised: its SLO was guaranteed.
         reasoning_ends: tokens that end its reasoning, if one of its stages ends with that.
     """
 
@@ -81,6 +78,23 @@ class RequestArgs(NamedTuple):
     weight: float = 1.0
     promised: bool = False
     reasoning_ends: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(
+        cls, request: EngineRequest, received_s: float, ends: frozenset[int] = frozenset()
+    ) -> RequestArgs:
+        """Those of an API call that reached the replica at ``received_s``."""
+        return cls(
+            request.request_id,
+            received_s - request.waited_s,
+            request.slo,
+            request.best_effort,
+            request.prefix,
+            request.tenant,
+            request.weight,
+            request.promised,
+            ends,
+        )
 
 
 def to_xargs(args: RequestArgs) -> dict[str, str | int | float]:

@@ -8,6 +8,7 @@ virtual time. Times are seconds on the caller's monotonic clock.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -16,62 +17,34 @@ import numpy as np
 from sluice.replica.config import SimulatedEngineConfig
 from sluice.replica.scheduler.local_scheduler import LocalScheduler, StepInFlight, TrackedRequest
 from sluice.replica.scheduler.state_table import NO_SLOT, ChangedRows, StateTable
-from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
-from sluice.scheduling.request.kernels import (
-    COMPUTED,
-    EMITTED,
-    EXPECTED,
-    PENDING,
-    PROMISED,
-    Floats,
-    Ints,
-)
+from sluice.replica.scheduler.xargs import RequestArgs
+from sluice.scheduling.batching import BatchBudget, make_policy
+from sluice.scheduling.request.kernels import COMPUTED, EMITTED, EXPECTED, PENDING, Floats
 from sluice.scheduling.request.objective import SLO
-from sluice.scheduling.request.queue import QueueView, begin_stage, row_of
-from sluice.simulation.rows import OUTGROWN, PRIVATE, TARGET, Rows
+from sluice.scheduling.request.queue import QueueView, begin_stage
+from sluice.simulation.rows import LIVE, OUTGROWN, PRIVATE, TARGET, Rows
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedSequence:
     """One sequence: a prompt, and the number of tokens that it will produce.
 
-    ``owner`` and ``choice`` belong to the submitter and are not used here. ``emitted`` counts its
-    tokens so far. ``live`` ends when it has produced ``output_tokens`` or was aborted.
-    ``prefill_only``: it ends with its prompt, and is not used to predict output lengths.
+    Attributes:
+        key, engine_id: its number, and the same as plans name it.
+        owner, choice: the submitter's.
+        prefill_only: it ends with its prompt, and is not used to predict output lengths.
+        emitted: tokens so far. live: until it has ``output_tokens`` or was aborted.
     """
 
-    __slots__ = (
-        "choice",
-        "emitted",
-        "key",
-        "live",
-        "output_tokens",
-        "owner",
-        "prefill_only",
-        "tracked",
-    )
-
-    def __init__(
-        self,
-        key: int,
-        tracked: TrackedRequest,
-        output_tokens: int,
-        owner: Any,
-        choice: int,
-        prefill_only: bool = False,
-    ) -> None:
-        self.key = key
-        self.tracked = tracked
-        self.output_tokens = output_tokens
-        self.owner = owner
-        self.choice = choice
-        self.prefill_only = prefill_only
-        self.emitted = 0
-        self.live = True
-
-    @property
-    def engine_id(self) -> str:
-        """Its id in the engine, as plans name it."""
-        return str(self.key)
+    key: int
+    engine_id: str
+    tracked: TrackedRequest
+    output_tokens: int
+    owner: Any
+    choice: int
+    prefill_only: bool
+    emitted: int = 0
+    live: bool = True
 
 
 class Transfer(NamedTuple):
@@ -90,13 +63,6 @@ class SimulatedStep(NamedTuple):
     in_flight: StepInFlight
 
 
-def drift(config: SimulatedEngineConfig, now_s: float) -> float:
-    """Factor on the time of a step that begins at ``now_s``. All engines of a machine share its
-    monotonic clock, so they drift together."""
-    phase = now_s / config.drift_period_s % 1.0
-    return 1.0 + (config.drift - 1.0) * (1.0 - abs(2.0 * phase - 1.0))
-
-
 class SimulatedCore:
     """Queue, KV blocks and batches of a simulated engine: :class:`~sluice.simulation.rows.Rows`
     with a local scheduler and a state table.
@@ -105,15 +71,16 @@ class SimulatedCore:
     and aborted at any time, also in between. Not thread-safe.
 
     A step costs ``O(live requests)`` besides the policy's plan; nothing costs per prompt token.
+
+    Attributes:
+        live: sequences that could run, by key. rows: theirs.
     """
 
     def __init__(
         self, config: SimulatedEngineConfig, scheduler: LocalScheduler, table: StateTable
     ) -> None:
         self.live: dict[int, SimulatedSequence] = {}
-        """Sequences that could run, by key."""
         self.rows = Rows(config.kv_blocks, config.block_tokens, config.max_sequences)
-        """The rows of :attr:`live`."""
         # Sequences whose KV is being transferred, by key, and the rows that they will have.
         self._awaited: dict[int, tuple[Transfer, SimulatedSequence, Floats]] = {}
         self.max_model_tokens = min(config.max_model_tokens, config.kv_blocks * config.block_tokens)
@@ -122,26 +89,20 @@ class SimulatedCore:
         self._table = table
         self._slos: dict[int, SLO] = {}
         self._keys = count()
-        self._fallback = make_policy("fcfs")
         self._stepping = False
-        table.idle(config.kv_blocks, config.kv_blocks)
+        # Before the first step, or no request could ever run here, as it would seem.
+        table.write(free_kv_blocks=config.kv_blocks, total_kv_blocks=config.kv_blocks)
 
     def submit(
         self,
-        name: str,
+        args: RequestArgs,
         key: int,
-        slo: SLO,
-        arrival_s: float,
         prompt_tokens: int,
         output_tokens: int,
         owner: Any = None,
         choice: int = 0,
-        best_effort: bool = False,
         transfer: Transfer | None = None,
         prefill_only: bool = False,
-        tenant: int = 0,
-        weight: float = 1.0,
-        promised: bool = False,
         cached_tokens: int = 0,
     ) -> SimulatedSequence:
         """Queue a sequence. With a ``transfer`` the KV of its prompt comes from another engine; an
@@ -160,26 +121,13 @@ class SimulatedCore:
                 f"the {self.max_model_tokens} tokens of the model"
             )
         own = next(self._keys)
-        # Outputs always have their max length here.
-        self._scheduler.track(
-            str(own),
-            name,
-            key,
-            slo,
-            arrival_s,
-            prompt_tokens,
-            output_tokens,
-            best_effort,
-            tenant,
-            weight,
-            promised,
+        # Outputs always have their full length here.
+        tracked = self._scheduler.track(str(own), args, key, prompt_tokens, output_tokens)
+        sequence = SimulatedSequence(
+            own, str(own), tracked, output_tokens, owner, choice, prefill_only
         )
-        tracked = self._scheduler.requests[str(own)]
-        sequence = SimulatedSequence(own, tracked, output_tokens, owner, choice, prefill_only)
-        slo, expected = tracked.slo, tracked.expected_tokens
-        row = np.array(row_of(slo, arrival_s, prompt_tokens, expected, best_effort, tenant, weight))
-        row[PROMISED] = promised
-        self._slos[own] = slo
+        row = np.array(tracked.row(prompt_tokens))
+        self._slos[own] = tracked.slo
         # The last token is always computed here, for the next token.
         computed = min(cached_tokens, prompt_tokens - 1) if transfer is None else prompt_tokens - 1
         row[COMPUTED], row[PENDING] = computed, prompt_tokens - computed
@@ -187,7 +135,7 @@ class SimulatedCore:
             self._enter(sequence, row)
         else:
             self._awaited[own] = transfer, sequence, row
-            self._scheduler.update(ChangedRows(np.array([tracked.slot]), row[None]))
+            self._scheduler.publish(ChangedRows(np.array([tracked.slot]), row[None]))
         return sequence
 
     def _enter(self, sequence: SimulatedSequence, row: Floats) -> None:
@@ -233,7 +181,7 @@ class SimulatedCore:
         for transfer, sequence, row in arrived:
             del self._awaited[sequence.key]
             self._enter(sequence, row)
-            self._scheduler.transfers.arrived(now_s - transfer.asked_s, int(row[COMPUTED]), 0)
+            self._scheduler.kv_arrived(now_s - transfer.asked_s, int(row[COMPUTED]), 0)
 
     def begin(self, now_s: float) -> SimulatedStep | None:
         """Plan and start the next batch; ``None`` if no request could run.
@@ -241,63 +189,62 @@ class SimulatedCore:
         Raises:
             RuntimeError: nothing could run although requests are live: a fault in the engine.
         """
-        self._admit_arrived(now_s)
+        if self._awaited:
+            self._admit_arrived(now_s)
         if not self.live:
             return None
-        plan = self._scheduler.plan(self._queue(), now_s, self._budget())
+        config, rows, sequences = self._config, self.rows, self.live
+
+        # Plan, and have the rows carry it out.
+        queue, budget = self._queue()
+        plan = self._scheduler.plan(queue, now_s, budget)
         self._scheduler.count_evictions(plan)
-        preempted = self._start(plan)
-        if not self.rows.ran_count:
+        runs = rows.begin(plan)
+        lost: list[int] = rows.keys[rows.victims].tolist()
+        if not runs:
             # A policy that plans nothing must not stop the engine: run requests in order, as stock
             # vLLM would. This counts as a plan mismatch.
-            model = self._scheduler.model
-            preempted += self._start(
-                self._fallback.plan(self._queue(), now_s, model, self._budget())
-            )
-        if not self.rows.ran_count:
-            raise RuntimeError(f"no batch could be made of {len(self.live)} live requests")
-        rows, tokens = self.rows.ran.T
-        ran = list(zip(self._sequences(rows), tokens.tolist(), strict=True))
-        computed = self.rows.table[rows, COMPUTED].astype(np.int64).tolist()
-        in_flight = self._scheduler.begin_step(
-            plan,
-            [
-                (sequence.engine_id, new, before)
-                for (sequence, new), before in zip(ran, computed, strict=True)
-            ],
-            now_s,
-            [sequence.engine_id for sequence in preempted],
-        )
+            queue, budget = self._queue()
+            plan_in_order = make_policy("fcfs").plan
+            if not rows.begin(plan_in_order(queue, now_s, self._scheduler.model, budget)):
+                raise RuntimeError(f"no batch could be made of {len(sequences)} live requests")
+            lost += rows.keys[rows.victims].tolist()
+        preempted = [sequences[key] for key in lost] if lost else []
+
+        # What runs, as the local scheduler and as the engine know it.
+        places, tokens = rows.ran.T
+        keys, computed = rows.keys[places].tolist(), rows.table[places, COMPUTED].tolist()
+        ran: list[tuple[SimulatedSequence, int]] = []
+        by_id: list[tuple[str, int, int]] = []
+        for key, new, before in zip(keys, tokens.tolist(), computed, strict=True):
+            sequence = sequences[key]
+            ran.append((sequence, new))
+            by_id.append((sequence.engine_id, new, int(before)))
+        lost_ids = [sequence.engine_id for sequence in preempted] if preempted else ()
+        in_flight = self._scheduler.begin_step(plan, by_id, now_s, lost_ids)
         self._stepping = True
-        config, work = self._config, in_flight.work
+
+        # How long it takes, by the ground truth.
+        work = in_flight.work
+        new_tokens = work.new_tokens
         seconds = (
             config.step_s
-            + config.token_s * work.new_tokens
-            + config.context_token_s * work.context_tokens
+            + config.token_s * new_tokens
+            + config.context_token_s * (work.prefill_context + work.decode_context + new_tokens)
             + config.quadratic_s * work.quadratic
         )
-        return SimulatedStep(seconds * drift(config, now_s), ran, preempted, in_flight)
+        # All engines of a machine share its monotonic clock, so they drift together.
+        phase = now_s / config.drift_period_s % 1.0
+        drift = 1.0 + (config.drift - 1.0) * (1.0 - abs(2.0 * phase - 1.0))
+        return SimulatedStep(seconds * drift, ran, preempted, in_flight)
 
-    def _queue(self) -> QueueView:
-        live = self.rows.live
-        return QueueView.of_table(self.rows.keys[:live].copy(), self.rows.table[:live], self._slos)
-
-    def _budget(self) -> BatchBudget:
-        config = self._config
-        return BatchBudget(
-            config.max_batch_tokens,
-            config.max_sequences,
-            self.rows.free_blocks,
-            config.block_tokens,
+    def _queue(self) -> tuple[QueueView, BatchBudget]:
+        config, rows = self._config, self.rows
+        live = int(rows.counters[LIVE])
+        queue = QueueView.of_table(rows.keys[:live].copy(), rows.table[:live], self._slos)
+        return queue, BatchBudget(
+            config.max_batch_tokens, config.max_sequences, rows.free_blocks, config.block_tokens
         )
-
-    def _start(self, plan: BatchPlan) -> list[SimulatedSequence]:
-        """Carry a plan out; return the sequences that lost their KV."""
-        self.rows.begin(plan)
-        return self._sequences(self.rows.victims)
-
-    def _sequences(self, rows: Ints) -> list[SimulatedSequence]:
-        return [self.live[key] for key in self.rows.keys[rows].tolist()]
 
     def complete(
         self,
@@ -310,12 +257,18 @@ class SimulatedCore:
         ``emit`` is called for each sequence that produced a token, after its counts changed and
         before the state is published; ``live`` is then false if it was the sequence's last token.
         """
-        rows = self.rows
-        outgrown = {key for key, turn in rows.complete(now_s).tolist() if turn == OUTGROWN}
+        rows, scheduler = self.rows, self._scheduler
+        outgrown = set[int]()
+        for key, turn in rows.complete(now_s).tolist():
+            if turn == OUTGROWN:
+                outgrown.add(key)
         self._stepping = False
-        keys = rows.keys[: rows.live].tolist()
-        place_of = {key: place for place, key in enumerate(keys)}
+        keys = rows.keys[: int(rows.counters[LIVE])].tolist()
+        place_of = dict(zip(keys, range(len(keys)), strict=True))
+
         answered: list[SimulatedSequence] = []
+        changed: list[SimulatedSequence] = []
+        places: list[int] = []
         for sequence, _ in step.ran:
             if not sequence.live:
                 continue
@@ -326,29 +279,37 @@ class SimulatedCore:
                 begun = tracked.begun
                 emitted = begun + int(row[EMITTED])
                 if sequence.key in outgrown:
-                    self._scheduler.prolong(tracked, emitted)
+                    scheduler.prolong(tracked, emitted)
                     row[EXPECTED] = tracked.expected_tokens - begun
                 new = emitted - sequence.emitted
-                if tracked.stages and self._scheduler.follow_stages(tracked, new, now_s):
+                if tracked.stages and scheduler.follow_stages(tracked, new, now_s):
                     self._begin_stage(sequence, place, tracked.begun - begun)
+                changed.append(sequence)
+                places.append(place)
             if emitted > sequence.emitted:
                 sequence.emitted = emitted
                 if place is None:
                     self._end(sequence)
                 answered.append(sequence)
-        changed = [sequence for sequence, _ in step.ran] + step.preempted
-        changed = [sequence for sequence in changed if sequence.live]
-        table = rows.table[[place_of[sequence.key] for sequence in changed]]
+        for sequence in step.preempted:
+            if sequence.live:
+                changed.append(sequence)
+                places.append(place_of[sequence.key])
+
+        table = rows.table[places]
         for sequence in answered:
             emit(sequence)
         # Some may have been aborted for what was emitted.
-        slots = [sequence.tracked.slot if sequence.live else NO_SLOT for sequence in changed]
-        self._scheduler.end_step(
+        slots = np.empty(len(changed), np.int64)
+        for at, sequence in enumerate(changed):
+            slots[at] = sequence.tracked.slot if sequence.live else NO_SLOT
+        running = rows.sequences
+        scheduler.end_step(
             step.in_flight,
             now_s,
-            ChangedRows(np.array(slots, np.int64), table),
-            self.queued - rows.sequences,
-            rows.sequences,
+            ChangedRows(slots, table),
+            len(self.live) + len(self._awaited) - running,
+            running,
             rows.free_blocks,
             self._config.kv_blocks,
         )

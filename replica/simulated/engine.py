@@ -32,6 +32,7 @@ from sluice.replica.engine import EngineInfo, check_resume, check_transfer, tabl
 from sluice.replica.openai_format import Call, ResponseWriter, models_body, parse_call
 from sluice.replica.scheduler.local_scheduler import BatchLog, LocalScheduler
 from sluice.replica.scheduler.state_table import StateTable
+from sluice.replica.scheduler.xargs import RequestArgs
 from sluice.replica.simulated.core import SimulatedCore, SimulatedSequence, Transfer
 from sluice.scheduling.batching import make_policy
 from sluice.scheduling.fleet.state import EngineState
@@ -212,7 +213,7 @@ class SimulatedEngine:
             raise RequestError(message, None, 503)
         cached_tokens = self._stop(request.kv_of_request) if request.kv_of_request else 0
         live = _LiveCall(request, call, received_s)
-        arrival_s = received_s - request.waited_s
+        args = RequestArgs.of(request, received_s)
         key = request_key(request.request_id)
         transfer = self._transfer(call, request, received_s)
         resumed = request.resumed_tokens
@@ -223,20 +224,14 @@ class SimulatedEngine:
             live.progress.set()
         for choice in range(live.left):
             sequence = self._core.submit(
-                request.request_id,
+                args,
                 key,
-                request.slo,
-                arrival_s,
                 call.prompts[choice // call.n].tokens + resumed,
                 1 if live.prefill_only else call.max_tokens - resumed,
                 live,
                 choice,
-                request.best_effort,
                 transfer,
                 live.prefill_only,
-                request.tenant,
-                request.weight,
-                request.promised,
                 cached_tokens,
             )
             live.sequences.append(sequence)
@@ -264,7 +259,7 @@ class SimulatedEngine:
         if call.choices != 1 or kv_handle._replace(replica_id=self._replica_id) != self._kv_handle(
             call, request
         ):
-            self._scheduler.transfers.failed()
+            self._scheduler.kv_failed()
             return None
         tokens = kv_handle.prompt_tokens
         seconds = self._config.transfer_s + tokens * self._config.transfer_token_s

@@ -98,7 +98,7 @@ def parse(request: EngineRequest, serving: Serving, call: ApiCall, in_use: bool)
     if in_use:
         raise RequestError(f"request id {request.request_id!r} is in use", None, 409)
     extra = _extra_arguments(body)
-    call.xargs = _arguments(request, call)
+    call.xargs = to_xargs(RequestArgs.of(request, call.received_s, call.ends))
     call.prefill_only, call.kv_of_request = request.prefill_only, request.kv_of_request
     call.transfer = _transfer(request)
     if request.endpoint in SPEECH:
@@ -132,23 +132,6 @@ def _extra_arguments(body: dict[str, Any]) -> dict[str, Any]:
             f"vllm_xargs holds keys that are reserved: {', '.join(reserved)}.", "vllm_xargs"
         )
     return extra or {}
-
-
-def _arguments(request: EngineRequest, call: ApiCall) -> dict[str, str | int | float]:
-    """What the scheduler gets of the request."""
-    return to_xargs(
-        RequestArgs(
-            request.request_id,
-            call.received_s - request.waited_s,
-            request.slo,
-            request.best_effort,
-            request.prefix,
-            request.tenant,
-            request.weight,
-            request.promised,
-            call.ends,
-        )
-    )
 
 
 def _transfer(request: EngineRequest) -> dict[str, Any] | None:

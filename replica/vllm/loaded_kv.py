@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import vllm
 from vllm.v1.request import RequestStatus
 
-from sluice.replica.scheduler.local_scheduler import TransferCounts
+from sluice.replica.scheduler.local_scheduler import LocalScheduler
 from sluice.replica.vllm.contract import WITH_HOST_MEMORY, age
 
 # What vLLM's ``OffloadingConnector`` has in the memory of the host, and how long loading takes.
@@ -180,13 +180,13 @@ class IncomingKv:
 
     Args:
         scheduler: vLLM's.
-        counts: counters of transfers.
+        local: counts the transfers.
     """
 
-    def __init__(self, scheduler: Any, counts: TransferCounts) -> None:
+    def __init__(self, scheduler: Any, local: LocalScheduler) -> None:
         self._scheduler = scheduler
         self._connector = scheduler.connector
-        self._counts = counts
+        self._local = local
         self._requests: dict[str, _Incoming] = {}
         self._block_bytes = _block_bytes(scheduler.kv_cache_config)
         self._block_tokens = scheduler.block_size
@@ -204,7 +204,7 @@ class IncomingKv:
         elif self._connector is not None:
             tokens, _ = self._connector.get_num_new_matched_tokens(request, 0)
         if not tokens:
-            self._counts.failed()
+            self._local.kv_failed()
             return False
         self._requests[request.request_id] = _Incoming(tokens=tokens)
         return True
@@ -267,11 +267,11 @@ class IncomingKv:
             del self._requests[request_id]
             ended.append(request_id)
             if request_id in self._scheduler.failed_recving_kv_req_ids:
-                self._counts.failed()
+                self._local.kv_failed()
             else:
                 blocks = -(-incoming.tokens // self._block_tokens)
                 nbytes = blocks * self._block_bytes
-                self._counts.arrived(now_s - incoming.asked_s, incoming.tokens, nbytes)
+                self._local.kv_arrived(now_s - incoming.asked_s, incoming.tokens, nbytes)
         return ended
 
 

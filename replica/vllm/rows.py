@@ -33,14 +33,13 @@ from sluice.scheduling.request.kernels import (
     KV_BLOCKS,
     LAST_TOKEN,
     PENDING,
-    PROMISED,
     PROMPT,
     RUNNING,
     Floats,
     Ints,
 )
 from sluice.scheduling.request.objective import SLO
-from sluice.scheduling.request.queue import QueueView, begin_stage, row_of
+from sluice.scheduling.request.queue import QueueView, begin_stage
 
 _COULD_RUN = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 _RUNNING, _WAITING = RequestStatus.RUNNING, RequestStatus.WAITING
@@ -109,16 +108,7 @@ class RequestRows:
         request_id, place = request.request_id, len(self._ids)
         self._ids.append(request_id)
         self._places[request_id] = place
-        self._table[place] = row_of(
-            tracked.slo,
-            tracked.arrival_s,
-            request.num_prompt_tokens,
-            tracked.expected_tokens,
-            tracked.best_effort,
-            tracked.tenant,
-            tracked.weight,
-        )
-        self._table[place, PROMISED] = tracked.promised
+        self._table[place] = tracked.row(request.num_prompt_tokens)
         self._keys[place] = key = hash(request_id)
         self._slos[key] = tracked.slo
         self._slots[place] = tracked.slot
@@ -153,7 +143,7 @@ class RequestRows:
         row = self._table[place]
         assert tracked.stages is not None
         # Tokens that left together may be of several stages.
-        left_s = float(row[LAST_TOKEN]) if tracked.stages.tokens else nan
+        left_s = float(row[LAST_TOKEN]) if tracked.stages.position.tokens else nan
         begin_stage(row, tracked.slo, tracked.arrival_s, tokens, left_s)
         self._slos[int(self._keys[place])] = tracked.slo
 

@@ -111,7 +111,7 @@ class PlanMixin(_Base):
         self._hits = PrefixHits(
             self.kv_cache_manager, self._groups, self.block_size, self._host.beyond
         )
-        self._incoming = IncomingKv(self, self._local.transfers)
+        self._incoming = IncomingKv(self, self._local)
         own = hasattr(self.connector, "read_blocks_by")
         foreign = self.connector is not None and not (own or self._host.known)
         self._external = ExternalKv(self.connector, foreign)
@@ -120,7 +120,10 @@ class PlanMixin(_Base):
         blocks = PooledBlocks(self._pool)
         # vLLM keeps one block, the null block, for itself.
         self._total_blocks: int = self._pool.num_gpu_blocks - 1
-        table.idle(self._pool.get_num_free_blocks(), self._total_blocks)
+        # Before the first step, or no request could ever run here, as it would seem.
+        table.write(
+            free_kv_blocks=self._pool.get_num_free_blocks(), total_kv_blocks=self._total_blocks
+        )
         self._held = HeldPrefixes(
             table, blocks.holds, self.block_size, hash_tokens, load_s=self._host.load_s
         )
@@ -169,27 +172,20 @@ class PlanMixin(_Base):
         if name in self._names:
             name = f"{name}:{request_id}"
         self._names.add(name)
-        self._local.track(
+        tracked = self._local.track(
             request_id,
-            name,
+            args,
             request_key(name),
-            args.slo,
-            args.arrival_s,
             request.num_prompt_tokens,
             request.max_tokens,
-            args.best_effort,
-            args.tenant,
-            args.weight,
-            args.promised,
-            args.reasoning_ends,
+            name,
         )
         self._held.begin(request_id, args.prefix, request.num_prompt_tokens)
-        tracked = self._local.requests[request_id]
         self._rows.begin(request, tracked)
         if tracked.stages is not None:
             self._in_stages.add(request_id)
         if self._incoming.begin(request):
-            self._local.update(self._rows.awaited(request_id))
+            self._local.publish(self._rows.awaited(request_id))
         self._external.begin(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
@@ -241,7 +237,7 @@ class PlanMixin(_Base):
             )
             fetched += set(left_out).difference(fetched)
         if fetched:
-            self._local.update(self._rows.changed(fetched))
+            self._local.publish(self._rows.changed(fetched))
         # Where not even stock scheduling ran anything, an empty plan was right. An eviction that
         # freed fewer blocks than planned, as other requests share them, is followed by another.
         evicted = planned and len(plan.evicted) > 0

@@ -11,6 +11,7 @@ import pytest
 
 from sluice.replica.scheduler.local_scheduler import BatchLog, LocalScheduler
 from sluice.replica.scheduler.state_table import NO_ROWS, StateTable
+from sluice.replica.scheduler.xargs import RequestArgs
 from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
@@ -64,7 +65,7 @@ def test_a_role_changes_the_policy_where_its_options_depend_on_it(table, policy,
 
 def test_a_step_is_planned_run_and_published(table, tmp_path):
     scheduler = make_scheduler(table, BatchLog(tmp_path / "log" / "r.jsonl"))
-    scheduler.track("e1", "fleet-1", 1, SLO(), 0.0, 10, 50)
+    scheduler.track("e1", RequestArgs("fleet-1", 0.0, SLO()), 1, 10, 50)
     plan = scheduler.plan(queue("e1"), 1.0, BUDGET)
     assert plan.entries == (("e1", 10),)
     step = scheduler.begin_step(plan, [("e1", 10, 0)], 1.0)
@@ -191,9 +192,9 @@ def test_a_request_whose_kv_is_fetched_is_no_mismatch_and_alone_no_step(table):
 
 def test_what_is_taken_over_is_published(table):
     scheduler = make_scheduler(table)
-    scheduler.transfers.arrived(0.5, 70, 1000)
-    scheduler.transfers.arrived(0.25, 30, 500)
-    scheduler.transfers.failed()
+    scheduler.kv_arrived(0.5, 70, 1000)
+    scheduler.kv_arrived(0.25, 30, 500)
+    scheduler.kv_failed()
     finish(scheduler, scheduler.begin_step(BatchPlan.empty(), [], 0.0), 0.0)
     summary = table.read().summary
     assert summary["transfers"] == 2
@@ -214,7 +215,7 @@ def test_an_empty_batch_that_was_planned_empty_is_no_step(table, tmp_path):
 
 def test_nobody_waits_once_all_have_left(table):
     scheduler = make_scheduler(table)
-    scheduler.track("e1", "fleet-1", 1, SLO(), 0.0, 10, 50, best_effort=True)
+    scheduler.track("e1", RequestArgs("fleet-1", 0.0, SLO(), best_effort=True), 1, 10, 50)
     waiting = QueueView([view("e1")._replace(best_effort=True)])
     full = BUDGET._replace(kv_blocks=0)
     finish(scheduler, scheduler.begin_step(scheduler.plan(waiting, 5.0, full), [], 5.0), 5.0)
@@ -266,7 +267,7 @@ def test_requests_beyond_the_table_run_without_a_row(table, caplog):
     scheduler = make_scheduler(table)
     with caplog.at_level(logging.WARNING):
         for index in range(6):
-            scheduler.track(f"e{index}", f"r{index}", index, SLO(), 0.0, 10, 50)
+            scheduler.track(f"e{index}", RequestArgs(f"r{index}", 0.0, SLO()), index, 10, 50)
     assert len(caplog.records) == 1
     assert len(table.read().rows) == 4
     views = [view(f"e{index}") for index in range(6)]
@@ -280,7 +281,7 @@ def test_requests_beyond_the_table_run_without_a_row(table, caplog):
         scheduler.forget(f"e{index}")
         scheduler.forget(f"e{index}")
     assert len(table.read().rows) == 0
-    scheduler.track("e9", "r9", 9, SLO(), 0.0, 10, 50)
+    scheduler.track("e9", RequestArgs("r9", 0.0, SLO()), 9, 10, 50)
     assert len(table.read().rows) == 1
 
 
@@ -291,7 +292,7 @@ def test_outputs_are_expected_to_be_as_long_as_those_of_their_class_before(table
     scheduler = make_scheduler(table)
 
     def expected(engine_id, slo=CHAT, most=1000):
-        scheduler.track(engine_id, engine_id, 1, slo, 0.0, 10, most)
+        scheduler.track(engine_id, RequestArgs(engine_id, 0.0, slo), 1, 10, most)
         return scheduler.requests[engine_id].expected_tokens
 
     assert np.isnan(expected("first"))
@@ -311,9 +312,9 @@ def test_outputs_are_expected_to_be_as_long_as_those_of_their_class_before(table
 def test_an_output_that_goes_on_is_expected_to_be_longer_up_to_its_limit(table):
     scheduler = make_scheduler(table)
     for index, tokens in enumerate((100, 100, 100)):
-        scheduler.track(f"e{index}", f"r{index}", index, CHAT, 0.0, 10, 1000)
+        scheduler.track(f"e{index}", RequestArgs(f"r{index}", 0.0, CHAT), index, 10, 1000)
         scheduler.forget(f"e{index}", tokens)
-    scheduler.track("long", "long", 9, CHAT, 0.0, 10, 160)
+    scheduler.track("long", RequestArgs("long", 0.0, CHAT), 9, 10, 160)
     tracked = scheduler.requests["long"]
     asked = 0
     for emitted in range(1, 160):
@@ -333,7 +334,7 @@ STAGED = SLO.of_stages(
 
 def staged(table, slo=STAGED):
     scheduler = make_scheduler(table)
-    scheduler.track("e1", "r1", 1, slo, 10.0, 100, 50, reasoning_ends=frozenset({7}))
+    scheduler.track("e1", RequestArgs("r1", 10.0, slo, reasoning_ends=frozenset({7})), 1, 100, 50)
     return scheduler, scheduler.requests["e1"]
 
 
@@ -348,7 +349,7 @@ def test_the_objective_of_a_request_is_that_of_its_stage(table):
     assert scheduler.follow_stages(tracked, 1, 13.0, reasoned=1)
     # It continues decoding at one TPOT, and 3 s of the whole time are gone.
     assert tracked.slo == SLO(0.05, 0.05, 6.0, service_class="chat")
-    assert (tracked.arrival_s, tracked.begun, tracked.stages.tokens) == (13.0, 2, 0)
+    assert (tracked.arrival_s, tracked.begun, tracked.stages.position.tokens) == (13.0, 2, 0)
     row = table.read().rows[0]
     assert row[["arrival_s", "ttft_s", "e2e_s"]].tolist() == (13.0, pytest.approx(0.05), 6.0)
     assert row[["prompt_tokens", "emitted_tokens", "later_stages"]].tolist() == (102, 0, 1)
@@ -360,7 +361,7 @@ def test_tokens_that_leave_together_begin_the_stage_that_the_last_is_of(table):
     # One token of thoughts, the three that the second stage has, and two of the last.
     assert scheduler.follow_stages(tracked, 6, 12.0, reasoned=1)
     assert (tracked.slo.times_s, tracked.begun) == ((0.5, 0.1, 7.0), 4)
-    assert tracked.stages.tokens == 2
+    assert tracked.stages.position.tokens == 2
     assert table.read().rows["later_stages"] == [0]
 
 

@@ -13,6 +13,7 @@ from sluice.replica.preemption.stats import Stats
 from sluice.replica.scheduler.local_scheduler import LocalScheduler
 from sluice.replica.scheduler.speculation import DraftCounts
 from sluice.replica.scheduler.state_table import StateTable
+from sluice.replica.scheduler.xargs import RequestArgs
 from sluice.replica.simulated.core import SimulatedCore
 from sluice.scheduling.batching import make_policy
 from sluice.scheduling.fleet.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS, EngineState
@@ -34,7 +35,7 @@ def run_some_steps(table: StateTable) -> int:
     scheduler = LocalScheduler(make_policy("fcfs"), table, LinearLatency(0.01, 0.0))
     core = SimulatedCore(config, scheduler, table)
     for index in range(3):
-        core.submit(str(index), index, SLO(), 0.0, 60, 20)
+        core.submit(RequestArgs(str(index), 0.0, SLO()), index, 60, 20)
     now_s = 0.0
     steps = 0
     while step := core.begin(now_s):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sluice.replica.config import SimulatedEngineConfig
 from sluice.replica.scheduler.local_scheduler import LocalScheduler
 from sluice.replica.scheduler.state_table import StateTable
+from sluice.replica.scheduler.xargs import RequestArgs
 from sluice.replica.simulated.core import SimulatedCore, SimulatedSequence
 from sluice.scheduling.batching import POLICIES, BatchBuilder, BatchPolicy, make_policy
 from sluice.scheduling.batching.fcfs import FCFS
@@ -47,7 +48,11 @@ class Bench:
         self, name: Any, prompt: int, output: int, slo: SLO | None = None
     ) -> SimulatedSequence:
         return self.core.submit(
-            str(name), hash(name) % 1000, slo or SLO(), self.now_s, prompt, output, name
+            RequestArgs(str(name), self.now_s, slo or SLO()),
+            hash(name) % 1000,
+            prompt,
+            output,
+            name,
         )
 
     def emit(self, sequence: SimulatedSequence) -> None:

@@ -18,6 +18,7 @@ from sluice.protocol.requests import (
     ResponseTail,
     Resume,
 )
+from sluice.replica.scheduler.xargs import RequestArgs
 from sluice.replica.simulated.core import Transfer
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.scheduling.request.objective import SLO
@@ -179,10 +180,8 @@ def test_kv_is_used_when_it_is_here_and_never_before(
     for owner, (prompt, output, seconds, moved) in enumerate(asked):
         ready[owner] = seconds if moved else 0.0
         core.submit(
-            str(owner),
+            RequestArgs(str(owner), 0.0, SLO()),
             owner,
-            SLO(),
-            0.0,
             prompt,
             output,
             owner,
@@ -208,7 +207,9 @@ def test_kv_is_used_when_it_is_here_and_never_before(
 def test_a_prompt_computed_for_another_engine_says_nothing_of_lengths() -> None:
     bench = Bench()
     for owner in range(40):
-        bench.core.submit(str(owner), owner, SLO(), 0.0, 10, 1, owner, prefill_only=True)
+        bench.core.submit(
+            RequestArgs(str(owner), 0.0, SLO()), owner, 10, 1, owner, prefill_only=True
+        )
     bench.run()
     later = bench.submit("later", 10, 30)
     assert later.tracked.expected_tokens != 1

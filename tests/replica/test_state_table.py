@@ -113,7 +113,7 @@ def test_a_full_table_says_so_and_takes_requests_again():
 
 def test_a_writer_that_died_in_a_write_is_noticed():
     table = StateTable.create(2)
-    table._begin()
+    table._sequence += 1
     with pytest.raises(RuntimeError, match="its engine is gone"):
         table.read()
 
@@ -125,7 +125,7 @@ def test_the_time_of_a_copy_is_of_the_tables_clock():
 def test_the_model_goes_from_the_reader_to_the_scheduler(tmp_path):
     frontend = StateTable.create(2, tmp_path / "state")
     scheduler = StateTable.open(tmp_path / "state")
-    assert scheduler.model_change() is None
+    assert scheduler.orders()[0] is None
     models = (
         LinearLatency(0.1, 0.2, 0.3, 0.4, headroom=1.05),
         PrefillDecodeLatency(1, 2, 3, 4, 5, 6),
@@ -134,8 +134,8 @@ def test_the_model_goes_from_the_reader_to_the_scheduler(tmp_path):
     )
     for model in models:
         frontend.set_model(model.corrected(3.0))
-        assert scheduler.model_change() == model, "a correction is the scheduler's own"
-        assert scheduler.model_change() is None
+        assert scheduler.orders()[0] == model, "a correction is the scheduler's own"
+        assert scheduler.orders()[0] is None
 
 
 def test_samples_keep_the_latest_and_can_be_cleared():

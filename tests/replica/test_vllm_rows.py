@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from sluice.replica.scheduler.local_scheduler import LocalScheduler
 from sluice.replica.scheduler.state_table import StateTable
+from sluice.replica.scheduler.xargs import RequestArgs
 from sluice.scheduling.batching import make_policy
 from sluice.scheduling.request.kernels import COMPUTED
 from sluice.scheduling.request.objective import SLO
@@ -60,10 +61,9 @@ class Engine:
         params = SamplingParams(max_tokens=output, ignore_eos=True)
         request = Request(request_id, list(range(prompt)), params, None)
         self.requests[request_id] = request
-        self.local.track(
-            request_id, request_id, self.count, slo, self.now_s, prompt, output, tenant=self.count
-        )
-        self.rows.begin(request, self.local.requests[request_id])
+        args = RequestArgs(request_id, self.now_s, slo, tenant=self.count)
+        tracked = self.local.track(request_id, args, self.count, prompt, output)
+        self.rows.begin(request, tracked)
         self.left[request_id] = (None, None)
 
     def leave(self, request_id: str) -> None:

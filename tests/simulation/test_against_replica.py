@@ -1,14 +1,13 @@
 """The simulator against a replica's simulated engine, which share how a step runs and nothing
 around it: with one policy, one model and one workload, every token must leave at the same time."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from sluice.replica.config import SimulatedEngineConfig
-from sluice.replica.scheduler.local_scheduler import LocalScheduler
+from sluice.replica.scheduler.local_scheduler import LocalScheduler, TrackedRequest
 from sluice.replica.scheduler.state_table import StateTable
+from sluice.replica.scheduler.xargs import RequestArgs
 from sluice.replica.simulated.core import SimulatedCore, SimulatedSequence
 from sluice.scheduling.batching import POLICIES, make_policy
 from sluice.scheduling.latency.model import LinearLatency
@@ -30,9 +29,16 @@ class Unlimited(LocalScheduler):
     """Its requests state no most tokens, as those of a workload do not; the replica's engine takes
     the real length for that, and would cap predictions by it."""
 
-    def track(self, *given: Any, **named: Any) -> None:
-        *ahead, _ = given[:7]
-        super().track(*ahead, 1 << 30, *given[7:], **named)
+    def track(
+        self,
+        engine_id: str,
+        args: RequestArgs,
+        key: int,
+        prompt_tokens: int,
+        max_tokens: int,
+        name: str | None = None,
+    ) -> TrackedRequest:
+        return super().track(engine_id, args, key, prompt_tokens, 1 << 30, name)
 
 
 def busy(seed: int) -> Workload:
@@ -78,10 +84,8 @@ def replica_times(load: Workload, policy: str) -> tuple[list[float], int]:
         while waiting and waiting[0][1].arrival_s <= now_s:
             key, arrival = waiting.pop(0)
             core.submit(
-                str(key),
+                RequestArgs(str(key), arrival.arrival_s, arrival.slo),
                 key,
-                arrival.slo,
-                arrival.arrival_s,
                 arrival.prompt_tokens,
                 arrival.output_tokens,
                 key,
