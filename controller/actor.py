@@ -30,7 +30,6 @@ from sluice.controller.state.promises import PromiseLog
 from sluice.controller.state.quarantine import Quarantine
 from sluice.controller.state.request_classes import RequestClasses
 from sluice.controller.state.roles import Roles
-from sluice.controller.transport import report_wire
 from sluice.controller.transport.channel import Endpoint, RouteServer
 from sluice.controller.transport.checks import (
     Ids,
@@ -45,12 +44,9 @@ from sluice.controller.transport.checks import (
     checked_query,
     short,
 )
-from sluice.controller.transport.wire_format import MAX_QUERIES
 from sluice.protocol.messages import (
-    Age,
+    MAX_QUERIES,
     FirstTokenWait,
-    Id,
-    Key,
     LateNotice,
     QuotaUse,
     ReplicaDelta,
@@ -60,6 +56,7 @@ from sluice.protocol.messages import (
     RouteReply,
     SyncReply,
     TroubleNotice,
+    decode_report,
 )
 from sluice.scheduling.autoscaling import Load
 from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
@@ -67,7 +64,16 @@ from sluice.scheduling.placement.calibration import Calibration
 from sluice.scheduling.placement.cold_start import ColdStart
 from sluice.scheduling.placement.placer import Placer
 from sluice.scheduling.placement.together import MOST_TOGETHER
-from sluice.scheduling.request.job import DECLINED, INVALID_QUERY, STAYS, RouteDecision, RouteQuery
+from sluice.scheduling.request.job import (
+    DECLINED,
+    INVALID_QUERY,
+    STAYS,
+    Age,
+    Id,
+    Key,
+    RouteDecision,
+    RouteQuery,
+)
 from sluice.scheduling.request.loops import LoopStarts
 from sluice.scheduling.roles import Role
 from sluice.scheduling.tenancy.leaky_bucket import Bucket
@@ -491,7 +497,7 @@ class Controller:
 
     def _read_report(self, data: msgspec.Raw) -> ReportReply:
         with self._counters.refusals():
-            delta = report_wire.decode(data)
+            delta = decode_report(data)
         return self._report(delta)
 
     def _report(self, delta: ReplicaDelta) -> ReportReply:

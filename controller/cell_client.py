@@ -17,7 +17,6 @@ from sluice.controller.actor_handle import Link
 from sluice.controller.config import ControllerConfig
 from sluice.controller.transport.channel import Endpoint, RouteChannel
 from sluice.controller.transport.failure import NoAnswerError
-from sluice.controller.transport.report_wire import fits
 from sluice.protocol.messages import (
     MAX_ENDINGS,
     MAX_KEYS,
@@ -30,6 +29,7 @@ from sluice.protocol.messages import (
     RouteReply,
     SyncReply,
     TroubleNotice,
+    fits,
 )
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
 

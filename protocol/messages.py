@@ -7,27 +7,33 @@ have the bounds; :mod:`sluice.controller.transport.checks` decodes messages by t
 
 from __future__ import annotations
 
-from typing import Annotated, Final, NamedTuple
+import hashlib
+import re
+from typing import Annotated, Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 from msgspec import Meta
+from msgspec.msgpack import Ext
 
 from sluice.scheduling.fleet.breaker import Trouble
 from sluice.scheduling.fleet.local_orders import LOCAL_ORDERS, SLIDE
-from sluice.scheduling.fleet.prefix import NO_HELD, NO_HELD_SLOTS
+from sluice.scheduling.fleet.prefix import HELD, NO_HELD, NO_HELD_SLOTS
+from sluice.scheduling.fleet.state import ROW, SUMMARY
 from sluice.scheduling.latency.profile import LatencyProfile
-from sluice.scheduling.request.job import RouteDecision
-from sluice.scheduling.request.objective import OBJECTIVES
+from sluice.scheduling.request.job import (
+    MAX_NUMBER,
+    MAX_TOKENS,
+    Age,
+    Id,
+    Key,
+    RouteDecision,
+    RouteQuery,
+    Text,
+)
+from sluice.scheduling.request.objective import OBJECTIVES, SLO
+from sluice.scheduling.request.stages import Stage
 from sluice.scheduling.roles import Role
-
-MAX_TEXT: Final = 256
-"""Longest id or name, characters."""
-
-MAX_KEY: Final = (1 << 63) - 1
-MAX_TOKENS: Final = 1 << 31
-
-MAX_NUMBER: Final = 1e15
-"""Largest absolute value of a time or other number."""
 
 MAX_CAPACITY: Final = 1 << 18
 """Most request slots of one replica."""
@@ -38,13 +44,9 @@ MAX_FINISHED: Final = 1 << 18
 MAX_KEYS: Final = 1 << 16
 """Most keys or replica ids in one call."""
 
-Text = Annotated[str, Meta(max_length=MAX_TEXT)]
-Id = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT)]
-Key = Annotated[int, Meta(ge=0, le=MAX_KEY)]
 Size = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 Number = Annotated[float, Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 """Finite, like the two below."""
-Age = Annotated[float, Meta(ge=0, le=MAX_NUMBER)]
 Rate = Annotated[float, Meta(gt=0, le=MAX_NUMBER)]
 Ages = tuple[Age | None, Age | None, Age | None]
 """TTFT, TPOT and end-to-end time, seconds; ``None`` where there is none."""
@@ -292,3 +294,166 @@ class QuotaUse(NamedTuple):
     used: Number
     level: Age
     per_s: Rate
+
+
+# The messages as bytes. An array travels as its bytes in memory, and the number of its type: the
+# types are little-endian on every host.
+
+MAX_BYTES: Final = 512 << 10
+"""Bytes of arrays in one message on the connection."""
+
+MAX_SENT_FINISHED: Final = 8_192
+"""Finished keys in one message on the connection."""
+
+_ARRAYS: Final = (np.dtype("<i4"), ROW, HELD, np.dtype("<i8"))
+_RECORD: Final = len(_ARRAYS)
+"""Number of one record of the summary type; before it, those of the arrays."""
+
+
+def fits(delta: ReplicaDelta) -> bool:
+    """Whether a report is small enough for one message."""
+    arrays = (delta.slots, delta.rows, delta.held_slots, delta.held)
+    return (
+        sum(array.nbytes for array in arrays) <= MAX_BYTES
+        and len(delta.finished) <= MAX_SENT_FINISHED
+    )
+
+
+def of_extension(code: int, data: memoryview) -> Any:
+    """The array or the record of an extension.
+
+    Raises:
+        ValueError: there is no such type, or the bytes are not a number of its items.
+    """
+    if code == _RECORD:
+        (record,) = np.frombuffer(data, SUMMARY)
+        return record
+    if not 0 <= code < _RECORD:
+        raise ValueError(f"there is no array type {code}")
+    # A copy of the bytes, for compiled loops: numpy copies records field by field.
+    return np.frombuffer(bytearray(data), _ARRAYS[code])
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        for code, dtype in enumerate(_ARRAYS):
+            if value.dtype == dtype and value.ndim == 1:
+                return Ext(code, value.tobytes())
+        raise TypeError(f"no message has an array of {value.dtype!s:.60} and shape {value.shape}")
+    if isinstance(value, np.void) and value.dtype == SUMMARY:
+        return Ext(_RECORD, value.tobytes())
+    if isinstance(value, np.integer | np.floating):
+        return value.item()
+    raise TypeError(f"no message has a {type(value).__name__}")
+
+
+encode: Final = msgspec.msgpack.Encoder(enc_hook=_to_plain).encode
+"""The bytes of a message; raises ``TypeError`` for values that no message has."""
+
+_decode_report: Final = msgspec.msgpack.Decoder(ReplicaDelta, ext_hook=of_extension).decode
+
+
+def decode_report(data: bytes | msgspec.Raw) -> ReplicaDelta:
+    """The report in the bytes.
+
+    Raises:
+        ValueError: it is malformed, or a field is out of range.
+    """
+    try:
+        return _decode_report(data)
+    except msgspec.ValidationError as error:
+        place = re.search(r"\$\[(\d+)\]", str(error))
+        field = ReplicaDelta._fields[int(place[1])] if place else "all of it"
+        raise ValueError(f"a report is malformed in {field}: {error}") from None
+
+
+_decode_query: Final = msgspec.msgpack.Decoder(RouteQuery).decode
+
+
+def decode_query(data: bytes | msgspec.Raw) -> RouteQuery:
+    """The query in the bytes.
+
+    Raises:
+        ValueError: it is malformed, or a field is out of range.
+    """
+    query = _decode_query(data)
+    if query.prefill_key and query.prefill_key == query.key:
+        raise ValueError("prefill_key must differ from key")
+    if query.brings_kv and not query.moves_from:
+        raise ValueError("brings_kv needs the replica that has the KV, moves_from")
+    return query
+
+
+MAX_FRAME: Final = 1 << 20
+"""Longest message, bytes."""
+
+MAX_QUERIES: Final = 1024
+"""Most queries in one call."""
+
+_Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
+
+
+class Question(msgspec.Struct, frozen=True, array_like=True):
+    """Fields of both questions.
+
+    Attributes:
+        sent_s: when it was sent, by the client's monotonic clock.
+        left_s: how long the client waits for the answer.
+    """
+
+    number: Key
+    sent_s: _Seconds
+    left_s: _Seconds
+
+
+class Route(Question, frozen=True, array_like=True, tag=1):
+    """Asks for decisions. Each query is decoded by
+    itself: a malformed one spoils no other."""
+
+    queries: Annotated[list[msgspec.Raw], Meta(max_length=MAX_QUERIES)]
+
+
+class Report(Question, frozen=True, array_like=True, tag=2):
+    """A replica's report."""
+
+    report: msgspec.Raw
+
+
+class Routed(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Answers :class:`Route`."""
+
+    number: Key
+    reply: RouteReply
+
+
+class Reported(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Answers :class:`Report`."""
+
+    number: Key
+    reply: ReportReply
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Answers either. ``why``: what was wrong; ``None``: the question came too late."""
+
+    number: Key
+    why: str | None
+
+
+decode_question: Final = msgspec.msgpack.Decoder(Route | Report).decode
+decode_answer: Final = msgspec.msgpack.Decoder(Routed | Reported | Refused).decode
+
+
+def _layouts() -> str:
+    """A hash of the message layouts: another version may have other fields, and its rows must not
+    be decoded with these."""
+    tuples = (RouteQuery, Stage, RouteReply, RouteDecision, ReplicaDelta, ReportReply)
+    structs = (SLO, Route, Report, Routed, Reported, Refused)
+    fields = [each._fields for each in tuples], [each.__struct_fields__ for each in structs]
+    tables = [table.descr for table in (ROW, SUMMARY, HELD)]
+    return hashlib.blake2b(repr((fields, tables)).encode(), digest_size=8).hexdigest()
+
+
+FORMAT: Final = _layouts()
+"""Both sides must have the same format. Processes of different versions, as in a rolling update,
+use actor calls, where new fields have defaults."""

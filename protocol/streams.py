@@ -151,13 +151,13 @@ class StreamEndpoint(NamedTuple):
 
 def _layouts() -> str:
     """Names the fields of messages, which other versions may change."""
-    structs = (Open, Cancel, Consumed, Delivery)
+    structs = (SLO, Open, Cancel, Consumed, Delivery)
     items = (ResponseTaken, ResponseHead, ResponseChunk, ResponseSent, ResponseTail)
     tuples = (*items, KVHandle, Resume, PromptPrefix, Stage)
     names = [
         [each.__struct_fields__ for each in structs],
         [each._fields for each in tuples],
-        [[field.name for field in fields(each)] for each in (EngineRequest, SLO)],
+        [field.name for field in fields(EngineRequest)],
         [ending.name for ending in Ending],
     ]
     return hashlib.blake2b(repr(names).encode(), digest_size=8).hexdigest()

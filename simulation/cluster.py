@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from math import inf, isnan, nan
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from sluice.scheduling.admission import AdmissionPolicy
 from sluice.scheduling.autoscaling import Load, Pool, State

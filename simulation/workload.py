@@ -14,6 +14,8 @@ from math import inf, isfinite
 from statistics import fmean
 from typing import NamedTuple, Self
 
+from msgspec import structs
+
 import sluice.scheduling.request.stages
 from sluice.scheduling.request.objective import SLO
 
@@ -187,7 +189,7 @@ def with_priorities(workload: Workload, shares: Mapping[int, float], seed: int) 
     def prioritised(slo: SLO, priority: int) -> SLO:
         key = (slo, priority)
         if key not in made:
-            made[key] = replace(slo, priority=priority)
+            made[key] = structs.replace(slo, priority=priority)
         return made[key]
 
     changed = tuple(

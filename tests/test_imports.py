@@ -52,7 +52,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 """Per package, the modules of ours that it may import, with all that is below them. What names a
 package within another holds for that one in place of the other's."""
 
-SCHEDULING_LIBRARIES = sys.stdlib_module_names | {"numpy", "pydantic", "numba"}
+SCHEDULING_LIBRARIES = sys.stdlib_module_names | {"numpy", "pydantic", "numba", "msgspec"}
 """The only other imports of ``scheduling``, which must run anywhere."""
 
 

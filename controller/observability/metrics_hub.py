@@ -12,7 +12,8 @@ from prometheus_client import Metric
 
 from sluice.controller.observability.metrics import MAX_PUSH_SAMPLES, SUFFIXES
 from sluice.controller.transport.checks import checked, has_bytes, short
-from sluice.protocol.messages import Id, Key, MetricSample, MetricsPush
+from sluice.protocol.messages import MetricSample, MetricsPush
+from sluice.scheduling.request.job import Id, Key
 
 _log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ A decision is on the path of every request, and every replica reports many times
 neither is sent as an actor call while this connection is open; ``sluice bench decision`` measures
 both ways. The actor listens on its node's address, on a port that the system chooses, and serves
 clients that present the token from :meth:`RouteServer.endpoint`.
-:mod:`sluice.controller.transport.wire_format` has the messages; answers come in the order of the
+:mod:`sluice.protocol.messages` has the messages; answers come in the order of the
 questions.
 
 A message that arrives later than its sender waits for the answer, because the controller or the
@@ -27,23 +27,25 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from sluice.controller.transport import query_wire, report_wire
 from sluice.controller.transport.clock_offset import ClockOffset
 from sluice.controller.transport.failure import NoAnswerError
-from sluice.controller.transport.wire_format import (
+from sluice.protocol.connection import Caller, Frames, Guest, Listener
+from sluice.protocol.messages import (
     FORMAT,
     MAX_FRAME,
     Refused,
+    ReplicaDelta,
     Report,
     Reported,
+    ReportReply,
     Route,
     Routed,
+    RouteReply,
     decode_answer,
+    decode_query,
     decode_question,
     encode,
 )
-from sluice.protocol.connection import Caller, Frames, Guest, Listener
-from sluice.protocol.messages import ReplicaDelta, ReportReply, RouteReply
 from sluice.scheduling.placement.together import MOST_TOGETHER
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
 
@@ -334,7 +336,7 @@ class _Served(Guest):
 
 def _query(data: msgspec.Raw) -> RouteQuery | None:
     try:
-        return query_wire.decode(data)
+        return decode_query(data)
     except (ValueError, RecursionError):
         return None
 
@@ -545,19 +547,19 @@ class RouteChannel:
             NoAnswerError: the connection broke, or no answer came in time.
             ValueError: the controller refused the queries.
         """
-        content = [msgspec.Raw(query_wire.encode(query)) for query in queries]
+        content = [msgspec.Raw(encode(query)) for query in queries]
         reply: RouteReply = await self._ask(Route, content, timeout_s, queries)
         return reply
 
     async def report(self, delta: ReplicaDelta, timeout_s: float) -> ReportReply:
         """The answer to a report; it must fit
-        (:func:`sluice.controller.transport.report_wire.fits`).
+        (:func:`sluice.protocol.messages.fits`).
 
         Raises:
             NoAnswerError: the connection broke, or no answer came in time.
             ValueError: the controller refused the report.
         """
-        content = msgspec.Raw(report_wire.encode(delta))
+        content = msgspec.Raw(encode(delta))
         reply: ReportReply = await self._ask(Report, content, timeout_s)
         return reply
 

@@ -20,28 +20,27 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 import numpy as np
 
-from sluice.controller.transport import query_wire, report_wire
 from sluice.controller.transport.report_rows import are_sound
 from sluice.protocol.messages import (
     MAX_ENDINGS,
     MAX_KEYS,
-    MAX_NUMBER,
     MAX_USES,
     MAX_WAITS,
     FirstTokenWait,
-    Id,
-    Key,
     LateNotice,
     QuotaUse,
     ReplicaDelta,
     ReplicaHello,
     RequestEnding,
     TroubleNotice,
+    decode_query,
+    encode,
+    of_extension,
 )
 from sluice.scheduling.fleet.prefix import HELD, HELD_SLOTS
 from sluice.scheduling.fleet.state import ROW, RUNNING, SUMMARY
 from sluice.scheduling.latency.model import MAX_SPREAD
-from sluice.scheduling.request.job import RouteQuery
+from sluice.scheduling.request.job import MAX_NUMBER, Id, Key, RouteQuery
 
 MAX_CORRECTION = 1_000.0
 """Largest factor between predicted and real step time, and the inverse of the smallest."""
@@ -76,7 +75,7 @@ def checked(name: str, value: Any, kind: Any) -> Any:
         ValueError: it is something else, or out of range.
     """
     try:
-        return _decoder(kind).decode(report_wire.encode(value))
+        return _decoder(kind).decode(encode(value))
     except msgspec.ValidationError as error:
         raise ValueError(_named(name, value, kind, str(error))) from None
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -92,7 +91,7 @@ def checked_query(query: Any) -> RouteQuery:
     if not isinstance(query, RouteQuery):
         raise ValueError(f"expected a RouteQuery, got {type(query).__name__}")
     try:
-        return query_wire.decode(query_wire.encode(query))
+        return decode_query(encode(query))
     except (AttributeError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"a query is malformed: {error}") from None
 
@@ -254,7 +253,7 @@ def _check_transfers(summary: np.void) -> None:
 
 @lru_cache(maxsize=32)
 def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(kind, ext_hook=report_wire.of_extension)
+    return msgspec.msgpack.Decoder(kind, ext_hook=of_extension)
 
 
 def _named(name: str, value: Any, kind: Any, problem: str) -> str:

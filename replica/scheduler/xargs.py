@@ -19,8 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from sluice.protocol.requests import EngineRequest
 from sluice.scheduling.batching import BatchPolicy, BestEffortOptions, make_policy
-from sluice.scheduling.fleet.prefix import CHUNK_ENDS, MAX_CHUNKS, NO_PREFIX, PromptPrefix
+from sluice.scheduling.fleet.prefix import CHUNK_ENDS, NO_PREFIX, PromptPrefix
 from sluice.scheduling.preemption import PreemptionConfig
+from sluice.scheduling.request.job import MAX_CHUNKS
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage
 from sluice.scheduling.roles import Role

@@ -16,6 +16,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
 
+from msgspec import structs
+
 from sluice.protocol.messages import LateNotice, RequestEnding
 from sluice.protocol.requests import EVENT_STREAM, EngineRequest, Resume, request_key
 from sluice.router.config import RouterConfig
@@ -555,6 +557,6 @@ class Dispatcher:
             slo = answer.call.slo
             if left and not answer.call.body.get("stream"):
                 # Its first token may have left the engine in time: only the whole answer is sent.
-                slo = replace(slo, ttft_s=None)
+                slo = structs.replace(slo, ttft_s=None)
             clock = TokenClock(slo, answer.call.received_s)
             self._metrics.admission.ended(clock, None, not left, self.clock(), answer.moved)

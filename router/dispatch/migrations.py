@@ -25,6 +25,8 @@ from dataclasses import replace
 from math import inf
 from typing import Final
 
+from msgspec import structs
+
 from sluice.protocol.messages import MAX_WAITS, FirstTokenWait
 from sluice.protocol.requests import EVENT_STREAM, EngineRequest, KVHandle, request_key
 from sluice.router.dispatch.attempt import Answer, Attempt, MovedError
@@ -357,4 +359,6 @@ def _rest(clock: TokenClock, now_s: float, seen: RunningStream) -> SLO:
     if terms is None:
         return slo
     ttft_s = now_s - clock.arrival_s + terms.pause_s
-    return replace(slo, ttft_s=ttft_s, tpot_s=terms.tpot_s if terms.tpot_s < inf else slo.tpot_s)
+    return structs.replace(
+        slo, ttft_s=ttft_s, tpot_s=terms.tpot_s if terms.tpot_s < inf else slo.tpot_s
+    )

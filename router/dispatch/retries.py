@@ -9,6 +9,8 @@ from dataclasses import replace
 from math import inf
 from typing import Final
 
+from msgspec import structs
+
 from sluice.protocol.requests import EngineRequest
 from sluice.router.config import RetryBudgetConfig
 from sluice.router.dispatch.attempt import Answer
@@ -87,7 +89,7 @@ def prompt_slo(slo: SLO, kv_transfer_s: float) -> SLO:
     """The SLO of the prefill phase, if the first token comes ``kv_transfer_s`` after it."""
     if slo.ttft_s is None:
         return slo
-    return replace(slo, ttft_s=prompt_ttft_s(slo.ttft_s, kv_transfer_s), stages=())
+    return structs.replace(slo, ttft_s=prompt_ttft_s(slo.ttft_s, kv_transfer_s), stages=())
 
 
 def rest_of(call: Call, tokens: int, slo: SLO) -> Call:

@@ -15,13 +15,8 @@ from sluice.protocol.requests import ANTHROPIC, EMBEDDING, GENERATING, POOLING, 
 from sluice.router.config import RouterConfig
 from sluice.router.errors import ApiError, Reason, invalid, shown
 from sluice.router.tenancy.limits import TenantLimits
-from sluice.scheduling.fleet.prefix import (
-    CHUNK_ENDS,
-    MAX_CHUNKS,
-    NO_PREFIX,
-    TOKEN_UNITS,
-    PromptPrefix,
-)
+from sluice.scheduling.fleet.prefix import CHUNK_ENDS, NO_PREFIX, TOKEN_UNITS, PromptPrefix
+from sluice.scheduling.request.job import MAX_CHUNKS
 
 # Prefix hashes of a prompt, see :mod:`sluice.scheduling.fleet.prefix`, from its text or token ids.
 #

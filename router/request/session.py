@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import replace
 from math import inf
 from typing import Any, NamedTuple
+
+from msgspec import structs
 
 from sluice.router import wire
 from sluice.router.errors import invalid, shown
@@ -146,4 +147,4 @@ class LoopDeadlines:
             start_s = self._starts.started_s(loop.key, now_s - age_s, now_s)
         due_s = start_s + loop.deadline_s
         left_s = max(due_s - received_s, MIN_OBJECTIVE_MS / 1000)
-        return replace(slo, e2e_s=min(left_s, slo.columns[2])), loop._replace(due_s=due_s)
+        return structs.replace(slo, e2e_s=min(left_s, slo.columns[2])), loop._replace(due_s=due_s)

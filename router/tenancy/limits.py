@@ -18,8 +18,9 @@ from sluice.protocol.requests import ResponseHead, ResponseTail
 from sluice.router import wire
 from sluice.router.errors import ApiError, Reason, shown
 from sluice.router.wire import MAX_OBJECTIVE_MS, MAX_TOKENS, MIN_OBJECTIVE_MS
+from sluice.scheduling.request.job import MAX_WEIGHT
 from sluice.scheduling.request.objective import MAX_PRIORITY, MIN_PRIORITY
-from sluice.scheduling.tenancy.fair_shares import MAX_WEIGHT, has_room
+from sluice.scheduling.tenancy.fair_shares import has_room
 from sluice.scheduling.tenancy.leaky_bucket import Bucket
 
 # Rate limits of API keys: requests and tokens per minute, over all routers.

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_CHUNKS = 64
-"""Most chunk hashes of one prompt."""
+from sluice.scheduling.request.job import MAX_CHUNKS
 
 TOKEN_UNITS = 4
 """Characters that one token id counts for where a prompt consists of token ids."""

@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from sluice.scheduling.request.deadline import paced
 from sluice.scheduling.request.kernels import Floats, Ints
 from sluice.scheduling.request.objective import SLO, Times
 from sluice.scheduling.roles import Role
+
+MAX_TEXT: Final = 256
+"""Longest id or name, characters."""
+
+MAX_KEY: Final = (1 << 63) - 1
+MAX_TOKENS: Final = 1 << 31
+MAX_NUMBER: Final = 1e15
+"""Largest absolute value of a time or other number."""
+
+MAX_CHUNKS: Final = 64
+"""Chunk hashes of one prompt."""
+
+MAX_AVOIDED: Final = 64
+"""Replicas that have failed one request."""
+
+MAX_ONLY: Final = 4_096
+"""Replicas that one request is restricted to."""
+
+MAX_WEIGHT: Final = 1_000.0
+"""Largest weight of a tenant, and the inverse of the smallest."""
+
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Id = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT)]
+Key = Annotated[int, Meta(ge=0, le=MAX_KEY)]
+Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+Age = Annotated[float, Meta(ge=0, le=MAX_NUMBER)]
 
 PLACED = "placed"
 UNATTAINABLE = "unattainable"
@@ -56,24 +83,24 @@ class RouteQuery(NamedTuple):
             that is not possible is then declined, and nothing is counted or reserved.
         only: Serve's replicas, one of which must serve it; empty: any."""
 
-    key: int
+    key: Key
     slo: SLO
-    prompt_tokens: int
-    waited_s: float = 0.0
-    tiers: frozenset[Tier] = frozenset(Tier)
-    output_tokens: int = 0
-    session: int = 0
-    prefix: tuple[int, ...] = ()
-    request_id: str = ""
-    prefill_key: int = 0
-    avoid: tuple[str, ...] = ()
-    tenant: int = 0
-    weight: float = 1.0
-    client_request_id: str = ""
-    moves_from: str = ""
+    prompt_tokens: Tokens
+    waited_s: Age = 0.0
+    tiers: Annotated[frozenset[Tier], Meta(min_length=1)] = frozenset(Tier)
+    output_tokens: Tokens = 0
+    session: Key = 0
+    prefix: Annotated[tuple[Key, ...], Meta(max_length=MAX_CHUNKS)] = ()
+    request_id: Text = ""
+    prefill_key: Key = 0
+    avoid: Annotated[tuple[Id, ...], Meta(max_length=MAX_AVOIDED)] = ()
+    tenant: Key = 0
+    weight: Annotated[float, Meta(ge=1 / MAX_WEIGHT, le=MAX_WEIGHT)] = 1.0
+    client_request_id: Text = ""
+    moves_from: Text = ""
     brings_kv: bool = False
     elsewhere: bool = False
-    only: tuple[str, ...] = ()
+    only: Annotated[tuple[Id, ...], Meta(max_length=MAX_ONLY)] = ()
 
 
 CANDIDATE = np.dtype(

@@ -10,15 +10,25 @@ import enum
 from collections import deque
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import cached_property
 from math import inf, nan
-from typing import Final, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
+import msgspec
 import numpy as np
+from msgspec import Meta
+from msgspec.structs import force_setattr, replace
 from numpy.typing import NDArray
 
 from sluice.scheduling.request.deadline import ENVELOPE, FIRST, LAST, next_due_s, resumed_ttft_s
-from sluice.scheduling.request.stages import Stage, StagePosition, check_stages, strictest
+from sluice.scheduling.request.stages import (
+    MOST_STAGES,
+    Stage,
+    StagePosition,
+    check_stages,
+    strictest,
+)
 
 WINDOW_TOKENS: Final = 10
 """SLOs-Serve §6: "we measure the TPOT every 10 tokens"."""
@@ -171,19 +181,16 @@ class Anchor(enum.StrEnum):
 _ANCHOR_CODES = {Anchor.ENVELOPE: ENVELOPE, Anchor.FIRST_TOKEN: FIRST, Anchor.LAST_TOKEN: LAST}
 
 
-@dataclass(frozen=True, slots=True)
-class SLO:
-    """The latency objective of one request, and its worth. Times are seconds from arrival, TPOT per
-    output token after the first; ``None`` means no objective.
+class SLO(msgspec.Struct, frozen=True, array_like=True, dict=True):
+    """The latency objective of one request, and its worth: one object from the edge to the engine.
+    Times are seconds from arrival, TPOT per output token after the first; ``None`` means no
+    objective.
 
-    Args:
+    Attributes:
         priority: weight of the request's tokens in the gain, an integer from 1 to 10 (ProServe's
             ``w_prio``).
         service_class: the name of the service class it is served as.
         stages: objectives of its parts, in order, see :meth:`of_stages`; empty: it has one part.
-
-    Attributes:
-        columns: TTFT, TPOT, end-to-end and priority as numbers, infinite where not stated.
 
     Raises:
         ValueError: an objective that is not positive and finite, a priority out of range, an
@@ -193,10 +200,9 @@ class SLO:
     tpot_s: float | None = None
     e2e_s: float | None = None
     priority: int = 1
-    service_class: str = "standard"
+    service_class: Annotated[str, Meta(min_length=1, max_length=256)] = "standard"
     tpot_anchor: TPOTAnchor = TPOTAnchor.MEAN
-    stages: tuple[Stage, ...] = ()
-    columns: tuple[float, float, float, float] = field(init=False, repr=False, compare=False)
+    stages: Annotated[tuple[Stage, ...], Meta(max_length=MOST_STAGES)] = ()
 
     def __post_init__(self) -> None:
         for name in ("ttft_s", "tpot_s", "e2e_s"):
@@ -211,10 +217,24 @@ class SLO:
         if self.stages:
             check_stages(self.stages)
         if type(self.tpot_anchor) is not TPOTAnchor:
-            object.__setattr__(self, "tpot_anchor", _anchor_of(self.tpot_anchor))
-        objectives = (self.ttft_s, self.tpot_s, self.e2e_s)
-        ttft_s, tpot_s, e2e_s = (inf if value is None else value for value in objectives)
-        object.__setattr__(self, "columns", (ttft_s, tpot_s, e2e_s, float(self.priority)))
+            force_setattr(self, "tpot_anchor", _anchor_of(self.tpot_anchor))
+
+    @cached_property
+    def columns(self) -> tuple[float, float, float, float]:
+        """TTFT, TPOT, end-to-end time and priority as numbers, infinite where not stated."""
+        ttft_s, tpot_s, e2e_s = [inf if time_s is None else time_s for time_s in self.times_s]
+        return ttft_s, tpot_s, e2e_s, float(self.priority)
+
+    @cached_property
+    def times_s(self) -> Times:
+        """TTFT, TPOT and end-to-end time as stated, seconds."""
+        return self.ttft_s, self.tpot_s, self.e2e_s
+
+    @cached_property
+    def stated(self) -> bool:
+        """Whether it states any objective: without one there is nothing to promise."""
+        times_s = (self.times_s, *[stage.times_s for stage in self.stages])
+        return any(time_s is not None for own_s in times_s for time_s in own_s)
 
     @classmethod
     def of_stages(
@@ -233,18 +253,6 @@ class SLO:
         check_stages(stages)
         times_s = strictest(stages, e2e_s)
         return cls(*times_s, priority, service_class, tpot_anchor, tuple(stages))
-
-    @property
-    def stated(self) -> bool:
-        """Whether it states any objective: without one there is nothing to guarantee."""
-        if min(self.columns[:3]) < inf:
-            return True
-        return any(time_s is not None for stage in self.stages for time_s in stage.times_s)
-
-    @property
-    def times_s(self) -> Times:
-        """TTFT, TPOT and end-to-end time as stated, seconds."""
-        return self.ttft_s, self.tpot_s, self.e2e_s
 
     def late(
         self, ttft_s: float | None, tpot_s: float | None, tokens: int
@@ -275,9 +283,7 @@ class SLO:
                 stages = (stages[0]._replace(ttft_s=ttft_s), *stages[1:])
             if self.tpot_s is None and tpot_s is not None:
                 stages = tuple([stage._replace(tpot_s=tpot_s) for stage in stages])
-        # Each decision makes one, and `replace` takes twice as long.
-        rest = self.priority, self.service_class, self.tpot_anchor, stages
-        return SLO(ttft_s, tpot_s, e2e_s, *rest)
+        return replace(self, ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s, stages=stages)
 
     def of_stage(self, number: int) -> SLO:
         """The objective of one of its stages, from 0 on, whose times count from its start."""

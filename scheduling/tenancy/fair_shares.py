@@ -39,9 +39,6 @@ MOST_TENANTS = 4_096
 MOST_KEYS = 100_000
 """Maximum number of requests tracked until they end. Beyond it, the oldest tenth is dropped."""
 
-MAX_WEIGHT = 1_000.0
-"""Largest weight of a tenant, and the inverse of the smallest."""
-
 SHORT = 0.97
 """A tenant with less than this part of its share is short of it. The few per cent between keep
 noise from counting as need."""

@@ -12,18 +12,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import force_setattr
 
 from sluice.controller.config import ControllerConfig
-from sluice.controller.transport import query_wire, report_wire
 from sluice.controller.transport.channel import RouteServer, _Served
-from sluice.controller.transport.wire_format import (
-    Refused,
-    Report,
-    Route,
-    Routed,
-    decode_answer,
-    encode,
-)
 from sluice.protocol.connection import WELCOME
 from sluice.protocol.messages import (
     FirstTokenWait,
@@ -31,10 +23,16 @@ from sluice.protocol.messages import (
     MetricSample,
     MetricsPush,
     QuotaUse,
+    Refused,
     ReplicaDelta,
     ReplicaHello,
+    Report,
     RequestEnding,
+    Route,
+    Routed,
     TroubleNotice,
+    decode_answer,
+    encode,
 )
 from sluice.scheduling.fleet.breaker import Trouble
 from sluice.scheduling.fleet.prefix import HELD
@@ -189,7 +187,7 @@ async def test_stages_that_no_constructor_has_seen_are_refused_or_checked_by_it(
     for path in places(STAGED.stages):
         for junk in JUNK:
             forged = SLO()
-            object.__setattr__(forged, "stages", replaced(STAGED.stages, path, junk))
+            force_setattr(forged, "stages", replaced(STAGED.stages, path, junk))
             if await taken(controller, "route", ([query(5)._replace(slo=forged)],)):
                 await check_sound(controller)
                 controller = await fleet()
@@ -296,12 +294,12 @@ async def test_a_garbled_message_is_refused_or_ends_its_connection_alone(what: s
         change = chance.choice((mutated, renumbered))
         if what == "query":
             asked = query(5)._replace(slo=STAGED, prefix=(1, 2), avoid=("a",))
-            data = inside(change, chance, query_wire.encode(asked))
+            data = inside(change, chance, encode(asked))
             question: Any = Route(number, CLOCK(), 5.0, [msgspec.Raw(data)])
         else:
             seq = controller._mirror.replicas["a"].seq + 1
             sent = delta("a", epoch_of(controller), seq, {0: waiting_row(5, 10)}, finished=(3,))
-            data = inside(change, chance, report_wire.encode(sent))
+            data = inside(change, chance, encode(sent))
             question = Report(number, CLOCK(), 5.0, msgspec.Raw(data))
         message = encode(question)
         wire = Wire(server)

@@ -14,8 +14,7 @@ from sluice.controller.actor import SETTLING_S
 from sluice.controller.config import ControllerConfig, fingerprint_of
 from sluice.controller.observability.metrics import MAX_PUSH_SAMPLES
 from sluice.controller.state.mirror import MAX_REPLICAS
-from sluice.controller.transport.wire_format import MAX_QUERIES
-from sluice.protocol.messages import LateNotice, MetricSample, RequestEnding
+from sluice.protocol.messages import MAX_QUERIES, LateNotice, MetricSample, RequestEnding
 from sluice.scheduling.placement.calibration import PRIOR
 from sluice.scheduling.request.job import RouteDecision, Tier
 from sluice.scheduling.request.objective import SLO

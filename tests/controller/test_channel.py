@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -16,7 +15,6 @@ import msgspec
 import pytest
 
 from sluice.controller.transport import channel as channel_module
-from sluice.controller.transport import query_wire, report_wire
 from sluice.controller.transport.channel import (
     MAX_TIMEOUTS,
     Endpoint,
@@ -24,21 +22,24 @@ from sluice.controller.transport.channel import (
     RouteServer,
 )
 from sluice.controller.transport.failure import NoAnswerError
-from sluice.controller.transport.wire_format import (
+from sluice.protocol import connection
+from sluice.protocol.connection import MAX_STRANGERS, WELCOME
+from sluice.protocol.messages import (
     FORMAT,
     MAX_FRAME,
     MAX_QUERIES,
     Refused,
+    ReplicaDelta,
     Report,
+    ReportReply,
     Route,
     Routed,
+    RouteReply,
     decode_answer,
     decode_question,
+    decode_report,
     encode,
 )
-from sluice.protocol import connection
-from sluice.protocol.connection import MAX_STRANGERS, WELCOME
-from sluice.protocol.messages import ReplicaDelta, ReportReply, RouteReply
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import Clock, delta, waiting_row
@@ -71,7 +72,7 @@ class Placed:
         return RouteReply(11, tuple(RouteDecision("a", "placed") for _ in queries))
 
     def report(self, data: msgspec.Raw) -> ReportReply:
-        delta = report_wire.decode(data)
+        delta = decode_report(data)
         self.reports.append(delta)
         if delta.draining:
             raise ValueError("no more reports")
@@ -136,12 +137,6 @@ async def raw(server: RouteServer, *frames: bytes) -> bytes:
         return b""
     finally:
         writer.close()
-
-
-def test_rows_have_the_fields_of_what_they_carry() -> None:
-    assert query_wire.QueryRow._fields == RouteQuery._fields
-    arguments = tuple(each.name for each in dataclasses.fields(SLO) if each.init)
-    assert query_wire.ObjectiveRow._fields == arguments
 
 
 async def test_a_query_arrives_whole_and_its_decision_returns() -> None:
@@ -254,13 +249,13 @@ async def test_a_malformed_message_closes_the_connection(message: Any) -> None:
 
 @pytest.mark.parametrize(
     "query",
-    [[], {}, 5, [1, 2], [*range(15)], [[[[]]]], {"key": 1}, query_wire.encode(QUERY)],
+    [[], {}, 5, [1, 2], [*range(15)], [[[[]]]], {"key": 1}, encode(QUERY)],
     ids=["none", "map", "number", "short", "numbers", "nested", "keys", "bytes"],
 )
 async def test_a_malformed_query_spoils_no_other(query: Any) -> None:
     placed = Placed()
     server = serving(placed)
-    rows = [msgspec.Raw(encode(query)), msgspec.Raw(query_wire.encode(QUERY))]
+    rows = [msgspec.Raw(encode(query)), msgspec.Raw(encode(QUERY))]
     answer = decode_answer(
         await raw(server, server.token.encode(), encode(Route(1, 0.0, 1.0, rows)))
     )
@@ -296,7 +291,7 @@ async def test_a_frame_is_bounded_by_its_head_alone() -> None:
 async def test_nothing_after_a_malformed_frame_of_the_same_packet_is_handled() -> None:
     placed = Placed()
     server = serving(placed)
-    question = encode(Route(1, 0.0, 1.0, [msgspec.Raw(query_wire.encode(QUERY))]))
+    question = encode(Route(1, 0.0, 1.0, [msgspec.Raw(encode(QUERY))]))
     assert await raw(server, server.token.encode(), b"\xc1", question) == b""
     assert await raw(server, b"guess", server.token.encode(), question) == b""
     assert placed.asked == []
@@ -467,8 +462,8 @@ async def test_what_comes_after_its_sender_gave_up_is_not_handled(skew_s: float)
     """Whatever the sender's clock says, as long as it goes."""
     placed = Placed()
     clock = Clock()
-    route = Route, [msgspec.Raw(query_wire.encode(QUERY))]
-    report = Report, msgspec.Raw(report_wire.encode(delta("a", 11, 3)))
+    route = Route, [msgspec.Raw(encode(QUERY))]
+    report = Report, msgspec.Raw(encode(delta("a", 11, 3)))
     async with asyncio.timeout(120), Clocked(serving(placed, clock), clock) as client:
         assert await client.handled(Route, [], clock() + skew_s)
         clock.advance(10.0)

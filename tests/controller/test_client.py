@@ -26,8 +26,7 @@ from sluice.controller.config import ControllerConfig, fingerprint_of
 from sluice.controller.detached import DetachedController
 from sluice.controller.discovery import NAMESPACE, ensure_observer
 from sluice.controller.transport.channel import MAX_TIMEOUTS
-from sluice.controller.transport.wire_format import MAX_QUERIES
-from sluice.protocol.messages import FirstTokenWait, MetricSample, RequestEnding
+from sluice.protocol.messages import MAX_QUERIES, FirstTokenWait, MetricSample, RequestEnding
 from sluice.scheduling.fleet.breaker import Trouble
 from sluice.scheduling.placement.cells import cell_of
 from sluice.scheduling.request.job import RouteDecision

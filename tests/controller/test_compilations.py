@@ -12,8 +12,9 @@ from math import nan
 from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
 from sluice.controller.detached import compile_loops
-from sluice.protocol.messages import FirstTokenWait, RequestEnding, Tier
-from sluice.controller.transport import query_wire, report_wire
+from sluice.protocol.messages import FirstTokenWait, RequestEnding
+from sluice.scheduling.request.job import Tier
+from sluice.protocol.messages import decode_query, encode
 from sluice.scheduling import admission, routing
 from sluice.scheduling.latency.model import RooflineLatency
 from sluice.scheduling.latency.profile import LatencyProfile
@@ -52,7 +53,7 @@ def asked(draw, key, names):
         brings_kv=moves and draw.random() < 0.5,
         elsewhere=draw.random() < 0.1,
     )
-    return query_wire.decode(query_wire.encode(query))
+    return decode_query(encode(query))
 
 async def play(config, draw):
     clock = Clock()
@@ -78,7 +79,7 @@ async def play(config, draw):
                 if not row["tpot_s"] > 0:
                     row["tpot_s"] = float("inf")
             change = delta(name, epoch, turn, rows, now_s=clock() - 1_000)
-            reply = controller._read_report(report_wire.encode(change))
+            reply = controller._read_report(encode(change))
             if reply.resync:
                 await controller.hello(hello(name, seq=turn, now_s=clock() - 1_000))
         queries = [asked(draw, turn * 1_000 + at, names) for at in range(draw.choice((1, 3, 16)))]

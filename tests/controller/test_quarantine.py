@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from sluice.controller.config import ControllerConfig
 from sluice.controller.state.quarantine import ACCUSED_S, MOST_ROUTERS
-from sluice.controller.transport.query_wire import MAX_AVOIDED
 from sluice.protocol.messages import TroubleNotice
 from sluice.scheduling.fleet.breaker import (
     ENDED_PROBE_S,
@@ -23,7 +22,7 @@ from sluice.scheduling.fleet.breaker import (
     PROBE_S,
     Trouble,
 )
-from sluice.scheduling.request.job import RouteDecision, Tier
+from sluice.scheduling.request.job import MAX_AVOIDED, RouteDecision, Tier
 from sluice.scheduling.roles import Role
 from tests.controller.fleet import Clock, delta, free_row, hello, query, summary, waiting_row
 from tests.controller.observed import ObservedController

@@ -10,7 +10,8 @@ import pytest
 from sluice.controller import actor
 from sluice.controller.actor import Controller, Quotas
 from sluice.controller.config import ControllerConfig
-from sluice.protocol.messages import MAX_NUMBER, MAX_USES, QuotaUse
+from sluice.protocol.messages import MAX_USES, QuotaUse
+from sluice.scheduling.request.job import MAX_NUMBER
 
 
 def use(account: str = "a", used: float = 1, level: float = 1, per_s: float = 1) -> QuotaUse:

@@ -9,8 +9,8 @@ import pytest
 
 from sluice.controller.transport import channel
 from sluice.controller.transport.channel import TURN_S, ReportQueue
-from sluice.controller.transport.wire_format import Report
 from sluice.protocol.connection import Frames
+from sluice.protocol.messages import Report
 from tests.controller.fleet import Clock
 
 

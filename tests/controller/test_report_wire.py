@@ -12,17 +12,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 
-from sluice.controller.transport import report_wire
 from sluice.controller.transport.checks import check_changes
-from sluice.controller.transport.wire_format import MAX_FRAME, Report, encode
-from sluice.protocol.messages import ReplicaDelta
+from sluice.protocol.messages import (
+    MAX_BYTES,
+    MAX_FRAME,
+    MAX_SENT_FINISHED,
+    ReplicaDelta,
+    Report,
+    decode_report,
+    encode,
+    fits,
+)
 from sluice.scheduling.fleet.prefix import HELD
 from sluice.scheduling.fleet.state import ROW
 from tests.controller.fleet import decode_row, delta, waiting_row
 
 
 def carried(sent: ReplicaDelta) -> ReplicaDelta:
-    return report_wire.decode(report_wire.encode(sent))
+    return decode_report(encode(sent))
 
 
 def same(one: ReplicaDelta, other: ReplicaDelta) -> bool:
@@ -58,21 +65,21 @@ def test_a_report_arrives_as_it_was_sent(
 
 def test_a_report_that_is_too_large_for_a_message_is_told_apart() -> None:
     small = delta("a", 1, 7, {0: waiting_row(1, 10)})
-    assert report_wire.fits(small)
-    rows = report_wire.MAX_BYTES // ROW.itemsize + 1
-    assert not report_wire.fits(small._replace(rows=np.zeros(rows, ROW)))
-    assert not report_wire.fits(small._replace(finished=(1,) * (report_wire.MAX_FINISHED + 1)))
+    assert fits(small)
+    rows = MAX_BYTES // ROW.itemsize + 1
+    assert not fits(small._replace(rows=np.zeros(rows, ROW)))
+    assert not fits(small._replace(finished=(1,) * (MAX_SENT_FINISHED + 1)))
 
 
 def test_the_largest_report_that_fits_fits_a_frame() -> None:
-    rows = report_wire.MAX_BYTES // (ROW.itemsize + 4)
+    rows = MAX_BYTES // (ROW.itemsize + 4)
     largest = delta("a" * 256, 2**63 - 1, 2**63 - 1, {})._replace(
         rows=np.zeros(rows, ROW),
         slots=np.arange(rows, dtype=np.int32),
-        finished=(2**63 - 1,) * report_wire.MAX_FINISHED,
+        finished=(2**63 - 1,) * MAX_SENT_FINISHED,
     )
-    assert report_wire.fits(largest)
-    data = msgspec.Raw(report_wire.encode(largest))
+    assert fits(largest)
+    data = msgspec.Raw(encode(largest))
     assert len(encode(Report(2**63 - 1, 0.0, 1.0, data))) <= MAX_FRAME
 
 
@@ -125,4 +132,4 @@ def test_a_report_without_the_latest_fields_has_their_defaults() -> None:
 )
 def test_no_array_of_another_type_is_sent(array: np.ndarray) -> None:
     with pytest.raises(TypeError, match="no message has an array"):
-        report_wire.encode(GOOD._replace(slots=array))
+        encode(GOOD._replace(slots=array))

@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 
 from sluice.controller.config import ControllerConfig
-from sluice.controller.transport import query_wire
-from sluice.controller.transport.wire_format import Routed, decode_answer, encode
-from sluice.protocol.messages import ReportReply, RouteReply
+from sluice.protocol.messages import (
+    ReportReply,
+    Routed,
+    RouteReply,
+    decode_answer,
+    decode_query,
+    encode,
+)
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from sluice.scheduling.request.objective import SLO, TPOTAnchor
 from sluice.scheduling.request.stages import Stage
@@ -159,7 +164,7 @@ def test_pairs_travel_over_the_connection() -> None:
     slo = SLO(tpot_s=0.1, tpot_anchor=TPOTAnchor.WINDOW)
     staged = SLO.of_stages((Stage(0.5, 0.1, tokens=20), Stage(0.2, None, 9.0, prompt_tokens=7)))
     for asked in (split(1), split(1)._replace(slo=slo), split(1)._replace(slo=staged)):
-        assert query_wire.decode(query_wire.encode(asked)) == asked
+        assert decode_query(encode(asked)) == asked
     made = RouteDecision("d", "placed", None, 0.2, None, "decode", "p", 0.05)
     answer = Routed(1, RouteReply(2, (made,)))
     assert decode_answer(encode(answer)) == answer

@@ -10,9 +10,8 @@ import pytest
 from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
 from sluice.controller.transport.channel import RouteServer, Window
-from sluice.controller.transport.wire_format import Refused, Routed, decode_answer
 from sluice.protocol.connection import Frames
-from sluice.protocol.messages import RouteReply
+from sluice.protocol.messages import Refused, Routed, RouteReply, decode_answer
 from sluice.scheduling.placement.together import MOST_TOGETHER
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from sluice.scheduling.request.objective import SLO

@@ -13,7 +13,8 @@ from sluice.replica.scheduler.xargs import (
     reserved_keys,
     to_xargs,
 )
-from sluice.scheduling.fleet.prefix import CHUNK_ENDS, MAX_CHUNKS, NO_PREFIX, PromptPrefix
+from sluice.scheduling.fleet.prefix import CHUNK_ENDS, NO_PREFIX, PromptPrefix
+from sluice.scheduling.request.job import MAX_CHUNKS
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.router.request.prompt import prefix_of
-from sluice.scheduling.fleet.prefix import CHUNK_ENDS, MAX_CHUNKS, NO_PREFIX, TOKEN_UNITS
+from sluice.scheduling.fleet.prefix import CHUNK_ENDS, NO_PREFIX, TOKEN_UNITS
+from sluice.scheduling.request.job import MAX_CHUNKS
 
 LETTERS = "abcdefgh\0é中"
 

@@ -13,11 +13,11 @@ from sluice.scheduling.fleet.prefix import (
     CHUNK_ENDS,
     HELD,
     HELD_SLOTS,
-    MAX_CHUNKS,
     TOKEN_UNITS,
     PrefixIndex,
     PromptPrefix,
 )
+from sluice.scheduling.request.job import MAX_CHUNKS
 
 ROWS = 70  # more than one machine word
 CHUNKS = st.integers(1, 12)

@@ -4,12 +4,11 @@ A property is shown for all inputs that hypothesis can find. A property that is 
 counter-example, or, where the denial is that the function cannot see something, for all inputs.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.request.objective import SLO, Anchor, GainWeights, TokenClock

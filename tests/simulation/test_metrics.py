@@ -1,11 +1,10 @@
 """Measurements against worked examples, and against the token clock of the live system."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from sluice.scheduling.batching import make_policy
 from sluice.scheduling.latency.model import LinearLatency
