@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from math import ceil
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from sluice.benchmarks.experiments import loads, systems
 from sluice.benchmarks.experiments.grid import Experiment, Plan, Product, Scaled, means

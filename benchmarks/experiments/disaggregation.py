@@ -4,10 +4,10 @@ and appendix A); and roles that follow the load, on a day whose mix changes."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
+from msgspec.structs import replace
 
 from sluice.benchmarks.experiments import loads, systems
 from sluice.benchmarks.experiments.grid import (

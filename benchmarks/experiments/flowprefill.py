@@ -5,11 +5,12 @@ instances that also decode: Fig. 16; and the cost of bounds in such an engine (F
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from sluice.benchmarks.experiments import loads, systems
 from sluice.benchmarks.experiments.grid import (
