@@ -4,10 +4,11 @@ and appendix A); and roles that follow the load, on a day whose mix changes."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
-from msgspec.structs import replace
+from msgspec import structs
 
 from sluice.benchmarks.experiments import loads, systems
 from sluice.benchmarks.experiments.grid import (
@@ -82,7 +83,7 @@ def with_tpot(
 ) -> Workload:
     """The workload of ``make`` with another TPOT."""
     made, words = make(setup, rate, requests, seed), f"TPOT {1e3 * tpot_s:g} ms."
-    return with_objectives(made, lambda arrival: replace(arrival.slo, tpot_s=tpot_s), words)
+    return with_objectives(made, lambda arrival: structs.replace(arrival.slo, tpot_s=tpot_s), words)
 
 
 def of_scenario(scenario: str) -> Make:
