@@ -439,7 +439,7 @@ class _Request:
         if outcome.ttft_s is None:
             raise WrongAnswerError("no text")
         # Tokens without text of their own count as arrived with the last piece of text.
-        meter.emit(outcome.output_tokens - meter.tokens, meter.last_s or last_s)
+        meter.emit(outcome.output_tokens - meter.tokens, meter.last_token_s or last_s)
         outcome.worst_tpot_s = max(meter.tpot_s or 0.0, worst.tpot_s or 0.0)
         self._answered(outcome.ttft_s, meter.tpot_s or 0.0)
 

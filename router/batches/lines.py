@@ -481,19 +481,12 @@ class LineCaller:
         finally:
             if answer is not None:
                 fleet.dispatcher.close(answer)
-            now_s = self._fleets.clock()
-            fleet.dispatcher.endings.ended(call, clock, outcome or Outcome.REFUSED, reason, now_s)
+            # Without room it is tried again: it has not ended.
+            telemetry = None if outcome is None else self._telemetry
+            told = (call, clock, outcome or Outcome.REFUSED, reason, answer, telemetry)
+            fleet.dispatcher.ended(*told)
             if outcome is None:
                 self._telemetry.put_off(call, reason)
-            else:
-                self._telemetry.ended(call, clock, outcome, reason, answer, now_s)
-                fleet.metrics.ended(call.endpoint, clock, outcome, now_s, call.client)
-                if answer is None:
-                    fleet.metrics.usage.ended(call, clock, outcome.error, now_s)
-                else:
-                    used = (answer.tail, answer.cached_tokens, answer.queued_s)
-                    fleet.metrics.usage.ended(call, clock, outcome.error, now_s, *used)
-                fleet.metrics.admission.clamped(call.client.name, call.clamped)
 
 
 def _time(answer: Answer, call: Call, clock: TokenClock) -> None:

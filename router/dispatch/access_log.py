@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from sluice.protocol.requests import Endpoint
 from sluice.router.errors import RULES, Reason
-from sluice.router.metrics.instruments import OPERATIONS, PROVIDER, Outcome
-from sluice.scheduling.request.objective import TokenClock
+from sluice.router.metrics.instruments import OPERATIONS, PROVIDER, Outcome, RequestFigures
 from sluice.telemetry.logs import LogsConfig
 from sluice.telemetry.tracing import CONTEXT_HEADERS, Attribute, Span, Tracer, attribute_of
 
@@ -95,38 +94,30 @@ class Telemetry:
         _end(span, Outcome.CANCELLED, None)
 
     def ended(
-        self,
-        call: Call,
-        clock: TokenClock,
-        outcome: Outcome,
-        reason: Reason | None,
-        answer: Answer | None,
-        now_s: float,
+        self, call: Call, figures: RequestFigures, reason: Reason | None, answer: Answer | None
     ) -> None:
         """A request ended whose class is known.
 
         Args:
-            clock: what was seen of its tokens.
             reason: of an error of the router's own.
             answer: of the replica that served it.
         """
+        outcome = figures.outcome
         wanted = self._lines == "all" or (self._lines == "failed" and outcome not in _SERVED)
         if not wanted and call.span is None:
             return
-        figures = _figures(call, clock, answer, now_s)
+        fields = _fields(call, figures, answer)
         if wanted:
-            fields = {
-                "outcome": outcome.value,
-                "reason": reason and reason.value,
-                "endpoint": call.endpoint,
-                "client": call.client.name,
-                **_theirs(call),
-                **figures,
-            }
-            present = {name: value for name, value in fields.items() if value is not None}
-            _line(outcome, call.request_id, present, call.span)
+            named: dict[str, object] = {"outcome": outcome.value}
+            if reason is not None:
+                named["reason"] = reason.value
+            named |= {"endpoint": call.endpoint, "client": call.client.name}
+            if call.client_request_id:
+                named["client_request_id"] = call.client_request_id
+            named |= {name: value for name, value in fields.items() if value is not None}
+            _line(outcome, call.request_id, named, call.span)
         if call.span is not None:
-            call.span.set(**{attribute_of(name): value for name, value in figures.items()})
+            call.span.set(**{attribute_of(name): value for name, value in fields.items()})
             _end(call.span, outcome, reason)
 
     def put_off(self, call: Call, reason: Reason | None) -> None:
@@ -139,34 +130,39 @@ def _theirs(of: Arrival | Call) -> dict[str, str]:
     return {"client_request_id": of.client_request_id} if of.client_request_id else {}
 
 
-def _figures(
-    call: Call, clock: TokenClock, answer: Answer | None, now_s: float
+def _fields(
+    call: Call, figures: RequestFigures, answer: Answer | None
 ) -> dict[str, Attribute | None]:
-    slo = call.slo
-    decision = answer.decision if answer is not None else None
-    tail = answer.tail if answer is not None else None
-    return {
+    slo = figures.slo
+    fields: dict[str, Attribute | None] = {
         "model": call.model,
         "class": slo.service_class,
         "priority": slo.priority,
-        "admission": answer.tier.value if answer is not None else None,
-        "replica": (answer.head.replica_id or None) if answer is not None else None,
-        "prefill_replica": decision.prefill_id if decision is not None else None,
-        "resumes": (answer.resumes or None) if answer is not None else None,
-        "predicted_ttft_ms": _ms(decision.predicted_ttft_s if decision is not None else None),
-        "ttft_ms": _ms(clock.ttft_s),
-        "tpot_ms": _ms(clock.tpot_s),
-        "e2e_ms": _ms(clock.e2e_s(now_s)),
-        "queue_ms": _ms(answer.queued_s if answer is not None else None),
-        "attained": clock.attained(now_s) if slo.stated else None,
-        "prompt_tokens": tail.prompt_tokens if tail is not None else None,
-        "cached_tokens": answer.cached_tokens if answer is not None and tail is not None else None,
-        "output_tokens": tail.output_tokens if tail is not None else clock.tokens,
     }
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds * 1000, 3)
+    times_s = {
+        "ttft_ms": figures.ttft_s,
+        "tpot_ms": figures.tpot_s,
+        "e2e_ms": figures.e2e_s,
+        "queue_ms": figures.queued_s,
+    }
+    if answer is not None:
+        decision = answer.decision
+        fields |= {
+            "admission": answer.tier.value,
+            "replica": answer.head.replica_id or None,
+            "prefill_replica": decision.prefill_id,
+            "resumes": answer.resumes or None,
+        }
+        times_s = {"predicted_ttft_ms": decision.predicted_ttft_s, **times_s}
+    for name, time_s in times_s.items():
+        fields[name] = None if time_s is None else round(time_s * 1000, 3)
+    fields |= {
+        "attained": not figures.missed if slo.stated else None,
+        "prompt_tokens": figures.prompt,
+        "cached_tokens": figures.cached,
+        "output_tokens": figures.generated,
+    }
+    return fields
 
 
 def _line(

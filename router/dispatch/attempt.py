@@ -1,4 +1,4 @@
-"""A call's answer: the attempts at it, and what the client has of them."""
+"""A call's answer: the attempts at it, each one try at a replica, and what its client has of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple
@@ -16,7 +16,6 @@ from sluice.protocol.requests import (
     EngineRequest,
     ResponseChunk,
     ResponseHead,
-    ResponseItem,
     ResponseSent,
     ResponseTail,
     ResponseTaken,
@@ -32,24 +31,22 @@ from sluice.scheduling.request.objective import TokenClock
 from sluice.scheduling.roles import Role
 from sluice.telemetry.tracing import Span
 
-# One try at a replica: the controller's decision, the request as sent, and the answer to it.
-
-# Record of the part of a stream that the client has, so that another replica can resume it.
-#
-# The resuming replica produces the whole stream again, without computing the known tokens
-# (:class:`~sluice.protocol.requests.Resume`). The repeated part is dropped here and compared with
-# what was sent: a stream that differs is not forwarded.
+NOT_RESUMED = (Reason.INTERNAL, "Another replica could not resume the stream.")
 
 _CREATED = re.compile(rb'"created": ?\d+')
 """The date of an event; it precedes all generated text."""
 
 
 class Piece(NamedTuple):
-    """Bytes to forward, and the output tokens (of the first choice) in them. ``sent`` are the
-    chunks that the replica has sent to the client itself: their token counts and send times, on the
-    clock of the attempt. ``reasoned``: the reasoning ended with this many of all these tokens; 0:
-    it did not end. ``made``: of a request of stages, the tokens of each chunk, and when they left
-    the engine, on the same clock."""
+    """Bytes to forward, and the output tokens (of the first choice) in them.
+
+    Attributes:
+        sent: of chunks that the replica has sent to the client itself: the tokens of each, and when
+            it was sent, on the clock of the attempt.
+        reasoned: the reasoning ended with this many of all these tokens; 0: it did not end.
+        made: of a request of stages: the tokens of each chunk, and when they left the engine, on
+            the same clock.
+    """
 
     data: bytes
     tokens: int
@@ -58,18 +55,14 @@ class Piece(NamedTuple):
     made: tuple[tuple[int, float], ...] = ()
 
 
-NOTHING = Piece(b"", 0)
-
-
-def whole_chunk(chunk: ResponseChunk) -> Piece:
-    """All of a chunk."""
-    return Piece(chunk.data, chunk.tokens, reasoned=chunk.reasoned)
-
-
 class Transcript:
-    """One stream, over all of its attempts. Its memory is 4 bytes per token and 4 per chunk.
+    """The part of a stream that the client has, over all attempts, so that another replica can
+    resume it. Its memory is 4 bytes per token and 4 per chunk.
 
-    Each attempt starts with :meth:`begin`, and each of its chunks goes through :meth:`take`.
+    The resuming replica produces the whole stream again, without computing the known tokens
+    (:class:`~sluice.protocol.requests.Resume`). The repeated part is dropped here and compared with
+    what was sent: a stream that differs is not forwarded. Each attempt starts with :meth:`begin`,
+    and each of its chunks goes through :meth:`take`.
     """
 
     def __init__(self) -> None:
@@ -78,7 +71,9 @@ class Transcript:
         self._chunks = array("I")
         self._bytes = 0
         self._created = b""
-        self._complete = True
+        self.resumable = True
+        """Whether all sent tokens are known: a replica does not report tokens from which another
+        one could not resume."""
         # Of the current attempt: the chunks and bytes that it has repeated, and its own date.
         self._repeated = self._repeated_bytes = 0
         self._created_again = b""
@@ -89,12 +84,6 @@ class Transcript:
         return self._bytes > 0
 
     @property
-    def resumable(self) -> bool:
-        """Whether all sent tokens are known. A replica does not report tokens from which another
-        one could not resume."""
-        return self._complete
-
-    @property
     def repeated(self) -> bool:
         """Whether the current attempt has repeated everything that the client has."""
         return self._repeated == len(self._chunks)
@@ -103,22 +92,24 @@ class Transcript:
         """An attempt under this id starts. Returns the state to resume from, if any was sent."""
         self._repeated = self._repeated_bytes = 0
         self._created_again = b""
-        if self.begun:
+        if self._bytes:
             return Resume(tuple(self._token_ids), tuple(self._chunks), self._response_id)
         # A failed attempt may have generated tokens without text yet.
         self._token_ids, self._chunks = array("I"), array("I")
         self._response_id = request_id
-        self._complete = True
+        self.resumable = True
         return None
 
-    def take(self, chunk: ResponseChunk) -> Piece:
-        """The part of a chunk to send to the client: nothing if the client has it already.
+    def take(self, chunk: ResponseChunk) -> tuple[bytes, int, int]:
+        """The part of a chunk to send to the client, nothing if the client has it already: bytes,
+        tokens and, if the reasoning ended in it, its tokens until then.
 
         Raises:
             ReplicaFailedError: the attempt does not repeat what was sent.
         """
         if self._repeated < len(self._chunks):
-            return self._repeat(chunk)
+            self._check_repeated(chunk)
+            return b"", 0, 0
         data = chunk.data
         if self._created_again:
             data = data.replace(self._created_again, self._created, 1)
@@ -126,12 +117,12 @@ class Transcript:
             self._created = _created_in(data)
         self._token_ids.extend(chunk.token_ids)
         self._chunks.append(chunk.tokens)
-        self._complete = self._complete and len(chunk.token_ids) == chunk.tokens
+        self.resumable = self.resumable and len(chunk.token_ids) == chunk.tokens
         self._repeated += 1
         self._bytes += len(data)
-        return Piece(data, chunk.tokens, reasoned=chunk.reasoned)
+        return data, chunk.tokens, chunk.reasoned
 
-    def _repeat(self, chunk: ResponseChunk) -> Piece:
+    def _check_repeated(self, chunk: ResponseChunk) -> None:
         same = chunk.tokens == self._chunks[self._repeated]
         self._repeated += 1
         self._repeated_bytes += len(chunk.data)
@@ -144,15 +135,11 @@ class Transcript:
             raise ReplicaFailedError(
                 Reason.INTERNAL, "Another replica produced a different stream.", retry=False
             )
-        return NOTHING
 
 
 def _created_in(data: bytes) -> bytes:
     found = _CREATED.search(data)
     return found[0] if found is not None else b""
-
-
-NOT_RESUMED = (Reason.INTERNAL, "Another replica could not resume the stream.")
 
 
 class MovedError(Exception):
@@ -172,20 +159,17 @@ class Attempt:
 
     Attributes:
         request: as sent to the replica.
-        decision: the controller's, which it follows. It has a guarantee only as long as the chosen
+        decision: the controller's, which it follows. It has a promise only as long as the chosen
             replica is the one that serves it.
         key: of its reservation at the controller.
-        stream: from the replica.
         role: of the pool that it was sent to.
         place: the replica that has it, as far as is known.
-        span: of this attempt, if the request is traced; :meth:`end_span` ends it.
         head: of the response; until it arrives, a status of 500.
         tail: set once the response has ended by itself.
         prefill: the finished attempt at the prefill replica, if that is a separate one.
         opened: :meth:`begin` has returned.
         closed: it has been stopped, or has ended.
         heard: the replica has sent anything.
-        made_s: when it was made.
         heard_s: when something arrived last; before that, when it was made.
 
     Args:
@@ -218,43 +202,40 @@ class Attempt:
         self.heard = False
         self._clock = clock
         self.heard_s = self.made_s = clock()
+        self._has_head = False
         self._waiter: asyncio.Task[Any] | None = None
-        self._given_up: ReplicaFailedError | MovedError | None = None
+        self._abandoned: ReplicaFailedError | MovedError | None = None
         self._items = stream.__aiter__()
         self._ready: list[Piece] = []
-        self._taken = whole_chunk if transcript is None else transcript.take
-        self._untold_tokens = self._untold_reasoned = 0
-        self._untold_offsets_s: list[tuple[int, float]] = []
+        self._transcript = transcript
+        # Tokens without text yet are counted with the next bytes.
+        self._pending_tokens = self._pending_reasoned = 0
+        self._pending_offsets_s: list[tuple[int, float]] = []
         # When the request reached the replica, at the earliest that any chunk shows.
         self._reached_s = inf
 
     @property
-    def guaranteed(self) -> bool:
-        """Whether its SLO is guaranteed at the replica that serves it."""
-        return self.decision.tier is Tier.GUARANTEED
-
-    @property
     def moved(self) -> bool:
         """Whether another replica serves it than the chosen one: then no replica will confirm the
-        reservation, and the guarantee does not hold."""
+        reservation, and the promise does not hold."""
         chosen = self.decision.replica_id
         return chosen is not None and self.head.replica_id not in ("", chosen)
 
     @property
     def waits(self) -> bool:
         """Whether a read of its next items is pending. There is none while the client is slow."""
-        return self._waiter is not None and self._given_up is None
+        return self._waiter is not None and self._abandoned is None
 
     def sent_to(self, replica_id: str) -> None:
         """Serve has sent it to this replica: its place, until the answer names the replica."""
         if not self.heard:
             self.place = replica_id
 
-    def give_up(self, failure: ReplicaFailedError | MovedError) -> bool:
+    def abandon(self, failure: ReplicaFailedError | MovedError) -> bool:
         """Fail the pending read with ``failure``, if there is one. Returns whether it did."""
         if self._waiter is None or not self.waits:
             return False
-        self._given_up = failure
+        self._abandoned = failure
         return self._waiter.cancel()
 
     async def begin(self) -> None:
@@ -264,44 +245,13 @@ class Attempt:
             ReplicaFailedError: it failed, or ended without a head or a tail.
             MovedError: it was abandoned for another one.
         """
-        head = None
         while self.tail is None:
-            items = await self._next_items()
-            if items and isinstance(items[0], ResponseTaken):
-                self.place = items[0].replica_id
-                items = items[1:]
-            if head is None and items:
-                head = self.head = self._head_of(items)
-            piece = self._take(items)
+            piece = await self._read()
             if piece.data or piece.sent:
                 self._ready.append(piece)
-                if head is not None and head.media_type == EVENT_STREAM:
+                if self.head.media_type == EVENT_STREAM:
                     break
         self.opened = True
-
-    def check_resumed(self, transcript: Transcript | None) -> None:
-        """Check that it continues the stream that the client has received.
-
-        Raises:
-            ReplicaFailedError: it does not.
-        """
-        repeated = transcript is not None and transcript.repeated
-        if self.head.status != 200 or self.head.media_type != EVENT_STREAM or not repeated:
-            raise ReplicaFailedError(*NOT_RESUMED, retry=False)
-
-    def _head_of(self, items: Sequence[ResponseItem]) -> ResponseHead:
-        """The head, which is the first of all items.
-
-        Raises:
-            ReplicaFailedError: it is something else.
-        """
-        head = items[0]
-        if not isinstance(head, ResponseHead):
-            raise ReplicaFailedError(
-                Reason.INTERNAL, "A replica's response had no head.", retry=False
-            )
-        self.place = head.replica_id or self.place
-        return head
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         """The pieces that :meth:`begin` read, then the following ones.
@@ -313,9 +263,19 @@ class Attempt:
             yield piece
         self._ready.clear()
         while self.tail is None:
-            piece = self._take(await self._next_items())
+            piece = await self._read()
             if piece.data or piece.sent:
                 yield piece
+
+    def check_resumed(self, transcript: Transcript | None) -> None:
+        """Check that it continues the stream that the client has received.
+
+        Raises:
+            ReplicaFailedError: it does not.
+        """
+        repeated = transcript is not None and transcript.repeated
+        if self.head.status != 200 or self.head.media_type != EVENT_STREAM or not repeated:
+            raise ReplicaFailedError(*NOT_RESUMED, retry=False)
 
     def end_span(self, error: str | None = None) -> None:
         """The attempt is over; ``error`` names what ended it early. Idempotent."""
@@ -326,7 +286,9 @@ class Attempt:
                 span.fail(error)
             span.end()
 
-    async def _next_items(self) -> Sequence[ResponseItem]:
+    async def _read(self) -> Piece:
+        """The next delivery of the replica. Its chunks are one piece, so that they cost one
+        send."""
         task = self._waiter = asyncio.current_task()
         assert task is not None
         cancelling = task.cancelling()
@@ -338,47 +300,54 @@ class Attempt:
             ) from None
         except asyncio.CancelledError:
             # Our own cancellation, unless another one came, too.
-            if self._given_up is None or task.uncancel() > cancelling:
+            if self._abandoned is None or task.uncancel() > cancelling:
                 raise
-            raise self._given_up from None
+            raise self._abandoned from None
         finally:
             self._waiter = None
-        self.heard_s = self._clock()
-        self.heard = True
-        return items
+        self.heard_s, self.heard = self._clock(), True
 
-    def _take(self, items: Sequence[ResponseItem]) -> Piece:
-        """Join the chunks of one delivery, so that they cost one send."""
-        data, tokens, reasoned = [], self._untold_tokens, self._untold_reasoned
+        data, tokens, reasoned = [], self._pending_tokens, self._pending_reasoned
         sent: tuple[tuple[int, float], ...] = ()
-        offsets_s = self._untold_offsets_s
-        # A response that is not a stream (a refusal, say) is forwarded unchanged.
-        take = self._taken if self.head.media_type == EVENT_STREAM else whole_chunk
+        offsets_s = self._pending_offsets_s
         for item in items:
-            if isinstance(item, ResponseChunk):
-                piece = take(item)
-                data.append(piece.data)
-                if piece.reasoned:
-                    reasoned = tokens + piece.reasoned
-                tokens += piece.tokens
-                if item.offset_s and piece.tokens:
-                    offsets_s.append((piece.tokens, item.offset_s))
+            if isinstance(item, ResponseChunk) and self._has_head:
+                own = item.data, item.tokens, item.reasoned
+                # A response that is not a stream (a refusal, say) is forwarded unchanged.
+                if self._transcript is not None and self.head.media_type == EVENT_STREAM:
+                    own = self._transcript.take(item)
+                data.append(own[0])
+                if own[2]:
+                    reasoned = tokens + own[2]
+                tokens += own[1]
+                if item.offset_s and own[1]:
+                    offsets_s.append((own[1], item.offset_s))
+            elif isinstance(item, ResponseTaken):
+                self.place = item.replica_id
+            elif isinstance(item, ResponseHead):
+                self.head, self._has_head = item, True
+                self.place = item.replica_id or self.place
+            elif not self._has_head:
+                raise ReplicaFailedError(
+                    Reason.INTERNAL, "A replica's response had no head.", retry=False
+                )
             elif isinstance(item, ResponseTail):
                 self.tail = item
             elif isinstance(item, ResponseSent):
-                at_s = [self.made_s + offset_s for offset_s in item.offsets_s]
+                times_s = [self.made_s + offset_s for offset_s in item.offsets_s]
                 if item.reasoned:
                     reasoned = sum(count for count, _ in sent) + item.reasoned
-                sent += tuple(zip(item.tokens, at_s, strict=True))
+                sent += tuple(zip(item.tokens, times_s, strict=True))
+
+        made: tuple[tuple[int, float], ...] = ()
         if offsets_s:
             self._reached_s = min(self._reached_s, self.heard_s - offsets_s[-1][1])
+            made = tuple([(count, self._reached_s + offset_s) for count, offset_s in offsets_s])
         joined = b"".join(data)
-        # Tokens without text yet are counted with the next bytes.
-        self._untold_tokens = 0 if joined else tokens
-        self._untold_reasoned = 0 if joined or sent else reasoned
+        self._pending_tokens = 0 if joined else tokens
+        self._pending_reasoned = 0 if joined or sent else reasoned
         if joined:
-            self._untold_offsets_s = []
-        made = tuple([(count, self._reached_s + offset_s) for count, offset_s in offsets_s])
+            self._pending_offsets_s = []
         return Piece(joined, tokens, sent, reasoned, made)
 
 
@@ -417,8 +386,9 @@ class Answer:
         failed: replicas that have failed the call.
         alive_s: when there was a sign of life of the call last. Its time in queues does not count.
         empty: pools that had no replica for the call when they were last asked.
-        in_vain: attempts that found a pool empty or were moved: neither counts as a failed one.
-        promises: attempts whose SLO was guaranteed at the replica that they were sent to.
+        uncounted: attempts that found a pool empty or were moved: neither counts as a failed one.
+        promises: attempts whose SLO was promised at the replica that they were sent to, even if
+            that replica failed.
         granted: the current attempt is abandoned for another one, which the retry budget allows.
         verdict: the failure that ends the call, if it is blamed for lost replicas.
         moved: the call has left a replica that was going to miss its TTFT; it does so at most once.
@@ -439,7 +409,7 @@ class Answer:
     failed: list[str] = field(default_factory=list)
     alive_s: float = -inf
     empty: set[Role] = field(default_factory=set)
-    in_vain: int = 0
+    uncounted: int = 0
     promises: int = 0
     granted: bool = False
     verdict: ReplicaFailedError | None = None
@@ -452,7 +422,7 @@ class Answer:
     @property
     def made(self) -> int:
         """The attempts that reached a replica and were not moved."""
-        return self.attempts - self.in_vain
+        return self.attempts - self.uncounted
 
     @property
     def spent(self) -> bool:
@@ -474,21 +444,16 @@ class Answer:
         return self.call.request_id + number
 
     @property
-    def promised(self) -> bool:
-        """Whether the SLO was guaranteed when the call was sent to a replica, even if that
-        replica failed."""
-        return self.promises > 0
-
-    @property
     def decision(self) -> RouteDecision:
         """The decision that the response headers name."""
         return self.opened[0].decision
 
     @property
     def tier(self) -> Tier:
-        """The tier that the response headers name. Without admission control there is no guarantee,
+        """The tier that the response headers name. Without admission control there is no promise,
         so it is best effort, too."""
-        return Tier.GUARANTEED if self.opened[0].guaranteed else Tier.BEST_EFFORT
+        promised = self.opened[0].decision.tier is Tier.GUARANTEED
+        return Tier.GUARANTEED if promised else Tier.BEST_EFFORT
 
     @property
     def head(self) -> ResponseHead:
@@ -522,6 +487,11 @@ class Answer:
         """From the call's arrival to the first batch that it was in, once the response has ended by
         itself; ``None`` if the engine does not report it, or another replica has resumed it."""
         attempt = self.opened[-1].prefill or self.opened[-1]
-        if self.resumes or attempt.tail is None or attempt.tail.queued_s is None:
+        if len(self.opened) > 1 or attempt.tail is None or attempt.tail.queued_s is None:
             return None
         return attempt.request.waited_s + attempt.tail.queued_s
+
+
+OpenAttempts = dict[Attempt, Answer]
+"""The attempts that a router has open at one model's replicas, in the order in which they were
+made. The dispatcher adds and removes them; those that watch attempts read it."""

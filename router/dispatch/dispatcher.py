@@ -14,18 +14,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
+from math import inf
 
 from msgspec import structs
 
 from sluice.protocol.messages import LateNotice, RequestEnding
-from sluice.protocol.requests import EVENT_STREAM, EngineRequest, Resume, request_key
+from sluice.protocol.requests import EVENT_STREAM, EngineRequest, request_key
 from sluice.router.config import RouterConfig
+from sluice.router.dispatch.access_log import Telemetry
 from sluice.router.dispatch.attempt import (
     NOT_RESUMED,
     Answer,
     Attempt,
     MovedError,
+    OpenAttempts,
     Piece,
     Transcript,
     name_of,
@@ -46,7 +50,14 @@ from sluice.router.dispatch.retries import (
 from sluice.router.dispatch.stall_detector import StallDetector
 from sluice.router.dispatch.suspicion import Suspicion
 from sluice.router.errors import ApiError, Reason
-from sluice.router.metrics.instruments import Fallback, Outcome, Phase, RouterMetrics, StreamWay
+from sluice.router.metrics.instruments import (
+    Fallback,
+    Outcome,
+    Phase,
+    RequestFigures,
+    RouterMetrics,
+    StreamWay,
+)
 from sluice.router.request.call import Call
 from sluice.router.request.prompt import TokenEstimator, outputs_of
 from sluice.router.serve.choices import CHOICES
@@ -64,69 +75,8 @@ from sluice.scheduling.request.objective import TokenClock, clock_of
 from sluice.scheduling.roles import Role
 from sluice.telemetry.tracing import Kind, Span
 
-# Reports to the controller how calls proceed and end.
-
-
-class Endings:
-    """One per router process and model. Nothing here waits.
-
-    Args:
-        clock: monotonic seconds; the one of :attr:`~sluice.router.request.call.Call.received_s`.
-    """
-
-    def __init__(self, controller: DecisionService, clock: Callable[[], float]) -> None:
-        self._controller = controller
-        self._clock = clock
-
-    def progressed(self, call: Call, seen: TokenClock) -> None:
-        """Report the objectives that a guaranteed call misses while it still runs. ``seen``: the
-        times of its tokens so far."""
-        ttft_s, tpot_s, _ = seen.judged_s(self._clock())
-        late = call.slo.late(ttft_s, tpot_s, seen.tokens)
-        if late != (None, None):
-            self._controller.late(LateNotice(call.request_id, *late))
-
-    def ended(
-        self,
-        call: Call,
-        seen: TokenClock,
-        outcome: Outcome,
-        reason: Reason | None,
-        now_s: float,
-        replica_id: str = "",
-        kept: bool | None = None,
-    ) -> None:
-        """Report how a call ended.
-
-        Args:
-            seen: the times of its tokens.
-            reason: of its error, if it failed.
-            replica_id, kept: see :class:`RequestEnding`.
-        """
-        if not call.scheduled:
-            return
-        missed = seen.missed(now_s) if outcome is Outcome.OK else ()
-        self._controller.ended(
-            RequestEnding(
-                call.request_id,
-                outcome.value,
-                missed,
-                seen.tokens,
-                seen.ttft_s,
-                seen.tpot_s,
-                seen.e2e_s(now_s),
-                "" if reason is None else reason.value,
-                call.slo.service_class,
-                call.client.tenant,
-                call.output_tokens // outputs_of(call.endpoint, call.body),
-                replica_id,
-                kept,
-                seen.judged_s(now_s) if call.slo.stages else None,
-            )
-        )
-
-
 _BUSY = 503
+_PAIR: frozenset[Role] = frozenset(("prefill", "decode"))
 _UNTRACED: Mapping[str, str] = {}
 
 
@@ -150,29 +100,31 @@ class Dispatcher:
         transfers_kv: bool = False,
     ) -> None:
         self.clock = clock
-        self.endings = Endings(controller, clock)
         self._controller = controller
         self._replicas = replicas
         self._metrics = metrics
         self._max_attempts = config.max_attempts
         self._patience_s = config.stalled_reader_s
-        self._placements = PlacementClient(controller, metrics, config, replicas, clock, pause)
-        budget = RetryBudget(config.retry_budget, clock)
-        self._suspicion = Suspicion(metrics, clock)
-        self._moves = Moves(controller, self._placements, clock)
-        self._migrations = Migrations(
-            controller, self._placements, replicas, metrics, clock, transfers_kv
+        self.estimator = TokenEstimator()
+        self._placements = PlacementClient(
+            self.estimator, controller, metrics, config, replicas, clock, pause
         )
+        self._budget = budget = RetryBudget(config.retry_budget, clock)
+        self._attempts: OpenAttempts = {}
+        # These read the open attempts, and may abandon one.
+        self._suspicion = Suspicion(self._attempts, metrics, clock)
         self._stalls = StallDetector(
-            replicas, controller, budget, metrics, config.stall_after_s, clock
+            self._attempts, replicas, controller, budget, metrics, config.stall_after_s, clock
+        )
+        placements = self._placements
+        Moves(self._attempts, controller, placements, clock)
+        self._migrations = (
+            Migrations(self._attempts, controller, placements, replicas, metrics, clock)
+            if transfers_kv
+            else None
         )
         self._pools = Pools(replicas.roles, replicas.single, clock, pause)
         self._retries = RetryPolicy(budget, self._pools, metrics, pause)
-
-    @property
-    def estimator(self) -> TokenEstimator:
-        """Estimates prompt lengths, and learns them from answers."""
-        return self._placements.estimator
 
     async def restricted(self, call: Call, endpoints: Collection[str]) -> Call:
         """The call, to be served by a replica at one of these addresses only.
@@ -241,8 +193,71 @@ class Dispatcher:
         """Stop the work on an answer that has not ended by itself. Idempotent."""
         if answer.moves_to is not None:
             self._controller.release(request_key(answer.moved_id))
-        self._end(answer.opened[-1])
-        self._migrations.settled(answer.opened[-1])
+        attempt = answer.opened[-1]
+        self._end(attempt)
+        if self._migrations is not None:
+            self._migrations.settled(attempt)
+
+    def late(self, call: Call, seen: TokenClock) -> None:
+        """Tell the controller which objectives a promised call misses while it still runs.
+        ``seen``: the times of its tokens so far."""
+        ttft_s, tpot_s, _ = seen.judged_s(self.clock())
+        late = call.slo.late(ttft_s, tpot_s, seen.tokens)
+        if late != (None, None):
+            self._controller.late(LateNotice(call.request_id, *late))
+
+    def learn(self, answer: Answer) -> None:
+        """Correct the estimates of prompt lengths by an answer that has ended."""
+        tail = answer.tail
+        if tail is not None and tail.prompt_tokens > 0:
+            self.estimator.learn(answer.call.prompt, tail.prompt_tokens)
+
+    def ended(
+        self,
+        call: Call,
+        clock: TokenClock,
+        outcome: Outcome,
+        error: Reason | None,
+        answer: Answer | None,
+        telemetry: Telemetry | None,
+    ) -> RequestFigures:
+        """Account for a call that ended: in metrics, log line, span and the controller's records.
+
+        Args:
+            clock: the times of its tokens.
+            error: of the router, if it failed.
+            telemetry: ``None``: the call is made again, and counts in the controller's records
+                only.
+        """
+        used = () if answer is None else (answer.tail, answer.cached_tokens, answer.queued_s)
+        figures = RequestFigures.of(clock, outcome, self.clock(), *used)
+        kept = None
+        if telemetry is not None:
+            self._metrics.ended(call, figures)
+            telemetry.ended(call, figures, error, answer)
+            if answer is not None and answer.promises and outcome is not Outcome.CLIENT_ERROR:
+                failed = outcome not in (Outcome.OK, Outcome.CANCELLED)
+                predicted_s = answer.decision.predicted_ttft_s
+                kept = self._metrics.admission.ended(figures, predicted_s, failed, answer.moved)
+        if call.scheduled:
+            ending = RequestEnding(
+                call.request_id,
+                outcome.value,
+                figures.missed if outcome is Outcome.OK else (),
+                figures.sent,
+                figures.ttft_s,
+                figures.tpot_s,
+                figures.e2e_s,
+                "" if error is None else error.value,
+                call.slo.service_class,
+                call.client.tenant,
+                call.output_tokens // outputs_of(call.endpoint, call.body),
+                "" if answer is None else answer.head.replica_id,
+                kept,
+                figures.judged_s,
+            )
+            self._controller.ended(ending)
+        return figures
 
     async def _next(self, answer: Answer) -> Attempt:
         """Make attempts until one opens.
@@ -252,18 +267,23 @@ class Dispatcher:
             ApiError: see :meth:`open`.
         """
         while True:
+            attempt: Attempt | None = None
+            failure: ReplicaFailedError | None = None
             try:
                 attempt = await self._attempt(answer)
             except MovedError:
-                self._retries.attempted(answer)
-            except ReplicaFailedError as failure:
-                self._retries.attempted(answer)
-                await self._retries.before_the_next(answer, failure)
-            else:
+                pass
+            except ReplicaFailedError as error:
+                failure = error
+            # A call that is refused before it reaches a replica does not count.
+            if answer.attempts == 1:
+                self._budget.count_request()
+            if attempt is not None:
                 self._pools.answered()
-                self._retries.attempted(answer)
                 answer.opened.append(attempt)
                 return attempt
+            if failure is not None:
+                await self._retries.before_the_next(answer, failure)
 
     async def _resume(self, answer: Answer, failure: ReplicaFailedError) -> None:
         """Open an attempt that resumes a stream that broke off.
@@ -296,15 +316,16 @@ class Dispatcher:
         Raises:
             ReplicaFailedError: no attempt can resume it.
         """
-        source = answer.opened[-1]
-        self._migrations.left(answer, source)
+        source, migrations = answer.opened[-1], self._migrations
+        assert migrations is not None
+        migrations.left(answer, source)
         try:
-            self._migrations.arrived(answer, await self._next(answer))
+            migrations.arrived(answer, await self._next(answer))
         except ApiError as error:  # the controller admits it nowhere
             raise ReplicaFailedError(*NOT_RESUMED, retry=False) from error
         finally:
             self._end(source)
-            self._migrations.settled(source)
+            migrations.settled(source)
 
     async def _attempt(self, answer: Answer) -> Attempt:
         """Make the next attempt. When this returns, an event stream has sent its first new bytes,
@@ -323,47 +344,31 @@ class Dispatcher:
         call, transcript, decision = answer.call, answer.transcript, answer.moves_to
         request_id, moves = answer.next_id, decision is not None
         answer.moves_to = None
+
+        # What is left of the call, if its client has a part of the stream.
         resume = transcript.begin(request_id) if transcript is not None else None
         if resume is not None:
             tokens = len(resume.token_ids)
             call = rest_of(call, tokens, answer.clock.rest(tokens, self.clock()))
+
+        # Where it goes.
         if decision is None:
             key, prefill_key = request_key(request_id), 0
-            if self._pools.may_split(answer) and may_split(call):
+            if self._pools.may_split and not answer.empty & _PAIR and may_split(call):
                 prefill_key = request_key(prefill_id_of(request_id))
             asked_s = self.clock()
             decision = await self._placements.find(
                 call, key, answer.failed, prefill_key, resume is not None
             )
             answer.alive_s += self.clock() - asked_s
-        if decision.tier is Tier.GUARANTEED:
-            answer.promises += 1
+        promised = decision.tier is Tier.GUARANTEED
+        answer.promises += promised
+
         span = None
         if call.span is not None:
             span = call.span.child("attempt", Kind.CLIENT)
             span.set(sluice__attempt=answer.attempts, sluice__hint=decision.replica_id)
-        request = self._request(answer, call, request_id, decision, resume, span)
-        if moves and answer.opened:
-            source = answer.opened[-1]
-            request = await self._migrations.with_kv_of(source, request)
-            source.end_span("moved")
-            self._end(source)
-        call.charge.sent()
-        if decision.prefill_id is None:
-            return await self._send(answer, request, decision, span)
-        return await self._send_to_pair(answer, request, decision, span)
-
-    def _request(
-        self,
-        answer: Answer,
-        call: Call,
-        request_id: str,
-        decision: RouteDecision,
-        resume: Resume | None,
-        span: Span | None,
-    ) -> EngineRequest:
-        """What a replica that serves the whole call gets."""
-        return EngineRequest(
+        request = EngineRequest(
             request_id,
             call.endpoint,
             call.body,
@@ -373,13 +378,23 @@ class Dispatcher:
             call.prefix if resume is None else NO_PREFIX,
             _UNTRACED if span is None else span.context,
             resume=resume,
-            resumable=answer.transcript is not None,
+            resumable=transcript is not None,
             confirm=answer.case.suspected,
             tenant=call.client.tenant,
             weight=call.client.caps.weight,
             direct_patience_s=self._patience_s if answer.fetched else None,
-            promised=decision.tier is Tier.GUARANTEED,
+            promised=promised,
         )
+        if moves and answer.opened:
+            source = answer.opened[-1]
+            assert self._migrations is not None
+            request = await self._migrations.with_kv_of(source, request)
+            source.end_span("moved")
+            self._end(source)
+        call.charge.sent()
+        if decision.prefill_id is None:
+            return await self._send(answer, request, decision, span)
+        return await self._send_to_pair(answer, request, decision, span)
 
     async def _send_to_pair(
         self, answer: Answer, request: EngineRequest, decision: RouteDecision, span: Span | None
@@ -462,7 +477,6 @@ class Dispatcher:
             attempt.decision = self._void(answer, decision)
         elif attempt.head.status >= 400:
             self._controller.release(attempt.key)
-        self._migrations.watch(attempt, answer)
         return attempt
 
     async def _begin(
@@ -480,12 +494,14 @@ class Dispatcher:
             ReplicaFailedError: it failed. Its reservation is released, and the replica that failed
                 is recorded.
         """
-        async with self._suspicion.trial(answer.case, decision.replica_id):
+        suspected = answer.case.suspected
+        async with self._suspicion.trial(decision.replica_id) if suspected else nullcontext():
             stream = self._replicas.generate(request, decision.replica_id, answer.failed, role)
             attempt = Attempt(request, decision, role, stream, span, transcript, self.clock)
-            self._stalls.watch(attempt, answer)
-            self._suspicion.sent(answer.case, attempt)
-            self._moves.watch(attempt, answer)
+            self._attempts[attempt] = answer
+            if answer.alive_s == -inf:
+                answer.alive_s = attempt.made_s
+            self._stalls.start()
             CHOICES.expect(request.request_id, attempt.sent_to)
             try:
                 await attempt.begin()
@@ -497,13 +513,13 @@ class Dispatcher:
                 if isinstance(error, ReplicaFailedError):
                     if error.reason is Reason.NO_REPLICA:
                         answer.empty.add(role)
-                        answer.in_vain += 1
+                        answer.uncounted += 1
                     self._note_failure(answer, attempt, error)
                 self._stop(attempt)
                 attempt.end_span(name_of(error))
                 raise
-        CHOICES.forget(request.request_id)
-        self._moves.forget(attempt)
+            finally:
+                CHOICES.forget(request.request_id)
         return attempt
 
     def _end(self, attempt: Attempt) -> None:
@@ -511,16 +527,13 @@ class Dispatcher:
         if not attempt.closed and attempt.tail is None:
             self._stop(attempt)
         attempt.closed = True
-        self._migrations.forget(attempt)
+        self._attempts.pop(attempt, None)
         attempt.end_span()
 
     def _stop(self, attempt: Attempt) -> None:
         """Stop the replica's work on an attempt, and end its reservation."""
         attempt.stream.cancel()
-        self._moves.forget(attempt)
-        CHOICES.forget(attempt.request.request_id)
-        self._stalls.forget(attempt)
-        self._suspicion.ended(attempt)
+        self._attempts.pop(attempt, None)
         self._controller.release(attempt.key)
 
     def _note_failure(self, answer: Answer, attempt: Attempt, failure: ReplicaFailedError) -> None:
@@ -553,10 +566,12 @@ class Dispatcher:
 
     def _count_unanswered(self, answer: Answer, left: bool) -> None:
         """Count a call that ended before its answer began; ``left``: its client left."""
-        if answer.promised:
+        if answer.promises:
             slo = answer.call.slo
             if left and not answer.call.body.get("stream"):
                 # Its first token may have left the engine in time: only the whole answer is sent.
                 slo = structs.replace(slo, ttft_s=None)
             clock = TokenClock(slo, answer.call.received_s)
-            self._metrics.admission.ended(clock, None, not left, self.clock(), answer.moved)
+            outcome = Outcome.CANCELLED if left else Outcome.FAILED
+            figures = RequestFigures.of(clock, outcome, self.clock())
+            self._metrics.admission.ended(figures, None, not left, answer.moved)

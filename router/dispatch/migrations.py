@@ -12,7 +12,7 @@ only if that guarantees what is left of its objective. Then
 3. the other replica resumes the stream, as after a failure, but fetches the KV by the handle.
 
 Without a handle the other replica computes prompt and tokens: the pause is longer, the text the
-same. The cost per stream is a dictionary entry, and ``O(1)`` per push.
+same. The cost is ``O(open attempts)`` per push.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from msgspec import structs
 
 from sluice.protocol.messages import MAX_WAITS, FirstTokenWait
 from sluice.protocol.requests import EVENT_STREAM, EngineRequest, KVHandle, request_key
-from sluice.router.dispatch.attempt import Answer, Attempt, MovedError
+from sluice.router.dispatch.attempt import Answer, Attempt, MovedError, OpenAttempts
 from sluice.router.dispatch.placement import DecisionService, PlacementClient
 from sluice.router.dispatch.retries import may_migrate, prefill_of, rest_of
 from sluice.router.metrics.instruments import MoveReason, RouterMetrics
@@ -44,8 +44,6 @@ from sluice.scheduling.request.objective import LEAST_PACE_TOKENS, SLO, TokenClo
 # of them are going to miss their TTFT at their replica (:mod:`sluice.controller.state.moves`). The
 # client of such a request has received nothing, so the request can be retried: it moves, at most
 # once, if another replica guarantees what is left of its SLO. Until then it stays where it is.
-#
-# The cost per attempt is a dictionary entry.
 
 
 class Moves:
@@ -56,38 +54,28 @@ class Moves:
     """
 
     def __init__(
-        self, controller: DecisionService, placements: PlacementClient, clock: Callable[[], float]
+        self,
+        attempts: OpenAttempts,
+        controller: DecisionService,
+        placements: PlacementClient,
+        clock: Callable[[], float],
     ) -> None:
+        self._attempts = attempts
         self._controller = controller
         self._placements = placements
         self._clock = clock
-        self._waiting: dict[int, tuple[Attempt, Answer]] = {}
         self._moving: dict[int, asyncio.Task[None]] = {}
         controller.on_push(self.waits, self.missing)
 
-    def watch(self, attempt: Attempt, answer: Answer) -> None:
-        """Watch an attempt until :meth:`forget`, if it may be abandoned for one at a replica that
-        is earlier: a guaranteed one with a TTFT objective. At most once per call; not for a phase
-        of a P/D pair, and not for a call suspected of losing replicas. ``O(1)``."""
-        request = attempt.request
-        whole = not request.prefill_only and request.kv_handle is None and request.resume is None
-        stated = answer.call.slo.ttft_s is not None
-        if request.promised and stated and whole and not (answer.moved or answer.case.suspected):
-            self._waiting[attempt.key] = attempt, answer
-
-    def forget(self, attempt: Attempt) -> None:
-        """The attempt no longer waits. ``O(1)``."""
-        self._waiting.pop(attempt.key, None)
-
     def waits(self) -> tuple[FirstTokenWait, ...]:
         """The waiting calls that are not late yet; of more than ``MAX_WAITS``, those due soonest.
-        ``O(waiting calls)``."""
+        ``O(open attempts)``."""
         now_s, found = self._clock(), []
-        for key, (attempt, answer) in self._waiting.items():
+        for attempt, answer in self._attempts.items():
             ttft_s, waited_s = answer.call.slo.columns[0], now_s - answer.call.received_s
-            if waited_s < ttft_s and key not in self._moving:
+            if waited_s < ttft_s and self._may_move(attempt, answer):
                 chosen = attempt.decision.replica_id or ""
-                found.append(FirstTokenWait(key, chosen, ttft_s, waited_s))
+                found.append(FirstTokenWait(attempt.key, chosen, ttft_s, waited_s))
         return tuple(
             heapq.nsmallest(MAX_WAITS, found, key=lambda wait: wait.ttft_s - wait.waited_s)
         )
@@ -95,24 +83,36 @@ class Moves:
     def missing(self, keys: Sequence[int]) -> None:
         """Move these calls, which are going to miss their TTFT. Keys of calls that no longer wait
         are ignored."""
-        for key in keys:
-            waiting = self._waiting.get(key)
-            if waiting is not None and key not in self._moving:
-                self._moving[key] = asyncio.create_task(self._move(*waiting), name="move")
+        wanted = set(keys)
+        for attempt, answer in self._attempts.items():
+            if attempt.key in wanted and self._may_move(attempt, answer):
+                move = asyncio.create_task(self._move(attempt, answer), name="move")
+                self._moving[attempt.key] = move
+
+    def _may_move(self, attempt: Attempt, answer: Answer) -> bool:
+        """Whether an attempt may be abandoned for one at a replica that is earlier: a promised one
+        with a TTFT that waits for its first bytes. At most once per call; not for a phase of a P/D
+        pair, and not for a call suspected of losing replicas."""
+        request = attempt.request
+        whole = not request.prefill_only and request.kv_handle is None and request.resume is None
+        waits = not attempt.opened and attempt.key not in self._moving
+        stated = answer.call.slo.ttft_s is not None
+        excluded = answer.moved or answer.case.suspected
+        return request.promised and stated and whole and waits and not excluded
 
     async def _move(self, attempt: Attempt, answer: Answer) -> None:
-        """Abandon an attempt, if another replica can guarantee what is left of the SLO and the
+        """Abandon an attempt, if another replica can promise what is left of the SLO and the
         attempt has produced nothing meanwhile."""
         key, chosen = request_key(answer.moved_id), attempt.decision.replica_id or ""
         try:
             found = await self._placements.elsewhere(answer.call, key, answer.failed, chosen)
             if found is None:
                 return
-            if attempt.opened or not attempt.give_up(MovedError()):
+            if attempt.opened or not attempt.abandon(MovedError()):
                 self._controller.release(key)
                 return
             answer.moved, answer.moves_to = True, found
-            answer.in_vain += 1
+            answer.uncounted += 1
         finally:
             del self._moving[attempt.key]
 
@@ -121,7 +121,7 @@ KV_TIMEOUT_S: Final = 2.0
 """Longest wait for the handle of a stream's KV, seconds. After it the other replica computes the
 KV."""
 
-MOST_REFUSALS: Final = 16
+MAX_REFUSALS: Final = 16
 """Most streams of a replica that no other one takes, between two pushes: then the others are not
 asked about before the next push."""
 
@@ -168,7 +168,8 @@ class _Stream:
         slo, most = clock.slo, answer.call.output_tokens
         tpot_s = slack_s = e2e_left_s = inf
         # The stages of a request have an objective each, and their next one is not predicted.
-        if self.attempt.guaranteed and not slo.stages and clock.first_token_s is not None:
+        promised = self.attempt.decision.tier is Tier.GUARANTEED
+        if promised and not slo.stages and clock.first_token_s is not None:
             _, tpot_s, e2e_s, _ = slo.columns
             if tpot_s < inf:
                 slack_s = clock.first_token_s + clock.tokens * tpot_s - now_s
@@ -190,75 +191,73 @@ class Migrations:
 
     Args:
         clock: monotonic seconds; the one of :attr:`~sluice.router.request.call.Call.received_s`.
-        enabled: the engines transfer KV.
     """
 
     def __init__(
         self,
+        attempts: OpenAttempts,
         controller: DecisionService,
         placements: PlacementClient,
         replicas: Replicas,
         metrics: RouterMetrics,
         clock: Callable[[], float],
-        enabled: bool,
     ) -> None:
+        self._attempts = attempts
         self._controller = controller
         self._placements = placements
         self._replicas = replicas
         self._metrics = metrics
         self._clock = clock
-        self._enabled = enabled
         self._policy = MigrationPolicy()
-        self._streams: dict[str, dict[Attempt, _Stream]] = {}
+        self._streams: dict[Attempt, _Stream | None] = {}
         self._leaving: frozenset[str] = frozenset()
         self._refusals: Counter[str] = Counter()
         # Those being asked about or moved, until their next attempt has begun or failed.
         self._moving: dict[Attempt, _Stream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        if enabled:
-            controller.on_leaving(self.leaving)
-
-    def watch(self, attempt: Attempt, answer: Answer) -> None:
-        """An attempt has opened. If it is a stream that may move, watch it until :meth:`forget`.
-        ``O(1)``."""
-        streams = attempt.head.status == 200 and attempt.head.media_type == EVENT_STREAM
-        able = streams and may_migrate(answer.call) and not answer.case.suspected
-        if self._enabled and able and attempt.place:
-            stream = _Stream(attempt, answer)
-            self._streams.setdefault(stream.place, {})[attempt] = stream
-
-    def forget(self, attempt: Attempt) -> None:
-        """The attempt has ended. ``O(1)``."""
-        here = self._streams.get(attempt.place or "")
-        if here is not None and here.pop(attempt, None) is not None and not here:
-            del self._streams[attempt.place or ""]
+        controller.on_leaving(self.leaving)
 
     def settled(self, attempt: Attempt) -> None:
         """The stream of ``attempt`` has left its replica, or stays: the next one may move."""
+        if attempt not in self._attempts:
+            self._streams.pop(attempt, None)
         stream = self._moving.pop(attempt, None)
         if stream is not None:
             self._move_some(stream.place)
 
     def leaving(self, replica_ids: Sequence[str]) -> None:
-        """These replicas leave. Called with each answer to a push. ``O(streams)``."""
+        """These replicas leave. Called with each answer to a push. ``O(open attempts)``."""
         self._leaving = frozenset(replica_ids)
         self._refusals.clear()
-        for place, here in list(self._streams.items()):
-            for stream in here.values():
-                stream.stays = False
-                stream.measure()
+        known = self._streams.items()
+        self._streams = {attempt: each for attempt, each in known if attempt in self._attempts}
+        streams = [self._stream(*each) for each in self._attempts.items()]
+        for stream in filter(None, streams):
+            stream.stays = False
+            stream.measure()
+        for place in dict.fromkeys(stream.place for stream in streams if stream is not None):
             self._move_some(place)
+
+    def _stream(self, attempt: Attempt, answer: Answer) -> _Stream | None:
+        """An open attempt as a stream that may move; ``None`` if it is none."""
+        streams = attempt.opened and attempt.head.status == 200 and attempt.place
+        if not streams or attempt.head.media_type != EVENT_STREAM or answer.case.suspected:
+            return None
+        if attempt not in self._streams:
+            able = may_migrate(answer.call)
+            self._streams[attempt] = _Stream(attempt, answer) if able else None
+        return self._streams[attempt]
 
     def _move_some(self, place: str) -> None:
         """Ask for another replica for the streams at ``place`` that the policy chooses."""
-        here = self._streams.get(place)
-        if not here or self._refusals[place] >= MOST_REFUSALS:
+        if self._refusals[place] >= MAX_REFUSALS:
             return
         now_s = self._clock()
+        here = [self._stream(*each) for each in self._attempts.items() if each[0].place == place]
         able = [
             stream
-            for attempt, stream in here.items()
-            if attempt not in self._moving and not stream.stays and stream.may_move
+            for stream in filter(None, here)
+            if stream.attempt not in self._moving and not stream.stays and stream.may_move
         ]
         under_way = sum(stream.place == place for stream in self._moving.values())
         leaves = place in self._leaving
@@ -279,7 +278,7 @@ class Migrations:
             if found is None:
                 return
             pays = self._policy.pays(seen, found.kv_transfer_s)
-            if pays and stream.may_move and attempt.give_up(MovedError()):
+            if pays and stream.may_move and attempt.abandon(MovedError()):
                 moves = True
                 answer.moves_to = found
                 answer.move_reason = MoveReason.LEAVING if leaves else MoveReason.LATE
@@ -306,7 +305,7 @@ class Migrations:
         """The stream of ``source`` has been stopped to move."""
         answer.left.append(source.place or "")
         answer.left_s = self._clock()
-        answer.in_vain += 1
+        answer.uncounted += 1
         # The stream would have continued without the move, so a failure of it does not count.
         answer.granted = True
 

@@ -469,6 +469,7 @@ class PlacementClient:
 
     def __init__(
         self,
+        estimator: TokenEstimator,
         controller: DecisionService,
         metrics: RouterMetrics,
         config: RouterConfig,
@@ -476,7 +477,7 @@ class PlacementClient:
         clock: Callable[[], float],
         pause: Callable[[float], Awaitable[object]],
     ) -> None:
-        self.estimator = TokenEstimator()
+        self._estimator = estimator
         self._controller = controller
         self._metrics = metrics
         self._clock = clock
@@ -684,7 +685,7 @@ class PlacementClient:
         query = RouteQuery(
             key,
             call.slo,
-            self.estimator.estimate(call.prompt),
+            self._estimator.estimate(call.prompt),
             waited_s,
             tiers,
             call.output_tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from math import inf
 from types import TracebackType
 from typing import Final
@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from sluice.protocol.requests import EVENT_STREAM, Endpoint
 from sluice.router import wire
 from sluice.router.dispatch.access_log import Telemetry
-from sluice.router.dispatch.attempt import NOTHING, Answer, Piece
+from sluice.router.dispatch.attempt import Answer
 from sluice.router.dispatch.dispatcher import Dispatcher
 from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import Outcome, RouterMetrics
@@ -114,17 +114,9 @@ class TimeoutSend:
         Raises:
             StalledReaderError: the client does not read it.
         """
-        await self.wait(self._send(message))
-
-    async def wait(self, sent: Awaitable[None]) -> None:
-        """Wait until something is sent to the client, in whatever way.
-
-        Raises:
-            StalledReaderError: the client does not read it.
-        """
         self._due_s = self._loop.time() + self._limit_s
         try:
-            await sent
+            await self._send(message)
         except asyncio.CancelledError:
             # If the task was also cancelled for another reason, it ends as cancelled.
             if self._gave_up and self._task.uncancel() == 0:
@@ -216,8 +208,8 @@ class CallResponse(Response):
         """Answer over ASGI."""
         outcome = Outcome.FAILED
         try:
-            with TimeoutSend(send, self._stalled_reader_s) as patient:
-                outcome = await self._serve(scope, receive, patient)
+            with TimeoutSend(send, self._stalled_reader_s) as timed_send:
+                outcome = await self._serve(scope, receive, timed_send)
         except StalledReaderError:
             self._metrics.stalled_readers.inc()
             outcome = Outcome.CANCELLED
@@ -228,67 +220,87 @@ class CallResponse(Response):
             outcome = Outcome.CANCELLED
             raise
         finally:
-            if self._answer is not None:
-                self._dispatcher.close(self._answer)
-            self._count(outcome)
+            answer, call = self._answer, self._call
+            if answer is not None:
+                self._dispatcher.close(answer)
+            error = self._error.reason if self._error is not None else None
+            told = (call, self._clock, outcome, error, answer, self._telemetry)
+            figures = self._dispatcher.ended(*told)
+            head, tail = (None, None) if answer is None else (answer.head, answer.tail)
+            sent = figures.sent * (call.body.get("n") or 1) if call.body.get("stream") else None
+            call.charge.close(head, tail, sent, left=outcome is Outcome.CANCELLED)
 
     async def _serve(self, scope: Scope, receive: Receive, send: TimeoutSend) -> Outcome:
+        call = self._call
+        error: ApiError | None = None
+        answer: Answer | None = None
+        streams = False
         # The guard ends before the last message: a server reports the end of a complete response
         # as a disconnect too.
         guard = DisconnectGuard(receive)
-        error: ApiError | None = None
         async with guard:
             try:
-                self._answer = await self._dispatcher.open(self._call, self._fetches, self._clock)
+                open_ = self._dispatcher.open(call, self._fetches, self._clock)
+                answer = self._answer = await open_
             except ApiError as failure:
                 error = failure
             else:
-                if self._answer.head.media_type == EVENT_STREAM:
-                    error = await self._stream(self._answer, send)
+                streams = answer.head.media_type == EVENT_STREAM
+                if streams:
+                    error = await self._stream(answer, send)
         if guard.disconnected:
             return Outcome.CANCELLED
         if guard.stopped:
             error = ApiError(Reason.ROUTER_STOPPING, "The router stopped before the answer ended.")
         self._error = error
-        if self._answer is None:
+        if answer is None:
             assert error is not None
-            self._metrics.admission.refused(error.reason, self._call.slo.service_class)
-            await error.response(self._call.endpoint, self._own_headers())(scope, receive, send)
+            self._metrics.admission.refused(error.reason, call.slo.service_class)
+            await error.response(call.endpoint, self._own_headers(None))(scope, receive, send)
             return Outcome.of_status(error.rule.status)
-        if self._answer.head.media_type == EVENT_STREAM:
-            last = error.event(self._call.endpoint) if error is not None else b""
-            await send({"type": "http.response.body", "body": last, "more_body": False})
-            self._learn(self._answer)
-            return Outcome.OK if error is None else Outcome.FAILED
-        return await self._whole(self._answer, scope, receive, send)
+        if not streams:
+            return await self._whole(answer, scope, receive, send)
+        last = error.event(call.endpoint) if error is not None else b""
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+        self._dispatcher.learn(answer)
+        return Outcome.OK if error is None else Outcome.FAILED
 
     async def _stream(self, answer: Answer, send: TimeoutSend) -> ApiError | None:
         """Forward the pieces of an event stream. Returns the error that broke it, if one did."""
-        headers = self._own_headers() | {
+        call, head = self._call, answer.head
+        headers = self._own_headers(answer) | {
             "content-type": f"{EVENT_STREAM}; charset=utf-8",
             "cache-control": "no-cache",
             "x-accel-buffering": "no",
         }
-        if answer.head.fetch:
-            headers[wire.STREAM_HEADER] = answer.head.fetch
+        if head.fetch:
+            headers[wire.STREAM_HEADER] = head.fetch
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": answer.head.status, "headers": raw})
-        observe_gap = self._metrics.usage.gap(self._call.slo.service_class)
-        tier = (self._call.endpoint, self._call.service_tier)
+        await send({"type": "http.response.start", "status": head.status, "headers": raw})
+        observe_gap = self._metrics.usage.gap(call.slo.service_class)
         try:
             async for piece in self._dispatcher.pieces(answer):
+                # Tokens by when they leave; None: now. What waited for the last ones of a piece
+                # left when the engine made it: a stage may end with a token that has no text, and
+                # the next one begin with the text after it.
+                parts: Sequence[tuple[int, float | None]] = piece.sent
+                if len(piece.made) > 1:
+                    parts = (*piece.made[:-1], (piece.made[-1][0], None))
+                elif piece.tokens and not parts:
+                    parts = ((piece.tokens, None),)
                 reasoned = piece.reasoned
-                for tokens, at_s in piece.sent or self._parts(piece):
-                    gap_s = self._emit(tokens, at_s, reasoned)
+                for tokens, sent_s in parts:
+                    gap_s = self._emit(tokens, sent_s, reasoned)
                     reasoned -= tokens
                     if gap_s is not None:
                         observe_gap(gap_s)
                 if piece.sent:
                     continue
-                data = with_tier(piece.data, *tier, streams=True)
+                data = piece.data
+                if call.service_tier is not None:
+                    data = with_tier(data, call.endpoint, call.service_tier, streams=True)
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except ReplicaFailedError as failure:
-            self._emit(NOTHING.tokens)
             reason = Reason.STREAM_BROKEN
             if failure.reason is Reason.REQUEST_SUSPECTED:
                 reason = failure.reason
@@ -297,79 +309,39 @@ class CallResponse(Response):
 
     async def _whole(self, answer: Answer, scope: Scope, receive: Receive, send: Send) -> Outcome:
         """Send a complete response."""
+        call, head, tail = self._call, answer.head, answer.tail
         body = b"".join([piece.data async for piece in self._dispatcher.pieces(answer)])
-        tail = answer.tail
-        if tail is not None and answer.head.status < 400:
-            reached_s = self._call.received_s + answer.waited_s
-            for place, offset_s in enumerate(tail.token_offsets_s, 1):
-                self._emit(1, reached_s + offset_s, int(place == tail.reasoned))
-        if answer.head.status < 400:
-            body = with_tier(body, self._call.endpoint, self._call.service_tier, streams=False)
-        response = Response(
-            body,
-            answer.head.status,
-            headers=self._own_headers(),
-            media_type=answer.head.media_type,
-        )
+        if head.status < 400:
+            if tail is not None:
+                reached_s = call.received_s + answer.waited_s
+                for place, offset_s in enumerate(tail.token_offsets_s, 1):
+                    self._emit(1, reached_s + offset_s, int(place == tail.reasoned))
+            body = with_tier(body, call.endpoint, call.service_tier, streams=False)
+        headers = self._own_headers(answer)
+        response = Response(body, head.status, headers=headers, media_type=head.media_type)
         await response(scope, receive, send)
-        self._learn(answer)
-        return Outcome.of_status(answer.head.status)
+        self._dispatcher.learn(answer)
+        return Outcome.of_status(head.status)
 
-    def _emit(self, tokens: int, now_s: float | None = None, reasoned: int = 0) -> float | None:
+    def _emit(self, tokens: int, now_s: float | None, reasoned: int = 0) -> float | None:
         """Count tokens, see :meth:`TokenClock.emit`. Returns the seconds since the last ones, if
         there were any."""
-        clock, last_s = self._clock, self._clock.last_token_s
+        clock = self._clock
+        last_s, before = clock.last_token_s, clock.tokens
         at_s = self._dispatcher.clock() if now_s is None else max(now_s, last_s or now_s)
-        told = clock.tokens.bit_length()
         clock.emit(tokens, at_s, reasoned)
         # At the first token, and then each time that the count has doubled.
-        doubled = clock.tokens.bit_length() > told
-        if doubled and self._answer is not None and self._answer.promised:
-            self._dispatcher.endings.progressed(self._call, clock)
-        if last_s is None and clock.ttft_s is not None:
+        doubled = clock.tokens.bit_length() > before.bit_length()
+        if doubled and self._answer is not None and self._answer.promises:
+            self._dispatcher.late(self._call, clock)
+        if last_s is not None:
+            return at_s - last_s if tokens else None
+        if clock.ttft_s is not None:
             self._metrics.first_token(self._call.slo.service_class, clock.ttft_s)
-        return at_s - last_s if tokens and last_s is not None else None
+        return None
 
-    def _parts(self, piece: Piece) -> Sequence[tuple[int, float | None]]:
-        """The tokens in ``piece`` by when they leave; ``None``: now. What waited for the last of
-        them left when the engine made it: a stage may end with a token that has no text, and the
-        next one begin with the text after it."""
-        tokens = piece.tokens
-        if len(piece.made) < 2 or tokens != piece.tokens:
-            return ((tokens, None),)
-        return (*piece.made[:-1], (piece.made[-1][0], None))
-
-    def _learn(self, answer: Answer) -> None:
-        if answer.tail is not None and answer.tail.prompt_tokens > 0:
-            self._dispatcher.estimator.learn(self._call.prompt, answer.tail.prompt_tokens)
-
-    def _count(self, outcome: Outcome) -> None:
-        call, metrics, answer = self._call, self._metrics, self._answer
-        now_s = self._dispatcher.clock()
-        metrics.ended(call.endpoint, self._clock, outcome, now_s, call.client)
-        head = tail = None
-        if answer is None:
-            metrics.usage.ended(call, self._clock, outcome.error, now_s)
-        else:
-            head, tail = answer.head, answer.tail
-            used = (tail, answer.cached_tokens, answer.queued_s)
-            metrics.usage.ended(call, self._clock, outcome.error, now_s, *used)
-        reason = self._error.reason if self._error is not None else None
-        self._telemetry.ended(call, self._clock, outcome, reason, answer, now_s)
-        metrics.admission.clamped(call.client.name, call.clamped)
-        streams = bool(call.body.get("stream"))
-        sent = self._clock.tokens * (call.body.get("n") or 1) if streams else None
-        call.charge.close(head, tail, sent, left=outcome is Outcome.CANCELLED)
-        kept = None
-        if answer is not None and answer.promised and outcome is not Outcome.CLIENT_ERROR:
-            failed = outcome not in (Outcome.OK, Outcome.CANCELLED)
-            predicted_s = answer.decision.predicted_ttft_s
-            kept = metrics.admission.ended(self._clock, predicted_s, failed, now_s, answer.moved)
-        replica_id = "" if answer is None else answer.head.replica_id
-        self._dispatcher.endings.ended(call, self._clock, outcome, reason, now_s, replica_id, kept)
-
-    def _own_headers(self) -> dict[str, str]:
-        call, answer = self._call, self._answer
+    def _own_headers(self, answer: Answer | None) -> dict[str, str]:
+        call = self._call
         headers = {wire.CLASS_HEADER: call.slo.service_class} if call.scheduled else {}
         if call.clamped:
             changes = [f"{field}={value}" for field, value in call.clamped.items()]
@@ -379,18 +351,19 @@ class CallResponse(Response):
             headers[wire.LOOP_REMAINING_HEADER] = f"{left_s * 1000:.1f}"
         if answer is None:
             return headers
-        if answer.head.replica_id:
-            headers[wire.REPLICA_HEADER] = answer.head.replica_id
-        decision = answer.decision
+        head, decision = answer.head, answer.decision
+        if head.replica_id:
+            headers[wire.REPLICA_HEADER] = head.replica_id
         if decision.prefill_id is not None:
             headers[wire.PREFILL_REPLICA_HEADER] = decision.prefill_id
-        if answer.head.status >= 400:
+        if head.status >= 400:
             return headers  # nothing is promised of a refusal
+        tier = answer.tier
         if call.scheduled:
-            headers[wire.ADMISSION_HEADER] = answer.tier.value
+            headers[wire.ADMISSION_HEADER] = tier.value
         if decision.predicted_ttft_s is not None:
             headers[wire.PREDICTED_TTFT_HEADER] = f"{decision.predicted_ttft_s * 1000:.1f}"
-        if answer.tier is Tier.GUARANTEED:
+        if tier is Tier.GUARANTEED:
             ttft_s, tpot_s, _ = call.slo.of_stage(0).times_s
             promised = zip(_PROMISED_HEADERS, (ttft_s, tpot_s, call.slo.e2e_s), strict=True)
             headers |= {name: f"{s * 1000:.1f}" for name, s in promised if s is not None}

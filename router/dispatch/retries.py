@@ -152,17 +152,14 @@ class Pools:
         self._single = single
         self._clock = clock
         self._pause = pause
-        self._splits = {"prefill", "decode"} <= set(roles)
+        self.may_split = {"prefill", "decode"} <= set(roles)
+        """Whether there are pools for P/D pairs."""
         # When all were first and last found empty, with no answer in between.
         self._empty_since_s = self._last_empty_s = -inf
 
-    def may_split(self, answer: Answer) -> bool:
-        """Whether there are replicas for a P/D pair, as far as is known."""
-        return self._splits and not answer.empty & {"prefill", "decode"}
-
     def role_for(self, answer: Answer, wanted: Role | None) -> Role:
         """The pool that a call goes to: the ``wanted`` one, unless it was empty."""
-        left = self._left(answer) or self._roles
+        left = (answer.empty and self._left(answer)) or self._roles
         return wanted if wanted is not None and wanted in left else left[0]
 
     def answered(self) -> None:
@@ -269,12 +266,6 @@ class RetryPolicy:
         self._pools = pools
         self._metrics = metrics
         self._pause = pause
-
-    def attempted(self, answer: Answer) -> None:
-        """An attempt was made, of which the call's first counts for the budget. A call that was
-        refused before it reached a replica does not count."""
-        if answer.attempts == 1:
-            self._budget.count_request()
 
     async def before_the_next(self, answer: Answer, failure: ReplicaFailedError) -> None:
         """Return when another attempt may be made.

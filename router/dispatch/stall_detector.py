@@ -23,7 +23,7 @@ from collections.abc import Callable
 from math import inf
 
 from sluice.protocol.requests import Progress
-from sluice.router.dispatch.attempt import Answer, Attempt
+from sluice.router.dispatch.attempt import Answer, Attempt, OpenAttempts
 from sluice.router.dispatch.placement import DecisionService
 from sluice.router.dispatch.retries import RetryBudget
 from sluice.router.dispatch.suspicion import ends_when_hung
@@ -116,6 +116,7 @@ class StallDetector:
 
     def __init__(
         self,
+        attempts: OpenAttempts,
         replicas: Replicas,
         controller: DecisionService,
         budget: RetryBudget,
@@ -123,49 +124,42 @@ class StallDetector:
         after_s: float,
         clock: Callable[[], float],
     ) -> None:
+        self._attempts = attempts
         self._replicas = replicas
         self._controller = controller
         self._budget = budget
         self._metrics = metrics
         self._after_s = after_s
         self._clock = clock
-        # In the order in which they were made; the one that waits longest leaves first.
-        self._open: dict[Attempt, Answer] = {}
         self._suspects: dict[str, _Suspect] = {}
         # When each replica was last found to be unresponsive.
         self._hung: dict[str, float] = {}
         self._task: asyncio.Task[None] | None = None
         self._swept_s = inf
 
-    def watch(self, attempt: Attempt, answer: Answer) -> None:
-        """Watch an attempt at a call until it has ended or is forgotten. ``O(1)``."""
-        self._open[attempt] = answer
-        if answer.alive_s == -inf:
-            answer.alive_s = attempt.made_s
+    def start(self) -> None:
+        """Watch the open attempts until there are none. ``O(1)``."""
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="stalls")
 
-    def forget(self, attempt: Attempt) -> None:
-        """The attempt was closed. ``O(1)``."""
-        self._open.pop(attempt, None)
-
     async def _run(self) -> None:
         self._swept_s = self._clock()
-        while self._open:
+        while self._attempts:
             await asyncio.sleep(SWEEP_S)
             self.sweep()
 
     def sweep(self) -> None:
         """Check all attempts, and probe the replicas of silent ones. ``O(open attempts)``."""
         now_s = self._clock()
-        for attempt in [attempt for attempt in self._open if attempt.tail is not None]:
-            self.forget(attempt)
         by_place: dict[str, list[Attempt]] = {}
         silent: set[str] = set()
         ended: list[Attempt] = []
         asleep = self._replicas.asleep
         gap_s, self._swept_s = now_s - self._swept_s, now_s
-        for attempt, answer in self._open.items():
+        # The one that waits longest leaves first: they are in the order in which they were made.
+        for attempt, answer in self._attempts.items():
+            if attempt.tail is not None:
+                continue
             if attempt.heard:
                 answer.alive_s = max(answer.alive_s, attempt.heard_s)
             if gap_s > OWN_GAP_S:
@@ -180,7 +174,7 @@ class StallDetector:
                 if self._is_silent(attempt, now_s):
                     silent.add(attempt.place)
         for attempt in ended:
-            self._give_up(attempt, ReplicaFailedError(Reason.REPLICA_FAILED, _SILENT, retry=False))
+            self._abandon(attempt, ReplicaFailedError(Reason.REPLICA_FAILED, _SILENT, retry=False))
         for name in [name for name, at_s in self._hung.items() if at_s < now_s - REMEMBERED_S]:
             del self._hung[name]
         for name in [name for name in self._suspects if name not in silent]:
@@ -212,12 +206,12 @@ class StallDetector:
             told = Progress(suspect.replica_id, hung=False)
         if told is not None:
             for name in named.keys() - set(told.unknown):
-                if (answer := self._open.get(named[name])) is not None:
+                if (answer := self._attempts.get(named[name])) is not None:
                     answer.alive_s = max(answer.alive_s, asked_s)
         if told is not None and not told.hung:
             suspect.misses = 0
             self._hung.pop(suspect.replica_id, None)
-            self._give_up_lost(suspect, named, told, asked_s)
+            self._abandon_lost(suspect, named, told, asked_s)
             return
         suspect.unknown = frozenset()
         suspect.misses += told is None
@@ -234,13 +228,13 @@ class StallDetector:
         if hung_s is None or any(each.heard and each.heard_s > hung_s for each in here):
             drains = self._replicas.is_leaving(suspect.replica_id)
             if drains and asked_s - suspect.since_s < LEAVING_S:
-                for answer in filter(None, map(self._open.get, here)):
+                for answer in filter(None, map(self._attempts.get, here)):
                     answer.alive_s = max(answer.alive_s, asked_s)
             return
         self._hung[suspect.replica_id] = asked_s
         await self._move(suspect, here, asked_s)
 
-    def _give_up_lost(
+    def _abandon_lost(
         self, suspect: _Suspect, named: dict[str, Attempt], told: Progress, asked_s: float
     ) -> None:
         """Fail the attempts that a live replica has reported as unknown twice: they are lost. The
@@ -250,21 +244,21 @@ class StallDetector:
         for attempt in (named[name] for name in lost):
             arrived = attempt.heard or asked_s - attempt.made_s >= ON_THE_WAY_S
             if arrived and attempt.heard_s <= asked_s:
-                self._give_up(attempt, ReplicaFailedError(Reason.REPLICA_FAILED, _LOST))
+                self._abandon(attempt, ReplicaFailedError(Reason.REPLICA_FAILED, _LOST))
 
     async def _move(self, suspect: _Suspect, here: list[Attempt], asked_s: float) -> None:
         """Fail the attempts at an unresponsive replica that may be retried or resumed on another
         one."""
 
         def stuck(attempt: Attempt) -> bool:
-            return attempt in self._open and attempt.waits and attempt.heard_s <= asked_s
+            return attempt in self._attempts and attempt.waits and attempt.heard_s <= asked_s
 
         if not any(map(stuck, here)) or not await self._elsewhere(suspect):
             return
         for attempt in filter(stuck, here):
-            if self._may_leave(attempt, self._open[attempt]):
+            if self._may_leave(attempt, self._attempts[attempt]):
                 failure = ReplicaFailedError(Reason.REPLICA_FAILED, _STANDS_STILL, hung=True)
-                self._give_up(attempt, failure)
+                self._abandon(attempt, failure)
 
     def _may_leave(self, attempt: Attempt, answer: Answer) -> bool:
         """Whether an attempt at a replica that hangs is abandoned: for another one, which is then
@@ -281,8 +275,8 @@ class StallDetector:
         answer.granted = True
         return True
 
-    def _give_up(self, attempt: Attempt, failure: ReplicaFailedError) -> None:
-        if attempt.give_up(failure):
+    def _abandon(self, attempt: Attempt, failure: ReplicaFailedError) -> None:
+        if attempt.abandon(failure):
             self._metrics.given_up.inc()
 
     async def _elsewhere(self, suspect: _Suspect) -> bool:

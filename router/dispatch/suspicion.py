@@ -35,9 +35,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
-from weakref import WeakKeyDictionary
 
-from sluice.router.dispatch.attempt import Attempt, Case
+from sluice.router.dispatch.attempt import Attempt, Case, OpenAttempts
 from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.request.call import Call
@@ -83,7 +82,7 @@ class _Content:
 class Suspicion:
     """Applies the rules above. One per router process and model.
 
-    The cost is a lookup in an empty table for an ordinary request, and ``O(suspects)`` for a
+    The cost is a lookup in an empty table for an ordinary request, and ``O(open attempts)`` for a
     suspect when a replica is lost. A body is hashed only while some content is remembered, and only
     if its size equals that of one.
 
@@ -91,11 +90,13 @@ class Suspicion:
         clock: monotonic seconds; that of the attempts.
     """
 
-    def __init__(self, metrics: RouterMetrics, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, attempts: OpenAttempts, metrics: RouterMetrics, clock: Callable[[], float]
+    ) -> None:
+        self._attempts = attempts
         self._metrics = metrics
         self._clock = clock
         self._contents: OrderedDict[tuple[tuple[int, int], bytes], _Content] = OrderedDict()
-        self._open = WeakKeyDictionary[Attempt, Case]()
         # When each replica was lost, and the attempts blamed for it.
         self._lost: dict[str, tuple[float, frozenset[Attempt]]] = {}
         self._trials: dict[str, asyncio.Event] = {}
@@ -106,7 +107,7 @@ class Suspicion:
         Raises:
             ApiError: 422; the call is quarantined.
         """
-        content = self._find(call)
+        content = self._find(call) if self._contents else None
         if content is None:
             return Case()
         if content.losses < 2:
@@ -120,12 +121,9 @@ class Suspicion:
         )
 
     @asynccontextmanager
-    async def trial(self, case: Case, place: str | None) -> AsyncIterator[None]:
-        """Enclose the start of an attempt at ``place``: no other suspect starts there meanwhile, if
-        possible."""
-        if not case.suspected:
-            yield
-            return
+    async def trial(self, place: str | None) -> AsyncIterator[None]:
+        """Enclose the start of a suspect's attempt at ``place``: no other suspect starts there
+        meanwhile, if possible."""
         name = replica_of(place or "")
         mine = asyncio.Event()
         try:
@@ -142,21 +140,11 @@ class Suspicion:
             if self._trials.get(name) is mine:
                 del self._trials[name]
 
-    def sent(self, case: Case, attempt: Attempt) -> None:
-        """A new attempt at a call."""
-        if case.suspected:
-            self._open[attempt] = case
-
-    def ended(self, attempt: Attempt) -> None:
-        """The attempt is over, or closed. Idempotent."""
-        self._open.pop(attempt, None)
-
     def judge(
         self, call: Call, case: Case, attempt: Attempt, failure: ReplicaFailedError
     ) -> ReplicaFailedError | None:
         """An attempt has failed. Returns the failure that ends the call if the call is blamed."""
         blamed = self._blamed(attempt) if case.suspected else frozenset()
-        self.ended(attempt)
         if _replica(attempt) in (None, case.place) or not failure.lost:
             return None
         lasted_s = self._clock() - attempt.made_s
@@ -190,11 +178,12 @@ class Suspicion:
         if place not in self._lost:
             here = [
                 each
-                for each, case in self._open.items()
-                if _replica(each) == place
+                for each, answer in self._attempts.items()
+                if answer.case.suspected
+                and _replica(each) == place
                 and each.heard
                 and each.tail is None
-                and not self._is_cleared(case, each)
+                and not self._is_cleared(answer.case, each)
             ]
             group = [each for each in here if not each.opened] or here
             self._lost[place] = now_s, frozenset(group if len(group) <= FEW else ())

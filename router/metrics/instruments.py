@@ -7,10 +7,10 @@ Every label is bounded: classes by configuration, priorities 1 to 10, clients by
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.registry import Collector
@@ -19,7 +19,7 @@ from sluice.protocol.requests import POOLING, Endpoint, ResponseTail
 from sluice.router.errors import RULES, Reason
 from sluice.router.tenancy.limits import ANYONE, UNNAMED, Client
 from sluice.router.wire import NO_CLASS
-from sluice.scheduling.request.objective import TokenClock
+from sluice.scheduling.request.objective import SLO, EarnedGain, Times, TokenClock
 from sluice.scheduling.routing.base import Tier
 
 if TYPE_CHECKING:
@@ -73,6 +73,142 @@ class Families:
     ) -> Callable[..., Histogram]:
         """A histogram's series, by the values of its labels."""
         return cache(self.histogram(name, text, buckets, *labels).labels)
+
+
+class Outcome(enum.StrEnum):
+    """How a request ended."""
+
+    OK = "ok"
+    CLIENT_ERROR = "client_error"
+    """The client's mistake: a 4xx of the router or of the engine."""
+    REFUSED = "refused"
+    """No capacity, no guarantee or no replica: a 429 or 503 before anything was served."""
+    FAILED = "failed"
+    """A failure of a replica or the router: a 5xx, or an error event in a stream."""
+    CANCELLED = "cancelled"
+    """The client left."""
+
+    @classmethod
+    def of_status(cls, status: int) -> Outcome:
+        """The outcome of a request that was answered with this status."""
+        if status < 400:
+            return cls.OK
+        if status in (429, 503):
+            return cls.REFUSED
+        return cls.CLIENT_ERROR if status < 500 else cls.FAILED
+
+
+class Fallback(enum.StrEnum):
+    """Why a request followed Serve's own balancing and not the controller's decision."""
+
+    NO_ANSWER = "no_answer"
+    """The controller did not answer in time."""
+    NO_DECISION = "no_decision"
+    """The controller knows no replica, as just after its restart."""
+    REPEATED = "repeated"
+    """It chose a replica that had just failed this request."""
+    MOVED = "moved"
+    """Serve did not know the chosen replica, or that one was full."""
+
+
+class Way(enum.StrEnum):
+    """How a call is sent to a replica."""
+
+    CONNECTION = "connection"
+    """Over the router's own connection to it."""
+    HANDLE = "handle"
+    """Over Serve's handle."""
+
+
+class StreamWay(enum.StrEnum):
+    """How an event stream is sent from its replica to the client."""
+
+    DIRECT = "direct"
+    """The client's Envoy fetches it from the replica."""
+    ROUTER = "router"
+    """Through the router's process."""
+
+
+class Phase(enum.StrEnum):
+    """A phase of a request that a P/D pair serves."""
+
+    PREFILL = "prefill"
+    """Until the prompt is computed, transport and queueing included."""
+    TRANSFER = "transfer"
+    """From then to the first token."""
+
+
+class MoveReason(enum.StrEnum):
+    """Why a running stream moved to another replica."""
+
+    LEAVING = "leaving"
+    """Its replica is drained, or about to stop."""
+    LATE = "late"
+    """It was guaranteed, and predicted to miss the pace of its objective there."""
+
+
+class RequestFigures(NamedTuple):
+    """A request's figures, made once at its end: all that count or tell of it read them here.
+
+    Attributes:
+        ended_s: when it ended, on the router's clock; the other times count from its arrival.
+        missed: its objectives that were not met, see :meth:`TokenClock.missed`.
+        judged_s: of a request with stages: TTFT, TPOT and end-to-end time of its worst ones.
+        sent: tokens of the first choice that reached the client.
+        generated: output tokens, by the engine if the response ended by itself, else those sent.
+        prompt, cached: prompt tokens, and those of a prefix cache; ``None`` unless the response
+            ended by itself.
+        queued_s: until the first batch that it was in, if the engine reports it.
+    """
+
+    slo: SLO
+    outcome: Outcome
+    ended_s: float
+    age_s: float
+    ttft_s: float | None
+    tpot_s: float | None
+    mean_tpot_s: float | None
+    e2e_s: float
+    missed: tuple[str, ...]
+    judged_s: Times | None
+    earned: EarnedGain
+    sent: int
+    generated: int
+    prompt: int | None = None
+    cached: int | None = None
+    queued_s: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        clock: TokenClock,
+        outcome: Outcome,
+        ended_s: float,
+        tail: ResponseTail | None = None,
+        cached: int = 0,
+        queued_s: float | None = None,
+    ) -> RequestFigures:
+        """The figures of a request whose tokens ``clock`` has seen. ``tail``: of its response, if
+        that ended by itself."""
+        slo = clock.slo
+        return cls(
+            slo,
+            outcome,
+            ended_s,
+            ended_s - clock.arrival_s,
+            clock.ttft_s,
+            clock.tpot_s,
+            clock.mean_tpot_s,
+            clock.e2e_s(ended_s),
+            clock.missed(ended_s) if slo.stated else (),
+            clock.judged_s(ended_s) if slo.stages else None,
+            clock.earned,
+            clock.tokens,
+            clock.tokens if tail is None else tail.output_tokens,
+            None if tail is None else tail.prompt_tokens,
+            None if tail is None else cached,
+            queued_s,
+        )
 
 
 MAX_NAMES: Final = 1_000
@@ -172,7 +308,7 @@ class AdmissionMetrics:
             "guaranteed capacity.",
             "client",
         )
-        self._clamped = make.counters(
+        self.clamped = make.counters(
             "sluice_clamped",
             "Requests in which an API key's limits changed a field of the SLO.",
             "client",
@@ -193,39 +329,30 @@ class AdmissionMetrics:
         """Count a request without a guarantee because ``client`` has used its share."""
         self._over_share(self._clients.label(client)).inc()
 
-    def clamped(self, client: str, fields: Iterable[str]) -> None:
-        """Count the fields of a request that the limits of ``client`` changed."""
-        for field in fields:
-            self._clamped(self._clients.label(client), field).inc()
-
     def ended(
         self,
-        clock: TokenClock,
+        figures: RequestFigures,
         predicted_ttft_s: float | None,
         failed: bool,
-        now_s: float,
         moved: bool = False,
     ) -> bool | None:
-        """Count a guaranteed request that ended at ``now_s``. Returns whether its SLO was met;
-        ``None`` if that is unknown.
+        """Count a promised request that ended. Returns whether its SLO was met; ``None`` if that is
+        unknown.
 
         It was met if the answer did not fail and every stated objective was met: TTFT, TPOT and end
         to end. If the client left, the tokens until then count; if it left without a token and
-        before its deadlines, the outcome is unknown. ``moved``: it
-        has left a replica that was going to miss its TTFT.
+        before its deadlines, the outcome is unknown. ``moved``: it has left a replica that was
+        going to miss its TTFT.
         """
-        slo, ttft_s = clock.slo, clock.ttft_s
+        slo, ttft_s, missed = figures.slo, figures.ttft_s, figures.missed
         service_class = slo.service_class
         if ttft_s is not None and predicted_ttft_s is not None and predicted_ttft_s > 0:
             self._ttft_ratio(service_class).observe(ttft_s / predicted_ttft_s)
         if failed:
-            missed: tuple[str, ...] = ("failed",)
-        elif ttft_s is not None:
-            missed = clock.missed(now_s)
-        else:
-            waited_s = now_s - clock.arrival_s
+            missed = ("failed",)
+        elif ttft_s is None:
             due_s = {"ttft": slo.columns[0], "e2e": slo.columns[2]}
-            missed = tuple([name for name in due_s if waited_s > due_s[name]])
+            missed = tuple([name for name in due_s if figures.age_s > due_s[name]])
             if not missed:
                 return None
         outcome = "missed" if missed else "kept"
@@ -340,139 +467,38 @@ class UsageMetrics:
         observe: Callable[[float], None] = self._gap_s(service_class).observe
         return observe
 
-    def ended(
-        self,
-        call: Call,
-        clock: TokenClock,
-        error: str,
-        now_s: float,
-        tail: ResponseTail | None = None,
-        cached_tokens: int = 0,
-        queued_s: float | None = None,
-    ) -> None:
-        """Count a request that ended.
-
-        The tokens of a response that broke off or was not read to its end are those that were
-        sent.
-
-        Args:
-            clock: what was seen of its tokens.
-            error: name of its outcome, from a bounded set; empty where it was served.
-            tail: of its response, if that ended by itself.
-            cached_tokens: of its prompt.
-            queued_s: from its arrival to its first batch, if the engine reports it.
-        """
-        if not call.scheduled:
-            return
-        service_class = call.slo.service_class
-        generated = clock.tokens if tail is None else tail.output_tokens
-        if call.endpoint in POOLING:
-            generated = 0  # the engine counts a vector or a score as a token
-        counts = {"generated": generated}
-        if tail is not None:
-            counts |= {"prompt": tail.prompt_tokens, "cached": cached_tokens}
-            if queued_s is not None:
-                self._queue_s(service_class).observe(queued_s)
-        client = self._clients.label(call.client.name)
-        for name, count in counts.items():
+    def ended(self, call: Call, figures: RequestFigures, client: str) -> None:
+        """Count a scheduled request that ended; ``client``: its label."""
+        service_class = figures.slo.service_class
+        # The engine counts a vector or a score as a token.
+        generated = 0 if call.endpoint in POOLING else figures.generated
+        if figures.queued_s is not None and figures.prompt is not None:
+            self._queue_s(service_class).observe(figures.queued_s)
+        counts = (
+            ("generated", generated), ("prompt", figures.prompt), ("cached", figures.cached)
+        )  # fmt: skip
+        for name, count in counts:
             if count:
                 self._tokens(service_class, name).inc(count)
                 self._client_tokens(client, name).inc(count)
         operation = (OPERATIONS[call.endpoint], PROVIDER, self._models.label(call.model or ""))
-        took_s = now_s - call.received_s
-        self._duration_s(*operation, error).observe(took_s)
+        error = "" if figures.outcome is Outcome.OK else figures.outcome.value
+        self._duration_s(*operation, error).observe(figures.age_s)
         if error:
             return
-        self._e2e_s(service_class).observe(took_s)
-        for name, count in (("input", counts.get("prompt", 0)), ("output", generated)):
+        self._e2e_s(service_class).observe(figures.age_s)
+        for name, count in (("input", figures.prompt), ("output", generated)):
             if count:
                 self._token_usage(*operation, name).observe(count)
-        if clock.ttft_s is not None:
-            self._first_token_s(*operation).observe(clock.ttft_s)
-        if clock.mean_tpot_s is not None:
-            self._output_token_s(*operation).observe(clock.mean_tpot_s)
+        if figures.ttft_s is not None:
+            self._first_token_s(*operation).observe(figures.ttft_s)
+        if figures.mean_tpot_s is not None:
+            self._output_token_s(*operation).observe(figures.mean_tpot_s)
 
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 10, 30, 60, 300)
 TPOT_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 5)
 DECISION_BUCKETS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1)
-
-
-class Outcome(enum.StrEnum):
-    """How a request ended."""
-
-    OK = "ok"
-    CLIENT_ERROR = "client_error"
-    """The client's mistake: a 4xx of the router or of the engine."""
-    REFUSED = "refused"
-    """No capacity, no guarantee or no replica: a 429 or 503 before anything was served."""
-    FAILED = "failed"
-    """A failure of a replica or the router: a 5xx, or an error event in a stream."""
-    CANCELLED = "cancelled"
-    """The client left."""
-
-    @classmethod
-    def of_status(cls, status: int) -> Outcome:
-        """The outcome of a request that was answered with this status."""
-        if status < 400:
-            return cls.OK
-        if status in (429, 503):
-            return cls.REFUSED
-        return cls.CLIENT_ERROR if status < 500 else cls.FAILED
-
-    @property
-    def error(self) -> str:
-        """The kind of error: its name, or empty if the request was served."""
-        return "" if self is Outcome.OK else self.value
-
-
-class Fallback(enum.StrEnum):
-    """Why a request followed Serve's own balancing and not the controller's decision."""
-
-    NO_ANSWER = "no_answer"
-    """The controller did not answer in time."""
-    NO_DECISION = "no_decision"
-    """The controller knows no replica, as just after its restart."""
-    REPEATED = "repeated"
-    """It chose a replica that had just failed this request."""
-    MOVED = "moved"
-    """Serve did not know the chosen replica, or that one was full."""
-
-
-class Way(enum.StrEnum):
-    """How a call is sent to a replica."""
-
-    CONNECTION = "connection"
-    """Over the router's own connection to it."""
-    HANDLE = "handle"
-    """Over Serve's handle."""
-
-
-class StreamWay(enum.StrEnum):
-    """How an event stream is sent from its replica to the client."""
-
-    DIRECT = "direct"
-    """The client's Envoy fetches it from the replica."""
-    ROUTER = "router"
-    """Through the router's process."""
-
-
-class Phase(enum.StrEnum):
-    """A phase of a request that a P/D pair serves."""
-
-    PREFILL = "prefill"
-    """Until the prompt is computed, transport and queueing included."""
-    TRANSFER = "transfer"
-    """From then to the first token."""
-
-
-class MoveReason(enum.StrEnum):
-    """Why a running stream moved to another replica."""
-
-    LEAVING = "leaving"
-    """Its replica is drained, or about to stop."""
-    LATE = "late"
-    """It was guaranteed, and predicted to miss the pace of its objective there."""
 
 
 class RouterMetrics:
@@ -644,36 +670,30 @@ class RouterMetrics:
         self._requests(NO_CLASS, outcome.value, endpoint).inc()
         self._by_client(self._clients.label(client.name), outcome.value).inc()
 
-    def ended(
-        self,
-        endpoint: Endpoint,
-        clock: TokenClock,
-        outcome: Outcome,
-        now_s: float,
-        client: Client = ANYONE,
-    ) -> None:
-        """Count a request that ended, with the times in ``clock``."""
-        slo = clock.slo
-        self._requests(slo.service_class, outcome.value, endpoint).inc()
-        self._by_client(self._clients.label(client.name), outcome.value).inc()
-        if clock.tpot_s is not None:
-            self._tpot(slo.service_class).observe(clock.tpot_s)
+    def ended(self, call: Call, figures: RequestFigures) -> None:
+        """Count a request that ended, and whose class is known."""
+        slo, outcome, client = figures.slo, figures.outcome, self._clients.label(call.client.name)
+        self._requests(slo.service_class, outcome.value, call.endpoint).inc()
+        self._by_client(client, outcome.value).inc()
+        for field in call.clamped:
+            self.admission.clamped(client, field).inc()
+        if call.scheduled:
+            self.usage.ended(call, figures, client)
+        if figures.tpot_s is not None:
+            self._tpot(slo.service_class).observe(figures.tpot_s)
         if outcome in (Outcome.CANCELLED, Outcome.CLIENT_ERROR):
             return
-        worth = (slo.service_class, str(slo.priority))
-        earned = clock.earned
-        self._count_gain(self._gain, worth, earned.first, earned.later)
-        self._count_gain(self._ideal_gain, worth, earned.first_ideal, earned.later_ideal)
+        worth, earned = (slo.service_class, str(slo.priority)), figures.earned
+        for counter, first, later in (
+            (self._gain, earned.first, earned.later),
+            (self._ideal_gain, earned.first_ideal, earned.later_ideal),
+        ):
+            weight = self._first_weights.get(slo.service_class)
+            if weight is not None:
+                first, later = 0.0, later + weight * first
+            counter(*worth, "first").inc(first)
+            counter(*worth, "later").inc(later)
         if slo.stated:
             self._slo_requests(*worth).inc()
-            if outcome is Outcome.OK and clock.attained(now_s):
+            if outcome is Outcome.OK and not figures.missed:
                 self._attained(*worth).inc()
-
-    def _count_gain(
-        self, counter: Callable[..., Counter], worth: tuple[str, str], first: float, later: float
-    ) -> None:
-        weight = self._first_weights.get(worth[0])
-        if weight is not None:
-            first, later = 0.0, later + weight * first
-        counter(*worth, "first").inc(first)
-        counter(*worth, "later").inc(later)

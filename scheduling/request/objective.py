@@ -62,13 +62,13 @@ class TPOTAnchor(enum.StrEnum):
 class TPOTMeter:
     """The TPOT of one stream by one anchor, as its tokens leave. ``O(1)`` amortised per group."""
 
-    __slots__ = ("_anchor", "_ends", "_worst_s", "first_s", "last_s", "tokens")
+    __slots__ = ("_ends", "_tpot_anchor", "_worst_s", "first_token_s", "last_token_s", "tokens")
 
     def __init__(self, anchor: TPOTAnchor) -> None:
-        self._anchor = anchor
+        self._tpot_anchor = anchor
         self.tokens = 0
-        self.first_s: float | None = None
-        self.last_s: float | None = None
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
         self._worst_s: float | None = None
         # Tokens until the end of a group, and its time; the last group may still grow.
         self._ends: deque[tuple[int, float]] = deque()
@@ -78,33 +78,33 @@ class TPOTMeter:
         that."""
         if tokens <= 0:
             return
-        if self.first_s is None or self.last_s is None:
-            self.first_s = self.last_s = now_s
-        now_s = max(now_s, self.last_s)
-        if self._anchor is TPOTAnchor.RUNNING_MAX and self.tokens:
-            self._note((now_s - self.first_s) / self.tokens)
+        if self.first_token_s is None or self.last_token_s is None:
+            self.first_token_s = self.last_token_s = now_s
+        now_s = max(now_s, self.last_token_s)
+        if self._tpot_anchor is TPOTAnchor.RUNNING_MAX and self.tokens:
+            self._note((now_s - self.first_token_s) / self.tokens)
         self.tokens += tokens
-        if self._anchor is TPOTAnchor.WINDOW:
+        if self._tpot_anchor is TPOTAnchor.WINDOW:
             self._group(now_s)
-        self.last_s = now_s
+        self.last_token_s = now_s
 
     @property
-    def mean_s(self) -> float | None:
+    def mean_tpot_s(self) -> float | None:
         """Mean time per token after the first; ``None`` with fewer than two tokens."""
-        if self.tokens < 2 or self.first_s is None or self.last_s is None:
+        if self.tokens < 2 or self.first_token_s is None or self.last_token_s is None:
             return None
-        return (self.last_s - self.first_s) / (self.tokens - 1)
+        return (self.last_token_s - self.first_token_s) / (self.tokens - 1)
 
     @property
     def tpot_s(self) -> float | None:
         """TPOT by the anchor so far; ``None`` with fewer than two tokens."""
-        if self.tokens < 2 or self._anchor is TPOTAnchor.MEAN:
-            return self.mean_s
+        if self.tokens < 2 or self._tpot_anchor is TPOTAnchor.MEAN:
+            return self.mean_tpot_s
         found = [worst for worst in (self._worst_s, self._window_s()) if worst is not None]
         if found:
             return max(found)
         # No window yet, or all tokens were in the first group.
-        return self.mean_s
+        return self.mean_tpot_s
 
     def _note(self, pace_s: float) -> None:
         if self._worst_s is None or pace_s > self._worst_s:
@@ -350,18 +350,14 @@ class EarnedGain:
     later_ideal: float = 0.0
 
 
-class TokenClock:
+_EVEN_WEIGHTS: Final = GainWeights()
+
+
+class TokenClock(TPOTMeter):
     """Follows one request's emissions against its objective: TTFT, TPOT, gain and attainment.
     ``O(1)`` per token and in memory."""
 
-    __slots__ = (
-        "_anchor",
-        "_meter",
-        "_weights",
-        "arrival_s",
-        "earned",
-        "slo",
-    )
+    __slots__ = ("_anchor", "_weights", "arrival_s", "earned", "slo")
 
     def __init__(
         self,
@@ -371,12 +367,12 @@ class TokenClock:
         anchor: Anchor = Anchor.ENVELOPE,
         earned: EarnedGain | None = None,
     ) -> None:
+        super().__init__(slo.tpot_anchor)
         self.slo = slo
         self.arrival_s = arrival_s
         self.earned = earned or EarnedGain()
-        self._weights = weights or GainWeights()
-        self._anchor = anchor
-        self._meter = TPOTMeter(slo.tpot_anchor)
+        self._weights = weights or _EVEN_WEIGHTS
+        self._anchor = _ANCHOR_CODES[anchor]
 
     def emit(self, tokens: int, now_s: float, reasoned: int = 0) -> None:
         """Count ``tokens`` (>= 0) that left at ``now_s``; after ``reasoned`` of them the reasoning
@@ -384,27 +380,26 @@ class TokenClock:
 
         Several tokens at once each have the deadline of their position in the output; with
         :attr:`Anchor.LAST_TOKEN` a group has one TPOT for each of its tokens."""
-        last_s, before = self.last_token_s, self.tokens
-        if last_s is not None and self.slo.tpot_s is not None:
-            last_s += (tokens - 1) * self.slo.tpot_s
-        self._meter.emit(tokens, now_s)
-        for token in range(before + 1, self.tokens + 1):
-            due_s = self.slo.deadline_s(
-                token, self.arrival_s, self.first_token_s, self._anchor, last_s
+        last_s, before, slo, earned = self.last_token_s, self.tokens, self.slo, self.earned
+        if last_s is not None and slo.tpot_s is not None:
+            last_s += (tokens - 1) * slo.tpot_s
+        super().emit(tokens, now_s)
+        ttft_s, tpot_s, e2e_s, priority = slo.columns
+        first_s = nan if self.first_token_s is None else self.first_token_s
+        for emitted in range(before, self.tokens):
+            due_s = next_due_s(
+                *(emitted, self.arrival_s, ttft_s, tpot_s, e2e_s, first_s),
+                *(nan if last_s is None else last_s, self._anchor),
             )
-            self._earn(token == 1, now_s < due_s)
             last_s = now_s if last_s is None else last_s
-
-    def _earn(self, first: bool, in_time: bool) -> None:
-        earned, priority = self.earned, self.slo.priority
-        if first:
-            weight = self._weights.first * priority
-            earned.first_ideal += weight
-            earned.first += weight if in_time else 0.0
-        else:
-            weight = self._weights.later * priority
-            earned.later_ideal += weight
-            earned.later += weight if in_time else 0.0
+            if emitted == 0:
+                weight = self._weights.first * priority
+                earned.first_ideal += weight
+                earned.first += weight if now_s < due_s else 0.0
+            else:
+                weight = self._weights.later * priority
+                earned.later_ideal += weight
+                earned.later += weight if now_s < due_s else 0.0
 
     def rest(self, tokens: int, now_s: float) -> SLO:
         """The objective of what is left when another engine continues at ``now_s`` after ``tokens``
@@ -426,34 +421,9 @@ class TokenClock:
         return self.earned.first_ideal + self.earned.later_ideal
 
     @property
-    def tokens(self) -> int:
-        """How many have left."""
-        return self._meter.tokens
-
-    @property
-    def first_token_s(self) -> float | None:
-        """When the first one left, or ``None`` before."""
-        return self._meter.first_s
-
-    @property
-    def last_token_s(self) -> float | None:
-        """When the last one left, or ``None`` before the first."""
-        return self._meter.last_s
-
-    @property
     def ttft_s(self) -> float | None:
         """Arrival to first token, or ``None`` before it."""
         return None if self.first_token_s is None else self.first_token_s - self.arrival_s
-
-    @property
-    def mean_tpot_s(self) -> float | None:
-        """Mean time per token after the first, or ``None`` with fewer than two tokens."""
-        return self._meter.mean_s
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Time per token by :attr:`SLO.tpot_anchor`, or ``None`` with fewer than two tokens."""
-        return self._meter.tpot_s
 
     def e2e_s(self, finished_s: float) -> float:
         """Arrival to end at ``finished_s``, or to a last token that an engine's clock puts
@@ -512,7 +482,7 @@ class StageClock(TokenClock):
         """Count ``tokens`` (>= 0) that left at ``now_s``, ``reasoned`` of them by the end of the
         reasoning."""
         last_s = self.last_token_s
-        self._meter.emit(tokens, now_s)
+        TPOTMeter.emit(self, tokens, now_s)
         now_s = now_s if last_s is None else max(now_s, last_s)
         begun = self._position.number
         parts = self._position.emit(tokens, reasoned)

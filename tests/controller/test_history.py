@@ -15,7 +15,7 @@ from sluice.controller.observability.history import History
 from sluice.controller.observability.metrics import samples_of
 from sluice.controller.observability.metrics_hub import MetricsHub
 from sluice.protocol.requests import ResponseTail
-from sluice.router.metrics.instruments import Outcome, RouterMetrics
+from sluice.router.metrics.instruments import Outcome, RequestFigures, RouterMetrics
 from sluice.router.tenancy.limits import ANYONE
 from sluice.scheduling.batching import make_policy
 from sluice.scheduling.request.objective import SLO, GainWeights, TokenClock
@@ -85,6 +85,7 @@ def call_of(arrival: Arrival) -> Any:
         client=ANYONE,
         model="local",
         received_s=arrival.arrival_s,
+        clamped={},
     )
 
 
@@ -143,9 +144,9 @@ def test_the_gain_is_that_of_the_simulator_on_the_same_requests(first_weight: fl
         times = requests.emitted_s[requests.offsets[key] : requests.offsets[key + 1]]
         for time_s in times:
             clock.emit(1, float(time_s))
-        metrics.ended("chat", clock, Outcome.OK, float(times[-1]))
         tail = ResponseTail(prompt_tokens=arrival.prompt_tokens, output_tokens=len(times))
-        metrics.usage.ended(call_of(arrival), clock, "", float(times[-1]), tail)
+        figures = RequestFigures.of(clock, Outcome.OK, float(times[-1]), tail)
+        metrics.ended(call_of(arrival), figures)
     side.push_registry("r", metrics.registry, 10)
     weights = None if first_weight is None else GainWeights(first_weight, 1.0)
     expected = deadline_gain(requests, stages(requests), weights).ratio

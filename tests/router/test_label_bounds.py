@@ -24,9 +24,12 @@ from sluice.router.metrics.instruments import (
     OTHERS,
     PROVIDER,
     Outcome,
+    RequestFigures,
     RouterMetrics,
 )
 from sluice.router.request.arrival import INFERENCE_PATHS
+from sluice.router.request.call import Call
+from sluice.router.request.prompt import PromptSize
 from sluice.router.tenancy.limits import UNNAMED, Client
 from sluice.scheduling.request.objective import MAX_PRIORITY, SLO, TokenClock
 from tests.controller.fleet import Clock, hello
@@ -44,9 +47,10 @@ def test_only_the_first_thousand_names_of_clients_have_series_of_their_own() -> 
 
     def serve_one(name: str) -> None:
         for outcome in Outcome:
-            clock = TokenClock(SLO(), 0.0)
-            metrics.ended("chat", clock, outcome, 1.0, Client(name))
-        metrics.admission.clamped(name, fields)
+            figures = RequestFigures.of(TokenClock(SLO(), 0.0), outcome, 1.0)
+            client, clamped = Client(name), dict.fromkeys(fields, "1")
+            call = Call("", "chat", {}, SLO(), PromptSize(), 0.0, client=client, clamped=clamped)
+            metrics.ended(call, figures)
 
     for index in range(MAX_NAMES + 500):
         serve_one(f"team-{index}")
@@ -123,7 +127,7 @@ async def test_nothing_that_a_client_sends_makes_series_without_end() -> None:
         "gen_ai_provider_name": {PROVIDER},
         "gen_ai_token_type": {"input", "output"},
         "tokens": {"first", "later"},
-        "error_type": {each.error for each in Outcome},
+        "error_type": {"" if each is Outcome.OK else each.value for each in Outcome},
         "way": {"router"},
         "priority": {str(value) for value in range(1, MAX_PRIORITY + 1)},
         "endpoint": set(INFERENCE_PATHS.values()),

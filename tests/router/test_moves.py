@@ -10,7 +10,7 @@ import pytest
 from sluice.protocol.messages import MAX_WAITS, FirstTokenWait
 from sluice.protocol.requests import EngineRequest, request_key
 from sluice.router.config import RouterConfig
-from sluice.router.dispatch.attempt import Answer, Attempt, Case
+from sluice.router.dispatch.attempt import Answer, Attempt, Case, OpenAttempts
 from sluice.router.dispatch.migrations import Moves
 from sluice.router.errors import Reason
 from sluice.router.request.call import Call
@@ -219,14 +219,15 @@ async def test_others_than_promised_first_tokens_of_one_replica_do_not_move(
 
 
 def test_a_bounded_number_is_asked_about_those_due_soonest_first() -> None:
-    moves = Moves(FarController(), None, lambda: 10.0)  # type: ignore[arg-type]
+    open_: OpenAttempts = {}
+    moves = Moves(open_, FarController(), None, lambda: 10.0)  # type: ignore[arg-type]
 
     def watched(name: str, ttft_s: float) -> Attempt:
         slo = SLO(ttft_s)
         call = Call(name, "chat", {}, slo, PromptSize(1, 1), 7.0)
         request = EngineRequest(name, "chat", {}, slo, promised=True)
         attempt = Attempt(request, promise("r0"), "mixed", NoItems())
-        moves.watch(attempt, Answer(call, Case(), TokenClock(call.slo, 0.0)))
+        open_[attempt] = Answer(call, Case(), TokenClock(call.slo, 0.0))
         return attempt
 
     attempts = [watched(str(number), 5.0 + number % 300) for number in range(MAX_WAITS + 10)]
@@ -235,6 +236,5 @@ def test_a_bounded_number_is_asked_about_those_due_soonest_first() -> None:
     assert len(found) == MAX_WAITS
     assert found[0] == FirstTokenWait(attempts[0].key, "r0", 5.0, 3.0)
     assert [wait.ttft_s for wait in found] == sorted(wait.ttft_s for wait in found)
-    for attempt in attempts:
-        moves.forget(attempt)
+    open_.clear()
     assert moves.waits() == ()

@@ -17,7 +17,7 @@ from sluice.deploy.ray_start import free_port
 from sluice.protocol.messages import RequestEnding, TroubleNotice
 from sluice.router.admin.api import AdminService
 from sluice.router.config import RouterConfig
-from sluice.router.metrics.instruments import Outcome
+from sluice.router.metrics.instruments import Outcome, RequestFigures
 from sluice.router.request.call import Call
 from sluice.router.request.prompt import PromptSize
 from sluice.scheduling.fleet.breaker import FAILURES, Trouble
@@ -147,10 +147,9 @@ class Site:
             clock.emit(1, first_s + 0.02 * token)
         metrics.first_token(name, first_s)
         metrics.admission.admitted(name, Tier.GUARANTEED if slo.stated else Tier.BEST_EFFORT)
-        metrics.ended("chat", clock, Outcome.OK, first_s + 0.1)
-        metrics.admission.ended(clock, 0.2, failed=False, now_s=first_s + 0.1)
-        call = Call("", "chat", {"model": "m"}, slo, PromptSize(), 0.0)
-        metrics.usage.ended(call, clock, "", first_s + 0.1)
+        figures = RequestFigures.of(clock, Outcome.OK, first_s + 0.1)
+        metrics.ended(Call("", "chat", {"model": "m"}, slo, PromptSize(), 0.0), figures)
+        metrics.admission.ended(figures, 0.2, failed=False)
 
 
 @pytest.fixture(scope="module")

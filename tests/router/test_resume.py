@@ -401,17 +401,17 @@ def test_a_transcript_starts_anew_while_nothing_was_sent() -> None:
     transcript = Transcript()
     assert transcript.begin("a") is None
     (silent,) = chunks((b"", [5]))
-    assert transcript.take(silent) == Piece(b"", 1)
+    assert transcript.take(silent) == (b"", 1, 0)
     assert transcript.begin("b") is None
     (first, second) = chunks((b'{"created":11}', [5]), (b'{"created":11} x', [6, 7]))
-    assert transcript.take(first) == Piece(first.data, 1)
-    assert transcript.take(second) == Piece(second.data, 2)
+    assert transcript.take(first) == (first.data, 1, 0)
+    assert transcript.take(second) == (second.data, 2, 0)
     resume = transcript.begin("c")
     assert resume is not None
     assert resume == ((5, 6, 7), (1, 2), "b")
     again = chunks(
         (b'{"created":12}', [5]), (b'{"created":12} x', [6, 7]), (b'{"created":12}', [8])
     )
-    assert transcript.take(again[0]) == transcript.take(again[1]) == Piece(b"", 0)
+    assert transcript.take(again[0]) == transcript.take(again[1]) == (b"", 0, 0)
     assert transcript.repeated
-    assert transcript.take(again[2]) == Piece(b'{"created":11}', 1), "one date in all events"
+    assert transcript.take(again[2]) == (b'{"created":11}', 1, 0), "one date in all events"

@@ -23,7 +23,7 @@ from sluice.protocol.requests import (
     request_key,
 )
 from sluice.router.config import RetryBudgetConfig, RouterConfig
-from sluice.router.dispatch.attempt import Attempt
+from sluice.router.dispatch.attempt import Answer, Attempt, OpenAttempts
 from sluice.router.dispatch.retries import RetryBudget
 from sluice.router.dispatch.stall_detector import (
     ANSWER_S,
@@ -436,10 +436,24 @@ class Silence:
         pass
 
 
-def detector(script: Script) -> StallDetector:
+class Watched(StallDetector):
+    """A detector, and the attempts that it watches."""
+
+    def __init__(self, script: Script, budget: RetryBudget, clock: Callable[[], float]) -> None:
+        self.attempts: OpenAttempts = {}
+        rest: Any = (script, script, budget, RouterMetrics(), AFTER_S, clock)
+        super().__init__(self.attempts, *rest)
+
+    def watch(self, attempt: Attempt, answer: Answer) -> None:
+        answer.alive_s = attempt.made_s
+        self.attempts[attempt] = answer
+        self.start()
+
+
+def detector(script: Script) -> Watched:
     clock = asyncio.get_running_loop().time
     budget = RetryBudget(RetryBudgetConfig(floor=1_000), clock)
-    return StallDetector(script, script, budget, RouterMetrics(), AFTER_S, clock)  # type: ignore[arg-type]
+    return Watched(script, budget, clock)
 
 
 def silent_at(place: str | None, stream: ReplicaStream | None = None, name: str = "r") -> Attempt:
@@ -591,10 +605,10 @@ async def test_a_question_names_a_bounded_number_of_requests_and_all_get_their_t
 @virtual
 async def test_who_is_given_up_and_cancelled_at_once_is_cancelled() -> None:
     attempt = silent_at("a")
-    assert not attempt.give_up(ReplicaFailedError(Reason.REPLICA_FAILED, "too early"))
+    assert not attempt.abandon(ReplicaFailedError(Reason.REPLICA_FAILED, "too early"))
     task = asyncio.create_task(attempt.begin())
     await asyncio.sleep(1)
-    assert attempt.give_up(ReplicaFailedError(Reason.REPLICA_FAILED, "in time"))
+    assert attempt.abandon(ReplicaFailedError(Reason.REPLICA_FAILED, "in time"))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

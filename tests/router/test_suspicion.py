@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from typing import Any
 
 import grpc
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from sluice.protocol.requests import EngineRequest, ResponseHead, ResponseItem
 from sluice.router.config import RetryBudgetConfig, RouterConfig
-from sluice.router.dispatch.attempt import Attempt, Case
+from sluice.router.dispatch.attempt import Answer, Attempt, Case, OpenAttempts
 from sluice.router.dispatch.suspicion import (
     CLEARED_S,
     FEW,
@@ -30,7 +31,7 @@ from sluice.router.request.validation import is_structured
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.serve.replicas import failure_of
 from sluice.router.tenancy.limits import Client
-from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.objective import SLO, TokenClock
 from tests.router.far_side import Behaviour, Clock, FarSide, NoItems, attempt_at, serve
 from tests.router.test_resume import DIED
 from tests.router.test_stall_detector import CHAT, edge, says_so, virtual
@@ -53,12 +54,13 @@ class Fleet:
 
     def __init__(self) -> None:
         self.clock = Clock()
-        self.suspicion = Suspicion(RouterMetrics(), self.clock)
+        self.attempts: OpenAttempts = {}
+        self.suspicion = Suspicion(self.attempts, RouterMetrics(), self.clock)
 
     def send(self, case: Case, place: str, heard: bool = True, opened: bool = False) -> Attempt:
         attempt = attempt_at(place, NoItems(), self.clock)
         attempt.heard, attempt.opened = heard, opened
-        self.suspicion.sent(case, attempt)
+        self.attempts[attempt] = Answer(call(), case, TokenClock(SLO(), 0.0))
         return attempt
 
     def lose(
@@ -69,7 +71,9 @@ class Fleet:
         failure: ReplicaFailedError = DIED,
     ) -> bool:
         """Whether the call is blamed."""
-        return self.suspicion.judge(call, case, attempt, failure) is not None
+        blamed = self.suspicion.judge(call, case, attempt, failure) is not None
+        del self.attempts[attempt]
+        return blamed
 
 
 def test_the_second_loss_ends_a_request_and_its_repeats_are_refused() -> None:
@@ -183,12 +187,12 @@ def test_what_is_remembered_is_bounded() -> None:
 
 @virtual
 async def test_suspects_begin_one_after_the_other_and_wait_for_a_while_at_most() -> None:
-    suspicion = Suspicion(RouterMetrics(), asyncio.get_running_loop().time)
+    suspicion = Suspicion({}, RouterMetrics(), asyncio.get_running_loop().time)
     begun: list[tuple[str, float]] = []
     now_s = asyncio.get_running_loop().time
 
     async def attempt(name: str, place: str, suspected: bool, lasts_s: float) -> None:
-        async with suspicion.trial(Case(suspected), place):
+        async with suspicion.trial(place) if suspected else nullcontext():
             begun.append((name, round(now_s() - start_s, 3)))
             await asyncio.sleep(lasts_s)
 

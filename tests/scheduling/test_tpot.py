@@ -96,7 +96,7 @@ def test_times_of_two_clocks_do_not_run_backwards() -> None:
         meter = TPOTMeter(anchor)
         meter.emit(1, 5.0)
         meter.emit(1, 4.0)
-        assert (meter.tpot_s, meter.last_s) == (0.0, 5.0)
+        assert (meter.tpot_s, meter.last_token_s) == (0.0, 5.0)
 
 
 @given(chunks=groups, anchor=st.sampled_from(TPOTAnchor), split=st.booleans())
