@@ -53,24 +53,15 @@ def names_of(replica_id: str, ranks: int) -> list[str]:
 
 
 class Ranks:
-    """The ranks of one replica.
-
-    Args:
-        replica_id: Serve's name of the replica.
-        replicas: its ranks in order, at least one. The first one launches the engine of all: it is
-            started first, and stopped last.
-    """
+    """The ranks of one replica. ``replicas``: its ranks in order, at least one. The first one
+    launches the engine of all: it is started first, and stopped last."""
 
     def __init__(self, replica_id: str, replicas: Sequence[Replica]) -> None:
         self.replica_id = replica_id
         self.replicas = replicas
 
     async def start(self) -> None:
-        """Start every rank.
-
-        Raises:
-            EngineDeadError: an engine could not start.
-        """
+        """Start every rank. Raises EngineDeadError: an engine could not start."""
         for each in self.replicas:
             await each.start()
 
@@ -125,11 +116,8 @@ class Ranks:
         return Progress(self.replica_id, hung, tuple(sorted(unknown)))
 
     async def check_health(self) -> None:
-        """Return if every rank may serve.
-
-        Raises:
-            EngineDeadError: an engine is dead, or has been stalled for too long.
-        """
+        """Return if every rank may serve. Raises EngineDeadError: an engine is dead, or has been
+        stalled for too long."""
         for each in self.replicas:
             await each.check_health()
 
@@ -143,11 +131,8 @@ class Ranks:
             await each.stop()
 
     def snapshot(self) -> dict[str, Any]:
-        """The state as plain data: that of the first rank, and ``ranks`` with those of all.
-
-        Raises:
-            RuntimeError: an engine is gone.
-        """
+        """The state as plain data: that of the first rank, and ``ranks`` with those of all. Raises
+        RuntimeError: an engine is gone."""
         found = [each.snapshot() for each in self.replicas]
         return found[0] | {
             "live_requests": sum(each["live_requests"] for each in found),
@@ -155,15 +140,9 @@ class Ranks:
         }
 
 
-# The configured number of replicas, as Serve announces it to a replica.
-#
-# The number is not a constructor argument of a replica: it may change while the replica runs.
-# Serve does not announce a change to replicas, only to holders of a handle to the deployment, by a
-# long poll. So the replica uses that long poll.
-
-
 class ConfiguredReplicas:
-    """The min number of replicas: the configured number, or ``min_replicas`` of autoscaling."""
+    """The min number of replicas: the configured number, or ``min_replicas`` of autoscaling. It
+    may change while a replica runs, and Serve announces that only by the long poll of handles."""
 
     def __init__(self) -> None:
         self._number: int | None = None
@@ -175,11 +154,8 @@ class ConfiguredReplicas:
         return self._number
 
     def start(self, deployment: DeploymentID) -> None:
-        """Start the long poll on the running event loop.
-
-        Raises:
-            ValueError: Serve is not running.
-        """
+        """Start the long poll on the running event loop. Raises ValueError: Serve is not
+        running."""
         self._client = LongPollClient(
             ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE),
             {(LongPollNamespace.DEPLOYMENT_CONFIG, deployment): self.hear},
@@ -206,23 +182,13 @@ LOAD_REPORTERS = 3
 
 
 class ReplicaServer:
-    """One replica in Serve. The application builder makes a deployment of it.
-
-    Reports, responses and the request router all identify it by its Serve replica's unique id.
-
-    Args:
-        engine: which engine, with which policy.
-        replica: limits and periods.
-        controller: how to create the controller if there is none.
-        key: of its model, if the application has several models; see :func:`fleet_name`.
-        telemetry: logging and tracing.
-        role: which phases of a request it serves.
+    """One replica in Serve, which reports, responses and the request router identify by its Serve
+    replica's unique id. ``key`` is of its model, if the application has several.
 
     Raises:
         ValueError: tracing is configured, and OpenTelemetry is not installed.
         ConfigurationError: the engine cannot run with its configuration.
-        EngineDeadError: the engine could not start.
-    """
+        EngineDeadError: the engine could not start."""
 
     async def __init__(  # type: ignore[misc]
         self,
@@ -288,12 +254,8 @@ class ReplicaServer:
     async def generate(
         self, request: EngineRequest, _target: str | None = None
     ) -> AsyncGenerator[list[ResponseItem], None]:
-        """Serve one request; see :meth:`Ranks.generate`. ``_target`` is the
-        request router's hint.
-
-        Raises:
-            EngineDeadError: the engine died.
-        """
+        """Serve one request; see :meth:`Ranks.generate`. ``_target`` is the request router's hint.
+        Raises EngineDeadError: the engine died."""
         async with aclosing(self._ranks.generate(request, _target)) as batches:
             async for batch in batches:
                 yield batch
@@ -323,13 +285,11 @@ class ReplicaServer:
         await self._ranks.abort(request_id)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """The total load of all replicas of this one's pool, as the controller knows it: the fields
-        of :class:`~sluice.scheduling.autoscaling.Load`. With autoscaling, Serve calls this
-        periodically and passes it to the policy.
+        """Called by Serve, for its autoscaling policy: the total load of this replica's pool as the
+        controller knows it, the fields of :class:`~sluice.scheduling.autoscaling.Load`.
 
-        Only the first few replicas report it, as all would report the same. While the controller
-        does not answer no replica does, and the number of replicas stays unchanged.
-        """
+        Only the first few replicas report it, as all would report the same; none while the
+        controller does not answer, so the number of replicas stays unchanged."""
         rank = serve.get_replica_context().rank
         if rank is not None and rank.rank >= LOAD_REPORTERS:
             return {}
@@ -342,11 +302,8 @@ class ReplicaServer:
         return self._ranks.snapshot()
 
     async def check_health(self) -> None:
-        """Health check; Serve replaces this replica if it raises.
-
-        Raises:
-            EngineDeadError: the engine is dead, or has been stalled for too long.
-        """
+        """Health check; Serve replaces this replica if it raises. Raises EngineDeadError: the
+        engine is dead, or has been stalled for too long."""
         await self._ranks.check_health()
 
     async def __del__(self) -> None:
@@ -380,20 +337,9 @@ def make_engines(
     traced: bool = False,
     role: Role = "mixed",
 ) -> list[Engine]:
-    """The engines that ``config`` asks for, one for each rank of data parallelism.
-
-    Args:
-        config: which engines.
-        replica_id: Serve's name of the replica.
-        max_live_requests: of each.
-        rank: numbers the replicas of a host, for pinning.
-        traced: record the times that spans need.
-        role: of the replica.
-
-    Raises:
-        ValueError: a configured latency profile is invalid.
-        OSError: the profile cannot be read, or the batch log cannot be written.
-    """
+    """The engines that ``config`` asks for, one for each rank of data parallelism. ``rank``:
+    numbers the replicas of a host, for pinning. Raises ValueError: a configured latency profile is
+    invalid. Raises OSError: the profile cannot be read, or the batch log cannot be written."""
     number = ranks(config.vllm_args)
     if config.kind == "simulated":
         return [

@@ -69,11 +69,8 @@ def fault(engine: EngineConfig, role: Role, here: bool) -> str | None:
 
 def _look_up(arguments: Any, vllm_config: Any) -> None:
     """Find what is configured by name, as the engine does once it loads. What this version of vLLM
-    looks up in another place is left to the start.
-
-    Raises:
-        ValueError: there is nothing of such a name.
-    """
+    looks up in another place is left to the start. Raises ValueError: there is nothing of such a
+    name."""
     resolve = "utils.import_utils:resolve_obj_by_qualname"
     lookups = [
         ("load-format", "model_executor.model_loader:get_model_loader", vllm_config.load_config),

@@ -52,16 +52,8 @@ async def status_of(response: AsyncIterator[ResponseItem]) -> tuple[int, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Constants of a running engine.
-
-    Attributes:
-        model: model name in requests. policy: name of the batch policy.
-        max_model_tokens: max prompt + output. max_batch_tokens: max new tokens of a batch.
-        max_sequences: max running sequences. kv_blocks: total KV blocks.
-        block_tokens: tokens per block. profile: the latency model it plans with.
-        preempts: it suspends a running prefill for a more urgent one.
-        policy_options: of the batch policy, with defaults and with what the replica's role decides.
-    """
+    """Constants of a running engine. ``policy_options`` have defaults and what the replica's role
+    decides; ``preempts``: it suspends a running prefill for a more urgent one."""
 
     model: str
     policy: str
@@ -88,12 +80,9 @@ class Engine(Protocol):
     def generate(self, request: EngineRequest) -> AsyncIterator[ResponseItem]:
         """Serve one request: a head, chunks, and a tail unless the response was cut short.
 
-        Closing or cancelling the iterator aborts the request in the engine. A client's mistake is
-        a head with a 4xx status and an OpenAI error body, not an exception.
-
-        Raises:
-            EngineDeadError: the engine died; items sent before stay valid.
-        """
+        Closing or cancelling the iterator aborts the request in the engine. A client's mistake is a
+        head with a 4xx status and an OpenAI error body, not an exception. Raises EngineDeadError:
+        the engine died; items sent before stay valid."""
 
     async def abort(self, request_id: str) -> None:
         """Stop a request; unknown ids are ignored."""
@@ -120,11 +109,7 @@ class Engine(Protocol):
 
     async def check_health(self) -> None:
         """Return if the engine is alive. A stalled engine is alive: see
-        :class:`~sluice.replica.server.Watchdog`.
-
-        Raises:
-            EngineDeadError: it is dead.
-        """
+        :class:`~sluice.replica.server.Watchdog`. Raises EngineDeadError: it is dead."""
 
     async def drain(self) -> None:
         """Wait until no request is live. The caller refuses new ones."""
@@ -137,12 +122,8 @@ class Engine(Protocol):
 
 
 def check_resume(request: EngineRequest) -> None:
-    """Check the part of the response that a request to resume carries.
-
-    Raises:
-        RequestError: it is no stream with one prompt and one choice, or its token counts are
-            inconsistent.
-    """
+    """Check the part of the response that a request to resume carries. Raises RequestError: it is
+    no stream with one prompt and one choice, or its token counts are inconsistent."""
     resume = request.resume
     if resume is None:
         return
@@ -165,18 +146,13 @@ def check_resume(request: EngineRequest) -> None:
 # Checks of the KV transfer fields in requests.
 
 TRANSFER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
-"""Fields of vLLM's API that say where an engine fetches KV, or which KV it gives away. Only engines
-may set them: a client that could set them could make an engine connect anywhere, or take the prompt
-of another client."""
+"""vLLM's fields that say where an engine fetches KV, or which KV it gives away. A client that could
+set them could make an engine connect anywhere, or take the prompt of another client."""
 
 
 def check_transfer(request: EngineRequest) -> None:
-    """Check the KV transfer fields of a request.
-
-    Raises:
-        RequestError: it sets a field that only engines may set, or asks for KV but is not one
-            prompt with one answer.
-    """
+    """Check the KV transfer fields of a request. Raises RequestError: it sets a field that only
+    engines may set, or asks for KV but is not one prompt with one answer."""
     refuse_transfer_fields(request.body)
     if not request.prefill_only:
         if request.kv_of_request:
@@ -194,10 +170,7 @@ def check_transfer(request: EngineRequest) -> None:
 
 def refuse_transfer_fields(body: Mapping[str, Any]) -> None:
     """Refuse a client's body, or its extra arguments, that names KV to fetch or to give away.
-
-    Raises:
-        RequestError: it names such a field; the message says which.
-    """
+    Raises RequestError: it names such a field; the message says which."""
     for name in TRANSFER_FIELDS:
         if body.get(name) is not None:
             raise RequestError(f"{name} cannot be set by clients.", name)

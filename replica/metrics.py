@@ -154,9 +154,7 @@ class ReplicaCollector(Collector):
 
     Args:
         ranks: by the value of the label ``replica``: the replica, or each of its ranks.
-        configured: min number of replicas of its pool; ``None``: not known yet.
-        role: role of its pool.
-    """
+        configured: min number of replicas of its pool; ``None``: not known yet."""
 
     def __init__(
         self,

@@ -1,13 +1,9 @@
 """OpenAI requests and responses of the simulated engine; vLLM has its own.
 
 An output is always ``max_tokens`` long. The text is made of common words, chosen by the prompt, the
-choice and the position alone, so the same request gives the same text anywhere. Sampling parameters
-are checked as vLLM checks them; what the text could not obey is refused: stop strings, forced tool
-calls, schemas, biases, log probabilities.
-
-A prompt counts one token per four characters begun, and at least one; token ids count exactly. A
-chat's prompt is the text of its messages.
-"""
+choice and the position alone. Sampling parameters are checked as vLLM checks them; what the text
+could not obey is refused. A prompt counts one token per four characters begun, and at least one;
+token ids count exactly. A chat's prompt is the text of its messages."""
 
 from __future__ import annotations
 
@@ -148,11 +144,8 @@ class _Chat(_Common):
 
 
 def parse_call(endpoint: Endpoint, body: dict[str, Any], model: str, max_model_tokens: int) -> Call:
-    """Read a request body.
-
-    Raises:
-        RequestError: the body is invalid, asks for another model, or is too long for this one.
-    """
+    """Read a request body. Raises RequestError: the body is invalid, asks for another model, or is
+    too long for this one."""
     if endpoint not in ("chat", "completions"):
         raise RequestError(
             f"The simulated engine does not offer {endpoint}; it offers chat and completions.",
@@ -193,11 +186,7 @@ def parse_call(endpoint: Endpoint, body: dict[str, Any], model: str, max_model_t
 
 
 def _refuse_what_needs_a_model(parsed: _Common, body: dict[str, Any]) -> None:
-    """Refuse what the text would have to obey.
-
-    Raises:
-        RequestError: see :func:`parse_call`.
-    """
+    """Refuse what the text would have to obey. Raises RequestError: see :func:`parse_call`."""
     asked = [
         name
         for name in _NEEDS_A_MODEL

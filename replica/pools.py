@@ -182,11 +182,8 @@ class Pool(NamedTuple):
 
 def pools_of(engine: EngineConfig, replica: ReplicaConfig) -> tuple[Pool, ...]:
     """The pools that a model's two sections describe, by role in the order of :data:`ROLES`; one
-    mixed pool if they name none.
-
-    Raises:
-        pydantic.ValidationError: a pool is invalid; the message says where and why.
-    """
+    mixed pool if they name none. Raises pydantic.ValidationError: a pool is invalid; the message
+    says where and why."""
     if not replica.pools:
         shared = engine
         if replica.elastic and engine.transfer is None:

@@ -31,26 +31,17 @@ LOCK = ".private-folder-of-sluice"
 
 def make_private_dir(base: Path | None = None) -> Path:
     """A new folder that only this user can enter; see :func:`private_dir`. It counts as in use
-    until this process ends, and is the caller's to remove before that.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    until this process ends, and is the caller's to remove before that. Raises OSError: it cannot be
+    made."""
     return _make(base or _short_base())[0]
 
 
 @contextmanager
 def private_dir(base: Path | None = None) -> Iterator[Path]:
     """A new folder that only this user can enter, removed at the end of the block. Folders that
-    dead processes of this user have left in ``base`` are removed first.
-
-    Args:
-        base: the folder to make it in; default: the one for temporary files, with a path short
-            enough for sockets.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    dead processes of this user have left in ``base`` are removed first. ``base``: the folder to
+    make it in; default: the one for temporary files, with a path short enough for sockets. . Raises
+    OSError: it cannot be made."""
     directory, lock = _make(base or _short_base())
     try:
         yield directory

@@ -1,4 +1,4 @@
-"""Ends the processes of an engine when their parent process ends."""
+"""The processes of an engine: they end with their parent, and have CPU cores."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import multiprocessing
 import os
 import signal
 import sys
-
-# On which CPU cores an engine computes, where vLLM computes on CPUs.
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +44,12 @@ _ON_PARENTS_DEATH = 1
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Have the system kill this process when its parent ends, for whatever reason. ``parent`` is
-    its process id, by default the one that ``multiprocessing`` knows.
+    """Have Linux kill this process when its parent ends, for whatever reason. ``parent`` is its
+    process id, by default the one that ``multiprocessing`` knows; without one this does nothing.
 
-    vLLM's engine does not check for its parent, and its workers check only where they can: a worker
-    that waits for another worker, or for a GPU that does not answer, would keep the GPU from its
-    successor. This works on Linux only; on other systems, and without a known parent, it does
-    nothing. The parent must have made this process in a thread that lives as
-    long as the parent.
-    """
+    vLLM's workers check for their parent only where they can: a worker that waits for another one,
+    or for a GPU that does not answer, would keep the GPU from its successor. The parent must have
+    made this process in a thread that lives as long as the parent."""
     if parent is None:
         known = multiprocessing.parent_process()
         parent = None if known is None else known.pid
@@ -64,8 +59,6 @@ def end_with_parent(parent: int | None = None) -> None:
     if os.getppid() != parent:
         os._exit(1)  # the parent has ended already
 
-
-# What Sluice adds to each worker process of an engine that has several.
 
 EXTENSION = "sluice.replica.processes.WorkerExtension"
 """Its name for vLLM's argument ``worker-extension-cls``."""

@@ -1,7 +1,10 @@
-"""The latency model of an engine, measured when it starts: prompts of several lengths and decode
-batches of several sizes run through the real engine, and the step times that its scheduler sees are
-fitted. The result is kept on disk for the same model on the same hardware.
-"""
+"""The latency model of an engine, measured at its start, and a sweep over the shapes of its steps.
+
+At the start prompts of several lengths and decode batches of several sizes run through the real
+engine, and the step times that its scheduler sees are fitted. The result is kept on disk for the
+same model on the same hardware. The sweep runs through the contract of any engine, and its step
+times are read from the engine's batch log. A second set of its loads is drawn at random: steps of
+shapes that no fit has seen, to test the accuracy of a fit."""
 
 from __future__ import annotations
 
@@ -33,15 +36,10 @@ from sluice.scheduling.latency.model import StepSample
 from sluice.scheduling.latency.profile import FitReport, LatencyProfile
 from sluice.scheduling.request.objective import SLO
 
-# An event loop with virtual time, which jumps over waits: an hour of a simulated engine takes only
-# its computing time, and no timer is late.
-
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """In place of waiting for the next timer, the clock jumps to that timer.
-
-    Only for code without external input, which would arrive late.
-    """
+    """An event loop whose clock jumps to the next timer in place of waiting: an hour of a simulated
+    engine takes only its computing time. Only for code without external input."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -67,13 +65,6 @@ class _Jumping(selectors.DefaultSelector):
             timeout = 0
         return super().select(timeout)
 
-
-# A sweep over the shapes of an engine's steps, measured from outside the engine.
-#
-# Prefill lengths, contexts and decode batches run one after the other through the engine's
-# contract, so any engine can be swept. The steps that ran and their times are read from its batch
-# log. A second set of loads is drawn at random: steps of shapes that no fit has seen, to test the
-# accuracy of a fit.
 
 MOST_SEQUENCES = 256
 """Max sequences of one load; the engine's own limit may be lower."""
@@ -176,15 +167,9 @@ class Sweep:
     async def run(
         self, stage: str, loads: Sequence[Load], done: Callable[[Load], None] = lambda load: None
     ) -> None:
-        """Run ``loads`` one after the other; ``done`` is called after each.
-
-        Args:
-            stage: by which :meth:`samples` finds their steps; letters only.
-
-        Raises:
-            SweepError: the engine refused a request.
-            EngineDeadError: the engine died.
-        """
+        """Run ``loads`` one after the other; ``done`` is called after each. ``stage``: by which
+        :meth:`samples` finds their steps; letters only. . Raises SweepError: the engine refused a
+        request. Raises EngineDeadError: the engine died."""
         for load in loads:
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -212,12 +197,8 @@ class Sweep:
             raise SweepError(f"the engine refused a request of the sweep ({status}): {text}")
 
     def samples(self, stage: str) -> list[StepSample]:
-        """The steps of a stage, in order. Complete once the engine has stopped.
-
-        Raises:
-            SweepError: the stage has no steps.
-            OSError: the batch log cannot be read.
-        """
+        """The steps of a stage, in order. Complete once the engine has stopped. Raises SweepError:
+        the stage has no steps. Raises OSError: the batch log cannot be read."""
         found = []
         with self._log.open(encoding="utf-8") as lines:
             for line in lines:
@@ -365,11 +346,8 @@ def write_profile(path: Path, profile: LatencyProfile) -> None:
 
 
 def save_profile(path: Path, profile: LatencyProfile) -> None:
-    """Write ``profile`` to ``path`` atomically, even if power is lost.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write ``profile`` to ``path`` atomically, even if power is lost. Raises OSError: it cannot be
+    written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # In a temporary directory, which is removed in any case.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as directory:

@@ -121,20 +121,14 @@ class Reporter:
     """Reports a replica's state: at most every ``report_interval_s``, at least every
     ``heartbeat_s``, and between the two only what changed.
 
-    The state table in shared memory sends no notifications, so the reporter reads it every interval
-    while requests are live. While none is live, it sleeps until the next heartbeat or :meth:`wake`.
+    The state table sends no notifications, so it is read every interval while requests are live,
+    and else at the next heartbeat or :meth:`wake`.
 
     Args:
         read_state: the engine's state; may raise ``RuntimeError`` where the engine is gone.
-        info: the engine's constants.
-        target: the controller's client.
-        config: the two periods.
-        member: identity of this replica.
         live_requests: number of requests that the replica serves; they may not be in the state yet.
         hung: whether the engine with this state is stalled.
-        follow: called with a new role of this replica.
-        clock: monotonic seconds, the clock of the state's times.
-    """
+        follow: called with a new role of this replica."""
 
     def __init__(
         self,

@@ -73,11 +73,8 @@ class Watchdog:
     """The watchdog of one engine. Call :meth:`look` several times a second while requests are live.
 
     Args:
-        engine: started.
-        info: its constants.
         hung_after_s: min time without a step after which it counts as stalled.
-        clock: monotonic seconds, those of the engine's state.
-    """
+        clock: monotonic seconds, those of the engine's state."""
 
     def __init__(
         self,
@@ -97,11 +94,8 @@ class Watchdog:
         self._pulse: asyncio.Task[None] | None = None
 
     def look(self, state: EngineState | None = None) -> bool:
-        """Whether the engine is stalled now. ``O(live requests)``.
-
-        Args:
-            state: the engine's state, if it has just been read.
-        """
+        """Whether the engine is stalled now. ``O(live requests)``. ``state``: the engine's state,
+        if it has just been read."""
         now_s = self._clock()
         if now_s - self._looked_s > OWN_GAP_S:
             self._not_before_s = now_s
@@ -125,11 +119,8 @@ class Watchdog:
         return self._still_since_s is not None
 
     def check(self) -> None:
-        """Return unless the engine has been stalled for so long that it must be replaced.
-
-        Raises:
-            EngineDeadError: it has.
-        """
+        """Return unless the engine has been stalled for so long that it must be replaced. Raises
+        EngineDeadError: it has."""
         self.look()
         if self._still_since_s is None:
             return
@@ -194,18 +185,10 @@ def longest_step_s(info: EngineInfo) -> float:
 
 
 class RequestTrace:
-    """Watches the items of one response. At its end, this makes the child spans of the request's
-    span:
-
-    - ``queue``: from its arrival at the replica to its first batch;
-    - ``prefill``: from there to its first token;
-    - ``decode``: from there to its last.
-
-    If the engine does not report the first batch, there is neither ``queue`` nor ``prefill``.
-
-    Attributes:
-        request: the request, with the trace context for the engine's own spans.
-    """
+    """Watches the items of one response, and makes the child spans of the request's span at its
+    end: ``queue`` from its arrival at the replica to its first batch, ``prefill`` from there to its
+    first token, ``decode`` from there to its last. If the engine does not report the first batch,
+    there is neither ``queue`` nor ``prefill``."""
 
     def __init__(self, span: Span, request: EngineRequest, clock: Callable[[], float]) -> None:
         self.request = replace(request, trace=span.context)
@@ -221,11 +204,7 @@ class RequestTrace:
     def begin(
         cls, tracer: Tracer, request: EngineRequest, clock: Callable[[], float] = time.monotonic
     ) -> RequestTrace | None:
-        """The trace of ``request``, or ``None`` if it is not traced.
-
-        Args:
-            clock: monotonic seconds, the tracer's.
-        """
+        """The trace of ``request``, or ``None`` if it is not traced."""
         span = tracer.join("generate", request.trace, clock())
         if span is None:
             return None
@@ -284,17 +263,9 @@ class Replica:
     """Serves requests on one engine, and keeps the controller informed.
 
     Args:
-        replica_id: its id for Serve and the controller.
-        node_id: of the host.
-        engine: not started yet.
-        config: limits and periods.
-        target: the controller's client.
         tracer: makes spans of requests that are traced; ``None``: tracing is off.
-        role: which phases of a request it serves, as configured for its pool; at first, if
-            ``config.elastic``.
-        port: where clients' proxies fetch streams from this replica; ``None``: all streams go
-            through routers.
-    """
+        role: which phases of a request it serves; at first, if ``config.elastic``.
+        port: where clients' proxies fetch streams; ``None``: all streams go through routers."""
 
     def __init__(
         self,
@@ -340,11 +311,8 @@ class Replica:
         return self._engine
 
     async def start(self) -> EngineInfo:
-        """Start the engine, then the reports.
-
-        Raises:
-            EngineDeadError: the engine could not start.
-        """
+        """Start the engine, then the reports. Raises EngineDeadError: the engine could not
+        start."""
         self._info = await self._engine.start()
         member = Membership(
             self.replica_id,
@@ -400,14 +368,9 @@ class Replica:
         self._check_idle()
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[list[ResponseItem], None]:
-        """Serve one request: yields batches of the items that are ready, and never waits to fill
-        one.
-
-        When the consumer closes or cancels this, the request is aborted in the engine.
-
-        Raises:
-            EngineDeadError: the engine died; items yielded before stay valid.
-        """
+        """Serve one request: yields batches of the items that are ready. If the consumer closes or
+        cancels this, the request is aborted in the engine. Raises EngineDeadError: the engine died;
+        items yielded before stay valid."""
         ready = asyncio.Event()
         response = self.open(request, ready.set)
         try:
@@ -495,11 +458,8 @@ class Replica:
         return Progress(self.replica_id, self._hangs(), unknown)
 
     async def check_health(self) -> None:
-        """Return if this replica may serve.
-
-        Raises:
-            EngineDeadError: its engine is dead, or has been stalled for too long.
-        """
+        """Return if this replica may serve. Raises EngineDeadError: its engine is dead, or has been
+        stalled for too long."""
         await self._engine.check_health()
         if self._watchdog is not None:
             self._watchdog.check()
@@ -508,12 +468,9 @@ class Replica:
         return self._watchdog is not None and self._watchdog.look()
 
     async def drain(self) -> bool:
-        """Tell the controller to send no more requests, and wait for the live ones.
-
-        A request is live until its consumer has the whole response. Requests that still arrive
-        meanwhile are served: they were sent before the controller knew. Returns whether all
-        requests ended within ``drain_timeout_s``.
-        """
+        """Tell the controller to send no more requests, and wait until the live ones ended and their
+        consumers have the whole responses; those that still arrive are served. Returns whether
+        all ended within ``drain_timeout_s``."""
         if self._reporter is not None:
             self._reporter.drain()
         try:
@@ -534,11 +491,8 @@ class Replica:
         await self._engine.stop()
 
     def snapshot(self) -> dict[str, Any]:
-        """The replica's state as plain data, for people and for tests.
-
-        Raises:
-            RuntimeError: its engine is gone.
-        """
+        """The replica's state as plain data, for people and for tests. Raises RuntimeError: its
+        engine is gone."""
         state = self._engine.state()
         return {
             "replica_id": self.replica_id,

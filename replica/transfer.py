@@ -1,8 +1,9 @@
-"""The wire protocol of a KV transfer: one fixed question, one fixed head, raw bytes.
+"""The transfer of a prompt's KV between engines: the handle and the offer that name it, the store
+and the server of the engine that computed it, and the client of the one that fetches it.
 
-Nothing is decoded into objects. The client knows from its own layout how many bytes must come, and
-allocates no memory for any other number.
-"""
+On the wire there is one fixed question, one fixed head, and raw bytes. Nothing is decoded into
+objects. The client knows from its own layout how many bytes must come, and allocates no memory for
+any other number."""
 
 from __future__ import annotations
 
@@ -67,11 +68,7 @@ class Handle(NamedTuple):
 
     @classmethod
     def of(cls, data: bytes) -> Handle:
-        """Read it back.
-
-        Raises:
-            ValueError: ``data`` has another length.
-        """
+        """Read it back. Raises ValueError: ``data`` has another length."""
         if len(data) != HANDLE_BYTES:
             raise ValueError(f"a handle has {HANDLE_BYTES} bytes, got {len(data)}")
         return cls(data[:NAME_BYTES], data[NAME_BYTES:])
@@ -86,12 +83,8 @@ class Handle(NamedTuple):
 
 def receive_into(peer: socket.socket, buffer: memoryview, deadline_s: float) -> None:
     """Fill ``buffer``, by ``deadline_s`` of the monotonic clock at the latest, however slowly the
-    peer sends.
-
-    Raises:
-        TransferError: the connection ended early.
-        OSError: the connection failed, or it took too long.
-    """
+    peer sends. Raises TransferError: the connection ended early. Raises OSError: the connection
+    failed, or it took too long."""
     got = 0
     while got < len(buffer):
         set_timeout(peer, deadline_s)
@@ -102,29 +95,16 @@ def receive_into(peer: socket.socket, buffer: memoryview, deadline_s: float) -> 
 
 
 def set_timeout(peer: socket.socket, deadline_s: float) -> None:
-    """Have the next operation of ``peer`` end by ``deadline_s``.
-
-    Raises:
-        TimeoutError: the deadline has passed.
-    """
+    """Have the next operation of ``peer`` end by ``deadline_s``. Raises TimeoutError: the deadline
+    has passed."""
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
         raise TimeoutError("it took too long")
     peer.settimeout(left_s)
 
 
-# The KV of finished prompts, kept in bounded memory until it is fetched.
-
-
 class Kept(NamedTuple):
-    """The KV of one prompt.
-
-    Attributes:
-        secret: the secret of its handle.
-        layers: the bytes of each layer, block after block.
-        blocks: number of blocks.
-        until_s: when it expires, monotonic.
-    """
+    """The KV of one prompt: the bytes of each layer, block after block, until a monotonic time."""
 
     secret: bytes
     layers: tuple[memoryview, ...]
@@ -139,14 +119,10 @@ class Kept(NamedTuple):
 
 class KeptPrompts:
     """KV by handle. Each is given away once. When memory or time runs out, the oldest is dropped.
-
     Thread-safe.
 
     Args:
-        max_bytes: max memory; KV that is being sent counts until :meth:`sent`.
-        keep_s: how long KV is kept, seconds.
-        clock: seconds, monotonic.
-    """
+        max_bytes: max memory; KV that is being sent counts until :meth:`sent`."""
 
     def __init__(
         self, max_bytes: int, keep_s: float, clock: Callable[[], float] = time.monotonic
@@ -219,8 +195,6 @@ class KeptPrompts:
         self._bytes -= kept.nbytes
 
 
-# Fetches the KV of a prompt from the engine that computed it.
-
 _CONNECT_S = 1.0
 """Timeout of a connection attempt, seconds: a dead host does not answer."""
 
@@ -235,11 +209,7 @@ class Source(NamedTuple):
 
 
 class MemoryLimit:
-    """Memory that several threads share. A thread that needs more than is left waits.
-
-    Args:
-        max_bytes: total memory.
-    """
+    """Memory that several threads share. A thread that needs more than is left waits."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -248,11 +218,8 @@ class MemoryLimit:
 
     @contextmanager
     def taken(self, nbytes: int, deadline_s: float) -> Iterator[None]:
-        """Hold ``nbytes`` for as long as the context lasts.
-
-        Raises:
-            TransferError: ``nbytes`` is more than the total, or was not free in time.
-        """
+        """Hold ``nbytes`` for as long as the context lasts. Raises TransferError: ``nbytes`` is
+        more than the total, or was not free in time."""
         if nbytes > self._max_bytes:
             raise TransferError(f"{nbytes} bytes of KV are more than the limit, {self._max_bytes}")
         with self._changed:
@@ -274,15 +241,12 @@ class MemoryLimit:
 def fetch(
     source: Source, first: int, count: int, layer_bytes: Sequence[int], deadline_s: float
 ) -> list[bytearray]:
-    """Blocks ``first`` to ``first + count`` of each layer, one buffer a layer.
+    """Blocks ``first`` to ``first + count`` of each layer, one buffer a layer. Raises
+    TransferError: the KV is not there, has another layout, or did not arrive in time.
 
     Args:
         layer_bytes: bytes of one block in each layer.
-        deadline_s: when the fetch must be complete, monotonic seconds.
-
-    Raises:
-        TransferError: the KV is not there, has another layout, or did not arrive in time.
-    """
+        deadline_s: when the fetch must be complete, monotonic seconds."""
     expected = count * sum(layer_bytes)
     try:
         with _connected(source, deadline_s) as peer:
@@ -319,22 +283,14 @@ def _check_answer(peer: socket.socket, expected: int, deadline_s: float) -> None
         raise TransferError(f"{nbytes} bytes are offered where {expected} are needed")
 
 
-# The offer that an engine forwards with a computed prompt: where its KV is, and of which prompt.
-
 DIGEST_BYTES = 16
 _MOST_RANKS = 1024
 
 
 class Offer(NamedTuple):
-    """KV that is kept for another engine.
-
-    Attributes:
-        addresses: IP address and port of each worker, by tensor-parallel rank.
-        layout: digest of the model and of how its KV lies in memory.
-        handle: handle of the KV, the same for all workers.
-        prompt_tokens: tokens of the prompt. prompt: digest of its tokens, see
-            :func:`prompt_digest`.
-    """
+    """KV that is kept for another engine: the IP address and port of each worker by
+    tensor-parallel rank, the digest of the model and of how its KV lies in memory, the handle, and
+    the prompt's tokens and digest, see :func:`prompt_digest`."""
 
     addresses: tuple[tuple[str, int], ...]
     layout: bytes
@@ -355,11 +311,7 @@ class Offer(NamedTuple):
 
     @classmethod
     def of(cls, params: Mapping[str, Any]) -> Offer:
-        """Read it back.
-
-        Raises:
-            ValueError: ``params`` is no output of :meth:`to_params`.
-        """
+        """Read it back. Raises ValueError: ``params`` is no output of :meth:`to_params`."""
         addresses = params.get("addresses")
         if not isinstance(addresses, list) or not 0 < len(addresses) <= _MOST_RANKS:
             raise ValueError("addresses must be a list with an address for each worker")
@@ -414,8 +366,6 @@ def _bytes(params: Mapping[str, Any], name: str, length: int | None = None) -> b
     return data
 
 
-# Serves the KV of prompts over TCP to the engines that received their handles.
-
 logger = logging.getLogger(__name__)
 
 _MOST_PEERS = 32
@@ -429,21 +379,14 @@ _TICK_S = 1.0
 
 
 class TransferServer:
-    """Answers questions for KV in threads of its own.
-
-    A client that knows a handle gets its KV, once. Any other client gets an error without further
-    information. Every connection has a deadline.
+    """Answers questions for KV in threads of its own. A client that knows a handle gets its KV,
+    once; any other one an error without further information. Every connection has a deadline.
+    Raises OSError: the address cannot be listened on.
 
     Args:
-        store: the KV.
-        layout: digest of the model and of the memory layout of KV; questions with another digest
-            get an error.
+        layout: digest of the model and of the memory layout of KV; others are refused.
         host: address to listen on; the system chooses the port.
-        timeout_s: max time to send one prompt's KV, seconds.
-
-    Raises:
-        OSError: the address cannot be listened on.
-    """
+        timeout_s: max time to send one prompt's KV, seconds."""
 
     def __init__(self, store: KeptPrompts, layout: bytes, host: str, timeout_s: float) -> None:
         if len(layout) != LAYOUT_BYTES:

@@ -84,11 +84,8 @@ _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
 def check_names(vllm_args: Mapping[str, Any]) -> None:
-    """Refuse names that are no long option of vLLM, and options of :data:`_INSTEAD`.
-
-    Raises:
-        ValueError: every such name, and what to set instead.
-    """
+    """Refuse names that are no long option of vLLM, and options of :data:`_INSTEAD`. Raises
+    ValueError: every such name, and what to set instead."""
     given = [*map(_option, vllm_args)]
     problems = [f"{name} is given twice" for name in sorted({*given}) if given.count(name) > 1]
     for name in given:
@@ -114,12 +111,8 @@ def _option(name: str) -> str:
 
 
 def workers(vllm_args: Mapping[str, Any]) -> int:
-    """How many workers an engine with these arguments has, each with a device of its own; with
-    data parallelism one of its ranks.
-
-    Raises:
-        ValueError: a size is not a positive whole number.
-    """
+    """How many workers an engine with these arguments has, each with a device of its own; with data
+    parallelism one of its ranks. Raises ValueError: a size is not a positive whole number."""
     given, product = by_option(vllm_args), 1
     for name in ("tensor-parallel-size", "pipeline-parallel-size"):
         product *= _size(given, name)
@@ -128,19 +121,13 @@ def workers(vllm_args: Mapping[str, Any]) -> int:
 
 def ranks(vllm_args: Mapping[str, Any]) -> int:
     """How many engines with queues of their own a replica has, each with all :func:`workers`.
-
-    Raises:
-        ValueError: the size is not a positive whole number.
-    """
+    Raises ValueError: the size is not a positive whole number."""
     return _size(by_option(vllm_args), "data-parallel-size")
 
 
 def devices(vllm_args: Mapping[str, Any]) -> int:
-    """How many workers a replica has in all.
-
-    Raises:
-        ValueError: a size is not a positive whole number.
-    """
+    """How many workers a replica has in all. Raises ValueError: a size is not a positive whole
+    number."""
     return workers(vllm_args) * ranks(vllm_args)
 
 

@@ -338,13 +338,10 @@ _NAME: Final = re.compile(r"[\w.-]+")
 
 
 def constrain(sampling_params: Any, vllm_config: Any, tokenizer: Any) -> None:
-    """Choose the backend of a request's constraint, and check the constraint with it.
-
-    Raises:
-        ValueError, vllm.exceptions.VLLMClientError: it is malformed, or the backend does not
-            enforce all of it; the message names what.
-        Exception: it is malformed; of many types, by the backend.
-    """
+    """Choose the backend of a request's constraint, and check the constraint with it. Raises
+    ValueError, vllm.exceptions.VLLMClientError: it is malformed, or the backend does not enforce
+    all of it; the message names what. Raises Exception: it is malformed; of many types, by the
+    backend."""
     params = sampling_params.structured_outputs
     for option in _OPTIONS:
         if getattr(params, option, None):

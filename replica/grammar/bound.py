@@ -1,11 +1,9 @@
 """Bounds the time that one request's grammar takes of an engine's steps.
 
-Between two batches vLLM advances the grammar of each structured request by the sampled tokens and
-computes the mask of allowed next tokens, on the thread that runs the steps of all requests. With an
-ambiguous grammar, xgrammar's Earley parser keeps every possible parse of the text: their number,
-and so the time per token, grows with the text. A call cannot be interrupted, but the next one can
-be avoided.
-"""
+Between two batches vLLM advances each grammar by the sampled tokens and computes the mask of
+allowed next tokens, on the thread that runs the steps of all requests. With an ambiguous grammar,
+xgrammar's Earley parser keeps every possible parse: their number, and so the time per token, grows
+with the text. A call cannot be interrupted, but the next one can be avoided."""
 
 # vLLM's classes are untyped here, so their subclasses are, too.
 # mypy: disable-error-code="misc"
@@ -38,10 +36,8 @@ class BoundedGrammar(StructuredOutputGrammar):
     CPU time of the calling thread is counted, so a busy machine does not matter.
 
     Args:
-        grammar: vLLM's.
         told: called once, when the limit is exceeded.
-        clock: CPU seconds of the calling thread.
-    """
+        clock: CPU seconds of the calling thread."""
 
     def __init__(
         self,

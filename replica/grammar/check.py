@@ -1,10 +1,14 @@
 """Refuses grammars that are malformed or cost too much, before an engine sees them.
 
-It is called where vLLM's serving layers pass a request to the engine. There every way to constrain
-an output (``response_format``, ``structured_outputs``, tools that must be called, reasoning
-parsers' structural tags) has become the same few parameters, and the tokenizer is known. The router
-has neither.
-"""
+It is called where vLLM's serving layers pass a request to the engine: there every way to constrain
+an output has become the same few parameters, and the tokenizer is known. The checks run in a
+process that imports vLLM and builds the tokenizer's tables once, then forks for each grammar. So a
+grammar that takes too long is ended with its process, and its memory is freed. The limit is on CPU
+time, and the system enforces it: compiled code that never returns to Python is stopped, too, and a
+busy machine causes no refusals.
+
+A walk of a few hundred tokens cannot prove a grammar harmless.
+:mod:`sluice.replica.grammar.bound` stops costly grammars that it misses in the engine."""
 
 from __future__ import annotations
 
@@ -33,16 +37,6 @@ import numpy.typing as npt
 from sluice.protocol.errors import RequestError
 from sluice.replica.grammar.backends import backend_type, constrain, usable
 from sluice.replica.processes import end_with_parent
-
-# The process that checks grammars before an engine gets them.
-#
-# It imports vLLM and builds the tokenizer's tables once, then forks for each grammar. So a grammar
-# that takes too long is ended with its process, the next one starts within milliseconds, and its
-# memory is freed. The limit is on CPU time, and the system enforces it: compiled code that never
-# returns to Python is stopped, too, and a busy machine causes no refusals.
-#
-# A walk of a few hundred tokens cannot prove a grammar harmless.
-# :mod:`sluice.replica.grammar.bound` stops costly grammars that it misses in the engine.
 
 WALK_TOKENS: Final = 192
 """Tokens of each walk."""
@@ -81,11 +75,8 @@ class Verdict(NamedTuple):
 
 def serve(connection: Connection, vllm_config: Any, limit_s: float) -> None:
     """Answer constraints with verdicts until the other end closes. The first message is sent when
-    this is ready.
-
-    Args:
-        limit_s: CPU time limit of the parse, the compilation and the walks, each, seconds.
-    """
+    this is ready. ``limit_s``: CPU time limit of the parse, the compilation and the walks, each,
+    seconds."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the replica ends this process
     trial = Trial(vllm_config, limit_s)
@@ -99,11 +90,7 @@ def serve(connection: Connection, vllm_config: Any, limit_s: float) -> None:
 
 
 class Trial:
-    """Checks grammars on the tokenizer and the backends of one engine.
-
-    Args:
-        limit_s: see :func:`serve`.
-    """
+    """Checks grammars on the tokenizer and the backends of one engine."""
 
     def __init__(self, vllm_config: Any, limit_s: float) -> None:
         from vllm.tokenizers import cached_tokenizer_from_config
@@ -302,15 +289,11 @@ def structural_tags(body: Mapping[str, Any]) -> list[str]:
 
 
 class GrammarCheck:
-    """Checks each grammar once, in a process beside the engine. One per engine.
-
-    A known grammar costs a digest of its text. New ones are checked one at a time: in parallel they
-    would only compete with the engine for its cores.
+    """Checks each grammar once, in a process beside the engine. One per engine. New grammars are
+    checked one at a time: in parallel they would only compete with the engine for its cores.
 
     Args:
-        vllm_config: of the engine.
-        limit_s: CPU time limit of each phase of a check, seconds.
-    """
+        limit_s: CPU time limit of each phase of a check, seconds."""
 
     def __init__(self, vllm_config: Any, limit_s: float) -> None:
         self._config = vllm_config
@@ -327,14 +310,8 @@ class GrammarCheck:
         self._thread.submit(self._running)
 
     async def check(self, params: Any, stop_token_ids: frozenset[int]) -> str:
-        """Return the backend that enforces this constraint, if an engine may take it.
-
-        Args:
-            params: vLLM's ``StructuredOutputsParams``.
-
-        Raises:
-            RequestError: 400: it is malformed, or takes too long; 503: it could not be tried now.
-        """
+        """Return the backend that enforces this constraint, if an engine may take it. Raises
+        RequestError: 400: it is malformed, or takes too long; 503: it could not be tried now."""
         key = hashlib.sha256(constraint_key(params, stop_token_ids)).digest()
         verdict = self._verdicts.get(key)
         if verdict is None:

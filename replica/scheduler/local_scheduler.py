@@ -130,10 +130,7 @@ class StepTimes:
 
         Args:
             started_s: when it was scheduled.
-            computed: false of an empty batch.
-            cpu_s: as in :meth:`began`.
-            predicted_s: of the batch; 0 where no model is known yet.
-        """
+            predicted_s: of the batch; 0 where no model is known yet."""
         if self._launches:
             next_s, spent_s = self._launched
             entered_s = max(started_s, self._last_end_s)
@@ -200,11 +197,8 @@ def spare_tokens(
 ) -> int:
     """Most tokens of a batch that begins at ``start_s`` behind others in a pipeline, if their
     decodes must keep their TPOT: the next batch of these waits until it has left the first stage.
-    It may always be as long as the shortest of them. ``O(batches)``.
-
-    Args:
-        before: of each batch in flight :func:`next_start_s`, and the seconds that it takes.
-    """
+    It may always be as long as the shortest of them. ``O(batches)``. ``before``: of each batch in
+    flight :func:`next_start_s`, and the seconds that it takes."""
     longest_s = min(
         (max(stages * (next_s - start_s), seconds) for next_s, seconds in before), default=inf
     )
@@ -492,9 +486,7 @@ class LocalScheduler:
         Args:
             ran: engine id, new tokens and computed tokens before, of each request.
             checked: how many of the new tokens are drafted ones, where there are any.
-            drafted: see :class:`StepInFlight`.
-            fetched: planned requests that run later, as the engine now fetches their KV.
-        """
+            fetched: planned requests that run later, as the engine now fetches their KV."""
         self.counts["preemptions"] += len(preempted)
         ids, tokens, computed = zip(*ran, strict=True) if ran else ((), (), ())
         work = StepSample.of_arrays(np.array(tokens), np.array(computed), drafted or 0)

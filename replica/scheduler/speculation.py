@@ -1,9 +1,9 @@
 """Speculative decoding in an engine: its configuration, the number of tokens to draft for the next
-step, the time of drafting, and the counts of accepted drafts.
+step, the time of drafting, and the counts of accepted drafts. The plan decides how many drafted
+tokens a step checks, see :mod:`sluice.scheduling.latency.speculation`.
 
-The plan decides how many of the drafted tokens a step checks, see
-:mod:`sluice.scheduling.latency.speculation`.
-"""
+vLLM drafts behind a step and checks the drafts in the request's next one: ``1 + d`` tokens of a
+decode are its next one and ``d`` drafts, of which it drops what a cap leaves out."""
 
 from __future__ import annotations
 
@@ -34,15 +34,8 @@ _MOST_RATIO = 4.0
 
 def with_all_lengths(given: Any) -> dict[str, Any]:
     """vLLM's ``speculative-config`` with every length from 0 to the max, so that vLLM is prepared
-    for each. vLLM takes one length per batch size; these values do not matter.
-
-    Args:
-        given: a mapping, or JSON of one.
-
-    Raises:
-        ValueError: ``given`` is neither, has no valid ``num_speculative_tokens``, or sets lengths
-            itself.
-    """
+    for each. vLLM takes one length per batch size; these values do not matter. Raises ValueError:
+    ``given`` is neither, has no valid ``num_speculative_tokens``, or sets lengths itself."""
     if isinstance(given, str):
         try:
             given = json.loads(given)
@@ -65,18 +58,13 @@ def with_all_lengths(given: Any) -> dict[str, Any]:
 
 
 class DraftLength:
-    """How many tokens the engine drafts in the next step, for the step after it.
+    """How many tokens the engine drafts in the next step, for the step after it: in place of vLLM's
+    table of lengths by batch size, the same one for every batch size.
 
-    It replaces vLLM's table of lengths by batch size, and returns the same length for every batch
-    size. Looking drafts up costs nothing, so the length is always the max. A draft model drafts one
+    Looking drafts up costs nothing, so then it is always the maximum. A draft model drafts one
     token more than the last plan took, so that the next plan can take more, and none after a plan
-    that took none. Then, in every eighth step with decodes, it drafts the max, to check whether
-    drafts pay again.
-
-    Args:
-        method: vLLM's name of the draft method.
-        most: max tokens to draft.
-    """
+    that took none. Then, in every eighth step with decodes, it drafts the maximum, to check whether
+    drafts pay again."""
 
     def __init__(self, method: str, most: int) -> None:
         self.free = method in FREE_METHODS
@@ -88,13 +76,8 @@ class DraftLength:
         return self.length
 
     def planned(self, decodes: bool, offered: bool, taken: int) -> None:
-        """A batch has been planned.
-
-        Args:
-            decodes: it has decodes.
-            offered: tokens were drafted for at least one of them.
-            taken: max drafted tokens of one decode that it checks.
-        """
+        """A batch has been planned: whether it has ``decodes``, whether tokens were ``offered`` for
+        any of them, and the most drafted tokens of one decode that it checks."""
         if self.free:
             return
         if offered:
@@ -119,13 +102,8 @@ class DraftTime:
         """Seconds per drafted token, >= 0."""
 
     def observe(self, predicted_s: float, drafted: int, seconds: float) -> None:
-        """One step.
-
-        Args:
-            predicted_s: its time without drafting, > 0.
-            drafted: max tokens drafted for one decode in it.
-            seconds: its real time.
-        """
+        """A step of ``predicted_s`` without drafting (> 0), for which up to ``drafted`` tokens were
+        drafted for one decode, took ``seconds``."""
         # A step that the machine delayed must not weigh as much as hundreds.
         ratio = min(seconds / predicted_s, _MOST_RATIO)
         # In units of the step: a long step is no better evidence than a short one.
@@ -141,15 +119,8 @@ class DraftTime:
 
 
 class DraftCounts:
-    """Counts of checked and accepted drafted tokens: by service class for the planner, and in total
-    for metrics.
-
-    Attributes:
-        checked: drafted tokens that were checked.
-        accepted: checked tokens that were accepted.
-        lengths: decode steps for which something was drafted, by how many tokens they checked; in
-            the buckets of :data:`sluice.scheduling.fleet.state.DRAFT_LENGTHS`.
-    """
+    """Counts of drafted tokens that were ``checked`` and ``accepted``: by service class for the
+    planner, in total for metrics; and ``lengths``, decode steps by how many tokens they checked."""
 
     def __init__(self) -> None:
         self.rates = AcceptanceRates()
@@ -171,15 +142,6 @@ class DraftCounts:
             "drafts_accepted": self.accepted,
             "draft_lengths": self.lengths,
         }
-
-
-# Drafted tokens in vLLM's scheduler: how many a decode could check, how many it did, and how many
-# are drafted next.
-#
-# vLLM drafts behind a step and checks the drafts in the request's next one: ``1 + d`` tokens of a
-# decode are its next one and ``d`` drafts, of which it drops what a cap leaves out. vLLM takes the
-# number of tokens to draft from a table by batch size, which this module replaces by
-# :class:`~sluice.replica.scheduler.speculation.DraftLength`.
 
 
 class PlannedDrafts:
@@ -262,14 +224,8 @@ class PlannedDrafts:
         requests: Mapping[str, Any],
         counts: DraftCounts,
     ) -> None:
-        """A batch is over; vLLM has not processed its result yet, which cuts tokens after a stop.
-
-        Args:
-            checked: of that batch, by :meth:`checked`.
-            runner_output: its result.
-            requests: those that are tracked.
-            counts: of drafted tokens.
-        """
+        """A batch is over; vLLM has not processed its result yet, which cuts tokens after a
+        stop."""
         sampled = runner_output.sampled_token_ids
         for request_id, drafts in checked.items():
             tracked = requests.get(request_id)

@@ -49,21 +49,14 @@ _EXPEDITED, _REGISTER = 1 << 1, 1 << 2
 
 def reader_fence(machine: str | None = None) -> Callable[[], None]:
     """The function that a reader of shared memory calls between two reads that must not be
-    reordered. Both processes must have called this before: that registers them.
-
-    Raises:
-        RuntimeError: this machine may reorder reads and writes, and its kernel has no fence.
-    """
+    reordered. Both processes must have called this before: that registers them. Raises
+    RuntimeError: this machine may reorder reads and writes, and its kernel has no fence."""
     machine = machine or platform.machine()
     return (lambda: None) if machine in _IN_ORDER else membarrier(machine)
 
 
 def membarrier(machine: str) -> Callable[[], None]:
-    """The fence of Linux, on any machine.
-
-    Raises:
-        RuntimeError: the kernel does not have it.
-    """
+    """The fence of Linux, on any machine. Raises RuntimeError: the kernel does not have it."""
     call = ctypes.CDLL(None, use_errno=True).syscall
     number = _SYSCALLS.get(machine)
 
@@ -131,18 +124,13 @@ class TableFullError(RuntimeError):
 
 class StateTable:
     """The table. Make it with :meth:`create`, join it from another process with :meth:`open`.
+    Raises RuntimeError: this machine may reorder reads and writes, and its kernel has no fence.
 
     Args:
         buffer: writable memory of :meth:`nbytes` bytes, zeroed for a new table.
-        capacity: number of slots, the most live requests.
-        clock: monotonic seconds; the clock of the writer's times.
 
     Attributes:
-        summary: ``SUMMARY[1]``; its histograms are counted in place, outside a write.
-
-    Raises:
-        RuntimeError: this machine may reorder reads and writes, and its kernel has no fence.
-    """
+        summary: ``SUMMARY[1]``; its histograms are counted in place, outside a write."""
 
     def __init__(
         self,
@@ -201,12 +189,8 @@ class StateTable:
 
     @classmethod
     def open(cls, path: Path) -> StateTable:
-        """Join the table in ``path``.
-
-        Raises:
-            ValueError: the file is no table of this version.
-            OSError: it cannot be opened.
-        """
+        """Join the table in ``path``. Raises ValueError: the file is no table of this version.
+        Raises OSError: it cannot be opened."""
         buffer = _map(path)
         if len(buffer) < _HEADER.itemsize:
             raise ValueError(f"{path} is no state table")
@@ -320,13 +304,9 @@ class StateTable:
     def read(self) -> EngineState:
         """A consistent copy of all live rows and the summary. ``O(capacity)``, microseconds.
 
-        It may block its thread, an event loop's perhaps, for about 20 ms and no longer.
-
-        Raises:
-            RuntimeError: the writer stopped in the middle of a write for that long. It is dead, or
-                the machine is so busy that the writer lost its core for that long: call again to be
-                sure.
-        """
+        It may block its thread, an event loop's perhaps, for about 20 ms and no longer. Raises
+        RuntimeError: the writer stopped in the middle of a write for that long. It is dead, or the
+        machine is so busy that the writer lost its core for that long: call again to be sure."""
         for attempt in range(30):
             before = int(self._sequence[0])
             if before % 2 == 0:

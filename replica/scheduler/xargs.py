@@ -129,11 +129,8 @@ def to_xargs(args: RequestArgs) -> dict[str, str | int | float]:
 
 def from_xargs(xargs: Mapping[str, Any] | None, default_id: str, now_s: float) -> RequestArgs:
     """Read the keys back. Missing keys have defaults: no SLO, the id ``default_id``, arrival at
-    ``now_s``. Direct use of the engine has no keys at all.
-
-    Raises:
-        ValueError: a key holds what :func:`to_xargs` cannot have written.
-    """
+    ``now_s``. Direct use of the engine has no keys at all. Raises ValueError: a key holds what
+    :func:`to_xargs` cannot have written."""
     given = {key: value for key, value in (xargs or {}).items() if key.startswith(KEY_PREFIX)}
     if not given:
         return RequestArgs(default_id, now_s, SLO())
@@ -254,11 +251,8 @@ class SchedulerSettings(BaseModel):
 
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> SchedulerSettings:
-        """Read it back; paths may begin with an environment variable.
-
-        Raises:
-            ValueError: it is missing or wrong.
-        """
+        """Read it back; paths may begin with an environment variable. Raises ValueError: it is
+        missing or wrong."""
         given = additional_config.get(CONFIG_KEY) if isinstance(additional_config, dict) else None
         if not isinstance(given, dict):
             raise ValueError(

@@ -1,9 +1,6 @@
 """The simulated engine without a clock of its own: the simulator's continuous batching
-(:mod:`sluice.simulation.rows`) with a replica's local scheduler, one step at a time.
-
-The caller says when a step begins and when it ended, so the same code runs in real time and in
-virtual time. Times are seconds on the caller's monotonic clock.
-"""
+(:mod:`sluice.simulation.rows`) with a replica's local scheduler, one step at a time, in real time
+or in virtual time. Times are seconds on the caller's monotonic clock."""
 
 from __future__ import annotations
 
@@ -107,12 +104,8 @@ class SimulatedCore:
     ) -> SimulatedSequence:
         """Queue a sequence. With a ``transfer`` the KV of its prompt comes from another engine; an
         earlier sequence has left that of ``cached_tokens`` here. Its blocks are allocated when it
-        begins to run.
-
-        Raises:
-            ValueError: the sequence could never run: no prompt, no output, or longer than the model
-                allows.
-        """
+        begins to run. Raises ValueError: the sequence could never run: no prompt, no output, or
+        longer than the model allows."""
         if prompt_tokens < 1 or output_tokens < 1:
             raise ValueError("a sequence needs at least one prompt token and one output token")
         if prompt_tokens + output_tokens > self.max_model_tokens:
@@ -184,11 +177,8 @@ class SimulatedCore:
             self._scheduler.kv_arrived(now_s - transfer.asked_s, int(row[COMPUTED]), 0)
 
     def begin(self, now_s: float) -> SimulatedStep | None:
-        """Plan and start the next batch; ``None`` if no request could run.
-
-        Raises:
-            RuntimeError: nothing could run although requests are live: a fault in the engine.
-        """
+        """Plan and start the next batch; ``None`` if no request could run. Raises RuntimeError:
+        nothing could run although requests are live: a fault in the engine."""
         if self._awaited:
             self._admit_arrived(now_s)
         if not self.live:

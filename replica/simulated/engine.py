@@ -1,9 +1,6 @@
-"""An engine with a latency model in place of a GPU, in real time.
-
-It runs the same policies on the same snapshots as the vLLM engine, through the same local
-scheduler, and speaks the same API. Only the length of prompts is used, and outputs are made up
-(:mod:`sluice.replica.openai_format`); only the time of steps is modelled.
-"""
+"""An engine with a latency model in place of a GPU, in real time. It runs the same policies through
+the same local scheduler as the vLLM engine, and speaks the same API; outputs are made up
+(:mod:`sluice.replica.openai_format`)."""
 
 from __future__ import annotations
 
@@ -43,9 +40,8 @@ from sluice.scheduling.roles import Role
 logger = logging.getLogger(__name__)
 
 _MAX_LAG_S = 0.01
-"""How far the engine may be behind its deadlines and still catch up, seconds. Timers are late by
-about a millisecond, which must not add up; a stall of the machine must not be replayed as a
-burst."""
+"""How far the engine may be behind its deadlines and still catch up, seconds: timers are late by
+about a millisecond, which must not add up, and a stall must not be replayed as a burst."""
 
 _MIN_TOKEN_S = 1e-7
 """Min time per token in plans: with free tokens a planner would guarantee any SLO."""
@@ -53,10 +49,7 @@ _MIN_TOKEN_S = 1e-7
 
 class _LiveCall:
     """An API call in the engine: the number of tokens of each choice, and the consumer that waits
-    for them.
-
-    Only counts are kept for a consumer, so a slow consumer costs no memory and gets larger chunks.
-    """
+    for them. A slow consumer costs no memory and gets larger chunks."""
 
     __slots__ = (
         "aborted",
@@ -94,21 +87,13 @@ class SimulatedEngine:
     """An engine without a model; see :class:`sluice.replica.engine.Engine`.
 
     Sequences share no KV, also not those of one prompt. The model is at most as long as the KV
-    holds. Transferred KV is only a name of the prompt, and takes time to arrive; KV of another
-    prompt cannot be fetched.
+    holds. Transferred KV is only a name of the prompt, and takes time to arrive. Raises ValueError
+    or OSError: the latency profile or the batch log cannot be used.
 
     Args:
         config: ``config.simulated`` is the ground truth; the planner knows it exactly, unless
             ``config.latency_profile`` gives it another model.
-        replica_id: names its batch log.
-        max_live_requests: max API calls at once, at four sequences each; further calls get 503.
-        clock: seconds, monotonic.
-        role: which phases of a request it serves.
-
-    Raises:
-        ValueError: the latency profile is invalid.
-        OSError: the latency profile cannot be read, or the batch log cannot be written.
-    """
+        max_live_requests: API calls at once, at four sequences each; further calls get 503."""
 
     def __init__(
         self,
@@ -413,11 +398,8 @@ class SimulatedEngine:
         return models_body(self._info.model, self._info.max_model_tokens, int(time.time()))
 
     async def check_health(self) -> None:
-        """Return if the engine runs.
-
-        Raises:
-            EngineDeadError: it failed, was stopped, or was not started.
-        """
+        """Return if the engine runs. Raises EngineDeadError: it failed, was stopped, or was not
+        started."""
         if self._dead is not None:
             raise EngineDeadError(f"the simulated engine is dead: {self._dead}")
 

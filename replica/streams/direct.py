@@ -1,11 +1,9 @@
 """Streams that leave this replica for their client without passing through a router's process.
 
-A router asks for one (:attr:`~sluice.protocol.requests.EngineRequest.direct_patience_s`). It gets
-the address of the stream (:attr:`~sluice.protocol.requests.ResponseHead.fetch`) and, in place of
-the bytes, reports of the chunks that were sent. A gateway that asked the router for an endpoint
-sends its client's request here, with the ticket in a header, once, and gets the stream as the
-response.
-"""
+A router asks for one (``direct_patience_s`` of the request). It gets the address of the stream
+(``fetch`` of the head) and, in place of the bytes, reports of the chunks that were sent. A gateway
+that asked the router for an endpoint sends its client's request here, with the ticket in a header,
+once, and gets the stream as the response."""
 
 from __future__ import annotations
 
@@ -67,11 +65,8 @@ _REFUSAL: Final = (
 
 def ticket_in(received: bytes | bytearray) -> str | None:
     """The ticket of the request that a reader has sent; ``None`` while part of its head is missing.
-    A request without a ticket, or with two, has an empty one.
-
-    Raises:
-        ValueError: the head is too long.
-    """
+    A request without a ticket, or with two, has an empty one. Raises ValueError: the head is too
+    long."""
     head, ended, _ = received.partition(b"\r\n\r\n")
     if len(head) > MAX_HEAD_BYTES:
         raise ValueError(f"the head of a request has at most {MAX_HEAD_BYTES} bytes")
@@ -89,16 +84,12 @@ async def sent_directly(
     on_left: Callable[[BaseException], None],
 ) -> AsyncIterator[ResponseItem]:
     """Send a stream to the client, and yield reports of the sent chunks, with times, in their
-    place. A response that is no stream is yielded unchanged.
+    place. A response that is no stream is yielded unchanged. Raises ClientLeftError: the stream has
+    no reader any more.
 
     Args:
-        port: the port where the client's side fetches it.
         patience_s: how long the client may read nothing, seconds.
-        on_left: called with the error when the stream has no reader any more.
-
-    Raises:
-        ClientLeftError: the stream has no reader any more.
-    """
+        on_left: called with the error when the stream has no reader any more."""
     began_s = asyncio.get_running_loop().time()
     async with aclosing(items):  # type: ignore[type-var]
         head = await anext(items)
@@ -176,12 +167,8 @@ class DirectStream:
 
     async def send(self, chunk: ResponseChunk) -> None:
         """Send a chunk; waits while the reader is slow, or while much is buffered and the reader
-        has not connected.
-
-        Raises:
-            ClientLeftError: the stream has no reader any more.
-            ClientStalledError: the reader has taken nothing for too long.
-        """
+        has not connected. Raises ClientLeftError: the stream has no reader any more. Raises
+        ClientStalledError: the reader has taken nothing for too long."""
         self._data.append(chunk.data)
         self._waiting_bytes += len(chunk.data)
         if not self._flushing and self._transport is not None:
@@ -195,12 +182,9 @@ class DirectStream:
             raise ClientLeftError
 
     async def end(self) -> None:
-        """Send the end, and wait until the reader has read the whole stream.
-
-        Raises:
-            ClientLeftError: the reader left before.
-            ClientStalledError: the reader has read nothing for too long.
-        """
+        """Send the end, and wait until the reader has read the whole stream. Raises
+        ClientLeftError: the reader left before. Raises ClientStalledError: the reader has read
+        nothing for too long."""
         if self._transport is not None and self._transport.is_closing():
             raise ClientLeftError
         self._ended = True
@@ -320,11 +304,8 @@ class _Reader(asyncio.Protocol):
 
 
 class DirectPort:
-    """The port where clients' proxies fetch streams from this replica. Use it from one event loop.
-
-    Args:
-        host: an address of this node.
-    """
+    """The port where clients' proxies fetch streams from this replica. Use it from one event
+    loop."""
 
     def __init__(self, host: str) -> None:
         self._host = host

@@ -1,11 +1,8 @@
 """Receives requests from routers over plain TCP, and sends them the responses.
 
-Through Serve, each chunk costs a gRPC message, a pickle and several tasks on either side. Here all
-ready data for one router leaves in one write, once per turn of the event loop; the only task of a
-response is the one that reads the engine. The replica listens on its node's address, on a port that
-the system chooses. Requests need the token, which the replica gives away through Serve only;
-:mod:`sluice.protocol.streams` has the messages.
-"""
+All ready data for one router leaves in one write, once per turn of the event loop; the only task
+of a response is the one that reads the engine. Requests need the token, which the replica gives
+away through Serve only; :mod:`sluice.protocol.streams` has the messages."""
 
 from __future__ import annotations
 
@@ -348,13 +345,8 @@ class _Connection(Guest):
 class StreamServer(Listener):
     """The replica's side; on one event loop.
 
-    Args:
-        replica_id: id of this replica.
-        serve: begins to serve a request.
-
     Attributes:
-        leaving: the replica is about to leave.
-    """
+        leaving: the replica is about to leave."""
 
     def __init__(self, replica_id: str, serve: Serve) -> None:
         super().__init__(MAX_CONNECTIONS)
@@ -369,11 +361,8 @@ class StreamServer(Listener):
         return _Connection(self)
 
     async def endpoint(self, host: str) -> StreamEndpoint:
-        """The address where it listens; the first call starts listening.
-
-        Raises:
-            OSError: ``host`` is no address of this node.
-        """
+        """The address where it listens; the first call starts listening. Raises OSError: ``host``
+        is no address of this node."""
         port = await self.port(host)
         return StreamEndpoint(self.replica_id, host, port, self.token, FORMAT)
 

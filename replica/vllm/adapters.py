@@ -3,9 +3,8 @@
 Each subfolder with an ``adapter_config.json`` is an adapter of the folder's name. A folder that
 appears is loaded at the next look, or for the first request that names it. If it disappears, new
 requests get vLLM's answer for an unknown model, and the engine unloads the adapter when its last
-request has ended. If its files are replaced, the adapter is unloaded in the same way, and its name
-refused: the engine keeps KV of prompts by it.
-"""
+request has ended; also if its files are replaced, and then its name is refused: the engine keeps KV
+of prompts by it."""
 
 from __future__ import annotations
 
@@ -51,12 +50,9 @@ class DirectoryAdapters:
     event loop.
 
     Args:
-        directory: of the adapters.
-        llm: vLLM's engine client. models: vLLM's list of models on it.
         taken: names that adapters must not have: of the model, and of configured adapters.
         most: adapters that may be in the engine at once.
-        in_use: whether a request is live for which :meth:`ensure` returned this number.
-    """
+        in_use: whether a request is live for which :meth:`ensure` returned this number."""
 
     def __init__(
         self,
@@ -94,11 +90,8 @@ class DirectoryAdapters:
         return {name: digest for name, digest in self._digests.items() if name in present}
 
     async def start(self) -> None:
-        """Load what the directory has, and follow it from now on.
-
-        Raises:
-            ConfigurationError: it is not a directory that can be read.
-        """
+        """Load what the directory has, and follow it from now on. Raises ConfigurationError: it is
+        not a directory that can be read."""
         try:
             await self.update()
         except OSError as error:
@@ -119,11 +112,7 @@ class DirectoryAdapters:
                 logger.exception("cannot follow the adapters in %s", self._directory)
 
     async def update(self) -> None:
-        """Load and unload what the directory says now.
-
-        Raises:
-            OSError: it cannot be read.
-        """
+        """Load and unload what the directory says now. Raises OSError: it cannot be read."""
         async with self._lock:
             found = await asyncio.to_thread(lambda: dict(folders(self._directory)))
             for name in [name for name in self._loaded if found.get(name) != self._stamps[name]]:
@@ -144,11 +133,8 @@ class DirectoryAdapters:
 
     async def ensure(self, name: object) -> int:
         """Load the adapter ``name`` if it is in the directory and not loaded yet. Returns its
-        number, by which it counts as in use; 0 if there is no such adapter.
-
-        Raises:
-            RequestError: 503; it is there, and cannot be loaded now.
-        """
+        number, by which it counts as in use; 0 if there is no such adapter. Raises RequestError:
+        503; it is there, and cannot be loaded now."""
         if not isinstance(name, str) or name in self._taken or not _NAME.fullmatch(name):
             return 0
         if name in self._loaded:
@@ -243,11 +229,7 @@ def directory_adapters(config: EngineConfig, llm: Any, models: Any) -> Directory
 
 
 def folders(directory: Path) -> Iterator[tuple[str, Stamp]]:
-    """Names and stamps of the adapters in a directory.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Names and stamps of the adapters in a directory. Raises OSError: it cannot be read."""
     for number, path in enumerate(directory.iterdir()):
         if number >= MOST_FOLDERS:
             return

@@ -72,13 +72,9 @@ def may_go_on(params: Any) -> bool:
 async def repeat(
     processor: Any, request: Any, queue: Any, resume: Resume, max_model_tokens: int
 ) -> list[Any]:
-    """Repeat the outputs in ``resume``, for a request that ``processor`` has just taken. If they
-    are the whole output, or the request was aborted meanwhile, ``processor`` has forgotten it
-    afterwards.
-
-    It yields to the event loop in between: there may be thousands of outputs, for many requests at
-    once.
-    """
+    """Repeat the outputs in ``resume``, for a request that ``processor`` has just taken, and yield
+    to the event loop in between. If they are the whole output, or the request was aborted
+    meanwhile, ``processor`` has forgotten it afterwards."""
     outputs: list[Any] = []
     end = 0
     for number, tokens in enumerate(filter(None, resume.chunks), 1):
@@ -149,45 +145,32 @@ class AbortedError(ValueError):
 @dataclass(slots=True)
 class ApiCall:
     """One API call in progress. Only the tokens of its first prompt's first choice are tracked one
-    by one.
+    by one. Times are seconds, offsets those after ``received_s``.
 
     Attributes:
-        received_s: when it reached the replica, monotonic.
-        engine_ids: ids of its engine requests, one per prompt.
-        prompt_tokens: of all its prompts. output_tokens: of all its choices.
-        cached_tokens: tokens of its prompts in the engine's prefix cache.
+        engine_ids: of its engine requests, one per prompt.
         unsent_tokens: tokens of the first choice that are in no response chunk yet.
-        offsets_s: times of the first choice's tokens of a plain response, seconds after
-            ``received_s``.
+        offsets_s: when the first choice's tokens of a plain response left the engine.
         failure: the error, other than a client's mistake, that ended one of its engine requests.
-        refusal: why its grammar is refused, if it is.
-        aborted: it was stopped from outside.
-        trace: the W3C trace context for vLLM's own span; empty: vLLM makes no span.
-        xargs: Sluice's arguments of its engine requests.
-        transfer: vLLM's parameters of the transfer of its prompt's KV, to this engine or from it;
-            ``None``: no KV transfer.
+        refusal: why its grammar is refused, if it is. aborted: it was stopped from outside.
+        transfer: vLLM's parameters of a KV transfer of its prompt, to this engine or from it.
         prefill_only: the engine computes its prompt and at most one token, which is dropped.
         kv_of_request: id of the call that is stopped for it, whose KV it finds in the prefix cache.
         offer: the engine's description of the KV that it keeps of its prompt.
         stats: vLLM's times of its first prompt, if vLLM keeps them.
         resumable: its chunks carry the token ids, if another engine could resume from them.
         staged: it has stages, so its chunks carry the times of their tokens.
-        unsent_groups: if chunks carry ids or times, the ids of :attr:`unsent_tokens`, grouped by
-            the engine's outputs, and the time of each, seconds after ``received_s``; 0 without.
-        resume: the part of the response that its client has already. repeated: the outputs of that
-            part, made again.
-        prompt_logprobs: number of log probabilities of prompt tokens that its prompts so far ask
-            for.
+        unsent_groups: if chunks carry ids or times, the ids of :attr:`unsent_tokens` by output of the
+            engine, each with its offset, or 0.
+        resume: the part of the response that its client has already. repeated: its outputs.
+        prompt_logprobs: log probabilities of prompt tokens that its prompts so far ask for.
         ends: tokens that end its reasoning, if one of its stages ends with the reasoning.
-        reasoned: the reasoning has ended with this token of the first choice, counted from 1; 0: it
-            has not.
-        unsent_reasoned: the same, counted in :attr:`unsent_tokens`.
-        in_turn: its engine requests are parts of one stream, each begun when the one before has
-            ended: all of them are tracked as the first one is.
+        reasoned: the reasoning has ended with this token of the first choice, counted from 1, and
+            ``unsent_reasoned`` from the first unsent one; 0: it has not.
+        in_turn: its engine requests are parts of one stream, one after the other: all of them are
+            tracked as the first one is.
         cache_salt: of its prompts, if vLLM's serving layer does not set it.
-        adapter: vLLM's number of the adapter of the directory that it uses; 0: none of them.
-        rank: of the engine's ranks, the one that serves it.
-    """
+        adapter: vLLM's number of the adapter of the directory that it uses; 0: none of them."""
 
     received_s: float
     engine_ids: list[str] = field(default_factory=list)
@@ -309,11 +292,8 @@ class WatchedLLM(AsyncLLM):
                 yield output
 
     def _check_prompt_logprobs(self, call: ApiCall, prompt: Any, params: Any) -> None:
-        """Refuse a call whose prompts together ask for too many log probabilities.
-
-        Raises:
-            ValueError: the call asks for too many.
-        """
+        """Refuse a call whose prompts together ask for too many log probabilities. Raises
+        ValueError: the call asks for too many."""
         each = params.prompt_logprobs
         if each is None:
             return
@@ -335,11 +315,7 @@ class WatchedLLM(AsyncLLM):
 
     async def check_tags(self, body: Mapping[str, Any]) -> None:
         """Return if vLLM may parse the structural tags of an API body: it does so on the event
-        loop, while it reads the body.
-
-        Raises:
-            RequestError: the tags are refused.
-        """
+        loop, while it reads the body. Raises RequestError: the tags are refused."""
         if self.grammars is None:
             return
         for tag in structural_tags(body):
@@ -347,10 +323,7 @@ class WatchedLLM(AsyncLLM):
 
     async def _check_grammar(self, call: ApiCall | None, sampling_params: Any) -> None:
         """Return if the engine may take the request with its grammar, and choose its backend.
-
-        Raises:
-            RequestError: the grammar is refused.
-        """
+        Raises RequestError: the grammar is refused."""
         params = sampling_params.structured_outputs
         if call is not None and call.prefill_only:
             return
@@ -366,11 +339,8 @@ class WatchedLLM(AsyncLLM):
             raise
 
     def _constrain(self, sampling_params: Any) -> None:
-        """As a check, in this process and without limits.
-
-        Raises:
-            RequestError: the grammar is refused.
-        """
+        """As a check, in this process and without limits. Raises RequestError: the grammar is
+        refused."""
         try:
             constrain(sampling_params, self.vllm_config, self.get_tokenizer())
         except Exception as error:  # of many types, by the backend
@@ -478,11 +448,8 @@ async def _watch(
 
 
 def _check_bound(output: Any, call: ApiCall) -> None:
-    """Raise if the engine has stopped a request because its grammar took too long.
-
-    Raises:
-        RequestError: the engine has stopped it.
-    """
+    """Raise if the engine has stopped a request because its grammar took too long. Raises
+    RequestError: the engine has stopped it."""
     if any(choice.stop_reason == TOO_COSTLY for choice in output.outputs):
         call.refusal = RequestError(
             "The grammar or schema of this request is costly: the engine took too long to follow "

@@ -1,9 +1,8 @@
-"""Checks that the installed vLLM has what Sluice uses of its internals: names, the arguments of the
-calls, and the arguments of the methods that are overridden.
+"""The versions of vLLM that Sluice supports, and checks that the installed one has what Sluice uses
+of its internals: names, the arguments of calls, and those of the methods that are overridden.
 
 Names alone do not find a changed signature, which otherwise fails at the first call. Arguments are
-compared by number, and by name where they have a default, as these are usually passed by name.
-"""
+compared by number, and by name where they have a default, as these are usually passed by name."""
 
 from __future__ import annotations
 
@@ -12,8 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from inspect import Parameter, isclass, isfunction, signature, unwrap
 from typing import Any, Final, Literal, NamedTuple
-
-# The versions of vLLM that Sluice supports, and how another one is judged, without vLLM.
 
 Versions = tuple[tuple[int, int], tuple[int, int]]
 """The oldest supported minor version, and the newest that was run."""
@@ -64,16 +61,13 @@ _VARIABLE: Final[tuple[Any, ...]] = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEY
 
 
 class Part(NamedTuple):
-    """What is used of a class, or of a module.
+    """What is used of a class, or of a module. Names are separated by blanks.
 
     Attributes:
         places: where it may be, by version: ``module:Class``, or ``module``.
-        used: names, separated by blanks. With parentheses it must be callable so: ``f(_, _, key=)``
-            is a call with two arguments by position and one by name.
-        made: attributes that the constructor makes, or that the class has; separated by blanks.
-        called: names in the code of ``by``, which must call them.
-        by: a method of the class.
-    """
+        used: names; ``f(_, _, key=)`` must be callable with two arguments by position and ``key``.
+        made: attributes that the constructor makes, or that the class has.
+        called: names in the code of the method ``by``."""
 
     places: tuple[str, ...]
     used: str = ""
@@ -127,11 +121,8 @@ def binds(function: Callable[..., Any], positional: int, named: Iterable[str] = 
 
 
 def located(places: Iterable[str]) -> Any:
-    """The first of ``places`` that exists, a class or a module.
-
-    Raises:
-        ImportError: none of them; the message has the reason of each.
-    """
+    """The first of ``places`` that exists, a class or a module. Raises ImportError: none of them;
+    the message has the reason of each."""
     reasons = []
     for place in places:
         module, _, name = place.partition(":")

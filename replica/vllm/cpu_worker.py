@@ -52,11 +52,8 @@ class PatchedCpuWorker(CPUWorker):
     """
 
     def init_device(self) -> None:
-        """Make the model runner.
-
-        Raises:
-            UnsupportedVllmError: vLLM lacks a name that is used here.
-        """
+        """Make the model runner. Raises UnsupportedVllmError: vLLM lacks a name that is used
+        here."""
         mend_rejection_sampler()
         mend_token_ranks()
         mend_adapters()
@@ -99,11 +96,8 @@ class PatchedCpuWorker(CPUWorker):
 
 
 def mend_rejection_sampler() -> None:
-    """Replace the faulty function in vLLM's check of drafted tokens, in this process.
-
-    Raises:
-        UnsupportedVllmError: vLLM does not have it.
-    """
+    """Replace the faulty function in vLLM's check of drafted tokens, in this process. Raises
+    UnsupportedVllmError: vLLM does not have it."""
     if _CONSTRAIN is None or not hasattr(rejection_sampler, "expand_batch_to_tokens"):
         raise UnsupportedVllmError(
             "vLLM's rejection sampler lacks expand_batch_to_tokens or apply_sampling_constraints"

@@ -81,14 +81,7 @@ if TYPE_CHECKING:
 
 def parse(request: EngineRequest, serving: Serving, call: ApiCall, in_use: bool) -> Any:
     """The body as vLLM's own request type. What vLLM does not pass on is noted in ``call``.
-
-    Args:
-        serving: the serving layer of its endpoint.
-        in_use: another request has its id.
-
-    Raises:
-        RequestError: the body is not allowed.
-    """
+    ``in_use``: another request has its id. . Raises RequestError: the body is not allowed."""
     check_transfer(request)
     check_resume(request)
     body = dict(request.body)
@@ -115,11 +108,8 @@ def parse(request: EngineRequest, serving: Serving, call: ApiCall, in_use: bool)
 
 
 def _extra_arguments(body: dict[str, Any]) -> dict[str, Any]:
-    """The client's own extra arguments for the engine.
-
-    Raises:
-        RequestError: they, or the way to search, are not allowed.
-    """
+    """The client's own extra arguments for the engine. Raises RequestError: they, or the way to
+    search, are not allowed."""
     if body.get("use_beam_search"):
         raise RequestError("Beam search is not supported.", "use_beam_search")
     extra = body.get("vllm_xargs")
@@ -144,11 +134,7 @@ def _transfer(request: EngineRequest) -> dict[str, Any] | None:
 
 
 def _validated(body: dict[str, Any], serving: Serving) -> Any:
-    """The body in vLLM's type.
-
-    Raises:
-        RequestError: vLLM refuses it.
-    """
+    """The body in vLLM's type. Raises RequestError: vLLM refuses it."""
     try:
         return serving.body.validate_python(body)
     except ValidationError as error:
@@ -215,19 +201,12 @@ _NOT_STARTED = "the vLLM engine is not running"
 
 
 class VllmEngine:
-    """See :class:`sluice.replica.engine.Engine`.
+    """See :class:`sluice.replica.engine.Engine`. Raises ValueError: an argument that vLLM does not
+    know, or that only Sluice may set.
 
     Args:
-        config: which model, policy and vLLM arguments.
-        replica_id: names its batch log.
-        max_live_requests: max API calls at once; the state table holds several rows for each.
         cpu_core: the core to pin it to, if it computes on CPUs and ``config.pin_cpu`` is set.
-        traced: keep the times for spans, at some cost per step.
-        role: which phases of a request it serves.
-
-    Raises:
-        ValueError: an argument that vLLM does not know, or that only Sluice may set.
-    """
+        traced: keep the times for spans, at some cost per step."""
 
     def __init__(
         self,
@@ -403,11 +382,7 @@ class VllmEngine:
         return self._reasoning_ends if asks else frozenset()
 
     def _serving_of(self, endpoint: Endpoint) -> Serving:
-        """The serving layer of ``endpoint``.
-
-        Raises:
-            RequestError: the model does not offer it.
-        """
+        """The serving layer of ``endpoint``. Raises RequestError: the model does not offer it."""
         serving = self._servings.get(endpoint)
         if serving is None:
             offered = ", ".join(sorted(self._servings))
@@ -475,12 +450,8 @@ class VllmEngine:
         )
 
     async def _create(self, serving: Any, creation: Any, call: ApiCall) -> Any:
-        """vLLM's response, or its error response.
-
-        Raises:
-            EngineDeadError: the engine died.
-            CancelledError: this task was cancelled; vLLM turns that into an error response.
-        """
+        """vLLM's response, or its error response. Raises EngineDeadError: the engine died. Raises
+        CancelledError: this task was cancelled; vLLM turns that into an error response."""
         try:
             response = await creation
         except asyncio.CancelledError:
@@ -579,11 +550,8 @@ class VllmEngine:
         return min(own, default=None)
 
     async def pulse(self) -> None:
-        """Return when the engine's process has answered a question that changes nothing.
-
-        Raises:
-            EngineDeadError: the engine is not running.
-        """
+        """Return when the engine's process has answered a question that changes nothing. Raises
+        EngineDeadError: the engine is not running."""
         if self._llm is None:
             raise EngineDeadError(_NOT_STARTED)
         # Only the loop that runs the steps answers this call.
@@ -600,11 +568,7 @@ class VllmEngine:
         return body
 
     async def check_health(self) -> None:
-        """Return if the engine is alive.
-
-        Raises:
-            EngineDeadError: it died.
-        """
+        """Return if the engine is alive. Raises EngineDeadError: it died."""
         llm = self._llm
         if llm is None:
             raise EngineDeadError(_NOT_STARTED)
@@ -646,18 +610,11 @@ def _refusal(error: RequestError, endpoint: Endpoint) -> tuple[ResponseItem, ...
     )
 
 
-# A further rank of a vLLM engine with data parallelism.
-#
-# vLLM runs a process with a scheduler for each rank behind one client. Here each rank is an engine
-# of its own, whose requests name it to the client, so that vLLM's balancing between ranks is not
-# used.
-
-
 class VllmRank(VllmEngine):
-    """Rank ``rank``, at least 1, of the engine ``first``, which has rank 0.
-
-    ``first`` must be started before it and stopped after it: it launches vLLM for all ranks.
-    """
+    """Rank ``rank``, at least 1, of the engine ``first``, which launches vLLM for all ranks: it is
+    started before it and stopped after it. vLLM runs a scheduler for each rank behind one
+    client. Here each rank is an engine of its own, whose requests name it to the client, so vLLM's
+    balancing between ranks is not used."""
 
     def __init__(self, first: VllmEngine, rank: int) -> None:
         super().__init__(
@@ -672,11 +629,8 @@ class VllmRank(VllmEngine):
         first._others.append(self)
 
     async def start(self) -> EngineInfo:
-        """Use every feature once on this rank, and be ready.
-
-        Raises:
-            EngineDeadError: the first rank is not running, or the engine died.
-        """
+        """Use every feature once on this rank, and be ready. Raises EngineDeadError: the first rank
+        is not running, or the engine died."""
         first, config = self._first, self._config
         if first._llm is None or first._info is None:
             raise EngineDeadError("the first rank of the vLLM engine is not running")
@@ -695,11 +649,7 @@ class VllmRank(VllmEngine):
 
 def reasoning_ends(llm: Any) -> frozenset[int]:
     """The ids of these tokens; none if the engine has no reasoning parser, or one that does not
-    detect the end by a token.
-
-    Args:
-        llm: vLLM's engine client.
-    """
+    detect the end by a token."""
     name = llm.vllm_config.structured_outputs_config.reasoning_parser
     if not name:
         return frozenset()

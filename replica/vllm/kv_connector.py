@@ -2,12 +2,11 @@
 
 The engine that computed a prompt copies its blocks to host memory in the step that ends it, and
 frees the blocks; its workers hold the copy for the decode engine. The decode engine fetches the
-blocks that its own prefix cache lacks while it runs other requests; vLLM calls this an asynchronous
-load. If the fetch fails, for whatever reason, vLLM recomputes the prompt.
+blocks that its own prefix cache lacks while it runs other requests, in an asynchronous load of
+vLLM. If the fetch fails, for whatever reason, vLLM recomputes the prompt.
 
-vLLM loads this module by ``kv_connector_module_path``, once for its scheduler and once in each
-worker. It relies on ``KVConnectorBase_V1`` as of vLLM 0.29.
-"""
+vLLM loads this module once for its scheduler and once in each worker. It relies on
+``KVConnectorBase_V1`` as of vLLM 0.29."""
 
 # vLLM's classes are untyped here, so their subclasses are, too.
 # mypy: disable-error-code="misc"
@@ -58,16 +57,13 @@ class UnsupportedLayoutError(RuntimeError):
 
 
 class BlockLayers:
-    """The layers of a KV cache, and the dimension of each layer that counts blocks.
+    """The layers of a KV cache, and the dimension of each layer that counts blocks. Raises
+    UnsupportedLayoutError: a layer has no such dimension, or several; the message names it.
 
     Args:
         caches: the tensor of each layer, of any shape, by the layer's name. A tensor that layers
             share is counted once.
-        blocks: number of blocks of the cache.
-
-    Raises:
-        UnsupportedLayoutError: a layer has no such dimension, or several; the message names it.
-    """
+        blocks: number of blocks of the cache."""
 
     def __init__(self, caches: Mapping[str, Any], blocks: int) -> None:
         by_place: dict[tuple[int, tuple[int, ...]], tuple[str, torch.Tensor]] = {}
@@ -510,12 +506,8 @@ class _WorkerSide:
 
 def check_model(vllm_config: Any) -> None:
     """Check, before an engine starts, that the KV of its model can be transferred, if that is
-    configured.
-
-    Raises:
-        UnsupportedLayoutError: why it cannot.
-        UnsupportedVllmError: this version of vLLM is too old, or lacks what the connector uses.
-    """
+    configured. Raises UnsupportedLayoutError: why it cannot. Raises UnsupportedVllmError: this
+    version of vLLM is too old, or lacks what the connector uses."""
     transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
     if transfer is None or transfer.kv_connector != TcpConnector.__name__:
         return
@@ -534,11 +526,8 @@ def check_model(vllm_config: Any) -> None:
 
 
 def check_kv_cache(kv_cache_config: Any) -> None:
-    """Check that KV of this cache can be transferred.
-
-    Raises:
-        UnsupportedLayoutError: why it cannot.
-    """
+    """Check that KV of this cache can be transferred. Raises UnsupportedLayoutError: why it
+    cannot."""
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         raise UnsupportedLayoutError(

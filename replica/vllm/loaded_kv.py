@@ -1,10 +1,6 @@
-"""What an operator's KV connector, such as LMCache's, holds of waiting prompts.
-
-vLLM asks the connector when it is about to admit a request. Some answer later, and vLLM skips the
-request meanwhile, or they load the KV beside steps. A plan that knew nothing of it would spend
-tokens that the batch cannot use. Sluice asks when a request arrives, leaves it out of plans until
-there is an answer, and plans what is not held.
-"""
+"""KV of waiting prompts that an engine need not compute: from another engine, the memory of the host,
+or from an operator's KV connector. A plan that did not know of it would spend tokens that
+the batch cannot use."""
 
 from __future__ import annotations
 
@@ -19,27 +15,22 @@ from vllm.v1.request import RequestStatus
 from sluice.replica.scheduler.local_scheduler import LocalScheduler
 from sluice.replica.vllm.contract import WITH_HOST_MEMORY, age
 
-# What vLLM's ``OffloadingConnector`` has in the memory of the host, and how long loading takes.
-#
-# The connector's manager makes an event of what it stores and evicts, for vLLM's KV events. Sluice
-# has it do so in any case, reads them on their way to the connector, and times each load from its
-# request's admission to its end as vLLM sees it. That includes waiting for other loads and for the
-# end of a step.
-
 _CPU: Final = "CPU"
 _GROUP_BYTES: Final = 4
 """An offloaded block is named by its hash and the number of its group of layers."""
 
 
 class HostBlocks:
-    """See the module. Empty with another connector, or none; and if a block of the host is not one
-    of the engine, as with several groups of layers.
+    """What vLLM's ``OffloadingConnector`` has in the host's memory, and how long loading takes.
+    Empty with another connector, or none; and if a block of the host is not one of the engine, as
+    with several groups of layers.
+
+    The connector's manager makes an event of what it stores and evicts, for vLLM's KV events.
+    Sluice has it do so in any case, reads them on their way to the connector, and times each load
+    from its request's admission to its end as vLLM sees it, waits included.
 
     Args:
-        connector: vLLM's KV connector, in the scheduler.
-        block_tokens: tokens of a block, for which there is one hash.
-        clock: monotonic seconds.
-    """
+        block_tokens: tokens of a block, for which there is one hash."""
 
     def __init__(
         self, connector: Any, block_tokens: int, clock: Callable[[], float] = time.monotonic
@@ -156,13 +147,6 @@ def _manager(connector: Any, block_tokens: int) -> Any:
     return manager if shapes == [(block_tokens, None)] and hasattr(manager, "events") else None
 
 
-# Requests of a vLLM engine whose KV comes from another one, from their arrival until they run.
-#
-# vLLM admits such a request like any other, with blocks for its whole prompt, and has its
-# connector fill them while other requests run. So a plan sees it as a prompt of which all but the
-# last token is computed: planning it starts the KV transfer. It appears in plans again when the KV
-# has arrived.
-
 _FLAGS = frozenset(("do_remote_prefill", "do_remote_decode"))
 
 
@@ -176,12 +160,12 @@ class _Incoming:
 
 
 class IncomingKv:
-    """See the module.
+    """Requests whose KV comes from another engine, from their arrival until they run.
 
-    Args:
-        scheduler: vLLM's.
-        local: counts the transfers.
-    """
+    vLLM admits such a request like any other, with blocks for its whole prompt, and has its
+    connector fill them while other requests run. So a plan sees it as a prompt of which all but the
+    last token is computed: planning it starts the KV transfer. It appears in plans again when the
+    KV has arrived."""
 
     def __init__(self, scheduler: Any, local: LocalScheduler) -> None:
         self._scheduler = scheduler
@@ -220,10 +204,7 @@ class IncomingKv:
 
     def awaits(self, request: Any, cached_tokens: int) -> bool:
         """Whether KV will come for a waiting request without computed tokens, once it is admitted.
-
-        Args:
-            cached_tokens: tokens of its prompt in the engine's prefix cache.
-        """
+        ``cached_tokens``: tokens of its prompt in the engine's prefix cache."""
         incoming = self._requests.get(request.request_id)
         if incoming is None or incoming.asked_s is not None:
             return False
@@ -309,19 +290,20 @@ class Held(NamedTuple):
 
 
 class ExternalKv:
-    """See the module.
+    """What an operator's KV connector, such as LMCache's, holds of waiting prompts.
 
-    vLLM gets the same answer, if the connector answers later: what that holds is locked for the
-    request, and to LMCache's connector a second answer counts as more stored KV.
+    vLLM asks the connector when it is about to admit a request. Some answer later, and vLLM skips
+    the request meanwhile, or they load the KV beside steps. Sluice asks when a request arrives,
+    leaves it out of plans until there is an answer, and plans what is not held. vLLM gets the same
+    answer, if the connector answers later: what that holds is locked for the request, and to
+    LMCache's connector a second answer counts as more stored KV.
 
     Args:
         connector: vLLM's KV connector, in the scheduler; ``None``: it has none.
         asks: whether it is not known otherwise what the connector holds.
-        clock: monotonic seconds.
 
     Attributes:
-        answer_s: mean time until an answer, seconds.
-    """
+        answer_s: mean time until an answer, seconds."""
 
     def __init__(
         self, connector: Any, asks: bool, clock: Callable[[], float] = time.monotonic
@@ -349,10 +331,7 @@ class ExternalKv:
 
     def take_answers(self, computed_of: Callable[[Any], int]) -> list[str]:
         """Called before a plan. Returns the requests about which the connector has answered since.
-
-        Args:
-            computed_of: the tokens of a request that the engine itself has.
-        """
+        ``computed_of``: the tokens of a request that the engine itself has."""
         answered = []
         for request_id, (request, asked_s) in list(self._asked.items()):
             computed = computed_of(request)

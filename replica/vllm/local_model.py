@@ -100,24 +100,19 @@ def local_model(
     seed: int = 0,
     experts: int = 0,
 ) -> Path:
-    """Directory of the model of these parameters; it is made at the first call.
+    """Directory of the model of these parameters, in ``cache_dir/models``; it is made at the first
+    call.
 
     Equal parameters make equal files. It is complete or absent, even after a crash or a loss of
     power while it was made. A model with changed files is logged and made again. Of several
-    processes one makes it, and the others wait. ``O(bytes)``: the files are read each time.
+    processes one makes it, and the others wait. ``O(bytes)``: the files are read each time. Raises
+    ValueError: a size is not possible. Raises OSError: the directory cannot be read, written or
+    locked.
 
     Args:
-        cache_dir: models are kept in ``cache_dir/models``.
-        layers: transformer layers.
         hidden: width, a multiple of 64.
         max_positions: longest prompt + output, tokens.
-        seed: of the weights.
-        experts: in each layer, two of them for each token; 0 for a model without.
-
-    Raises:
-        ValueError: a size that is not positive, one expert, or a width that 64 does not divide.
-        OSError: the directory cannot be read, written or locked.
-    """
+        experts: in each layer, two of them for each token; 0 for a model without."""
     if layers < 1 or max_positions < 16:
         raise ValueError(
             "a local model needs at least 1 layer and 16 positions, "

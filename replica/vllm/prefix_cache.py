@@ -1,9 +1,5 @@
-"""How much of a waiting request vLLM's prefix cache holds, and the memory of the host, for the
-planner.
-
-vLLM looks this up itself when it admits a request. A plan without it would reserve KV for every
-whole prompt, so that with little KV, requests with a shared prefix would run one after another.
-"""
+"""vLLM's prefix cache: how much of a waiting request it holds, for the planner, and which chunks of
+prompts, for the replica's reports."""
 
 from __future__ import annotations
 
@@ -15,13 +11,6 @@ import numpy as np
 
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.scheduling.fleet.prefix import HELD, HELD_SLOTS, PromptPrefix
-
-# Which chunks of prompts an engine holds in its prefix cache, kept for the replica's reports.
-#
-# A chunk (see :mod:`sluice.scheduling.fleet.prefix`) is tied to the last whole KV block before its
-# end. It is held from the step that computes that block until the engine says that the block is
-# gone. The engine evicts the end of a prefix before its beginning, so the presence of that block
-# implies the presence of all blocks before it.
 
 
 class _Mark(NamedTuple):
@@ -36,22 +25,19 @@ class HeldPrefixes:
     """The table of held chunks of one engine, written to its state table. A chunk that leaves the
     GPU stays in it while the memory of the host has its block.
 
-    It has :data:`~sluice.scheduling.fleet.prefix.HELD_SLOTS` slots; a new chunk replaces the one
-    whose prompt came longest ago. The table may miss a chunk that is cached, but never lists one
-    that is
-    not: a chunk is checked against the cache when it enters, and leaves with its block.
+    A chunk (see :mod:`sluice.scheduling.fleet.prefix`) is tied to the last whole KV block before
+    its end, and held from the step that computes that block until the block is gone. The engine
+    evicts the end of a prefix before its beginning, so the presence of that block implies the
+    presence of all blocks before it. A new chunk replaces the one whose prompt came longest ago.
+    The table may miss a chunk that is cached, but never lists one that is not.
 
     ``O(chunks)`` per request, and one dictionary access per removed block.
 
     Args:
-        table: where to write.
         is_cached: whether a block with this hash is in the engine's prefix cache.
-        block_tokens: tokens per KV block.
         hash_tokens: tokens per block hash, of which ``block_tokens`` is a multiple.
-        slots: max chunks.
         load_s: the time to load a token of the block with this hash from the memory of the host,
-            seconds; 0: it is not there, or the time is unknown.
-    """
+            seconds; 0: it is not there, or the time is unknown."""
 
     def __init__(
         self,
@@ -163,21 +149,12 @@ class HeldPrefixes:
             del self._chunks_of[block_hash]
 
 
-# vLLM's prefix cache for :mod:`sluice.replica.vllm.prefix_cache`: which blocks it holds, and
-# which are removed.
-#
-# vLLM can keep a queue of KV events for every block that enters or leaves its prefix cache. Each
-# block that enters costs an event with a copy of the block's tokens, which the index does not
-# need. So the queue stays as the operator has configured it, and this module hooks the one place
-# where all events of removed blocks are made.
-
-
 class PooledBlocks:
     """The blocks of vLLM's prefix cache. With several groups of layers, only the first one counts.
 
-    Args:
-        pool: vLLM's ``BlockPool``.
-    """
+    vLLM's own queue of KV events has one with a copy of its tokens for every block that enters, so
+    it stays as the operator has configured it, and this hooks the place where all events of removed
+    blocks are made."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
@@ -221,23 +198,19 @@ _NONE = PrefixHit(0, 0)
 
 
 class PrefixHits:
-    """The hits of waiting requests.
+    """The hits of waiting requests. vLLM looks them up itself when it admits a request. A plan
+    without them would reserve KV for every whole prompt, so that with little KV, requests with a
+    shared prefix would run one after another.
 
     A pass goes over the waiting requests in queue order. It looks up new requests, and some others
-    again if the free blocks have changed: filling, freeing and evicting blocks all change them. An
-    outdated hit makes a worse plan, never a wrong output: vLLM looks it up again, and then also
-    finds blocks that the step itself fills. A lookup changes nothing in vLLM, not even its
-    statistics, for which ``get_computed_blocks`` of vLLM 0.26 counts.
-
-    ``O(hit blocks)`` per lookup.
+    again if the free blocks have changed. An outdated hit makes a worse plan, never a wrong output.
+    A lookup changes nothing in vLLM, not even its statistics, for which ``get_computed_blocks`` of
+    vLLM 0.26 counts. ``O(hit blocks)`` per lookup.
 
     Args:
-        manager: vLLM's ``KVCacheManager``.
         groups: KV cache groups; hits count blocks of one group.
-        block_tokens: tokens per block.
         loaded: how many tokens of a request beyond these vLLM loads from the host before it runs.
-            They count as computed, without blocks in use.
-    """
+            They count as computed, without blocks in use."""
 
     def __init__(
         self, manager: Any, groups: int, block_tokens: int, loaded: Callable[[Any, int], int]

@@ -61,12 +61,9 @@ class RequestRows:
     their last user, so a plan that evicts them may make vLLM preempt more than was planned.
 
     Args:
-        scheduler: vLLM's.
-        local: the local scheduler's records of the requests.
         hits: hits in the prefix cache. incoming: KV from other engines. external: KV that a
             connector holds.
-        drafts: drafted tokens of decodes; ``None``: no speculation.
-    """
+        drafts: drafted tokens of decodes; ``None``: no speculation."""
 
     def __init__(
         self,
@@ -148,11 +145,8 @@ class RequestRows:
         self._slos[int(self._keys[place])] = tracked.slo
 
     def queue(self, busy_until_s: float) -> QueueView:
-        """Every request that could run now. ``O(live requests)``.
-
-        Args:
-            busy_until_s: when the batches in flight end.
-        """
+        """Every request that could run now. ``O(live requests)``. ``busy_until_s``: when the
+        batches in flight end."""
         if answered := self._external.take_answers(self._cached):
             self._read_at[[self._places[each] for each in answered]] = 0
             self._local.publish(kv_answer_s=self._external.answer_s)

@@ -3,12 +3,8 @@
 vLLM's own ``schedule()`` stays as it is: it allocates, preempts and builds the batch. Around one
 call of it, this adapter sorts its queues by the plan, takes the requests that the plan leaves out
 of the waiting queues, and caps each request's tokens through one small hook. So outputs are those
-of stock vLLM; only their order and chunks differ.
-
-It relies on internal names of vLLM, which may change. They are listed and checked at start, in
-:mod:`sluice.replica.vllm.support`. The engine runs this module in its core process, named by
-``scheduler_cls="sluice.replica.vllm.scheduler.make_scheduler"``.
-"""
+of stock vLLM; only their order and chunks differ. The internal names of vLLM that it relies on are
+listed and checked at start, in :mod:`sluice.replica.vllm.support`."""
 
 # vLLM's classes are untyped here, so their subclasses are, too.
 # mypy: disable-error-code="misc, has-type"
@@ -480,12 +476,9 @@ class SloAsyncScheduler(PlanMixin, AsyncScheduler):
 
 
 def prepare(vllm_config: Any) -> None:
-    """Check vLLM and its configuration, and pin this thread if that is configured.
-
-    Raises:
-        UnsupportedVllmError: this vLLM or its configuration cannot carry out plans.
-        ValueError: ``additional_config["sluice"]`` is missing or wrong.
-    """
+    """Check vLLM and its configuration, and pin this thread if that is configured. Raises
+    UnsupportedVllmError: this vLLM or its configuration cannot carry out plans. Raises ValueError:
+    ``additional_config["sluice"]`` is missing or wrong."""
     check_vllm()
     check_overrides("Sluice", SloScheduler, SloAsyncScheduler)
     check_config(vllm_config)
@@ -503,21 +496,14 @@ def _step_times(vllm_config: Any) -> StepTimes:
 
 
 def _settings(vllm_config: Any) -> SchedulerSettings:
-    """The settings of this rank.
-
-    Raises:
-        ValueError: they are missing or wrong.
-    """
+    """The settings of this rank. Raises ValueError: they are missing or wrong."""
     settings = SchedulerSettings.from_additional_config(vllm_config.additional_config)
     return settings.of_rank(rank_of(vllm_config))
 
 
 def make_scheduler(vllm_config: Any, **kwargs: Any) -> SloScheduler | SloAsyncScheduler:
-    """The scheduler for ``vllm_config``; vLLM's ``scheduler_cls`` may be such a factory.
-
-    Raises:
-        UnsupportedVllmError, ValueError: see :func:`prepare`.
-    """
+    """The scheduler for ``vllm_config``; vLLM's ``scheduler_cls`` may be such a factory. Raises
+    UnsupportedVllmError, ValueError: see :func:`prepare`."""
     prepare(vllm_config)
     kind = SloAsyncScheduler if vllm_config.scheduler_config.async_scheduling else SloScheduler
     return kind(vllm_config=vllm_config, **kwargs)

@@ -136,14 +136,9 @@ _ALWAYS: Final[tuple[Endpoint, ...]] = ("chat", "completions")
 
 
 def servings(state: Any, tasks: Container[str] = ()) -> dict[Endpoint, Serving]:
-    """The endpoints that the engine of this vLLM application state offers.
-
-    Args:
-        tasks: vLLM's names of what the model can do.
-
-    Raises:
-        ConfigurationError: this vLLM lacks a layer that it should have, or calls it otherwise.
-    """
+    """The endpoints that the engine of this vLLM application state offers. ``tasks``: vLLM's names
+    of what the model can do. . Raises ConfigurationError: this vLLM lacks a layer that it should
+    have, or calls it otherwise."""
     offered: dict[Endpoint, Serving] = {}
     for endpoint, (layer_name, method, module, request_type) in _PLACES.items():
         layer = getattr(state, layer_name, None)
@@ -188,11 +183,7 @@ def _with_audio(create: Callable[..., Awaitable[Any]]) -> Callable[[Any, None], 
 
 
 def with_upload(body: dict[str, Any]) -> dict[str, Any]:
-    """A body with audio, which has it as vLLM's requests do.
-
-    Raises:
-        RequestError: it has none.
-    """
+    """A body with audio, which has it as vLLM's requests do. Raises RequestError: it has none."""
     audio = body.get("file")
     if not isinstance(audio, bytes):
         raise RequestError("file must be audio.", "file")

@@ -49,11 +49,8 @@ class Variant(Protocol):
         """The arguments of vLLM's command line that it needs with ``ranks`` workers."""
 
     def check(self, vllm_config: Any) -> None:
-        """Check that it can run under ``vllm_config``.
-
-        Raises:
-            sluice.replica.vllm.support.UnsupportedVllmError: it cannot run; the message says why.
-        """
+        """Check that it can run under ``vllm_config``. Raises
+        sluice.replica.vllm.support.UnsupportedVllmError: it cannot run; the message says why."""
 
 
 _registered: dict[str, Variant] = {}
@@ -65,11 +62,8 @@ def register(variant: Variant) -> None:
 
 
 def variant_of(settings: SchedulerSettings) -> Variant | None:
-    """The variant that ``settings`` ask for; ``None``: the stock engine.
-
-    Raises:
-        RuntimeError: they ask for preemption, and its package was not imported.
-    """
+    """The variant that ``settings`` ask for; ``None``: the stock engine. Raises RuntimeError: they
+    ask for preemption, and its package was not imported."""
     for variant in _registered.values():
         if variant.wanted(settings):
             return variant
@@ -216,9 +210,8 @@ def survive_module_scan() -> None:
     """Have vLLM's scan of all loaded modules survive numba's. It must be called before an engine
     starts in a process that has loaded compiled policies; importing this module does.
 
-    vLLM 0.32 on CPUs looks for ``__dict__`` at everything in every module and takes what it finds
-    for a dictionary. llvmlite's library handle claims to have every attribute, and answers with a C
-    function: so it gets a dictionary under that name.
+    vLLM 0.32 on CPUs looks for ``__dict__`` at everything in every module. llvmlite's library
+    handle claims to have every attribute, and answers with a C function: so it gets a dictionary.
     """
     functions = getattr(ffi.lib, "_fntab", None)
     if isinstance(functions, dict):
@@ -240,16 +233,9 @@ def parse_arguments(
     role: Role = "mixed",
 ) -> Any:
     """vLLM's parsed arguments from those ``given``, by command-line name without dashes.
-
-    Args:
-        keep_times: have vLLM record when each request was first scheduled.
-        transfer: KV transfer of prompts; ``None``: off.
-        role: which phases of a request the engine serves.
-
-    Raises:
-        sluice.replica.vllm.support.UnsupportedVllmError: this vLLM is too old, or lacks something.
-        ValueError: an argument that vLLM refuses, or that is reserved.
-    """
+    ``keep_times``: have vLLM record when each request was first scheduled. Raises
+    sluice.replica.vllm.support.UnsupportedVllmError: this vLLM is too old, or lacks something.
+    Raises ValueError: an argument that vLLM refuses, or that is reserved."""
     from sluice.replica.vllm.support import check_vllm
 
     # Before anything else is imported of vLLM: what is missing is named, all at once.
@@ -288,22 +274,15 @@ def parse_arguments(
 
 
 def check_arguments(given: dict[str, Any]) -> None:
-    """Check that vLLM's parser takes the arguments ``given``, on whichever machine.
-
-    Raises:
-        ValueError: it refuses one.
-    """
+    """Check that vLLM's parser takes the arguments ``given``, on whichever machine. Raises
+    ValueError: it refuses one."""
     parsed = _parsed({**by_option(given), "model": "model"})
     if not (parsed.tool_parser_plugin or parsed.reasoning_parser_plugin):
         _check_parsers(parsed)
 
 
 def _parsed(arguments: dict[str, Any]) -> Any:
-    """What vLLM's parser makes of ``arguments``.
-
-    Raises:
-        ValueError: it refuses one.
-    """
+    """What vLLM's parser makes of ``arguments``. Raises ValueError: it refuses one."""
     import vllm
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -327,11 +306,7 @@ def _parsed(arguments: dict[str, Any]) -> Any:
 
 def _check_parsers(parsed: Any) -> None:
     """Load vLLM's plug-ins of parsers, and refuse a parser that does not exist: vLLM looks for it
-    only once the engine has loaded.
-
-    Raises:
-        ValueError: there is no such parser.
-    """
+    only once the engine has loaded. Raises ValueError: there is no such parser."""
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
@@ -353,11 +328,7 @@ def _check_parsers(parsed: Any) -> None:
 
 def _check_known(arguments: dict[str, Any], parser: Any) -> None:
     """Refuse names that are no options of ``parser``. Its own message has the value, too, which may
-    be a token.
-
-    Raises:
-        ValueError: every such name, and the one that was probably meant.
-    """
+    be a token. Raises ValueError: every such name, and the one that was probably meant."""
     known = {option[2:] for option in parser._option_string_actions if option.startswith("--")}
     unknown = [
         f"{name} is no option" + "".join(f"; did you mean {near}?" for near in nearest)
@@ -375,11 +346,8 @@ def engine_arguments(
     role: Role = "mixed",
     keep_times: bool = False,
 ) -> Any:
-    """vLLM's parsed arguments for ``engine``; ``model`` is its path or hub id.
-
-    Raises:
-        sluice.replica.vllm.support.UnsupportedVllmError, ValueError: as :func:`parse_arguments`.
-    """
+    """vLLM's parsed arguments for ``engine``; ``model`` is its path or hub id. Raises
+    sluice.replica.vllm.support.UnsupportedVllmError, ValueError: as :func:`parse_arguments`."""
     given = engine.vllm_args
     if engine.model == "local" and on_cpu():
         # vLLM would choose bfloat16, which is slow on CPUs without instructions for it. Other
@@ -398,13 +366,9 @@ def _reason(text: str) -> str:
 
 def engine_config(arguments: Any) -> Any:
     """vLLM's configuration of an engine with these parsed arguments. The engine's process checks it
-    again, but writes its reasons to its log only.
-
-    Raises:
-        sluice.replica.vllm.support.UnsupportedVllmError: this vLLM, or its configuration, cannot
-            carry out batch plans.
-        ValueError: an impossible configuration.
-    """
+    again, but writes its reasons to its log only. Raises
+    sluice.replica.vllm.support.UnsupportedVllmError: this vLLM, or its configuration, cannot carry
+    out batch plans. Raises ValueError: an impossible configuration."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
@@ -424,17 +388,14 @@ def engine_config(arguments: Any) -> Any:
 
 
 async def launch(arguments: Any, grammar_check_s: float = 0.0) -> Launched:
-    """Start the engine process and the serving layer on it.
-
-    Args:
-        grammar_check_s: CPU time limit of each phase of a grammar check, seconds; 0: no check.
+    """Start the engine process and the serving layer on it. ``grammar_check_s``: CPU time limit of
+    each phase of a grammar check, seconds; 0: no check. .
 
     Raises:
         sluice.replica.vllm.support.UnsupportedVllmError: this vLLM, or its configuration, cannot
             carry out batch plans.
         ValueError: an impossible configuration.
-        RuntimeError: the engine process did not start.
-    """
+        RuntimeError: the engine process did not start."""
     from starlette.datastructures import State
     from vllm.usage.usage_lib import UsageContext
 
@@ -507,11 +468,8 @@ def _speculation_arguments(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_kv_tier(given: dict[str, Any]) -> None:
-    """Check that vLLM's connector to KV in other memory, if one is configured, can run here.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """Check that vLLM's connector to KV in other memory, if one is configured, can run here. Raises
+    ValueError: it cannot."""
     config = given.get(_TRANSFER)
     if isinstance(config, str):
         with contextlib.suppress(ValueError):  # vLLM's parser says what is wrong
@@ -536,11 +494,8 @@ def _check_kv_tier(given: dict[str, Any]) -> None:
 
 def transfer_argument(transfer: TransferConfig, role: Role = "mixed") -> dict[str, Any]:
     """vLLM's configuration of the KV transfer for an engine of this ``role``. With Sluice's own
-    connector one for prefills only sends KV; all others send and receive it.
-
-    Raises:
-        ValueError: the connector cannot run here.
-    """
+    connector one for prefills only sends KV; all others send and receive it. Raises ValueError: the
+    connector cannot run here."""
     shared = {"kv_load_failure_policy": "recompute"}
     has_nixl = importlib.util.find_spec("nixl") is not None
     if transfer.connector == "nixl" and not has_nixl:

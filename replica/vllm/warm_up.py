@@ -1,9 +1,5 @@
-"""The first use of each feature that clients can ask an engine for, before its replica is ready.
-
-The first use of a feature may compile code (Triton, torch's inductor), load a library or index the
-vocabulary. In a serving engine this delays a step by seconds, and every request of the batch waits
-for it.
-"""
+"""The first use of each feature that clients can ask an engine for, before its replica is ready: it
+may compile code, load a library or index the vocabulary, which would delay a step by seconds."""
 
 from __future__ import annotations
 
@@ -102,16 +98,8 @@ async def warm_up(engine: Engine, model: str, adapters: Sequence[str] = ()) -> N
     """Use each feature in a batch of its own, all of them in one batch, and each LoRA adapter.
 
     A feature that the engine refuses (a model without a chat template refuses chats) is refused to
-    clients, too: a refusal is logged, and is no error.
-
-    Args:
-        engine: started, with nothing else to do.
-        model: the name that requests use.
-        adapters: names of its LoRA adapters.
-
-    Raises:
-        EngineDeadError: the engine died at the first use of a feature; the message names it.
-    """
+    clients, too: a refusal is logged, and is no error. Raises EngineDeadError: the engine died at
+    the first use of a feature; the message names it."""
     started_s = time.monotonic()
     user = _User(engine, model)
     features = {**SAMPLING_FEATURES, **STRUCTURED_FEATURES}
@@ -146,11 +134,8 @@ class _User:
     async def use_together(
         self, features: Mapping[str, Mapping[str, Any]], output_tokens: Sequence[int]
     ) -> None:
-        """Send a completion for each feature and number of output tokens, all at once.
-
-        Raises:
-            EngineDeadError: see :func:`warm_up`.
-        """
+        """Send a completion for each feature and number of output tokens, all at once. Raises
+        EngineDeadError: see :func:`warm_up`."""
         await asyncio.gather(
             *(
                 self.use(
@@ -169,11 +154,8 @@ class _User:
         )
 
     async def use(self, endpoint: Endpoint, body: Mapping[str, Any], name: str) -> bool:
-        """Send one request and read its answer; whether the engine served it.
-
-        Raises:
-            EngineDeadError: see :func:`warm_up`.
-        """
+        """Send one request and read its answer; whether the engine served it. Raises
+        EngineDeadError: see :func:`warm_up`."""
         self.used += 1
         request = EngineRequest(
             f"warm-up-{self.used}", endpoint, {"model": self._model, **body}, _SLO

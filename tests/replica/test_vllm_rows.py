@@ -136,7 +136,7 @@ class Engine:
                     running,
                     last_s,
                     tracked.expected_tokens - tracked.begun,
-                    tenant=tracked.tenant,
+                    tenant=tracked.args.tenant,
                 )
             )
         return views
@@ -243,7 +243,7 @@ def test_the_state_table_gets_what_changed():
     engine.now_s = 3.0
     engine.schedule("r2", 1)
     engine.emit("r2")
-    engine.local.update(engine.rows.changed(["r1", "r2", "gone"]))
+    engine.local.publish(engine.rows.changed(["r1", "r2", "gone"]))
     names = ["prompt_tokens", "computed_tokens", "pending_tokens", "emitted_tokens", "kv_blocks"]
     first, second = engine.table.read().rows
     assert first[names].tolist() == (10, 10, 1, 1, 3)
@@ -251,5 +251,5 @@ def test_the_state_table_gets_what_changed():
     assert first["first_token_s"] == 0.0 and np.isnan(second["first_token_s"])
     # KV that is still to come from another engine is no prefill.
     engine.arrive(9, 5, False)
-    engine.local.update(engine.rows.awaited("r3"))
+    engine.local.publish(engine.rows.awaited("r3"))
     assert engine.table.read().rows[2][names].tolist() == (9, 8, 1, 0, 0)
