@@ -468,9 +468,9 @@ class Replica:
         return self._watchdog is not None and self._watchdog.look()
 
     async def drain(self) -> bool:
-        """Tell the controller to send no more requests, and wait until the live ones ended and their
-        consumers have the whole responses; those that still arrive are served. Returns whether
-        all ended within ``drain_timeout_s``."""
+        """Tell the controller to send no more requests, and wait until the live ones ended and
+        their consumers have the whole responses; those that still arrive are served. Returns
+        whether all ended within ``drain_timeout_s``."""
         if self._reporter is not None:
             self._reporter.drain()
         try:

@@ -160,8 +160,8 @@ class ApiCall:
         stats: vLLM's times of its first prompt, if vLLM keeps them.
         resumable: its chunks carry the token ids, if another engine could resume from them.
         staged: it has stages, so its chunks carry the times of their tokens.
-        unsent_groups: if chunks carry ids or times, the ids of :attr:`unsent_tokens` by output of the
-            engine, each with its offset, or 0.
+        unsent_groups: if chunks carry ids or times, the ids of :attr:`unsent_tokens` by engine
+            output, each with its offset, or 0.
         resume: the part of the response that its client has already. repeated: its outputs.
         prompt_logprobs: log probabilities of prompt tokens that its prompts so far ask for.
         ends: tokens that end its reasoning, if one of its stages ends with the reasoning.

@@ -1,5 +1,5 @@
-"""KV of waiting prompts that an engine need not compute: from another engine, the memory of the host,
-or from an operator's KV connector. A plan that did not know of it would spend tokens that
+"""KV of waiting prompts that an engine need not compute: from another engine, the memory of the
+host, or from an operator's KV connector. A plan that did not know of it would spend tokens that
 the batch cannot use."""
 
 from __future__ import annotations
