@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from math import isnan
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,11 +28,8 @@ def in_processes(
     function: Callable[[T], R], jobs: int
 ) -> Iterator[Callable[[Iterable[T]], Iterator[R]]]:
     """Gives a function that applies ``function`` to values in ``jobs`` processes and yields the
-    results in order, as soon as they are there.
-
-    With one job everything runs in this process. What is not yet begun when the block is left is
-    not begun any more.
-    """
+    results in order, as soon as they are there. What is not yet begun when the block is left never
+    begins."""
     if jobs == 1:
         yield partial(map, function)
         return
@@ -51,17 +49,27 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON inste
 """The option ``--json``; see :func:`show`."""
 
 
+class NumberRange(click.FloatRange):
+    """A float within bounds; click's own lets nan pass, as it is below and above nothing."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """The number of an option's text."""
+        number = float(super().convert(value, param, ctx))
+        if isnan(number):
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return number
+
+
 def number_option(
     *names: str, default: Any, least: Any, most: Any, words: str = "", **more: Any
 ) -> Option[Any]:
-    """An option that takes a number from ``least`` to ``most``, whole ones only where these and the
-    default are whole. ``words`` are its help; ``more`` has further arguments of
-    :func:`click.option`: ``multiple`` makes it repeatable."""
+    """An option that takes a number from ``least`` to ``most``, a whole one if these and the
+    default are. ``words`` are its help; ``more`` goes to :func:`click.option`."""
     sample = default[0] if isinstance(default, tuple) else default
     whole = isinstance(least, int) and isinstance(sample, int | None)
-    kind: click.IntRange | click.FloatRange = (
-        click.IntRange(least, most) if whole else click.FloatRange(least, most)
-    )
+    kind: Any = click.IntRange(least, most) if whole else NumberRange(least, most)
     more = {"show_default": default is not None, **more}
     return click.option(*names, default=default, type=kind, help=words or None, **more)
 

@@ -27,7 +27,7 @@ from sluice.simulation.metrics import TPOTMetric, attained, stages
 from sluice.simulation.settings import chat_and_code
 
 REPEATS = 5
-MOST_EXHAUSTIVE = 6
+MAX_EXHAUSTIVE = 6
 """Requests for which an exhaustive search takes a second."""
 
 PAPER = InteractionLatency.paper()
@@ -114,11 +114,9 @@ def mapping(
     deviation: float = 0.0,
     instances: int = 1,
 ) -> Mapping[str, float]:
-    """Figures of the mapping found for one set of requests: its G by the paper's model.
-
-    The planner's output lengths have an ``error``, a ``coefficient`` of its model a relative
-    ``deviation``. ``instances`` get the same requests each and are planned one after the other.
-    """
+    """The G of the mapping found for one set of requests, where the planner's output lengths have
+    an ``error`` and a ``coefficient`` of its model a relative ``deviation``; ``instances`` get the
+    same requests each and are planned one after the other."""
     jobs = make_jobs(requests, batch, seed, objectives)
     prefill, decode = (
         phase._replace(**{coefficient: getattr(phase, coefficient) * (1.0 + deviation)})
@@ -143,7 +141,7 @@ def mapping(
         "g_fcfs": met_fcfs / fcfs_s,
         "kept": met / latency_s / max(anneal(jobs, schedule).g, 1e-12),
     }
-    if requests <= MOST_EXHAUSTIVE:
+    if requests <= MAX_EXHAUSTIVE:
         figures["g_exhaustive"] = exhaustive(jobs)
     return figures
 

@@ -35,9 +35,8 @@ BURST_S, SILENCE_S = 3.0, 7.0
 
 
 class Tenant(NamedTuple):
-    """One tenant: the weight of its share; its demand over its share by weight of the guaranteed
-    capacity, scaled so that the sum of all is the load; and whether its requests arrive in bursts
-    of :data:`BURST_S`, with :data:`SILENCE_S` between."""
+    """The weight of a tenant's share, its demand over its share by weight (scaled so that the sum
+    of all is the load), and whether its requests arrive in bursts."""
 
     weight: float
     demand: float
@@ -84,20 +83,16 @@ def _in_bursts(time_s: float) -> float:
 def measure(
     seed: int, tenants: str, shares: str, replicas: int, seconds: float
 ) -> Mapping[str, float]:
-    """One run: the guaranteed tokens of each tenant against weighted max-min, and those of all.
-
-    ``error``: distance of a tenant from its share, over all guaranteed tokens, mean over windows
-    and tenants; ``worst``: the largest. ``below``: the lowest guaranteed part of the demand among
-    tenants that asked for at most their share, mean over windows. ``tokens_per_s``: guaranteed.
-    ``goodput``: tokens a second of requests that met their objective.
-    """
+    """One run: promised tokens of each tenant against weighted max-min. ``error``: distance of a
+    tenant from its share, over all promised tokens, mean over windows and tenants; ``worst``: the
+    largest; ``below``: lowest promised part of the demand of a tenant within its share."""
     group, layout = GROUPS[tenants], systems.colocated(replicas)
     load = workload(group, OVERLOAD * Conditions(MAKE, SETUP, layout).full_rate, seconds, seed)
-    asked = load
+    submitted = load
     if shares == "none":
-        asked = replace(load, arrivals=tuple(a._replace(tenant=0) for a in load.arrivals))
+        submitted = replace(load, arrivals=tuple(a._replace(tenant=0) for a in load.arrivals))
     served = System(ROUTER, DEFAULT, ADMISSION, "reject")
-    requests = systems.run_cluster(asked, served, SETUP, layout, seed).result.requests
+    requests = systems.run_cluster(submitted, served, SETUP, layout, seed).result.requests
     arrival_s = np.array([arrival.arrival_s for arrival in load.arrivals])
     owner = np.array([arrival.tenant for arrival in load.arrivals]) - 1
     tokens = np.array([float(a.prompt_tokens + a.output_tokens) for a in load.arrivals])

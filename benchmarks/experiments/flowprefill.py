@@ -1,6 +1,5 @@
-"""FlowPrefill on instances that only prefill: Fig. 9 (rates and objectives), 10 (S-EDF), 11
-(batching), 13 (predicted TTFT), 14 (one objective), 15 (operators and chunks), 17 (experts); on
-instances that also decode: Fig. 16; and the cost of bounds in such an engine (Fig. 12)."""
+"""FlowPrefill on instances that only prefill (Fig. 9 to 11, 13 to 15, 17) or also decode (Fig. 16),
+and the cost of bounds in such an engine (Fig. 12)."""
 
 from __future__ import annotations
 

@@ -126,17 +126,9 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """One experiment.
-
-    Attributes:
-        source: paper and figures that it repeats.
-        question: one sentence.
-        setting: conditions that the grid does not show: readings of the paper, what counts.
-        grids: their cells are those of the experiment.
-        tables: made of the rows of all cells and seeds. One without lines is not shown.
-        derive: figures that follow from those of several cells.
-        seeds: how many by default.
-    """
+    """A paper's figures or a question of ours: the grids of its cells, and the tables of their rows
+    after ``derive``. ``setting`` says what the grid does not show: readings of the paper, what
+    counts."""
 
     name: str
     source: str

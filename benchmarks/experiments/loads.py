@@ -90,11 +90,9 @@ def _trace(path: Path) -> Workload:
 def _recorded(
     path: Path, scaling: str, setup: Setup, rate: float, requests: int, seed: int
 ) -> Workload:
-    """``requests`` of a trace, from a position drawn by ``seed``, at a rate.
-
-    ``stretched`` multiplies the times. ``thinned`` drops requests at random, and if even the whole
-    trace is too slow for the rate, stretches it to the rate.
-    """
+    """``requests`` of a trace, from a position drawn by ``seed``, at a rate: ``stretched``
+    multiplies the times, ``thinned`` drops requests at random, and stretches a whole trace that is
+    too slow."""
     trace = _trace(path)
     share = min(1.0, rate / trace.rate) if scaling == "thinned" else 1.0
     wanted = min(len(trace), max(1, round(requests / share)))
@@ -117,11 +115,8 @@ def _recorded(
 def recorded(
     folder: Path | None, scalings: Sequence[str] = ("stretched", "thinned")
 ) -> dict[str, Make]:
-    """Every trace in ``folder``, by file and by how its rate is reached.
-
-    Raises:
-        TraceError: the folder has no trace, or a trace cannot be read.
-    """
+    """Every trace in ``folder``, by file and by how its rate is reached; raises
+    :class:`TraceError`."""
     if folder is None:
         return {}
     found: dict[str, Make] = {}
@@ -228,20 +223,11 @@ class Search(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """A grid of workloads x setups x layouts x loads x systems, each of which is a label. In quick
-    scale it has the first setup and load, two layouts, and every system.
-
-    Attributes:
-        workloads: by the value of the label ``named``, or of all these labels.
-        kinds: the systems. A static policy without a token budget gets the profiled one.
-        span: of the arrivals; its numbers of requests apply to each replica.
-        spans: of single workloads, in place of ``span``.
-        loads: see :attr:`Conditions.full_rate`; a search is no label.
-        setups: of the engine, or of the replicas that a layout does not name.
-        layouts: the replicas of systems with a router.
-        labels: further labels of all cells.
-        oracle: whether output lengths are known.
-    """
+    """A grid of workloads x setups x layouts x loads x systems, each of which is a label; of
+    workloads the label ``named``, or all these labels, and a :class:`Search` is none. In quick
+    scale it has the first setup and load, two layouts, and every system. A static policy without a
+    token budget gets the profiled one; the numbers of requests of ``span`` apply to each replica,
+    ``spans`` has those of single workloads."""
 
     workloads: Planned[Mapping[Any, Make]]
     kinds: Planned[Sequence[Kind]]

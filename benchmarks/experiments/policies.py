@@ -1,8 +1,5 @@
-"""Policies that only experiments compare with: baselines of the papers that lost every comparison.
-
-They are no policies of an engine or a controller. An experiment finds them by name beside the
-project's own, in :data:`LOCAL` and :data:`ROUTERS`.
-"""
+"""Baselines of the papers that lost every comparison: experiments find them by name beside the
+project's own policies, in :data:`LOCAL` and :data:`ROUTERS`; engines and controllers do not."""
 
 from __future__ import annotations
 
@@ -59,23 +56,14 @@ class WeightedVTC(BatchPolicy):
     """Running requests first, then waiting ones of the client with the least service per weight.
     ``O(n log n)``.
 
-    Every client has a virtual counter of its service so far, over its weight: the whole prompt is
-    counted when a request is admitted, an output token when it is emitted. Admission repeatedly
-    takes the earliest request of the client with the least counter and counts its prompt; the first
-    request that does not fit ends it. A client that returns to the queue is lifted to the minimum
-    counter of the waiting clients, or, where none waits, to the counter of the client that left the
-    queue last: time without demand earns no credit.
+    A client's counter is its service over its weight: the whole prompt when a request is admitted,
+    an output token when it is emitted. A client that returns to the queue is lifted to the minimum
+    counter of the waiting clients, or else to that of the client that left the queue last.
 
-    Our readings:
-
-    - A client is a priority, and the priority its weight, as ProServe's baseline gives weights to
-      priority classes. So the state is a number per priority and one entry per live request.
-    - Counters follow the progress that the queue shows, not the plan. Only a request that has left
-      since the last call is counted by its last plan.
-    - The engine's chunked prefill is unchanged, so running requests include prefills that have
-      begun.
-    - The prompt of a request that recomputes after a preemption is not counted again. The request
-      keeps its position by arrival and is no new demand of its client.
+    Our readings: a client is a priority, and the priority its weight (ProServe's baseline).
+    Counters follow the progress that the queue shows; only a request that has left since the last
+    call is counted by its last plan. Running requests include prefills that have begun. The prompt
+    of a preempted request is not counted again.
     """
 
     name = "weighted_vtc"
@@ -189,11 +177,7 @@ class WeightedVTC(BatchPolicy):
 
 class SarathiPriority(Sarathi):
     """Every decode first, then prefill chunks; in both, the higher priority first, then the earlier
-    arrival. ``O(n log n)``.
-
-    The static token budget is Sarathi's. The paper ranks strictly, so a prefill that has begun
-    yields to a waiting one of higher priority, and low priorities can starve.
-    """
+    arrival. ``O(n log n)``. Strict, as in the paper: low priorities can starve."""
 
     name = "sarathi_priority"
     source = "ProServe §5.1, baseline Sarathi-Priority"
@@ -223,12 +207,8 @@ class SJFOptions(PolicyOptions):
 class SJF(BatchPolicy):
     """Requests by predicted remaining work, up to a token budget. ``O(n log n)``.
 
-    Work is the marginal time of the pending tokens and of the decode steps that are predicted after
-    them. Without a predicted output length it is the time of the pending tokens alone, which puts
-    decodes first. A request that exceeds its prediction counts as about to end.
-
-    The papers do not say what length their SJF ranks by; ProServe §6 names rankings by output
-    length and by prefill time, and this is their sum. Long requests can wait without bound.
+    Work is the marginal time of the pending tokens and of the predicted decode steps after them, if
+    a length is predicted: the sum of the two rankings that ProServe §6 names.
     """
 
     name = "sjf"
@@ -273,11 +253,7 @@ class DEDFOptions(SEDFOptions):
 
 class DEDF(SEDF):
     """As :class:`~sluice.scheduling.batching.s_edf.SEDF`, but only a deadline that has passed ranks
-    last.
-
-    The numerator of Eq. 3 is ``sgn(deadline - now)``: the policy does not check whether a deadline
-    can still be met. ``O(n log n)``.
-    """
+    last: the numerator of Eq. 3 is ``sgn(deadline - now)``. ``O(n log n)``."""
 
     name = "d_edf"
     source = "FlowPrefill §6.3, D-EDF and naive EDF"
@@ -296,10 +272,8 @@ class DEDF(SEDF):
 
 
 class VLLM(RoutingPolicy):
-    """Takes the replica with the least ``4 * waiting + running``. ``O(replicas)``.
-
-    A request on its way counts as waiting. Ties go to the first in the list.
-    """
+    """Takes the replica with the least ``4 * waiting + running``; requests on their way count as
+    waiting."""
 
     name = "vllm"
     source = "vLLM v1, the load balancer of its data-parallel client"

@@ -49,13 +49,9 @@ margins; and the required share of the oracle's goodput."""
 
 
 class Wrong(NamedTuple):
-    """How real step times differ from what planners believe.
-
-    Attributes:
-        fixed, tokens: real over believed fixed cost of a step, and cost of its tokens.
-        noise: standard deviation of the logarithm of a step's time.
-        drift: factor on all steps of one of the replicas in the middle third of the arrivals.
-    """
+    """How real step times differ from what planners believe: factors on the fixed cost of a step
+    and on the cost of its tokens, standard deviation of the logarithm of a step's time, and a
+    factor on all steps of one replica in the middle third of the arrivals."""
 
     fixed: float = 1.0
     tokens: float = 1.0
@@ -105,9 +101,9 @@ def measure(
 
 
 def counts(result: Result) -> dict[str, float]:
-    """Counts of requests: ``kept``: promised and met every stated
-    objective; ``attained``: met every objective, promised or not. ``late_p95``: P95 of the
-    lateness of late promised first tokens, in multiples of the objective."""
+    """Counts of requests: ``kept``: promised and within every objective; ``attained``: the same,
+    promised or not. ``late_p95``: P95 of the lateness of late promised first tokens, over the
+    objective."""
     requests = result.requests
     measured = stages(requests)
     promised = ~np.isnan(requests.promised_s)

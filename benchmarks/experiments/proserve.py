@@ -1,6 +1,4 @@
-"""ProServe on one node: Fig. 6, 16 and 17 (time lines), 7 (token budgets), 10 (policies), 13
-(priorities), 15 (ablation) and 18 (weights); and on several: Fig. 11 (disaggregated), 12
-(co-located) and 19 (32 instances)."""
+"""ProServe on one node (Fig. 6, 7, 10, 13, 15 to 18) and on several (Fig. 11, 12 and 19)."""
 
 from __future__ import annotations
 
@@ -220,9 +218,9 @@ PARTS = 10
 
 
 def time_line(seed: int, policy: Contender, load: float, span: Span) -> dict[str, float]:
-    """Of each part of the arrivals' time, by figure and number: how many requests are urgent,
-    normal, by SlideBatching's partition, and past the deadline of their next token, in the mean of
-    the batches; and the TDG per second over the greatest there could be in the mean."""
+    """By figure and part of the arrivals' time: urgent and normal requests by SlideBatching's
+    partition, those past the deadline of their next token, and the TDG per second over the greatest
+    possible."""
     make, setup = generated(proserve, "azure"), SETUPS["8b"]
     rate = load * loads.full_load_rate(make, setup)
     workload = make(setup, rate, span.requests(rate), seed)

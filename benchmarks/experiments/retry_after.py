@@ -28,15 +28,15 @@ from sluice.simulation.requests import Requests
 SETUP = SETUPS["8b"]
 REPLICAS = 2
 WORKLOADS = ("proserve sharegpt", "proserve azure", "chat and code", "proserve bursty")
-AGAIN, GONE, NO_ROOM = "retry", "leave", "leave, nothing reserved"
-COME_BACKS = {AGAIN: 10, GONE: 0, NO_ROOM: 0}
+AGAIN, GONE, NOT_RESERVED = "retry", "leave", "leave, nothing reserved"
+COME_BACKS = {AGAIN: 10, GONE: 0, NOT_RESERVED: 0}
 """Max retries of a refused client, by what clients do."""
 
 WANTED = 0.8
 """Target share of the retries, sent exactly at ``Retry-After``, that are guaranteed."""
 
-LEAST_RETURNS = 50
-"""A cell with fewer retries, over all seeds, has no verdict on that share."""
+MIN_RETURNS = 50
+"""A cell with fewer retries, over all seeds, is not judged by that share."""
 
 WARM_UP_S = 10.0
 """This start of a run does not count; of a short run, its first third."""
@@ -49,7 +49,7 @@ def measure(
     rate = load * Conditions(workload, SETUP, colocated(REPLICAS)).full_rate
     made = workload(SETUP, rate, span.requests(rate), seed)
     lasts_s = made.arrivals[-1].arrival_s
-    if clients == NO_ROOM:
+    if clients == NOT_RESERVED:
         # Only new requests of the same API key respect a reservation, and here each request has
         # its own key.
         alone = tuple(each._replace(tenant=key) for key, each in enumerate(made.arrivals))
@@ -60,10 +60,9 @@ def measure(
 
 
 def counts(requests: Requests, lasts_s: float) -> dict[str, float]:
-    """Of the retries after the warm-up and before ``lasts_s``: their number (``returns``), how many
-    were guaranteed (``held``), and the P95 of their ``Retry-After``, seconds (``told_p95``).
-    ``promised``: share of all requests that were guaranteed in the end. ``goodput``: requests a
-    second whose last attempt arrived in that time, was guaranteed and met its objective."""
+    """Of the retries after the warm-up and before ``lasts_s``: ``returns``, how many were promised
+    (``held``), and the P95 of their ``Retry-After``, seconds. ``promised``: share of all requests
+    in the end. ``goodput``: requests a second whose last attempt was promised and in time."""
     begin_s = min(WARM_UP_S, lasts_s / 3)
     returns = [each for each in requests.returns if begin_s < each.at_s <= lasts_s]
     came_s = np.array([arrival.arrival_s for arrival in requests.arrivals])
@@ -74,7 +73,7 @@ def counts(requests: Requests, lasts_s: float) -> dict[str, float]:
     return {
         "returns": float(len(returns)),
         "held": float(sum(each.promised for each in returns)),
-        "told_p95": float(np.percentile(told_s, 95)) if returns else nan,
+        "retry_after_p95": float(np.percentile(told_s, 95)) if returns else nan,
         "promised": float(promised.mean()),
         "goodput": float((kept & inside).sum()) / (lasts_s - begin_s),
     }
@@ -83,14 +82,14 @@ def counts(requests: Requests, lasts_s: float) -> dict[str, float]:
 def _moments(rows: Rows) -> list[str]:
     again = having(rows, {"clients": AGAIN})
     returns, held = (sum(float(row[each]) for row in again) for each in ("returns", "held"))
-    verdict = "yes" if held >= WANTED * returns else "NO"
+    holds = "yes" if held >= WANTED * returns else "NO"
     share = f"{held / returns:.3f}" if returns else "-"
-    shown = [estimate(again, each).shown(2) for each in ("told_p95", "promised", "goodput")]
-    return [f"{returns:.0f}", share, verdict if returns >= LEAST_RETURNS else "-", *shown]
+    shown = [estimate(again, each).shown(2) for each in ("retry_after_p95", "promised", "goodput")]
+    return [f"{returns:.0f}", share, holds if returns >= MIN_RETURNS else "-", *shown]
 
 
 def _costs(rows: Rows) -> list[str]:
-    kept, none = (mean(having(rows, {"clients": each}), "goodput") for each in (GONE, NO_ROOM))
+    kept, none = (mean(having(rows, {"clients": each}), "goodput") for each in (GONE, NOT_RESERVED))
     return [f"{kept:.2f}", f"{none:.2f}", f"{kept / none:.3f}" if none else "-"]
 
 
@@ -99,7 +98,7 @@ moments = Lines(
     ("workload", "load"),
     ("retries", "held", "holds", "retry-after, P95, s", "promised", "goodput, 1/s"),
     _moments,
-    f"-: fewer than {LEAST_RETURNS} retries. Promised: share of all requests, in the end.",
+    f"-: fewer than {MIN_RETURNS} retries. Promised: share of all requests, in the end.",
 )
 """How good the retry times are."""
 
@@ -118,8 +117,8 @@ EXPERIMENT = Experiment(
     "capacity reserved for it cost?",
     setting=f"{REPLICAS} replicas, default policies; what cannot be promised is refused. {AGAIN}: "
     f"exactly at Retry-After, up to {COME_BACKS[AGAIN]} times, under one id; {GONE}: never, which "
-    f"the controller has to learn; {NO_ROOM}: the same, each request with its own API key, so that "
-    "no new request respects a reservation.",
+    f"the controller has to learn; {NOT_RESERVED}: the same, each request with its own API key, so "
+    "that no new request respects a reservation.",
     grids=[
         Product(
             measure,

@@ -47,12 +47,7 @@ ALL = Scaled(tuple(dict.fromkeys(("round_robin", "least_tokens", "pab", ROUTER))
 
 
 def against_rivals(rows: Rows, cell: Sequence[str]) -> Table:
-    """The default router against every other: mean lead, and the cells where it loses.
-
-    Args:
-        rows: of all routers.
-        cell: labels that, with the router, name a cell.
-    """
+    """The default router against every other, over the cells that the labels ``cell`` name."""
     lines: list[Sequence[str]] = []
     cells = grouped(rows, *cell)
     for figure, words in FIGURES.items():

@@ -1,11 +1,6 @@
 """What experiments run, and the figures of a run: one simulated engine, several behind a router, or
-one that suspends prefills.
-
-The latency constants are the order of magnitude of public figures for the named class of hardware
-(weights and KV over memory bandwidth, two operations per weight and token over usable arithmetic);
-none was measured. Real step times have 3 % noise; planners have a head-room of 5 % and the online
-correction of production.
-"""
+one that suspends prefills. The latency constants are of the order of public figures for the class
+of hardware; none was measured."""
 
 from __future__ import annotations
 
@@ -56,16 +51,9 @@ from sluice.simulation.wrapped import Note, Noted, Rejecting
 
 
 class Setup(NamedTuple):
-    """Latency constants and limits of an engine.
-
-    Attributes:
-        name: as shown in tables.
-        truth: real step times without noise.
-        believed: step times that planners start from, without head-room.
-        engine: limits.
-        noise: standard deviation of the logarithm of a step's time.
-        exact: planners know the real step times, without head-room.
-    """
+    """An engine: real step times without noise and those that planners start from, limits, the
+    standard deviation of the logarithm of a step's time, and whether planners know the real step
+    times."""
 
     name: str
     truth: LatencyModel
@@ -104,17 +92,10 @@ OPERATORS = {"8b": LLAMA3_8B, "70b": LLAMA3_70B, "30b-a3b": QWEN3_30B_A3B}
 
 
 class Contender(NamedTuple):
-    """A policy with its options.
-
-    Attributes:
-        label: its name in tables.
-        policy: registered name.
-        options: its options.
-        rejecting: whether requests that exceed the prefill admission budget are refused at their
-            arrival (FairBatching-PAB on one node).
-        batch_tokens: a token limit of the engine in place of the setup's.
-        all_drafts: whether every drafted token is checked; otherwise the policy chooses how many.
-    """
+    """A batch policy with its options. ``rejecting``: requests that exceed the prefill admission
+    budget are refused at arrival (FairBatching-PAB on one node); ``batch_tokens``: in place of the
+    setup's limit; ``all_drafts``: every drafted token is checked, else the policy chooses how
+    many."""
 
     label: str
     policy: str
@@ -130,14 +111,8 @@ ROUTER, ADMISSION = ControllerConfig().policy, ControllerConfig().admission
 
 
 class Layout(NamedTuple):
-    """The replicas of a cluster.
-
-    Attributes:
-        name: as shown in tables.
-        cluster: how many of each role, and how they report to the router.
-        nodes: the setups of the first replicas, where they differ from the experiment's.
-        incidents: what happens to replicas during the run.
-    """
+    """The replicas of a cluster: how many of each role and how they report, the setups of the first
+    ones where they differ from the experiment's, and what happens to them during the run."""
 
     name: str
     cluster: ClusterConfig
@@ -168,15 +143,8 @@ def disaggregated(replicas: int) -> Layout:
 
 
 class System(NamedTuple):
-    """A router, and the policy of every replica behind it.
-
-    Attributes:
-        router: registered name.
-        local: the replicas' policy.
-        admission: registered name of the admission policy; ``None``: no request is guaranteed.
-        unattainable: what happens to a request whose objective no replica can guarantee.
-        admission_options: options of the admission policy.
-    """
+    """A router, the policy of every replica behind it, and the admission policy (``None``: nothing
+    is promised); ``unattainable``: what happens to a request that no replica can promise."""
 
     router: str
     local: Contender = DEFAULT
@@ -186,12 +154,7 @@ class System(NamedTuple):
 
 
 class Suspending(NamedTuple):
-    """An engine that only prefills, and suspends prefills.
-
-    Attributes:
-        label: its name in tables.
-        config: where prefills stop.
-    """
+    """An engine that only prefills, and suspends prefills as ``config`` says."""
 
     label: str
     config: SuspensionConfig
@@ -278,12 +241,8 @@ def run_cluster(
     autoscaling: Autoscaling | None = None,
     roles: RoleShares | None = None,
 ) -> Run:
-    """One run behind a router, with ``setup`` for the replicas that ``layout`` does not name.
-
-    ``seed`` is that of the noise, of lost reports and of randomized routers; for ``oracle`` see
-    :func:`lengths_of`. ``autoscaling`` and ``roles`` change the numbers and the roles of the
-    replicas that ``layout`` begins with.
-    """
+    """One run behind a router, with ``setup`` for the replicas that ``layout`` does not name;
+    ``seed`` is that of the noise, of lost reports and of randomized routers."""
     local, name = system.local, system.admission
     options = system.admission_options
     # Workloads name no service class: all requests are of the usual one.
@@ -313,12 +272,8 @@ def run_suspending(workload: Workload, kind: Suspending, setup: Setup, seed: int
 
 
 def figures(run: Run) -> dict[str, float]:
-    """The figures of a run, in which a refused request attains and gains nothing.
-
-    Attainment by each TPOT metric, also by priority where there are several; the TDG ratio
-    (envelope); latencies of the accepted requests, TPOT by its running maximum; the longest wait
-    for a first token; preemptions per request.
-    """
+    """The figures of a run, in which a refused request attains and gains nothing; latencies are of
+    the accepted requests, TPOT by its running maximum, the TDG by the envelope."""
     result, requests = run.result, run.result.requests
     measured = stages(requests)
     first = requests.first_stage[:-1]
@@ -344,8 +299,8 @@ def figures(run: Run) -> dict[str, float]:
     priority = column(requests, 3)[first]
     for level in np.unique(priority) if np.ptp(priority) else ():
         found[f"attainment_priority_{level:g}"] = float(met[priority == level].mean())
-    pace_s = worst_by_request(requests, measured, measured.tpot_s[TPOTMetric.RUNNING_MAX])
-    for name, values in (("ttft", waited_s[accepted]), ("tpot", pace_s[accepted])):
+    tpot_s = worst_by_request(requests, measured, measured.tpot_s[TPOTMetric.RUNNING_MAX])
+    for name, values in (("ttft", waited_s[accepted]), ("tpot", tpot_s[accepted])):
         known = values[~np.isnan(values)]
         for percent in (50, 95, 99):
             found[f"{name}_p{percent}_s"] = _percentile(known, percent)
@@ -353,9 +308,8 @@ def figures(run: Run) -> dict[str, float]:
 
 
 def _phases(requests: Requests, measured: Stages) -> dict[str, float]:
-    """``ttft_met``: of the stages, the share whose first token was in time. ``tbt_met``: of the
-    later tokens, the share that left within the TPOT objective after the one before; nan without
-    any."""
+    """Shares of first tokens in time (``ttft_met``), and of later tokens within the TPOT objective
+    after the one before (``tbt_met``; nan without any)."""
     later = np.ones(len(requests.emitted_s), np.bool_)
     later[requests.offsets[:-1]] = False
     gaps_s = np.diff(requests.emitted_s, prepend=nan)[later]
@@ -371,13 +325,9 @@ def _percentile(values: Floats, percent: float) -> float:
 
 
 def cluster_figures(done: Run) -> dict[str, float]:
-    """:func:`figures`, the TDG ratio of first tokens alone, the requests in time per second of a
-    replica, the KV transfers per request, and the figures of admission.
-
-    ``promised``, ``best_effort``: shares of all requests; ``kept``, ``best_effort_met``: of these,
-    the shares that attained; ``ttft_over_p50``, ``ttft_over_p90``: quantiles of the TTFT over the
-    TTFT predicted at admission. nan where there are none.
-    """
+    """:func:`figures`, and those of the cluster. ``promised``, ``best_effort``: shares of all
+    requests; ``kept``, ``best_effort_met``: of these, the shares that attained; ``ttft_over_p50``:
+    TTFT over that predicted at admission; ``goodput``: requests in time per second of a replica."""
     requests = done.result.requests
     measured = stages(requests)
     first = deadline_gain(requests, measured, GainWeights(first=1.0, later=0.0))
@@ -402,9 +352,9 @@ def cluster_figures(done: Run) -> dict[str, float]:
 
 
 def _by_tier(done: Run, measured: Stages) -> dict[str, float]:
-    """``standard_most``, ``best_effort_most``: most requests of a tier in the system at a time; the
-    standard tier is all that is not best effort. Its 99th percentiles: ``standard_ttft``,
-    ``standard_tpot``, over the objectives, TPOT by its worst 10 tokens."""
+    """Most requests of a tier in the system at a time; and of the standard tier, all that is not
+    best effort, the 99th percentiles of TTFT and TPOT (by its worst 10 tokens) over the
+    objectives."""
     requests = done.result.requests
     arrived_s = np.array([arrival.arrival_s for arrival in requests.arrivals])
     last = requests.offsets[requests.first_stage[1:]] - 1
@@ -416,8 +366,8 @@ def _by_tier(done: Run, measured: Stages) -> dict[str, float]:
         f"{name}_most": _most_at_once(arrived_s[own], ended_s[own]) for name, own in tiers.items()
     }
     of = standard[requests.stage_request]
-    pace_s = measured.tpot_s[TPOTMetric.WINDOW]
-    for name, objective, values in (("ttft", 0, measured.ttft_s), ("tpot", 1, pace_s)):
+    tpot_s = measured.tpot_s[TPOTMetric.WINDOW]
+    for name, objective, values in (("ttft", 0, measured.ttft_s), ("tpot", 1, tpot_s)):
         over = (values / column(requests, objective))[of]
         found[f"standard_{name}"] = _percentile(over[~np.isnan(over)], 99)
     return found

@@ -1,12 +1,9 @@
-"""The client of the live benchmarks: an open loop over HTTP, one answer to each request.
+"""The client of the live benchmarks: an open loop over HTTP, which checks every answer.
 
-A request is sent at its own time, independent of the requests before it, and the client's own
-lateness is measured. Every answer is checked: that it is the requested one, complete and without
-duplicates. A simulated engine's text is a function of the prompt and the position in the answer
+A simulated engine's text is a function of the prompt and the position
 (:mod:`sluice.replica.openai_format`), so a token that is missing, duplicated or of another answer
-is detected, also in resumed streams. A real engine's text is not known beforehand; there the frame
-is checked: the ids, the finish reasons, the usage and the end mark.
-"""
+is detected, also in resumed streams. Of a real engine the frame is checked: ids, finish reasons,
+usage and end mark."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ class WrongAnswerError(Exception):
     """An answer that does not match its request; the message names the defect in a few words."""
 
 
-class ToldError(Exception):
+class StatedError(Exception):
     """An answer that ends in an explicit error; the message is its code."""
 
 
@@ -91,12 +88,8 @@ class AnswerCheck:
         """Events with text of the first choice."""
 
     def feed(self, data: bytes) -> None:
-        """Check the next bytes of a stream.
-
-        Raises:
-            WrongAnswerError: they do not continue the expected answer.
-            ToldError: the stream has ended in an error.
-        """
+        """Check the next bytes of a stream; raises :class:`WrongAnswerError`, and
+        :class:`StatedError` where the stream has ended in an error."""
         *events, self._rest = (self._rest + data).split(b"\n\n")
         for event in events:
             self._take(event)
@@ -124,21 +117,21 @@ class AnswerCheck:
         if event[6:] == _DONE.encode():
             self._done = True
             return
-        told = _parsed(event[6:])
-        if "error" in told:
-            error = told["error"]
-            raise ToldError(str(error.get("code") if isinstance(error, dict) else error))
+        piece = _parsed(event[6:])
+        if "error" in piece:
+            error = piece["error"]
+            raise StatedError(str(error.get("code") if isinstance(error, dict) else error))
         if self._id is None:
-            self._id = told.get("id")
-        elif told.get("id") != self._id:
+            self._id = piece.get("id")
+        elif piece.get("id") != self._id:
             raise WrongAnswerError("another id in the stream")
         if self._usage is not None:
             raise WrongAnswerError("more after the usage")
-        self._see_choices(told, "delta")
-        self._usage = told.get("usage")
+        self._see_choices(piece, "delta")
+        self._usage = piece.get("usage")
 
-    def _see_choices(self, told: dict[str, Any], inner: str) -> None:
-        for choice in told.get("choices", ()):
+    def _see_choices(self, event: dict[str, Any], inner: str) -> None:
+        for choice in event.get("choices", ()):
             index = choice.get("index", 0)
             if not 0 <= index < len(self._said):
                 raise WrongAnswerError("a choice that was not asked for")
@@ -219,21 +212,11 @@ class End(enum.StrEnum):
 
 @dataclass(slots=True)
 class Outcome:
-    """One request, as its client saw it. Durations count from when it was sent, seconds.
-
-    Attributes:
-        sent_s: from the replay's start.
-        late_s: how much later than planned it was sent.
-        reason: the error's code, or the failure; empty for an answer.
-        ended_s: when it ended, from the replay's start; ``None`` while it has not.
-        admission: the header with its admission tier; empty without one.
-        predicted_ttft_s: the predicted median, where the request was guaranteed.
-        ttft_s: until its first token; for an answer that is not streamed its end minus the time
-            that its objective allows for the tokens after the first.
-        tpot_s: time per token after the first, by the objective's anchor; 0 for a single one.
-        worst_tpot_s: the running maximum of the time per token, of a stream.
-        gap_s: longest time between two pieces of its stream.
-    """
+    """One request, as its client saw it. ``sent_s`` and ``ended_s`` count from the replay's start,
+    other durations from when it was sent. ``reason``: the error's code or the failure. The TTFT of
+    an answer that is not streamed is its end minus the time that its objective allows for the later
+    tokens; ``worst_tpot_s``: the running maximum; ``gap_s``: longest time between two pieces of its
+    stream."""
 
     slo: SLO
     prompt_tokens: int
@@ -295,19 +278,10 @@ async def replay(
     leaves_after: Callable[[int], int | None] = lambda _: None,
     exact: bool = True,
 ) -> list[Outcome]:
-    """Send ``workload`` to an application; the outcomes in order of arrival.
-
-    Ends when every request has ended, or ``grace_s`` after the last arrival; requests that still
-    run then are silent.
-
-    Args:
-        url: of the completions endpoint; chats go to the one beside it.
-        on_sent: called after the last arrival.
-        body: makes each request; with ``messages`` it is a chat.
-        leaves_after: the pieces of text of its stream after which the client of an arrival's
-            number disconnects, if it does.
-        exact: whether the engines are simulated ones, whose text is known.
-    """
+    """Send ``workload`` to the completions endpoint at ``url`` (chats to the one beside it); the
+    outcomes in order of arrival, when every request has ended or ``grace_s`` after the last
+    arrival. The client of an arrival's number disconnects after ``leaves_after`` pieces of text;
+    ``exact``: the engines are simulated ones, whose text is known."""
     outcomes: list[Outcome] = []
     tasks: set[asyncio.Task[None]] = set()
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
@@ -342,11 +316,7 @@ async def saturated(
     seconds: float,
 ) -> float:
     """Requests a second that end in ``seconds`` after ``warm_up_s``, with ``in_flight`` requests
-    always in flight: a closed loop over ``arrivals``, of which there must be enough.
-
-    Raises:
-        LoadError: a request was not answered, or none ended in that time.
-    """
+    always in flight: a closed loop over ``arrivals``. Raises :class:`LoadError`."""
     numbers, ended_s, begun_s = count(), list[float](), time.monotonic()
     end_s = begun_s + warm_up_s + seconds
 
@@ -406,7 +376,7 @@ class _Request:
                     await self._stream(response, expected, sent_s)
                 else:
                     await self._whole(response, expected, sent_s)
-        except ToldError as error:
+        except StatedError as error:
             outcome.end, outcome.reason = End.FAILED, str(error)
         except WrongAnswerError as error:
             outcome.end, outcome.reason = End.SILENT, str(error)

@@ -1,9 +1,6 @@
-"""An engine that answers at once, as a server with vLLM's interface: the backend of gateways in
-``sluice bench gateway``.
-
-It computes nothing. Each token is a separate event, sent in a separate iteration of the event loop,
-or a fixed time after the last one, as an engine's tokens are.
-"""
+"""An engine that computes nothing, as a server with vLLM's interface: the backend of gateways in
+``sluice bench gateway``. Each token is an event, sent in an iteration of the event loop of its own,
+or a fixed time after the last one."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from aiohttp import web
 
 MODEL = "simulated"
 
-_MOST_TOKENS = 100_000
+_MAX_TOKENS = 100_000
 
 
 _STATED = {"ignore_eos": True, "stream_options": {"include_usage": True}}
@@ -27,8 +24,8 @@ _STATED = {"ignore_eos": True, "stream_options": {"include_usage": True}}
 def chat_body(tokens: int) -> bytes:
     """A streamed chat completion of ``tokens`` tokens."""
     message = {"role": "user", "content": "What does a sluice do? " * 8}
-    asked = {"model": MODEL, "messages": [message], "max_tokens": tokens, "stream": True}
-    return json.dumps(asked | _STATED).encode()
+    body = {"model": MODEL, "messages": [message], "max_tokens": tokens, "stream": True}
+    return json.dumps(body | _STATED).encode()
 
 
 def events(tokens: int, request_id: str) -> Iterator[bytes]:
@@ -52,10 +49,10 @@ def main(port: int, step_ms: float) -> None:
     """Serve on this machine until the process is terminated."""
 
     async def chat(request: web.Request) -> web.StreamResponse:
-        asked = msgspec.json.decode(await request.read())
+        body = msgspec.json.decode(await request.read())
         # Routers may send the field under its newer name.
-        most = asked.get("max_completion_tokens") or asked.get("max_tokens") or 1
-        tokens = min(_MOST_TOKENS, max(1, int(most)))
+        limit = body.get("max_completion_tokens") or body.get("max_tokens") or 1
+        tokens = min(_MAX_TOKENS, max(1, int(limit)))
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         for event in events(tokens, f"{id(request):x}"):

@@ -1,9 +1,7 @@
 """The cost of a gateway in front of engines: Sluice, other routers, and no gateway.
 
-Run with ``sluice bench gateway``. All systems run at the same time on this machine, and take turns
-in each round. Client, engines and gateways share the cores: read the processor time of a request,
-which hardly depends on this, and the ratios of one run.
-"""
+All systems run at the same time on this machine, and take turns in each round: read the processor
+time of a request, and the ratios of one run."""
 
 from __future__ import annotations
 
@@ -71,11 +69,8 @@ async def load(
     urls: Sequence[str], at_once: int, tokens: int, seconds: float, stopped: Callable[[], bool]
 ) -> Load:
     """Keep ``at_once`` streams of ``tokens`` tokens running; no request is sent after ``seconds``,
-    or once ``stopped`` returns true. Connections take the servers' root ``urls`` in turn.
-
-    Raises:
-        LoadError: a request was not answered with all of its tokens.
-    """
+    or once ``stopped`` returns true. Connections take the servers' root ``urls`` in turn. Raises
+    :class:`LoadError`."""
     connections = [_Connection(urls[number % len(urls)], tokens) for number in range(at_once)]
     for connection in connections:
         await connection.connect()
@@ -130,12 +125,8 @@ class _Connection(asyncio.Protocol):
             raise LoadError(f"{self._url}: {error}") from None
 
     async def ask(self) -> float:
-        """Send the request and read its answer; seconds to its first token.
-
-        Raises:
-            LoadError: the answer lacks tokens (by its usage, else by its words), is an error, or
-                did not end.
-        """
+        """Send the request and read its answer; seconds to its first token. Raises
+        :class:`LoadError`."""
         if self._transport is None:  # the server closes after each answer
             await self.connect()
         assert self._transport is not None
@@ -329,12 +320,8 @@ def figures(load: Load, cpu_s: Mapping[str, float]) -> Json:
 
 
 def summary(runs: Sequence[Json]) -> list[Json]:
-    """Each cell and system over all rounds, in the order of ``runs``.
-
-    Times and rates are medians over rounds; ratios are computed within a round, since a busy moment
-    of the machine hits a whole round, and their medians taken; processor time is that of all
-    requests of all rounds.
-    """
+    """Each cell and system over all rounds: times and rates are medians over rounds, ratios are
+    computed within a round, which a busy moment of the machine hits as a whole."""
     rows = []
     for (at_once, tokens), cell in grouped(runs, "at_once", "tokens").items():
         systems = {name: own for (name,), own in grouped(cell, "system").items()}
@@ -370,9 +357,8 @@ def _cpu_ms(runs: Sequence[Json], requests: int) -> dict[str, float]:
 
 
 def further_tokens(rows: Sequence[Json]) -> list[Json]:
-    """The cost of a further token of a stream for each system, in microseconds of processor time:
-    from the difference between the longest and the shortest streams of :func:`summary`. Empty where
-    all are equally long."""
+    """Processor time of a further token of a stream, microseconds: from the difference between the
+    longest and the shortest streams of :func:`summary`, if they differ."""
     costs = []
     for (at_once, system), own in grouped(rows, "at_once", "system").items():
         short, long = (pick(own, key=lambda row: row["tokens"]) for pick in (min, max))

@@ -1,8 +1,5 @@
-"""One command for one GPU: ``sluice bench gpu``.
-
-Each part runs in a process of its own with a time limit, one after the other. A part that fails is
-reported with its reason, and the others are measured. To add a part, extend :data:`PARTS`.
-"""
+"""One command for one GPU: ``sluice bench gpu``. Each of :data:`PARTS` runs in a process of its own
+with a time limit; one that fails is reported with its reason."""
 
 from __future__ import annotations
 

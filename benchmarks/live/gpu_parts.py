@@ -66,9 +66,9 @@ def start(given: Given) -> list[Json]:
 
 
 async def preemption(given: Given) -> Json:
-    """How long a running prefill of :data:`LONG` tokens takes to stop before its next operator,
-    for one of :data:`SHORT` that arrives at a random moment (``blocking``), and the TTFT of both
-    where it stopped; median and 99th percentile, milliseconds."""
+    """How long a running prefill of :data:`LONG` tokens takes to stop before its next operator
+    (``blocking``) for one of :data:`SHORT` that arrives at a random moment, and the TTFT of both;
+    median and 99th percentile, milliseconds."""
     from sluice.replica.deployment import make_engines
 
     args = {**given.args, "max-num-batched-tokens": LONG}
@@ -122,8 +122,8 @@ def steps(name: str, given: Given) -> list[Json]:
     from sluice.benchmarks.live import step_rates as of
 
     more = of.SPECULATIVE if name == "speculation" else {"async-scheduling": name == "async"}
-    told = given.model, Path(given.folder), of.Counting, "deadline_triage"
-    core = of.Core(*told, {**given.args, **more})
+    names = given.model, Path(given.folder), of.Counting, "deadline_triage"
+    core = of.Core(*names, {**given.args, **more})
     if name == "speculation":
         return of.verify_cost(core, [count for count in (1, 8, 64) if count <= given.decodes])
     if name == "async" and not core.pipelined:
@@ -133,10 +133,10 @@ def steps(name: str, given: Given) -> list[Json]:
 
 if __name__ == "__main__":
     part, place = sys.argv[1:]
-    told = Given(**json.loads(Path(place, "given.json").read_text()))
+    given = Given(**json.loads(Path(place, "given.json").read_text()))
     if part == "preemption":
-        found = [asyncio.run(preemption(told))]
+        found = [asyncio.run(preemption(given))]
     else:
-        found = start(told) if part == "start" else steps(part, told)
+        found = start(given) if part == "start" else steps(part, given)
     print(json.dumps(found), flush=True)
     os._exit(0)  # the threads of an engine core in this process would keep it

@@ -1,8 +1,5 @@
-"""Mixed loads for real engines: kinds of requests, their arrivals, their prompts and objectives.
-
-Words are prompts' tokens: each of :data:`_WORDS` is one token of the local model, and of most
-others.
-"""
+"""Mixed loads for real engines: kinds of requests, their arrivals, their prompts, of words that are
+one token each of the local model and of most others, and their objectives."""
 
 from __future__ import annotations
 
@@ -27,14 +24,8 @@ from sluice.simulation.workload import Arrival, Workload, stretched, thinned, wi
 
 
 class Kind(NamedTuple):
-    """Requests of one service class.
-
-    Attributes:
-        share: of the generated requests.
-        prompt_tokens, output_tokens: ranges of uniform lengths. A recorded request is of the first
-            kind whose prompts are as long as its own, else of the last.
-        common: number of prompts with one of which each begins; 0: none does.
-    """
+    """Requests of one service class: their share of the generated requests, the ranges of their
+    uniform lengths, and the number of common prompts with one of which each begins."""
 
     share: float
     prompt_tokens: tuple[int, int]
@@ -49,9 +40,8 @@ KINDS: Final = {
 }
 
 IDLE_TIMES: Final = {"chat": (5.0, 5.0), "code": (5.0, 10.0), "document": (10.0, 10.0)}
-"""The objectives of each kind, as multiples of the TTFT of its longest prompt and of the TPOT, both
-of a request alone on an idle engine. SLOs-Serve Table 3 has 3 and 5 times the idle TTFT, and TPOTs
-of 50 and 100 ms, which are some 5 to 10 idle steps. Documents have the double TTFT here."""
+"""The objectives of each kind, as multiples of the TTFT of its longest prompt and of the TPOT of a
+request alone on an idle engine, after SLOs-Serve Table 3."""
 
 LONGEST: Final = max(kind.prompt_tokens[1] + kind.output_tokens[1] for kind in KINDS.values())
 """Tokens of the longest generated request."""
@@ -94,12 +84,8 @@ class Pattern(NamedTuple):
 
     def workload(self, rate: float, seconds: float, seed: int, slos: Mapping[str, SLO]) -> Workload:
         """The requests of ``seconds`` at a mean ``rate``, each with its class's objective. Recorded
-        ones are thinned to the rate, or their times compressed where they have fewer, and begin at
-        a place drawn by ``seed``.
-
-        Raises:
-            LoadError: none arrives in that time.
-        """
+        ones are thinned to the rate, or their times compressed. Raises :class:`LoadError` if none
+        arrives."""
         make = self._generated if self.trace is None else self._recorded
         found = make(rate, seconds, seed)
         if not len(found):
@@ -158,11 +144,8 @@ def kind_of(prompt_tokens: int) -> str:
 
 
 def recorded(folder: Path, most_tokens: int) -> dict[str, Pattern]:
-    """A pattern for each trace of a folder, without the requests of more than ``most_tokens``.
-
-    Raises:
-        TraceError: a trace cannot be read, the folder has none, or all requests are too long.
-    """
+    """A pattern for each trace of a folder, without the requests of more than ``most_tokens``;
+    raises :class:`TraceError`."""
     found = {}
     for path in trace_files(folder):
         whole = load(path)
@@ -177,9 +160,9 @@ def recorded(folder: Path, most_tokens: int) -> dict[str, Pattern]:
 
 
 def body_of(run: str, block_tokens: int = SHARED_TOKENS, priorities: bool = False) -> Body:
-    """A function that makes the requests of a run. Their words are drawn by the run's name, so that
-    no engine has cached a prompt's prefix from another run; prompts with equal block hashes begin
-    alike. ``priorities``: each states vLLM's priority of its kind; the lower one comes first."""
+    """A function that makes the requests of a run, whose words are drawn by the run's name: no
+    engine has cached a prefix of another run. ``priorities``: each states vLLM's priority of its
+    kind."""
     order = list(KINDS)
 
     def body(model: str, number: int, arrival: Arrival) -> Json:
@@ -198,11 +181,8 @@ def body_of(run: str, block_tokens: int = SHARED_TOKENS, priorities: bool = Fals
 
 
 def alone(url: str, model: str) -> dict[str, tuple[float, float]]:
-    """TTFT and TPOT, seconds, of each kind's longest request on an idle system: medians.
-
-    Raises:
-        LoadError: a request was not answered, or its tokens came together.
-    """
+    """TTFT and TPOT, seconds, of each kind's longest request on an idle system: medians. Raises
+    :class:`LoadError`."""
     found = {}
     for name, kind in KINDS.items():
         arrival = Arrival(0.0, kind.prompt_tokens[1], kind.output_tokens[1], SLO(), name)

@@ -1,13 +1,9 @@
 """Sluice beside what is used in its place: stock vLLM behind several routers, vLLM's priorities,
-and Ray Serve LLM, on real engines of one model, with the same requests at the same times from one
-client: ``sluice bench peers``.
-
-All of them have the same model, engine arguments and number of engines. On CPUs each engine has a
-core and one thread, as Sluice's have. To add a system, extend :data:`SYSTEMS`.
+and Ray Serve LLM, on real engines of one model, with the same requests: ``sluice bench peers``.
 
 On stock vLLM the command first measures each kind of request on an idle engine, from which the
-objectives follow, and the capacity, which is load 1. Then each system is started, warmed up, driven
-at every load and stopped, one after the other, in every second round in the reverse order.
+objectives follow, and the capacity, load 1. Then each system is started, warmed up, driven at every
+load and stopped, in every second round in the reverse order.
 """
 
 from __future__ import annotations
@@ -76,8 +72,8 @@ queue; Sluice's engines have neither."""
 
 class Setting(NamedTuple):
     """What all systems share: the model's path or hub id, vLLM's arguments by command-line name
-    without dashes, the number of engines, the GPUs of this machine, and the service classes, which
-    only Sluice can use."""
+    without dashes, the engines, the GPUs of this machine, and the service classes, which only
+    Sluice can use."""
 
     model: str
     args: Json
@@ -400,11 +396,7 @@ class _Campaign:
 
     def prepare(self, names: Sequence[str], scale: float) -> None:
         """Measure the objectives and the capacity on the first system's reference, or on the first
-        of the systems that starts.
-
-        Raises:
-            LoadError: none starts, or a request is not answered.
-        """
+        of the systems that starts; raises :class:`LoadError`."""
         for name in dict.fromkeys((SYSTEMS[names[0]].reference, *names)):
             self.bench.say(f"{name}: idle times and capacity")
             try:

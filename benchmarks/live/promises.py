@@ -1,10 +1,8 @@
-"""Guarantees on two real vLLM replicas on this machine's CPUs, as their client sees them: ``sluice
-bench promises --real``. ``docs/results/promises.md`` has the procedure, and when a figure can be
-trusted.
+"""Promises on two real vLLM replicas on this machine's CPUs, as their client sees them: ``sluice
+bench promises --real`` (docs/results/promises.md).
 
 Client, cluster and busy loop are children of one process, so that the kernel shares the cores
-between them and not between sessions. The loop has normal priority, as the engines have
-(:mod:`sluice.deploy.ray_start`).
+between them and not between sessions.
 """
 
 from __future__ import annotations
@@ -233,8 +231,7 @@ def _figures(runs: Sequence[Run]) -> Json:
 
 def lateness(outcomes: Sequence[Outcome], objective: int) -> Json:
     """Of the answers that missed their TTFT (0) or TPOT (1) their number, and P50 and P95 of how
-    late the first token was, or the last one after the time that the TPOT allows from the first
-    on: in seconds and in multiples of the objective."""
+    late they were, in seconds and in multiples of the objective."""
     late: list[tuple[float, float]] = []
     for each in outcomes:
         took_s, stated_s = (each.ttft_s, each.tpot_s)[objective], each.slo.columns[objective]

@@ -1,8 +1,6 @@
-"""What the live benchmarks report: the figures of runs as plain data, and tables of such data.
-
-Every request is judged by its client's clocks, whatever the system promised. A request that was
-refused, or not answered, has missed all of its objectives.
-"""
+"""What the live benchmarks report: figures of runs as plain data, tables of them, and the resources
+that processes used. Every request is judged by its client's clocks; one that was refused or not
+answered has missed all of its objectives."""
 
 from __future__ import annotations
 
@@ -148,9 +146,9 @@ _Z = 1.96  # of a two-sided interval of 95 % under a normal distribution
 
 
 class Run(NamedTuple):
-    """One run: its labels, such as system, load and round; how long its arrivals lasted, seconds;
-    the outcomes of its requests; the usage of the system's processes meanwhile; and the routers'
-    counts meanwhile, where a benchmark reads them."""
+    """One run: its labels, such as system and load; how long its arrivals lasted, seconds; the
+    outcomes of its requests; the usage of the system's processes, and the routers' counts,
+    meanwhile."""
 
     labels: Mapping[str, Any]
     seconds: float
@@ -160,15 +158,10 @@ class Run(NamedTuple):
 
 
 def figures(runs: Sequence[Run]) -> Json:
-    """The figures of all requests of some runs: those of :func:`of_class`, and these.
-
-    ``objectives``: share of the sent requests that met each objective; ``classes``: attainment of
-    each class. ``goodput``: requests that met all of their objectives, per second of arrivals,
-    ``goodput_tokens`` their output tokens; ``tokens``: those of all answers until the last request
-    ended. ``worst_tpot_ms``: the running maximum of the answers' TPOT; ``ttft_error_ms``: observed
-    minus predicted TTFT; ``lost``: requests without a whole answer and without an error. Of the
-    processes the means over the runs.
-    """
+    """The figures of all requests of some runs: those of :func:`of_class`; ``goodput``: requests
+    that met all of their objectives, per second of arrivals; ``tokens``: of all answers, per second
+    until the last ended; ``ttft_error_ms``: observed minus predicted; ``lost``: neither whole nor
+    an error."""
     outcomes = [each for run in runs for each in run.outcomes]
     classes = by_class(outcomes, AT)
     every = classes.pop("all")
@@ -217,8 +210,8 @@ def summary(
     runs: Sequence[Run], *labels: str, more: Callable[[Sequence[Run]], Json] = lambda _: {}
 ) -> list[Json]:
     """The figures of the runs with equal ``labels``, and ``more`` of them: a row for each
-    combination, sorted by the order in which a label's values appear. ``range`` has half of the
-    95 % t-interval of the mean over these runs, ``None`` with one."""
+    combination. ``range`` has half of the 95 % t-interval of the mean over these runs, ``None``
+    with one."""
     known = {name: [*dict.fromkeys(run.labels[name] for run in runs)] for name in labels}
 
     def place(run: Run) -> list[int]:
@@ -244,12 +237,8 @@ def _half(values: Sequence[float | None]) -> float | None:
 
 
 def of_class(outcomes: Sequence[Outcome], at: Sequence[float] = MEDIAN_P99) -> Json:
-    """Counts, attainment and latencies of some requests.
-
-    ``attained``: share of all sent requests that were answered within their objectives; refused
-    requests count as missed. ``kept``: the same share of the guaranteed requests. Times are
-    quantiles of the answers, by default median and 99th percentile.
-    """
+    """Counts, attainment and latencies of some requests. ``attained``: of all sent requests;
+    ``kept``: of the promised ones. Times are quantiles of the answers."""
     ends = Counter(each.end for each in outcomes)
     promised = [each for each in outcomes if each.admission == GUARANTEED]
     answered = [each for each in outcomes if each.end is End.ANSWERED]

@@ -1,10 +1,5 @@
-"""Ray Serve LLM with its own ingress, for ``sluice bench gateway`` in front of engines that answer
-at once, for ``sluice bench peers`` with vLLM: a separate program, since it imports packages that
-Sluice does not need.
-
-Everything but the first engine is Serve LLM's, with its defaults; Serve's settings are those of
-Sluice.
-"""
+"""Ray Serve LLM with its own ingress, before engines that answer at once or vLLM: a separate
+program, since it imports packages that Sluice does not need."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""How the live benchmarks start what they measure: engines, vllm-router, Ray Serve LLM, and Sluice.
-
-Each runs in processes of its own; :mod:`sluice.benchmarks.live.report` says what these use.
-"""
+"""How the live benchmarks start what they measure: engines, vllm-router, Ray Serve LLM, and Sluice,
+each in processes of its own."""
 
 from __future__ import annotations
 
@@ -82,20 +80,16 @@ def spawned(
 
 def wait_until_ready(
     server: subprocess.Popen[bytes],
-    asked: str | urllib.request.Request,
+    request: str | urllib.request.Request,
     log: Path,
     limit_s: float,
     stop: threading.Event,
 ) -> None:
-    """Wait until a server answers ``asked``, a URL or a request.
-
-    Raises:
-        LeftOutError: it did not within ``limit_s``; the message has the end of its log.
-        StoppedError: ``stop`` was set before.
-    """
+    """Wait until a server answers a URL or a request; raises :class:`LeftOutError` with the end of
+    its log after ``limit_s``, and :class:`StoppedError` if ``stop`` was set before."""
     deadline_s = time.monotonic() + limit_s
     while True:
-        with suppress(urllib.error.URLError, OSError), urllib.request.urlopen(asked, timeout=5):
+        with suppress(urllib.error.URLError, OSError), urllib.request.urlopen(request, timeout=5):
             return
         if server.poll() is not None or time.monotonic() > deadline_s:
             tail = click.unstyle(log.read_text(errors="replace"))[-_LOG_TAIL:].strip()
@@ -197,11 +191,7 @@ def objectives(classes: Mapping[str, ServiceClass]) -> dict[str, SLO]:
 
 
 def metrics(url: str, timeout_s: float = 10.0, **labels: str) -> dict[str, float]:
-    """:func:`sums` of the page of the application at ``url``.
-
-    Raises:
-        OSError: there is no answer.
-    """
+    """:func:`sums` of the page of the application at ``url``; raises :class:`OSError`."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=timeout_s) as answer:
         return sums(answer.read().decode(), **labels)
 
@@ -238,9 +228,9 @@ class System(NamedTuple):
 
 
 class Bench(NamedTuple):
-    """Inputs that all systems share: the engines that compute nothing, by process id, a folder for
-    logs and configurations, what prints progress, an event that is set when this process is to end,
-    and the time between two tokens of an engine, milliseconds."""
+    """Inputs that all systems share: engines that compute nothing, by process id, a folder for logs
+    and configurations, what prints progress, an event that is set when this process is to end, and
+    the time between two tokens of an engine, milliseconds."""
 
     engines: Mapping[int, str]
     folder: Path
@@ -268,11 +258,8 @@ Start = Callable[[Bench], AbstractContextManager[System]]
 def started(
     starts: Mapping[str, Start], bench: Bench
 ) -> Iterator[tuple[dict[str, System], dict[str, str]]]:
-    """The running systems by name, until the block ends, and why the others do not run.
-
-    Raises:
-        LeftOutError: the engines do not start.
-    """
+    """The running systems by name, until the block ends, and why the others do not run; raises
+    :class:`LeftOutError` if the engines do not start."""
     with ExitStack() as stack:
         bench = bench._replace(engines=stack.enter_context(engines(bench)))
         systems, left_out = {}, {}
@@ -303,11 +290,8 @@ def served(name: str, server_on: Callable[[Bench, int], Server]) -> Start:
 
 @contextmanager
 def together(bench: Bench, servers: Mapping[str, tuple[int, Server]]) -> Iterator[list[int]]:
-    """Process ids of servers by name, each with its port, that start together and answer.
-
-    Raises:
-        LeftOutError: one does not start.
-    """
+    """Process ids of servers by name, each with its port, that start together and answer; raises
+    :class:`LeftOutError`."""
     with ExitStack() as stack:
         logs = {name: bench.folder / f"{name}.log" for name in servers}
         running = {
@@ -318,8 +302,8 @@ def together(bench: Bench, servers: Mapping[str, tuple[int, Server]]) -> Iterato
         }
         for name, (port, server) in servers.items():
             url, head = f"http://127.0.0.1:{port}", {"content-type": "application/json"}
-            asked = urllib.request.Request(f"{url}/v1/chat/completions", chat_body(1), head)
-            wait_until_ready(running[name], asked, logs[name], server.limit_s, bench.stop)
+            request = urllib.request.Request(f"{url}/v1/chat/completions", chat_body(1), head)
+            wait_until_ready(running[name], request, logs[name], server.limit_s, bench.stop)
         yield [process.pid for process in running.values()]
 
 
@@ -336,11 +320,8 @@ def engines(
     count: int = REPLICAS,
 ) -> Iterator[dict[int, str]]:
     """Process id and address of ``count`` engines, until the block ends; by default of those that
-    compute nothing. ``server_on`` has the port and the number of the engine.
-
-    Raises:
-        LeftOutError: one does not start.
-    """
+    compute nothing. ``server_on`` has the port and the number of the engine. Raises
+    :class:`LeftOutError`."""
     ports = [free_port() for _ in range(count)]
     servers = {f"engine-{n}": (port, server_on(bench, port, n)) for n, port in enumerate(ports)}
     with together(bench, servers) as pids:
@@ -363,11 +344,8 @@ def vllm_router(bench: Bench, port: int, policy: str = "power_of_two") -> Server
 
 
 def environment(package: str, say: Callable[[str], None]) -> Path:
-    """The Python of the environment with ``package``; created and filled if missing.
-
-    Raises:
-        LeftOutError: it could not be created, or the package could not be installed.
-    """
+    """The Python of the environment with ``package``, created if missing; raises
+    :class:`LeftOutError`."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sluice" / "bench"
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     folder = cache / f"{package.replace('==', '-')}-python{version}"

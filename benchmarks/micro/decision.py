@@ -1,14 +1,8 @@
 """Cost of the controller's decisions, for every routing policy: ``sluice bench decision``.
 
-The floor is round robin without admission through the same code: checks, mirror, ledger, counters,
-and next to no policy. All other policies run with the default admission, and ``slos_serve`` also
-with its own, which decides the ten requests of a call together.
-
-Inside, the code runs as fast as it can, and a time line is computed afterwards: queries arrive by a
-Poisson process and reports at a steady rate, and each takes its measured processor time, one after
-the other. This shows how long a decision waits behind reports, and other processes on the machine
-hardly affect it.
-"""
+The floor is round robin without admission. Inside, the code runs as fast as it can, and a time line
+is computed afterwards: queries arrive by a Poisson process and reports at a steady rate, and each
+takes its measured processor time, so that other processes hardly affect it."""
 
 from __future__ import annotations
 
@@ -28,7 +22,7 @@ import click
 from rich.table import Table
 
 from sluice.benchmarks.live.report import table
-from sluice.benchmarks.micro.decision_fleet import Voices, figures
+from sluice.benchmarks.micro.decision_fleet import FleetMessages, figures
 from sluice.benchmarks.options import as_json, choices_option, number_option, show
 from sluice.controller.config import NO_ADMISSION, ControllerConfig
 from sluice.scheduling.placement.together import MOST_TOGETHER
@@ -74,7 +68,7 @@ class Inside:
         from sluice.controller.actor import Controller
 
         self._rng = random.Random(replicas)
-        self._voices = Voices(replicas, split=split)
+        self._messages = FleetMessages(replicas, split=split)
         self._controller = Controller(config)
         self._keys = itertools.count(_FIRST_KEY)
         self._placed: list[int] = []
@@ -82,18 +76,18 @@ class Inside:
 
     async def hello(self) -> Inside:
         """Register the fleet."""
-        for index in range(self._voices.replicas):
-            reply = await self._controller.hello(self._voices.hello(index))
+        for index in range(self._messages.replicas):
+            reply = await self._controller.hello(self._messages.hello(index))
             self._epoch = reply.epoch
         return self
 
     async def decide(self, queries: int = 1) -> int:
         """Nanoseconds of processor time of one call with ``queries`` queries."""
-        asked = [self._voices.query(key) for key in itertools.islice(self._keys, queries)]
+        queries_sent = [self._messages.query(key) for key in itertools.islice(self._keys, queries)]
         started = time.thread_time_ns()
-        reply = await self._controller.route(asked)
+        reply = await self._controller.route(queries_sent)
         took = time.thread_time_ns() - started
-        for query, decision in zip(asked, reply.decisions, strict=True):
+        for query, decision in zip(queries_sent, reply.decisions, strict=True):
             if decision.replica_id is None:
                 raise RuntimeError(f"no replica was chosen: {decision.reason}")
             self._placed.append(query.key)
@@ -104,8 +98,8 @@ class Inside:
     async def report(self) -> int:
         """Nanoseconds of processor time of one report; it ends all requests placed until now."""
         ended, self._placed = tuple(self._placed), []
-        index = self._rng.randrange(self._voices.replicas)
-        delta = self._voices.delta(index, self._epoch, ended)
+        index = self._rng.randrange(self._messages.replicas)
+        delta = self._messages.delta(index, self._epoch, ended)
         started = time.thread_time_ns()
         reply = await self._controller.report(delta)
         took = time.thread_time_ns() - started
@@ -196,9 +190,8 @@ def measure_actor(
     seconds: float,
     sizes: Sequence[int],
 ) -> None:
-    """Add the figures of a real actor's callers with fleets of ``sizes``; by default, to the cells
-    of :data:`ACTOR_REPLICAS` replicas, and for the last policy with scrapes to that of
-    :data:`SCRAPED_REPLICAS`."""
+    """Add the figures of a real actor's callers with fleets of ``sizes``; by default of
+    :data:`ACTOR_REPLICAS`, and for the last policy with scrapes of :data:`SCRAPED_REPLICAS`."""
     from sluice.benchmarks.micro.decision_actor import Session, own_ray
 
     async def ask(part: str, label: str, config: ControllerConfig, replicas: int) -> None:
@@ -263,8 +256,8 @@ def decision(
     found = {(label, size): cell for label, own in results.items() for size, cell in own.items()}
     tables = [_table(f"inside the actor, {REPORTS_PER_S:,.0f} reports/s", found)]
     for part, title in ASKED.items():
-        asked = {labels: cell[part] for labels, cell in found.items() if part in cell}
-        tables += [_table(title, asked)] if asked else []
+        measured = {labels: cell[part] for labels, cell in found.items() if part in cell}
+        tables += [_table(title, measured)] if measured else []
     show(results, tables, as_json)
 
 

@@ -20,7 +20,7 @@ import ray
 from prometheus_client import CollectorRegistry
 
 from sluice.benchmarks.live.report import OWN, Meter
-from sluice.benchmarks.micro.decision_fleet import Figures, Voices, figures
+from sluice.benchmarks.micro.decision_fleet import Figures, FleetMessages, figures
 from sluice.controller.client import ControllerClient, ensure_controller, stop_controller
 from sluice.controller.config import ControllerConfig
 from sluice.controller.observability.metrics import samples_of
@@ -37,7 +37,7 @@ REPORTS_PER_S, QUERIES_PER_S = 50, 200
 
 CALLERS, AT_ONCE = 256, 64
 """Concurrent callers, whose queries are batched, and replicas that report at the same time: one
-process with the voices of all would be late."""
+process with the messages of all would be late."""
 
 ROUTERS, ROUNDS = 32, 5
 """That push metrics; pairs of turns with scrapes and without."""
@@ -55,46 +55,41 @@ class Replicas:
 
     def __init__(self, app_name: str, config: ControllerConfig, replicas: int) -> None:
         self._client = ControllerClient(app_name, config, _TIMEOUT_S)
-        self._voices = Voices(replicas)
+        self._messages = FleetMessages(replicas)
         self._epochs: list[int | None] = [None] * replicas
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._answered = 0
 
     async def hello(self) -> None:
-        """Register all.
-
-        Raises:
-            RuntimeError: the controller does not answer.
-        """
+        """Register all; raises :class:`RuntimeError` if the controller does not answer."""
         give_up_s = time.monotonic() + _TIMEOUT_S
-        for index in range(self._voices.replicas):
-            while (reply := await self._client.hello(self._voices.hello(index))) is None:
+        for index in range(self._messages.replicas):
+            while (reply := await self._client.hello(self._messages.hello(index))) is None:
                 if time.monotonic() > give_up_s:
                     raise RuntimeError("the controller did not answer a hello")
                 await asyncio.sleep(_RETRY_S)
             self._epochs[index] = reply.epoch
 
     async def report(self, seconds: float) -> float:
-        """Report for all, :data:`REPORTS_PER_S` times a second each; reports answered a second.
-
-        As in production, a replica whose report is not answered yet reports later, and a replica
-        whose report is lost registers again.
-        """
+        """Report for all, :data:`REPORTS_PER_S` times a second each, as replicas do; reports
+        answered a second."""
         self._answered = 0
         end_s = time.monotonic() + seconds
-        await asyncio.gather(*(self._speak(index, end_s) for index in range(self._voices.replicas)))
+        await asyncio.gather(
+            *(self._report_for(index, end_s) for index in range(self._messages.replicas))
+        )
         return self._answered / seconds
 
-    async def _speak(self, index: int, end_s: float) -> None:
+    async def _report_for(self, index: int, end_s: float) -> None:
         epoch = self._epochs[index]
         due_s = time.monotonic() + random.random() / REPORTS_PER_S
         while due_s < end_s:
             await asyncio.sleep(due_s - time.monotonic())
             async with self._turns:
                 if epoch is None:
-                    reply = await self._client.hello(self._voices.hello(index))
+                    reply = await self._client.hello(self._messages.hello(index))
                 else:
-                    reply = await self._client.report(self._voices.delta(index, epoch))
+                    reply = await self._client.report(self._messages.delta(index, epoch))
             self._epochs[index] = epoch = None if reply is None or reply.resync else reply.epoch
             self._answered += epoch is not None
             due_s = max(due_s + 1 / REPORTS_PER_S, time.monotonic())
@@ -163,45 +158,40 @@ class Session:
         self._app_name = f"benchmark-{label.replace('_', '-')}"
         self._client = ControllerClient(self._app_name, config, _TIMEOUT_S)
         self._actor = ensure_controller(self._app_name, config)
-        self._voices = Voices(replicas)
+        self._messages = FleetMessages(replicas)
         self._fleet = self._app_name, config, replicas
         self._replicas = ray.remote(Replicas).options(num_cpus=0).remote(*self._fleet)
         self._key = 1 << 50
 
     async def measure(self, seconds: float) -> dict[str, Any]:
-        """Figures of callers, each measured for ``seconds``.
-
-        ``alone``: one caller, :data:`QUERIES_PER_S`, no reports. ``with_reports``: the same while
-        all replicas report. ``batched``: :data:`CALLERS` that send the next query at once, no
-        reports; ``both``: these while all report. ``actor_calls``: as ``alone``, by actor calls in
-        place of the connection. The three in the middle have the ``cores`` that the controller's
-        processes took meanwhile and its caller's, and the ``reports_per_s`` that were answered;
-        ``memory_mib``: of the controller.
-        """
+        """Figures of callers, each for ``seconds``: ``alone``: one caller, no reports;
+        ``with_reports``: the same while all replicas report; ``batched``: :data:`CALLERS` that send
+        the next query at once; ``both``; ``actor_calls``: as ``alone``, by actor calls in place of
+        the connection."""
         await self._replicas.hello.remote()
         # The first queries are sent as actor calls, until the connection is open.
         await self._ask(1, _WARM_UP_S, QUERIES_PER_S)
         found: dict[str, Any] = {"alone": await self._ask(1, seconds, QUERIES_PER_S)}
         found["actor_calls"] = await self._ask(1, seconds, QUERIES_PER_S, self._call)
         batched = CALLERS, inf
-        ways = {"batched": batched, "with_reports": (1, QUERIES_PER_S), "both": batched}
-        for name, (callers, per_s) in ways.items():
+        modes = {"batched": batched, "with_reports": (1, QUERIES_PER_S), "both": batched}
+        for name, (callers, per_s) in modes.items():
             reporting = name != "batched" and self._replicas.report.remote(seconds)
             meter = Meter()
-            asked = await self._ask(callers, seconds, per_s)
+            answers = await self._ask(callers, seconds, per_s)
             used = meter.stop().kinds
             own = {"cores": used["controller"].cores, "caller_cores": used[OWN].cores}
             found[name] = {
-                **asked,
+                **answers,
                 **own,
                 "reports_per_s": round(await reporting) if reporting else 0,
             }
         return {**found, "memory_mib": round(used["controller"].memory_mib)}
 
     async def measure_scrapes(self, seconds: float) -> dict[str, Any]:
-        """One caller's figures in turns of ``seconds``, ``without`` a scrape and ``scraped`` each
-        second; the median over the pairs of turns of the ``ratio`` of their p99; ``pages`` that
-        were rendered, and the bytes of the largest."""
+        """One caller's figures in turns with and without a scrape each second; the median over the
+        pairs of turns of the ``ratio`` of their p99; ``pages`` that were rendered, and the bytes of
+        the largest."""
         metrics = ray.remote(Metrics).options(num_cpus=0).remote(*self._fleet)
         await self._replicas.hello.remote()
         await metrics.push.remote()
@@ -236,18 +226,18 @@ class Session:
         return reply.decisions[0]
 
     async def _ask(
-        self, callers: int, seconds: float, per_s: float = inf, way: Ask | None = None
+        self, callers: int, seconds: float, per_s: float = inf, ask: Ask | None = None
     ) -> Figures:
         """Figures of ``callers`` that each query ``per_s`` times a second, or without a pause."""
         begun_s = time.monotonic()
-        times_ns = await self._times_ns(callers, seconds, per_s, way)
+        times_ns = await self._times_ns(callers, seconds, per_s, ask)
         return figures(times_ns, time.monotonic() - begun_s)
 
     async def _times_ns(
-        self, callers: int, seconds: float, per_s: float, way: Ask | None = None
+        self, callers: int, seconds: float, per_s: float, ask: Ask | None = None
     ) -> list[int]:
         """How long each of these decisions took, nanoseconds."""
-        ask = way or self._client.route
+        ask = ask or self._client.route
         times_ns: list[int] = []
         begun_s = time.monotonic()
 
@@ -255,7 +245,7 @@ class Session:
             due_s = begun_s
             while due_s < begun_s + seconds:
                 self._key += 1
-                query = self._voices.query(self._key)
+                query = self._messages.query(self._key)
                 started = time.perf_counter_ns()
                 decision = await ask(query)
                 times_ns.append(time.perf_counter_ns() - started)

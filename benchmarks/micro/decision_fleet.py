@@ -1,8 +1,5 @@
-"""The replicas' messages and the routers' queries of the decision benchmark.
-
-Every replica has a full queue of guaranteed and other requests, some with a larger backlog than
-others, and holds prefixes of some conversations. All of it is drawn by a seed.
-"""
+"""The replicas' messages and the routers' queries of the decision benchmark: full queues, backlogs
+of several sizes and prefixes of conversations, all drawn by a seed."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ _HELD = 200
 _PROFILE = LatencyProfile.of("benchmark", LinearLatency(a=0.004, b=0.000_02, c=0.000_000_02))
 
 
-class Voices:
+class FleetMessages:
     """Messages of ``replicas`` co-located replicas, or with ``split`` of this many prefill and as
     many decode replicas; and queries. All drawn by one seed."""
 

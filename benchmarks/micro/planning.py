@@ -1,8 +1,4 @@
-"""Cost of a local plan, in one process: ``sluice bench planning``.
-
-The builder of the views is not part of a measurement; their conversion to rows, the policy, the
-enforcement of its plan and the plan by request are.
-"""
+"""Cost of a local plan, in one process, from views to planned tokens: ``sluice bench planning``."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """How far a reader walks through the code: ``sluice bench walk``.
 
-Three walks are taken with real objects in one process, and a profile hook sees every call of our
-own functions, resumed coroutines included: a streamed chat in the router, whose replica and
-controller are stand-ins that answer at once; a decision of the controller; a step of the engine.
-Each is taken twice, and the second one counts. Compiled loops count as none.
-"""
+Three walks with real objects in one process, in which a profile hook sees every call of our own
+functions: a streamed chat in the router, whose replica and controller are stand-ins that answer at
+once; a decision of the controller; a step of the engine. The second of its kind counts."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ import click
 from pydantic import BaseModel
 from rich.table import Table
 
-from sluice.benchmarks.micro.decision_fleet import Voices
+from sluice.benchmarks.micro.decision_fleet import FleetMessages
 from sluice.benchmarks.options import as_json, show
 from sluice.controller.config import ControllerConfig
 from sluice.deploy.config import SluiceConfig
@@ -136,8 +134,8 @@ async def chat() -> Walk:
     config, metrics = RouterConfig(), RouterMetrics()
     model = Model("m", Dispatcher(far, far, metrics, config), Catalog(far), metrics)
     api = make_api(config, ModelRegistry([model], metrics), far)
-    asked = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True}
-    body = json.dumps(asked).encode()
+    request = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True}
+    body = json.dumps(request).encode()
     headers = {
         "host": "localhost",
         "content-type": "application/json",
@@ -181,12 +179,12 @@ async def decision() -> Walk:
 
     # The replicas say hello only once, and must not go stale.
     lasting = {"stale_after_s": 3_600.0, "forget_after_s": 7_200.0, "aged_after_s": 3_600.0}
-    controller, voices = Controller(ControllerConfig.model_validate(lasting)), Voices(2)
-    for index in range(voices.replicas):
-        await controller.hello(voices.hello(index))
+    controller, messages = Controller(ControllerConfig.model_validate(lasting)), FleetMessages(2)
+    for index in range(messages.replicas):
+        await controller.hello(messages.hello(index))
     path: list[str] = []
     for key in (1 << 50, (1 << 50) + 1):
-        query = voices.query(key)
+        query = messages.query(key)
         with walked() as calls:
             reply = await controller.route([query])
         path = calls

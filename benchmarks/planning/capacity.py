@@ -48,7 +48,7 @@ from sluice.simulation.wrapped import Wrapped
 # Recorded traffic as ``sluice simulate`` plays it: its rate changed, its requests spread over
 # service classes, all of it or some windows.
 
-MOST_TOKENS = 100_000_000
+MAX_TOKENS = 100_000_000
 """Output tokens of a workload; a run keeps the time of each, 8 bytes."""
 
 
@@ -60,31 +60,18 @@ class SharedClass(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """A sample of a long trace: some windows of it, each run by itself.
-
-    The trace is divided into ``parts`` of one length, and a window begins at a random time in each
-    of them (stratified sampling). So the range over seeds includes the choice of the windows.
-
-    A window begins with an empty fleet. The requests that come in ``margin_s`` before and after it
-    run with it and are not judged, so that judged ones find and leave the load of their time. What
-    a longer overload would have left over from before is not there.
-
-    Attributes:
-        parts: how many there are, each with a window.
-        seconds: length of a window.
-        margin_s: time before and after it.
-    """
+    """A sample of a long trace: a window of ``seconds`` at a random time in each of ``parts`` equal
+    parts (stratified sampling), each run by itself. The requests that come in ``margin_s`` before
+    and after it run with it and are not judged, so that judged ones find the load of their time;
+    what a longer overload would have left over is not there."""
 
     parts: int
     seconds: float
     margin_s: float
 
     def starts_s(self, lasts_s: float, seed: int) -> list[float]:
-        """When the windows of a trace of ``lasts_s`` seconds begin.
-
-        Raises:
-            ValueError: they do not fit into the trace.
-        """
+        """When the windows of a trace of ``lasts_s`` seconds begin; raises :class:`ValueError` if
+        they do not fit."""
         part_s = lasts_s / self.parts
         if part_s < self.seconds:
             raise ValueError(
@@ -98,13 +85,7 @@ class Windows(NamedTuple):
 
 
 class Played(NamedTuple):
-    """Requests of one run, of which those that arrive in ``[from_s, until_s)`` are judged.
-
-    Attributes:
-        workload: the requests.
-        from_s, until_s: of the workload's time, seconds.
-        seed: of all that is drawn in the run.
-    """
+    """Requests of one run, of which those that arrive in ``[from_s, until_s)`` are judged."""
 
     workload: Workload
     from_s: float
@@ -118,16 +99,8 @@ class Played(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What arrives: a trace, its rate changed, its requests spread over service classes.
-
-    Attributes:
-        path: the trace's file.
-        limit: most requests that are read of it.
-        rate_scale: factor on the rate, see :func:`scaled`.
-        stretch: factor on all arrival times before that.
-        classes: every request is drawn into one of them, independently.
-        windows: what is played of it; ``None``: everything.
-    """
+    """What arrives: ``limit`` requests of a trace, their times stretched, their rate scaled
+    (:func:`scaled`), each drawn into a service class; all of them, or ``windows``."""
 
     path: Path
     limit: int
@@ -142,18 +115,10 @@ class Traffic(NamedTuple):
         return 1 if self.windows is None else self.windows.parts
 
     def played(self, seed: int, part: int = 0) -> Played:
-        """What one run plays: all requests, or those of a window; random values are drawn by
-        ``seed``. A window is cut before its rate is scaled, so that copies stay in their part of
-        the day.
-
-        A request's task class, by which output lengths are predicted, is its service class, as in
-        a replica.
-
-        Raises:
-            TraceError: the trace cannot be read.
-            ValueError: windows do not fit, or scaling leaves no request or too many, or they have
-                too many tokens.
-        """
+        """What one run plays: all requests, or those of a window, which is cut before its rate is
+        scaled, so that copies stay in their part of the day. Task class and service class are one,
+        as in a replica. Raises :class:`TraceError` for the file, :class:`ValueError` for its
+        contents."""
         whole = self._whole()
         if self.windows is None:
             return Played(self._finished(whole, seed), 0.0, inf, seed)
@@ -165,11 +130,7 @@ class Traffic(NamedTuple):
         return Played(self._finished(cut, own), before_s, before_s + seconds, own)
 
     def workload(self, seed: int) -> Workload:
-        """The judged requests, of windows one window after the other.
-
-        Raises:
-            TraceError, ValueError: see :meth:`played`.
-        """
+        """The judged requests, of windows one window after the other; raises as :meth:`played`."""
         first = self.played(seed)
         if self.windows is None:
             return first.workload
@@ -200,9 +161,9 @@ class Traffic(NamedTuple):
         if not len(made) and self.windows is None:
             raise ValueError(f"a rate scale of {self.rate_scale:g} leaves no request of the trace")
         tokens = sum(arrival.output_tokens for arrival in made.arrivals)
-        if tokens > MOST_TOKENS:
+        if tokens > MAX_TOKENS:
             raise ValueError(
-                f"{len(made)} requests have {tokens} output tokens, more than {MOST_TOKENS}; take "
+                f"{len(made)} requests have {tokens} output tokens, more than {MAX_TOKENS}; take "
                 "fewer requests"
             )
         rng = random.Random(f"classes {seed}")
@@ -219,16 +180,9 @@ def _trace(path: Path, limit: int) -> Workload:
 
 
 def scaled(workload: Workload, factor: float, seed: int) -> Workload:
-    """``factor`` times as many requests in the same time, as from ``factor`` times as many users.
-
-    Below 1 requests are thinned out. Above 1 whole copies are added to the workload, and a part of
-    a last one. Each copy is rotated in time by a different amount, so that bursts do not coincide;
-    copies share no prefixes with each other.
-
-    Raises:
-        ValueError: the result has more than
-            :data:`~sluice.simulation.traces.MAX_REQUESTS`.
-    """
+    """``factor`` times as many requests in the same time: thinned out below 1; above it with copies
+    of the workload, each rotated in time by another amount, so that bursts do not coincide, without
+    common prefixes. Raises :class:`ValueError` for too many."""
     if factor == 1 or not len(workload):
         return workload
     if factor < 1:
@@ -277,17 +231,9 @@ class OutOfTimeError(RuntimeError):
 
 
 class PlannedFleet(NamedTuple):
-    """How it is served: every replica alike, behind one router.
-
-    Attributes:
-        model: step times, which planners believe in and correct online; real ones have noise.
-        engine: limits of a replica.
-        cluster: how the router learns of replicas, and how long KV takes from one to another; the
-            numbers of replicas are set by the run.
-        policy, policy_options: the replicas' batch policy.
-        routing, routing_options: the routing policy.
-        headroom: of the planners, a factor on the step times that they believe in.
-    """
+    """Equal replicas behind one router: the step times that planners believe in and correct online
+    (real ones have noise), limits, reports and transfers, policies, and a factor on the believed
+    times."""
 
     model: LatencyModel
     engine: EngineConfig
@@ -308,16 +254,8 @@ class Sizes(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One simulated run.
-
-    Attributes:
-        traffic, fleet: the requests, and the replicas that serve them.
-        metric: which TPOT is judged; ``None``: by the anchor of each class.
-        sizes: how many replicas.
-        seed: of all that is drawn.
-        part: which part of the traffic is played.
-        stop_at_s: on the host's monotonic clock; a run that lasts longer is given up.
-    """
+    """One simulated run of a part of the traffic; ``stop_at_s``, on the host's monotonic clock,
+    ends it."""
 
     traffic: Traffic
     fleet: PlannedFleet
@@ -344,23 +282,17 @@ class Judged(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The figures of all runs of a seed, of all judged requests and of those of each service class.
-
-    Each has ``requests``, ``attainment`` and :data:`LATENCIES`, of the requests that have the
-    figure; all together also ``failed`` (requests that ended without all their output),
-    ``utilisation`` (share of the replicas' time in steps) and ``preemptions``.
-    """
+    """The figures of all runs of a seed, of all judged requests and of each service class:
+    ``requests``, ``attainment`` and :data:`LATENCIES`; all together also ``failed`` (without all
+    their output), ``utilisation`` (share of the replicas' time in steps) and ``preemptions``."""
 
     whole: Figures
     classes: dict[str, Figures]
 
     @classmethod
     def of(cls, runs: Sequence[Judged], classes: Sequence[SharedClass]) -> Self:
-        """The figures of ``runs``, of each of ``classes``.
-
-        Raises:
-            ValueError: no request was judged.
-        """
+        """The figures of ``runs``, of each of ``classes``; raises :class:`ValueError` if none was
+        judged."""
         met, failed, ttft_s, tpot_s, names = (
             np.concatenate(each) for each in zip(*(run[:5] for run in runs), strict=True)
         )
@@ -394,12 +326,8 @@ class _Timed(Wrapped):
 
 
 def play(run: Run) -> Judged:
-    """Simulate ``run``.
-
-    Raises:
-        OutOfTimeError: it lasted longer than it may.
-        StuckError: a replica could run nothing, as when one request needs more KV than there is.
-    """
+    """Simulate ``run``; raises :class:`OutOfTimeError`, and :class:`StuckError` if a replica can
+    run nothing, as when one request needs more KV than there is."""
     played, fleet = run.traffic.played(run.seed, run.part), run.fleet
     both, prefillers, decoders = run.sizes
     counts = {"replicas": both, "prefillers": prefillers, "decoders": decoders}

@@ -44,6 +44,7 @@ from sluice.simulation.metrics import TPOTMetric, metric_name
 from sluice.simulation.workload import Workload
 
 Status = Literal["reached", "not_reachable", "out_of_time"]
+Json = dict[str, Any]
 
 
 class Part(BaseModel):
@@ -144,7 +145,7 @@ class PoolAnswer(Part):
                 return point
         return max(self.points, key=lambda point: point.attainment.mean or 0.0, default=None)
 
-    def verdict(self, colocated: int | None) -> str:
+    def answer(self, colocated: int | None) -> str:
         """The answer in a sentence or two, beside the count of replicas that do both."""
         best = self.best
         if best is None:
@@ -177,89 +178,45 @@ NOT_MODELLED = (
 )
 
 
-class TrafficFacts(Part):
-    """What arrived, by the first seed."""
-
-    name: str
-    description: str
-    scaling: str
-    requests: int
-    rate: float | None = Field(description="Requests per second; null if all come at once.")
-    duration_s: float
-    mean_prompt_tokens: float
-    mean_output_tokens: float
-
-    @classmethod
-    def of(cls, workload: Workload) -> Self:
-        """The facts of a workload."""
-        return cls(
-            name=workload.name,
-            description=workload.description,
-            scaling=workload.scaling,
-            requests=len(workload),
-            rate=workload.rate if isfinite(workload.rate) else None,
-            duration_s=workload.duration_s,
-            mean_prompt_tokens=workload.mean_prompt_tokens,
-            mean_output_tokens=workload.mean_output_tokens,
-        )
+def _traffic_facts(workload: Workload) -> Json:
+    """What arrived; ``rate`` is ``None`` if all came at once."""
+    return {
+        **{name: getattr(workload, name) for name in ("name", "description", "scaling")},
+        "requests": len(workload),
+        "rate": workload.rate if isfinite(workload.rate) else None,
+        "duration_s": workload.duration_s,
+        "mean_prompt_tokens": workload.mean_prompt_tokens,
+        "mean_output_tokens": workload.mean_output_tokens,
+    }
 
 
-class ClassFacts(Part):
-    """A service class, and its share of the requests."""
-
-    name: str
-    share: float
-    ttft_ms: float | None
-    tpot_ms: float | None
-    tpot_anchor: TPOTAnchor
-    e2e_ms: float | None
-    priority: int
-
-    @classmethod
-    def of(cls, shared: SharedClass, total: float) -> Self:
-        """The facts of a class; ``total`` is the sum of all shares."""
-        slo = shared.slo
-        objectives = {
-            name: None if value is None else 1e3 * value
-            for name, value in (
-                ("ttft_ms", slo.ttft_s),
-                ("tpot_ms", slo.tpot_s),
-                ("e2e_ms", slo.e2e_s),
-            )
+def _class_facts(classes: Sequence[SharedClass]) -> tuple[Json, ...]:
+    total = sum(each.share for each in classes)
+    return tuple(
+        {
+            "name": slo.service_class,
+            "share": share / total,
+            **{
+                f"{name}_ms": None if time_s is None else 1e3 * time_s
+                for name, time_s in zip(("ttft", "tpot", "e2e"), slo.times_s, strict=True)
+            },
+            "tpot_anchor": slo.tpot_anchor,
+            "priority": slo.priority,
         }
-        share = shared.share / total
-        return cls(
-            name=slo.service_class,
-            share=share,
-            priority=slo.priority,
-            tpot_anchor=slo.tpot_anchor,
-            **objectives,
-        )
+        for slo, share in classes
+    )
 
 
-class FleetFacts(Part):
-    """What a replica is, and the router."""
-
-    policy: str
-    policy_options: dict[str, Any]
-    routing: str
-    routing_options: dict[str, Any]
-    latency_family: str
-    latency_coefficients: tuple[float, ...]
-    engine: EngineConfig
-
-    @classmethod
-    def of(cls, fleet: PlannedFleet) -> Self:
-        """The facts of a fleet."""
-        return cls(
-            policy=fleet.policy,
-            policy_options=dict(fleet.policy_options),
-            routing=fleet.routing,
-            routing_options=dict(fleet.routing_options),
-            latency_family=fleet.model.family,
-            latency_coefficients=fleet.model.coefficients,
-            engine=fleet.engine,
-        )
+def _fleet_facts(fleet: PlannedFleet) -> Json:
+    return {
+        "policy": fleet.policy,
+        "policy_options": dict(fleet.policy_options),
+        "routing": fleet.routing,
+        "routing_options": dict(fleet.routing_options),
+        "latency_family": fleet.model.family,
+        "latency_coefficients": list(fleet.model.coefficients),
+        "engine": fleet.engine.model_dump(mode="json"),
+    }
 
 
 class CapacityReport(Part):
@@ -271,9 +228,9 @@ class CapacityReport(Part):
     target: float
     max_replicas: int
     tpot_metric: str
-    traffic: TrafficFacts
-    classes: tuple[ClassFacts, ...]
-    fleet: FleetFacts
+    traffic: Json = Field(description="What arrived, by the first seed.")
+    classes: tuple[Json, ...] = Field(description="Service classes, with their shares.")
+    fleet: Json = Field(description="What a replica is, and the router.")
     seeds: tuple[int, ...]
     points: tuple[CapacityPoint, ...] = Field(description="Every count that was tried, ascending.")
     disaggregated: PoolAnswer | None = Field(
@@ -293,17 +250,17 @@ class CapacityReport(Part):
     @property
     def answers(self) -> bool:
         """Whether the search reached its target."""
-        asked = self if self.disaggregated is None else self.disaggregated
-        return asked.status == "reached"
+        searched = self if self.disaggregated is None else self.disaggregated
+        return searched.status == "reached"
 
-    def verdict(self) -> str:
+    def answer(self) -> str:
         """The answer in a few sentences."""
-        words = self._verdict()
+        words = self._answer()
         if self.disaggregated is None:
             return words
-        return f"{words} {self.disaggregated.verdict(self.replicas)}"
+        return f"{words} {self.disaggregated.answer(self.replicas)}"
 
-    def _verdict(self) -> str:
+    def _answer(self) -> str:
         best = self.best
         if best is None:
             return "The time limit was reached before any count of replicas was measured."
@@ -326,16 +283,19 @@ class CapacityReport(Part):
         if best.failed.mean:
             text += (
                 f" {best.failed.mean:g} requests failed there, those longer than a replica's KV of "
-                f"{self.fleet.engine.kv_tokens} tokens among them."
+                f"{self.kv_tokens} tokens among them."
             )
         return text
 
-    def write(self, folder: Path) -> list[Path]:
-        """Write ``simulate.json`` and ``simulate.png``; return their paths.
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that fit into the KV of a replica."""
+        found: int = EngineConfig.model_validate(self.fleet["engine"]).kv_tokens
+        return found
 
-        Raises:
-            ReportError: the folder cannot be written to, or matplotlib is not there.
-        """
+    def write(self, folder: Path) -> list[Path]:
+        """Write ``simulate.json`` and ``simulate.png``; return their paths. Raises
+        :class:`ReportError`."""
         path = folder / "simulate.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -370,7 +330,7 @@ class CapacityReport(Part):
         }
         ends = (self.points[0].replicas, self.points[-1].replicas)
         lines["target"] = [Point(end, 100 * self.target, nan) for end in ends]
-        title = f"{self.fleet.policy} on {self.traffic.name}\n{self.traffic.scaling}"
+        title = f"{self.fleet['policy']} on {self.traffic['name']}\n{self.traffic['scaling']}"
         label = f"requests that meet their objectives, % (TPOT: {self.tpot_metric})"
         return Chart(title, "replicas", label, lines)
 
@@ -389,22 +349,23 @@ class CapacityReport(Part):
         console.print("Not modelled:", highlight=False)
         for words in self.not_modelled:
             console.print(f"- {words}", highlight=False, markup=False)
-        console.print(self.verdict(), highlight=False, markup=False, style="bold")
+        console.print(self.answer(), highlight=False, markup=False, style="bold")
 
     def _setting(self) -> list[str]:
-        traffic, fleet = self.traffic, self.fleet
-        rate = "all at once" if traffic.rate is None else f"{traffic.rate:.3g} a second"
+        traffic, fleet, engine = self.traffic, self.fleet, self.fleet["engine"]
+        rate = "all at once" if traffic["rate"] is None else f"{traffic['rate']:.3g} a second"
         classes = "; ".join(_words(each) for each in self.classes)
-        model = ", ".join(f"{value:g}" for value in fleet.latency_coefficients)
-        options = "".join(f", {name} {value}" for name, value in fleet.policy_options.items())
+        model = ", ".join(f"{value:g}" for value in fleet["latency_coefficients"])
+        options = "".join(f", {name} {value}" for name, value in fleet["policy_options"].items())
         return [
-            f"Traffic: {traffic.description} Rate: {rate}, {traffic.scaling}; mean prompt "
-            f"{traffic.mean_prompt_tokens:.0f}, output {traffic.mean_output_tokens:.0f} tokens.",
+            f"Traffic: {traffic['description']} Rate: {rate}, {traffic['scaling']}; mean prompt "
+            f"{traffic['mean_prompt_tokens']:.0f}, output {traffic['mean_output_tokens']:.0f} "
+            "tokens.",
             f"Classes: {classes}. TPOT: {self.tpot_metric}.",
-            f"Replica: {fleet.policy}{options}; latency {fleet.latency_family} ({model}); KV of "
-            f"{fleet.engine.kv_blocks} blocks of {fleet.engine.block_tokens}; at most "
-            f"{fleet.engine.max_batch_tokens} tokens and {fleet.engine.max_sequences} sequences. "
-            f"Router: {fleet.routing}.",
+            f"Replica: {fleet['policy']}{options}; latency {fleet['latency_family']} ({model}); KV "
+            f"of {engine['kv_blocks']} blocks of {engine['block_tokens']}; at most "
+            f"{engine['max_batch_tokens']} tokens and {engine['max_sequences']} sequences. Router: "
+            f"{fleet['routing']}.",
             f"Seeds: {', '.join(map(str, self.seeds))}; {self.method}.",
         ]
 
@@ -462,32 +423,22 @@ def _classes(point: CapacityPoint) -> Table:
     return table
 
 
-def _words(each: ClassFacts) -> str:
+def _words(each: Json) -> str:
     objectives = [
-        f"{name.upper()} {value:g} ms"
-        for name, value in (("ttft", each.ttft_ms), ("tpot", each.tpot_ms), ("e2e", each.e2e_ms))
-        if value is not None
+        f"{name.upper()} {each[f'{name}_ms']:g} ms"
+        for name in ("ttft", "tpot", "e2e")
+        if each[f"{name}_ms"] is not None
     ]
-    if each.tpot_ms is not None and each.tpot_anchor is not TPOTAnchor.MEAN:
-        objectives.append(f"TPOT by {each.tpot_anchor}")
-    promised = ", ".join(objectives) or "no objective"
-    return f"{each.name} {each.share:.0%} ({promised}, priority {each.priority})"
+    if each["tpot_ms"] is not None and each["tpot_anchor"] != TPOTAnchor.MEAN:
+        objectives.append(f"TPOT by {each['tpot_anchor']}")
+    stated = ", ".join(objectives) or "no objective"
+    return f"{each['name']} {each['share']:.0%} ({stated}, priority {each['priority']})"
 
 
 class Question(NamedTuple):
-    """What is asked.
-
-    Attributes:
-        traffic, fleet: the requests, and the replicas that serve them.
-        metric: which TPOT is judged; ``None``: by the anchor of each class.
-        target: attainment that is wanted, a share.
-        most: largest count of replicas that may be tried.
-        only: the only count to try, without a search; ``None``: search.
-        disaggregated: whether prefill and decode are to be sized apart, too.
-        seeds: each count is simulated once for each.
-        time_limit_s: of the whole search.
-        jobs: processes.
-    """
+    """What is searched for: the count of replicas, ``most`` of them, at which a share of ``target``
+    attains by ``metric`` (``None``: the anchor of each class), or what ``only`` this count attains;
+    ``disaggregated``: prefill and decode apart, too."""
 
     traffic: Traffic
     fleet: PlannedFleet
@@ -502,12 +453,9 @@ class Question(NamedTuple):
 
 
 def answered(question: Question, progress: Progress) -> CapacityReport:
-    """Search for the answer, showing each size as it is tried.
-
-    Raises:
-        TraceError, ValueError, StuckError: the trace cannot be read or run.
-        BrokenProcessPool: a process was killed.
-    """
+    """Search for the answer, showing each size as it is tried. Raises :class:`TraceError`,
+    :class:`ValueError` or :class:`StuckError` for a trace that cannot be read or run, and
+    :class:`BrokenProcessPool`."""
     workload = question.traffic.workload(question.seeds[0])
     stop_at_s = time.monotonic() + question.time_limit_s
     runs = len(question.seeds) * question.traffic.parts
@@ -515,7 +463,6 @@ def answered(question: Question, progress: Progress) -> CapacityReport:
         trial = partial(_trial, question, progress, play_all, stop_at_s)
         status, found, points = _colocated(question, workload, trial)
         pools = _pools(question, workload, trial) if question.disaggregated else None
-    total = sum(each.share for each in question.traffic.classes)
     return CapacityReport(
         status=status,
         replicas=found,
@@ -523,9 +470,9 @@ def answered(question: Question, progress: Progress) -> CapacityReport:
         target=question.target,
         max_replicas=question.most,
         tpot_metric=metric_name(question.metric, [each.slo for each in question.traffic.classes]),
-        traffic=TrafficFacts.of(workload),
-        classes=tuple(ClassFacts.of(each, total) for each in question.traffic.classes),
-        fleet=FleetFacts.of(question.fleet),
+        traffic=_traffic_facts(workload),
+        classes=_class_facts(question.traffic.classes),
+        fleet=_fleet_facts(question.fleet),
         seeds=question.seeds,
         points=points,
         disaggregated=pools,

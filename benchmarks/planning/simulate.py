@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import MISSING, fields
-from math import isfinite, isnan
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from sluice.benchmarks.options import NumberRange, as_json, folder, number_option
 from sluice.benchmarks.planning.capacity import PlannedFleet, SharedClass, Traffic, Windows
 from sluice.benchmarks.planning.search import Question, answered
 from sluice.benchmarks.report import ReportError, require_matplotlib
@@ -31,12 +32,12 @@ from sluice.simulation.engine import StuckError
 from sluice.simulation.metrics import TPOTMetric
 from sluice.simulation.traces import MAX_REQUESTS, TraceError
 
-MOST_CLASSES = 16
+MAX_CLASSES = 16
 MAX_SHARE = 1e6
 
 _SLO_FIELDS = ("name", "ttft_ms", "tpot_ms", "tpot_anchor", "e2e_ms", "priority", "share")
 
-_VLLM_LIMITS = {
+_OF_VLLM = {
     "num-gpu-blocks-override": "kv_blocks",
     "block-size": "block_tokens",
     "max-num-batched-tokens": "max_batch_tokens",
@@ -87,21 +88,13 @@ def _share(option: str, name: str, value: str) -> float:
 def classes_of(
     config: SluiceConfig, slos: Sequence[str], shares: Sequence[str]
 ) -> tuple[SharedClass, ...]:
-    """The service classes that requests are drawn into.
-
-    Args:
-        config: its classes are used where ``slos`` is empty: those in ``shares``, and without any
-            its default class alone, as for requests that name none.
-        slos: texts such as ``ttft_ms=800,tpot_ms=80,priority=2,share=0.5``, each a class.
-        shares: texts such as ``interactive=0.5``, classes of the configuration.
-
-    Raises:
-        OptionError: a text that is not allowed.
-    """
+    """The service classes that requests are drawn into: ``slos``, such as
+    ``ttft_ms=800,tpot_ms=80,share=0.5``, or else those of the configuration that ``shares`` name,
+    such as ``interactive=0.5``, or else its default class. Raises :class:`OptionError`."""
     if slos and shares:
         raise OptionError("--share is for classes of --config; with --slo say share=... in it")
-    if len(slos) > MOST_CLASSES:
-        raise OptionError(f"--slo: at most {MOST_CLASSES} classes, got {len(slos)}")
+    if len(slos) > MAX_CLASSES:
+        raise OptionError(f"--slo: at most {MAX_CLASSES} classes, got {len(slos)}")
     if slos:
         return _distinct([_stated(text, number) for number, text in enumerate(slos, 1)])
     known = config.router.classes
@@ -144,18 +137,9 @@ def _problems(error: ValidationError) -> str:
 
 
 def latency_of(config: SluiceConfig, profile: Path | None, stated: str | None) -> LatencyModel:
-    """The step times of a replica.
-
-    Args:
-        config: where neither of the others is given: the profile that it names, or its simulated
-            engine.
-        profile: a file that a replica keeps.
-        stated: coefficients such as ``a=0.009,b=8e-5``, of the linear family or another one that
-            ``family=`` names.
-
-    Raises:
-        OptionError: none is given, more than one is, or it cannot be read.
-    """
+    """The step times of a replica: of a ``profile`` that a replica keeps, or ``stated`` as
+    ``a=0.009,b=8e-5`` (linear, or of ``family=``), or else of the configuration's profile or
+    simulated engine. Raises :class:`OptionError`."""
     if profile is not None and stated is not None:
         raise OptionError("give --profile or --latency, not both")
     if stated is not None:
@@ -211,19 +195,9 @@ def fleet_of(
     router: str | None,
     limits: Mapping[str, int | None],
 ) -> PlannedFleet:
-    """The fleet that serves the requests: as in ``config``, overridden by the other arguments.
-
-    Args:
-        config: of the fleet; its options of a policy count for that policy only.
-        model: of step times.
-        policy, router: names of policies.
-        policy_options: a JSON object, options of the batch policy.
-        limits: fields of :class:`~sluice.simulation.config.EngineConfig`; ``None`` leaves one as it
-            is.
-
-    Raises:
-        OptionError: options that the policy has not, or limits that contradict each other.
-    """
+    """The fleet that serves the requests: as in ``config``, whose options of a policy count for
+    that policy only, overridden by the other arguments that are given. Raises
+    :class:`OptionError`."""
     engine, controller = config.engine, config.controller
     name = policy or engine.policy
     routed = router or controller.policy
@@ -263,13 +237,10 @@ def fleet_of(
 def _limits(engine: ReplicaEngine) -> dict[str, Any]:
     """A replica's limits: those of the simulated engine, overridden by vLLM's arguments."""
     simulated = engine.simulated
-    limits: dict[str, Any] = {
-        name: getattr(simulated, name)
-        for name in ("kv_blocks", "block_tokens", "max_batch_tokens", "max_sequences")
-    }
+    limits: dict[str, Any] = {name: getattr(simulated, name) for name in _LIMITS}
     if engine.kind == "vllm":
         given = {name.replace("_", "-"): value for name, value in engine.vllm_args.items()}
-        limits |= {ours: given[name] for name, ours in _VLLM_LIMITS.items() if name in given}
+        limits |= {ours: given[name] for name, ours in _OF_VLLM.items() if name in given}
         limits["prefix_cache"] = given.get("enable-prefix-caching", True)
     return limits
 
@@ -296,10 +267,8 @@ def _object(option: str, text: str | None) -> dict[str, Any]:
 NO_ANSWER = 3
 """Exit code where no count of replicas was found that holds the target."""
 
-MOST_SEEDS = 100
-MOST_JOBS = 256
-MOST_WINDOWS = 1_000
-MOST_WINDOW_S = 86_400.0
+MAX_JOBS = 256
+MAX_WINDOW_S = 86_400.0
 
 _METRICS = {
     "mean": TPOTMetric.MEAN,
@@ -307,278 +276,123 @@ _METRICS = {
     "window": TPOTMetric.WINDOW,
     "envelope": TPOTMetric.ENVELOPE,
 }
+_LIMITS = ("kv_blocks", "block_tokens", "max_batch_tokens", "max_sequences")
 
 
-def _question(
-    trace: Path,
-    requests: int,
-    rate_scale: float,
-    stretch: float,
-    windows: tuple[int, float] | None,
-    margin_s: float,
-    config: Path | None,
-    slos: Sequence[str],
-    shares: Sequence[str],
-    profile: Path | None,
-    latency: str | None,
-    policy: str | None,
-    policy_options: str | None,
-    router: str | None,
-    target: float,
-    metric: str | None,
-    seeds: int,
-    first_seed: int,
-    max_replicas: int,
-    replicas: int | None,
-    time_limit: float,
-    jobs: int,
-    disaggregated: bool,
-    transfer_rate: float,
-    **limits: int | None,
-) -> Question:
-    """The question that the command's options ask.
-
-    Raises:
-        OptionError: they cannot be understood, or contradict each other.
-    """
+def _question(**given: Any) -> Question:
+    """The question that the command's options ask; raises :class:`OptionError` if they cannot be
+    understood, or contradict each other."""
     try:
-        loaded = load_config(config)
+        config = load_config(given["config"])
     except (ValueError, OSError) as error:
         raise OptionError(str(error)) from error
-    classes = classes_of(loaded, slos, shares)
+    classes = classes_of(config, given["slos"], given["shares"])
+    only, most, disaggregated = given["replicas"], given["max_replicas"], given["disaggregated"]
     if not any(each.slo.stated for each in classes):
         raise OptionError("no class states an objective, so any number of replicas is enough")
-    if disaggregated and max_replicas < 2:
+    if disaggregated and most < 2:
         raise OptionError("--disaggregated needs --max-replicas of at least 2, one of each role")
-    if disaggregated and replicas is not None:
+    if disaggregated and only is not None:
         raise OptionError("--replicas and --disaggregated contradict each other: one is a search")
-    model = latency_of(loaded, profile, latency)
-    fleet = fleet_of(loaded, model, policy, policy_options, router, limits)
-    cluster = fleet.cluster.model_copy(update={"transfer_tokens_per_s": transfer_rate})
+    model = latency_of(config, given["profile"], given["latency"])
+    policies = given["policy"], given["policy_options"], given["router"]
+    fleet = fleet_of(config, model, *policies, {name: given[name] for name in _LIMITS})
+    cluster = fleet.cluster.model_copy(update={"transfer_tokens_per_s": given["transfer_rate"]})
+    windows = None
+    if given["windows"] is not None:
+        count, seconds = given["windows"]
+        windows = Windows(count, seconds, given["margin_s"])
+    scale = given["rate_scale"], given["stretch"]
     return Question(
-        Traffic(
-            trace,
-            requests,
-            rate_scale,
-            stretch,
-            classes,
-            None if windows is None else Windows(*windows, margin_s),
-        ),
+        Traffic(given["trace"], given["requests"], *scale, classes, windows),
         fleet._replace(cluster=cluster),
-        None if metric is None else _METRICS[metric],
-        target,
-        max_replicas if replicas is None else replicas,
-        replicas,
+        None if given["metric"] is None else _METRICS[given["metric"]],
+        given["target"],
+        most if only is None else only,
+        only,
         disaggregated,
-        tuple(range(first_seed, first_seed + seeds)),
-        time_limit,
-        jobs,
+        tuple(range(given["first_seed"], given["first_seed"] + given["seeds"])),
+        given["time_limit"],
+        given["jobs"],
     )
 
 
-class _NumberRange(click.FloatRange):
-    """A float within bounds; click's own lets nan pass, as it is below and above nothing."""
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        number = float(super().convert(value, param, ctx))
-        if isnan(number):
-            self.fail(f"{value!r} is not a number.", param, ctx)
-        return number
-
-
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-_FACTOR = _NumberRange(0.001, 1000)
-
-
-def _traffic_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(
-        (
-            click.option(
-                "--trace", required=True, type=_FILE, help="Recorded traffic: CSV or JSON lines."
-            ),
-            click.option(
-                "--requests",
-                default=5_000,
-                show_default=True,
-                type=click.IntRange(1, MAX_REQUESTS),
-                help="Most requests of the trace, from its start.",
-            ),
-            click.option(
-                "--rate-scale",
-                default=1.0,
-                show_default=True,
-                type=_FACTOR,
-                help="Factor on the number of requests in the same time: below 1 thinned at "
-                "random, above 1 with copies at other times.",
-            ),
-            click.option(
-                "--stretch",
-                default=1.0,
-                show_default=True,
-                type=_FACTOR,
-                help="Factor on arrival times: above 1 the same bursts are slower.",
-            ),
-            click.option(
-                "--windows",
-                type=(click.IntRange(1, MOST_WINDOWS), _NumberRange(1, MOST_WINDOW_S)),
-                metavar="COUNT SECONDS",
-                help="For long traces: play and judge COUNT windows of SECONDS each, one in each "
-                "of as many equal parts of the trace.",
-            ),
-            click.option(
-                "--margin-s",
-                default=30.0,
-                show_default=True,
-                type=_NumberRange(0, MOST_WINDOW_S),
-                help="Seconds of traffic before and after each window, which are played, too.",
-            ),
-            click.option(
-                "--slo",
-                "slos",
-                multiple=True,
-                metavar="NAME=VALUE,...",
-                help="A service class: ttft_ms, tpot_ms, tpot_anchor, e2e_ms, priority, share, "
-                "name. Repeat it for several; they take the place of those of --config.",
-            ),
-            click.option(
-                "--share",
-                "shares",
-                multiple=True,
-                metavar="CLASS=SHARE",
-                help="A class of --config and its share of the requests. Repeat it for several; "
-                "without any, every request is of the default class.",
-            ),
-        )
-    ):
-        command = option(command)
-    return command
-
-
-def _fleet_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(
-        (
-            click.option("--config", type=_FILE, help="YAML configuration of the fleet."),
-            click.option("--profile", type=_FILE, help="Latency profile that a replica keeps."),
-            click.option(
-                "--latency",
-                metavar="a=..,b=..,c=..,d=..",
-                help="Latency in place of a profile, seconds: a a step, b a new token, c a "
-                "context token, d a pair of tokens.",
-            ),
-            click.option(
-                "--policy", type=click.Choice(sorted(batching.POLICIES)), help="Batch policy."
-            ),
-            click.option("--policy-options", metavar="JSON", help="Its options, an object."),
-            click.option(
-                "--routing",
-                "router",
-                type=click.Choice(sorted(routing.POLICIES)),
-                help="Routing policy.",
-            ),
-            click.option(
-                "--kv-blocks",
-                type=click.IntRange(1, 100_000_000),
-                help="KV blocks of a replica.",
-            ),
-            click.option(
-                "--block-tokens", type=click.IntRange(1, 4096), help="Tokens of a KV block."
-            ),
-            click.option(
-                "--max-batch-tokens",
-                type=click.IntRange(1, 10_000_000),
-                help="Token limit of a batch.",
-            ),
-            click.option(
-                "--max-sequences",
-                type=click.IntRange(1, 65_536),
-                help="Most running sequences of a replica.",
-            ),
-        )
-    ):
-        command = option(command)
-    return command
-
-
-def _search_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(
-        (
-            click.option(
-                "--target",
-                default=0.95,
-                show_default=True,
-                type=_NumberRange(0, 1, min_open=True),
-                help="Share of the requests that must meet every objective.",
-            ),
-            click.option(
-                "--tpot-metric",
-                "metric",
-                type=click.Choice(tuple(_METRICS)),
-                help="Which TPOT is judged: a request's mean, its running maximum, 10-token "
-                "windows, or every token's deadline. By default each class's tpot_anchor.",
-            ),
-            click.option(
-                "--seeds", default=3, show_default=True, type=click.IntRange(1, MOST_SEEDS)
-            ),
-            click.option(
-                "--first-seed", default=1, show_default=True, type=click.IntRange(0, 2**31)
-            ),
-            click.option(
-                "--max-replicas",
-                default=64,
-                show_default=True,
-                type=click.IntRange(1, MOST_REPLICAS),
-                help="Largest count to try.",
-            ),
-            click.option(
-                "--replicas",
-                type=click.IntRange(1, MOST_REPLICAS),
-                help="Simulate this count only, without a search.",
-            ),
-            click.option(
-                "--time-limit",
-                default=3600.0,
-                show_default=True,
-                type=_NumberRange(1, 7 * 86_400),
-                help="Seconds after which the search is given up.",
-            ),
-            click.option(
-                "--jobs",
-                default=min(os.cpu_count() or 1, MOST_JOBS),
-                show_default="processors",
-                type=click.IntRange(1, MOST_JOBS),
-                help="Processes; seeds and windows run in parallel.",
-            ),
-        )
-    ):
-        command = option(command)
-    return command
+_WINDOWS = (click.IntRange(1, 1_000), NumberRange(1, MAX_WINDOW_S))
+_TRAFFIC = {
+    "rate": "Factor on the number of requests in the same time: below 1 thinned at random, above 1 "
+    "with copies at other times.",
+    "windows": "For long traces: play and judge COUNT windows of SECONDS each, one in each of as "
+    "many equal parts of the trace.",
+    "slo": "A service class: ttft_ms, tpot_ms, tpot_anchor, e2e_ms, priority, share, name. Repeat "
+    "it for several; they take the place of those of --config.",
+    "share": "A class of --config and its share of the requests. Repeat it for several; without "
+    "any, every request is of the default class.",
+}
+_LATENCY = (
+    "Latency in place of a profile, seconds: a a step, b a new token, c a context token, d a pair "
+    "of tokens."
+)
+_TPOT = (
+    "Which TPOT is judged: a request's mean, its running maximum, 10-token windows, or every "
+    "token's deadline. By default each class's tpot_anchor."
+)
+_BOTH = (
+    "Find the sizes of a prefill and a decode pool, too, with the count of replicas that do both "
+    "for comparison."
+)
+_PROCESSORS = min(os.cpu_count() or 1, MAX_JOBS)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@_traffic_options
-@_fleet_options
-@_search_options
-@click.option(
-    "--disaggregated",
-    is_flag=True,
-    help="Find the sizes of a prefill and a decode pool, too, with the count of replicas that do "
-    "both for comparison.",
+@click.option("--trace", required=True, type=_FILE, help="Recorded traffic: CSV or JSON lines.")
+@number_option(
+    "--requests", default=5_000, least=1, most=MAX_REQUESTS, words="Most, from its start."
 )
+@number_option("--rate-scale", default=1.0, least=0.001, most=1000, words=_TRAFFIC["rate"])
+@number_option("--stretch", default=1.0, least=0.001, most=1000, words="Factor on arrival times.")
+@click.option("--windows", type=_WINDOWS, metavar="COUNT SECONDS", help=_TRAFFIC["windows"])
+@number_option(
+    "--margin-s", default=30.0, least=0, most=MAX_WINDOW_S, words="Played around a window, too."
+)
+@click.option("--slo", "slos", multiple=True, metavar="NAME=VALUE,...", help=_TRAFFIC["slo"])
+@click.option("--share", "shares", multiple=True, metavar="CLASS=SHARE", help=_TRAFFIC["share"])
+@click.option("--config", type=_FILE, help="YAML configuration of the fleet.")
+@click.option("--profile", type=_FILE, help="Latency profile that a replica keeps.")
+@click.option("--latency", metavar="a=..,b=..,c=..,d=..", help=_LATENCY)
+@click.option("--policy", type=click.Choice(sorted(batching.POLICIES)), help="Batch policy.")
+@click.option("--policy-options", metavar="JSON", help="Its options, an object.")
+@click.option("--routing", "router", type=click.Choice(sorted(routing.POLICIES)))
+@number_option("--kv-blocks", default=None, least=1, most=100_000_000, words="Of a replica.")
+@number_option("--block-tokens", default=None, least=1, most=4096, words="Tokens of a KV block.")
+@number_option("--max-batch-tokens", default=None, least=1, most=10_000_000, words="Of a batch.")
+@number_option("--max-sequences", default=None, least=1, most=65_536, words="Of a replica.")
 @click.option(
+    "--target",
+    default=0.95,
+    show_default=True,
+    type=NumberRange(0, 1, min_open=True),
+    help="Share of the requests that must meet every objective.",
+)
+@click.option("--tpot-metric", "metric", type=click.Choice(tuple(_METRICS)), help=_TPOT)
+@number_option("--seeds", default=3, least=1, most=100)
+@number_option("--first-seed", default=1, least=0, most=2**31)
+@number_option("--max-replicas", default=64, least=1, most=MOST_REPLICAS, words="To try.")
+@number_option(
+    "--replicas", default=None, least=1, most=MOST_REPLICAS, words="This count only, no search."
+)
+@number_option("--time-limit", default=3600.0, least=1, most=7 * 86_400, words="Of it, seconds.")
+@number_option("--jobs", default=_PROCESSORS, least=1, most=MAX_JOBS, words="Processes.")
+@click.option("--disaggregated", is_flag=True, help=_BOTH)
+@number_option(
     "--transfer-rate",
     default=ClusterConfig().transfer_tokens_per_s,
-    show_default=True,
-    type=_NumberRange(1, 1e9),
-    help="Tokens of KV per second from a prefill to a decode replica.",
+    least=1,
+    most=1e9,
+    words="Tokens of KV per second from a prefill to a decode replica.",
 )
-@click.option(
-    "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for simulate.json and simulate.png.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@click.option("--out", type=folder(), help="Folder for simulate.json and simulate.png.")
+@as_json
 def simulate(out: Path | None, as_json: bool, **options: Any) -> None:
     """Find how many replicas hold the objectives of recorded traffic, in the simulator.
 
@@ -611,5 +425,5 @@ def simulate(out: Path | None, as_json: bool, **options: Any) -> None:
         click.echo(f"wrote {path}", err=True)
     if not report.answers:
         if as_json:
-            click.echo(report.verdict(), err=True)
+            click.echo(report.answer(), err=True)
         raise click.exceptions.Exit(NO_ANSWER)

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from sluice.benchmarks.micro.decision import Inside, contenders
-from sluice.benchmarks.micro.decision_fleet import CHANGED, QUEUED, Voices, figures
+from sluice.benchmarks.micro.decision_fleet import CHANGED, QUEUED, FleetMessages, figures
 from sluice.controller.config import ControllerConfig
 from sluice.deploy.cli import main
 from sluice.scheduling.routing import POLICIES
@@ -72,12 +72,12 @@ def test_decisions_are_timed_inside_and_in_a_real_actor_while_its_fleet_reports(
 
 async def test_the_controller_believes_the_fleet() -> None:
     controller = ObservedController(LASTING)
-    voices = Voices(3)
+    messages = FleetMessages(3)
     epoch = 0
     for index in range(3):
-        epoch = (await controller.hello(voices.hello(index))).epoch
+        epoch = (await controller.hello(messages.hello(index))).epoch
     for _ in range(2):
-        assert not (await controller.report(voices.delta(1, epoch, (7,)))).resync
+        assert not (await controller.report(messages.delta(1, epoch, (7,)))).resync
     replicas = (await controller.snapshot())["replicas"]
     assert [each["condition"] for each in replicas] == ["fresh"] * 3
     assert all(each["waiting"] + each["running"] == QUEUED for each in replicas)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sluice.benchmarks.options import in_processes
 from sluice.benchmarks.planning.capacity import (
-    MOST_TOKENS,
+    MAX_TOKENS,
     Measured,
     OutOfTimeError,
     PlannedFleet,
@@ -89,7 +89,7 @@ def test_the_tokens_of_a_workload_are_bounded(tmp_path: Path) -> None:
     path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
     traffic = Traffic(path, 11, 1.0, 1.0, (SharedClass(CHAT, 1.0),))
     with pytest.raises(
-        ValueError, match=f"11 requests have 110000000 output tokens, more than {MOST_TOKENS}"
+        ValueError, match=f"11 requests have 110000000 output tokens, more than {MAX_TOKENS}"
     ):
         traffic.workload(1)
     assert len(traffic._replace(limit=10).workload(1)) == 10

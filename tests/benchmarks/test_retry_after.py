@@ -7,7 +7,14 @@ from math import nan
 import pytest
 
 from sluice.benchmarks.experiments.grid import Row
-from sluice.benchmarks.experiments.retry_after import AGAIN, GONE, NO_ROOM, costs, counts, moments
+from sluice.benchmarks.experiments.retry_after import (
+    AGAIN,
+    GONE,
+    NOT_RESERVED,
+    costs,
+    counts,
+    moments,
+)
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.engine import Truth
 from sluice.simulation.requests import Requests, Return
@@ -37,18 +44,18 @@ def test_the_warm_up_and_what_comes_after_the_last_new_request_are_left_out() ->
     found = counts(requests, 20.0)
     # The first third of so short a run.
     assert (found["returns"], found["held"]) == (2, 1)
-    assert found["told_p95"] == pytest.approx(1.95)
+    assert found["retry_after_p95"] == pytest.approx(1.95)
     assert found["promised"] == 0.75
     assert found["goodput"] == pytest.approx(1 / (20.0 - 20.0 / 3))
 
 
 def rows(returns: float, held: float) -> list[Row]:
-    figures = {"told_p95": 1.0, "promised": 1.0, "goodput": 9.0}
+    figures = {"retry_after_p95": 1.0, "promised": 1.0, "goodput": 9.0}
     cell: Row = {"workload": "chat", "load": 1.2, "seed": 1}
     return [
         {**cell, "clients": AGAIN, "returns": returns, "held": held, **figures},
         {**cell, "clients": GONE, "goodput": 9.9},
-        {**cell, "clients": NO_ROOM, "goodput": 10.0},
+        {**cell, "clients": NOT_RESERVED, "goodput": 10.0},
     ]
 
 

@@ -58,9 +58,9 @@ def test_the_answer_comes_with_the_curve_and_its_setting(trace: Path) -> None:
     attainment = {point.replicas: point.attainment.mean for point in found.points}
     assert all((attainment[count] or 0) >= 0.95 for count in counts if count >= 4)
     assert all((attainment[count] or 0) < 0.95 for count in counts if count < 4)
-    assert found.traffic.requests == 100
-    assert found.traffic.scaling == "as recorded"
-    assert found.fleet.latency_coefficients == (0.05, 5e-5, 0.0, 0.0)
+    assert found.traffic["requests"] == 100
+    assert found.traffic["scaling"] == "as recorded"
+    assert found.fleet["latency_coefficients"] == [0.05, 5e-5, 0.0, 0.0]
     assert found.not_modelled == NOT_MODELLED
     # One seed gives no range, and a request of one token has no TPOT.
     alone = report(trace, *ONE_EACH, *IN_TIME, "--seeds", "1").points[0]
@@ -145,11 +145,11 @@ def test_requests_that_no_replica_holds_are_named(trace: Path) -> None:
 
 def test_an_answer_that_the_seeds_do_not_settle_says_so(trace: Path) -> None:
     found = report(trace, *ONE_EACH, *IN_TIME)
-    assert "below the target" not in found.verdict()
+    assert "below the target" not in found.answer()
     unsure = Range(mean=0.955, half_width=0.02)
     points = [point.model_copy(update={"attainment": unsure}) for point in found.points]
     assert "The range reaches below the target" in (
-        found.model_copy(update={"points": tuple(points)}).verdict()
+        found.model_copy(update={"points": tuple(points)}).answer()
     )
 
 
@@ -161,7 +161,7 @@ def test_without_time_there_is_no_answer(trace: Path) -> None:
     pools = found.disaggregated
     assert pools is not None
     assert (pools.status, pools.prefillers, pools.points) == ("out_of_time", None, ())
-    assert found.verdict().count("time limit was reached") == 2
+    assert found.answer().count("time limit was reached") == 2
 
 
 APART = [
@@ -199,8 +199,8 @@ def test_both_pools_are_sized_beside_the_replicas_that_do_both(phases: Path) -> 
     assert all(point.replicas == sum(pair) for pair, point in tried.items())
     assert (tried[3, 1].attainment.mean or 0) < 0.95 <= (tried[4, 1].attainment.mean or 0)
     assert found.replicas is not None
-    assert f"needs {found.replicas} replicas" in found.verdict()
-    assert "4 prefill and 1 decode, 5 in all" in found.verdict()
+    assert f"needs {found.replicas} replicas" in found.answer()
+    assert "4 prefill and 1 decode, 5 in all" in found.answer()
 
 
 def test_a_slow_network_needs_more_than_no_pools_can_give(phases: Path) -> None:
@@ -239,17 +239,20 @@ def test_a_configuration_gives_classes_limits_policies_and_latency(
     result = CliRunner().invoke(main, [*whole, "--seeds", "1"])
     assert result.exit_code == 0, result.output
     found = CapacityReport.model_validate_json(result.stdout)
-    assert (found.fleet.policy, found.fleet.policy_options) == ("sarathi", {"token_budget": 300})
-    assert found.fleet.routing == "least_tokens"
-    assert found.fleet.engine.max_sequences == 7
-    assert found.fleet.latency_coefficients == (0.05, 5e-5, 0.0, 0.0)
-    assert [(each.name, each.e2e_ms, each.priority) for each in found.classes] == [
+    assert (found.fleet["policy"], found.fleet["policy_options"]) == (
+        "sarathi",
+        {"token_budget": 300},
+    )
+    assert found.fleet["routing"] == "least_tokens"
+    assert found.fleet["engine"]["max_sequences"] == 7
+    assert found.fleet["latency_coefficients"] == [0.05, 5e-5, 0.0, 0.0]
+    assert [(each["name"], each["e2e_ms"], each["priority"]) for each in found.classes] == [
         ("slow", 20_000, 3)
     ]
     both = ["--share", "fast=1", "--share", "slow=3"]
     shared = report(trace, "--config", str(path), *both)
-    assert {each.name: each.share for each in shared.classes} == {"fast": 0.25, "slow": 0.75}
-    assert (shared.fleet.policy, shared.fleet.policy_options) == ("fcfs", {})
+    assert {each["name"]: each["share"] for each in shared.classes} == {"fast": 0.25, "slow": 0.75}
+    assert (shared.fleet["policy"], shared.fleet["policy_options"]) == ("fcfs", {})
 
 
 def test_a_profile_of_a_replica_gives_the_latency(trace: Path, tmp_path: Path) -> None:
@@ -331,8 +334,8 @@ def test_one_count_is_measured_on_windows_of_the_trace(trace: Path) -> None:
     assert (four.status, four.replicas, four.searched) == ("reached", 4, False)
     assert [point.replicas for point in four.points] == [4]
     assert four.points[0].requests.mean == pytest.approx(80, abs=3)
-    assert "2 windows of 1.2 s with margins of 0.2 s" in four.traffic.description
-    assert four.verdict().endswith("with 4 replicas: the target of 95.00% is reached.")
+    assert "2 windows of 1.2 s with margins of 0.2 s" in four.traffic["description"]
+    assert four.answer().endswith("with 4 replicas: the target of 95.00% is reached.")
     three = simulate(trace, *ONE_EACH, *sampled, "--replicas", "3")
     assert three.exit_code == NO_ANSWER
     assert "with 3 replicas: the target of 95.00% is not reached." in three.stdout
