@@ -162,9 +162,11 @@ class Calls:
             endpoints = request.scope["state"].get("endpoints")
             if endpoints is not None:
                 call = await fleet.dispatcher.restricted(call, endpoints)
-            prompt_tokens = fleet.dispatcher.estimator.estimate(call.prompt)
-            expected = output_to_expect(endpoint, call.output_tokens)
-            charge = self._limiter.reserve(call.client, prompt_tokens, expected)
+            charge = NO_CHARGE
+            if call.client.caps.tokens_per_minute is not None:
+                prompt_tokens = fleet.dispatcher.estimator.estimate(call.prompt)
+                expected = output_to_expect(endpoint, call.output_tokens)
+                charge = self._limiter.reserve(call.client, prompt_tokens, expected)
         except ApiError as error:
             fleets.edge.refused(endpoint, error.reason, arrival.client)
             telemetry.refused(arrival, endpoint, error.reason, span)

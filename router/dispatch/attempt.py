@@ -6,7 +6,8 @@ import asyncio
 import re
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple
@@ -32,6 +33,9 @@ from sluice.scheduling.roles import Role
 from sluice.telemetry.tracing import Span
 
 NOT_RESUMED = (Reason.INTERNAL, "Another replica could not resume the stream.")
+
+_NO_HEAD = ResponseHead(500, "application/json")
+_NO_DECISION = RouteDecision(None, "none")
 
 _CREATED = re.compile(rb'"created": ?\d+')
 """The date of an event; it precedes all generated text."""
@@ -155,7 +159,7 @@ def name_of(error: BaseException) -> str:
 
 
 class Attempt:
-    """One replica's answer. Iterate over it for the pieces; then :attr:`tail` is set.
+    """One replica's answer: :meth:`begin` it, then :meth:`read` its pieces.
 
     Attributes:
         request: as sent to the replica.
@@ -194,7 +198,7 @@ class Attempt:
         self.role = role
         self.place = decision.replica_id
         self.span = span
-        self.head = ResponseHead(500, "application/json")
+        self.head = _NO_HEAD
         self.tail: ResponseTail | None = None
         self.prefill: Attempt | None = None
         self.opened = False
@@ -206,7 +210,7 @@ class Attempt:
         self._waiter: asyncio.Task[Any] | None = None
         self._abandoned: ReplicaFailedError | MovedError | None = None
         self._items = stream.__aiter__()
-        self._ready: list[Piece] = []
+        self._ready: deque[Piece] = deque()
         self._transcript = transcript
         # Tokens without text yet are counted with the next bytes.
         self._pending_tokens = self._pending_reasoned = 0
@@ -245,27 +249,88 @@ class Attempt:
             ReplicaFailedError: it failed, or ended without a head or a tail.
             MovedError: it was abandoned for another one.
         """
-        while self.tail is None:
-            piece = await self._read()
-            if piece.data or piece.sent:
-                self._ready.append(piece)
-                if self.head.media_type == EVENT_STREAM:
-                    break
-        self.opened = True
+        ready: deque[Piece] = deque()
+        while (piece := await self.read()) is not None:
+            ready.append(piece)
+            if self.head.media_type == EVENT_STREAM:
+                break
+        self._ready, self.opened = ready, True
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        """The pieces that :meth:`begin` read, then the following ones.
+    async def read(self) -> Piece | None:
+        """The next piece; ``None``: the response has ended by itself. What arrives together is one
+        piece, so that it costs one send.
 
         Raises:
             ReplicaFailedError: it failed, or ended without a tail.
+            MovedError: it was abandoned for another one.
         """
-        for piece in self._ready:
-            yield piece
-        self._ready.clear()
+        if self._ready:
+            return self._ready.popleft()
         while self.tail is None:
-            piece = await self._read()
-            if piece.data or piece.sent:
-                yield piece
+            # Wait for the next delivery.
+            task = self._waiter = asyncio.current_task()
+            assert task is not None
+            cancelling = task.cancelling()
+            try:
+                items = await anext(self._items)
+            except StopAsyncIteration:
+                raise ReplicaFailedError(
+                    Reason.REPLICA_FAILED, "The replica's response ended too early."
+                ) from None
+            except asyncio.CancelledError:
+                # Our own cancellation, unless another one came, too.
+                if self._abandoned is None or task.uncancel() > cancelling:
+                    raise
+                raise self._abandoned from None
+            finally:
+                self._waiter = None
+            self.heard_s, self.heard = self._clock(), True
+
+            # Join its chunks.
+            data, tokens, reasoned = [], self._pending_tokens, self._pending_reasoned
+            sent: tuple[tuple[int, float], ...] = ()
+            offsets_s = self._pending_offsets_s
+            for item in items:
+                if isinstance(item, ResponseChunk) and self._has_head:
+                    own = item.data, item.tokens, item.reasoned
+                    # A response that is not a stream (a refusal, say) is forwarded unchanged.
+                    if self._transcript is not None and self.head.media_type == EVENT_STREAM:
+                        own = self._transcript.take(item)
+                    data.append(own[0])
+                    if own[2]:
+                        reasoned = tokens + own[2]
+                    tokens += own[1]
+                    if item.offset_s and own[1]:
+                        offsets_s.append((own[1], item.offset_s))
+                elif isinstance(item, ResponseTaken):
+                    self.place = item.replica_id
+                elif isinstance(item, ResponseHead):
+                    self.head, self._has_head = item, True
+                    self.place = item.replica_id or self.place
+                elif not self._has_head:
+                    raise ReplicaFailedError(
+                        Reason.INTERNAL, "A replica's response had no head.", retry=False
+                    )
+                elif isinstance(item, ResponseTail):
+                    self.tail = item
+                elif isinstance(item, ResponseSent):
+                    times_s = [self.made_s + offset_s for offset_s in item.offsets_s]
+                    if item.reasoned:
+                        reasoned = sum(count for count, _ in sent) + item.reasoned
+                    sent += tuple(zip(item.tokens, times_s, strict=True))
+
+            made: tuple[tuple[int, float], ...] = ()
+            if offsets_s:
+                self._reached_s = min(self._reached_s, self.heard_s - offsets_s[-1][1])
+                made = tuple([(count, self._reached_s + offset_s) for count, offset_s in offsets_s])
+            joined = b"".join(data)
+            self._pending_tokens = 0 if joined else tokens
+            self._pending_reasoned = 0 if joined or sent else reasoned
+            if joined:
+                self._pending_offsets_s = []
+            if joined or sent:
+                return Piece(joined, tokens, sent, reasoned, made)
+        return None
 
     def check_resumed(self, transcript: Transcript | None) -> None:
         """Check that it continues the stream that the client has received.
@@ -285,70 +350,6 @@ class Attempt:
             if error is not None:
                 span.fail(error)
             span.end()
-
-    async def _read(self) -> Piece:
-        """The next delivery of the replica. Its chunks are one piece, so that they cost one
-        send."""
-        task = self._waiter = asyncio.current_task()
-        assert task is not None
-        cancelling = task.cancelling()
-        try:
-            items = await anext(self._items)
-        except StopAsyncIteration:
-            raise ReplicaFailedError(
-                Reason.REPLICA_FAILED, "The replica's response ended too early."
-            ) from None
-        except asyncio.CancelledError:
-            # Our own cancellation, unless another one came, too.
-            if self._abandoned is None or task.uncancel() > cancelling:
-                raise
-            raise self._abandoned from None
-        finally:
-            self._waiter = None
-        self.heard_s, self.heard = self._clock(), True
-
-        data, tokens, reasoned = [], self._pending_tokens, self._pending_reasoned
-        sent: tuple[tuple[int, float], ...] = ()
-        offsets_s = self._pending_offsets_s
-        for item in items:
-            if isinstance(item, ResponseChunk) and self._has_head:
-                own = item.data, item.tokens, item.reasoned
-                # A response that is not a stream (a refusal, say) is forwarded unchanged.
-                if self._transcript is not None and self.head.media_type == EVENT_STREAM:
-                    own = self._transcript.take(item)
-                data.append(own[0])
-                if own[2]:
-                    reasoned = tokens + own[2]
-                tokens += own[1]
-                if item.offset_s and own[1]:
-                    offsets_s.append((own[1], item.offset_s))
-            elif isinstance(item, ResponseTaken):
-                self.place = item.replica_id
-            elif isinstance(item, ResponseHead):
-                self.head, self._has_head = item, True
-                self.place = item.replica_id or self.place
-            elif not self._has_head:
-                raise ReplicaFailedError(
-                    Reason.INTERNAL, "A replica's response had no head.", retry=False
-                )
-            elif isinstance(item, ResponseTail):
-                self.tail = item
-            elif isinstance(item, ResponseSent):
-                times_s = [self.made_s + offset_s for offset_s in item.offsets_s]
-                if item.reasoned:
-                    reasoned = sum(count for count, _ in sent) + item.reasoned
-                sent += tuple(zip(item.tokens, times_s, strict=True))
-
-        made: tuple[tuple[int, float], ...] = ()
-        if offsets_s:
-            self._reached_s = min(self._reached_s, self.heard_s - offsets_s[-1][1])
-            made = tuple([(count, self._reached_s + offset_s) for count, offset_s in offsets_s])
-        joined = b"".join(data)
-        self._pending_tokens = 0 if joined else tokens
-        self._pending_reasoned = 0 if joined or sent else reasoned
-        if joined:
-            self._pending_offsets_s = []
-        return Piece(joined, tokens, sent, reasoned, made)
 
 
 @dataclass(slots=True)
@@ -396,6 +397,8 @@ class Answer:
             (:mod:`sluice.router.dispatch.migrations`).
         move_reason: why its stream moves.
         left: the replicas that its running stream has left. left_s: when it left the last one.
+        head, decision, tier: that the client was sent, once it is open. Without admission control
+            there is no promise, so the tier is best effort, too.
     """
 
     call: Call
@@ -418,6 +421,9 @@ class Answer:
     move_reason: MoveReason | None = None
     left: list[str] = field(default_factory=list)
     left_s: float = -inf
+    head: ResponseHead = _NO_HEAD
+    decision: RouteDecision = _NO_DECISION
+    tier: Tier = Tier.BEST_EFFORT
 
     @property
     def made(self) -> int:
@@ -443,22 +449,13 @@ class Answer:
         number = f"-{self.attempts}" if self.attempts > 1 else ""
         return self.call.request_id + number
 
-    @property
-    def decision(self) -> RouteDecision:
-        """The decision that the response headers name."""
-        return self.opened[0].decision
-
-    @property
-    def tier(self) -> Tier:
-        """The tier that the response headers name. Without admission control there is no promise,
-        so it is best effort, too."""
-        promised = self.opened[0].decision.tier is Tier.GUARANTEED
-        return Tier.GUARANTEED if promised else Tier.BEST_EFFORT
-
-    @property
-    def head(self) -> ResponseHead:
-        """The head that the client was sent."""
-        return self.opened[0].head
+    def add(self, attempt: Attempt) -> None:
+        """The response of an attempt has begun."""
+        if not self.opened:
+            self.head, self.decision = attempt.head, attempt.decision
+            if attempt.decision.tier is Tier.GUARANTEED:
+                self.tier = Tier.GUARANTEED
+        self.opened.append(attempt)
 
     @property
     def waited_s(self) -> float:

@@ -181,7 +181,8 @@ class Dispatcher:
         """
         while True:
             try:
-                async for piece in answer.opened[-1]:
+                attempt = answer.opened[-1]
+                while (piece := await attempt.read()) is not None:
                     yield piece
                 return
             except MovedError:
@@ -280,7 +281,7 @@ class Dispatcher:
                 self._budget.count_request()
             if attempt is not None:
                 self._pools.answered()
-                answer.opened.append(attempt)
+                answer.add(attempt)
                 return attempt
             if failure is not None:
                 await self._retries.before_the_next(answer, failure)

@@ -280,7 +280,11 @@ class ModelRegistry:
             ApiError: as :meth:`of`. 404; the model does not offer ``endpoint``. 503; the replicas
                 that might list it do not answer.
         """
-        fleet = await self._named(model, allowed)
+        fleet: Model | None = None
+        if model is not None and model not in self._by_name:
+            fleet = await self._dynamic(model, allowed)
+        if fleet is None:
+            fleet = self.of(model, allowed)
         offered = None if endpoint is None else await fleet.catalog.offers_without(endpoint)
         if offered is not None:
             raise ApiError(
@@ -291,13 +295,13 @@ class ModelRegistry:
             )
         return fleet
 
-    async def _named(self, model: str | None, allowed: Collection[str] | None) -> Model:
-        known = model is None or model in self._by_name
-        if not known and (allowed is None or model in allowed):
-            for fleet in self._fleets:
-                if fleet.dynamic and await fleet.catalog.lists(str(model)):
-                    return fleet
-        return self.of(model, allowed)
+    async def _dynamic(self, adapter: str, allowed: Collection[str] | None) -> Model | None:
+        """The model whose replicas have loaded this adapter while they serve."""
+        for fleet in self._fleets:
+            may = fleet.dynamic and (allowed is None or adapter in allowed)
+            if may and await fleet.catalog.lists(adapter):
+                return fleet
+        return None
 
     async def exceeded(self, model: Any, tokens: int) -> int | None:
         """The maximum length of ``model`` if a prompt of ``tokens`` exceeds it; ``None`` if it does

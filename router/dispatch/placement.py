@@ -549,7 +549,9 @@ class PlacementClient:
         if decision.replica_id is None:
             self._metrics.fallback(Fallback.NO_DECISION)
             return _within(call, failed, UNDECIDED)
-        return _within(call, failed, self._but_failed(decision, key, prefill_key, failed))
+        if failed:
+            decision = self._but_failed(decision, key, prefill_key, failed)
+        return _within(call, failed, decision) if call.only else decision
 
     async def elsewhere(
         self, call: Call, key: int, failed: Sequence[str], replica_id: str

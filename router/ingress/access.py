@@ -26,8 +26,6 @@ from sluice.router.wire import is_loopback
 _OWN_SITES: Final = frozenset((b"none", b"same-origin"))
 """``Sec-Fetch-Site`` of what a user typed, and of the server's own pages."""
 
-_READ: Final = frozenset((b"host", b"origin", b"sec-fetch-site"))
-
 
 class SiteCheck:
     """Refuses requests of other sites.
@@ -65,7 +63,7 @@ class SiteCheck:
         """
         if self._is_off:
             return
-        found = {name: value for name, value in headers if name in _READ}
+        found = dict(headers)
         host = found.get(b"host", b"").decode("latin-1").lower()
         origin = found.get(b"origin")
         is_own = found.get(b"sec-fetch-site", b"none") in _OWN_SITES
@@ -84,7 +82,7 @@ class SiteCheck:
 
     def _is_name_of_this(self, name: str, is_shared: bool) -> bool:
         """Whether only this server can have ``name``: no other site has it, or can get it."""
-        if is_loopback(name) or name in self._names:
+        if name in self._names or is_loopback(name):
             return True
         if not is_shared:
             return False
@@ -216,6 +214,7 @@ class Access:
             KeyRing(config.api_keys, config.api_keys_file, config.classes, "api", metrics),
             TokenVerifier(config.issuers, registry, clock, unix_clock),
         )
+        self._api_is_open = self.api.accepts_anyone
         place = (config.host, not is_loopback(config.host))
         self._sites = SiteCheck("The API", *place, origins=config.cors_origins)
         self._sites_of_page = SiteCheck("The page of metrics", *place)
@@ -241,8 +240,9 @@ class Access:
             return self.admin.check(headers)
         if self.admin.on and is_page(path):
             return ANYONE
-        if self.api.accepts_anyone:
+        if self._api_is_open:
             self._sites.check(headers, by_gateway)
+            return ANYONE
         return self.api.check(headers)
 
     async def start(self) -> None:
@@ -254,7 +254,7 @@ class Access:
         await asyncio.gather(self.api.watch(), self._page.watch(), self.admin.watch())
 
     def _check_page(self, headers: Iterable[tuple[bytes, bytes]], by_gateway: bool) -> Client:
-        if self._page_is_open or self.api.accepts_anyone:
+        if self._page_is_open or self._api_is_open:
             self._sites_of_page.check(headers, by_gateway)
             return ANYONE
         if self._page.accepts_anyone:

@@ -23,7 +23,7 @@ from sluice.router.ingress.access import OPEN_PATH, PING_PATH, Access, is_for_op
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.request.arrival import INFERENCE_PATHS, Arrival, client_request_id, endpoint_at
 from sluice.router.request.body import BodyBudget, HeldBytes
-from sluice.router.tenancy.limits import Client, RateLimiter
+from sluice.router.tenancy.limits import NO_CAPS, Client, RateLimiter
 from sluice.scheduling.tenancy.fair_shares import PLACES_PART
 from sluice.telemetry.logs import of_request
 
@@ -301,7 +301,8 @@ class IngressMiddleware:
         async def send_named(message: Message) -> None:
             starts = message["type"] == "http.response.start"
             if starts:
-                limits = self._limiter.headers(arrival.client) if counted else []
+                limited = counted and arrival.client.caps is not NO_CAPS
+                limits = self._limiter.headers(arrival.client) if limited else []
                 message["headers"] = [*message.get("headers", ()), *named, *limits]
             if refusal or (starts and paced and message["status"] in _PACED_STATUSES):
                 refusal.append(message)
@@ -319,9 +320,14 @@ class IngressMiddleware:
             arrival = arrival._replace(client=client)
             has_access = True
             if endpoint is not None:
-                self._check_load(arrival.client)
-                self._check_room(arrival.client)
-            if counted:
+                if not self._shedder.takes(client.owner):
+                    raise ApiError(
+                        Reason.ROUTER_OVERLOADED,
+                        "The router is overloaded; it refuses requests of the clients that send "
+                        "the most.",
+                    )
+                self._check_room(client)
+            if counted and client.caps is not NO_CAPS:
                 self._limiter.count_request(arrival.client)
         except ApiError as error:
             if endpoint is not None:
@@ -333,17 +339,21 @@ class IngressMiddleware:
             scope["state"]["arrival"] = arrival
             await self._app(scope, receive, send_named)
             return True
-        with HeldBytes(self._bodies, arrival.client) as held:
-            arrival = scope["state"]["arrival"] = arrival._replace(held=held)
-            await self._count(arrival.client.owner, scope, receive, send_named)
+        owner = client.owner
+        self._in_flight += 1
+        self._of_client[owner] += 1
+        self._metrics.in_flight.inc()
+        try:
+            with HeldBytes(self._bodies, client) as held:
+                scope["state"]["arrival"] = arrival._replace(held=held)
+                await self._app(scope, receive, send_named)
+        finally:
+            self._in_flight -= 1
+            self._of_client[owner] -= 1
+            if not self._of_client[owner]:
+                del self._of_client[owner]  # keys come and go
+            self._metrics.in_flight.dec()
         return True
-
-    def _check_load(self, client: Client) -> None:
-        if not self._shedder.takes(client.owner):
-            raise ApiError(
-                Reason.ROUTER_OVERLOADED,
-                "The router is overloaded; it refuses requests of the clients that send the most.",
-            )
 
     def _check_room(self, client: Client) -> None:
         if self._in_flight >= self._max_in_flight:
@@ -364,17 +374,3 @@ class IngressMiddleware:
                 "This API key has used its share of the router's slots: at most "
                 f"{PLACES_PART:g} times the free slots, by the key's weight.",
             )
-
-    async def _count(self, owner: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run a request, and count it while it is in flight."""
-        self._in_flight += 1
-        self._of_client[owner] += 1
-        self._metrics.in_flight.inc()
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._in_flight -= 1
-            self._of_client[owner] -= 1
-            if not self._of_client[owner]:
-                del self._of_client[owner]  # keys come and go
-            self._metrics.in_flight.dec()

@@ -181,18 +181,17 @@ class BodyBudget:
                 f"This API key has request bodies of {own} bytes in the router, and {size} bytes "
                 f"more would leave too few of its {self._max_bytes} bytes for other keys.",
             )
-        self._change(client, size)
-
-    def give_back(self, client: Client, size: int) -> None:
-        """Release ``size`` bytes."""
-        self._change(client, -size)
-        if not self._of_client[client.owner]:
-            del self._of_client[client.owner]
-
-    def _change(self, client: Client, size: int) -> None:
         self.held += size
         self._of_client[client.owner] += size
         self._gauge.inc(size)
+
+    def give_back(self, client: Client, size: int) -> None:
+        """Release ``size`` bytes."""
+        self.held -= size
+        self._of_client[client.owner] -= size
+        self._gauge.dec(size)
+        if not self._of_client[client.owner]:
+            del self._of_client[client.owner]
 
 
 class HeldBytes:
@@ -230,9 +229,20 @@ async def read_body(request: Request, max_bytes: int, held: HeldBytes | None = N
         starlette.requests.ClientDisconnect: the client left.
     """
     _check_headers(request, max_bytes)
+    chunks: list[bytes] = []
+    size = 0
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await _read(request, max_bytes, held)
+            async for chunk in request.stream():
+                if not chunk:  # as the last one is
+                    continue
+                size += len(chunk)
+                if size > max_bytes:
+                    raise _too_large(max_bytes)
+                if held is not None:
+                    held.add(len(chunk))
+                chunks.append(chunk)
+        return b"".join(chunks)
     except TimeoutError:
         raise ApiError(
             Reason.BODY_TOO_SLOW,
@@ -303,23 +313,10 @@ def _check_headers(request: Request, max_bytes: int) -> None:
             f"content-type must be application/json, got {shown(media_type)}.",
             "content-type",
         )
-    check_plain(request)
+    if "content-encoding" in request.headers:
+        check_plain(request)
     if announces_more(request, max_bytes):
         raise _too_large(max_bytes)
-
-
-async def _read(request: Request, max_bytes: int, held: HeldBytes | None) -> bytes:
-    chunks: list[bytes] = []
-    size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > max_bytes:
-            raise _too_large(max_bytes)
-        if held is not None:
-            held.add(len(chunk))
-        if chunk:  # the last one is empty; joining it would copy a body that came in one chunk
-            chunks.append(chunk)
-    return b"".join(chunks)
 
 
 def _check_parts(raw: bytes) -> None:

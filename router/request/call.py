@@ -47,7 +47,7 @@ from sluice.telemetry.tracing import Span
 MAX_TTL_S: Final = 86_400.0
 """Longest wait that may be stated, seconds."""
 
-_NAME: Final = wire.QUEUE_TTL_HEADER.encode()
+_TTL_HEADER: Final = wire.QUEUE_TTL_HEADER.encode()
 _UNITS_S: Final = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3_600.0}
 _PART: Final = r"([0-9]{1,12}(?:\.[0-9]{1,12})?)(ns|us|ms|s|m|h)"
 _DURATION: Final = re.compile(rf"(?:{_PART}){{1,6}}")
@@ -61,7 +61,7 @@ def queue_ttl_s(headers: Iterable[tuple[bytes, bytes]]) -> float:
     Raises:
         ApiError: 400.
     """
-    values = [value for name, value in headers if name == _NAME]
+    values = [value for name, value in headers if name == _TTL_HEADER]
     if not values:
         return inf
     if len(values) > 1:
@@ -83,6 +83,8 @@ def queue_ttl_s(headers: Iterable[tuple[bytes, bytes]]) -> float:
 
 
 _UNCHANGED: Mapping[str, str] = {}
+_UNSCHEDULED_SLO: Final = SLO(service_class=NO_CLASS)
+_SESSION_HEADER: Final = wire.SESSION_HEADER.encode()
 
 MAX_INLINE_BYTES = 64 << 10
 """Largest body that is parsed and checked on the event loop, bytes: some 2 ms at worst."""
@@ -113,6 +115,8 @@ class Call:
         loop: the tool loop that it is a turn of.
         queue_ttl_s: longest wait in an admission queue that its client accepts, seconds.
         only: Serve's replicas with their pools' roles, one of which must serve it; empty: any.
+        scheduled: it uses an engine, and so is placed and timed.
+        model: the name of a model or an adapter; ``None`` if the endpoint needs none.
     """
 
     request_id: str
@@ -135,15 +139,12 @@ class Call:
     queue_ttl_s: float = inf
     only: Mapping[str, Role] = field(default_factory=dict)
 
-    @property
-    def scheduled(self) -> bool:
-        """Whether it uses an engine, and so is placed and timed."""
-        return self.endpoint not in UNSCHEDULED
+    scheduled: bool = field(init=False)
+    model: str | None = field(init=False)
 
-    @property
-    def model(self) -> str | None:
-        """The name of a model or an adapter; ``None`` if the endpoint needs none."""
-        return self.body.get("model")
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scheduled", self.endpoint not in UNSCHEDULED)
+        object.__setattr__(self, "model", self.body.get("model"))
 
 
 async def _takes_any(_: Any, __: int) -> int | None:
@@ -234,14 +235,17 @@ class CallReader:
         body: dict[str, Any] = parsed
         if None in body.values():  # the default, in every field of every API
             body = {name: value for name, value in body.items() if value is not None}
-        slo, clamped, tier, loop = SLO(service_class=NO_CLASS), _UNCHANGED, None, None
-        ttl_s = inf
+        sent = dict(headers)
+        slo, clamped, tier, loop = _UNSCHEDULED_SLO, _UNCHANGED, None, None
+        ttl_s, session = inf, 0
         if endpoint not in UNSCHEDULED:
-            ttl_s = queue_ttl_s(headers)
+            if _TTL_HEADER in sent:
+                ttl_s = queue_ttl_s(headers)
             slo, clamped, loop = self._objectives.read(body, headers, client.caps, endpoint)
             if body.get(wire.SERVICE_TIER_FIELD) is not None:
                 tier = self._objectives.tier_of(slo.service_class)
-        session = session_of(body, headers, client.owner)
+        if _SESSION_HEADER in sent or not body.keys().isdisjoint(wire.SESSION_FIELDS):
+            session = session_of(body, headers, client.owner)
         body = check_body(endpoint, body, self._fetch_media)
         if not (self._structured_output and client.caps.structured_output):
             refuse_structured(body)
@@ -251,7 +255,7 @@ class CallReader:
         return Call(
             request_id=arrival.request_id,
             endpoint=endpoint,
-            body=parsed.with_fields(engine_body(body)),
+            body=engine_body(parsed, body),
             slo=slo,
             prompt=measure(endpoint, body),
             received_s=arrival.received_s,
@@ -259,7 +263,7 @@ class CallReader:
             session=session,
             prefix=prefix_of(endpoint, body),
             client=client,
-            clamped={**clamped, **shortened},
+            clamped={**clamped, **shortened} if shortened else clamped,
             client_request_id=arrival.client_request_id,
             service_tier=tier,
             loop=None if loop is None else loop_of(loop, client.owner),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import takewhile
@@ -268,9 +267,11 @@ _SETTINGS = (
 )
 """Fields that change the rendering of the whole prompt."""
 
-_UNREADABLE = ("prompt_embeds", "truncate_prompt_tokens")
+_UNREADABLE = frozenset(("prompt_embeds", "truncate_prompt_tokens"))
 """Fields with which a prompt does not begin with its text."""
 
+_PLAIN_KEYS = frozenset(("content", "role"))
+_WITH_PREFIX = GENERATING - SPEECH
 _MEDIUM_UNITS = MEDIA_TOKENS * TOKEN_UNITS
 
 
@@ -280,13 +281,16 @@ def prefix_of(endpoint: Endpoint, body: dict[str, Any]) -> PromptPrefix:
     There are no hashes for a prompt shorter than a chunk, or for a call with several prompts.
     ``O(characters)`` up to the last of :data:`~sluice.scheduling.fleet.prefix.CHUNK_ENDS`.
     """
-    if endpoint not in GENERATING - SPEECH or any(body.get(f) is not None for f in _UNREADABLE):
+    if endpoint not in _WITH_PREFIX or not _UNREADABLE.isdisjoint(body):
         return NO_PREFIX
-    settings = {field: body[field] for field in _SETTINGS if body.get(field) is not None}
+    settings = {}
+    for field in _SETTINGS:
+        if body.get(field) is not None:
+            settings[field] = body[field]
     hasher = blake2b(json.dumps([endpoint, settings]).encode(), digest_size=8)
     if endpoint != "completions":
         texts = _chat_texts(messages_of(endpoint, body), body.get("tools"))
-        return _of_texts(hasher, list(texts))
+        return _of_texts(hasher, texts)
     prompt = body["prompt"]
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
@@ -306,26 +310,28 @@ def salted(body: dict[str, Any], owner: str) -> dict[str, Any]:
     return {**body, _SALT: blake2b(text, digest_size=16, person=b"sluice-salt").hexdigest()}
 
 
-def _chat_texts(messages: list[dict[str, Any]], tools: Any) -> Iterator[str | None]:
+def _chat_texts(messages: list[dict[str, Any]], tools: Any) -> list[str | None]:
     """The texts of a conversation in order; ``None`` for a medium."""
-    if tools:
-        yield json.dumps(tools, ensure_ascii=False)
+    texts: list[str | None] = [json.dumps(tools, ensure_ascii=False)] if tools else []
     for message in messages:
-        content = message.get("content")
-        rest = {key: value for key, value in message.items() if key not in ("content", "role")}
+        content, rest = message.get("content"), ""
+        if not message.keys() <= _PLAIN_KEYS:
+            others = {key: each for key, each in message.items() if key not in _PLAIN_KEYS}
+            rest = json.dumps(others, ensure_ascii=False)
         # A text with zeros can look like two messages; the only effect is a wrong prediction.
-        yield f"\0{message.get('role')}\0{json.dumps(rest, ensure_ascii=False) if rest else ''}\0"
+        texts.append(f"\0{message.get('role')}\0{rest}\0")
         for part in content if isinstance(content, list) else [content]:
             text = part.get("text") if isinstance(part, dict) else part
-            if isinstance(text, str):
-                yield text
-            elif part is not None:
-                yield None
+            if part is not None:
+                texts.append(text if isinstance(text, str) else None)
+    return texts
 
 
 def _of_texts(hasher: blake2b, texts: list[str | None]) -> PromptPrefix:
     """Hash the texts up to the first medium, whose tokens are not in the body."""
-    size = sum(_MEDIUM_UNITS if text is None else len(text) for text in texts)
+    size = 0
+    for text in texts:
+        size += _MEDIUM_UNITS if text is None else len(text)
     hashes: list[int] = []
     position = 0
     for text in texts:
@@ -416,6 +422,7 @@ class TokenLimits:
     def __init__(self, config: RouterConfig) -> None:
         self._prompt = config.max_prompt_tokens
         self._output = config.max_output_tokens
+        self._unlimited = self._prompt is None and self._output is None
 
     def hold(
         self, endpoint: Endpoint, body: dict[str, Any], caps: TenantLimits
@@ -428,6 +435,9 @@ class TokenLimits:
             ApiError: 400, the prompt is too long, or there are more choices than output tokens.
                 403, the request states more output, and the key's limits refuse that.
         """
+        own = caps.max_prompt_tokens, caps.max_output_tokens
+        if self._unlimited and own == (None, None):
+            return body, {}
         most = _least(self._prompt, caps.max_prompt_tokens)
         if most is not None:
             _check_prompt(body, most)

@@ -171,6 +171,8 @@ _HEADER_FIELDS = {
     for source, names in enumerate(wire.SLO_HEADER_SETS)
     for field, name in names.items()
 }
+_SLO_HEADERS = frozenset(name.encode() for name in _HEADER_FIELDS)
+_SLO_PREFIX = wire.SLO_HEADER_PREFIX.encode()
 _NO_HEADERS = (_NOTHING,) * len(wire.SLO_HEADER_SETS)
 
 _BODY_NAMES = {key: f"{wire.SLO_FIELD}.{key}" for key in wire.SLO_HEADERS}
@@ -207,6 +209,10 @@ class SloReader:
         self._class_of_tier = {
             tier: name for name, entry in config.classes.items() for tier in entry.service_tiers
         }
+        # Of requests that state nothing.
+        self._presets = {
+            name: self.read({wire.SLO_FIELD: {wire.CLASS: name}}, ()) for name in self._classes
+        }
 
     def read(
         self,
@@ -221,9 +227,16 @@ class SloReader:
             ApiError: 400; the message names the field and what is allowed. 403; the request states
                 more than ``caps`` allow, and these refuse that.
         """
-        stated, stages, loop = self._stated(body.get(wire.SLO_FIELD))
-        sources = (stated, *self._from_headers(headers))
-        tier_class = self._of_tier(body.get(wire.SERVICE_TIER_FIELD), endpoint)
+        stated, stages, loop = _NOTHING, (), None
+        if (own := body.get(wire.SLO_FIELD)) is not None:
+            stated, stages, loop = self._stated(own)
+        in_headers = self._from_headers(headers)
+        tier_class = None
+        if (tier := body.get(wire.SERVICE_TIER_FIELD)) is not None:
+            tier_class = self._of_tier(tier, endpoint)
+        if own is None and in_headers is _NO_HEADERS and caps is NO_CAPS:
+            return self._presets[tier_class or self._default_class]
+        sources = (stated, *in_headers)
         class_name, said_in = _first(sources, wire.CLASS)
         if class_name is None and tier_class is not None:
             class_name, said_in = tier_class, wire.SERVICE_TIER_FIELD
@@ -273,8 +286,6 @@ class SloReader:
         return next((tier for tier in tiers if tier != "auto"), None)
 
     def _stated(self, value: Any) -> tuple[_Stated, tuple[StatedStage, ...], StatedLoop | None]:
-        if value is None:
-            return _NOTHING, (), None
         if not isinstance(value, dict):
             raise invalid(
                 f"{wire.SLO_FIELD} must be an object with any of {_names(_BODY_KEYS)}, "
@@ -305,16 +316,16 @@ class SloReader:
         headers."""
         found: tuple[dict[str, Any], ...] = ({}, {}, {})
         for raw_name, raw_value in headers:
+            if raw_name not in _SLO_HEADERS and not raw_name.startswith(_SLO_PREFIX):
+                continue
             name = raw_name.decode("latin-1")
             known = _HEADER_FIELDS.get(name)
             if known is None:
-                if name.startswith(wire.SLO_HEADER_PREFIX):
-                    raise invalid(
-                        f"{shown(name)} is not a known header; allowed: "
-                        f"{_names(wire.SLO_HEADERS.values())}",
-                        name[:64],
-                    )
-                continue
+                raise invalid(
+                    f"{shown(name)} is not a known header; allowed: "
+                    f"{_names(wire.SLO_HEADERS.values())}",
+                    name[:64],
+                )
             source, field = known
             if field in found[source]:
                 raise invalid(f"{name} must be given once, got it several times", name)
@@ -356,8 +367,6 @@ class SloReader:
         return tuple(dict.fromkeys((*OPENAI_TIERS, *self._class_of_tier)))
 
     def _of_tier(self, tier: Any, endpoint: Endpoint) -> str | None:
-        if tier is None:
-            return None
         if not isinstance(tier, str) or tier not in self.tiers(endpoint):
             raise invalid(
                 f"{wire.SERVICE_TIER_FIELD} must be one of {_names(self.tiers(endpoint))}, "

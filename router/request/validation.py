@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from sluice.protocol.requests import Endpoint
+from sluice.protocol.requests import Endpoint, RequestBody
 from sluice.router import wire
 from sluice.router.errors import ApiError, Reason, invalid, shown
 from sluice.router.request.prompt import scored
@@ -72,7 +72,7 @@ def check_options(body: dict[str, Any]) -> None:
             raise invalid(f"{name} must have at most {most} entries, got {len(value)}", name)
     for name in _STOPS:
         stop = body.get(name)
-        if _characters([stop] if isinstance(stop, str) else stop) > MAX_STOP_CHARACTERS:
+        if stop and _characters([stop] if isinstance(stop, str) else stop) > MAX_STOP_CHARACTERS:
             raise invalid(f"{name} must have at most {MAX_STOP_CHARACTERS} characters in all", name)
     for name in _CONSTRAINTS:
         if isinstance(body.get(name), dict):
@@ -344,9 +344,9 @@ def check_body(
         _FIELDS[endpoint].model_validate(body)
     except ValidationError as error:
         raise _refusal(error, endpoint, body) from None
-    numbers = {name: as_integer(body[name]) for name in _COUNTS if type(body.get(name)) is float}
-    if numbers:
-        body = {**body, **numbers}
+    for name in _COUNTS:
+        if type(body.get(name)) is float:
+            body = {**body, name: as_integer(body[name])}
     try:
         _CHECKS[endpoint](body)
     except ApiError:
@@ -370,20 +370,26 @@ def _integers_in(values: list[Any]) -> list[Any]:
     ]
 
 
-def engine_body(body: dict[str, Any]) -> dict[str, Any]:
-    """``body`` without the fields that are the router's own."""
-    own = (wire.SLO_FIELD, wire.SERVICE_TIER_FIELD, *_SERVER_FIELDS)
-    return {name: value for name, value in body.items() if name not in own}
+_ROUTER_FIELDS = frozenset((wire.SLO_FIELD, wire.SERVICE_TIER_FIELD, *_SERVER_FIELDS))
+
+
+def engine_body(parsed: RequestBody, body: dict[str, Any]) -> RequestBody:
+    """What an engine gets of a body, which was ``parsed``: no fields that are the router's own."""
+    if body is parsed and _ROUTER_FIELDS.isdisjoint(body):
+        return parsed
+    return parsed.with_fields({n: value for n, value in body.items() if n not in _ROUTER_FIELDS})
 
 
 def _check_media(body: dict[str, Any]) -> None:
     for name in _WITH_MEDIA:
         given = body.get(name)
         given = [given] if isinstance(given, dict) else given
-        if isinstance(given, list):
+        if not isinstance(given, list):
+            continue
+        for message in given:
             # Most messages are text, and need no walk.
-            messages = [message for message in given if isinstance(message, dict)]
-            check_media([m for m in messages if not isinstance(m.get("content"), str)], name)
+            if isinstance(message, dict) and not isinstance(message.get("content"), str):
+                check_media([message], name)
 
 
 def _check_internal(body: dict[str, Any]) -> None:
@@ -427,7 +433,8 @@ def _allowed(schema: dict[str, Any]) -> str:
             return "true or false"
 
 
-def _check_messages(messages: Any) -> None:
+def _check_messages(body: dict[str, Any]) -> None:
+    messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise invalid(
             f"messages must be a list of at least one message, got {shown(messages)}", "messages"
@@ -446,8 +453,10 @@ def _check_messages(messages: Any) -> None:
 
 
 def _check_parts(messages: list[dict[str, Any]], name: str) -> None:
-    contents = [message.get("content") for message in messages]
-    parts = sum(len(content) for content in contents if isinstance(content, list))
+    parts = 0
+    for message in messages:
+        content = message.get("content")
+        parts += len(content) if isinstance(content, list) else 0
     if parts > MAX_CONTENT_PARTS:
         raise invalid(
             f"{name} must have at most {MAX_CONTENT_PARTS} content parts together, got {parts}",
@@ -485,7 +494,7 @@ def _check_conversation(body: dict[str, Any]) -> None:
         raise invalid(
             f"system must be a string or a list of content parts, got {shown(system)}", "system"
         )
-    _check_messages(body.get("messages"))
+    _check_messages(body)
 
 
 def _check_scored(endpoint: Endpoint, body: dict[str, Any]) -> None:
@@ -512,14 +521,14 @@ def _check_sound(body: dict[str, Any]) -> None:
 
 def _check_embeddings(body: dict[str, Any]) -> None:
     if body.get("input") is None and body.get("messages") is not None:
-        _check_messages(body["messages"])
+        _check_messages(body)
     else:
         _check_prompt(body.get("input"), "input", MAX_INPUTS)
 
 
 def _check_tokenize(body: dict[str, Any]) -> None:
     if body.get("messages") is not None:
-        _check_messages(body["messages"])
+        _check_messages(body)
     elif not isinstance(prompt := body.get("prompt"), str):
         raise invalid(f"prompt must be a string, got {shown(prompt)}", "prompt")
 
@@ -533,7 +542,7 @@ def _check_detokenize(body: dict[str, Any]) -> None:
 
 
 _CHECKS: dict[Endpoint, Callable[[dict[str, Any]], None]] = {
-    "chat": lambda body: _check_messages(body.get("messages")),
+    "chat": _check_messages,
     "completions": _check_completion,
     "responses": _check_response,
     "messages": _check_conversation,

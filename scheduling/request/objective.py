@@ -442,8 +442,9 @@ class TokenClock(TPOTMeter):
     def missed(self, finished_s: float) -> tuple[str, ...]:
         """The stated objectives that were not met, of ``ttft``, ``tpot`` and ``e2e``."""
         (ttft_due_s, tpot_due_s, e2e_due_s, _), none = self.slo.columns, self.tokens == 0
+        ttft_s = self.ttft_s
         found = (
-            ("ttft", inf if self.ttft_s is None else self.ttft_s, ttft_due_s),
+            ("ttft", inf if ttft_s is None else ttft_s, ttft_due_s),
             ("tpot", inf if none else self.tpot_s or 0.0, tpot_due_s),
             ("e2e", inf if none else self.e2e_s(finished_s), e2e_due_s),
         )
