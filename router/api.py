@@ -63,20 +63,14 @@ def make_api(
     shedder: Shedder | None = None,
     pause: Pause = asyncio.sleep,
 ) -> FastAPI:
-    """The FastAPI application of one router process.
+    """The FastAPI application of one router process. Raises OSError: the folder of files and
+    batches, or a file of keys, cannot be used. Raises ValueError: a file of keys cannot be used.
 
     Args:
         shedder: turns requests away; by default it goes by the delay of the event loop.
-        pause: waits for that many seconds, as refusals do.
         share: the way to the other routers' use of rate limits.
         loop_age: the way to when tool loops began at other routers.
         admin_service: the way to the controllers, for the admin API; without it there is none.
-        unix_clock: Unix seconds, which tokens, files and batches expire by.
-        telemetry: logs and traces requests; by default it logs them all.
-
-    Raises:
-        OSError: the folder of files and batches, or a file of keys, cannot be used.
-        ValueError: a file of keys cannot be used.
     """
     access = Access(config, fleets.edge.registry, fleets.clock, unix_clock)
     limiter = RateLimiter(share, config.replicas, fleets.clock)
@@ -126,12 +120,8 @@ def make_api(
 
 
 class Calls:
-    """Serves inference calls: reads each, finds its model and makes its response.
-
-    Args:
-        loops: bound the calls of tool loops.
-        limiter: reserves tokens of the keys' rate limits.
-    """
+    """Serves inference calls: reads each, finds its model and makes its response. ``loops``: bound
+    the calls of tool loops. ``limiter``: reserves tokens of the keys' rate limits."""
 
     def __init__(
         self,

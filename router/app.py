@@ -97,20 +97,9 @@ class _Part:
 
 class Router:
     """One router replica, which listens at ``config.host`` and ``config.port``. The application
-    builder makes a deployment of it.
-
-    Args:
-        replicas: each model's deployments of replicas, with the hint router, by the model's name
-            and by the pool's.
-        models: the same models.
-        config: of this router.
-        telemetry: how it logs, and whether it traces.
-        drain_s: how long its requests may run on when it is stopped, seconds.
-
-    Raises:
-        OSError: another program has the address.
-        ValueError: it should trace, and OpenTelemetry is not installed.
-    """
+    builder makes a deployment of it. ``models``: the same models. ``drain_s``: how long its
+    requests may run on when it is stopped, seconds. Raises OSError: another program has the
+    address. Raises ValueError: it should trace, and OpenTelemetry is not installed."""
 
     async def __init__(  # type: ignore[misc]
         self,
@@ -179,11 +168,7 @@ class Router:
         await self._server.drain(limit_s, listening=True)
 
     def check_health(self) -> None:
-        """Called by Serve.
-
-        Raises:
-            RuntimeError: it does not listen, and was not told to stop.
-        """
+        """Called by Serve. Raises RuntimeError: it does not listen, and was not told to stop."""
         if not (self._server.listens or self._server.stops):
             raise RuntimeError("the router does not listen")
 
@@ -194,11 +179,7 @@ class Router:
 
 def _check_not_shared(port: int) -> None:
     """Check that of the processes of this user only routers of this application listen there: the
-    system would give each a part of the connections.
-
-    Raises:
-        OSError: another one does.
-    """
+    system would give each a part of the connections. Raises OSError: another one does."""
     ours = f"ray::ServeReplica:{serve.get_replica_context().app_name}:"
     for connection in psutil.net_connections("tcp"):
         listens = connection.status == psutil.CONN_LISTEN

@@ -126,13 +126,11 @@ class ApiError(Exception):
     """A failure that is reported to the client.
 
     Args:
-        reason: selects status and headers from :data:`RULES`.
         message: what was wrong and what is allowed.
         param: the field or header at fault, if one is.
         headers: sent in addition to those of the rule.
-        retry_after_s: predicted time until there may be capacity for the request, seconds, if
-            known. It is sent in milliseconds in the body, and rounded up to whole seconds in the
-            header.
+        retry_after_s: predicted time until there may be capacity for the request, seconds. It is
+            sent in milliseconds in the body, and rounded up to whole seconds in the header.
     """
 
     def __init__(

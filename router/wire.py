@@ -33,8 +33,7 @@ LABEL: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 """Names of classes and clients: they are sent in headers and label metrics."""
 
 SLO_FIELD: Final = "slo"
-"""Body object with the objective; its keys are those of :data:`SLO_HEADERS`, :data:`STAGES` and
-:data:`LOOP`."""
+"""Body object with the objective."""
 
 STAGES: Final = "stages"
 """Key of the body object with the objectives of the request's stages."""
@@ -69,12 +68,12 @@ LLM_D_HEADERS: Final = {
     TPOT: "x-llm-d-slo-tpot-ms",
     CLASS: "x-llm-d-inference-objective",
 }
-"""Key of the body object -> the llm-d router's name of its header. Its deprecated names
-``x-slo-ttft-ms`` and ``x-slo-tpot-ms`` are among :data:`SLO_HEADERS`."""
+"""The llm-d router's names of these headers. Its deprecated names ``x-slo-ttft-ms`` and
+``x-slo-tpot-ms`` are among :data:`SLO_HEADERS`."""
 
 GATEWAY_HEADERS: Final = {CLASS: "x-gateway-inference-objective"}
-"""Key of the body object -> the name of its header in the Gateway API Inference Extension, which
-the llm-d router has as a deprecated one."""
+"""Their names in the Gateway API Inference Extension, which the llm-d router has as deprecated
+ones."""
 
 SLO_HEADER_SETS: Final = (SLO_HEADERS, LLM_D_HEADERS, GATEWAY_HEADERS)
 """The headers that state objectives, in order of precedence."""
@@ -92,8 +91,7 @@ REQUEST_ID_HEADER: Final = "x-sluice-request-id"
 """Response: Sluice's id of the request. It is never the client's."""
 
 CLIENT_REQUEST_ID_HEADER: Final = "x-request-id"
-"""Request: the client's own request id, for lookups only. Serve generates one if it is missing, and
-returns it in the response."""
+"""Request: the client's own request id, for lookups only. Serve generates one if it is missing."""
 
 CLASS_HEADER: Final = "x-sluice-class"
 """Response: the service class that the request was served as."""
@@ -102,34 +100,30 @@ ADMISSION_HEADER: Final = "x-sluice-admission"
 """Response: ``guaranteed`` if the SLO is guaranteed, else ``best-effort``."""
 
 PREDICTED_TTFT_HEADER: Final = "x-sluice-predicted-ttft-ms"
-"""Response, if the SLO is guaranteed: the predicted TTFT, which half of such requests meet by past
-observations, milliseconds from the request's arrival."""
+"""Response, if the SLO is promised: the predicted median TTFT, ms from the request's arrival."""
 
 PROMISED_TTFT_HEADER: Final = "x-sluice-promised-ttft-ms"
-"""Response, if an SLO with a TTFT is guaranteed: that TTFT, milliseconds from the request's
-arrival."""
+"""Response, if an SLO with a TTFT is promised: that TTFT, ms from the request's arrival."""
 
 PROMISED_TPOT_HEADER: Final = "x-sluice-promised-tpot-ms"
-"""Response, if an SLO with a TPOT is guaranteed: that TPOT, milliseconds."""
+"""Response, if an SLO with a TPOT is promised: that TPOT, ms."""
 
 PROMISED_E2E_HEADER: Final = "x-sluice-promised-e2e-ms"
-"""Response, if an SLO with an end-to-end time is guaranteed: that time, milliseconds from the
-request's arrival."""
+"""Response, if an SLO with an end-to-end time is promised: that time, ms from the request's
+arrival."""
 
 PROMISE_LEVEL_HEADER: Final = "x-sluice-promise-level"
 """Response, if the SLO is guaranteed: the share of such guarantees that is to be kept."""
 
 LOOP_REMAINING_HEADER: Final = "x-sluice-loop-remaining-ms"
-"""Response to a turn of a tool loop: the time to the loop's deadline when the response's head is
-sent, milliseconds; 0 if it has passed."""
+"""Response to a turn of a tool loop: ms to the loop's deadline when the response's head is sent."""
 
 CLAMPED_HEADER: Final = "x-sluice-clamped"
-"""Response: the values that the limits of the API key changed, such as ``priority=4,
-ttft_ms=500``."""
+"""Response: the values that the limits of the API key changed: ``priority=4, ttft_ms=500``."""
 
 SHOULD_RETRY_HEADER: Final = "x-should-retry"
-"""Response: ``false`` if a retry is useless. OpenAI's clients obey it; otherwise they retry each
-409, 429 and 5xx."""
+"""Response: ``false`` if a retry is useless: OpenAI's clients retry each 409, 429 and 5xx
+otherwise."""
 
 SESSION_HEADER: Final = "x-sluice-session"
 """Request: the session that it belongs to, such as a conversation."""
@@ -147,8 +141,8 @@ STREAM_HEADER: Final = "x-sluice-stream"
 """Response, for the endpoint picker only: ``HOST:PORT TICKET`` of a stream to fetch."""
 
 FETCHES: Final = "fetches"
-"""Name in the state of an ASGI request: set by the endpoint picker, whose Envoy can fetch a stream
-from its replica."""
+"""Name in the state of an ASGI request, set by the endpoint picker: its Envoy can fetch a stream.
+"""
 
 STOP_MESSAGE: Final = "sluice.stop"
 """Type of the ASGI message by which a router that stops ends the answers that still run."""

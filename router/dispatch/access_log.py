@@ -27,12 +27,7 @@ _SERVED = (Outcome.OK, Outcome.CANCELLED)
 
 
 class Telemetry:
-    """One per router process.
-
-    Args:
-        logs: which requests get a line.
-        tracer: makes the spans; ``None``: tracing is off.
-    """
+    """One per router process. ``logs``: which requests get a line."""
 
     def __init__(self, logs: LogsConfig | None = None, tracer: Tracer | None = None) -> None:
         self._lines = (logs or LogsConfig()).requests
@@ -41,11 +36,8 @@ class Telemetry:
     def begin(
         self, arrival: Arrival, endpoint: Endpoint, headers: Sequence[tuple[bytes, bytes]]
     ) -> Span | None:
-        """The request's span, or ``None`` where it is not traced.
-
-        Args:
-            headers: of the request, raw, names in lower case.
-        """
+        """The request's span, or ``None`` where it is not traced. ``headers``: of the request, raw,
+        names in lower case."""
         if self._tracer is None:
             return None
         context = {
@@ -96,12 +88,8 @@ class Telemetry:
     def ended(
         self, call: Call, figures: RequestFigures, reason: Reason | None, answer: Answer | None
     ) -> None:
-        """A request ended whose class is known.
-
-        Args:
-            reason: of an error of the router's own.
-            answer: of the replica that served it.
-        """
+        """A request ended whose class is known. ``reason``: of an error of the router's own.
+        ``answer``: of the replica that served it."""
         outcome = figures.outcome
         wanted = self._lines == "all" or (self._lines == "failed" and outcome not in _SERVED)
         if not wanted and call.span is None:

@@ -106,11 +106,8 @@ class Transcript:
 
     def take(self, chunk: ResponseChunk) -> tuple[bytes, int, int]:
         """The part of a chunk to send to the client, nothing if the client has it already: bytes,
-        tokens and, if the reasoning ended in it, its tokens until then.
-
-        Raises:
-            ReplicaFailedError: the attempt does not repeat what was sent.
-        """
+        tokens and, if the reasoning ended in it, its tokens until then. Raises ReplicaFailedError:
+        the attempt does not repeat what was sent."""
         if self._repeated < len(self._chunks):
             self._check_repeated(chunk)
             return b"", 0, 0
@@ -159,7 +156,8 @@ def name_of(error: BaseException) -> str:
 
 
 class Attempt:
-    """One replica's answer: :meth:`begin` it, then :meth:`read` its pieces.
+    """One replica's answer: :meth:`begin` it, then :meth:`read` its pieces. ``transcript``: of the
+    stream that it is part of; it selects what of a chunk is forwarded.
 
     Attributes:
         request: as sent to the replica.
@@ -175,10 +173,6 @@ class Attempt:
         closed: it has been stopped, or has ended.
         heard: the replica has sent anything.
         heard_s: when something arrived last; before that, when it was made.
-
-    Args:
-        transcript: of the stream that it is part of; it selects what of a chunk is forwarded.
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -243,12 +237,9 @@ class Attempt:
         return self._waiter.cancel()
 
     async def begin(self) -> None:
-        """Wait for the first bytes of an event stream, or for all of any other response.
-
-        Raises:
-            ReplicaFailedError: it failed, or ended without a head or a tail.
-            MovedError: it was abandoned for another one.
-        """
+        """Wait for the first bytes of an event stream, or for all of any other response. Raises
+        ReplicaFailedError: it failed, or ended without a head or a tail. Raises MovedError: it was
+        abandoned for another one."""
         ready: deque[Piece] = deque()
         while (piece := await self.read()) is not None:
             ready.append(piece)
@@ -258,12 +249,8 @@ class Attempt:
 
     async def read(self) -> Piece | None:
         """The next piece; ``None``: the response has ended by itself. What arrives together is one
-        piece, so that it costs one send.
-
-        Raises:
-            ReplicaFailedError: it failed, or ended without a tail.
-            MovedError: it was abandoned for another one.
-        """
+        piece, so that it costs one send. Raises ReplicaFailedError: it failed, or ended without a
+        tail. Raises MovedError: it was abandoned for another one."""
         if self._ready:
             return self._ready.popleft()
         while self.tail is None:
@@ -333,11 +320,8 @@ class Attempt:
         return None
 
     def check_resumed(self, transcript: Transcript | None) -> None:
-        """Check that it continues the stream that the client has received.
-
-        Raises:
-            ReplicaFailedError: it does not.
-        """
+        """Check that it continues the stream that the client has received. Raises
+        ReplicaFailedError: it does not."""
         repeated = transcript is not None and transcript.repeated
         if self.head.status != 200 or self.head.media_type != EVENT_STREAM or not repeated:
             raise ReplicaFailedError(*NOT_RESUMED, retry=False)

@@ -1,13 +1,9 @@
 """From a validated call to the last byte of its answer: makes attempts while they fail.
 
-An attempt follows a decision of the controller. It goes to one replica, or to a P/D pair: then the
-prefill replica computes the prompt first.
-
-The client's state decides what follows a failure. If the client has received nothing, the call is
-retried on another replica; if it has received part of a stream, another replica resumes the stream
-where that is possible. An event stream counts as open when it holds its first bytes, any other
-response when it is complete.
-"""
+An attempt follows a decision of the controller, and goes to one replica or to a P/D pair, whose
+prefill replica computes the prompt first. If an attempt fails before the client has received
+anything, the call is retried on another replica; if the client has a part of a stream, another
+replica resumes it where that is possible."""
 
 from __future__ import annotations
 
@@ -81,13 +77,8 @@ _UNTRACED: Mapping[str, str] = {}
 
 
 class Dispatcher:
-    """Opens responses, and resumes them. One per router process and model.
-
-    Args:
-        clock: monotonic seconds; the one of :attr:`Call.received_s`.
-        pause: sleeps for the given number of seconds.
-        transfers_kv: the engines transfer KV, so that running streams may move.
-    """
+    """Opens responses, and resumes them. One per router process and model. ``transfers_kv``: the
+    engines transfer KV, so that running streams may move."""
 
     def __init__(
         self,
@@ -127,11 +118,8 @@ class Dispatcher:
         self._retries = RetryPolicy(budget, self._pools, metrics, pause)
 
     async def restricted(self, call: Call, endpoints: Collection[str]) -> Call:
-        """The call, to be served by a replica at one of these addresses only.
-
-        Raises:
-            ApiError: 503, there is none.
-        """
+        """The call, to be served by a replica at one of these addresses only. Raises ApiError: 503,
+        there is none."""
         only = await self._replicas.at(endpoints)
         if not only:
             raise ApiError(
@@ -146,12 +134,9 @@ class Dispatcher:
         side can fetch a stream from the replica. ``clock`` has the times of the answer's tokens
         while it is a stream. :meth:`close` the answer in any case.
 
-        Cancelling it stops the current attempt.
-
-        Raises:
-            ApiError: every attempt failed, and the error is that of the last one; or the SLO cannot
-                be guaranteed and the class does not allow best effort; or the call is quarantined.
-        """
+        Cancelling it stops the current attempt. Raises ApiError: every attempt failed, and the
+        error is that of the last one; or the SLO cannot be guaranteed and the class does not allow
+        best effort; or the call is quarantined."""
         case = self._suspicion.open(call)
         transcript = Transcript() if not fetches and may_resume(call) else None
         clock = clock or clock_of(call.slo, call.received_s)
@@ -174,11 +159,8 @@ class Dispatcher:
 
     async def pieces(self, answer: Answer) -> AsyncIterator[Piece]:
         """The pieces of an answer, in order; where it breaks off, another replica resumes it.
-
-        Raises:
-            ReplicaFailedError: it broke off, and no replica can resume it.
-            OSError: the client no longer reads the stream.
-        """
+        Raises ReplicaFailedError: it broke off, and no replica can resume it. Raises OSError: the
+        client no longer reads the stream."""
         while True:
             try:
                 attempt = answer.opened[-1]
@@ -223,13 +205,7 @@ class Dispatcher:
         telemetry: Telemetry | None,
     ) -> RequestFigures:
         """Account for a call that ended: in metrics, log line, span and the controller's records.
-
-        Args:
-            clock: the times of its tokens.
-            error: of the router, if it failed.
-            telemetry: ``None``: the call is made again, and counts in the controller's records
-                only.
-        """
+        ``error``: of the router, if it failed."""
         used = () if answer is None else (answer.tail, answer.cached_tokens, answer.queued_s)
         figures = RequestFigures.of(clock, outcome, self.clock(), *used)
         kept = None
@@ -261,12 +237,8 @@ class Dispatcher:
         return figures
 
     async def _next(self, answer: Answer) -> Attempt:
-        """Make attempts until one opens.
-
-        Raises:
-            ReplicaFailedError: no attempt is left; it is the last one's failure.
-            ApiError: see :meth:`open`.
-        """
+        """Make attempts until one opens. Raises ReplicaFailedError: no attempt is left; it is the
+        last one's failure. Raises ApiError: see :meth:`open`."""
         while True:
             attempt: Attempt | None = None
             failure: ReplicaFailedError | None = None
@@ -287,12 +259,8 @@ class Dispatcher:
                 await self._retries.before_the_next(answer, failure)
 
     async def _resume(self, answer: Answer, failure: ReplicaFailedError) -> None:
-        """Open an attempt that resumes a stream that broke off.
-
-        Raises:
-            ReplicaFailedError: no attempt can resume it.
-            OSError: the client no longer reads the stream.
-        """
+        """Open an attempt that resumes a stream that broke off. Raises ReplicaFailedError: no
+        attempt can resume it. Raises OSError: the client no longer reads the stream."""
         broken = answer.opened[-1]
         broken.end_span(failure.reason.value)
         self._note_failure(answer, broken, failure)
@@ -312,11 +280,8 @@ class Dispatcher:
         self._metrics.resumes.inc()
 
     async def _migrate(self, answer: Answer) -> None:
-        """Open an attempt at the replica that a running stream moves to.
-
-        Raises:
-            ReplicaFailedError: no attempt can resume it.
-        """
+        """Open an attempt at the replica that a running stream moves to. Raises ReplicaFailedError:
+        no attempt can resume it."""
         source, migrations = answer.opened[-1], self._migrations
         assert migrations is not None
         migrations.left(answer, source)
@@ -334,13 +299,9 @@ class Dispatcher:
 
         Each attempt has its own id: an engine may still hold the last attempt, and the ledger could
         mistake the release of the last attempt for a release of this one. Cancelling stops the
-        whole attempt.
-
-        Raises:
-            ReplicaFailedError: the attempt failed. The replica that failed it is recorded.
-            MovedError: it was abandoned for one at :attr:`Answer.moves_to`.
-            ApiError: the SLO cannot be guaranteed, and the class does not allow best effort.
-        """
+        whole attempt. Raises ReplicaFailedError: the attempt failed. The replica that failed it is
+        recorded. Raises MovedError: it was abandoned for one at :attr:`Answer.moves_to`. Raises
+        ApiError: the SLO cannot be guaranteed, and the class does not allow best effort."""
         answer.attempts += 1
         call, transcript, decision = answer.call, answer.transcript, answer.moves_to
         request_id, moves = answer.next_id, decision is not None
@@ -401,11 +362,8 @@ class Dispatcher:
         self, answer: Answer, request: EngineRequest, decision: RouteDecision, span: Span | None
     ) -> Attempt:
         """Have the prompt computed by the prefill replica, and the call answered by the decode
-        replica. Returns the prefill replica's attempt if that refuses the call.
-
-        Raises:
-            ReplicaFailedError: one of them failed.
-        """
+        replica. Returns the prefill replica's attempt if that refuses the call. Raises
+        ReplicaFailedError: one of them failed."""
         prefill = await self._prefill(answer, request, decision, span)
         if prefill.head.status >= 400:
             if request.resume is not None:
@@ -424,11 +382,8 @@ class Dispatcher:
     async def _prefill(
         self, answer: Answer, whole: EngineRequest, decision: RouteDecision, span: Span | None
     ) -> Attempt:
-        """Compute the prompt of a request on the chosen prefill replica.
-
-        Raises:
-            ReplicaFailedError: it failed.
-        """
+        """Compute the prompt of a request on the chosen prefill replica. Raises ReplicaFailedError:
+        it failed."""
         started_s = self.clock()
         own_span = None
         if span is not None:
@@ -461,11 +416,8 @@ class Dispatcher:
     async def _send(
         self, answer: Answer, request: EngineRequest, decision: RouteDecision, span: Span | None
     ) -> Attempt:
-        """Have the call answered by the chosen replica, or by any if none was chosen.
-
-        Raises:
-            ReplicaFailedError: it failed.
-        """
+        """Have the call answered by the chosen replica, or by any if none was chosen. Raises
+        ReplicaFailedError: it failed."""
         started_s = self.clock()
         wanted = None if decision.replica_id is None else decision.role
         role = self._pools.role_for(answer, wanted)
@@ -489,12 +441,9 @@ class Dispatcher:
         span: Span | None,
         transcript: Transcript | None = None,
     ) -> Attempt:
-        """Send a request to one replica, and wait until its answer has begun.
-
-        Raises:
-            ReplicaFailedError: it failed. Its reservation is released, and the replica that failed
-                is recorded.
-        """
+        """Send a request to one replica, and wait until its answer has begun. Raises
+        ReplicaFailedError: it failed. Its reservation is released, and the replica that failed is
+        recorded."""
         suspected = answer.case.suspected
         async with self._suspicion.trial(decision.replica_id) if suspected else nullcontext():
             stream = self._replicas.generate(request, decision.replica_id, answer.failed, role)

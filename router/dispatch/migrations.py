@@ -1,19 +1,13 @@
-"""Running streams that move to another replica with their KV.
+"""Requests and running streams that move to another replica.
 
-With each push of metrics the controller names the replicas that leave: they are drained, or about
-to stop. Their streams move, several at a time, and so do guaranteed streams elsewhere that are
-predicted to miss the pace of their objective (:mod:`sluice.scheduling.placement.migration` has the
-rules). The controller is asked for another replica as for any request; a guaranteed stream moves
-only if that guarantees what is left of its objective. Then
+Running streams move with their KV from replicas that leave, and elsewhere if a promised stream is
+predicted to miss its TPOT (:mod:`sluice.scheduling.placement.migration` has the rules):
 
 1. the stream's reader stops: the client has some tokens, and gets no more of this replica;
 2. the replica is asked for the KV of the prompt and of these tokens. It stops the stream, computes
    the few tokens whose KV block was not full yet, and answers with a handle;
-3. the other replica resumes the stream, as after a failure, but fetches the KV by the handle.
-
-Without a handle the other replica computes prompt and tokens: the pause is longer, the text the
-same. The cost is ``O(open attempts)`` per push.
-"""
+3. the other replica resumes the stream, as after a failure, but fetches the KV by the handle;
+   without one it computes prompt and tokens."""
 
 from __future__ import annotations
 
@@ -38,20 +32,14 @@ from sluice.scheduling.placement.migration import MigrationPolicy, RunningStream
 from sluice.scheduling.request.job import RouteDecision, Tier
 from sluice.scheduling.request.objective import LEAST_PACE_TOKENS, SLO, TokenClock, TPOTAnchor
 
-# Guaranteed requests that wait for their first tokens, and may move to an earlier replica.
-#
-# The router asks the controller about them with each push of metrics. The controller answers which
-# of them are going to miss their TTFT at their replica (:mod:`sluice.controller.state.moves`). The
-# client of such a request has received nothing, so the request can be retried: it moves, at most
-# once, if another replica guarantees what is left of its SLO. Until then it stays where it is.
+# Promised requests that wait for their first tokens. The router asks about them with each push of
+# metrics, and the controller answers which of them are going to miss their TTFT at their replica
+# (:mod:`sluice.controller.state.moves`). The client of such a request has received nothing: it
+# moves, at most once, if another replica promises what is left of its SLO.
 
 
 class Moves:
-    """Waiting requests of one router process and model. Runs on its event loop.
-
-    Args:
-        clock: monotonic seconds; the one of :attr:`~sluice.router.request.call.Call.received_s`.
-    """
+    """Waiting requests of one router process and model. Runs on its event loop."""
 
     def __init__(
         self,
@@ -187,11 +175,7 @@ class _Stream:
 
 
 class Migrations:
-    """The streams of one router process and model that may move. Runs on its event loop.
-
-    Args:
-        clock: monotonic seconds; the one of :attr:`~sluice.router.request.call.Call.received_s`.
-    """
+    """The streams of one router process and model that may move. Runs on its event loop."""
 
     def __init__(
         self,

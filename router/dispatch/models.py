@@ -16,11 +16,6 @@ from sluice.router.errors import ApiError, Reason, shown
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.serve.contract import ReplicaFailedError, Replicas, error_of
 
-# Short-lived cache of two replica answers: the list of models, and whether any replica takes
-# requests.
-
-# A short-lived cache of one answer that many callers ask for.
-
 Value = TypeVar("Value")
 
 
@@ -28,13 +23,7 @@ class Recent(Generic[Value]):
     """Computes an answer at most once in ``ttl_s`` and one at a time, however many callers ask.
 
     A cancelled caller does not cancel the computation: otherwise callers that come and leave would
-    start it again each time.
-
-    Args:
-        make: computes the answer. Its exceptions are raised to every caller that waits for it.
-        ttl_s: how long an answer is reused, seconds.
-        clock: monotonic seconds.
-    """
+    start it again each time. ``ttl_s``: how long an answer is reused, seconds."""
 
     def __init__(
         self, make: Callable[[], Awaitable[Value]], ttl_s: float, clock: Callable[[], float]
@@ -81,14 +70,10 @@ TIMEOUT_S = 2.0
 
 class Catalog:
     """Asks at most one replica at a time for either answer, however many clients ask. A model that
-    may have no replica, and has none, is not asked: that would start one.
-
-    Args:
-        names: models that are listed of a model that has had no replica yet.
-        clock: monotonic seconds.
-        dynamic: replicas load adapters while they serve. Then all replicas are asked, and one whose
-            files differ between them is not listed: it would be another model at each.
-    """
+    may have no replica, and has none, is not asked: that would start one. ``names``: models that
+    are listed of a model that has had no replica yet. ``dynamic``: replicas load adapters while
+    they serve. Then all replicas are asked, and one whose files differ between them is not listed:
+    it would be another model at each."""
 
     def __init__(
         self,
@@ -109,21 +94,14 @@ class Catalog:
 
     async def models(self) -> dict[str, Any]:
         """The OpenAI list-models body; the last one while the model has no replica and may have
-        none.
-
-        Raises:
-            ApiError: 503, no replica answered.
-        """
+        none. Raises ApiError: 503, no replica answered."""
         if not self._replicas.asleep:
             self._listed = await self._models.get()
         return self._listed
 
     async def lists(self, name: str) -> bool:
-        """Whether a replica lists the model or adapter ``name``.
-
-        Raises:
-            ApiError: 503, no replica answered, or the adapter's files differ between replicas.
-        """
+        """Whether a replica lists the model or adapter ``name``. Raises ApiError: 503, no replica
+        answered, or the adapter's files differ between replicas."""
         found = any(entry["id"] == name for entry in (await self.models())["data"])
         if name in self._differ:
             raise ApiError(
@@ -135,11 +113,8 @@ class Catalog:
         return found
 
     async def check(self) -> None:
-        """Return if a replica takes requests, or if a request would start one.
-
-        Raises:
-            ApiError: 503, none does: each is drained or unreachable.
-        """
+        """Return if a replica takes requests, or if a request would start one. Raises ApiError:
+        503, none does: each is drained or unreachable."""
         if not self._replicas.asleep:
             await self._ready.get()
 
@@ -181,11 +156,7 @@ class Catalog:
         return {**bodies[0], "data": data}
 
     async def _asked(self, question: Awaitable[Value]) -> Value:
-        """A replica's answer.
-
-        Raises:
-            ApiError: 503, none answered.
-        """
+        """A replica's answer. Raises ApiError: 503, none answered."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 return await question
@@ -218,16 +189,9 @@ class Model(NamedTuple):
 
 
 class ModelRegistry:
-    """Every fleet by its names in requests. One per router process.
-
-    Args:
-        fleets: at least one.
-        edge: metrics of requests whose model is not known yet. With a single fleet it may be that
-            fleet's metrics.
-
-    Raises:
-        ValueError: there is no fleet, or two share a name.
-    """
+    """Every fleet by its names in requests. One per router process. ``fleets``: at least one.
+    ``edge``: metrics of requests whose model is not known yet. With a single fleet it may be that
+    fleet's metrics. Raises ValueError: there is no fleet, or two share a name."""
 
     def __init__(self, fleets: Sequence[Model], edge: RouterMetrics) -> None:
         self.edge = edge
@@ -252,9 +216,7 @@ class ModelRegistry:
     def of(self, model: str | None, allowed: Collection[str] | None = None) -> Model:
         """The fleet that serves ``model``, the name of a model or of an adapter. ``None`` selects
         the model if there is only one. Names that are not ``allowed`` are treated as unknown.
-
-        Raises:
-            ApiError: 404; the model does not exist. 400; there are several, and none is named.
+        Raises ApiError: 404; the model does not exist. 400; there are several, and none is named.
         """
         if model is None and len(self._fleets) == 1:
             model = self._fleets[0].model
@@ -274,11 +236,8 @@ class ModelRegistry:
         endpoint: Endpoint | None = None,
     ) -> Model:
         """As :meth:`of`; also the fleet whose replicas list ``model`` as an adapter. With an
-        ``endpoint``, the fleet offers it, as far as is known.
-
-        Raises:
-            ApiError: as :meth:`of`. 404; the model does not offer ``endpoint``. 503; the replicas
-                that might list it do not answer.
+        ``endpoint``, the fleet offers it, as far as is known. Raises ApiError: as :meth:`of`. 404;
+        the model does not offer ``endpoint``. 503; the replicas that might list it do not answer.
         """
         fleet: Model | None = None
         if model is not None and model not in self._by_name:
@@ -313,11 +272,7 @@ class ModelRegistry:
 
     async def models(self, allowed: Collection[str] | None = None) -> dict[str, Any]:
         """The OpenAI list-models body: the ``allowed`` models of every fleet with a replica that
-        answers.
-
-        Raises:
-            ApiError: 503, no replica of any model answered.
-        """
+        answers. Raises ApiError: 503, no replica of any model answered."""
         found, failed = await self._ask(lambda fleet: fleet.catalog.models())
         if not found:
             raise next(iter(failed.values()))
@@ -327,12 +282,8 @@ class ModelRegistry:
         return {"object": "list", "data": entries}
 
     async def model(self, name: str, allowed: Collection[str] | None = None) -> dict[str, Any]:
-        """The OpenAI body of one model or adapter.
-
-        Raises:
-            ApiError: 404, the name is unknown or not ``allowed``. 503, no replica of the model
-                answered.
-        """
+        """The OpenAI body of one model or adapter. Raises ApiError: 404, the name is unknown or not
+        ``allowed``. 503, no replica of the model answered."""
         listed = (await (await self.find(name, allowed)).catalog.models())["data"]
         found = next((entry for entry in listed if entry["id"] == name), None)
         if found is None:  # an adapter that its replicas do not list
@@ -342,11 +293,7 @@ class ModelRegistry:
 
     async def health(self) -> dict[str, Any]:
         """Whether requests are taken: ``status`` is ``ok``, or ``degraded`` with the names of the
-        models whose replicas take none.
-
-        Raises:
-            ApiError: 503, no model's replicas take any.
-        """
+        models whose replicas take none. Raises ApiError: 503, no model's replicas take any."""
         found, failed = await self._ask(lambda fleet: fleet.catalog.check())
         if not found:
             raise next(iter(failed.values()))
@@ -356,11 +303,8 @@ class ModelRegistry:
         self, question: Callable[[Model], Coroutine[Any, Any, Value]]
     ) -> tuple[dict[str, Value], dict[str, ApiError]]:
         """Each fleet's answer, or its error, by its model's name. All are asked concurrently, so
-        that the timeouts of unreachable fleets do not add up.
-
-        Raises:
-            Exception: what a question raises besides ``ApiError``.
-        """
+        that the timeouts of unreachable fleets do not add up. Raises Exception: what a question
+        raises besides ``ApiError``."""
         answers = await asyncio.gather(*map(question, self._fleets), return_exceptions=True)
         found: dict[str, Value] = {}
         failed: dict[str, ApiError] = {}

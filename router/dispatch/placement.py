@@ -70,11 +70,8 @@ class Slot:
         self.late = False
 
     async def turn(self) -> None:
-        """Return when the request should ask the controller.
-
-        Raises:
-            ApiError: 429; its deadline has passed, or it has waited for too long.
-        """
+        """Return when the request should ask the controller. Raises ApiError: 429; its deadline has
+        passed, or it has waited for too long."""
         await self.called.wait()
         if self._expired:
             raise self._queue.timeout(self)
@@ -94,15 +91,10 @@ class Slot:
 
 class AdmissionQueue:
     """The waiting requests of one class: each client's in order of arrival, and clients in turns.
+    ``name``: of the class. entry: its configuration.
 
     Attributes:
         refused: the last refusal of any request in it, or sent to it.
-
-    Args:
-        name: of the class. entry: its configuration.
-        metrics: its length and its waiting times.
-        clock: monotonic seconds.
-        pause: sleeps for the given number of seconds.
     """
 
     def __init__(
@@ -139,16 +131,15 @@ class AdmissionQueue:
         ttl_s: float = inf,
     ) -> Iterator[Slot]:
         """A slot at the end of the queue, within the block. The request waits for its turn, asks
-        the controller, and leaves the block unless it :func:`may_wait` on.
+        the controller, and leaves the block unless it :func:`may_wait` on. Raises ApiError: 429;
+        the queue is full.
 
         Args:
             due_s: the request's deadline, on the clock; may be infinite.
             refused: the decision that sent the request here, if it has asked.
             client: of the request.
-            ttl_s: longest wait that the client accepts, seconds, if the class allows a longer one.
-
-        Raises:
-            ApiError: 429; the queue is full.
+            ttl_s: longest wait that the client accepts, seconds, if the class allows a longer
+                one.
         """
         self._check_room(client)
         joined_s = self._clock()
@@ -279,12 +270,7 @@ Ask = Callable[[], Awaitable[RouteDecision | None]]
 
 
 class ColdStarts:
-    """The waiting requests of one model. One per router process and model.
-
-    Args:
-        clock: monotonic seconds.
-        pause: sleeps for the given number of seconds.
-    """
+    """The waiting requests of one model. One per router process and model."""
 
     def __init__(
         self,
@@ -307,15 +293,13 @@ class ColdStarts:
         self, client: Client, decision: RouteDecision, ask: Ask, ttl_s: float = inf
     ) -> RouteDecision | None:
         """Start a replica. Returns the decision once there is one, or ``decision`` if that is a
-        refusal.
+        refusal. Raises ApiError: 503; too many requests wait, the start takes too long, or no
+        replica starts.
 
         Args:
             decision: with ``starts_in_s``.
             ask: asks the controller again.
             ttl_s: longest wait that the client accepts, seconds.
-
-        Raises:
-            ApiError: 503; too many requests wait, the start takes too long, or no replica starts.
         """
         if decision.reason != NO_REPLICA:
             self._begin(decision)  # a retry is to find a replica
@@ -355,11 +339,8 @@ class ColdStarts:
             _log.info("a replica runs, started in %.1f s", self._clock() - begun_s)
 
     async def _turn(self, decision: RouteDecision, left_s: float) -> None:
-        """Return when the request should ask again, after ``left_s`` at the latest.
-
-        Raises:
-            ApiError: no replica starts.
-        """
+        """Return when the request should ask again, after ``left_s`` at the latest. Raises
+        ApiError: no replica starts."""
         runs, start = not self._replicas.asleep, self._begin(decision)
         rest = asyncio.ensure_future(self._pause(min(ASK_AGAIN_S, left_s)))
         try:
@@ -448,8 +429,8 @@ class DecisionService(Protocol):
 
 
 UNDECIDED: Final = RouteDecision(None, "undecided")
-"""No decision, because the controller is unreachable or the call needs none: Serve's own balancing
-chooses the replica, and nothing is guaranteed."""
+"""No decision, as the controller is unreachable or the call needs none: Serve's balancing chooses.
+"""
 
 
 def unguaranteed(decision: RouteDecision) -> RouteDecision:
@@ -460,12 +441,7 @@ def unguaranteed(decision: RouteDecision) -> RouteDecision:
 
 
 class PlacementClient:
-    """Asks the controller for placements. One per router process.
-
-    Args:
-        clock: monotonic seconds; the one of :attr:`~sluice.router.request.call.Call.received_s`.
-        pause: sleeps for the given number of seconds.
-    """
+    """Asks the controller for placements. One per router process."""
 
     def __init__(
         self,
@@ -502,16 +478,11 @@ class PlacementClient:
         begun: bool = False,
     ) -> RouteDecision:
         """The decision on ``call`` under this key. It names none of ``failed``. A traced call gets
-        a span, which includes the time in the admission queue.
-
-        Args:
-            prefill_key: the key of its prefill, where a separate replica may compute that.
-            begun: some of the answer is sent already: it is served in any tier.
-
-        Raises:
-            ApiError: 429; no replica can guarantee its SLO, and its class does not allow best
-                effort. 503; the model has no replica, and the call cannot wait for one.
-        """
+        a span, which includes the time in the admission queue. ``prefill_key``: the key of its
+        prefill, where a separate replica may compute that. ``begun``: some of the answer is sent
+        already: it is served in any tier. Raises ApiError: 429; no replica can guarantee its SLO,
+        and its class does not allow best effort. 503; the model has no replica, and the call cannot
+        wait for one."""
         if call.span is None:
             return await self._find(call, key, failed, prefill_key, begun)
         span = call.span.child("decision")
@@ -575,11 +546,8 @@ class PlacementClient:
         return found
 
     def _note(self, call: Call, decision: RouteDecision) -> None:
-        """Remember that the class has no guaranteed capacity left.
-
-        A guarantee does not end that: under overload there are guarantees between refusals, and
-        each would admit all requests that the controller does not answer in time then.
-        """
+        """Remember that the class has no promised capacity left. A promise does not end that: under
+        overload there are promises between refusals."""
         refused = decision.reason == UNATTAINABLE and decision.retry_after_s is not None
         asked = call.slo.stated and not call.best_effort and not decision.over_share
         if asked and (refused or decision.tier is Tier.BEST_EFFORT):
@@ -609,10 +577,7 @@ class PlacementClient:
         self, call: Call, key: int, failed: Sequence[str], prefill_key: int, begun: bool
     ) -> RouteDecision | None:
         """The controller's decision; after a wait in the admission queue if the class queues.
-
-        Raises:
-            ApiError: 429; the queue is full, or the call waited for too long.
-        """
+        Raises ApiError: 429; the queue is full, or the call waited for too long."""
         tiers = self._tiers(call, begun)
         queue = self._queues.get(call.slo.service_class) if tiers == _GUARANTEED_ONLY else None
         refused = None
@@ -641,11 +606,8 @@ class PlacementClient:
     ) -> RouteDecision | None:
         """The controller's decision now, or once the model has a replica. If the controller does
         not answer, and has just reported that there is no capacity, a call that needs a guarantee
-        is refused: a client that asks often would get in by a late answer.
-
-        Raises:
-            ApiError: 503; the model has no replica, and the call cannot wait for one.
-        """
+        is refused: a client that asks often would get in by a late answer. Raises ApiError: 503;
+        the model has no replica, and the call cannot wait for one."""
         decision = await self._ask(call, key, failed, prefill_key, tiers)
         if decision is not None and decision.starts_in_s is not None:
             decision = await self._cold_starts.decided(

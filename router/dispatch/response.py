@@ -33,12 +33,8 @@ _RESOLUTION_S: Final = 1e-3
 
 class DisconnectGuard:
     """Cancels the block inside it when the client leaves or the router stops, and then ends it
-    without an exception.
-
-    An ASGI server does not cancel a handler whose client left. The guard covers every phase,
-    including the wait for the first token. ``receive`` must belong to a request whose body was
-    read.
-    """
+    without an exception: an ASGI server does not cancel a handler whose client left. ``receive``
+    must belong to a request whose body was read."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -75,16 +71,9 @@ class DisconnectGuard:
 
 
 class TimeoutSend:
-    """Forwards the messages of one response within the block, and drops a client that reads
-    nothing.
-
-    The server blocks the sending task once its buffers are full. One timer watches the whole
-    response: a timer per message would cost more than the sending.
-
-    Args:
-        send: of the server.
-        limit_s: longest wait for the client to accept a message, seconds.
-    """
+    """Forwards the messages of one response within the block, and drops a client that reads nothing
+    for ``limit_s``: the server blocks the sending task once its buffers are full. One timer watches
+    the whole response: a timer per message would cost more than the sending."""
 
     def __init__(self, send: Send, limit_s: float) -> None:
         self._send = send
@@ -109,11 +98,7 @@ class TimeoutSend:
         self._timer.cancel()
 
     async def __call__(self, message: Message) -> None:
-        """Forward a message.
-
-        Raises:
-            StalledReaderError: the client does not read it.
-        """
+        """Forward a message. Raises StalledReaderError: the client does not read it."""
         self._due_s = self._loop.time() + self._limit_s
         try:
             await self._send(message)
@@ -150,11 +135,8 @@ _CHUNK: Final = re.compile(rb'^data: \{(?="id")', re.MULTILINE)
 
 
 def with_tier(data: bytes, endpoint: Endpoint, tier: str | None, streams: bool) -> bytes:
-    """Whole events of an answer, or a whole answer, with the tier in it. ``O(bytes)``.
-
-    Args:
-        tier: a configured tier; ``None``: the request names none.
-    """
+    """Whole events of an answer, or a whole answer, with the tier in it. ``O(bytes)``. ``tier``: a
+    configured tier; ``None``: the request names none."""
     if tier is None or not data:
         return data
     field = b'"service_tier":' + json.dumps(tier).encode()
@@ -177,12 +159,9 @@ _PROMISED_HEADERS = (
 
 
 class CallResponse(Response):
-    """Serves one call and accounts for it, however it ends.
-
-    Args:
-        stalled_reader_s: the client is dropped when it reads nothing for this long, seconds.
-        fetches: the client's side can fetch a stream from the replica.
-    """
+    """Serves one call and accounts for it, however it ends. ``stalled_reader_s``: the client is
+    dropped when it reads nothing for this long, seconds. ``fetches``: the client's side can fetch a
+    stream from the replica."""
 
     def __init__(
         self,

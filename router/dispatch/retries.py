@@ -132,14 +132,8 @@ EMPTY_POOLS_PAUSE_S = 0.25
 
 
 class Pools:
-    """One per router process and model.
-
-    Args:
-        roles: of the existing pools, in the order in which they are asked to serve a whole call.
-        single: there is one pool only.
-        clock: monotonic seconds.
-        pause: sleeps for the given number of seconds.
-    """
+    """One per router process and model. ``roles``: of the existing pools, in the order in which
+    they are asked to serve a whole call. ``single``: there is one pool only."""
 
     def __init__(
         self,
@@ -169,11 +163,8 @@ class Pools:
     async def wait(self, answer: Answer, failure: ReplicaFailedError) -> None:
         """A pool was empty: return when another one, or all of them again, may be asked. All
         together get the time for which a single pool keeps requests waiting, counted from when all
-        were first found empty.
-
-        Raises:
-            ReplicaFailedError: ``failure``; they have been empty for too long.
-        """
+        were first found empty. Raises ReplicaFailedError: ``failure``; they have been empty for too
+        long."""
         if self._left(answer):
             return
         now_s = self._clock()
@@ -197,11 +188,7 @@ _SLOTS: Final = 20
 
 
 class RetryBudget:
-    """One per router process. ``O(1)``, in time and in memory.
-
-    Args:
-        clock: monotonic seconds.
-    """
+    """One per router process. ``O(1)``, in time and in memory."""
 
     def __init__(
         self, config: RetryBudgetConfig, clock: Callable[[], float] = time.monotonic
@@ -240,20 +227,14 @@ class RetryBudget:
 
 
 RETRY_PAUSE_S: Final = 0.02
-"""Pause before the second attempt, doubled before each later one, seconds: time for the report of a
-dead replica to arrive, and a backoff for a failure that hits every replica."""
+"""Pause before the second attempt, doubled before each later one, seconds: a backoff, and time for
+the report of a dead replica to arrive."""
 
 
 class RetryPolicy:
     """Limits attempts by call and, by the budget, in total. An attempt that found a pool empty does
-    not count, and is repeated when another pool may be asked.
-
-    Args:
-        budget: of the router process.
-        pools: where attempts go.
-        metrics: count retries and refused ones.
-        pause: sleeps for the given number of seconds.
-    """
+    not count, and is repeated when another pool may be asked. ``budget``: of the router process.
+    ``pools``: where attempts go."""
 
     def __init__(
         self,
@@ -268,11 +249,8 @@ class RetryPolicy:
         self._pause = pause
 
     async def before_the_next(self, answer: Answer, failure: ReplicaFailedError) -> None:
-        """Return when another attempt may be made.
-
-        Raises:
-            ReplicaFailedError: no further attempt may be made.
-        """
+        """Return when another attempt may be made. Raises ReplicaFailedError: no further attempt
+        may be made."""
         if answer.verdict is not None:
             raise answer.verdict from failure
         if failure.reason is Reason.NO_REPLICA:

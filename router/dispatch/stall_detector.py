@@ -1,20 +1,13 @@
 """Detects attempts whose replica is unresponsive: neither an error nor a token arrives.
 
-A replica may be silent for good reasons: a best-effort request may wait for minutes. So silence
-only triggers a probe. A replica that answers that it has the request is waited for, without a
-limit: its own watchdog ends it if its engine makes no step. One that reports that its engine hangs,
-or misses two probes in a row, is unresponsive: its attempts are abandoned, each only if another
-attempt may be made and another replica is alive. If no replica is alive, or a stream cannot be
-resumed, waiting is better: the replica may recover, and if Serve stops it the attempt ends with an
-error.
+A replica may be silent for good reasons, so silence only triggers a probe. A replica that answers
+that it has the request is waited for: its own watchdog ends it if its engine makes no step. One
+that reports that its engine hangs, or misses two probes in a row, is unresponsive: its attempts are
+abandoned, each only if another attempt may be made and another replica is alive; else waiting is
+better. A call ends with an error after :data:`SILENCE_S` without a sign of life, whatever failed.
 
-A call ends with an error after :data:`SILENCE_S` without a sign of life from any of its attempts,
-whatever failed: its replica, the probes, Serve's choice of a replica, or the call on its way there.
-So every call has an end, whichever processes are frozen, but for that of the router itself.
-
-The cost is a dictionary entry per attempt and a time stamp per piece: one task checks all attempts
-a few times a second, and a replica gets one probe for all of its silent attempts.
-"""
+One task checks all attempts a few times a second, and a replica gets one probe for all of its
+silent attempts."""
 
 from __future__ import annotations
 
@@ -49,16 +42,14 @@ MAX_NAMES = 256
 """Maximum number of requests named in one probe; later probes name the others."""
 
 REMEMBERED_S = 60.0
-"""How long an unresponsive replica stays marked as such if nothing was heard of it since,
-seconds."""
+"""How long an unresponsive replica stays marked as such if nothing was heard of it, seconds."""
 
 SEARCHES = 3
 """Probes to find a live replica in a pool. The first goes to the least loaded replica that is not
 known to be unresponsive, the others to any that Serve chooses."""
 
 SILENCE_S = 60.0
-"""Longest time of a call at replicas in which nothing arrives of it, and no replica answers that it
-has the call, seconds."""
+"""Longest time of a call at replicas without a sign of life, seconds."""
 
 LEAVING_S = 3_600.0
 """As long a drain of a replica that cannot be probed any more counts as a sign of life, seconds.
@@ -68,8 +59,8 @@ OWN_GAP_S = 5.0
 """A longer time between two checks is a stall of this process, and counts for no call, seconds."""
 
 ON_THE_WAY_S = 10.0
-"""A request from which nothing has arrived may be on its way to its replica for this long, seconds;
-then it is lost if the replica does not know it."""
+"""A request from which nothing has arrived is lost if its replica does not know it after this time.
+"""
 
 _NOBODY = Progress("", hung=False)
 
@@ -106,13 +97,8 @@ class _Suspect:
 
 
 class StallDetector:
-    """Watches the open attempts. One per router process and model, on its event loop.
-
-    Args:
-        budget: of retries.
-        after_s: silence after which a replica is probed, seconds.
-        clock: monotonic seconds; that of the attempts.
-    """
+    """Watches the open attempts. One per router process and model, on its event loop. ``budget``:
+    of retries. ``after_s``: silence after which a replica is probed, seconds."""
 
     def __init__(
         self,

@@ -1,29 +1,11 @@
-"""Detects requests that may be the cause of lost replicas.
+"""Detects requests that may be the cause of lost replicas; docs/reliability.md has the rules.
 
-A replica is *lost* to a router when it dies, its engine dies, its connection breaks, or it hangs.
-Its requests are retried on other replicas. If one of these requests is the cause, a plain retry
-takes down the next replica, and then the next one. So:
-
-- **Suspected** is a request that was at a replica when that was lost. It is retried. No two
-  suspects *begin* at one replica at the same time. One that has waited for :data:`TRIAL_S` begins
-  all the same: a replica may have had hundreds of requests. The next replica confirms at once that
-  it has the request.
-- **Cleared** is a suspect that has been at the next replica for as long as at the one that was
-  lost, and for at least :data:`CLEARED_S`.
-- **Blamed** is a suspect whose second replica is lost, too, after it has confirmed the request. Of
-  several suspects there, the ones without an output since are blamed, else all; but not if there
-  are more than :data:`FEW`: then most of them are innocent, and they are retried once more. A
-  suspect that loses a third replica in this way is blamed.
-- Structured output is blamed for a hang at once. Its grammar is advanced between the steps of an
-  engine, so it can stop them; a retry would stop the next engine. It is *quarantined* when a second
-  replica hangs with the same content.
-
-A blamed request ends with an error that tells clients not to repeat it. It is **quarantined**: the
-same body of the same client is refused for :data:`QUARANTINED_S`. Other requests are not affected.
-
-After two losses at once, as when a node fails, no request is blamed: a request counts as present at
-its second replica only once that has confirmed it.
-"""
+A replica is *lost* when it dies, its engine dies, its connection breaks, or it hangs. Its requests
+are *suspected* and retried; no two suspects begin at one replica at the same time. A suspect is
+*cleared* after a while at the next replica, and *blamed* if that is lost, too, after it has
+confirmed the request. A blamed request ends with an error and is *quarantined*: the same body of
+the same client is refused for a while. Structured output, which can stop an engine between its
+steps, is blamed for a hang at once, and quarantined after the second."""
 
 from __future__ import annotations
 
@@ -84,11 +66,7 @@ class Suspicion:
 
     The cost is a lookup in an empty table for an ordinary request, and ``O(open attempts)`` for a
     suspect when a replica is lost. A body is hashed only while some content is remembered, and only
-    if its size equals that of one.
-
-    Args:
-        clock: monotonic seconds; that of the attempts.
-    """
+    if its size equals that of one."""
 
     def __init__(
         self, attempts: OpenAttempts, metrics: RouterMetrics, clock: Callable[[], float]
@@ -102,11 +80,7 @@ class Suspicion:
         self._trials: dict[str, asyncio.Event] = {}
 
     def open(self, call: Call) -> Case:
-        """The case of a new call.
-
-        Raises:
-            ApiError: 422; the call is quarantined.
-        """
+        """The case of a new call. Raises ApiError: 422; the call is quarantined."""
         content = self._find(call) if self._contents else None
         if content is None:
             return Case()

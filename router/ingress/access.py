@@ -18,8 +18,6 @@ from sluice.router.tenancy.limits import ANYONE, Client
 from sluice.router.tenancy.tokens import ApiClients, TokenVerifier
 from sluice.router.wire import is_loopback
 
-# Access control of the admin API: admin keys, or if it is open, only clients on this machine.
-
 # Requests of other sites: a web page may make the browser of someone who reaches this server send
 # them. Where a key is needed they fail; what is open without a key refuses them here.
 
@@ -54,13 +52,7 @@ class SiteCheck:
 
     def check(self, headers: Iterable[tuple[bytes, bytes]], by_gateway: bool = False) -> None:
         """Return if these raw request headers (lower-case names) are not of another site.
-
-        Args:
-            by_gateway: an Envoy sent it, which is shared.
-
-        Raises:
-            ApiError: 403.
-        """
+        ``by_gateway``: an Envoy sent it, which is shared. Raises ApiError: 403."""
         if self._is_off:
             return
         found = dict(headers)
@@ -124,14 +116,8 @@ def is_page(path: str) -> bool:
 
 
 class AdminAccess:
-    """Admits or refuses requests to the admin API. One per router process.
-
-    Args:
-        metrics: counts the loads of the key file.
-
-    Raises:
-        ValueError, OSError: the key file cannot be used.
-    """
+    """Admits or refuses requests to the admin API. One per router process. Raises ValueError,
+    OSError: the key file cannot be used."""
 
     def __init__(self, config: AdminConfig, metrics: KeyMetrics | None = None) -> None:
         self.on = config.access != "off"
@@ -141,10 +127,7 @@ class AdminAccess:
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> Client:
         """The client that sent these raw request headers (lower-case names), if it has access.
-
-        Raises:
-            ApiError: 401, or 403 if no key could give access.
-        """
+        Raises ApiError: 401, or 403 if no key could give access."""
         if self._sites is not None:
             self._sites.check(headers)
             return ANYONE
@@ -186,20 +169,12 @@ class Access:
     """Access control by path. One per router process.
 
     - The API needs an API key or a token; if neither is configured, it is open, but for pages of
-      other sites (:mod:`sluice.router.ingress.access`).
+      other sites.
     - ``/metrics`` shows the names and counts of all clients. If the API is not open, it needs a
       separate metrics key, unless it is open by configuration; never for pages of other sites.
-    - The admin API needs an admin key, see :mod:`sluice.router.ingress.access`. The live page
-      holds no data and needs no key.
+    - The admin API needs an admin key. The live page holds no data and needs no key.
 
-    Args:
-        registry: of the metrics of key files and issuers.
-        clock: monotonic seconds.
-        unix_clock: Unix seconds.
-
-    Raises:
-        ValueError, OSError: a key file cannot be used.
-    """
+    Raises ValueError, OSError: a key file cannot be used."""
 
     def __init__(
         self,
@@ -226,12 +201,9 @@ class Access:
     def check(
         self, path: str, headers: Iterable[tuple[bytes, bytes]], by_gateway: bool = False
     ) -> Client:
-        """The client that requests ``path`` with these raw request
-        headers, itself or by an Envoy.
-
-        Raises:
-            ApiError: 401, 403 if no key could give access, or 503 if a token cannot be checked now.
-        """
+        """The client that requests ``path`` with these raw request headers, itself or by an Envoy.
+        Raises ApiError: 401, 403 if no key could give access, or 503 if a token cannot be checked
+        now."""
         if path in (OPEN_PATH, LIVE_PATH, PING_PATH, ROOT_PATH):
             return ANYONE
         if path == METRICS_PATH:

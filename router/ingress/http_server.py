@@ -67,11 +67,7 @@ _URGENT: Final = b"\n"
 
 
 class Clients(ServerState):
-    """The connections of a router.
-
-    Args:
-        most: further ones are refused.
-    """
+    """The connections of a router. ``most``: further ones are refused."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -130,11 +126,8 @@ class ClientProtocol(HttpToolsProtocol):
     def _feed(self, data: bytes) -> None:
         """Parse ``data``. A client that asks for another protocol, as Java's does for HTTP/2, gets
         HTTP/1.1, which allows that. The parser skips the body of such a request and stops: another
-        one reads the request without the question, and what follows.
-
-        Raises:
-            httptools.HttpParserError: it is malformed, or a method below has refused it.
-        """
+        one reads the request without the question, and what follows. Raises
+        httptools.HttpParserError: it is malformed, or a method below has refused it."""
         while data:
             try:
                 self.parser.feed_data(data)
@@ -451,11 +444,8 @@ _OTHER_FILES: Final = 256
 
 
 class HttpServer:
-    """Serves ``app``, its lifespan included, by the limits of ``config``.
-
-    Args:
-        idle_s: longest silence between two requests of a connection, seconds.
-    """
+    """Serves ``app``, its lifespan included, by the limits of ``config``. ``idle_s``: longest
+    silence between two requests of a connection, seconds."""
 
     def __init__(self, app: FastAPI, config: RouterConfig, idle_s: float = IDLE_S) -> None:
         self._app = app
@@ -479,11 +469,8 @@ class HttpServer:
         return self._server is not None and self._server.is_serving()
 
     async def start(self, listener: socket.socket) -> None:
-        """Serve at a bound socket, see :func:`bound`, which is the server's from now on.
-
-        Raises:
-            OSError, ssl.SSLError: the certificate cannot be used.
-        """
+        """Serve at a bound socket, see :func:`bound`, which is the server's from now on. Raises
+        OSError, ssl.SSLError: the certificate cannot be used."""
         if self._config.tls is not None:
             self._certificate = Certificate(self._config.tls)
         await self._stack.enter_async_context(self._app.router.lifespan_context(self._app))
@@ -511,11 +498,8 @@ class HttpServer:
 
     async def drain(self, limit_s: float, listening: bool = False) -> None:
         """Take no new requests, and return when all are answered. Those that still run after
-        ``limit_s`` end with an error.
-
-        Args:
-            listening: refuse new requests with a 503. Otherwise the listening socket closes, and
-                the system gives new connections to other routers of the port.
+        ``limit_s`` end with an error. ``listening``: refuse new requests with a 503. Otherwise the
+        listening socket closes, and the system gives new connections to other routers of the port.
         """
         self.clients.stops = True
         if not listening:
@@ -565,11 +549,8 @@ class HttpServer:
 
 
 class Certificate:
-    """The certificate of TLS, read again when its file changes.
-
-    Raises:
-        OSError, ssl.SSLError: it cannot be used.
-    """
+    """The certificate of TLS, read again when its file changes. Raises OSError, ssl.SSLError: it
+    cannot be used."""
 
     def __init__(self, config: TlsConfig) -> None:
         self._config = config
@@ -599,11 +580,8 @@ class Certificate:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket at an address that several routers of this machine share.
-
-    Raises:
-        OSError: another program has the address.
-    """
+    """A socket at an address that several routers of this machine share. Raises OSError: another
+    program has the address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     options = [

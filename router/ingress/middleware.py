@@ -27,20 +27,12 @@ from sluice.router.tenancy.limits import NO_CAPS, Client, RateLimiter
 from sluice.scheduling.tenancy.fair_shares import PLACES_PART
 from sluice.telemetry.logs import of_request
 
-# Load shedding: keeps a router responsive under far more load than it can serve.
-#
-# A refusal costs a router about as much as a short answer, and clients that retry at once turn one
-# refused request into hundreds a second. Two mechanisms bound that:
-#
-# - :class:`Pace`: refusals are sent at a limited rate. A client that waits for one does not retry
-# meanwhile, so the clients' retries have at most this rate, too. - :class:`Shedder`: while the
-# event loop falls behind all the same, new requests are refused before their bodies are read,
-# first those of the clients that send the most.
-#
-# Neither delays running streams or answers. The first needs no measurement, so it always treats
-# the same load alike. The second takes the minimum delay of a period as the standing delay, as
-# CoDel (Nichols and Jacobson, ACM Queue 10(5), 2012) does for packets, so that a single long step
-# of the loop causes no refusals.
+# Load shedding. A refusal costs a router about as much as a short answer, and clients that retry at
+# once turn one refused request into hundreds a second. So refusals are sent at a limited rate
+# (Pace), and while the event loop falls behind all the same, new requests are refused before their
+# bodies are read, first those of the clients that send the most (Shedder). The minimum delay of a
+# period counts as the standing delay, as CoDel (Nichols and Jacobson, ACM Queue 10(5), 2012) has it
+# for packets: a single long step of the loop causes no refusals.
 
 MAX_HOLD_S: Final = 5.0
 """Longest time that a refusal waits for its turn, seconds."""
@@ -72,8 +64,6 @@ class Pace:
         per_s: refusals a second. After a pause, this many may be sent at once.
         most: maximum number of waiting refusals; further ones are sent without a wait.
         gauge: shows the number of waiting refusals.
-        clock: monotonic seconds.
-        pause: sleeps for the given number of seconds.
     """
 
     def __init__(
@@ -111,19 +101,12 @@ class Pace:
 
 
 class Shedder:
-    """Decides which new requests a router accepts while its event loop falls behind. One per
-    process.
+    """Decides which new requests a router accepts while its event loop falls behind.
 
     All clients have the same limit on their request rate. While there is a standing delay, the
     limit falls, starting at the rate of the client that sends the most; without one, it rises. So
-    the clients that send few requests are refused last. ``O(1)`` for a request; memory for the
-    clients of the last :data:`PERIOD_S`.
-
-    Args:
-        delays: observes the delay of the event loop.
-        clock: monotonic seconds.
-        pause: sleeps for the given number of seconds.
-    """
+    the clients that send few requests are refused last. Memory for the clients of the last
+    :data:`PERIOD_S`."""
 
     def __init__(
         self,
@@ -191,11 +174,8 @@ class Shedder:
 
 class Cors:
     """ASGI middleware outside the ingress middleware, because a browser's preflight request carries
-    no key. It never allows cookies, nor the paths for operators.
-
-    Args:
-        origins: allowed ones, such as ``https://app.example``; ``*``: any.
-    """
+    no key. It never allows cookies, nor the paths for operators. ``origins``: allowed ones, such as
+    ``https://app.example``; ``*``: any."""
 
     def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
         self._app = app
@@ -224,21 +204,16 @@ _PACED_STATUSES = frozenset((401, 429, 503))
 class IngressMiddleware:
     """ASGI middleware around the API.
 
-    - Every request gets an id from the router, which is returned in every response; a client's
-      ``x-request-id`` is not trusted as one.
-    - Access to paths is checked by :mod:`sluice.router.ingress.access`.
-    - At most ``max_in_flight`` inference requests are in flight. A client has at most as many of
-      them as its key allows, and as leave slots for other clients. Further requests are refused
-      before their body is read.
-    - Requests, uploads and new batches beyond the rate limits of a key are refused in the same way,
-      as are some requests while the router is overloaded.
-    - Refusals are sent no faster than ``refusals_per_s``; see
-      :mod:`sluice.router.ingress.middleware`. Refusals of requests without a valid key have a
-      separate rate, so that they do not delay others. Health probes are answered at once.
+    - Every request gets an id from the router, which is returned in every response.
+    - :mod:`sluice.router.ingress.access` checks access to paths.
+    - Inference requests beyond ``max_in_flight``, or beyond a client's share of the slots, are
+      refused before their body is read; so are requests, uploads and new batches beyond a key's
+      rate limits, and some requests while the router is overloaded.
+    - Refusals are paced. Those of requests without a valid key have a separate rate, so that they
+      do not delay others; health probes are answered at once.
     - The bodies of all requests in flight have at most ``max_held_bytes`` together.
 
-    A path with a slash at its end is the one without.
-    """
+    A path with a slash at its end is the one without."""
 
     def __init__(
         self,

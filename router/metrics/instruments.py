@@ -1,8 +1,5 @@
-"""Metrics of the router.
-
-Every label is bounded: classes by configuration, priorities 1 to 10, clients by
-:mod:`sluice.router.metrics.instruments`.
-"""
+"""The router's metrics. Every label is bounded: classes by configuration, priorities 1 to 10, names
+of clients and models by :class:`ClientNames`."""
 
 from __future__ import annotations
 
@@ -24,21 +21,6 @@ from sluice.scheduling.routing.base import Tier
 
 if TYPE_CHECKING:
     from sluice.router.request.call import Call
-
-
-# Tokens and times of requests: by service class, by client, and under OpenTelemetry's names.
-#
-# The metrics whose names begin with ``gen_ai`` are those of OpenTelemetry's conventions for
-# generative AI, in the form that Prometheus gives to their names and attributes.
-
-# Metrics of admission: guarantees given, met, refused and waited for.
-
-# The label ``client`` of metrics.
-#
-# A key file may hold thousands of names, and they come and go while a router runs. Each is several
-# series of every router, and a page of metrics has its limits.
-
-# Makes the router's metrics.
 
 
 class Families:
@@ -504,18 +486,12 @@ DECISION_BUCKETS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1,
 class RouterMetrics:
     """The router's metrics, in their own registry.
 
-    The latency metrics are those of :class:`~sluice.scheduling.request.objective.TokenClock`:
-    tokens of the first choice, when their bytes are written to the socket; for a plain response,
-    when they left the engine. A cancelled request counts in none of the attainment metrics, and one
-    without an SLO does not count in ``sluice_slo_requests``.
-
-    The gain of first and of later tokens is counted apart, as their weights (ProServe's ``w_p`` and
-    ``w_d``) are by default the mean input and output of what is shown.
-
-    Args:
-        first_weights: by class, the weight of a first token in that of a later one, where it is
-            configured. Its first tokens count so with the later ones.
-    """
+    Latencies are those of :class:`~sluice.scheduling.request.objective.TokenClock`: tokens of the
+    first choice, when their bytes are written to the socket; for a plain response, when they left
+    the engine. The gain of first and of later tokens is counted apart, as their weights (ProServe's
+    ``w_p`` and ``w_d``) are by default the mean input and output of what is shown.
+    ``first_weights``: by class, the weight of a first token in that of a later one, where it is
+    configured."""
 
     def __init__(self, first_weights: Mapping[str, float] = MappingProxyType({})) -> None:
         self._first_weights = first_weights

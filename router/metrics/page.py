@@ -36,19 +36,13 @@ _OWN_LABEL = re.compile(rb"[{,]model=\"")
 class ControllerMetricsPage:
     """The whole application's metrics from the observer, this router's own up to date in them.
 
-    Where the observer does not answer, the gauges of its last page, for at most :data:`KEPT_S`,
-    and of this router; no counters: its own are lower than those of the application, and those of
-    the last page than those that another router has shown, which a scraper would read as a reset,
-    and count them on top once the observer is back. ``sluice_observer_up`` tells which, and
-    ``sluice_observer_page_age_seconds`` how old the last page is.
+    Where the observer does not answer, the gauges of its last page, for at most :data:`KEPT_S`, and
+    of this router; no counters, whose lower values a scraper would read as a reset.
 
-    A scrape gets a page that was begun after the scrape. So whoever scrapes one router after the
-    other, by the same port, never sees a counter fall, however long a router takes for its page.
-
-    However many scrapers there are, one page is made at a time, at most one in
-    :data:`PAGE_PERIOD_S`; all that wait for the next one get the same. A scraper that leaves does
-    not end the work, or coming and leaving would ask the observer ever again.
-    """
+    A scrape gets a page that was begun after the scrape, so whoever scrapes one router after the
+    other never sees a counter fall. One page is made at a time, at most one in
+    :data:`PAGE_PERIOD_S`; all that wait for the next one get the same, and a scraper that leaves
+    does not end the work."""
 
     def __init__(
         self,
@@ -134,11 +128,8 @@ class Page(Protocol):
 
 
 class MetricsOfModels:
-    """The pages of several models as one: each line has its model's name as a label.
-
-    Args:
-        pages: by the names of the models.
-    """
+    """The pages of several models as one: each line has its model's name as a label. ``pages``: by
+    the names of the models."""
 
     def __init__(self, pages: Mapping[str, Page]) -> None:
         self._pages = pages

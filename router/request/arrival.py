@@ -11,8 +11,6 @@ from sluice.router import wire
 from sluice.router.request.body import HeldBytes
 from sluice.router.tenancy.limits import ANYONE, Client
 
-# The client's own id of a request, recorded for lookups only.
-
 MAX_CHARACTERS: Final = 128
 """Maximum recorded characters of an id."""
 
@@ -69,11 +67,9 @@ def endpoint_at(path: str) -> Endpoint | None:
 
 
 class Arrival(NamedTuple):
-    """The ingress middleware's record of a request, in the scope's state as ``arrival``.
-
-    ``held`` counts the bytes of its body while it is in flight. ``client_request_id`` is the
-    client's own request id, see :mod:`sluice.router.request.arrival`.
-    """
+    """The ingress middleware's record of a request, in the scope's state as ``arrival``. ``held``
+    counts the bytes of its body while it is in flight; ``client_request_id`` is the client's own
+    id."""
 
     request_id: str
     received_s: float

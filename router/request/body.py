@@ -47,13 +47,10 @@ _decode_list = msgspec.json.Decoder(list[Any]).decode
 
 
 def parse_in_pieces(raw: bytes) -> dict[str, Any]:
-    """The JSON object in ``raw``. Call it in a thread: other threads run between the pieces.
-
-    Raises:
-        msgspec.DecodeError: it is not a JSON object, or a number is not finite.
-        UnicodeDecodeError: it is not UTF-8.
-        RecursionError: it is nested too deeply for the parser.
-    """
+    """The JSON object in ``raw``. Call it in a thread: other threads run between the pieces. Raises
+    msgspec.DecodeError: it is not a JSON object, or a number is not finite. Raises
+    UnicodeDecodeError: it is not UTF-8. Raises RecursionError: it is nested too deeply for the
+    parser."""
     return {name: _value(bytes(value)) for name, value in _split(raw).items()}
 
 
@@ -95,11 +92,8 @@ class _OneByOne(json.JSONDecoder):
         self._seen = count(1)
 
     def decode(self, text: str) -> Any:  # type: ignore[override]
-        """The value in ``text``, which is valid JSON.
-
-        Raises:
-            msgspec.DecodeError: a number is not finite, or a surrogate is unpaired.
-        """
+        """The value in ``text``, which is valid JSON. Raises msgspec.DecodeError: a number is not
+        finite, or a surrogate is unpaired."""
         try:
             return super().decode(text)
         except UnicodeEncodeError as error:
@@ -148,11 +142,7 @@ BODY_TIMEOUT_S = 30.0
 class BodyBudget:
     """Limits the bytes of request bodies in a router's memory. A client may hold as many as remain
     free, times its weight if that is above 1: half of all if it is alone, a third if another one
-    holds as many, and so on.
-
-    Args:
-        gauge: shows the bytes held.
-    """
+    holds as many, and so on. ``gauge``: shows the bytes held."""
 
     def __init__(self, max_bytes: int, gauge: Gauge) -> None:
         self._max_bytes = max_bytes
@@ -161,11 +151,8 @@ class BodyBudget:
         self.held = 0
 
     def take(self, client: Client, size: int) -> None:
-        """Count ``size`` more received bytes.
-
-        Raises:
-            ApiError: 503, the budget is exhausted; 429, the client's part of it is.
-        """
+        """Count ``size`` more received bytes. Raises ApiError: 503, the budget is exhausted; 429,
+        the client's part of it is."""
         if self.held + size > self._max_bytes:
             raise ApiError(
                 Reason.ROUTER_FULL,
@@ -209,11 +196,8 @@ class HeldBytes:
         self._budget.give_back(self._client, self._size)
 
     def add(self, size: int) -> None:
-        """Count ``size`` more received bytes.
-
-        Raises:
-            ApiError: 503 or 429, the budget is exhausted.
-        """
+        """Count ``size`` more received bytes. Raises ApiError: 503 or 429, the budget is
+        exhausted."""
         self._budget.take(self._client, size)
         self._size += size
 
@@ -222,12 +206,9 @@ async def read_body(request: Request, max_bytes: int, held: HeldBytes | None = N
     """The request's body, counted in ``held`` as it arrives.
 
     Refused: more than ``max_bytes`` (counted while reading, so also without ``Content-Length``), a
-    media type other than JSON, a content encoding, and a slow client.
-
-    Raises:
-        ApiError: 400, 413, 415, or 503 or 429 if the budget in ``held`` is exhausted.
-        starlette.requests.ClientDisconnect: the client left.
-    """
+    media type other than JSON, a content encoding, and a slow client. Raises ApiError: 400, 413,
+    415, or 503 or 429 if the budget in ``held`` is exhausted. Raises
+    starlette.requests.ClientDisconnect: the client left."""
     _check_headers(request, max_bytes)
     chunks: list[bytes] = []
     size = 0
@@ -255,11 +236,7 @@ def parse_object(raw: bytes) -> RequestBody:
 
     A byte order mark before it is skipped. Refused: more than :data:`MAX_DEPTH` levels or
     :data:`MAX_PARTS` parts, text that is not UTF-8, ``NaN`` and infinities, and half surrogate
-    pairs, which no tokenizer accepts.
-
-    Raises:
-        ApiError: 400.
-    """
+    pairs, which no tokenizer accepts. Raises ApiError: 400."""
     raw = raw.removeprefix(BOM_UTF8)
     brackets = raw.count(b"[") + raw.count(b"{")
     if brackets + raw.count(b":") > MAX_PARTS:
@@ -282,11 +259,7 @@ def parse_object(raw: bytes) -> RequestBody:
 
 
 def check_plain(request: Request) -> None:
-    """Refuse a compressed body.
-
-    Raises:
-        ApiError: 415.
-    """
+    """Refuse a compressed body. Raises ApiError: 415."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() != "identity":
         raise ApiError(

@@ -56,11 +56,7 @@ _PARTS: Final = re.compile(_PART)
 
 def queue_ttl_s(headers: Iterable[tuple[bytes, bytes]]) -> float:
     """The longest wait in an admission queue, seconds, by these raw headers (lower-case names);
-    infinite if they state none.
-
-    Raises:
-        ApiError: 400.
-    """
+    infinite if they state none. Raises ApiError: 400."""
     values = [value for name, value in headers if name == _TTL_HEADER]
     if not values:
         return inf
@@ -154,15 +150,9 @@ async def _takes_any(_: Any, __: int) -> int | None:
 class CallReader:
     """Turns a request into a validated call.
 
-    A body over :data:`MAX_INLINE_BYTES` is parsed and checked in a thread, so that the event loop
-    can run meanwhile. Python's global interpreter lock limits the gain: the JSON parser holds it
-    while it parses a piece (:mod:`sluice.router.request.body`). One such body at a time: more
-    threads would only compete with the loop for the lock.
-
-    Args:
-        model_length: used to refuse prompts of token ids that are too long for every engine of the
-            model, before each id is checked.
-    """
+    A body over :data:`MAX_INLINE_BYTES` is parsed and checked in a thread, one at a time, so that
+    the event loop can run meanwhile. ``model_length`` is used to refuse prompts of token ids that
+    are too long for every engine of the model, before each id is checked."""
 
     def __init__(self, config: RouterConfig, model_length: ModelLength = _takes_any) -> None:
         self._max_body_bytes = config.max_body_bytes
@@ -176,12 +166,8 @@ class CallReader:
         self._large = asyncio.Lock()
 
     async def read(self, request: Request, endpoint: Endpoint) -> Call:
-        """The call in ``request``.
-
-        Raises:
-            ApiError: a 4xx; nothing has reached a replica.
-            starlette.requests.ClientDisconnect: the client left while it sent the body.
-        """
+        """The call in ``request``. Raises ApiError: a 4xx; nothing has reached a replica. Raises
+        starlette.requests.ClientDisconnect: the client left while it sent the body."""
         arrival: Arrival = request.state.arrival
         rest = (request.headers.raw, endpoint, arrival)
         if endpoint in SPEECH:
@@ -206,10 +192,7 @@ class CallReader:
 
     async def _check_length(self, endpoint: Endpoint, body: RequestBody) -> None:
         """Refuse a prompt of more token ids than any engine of the model accepts. ``O(prompts)``.
-
-        Raises:
-            ApiError: 400.
-        """
+        Raises ApiError: 400."""
         name, tokens = longest_ids(endpoint, body)
         most = await self._model_length(body.get("model"), tokens) if tokens else None
         if most is not None:
@@ -226,11 +209,8 @@ class CallReader:
         endpoint: Endpoint,
         arrival: Arrival,
     ) -> Call:
-        """The call with this parsed body and these raw headers (lower-case names).
-
-        Raises:
-            ApiError: a 4xx.
-        """
+        """The call with this parsed body and these raw headers (lower-case names). Raises ApiError:
+        a 4xx."""
         client = arrival.client
         body: dict[str, Any] = parsed
         if None in body.values():  # the default, in every field of every API

@@ -79,22 +79,15 @@ class Form:
             raise _bad_form(error) from None
 
     def write(self, data: bytes) -> None:
-        """Take in more of the body.
-
-        Raises:
-            ApiError: 400, it is no form, or not one with a file.
-        """
+        """Take in more of the body. Raises ApiError: 400, it is no form, or not one with a file."""
         try:
             self._parser.write(data)
         except FormParserError as error:
             raise _bad_form(error) from None
 
     def finish(self) -> None:
-        """Take in the end of the body.
-
-        Raises:
-            ApiError: 400, the form is not complete, or has no file.
-        """
+        """Take in the end of the body. Raises ApiError: 400, the form is not complete, or has no
+        file."""
         if not self._complete:
             raise invalid("The form ends before its last boundary.")
         if self.filename is None:
@@ -169,13 +162,9 @@ async def receive(
     held: HeldBytes | None = None,
 ) -> Form:
     """The form in ``request``, but for its file, of at most ``max_bytes``: ``take`` gets its pieces
-    in order. What arrives is counted in ``held``.
-
-    Raises:
-        ApiError: 400, 413 or 415, or 503 or 429 if the budget in ``held`` is exhausted.
-        OSError: from ``take``.
-        starlette.requests.ClientDisconnect: the client left.
-    """
+    in order. What arrives is counted in ``held``. Raises ApiError: 400, 413 or 415, or 503 or 429
+    if the budget in ``held`` is exhausted. Raises OSError: from ``take``. Raises
+    starlette.requests.ClientDisconnect: the client left."""
     check_plain(request)
     if announces_more(request, max_bytes + MAX_OVERHEAD_BYTES):
         raise _too_large(max_bytes)
@@ -237,11 +226,8 @@ _TEXTS: Final = (wire.CLASS, "id")
 
 async def read_speech(request: Request, max_bytes: int, held: HeldBytes | None) -> RequestBody:
     """The body in a form whose file has at most ``max_bytes``; what arrives is counted in ``held``.
-
-    Raises:
-        ApiError: 400, 413 or 415, or 503 or 429 if the budget in ``held`` is exhausted.
-        starlette.requests.ClientDisconnect: the client left.
-    """
+    Raises ApiError: 400, 413 or 415, or 503 or 429 if the budget in ``held`` is exhausted. Raises
+    starlette.requests.ClientDisconnect: the client left."""
     pieces: list[bytes] = []
 
     async def keep(piece: bytes) -> None:
@@ -260,10 +246,7 @@ def fields_of(form: Form) -> dict[str, Any]:
     """The fields of a form besides its file, with the types that they have in JSON.
 
     Clients that write an object into a form send each key as a field of its own: ``slo[ttft_ms]``.
-
-    Raises:
-        ApiError: 400, such a field is not one of an objective.
-    """
+    Raises ApiError: 400, such a field is not one of an objective."""
     fields: dict[str, Any] = {}
     for name, text in (form.fields | form.lists).items():
         if name.startswith(f"{wire.SLO_FIELD}["):

@@ -45,13 +45,10 @@ MEDIA_TOKENS = 512
 """Assumed tokens of an image or of audio; only the engine knows the number."""
 
 AUDIO_CHARACTERS_PER_S = 50
-"""A second of audio counts as this many characters of text. With :data:`FIRST_RATIO` that is 12.5
-tokens, usual for models that read audio as a part of the prompt; then the ratio is learned as for
-text."""
+"""A second of audio counts as this many characters of text: 12.5 tokens by :data:`FIRST_RATIO`."""
 
 AUDIO_BYTES_PER_S = 4_000
-"""Assumed bytes of a second of compressed audio, 32 kbit/s: most formats take more, so it is
-shorter than assumed."""
+"""Assumed bytes of a second of compressed audio, 32 kbit/s: most formats take more."""
 
 _MIN_WAV_BYTES_PER_S = 1_000
 """Bytes of a second of the poorest WAV. A header that states fewer is not believed."""
@@ -166,11 +163,7 @@ def _prompts(prompt: Any) -> int:
 
 def scored(endpoint: Endpoint, body: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     """What a scoring body scores, and against what. A list of one is scored against each entry of
-    the other list.
-
-    Raises:
-        KeyError: a field is missing.
-    """
+    the other list. Raises KeyError: a field is missing."""
     pairs = (("query", "documents"),) if endpoint == "rerank" else SCORED
     names = next((pair for pair in pairs if all(name in body for name in pair)), pairs[0])
     left, right = (body[name] for name in names)
@@ -429,12 +422,9 @@ class TokenLimits:
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """The validated ``body`` within the limits, and the changed fields with their new values.
 
-        ``O(body)`` where prompts are limited, else ``O(1)``.
-
-        Raises:
-            ApiError: 400, the prompt is too long, or there are more choices than output tokens.
-                403, the request states more output, and the key's limits refuse that.
-        """
+        ``O(body)`` where prompts are limited, else ``O(1)``. Raises ApiError: 400, the prompt is
+        too long, or there are more choices than output tokens. 403, the request states more output,
+        and the key's limits refuse that."""
         own = caps.max_prompt_tokens, caps.max_output_tokens
         if self._unlimited and own == (None, None):
             return body, {}

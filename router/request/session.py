@@ -32,11 +32,8 @@ def session_of(body: Mapping[str, Any], headers: Iterable[tuple[bytes, bytes]], 
     """A 63-bit hash of the session's name; 0 if none is given.
 
     The name is the header's, else that of the first of :data:`~sluice.router.wire.SESSION_FIELDS`
-    in the body. Sessions of different owners are distinct, even with the same name.
-
-    Raises:
-        ApiError: 400; a name is not a string, or the header is too long or given twice.
-    """
+    in the body. Sessions of different owners are distinct, even with the same name. Raises
+    ApiError: 400; a name is not a string, or the header is too long or given twice."""
     values = [value for name, value in headers if name == wire.SESSION_HEADER.encode()]
     if len(values) > 1:
         raise invalid(f"{wire.SESSION_HEADER} must be given once", wire.SESSION_HEADER)
@@ -76,11 +73,8 @@ class Loop(NamedTuple):
 
 
 def read_loop(value: Any) -> StatedLoop | None:
-    """The loop in ``value``; ``None`` if that is ``None``.
-
-    Raises:
-        ApiError: 400; the message names the error and the allowed values.
-    """
+    """The loop in ``value``; ``None`` if that is ``None``. Raises ApiError: 400; the message names
+    the error and the allowed values."""
     if value is None:
         return None
     keys = {"id", LOOP_DEADLINE}
@@ -125,11 +119,7 @@ class LoopDeadlines:
 
     It remembers the loops itself, too: a controller that has restarted learns from its routers when
     they began, and while it does not answer a loop begins with its first turn at this router.
-
-    Args:
-        ask: asks the controller; ``None``: there is none.
-        clock: monotonic seconds; that of requests' arrivals.
-    """
+    ``ask``: asks the controller; ``None``: there is none."""
 
     def __init__(self, ask: LoopAge | None, clock: Callable[[], float]) -> None:
         self._ask = ask

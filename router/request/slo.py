@@ -83,11 +83,8 @@ class StatedStage(BaseModel):
 
 
 def read_stages(value: Any) -> tuple[StatedStage, ...]:
-    """The stages in ``value``; none if that is ``None``.
-
-    Raises:
-        ApiError: 400; the message names the error and the allowed values.
-    """
+    """The stages in ``value``; none if that is ``None``. Raises ApiError: 400; the message names
+    the error and the allowed values."""
     if value is None:
         return ()
     if not isinstance(value, list) or not 1 <= len(value) <= MOST_STAGES:
@@ -221,12 +218,9 @@ class SloReader:
         caps: TenantLimits = NO_CAPS,
         endpoint: Endpoint = "chat",
     ) -> Objective:
-        """The SLO of a request with this body and these raw headers (lower-case names).
-
-        Raises:
-            ApiError: 400; the message names the field and what is allowed. 403; the request states
-                more than ``caps`` allow, and these refuse that.
-        """
+        """The SLO of a request with this body and these raw headers (lower-case names). Raises
+        ApiError: 400; the message names the field and what is allowed. 403; the request states more
+        than ``caps`` allow, and these refuse that."""
         stated, stages, loop = _NOTHING, (), None
         if (own := body.get(wire.SLO_FIELD)) is not None:
             stated, stages, loop = self._stated(own)

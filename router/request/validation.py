@@ -61,11 +61,8 @@ _TEXTS_OF_JSON: Final = ("json", "structural_tag")
 
 
 def check_options(body: dict[str, Any]) -> None:
-    """Refuse options that are too large. ``O(options)``.
-
-    Raises:
-        ApiError: 400; the message names the field and what is allowed.
-    """
+    """Refuse options that are too large. ``O(options)``. Raises ApiError: 400; the message names
+    the field and what is allowed."""
     for name, most in MAX_ENTRIES.items():
         value = body.get(name)
         if isinstance(value, list | dict) and len(value) > most:
@@ -96,11 +93,8 @@ def is_structured(body: dict[str, Any]) -> bool:
 
 
 def refuse_structured(body: dict[str, Any]) -> None:
-    """Refuse structured output, for a client or router that does not allow it. ``O(tools)``.
-
-    Raises:
-        ApiError: 403.
-    """
+    """Refuse structured output, for a client or router that does not allow it. ``O(tools)``. Raises
+    ApiError: 403."""
     if is_structured(body):
         raise ApiError(
             Reason.NOT_PERMITTED,
@@ -117,14 +111,8 @@ def _is_strict(tool: Any) -> bool:
 
 
 def check_media(contents: list[Any], name: str) -> None:
-    """Refuse media that an engine would have to fetch. ``O(contents)``.
-
-    Args:
-        contents: of messages. name: of the field that holds them.
-
-    Raises:
-        ApiError: 400.
-    """
+    """Refuse media that an engine would have to fetch. ``O(contents)``. ``contents``: of messages.
+    name: of the field that holds them. Raises ApiError: 400."""
     for key, value in _entries(contents):
         if key == "source" and isinstance(value, dict):
             # Anthropic's: with another type than `url` it holds the medium.
@@ -331,14 +319,9 @@ def check_body(
     """Refuse a body that must not reach an engine. Returns it with an ``int`` for each integer that
     the router reads.
 
-    ``O(messages)`` or ``O(prompt tokens)``, and ``O(options)``.
-
-    Args:
-        fetch_media: whether engines may fetch media from addresses in it.
-
-    Raises:
-        ApiError: 400; the message names the field and what is allowed.
-    """
+    ``O(messages)`` or ``O(prompt tokens)``, and ``O(options)``. ``fetch_media``: whether engines
+    may fetch media from addresses in it. Raises ApiError: 400; the message names the field and what
+    is allowed."""
     _check_internal(body)
     try:
         _FIELDS[endpoint].model_validate(body)

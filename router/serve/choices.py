@@ -1,10 +1,8 @@
 """Reports the replica that Serve has chosen for a request, before that replica has answered.
 
-A replica confirms a request itself, unless it hangs. Serve's request router and the attempt that
-waits for the answer are in one process and share only this: Serve constructs the request router,
-and the attempt only has a handle. Serve copies the module of the request router by value, so what
-the two share stands in modules of its own, this one and ``running``.
-"""
+Serve's request router and the attempt that waits are in one process and share only this. Serve
+copies the module of the request router by value, so what the two share stands in modules of its
+own, this one and ``running``."""
 
 from __future__ import annotations
 

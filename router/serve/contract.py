@@ -16,12 +16,10 @@ class ReplicaFailedError(Exception):
     Args:
         reason: of the client's error if this was the last attempt.
         message: what happened, without internal details.
-        dead: the replica is known to serve no more requests.
         retry: another replica may succeed.
         hung: the replica is unresponsive, and the controller has been notified.
         lost: the replica's requests are lost, as when it is dead or hung.
-        given_up: Serve starts no more replicas, after several that failed.
-    """
+        given_up: Serve starts no more replicas, after several that failed."""
 
     def __init__(
         self,
@@ -57,11 +55,8 @@ def error_of(failure: ReplicaFailedError, replicas: Replicas) -> ApiError:
 
 class ReaderLostError(ReplicaFailedError):
     """A stream's reader is gone, which is not the replica's fault: the client left, or the
-    connection between Envoy and the replica broke.
-
-    Args:
-        stalled: the client is connected, but has read nothing for too long.
-    """
+    connection between Envoy and the replica broke. ``stalled``: the client is connected, but has
+    read nothing for too long."""
 
     def __init__(self, stalled: bool = False) -> None:
         super().__init__(
@@ -79,11 +74,8 @@ class ReplicaStream(Protocol):
 
     def __aiter__(self) -> AsyncIterator[Sequence[ResponseItem]]:
         """Yield items as they arrive: a head, chunks, a tail. Before the head, the replica that has
-        the request may confirm it.
-
-        Raises:
-            ReplicaFailedError: the replica or the connection to it failed.
-        """
+        the request may confirm it. Raises ReplicaFailedError: the replica or the connection to it
+        failed."""
 
     def cancel(self) -> None:
         """Stop the replica's work. Never blocks; harmless after the end."""
@@ -113,11 +105,8 @@ class Replicas(Protocol):
         far as is known."""
 
     async def wake(self) -> None:
-        """Return when a replica runs; make one start if there is none and there may be none.
-
-        Raises:
-            ReplicaFailedError: none has started in time, or none can start.
-        """
+        """Return when a replica runs; make one start if there is none and there may be none. Raises
+        ReplicaFailedError: none has started in time, or none can start."""
 
     async def at(self, endpoints: Collection[str]) -> Mapping[str, Role]:
         """Serve's replicas that send streams past the routers at one of these addresses
@@ -141,32 +130,19 @@ class Replicas(Protocol):
         self, request_ids: Sequence[str], target: str | None, avoid: Sequence[str], role: Role
     ) -> Progress:
         """Ask ``target`` whether its engine runs. If ``target`` is ``None`` or has left the pool,
-        ask any replica of the pool, if possible none of ``avoid``.
-
-        Raises:
-            ReplicaFailedError: it could not be asked, or the probe failed there.
-        """
+        ask any replica of the pool, if possible none of ``avoid``. Raises ReplicaFailedError: it
+        could not be asked, or the probe failed there."""
 
     def is_leaving(self, replica_id: str) -> bool:
         """Whether a replica has said that it is about to stop, and the connection to it is open."""
 
     async def models(self) -> dict[str, Any]:
-        """The OpenAI list-models body of any replica, drained ones included.
-
-        Raises:
-            ReplicaFailedError: none answered.
-        """
+        """The OpenAI list-models body of any replica, drained ones included. Raises
+        ReplicaFailedError: none answered."""
 
     async def all_models(self) -> list[dict[str, Any]]:
-        """The list-models bodies of the replicas that answer within a second, at least one.
-
-        Raises:
-            ReplicaFailedError: none answered.
-        """
+        """The list-models bodies of the replicas that answer within a second, at least one. Raises
+        ReplicaFailedError: none answered."""
 
     async def check(self) -> None:
-        """Return if a replica that takes requests answers.
-
-        Raises:
-            ReplicaFailedError: none does.
-        """
+        """Return if a replica that takes requests answers. Raises ReplicaFailedError: none does."""

@@ -28,10 +28,9 @@ class Hint(NamedTuple):
     Attributes:
         target: the replica that the controller chose, or ``None``.
         avoid: replicas that have just failed this request; used if there is no target.
-        closed: replicas that an operator has closed to new requests. Only a target, which the
-            controller may have chosen a moment earlier, still selects them.
-        quarantined: replicas that have failed or hang. Only a target selects them as long as there
-            are others.
+        closed: by an operator, to new requests; only a target still selects them.
+        quarantined: they have failed or hang; only a target selects them as long as there are
+            others.
     """
 
     target: str | None = None

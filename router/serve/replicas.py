@@ -130,11 +130,8 @@ class ChannelStream:
         return self
 
     async def __anext__(self) -> Sequence[ResponseItem]:
-        """The items that have arrived since the last call; if none, waits for the next ones.
-
-        Raises:
-            ReplicaFailedError: the replica or the connection to it failed.
-        """
+        """The items that have arrived since the last call; if none, waits for the next ones. Raises
+        ReplicaFailedError: the replica or the connection to it failed."""
         while not self._items:
             if self._rest is not None:
                 return await anext(self._rest)
@@ -203,12 +200,8 @@ class ChannelStream:
 
 
 class Channel(Caller):
-    """The connection to one replica.
-
-    Args:
-        token: of the replica.
-        on_end: called when it ended, or must not be used any more.
-    """
+    """The connection to one replica. ``token``: of the replica. ``on_end``: called when it ended,
+    or must not be used any more."""
 
     def __init__(self, token: str, on_end: Callable[[Channel], None]) -> None:
         super().__init__(token, MAX_DELIVERED_BYTES)
@@ -255,12 +248,8 @@ class Channel(Caller):
                     del self._streams[delivery.stream]
 
     def open(self, request: EngineRequest, elsewhere: Elsewhere | None) -> ChannelStream | None:
-        """Send a request; ``None`` if this connection cannot carry it.
-
-        Args:
-            elsewhere: sends it over Serve's handle if the replica leaves before it has started it;
-                ``None``: it fails then.
-        """
+        """Send a request; ``None`` if this connection cannot carry it. ``elsewhere``: sends it over
+        Serve's handle if the replica leaves before it has started it; ``None``: it fails then."""
         if self._paused or self.closed:
             return None
         number = next(self._numbers)
@@ -282,11 +271,7 @@ class Channel(Caller):
 
 class Channels:
     """The connections of one router to the replicas of one model. Must be constructed on the event
-    loop that uses it.
-
-    Args:
-        find: asks a replica for its endpoint.
-    """
+    loop that uses it. ``find``: asks a replica for its endpoint."""
 
     def __init__(self, find: Find) -> None:
         self._find = find
@@ -389,11 +374,8 @@ class ServeStream:
         self._cancelled = False
 
     async def __aiter__(self) -> AsyncIterator[Sequence[ResponseItem]]:
-        """Yield the replica's items, batch by batch.
-
-        Raises:
-            ReplicaFailedError: the replica or the connection to it failed.
-        """
+        """Yield the replica's items, batch by batch. Raises ReplicaFailedError: the replica or the
+        connection to it failed."""
         try:
             async for items in self._response:
                 yield items
@@ -440,18 +422,15 @@ class _Pool:
 
 class ServeReplicas:
     """Calls replicas over handles whose deployments use
-    :class:`~sluice.router.serve.request_router.HintRouter`.
-
-    Must be constructed on the event loop that calls it.
+    :class:`~sluice.router.serve.request_router.HintRouter`; see
+    :class:`~sluice.router.serve.contract.Replicas`. To be made on the event loop that calls it.
 
     Args:
         pools: the handles of the deployments of each role that has any, at least one.
-        closed: returns the replicas that an operator has currently closed to new requests.
-        quarantined: returns the replicas that currently count as failed or hanging.
+        closed, quarantined: return the replicas that are so now.
         sent: called for each call with the way that it is sent.
         scales_to_zero: the one pool may have no replica; a call starts one.
-        startup_s: time in which a replica starts, until one start was measured, seconds.
-    """
+        startup_s: time in which a replica starts, until one start was measured, seconds."""
 
     def __init__(
         self,
@@ -488,11 +467,8 @@ class ServeReplicas:
 
     async def wake(self) -> None:
         """See :class:`~sluice.router.serve.contract.Replicas`. The call waits in Serve's queue,
-        which makes Serve's autoscaler start a replica.
-
-        Raises:
-            ReplicaFailedError: none has started in time, or none can start.
-        """
+        which makes Serve's autoscaler start a replica. Raises ReplicaFailedError: none has started
+        in time, or none can start."""
         await self._models_by(None)
 
     def _pool(self, role: Role, target: str | None, avoid: Collection[str] = ()) -> _Pool:
@@ -540,11 +516,8 @@ class ServeReplicas:
         return self._channels.open_at(request, target)
 
     async def _find(self, replica_id: str, role: Role) -> StreamEndpoint:
-        """The address that a replica listens on; the answer names the replica that sent it.
-
-        Raises:
-            ReplicaFailedError: it could not be asked.
-        """
+        """The address that a replica listens on; the answer names the replica that sent it. Raises
+        ReplicaFailedError: it could not be asked."""
         hint = self._hint(replica_id, ())
         endpoint: StreamEndpoint = await _answer_of(
             self._pool(role, replica_id).endpoint.remote(**{wire.TARGET_KWARG: hint})
@@ -592,11 +565,8 @@ class ServeReplicas:
         self, request_ids: Sequence[str], target: str | None, avoid: Sequence[str], role: Role
     ) -> Progress:
         """Ask a replica whether its engine runs; see
-        :class:`~sluice.router.serve.contract.Replicas`.
-
-        Raises:
-            ReplicaFailedError: it could not be asked, or the probe failed there.
-        """
+        :class:`~sluice.router.serve.contract.Replicas`. Raises ReplicaFailedError: it could not be
+        asked, or the probe failed there."""
         hint = self._hint(target, avoid)
         progress = self._pool(role, target, avoid).progress
         call = progress.remote(tuple(request_ids), **{wire.TARGET_KWARG: hint})
@@ -614,20 +584,14 @@ class ServeReplicas:
 
     async def models(self) -> dict[str, Any]:
         """The OpenAI list-models body of any replica; see
-        :class:`~sluice.router.serve.contract.Replicas`.
-
-        Raises:
-            ReplicaFailedError: no pool answered; it is the failure of the last one.
-        """
+        :class:`~sluice.router.serve.contract.Replicas`. Raises ReplicaFailedError: no pool
+        answered; it is the failure of the last one."""
         # A drained replica knows the models; one that hangs does not answer.
         return await self._models_by(Hint(quarantined=_replicas_of(self._quarantined())).encode())
 
     async def all_models(self) -> list[dict[str, Any]]:
-        """What each replica lists; see :class:`~sluice.router.serve.contract.Replicas`.
-
-        Raises:
-            ReplicaFailedError: none answered.
-        """
+        """What each replica lists; see :class:`~sluice.router.serve.contract.Replicas`. Raises
+        ReplicaFailedError: none answered."""
         asked = [
             asyncio.create_task(_answer_of(pool.models.remote(**{wire.TARGET_KWARG: name})))
             for pool in {
@@ -646,11 +610,8 @@ class ServeReplicas:
         return found
 
     async def check(self) -> None:
-        """Return if any replica answers that takes requests without a target.
-
-        Raises:
-            ReplicaFailedError: no pool has one; it is the failure of the last pool.
-        """
+        """Return if any replica answers that takes requests without a target. Raises
+        ReplicaFailedError: no pool has one; it is the failure of the last pool."""
         await self._models_by(self._hint(None, ()))
 
     async def _models_by(self, hint: str | None) -> dict[str, Any]:
@@ -671,11 +632,7 @@ def _replicas_of(names: Collection[str]) -> tuple[str, ...]:
 
 
 async def _answer_of(call: Any) -> Any:
-    """The result of a call that does not stream.
-
-    Raises:
-        ReplicaFailedError: it failed.
-    """
+    """The result of a call that does not stream. Raises ReplicaFailedError: it failed."""
     try:
         return await call
     except asyncio.CancelledError:

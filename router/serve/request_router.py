@@ -34,23 +34,19 @@ _log = logging.getLogger(__name__)
 class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     """Hint first, power of two choices otherwise.
 
-    - The hinted replica is chosen at once, outside Serve's queue of pending requests, so that a
-      full replica does not delay other requests. If a full replica rejects a request, that goes
-      through Serve's queue to any other replica.
-    - Without a hint, or if the hinted replica is not running, Serve chooses.
-    - A replica that an operator has closed is only chosen by a hint. If there are closed ones and
-      no hint, the least loaded other replica by this process's count is chosen, and without others
-      the request fails. The same holds for a quarantined replica as long as there are others.
-    - Without any replica, requests wait for a limited time, counted from when the last replica
-      left, and then fail. For a pool that may have none the time counts from the request, which
-      makes Serve start one. If the model has other pools of replicas, a request also fails once all
-      replicas of this pool have failed it.
-    - Replicas that leave or die are reported to the controller.
+    - The hinted replica is chosen at once, outside Serve's queue of pending requests: a full
+      replica must not delay other requests. If it rejects the request, that goes through Serve's
+      queue.
+    - A replica that an operator has closed is only chosen by a hint, and so is a quarantined one as
+      long as there are others. If there are such replicas and no hint, the least loaded other one
+      by this process's count is chosen, and without others the request fails.
+    - Without any replica, requests wait for a limited time, counted from when the last replica left
+      (for a pool that may have none, from the request), and then fail. If the model has other
+      pools, a request also fails once all replicas of this pool have failed it.
 
     ``request_router_kwargs`` are ``controller``, the controller's configuration as plain data, and
     optionally ``key`` (of the model, if the application has several), ``no_replica_wait_s``,
-    ``other_pools`` and ``scales_to_zero``.
-    """
+    ``other_pools`` and ``scales_to_zero``."""
 
     def initialize_state(self, **kwargs: Any) -> None:
         """Called by Serve once, with ``request_router_kwargs``, on the router's event loop."""
@@ -106,11 +102,7 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         return chosen
 
     async def _choice_for(self, pending_request: PendingRequest, is_retry: bool) -> RunningReplica:
-        """The replica of a request.
-
-        Raises:
-            NoReplicaError: there is no replica for it.
-        """
+        """The replica of a request. Raises NoReplicaError: there is no replica for it."""
         if not self._by_unique_id:
             await self._wait_for_replica()
         hint = _hint_of(pending_request)
@@ -177,11 +169,8 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         return min(rest, key=lambda replica: cache.get(replica.replica_id) or 0, default=None)
 
     async def _wait_for_replica(self) -> None:
-        """Return when there is a replica.
-
-        Raises:
-            NoReplicaError: there has been none for too long.
-        """
+        """Return when there is a replica. Raises NoReplicaError: there has been none for too
+        long."""
         since_s = self._none_since_s
         if self._scales_to_zero:
             since_s = asyncio.get_running_loop().time()
@@ -197,11 +186,8 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     async def _while_there_are_replicas(
         self, choice: Coroutine[Any, Any, RunningReplica]
     ) -> RunningReplica:
-        """Serve's own choice, bounded: otherwise it blocks after the last replica has died.
-
-        Raises:
-            NoReplicaError: there was none for too long.
-        """
+        """Serve's own choice, bounded: otherwise it blocks after the last replica has died. Raises
+        NoReplicaError: there was none for too long."""
         chosen = asyncio.ensure_future(choice)
         given_up = asyncio.ensure_future(self._until_none_appears())
         try:
@@ -214,11 +200,8 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             given_up.cancel()
 
     async def _until_none_appears(self) -> None:
-        """Wait until there has been no replica for too long.
-
-        Raises:
-            NoReplicaError: there was none for too long.
-        """
+        """Wait until there has been no replica for too long. Raises NoReplicaError: there was none
+        for too long."""
         while True:
             await self._wait_for_replica()
             await self._changed.wait()

@@ -16,11 +16,7 @@ from sluice.scheduling.placement.cold_start import LATE_PART
 
 
 class Running:
-    """Unique ids of the running replicas by deployment. Bounded by the number of replicas.
-
-    Args:
-        clock: monotonic seconds.
-    """
+    """Unique ids of the running replicas by deployment. Bounded by the number of replicas."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -47,11 +43,7 @@ class Running:
     def starts_in_s(self, deployments: Sequence[DeploymentID], startup_s: float) -> float | None:
         """The predicted time until the first replica of any of the deployments runs, seconds;
         ``None``: one runs. Serve starts replicas at once where none is left, and together with the
-        routers.
-
-        Args:
-            startup_s: of a whole start, until one was measured.
-        """
+        routers. ``startup_s``: of a whole start, until one was measured."""
         if any(map(self.of, deployments)):
             return None
         left_s = []

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.protocol.requests import Endpoint
+from sluice.protocol.requests import Endpoint, RequestBody
 from sluice.router.errors import ApiError
 from sluice.router.request.body import MAX_DEPTH, MAX_PARTS, parse_object
 from sluice.router.request.prompt import (
@@ -238,7 +238,8 @@ def test_everything_else_is_left_to_the_engine() -> None:
         "priority": None,
     }
     check_body("chat", body)
-    assert engine_body({**body, "slo": {}, "service_tier": "auto"}) == {
+    parsed = RequestBody.of({**body, "slo": {}, "service_tier": "auto"})
+    assert engine_body(parsed, parsed) == {
         name: value for name, value in body.items() if name != "priority"
     }
 
