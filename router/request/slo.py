@@ -221,7 +221,8 @@ class SloReader:
         """The SLO of a request with this body and these raw headers (lower-case names). Raises
         ApiError: 400; the message names the field and what is allowed. 403; the request states more
         than ``caps`` allow, and these refuse that."""
-        stated, stages, loop = _NOTHING, (), None
+        stated, loop = _NOTHING, None
+        stages: tuple[StatedStage, ...] = ()
         if (own := body.get(wire.SLO_FIELD)) is not None:
             stated, stages, loop = self._stated(own)
         in_headers = self._from_headers(headers)
