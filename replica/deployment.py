@@ -177,10 +177,6 @@ class ConfiguredReplicas:
 _PLAIN = TelemetryConfig()
 
 
-LOAD_REPORTERS = 3
-"""Replicas of a deployment that report the load of all; more than one, as a replica may die."""
-
-
 class ReplicaServer:
     """One replica in Serve, which reports, responses and the request router identify by its Serve
     replica's unique id. ``key`` is of its model, if the application has several.
@@ -291,7 +287,7 @@ class ReplicaServer:
         Only the first few replicas report it, as all would report the same; none while the
         controller does not answer, so the number of replicas stays unchanged."""
         rank = serve.get_replica_context().rank
-        if rank is not None and rank.rank >= LOAD_REPORTERS:
+        if rank is not None and rank.rank >= 3:
             return {}
         # Where roles change, the number of replicas is for all of them together.
         load = await self._client.load(None if self._elastic else self._role)

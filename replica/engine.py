@@ -20,13 +20,10 @@ MAX_CHUNK_BYTES = 1 << 20
 """Max chunk of a response that is not streamed: a long one blocks an event loop for a while."""
 
 
-_ROWS_PER_REQUEST = 4
-
-
 def table_capacity(max_live_requests: int) -> int:
     """Rows of an engine's state table: several per live request, as an API call with ``n`` > 1 is
     several sequences of the engine. The table's owner and its reports must agree on it."""
-    return _ROWS_PER_REQUEST * max_live_requests
+    return 4 * max_live_requests
 
 
 def chunks_of(data: bytes, tokens: int = 0) -> Iterator[ResponseChunk]:

@@ -14,9 +14,6 @@ from sluice.scheduling.roles import ROLES, Role
 
 # What a replica reserves in Ray: an actor's resources, or a placement group for its workers.
 
-_TPU_LABELS = "ray.io/tpu-"
-_ACCELERATOR = "ray.io/accelerator-type"
-
 
 def resources(engine: EngineConfig, replica: ReplicaConfig, gpus: float) -> dict[str, Any]:
     """Serve's options for a deployment whose replicas have ``gpus`` GPUs each.
@@ -85,8 +82,8 @@ def unplaceable(
             "pipeline-parallel-size x data-parallel-size)",
         )
     for name, value in replica.node_labels.items():
-        if name.startswith(_TPU_LABELS) or (
-            name == _ACCELERATOR and value.upper().startswith("TPU")
+        if name.startswith("ray.io/tpu-") or (
+            name == "ray.io/accelerator-type" and value.upper().startswith("TPU")
         ):
             yield (
                 (*place, "node_labels"),

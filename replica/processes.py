@@ -39,10 +39,6 @@ def pin_thread(core: int, rank: int = 0) -> None:
         logger.warning("not pinned to core %d: this process may use %s", core, allowed)
 
 
-_ON_PARENTS_DEATH = 1
-"""``PR_SET_PDEATHSIG``, prctl(2)."""
-
-
 def end_with_parent(parent: int | None = None) -> None:
     """Have Linux kill this process when its parent ends, for whatever reason. ``parent`` is its
     process id, by default the one that ``multiprocessing`` knows; without one this does nothing.
@@ -55,7 +51,8 @@ def end_with_parent(parent: int | None = None) -> None:
         parent = None if known is None else known.pid
     if sys.platform != "linux" or parent is None:
         return
-    ctypes.CDLL(None).prctl(_ON_PARENTS_DEATH, signal.SIGKILL)
+    # prctl(2): PR_SET_PDEATHSIG.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # the parent has ended already
 

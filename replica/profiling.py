@@ -73,7 +73,6 @@ _TOKENS = range(16, 256)
 """Token ids of the prompts: every vocabulary has them, and few are special."""
 
 _LOAD_BATCHES = 2
-_RANDOM_LOADS = 16
 
 
 class Group(NamedTuple):
@@ -130,7 +129,7 @@ def random_loads(info: EngineInfo, seed: int = 0) -> list[Load]:
             )
             for _ in range(chance.randint(1, 3))
         )
-        for _ in range(_RANDOM_LOADS)
+        for _ in range(16)
     ]
     return [_cut(load, info) for load in loads]
 
@@ -224,11 +223,8 @@ _DECODE_BATCHES = ((1, 64), (8, 16), (2, 512), (24, 128), (4, 1024), (16, 400))
 _SLO = SLO(service_class="profile")
 """A separate service class: these output lengths must not affect predictions for clients."""
 
-_AUDIO_SAMPLES = 16_000
-"""A second, for models that transcribe; Whisper takes as long for any audio up to its longest."""
 
 _DECODE_STEPS = 12
-_ENOUGH_ROUNDS = 3
 
 
 async def latency_profile(llm: Any, table: StateTable, config: EngineConfig) -> LatencyProfile:
@@ -371,7 +367,7 @@ async def measure(llm: Any, table: StateTable, budget_s: float) -> None:
             await load.run(1, 32, 2)
             await load.run(2, load.batch_tokens // 2, 2)
             table.clear_samples()
-            for _ in range(_ENOUGH_ROUNDS):
+            for _ in range(3):
                 async for _ in load.round():
                     pass
     except TimeoutError:
@@ -429,7 +425,8 @@ class _Load:
         }
         if self._llm.vllm_config.model_config.is_encoder_decoder:
             # A prefill of such a model has its encoder's time in it.
-            audio = {"prompt": "", "multi_modal_data": {"audio": np.zeros(_AUDIO_SAMPLES)}}
+            # A second; Whisper takes as long for any audio up to its longest.
+            audio = {"prompt": "", "multi_modal_data": {"audio": np.zeros(16_000)}}
             prompt = {"encoder_prompt": audio, "decoder_prompt": prompt}
         name = f"profile-{self._serial}"
         xargs = to_xargs(RequestArgs(name, time.monotonic(), _SLO))

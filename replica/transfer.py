@@ -195,10 +195,6 @@ class KeptPrompts:
         self._bytes -= kept.nbytes
 
 
-_CONNECT_S = 1.0
-"""Timeout of a connection attempt, seconds: a dead host does not answer."""
-
-
 class Source(NamedTuple):
     """Where the KV of a prompt is: an address, the layout that it must have, and its handle."""
 
@@ -248,12 +244,25 @@ def fetch(
         layer_bytes: bytes of one block in each layer.
         deadline_s: when the fetch must be complete, monotonic seconds."""
     expected = count * sum(layer_bytes)
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TransferError("no time left to connect")
     try:
-        with _connected(source, deadline_s) as peer:
+        # A dead host does not answer.
+        address = source.host, source.port
+        with socket.create_connection(address, min(1.0, left_s)) as peer:
             question = (MAGIC, PROTOCOL, source.layout, bytes(source.handle), first, count)
             set_timeout(peer, deadline_s)
             peer.sendall(QUESTION.pack(*question))
-            _check_answer(peer, expected, deadline_s)
+            answer = bytearray(ANSWER.size)
+            receive_into(peer, memoryview(answer), deadline_s)
+            magic, status, nbytes = ANSWER.unpack(answer)
+            if magic != MAGIC:
+                raise TransferError("the peer is no engine of this kind")
+            if status != OK:
+                raise TransferError(REASONS.get(status, f"unknown status {status}"))
+            if nbytes != expected:
+                raise TransferError(f"{nbytes} bytes are offered where {expected} are needed")
             layers = [bytearray(count * size) for size in layer_bytes]
             for layer in layers:
                 receive_into(peer, memoryview(layer), deadline_s)
@@ -264,27 +273,7 @@ def fetch(
         )
 
 
-def _connected(source: Source, deadline_s: float) -> socket.socket:
-    left_s = deadline_s - time.monotonic()
-    if left_s <= 0:
-        raise TransferError("no time left to connect")
-    return socket.create_connection((source.host, source.port), min(_CONNECT_S, left_s))
-
-
-def _check_answer(peer: socket.socket, expected: int, deadline_s: float) -> None:
-    answer = bytearray(ANSWER.size)
-    receive_into(peer, memoryview(answer), deadline_s)
-    magic, status, nbytes = ANSWER.unpack(answer)
-    if magic != MAGIC:
-        raise TransferError("the peer is no engine of this kind")
-    if status != OK:
-        raise TransferError(REASONS.get(status, f"unknown status {status}"))
-    if nbytes != expected:
-        raise TransferError(f"{nbytes} bytes are offered where {expected} are needed")
-
-
 DIGEST_BYTES = 16
-_MOST_RANKS = 1024
 
 
 class Offer(NamedTuple):
@@ -313,7 +302,7 @@ class Offer(NamedTuple):
     def of(cls, params: Mapping[str, Any]) -> Offer:
         """Read it back. Raises ValueError: ``params`` is no output of :meth:`to_params`."""
         addresses = params.get("addresses")
-        if not isinstance(addresses, list) or not 0 < len(addresses) <= _MOST_RANKS:
+        if not isinstance(addresses, list) or not 0 < len(addresses) <= 1024:
             raise ValueError("addresses must be a list with an address for each worker")
         tokens = params.get("prompt_tokens")
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
@@ -371,8 +360,6 @@ logger = logging.getLogger(__name__)
 _MOST_PEERS = 32
 """Max connections at once; further ones wait to be accepted."""
 
-_QUESTION_S = 0.5
-"""Timeout for the question on a new connection."""
 
 _TICK_S = 1.0
 """Interval of dropping expired KV while there are no connections."""
@@ -442,7 +429,7 @@ class TransferServer:
     def _answer(self, peer: socket.socket) -> None:
         question = bytearray(QUESTION.size)
         now_s = time.monotonic()
-        receive_into(peer, memoryview(question), now_s + min(_QUESTION_S, self._timeout_s))
+        receive_into(peer, memoryview(question), now_s + min(0.5, self._timeout_s))
         magic, protocol, layout, handle, first, count = QUESTION.unpack(question)
         deadline_s = time.monotonic() + self._timeout_s
         if magic != MAGIC or protocol != PROTOCOL:
@@ -455,7 +442,15 @@ class TransferServer:
         try:
             if first + count > kept.blocks:
                 return _send(peer, MALFORMED, deadline_s)
-            _send_blocks(peer, kept, first, count, deadline_s)
+            pieces = []
+            for layer in kept.layers:
+                size = layer.nbytes // kept.blocks
+                pieces.append(layer[first * size : (first + count) * size])
+            _send(peer, OK, deadline_s, sum(piece.nbytes for piece in pieces))
+            for piece in pieces:
+                # The limit is on the total time of a call, not on the time per byte.
+                set_timeout(peer, deadline_s)
+                peer.sendall(piece)
         finally:
             self._store.sent(kept)
         return None
@@ -464,17 +459,3 @@ class TransferServer:
 def _send(peer: socket.socket, status: int, deadline_s: float, nbytes: int = 0) -> None:
     set_timeout(peer, deadline_s)
     peer.sendall(ANSWER.pack(MAGIC, status, nbytes))
-
-
-def _send_blocks(
-    peer: socket.socket, kept: Kept, first: int, count: int, deadline_s: float
-) -> None:
-    pieces = []
-    for layer in kept.layers:
-        size = layer.nbytes // kept.blocks
-        pieces.append(layer[first * size : (first + count) * size])
-    _send(peer, OK, deadline_s, sum(piece.nbytes for piece in pieces))
-    for piece in pieces:
-        # The limit is on the total time of a call, not on the time per byte.
-        set_timeout(peer, deadline_s)
-        peer.sendall(piece)

@@ -128,30 +128,20 @@ def subschemas(schema: Any) -> Iterator[Any]:
             yield from subschemas(each)
 
 
-def not_by_xgrammar(schema: Any) -> list[str]:
-    """What of a valid schema xgrammar does not enforce: keywords. ``O(size)``."""
-    return list(dict.fromkeys(fault for node in subschemas(schema) for fault in _ignored(node)))
+def _not_enforced(schema: Any, backend: str) -> list[str]:
+    """What of a valid schema ``backend`` neither enforces nor refuses: keywords. ``O(size)``."""
+    missed = _missed if backend == "guidance" else _ignored
+    found = dict.fromkeys(fault for node in subschemas(schema) for fault in missed(node))
+    if backend not in ("guidance", "xgrammar"):
+        nodes = [node for node in subschemas(schema) if isinstance(node, dict)]
+        found |= dict.fromkeys(sorted({key for n in nodes for key in _NOT_BY_OTHERS & n.keys()}))
+        for name in (name for node in nodes for name in node.get("properties", ())):
+            if re.search(r'["\\\x00-\x1f]', name):
+                found[f"the property {name!r}"] = None
+    return list(found)
 
 
-def not_by_guidance(schema: Any) -> list[str]:
-    """What of a valid schema guidance neither enforces nor refuses: keywords. ``O(size)``."""
-    return list(dict.fromkeys(fault for node in subschemas(schema) for fault in _missed(node)))
-
-
-def not_by_others(schema: Any) -> list[str]:
-    """What of a valid schema other backends than these two do not enforce. ``O(size)``."""
-    nodes = [node for node in subschemas(schema) if isinstance(node, dict)]
-    escaped = [
-        f"the property {name!r}"
-        for node in nodes
-        for name in node.get("properties", ())
-        if re.search(r'["\\\x00-\x1f]', name)
-    ]
-    also = sorted({key for node in nodes for key in _NOT_BY_OTHERS & node.keys()})
-    return [*not_by_xgrammar(schema), *also, *escaped]
-
-
-def unlike_elsewhere(pattern: str) -> bool:
+def _unlike_elsewhere(pattern: str) -> bool:
     """Whether guidance reads a regular expression otherwise than JSON Schema and Python."""
     return _SET_OPERATION.search(pattern) is not None
 
@@ -232,7 +222,7 @@ def _missed(node: Any) -> Iterator[str]:
         ("pattern", [node.get("pattern", "")]),
         ("patternProperties", node.get("patternProperties", ())),
     ):
-        if any(map(unlike_elsewhere, patterns)):
+        if any(map(_unlike_elsewhere, patterns)):
             yield f"{key} with [, && or -- in brackets"
 
 
@@ -444,13 +434,6 @@ def _checked_schema(given: Any, usable: tuple[str, ...]) -> str:
     raise ValueError(f"not enforced in a JSON schema: {', '.join(faults)}")
 
 
-def _not_enforced(schema: Any, backend: str) -> list[str]:
-    if backend == "guidance":
-        return not_by_guidance(schema)
-    by_xgrammar = backend == "xgrammar"
-    return not_by_xgrammar(schema) if by_xgrammar else not_by_others(schema)
-
-
 def _check_schema(schema: Any) -> None:
     """Refuse what is no JSON schema, and what no finite text obeys."""
     from jsonschema import Draft202012Validator, FormatChecker, SchemaError
@@ -470,7 +453,7 @@ def _check_schema(schema: Any) -> None:
 def _check_other(params: Any, backend: str) -> None:
     """Refuse what the backend would take and not enforce."""
     if params.regex is not None and backend == "guidance":
-        if unlike_elsewhere(params.regex):
+        if _unlike_elsewhere(params.regex):
             raise ValueError("regex with [, && or -- in brackets is not enforced")
     elif params.grammar is not None:
         if _endless(params.grammar):

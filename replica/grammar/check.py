@@ -272,9 +272,6 @@ MAX_WAITING: Final = 32
 START_S: Final = 300.0
 """Max start-up time of the process, seconds."""
 
-ANSWER_PARTS: Final = 2
-"""The process may take this many times its own wall-clock limit to answer; then it is replaced."""
-
 
 def structural_tags(body: Mapping[str, Any]) -> list[str]:
     """The structural tags in an API body, as JSON. ``O(1)`` where there are none."""
@@ -362,7 +359,7 @@ class GrammarCheck:
         try:
             if self._running():
                 self._connection.send(constraint)
-                if self._connection.poll(ANSWER_PARTS * WALL_FACTOR * self._limit_s):
+                if self._connection.poll(2 * WALL_FACTOR * self._limit_s):
                     verdict: Verdict = self._connection.recv()
                     return verdict
         except (EOFError, OSError):

@@ -27,9 +27,7 @@ BY_BATCH_SIZE = "num_speculative_tokens_per_batch_size"
 FREE_METHODS = ("ngram", "ngram_gpu", "suffix")
 """Methods that look drafts up, in negligible time; the others run a draft model."""
 
-_PROBE_STEPS = 8
 _MEMORY = 0.98
-_MOST_RATIO = 4.0
 
 
 def with_all_lengths(given: Any) -> dict[str, Any]:
@@ -85,7 +83,7 @@ class DraftLength:
             self.length = min(taken + 1, self._most) if taken else 0
         elif decodes and not self.length:
             self._idle += 1
-            if self._idle >= _PROBE_STEPS:
+            if self._idle >= 8:
                 self.length = self._most
 
 
@@ -105,7 +103,7 @@ class DraftTime:
         """A step of ``predicted_s`` without drafting (> 0), for which up to ``drafted`` tokens were
         drafted for one decode, took ``seconds``."""
         # A step that the machine delayed must not weigh as much as hundreds.
-        ratio = min(seconds / predicted_s, _MOST_RATIO)
+        ratio = min(seconds / predicted_s, 4.0)
         # In units of the step: a long step is no better evidence than a short one.
         known = np.array([1.0, drafted / predicted_s])
         self._squares = _MEMORY * self._squares + np.outer(known, known)

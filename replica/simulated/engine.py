@@ -43,9 +43,6 @@ _MAX_LAG_S = 0.01
 """How far the engine may be behind its deadlines and still catch up, seconds: timers are late by
 about a millisecond, which must not add up, and a stall must not be replayed as a burst."""
 
-_MIN_TOKEN_S = 1e-7
-"""Min time per token in plans: with free tokens a planner would guarantee any SLO."""
-
 
 class _LiveCall:
     """An API call in the engine: the number of tokens of each choice, and the consumer that waits
@@ -427,9 +424,10 @@ def _profile(config: EngineConfig) -> LatencyProfile:
     if config.latency_profile is not None:
         return LatencyProfile.from_json(config.latency_profile.read_text(encoding="utf-8"))
     truth: SimulatedEngineConfig = config.simulated
+    # With free tokens a planner would promise any SLO.
     model = LinearLatency(
         truth.step_s,
-        max(truth.token_s, _MIN_TOKEN_S),
+        max(truth.token_s, 1e-7),
         truth.context_token_s,
         truth.quadratic_s,
     )

@@ -31,8 +31,6 @@ from sluice.protocol.streams import TICKET_HEADER
 FETCH_S: Final = 10.0
 """Timeout for the reader of a stream to connect, seconds."""
 
-SENT_PERIOD_S: Final = 0.5
-"""Interval between two reports of sent chunks, seconds."""
 
 MAX_HEAD_BYTES: Final = 64 << 10
 """Maximum head of a request, bytes. Envoy's default limit is 60 KiB."""
@@ -41,9 +39,6 @@ MAX_STRANGERS: Final = 1024
 """Max connections that have not shown a ticket yet; one more closes the oldest."""
 
 STRANGER_S: Final = 5.0
-_ID_BYTES = 9
-_SECRET_BYTES = 24
-_MAX_WAITING_BYTES = 64 << 10
 _TICKET_NAME: Final = TICKET_HEADER.encode()
 
 _BEGIN: Final = (
@@ -111,7 +106,7 @@ async def sent_directly(
                     offset_s = now_s - began_s if item.data else item.offset_s or now_s - began_s
                     sent.append((item.tokens, offset_s, item.reasoned))
                 ended = isinstance(item, ResponseTail)
-                if sent and (ended or now_s >= told_s + SENT_PERIOD_S):
+                if sent and (ended or now_s >= told_s + 0.5):
                     if told_s == -inf:
                         yield head._replace(fetch=stream.offer())
                     told_s = now_s
@@ -145,7 +140,7 @@ class DirectStream:
         self._port = port
         self._name = name
         self._patience_s = patience_s
-        self._secret = secrets.token_urlsafe(_SECRET_BYTES)
+        self._secret = secrets.token_urlsafe(24)
         self._data: list[bytes] = []
         self._waiting_bytes = 0
         self._flushing = False
@@ -174,7 +169,7 @@ class DirectStream:
         if not self._flushing and self._transport is not None:
             self._flushing = True
             asyncio.get_running_loop().call_soon(self._flush)
-        if self._waiting_bytes > _MAX_WAITING_BYTES:
+        if self._waiting_bytes > 64 << 10:
             self._room.clear()
         if not self._room.is_set():
             await self._wait(self._room)
@@ -336,7 +331,7 @@ class DirectPort:
 
     def open(self, patience_s: float) -> DirectStream:
         """A new stream; its reader may read nothing for ``patience_s``."""
-        name = secrets.token_urlsafe(_ID_BYTES)
+        name = secrets.token_urlsafe(9)
         stream = DirectStream(self, name, patience_s)
         self._streams[name] = stream
         return stream

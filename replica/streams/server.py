@@ -118,8 +118,6 @@ def _nothing() -> None:
 MAX_CONNECTIONS = 1024
 """Max connections that have shown the token: each router has one."""
 
-_CLOSE_TIMEOUT_S = 1.0
-_HIGH_WATER = 1 << 20
 
 _decode = msgspec.msgpack.Decoder(Asked).decode
 _encode = msgspec.msgpack.Encoder().encode
@@ -236,7 +234,7 @@ class _Connection(Guest):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         assert self._transport is not None
-        self._transport.set_write_buffer_limits(_HIGH_WATER)
+        self._transport.set_write_buffer_limits(1 << 20)
         self._loop = asyncio.get_running_loop()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -391,7 +389,7 @@ class StreamServer(Listener):
         for connection in (*self._strangers, *self._trusted):
             connection.close()
         try:
-            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+            async with asyncio.timeout(1.0):
                 await self._empty.wait()
         except TimeoutError:
             for connection in (*self._strangers, *self._trusted):

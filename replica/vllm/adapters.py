@@ -26,17 +26,10 @@ logger = init_logger(__name__)
 LOOK_S: Final = 2.0
 """Time between two looks at the directory, seconds."""
 
-SETTINGS_FILE: Final = "adapter_config.json"
-"""As PEFT writes it; a folder without it is not an adapter, or not a complete one yet."""
-
-MOST_FOLDERS: Final = 10_000
-"""Maximum number of entries of the directory that are looked at."""
 
 MOST_REMEMBERED: Final = 10_000
 """Maximum number of names under which adapters are loaded in the life of an engine."""
 
-MOST_REASON: Final = 500
-"""Maximum characters of vLLM's reason in a message."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -176,7 +169,7 @@ class DirectoryAdapters:
         try:
             await self._llm.add_lora(request)
         except Exception as error:
-            why = f"vLLM cannot load it: {str(error)[:MOST_REASON]}"
+            why = f"vLLM cannot load it: {str(error)[:500]}"
             self._failed[name] = stamp, why
             return why
         if await asyncio.to_thread(stamp_of, self._directory / name) != stamp:
@@ -231,7 +224,7 @@ def directory_adapters(config: EngineConfig, llm: Any, models: Any) -> Directory
 def folders(directory: Path) -> Iterator[tuple[str, Stamp]]:
     """Names and stamps of the adapters in a directory. Raises OSError: it cannot be read."""
     for number, path in enumerate(directory.iterdir()):
-        if number >= MOST_FOLDERS:
+        if number >= 10_000:
             return
         stamp = stamp_of(path) if _NAME.fullmatch(path.name) else None
         if stamp is not None:
@@ -241,7 +234,7 @@ def folders(directory: Path) -> Iterator[tuple[str, Stamp]]:
 def stamp_of(folder: Path) -> Stamp | None:
     """The stamp of the adapter in a folder; ``None`` if there is none."""
     try:
-        if not (folder / SETTINGS_FILE).is_file():
+        if not (folder / "adapter_config.json").is_file():
             return None
         files = sorted((path.name, path.stat()) for path in folder.iterdir())
         return tuple(

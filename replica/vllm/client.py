@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
+import msgspec
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -28,7 +29,7 @@ from sluice.replica.grammar.backends import constrain, use
 from sluice.replica.grammar.bound import TOO_COSTLY
 from sluice.replica.grammar.check import GrammarCheck, structural_tags
 from sluice.replica.scheduler.local_scheduler import end_among
-from sluice.replica.scheduler.xargs import ARRIVAL_S, E2E_S, ID, KEY_PREFIX
+from sluice.replica.scheduler.xargs import ID, KEY_PREFIX, from_xargs, to_xargs
 
 # Resuming in vLLM a stream that another replica began.
 #
@@ -134,10 +135,6 @@ CURRENT_CALL: ContextVar[ApiCall | None] = ContextVar("CURRENT_CALL", default=No
 """The API call that this task serves, for places where vLLM's requests do not carry it."""
 
 
-_SHORTEST_S = 0.001
-"""Of the time that is left to an objective, seconds."""
-
-
 class AbortedError(ValueError):
     """The request was aborted before it reached the engine."""
 
@@ -183,7 +180,7 @@ class ApiCall:
     refusal: RequestError | None = None
     aborted: bool = False
     trace: Mapping[str, str] = field(default_factory=dict)
-    xargs: Mapping[str, str | int | float] = field(default_factory=dict)
+    xargs: Mapping[str, str] = field(default_factory=dict)
     transfer: Mapping[str, Any] | None = None
     prefill_only: bool = False
     kv_of_request: str = ""
@@ -494,12 +491,14 @@ def _later_part(sampling_params: Any) -> Any:
     """The parameters of a later part of a stream: the TTFT of a part counts from the end of the one
     before."""
     now_s = time.monotonic()
-    changed = {ARRIVAL_S: now_s}
-    extra = sampling_params.extra_args
-    if E2E_S in extra:
-        changed[E2E_S] = max(_SHORTEST_S, extra[E2E_S] - (now_s - extra[ARRIVAL_S]))
+    args = from_xargs(sampling_params.extra_args, "", now_s)
+    slo = args.slo
+    if slo.e2e_s is not None:
+        left_s = max(0.001, slo.e2e_s - (now_s - args.arrival_s))
+        slo = msgspec.structs.replace(slo, e2e_s=left_s)
+    own = to_xargs(args._replace(arrival_s=now_s, slo=slo))
     sampling_params = copy(sampling_params)  # the parts share it
-    sampling_params.extra_args = {**extra, **changed}
+    sampling_params.extra_args = {**sampling_params.extra_args, **own}
     return sampling_params
 
 

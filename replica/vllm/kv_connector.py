@@ -139,10 +139,6 @@ def _block_shape(cache: torch.Tensor, dim: int) -> tuple[int, ...]:
 logger = logging.getLogger(__name__)
 
 CONFIG_KEY = "sluice"
-_FETCHERS = 8
-"""Max prompts whose KV a worker fetches at once."""
-
-_ANY_ADDRESS = "0.0.0.0"  # vLLM's answer if it finds no address
 
 
 @dataclass(frozen=True)
@@ -421,7 +417,7 @@ class _WorkerSide:
         self._config = config
         self._kept = KeptPrompts(config.max_bytes, config.keep_s)
         self._incoming = MemoryLimit(config.max_bytes)
-        self._fetchers = ThreadPoolExecutor(_FETCHERS, thread_name_prefix="kv-fetch")
+        self._fetchers = ThreadPoolExecutor(8, thread_name_prefix="kv-fetch")
         self._lock = threading.Lock()
         self._finished: set[str] = set()
         self._failed: set[int] = set()
@@ -437,7 +433,8 @@ class _WorkerSide:
         self._layers = BlockLayers(kv_caches, self._blocks)
         layout = self._layers.digest(model_facts(self._vllm_config))
         host = self._config.host or get_ip()
-        if host == _ANY_ADDRESS:
+        # vLLM's answer if it finds no address.
+        if host == "0.0.0.0":
             host = "127.0.0.1"
         self._server = TransferServer(self._kept, layout, host, self._config.timeout_s)
         self.address = WorkerAddress(host, self._server.port, layout)

@@ -15,10 +15,6 @@ from vllm.v1.request import RequestStatus
 from sluice.replica.scheduler.local_scheduler import LocalScheduler
 from sluice.replica.vllm.contract import WITH_HOST_MEMORY, age
 
-_CPU: Final = "CPU"
-_GROUP_BYTES: Final = 4
-"""An offloaded block is named by its hash and the number of its group of layers."""
-
 
 class HostBlocks:
     """What vLLM's ``OffloadingConnector`` has in the host's memory, and how long loading takes.
@@ -116,9 +112,10 @@ class HostBlocks:
 
     def _note(self, event: Any) -> None:
         """Follow an event of the memory of the host."""
-        if getattr(event.medium, "value", event.medium) != _CPU:
+        if getattr(event.medium, "value", event.medium) != "CPU":
             return
-        hashes = [bytes(key[:-_GROUP_BYTES]) for key in event.keys]
+        # A block is named by its hash and the number of its group of layers, 4 bytes.
+        hashes = [bytes(key[:-4]) for key in event.keys]
         if not event.removed:
             self._held.update(hashes)
             return

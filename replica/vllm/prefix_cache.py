@@ -178,14 +178,6 @@ class PooledBlocks:
         self._pool._emit_block_removed_events = emit_and_tell
 
 
-_REFRESHED = 8
-"""Requests per pass that are looked up again: a pass costs no more in a longer queue."""
-
-_BLOCKS_A_PASS = 2048
-"""Max cached blocks examined in one pass, one to two milliseconds; the hit that exceeds it is the
-last."""
-
-
 class PrefixHit(NamedTuple):
     """``tokens`` need not be computed; ``blocks`` of theirs are in use, so that sharing them takes
     none of the free ones. An unused cached block counts as free until it is used again."""
@@ -229,8 +221,10 @@ class PrefixHits:
         free_blocks = self._pool.get_num_free_blocks()
         changed = self._enabled and free_blocks != self._free_blocks
         self._free_blocks = free_blocks
-        self._blocks_left = _BLOCKS_A_PASS
-        return _REFRESHED if changed else 0
+        # One to two milliseconds; the hit that exceeds it is the last.
+        self._blocks_left = 2048
+        # A pass costs no more in a longer queue.
+        return 8 if changed else 0
 
     def of(self, request: Any) -> PrefixHit | None:
         """The hit of a waiting request without computed tokens; ``None``: the pass has examined as

@@ -45,9 +45,6 @@ _COULD_RUN = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 _RUNNING, _WAITING = RequestStatus.RUNNING, RequestStatus.WAITING
 _FIRST_ROWS = 64
 
-_AGE = 4
-"""Passes until a hit in the prefix cache is looked up again."""
-
 
 class RequestRows:
     """The rows of a scheduler's live requests, in order of arrival at the engine.
@@ -201,7 +198,7 @@ class RequestRows:
         places = np.array([self._places[each.request_id] for each in requests], np.int64)
         read_at = self._read_at[places]
         due = read_at == 0
-        due[np.flatnonzero(~due & (read_at <= self._pass - _AGE))[:again]] = True
+        due[np.flatnonzero(~due & (read_at <= self._pass - 4))[:again]] = True
         due[[n for n, request in enumerate(requests) if request.num_computed_tokens]] = True
         for n in np.flatnonzero(due).tolist():
             self._read(requests[n], int(places[n]))

@@ -33,9 +33,6 @@ from sluice.scheduling.roles import Role
 # A variant registers itself when its package is imported, so the stock engine imports none of
 # them. The code that makes an engine imports the variant that its configuration asks for.
 
-STOCK_SCHEDULER = "sluice.replica.vllm.scheduler.make_scheduler"
-"""vLLM's name of the scheduler factory, unless a variant has its own."""
-
 
 class Variant(Protocol):
     """The changes of a variant."""
@@ -145,8 +142,6 @@ def _exists(parser: str) -> bool:
 
 
 KV_CONNECTOR_MODULE = "sluice.replica.vllm.kv_connector"
-"""vLLM's path of Sluice's KV connector."""
-
 SENDS_KV = "kv_producer"
 """vLLM's name for an engine that sends KV, and receives none."""
 
@@ -160,12 +155,6 @@ _ON_GPUS = frozenset({"OffloadingConnector", "SimpleCPUOffloadConnector"})
 _LMCACHE_ON_GPUS = "LMCacheConnectorV1"
 """Begins the names of the connectors that run LMCache in the engine's process. On a CPU build, with
 LMCache 0.5.6, such an engine starts, keeps nothing, and waits 3 s at each longer prompt."""
-
-_MAX_REASON = 500
-"""Max characters of vLLM's reason for refusing its arguments in the error message."""
-
-_CPU_KV_BYTES = 256 << 20
-"""KV cache on CPUs unless stated; vLLM would take a share of all memory."""
 
 
 class Launched(NamedTuple):
@@ -261,7 +250,7 @@ def parse_arguments(
     arguments |= {
         "model": model,
         "served-model-name": served_name,
-        "scheduler-cls": STOCK_SCHEDULER,
+        "scheduler-cls": "sluice.replica.vllm.scheduler.make_scheduler",
         "scheduling-policy": "fcfs",
         "additional-config": settings.to_additional_config(),
         # vLLM's own tracing fails without its times.
@@ -361,7 +350,7 @@ def engine_arguments(
 def _reason(text: str) -> str:
     """The reason in the parser's output: its usage comes before, links after."""
     told = text.rpartition(" error: ")[2].partition("For further information")[0]
-    return " ".join(told.split())[:_MAX_REASON]
+    return " ".join(told.split())[:500]
 
 
 def engine_config(arguments: Any) -> Any:
@@ -535,9 +524,10 @@ def _prepare_nixl(transfer: TransferConfig) -> None:
 
 
 def _cpu_defaults(given: dict[str, Any]) -> dict[str, Any]:
+    # vLLM would take a share of all memory.
     defaults: dict[str, Any] = {
         "enforce-eager": True,
-        "kv-cache-memory-bytes": _CPU_KV_BYTES,
+        "kv-cache-memory-bytes": 256 << 20,
         "worker-cls": "sluice.replica.vllm.cpu_worker.PatchedCpuWorker",
     }
     if workers(given) == 1:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import math
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.replica.scheduler.xargs import (
+    ARGS,
+    ID,
     RequestArgs,
     SchedulerSettings,
     from_xargs,
@@ -54,7 +60,7 @@ def test_round_trip(request_id, arrival_s, slo, best_effort, prefix, others, ten
     ends = frozenset({7, 1 << 30}) if slo.stages else frozenset()
     args = RequestArgs(request_id, arrival_s, slo, best_effort, prefix, tenant, weight, True, ends)
     xargs = to_xargs(args)
-    assert all(isinstance(value, str | int | float) for value in xargs.values())
+    assert all(isinstance(value, str) for value in xargs.values())
     assert from_xargs({**others, **xargs}, "engine-id", now_s=2e9) == args
 
 
@@ -63,35 +69,42 @@ def test_a_direct_request_has_no_objective_and_arrives_now(xargs):
     assert from_xargs(xargs, "engine-id", now_s=12.5) == RequestArgs("engine-id", 12.5, SLO())
 
 
+def changed(**fields):
+    """The keys of a request, with these fields as JSON has them."""
+    args = RequestArgs("x", 0.0, SLO(ttft_s=1.0), prefix=PromptPrefix((1,), 1 << 20))
+    plain = msgspec.to_builtins(args._asdict()) | fields
+    return {ID: "x", ARGS: json.dumps(list(plain.values()))}
+
+
 def test_a_request_cannot_arrive_in_the_future():
-    assert from_xargs({"sluice_arrival_s": 99.0}, "x", now_s=10.0).arrival_s == 10.0
+    assert from_xargs(changed(arrival_s=99.0), "x", now_s=10.0).arrival_s == 10.0
 
 
 @pytest.mark.parametrize(
     ("xargs", "named"),
     [
-        ({"sluice_ttft_s": "soon"}, "sluice_ttft_s"),
-        ({"sluice_stages": 3}, "sluice_stages"),
-        ({"sluice_stages": "[[1.0, 2.0, 3.0, 0.5, 0]]"}, "sluice_stages"),
-        ({"sluice_stages": "[[-1.0, null, null, 0, 0]]"}, "times must be positive"),
-        ({"sluice_reasoning_ends": "[x]"}, "sluice_reasoning_ends"),
-        ({"sluice_tenant": 7}, "sluice_tenant"),
-        ({"sluice_tenant": "f" * 16}, "sluice_tenant"),
-        ({"sluice_weight": 0.0}, "sluice_weight"),
-        ({"sluice_ttft_s": float("nan")}, "sluice_ttft_s"),
-        ({"sluice_ttft_s": -1.0}, "ttft_s"),
-        ({"sluice_priority": 11}, "priority"),
-        ({"sluice_priority": 1.5}, "sluice_priority"),
-        ({"sluice_arrival_s": float("inf")}, "sluice_arrival_s"),
-        ({"sluice_id": 3}, "sluice_id"),
+        ({"sluice_id": "x"}, "sluice_args"),
+        ({"sluice_args": 3}, "sluice_args"),
+        ({"sluice_args": "[x]"}, "sluice_args"),
         ({"sluice_tfft_s": 3}, "sluice_tfft_s"),
-        ({"sluice_prefix": 3}, "sluice_prefix"),
-        ({"sluice_prefix": "200,"}, "sluice_prefix"),
-        ({"sluice_prefix": "200,0123"}, "sluice_prefix"),
-        ({"sluice_prefix": "200,f" + "0" * 15}, "sluice_prefix"),
-        ({"sluice_prefix": "200," + "0" * 16}, "hash of 0"),
-        ({"sluice_prefix": "1ff," + "1" * 16}, "more chunks than a prompt of size 511"),
-        ({"sluice_prefix": "fffffff," + "1" * 16 * 65}, "1 to 64 hashes"),
+        (changed(request_id=3), "Expected `str`"),
+        (changed(arrival_s=math.inf), "malformed"),
+        (changed(slo=["soon"]), "Expected `float"),
+        (changed(slo=[math.nan]), "malformed"),
+        (changed(slo=[-1.0]), "ttft_s must be positive"),
+        (changed(slo=[None, None, None, 11]), "priority must be an integer"),
+        (changed(slo=[None, None, None, 1.5]), "Expected `int`"),
+        (changed(slo=[None, None, None, 1, "a", "mean", 3]), "Expected `array`"),
+        (changed(slo=[*[None] * 3, 1, "a", "mean", [[-1.0, None, None, 0, 0]]]), "times must be"),
+        (changed(reasoning_ends=["x"]), "Expected `int`"),
+        (changed(tenant="7"), "Expected `int`"),
+        (changed(tenant=1 << 63), "sluice_args"),
+        (changed(weight=0.0), "> 0"),
+        (changed(prefix=3), "Expected `array`"),
+        (changed(prefix=[[1 << 63], 1 << 20]), "63 bits"),
+        (changed(prefix=[[0], 1 << 20]), "none of 0"),
+        (changed(prefix=[[1], 511]), "size 511 does not have 1 chunks"),
+        (changed(prefix=[[1] * 65, 1 << 30]), "at most 64 hashes"),
     ],
 )
 def test_a_wrong_value_is_named(xargs, named):

@@ -9,6 +9,7 @@ import json
 import random
 from collections.abc import AsyncIterator
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from sluice.protocol.requests import (
     ResponseTail,
 )
 from sluice.replica.config import EngineConfig
-from sluice.replica.scheduler.xargs import ARRIVAL_S, E2E_S, ID, TTFT_S
+from sluice.replica.scheduler.xargs import ID, from_xargs
 from sluice.replica.vllm.engine import VllmEngine
 from sluice.replica.vllm.serving import AUDIO_PACKAGES
 from sluice.replica.vllm.warm_up import silence
@@ -164,11 +165,12 @@ async def test_a_stream_of_clips_is_planned_and_counted_as_one(
     assert {each[ID] for each in planned} == {"each"}
     assert len(clips) * TOKENS == tokens
     assert language == clips[0]
-    begun = [each[ARRIVAL_S] for each in clips]
+    asked = [from_xargs(each, "", inf) for each in clips]
+    begun = [each.arrival_s for each in asked]
     assert begun == sorted(set(begun))
-    ends = [each[ARRIVAL_S] + each[E2E_S] for each in clips]
+    ends = [each.arrival_s + each.slo.e2e_s for each in asked]
     assert ends == pytest.approx([ends[0]] * len(ends))
-    assert {each[TTFT_S] for each in planned} == {5.0}
+    assert {each.slo.ttft_s for each in asked} == {5.0}
 
 
 async def test_the_sounds_of_a_key_share_no_kv_with_others(
