@@ -8,7 +8,7 @@ from sluice.benchmarks.experiments.grid import Experiment
 
 _MODULES = (
     *("default_policy", "proserve", "disaggregation", "fairbatching", "slos_serve", "annealing"),
-    *("flowprefill", "routers", "promises", "retry_after", "fair_shares", "autoscaling"),
+    *("flowprefill", "routers", "promises", "autoscaling"),
     "simulator_speed",
 )
 

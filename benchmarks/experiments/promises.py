@@ -1,8 +1,11 @@
-"""Promises with margins, against those without and an oracle, under a wrong latency model."""
+"""Promises: shares of tenants under overload, retries at Retry-After, and margins against none and
+an oracle under a wrong latency model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import nan
 from statistics import fmean
 from typing import NamedTuple
 
@@ -12,33 +15,312 @@ from sluice.benchmarks.experiments import systems
 from sluice.benchmarks.experiments.grid import (
     Axes,
     Experiment,
+    Lines,
     Product,
     Rows,
     Scaled,
+    estimate,
     few,
     first,
     grouped,
+    having,
+    mean,
     shown,
 )
 from sluice.benchmarks.experiments.loads import (
     GENERATED,
     QUICK,
+    Conditions,
     Make,
     Span,
     full_load_rate,
     recorded,
 )
-from sluice.benchmarks.experiments.systems import ADMISSION, DEFAULT, ROUTER, SETUPS, System
+from sluice.benchmarks.experiments.systems import (
+    ADMISSION,
+    DEFAULT,
+    ROUTER,
+    SETUPS,
+    System,
+    colocated,
+)
 from sluice.benchmarks.report import Table
 from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.request.kernels import Floats
+from sluice.scheduling.tenancy.fair_shares import water_level
 from sluice.simulation.config import ClusterConfig, Slowdown
-from sluice.simulation.metrics import TPOTMetric, attained, column, stages
+from sluice.simulation.metrics import Flags, TPOTMetric, attained, column, stages
+from sluice.simulation.requests import Requests
 from sluice.simulation.run import Result
+from sluice.simulation.workload import Workload, merged
+
+REPLICAS, SETUP = 2, SETUPS["8b"]
+
+
+# Tenants under overload: does each get its fair share of promised capacity, and at what cost?
+
+OVERLOAD = 3.0
+WINDOW_S = 30.0
+WARM_UP_S = 20.0
+"""Decaying counters, whose time constants are some seconds, and the queues begin empty."""
+
+BURST_S, SILENCE_S = 3.0, 7.0
+
+
+class Tenant(NamedTuple):
+    """The weight of a tenant's share, its demand over its share by weight (scaled so that the sum
+    of all is the load), and whether its requests arrive in bursts."""
+
+    weight: float
+    demand: float
+    bursty: bool = False
+
+
+GROUPS: dict[str, tuple[Tenant, ...]] = {
+    "one greedy": (Tenant(1, 0.5), Tenant(1, 5.5)),
+    "weights 1, 1, 2": (Tenant(1, 0.2), Tenant(1, 9.8), Tenant(2, 1.0)),
+    "all greedy": (Tenant(1, 2.0), Tenant(1, 4.0), Tenant(2, 3.0)),
+    "a burst": (Tenant(1, 0.5, bursty=True), Tenant(1, 3.0), Tenant(2, 4.25)),
+    "five": (Tenant(1, 0.2), Tenant(1, 0.6), Tenant(2, 1.0), Tenant(1, 1.5), Tenant(2, 20.0)),
+}
+
+SHARE_MAKE = GENERATED["proserve sharegpt"]
+
+
+def tenants_workload(tenants: Sequence[Tenant], rate: float, seconds: float, seed: int) -> Workload:
+    """The requests of all tenants, ``rate`` a second in total."""
+    demand = sum(tenant.weight * tenant.demand for tenant in tenants)
+    parts = []
+    for index, tenant in enumerate(tenants):
+        own = rate * tenant.weight * tenant.demand / demand
+        part = SHARE_MAKE(SETUP, own, max(2, round(own * seconds)), 10 * seed + index)
+        arrivals = tuple(
+            arrival._replace(
+                arrival_s=_in_bursts(arrival.arrival_s) if tenant.bursty else arrival.arrival_s,
+                tenant=index + 1,
+                weight=tenant.weight,
+            )
+            for arrival in part.arrivals
+        )
+        parts.append(replace(part, arrivals=arrivals))
+    return merged("tenants", parts)
+
+
+def _in_bursts(time_s: float) -> float:
+    """The same mean rate, on a clock that runs only in bursts, and faster there."""
+    period_s = BURST_S + SILENCE_S
+    whole, rest_s = divmod(time_s, period_s)
+    return whole * period_s + rest_s * BURST_S / period_s
+
+
+def measure_shares(
+    seed: int, tenants: str, shares: str, replicas: int, seconds: float
+) -> Mapping[str, float]:
+    """One run: promised tokens of each tenant against weighted max-min. ``error``: distance of a
+    tenant from its share, over all promised tokens, mean over windows and tenants; ``worst``: the
+    largest; ``below``: lowest promised part of the demand of a tenant within its share."""
+    group, layout = GROUPS[tenants], systems.colocated(replicas)
+    load = tenants_workload(
+        group, OVERLOAD * Conditions(SHARE_MAKE, SETUP, layout).full_rate, seconds, seed
+    )
+    submitted = load
+    if shares == "none":
+        submitted = replace(load, arrivals=tuple(a._replace(tenant=0) for a in load.arrivals))
+    served = System(ROUTER, DEFAULT, ADMISSION, "reject")
+    requests = systems.run_cluster(submitted, served, SETUP, layout, seed).result.requests
+    arrival_s = np.array([arrival.arrival_s for arrival in load.arrivals])
+    owner = np.array([arrival.tenant for arrival in load.arrivals]) - 1
+    tokens = np.array([float(a.prompt_tokens + a.output_tokens) for a in load.arrivals])
+    promised = ~np.isnan(requests.promised_s)
+    met = attained(requests, stages(requests), TPOTMetric.MEAN)
+    begin_s = min(WARM_UP_S, seconds / 3)
+    counted = (arrival_s >= begin_s) & (arrival_s < seconds)
+
+    def by_tenant(chosen: Flags) -> Floats:
+        sums: Floats = np.bincount(owner[chosen], tokens[chosen], len(group)).astype(np.float64)
+        return sums
+
+    errors, below = [], []
+    weights = np.array([tenant.weight for tenant in group], np.float64)
+    window = np.floor((arrival_s - begin_s) / WINDOW_S)
+    for number in np.unique(window[counted]):
+        here = counted & (window == number)
+        wanted, got = by_tenant(here), by_tenant(here & promised)
+        fair = np.minimum(wanted, weights * water_level(wanted, weights, float(got.sum())))
+        errors.append(np.abs(got - fair) / got.sum())
+        modest = (fair >= wanted) & (wanted > 0.0)
+        if modest.any():
+            below.append(float((got[modest] / wanted[modest]).min()))
+    span_s = seconds - begin_s
+    return {
+        "error": float(np.mean(errors)),
+        "worst": float(np.max(errors)),
+        "below": float(np.mean(below)) if below else 1.0,
+        "tokens_per_s": float(tokens[counted & promised].sum()) / span_s,
+        "goodput": float(tokens[counted & met].sum()) / span_s,
+        "kept": float(met[counted & promised].mean()),
+    }
+
+
+SHARE_FIGURES = {
+    "error": "distance from the share, over all promised tokens",
+    "worst": "the largest of any tenant in any window",
+    "below": "lowest promised part of the demand of a tenant below its share",
+    "kept": "share of the promised requests that met their objective",
+}
+
+
+def _compared(rows: Rows) -> list[str]:
+    none, fair = (having(rows, {"shares": on}) for on in ("none", "fair"))
+    pairs = [
+        (mean(none, name), mean(fair, name)) for name in (*SHARE_FIGURES, "tokens_per_s", "goodput")
+    ]
+    shown = [f"{before:.3f} -> {after:.3f}" for before, after in pairs[: len(SHARE_FIGURES)]]
+    return [*shown, *(f"{after / max(before, 1e-9):.3f}" for before, after in pairs[-2:])]
+
+
+FAIR_SHARES = Experiment(
+    "fair_shares",
+    "ours; weighted max-min fairness, trunk reservation",
+    "Under overload, does each tenant get its fair share of promised capacity, and what does "
+    "that cost?",
+    setting=f"ProServe's ShareGPT lengths at load {OVERLOAD:g}, to which the demands are scaled "
+    f"together. Shares: weighted max-min of the promised tokens of prompt and output, in windows "
+    f"of {WINDOW_S:g} s after the first {WARM_UP_S:g} s. What cannot be promised is refused.",
+    grids=[
+        Product(
+            measure_shares,
+            {"tenants": first(tuple(GROUPS)), "shares": ("none", "fair")},
+            {"replicas": Scaled(1, 4), "seconds": Scaled(6.0, WARM_UP_S + 3 * WINDOW_S)},
+        )
+    ],
+    tables=[
+        Lines(
+            "Without fair shares -> with them",
+            ("tenants",),
+            (*SHARE_FIGURES, "promised tokens", "goodput"),
+            _compared,
+            "; ".join(f"{name}: {words}" for name, words in SHARE_FIGURES.items())
+            + "; promised (promised) tokens, goodput: with fair shares over without.",
+        )
+    ],
+)
+
+
+# Whether refused requests are promised when they retry after exactly ``Retry-After``.
+
+WORKLOADS = ("proserve sharegpt", "proserve azure", "chat and code", "proserve bursty")
+AGAIN, GONE, NOT_RESERVED = "retry", "leave", "leave, nothing reserved"
+COME_BACKS = {AGAIN: 10, GONE: 0, NOT_RESERVED: 0}
+"""Max retries of a refused client, by what clients do."""
+
+WANTED = 0.8
+"""Target share of the retries, sent exactly at ``Retry-After``, that are promised."""
+
+MIN_RETURNS = 50
+"""A cell with fewer retries, over all seeds, is not judged by that share."""
+
+RETRY_WARM_UP_S = 10.0
+"""This start of a run does not count; of a short run, its first third."""
+
+
+def measure_retries(
+    seed: int, workload: Make, load: float, clients: str, span: Span
+) -> Mapping[str, float]:
+    """The counts of one run."""
+    rate = load * Conditions(workload, SETUP, colocated(REPLICAS)).full_rate
+    made = workload(SETUP, rate, span.requests(rate), seed)
+    lasts_s = made.arrivals[-1].arrival_s
+    if clients == NOT_RESERVED:
+        # Only new requests of the same API key respect a reservation, and here each request has
+        # its own key.
+        alone = tuple(each._replace(tenant=key) for key, each in enumerate(made.arrivals))
+        made = replace(made, arrivals=alone)
+    system = systems.System(ROUTER, DEFAULT, ADMISSION, "reject")
+    layout = colocated(REPLICAS, come_backs=COME_BACKS[clients])
+    return retry_counts(
+        systems.run_cluster(made, system, SETUP, layout, seed).result.requests, lasts_s
+    )
+
+
+def retry_counts(requests: Requests, lasts_s: float) -> dict[str, float]:
+    """Of the retries after the warm-up and before ``lasts_s``: ``returns``, how many were promised
+    (``held``), and the P95 of their ``Retry-After``, seconds. ``promised``: share of all requests
+    in the end. ``goodput``: requests a second whose last attempt was promised and in time."""
+    begin_s = min(RETRY_WARM_UP_S, lasts_s / 3)
+    returns = [each for each in requests.returns if begin_s < each.at_s <= lasts_s]
+    came_s = np.array([arrival.arrival_s for arrival in requests.arrivals])
+    promised = ~np.isnan(requests.promised_s)
+    kept = promised & attained(requests, stages(requests), TPOTMetric.MEAN)
+    inside = (came_s > begin_s) & (came_s <= lasts_s)
+    told_s = [each.told_s for each in returns]
+    return {
+        "returns": float(len(returns)),
+        "held": float(sum(each.promised for each in returns)),
+        "retry_after_p95": float(np.percentile(told_s, 95)) if returns else nan,
+        "promised": float(promised.mean()),
+        "goodput": float((kept & inside).sum()) / (lasts_s - begin_s),
+    }
+
+
+def _moments(rows: Rows) -> list[str]:
+    again = having(rows, {"clients": AGAIN})
+    returns, held = (sum(float(row[each]) for row in again) for each in ("returns", "held"))
+    holds = "yes" if held >= WANTED * returns else "NO"
+    share = f"{held / returns:.3f}" if returns else "-"
+    shown = [estimate(again, each).shown(2) for each in ("retry_after_p95", "promised", "goodput")]
+    return [f"{returns:.0f}", share, holds if returns >= MIN_RETURNS else "-", *shown]
+
+
+def _costs(rows: Rows) -> list[str]:
+    kept, none = (mean(having(rows, {"clients": each}), "goodput") for each in (GONE, NOT_RESERVED))
+    return [f"{kept:.2f}", f"{none:.2f}", f"{kept / none:.3f}" if none else "-"]
+
+
+moments = Lines(
+    f"All clients retry, and {WANTED:g} of the retries are to be promised",
+    ("workload", "load"),
+    ("retries", "held", "holds", "retry-after, P95, s", "promised", "goodput, 1/s"),
+    _moments,
+    f"-: fewer than {MIN_RETURNS} retries. Promised: share of all requests, in the end.",
+)
+"""How good the retry times are."""
+
+costs = Lines(
+    "No client retries: goodput, requests a second",
+    ("workload", "load"),
+    ("reserved", "not reserved", "ratio"),
+    _costs,
+)
+"""What unused reservations cost."""
+
+RETRY_AFTER = Experiment(
+    "retry_after",
+    "ours; reservation with backfilling is Lifka 1995",
+    "Is a refused request promised when it retries at its Retry-After, and what does the "
+    "capacity reserved for it cost?",
+    setting=f"{REPLICAS} replicas, default policies; what cannot be promised is refused. {AGAIN}: "
+    f"exactly at Retry-After, up to {COME_BACKS[AGAIN]} times, under one id; {GONE}: never, which "
+    f"the controller has to learn; {NOT_RESERVED}: the same, each request with its own API key, so "
+    "that no new request respects a reservation.",
+    grids=[
+        Product(
+            measure_retries,
+            {
+                "workload": first({name: GENERATED[name] for name in WORKLOADS}),
+                "load": first((0.9, 1.2, 1.5)),
+                "clients": tuple(COME_BACKS),
+            },
+            {"span": Scaled(Span(6.0, 20, 60), Span(60.0, 200, 4_000))},
+        )
+    ],
+    tables=(moments, costs),
+)
+
 
 LEVEL = ClusterConfig().promise_level or 0.99
 CELL = ("workload", "setup", "load", "model")
 MARGINS, NONE, ORACLE = "margins", "no margins", "oracle"
-REPLICAS = 2
 
 MIN_PROMISES = 200
 """A cell with fewer promises, over all seeds, is not judged by the share that is kept."""

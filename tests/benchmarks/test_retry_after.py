@@ -1,4 +1,4 @@
-"""The experiment on ``Retry-After``: what it counts, and its verdicts."""
+"""The experiment on ``Retry-After``: what it counts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from math import nan
 import pytest
 
 from sluice.benchmarks.experiments.grid import Row
-from sluice.benchmarks.experiments.retry_after import (
+from sluice.benchmarks.experiments.promises import (
     AGAIN,
     GONE,
     NOT_RESERVED,
     costs,
-    counts,
     moments,
+    retry_counts,
 )
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.engine import Truth
@@ -41,7 +41,7 @@ def test_the_warm_up_and_what_comes_after_the_last_new_request_are_left_out() ->
         Return(2, 13.0, 2.0, True),
         Return(3, 25.0, 9.0, True),
     ]
-    found = counts(requests, 20.0)
+    found = retry_counts(requests, 20.0)
     # The first third of so short a run.
     assert (found["returns"], found["held"]) == (2, 1)
     assert found["retry_after_p95"] == pytest.approx(1.95)
