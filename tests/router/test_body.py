@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any, get_args
 
+import grpc  # type: ignore[import-untyped]
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice.deploy import ray_start
 from sluice.protocol.requests import Endpoint, RequestBody
-from sluice.router.errors import ApiError
-from sluice.router.request.body import MAX_DEPTH, MAX_PARTS, parse_object
+from sluice.router.errors import ApiError, Reason
+from sluice.router.request import body as reading
+from sluice.router.request.body import MAX_DEPTH, MAX_PARTS, parse_in_pieces, parse_object
 from sluice.router.request.prompt import (
     MAX_RATIO,
     MESSAGE_TOKENS,
@@ -26,7 +31,137 @@ from sluice.router.request.validation import (
     check_body,
     engine_body,
 )
-from tests.router.far_side import CHAT_BODY, COMPLETION_BODY
+from sluice.router.serve.replicas import failure_of
+from tests.router.far_side import (
+    CHAT_BODY,
+    COMPLETION_BODY,
+    Edge,
+    FarController,
+    FarSide,
+    fail,
+    serve,
+)
+
+# Messages above gRPC's limit: the request is at fault, and its replica is not.
+
+_LIMIT = 64 << 10
+
+
+async def refusal(size: int) -> grpc.aio.AioRpcError:
+    """How gRPC itself refuses an answer of ``size`` bytes where :data:`_LIMIT` are allowed."""
+
+    async def answer(_: bytes, __: object) -> bytes:
+        return b"x" * size
+
+    server = grpc.aio.server()
+    method = grpc.unary_unary_rpc_method_handler(answer)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("s", {"m": method}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    limit = [("grpc.max_receive_message_length", _LIMIT)]
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", limit) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary("/s/m")(b"")
+    finally:
+        await server.stop(None)
+    error: grpc.aio.AioRpcError = caught.value
+    return error
+
+
+async def test_a_message_that_is_too_large_is_the_requests_fault() -> None:
+    failure = failure_of(await refusal(_LIMIT + 1))
+    assert failure.reason is Reason.TOO_LARGE
+    side = FarSide(a=fail(failure), b=serve)
+    controller = FarController("a")
+    edge = Edge(side, controller)
+    async with edge.client() as client:
+        answer = await client.post("/v1/chat/completions", json=CHAT_BODY)
+    assert answer.status_code == 413
+    assert "maximum message size" in answer.json()["error"]["message"]
+    assert [name for name, _ in side.calls] == ["a"], "computed once"
+    assert controller.troubles == []
+    assert controller.gone == []
+    assert edge.sample("sluice_retries_total") == 0
+
+
+def test_a_cluster_takes_larger_messages_than_any_body() -> None:
+    limit = int(ray_start.TUNED["RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"])
+    assert limit > 1 << 30, "router.max_body_bytes may be 1 GiB"
+    assert limit < 1 << 31, "gRPC takes a signed 32-bit number"
+
+
+# Large bodies are parsed in pieces, to the same values as in one.
+
+_NUMBERS = st.one_of(
+    st.integers(-(2**53), 2**53), st.floats(allow_nan=False, allow_infinity=False), st.booleans()
+)
+_VALUES = st.recursive(
+    st.one_of(_NUMBERS, st.none(), st.text(max_size=4)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=6), st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=20,
+)
+_FIELDS = st.dictionaries(
+    st.text(max_size=3), st.one_of(_VALUES, st.lists(_NUMBERS, max_size=40)), max_size=4
+)
+
+
+@given(_FIELDS, st.sampled_from((None, 1)), st.sampled_from((1, 3, 16)), st.sampled_from((0, 99)))
+def test_pieces_make_what_the_whole_makes(
+    fields: dict[str, Any], indent: int, piece: int, many: int
+) -> None:
+    raw = json.dumps(fields, indent=indent).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "PIECE_BYTES", piece)
+        patch.setattr(reading, "MANY_VALUES", many)
+        parsed = parse_in_pieces(raw)
+    assert parsed == fields
+    assert repr(parsed) == repr(json.loads(raw)), "also the types"
+
+
+def test_no_call_of_the_parser_gets_more_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+
+    def decode(text: bytes) -> Any:
+        lengths.append(len(text))
+        return msgspec.json.decode(text)
+
+    monkeypatch.setattr(reading, "_decode", decode)
+    monkeypatch.setattr(reading, "_decode_list", decode)
+    raw = b'{"model":"m","prompt":[' + b"1," * 500_000 + b"1]}"
+    assert parse_in_pieces(raw)["prompt"] == [1] * 500_001
+    assert max(lengths) <= reading.PIECE_BYTES + 16
+    assert len(lengths) > 7
+
+
+@pytest.mark.parametrize("value", [b'"a"', b"null", b'"a",1', b"1e0,-2.5,true"])
+def test_short_values_of_any_kind_let_others_have_their_turn(
+    value: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[float] = []
+    monkeypatch.setattr(time, "sleep", turns.append)
+    raw = b'{"model":"m","stop":[{"x":[' + (value + b",") * 200_000 + b'"end"]}]}'
+    assert parse_in_pieces(raw) == json.loads(raw)
+    constants = {b"null"}
+    assert value in constants or len(turns) >= 200
+
+
+@pytest.mark.parametrize("value", [rb'"\ud800"', rb'{"\udfff":1}', b"1e999", b"NaN", b"-Infinity"])
+def test_what_no_value_may_be_is_refused_one_by_one(value: bytes) -> None:
+    raw = b'{"prompt":[' + b'"a",' * 150_000 + value + b"]}"
+    with pytest.raises((ApiError, msgspec.DecodeError)):
+        parse_object(raw)
+
+
+@pytest.mark.parametrize(
+    "tail", [b"1]", b",1]}", b"]}", b"1]}x", b"nul]}", b"NaN]}", b"1e999]}", b'"\xff"]}', b"01]}"]
+)
+def test_what_is_no_json_is_refused_at_any_size(tail: bytes) -> None:
+    raw = b'{"prompt":[' + b"1," * 100_000 + tail
+    with pytest.raises(ApiError, match="not a JSON object"):
+        parse_object(raw)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sluice.protocol.requests import (
     EngineRequest,
@@ -17,7 +19,7 @@ from sluice.protocol.requests import (
     request_key,
 )
 from sluice.router.config import RouterConfig
-from sluice.router.dispatch.retries import EMPTY_POOLS_PAUSE_S, RETRY_PAUSE_S, may_split
+from sluice.router.dispatch.retries import EMPTY_POOLS_PAUSE_S, RETRY_PAUSE_S, may_split, prompt_slo
 from sluice.router.errors import ApiError, Reason
 from sluice.router.request.call import Call
 from sluice.router.request.prompt import PromptSize
@@ -40,6 +42,21 @@ from tests.router.far_side import (
 )
 from tests.router.test_telemetry import by_name, traced
 from tests.router.virtual_time import VirtualTime
+
+# The objective of a prompt's computation on another replica.
+
+
+def test_it_is_due_earlier_by_the_kv_transfer() -> None:
+    assert prompt_slo(SLO(ttft_s=1.0, tpot_s=0.1), 0.25) == SLO(ttft_s=0.75, tpot_s=0.1)
+    assert prompt_slo(SLO(e2e_s=9.0), 0.25) == SLO(e2e_s=9.0)
+
+
+@given(st.floats(1e-3, 1e4), st.floats(0, 1e5))
+def test_some_time_is_always_left(ttft_s: float, kv_transfer_s: float) -> None:
+    left_s = prompt_slo(SLO(ttft_s=ttft_s), kv_transfer_s).ttft_s
+    assert left_s is not None
+    assert 0 < left_s <= ttft_s
+
 
 UNREACHABLE = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica could not be reached.")
 DEAD = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica died.", dead=True)
