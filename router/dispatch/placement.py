@@ -107,8 +107,8 @@ class AdmissionQueue:
     ) -> None:
         self._limit_s = entry.queue_limit_s
         self._most = entry.queue_length
-        self._length = metrics.line_length.labels(name)
-        self._wait_s = metrics.line_wait_s.labels(name)
+        self._length = metrics.queue_length.labels(name)
+        self._wait_s = metrics.queue_wait_s.labels(name)
         self._clock = clock
         self._pause = pause
         self._length_now = 0
@@ -164,7 +164,7 @@ class AdmissionQueue:
         else:
             reason = Reason.QUEUE_TIMEOUT
             message = f"No replica could guarantee this SLO within {slot.limit_s:g} seconds."
-        return ApiError(reason, message, retry_after_s=_told_s(slot.refused))
+        return ApiError(reason, message, retry_after_s=_retry_after_s(slot.refused))
 
     def _check_room(self, client: Client) -> None:
         message = f"The queue of this class is full: it holds at most {self._most} requests."
@@ -177,7 +177,7 @@ class AdmissionQueue:
                 f"This API key has {own} requests in the queue of this class already; more would "
                 "leave too few slots for other keys."
             )
-        raise ApiError(Reason.QUEUE_FULL, message, retry_after_s=_told_s(self.refused))
+        raise ApiError(Reason.QUEUE_FULL, message, retry_after_s=_retry_after_s(self.refused))
 
     def _join(self, refused: RouteDecision | None, owner: str) -> Slot:
         if refused is not None:
@@ -245,7 +245,7 @@ class AdmissionQueue:
                 end.cancel()
 
 
-def _told_s(refused: RouteDecision | None) -> float | None:
+def _retry_after_s(refused: RouteDecision | None) -> float | None:
     """When a client whose request leaves the queue should retry; ``None`` where the controller has
     predicted nothing."""
     return None if refused is None else refused.retry_after_s

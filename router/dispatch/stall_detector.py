@@ -64,7 +64,7 @@ ON_THE_WAY_S = 10.0
 
 _NOBODY = Progress("", hung=False)
 
-_STANDS_STILL = "The replica is unresponsive."
+_UNRESPONSIVE = "The replica is unresponsive."
 _LOST = "The replica has lost the request."
 _SILENT = f"There was no sign of life of the request for {SILENCE_S:g} seconds."
 
@@ -243,7 +243,7 @@ class StallDetector:
             return
         for attempt in filter(stuck, here):
             if self._may_leave(attempt, self._attempts[attempt]):
-                failure = ReplicaFailedError(Reason.REPLICA_FAILED, _STANDS_STILL, hung=True)
+                failure = ReplicaFailedError(Reason.REPLICA_FAILED, _UNRESPONSIVE, hung=True)
                 self._abandon(attempt, failure)
 
     def _may_leave(self, attempt: Attempt, answer: Answer) -> bool:
@@ -263,7 +263,7 @@ class StallDetector:
 
     def _abandon(self, attempt: Attempt, failure: ReplicaFailedError) -> None:
         if attempt.abandon(failure):
-            self._metrics.given_up.inc()
+            self._metrics.abandoned.inc()
 
     async def _elsewhere(self, suspect: _Suspect) -> bool:
         """Whether any other replica answers that its engine runs."""

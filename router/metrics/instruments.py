@@ -266,10 +266,10 @@ class AdmissionMetrics:
             RATIO_BUCKETS,
             "class",
         )
-        self.line_length = make.gauge(
+        self.queue_length = make.gauge(
             "sluice_admission_queue_requests", "Requests in the router's admission queue.", "class"
         )
-        self.line_wait_s = make.histogram(
+        self.queue_wait_s = make.histogram(
             "sluice_admission_queue_wait_seconds",
             "Time that requests spent in the router's admission queue, whatever the outcome.",
             WAIT_BUCKETS_S,
@@ -560,7 +560,7 @@ class RouterMetrics:
             "reason",
             "kv",
         )
-        self.given_up = make.counter(
+        self.abandoned = make.counter(
             "sluice_abandoned_attempts",
             "Attempts that were abandoned because their replica was unresponsive or had lost them.",
         )

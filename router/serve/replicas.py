@@ -482,8 +482,8 @@ class ServeReplicas:
             if target in ids:
                 return pool
         closed = {*self._closed()}
-        for shunned in ({*avoid, *closed, *self._quarantined()}, closed):
-            numbers = [len(ids - shunned) for ids in running]
+        for excluded in ({*avoid, *closed, *self._quarantined()}, closed):
+            numbers = [len(ids - excluded) for ids in running]
             if any(numbers):
                 return random.choices(pools, numbers)[0]
         return pools[0]

@@ -78,10 +78,10 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             candidate_replicas, pending_request
         )
         hint = _hint_of(pending_request)
-        shunned = self._shunned(hint)
-        if shunned:
-            open_ = [_but(shunned, rank) for rank in others]
-            rest = self._least_loaded_but(shunned)
+        excluded = self._excluded(hint)
+        if excluded:
+            open_ = [_but(excluded, rank) for rank in others]
+            rest = self._least_loaded_but(excluded)
             others = [*filter(None, open_), *([[rest]] if rest is not None else [])]
         hinted = self._hinted(hint)
         return others if hinted is None else [[hinted], *others]
@@ -112,7 +112,7 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
                 return hinted
         if hint.closed and self._least_loaded_but(hint.closed) is None:
             raise DrainedError("Every replica is drained.")
-        tried = (*hint.avoid, *self._shunned(hint))
+        tried = (*hint.avoid, *self._excluded(hint))
         if self._other_pools and self._least_loaded_but(tried) is None:
             raise NoReplicaError("Every replica of this pool has failed the request.")
         choice = super()._choose_replica_for_request(pending_request, is_retry=is_retry)
@@ -145,16 +145,16 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     def _hinted(self, hint: Hint) -> RunningReplica | None:
         target = hint.target
         hinted = None if target is None else self._by_unique_id.get(replica_of(target))
-        shunned = self._shunned(hint)
-        if hinted is not None or not (hint.avoid or shunned):
+        excluded = self._excluded(hint)
+        if hinted is not None or not (hint.avoid or excluded):
             return hinted
-        others = self._least_loaded_but((*hint.avoid, *shunned))
+        others = self._least_loaded_but((*hint.avoid, *excluded))
         if others is not None or self._other_pools:
             return others
         # A replica that has just failed the request is better than one that may get no requests.
-        return self._least_loaded_but(shunned) if shunned else None
+        return self._least_loaded_but(excluded) if excluded else None
 
-    def _shunned(self, hint: Hint) -> tuple[str, ...]:
+    def _excluded(self, hint: Hint) -> tuple[str, ...]:
         """The replicas that only get requests with them as target: the closed ones, and as long as
         there are others the quarantined ones."""
         both = (*hint.closed, *hint.quarantined)
