@@ -53,17 +53,17 @@ from sluice.simulation.generators import Gamma
 
 LOADS: Final = (0.7, 1.0, 1.4)
 QUIET, BUSY = "quiet", "busy"
-RETRY_REPLICAS: Final = 2
+REPLICAS: Final = 2
 CONTROLLERS: Final = {
     NONE: ControllerConfig(promise_level=1e-9),
     MARGINS: ControllerConfig(promise_level=LEVEL),
 }
 """By system. At the first system's level the margin is the lowest score so far, so no margin."""
 
-RETRY_WARM_UP_S: Final = 15.0
+WARM_UP_S: Final = 15.0
 """How long it is saturated before finished requests count for its capacity."""
 
-_REPORTED_S = 3.0  # until a router's metrics page retry_counts a finished request
+_REPORTED_S = 3.0  # until a router's metrics page counts a finished request
 _STARTED_S = 300.0
 
 
@@ -80,7 +80,7 @@ def with_real(command: click.Command) -> click.Command:
     def callback(real: bool, seconds: float, **options: Any) -> None:
         if real:
             first, seeds = options["first_seed"], options["seeds"]
-            measure_retries(seconds, range(first, first + seeds), options["as_json"])
+            measure(seconds, range(first, first + seeds), options["as_json"])
         else:
             simulated(**options)
 
@@ -89,7 +89,7 @@ def with_real(command: click.Command) -> click.Command:
     return command
 
 
-def measure_retries(seconds: float, seeds: Sequence[int], as_json: bool) -> None:
+def measure(seconds: float, seeds: Sequence[int], as_json: bool) -> None:
     """Serve, run every load under each system, and show the results. Load 1 is the throughput of
     the first system."""
     capacities: dict[str, float] = {}
@@ -112,7 +112,7 @@ def measure_retries(seconds: float, seeds: Sequence[int], as_json: bool) -> None
 
 def make_config(system: str, _: Bench, port: int) -> Json:
     """The replicas under the controller of a system."""
-    parts = {"engine": {"served_model_name": MODEL}, "replica": {"count": RETRY_REPLICAS}}
+    parts = {"engine": {"served_model_name": MODEL}, "replica": {"count": REPLICAS}}
     controller = CONTROLLERS[system].model_dump(mode="json")
     return {**parts, "router": router(port, CLASSES), "controller": controller}
 
@@ -127,10 +127,10 @@ def _fresh(url: str) -> float:
 def _capacity(bench: Bench, system: System, seconds: float, seed: int) -> float:
     """Requests a second without objectives, once all replicas report to the controller."""
     (url,) = system.urls
-    if not until(lambda: _fresh(url) >= RETRY_REPLICAS, _STARTED_S, bench.stop):
-        raise LeftOutError(f"{RETRY_REPLICAS} replicas have not started")
+    if not until(lambda: _fresh(url) >= REPLICAS, _STARTED_S, bench.stop):
+        raise LeftOutError(f"{REPLICAS} replicas have not started")
     drawn = (each._replace(slo=SLOS[NO_OBJECTIVE]) for each in PATTERN.drawn(seed))
-    load = body_of("capacity"), IN_FLIGHT * RETRY_REPLICAS, RETRY_WARM_UP_S, seconds
+    load = body_of("capacity"), IN_FLIGHT * REPLICAS, WARM_UP_S, seconds
     return capacity(bench, system, drawn, *load)
 
 
@@ -140,16 +140,16 @@ def _run(
     """One run, with the disturbance of its machine beside it, and the routers' count of its
     guarantees by outcome."""
     machine, seed = labels["machine"], labels["seed"]
-    tenants_workload = PATTERN.workload(rate, seconds, seed, SLOS)
+    workload = PATTERN.workload(rate, seconds, seed, SLOS)
     (url,) = system.urls
     before, body = _router_promises(url), body_of(f"{machine} {seed} {rate}")
     with busy_loop(seconds / 2) if machine == BUSY else nullcontext():
-        found = run(bench, system, labels, seconds, tenants_workload, body=body, exact=False)
+        found = run(bench, system, labels, seconds, workload, body=body, exact=False)
     wanted = before.total() + sum(each.admission == GUARANTEED for each in found.outcomes)
     until(lambda: _router_promises(url).total() >= wanted, _REPORTED_S, bench.stop)
     by_router = _router_promises(url)
     by_router.subtract(before)
-    return found._replace(retry_counts=by_router)
+    return found._replace(counts=by_router)
 
 
 def others_cores(usage: Usage) -> float:
