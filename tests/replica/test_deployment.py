@@ -11,10 +11,12 @@ import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
+from ray.serve._private.config import DeploymentConfig
 
 from sluice.controller.client import ControllerClient, controller_actor_name, stop_controller
 from sluice.controller.config import ControllerConfig
 from sluice.controller.discovery import NAMESPACE
+from sluice.deploy.autoscaling import serve_autoscaling
 from sluice.protocol.requests import (
     EngineRequest,
     ResponseChunk,
@@ -23,8 +25,13 @@ from sluice.protocol.requests import (
     ResponseTail,
     request_key,
 )
-from sluice.replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
-from sluice.replica.deployment import ReplicaServer, _core
+from sluice.replica.config import (
+    AutoscalingConfig,
+    EngineConfig,
+    ReplicaConfig,
+    SimulatedEngineConfig,
+)
+from sluice.replica.deployment import ConfiguredReplicas, ReplicaServer, _core
 from sluice.scheduling.batching.batch import begin
 from sluice.scheduling.request.job import RouteQuery
 from sluice.scheduling.request.objective import SLO
@@ -236,3 +243,21 @@ def test_replicas_are_pinned_to_the_cores_that_the_process_may_use(
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     assert [_core(rank) for rank in range(3)] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_fixed_number_is_what_was_deployed_last(count: int) -> None:
+    it = ConfiguredReplicas()
+    assert it.number is None
+    it.hear(DeploymentConfig.from_default(num_replicas=9))
+    it.hear(DeploymentConfig.from_default(num_replicas=count))
+    assert it.number == count
+
+
+def test_an_autoscaled_one_has_a_least() -> None:
+    scaled = serve_autoscaling(
+        AutoscalingConfig(min_replicas=3, initial_replicas=4, max_replicas=8)
+    )
+    it = ConfiguredReplicas()
+    it.hear(DeploymentConfig.from_default(num_replicas=None, autoscaling_config=scaled))
+    assert it.number == 3

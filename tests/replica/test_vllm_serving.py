@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
+from collections.abc import Iterator
+from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, TypeAdapter
 from starlette.responses import JSONResponse
 
 from sluice.protocol.errors import RequestError
+from sluice.protocol.requests import SPEECH, Endpoint, RequestBody
 from sluice.replica.engine import ConfigurationError
 from sluice.replica.vllm import serving
-from sluice.replica.vllm.serving import event_bytes, servings, whole_response, with_upload
+from sluice.replica.vllm.engine import _validated
+from sluice.replica.vllm.serving import (
+    _PLACES,
+    Serving,
+    event_bytes,
+    servings,
+    whole_response,
+    with_upload,
+)
+from sluice.router.config import RouterConfig
+from sluice.router.openapi import document
+from sluice.router.request.arrival import Arrival
+from sluice.router.request.call import CallReader
+from tests.documents import ROOT
+from tests.stock.rows import BASES
 
 pytestmark = pytest.mark.vllm
 
@@ -120,3 +139,138 @@ def test_layers_that_are_missing_or_called_otherwise_are_found_at_start() -> Non
         servings(chat, tasks=("generate",))
     with pytest.raises(ConfigurationError, match=r"Changed\.create_chat_completion .* not usable"):
         servings(SimpleNamespace(openai_serving_chat=Changed()))
+
+
+TASKS = (
+    *("generate", "transcription", "realtime"),
+    *("embed", "classify", "token_embed", "token_classify"),
+)
+OF_SLUICE = {"/"}
+
+
+class AnyModel:
+    """A model of which vLLM's application asks what it pools and scores."""
+
+    hf_config = SimpleNamespace(num_labels=1)
+    architecture = "JinaForRanking"
+
+    def get_pooling_task(self, _: object) -> str:
+        return "classify"
+
+    def __getattr__(self, name: str) -> Any:
+        return None
+
+
+def routes_of_vllm(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Paths of vLLM's application with all that flags and variables add to it."""
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    for name in ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+        monkeypatch.setenv(name, "1")
+    given = ["--enable-tokenizer-info-endpoint", "--enable-fault-tolerance"]
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(given)
+    app = build_app(args, TASKS, AnyModel())  # type: ignore[arg-type]
+    return {route.path for route in app.routes if hasattr(route, "path")}
+
+
+def listed() -> set[str]:
+    """Paths that the document says are not served."""
+    text = (ROOT / "docs" / "clients.md").read_text()
+    table = text.partition("Not served, of what vLLM's own server has:")[2].partition("\n\n## ")[0]
+    rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `")]
+    return {path for row in rows for path in re.findall(r"`(/[^`]*)`", row)}
+
+
+def test_every_route_is_served_or_listed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # vLLM's application sets the level for the whole process; this has it set back.
+    caplog.set_level(logging.getLogger().level)
+    theirs = routes_of_vllm(monkeypatch)
+    assert {"/v1/chat/completions", "/rerank", "/v2/embed", "/sleep"} <= theirs
+    ours = set(document(RouterConfig())["paths"]) | OF_SLUICE
+    missing = theirs - ours
+    assert missing == listed(), "served, or listed with the reason"
+
+
+SAID = BASES["/v1/chat/completions"]["messages"]
+BODIES: dict[Endpoint, dict[str, Any]] = {
+    "chat": BASES["/v1/chat/completions"],
+    "completions": BASES["/v1/completions"],
+    "responses": BASES["/v1/responses"],
+    "messages": BASES["/v1/messages"],
+    "count_tokens": BASES["/v1/messages/count_tokens"],
+    "embeddings": BASES["/v1/embeddings"],
+    "classify": BASES["/classify"],
+    "pooling": BASES["/pooling"],
+    "score": BASES["/score"],
+    "rerank": BASES["/rerank"],
+    "tokenize": BASES["/tokenize"],
+    "detokenize": BASES["/detokenize"],
+}
+WRONG: tuple[Any, ...] = ("wrong", {"wrong": {}}, [{"wrong": {}}], -1.5)
+
+
+def request_type(endpoint: Endpoint) -> Any:
+    _, _, module, name = _PLACES[endpoint]
+    return getattr(import_module(module), name)
+
+
+def layer_of(endpoint: Endpoint) -> Serving:
+    return Serving(TypeAdapter(request_type(endpoint)), None, None, True)  # type: ignore[arg-type]
+
+
+def models_in(kind: Any) -> Iterator[type[BaseModel]]:
+    """The models that a type of request is, or may be."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        yield kind
+    for part in get_args(kind):
+        yield from models_in(part)
+
+
+def fields(endpoint: Endpoint) -> dict[str, bool]:
+    """Whether each field of a request may be null."""
+    found: dict[str, bool] = {}
+    for model in models_in(request_type(endpoint)):
+        for name, field in model.model_fields.items():
+            may_be_null = type(None) in get_args(field.annotation)
+            found[field.alias or name] = found.get(name, False) or may_be_null
+    return found
+
+
+def test_all_endpoints_of_json_are_here() -> None:
+    assert set(BODIES) | SPEECH == set(get_args(Endpoint))
+
+
+@pytest.mark.parametrize("endpoint", BODIES)
+def test_a_null_is_the_default(endpoint: Endpoint) -> None:
+    reader = CallReader(RouterConfig())
+
+    def parsed(body: dict[str, Any]) -> Any:
+        arrival = Arrival("r", 0.0)
+        call = reader.make(RequestBody.of(body), (), endpoint, arrival)
+        return _validated(dict(call.body), layer_of(endpoint)).model_dump(exclude={"request_id"})
+
+    body = BODIES[endpoint]
+    without = parsed(body)
+    nullable = [name for name, may_be_null in fields(endpoint).items() if may_be_null]
+    assert nullable
+    for name in nullable:
+        if name not in body:
+            assert parsed({**body, name: None}) == without, name
+
+
+@pytest.mark.parametrize("endpoint", BODIES)
+def test_a_wrong_value_is_named(endpoint: Endpoint) -> None:
+    refused = 0
+    for name in fields(endpoint):
+        for value in WRONG:
+            try:
+                _validated({**BODIES[endpoint], name: value}, layer_of(endpoint))
+            except RequestError as error:
+                refused += 1
+                assert error.param is not None, (name, value, str(error))
+                assert error.param.split(".")[0] == name, (name, value, error.param, str(error))
+    assert refused
