@@ -74,7 +74,7 @@ from sluice.scheduling.request.job import (
     RouteDecision,
     RouteQuery,
 )
-from sluice.scheduling.request.loops import LoopStarts
+from sluice.scheduling.request.stages import LoopStarts
 from sluice.scheduling.roles import Role
 from sluice.scheduling.tenancy.leaky_bucket import Bucket
 

@@ -205,7 +205,7 @@ class ControllerClient:
 
     async def loop_age(self, key: int, age_s: float) -> float | None:
         """How long ago a tool loop began over all routers, seconds, if its first turn here came
-        ``age_s`` ago; see :mod:`sluice.scheduling.request.loops`."""
+        ``age_s`` ago; see :mod:`sluice.scheduling.request.stages`."""
         age: float | None
         age = await self._first.calls.answer("loop_age", key, age_s, timeout_s=LOOP_TIMEOUT_S)
         return age

@@ -31,9 +31,8 @@ from sluice.replica.engine import Engine, EngineInfo, status_of
 from sluice.replica.scheduler.local_scheduler import DEFAULT_MODEL
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import RequestArgs, to_xargs
-from sluice.scheduling.latency.fit import best_fit
 from sluice.scheduling.latency.model import StepSample
-from sluice.scheduling.latency.profile import FitReport, LatencyProfile
+from sluice.scheduling.latency.profile import FitReport, LatencyProfile, best_fit
 from sluice.scheduling.request.objective import SLO
 
 

@@ -25,27 +25,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from sluice.scheduling.batching.base import EarnedTime
 from sluice.scheduling.latency.model import UNBOUNDED_TOKENS, LatencyModel
 from sluice.scheduling.request.kernels import Floats
-
-
-class EarnedTime:
-    """Time that a share of the engine has earned and not spent, ``seconds``; 0 while none is
-    owed."""
-
-    def __init__(self, share: float) -> None:
-        self.seconds = 0.0
-        self._share = share
-        self._earned_at_s: float | None = None
-
-    def earn(self, now_s: float, owed: bool) -> None:
-        """Advance to ``now_s``; ``owed``: whether any request is owed the time."""
-        if not owed:
-            self.seconds, self._earned_at_s = 0.0, None
-            return
-        if self._earned_at_s is not None:
-            self.seconds += self._share * max(0.0, now_s - self._earned_at_s)
-        self._earned_at_s = now_s
 
 
 class AgedShare:
@@ -367,21 +349,3 @@ def _alike(head: Prefill, each: Prefill, now_s: float, together: int) -> bool:
         and each.ttft_s <= head.ttft_s
         and each.due_s - now_s >= each.alone_s
     )
-
-
-__all__ = [
-    "BATCH_TOKENS",
-    "CHUNK_TOKENS",
-    "DECODE_GAP_S",
-    "DEPTH",
-    "LEAST_TOKENS",
-    "SMALL_CHUNK_TOKENS",
-    "AgedShare",
-    "Batch",
-    "DecodeTurns",
-    "InFlight",
-    "Options",
-    "Prefill",
-    "decide",
-    "decode_step_due_s",
-]

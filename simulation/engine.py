@@ -45,15 +45,10 @@ from sluice.simulation.rows import (
     ACCEPTED,
     BELIEVED_FIXED_S,
     BELIEVED_WORK_S,
-    DONE_TOKENS,
     DROPPED,
-    EVICTED_TOKENS,
-    EVICTIONS,
     FINISHED,
     FREE_BLOCKS,
-    LOST_TOKENS,
     OFFSET,
-    PREEMPTIONS,
     SHARED,
     SOLE,
     STAGED,
@@ -308,11 +303,6 @@ class PrefixCache:
         """KV blocks of prefixes that no request uses."""
         return len(self._idle) * self._blocks
 
-    @property
-    def used_blocks(self) -> int:
-        """KV blocks of prefixes that requests use."""
-        return len(self._users) * self._blocks
-
     def _prefix(self, key: int) -> tuple[int, ...]:
         """The hashes of the whole blocks of a prompt."""
         arrival = self._arrivals[key]
@@ -413,7 +403,7 @@ class VirtualEngine:
         self._prefills: set[int] = set()
         self._fallback = make_policy("fcfs")
         self._rows = Rows(config.kv_blocks, config.block_tokens, config.max_sequences)
-        self._counters = self._rows.counters
+        self.counters = self._rows.counters
         self._shown_keys: Ints = self._rows.keys[:0]
         self._seconds: Floats = np.zeros(TIMES)
         self._begun_s = 0.0
@@ -453,31 +443,6 @@ class VirtualEngine:
     def held_blocks(self) -> int:
         """KV blocks that live requests hold; one that several share counts for each."""
         return int(self._rows.table[: self.live, KV_BLOCKS].sum())
-
-    @property
-    def preemptions(self) -> int:
-        """Requests that lost their KV, since the start."""
-        return int(self._counters[PREEMPTIONS])
-
-    @property
-    def lost_tokens(self) -> int:
-        """Computed tokens that preemptions threw away."""
-        return int(self._counters[LOST_TOKENS])
-
-    @property
-    def evictions(self) -> int:
-        """Best-effort requests that lost their KV to promised ones, since the start."""
-        return int(self._counters[EVICTIONS])
-
-    @property
-    def evicted_tokens(self) -> int:
-        """Of :attr:`lost_tokens`, those of evictions."""
-        return int(self._counters[EVICTED_TOKENS])
-
-    @property
-    def done_tokens(self) -> int:
-        """Tokens computed, since the start."""
-        return int(self._counters[DONE_TOKENS])
 
     @property
     def hit_tokens(self) -> int:
@@ -673,14 +638,14 @@ class VirtualEngine:
         """Keep up to ``blocks`` free ones from plans, for KV that is being sent away; return how
         many."""
         held = min(blocks, self.free_blocks)
-        self._counters[FREE_BLOCKS] -= held
+        self.counters[FREE_BLOCKS] -= held
         if self.cache is not None:
             self.cache.trim(self._rows)
         return held
 
     def release(self, blocks: int) -> None:
         """The opposite of :meth:`hold`."""
-        self._counters[FREE_BLOCKS] += blocks
+        self.counters[FREE_BLOCKS] += blocks
 
     def fail(self) -> list[int]:
         """End it; return the keys of the requests that it had. It must not be used any more."""

@@ -16,6 +16,7 @@ from sluice.scheduling.placement.length import LengthPredictor
 from sluice.simulation.config import EngineConfig
 from sluice.simulation.engine import Belief, Truth, VirtualEngine
 from sluice.simulation.requests import Requests
+from sluice.simulation.rows import DONE_TOKENS, LOST_TOKENS, PREEMPTIONS
 from sluice.simulation.workload import Workload
 
 HEADROOM = 1.05
@@ -97,9 +98,9 @@ def result_of(
         steps=tuple(engine.steps for engine in engines),
         busy_s=sum(engine.busy_s for engine in engines),
         up_s=up_s,
-        preemptions=sum(engine.preemptions for engine in engines),
-        computed_tokens=sum(engine.done_tokens for engine in engines),
-        recomputed_tokens=sum(engine.lost_tokens for engine in engines),
+        preemptions=sum(int(engine.counters[PREEMPTIONS]) for engine in engines),
+        computed_tokens=sum(int(engine.counters[DONE_TOKENS]) for engine in engines),
+        recomputed_tokens=sum(int(engine.counters[LOST_TOKENS]) for engine in engines),
         hit_tokens=sum(engine.hit_tokens for engine in engines),
         fallbacks=sum(engine.fallbacks for engine in engines),
         dropped=sum(engine.dropped for engine in engines),

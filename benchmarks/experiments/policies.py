@@ -12,7 +12,7 @@ from pydantic import Field
 from sluice.scheduling import batching, routing
 from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
 from sluice.scheduling.batching.s_edf import SEDF, SEDFOptions
-from sluice.scheduling.batching.sarathi import Sarathi
+from sluice.scheduling.batching.token_budget import Sarathi
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.local_orders import ARRIVAL, BY_PRIORITY, DEADLINE, SHORTEST
 from sluice.scheduling.fleet.rows import RESERVED, WAITING

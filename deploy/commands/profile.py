@@ -23,12 +23,15 @@ from sluice.deploy.commands.options import as_json as json_option
 from sluice.deploy.config import SluiceConfig
 from sluice.deploy.tables import print_table
 from sluice.replica.vllm.setup import survive_module_scan
-from sluice.scheduling.latency.fit import BatchFamily, best_fit, fit, fit_without_context
 from sluice.scheduling.latency.profile import (
     KINDS,
+    BatchFamily,
     LatencyProfile,
     StepErrors,
+    best_fit,
     errors_by_kind,
+    fit,
+    fit_without_context,
     kind_of,
     step_errors,
 )

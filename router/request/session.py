@@ -17,8 +17,8 @@ from msgspec import structs
 from sluice.router import wire
 from sluice.router.errors import invalid, shown
 from sluice.router.wire import LOOP_DEADLINE, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
-from sluice.scheduling.request.loops import LoopStarts
 from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.stages import LoopStarts
 
 FIELD = f"{wire.SLO_FIELD}.{wire.LOOP}"
 DEADLINE_FIELD = f"{FIELD}.{LOOP_DEADLINE}"

@@ -17,13 +17,11 @@ from sluice.scheduling.batching.base import (
     PolicyOptions,
 )
 from sluice.scheduling.batching.deadline_triage import DeadlineTriage
-from sluice.scheduling.batching.edf import EDF
 from sluice.scheduling.batching.fairbatching import FairBatching
-from sluice.scheduling.batching.fcfs import FCFS
 from sluice.scheduling.batching.s_edf import SEDF
-from sluice.scheduling.batching.sarathi import Sarathi
 from sluice.scheduling.batching.slidebatching import SlideBatching
 from sluice.scheduling.batching.slos_serve import SLOsServe
+from sluice.scheduling.batching.token_budget import EDF, FCFS, Sarathi
 from sluice.scheduling.policy import Registry
 from sluice.scheduling.roles import Role
 

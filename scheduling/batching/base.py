@@ -26,7 +26,6 @@ from sluice.scheduling.fleet.local_orders import LOCAL_ORDERS
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.latency.speculation import AdaptiveLengths, Lengths, Mask, Speculation
 from sluice.scheduling.policy import PolicyOptions
-from sluice.scheduling.preemption import EarnedTime
 from sluice.scheduling.request.deadline import FIRST
 from sluice.scheduling.request.kernels import (
     ARRIVAL,
@@ -54,6 +53,25 @@ from sluice.scheduling.request.kernels import (
 )
 from sluice.scheduling.request.objective import Anchor
 from sluice.scheduling.request.queue import QueueView
+
+
+class EarnedTime:
+    """Time that a share of the engine has earned and not spent, ``seconds``; 0 while none is
+    owed."""
+
+    def __init__(self, share: float) -> None:
+        self.seconds = 0.0
+        self._share = share
+        self._earned_at_s: float | None = None
+
+    def earn(self, now_s: float, owed: bool) -> None:
+        """Advance to ``now_s``; ``owed``: whether any request is owed the time."""
+        if not owed:
+            self.seconds, self._earned_at_s = 0.0, None
+            return
+        if self._earned_at_s is not None:
+            self.seconds += self._share * max(0.0, now_s - self._earned_at_s)
+        self._earned_at_s = now_s
 
 
 @compiled
@@ -302,11 +320,8 @@ class BestEffort:
         self._lost_share = options.lost_share
         self._lane = AgedLane(options.patience_s, options.aged_share)
         self._closed_until_s = -inf
-
-    @property
-    def patience_s(self) -> float:
-        """The wait after which a request is aged."""
-        return self._lane.patience_s
+        self.patience_s = options.patience_s
+        """The wait after which a request is aged, seconds."""
 
     def plan(
         self,

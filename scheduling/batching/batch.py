@@ -383,10 +383,11 @@ class BatchBuilder:
         "_plan",
         "_queue",
         "_state",
-        "_table",
         "_tiers",
+        "block_tokens",
         "budget",
         "lengths",
+        "table",
     )
 
     def __init__(
@@ -399,25 +400,20 @@ class BatchBuilder:
     ) -> None:
         self.budget = budget
         """The limits that the plan began with."""
+        self.block_tokens = budget.block_tokens
         self.lengths: Lengths | None = None
         """Drafts that decodes may verify, by the builder's row; ``None`` where nothing is
         drafted."""
         self._queue = queue
         self._evicted = _NONE
         self._tiers = tiers
-        self._table = queue.table if tiers is None else queue.table[tiers.order]
+        self.table: Floats = queue.table if tiers is None else queue.table[tiers.order]
+        """The rows in the builder's order, ``float64[n, FIELDS]``. Read only."""
         self._pieces = latency.pieces
-        promised = len(self._table) if tiers is None else tiers.promised
-        self._state, self._costs, self._plan = begin(
-            self._table, self._pieces, promised, budget[:6]
-        )
+        promised = len(self.table) if tiers is None else tiers.promised
+        self._state, self._costs, self._plan = begin(self.table, self._pieces, promised, budget[:6])
         if lengths is not None:
             self.speculate(lengths if tiers is None else lengths.of(tiers.order))
-
-    @property
-    def table(self) -> Floats:
-        """The rows in the builder's order, ``float64[n, FIELDS]``. Read only."""
-        return self._table
 
     @property
     def granted(self) -> Ints:
@@ -431,19 +427,9 @@ class BatchBuilder:
         return not self._state[COUNT]
 
     @property
-    def tokens_left(self) -> int:
-        """Remaining token budget."""
-        return int(self._state[TOKENS_LEFT])
-
-    @property
     def cost_s(self) -> float:
         """Predicted time of the batch so far; of an empty one, the fixed time of a step."""
         return float(self._costs.max())
-
-    @property
-    def block_tokens(self) -> int:
-        """Tokens per KV block."""
-        return self.budget.block_tokens
 
     @property
     def sequences_left(self) -> int:
@@ -489,7 +475,7 @@ class BatchBuilder:
 
     def evict(self, rows: Ints) -> None:
         """Preempt the running requests in ``rows``, none of which is planned, before the batch."""
-        evict(self._table, rows, self._state, self._plan)
+        evict(self.table, rows, self._state, self._plan)
         self._evicted = rows
 
     def add(self, row: int, tokens: int = UNBOUNDED_TOKENS) -> int:
@@ -516,7 +502,7 @@ class BatchBuilder:
         if not len(rows):
             return 0
         return take(
-            self._table,
+            self.table,
             self._pieces,
             rows,
             (until_s, tokens, in_order),
@@ -539,7 +525,7 @@ class BatchBuilder:
         granted, order, drafts = self._plan
         rows = order[: self._state[COUNT]]
         tokens = granted[rows]
-        predicted_s = self.cost_s
+        predicted_s = float(self._costs.max())
         if self.lengths is not None and self.budget.draft_s:
             checked = np.minimum(tokens - 1, drafts[rows]).max(initial=0)
             predicted_s -= self.budget.draft_s * float(drafts.max(initial=0) - checked)

@@ -220,6 +220,15 @@ def time_left_s(
 
 
 @compiled
+def look(
+    table: Floats, pieces: Floats, anchor: int, now_s: float, fixed_s: float
+) -> tuple[NDArray[np.bool_], Floats, Floats]:
+    """Per row, whether it is a prefill, the work of its pending tokens, and :func:`time_left_s`."""
+    prefill, work_s = is_prefill(table), pending_work_s(table, pieces)
+    return prefill, work_s, time_left_s(table, prefill, work_s, anchor, now_s, fixed_s)
+
+
+@compiled
 def by_time_left(chosen: NDArray[np.bool_], left_s: Floats) -> Ints:
     """The chosen rows by the time that is left, ties as they are. ``O(n log n)``."""
     rows = np.flatnonzero(chosen)
@@ -244,25 +253,28 @@ def can_catch_up(table: Floats, rows: Ints, left_s: Floats, alone_s: Floats) -> 
 @compiled
 def paces_of(
     table: Floats,
-    rows: Ints,
+    prefill: NDArray[np.bool_],
     left_s: Floats,
     work_s: Floats,
     output: Floats,
+    pieces: Floats,
     fixed_s: float,
-    holdable_s: float,
-) -> tuple[Floats, Floats, Floats, NDArray[np.bool_], tuple[float, float, float]]:
-    """Of the decodes ``rows``, by deadline: time left, work of one step, the TPOT that each must
-    keep, and which can still be on time; over these, the minimum time left, TPOT, and TPOT of a
-    step that verifies drafts, infinite where there are none.
+) -> tuple[Ints, Floats, Floats, Floats, NDArray[np.bool_], float, float, float]:
+    """The decodes by deadline, with time left, work of one step, the TPOT that each must keep, and
+    which can still be on time; over these, the minimum time left, TPOT, and TPOT of a step that
+    verifies drafts, infinite where there are none.
 
-    ``output``: per row, the expected tokens of a step; empty where each emits one. A TPOT below
-    ``holdable_s`` is ignored unless admission has guaranteed it."""
+    ``output``: per row, the expected tokens of a step; empty where each emits one."""
+    rows = by_time_left(~prefill, left_s)
     left_s, work_s = left_s[rows], work_s[rows]
     alone_s = fixed_s + work_s
     late = can_catch_up(table, rows, left_s, alone_s)
     pace_s = np.empty(rows.shape[0])
     live = np.zeros(rows.shape[0], np.bool_)
     first_s = least_s = least_step_s = inf
+    # One TPOT that leaves nothing for prefill must not set the budget of all requests (see
+    # least_useful_s), but admission has checked that a guaranteed TPOT can be met.
+    holdable_s = (fixed_s + most_work_s(pieces, 1.0, 0.0)) / (1 - PREFILL_SHARE)
     for place, row in enumerate(rows):
         tpot_s = table[row, TPOT]
         step_s = tpot_s * output[row] if output.shape[0] else tpot_s
@@ -273,7 +285,7 @@ def paces_of(
                 first_s = max(0.0, left_s[place])
             live[place] = True
             least_s, least_step_s = min(least_s, tpot_s), min(least_step_s, step_s)
-    return left_s, work_s, pace_s, live, (first_s, least_s, least_step_s)
+    return rows, left_s, work_s, pace_s, live, first_s, least_s, least_step_s
 
 
 @compiled
@@ -310,6 +322,26 @@ def capacity_s(
             steps += max(0.0, horizon_s - first_slack_s) / least_pace_s
         capacity[item] = horizon_s - fixed_s * steps - (rate * horizon_s - offset_s)
     return capacity
+
+
+@compiled
+def triage(
+    table: Floats,
+    prefill: NDArray[np.bool_],
+    left_s: Floats,
+    work_s: Floats,
+    decodes: tuple[Floats, Floats, Floats, float, float, float],
+    usable: float,
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """The prefills by deadline, and how :func:`sort_out` sorts them. ``decodes`` are the arguments
+    of :func:`capacity_s` behind the horizons."""
+    prefills = by_time_left(prefill, left_s)
+    ends_s = left_s[prefills]
+    slack_s, pace_s, step_s, fixed_s, first_s, least_s = decodes
+    dated_s = ends_s[: np.searchsorted(ends_s, inf)]
+    until_s = capacity_s(dated_s, slack_s, pace_s, step_s, fixed_s, first_s, least_s)
+    kept, ordered, shed = sort_out(table, prefills, work_s, until_s, usable)
+    return prefills, kept, ordered, shed
 
 
 @compiled
@@ -519,21 +551,6 @@ _ONE_TOKEN: Floats = np.empty(0)
 TTFT_MEMORY_S = 60.0
 """How long a TTFT counts as recent, seconds after its request has left the queue."""
 
-SPREADS = 2.0
-"""The head-room is at least as many spreads of recent steps around their prediction: a step in 20
-or so is longer than that, if the errors are noise."""
-
-LONG_PROMPT = 0.125
-"""Share of the KV blocks. The aged lane begins a longer prompt only when it can finish it: on the
-lane's small share of the time it would hold its blocks for minutes."""
-
-LONGER = 2.0
-"""A batch that completes a prefill which would else be late may be longer than others by this
-factor."""
-
-MOST_HEADROOM = 0.35
-"""Up to this share. Steps that cannot be predicted must not leave the engine idle."""
-
 
 class DeadlineTriageOptions(PolicyOptions):
     """Options of :class:`DeadlineTriage`."""
@@ -583,29 +600,17 @@ class DeadlineTriageOptions(PolicyOptions):
 
 
 class _Decodes(NamedTuple):
-    """Decodes by deadline, and over the live ones, whose deadline can still be met, the time
-    budget, the minimum time left and the minimum TPOT."""
+    """What :func:`paces_of` gives, and the time budget."""
 
     rows: Ints
     left_s: Floats
     work_s: Floats
     pace_s: Floats
     live: Mask
-    budget_s: float
     first_s: float
+    least_s: float
     least_pace_s: float
-
-    def capacity_s(self, horizons_s: Floats, latency: LatencyModel) -> Floats:
-        """Time for prefill within each of ``horizons_s``, ascending (:func:`capacity_s`)."""
-        return capacity_s(
-            horizons_s,
-            self.left_s,
-            self.pace_s,
-            self.work_s,
-            latency.fixed_s,
-            self.first_s,
-            self.least_pace_s,
-        )
+    budget_s: float
 
 
 class DeadlineTriage(BatchPolicy):
@@ -652,9 +657,8 @@ class DeadlineTriage(BatchPolicy):
     def __init__(self, options: DeadlineTriageOptions | None = None) -> None:
         options = options or DeadlineTriageOptions()
         super().__init__(options)
-        self._anchor = options.anchor
+        self._anchor = options.anchor.code
         self._headroom = options.headroom
-        self._usable = 1 - options.headroom
         self._tail_backlog_s = options.tail_backlog_s
         self._tail_reserve = options.tail_reserve
         self._lane = AgedLane(options.patience_s, options.aged_share)
@@ -672,12 +676,17 @@ class DeadlineTriage(BatchPolicy):
         table = queue.table
         if not len(table):
             return
-        fixed_s = latency.fixed_s
-        self._usable = 1 - max(self._headroom, min(SPREADS * latency.spread, MOST_HEADROOM))
-        self._notice_ttft(float(table[:, TTFT].min()), now_s)
-        work_s = pending_work_s(table, latency.pieces)
-        prefill = is_prefill(table)
-        left_s = time_left_s(table, prefill, work_s, self._anchor.code, now_s, fixed_s)
+        fixed_s, pieces, block_tokens = latency.fixed_s, latency.pieces, batch.block_tokens
+        # The next request may state the minimum TTFT seen recently, too.
+        least_ttft_s = float(table[:, TTFT].min())
+        if least_ttft_s <= self._least_ttft_s or now_s - self._least_seen_s > TTFT_MEMORY_S:
+            self._least_ttft_s, self._least_seen_s = least_ttft_s, now_s
+
+        # 1. Time budget.
+        # Two spreads: a step in 20 or so is longer than that, if the errors are noise. Steps that
+        # cannot be predicted must not leave the engine idle.
+        usable = 1 - max(self._headroom, min(2.0 * latency.spread, 0.35))
+        prefill, work_s, left_s = look(table, pieces, self._anchor, now_s, fixed_s)
         output = _ONE_TOKEN
         if batch.lengths is not None:
             # A step that emits several tokens is due later, and has more work.
@@ -685,30 +694,35 @@ class DeadlineTriage(BatchPolicy):
             output = lengths.output
             left_s += lengths.credit_s
             work_s = np.maximum(work_s, lengths.work_s)
-        decodes = self._decodes(table, ~prefill, left_s, work_s, latency, output)
-        prefills = by_time_left(prefill, left_s)
+        paces = paces_of(table, prefill, left_s, work_s, output, pieces, fixed_s)
+        decodes = _Decodes(*paces, budget_s=max(paces[-3], paces[-2]) * usable)
 
+        # 2. Triage, and which shed prefills give way to a kept one that waits for blocks.
         running = table[:, RUNNING] > 0
         active = int(np.count_nonzero(running))
-        growth = active * GROWTH_TOKENS // batch.block_tokens + 1
+        growth = active * GROWTH_TOKENS // block_tokens + 1
         batch.spare(growth)
-        kept, ordered, shed = self._triage(table, prefills, left_s, work_s, decodes, latency)
+        horizon = decodes.left_s, decodes.pace_s, decodes.work_s, fixed_s, paces[-3], paces[-1]
+        prefills, kept, ordered, shed = triage(table, prefill, left_s, work_s, horizon, usable)
         punctual = len(ordered) == len(kept)
         left_out = shed if punctual else np.concatenate((np.setdiff1d(ordered, kept), shed))
-        room = batch.free_blocks - growth
+        free_blocks, places = batch.free_blocks, batch.sequences_left
+        room = free_blocks - growth
         aged, yielding, most_tokens = self._lane.aged(table, left_out, now_s), shed, inf
         if len(aged):
-            blocks = batch.free_blocks + float(table[running, KV_BLOCKS].sum())
-            most_tokens = LONG_PROMPT * blocks * batch.block_tokens
+            # The lane begins a longer prompt only when it can finish it: on its small share of the
+            # time it would hold its blocks for minutes.
+            blocks = free_blocks + float(table[running, KV_BLOCKS].sum())
+            most_tokens = 0.125 * blocks * block_tokens
             aged = self._lane.in_turn(table, aged, most_tokens)
             yielding = shed[shed != self._lane.under_way(table, aged, latency, most_tokens)]
         gone = yielding[:0]
         if len(yielding) and len(ordered):
             spare_s = left_s - work_s - fixed_s
-            gone, place = outranked(table, ordered, yielding, spare_s, room, batch.block_tokens)
+            gone, place = outranked(table, ordered, yielding, spare_s, room, block_tokens)
         if len(gone):
             batch.evict(gone)
-            room = batch.free_blocks - growth
+            room, places = batch.free_blocks - growth, batch.sequences_left
             running[gone] = False
             active -= len(gone)
             aged, shed = aged[~np.isin(aged, gone)], shed[~np.isin(shed, gone)]
@@ -716,83 +730,61 @@ class DeadlineTriage(BatchPolicy):
             ordered = ordered[begins | running[ordered]]
         step_s = fixed_s + float(decodes.work_s.sum())
         answer_s = UNKNOWN_OUTPUT_TOKENS * step_s / (len(decodes.rows) + 1)
-        admissible = _admissible(
-            table, ordered, batch.sequences_left, room, batch.block_tokens, work_s, answer_s
-        )
+        admissible = ordered
+        if len(ordered):
+            admissible = _admissible(table, ordered, places, room, block_tokens, work_s, answer_s)
 
-        scarce = room < growth or batch.sequences_left < self._tail_reserve * len(table)
+        # 3. Urgent decodes: first those that can be on time or have been late for longer than the
+        # patience, then the other late ones, which leave prefills their share of the batch.
+        scarce = room < growth or places < self._tail_reserve * len(table)
         urgent = len(decodes.rows)
         if not scarce and not fit_beside(
-            kept, left_s, work_s, step_s, decodes.least_pace_s, self._usable
+            kept, left_s, work_s, step_s, decodes.least_pace_s, usable
         ):
             urgent = int(np.searchsorted(decodes.left_s, decodes.budget_s + decodes.least_pace_s))
-        _take_urgent(batch, decodes, urgent, bool(len(admissible)), self._lane.patience_s)
+        rows = decodes.rows[:urgent]
+        first = decodes.live[:urgent] | (decodes.left_s[:urgent] < -self._lane.patience_s)
+        if len(rows):
+            batch.take(rows[first])
+            late = rows[~first]
+            if len(late):
+                share_s = (1 - PREFILL_SHARE) * decodes.budget_s
+                batch.take(late, share_s if len(admissible) else inf)
 
+        # The aged lane, kept prefills and the other decodes.
         on_time = None if punctual else np.isin(admissible, kept)
-        until_s = self._until_s(batch, table, admissible, on_time, left_s, work_s, decodes, latency)
+        until_s = self._until_s(
+            batch.cost_s, table, admissible, on_time, left_s, work_s, decodes, latency, usable
+        )
         if len(aged):
             answering = table[:, FIRST_TOKEN] - table[:, ARRIVAL] > self._lane.patience_s
             if np.count_nonzero(running & answering) >= self._lane.places(active):
                 aged = aged[running[aged]]
         if len(aged):
             self._lane.take(batch, table, aged, now_s, latency, until_s, most_tokens)
-        batch.take(admissible, until_s)
-        batch.take(decodes.rows[urgent:], until_s)
+        if len(admissible):
+            batch.take(admissible, until_s)
+        if urgent < len(decodes.rows):
+            batch.take(decodes.rows[urgent:], until_s)
+
+        # 4. The tail.
         if len(shed):
             calm = not len(kept) and not decodes.live.any()
             tail_s = self._tail_s(work_s[shed], decodes, calm, left_s, latency)
-            late = int(np.searchsorted(decodes.left_s, 0.0))
+            late_count = int(np.searchsorted(decodes.left_s, 0.0))
             standby = _standby(table, decodes, latency)
             # With nothing else to run, a prompt of nearly all blocks must not wait for its reserve.
-            limits = Limits(standby, late, active, 0.0 if batch.empty else self._tail_reserve)
+            reserve = 0.0 if batch.empty else self._tail_reserve
+            limits = Limits(standby, late_count, active, reserve)
             rows = tail(batch, table, shed, running, left_s, work_s, limits)
             batch.take(rows, min(until_s, batch.cost_s + tail_s))
         if batch.empty:
             batch.spare(0)
             batch.ensure_progress(np.concatenate((decodes.rows, prefills)))
 
-    def _notice_ttft(self, least_s: float, now_s: float) -> None:
-        """Remember the minimum TTFT seen recently: the next request may state it, too."""
-        if least_s <= self._least_ttft_s or now_s - self._least_seen_s > TTFT_MEMORY_S:
-            self._least_ttft_s, self._least_seen_s = least_s, now_s
-
-    def _decodes(
-        self,
-        table: Floats,
-        decode: Mask,
-        left_s: Floats,
-        work_s: Floats,
-        latency: LatencyModel,
-        output: Floats,
-    ) -> _Decodes:
-        rows = by_time_left(decode, left_s)
-        fixed_s = latency.fixed_s
-        # One TPOT that leaves nothing for prefill must not set the budget of all requests, but
-        # admission has checked that a guaranteed TPOT can be met.
-        holdable_s = least_useful_s(fixed_s, latency)
-        left_s, work_s, pace_s, live, (first_s, least_s, least_step_s) = paces_of(
-            table, rows, left_s, work_s, output, fixed_s, holdable_s
-        )
-        budget_s = max(first_s, least_s) * self._usable
-        return _Decodes(rows, left_s, work_s, pace_s, live, budget_s, first_s, least_step_s)
-
-    def _triage(
-        self,
-        table: Floats,
-        prefills: Ints,
-        left_s: Floats,
-        work_s: Floats,
-        decodes: _Decodes,
-        latency: LatencyModel,
-    ) -> tuple[Ints, Ints, Ints]:
-        """See :func:`~sluice.scheduling.batching.deadline_triage.sort_out`."""
-        ends_s = left_s[prefills]
-        until_s = decodes.capacity_s(ends_s[: np.searchsorted(ends_s, inf)], latency)
-        return sort_out(table, prefills, work_s, until_s, self._usable)
-
     def _until_s(
         self,
-        batch: BatchBuilder,
+        taken_s: float,
         table: Floats,
         kept: Ints,
         punctual: Mask | None,
@@ -800,31 +792,33 @@ class DeadlineTriage(BatchPolicy):
         work_s: Floats,
         decodes: _Decodes,
         latency: LatencyModel,
+        usable: float,
     ) -> float:
-        """When the batch, which has the urgent decodes, must end; ``punctual``: which of the
-        prefills ``kept`` are on time, ``None``: all."""
+        """When the batch, which has the urgent decodes and takes ``taken_s``, must end;
+        ``punctual``: which of the prefills ``kept`` are on time, ``None``: all."""
         longest_s = max(TTFT_SHARE * self._least_ttft_s, LEAST_STEPS * latency.fixed_s)
         if decodes.least_pace_s < inf:
             longest_s = max(longest_s, decodes.least_pace_s)
         until_s = min(decodes.budget_s, longest_s)
         if not len(kept):
             return until_s
-        whole_s = batch.cost_s + float(work_s[kept[0]])
-        if until_s < whole_s <= min(decodes.budget_s, LONGER * longest_s):
+        whole_s = taken_s + float(work_s[kept[0]])
+        # A batch that completes a prefill which would else be late may be twice as long.
+        if until_s < whole_s <= min(decodes.budget_s, 2.0 * longest_s):
             # Another step would cost the first one its deadline.
             left_first_s = float(left_s[kept[0]])
-            if whole_s <= left_first_s < whole_s + batch.cost_s:
+            if whole_s <= left_first_s < whole_s + taken_s:
                 until_s = whole_s
         if until_s < inf:
             deepest = int(table[kept, COMPUTED].max())
-            until_s = max(until_s, least_useful_s(batch.cost_s, latency, deepest))
+            until_s = max(until_s, least_useful_s(taken_s, latency, deepest))
         first = 0 if punctual is None else int(np.argmax(punctual))
         if punctual is not None and not punctual[first]:
             return until_s
-        first_s = batch.cost_s + float(work_s[kept[: first + 1]].sum())
+        first_s = taken_s + float(work_s[kept[: first + 1]].sum())
         if first_s <= until_s:
             # The batch completes the first one: more work must not make it late.
-            until_s = min(until_s, max(self._usable * float(left_s[kept[first]]), first_s))
+            until_s = min(until_s, max(usable * float(left_s[kept[first]]), first_s))
         return until_s
 
     def _tail_s(
@@ -874,19 +868,7 @@ def _standby(table: Floats, decodes: _Decodes, latency: LatencyModel) -> float:
     ttft_s = mean_ttft_s(table)
     if ttft_s == inf or not len(decodes.rows):
         return inf
-    room_s = decodes.capacity_s(np.array([ttft_s]), latency)
+    _, left_s, work_s, pace_s, _, first_s, _, least_pace_s, _ = decodes
+    horizon_s, fixed_s = np.array([ttft_s]), latency.fixed_s
+    room_s = capacity_s(horizon_s, left_s, pace_s, work_s, fixed_s, first_s, least_pace_s)
     return float(room_s[0]) / max(mean_prompt_s(table, latency.pieces), 1e-9)
-
-
-def _take_urgent(
-    batch: BatchBuilder, decodes: _Decodes, urgent: int, prefills: bool, patience_s: float
-) -> None:
-    """Take the first ``urgent`` decodes; those late for at most ``patience_s`` come last and leave
-    prefills their share."""
-    rows = decodes.rows[:urgent]
-    first = decodes.live[:urgent] | (decodes.left_s[:urgent] < -patience_s)
-    batch.take(rows[first])
-    late = rows[~first]
-    if len(late):
-        cap_s = (1 - PREFILL_SHARE) * decodes.budget_s if prefills else inf
-        batch.take(late, cap_s)

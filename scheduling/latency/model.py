@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import inf, log, sqrt
 from statistics import median
 from typing import ClassVar, NamedTuple, Self
@@ -30,46 +29,15 @@ TOLERATED_SPREAD = 0.25
 """Spread up to which guarantees are made by the mean: independent noise averages out over a
 request, and one step that takes any time too long comes to 0.22 by itself."""
 
-_MAX_RATIO = 2.0
-"""One step counts as at most this many times too long or too short."""
-
-_MAX_CHANGE = 0.05
-"""Most by which one step moves a factor, unless it shows that the engine has changed."""
-
-_SHORTEST_S = 1e-9
-_LONGEST_S = 1e9
-"""Predictions outside are of no engine, and not safe to divide by."""
-
 _MEMORY = 0.05
 """Weight of the latest step in averages: they are over about 20 steps."""
 
-_UNKNOWN_SPREAD = 0.2
-"""Assumed before the first step."""
-
 # Variances of the factors' relative errors, in units of the variance of one step's relative error.
-# Where steps have a noise of 10 %, a factor that nothing is known of may be off by 50 %, and a
-# fresh profile by 2 %. What makes one part slower makes the other one slower, too, as a rule.
+# Where steps have a noise of 10 %, a factor that nothing is known of may be off by 50 %.
 _UNKNOWN = 25.0
-_PROFILED = 0.06
-_TOGETHER = 0.8
-# An exponential average with gain g is the filter of a factor that drifts by g**2 / (1 - g) a step.
-_DRIFT = _MEMORY**2 / (1.0 - _MEMORY)
-_DRIFT_TOGETHER = 0.99
 
-# A step is far off from this ratio on; three times the spread where that is more, up to a bound.
-_LEAST_FAR = 1.2
-_MOST_FAR = 2.0
-_FAR_SPREADS = 3.0
-_RECENT_STEPS = 32
 _FAR_STEPS = 4
-_PASSES = 2
-
-# Page's test, in standard deviations of the noise: each step counts as at most so far off, less the
-# allowance, and the sum of a change is above the limit. So three steps alone are none.
-_MOST_OFF = 4.0
-_ALLOWED_OFF = 1.0
-_SUM_OFF = 9.0
-_LEAST_NOISE, _UNKNOWN_NOISE = 0.005, 0.1
+"""Steps far off, or in a row off to one side, that may show a change."""
 
 
 class _Step(NamedTuple):
@@ -89,31 +57,31 @@ class _Factors:
     __slots__ = ("_cross", "_fixed", "_work", "fixed", "work")
 
     def __init__(self, fixed: float, work: float, variance: float) -> None:
-        self.fixed = _within(fixed, MAX_FACTOR)
-        self.work = _within(work, MAX_FACTOR)
+        self.fixed = min(max(fixed, 1.0 / MAX_FACTOR), MAX_FACTOR)
+        self.work = min(max(work, 1.0 / MAX_FACTOR), MAX_FACTOR)
         self.doubt(variance)
 
     def doubt(self, variance: float) -> None:
         """Keep the factors, but forget how they were learned: each has this variance."""
         self._fixed = self._work = variance
-        self._cross = variance * _TOGETHER
+        # What makes one part slower makes the other one slower, too, as a rule.
+        self._cross = variance * 0.8
 
-    def predicted_s(self, fixed_s: float, work_s: float) -> float:
-        """Time of a step with these parts."""
-        return self.fixed * fixed_s + self.work * work_s
-
-    def ratio(self, step: _Step) -> float:
-        """Real over predicted time, within the bounds of one step."""
-        return _within(step.real_s / self.predicted_s(step.fixed_s, step.work_s), _MAX_RATIO)
+    def ratio(self, fixed_s: float, work_s: float, real_s: float) -> float:
+        """Real over predicted time; one step counts as at most twice too long or too short."""
+        return min(max(real_s / (self.fixed * fixed_s + self.work * work_s), 0.5), 2.0)
 
     def learn(self, fixed_s: float, work_s: float, ratio: float, most: float = inf) -> None:
         """A step with these parts took ``ratio`` times its prediction; neither factor changes by
         more than ``most`` of itself."""
-        fixed = self.fixed * fixed_s / self.predicted_s(fixed_s, work_s)
+        fixed = self.fixed * fixed_s / (self.fixed * fixed_s + self.work * work_s)
         work = 1.0 - fixed
-        self._fixed += _DRIFT
-        self._work += _DRIFT
-        self._cross += _DRIFT * _DRIFT_TOGETHER
+        # An exponential average with gain g is the filter of a factor that drifts by
+        # g**2 / (1 - g) a step; both drift nearly together.
+        drift = _MEMORY**2 / (1.0 - _MEMORY)
+        self._fixed += drift
+        self._work += drift
+        self._cross += drift * 0.99
         to_fixed = self._fixed * fixed + self._cross * work
         to_work = self._cross * fixed + self._work * work
         variance = 1.0 + max(0.0, to_fixed * fixed + to_work * work)
@@ -127,8 +95,11 @@ class _Factors:
             self._work /= excess
             self._cross /= excess
         off = (ratio - 1.0) / variance
-        self.fixed = _moved(self.fixed, to_fixed * off, most)
-        self.work = _moved(self.work, to_work * off, most)
+        # Never to zero or below.
+        change = max(0.5, 1.0 + min(max(to_fixed * off, -most), most))
+        self.fixed = min(max(self.fixed * change, 1.0 / MAX_FACTOR), MAX_FACTOR)
+        change = max(0.5, 1.0 + min(max(to_work * off, -most), most))
+        self.work = min(max(self.work * change, 1.0 / MAX_FACTOR), MAX_FACTOR)
 
 
 class _OneSided:
@@ -138,7 +109,7 @@ class _OneSided:
     __slots__ = ("_last", "_noise", "_runs", "_seen", "_sums")
 
     def __init__(self) -> None:
-        self._noise = _UNKNOWN_NOISE**2
+        self._noise = 0.01  # variance: a deviation of 10 %
         self._seen = 0
         self.restart()
 
@@ -150,18 +121,20 @@ class _OneSided:
     def observe(self, off: float) -> int:
         """Number of steps since a change began, if one is found with this step, which was ``off``
         (logarithm of real over predicted time); else 0."""
-        deviation = max(_LEAST_NOISE, sqrt(self._noise))
+        deviation = max(0.005, sqrt(self._noise))
         if self._last is not None:
             self._seen += 1
-            squared = min((off - self._last) ** 2 / 2.0, (_MOST_OFF * deviation) ** 2)
+            squared = min((off - self._last) ** 2 / 2.0, (4.0 * deviation) ** 2)
             self._noise += max(_MEMORY, 1.0 / (1 + self._seen)) * (squared - self._noise)
         self._last = off
-        shift = min(max(off / deviation, -_MOST_OFF), _MOST_OFF)
+        # Each step counts as at most four deviations off, less an allowance of one, and the sum of
+        # a change is above nine. So three steps alone are none.
+        shift = min(max(off / deviation, -4.0), 4.0)
         for side, each in enumerate((shift, -shift)):
-            self._sums[side] = max(0.0, self._sums[side] + each - _ALLOWED_OFF)
+            self._sums[side] = max(0.0, self._sums[side] + each - 1.0)
             self._runs[side] = self._runs[side] + 1 if self._sums[side] else 0
         side = int(self._sums[1] > self._sums[0])
-        if self._sums[side] <= _SUM_OFF or self._runs[side] < _FAR_STEPS:
+        if self._sums[side] <= 9.0 or self._runs[side] < _FAR_STEPS:
             return 0
         return self._runs[side]
 
@@ -184,48 +157,38 @@ class StepCorrection:
     Times that are not positive and finite, and predictions below a nanosecond, teach nothing.
     ``O(1)`` for a step; one that is far off may cost a fit to the last 32."""
 
-    __slots__ = ("_factors", "_one_sided", "_recent", "_variance")
+    __slots__ = ("_factors", "_one_sided", "_recent", "_variance", "fixed", "spread", "work")
 
     def __init__(self) -> None:
-        self._factors = _Factors(1.0, 1.0, _PROFILED)
-        self._variance = _UNKNOWN_SPREAD**2
-        self._recent: deque[_Step] = deque(maxlen=_RECENT_STEPS)
-        self._one_sided = _OneSided()
-
-    @property
-    def fixed(self) -> float:
-        """Factor on the fixed part of a step."""
-        return self._factors.fixed
-
-    @property
-    def work(self) -> float:
-        """Factor on the work of a step's sequences."""
-        return self._factors.work
-
-    @property
-    def spread(self) -> float:
+        self.fixed = self.work = 1.0
+        """Factors on the fixed part of a step, and on the work of its sequences."""
+        self.spread = 0.2
         """Root mean square of the relative errors over about 20 steps, up to ``MAX_SPREAD``."""
-        return min(sqrt(self._variance), MAX_SPREAD)
+        # A fresh profile may be off by a quarter of a step's deviation.
+        self._factors = _Factors(1.0, 1.0, 0.06)
+        self._variance = 0.2**2
+        self._recent: deque[_Step] = deque(maxlen=32)
+        self._one_sided = _OneSided()
 
     def predicted_s(self, fixed_s: float, work_s: float) -> float:
         """Corrected time of a step whose parts were predicted so."""
-        return self._factors.predicted_s(fixed_s, work_s)
+        return self.fixed * fixed_s + self.work * work_s
 
     def observe(self, fixed_s: float, work_s: float, real_s: float) -> None:
         """Learn from one step; ``fixed_s`` and ``work_s`` are the parts of its prediction without
         correction and head-room."""
-        possible = fixed_s >= 0 and work_s >= 0 and _SHORTEST_S <= fixed_s + work_s <= _LONGEST_S
+        # Other predictions are of no engine, and not safe to divide by.
+        possible = fixed_s >= 0 and work_s >= 0 and 1e-9 <= fixed_s + work_s <= 1e9
         if not (possible and 0 < real_s < inf):
             return
-        predicted_s = self.predicted_s(fixed_s, work_s)
         # The spread before the recent steps: a change must not hide itself by what it adds to it.
         before = self._recent[0].variance if self._recent else self._variance
-        far_ratio = min(max(_LEAST_FAR, 1.0 + _FAR_SPREADS * sqrt(before)), _MOST_FAR)
-        ratio = _within(real_s / predicted_s, _MAX_RATIO)
+        far_ratio = min(max(1.2, 1.0 + 3.0 * sqrt(before)), 2.0)
+        ratio = self._factors.ratio(fixed_s, work_s, real_s)
         far = not 1.0 / far_ratio < ratio < far_ratio
         self._recent.append(_Step(fixed_s, work_s, real_s, self._variance, far))
         self._variance += _MEMORY * ((ratio - 1.0) ** 2 - self._variance)
-        self._factors.learn(fixed_s, work_s, ratio, _MAX_CHANGE)
+        self._factors.learn(fixed_s, work_s, ratio, 0.05)
         if changed := self._one_sided.observe(log(ratio)):
             self._refit(list(self._recent)[-changed:])
             self._one_sided.restart()
@@ -234,18 +197,21 @@ class StepCorrection:
             places = [place for place, step in enumerate(recent) if step.far]
             if len(places) >= _FAR_STEPS:
                 self._refit(recent[places[-_FAR_STEPS] :])
+        self.fixed, self.work = self._factors.fixed, self._factors.work
+        self.spread = min(sqrt(self._variance), MAX_SPREAD)
 
     def _refit(self, steps: Sequence[_Step]) -> None:
         """Use a fit to ``steps`` where it is much better."""
-        scale = median(s.real_s / self.predicted_s(s.fixed_s, s.work_s) for s in steps)
-        found = _Factors(self.fixed * scale, self.work * scale, _UNKNOWN)
-        for _ in range(_PASSES):
+        now = self._factors
+        scale = median(s.real_s / (now.fixed * s.fixed_s + now.work * s.work_s) for s in steps)
+        found = _Factors(now.fixed * scale, now.work * scale, _UNKNOWN)
+        for _ in range(2):
             found.doubt(_UNKNOWN)
             for step in steps:
-                found.learn(step.fixed_s, step.work_s, found.ratio(step))
-        if 2.0 * _squares(found, steps) < _squares(self._factors, steps):
+                found.learn(step.fixed_s, step.work_s, found.ratio(*step[:3]))
+        if 2.0 * _squares(found, steps) < _squares(now, steps):
             self._factors = found
-            left = sum((found.ratio(step) - 1.0) ** 2 for step in steps) / len(steps)
+            left = sum((found.ratio(*step[:3]) - 1.0) ** 2 for step in steps) / len(steps)
             self._variance = max(steps[0].variance, left)
             self._recent.clear()
             self._one_sided.restart()
@@ -257,16 +223,7 @@ def caution(spread: float) -> float:
 
 
 def _squares(factors: _Factors, steps: Sequence[_Step]) -> float:
-    return sum(log(factors.ratio(step)) ** 2 for step in steps)
-
-
-def _within(value: float, most: float) -> float:
-    return min(max(value, 1.0 / most), most)
-
-
-def _moved(factor: float, change: float, most: float) -> float:
-    # Never to zero or below.
-    return _within(factor * max(0.5, 1.0 + min(max(change, -most), most)), MAX_FACTOR)
+    return sum(log(factors.ratio(*step[:3])) ** 2 for step in steps)
 
 
 UNBOUNDED_TOKENS = 1 << 30
@@ -413,6 +370,7 @@ class LatencyModel(ABC):
         spread: relative error of recent predictions, root mean square.
 
     Attributes:
+        fixed_s: time of a step before any token is counted.
         pieces: ``float64[pieces, COEFFICIENTS]`` of :mod:`sluice.scheduling.request.kernels`, with
             the factors. Of a sequence the part is ``PREFILL_TOKENS n + PREFILL_SQUARE n**2 +
             PREFILL_CROSS n k + PREFILL_CONTEXT k + PREFILL_SEQUENCE`` for ``n > 1`` and
@@ -432,6 +390,7 @@ class LatencyModel(ABC):
     headroom: float = 1.0
     spread: float = 0.0
     pieces: Floats = field(init=False, compare=False)
+    fixed_s: float = field(init=False, compare=False)
     _bare: Floats = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -444,8 +403,7 @@ class LatencyModel(ABC):
         check_factors(self.fixed_correction, self.headroom)
         bare: Floats = np.array(self._rows(), dtype=np.float64)
         object.__setattr__(self, "_bare", bare)
-        pieces = self._pieces(self.correction, self.fixed_correction, self.headroom)
-        object.__setattr__(self, "pieces", pieces)
+        self._scale(self.correction, self.fixed_correction, self.headroom, self.spread)
 
     def __repr__(self) -> str:
         named = zip(self.names, self.coefficients, strict=True)
@@ -475,11 +433,6 @@ class LatencyModel(ABC):
                 f"({', '.join(cls.names)}), got {len(coefficients)}"
             )
         return cls(*coefficients)
-
-    @cached_property
-    def fixed_s(self) -> float:
-        """Time of a step before any token is counted."""
-        return float(self.pieces[:, kernels.FIXED].max())
 
     def work_s(self, new_tokens: int, computed_tokens: int) -> float:
         """Marginal time of ``new_tokens`` (>= 1) of one sequence, by the costliest piece."""
@@ -517,26 +470,30 @@ class LatencyModel(ABC):
     def _scaled(
         self, correction: float, fixed_correction: float, headroom: float, spread: float
     ) -> Self:
-        check_factors(correction, headroom)
-        check_factors(fixed_correction, headroom)
+        if not (0 < correction < inf and 0 < fixed_correction < inf and 1 <= headroom < inf):
+            check_factors(correction, headroom)
+            check_factors(fixed_correction, headroom)
         model = object.__new__(type(self))
         # What the constructor would do, without checking the coefficients again.
-        model.__dict__.update(
-            self.__dict__,
+        model.__dict__.update(self.__dict__)
+        model._scale(correction, fixed_correction, headroom, spread)
+        return model
+
+    def _scale(
+        self, correction: float, fixed_correction: float, headroom: float, spread: float
+    ) -> None:
+        """Set the factors, and what follows from them."""
+        pieces: Floats = self._bare * (correction * headroom)
+        if fixed_correction != correction:
+            pieces[:, kernels.FIXED] = self._bare[:, kernels.FIXED] * (fixed_correction * headroom)
+        self.__dict__.update(
             correction=correction,
             fixed_correction=fixed_correction,
             headroom=headroom,
             spread=spread,
-            pieces=self._pieces(correction, fixed_correction, headroom),
+            pieces=pieces,
+            fixed_s=float(pieces[:, kernels.FIXED].max()),
         )
-        model.__dict__.pop("fixed_s", None)
-        return model
-
-    def _pieces(self, correction: float, fixed_correction: float, headroom: float) -> Floats:
-        pieces: Floats = self._bare * (correction * headroom)
-        if fixed_correction != correction:
-            pieces[:, kernels.FIXED] = self._bare[:, kernels.FIXED] * (fixed_correction * headroom)
-        return pieces
 
 
 def check_factors(correction: float, headroom: float) -> None:

@@ -26,7 +26,7 @@ from sluice.scheduling.request.kernels import (
     Floats,
     Ints,
 )
-from sluice.scheduling.request.objective import SLO, Anchor
+from sluice.scheduling.request.objective import SLO
 
 
 class RequestView(NamedTuple):
@@ -71,16 +71,6 @@ class RequestView(NamedTuple):
         """See :func:`sluice.scheduling.request.deadline.needs_prefill`."""
         return needs_prefill(self.emitted_tokens, self.pending_tokens)
 
-    def next_deadline_s(self, anchor: Anchor) -> float:
-        """Deadline of the next token to be emitted."""
-        return self.slo.deadline_s(
-            self.emitted_tokens + 1,
-            self.arrival_s,
-            self.first_token_s,
-            anchor,
-            self.last_token_s,
-        )
-
 
 _objectives = attrgetter("columns")
 
@@ -91,11 +81,12 @@ class QueueView:
     It is made either of views (an engine's adapter has objects) or of an array (the simulator has
     rows), and gives both."""
 
-    __slots__ = ("_ids", "_keys", "_requests", "_slos", "_table")
+    __slots__ = ("_ids", "_keys", "_requests", "_slos", "table")
 
     def __init__(self, requests: Sequence[RequestView] = ()) -> None:
         self._requests: Sequence[RequestView] | None = requests
-        self._table: Floats | None = None
+        self.table: Floats = _table(requests)
+        """The requests as rows, ``float64[n, FIELDS]``. Read only."""
         self._keys: Ints | None = None
         self._slos: Sequence[SLO] | Mapping[int, SLO] = ()
         self._ids: Sequence[str] | None = None
@@ -114,15 +105,13 @@ class QueueView:
         """
         queue = cls.__new__(cls)
         queue._requests = None
-        queue._table = table
+        queue.table = table
         queue._keys = keys
         queue._slos = slos
         queue._ids = ids
         return queue
 
     def __len__(self) -> int:
-        if self._requests is not None:
-            return len(self._requests)
         return len(self.table)
 
     def __eq__(self, other: object) -> bool:
@@ -134,22 +123,14 @@ class QueueView:
     def requests(self) -> Sequence[RequestView]:
         """The requests as views."""
         if self._requests is None:
-            assert self._table is not None and self._keys is not None
+            assert self._keys is not None
             keys = self._keys.tolist()
             ids = map(str, keys) if self._ids is None else self._ids
             self._requests = [
                 _view(request_id, row, self._slos[key])
-                for request_id, key, row in zip(ids, keys, self._table.tolist(), strict=True)
+                for request_id, key, row in zip(ids, keys, self.table.tolist(), strict=True)
             ]
         return self._requests
-
-    @property
-    def table(self) -> Floats:
-        """The requests as rows, ``float64[n, FIELDS]``. Read only. ``O(n)`` when made of views."""
-        if self._table is None:
-            assert self._requests is not None
-            self._table = _table(self._requests)
-        return self._table
 
     @property
     def keys(self) -> Ints:
@@ -166,7 +147,7 @@ class QueueView:
         if self._requests is not None:
             requests = self._requests
             queue._requests = [requests[row] for row in rows.tolist()]
-        queue._table = self.table[rows]
+        queue.table = self.table[rows]
         queue._keys = None if self._keys is None else self._keys[rows]
         queue._slos = self._slos
         queue._ids = None if self._ids is None else [self._ids[row] for row in rows.tolist()]
@@ -177,7 +158,8 @@ class QueueView:
         if self._ids is not None:
             return [self._ids[row] for row in rows.tolist()]
         if self._requests is None:
-            return [str(key) for key in self.keys[rows].tolist()]
+            assert self._keys is not None
+            return list(map(str, self._keys[rows].tolist()))
         requests = self._requests
         return [requests[row].request_id for row in rows.tolist()]
 

@@ -32,7 +32,7 @@ from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xargs
 from sluice.replica.vllm.local_model import local_model
 from sluice.scheduling.batching import make_policy
-from sluice.scheduling.latency.fit import fit
+from sluice.scheduling.latency.profile import fit
 from sluice.scheduling.latency.speculation import AdaptiveLengths, Speculation
 from sluice.scheduling.request.kernels import Ints
 from sluice.scheduling.request.objective import SLO, TokenClock

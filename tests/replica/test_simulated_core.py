@@ -15,7 +15,7 @@ from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import RequestArgs
 from sluice.replica.simulated.core import SimulatedCore, SimulatedSequence
 from sluice.scheduling.batching import POLICIES, BatchBuilder, BatchPolicy, make_policy
-from sluice.scheduling.batching.fcfs import FCFS
+from sluice.scheduling.batching.token_budget import FCFS
 from sluice.scheduling.fleet.local_orders import SLIDE
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency
 from sluice.scheduling.request.kernels import COMPUTED, KV_BLOCKS, PENDING, RUNNING, TPOT
@@ -158,7 +158,10 @@ def test_a_plan_follows_the_stage_that_a_request_is_in() -> None:
             self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
         ) -> None:
             (each,) = queue.requests
-            deadline_s = each.next_deadline_s(Anchor.FIRST_TOKEN)
+            token, anchor = each.emitted_tokens + 1, Anchor.FIRST_TOKEN
+            deadline_s = each.slo.deadline_s(
+                token, each.arrival_s, each.first_token_s, anchor, each.last_token_s
+            )
             seen.append((each.prompt_tokens, each.emitted_tokens, deadline_s - each.arrival_s))
             assert queue.table[0, TPOT] == each.slo.tpot_s
             super().fill(batch, queue, now_s, latency)

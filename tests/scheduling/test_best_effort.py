@@ -23,7 +23,7 @@ from sluice.scheduling.batching.base import (
     tokens_ahead,
     victims,
 )
-from sluice.scheduling.batching.fcfs import FCFS
+from sluice.scheduling.batching.token_budget import FCFS
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency
 from sluice.scheduling.request.kernels import TENANT
 from sluice.scheduling.request.objective import SLO

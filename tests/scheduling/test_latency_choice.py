@@ -2,9 +2,13 @@
 
 import pytest
 
-from sluice.scheduling.latency.fit import best_fit, fit_without_context, held_out_error
 from sluice.scheduling.latency.model import LatencyModel, PrefillDecodeLatency, StepSample
-from sluice.scheduling.latency.profile import LatencyProfile
+from sluice.scheduling.latency.profile import (
+    LatencyProfile,
+    best_fit,
+    fit_without_context,
+    held_out_error,
+)
 from tests.scheduling.test_latency_fit import LINEAR, PREFILL_DECODE, steps
 
 

@@ -7,7 +7,6 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from sluice.scheduling.latency.fit import BatchFamily, fit
 from sluice.scheduling.latency.model import (
     FAMILIES,
     LatencyModel,
@@ -16,6 +15,7 @@ from sluice.scheduling.latency.model import (
     RooflineLatency,
     StepSample,
 )
+from sluice.scheduling.latency.profile import BatchFamily, fit
 from sluice.scheduling.latency.request_model import Interaction, InteractionLatency, PolynomialTTFT
 
 LINEAR = LinearLatency(a=0.004, b=1.8e-4, c=8e-7, d=2e-8)

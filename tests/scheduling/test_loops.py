@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.scheduling.request import loops
-from sluice.scheduling.request.loops import KEPT_S, LoopStarts
+from sluice.scheduling.request.stages import KEPT_S, LoopStarts
 
 
 def test_a_loop_begins_with_the_earliest_of_its_turns() -> None:

@@ -166,7 +166,10 @@ def test_the_compiled_rule_is_that_of_the_views(queue: QueueView, anchor: Anchor
     ]
     views.append(decode("recomputes")._replace(pending_tokens=2))
     table = QueueView(views).table
-    expected = [view.next_deadline_s(anchor) for view in views]
+    expected = [
+        v.slo.deadline_s(v.emitted_tokens + 1, v.arrival_s, v.first_token_s, anchor, v.last_token_s)
+        for v in views
+    ]
     assert kernels.deadlines_s(table, anchor.code).tolist() == pytest.approx(expected)
     assert kernels.is_prefill(table).tolist() == [view.is_prefill for view in views]
 

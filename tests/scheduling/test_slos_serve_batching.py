@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from sluice.scheduling.batching import BatchBudget, BatchPlan
-from sluice.scheduling.batching.sarathi import Sarathi, SarathiOptions
 from sluice.scheduling.batching.slos_serve import MOST_DECIDED, SLOsServe, SLOsServeOptions
+from sluice.scheduling.batching.token_budget import Sarathi, SarathiOptions
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency, RooflineLatency
 from sluice.scheduling.request.kernels import TTFT
 from sluice.scheduling.request.objective import SLO

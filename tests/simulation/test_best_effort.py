@@ -11,6 +11,7 @@ from sluice.simulation.config import EngineConfig
 from sluice.simulation.engine import Belief, Truth, VirtualEngine
 from sluice.simulation.metrics import TPOTMetric, attained, stages
 from sluice.simulation.requests import Requests
+from sluice.simulation.rows import DONE_TOKENS, EVICTED_TOKENS, EVICTIONS, LOST_TOKENS, PREEMPTIONS
 from sluice.simulation.run import drive
 from sluice.simulation.workload import Arrival, Workload
 from tests.examples import examples
@@ -64,8 +65,8 @@ def test_nothing_is_lost_and_everything_is_given_back(
             continue
         assert times[0] > arrival.arrival_s
         assert (np.diff(times) > 0).all()
-    assert 0 <= engine.evicted_tokens <= engine.lost_tokens
-    assert engine.evictions <= engine.preemptions
+    assert 0 <= engine.counters[EVICTED_TOKENS] <= engine.counters[LOST_TOKENS]
+    assert engine.counters[EVICTIONS] <= engine.counters[PREEMPTIONS]
 
 
 def two_tiers(rate: float, behind: int, seed: int = 3) -> tuple[Workload, list[bool]]:
@@ -121,8 +122,8 @@ def test_promised_requests_hardly_notice_a_backlog_behind_them(name: str) -> Non
         requests.emitted_s[requests.offsets[key + 1] - 1] < 30.0 for key in np.flatnonzero(flags)
     )
     assert done > 10
-    assert engine.evictions > 0
-    assert engine.evicted_tokens < 0.15 * engine.done_tokens
+    assert engine.counters[EVICTIONS] > 0
+    assert engine.counters[EVICTED_TOKENS] < 0.15 * engine.counters[DONE_TOKENS]
 
 
 @pytest.mark.parametrize("name", ["fcfs", "deadline_triage"])
@@ -136,4 +137,4 @@ def test_the_backlog_goes_on_while_promises_overload_the_engine(name: str) -> No
     # One by one, each after the answer of the one before it.
     assert first[0] < 20.0
     assert first[5] < last
-    assert engine.evicted_tokens < 0.05 * engine.done_tokens
+    assert engine.counters[EVICTED_TOKENS] < 0.05 * engine.counters[DONE_TOKENS]

@@ -16,7 +16,7 @@ from sluice.scheduling.request.queue import QueueView
 from sluice.simulation.config import EngineConfig, Speculation
 from sluice.simulation.engine import Belief, StuckError, Truth, VirtualEngine
 from sluice.simulation.requests import Requests
-from sluice.simulation.rows import FREE_BLOCKS
+from sluice.simulation.rows import DONE_TOKENS, FREE_BLOCKS, LOST_TOKENS
 from sluice.simulation.run import TOO_LONG, Result, drive, simulate
 from sluice.simulation.workload import Arrival, Stage, Workload
 from tests.examples import examples
@@ -127,7 +127,7 @@ def test_nothing_is_lost_and_everything_is_given_back(
         assert (np.diff(times) >= 0).all()
         if speculation is None:
             assert (np.diff(times) > 0).all()
-    assert engine.done_tokens == needed + engine.lost_tokens
+    assert engine.counters[DONE_TOKENS] == needed + engine.counters[LOST_TOKENS]
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
@@ -173,9 +173,8 @@ def test_an_engine_that_can_run_nothing_says_so() -> None:
     rng = np.random.default_rng(0)
     engine = VirtualEngine(config, make_policy("fcfs"), Belief(MODEL), EXACT, requests, rng)
     assert engine.submit(0)
-    engine._counters[FREE_BLOCKS] = (
-        0  # No block is free, and none is held: a fault in the accounting.
-    )
+    # No block is free, and none is held: a fault in the accounting.
+    engine.counters[FREE_BLOCKS] = 0
     with pytest.raises(StuckError, match=r"1 requests are live at 0\.000 s, 0 KV blocks are free"):
         engine.begin(0.0)
 

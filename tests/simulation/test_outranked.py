@@ -10,6 +10,7 @@ from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import EngineConfig
 from sluice.simulation.engine import Belief, Truth, VirtualEngine
 from sluice.simulation.requests import Requests
+from sluice.simulation.rows import DONE_TOKENS, LOST_TOKENS, PREEMPTIONS
 from sluice.simulation.run import drive
 from sluice.simulation.workload import Arrival
 from tests.examples import examples
@@ -59,5 +60,5 @@ def test_the_wait_is_bounded(prompt: int, others: int, patience_s: float, share:
 
 def test_it_does_lose_its_memory() -> None:
     engine, _ = served(1_200, 800, 2.0, 0.02, 60.0)
-    assert engine.preemptions > 0
-    assert engine.lost_tokens < engine.done_tokens / 4
+    assert engine.counters[PREEMPTIONS] > 0
+    assert engine.counters[LOST_TOKENS] < engine.counters[DONE_TOKENS] / 4

