@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.scheduling.request import loops
+from sluice.scheduling.request import stages
 from sluice.scheduling.request.stages import KEPT_S, LoopStarts
 
 
@@ -31,7 +31,7 @@ def test_those_with_the_latest_turns_are_remembered(turns: list[int]) -> None:
     most, starts = 3, LoopStarts()
     first: dict[int, float] = {}
     latest: list[int] = []
-    whole, loops.MOST_LOOPS = loops.MOST_LOOPS, most  # type: ignore[misc]
+    whole, stages.MOST_LOOPS = stages.MOST_LOOPS, most  # type: ignore[misc]
     try:
         for at, key in enumerate(turns):
             remembered = key in latest[-most:]
@@ -40,4 +40,4 @@ def test_those_with_the_latest_turns_are_remembered(turns: list[int]) -> None:
             latest = [each for each in latest if each != key] + [key]
             assert len(starts) <= most
     finally:
-        loops.MOST_LOOPS = whole  # type: ignore[misc]
+        stages.MOST_LOOPS = whole  # type: ignore[misc]
