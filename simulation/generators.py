@@ -224,8 +224,7 @@ class OnOff:
     """Bursts and silence in turn, both of exponential length, with Poisson arrivals in a burst.
 
     The defaults are the first half of the Azure 2023 code trace, cut where no request came for 5 s.
-    A
-    run of few bursts has a rate of its own: 600 requests at 5 a second came at 0.45 to 3.3 times
+    A run of few bursts has a rate of its own: 600 requests at 5 a second came at 0.45 to 3.3 times
     that in nine of ten draws, 3,000 at 0.66 to 1.6 times.
 
     Raises:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from sluice.replica.preemption.messages import (
     ANY_TASK,
@@ -24,23 +24,6 @@ from sluice.replica.preemption.messages import (
     mark,
     stop_word,
 )
-
-
-class Pacer(Protocol):
-    """The device operations of a check; ``ahead``: max checks by which launches are ahead of the
-    device."""
-
-    ahead: int
-
-    def start(self) -> None:
-        """A task begins, with nothing queued before it."""
-
-    def pace(self) -> None:
-        """At a check: wait until the device is close enough."""
-
-    def stop(self) -> Callable[[], float]:
-        """At a stop: returns a function that later gives the time, on the host's clock, at which
-        the device had computed all previous work."""
 
 
 class Immediate:
@@ -66,12 +49,11 @@ class Immediate:
 class Paced:
     """A device with a queue, in which events mark positions.
 
-    Each check records an event and waits for the one that was recorded ``ahead`` checks before, so
-    at most the operators between these two are queued. A ring of events is enough. Nested tasks
-    continue
-    to use it: what the suspended task has queued is still in front of them. The time at which the
-    device reached a stop comes from its event's distance to the start of the task at the bottom of
-    the stack, when nothing was queued.
+    Each check records an event and waits for the one that was recorded ``ahead`` checks before,
+    so at most the operators between these two are queued. A ring of events is enough. Nested
+    tasks continue to use it: what the suspended task has queued is still in front of them. The
+    time at which the device reached a stop comes from its event's distance to the start of the
+    task at the bottom of the stack, when nothing was queued.
 
     Raises:
         ValueError: ``ahead`` is negative."""
@@ -114,6 +96,9 @@ class Paced:
 
         return stopped_s
 
+
+Pacer = Immediate | Paced
+"""The device operations of a check; ``ahead``: max checks by which launches are ahead of it."""
 
 LAUNCH_AHEAD = 2
 """Max checks by which launches run ahead of a GPU: a prefill stops up to this many operators, or

@@ -6,7 +6,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from sluice.replica.preemption.messages import Timing
@@ -45,20 +45,6 @@ class TaskWatchdog:
 
 
 _KEPT = 1024
-
-_PUBLISHED = (
-    "rounds",
-    "suspended",
-    "suspensions",
-    "late_stops",
-    "resumes",
-    "discards",
-    "suspended_s",
-    "decide_s",
-    "reserved_bytes",
-    "stop_s",
-    "stop_histogram",
-)
 
 
 @dataclass(slots=True)
@@ -104,4 +90,7 @@ class Stats:
 
     def summary(self) -> dict[str, Any]:
         """The fields of the state table."""
-        return {name: getattr(self, name) for name in _PUBLISHED}
+        hidden = ("deepest", "latest_stop_s")
+        return {
+            each.name: getattr(self, each.name) for each in fields(self) if each.name not in hidden
+        }

@@ -626,8 +626,7 @@ class BatchPolicy(ABC):
     A policy is one file with one subclass, registered by ``name`` in ``batching/__init__.py``. It
     may keep state and is called from one thread. It must be work-conserving: with a request that
     fits, the plan is not empty. It never sees best-effort requests (:attr:`best_effort` plans
-    those), and needs
-    no code for speculation: :attr:`speculation` chooses how many drafted tokens each decode checks.
+    those), and needs no code for speculation (:attr:`speculation`).
     """
 
     name: ClassVar[str]
