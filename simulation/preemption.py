@@ -13,7 +13,6 @@ from math import inf, nan
 from typing import Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
 
 from sluice.scheduling.admission import AdmissionPolicy
 from sluice.scheduling.fleet.report import Report
@@ -164,39 +163,22 @@ Foresight = Literal["slack", "deadline", "none"]
 deadline (D-EDF), or never (EDF). FlowPrefill §6.3."""
 
 
-class SuspensionConfig(BaseModel):
-    """Where prefills stop, and at which cost, with the names of production's configuration. The
-    times are those that were measured on a CPU; a suspension's includes the later resumption."""
+@dataclass(frozen=True, slots=True)
+class SuspensionConfig:
+    """Where prefills stop, and at which cost, with the names of production's configuration; the
+    times were measured on a CPU. ``depth`` None: no limit. ``switch_s`` is the idle time of a
+    suspension with its later resumption, ``check_s`` that of a check."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    granularity: Granularity = Field(default="operator", description="Where a prefill can stop.")
-    depth: int | None = Field(
-        default=DEPTH, ge=1, description="Most suspended prefills; none: no limit."
-    )
-    chunk_tokens: int = Field(
-        default=CHUNK_TOKENS, ge=1, description="Most tokens of a prefill in a task."
-    )
-    small_chunk_tokens: int = Field(
-        default=SMALL_CHUNK_TOKENS,
-        ge=1,
-        description="The same of a task that cannot be suspended, as the stack is full.",
-    )
-    batch_tokens: int = Field(
-        default=BATCH_TOKENS,
-        ge=0,
-        description="Prefills run together below this sum of tokens; shorter ones than this with "
-        "one objective, and late ones, up to a chunk.",
-    )
-    least_tokens: int = Field(
-        default=LEAST_TOKENS, ge=1, description="Tasks of fewer tokens are not suspended."
-    )
-    foresight: Foresight = Field(default="slack", description="By what a prefill counts as late.")
-    switch_s: float = Field(default=0.0013, ge=0, description="Idle time of a suspension.")
-    decode_gap_s: float = Field(
-        default=DECODE_GAP_S, gt=0, description="Time between tokens of a decode without a TPOT."
-    )
-    check_s: float = Field(default=3.2e-7, ge=0, description="Time of a check.")
+    granularity: Granularity = "operator"
+    depth: int | None = DEPTH
+    chunk_tokens: int = CHUNK_TOKENS
+    small_chunk_tokens: int = SMALL_CHUNK_TOKENS
+    batch_tokens: int = BATCH_TOKENS
+    least_tokens: int = LEAST_TOKENS
+    foresight: Foresight = "slack"
+    switch_s: float = 0.0013
+    decode_gap_s: float = DECODE_GAP_S
+    check_s: float = 3.2e-7
 
     @property
     def options(self) -> Options:

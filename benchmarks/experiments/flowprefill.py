@@ -3,6 +3,7 @@ and the cost of bounds in such an engine (Fig. 12)."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import inf
@@ -63,14 +64,14 @@ PAPER = SuspensionConfig(depth=None, chunk_tokens=WHOLE, batch_tokens=4_096)
 """As in the paper: prompts are not split, and the number of suspended prefills is unlimited."""
 
 
-def flow(label: str, **changes: object) -> Suspending:
+def flow(label: str, **changes: Any) -> Suspending:
     """The paper's engine, with changes."""
-    return Suspending(label, PAPER.model_copy(update=changes))
+    return Suspending(label, dataclasses.replace(PAPER, **changes))
 
 
-def bounded(label: str, **changes: object) -> Suspending:
+def bounded(label: str, **changes: Any) -> Suspending:
     """The engine with its default bounds, and changes."""
-    return Suspending(label, SuspensionConfig().model_copy(update=changes))
+    return Suspending(label, dataclasses.replace(SuspensionConfig(), **changes))
 
 
 def _mix(scale: float, setup: Setup, rate: float, requests: int, seed: int) -> Workload:

@@ -1,5 +1,6 @@
 """An engine that suspends prefills: 10 ms a task and 0.1 ms a token, attention beside it."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -151,12 +152,12 @@ class TestExamples:
     def test_a_short_one_does_not_wait_for_one_that_fills_the_stack(self):
         """With one suspended at most, the second long one runs in chunks that are soon over."""
         queue = load((0.0, 8_000, 60.0), (0.1, 8_000, 20.0), (0.3, 500, 0.5))
-        config = PAPER.model_copy(update={"depth": 1})
+        config = replace(PAPER, depth=1)
         run = served(queue, config)
         assert run.counts.deepest == 1
         chunk_s = forward(512, "off").seconds + 8_000 * (1e-7 + 512 * 4e-9)
         assert ttft_s(run)[2] < chunk_s + 0.0013 + forward(500).seconds
-        without = served(queue, config.model_copy(update={"small_chunk_tokens": WHOLE}))
+        without = served(queue, replace(config, small_chunk_tokens=WHOLE))
         assert ttft_s(without)[2] > 0.5
 
     def test_late_prefills_run_together_and_are_suspended_for_those_in_time(self):
@@ -254,7 +255,7 @@ class TestProperties:
         """Who comes later is due earlier, and all can be: many suspensions, and not a moment of
         work more than without."""
         queue = load(*((when, tokens, 1e4 / (1 + when)) for when, tokens in made))
-        config = PAPER.model_copy(update={"granularity": granularity})
+        config = replace(PAPER, granularity=granularity)
         run = served(queue, config)
         whole_s = sum(forward(a.prompt_tokens).seconds for a in queue.arrivals)
         assert run.counts.busy_s == pytest.approx(whole_s)
