@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from sluice.benchmarks.experiments.annealing import ENGINE
+from sluice.benchmarks.live.systems import ENGINE
 
 LIGHT_ENGINE: Final[dict[str, Any]] = {
     **ENGINE,
