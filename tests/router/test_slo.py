@@ -25,9 +25,8 @@ from sluice.router.request.session import MAX_SESSION_CHARACTERS
 from sluice.router.request.slo import SloReader
 from sluice.router.tenancy.limits import TenantLimits
 from sluice.router.wire import MAX_OBJECTIVE_MS
-from sluice.scheduling.request.loops import KEPT_S, MOST_LOOPS
 from sluice.scheduling.request.objective import SLO, TPOTAnchor
-from sluice.scheduling.request.stages import MOST_STAGES, Stage
+from sluice.scheduling.request.stages import KEPT_S, MOST_LOOPS, MOST_STAGES, Stage
 from tests.documents import ROOT, marked, section
 from tests.router.far_side import Edge, FarSide, serve
 
