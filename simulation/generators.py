@@ -345,25 +345,6 @@ class Surges:
 
 
 @dataclass(frozen=True, slots=True)
-class Even:
-    """One request every ``1 / rate`` seconds, the first at 0."""
-
-    rate: float
-
-    def __post_init__(self) -> None:
-        _positive(rate=self.rate)
-
-    @property
-    def description(self) -> str:
-        """The process in words."""
-        return f"evenly at {self.rate:.4g} requests/s"
-
-    def times(self, count: int, rng: np.random.Generator) -> Times:
-        """Multiples of the gap."""
-        return np.arange(count) / self.rate
-
-
-@dataclass(frozen=True, slots=True)
 class AtOnce:
     """Every request at 0."""
 

@@ -16,7 +16,6 @@ from sluice.simulation.generators import (
     ArrivalProcess,
     AtOnce,
     Diurnal,
-    Even,
     Gamma,
     LengthDistribution,
     MakeArrivals,
@@ -92,7 +91,7 @@ def gaps(process: ArrivalProcess, count: int = 50_000, seed: int = 3) -> np.ndar
 
 @pytest.mark.parametrize(
     ("process", "variation"),
-    [(Poisson(4.0), 1.0), (Gamma(4.0, cv=2.0), 2.0), (Gamma(4.0, cv=0.5), 0.5), (Even(4.0), 0.0)],
+    [(Poisson(4.0), 1.0), (Gamma(4.0, cv=2.0), 2.0), (Gamma(4.0, cv=0.5), 0.5)],
 )
 def test_gaps_have_the_rate_and_variation(process: ArrivalProcess, variation: float) -> None:
     between = gaps(process)
@@ -167,9 +166,7 @@ def test_recorded_times_are_stretched_to_the_rate() -> None:
         Recorded(1.0, Workload("one", (Arrival(0, 1, 1, SLO()),)))
 
 
-@pytest.mark.parametrize(
-    "make", [Poisson, Gamma, OnOff, Even, Diurnal, Surges, partial(Gamma, cv=0.0)]
-)
+@pytest.mark.parametrize("make", [Poisson, Gamma, OnOff, Diurnal, Surges, partial(Gamma, cv=0.0)])
 def test_a_rate_or_variation_that_is_none_is_refused(make: MakeArrivals) -> None:
     with pytest.raises(ValueError, match="must be positive and finite"):
         make(0.0 if not isinstance(make, partial) else 1.0)
