@@ -43,8 +43,7 @@ from sluice.telemetry.tracing import make_tracer
 # Each is a :class:`~sluice.replica.server.Replica` here, with its own reports; this module joins
 # them to the one that Serve knows.
 
-live_requests = attrgetter("live_requests")
-"""API calls that a rank serves now."""
+live_requests = attrgetter("live_requests")  # API calls that a rank serves now
 
 
 def names_of(replica_id: str, ranks: int) -> list[str]:

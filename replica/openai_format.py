@@ -17,8 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from sluice.protocol.errors import RequestError
 from sluice.protocol.requests import Endpoint
 
-MAX_CHOICES = 16
-"""Most choices (prompts times ``n``) of one request."""
+MAX_CHOICES = 16  # Most choices (prompts times `n`) of one request
 
 DEFAULT_MAX_TOKENS = 16
 _CHARACTERS_PER_TOKEN = 4

@@ -157,8 +157,7 @@ _SAME_KV_ARGUMENTS = (
 """Arguments of vLLM that determine what KV is and how it lies in memory: where there are P/D pairs,
 all pools must agree on them, too."""
 
-_SHOWN = 80
-"""Max characters of a value in an error message."""
+_SHOWN = 80  # Max characters of a value in an error message
 
 _SAME_SIMULATED, _SAME_KV_SIMULATED = ("max_model_tokens",), ("block_tokens",)
 

@@ -65,11 +65,9 @@ class _Jumping(selectors.DefaultSelector):
         return super().select(timeout)
 
 
-MOST_SEQUENCES = 256
-"""Max sequences of one load; the engine's own limit may be lower."""
+MOST_SEQUENCES = 256  # Max sequences of one load; the engine's own limit may be lower
 
-_TOKENS = range(16, 256)
-"""Token ids of the prompts: every vocabulary has them, and few are special."""
+_TOKENS = range(16, 256)  # Token ids of the prompts: every vocabulary has them, and few are special
 
 _LOAD_BATCHES = 2
 

@@ -30,8 +30,7 @@ MAX_FINISHED = 4096
 """Max ended requests remembered for the next report; beyond it, the reservations of the oldest ones
 expire by themselves."""
 
-_RETRY_S = 0.1
-"""Min wait after an unanswered report."""
+_RETRY_S = 0.1  # Min wait after an unanswered report
 
 
 class ReportTarget(Protocol):

@@ -47,26 +47,19 @@ from sluice.telemetry.tracing import Span, Tracer, attribute_of
 # writes after each step, and since when requests wait. After the last request has left a stalled
 # engine there is no step that would show its recovery, so the watchdog then calls the engine.
 
-PREDICTED_STEPS = 20.0
-"""An engine counts as stalled after this many times the predicted time of its last step without a
-new one."""
+# An engine counts as stalled after this many times the predicted time of its last step without a
+# new one, and after this many longest steps: a full batch may follow one of a few decodes.
+PREDICTED_STEPS, LONGEST_STEPS = 20.0, 3.0
 
-LONGEST_STEPS = 3.0
-"""The same limit in longest steps: a full batch may follow one of a few decodes, and its time is
-not predicted here."""
-
+# Of the first steps, in which code may still be compiled, each may take REPLACED_AFTER_S.
 FIRST_STEPS = 5
-"""First steps, in which code may still be compiled; each may take :data:`REPLACED_AFTER_S`."""
 
-REPLACED_AFTER_S = 30.0
-"""Min time without a step after which Serve replaces the replica, seconds."""
+# Time without a step, seconds, and longest steps, after which Serve replaces the replica.
+REPLACED_AFTER_S, REPLACED_AFTER_STEPS = 30.0, 20.0
 
-REPLACED_AFTER_STEPS = 20.0
-"""The same limit in longest steps, for slow machines."""
-
+# If the watchdog was not called for this long, its own process was stalled: steps that the engine
+# made meanwhile may not be visible yet.
 OWN_GAP_S = 2.0
-"""If the watchdog was not called for this long, its own process was stalled. Steps that the engine
-made meanwhile may not be visible yet."""
 
 
 class Watchdog:

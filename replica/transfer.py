@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 
 MAGIC = b"SluiceKV"
 PROTOCOL = 1
-LAYOUT_BYTES = 16
-"""Length of the digest of KV's model and memory layout."""
+LAYOUT_BYTES = 16  # Length of the digest of KV's model and memory layout
 
 NAME_BYTES = 8
 SECRET_BYTES = 16
@@ -34,8 +33,7 @@ HANDLE_BYTES = NAME_BYTES + SECRET_BYTES
 QUESTION = struct.Struct(f"!8sH{LAYOUT_BYTES}s{HANDLE_BYTES}sII")
 """Magic, protocol, layout, handle, first block, number of blocks."""
 
-ANSWER = struct.Struct("!8sBQ")
-"""Magic, status, bytes that follow."""
+ANSWER = struct.Struct("!8sBQ")  # Magic, status, bytes that follow
 
 OK = 0
 UNKNOWN = 1
@@ -357,12 +355,10 @@ def _bytes(params: Mapping[str, Any], name: str, length: int | None = None) -> b
 
 logger = logging.getLogger(__name__)
 
-_MOST_PEERS = 32
-"""Max connections at once; further ones wait to be accepted."""
+_MOST_PEERS = 32  # Max connections at once; further ones wait to be accepted
 
 
-_TICK_S = 1.0
-"""Interval of dropping expired KV while there are no connections."""
+_TICK_S = 1.0  # Interval of dropping expired KV while there are no connections
 
 
 class TransferServer:

@@ -77,8 +77,7 @@ _INSTEAD: Mapping[str, str] = {
 """vLLM's arguments that Sluice sets itself, or whose part of vLLM it does not run, and what to do
 instead."""
 
-KV_TIERS = ("kv-offloading-size", "kv-transfer-config")
-"""Arguments that choose a KV connector."""
+KV_TIERS = ("kv-offloading-size", "kv-transfer-config")  # Arguments that choose a KV connector
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 

@@ -91,8 +91,7 @@ _IS: Final[Mapping[str, tuple[type, ...]]] = {
     "object": (dict,),
 }
 
-_INTEGERS: Final = 1 << 62
-"""xgrammar is exact up to here: it has integers of 64 bits."""
+_INTEGERS: Final = 1 << 62  # xgrammar is exact up to here: it has integers of 64 bits
 
 _BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 

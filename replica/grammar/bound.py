@@ -19,8 +19,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from sluice.replica.grammar.backends import by_backend
 
-BURST_S: Final = 0.25
-"""CPU time that a grammar may take beyond its share per token, seconds."""
+BURST_S: Final = 0.25  # CPU time that a grammar may take beyond its share per token, seconds
 
 TOKEN_S: Final = 0.01
 """CPU time that a grammar may take per token, on average, seconds. Usual ones take 0.0001 s."""

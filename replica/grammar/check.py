@@ -38,18 +38,15 @@ from sluice.protocol.errors import RequestError
 from sluice.replica.grammar.backends import backend_type, constrain, usable
 from sluice.replica.processes import end_with_parent
 
-WALK_TOKENS: Final = 192
-"""Tokens of each walk."""
+WALK_TOKENS: Final = 192  # Tokens of each walk
 
-MEMORY_BYTES: Final = 2 << 30
-"""Max memory of one grammar beyond that of the process, bytes."""
+MEMORY_BYTES: Final = 2 << 30  # Max memory of one grammar beyond that of the process, bytes
 
 WALL_FACTOR: Final = 15.0
 """A grammar's process is ended after this many times its CPU limit of wall-clock time, however
 little it ran."""
 
-MAX_MESSAGE: Final = 500
-"""Max characters of a backend's message that are forwarded."""
+MAX_MESSAGE: Final = 500  # Max characters of a backend's message that are forwarded
 
 MALFORMED: Final = "malformed"
 COSTLY: Final = "costly"
@@ -263,14 +260,12 @@ def constraint_key(params: Any, stop_token_ids: frozenset[int]) -> bytes:
 
 logger = logging.getLogger(__name__)
 
-REMEMBERED: Final = 4_096
-"""Max cached verdicts; the least recently used one is dropped first."""
+REMEMBERED: Final = 4_096  # Max cached verdicts; the least recently used one is dropped first
 
 MAX_WAITING: Final = 32
 """Max grammars that wait for their check, one after the other; further requests get 503."""
 
-START_S: Final = 300.0
-"""Max start-up time of the process, seconds."""
+START_S: Final = 300.0  # Max start-up time of the process, seconds
 
 
 def structural_tags(body: Mapping[str, Any]) -> list[str]:

@@ -43,11 +43,9 @@ from sluice.scheduling.roles import Role
 DEFAULT_MODEL = LinearLatency(a=0.005, b=0.0002, c=0.000001)
 """Used for plans until a profile is known."""
 
-MAX_LOG_LINES: Final = 100_000
-"""Batches that a log holds."""
+MAX_LOG_LINES: Final = 100_000  # Batches that a log holds
 
-_BUSY: Final = 0.9
-"""From this share of a thread's time on the processor, it did not wait."""
+_BUSY: Final = 0.9  # From this share of a thread's time on the processor, it did not wait
 
 _MIN_GROWTH: Final = 1 / 16
 """By which an outgrown expected length grows at least, so that not every token makes it grow."""
@@ -623,8 +621,7 @@ class GarbageCollector:
 
     MIN_INTERVAL_S = 5.0
     MAX_INTERVAL_S = 60.0
-    SLACK_FACTOR = 4.0
-    """Slack that is enough, in durations of the last collection."""
+    SLACK_FACTOR = 4.0  # Slack that is enough, in durations of the last collection
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -18,8 +18,7 @@ from sluice.scheduling.batching import PlannedTokens
 from sluice.scheduling.fleet.state import DRAFT_LENGTHS
 from sluice.scheduling.latency.speculation import AcceptanceRates
 
-MOST_DRAFTED = 32
-"""Max tokens that an engine may draft for one step of a request."""
+MOST_DRAFTED = 32  # Max tokens that an engine may draft for one step of a request
 
 BY_BATCH_SIZE = "num_speculative_tokens_per_batch_size"
 """vLLM's setting of draft lengths by batch size. Sluice sets it, and replaces its table."""

@@ -103,8 +103,7 @@ _HEADER = np.dtype(
 )
 
 
-NO_SLOT = -1
-"""In place of a slot: the request has none."""
+NO_SLOT = -1  # In place of a slot: the request has none
 
 
 class ChangedRows(NamedTuple):

@@ -28,8 +28,7 @@ from sluice.protocol.requests import (
 )
 from sluice.protocol.streams import TICKET_HEADER
 
-FETCH_S: Final = 10.0
-"""Timeout for the reader of a stream to connect, seconds."""
+FETCH_S: Final = 10.0  # Timeout for the reader of a stream to connect, seconds
 
 
 MAX_HEAD_BYTES: Final = 64 << 10

@@ -45,8 +45,7 @@ from sluice.scheduling.fleet.ranks import rank_name
 
 # The buffer between one response and its consumer.
 
-MAX_BUFFERED_ITEMS = 256
-"""Max buffered items of one response; beyond it, the engine's stream waits."""
+MAX_BUFFERED_ITEMS = 256  # Max buffered items of one response; beyond it, the engine's stream waits
 
 MAX_BATCH_BYTES = 1 << 20
 """A batch of items ends with the item that reaches this size; each batch is one message."""
@@ -115,8 +114,7 @@ def _nothing() -> None:
     """For a complete response: there is nothing to stop."""
 
 
-MAX_CONNECTIONS = 1024
-"""Max connections that have shown the token: each router has one."""
+MAX_CONNECTIONS = 1024  # Max connections that have shown the token: each router has one
 
 
 _decode = msgspec.msgpack.Decoder(Asked).decode

@@ -23,8 +23,7 @@ from sluice.replica.engine import ConfigurationError
 
 logger = init_logger(__name__)
 
-LOOK_S: Final = 2.0
-"""Time between two looks at the directory, seconds."""
+LOOK_S: Final = 2.0  # Time between two looks at the directory, seconds
 
 
 MOST_REMEMBERED: Final = 10_000

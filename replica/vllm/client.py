@@ -38,8 +38,7 @@ from sluice.replica.scheduler.xargs import ID, KEY_PREFIX, from_xargs, to_xargs
 # strings and the layer's parsers, and makes the same events. The engine itself gets the prompt
 # followed by those tokens and computes the rest.
 
-AT_ONCE = 32
-"""Outputs that are repeated before the event loop gets a turn: some milliseconds."""
+AT_ONCE = 32  # Outputs that are repeated before the event loop gets a turn: some milliseconds
 
 _ZERO = ("presence_penalty", "frequency_penalty", "bad_words")
 _UNSET = (

@@ -15,8 +15,7 @@ from typing import Any, Final, Literal, NamedTuple
 Versions = tuple[tuple[int, int], tuple[int, int]]
 """The oldest supported minor version, and the newest that was run."""
 
-SUPPORTED: Final[Versions] = ((0, 26), (0, 33))
-"""Versions in which batch plans can be executed."""
+SUPPORTED: Final[Versions] = ((0, 26), (0, 33))  # Versions in which batch plans can be executed
 
 WITH_PREEMPTION: Final[Versions] = ((0, 26), (0, 32))
 """Versions in which running prefills can be preempted."""

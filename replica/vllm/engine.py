@@ -402,44 +402,37 @@ class VllmEngine:
 
         CURRENT_CALL.set(call)
         response = await self._create(serving.layer, serving.create(body, None), call)
-        if call.refusal is not None and not call.aborted:
-            # vLLM's own message would be that of an internal error.
-            for item in _refusal(call.refusal, endpoint):
-                yield item
-            return
-        if call.offer is not None and call.prefill_only:
-            if not call.aborted:
-                for item in self._handed_over(call):
-                    yield item
-            return
-        error = getattr(response, "error", None)
+        error = call.refusal  # vLLM's own message would be that of an internal error
+        if error is None and not (call.prefill_only and call.offer is not None):
+            failed = getattr(response, "error", None)
+            error = None if failed is None else refused(failed)
         if error is not None:
-            if not call.aborted:
-                for item in _refusal(refused(error), endpoint):
+            rest = list(_refusal(error, endpoint))
+        elif call.prefill_only:
+            rest = list(self._handed_over(call))
+        else:
+            rest = []
+            if hasattr(response, "__aiter__"):
+                async for item in self._stream(endpoint, body, response, call):
                     yield item
-            return
-        if call.prefill_only and not call.aborted:
-            for item in self._handed_over(call):
-                yield item
-            return
-        if hasattr(response, "__aiter__"):
-            async for item in self._stream(endpoint, body, response, call):
-                yield item
-        elif not call.aborted:
-            # In a thread, as one with many numbers takes a while.
-            media_type, data = await asyncio.to_thread(whole_response, endpoint, body, response)
-            yield ResponseHead(200, media_type)
-            for chunk in chunks_of(data, call.unsent_tokens):
-                yield chunk
-        if not call.aborted:
-            yield ResponseTail(
-                call.prompt_tokens,
-                call.output_tokens,
-                tuple(call.offsets_s),
-                call.queued_s,
-                cached_tokens=call.cached_tokens,
-                reasoned=call.reasoned if call.offsets_s else 0,
+            elif not call.aborted:
+                # In a thread, as one with many numbers takes a while.
+                media_type, data = await asyncio.to_thread(whole_response, endpoint, body, response)
+                rest = [ResponseHead(200, media_type), *chunks_of(data, call.unsent_tokens)]
+            rest.append(
+                ResponseTail(
+                    call.prompt_tokens,
+                    call.output_tokens,
+                    tuple(call.offsets_s),
+                    call.queued_s,
+                    cached_tokens=call.cached_tokens,
+                    reasoned=call.reasoned if call.offsets_s else 0,
+                )
             )
+        for item in rest:
+            if call.aborted:
+                return
+            yield item
 
     def _handed_over(self, call: ApiCall) -> tuple[ResponseItem, ...]:
         """The response to a prefill-only request. The serving layer's own response is not used."""

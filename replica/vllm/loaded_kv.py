@@ -267,8 +267,7 @@ def _block_bytes(kv_cache_config: Any) -> int:
     )
 
 
-_KEPT: Final = 0.9
-"""Weight of the earlier waits in the mean, after another one."""
+_KEPT: Final = 0.9  # Weight of the earlier waits in the mean, after another one
 
 
 _ADMITTED: Final = (

@@ -23,8 +23,7 @@ _FORMAT = 3
 """Part of the directory name: increment it with every change below, so that no older model is
 found."""
 
-_DIGESTS = "digests.json"
-"""SHA-256 of each of the other files, by name. It is written last."""
+_DIGESTS = "digests.json"  # SHA-256 of each of the other files, by name. It is written last
 
 _VOCABULARY = 2048
 _SPECIAL = ("<|end|>", "<|begin|>", "<|pad|>")

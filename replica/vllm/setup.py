@@ -142,8 +142,7 @@ def _exists(parser: str) -> bool:
 
 
 KV_CONNECTOR_MODULE = "sluice.replica.vllm.kv_connector"
-SENDS_KV = "kv_producer"
-"""vLLM's name for an engine that sends KV, and receives none."""
+SENDS_KV = "kv_producer"  # vLLM's name for an engine that sends KV, and receives none
 
 _TRANSFER = "kv-transfer-config"
 
