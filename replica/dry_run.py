@@ -37,7 +37,11 @@ def fault(engine: EngineConfig, role: Role, here: bool) -> str | None:
     it; ``None``: it can. Where it would not run ``here``, only its arguments are checked, and less
     where its model is not on this machine."""
     if not here:
-        return _refusal(engine)
+        try:
+            check_arguments(engine.vllm_args)
+        except ValueError as error:
+            return str(error)
+        return None
     preemption = engine.preemption.granularity != "off"
     if preemption:
         import sluice.replica.preemption.variant  # noqa: F401 - the import registers it
@@ -108,14 +112,6 @@ def _look_up(arguments: Any, vllm_config: Any) -> None:
 
         if plugin not in load_plugins_by_group(IO_PROCESSOR_PLUGINS_GROUP):
             raise ValueError(f"vllm_args: io-processor-plugin: {plugin} is not installed")
-
-
-def _refusal(engine: EngineConfig) -> str | None:
-    try:
-        check_arguments(engine.vllm_args)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def _is_here(model: str) -> bool:

@@ -90,6 +90,8 @@ class Trial:
     """Checks grammars on the tokenizer and the backends of one engine."""
 
     def __init__(self, vllm_config: Any, limit_s: float) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
         from vllm.tokenizers import cached_tokenizer_from_config
 
         self._config = vllm_config
@@ -108,7 +110,8 @@ class Trial:
             except Exception as error:
                 logger.warning("structured output backend %s is not available: %s", name, error)
         with suppress(Exception):
-            constrain(_example(), vllm_config, self._tokenizer)
+            example = StructuredOutputsParams(json={"type": "null"})
+            constrain(SamplingParams(structured_outputs=example), vllm_config, self._tokenizer)
 
     def judge(self, constraint: Constraint) -> Verdict:
         """Check one grammar in a forked process."""
@@ -222,13 +225,6 @@ class Trial:
                 self._config, tokenizer=self._tokenizer, vocab_size=self._vocabulary
             )
         return self._backends[name]
-
-
-def _example() -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
-
-    return SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "null"}))
 
 
 def start_timer(seconds: float) -> None:

@@ -199,6 +199,8 @@ _numbers = itertools.count()
 
 _NOT_STARTED = "the vLLM engine is not running"
 
+_IN_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
+
 
 class VllmEngine:
     """See :class:`sluice.replica.engine.Engine`. Raises ValueError: an argument that vLLM does not
@@ -285,7 +287,7 @@ class VllmEngine:
         if config.pin_cpu and workers(config.vllm_args) > 1:
             bind_workers(devices(config.vllm_args), self._cpu_core)
         # Once both processes have mapped the table its file is deleted, so none can be left behind.
-        with private_dir(_shared_memory()) as directory:
+        with private_dir(_IN_MEMORY) as directory:
             path = directory / "state"
             number = next(_numbers)
             table_folder, batch_log = f"{TABLE_FOLDER}_{number}", f"{BATCH_LOG}_{number}"
@@ -345,13 +347,15 @@ class VllmEngine:
             raise EngineDeadError(_NOT_STARTED)
         from sluice.replica.vllm.client import ApiCall
 
+        # Of a request of stages, one of which ends with the reasoning.
+        thinks = any(not stage.tokens for stage in request.slo.stages[:-1])
         call = ApiCall(
             time.monotonic(),
             trace=request.trace,
             resumable=request.resumable,
             resume=request.resume,
             staged=bool(request.slo.stages),
-            ends=self._ends_of(request),
+            ends=self._reasoning_ends if thinks else frozenset(),
             rank=self._rank,
         )
         try:
@@ -375,11 +379,6 @@ class VllmEngine:
             ended = True
         finally:
             await self._leave(request.request_id, call, pieces, ended)
-
-    def _ends_of(self, request: EngineRequest) -> frozenset[int]:
-        """The tokens that end the reasoning, if a stage of the request ends with it."""
-        asks = any(not stage.tokens for stage in request.slo.stages[:-1])
-        return self._reasoning_ends if asks else frozenset()
 
     def _serving_of(self, endpoint: Endpoint) -> Serving:
         """The serving layer of ``endpoint``. Raises RequestError: the model does not offer it."""
@@ -406,12 +405,17 @@ class VllmEngine:
         if error is None and not (call.prefill_only and call.offer is not None):
             failed = getattr(response, "error", None)
             error = None if failed is None else refused(failed)
+        rest: list[ResponseItem] = []
         if error is not None:
             rest = list(_refusal(error, endpoint))
         elif call.prefill_only:
-            rest = list(self._handed_over(call))
+            # The serving layer's own response is not used.
+            handle = KVHandle(self._replica_id, call.offer or {}, call.prompt_tokens)
+            tail = ResponseTail(
+                call.prompt_tokens, 0, (), call.queued_s, handle, call.cached_tokens
+            )
+            rest = [ResponseHead(200, "application/json"), tail]
         else:
-            rest = []
             if hasattr(response, "__aiter__"):
                 async for item in self._stream(endpoint, body, response, call):
                     yield item
@@ -433,14 +437,6 @@ class VllmEngine:
             if call.aborted:
                 return
             yield item
-
-    def _handed_over(self, call: ApiCall) -> tuple[ResponseItem, ...]:
-        """The response to a prefill-only request. The serving layer's own response is not used."""
-        kv_handle = KVHandle(self._replica_id, call.offer or {}, call.prompt_tokens)
-        return (
-            ResponseHead(200, "application/json"),
-            ResponseTail(call.prompt_tokens, 0, (), call.queued_s, kv_handle, call.cached_tokens),
-        )
 
     async def _create(self, serving: Any, creation: Any, call: ApiCall) -> Any:
         """vLLM's response, or its error response. Raises EngineDeadError: the engine died. Raises
@@ -587,12 +583,6 @@ class VllmEngine:
             # In this thread, though it takes seconds: beside a running event loop vLLM would take
             # its own shutdown for the engine's death, and log it as such.
             llm.shutdown()
-
-
-def _shared_memory() -> Path | None:
-    """The directory of files in memory, if there is one; ``None``: use the default."""
-    path = Path("/dev/shm")
-    return path if path.is_dir() else None
 
 
 def _refusal(error: RequestError, endpoint: Endpoint) -> tuple[ResponseItem, ...]:
