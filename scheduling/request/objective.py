@@ -441,14 +441,16 @@ class TokenClock(TPOTMeter):
 
     def missed(self, finished_s: float) -> tuple[str, ...]:
         """The stated objectives that were not met, of ``ttft``, ``tpot`` and ``e2e``."""
-        (ttft_due_s, tpot_due_s, e2e_due_s, _), none = self.slo.columns, self.tokens == 0
+        (ttft_due_s, tpot_due_s, e2e_due_s, _), missed = self.slo.columns, []
         ttft_s = self.ttft_s
-        found = (
-            ("ttft", inf if ttft_s is None else ttft_s, ttft_due_s),
-            ("tpot", inf if none else self.tpot_s or 0.0, tpot_due_s),
-            ("e2e", inf if none else self.e2e_s(finished_s), e2e_due_s),
-        )
-        return tuple([name for name, real_s, due_s in found if real_s > due_s])
+        none = ttft_s is None
+        if ttft_due_s < inf and (ttft_s is None or ttft_s > ttft_due_s):
+            missed.append("ttft")
+        if tpot_due_s < inf and (none or (self.tpot_s or 0.0) > tpot_due_s):
+            missed.append("tpot")
+        if e2e_due_s < inf and (none or self.e2e_s(finished_s) > e2e_due_s):
+            missed.append("e2e")
+        return tuple(missed)
 
 
 def clock_of(slo: SLO, arrival_s: float) -> TokenClock:
