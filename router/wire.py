@@ -97,7 +97,7 @@ CLASS_HEADER: Final = "x-sluice-class"
 """Response: the service class that the request was served as."""
 
 ADMISSION_HEADER: Final = "x-sluice-admission"
-"""Response: ``guaranteed`` if the SLO is guaranteed, else ``best-effort``."""
+"""Response: ``guaranteed`` if the SLO is promised, else ``best-effort``."""
 
 PREDICTED_TTFT_HEADER: Final = "x-sluice-predicted-ttft-ms"
 """Response, if the SLO is promised: the predicted median TTFT, ms from the request's arrival."""
@@ -113,7 +113,7 @@ PROMISED_E2E_HEADER: Final = "x-sluice-promised-e2e-ms"
 arrival."""
 
 PROMISE_LEVEL_HEADER: Final = "x-sluice-promise-level"
-"""Response, if the SLO is guaranteed: the share of such guarantees that is to be kept."""
+"""Response, if the SLO is promised: the share of such promises that is to be kept."""
 
 LOOP_REMAINING_HEADER: Final = "x-sluice-loop-remaining-ms"
 """Response to a turn of a tool loop: ms to the loop's deadline when the response's head is sent."""

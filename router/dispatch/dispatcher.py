@@ -135,7 +135,7 @@ class Dispatcher:
         while it is a stream. :meth:`close` the answer in any case.
 
         Cancelling it stops the current attempt. Raises ApiError: every attempt failed, and the
-        error is that of the last one; or the SLO cannot be guaranteed and the class does not allow
+        error is that of the last one; or the SLO cannot be promised and the class does not allow
         best effort; or the call is quarantined."""
         case = self._suspicion.open(call)
         transcript = Transcript() if not fetches and may_resume(call) else None
@@ -301,7 +301,7 @@ class Dispatcher:
         mistake the release of the last attempt for a release of this one. Cancelling stops the
         whole attempt. Raises ReplicaFailedError: the attempt failed. The replica that failed it is
         recorded. Raises MovedError: it was abandoned for one at :attr:`Answer.moves_to`. Raises
-        ApiError: the SLO cannot be guaranteed, and the class does not allow best effort."""
+        ApiError: the SLO cannot be promised, and the class does not allow best effort."""
         answer.attempts += 1
         call, transcript, decision = answer.call, answer.transcript, answer.moves_to
         request_id, moves = answer.next_id, decision is not None
@@ -370,7 +370,7 @@ class Dispatcher:
                 raise ReplicaFailedError(*NOT_RESUMED, retry=False)
             return prefill
         if prefill.moved:
-            # The guarantee was for a P/D pair with the other prefill replica.
+            # The promise was for a P/D pair with the other prefill replica.
             decision = self._void(answer, decision)._replace(prefill_id=prefill.head.replica_id)
         kv_handle = prefill.tail.kv_handle if prefill.tail is not None else None
         waited_s = self.clock() - answer.call.received_s

@@ -27,15 +27,15 @@ from sluice.scheduling.fleet.ranks import replica_of
 from sluice.scheduling.request.job import NO_REPLICA, UNATTAINABLE, RouteDecision, RouteQuery, Tier
 from sluice.scheduling.tenancy.fair_shares import PLACES_PART
 
-# Admission queues: requests wait at the router until some replica can guarantee their SLO.
+# Admission queues: requests wait at the router until some replica can promise their SLO.
 #
 # There is one queue per service class that queues. Its first few requests ask the controller
 # repeatedly, the others wait behind them; so a request is overtaken only by one of these few,
-# whose SLO or length is easier to guarantee. The clients in a queue take turns, and none takes all
+# whose SLO or length is easier to promise. The clients in a queue take turns, and none takes all
 # slots.
 
 ASKERS = 4
-"""Requests of a queue that ask: enough that one request which no replica can guarantee does not
+"""Requests of a queue that ask: enough that one request which no replica can promise does not
 hold up the others, few enough that a long queue is no load on the controller."""
 
 MIN_PAUSE_S = 0.05
@@ -45,7 +45,7 @@ within these bounds."""
 
 
 def may_wait(decision: RouteDecision) -> bool:
-    """Whether no replica can guarantee the request's SLO now, but one will be able to."""
+    """Whether no replica can promise the request's SLO now, but one will be able to."""
     return decision.reason == UNATTAINABLE and decision.retry_after_s is not None
 
 
@@ -413,7 +413,7 @@ class DecisionService(Protocol):
         """A request that was placed has ended. Returns at once."""
 
     def late(self, notice: LateNotice) -> None:
-        """A guaranteed response that still runs is late. Returns at once."""
+        """A promised response that still runs is late. Returns at once."""
 
     def on_leaving(self, leaving: Callable[[Sequence[str]], None]) -> None:
         """From now on, about once a second, pass the replicas that are drained or about to stop to
@@ -434,7 +434,7 @@ UNDECIDED: Final = RouteDecision(None, "undecided")
 
 
 def unguaranteed(decision: RouteDecision) -> RouteDecision:
-    """The decision for other replicas than the chosen ones: a guarantee does not hold there."""
+    """The decision for other replicas than the chosen ones: a promise does not hold there."""
     if decision.tier is not Tier.GUARANTEED:
         return decision
     return decision._replace(tier=None, predicted_ttft_s=None, planned=None)
@@ -480,7 +480,7 @@ class PlacementClient:
         """The decision on ``call`` under this key. It names none of ``failed``. A traced call gets
         a span, which includes the time in the admission queue. ``prefill_key``: the key of its
         prefill, where a separate replica may compute that. ``begun``: some of the answer is sent
-        already: it is served in any tier. Raises ApiError: 429; no replica can guarantee its SLO,
+        already: it is served in any tier. Raises ApiError: 429; no replica can promise its SLO,
         and its class does not allow best effort. 503; the model has no replica, and the call cannot
         wait for one."""
         if call.span is None:
@@ -527,8 +527,8 @@ class PlacementClient:
     async def elsewhere(
         self, call: Call, key: int, failed: Sequence[str], replica_id: str
     ) -> RouteDecision | None:
-        """Another decision, under this key, on a guaranteed call that is going to miss its TTFT at
-        ``replica_id``: one that guarantees what is left of its SLO. ``None``: the call stays."""
+        """Another decision, under this key, on a promised call that is going to miss its TTFT at
+        ``replica_id``: one that promises what is left of its SLO. ``None``: the call stays."""
         decision = await self._ask(call, key, failed, 0, _GUARANTEED_ONLY, replica_id)
         return decision if decision is not None and decision.tier is Tier.GUARANTEED else None
 
@@ -605,7 +605,7 @@ class PlacementClient:
         tiers: frozenset[Tier],
     ) -> RouteDecision | None:
         """The controller's decision now, or once the model has a replica. If the controller does
-        not answer, and has just reported that there is no capacity, a call that needs a guarantee
+        not answer, and has just reported that there is no capacity, a call that needs a promise
         is refused: a client that asks often would get in by a late answer. Raises ApiError: 503;
         the model has no replica, and the call cannot wait for one."""
         decision = await self._ask(call, key, failed, prefill_key, tiers)
@@ -629,7 +629,7 @@ class PlacementClient:
             return _BEST_EFFORT_ONLY
         if begun:
             return _ANY_TIER
-        # Without an SLO there is nothing to guarantee, whatever the class demands.
+        # Without an SLO there is nothing to promise, whatever the class demands.
         promised_only = call.slo.stated and call.slo.service_class in self._promised_only
         return _GUARANTEED_ONLY if promised_only else _ANY_TIER
 

@@ -64,7 +64,7 @@ class Outcome(enum.StrEnum):
     CLIENT_ERROR = "client_error"
     """The client's mistake: a 4xx of the router or of the engine."""
     REFUSED = "refused"
-    """No capacity, no guarantee or no replica: a 429 or 503 before anything was served."""
+    """No capacity, no promise or no replica: a 429 or 503 before anything was served."""
     FAILED = "failed"
     """A failure of a replica or the router: a 5xx, or an error event in a stream."""
     CANCELLED = "cancelled"
@@ -126,7 +126,7 @@ class MoveReason(enum.StrEnum):
     LEAVING = "leaving"
     """Its replica is drained, or about to stop."""
     LATE = "late"
-    """It was guaranteed, and predicted to miss the pace of its objective there."""
+    """It was promised, and predicted to miss its TPOT there."""
 
 
 class RequestFigures(NamedTuple):
@@ -308,7 +308,7 @@ class AdmissionMetrics:
             self._refusals(service_class, reason.value).inc()
 
     def over_share(self, client: str) -> None:
-        """Count a request without a guarantee because ``client`` has used its share."""
+        """Count a request without a promise because ``client`` has used its share."""
         self._over_share(self._clients.label(client)).inc()
 
     def ended(

@@ -98,7 +98,7 @@ class Call:
 
     Attributes:
         received_s: its arrival, on the dispatcher's monotonic clock.
-        best_effort: it asks for no guarantee: it runs on the capacity that guaranteed calls leave.
+        best_effort: it asks for no promise: it runs on the capacity that promised calls leave.
         output_tokens: maximum that it may generate; 0 if only the model's length bounds it.
         session: 63-bit hash of its session's name; 0 for none.
         prefix: hashes of its prompt's beginning.
