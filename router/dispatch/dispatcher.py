@@ -31,7 +31,7 @@ from sluice.router.dispatch.attempt import (
     name_of,
 )
 from sluice.router.dispatch.migrations import Migrations, Moves
-from sluice.router.dispatch.placement import DecisionService, PlacementClient, unguaranteed
+from sluice.router.dispatch.placement import DecisionService, PlacementClient, unpromised
 from sluice.router.dispatch.retries import (
     NOT_RESUMABLE,
     Pools,
@@ -504,7 +504,7 @@ class Dispatcher:
         """A decision that another replica than the chosen one serves."""
         if decision.tier is Tier.GUARANTEED:
             answer.promises -= 1
-        return unguaranteed(decision)
+        return unpromised(decision)
 
     def _note_transfer(self, attempt: Attempt, seconds: float) -> None:
         """Record the time from the prompt's end to the first token, or to its bytes if streamed."""

@@ -433,7 +433,7 @@ UNDECIDED: Final = RouteDecision(None, "undecided")
 """
 
 
-def unguaranteed(decision: RouteDecision) -> RouteDecision:
+def unpromised(decision: RouteDecision) -> RouteDecision:
     """The decision for other replicas than the chosen ones: a promise does not hold there."""
     if decision.tier is not Tier.GUARANTEED:
         return decision
@@ -571,7 +571,7 @@ class PlacementClient:
         if replica_id in failed:
             self._controller.release(key)
             replica_id = None
-        return unguaranteed(decision)._replace(replica_id=replica_id, prefill_id=None)
+        return unpromised(decision)._replace(replica_id=replica_id, prefill_id=None)
 
     async def _decide(
         self, call: Call, key: int, failed: Sequence[str], prefill_key: int, begun: bool
